@@ -1,0 +1,167 @@
+"""Write an ExportedProgram with `twell` ops as an ONNX file with nodes of the `twell` domain.
+
+    torch.ops.twell.gated_mlp  ->  twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down])
+    torch.ops.twell.mlp        ->  twell::TwellMlp(x, w_up, [b_up], w_down, [b_down])
+
+Absent biases are left out of the inputs, and the attributes `gate_bias`, `up_bias` and `down_bias` say which are there.
+TensorRT's parser finds the plugin by the node's type and its attributes `plugin_version` and `plugin_namespace`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir
+import torch
+from onnxscript import values
+from torch.export import ExportedProgram
+
+from twellc.errors import UserError
+from twellc.plugins.library import PLUGIN_NAMESPACE, PLUGIN_VERSION
+from twellc.plugins.ops import GATED_MLP, MLP
+
+OPSET = 20
+# Protobuf ends at 2 GiB a message; weights of larger models go into a file beside the model.
+_LARGEST_SINGLE_FILE = 2**30
+
+
+def export_onnx(
+    program: ExportedProgram, input_names: list[str], output_names: list[str], dimension_names: dict[str, str]
+) -> onnx_ir.Model:
+    """Translate a program.
+
+    Args:
+        program: A program, rewritten or not.
+        input_names: Names for the graph's inputs, in the program's order.
+        output_names: Names for the graph's outputs, in the program's order.
+        dimension_names: Names for the program's symbolic dimensions, by symbol.
+
+    Raises:
+        UserError: An operation has no ONNX form.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exporter_log = logging.getLogger("torch.onnx")
+        level = exporter_log.level
+        exporter_log.setLevel(logging.ERROR)
+        try:
+            exported = torch.onnx.export(
+                program,
+                (),
+                input_names=input_names,
+                output_names=output_names,
+                opset_version=OPSET,
+                dynamo=True,
+                verbose=False,
+                custom_translation_table={GATED_MLP: _gated_mlp, MLP: _mlp},
+            )
+        except torch.onnx.errors.OnnxExporterError as error:
+            raise UserError(
+                "ONNX export", f"the model cannot be written as ONNX ({_cause(error)})",
+                fix="Replace the operation in the model, or export a part of the model.",
+            ) from error  # fmt: skip
+        finally:
+            exporter_log.setLevel(level)
+    assert exported is not None
+    model = exported.model
+    model.graph.metadata_props.clear()
+    for node in model.graph:
+        # The exporter notes stack traces of the machine that it ran on.
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            _rename_dimensions(value, dimension_names)
+    for value in model.graph.inputs:
+        _rename_dimensions(value, dimension_names)
+    return model
+
+
+def save_onnx(model: onnx_ir.Model, path: Path) -> list[Path]:
+    """Write a model to `path`; weights above 1 GiB go to `path` + `.data`. Returns the files that were written."""
+    size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
+    if size <= _LARGEST_SINGLE_FILE:
+        onnx_ir.save(model, path)
+        return [path]
+    data = path.with_name(path.name + ".data")
+    onnx_ir.save(model, path, external_data=data.name)
+    return [path, data]
+
+
+def _rename_dimensions(value: onnx_ir.Value, names: dict[str, str]) -> None:
+    value.metadata_props.clear()
+    if value.shape is None:
+        return
+
+    def rename(dim: int | onnx_ir.SymbolicDim) -> int | str | None:
+        if isinstance(dim, int) or dim.value is None:
+            return dim if isinstance(dim, int) else None
+        return re.sub(r"\b\w+\b", lambda match: names.get(match[0], match[0]), dim.value)
+
+    value.shape = onnx_ir.Shape([rename(dim) for dim in value.shape])
+
+
+def _cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().splitlines()[0]
+
+
+def _schema(op_type: str) -> onnx.defs.OpSchema:
+    parameter = onnx.defs.OpSchema.FormalParameter
+    attribute = onnx.defs.OpSchema.Attribute
+    kinds = onnx.defs.OpSchema.AttrType
+    biases = ("gate_bias", "up_bias", "down_bias") if op_type == "TwellGatedMlp" else ("up_bias", "down_bias")
+    return onnx.defs.OpSchema(
+        op_type,
+        PLUGIN_NAMESPACE,
+        1,
+        inputs=[parameter("operands", "T", param_option=onnx.defs.OpSchema.FormalParameterOption.Variadic)],
+        outputs=[parameter("y", "T")],
+        type_constraints=[("T", ["tensor(float16)", "tensor(bfloat16)", "tensor(float)", "tensor(double)"], "")],
+        attributes=[
+            attribute("activation", kinds.STRING),
+            attribute("threshold", kinds.FLOAT),
+            attribute("compression", kinds.INT),
+            *(attribute(name, kinds.INT) for name in biases),
+            attribute("plugin_version", kinds.STRING),
+            attribute("plugin_namespace", kinds.STRING),
+        ],
+    )
+
+
+_OPSET = values.Opset(PLUGIN_NAMESPACE, 1)
+_GATED_NODE: Callable[..., Any] = values.Op(_OPSET, "TwellGatedMlp", _schema("TwellGatedMlp"))
+_PLAIN_NODE: Callable[..., Any] = values.Op(_OPSET, "TwellMlp", _schema("TwellMlp"))
+
+
+def _emit(node: Callable[..., Any], operands: list[Any], biases: dict[str, Any], **options: Any) -> Any:
+    return node(
+        *(operand for operand in operands if operand is not None),
+        **options,
+        **{name: int(bias is not None) for name, bias in biases.items()},
+        plugin_version=PLUGIN_VERSION,
+        plugin_namespace=PLUGIN_NAMESPACE,
+    )
+
+
+def _gated_mlp(
+    x: Any, w_gate: Any, b_gate: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any,
+    activation: str, threshold: float, compression: int,
+) -> Any:  # fmt: skip
+    biases = {"gate_bias": b_gate, "up_bias": b_up, "down_bias": b_down}
+    operands = [x, w_gate, b_gate, w_up, b_up, w_down, b_down]
+    return _emit(_GATED_NODE, operands, biases, activation=activation, threshold=threshold, compression=compression)
+
+
+def _mlp(
+    x: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any, activation: str, threshold: float, compression: int
+) -> Any:
+    biases = {"up_bias": b_up, "down_bias": b_down}
+    operands = [x, w_up, b_up, w_down, b_down]
+    return _emit(_PLAIN_NODE, operands, biases, activation=activation, threshold=threshold, compression=compression)

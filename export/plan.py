@@ -1,0 +1,111 @@
+"""Build a TensorRT plan from an ONNX file with `twell` nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twellc.errors import UserError
+from twellc.export.profiles import Profile
+from twellc.export.tensorrt_host import Host, create_network, make_logger, register_plugins
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or output of a plan; -1 stands for a dynamic dimension."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A built plan.
+
+    Attributes:
+        data: The serialized engine, a TensorRT host memory object that gives a buffer.
+        inputs, outputs: Its tensors.
+        plugin_layers: Names of its plugin layers.
+    """
+
+    data: Any
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    plugin_layers: list[str]
+
+
+def build_plan(host: Host, onnx_path: Path, profiles: list[Profile], progress: Callable[[str], None]) -> Plan:
+    """Build a plan.
+
+    Args:
+        host: The TensorRT to build with.
+        onnx_path: An ONNX file; external data is read from its folder.
+        profiles: Optimization profiles; only dynamic inputs need ranges.
+        progress: Receives the name of each phase of the build.
+
+    Raises:
+        UserError: TensorRT refuses the graph, the shapes or a plugin.
+    """
+    trt = host.module
+    register_plugins(host)
+    messages: list[str] = []
+    logger = make_logger(host, messages)
+    builder = trt.Builder(logger)
+    network = create_network(host, builder)
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(onnx_path)):
+        errors = [parser.get_error(i).desc() for i in range(parser.num_errors)]
+        raise UserError(
+            f"{host.name} {host.version}", f"the ONNX parser refuses the model ({_reasons(messages + errors)})",
+            fix="Keep the graph with --onnx to look at it.",
+        )  # fmt: skip
+    config = builder.create_builder_config()
+    config.progress_monitor = _monitor(host, progress)
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    for ranges in profiles:
+        if not any(-1 in tensor.shape for tensor in inputs):
+            break
+        profile = builder.create_optimization_profile()
+        for tensor in inputs:
+            shapes = ranges[tensor.name]
+            profile.set_shape(tensor.name, shapes.min, shapes.opt, shapes.max)
+        config.add_optimization_profile(profile)
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    plugins = [layer.name for layer in layers if layer.type == trt.LayerType.PLUGIN_V3]
+    data = builder.build_serialized_network(network, config)
+    if data is None:
+        raise UserError(
+            f"{host.name} {host.version}", f"the builder refuses the network ({_reasons(messages)})",
+            fix="If a shape is to blame, change --profile.",
+        )  # fmt: skip
+    outputs = [network.get_output(i) for i in range(network.num_outputs)]
+    return Plan(data, [_describe(t) for t in inputs], [_describe(t) for t in outputs], plugins)
+
+
+def _describe(tensor: Any) -> Tensor:
+    return Tensor(tensor.name, tensor.dtype.name.lower(), tuple(tensor.shape))
+
+
+def _reasons(messages: list[str]) -> str:
+    lines = [line.strip() for message in messages for line in message.strip().splitlines() if line.strip()]
+    return "; ".join(dict.fromkeys(lines[:3])) or "it gives no reason"
+
+
+def _monitor(host: Host, progress: Callable[[str], None]) -> Any:
+    class Monitor(host.module.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            progress(phase_name)
+
+        def phase_finish(self, phase_name: str) -> None:
+            pass
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            return True
+
+    return Monitor()

@@ -1,0 +1,188 @@
+"""Optimization profiles: the shapes that a plan accepts, and the one that it is tuned for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch.export import ExportedProgram
+
+from twellc.errors import UserError
+from twellc.passes.program import user_inputs
+
+Shape = tuple[int, ...]
+_UNBOUNDED = 2048
+_SYNTAX = "NAME:MIN:OPT:MAX with shapes such as 1x128"
+
+
+@dataclass(frozen=True)
+class ShapeRange:
+    """Smallest, tuned and largest shape of one input."""
+
+    min: Shape
+    opt: Shape
+    max: Shape
+
+
+# One optimization profile: a range for every input.
+Profile = dict[str, ShapeRange]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """An input of a program: `shape` holds integers and, for dynamic dimensions, expressions over symbols."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int | sympy.Expr, ...]
+
+
+def input_specs(program: ExportedProgram) -> list[InputSpec]:
+    """Return the tensor inputs of a program in order."""
+    specs = []
+    for node in user_inputs(program):
+        value = node.meta["val"]
+        shape = tuple(dim.node.expr if isinstance(dim, torch.SymInt) else int(dim) for dim in value.shape)
+        shape = tuple(int(dim) if isinstance(dim, sympy.Integer) else dim for dim in shape)
+        specs.append(InputSpec(node.name, value.dtype, shape))
+    return specs
+
+
+def parse_profile(text: str) -> tuple[str, ShapeRange]:
+    """Parse `NAME:MIN:OPT:MAX`.
+
+    Raises:
+        UserError: The text does not have this form, or MIN <= OPT <= MAX does not hold.
+    """
+    name, *shapes = text.rsplit(":", 3)
+    if len(shapes) != 3 or not name or not all(re.fullmatch(r"\d+(x\d+)*", shape) for shape in shapes):
+        raise UserError("--profile", "not a profile", got=repr(text), expected=_SYNTAX)
+    low, opt, high = (tuple(int(dim) for dim in shape.split("x")) for shape in shapes)
+    if not len(low) == len(opt) == len(high) or any(
+        not 1 <= a <= b <= c for a, b, c in zip(low, opt, high, strict=True)
+    ):
+        raise UserError("--profile", "the shapes are not ordered", got=repr(text), expected="1 <= MIN <= OPT <= MAX")
+    return name, ShapeRange(low, opt, high)
+
+
+def resolve_profiles(
+    program: ExportedProgram, requested: list[tuple[str, ShapeRange]], defaults: dict[str, tuple[int, int, int]]
+) -> tuple[list[Profile], list[str]]:
+    """Complete the requested ranges to whole profiles.
+
+    An input's ranges fix the symbols in its shape, and with them the ranges of other inputs that share them. What is
+    left open comes from `defaults` or from the bounds that the model was exported with. The k-th range for an input
+    belongs to the k-th profile.
+
+    Args:
+        program: The program whose inputs these are.
+        requested: Ranges by input name, as a user gives them.
+        defaults: (min, opt, max) by symbol.
+
+    Returns:
+        The profiles, and notes on what had to be assumed.
+
+    Raises:
+        UserError: A name is unknown, or a range contradicts the model, another range or the export's bounds.
+    """
+    specs = {spec.name: spec for spec in input_specs(program)}
+    numbered: list[dict[str, ShapeRange]] = []
+    for name, given in requested:
+        if name not in specs:
+            raise UserError("--profile", "the model has no such input", got=name, expected=" or ".join(specs))
+        index = sum(1 for profile in numbered if name in profile)
+        if index == len(numbered):
+            numbered.append({})
+        numbered[index][name] = given
+    notes: list[str] = []
+    profiles = [_complete(program, specs, given, defaults, notes) for given in numbered or [{}]]
+    return profiles, list(dict.fromkeys(notes))
+
+
+def _complete(
+    program: ExportedProgram,
+    specs: dict[str, InputSpec],
+    given: dict[str, ShapeRange],
+    defaults: dict[str, tuple[int, int, int]],
+    notes: list[str],
+) -> Profile:
+    bounds = {str(symbol): (int(r.lower), r.upper) for symbol, r in program.range_constraints.items()}
+    values: dict[str, tuple[int, int, int]] = {}
+    for name, shape_range in given.items():
+        _fix_symbols(specs[name], shape_range, bounds, values)
+    for spec in specs.values():
+        for dim in spec.shape:
+            for symbol in sorted(map(str, getattr(dim, "free_symbols", ()))):
+                if symbol not in values:
+                    values[symbol] = defaults.get(symbol) or _assume(program, spec.name, symbol, bounds, notes)
+    profile = {}
+    for spec in specs.values():
+        shapes = []
+        for which in range(3):
+            chosen = {symbol: value[which] for symbol, value in values.items()}
+            shapes.append(tuple(_evaluate(dim, chosen) for dim in spec.shape))
+        profile[spec.name] = ShapeRange(*shapes)
+    for name, shape_range in given.items():
+        if profile[name] != shape_range:
+            raise UserError("--profile", f"the shapes of {name} contradict the model or another profile", got=str(shape_range), expected=str(profile[name]))  # noqa: E501
+    return profile
+
+
+def _evaluate(dim: int | sympy.Expr, values: dict[str, int]) -> int:
+    if isinstance(dim, int):
+        return dim
+    return int(dim.xreplace({symbol: sympy.Integer(values[str(symbol)]) for symbol in dim.free_symbols}))
+
+
+def _fix_symbols(
+    spec: InputSpec,
+    shape_range: ShapeRange,
+    bounds: dict[str, tuple[int, object]],
+    values: dict[str, tuple[int, int, int]],
+) -> None:
+    if len(shape_range.min) != len(spec.shape):
+        raise UserError(
+            "--profile", f"{spec.name} has {len(spec.shape)} dimensions", got=f"{len(shape_range.min)} in the profile"
+        )
+    for axis, dim in enumerate(spec.shape):
+        wanted = (shape_range.min[axis], shape_range.opt[axis], shape_range.max[axis])
+        if isinstance(dim, int):
+            if wanted != (dim, dim, dim):
+                raise UserError(
+                    "--profile", f"dimension {axis} of {spec.name} is fixed in the model", got=str(wanted), expected=str(dim),
+                    fix="Export the model with this dimension dynamic.",
+                )  # fmt: skip
+            continue
+        symbol = str(dim)
+        if not dim.is_Symbol:
+            continue
+        low, high = bounds.get(symbol, (1, sympy.oo))
+        if wanted[0] < low or sympy.Integer(wanted[2]) > high:
+            raise UserError(
+                "--profile", f"dimension {axis} of {spec.name} leaves the range that the model was exported with",
+                got=f"{wanted[0]} to {wanted[2]}", expected=f"{low} to {high}",
+            )  # fmt: skip
+        if values.setdefault(symbol, wanted) != wanted:
+            raise UserError(
+                "--profile", f"dimension {axis} of {spec.name} is shared with another input",
+                got=str(wanted), expected=str(values[symbol]),
+            )  # fmt: skip
+
+
+def _assume(
+    program: ExportedProgram, name: str, symbol: str, bounds: dict[str, tuple[int, object]], notes: list[str]
+) -> tuple[int, int, int]:
+    low, high = bounds.get(symbol, (1, sympy.oo))
+    low = max(low, 1)
+    largest = int(str(high)) if str(high).isdigit() else max(_UNBOUNDED, low)
+    if not str(high).isdigit():
+        notes.append(f"a dimension of {name} has no upper bound; the plan takes {low} to {largest} (--profile changes it)")
+    hint = next(
+        int(dim.node.hint)
+        for node in user_inputs(program)
+        for dim in node.meta["val"].shape
+        if isinstance(dim, torch.SymInt) and symbol in map(str, dim.node.expr.free_symbols)
+    )
+    return low, min(max(hint, low), largest), largest

@@ -1,0 +1,146 @@
+"""The one module that knows how TensorRT's flavours differ: TensorRT 10 and 11, and TensorRT for RTX.
+
+Flags are always taken by name: their numbers changed between the majors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from twellc.errors import UserError
+from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION, library_path
+
+# TensorRT-RTX is called tensorrt_rtx where NVIDIA's meta-package is installed; its wheels alone have the second name.
+_MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
+_RTX_CAPABILITIES = "8.0, 8.6, 8.9 and 12.x"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A TensorRT that can be imported.
+
+    Attributes:
+        name: `tensorrt` or `tensorrt-rtx`.
+        module: Its Python module.
+        version: Its version.
+    """
+
+    name: str
+    module: Any
+    version: str
+
+
+def find_host(backend: str) -> Host:
+    """Import the TensorRT that `backend` asks for.
+
+    `auto` takes full TensorRT where it is installed and sees a GPU, which it needs to build; else TensorRT-RTX.
+
+    Raises:
+        UserError: It is not installed, or cannot work on this machine.
+    """
+    names = [backend] if backend != "auto" else ["tensorrt", "tensorrt-rtx"]
+    for name in names:
+        installed = [module for module in _MODULES[name] if importlib.util.find_spec(module) is not None]
+        if not installed or (backend == "auto" and name == "tensorrt" and not has_gpu()):
+            continue
+        try:
+            module = importlib.import_module(installed[0])
+        except (ImportError, OSError) as error:
+            raise UserError(f"--backend {backend}", f"{installed[0]} cannot be imported ({error})") from error
+        if name == "tensorrt" and not has_gpu():
+            raise UserError(
+                f"--backend {backend}", "TensorRT builds on the GPU that it builds for, and there is none here",
+                fix="Build on the target machine, or use --backend tensorrt-rtx or none.",
+            )  # fmt: skip
+        return Host(name, module, str(module.__version__))
+    raise UserError(
+        f"--backend {backend}", f"{' and '.join(names)} not found",
+        fix="Install tensorrt, or tensorrt-rtx-cu13-libs and tensorrt-rtx-cu13-bindings; or stop at --backend none.",
+    )  # fmt: skip
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA driver with at least one GPU is there; asks the driver, without CUDA's runtime."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Return the compute capability of the first GPU, or None without one."""
+    if not has_gpu():
+        return None
+    driver = ctypes.CDLL("libcuda.so.1")
+    device, major, minor = ctypes.c_int(0), ctypes.c_int(0), ctypes.c_int(0)
+    driver.cuDeviceGet(ctypes.byref(device), 0)
+    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
+    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+    return major.value, minor.value
+
+
+def why_not_here(host_name: str) -> str:
+    """Say why a plan of this flavour cannot run on this machine, or return an empty string."""
+    capability = compute_capability()
+    if capability is None:
+        return "there is no GPU on this machine"
+    if host_name == "tensorrt-rtx" and capability not in ((8, 0), (8, 6), (8, 9)) and capability[0] != 12:
+        found = ".".join(map(str, capability))
+        return f"TensorRT-RTX runs on compute capability {_RTX_CAPABILITIES}, this GPU has {found}"
+    return ""
+
+
+def register_plugins(host: Host) -> None:
+    """Register the TwELL plugins in the host's registry; does nothing where they are registered already.
+
+    Raises:
+        UserError: The library cannot be loaded or does not give the plugins.
+    """
+    registry = host.module.get_plugin_registry()
+    if not _registered(registry):
+        path = library_path()
+        registry.load_library(str(path))
+        if not _registered(registry):
+            raise UserError(str(path), f"the plugins do not register in {host.name} {host.version}")
+    if host.name == "tensorrt-rtx":
+        _load_rtx_shim()
+
+
+def _registered(registry: Any) -> bool:
+    return all(registry.get_creator(name, PLUGIN_VERSION, PLUGIN_NAMESPACE) is not None for name in PLUGIN_NAMES)
+
+
+def _load_rtx_shim() -> None:
+    """Load the shim that makes `libtensorrt_rtx.so` resolve to the library that is loaded already.
+
+    TensorRT-RTX's parser opens that name at its first plugin node, while the wheel ships `libtensorrt_rtx.so.1` only;
+    without the shim the process would end there.
+    """
+    ctypes.CDLL(str(library_path().with_name("libtensorrt_rtx.so")))
+
+
+def make_logger(host: Host, messages: list[str]) -> Any:
+    """Return a TensorRT logger that collects errors in `messages`, and says nothing itself."""
+    severity = host.module.ILogger.Severity
+
+    class Collector(host.module.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+
+        def log(self, level: Any, message: str) -> None:
+            if level in (severity.INTERNAL_ERROR, severity.ERROR):
+                messages.append(message)
+
+    return Collector()
+
+
+def create_network(host: Host, builder: Any) -> Any:
+    """Create a strongly typed network; where the flag is gone, every network is."""
+    flag = getattr(host.module.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    return builder.create_network(0 if flag is None else 1 << int(flag))

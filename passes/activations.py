@@ -1,0 +1,163 @@
+"""Recognise activations in an ATen graph, in all the spellings that mean the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+# Activations of feed-forward blocks whose zeros TwELL cannot use: named, so that a refusal can say what stands there.
+_OTHER = {
+    aten.silu: "silu",
+    aten.gelu: "gelu",
+    aten.leaky_relu: "leaky_relu",
+    aten.elu: "elu",
+    aten.selu: "selu",
+    aten.celu: "celu",
+    aten.hardswish: "hardswish",
+    aten.mish: "mish",
+    aten.softplus: "softplus",
+    aten.sigmoid: "sigmoid",
+    aten.prelu: "prelu",
+}
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation found in the graph: `name(pre)` with its threshold, and the nodes that compute it."""
+
+    name: str
+    threshold: float
+    pre: Node
+    nodes: tuple[Node, ...]
+
+    @property
+    def sparse(self) -> bool:
+        """Whether TwELL can use its zeros."""
+        return self.name in ("relu", "relu2", "fatrelu")
+
+
+def packet(node: Node) -> object:
+    """Return the operator of a node whatever its overload, or None."""
+    return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
+
+
+def parse_activation(node: Node, strip: Callable[[Node], Node]) -> Activation | None:
+    """Read `node` as an activation of some tensor, or return None.
+
+    Args:
+        node: The node that holds the activated tensor.
+        strip: Looks through operations that change no value.
+    """
+    squared = _square_of(node)
+    if squared is not None:
+        inner = _parse_simple(strip(squared))
+        if inner is not None and inner.name == "relu":
+            return Activation("relu2", 0.0, inner.pre, (node, *inner.nodes))
+        return None
+    return _parse_simple(node)
+
+
+def _square_of(node: Node) -> Node | None:
+    """Return t where `node` computes t * t."""
+    op = packet(node)
+    if op is aten.square or (op is aten.pow and len(node.args) == 2 and node.args[1] in (2, 2.0)):
+        return node.args[0] if isinstance(node.args[0], Node) else None
+    if op is aten.mul and node.args[0] is node.args[1] and isinstance(node.args[0], Node):
+        return node.args[0]
+    return None
+
+
+def _parse_simple(node: Node) -> Activation | None:
+    op = packet(node)
+    if op is None or not node.args or not isinstance(node.args[0], Node):
+        return None
+    pre = node.args[0]
+    if op is aten.relu:
+        return Activation("relu", 0.0, pre, (node,))
+    if op in (aten.clamp, aten.clamp_min, aten.hardtanh):
+        return _parse_clamp(node, pre)
+    if op is aten.maximum:
+        return _parse_maximum(node)
+    if op is aten.threshold and len(node.args) == 3:
+        return _parse_threshold(node, pre)
+    if op is aten.where:
+        return _parse_where(node)
+    if op in _OTHER:
+        return Activation(_OTHER[op], 0.0, pre, (node,))
+    return None
+
+
+def _parse_clamp(node: Node, pre: Node) -> Activation | None:
+    default = (-1.0, 1.0) if packet(node) is aten.hardtanh else (None, None)
+    names = ("min_val", "max_val") if packet(node) is aten.hardtanh else ("min", "max")
+    bounds = [
+        node.args[i + 1] if len(node.args) > i + 1 else node.kwargs.get(name, default[i])
+        for i, name in enumerate(names)
+    ]
+    low, high = bounds
+    if isinstance(low, Node) or isinstance(high, Node) or low != 0:
+        return None
+    if high is None or high == math.inf:
+        return Activation("relu", 0.0, pre, (node,))
+    return Activation(f"relu{high:g}", 0.0, pre, (node,))
+
+
+def _parse_maximum(node: Node) -> Activation | None:
+    for pre, other in (node.args, reversed(node.args)):
+        if isinstance(pre, Node) and isinstance(other, Node) and _is_zero(other):
+            return Activation("relu", 0.0, pre, (node, *_zeros_shaped_like(other, pre)))
+    return None
+
+
+def _parse_threshold(node: Node, pre: Node) -> Activation | None:
+    _, threshold, value = node.args
+    if not isinstance(threshold, int | float) or value != 0 or threshold < 0:
+        return None
+    return Activation("fatrelu" if threshold else "relu", float(threshold), pre, (node,))
+
+
+def _parse_where(node: Node) -> Activation | None:
+    """where(x > t, x, 0) and where(x <= t, 0, x); >= and < only for t = 0, where they give the same values."""
+    condition, chosen, other = (node.args + (None,) * 3)[:3]
+    if not isinstance(condition, Node) or len(condition.args) != 2:
+        return None
+    keeps_pre = _is_zero(other)
+    pre = chosen if keeps_pre else other if _is_zero(chosen) else None
+    strict, loose = (aten.gt, aten.ge) if keeps_pre else (aten.le, aten.lt)
+    op, threshold = packet(condition), condition.args[1]
+    if isinstance(threshold, Node) and _is_zero(threshold):
+        threshold = 0
+    if pre is None or condition.args[0] is not pre or not isinstance(threshold, int | float) or threshold < 0:
+        return None
+    if op is not strict and not (op is loose and threshold == 0):
+        return None
+    assert isinstance(pre, Node)
+    zeros = (
+        node for zero in (chosen, other, condition.args[1]) for node in _zeros_shaped_like(zero, pre)
+    )
+    return Activation("fatrelu" if threshold else "relu", float(threshold), pre, (node, condition, *zeros))
+
+
+def _zeros_shaped_like(argument: object, pre: Node) -> tuple[Node, ...]:
+    """Return the node that reads `pre` only for its shape, if `argument` is one."""
+    return (argument,) if isinstance(argument, Node) and argument is not pre and pre in argument.all_input_nodes else ()
+
+
+def _is_zero(argument: object) -> bool:
+    """Whether an argument is the number 0 or a tensor that the graph fills with 0."""
+    if isinstance(argument, int | float):
+        return argument == 0
+    if not isinstance(argument, Node):
+        return False
+    op = packet(argument)
+    if op in (aten.zeros_like, aten.zeros, aten.new_zeros):
+        return True
+    if op in (aten.full, aten.full_like, aten.scalar_tensor):
+        return argument.args[-1] == 0
+    return False

@@ -1,0 +1,23 @@
+"""Functionalise the graph and drop what computes nothing.
+
+Before: aten ops as traced, in-place ones included, with assertions on dtypes after every cast and on dimensions.
+After:  the same ops without aliasing and without assertions; `aten.linear` and the rest stay whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.export import ExportedProgram
+
+from twellc.passes.program import editable, finish
+
+aten = torch.ops.aten
+
+
+def canonicalize(program: ExportedProgram) -> ExportedProgram:
+    """Return the program functionalised, with no decomposition and without assertions."""
+    program = editable(program.run_decompositions({}))
+    for target in (aten._assert_tensor_metadata.default, aten._assert_scalar.default):
+        for node in program.graph.find_nodes(op="call_function", target=target):
+            program.graph.erase_node(node)
+    return finish(program)

@@ -1,0 +1,98 @@
+"""Decide for each feed-forward block whether TwELL runs it, and say why."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from twellc.errors import UserError
+from twellc.passes.find_ffn import FfnBlock
+from twellc.plugins.library import MAX_D_FF
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What became of a feed-forward block: a row of every report.
+
+    Attributes:
+        module: Path of the module that holds its weights.
+        variant: `gated` or `plain`.
+        activation: relu, relu2, fatrelu or drelu; of a refused block any other name.
+        d_model, d_ff, d_out: Widths of input, hidden tensor and output.
+        matched: Whether it can be rewritten exactly.
+        decision: `twell` or `dense`.
+        reason: Why.
+    """
+
+    module: str
+    variant: str
+    activation: str
+    d_model: int
+    d_ff: int
+    d_out: int
+    matched: bool
+    decision: str
+    reason: str
+
+
+def decide(blocks: list[FfnBlock], layers: str) -> list[Layer]:
+    """Return a decision for each block.
+
+    Args:
+        blocks: What `find_ffn_blocks` found.
+        layers: `auto`, `all`, `none`, or a regular expression that is searched in the module paths.
+
+    Raises:
+        UserError: `layers` is no regular expression, or matches none of the blocks.
+    """
+    pattern = None
+    if layers not in ("auto", "all", "none"):
+        try:
+            pattern = re.compile(layers)
+        except re.error as error:
+            raise UserError(
+                "--layers", f"not a regular expression ({error})", got=repr(layers), expected="auto, all, none or REGEX"
+            ) from error
+        if blocks and not any(pattern.search(block.module) for block in blocks):
+            modules = ", ".join(block.module for block in blocks[:4]) + (", …" if len(blocks) > 4 else "")
+            raise UserError("--layers", "matches no feed-forward block", got=repr(layers), expected=f"one of {modules}")
+    return [_decide(block, layers, pattern) for block in blocks]
+
+
+def _decide(block: FfnBlock, layers: str, pattern: re.Pattern[str] | None) -> Layer:
+    refusal = block.refusal or _limits(block)
+    if refusal:
+        decision, reason = "dense", refusal
+    elif layers == "none":
+        decision, reason = "dense", "--layers none"
+    elif pattern is not None and not pattern.search(block.module):
+        decision, reason = "dense", f"not matched by --layers {pattern.pattern}"
+    else:
+        decision, reason = "twell", "matches"
+    return Layer(
+        module=block.module,
+        variant=block.variant,
+        activation=block.activation,
+        d_model=block.d_model,
+        d_ff=block.d_ff,
+        d_out=block.d_out,
+        matched=not refusal,
+        decision=decision,
+        reason=reason,
+    )
+
+
+def _limits(block: FfnBlock) -> str:
+    """Return the limit of the kernels that the block exceeds, or an empty string."""
+    if block.dtype not in _KERNEL_DTYPES:
+        return f"computes in {str(block.dtype).removeprefix('torch.')}; the kernels take bfloat16 and float16"
+    if block.d_ff > MAX_D_FF:
+        return f"d_ff is {block.d_ff}; the format holds at most {MAX_D_FF} neurons"
+    for name, width in (("d_model", block.d_model), ("the output width", block.d_out)):
+        if width % 8:
+            return f"{name} is {width}; the kernels need a multiple of 8 (16-byte rows)"
+    return ""

@@ -1,0 +1,62 @@
+"""The passes in their order, from a traced program to one with `twell` ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.export import ExportedProgram
+
+from twellc.passes.canonicalize import canonicalize
+from twellc.passes.decide import Layer, decide
+from twellc.passes.find_ffn import find_ffn_blocks
+from twellc.passes.precision import lower, parameter_dtypes
+from twellc.passes.rewrite_ffn import rewrite_ffn
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What the pipeline made.
+
+    Attributes:
+        dense: The canonical program in the target dtype, not rewritten.
+        program: The same with `twell` ops.
+        layers: What became of each feed-forward block.
+    """
+
+    dense: ExportedProgram
+    program: ExportedProgram
+    layers: list[Layer]
+
+
+def run_passes(
+    program: ExportedProgram, dtype: torch.dtype, layers: str, compression: int, dump: Path | None = None
+) -> Rewritten:
+    """Run every pass.
+
+    Args:
+        program: A traced program.
+        dtype: bfloat16 or float16.
+        layers: See `decide`.
+        compression: The TwELL compression factor: 1, 2, 4 or 8.
+        dump: A folder that receives the graph after each pass.
+
+    Raises:
+        UserError: See `lower` and `decide`.
+    """
+
+    def keep(step: str, result: ExportedProgram) -> ExportedProgram:
+        if dump is not None:
+            dump.mkdir(parents=True, exist_ok=True)
+            (dump / f"{step}.txt").write_text(f"{result.graph_module.print_readable(print_output=False)}\n")
+        return result
+
+    dense = keep("1-canonical", canonicalize(program))
+    if parameter_dtypes(dense) - {dtype}:
+        dense = keep("2-lowered", lower(dense, dtype))
+    blocks = find_ffn_blocks(dense)
+    decisions = decide(blocks, layers)
+    chosen = [block for block, layer in zip(blocks, decisions, strict=True) if layer.decision == "twell"]
+    rewritten = keep("3-rewritten", rewrite_ffn(dense, chosen, compression))
+    return Rewritten(dense, rewritten, decisions)

@@ -1,0 +1,177 @@
+"""Change the floating-point precision of a whole program.
+
+`lower` turns a program into a strongly typed bfloat16 or float16 one, by the policy of torch's autocast: products run in
+the low precision, reductions and transcendental functions in float32, everything else in the widest dtype of its
+operands. Parameters are stored in the low precision, buffers (rotary frequencies, masks) stay as they are, and the
+inputs and outputs of the program keep their dtypes.
+
+    x: f32 ─ linear(W: f32) ─ layer_norm ─ y: f32
+    x: f32 ─ cast bf16 ─ linear(W: bf16) ─ cast f32 ─ layer_norm(f32) ─ y: f32
+
+`widen` turns every float of a program, inputs and outputs included, into float64: the reference of `twellc check`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from twellc.errors import UserError
+from twellc.passes.program import constants_of, editable, finish, tensor_of, user_inputs
+
+aten = torch.ops.aten
+
+_LOW_PRECISION_OPS = frozenset(
+    (
+        aten.linear, aten.mm, aten.addmm, aten.matmul, aten.bmm, aten.baddbmm, aten.einsum, aten.convolution,
+        aten.conv1d, aten.conv2d, aten.conv3d, aten.scaled_dot_product_attention,
+    )
+)  # fmt: skip
+_FLOAT32_OPS = frozenset(
+    (
+        aten.pow, aten.rsqrt, aten.sqrt, aten.exp, aten.log, aten.mean, aten.sum, aten.var, aten.std, aten.cumsum,
+        aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.logsumexp, aten.norm,
+        aten.linalg_vector_norm, aten.layer_norm, aten.native_layer_norm, aten.group_norm, aten.batch_norm,
+        aten.rms_norm, aten.sin, aten.cos, aten.reciprocal,
+    )
+)  # fmt: skip
+
+
+def parameter_dtypes(program: ExportedProgram) -> set[torch.dtype]:
+    """Return the floating-point dtypes of the parameters that the graph reads."""
+    dtypes = {tensor_of(program, name).dtype for name in constants_of(program).values() if name in program.state_dict}
+    return {dtype for dtype in dtypes if dtype.is_floating_point}
+
+
+def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
+    """Return the program with its parameters and products in `dtype`, bfloat16 or float16.
+
+    Raises:
+        UserError: A parameter does not fit into `dtype`, or an operation has no form in it.
+    """
+    program = editable(program)
+    explicit = {torch.float64: torch.float32, torch.bfloat16: dtype, torch.float16: dtype}
+    parameters = {name for name in constants_of(program).values() if name in dict(program.named_parameters())}
+    _convert_constants(program, parameters, dtype)
+    outputs = [node.meta["val"].dtype for node in _output_tensors(program)]
+    caster = _Caster(program.graph)
+    for node in list(program.graph.nodes):
+        if node.op != "call_function":
+            continue
+        packet = getattr(node.target, "overloadpacket", None)
+        wanted = dtype if packet in _LOW_PRECISION_OPS else torch.float32 if packet in _FLOAT32_OPS else None
+        if wanted is not None:
+            caster.cast_operands(node, wanted)
+        _replace_explicit_dtypes(node, explicit)
+        _infer_again(node)
+    output = program.graph.output_node()
+    for source, original in zip(_output_tensors(program), outputs, strict=True):
+        if source.meta["val"].dtype != original:
+            cast = caster.cast(source, original, before=output)
+            output.replace_input_with(source, cast)
+            for spec in program.graph_signature.output_specs:
+                if spec.arg.name == source.name:
+                    spec.arg.name = cast.name
+    return finish(program)
+
+
+def widen(program: ExportedProgram) -> ExportedProgram:
+    """Return the program in float64 throughout, inputs and outputs included."""
+    program = editable(program)
+    explicit = {dtype: torch.float64 for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    _convert_constants(program, set(constants_of(program).values()), torch.float64)
+    for node in user_inputs(program):
+        if node.meta["val"].dtype.is_floating_point:
+            node.meta["val"] = node.meta["val"].to(torch.float64)
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            _replace_explicit_dtypes(node, explicit)
+            _infer_again(node)
+    return finish(program)
+
+
+class _Caster:
+    """Inserts casts, one for each pair of source and dtype."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._casts: dict[tuple[Node, torch.dtype], Node] = {}
+
+    def cast(self, source: Node, dtype: torch.dtype, before: Node) -> Node:
+        """Return `source` cast to `dtype`, right behind `source` so that later users can share it."""
+        key = (source, dtype)
+        if key not in self._casts:
+            anchor = source if source.op != "placeholder" else list(self._graph.find_nodes(op="placeholder"))[-1]
+            with self._graph.inserting_after(anchor):
+                node = self._graph.call_function(aten._to_copy.default, (source,), {"dtype": dtype})
+            node.meta = {**before.meta, "val": source.meta["val"].to(dtype)}
+            self._casts[key] = node
+        return self._casts[key]
+
+    def cast_operands(self, node: Node, dtype: torch.dtype) -> None:
+        """Cast every floating-point tensor operand of `node` to `dtype`."""
+
+        def convert(operand: Node) -> Node:
+            value = operand.meta.get("val")
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == dtype:
+                return operand
+            return self.cast(operand, dtype, before=node)
+
+        node.args, node.kwargs = map_arg(node.args, convert), map_arg(node.kwargs, convert)
+
+
+def _convert_constants(program: ExportedProgram, names: set[str], dtype: torch.dtype) -> None:
+    for node, name in constants_of(program).items():
+        tensor = tensor_of(program, name)
+        if name not in names or not tensor.is_floating_point() or tensor.dtype == dtype:
+            continue
+        converted = tensor.detach().to(dtype)
+        if dtype == torch.float16 and not torch.equal(converted.isfinite(), tensor.isfinite()):
+            raise UserError(
+                f"parameter {name}", "its values overflow float16", expected="at most 65504", fix="Use --dtype bf16."
+            )
+        if isinstance(tensor, torch.nn.Parameter):
+            converted = torch.nn.Parameter(converted, requires_grad=False)
+        (program.state_dict if name in program.state_dict else program.constants)[name] = converted
+        node.meta["val"] = node.meta["val"].to(dtype)
+
+
+def _output_tensors(program: ExportedProgram) -> list[Node]:
+    names = [spec.arg.name for spec in program.graph_signature.output_specs]
+    nodes = {node.name: node for node in program.graph.nodes}
+    return [
+        nodes[name]
+        for name in dict.fromkeys(names)
+        if name in nodes and isinstance(nodes[name].meta.get("val"), torch.Tensor)
+    ]
+
+
+def _replace_explicit_dtypes(node: Node, replacement: dict[torch.dtype, torch.dtype]) -> None:
+    def replace(argument: Any) -> Any:
+        return replacement.get(argument, argument) if isinstance(argument, torch.dtype) else argument
+
+    node.args = tuple(replace(argument) for argument in node.args)
+    node.kwargs = {name: replace(argument) for name, argument in node.kwargs.items()}
+
+
+def _infer_again(node: Node) -> None:
+    """Recompute the dtype of the node's result from its operands; shapes cannot have changed."""
+    value = node.meta.get("val")
+    tensors = [value] if isinstance(value, torch.Tensor) else value if isinstance(value, list | tuple) else []
+    if not any(isinstance(tensor, torch.Tensor) and tensor.is_floating_point() for tensor in tensors):
+        return
+    args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    fake_mode = next(t for t in tensors if isinstance(t, torch.Tensor)).fake_mode
+    try:
+        with fake_mode:
+            node.meta["val"] = node.target(*args, **kwargs)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(
+            f"operation {node.name} ({node.target})",
+            f"cannot change its precision ({str(error).splitlines()[0]})",
+            fix="Export the model in bfloat16 or float16.",
+        ) from error

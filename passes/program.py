@@ -1,0 +1,110 @@
+"""Editing an ExportedProgram: a private copy to work on, its constants, and the checks that hold after every pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.fx import Node
+
+_CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+def editable(program: ExportedProgram) -> ExportedProgram:
+    """Return a copy whose graph, signature and dictionaries can be changed; the tensors themselves are shared."""
+    return ExportedProgram(
+        root=program.graph_module,
+        graph=copy.deepcopy(program.graph),
+        graph_signature=copy.deepcopy(program.graph_signature),
+        state_dict=dict(program.state_dict),
+        range_constraints=dict(program.range_constraints),
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants=dict(program.constants),
+        verifiers=program.verifiers,
+    )
+
+
+def constants_of(program: ExportedProgram) -> dict[Node, str]:
+    """Return the name of the tensor behind each placeholder that holds an unmutated parameter, buffer or constant."""
+    mutated = set(program.graph_signature.buffers_to_mutate.values())
+    placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    return {
+        placeholders[spec.arg.name]: str(spec.target)
+        for spec in program.graph_signature.input_specs
+        if spec.kind in _CONSTANT_KINDS and isinstance(spec.arg, TensorArgument) and spec.target not in mutated
+    }
+
+
+def tensor_of(program: ExportedProgram, name: str) -> torch.Tensor:
+    """Return the parameter, buffer or constant called `name`."""
+    tensor = program.state_dict[name] if name in program.state_dict else program.constants[name]
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def add_parameter(program: ExportedProgram, name: str, tensor: torch.Tensor, like: Node) -> Node:
+    """Add a parameter called `name` (made unique) that holds `tensor`, right before the placeholder `like`."""
+    taken = set(program.state_dict) | set(program.constants)
+    unique, count = name, 1
+    while unique in taken:
+        count += 1
+        unique = f"{name}_{count}"
+    graph = program.graph
+    with graph.inserting_before(like):
+        node = graph.placeholder("p_" + unique.replace(".", "_"))
+    fake_mode = like.meta["val"].fake_mode
+    node.meta["val"] = fake_mode.from_tensor(tensor, static_shapes=True)
+    program.state_dict[unique] = torch.nn.Parameter(tensor, requires_grad=False)
+    specs = program.graph_signature.input_specs
+    position = next(i for i, spec in enumerate(specs) if spec.arg.name == like.name)
+    specs.insert(position, InputSpec(InputKind.PARAMETER, TensorArgument(node.name), unique))
+    return node
+
+
+def drop_unused_constants(program: ExportedProgram) -> None:
+    """Remove parameters, buffers and constants that no node reads, with their tensors."""
+    signature = program.graph_signature
+    unused = {node.name: node for node in constants_of(program) if not node.users}
+    dropped = {spec.target for spec in signature.input_specs if spec.arg.name in unused}
+    signature.input_specs[:] = [spec for spec in signature.input_specs if spec.arg.name not in unused]
+    for node in unused.values():
+        program.graph.erase_node(node)
+    for name in dropped - {spec.target for spec in signature.input_specs}:
+        program.state_dict.pop(str(name), None)
+        program.constants.pop(str(name), None)
+
+
+def finish(program: ExportedProgram) -> ExportedProgram:
+    """Clean up after a pass and check what must hold: the one exit of every rewriting pass."""
+    program.graph.eliminate_dead_code()
+    drop_unused_constants(program)
+    program.graph_module.recompile()
+    verify(program)
+    return program
+
+
+def verify(program: ExportedProgram) -> None:
+    """Check the invariants of a program.
+
+    Raises:
+        AssertionError, torch._export.verifier.SpecViolationError: A pass has broken the program.
+    """
+    program.graph.lint()
+    program.validate()
+    for node, name in constants_of(program).items():
+        tensor, fake = tensor_of(program, name), node.meta["val"]
+        assert tensor.shape == fake.shape and tensor.dtype == fake.dtype, f"{name}: {tensor.shape} is not {fake.shape}"
+
+
+def user_inputs(program: ExportedProgram) -> Iterator[Node]:
+    """Yield the placeholders of the tensors that a caller passes, in order."""
+    names = {
+        spec.arg.name
+        for spec in program.graph_signature.input_specs
+        if spec.kind == InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument)
+    }
+    yield from (node for node in program.graph.find_nodes(op="placeholder") if node.name in names)

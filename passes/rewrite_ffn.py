@@ -1,0 +1,59 @@
+"""Replace feed-forward blocks by `twell` ops.
+
+    before   x ─┬─ linear(Wg, bg) ─ relu ─┬─ mul ─ linear(Wd [d_out, d_ff], bd) ─ y
+                └─ linear(Wu, bu) ────────┘
+    after    x ─ twell.gated_mlp(Wg [d_ff, d_model], bg, Wu [d_ff, d_model], bu, Wd' [d_ff, d_out], bd) ─ y
+
+Wd' is Wd transposed, a new parameter: the kernels read the weights of one neuron as one row. A parameter that nothing
+reads any more is dropped from the program.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from twellc.passes.find_ffn import FfnBlock, Linear, Weight
+from twellc.passes.program import add_parameter, editable, finish, tensor_of
+from twellc.plugins.ops import GATED_MLP, MLP
+
+
+def rewrite_ffn(program: ExportedProgram, blocks: list[FfnBlock], compression: int) -> ExportedProgram:
+    """Return the program with `blocks`, all of them found in it and without a refusal, rewritten."""
+    rewritten = editable(program)
+    nodes = {node.name: node for node in rewritten.graph.nodes}
+    arranged: dict[tuple[str, bool], Node] = {}
+
+    def arrange(weight: Weight, in_out: bool) -> Node:
+        """Return the placeholder that holds the weight stored [in, out] or [out, in], as asked."""
+        placeholder = nodes[weight.node.name]
+        if weight.in_out == in_out:
+            return placeholder
+        key = (weight.name, in_out)
+        if key not in arranged:
+            with torch.no_grad():
+                transposed = tensor_of(rewritten, weight.name).t().contiguous()
+            arranged[key] = add_parameter(rewritten, f"{weight.name}_transposed", transposed, like=placeholder)
+        return arranged[key]
+
+    def bias(linear: Linear) -> Node | None:
+        return None if linear.bias is None else nodes[linear.bias.node.name]
+
+    for block in blocks:
+        assert not block.refusal and block.up is not None
+        down, up, gate = block.down, block.up, block.gate
+        anchor = nodes[down.node.name]
+        operands: list[Node | None] = [nodes[block.x.name]]
+        for linear in (gate, up) if gate else (up,):
+            operands += [arrange(linear.weight, in_out=False), bias(linear)]
+        operands += [arrange(down.weight, in_out=True), bias(down)]
+        options = (block.activation, block.threshold, compression)
+        with rewritten.graph.inserting_before(anchor):
+            op = rewritten.graph.call_function(GATED_MLP if gate else MLP, (*operands, *options))
+        op.meta = dict(anchor.meta)
+        anchor.replace_all_uses_with(op)
+        for spec in rewritten.graph_signature.output_specs:
+            if spec.arg.name == anchor.name:
+                spec.arg.name = op.name
+    return finish(rewritten)

@@ -1,0 +1,1 @@
+"""The TwELL kernels and TensorRT plugins, and the torch ops over them."""

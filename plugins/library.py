@@ -1,0 +1,100 @@
+"""Find and load the native library, and call its C API.
+
+`plugins/include/twell/twell.h` documents the functions; the structures here mirror its structures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+from twellc import __version__
+from twellc.errors import UserError
+
+PLUGIN_NAMESPACE = "twell"
+PLUGIN_VERSION = "1"
+PLUGIN_NAMES = ("TwellGatedMlp", "TwellMlp")
+
+DTYPES = {"bfloat16": 0, "float16": 1}
+VARIANTS = {"gated": 0, "plain": 1}
+ACTIVATIONS = {"relu": 0, "relu2": 1, "fatrelu": 2, "drelu": 3}
+COMPRESSIONS = (1, 2, 4, 8)
+TILE = 256
+MAX_D_FF = 65536
+
+_ENVIRONMENT_VARIABLE = "TWELLC_LIBRARY"
+
+
+class Problem(ctypes.Structure):
+    """Mirror of `twell_problem`."""
+
+    _fields_ = (
+        ("tokens", ctypes.c_int64),
+        ("d_model", ctypes.c_int32),
+        ("d_ff", ctypes.c_int32),
+        ("d_out", ctypes.c_int32),
+        ("compression", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("variant", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("threshold", ctypes.c_float),
+    )
+
+
+class Tensors(ctypes.Structure):
+    """Mirror of `twell_tensors`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "y")
+    )
+
+
+def library_path() -> Path:
+    """Return the path of `libtwell_plugins.so`: $TWELLC_LIBRARY if set, else the one that was built with this package.
+
+    Raises:
+        UserError: There is no such file.
+    """
+    override = os.environ.get(_ENVIRONMENT_VARIABLE)
+    path = Path(override) if override else Path(__file__).resolve().parent / "lib" / "libtwell_plugins.so"
+    if not path.is_file():
+        raise UserError(
+            str(path),
+            "the plugin library is missing" + (f" (named by ${_ENVIRONMENT_VARIABLE})" if override else ""),
+            fix="Install twellc with pip, or in a source tree run: cmake -S . -B build && cmake --build build",
+        )
+    return path
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Load the library once a process and declare its functions.
+
+    Raises:
+        UserError: The library is missing, cannot be loaded, or is of another version than this package.
+    """
+    path = library_path()
+    try:
+        library = ctypes.CDLL(str(path))
+        library.twell_version.restype = ctypes.c_char_p
+    except (OSError, AttributeError) as error:
+        raise UserError(str(path), f"cannot load the plugin library ({error})", fix="Reinstall twellc.") from error
+    found = library.twell_version().decode()
+    if found != __version__:
+        raise UserError(
+            str(path), "the plugin library is of another version", got=found, expected=__version__, fix="Rebuild it."
+        )
+    problem, tensors, pointer = ctypes.POINTER(Problem), ctypes.POINTER(Tensors), ctypes.c_void_p
+    for name, restype, argtypes in (
+        ("twell_validate", ctypes.c_char_p, [problem]),
+        ("twell_packed_bytes", ctypes.c_size_t, [problem]),
+        ("twell_workspace_bytes", ctypes.c_size_t, [problem]),
+        ("twell_gate", ctypes.c_int, [problem, tensors, pointer, pointer]),
+        ("twell_up_down", ctypes.c_int, [problem, tensors, pointer, pointer]),
+        ("twell_mlp", ctypes.c_int, [problem, tensors, pointer, ctypes.c_size_t, pointer]),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = restype, argtypes
+    return library

@@ -1,0 +1,5 @@
+"""Run the command line with `python -m twellc`."""
+
+from twellc.cli import main
+
+main()

@@ -1,0 +1,182 @@
+"""The `twellc` command line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from twellc import __version__
+from twellc.errors import UserError
+
+_DTYPES = ("bf16", "fp16")
+_COMPRESSIONS = ("1", "2", "4", "8")
+
+
+class _Command(click.Command):
+    """A command whose user errors are one message and exit status 2."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except UserError as error:
+            raise click.UsageError(str(error), ctx=None) from error
+        except OSError as error:
+            if error.errno is None or error.filename is None:
+                raise
+            raise click.UsageError(f"{error.filename}: {error.strerror}.", ctx=None) from error
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def main() -> None:
+    """Compile transformers with sparse feed-forward layers into TensorRT engines."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+@main.command(cls=_Command)
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The plan to write; its manifest goes beside it.")
+@click.option("--onnx", type=click.Path(path_type=Path), help="Also keep the rewritten graph as ONNX.")
+@click.option(
+    "--backend", type=click.Choice(("auto", "tensorrt", "tensorrt-rtx", "none")), default="auto", show_default=True,
+    help="auto: TensorRT where it is installed beside a GPU, else TensorRT-RTX, which needs none. none stops at ONNX.",
+)  # fmt: skip
+@click.option("--dtype", type=click.Choice(_DTYPES), help="Precision; default: the model's own, else bf16.")
+@click.option(
+    "--profile", "profiles", multiple=True, metavar="NAME:MIN:OPT:MAX",
+    help="Shapes of an input, such as input_ids:1x1:1x128:8x2048. Inputs that share a dimension follow. Given again "
+    "for the same input, it starts the next optimization profile.",
+)  # fmt: skip
+@click.option(
+    "--layers", default="auto", show_default=True, metavar="auto|all|none|REGEX",
+    help="Which matching blocks to rewrite; REGEX is searched in their module paths.",
+)  # fmt: skip
+@click.option(
+    "--compression", type=click.Choice(_COMPRESSIONS), default="8", show_default=True,
+    help="TwELL compression factor: a tile of 256 neurons keeps 256/N - 1 activations of a token; more of them are "
+    "recomputed. It changes speed and memory, never results.",
+)  # fmt: skip
+@click.option("--strict", is_flag=True, help="Fail when nothing matches, or a block that looks like one is refused.")
+@click.option("--dump-graphs", type=click.Path(path_type=Path), help="Folder for the graph after each pass.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write what was done as JSON.")
+@click.option("--overwrite", is_flag=True, help="Replace existing output files.")
+@click.option("--trust-model", is_flag=True, help="Load an archive that could execute code.")
+def compile(profiles: tuple[str, ...], compression: str, **options: Any) -> None:
+    """Compile MODEL, a torch.export archive or a Hugging Face directory, into a TensorRT plan.
+
+    Every feed-forward block with a ReLU is rewritten into a TwELL plugin; all else stays as it is. Ends with a table of
+    the blocks and what became of them. Exit status 2: the input is bad, and nothing was written.
+    """
+    from twellc.config import CompileOptions
+    from twellc.export.profiles import parse_profile
+
+    output, onnx = options.pop("output"), options.pop("onnx")
+    if options["backend"] == "none":
+        if onnx is None and output is not None and output.suffix == ".onnx":
+            onnx = output
+        if onnx is None:
+            raise UserError("--backend none", "stops at ONNX, and no ONNX file is named", fix="Add --onnx FILE.")
+        output = None
+    elif output is None:
+        raise UserError("--output", "no plan to write", fix="Add -o FILE, or stop at --backend none --onnx FILE.")
+    with _progress() as progress:
+        from twellc.compiler import compile_model
+
+        manifest = compile_model(
+            CompileOptions(
+                output=output, onnx=onnx, profiles=tuple(map(parse_profile, profiles)), compression=int(compression),
+                **options,
+            ),
+            progress,
+        )  # fmt: skip
+    for warning in manifest["warnings"]:
+        _say(f"[bold yellow]Warning:[/] {warning}.")
+    for note in manifest["notes"]:
+        _say(f"Note: {note}.")
+    _print_layers(manifest["layers"])
+    console = Console(highlight=False)
+    if manifest["plan"]:
+        size = manifest["plan"]["bytes"] / 1e6
+        console.print(
+            f"{output}: {size:.1f} MB, {manifest['backend']['name']} {manifest['backend']['version']}, "
+            f"{manifest['settings']['dtype']}, {len(manifest['plan']['plugin_layers'])} plugin layers",
+            soft_wrap=True,
+        )
+    else:
+        console.print(f"{onnx}: ONNX, {manifest['settings']['dtype']}; no plan was built", soft_wrap=True)
+
+
+@main.command(cls=_Command)
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--dtype", type=click.Choice(_DTYPES), help="Precision to judge a model in; default as in compile.")
+@click.option("--trust-model", is_flag=True, help="Load an archive that could execute code.")
+def inspect(target: Path, as_json: bool, dtype: str | None, trust_model: bool) -> None:
+    """Show the feed-forward blocks of TARGET, a model or a plan, and what becomes of each.
+
+    A plan is read through its manifest, so no GPU is needed.
+    """
+    with _progress() as progress:
+        from twellc.inspection import inspect_target
+
+        found = inspect_target(target, dtype, trust_model, progress)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    for note in found["notes"]:
+        _say(f"Note: {note}.")
+    _print_layers(found["layers"])
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Show the current step on a terminal's standard error; print each step once where there is no terminal."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        shown: set[str] = set()
+
+        def show(step: str) -> None:
+            step = step.partition(":")[0]
+            if step not in shown:
+                shown.add(step)
+                click.echo(f"{step} …", err=True)
+
+        yield show
+        return
+    with console.status("starting") as status:
+        yield lambda step: status.update(step)
+
+
+def _say(message: str) -> None:
+    Console(stderr=True, highlight=False).print(message, soft_wrap=True)
+
+
+def _print_layers(layers: list[dict[str, Any]]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=140)
+    if not layers:
+        console.print("no feed-forward blocks")
+        return
+    table = Table("block", "variant", "activation", "d_model", "d_ff", "result", "why")
+    for layer in layers:
+        rewritten = layer["decision"] == "twell"
+        table.add_row(
+            layer["module"], layer["variant"], layer["activation"], str(layer["d_model"]), str(layer["d_ff"]),
+            "[green]rewritten[/]" if rewritten else "dense", layer["reason"],
+        )  # fmt: skip
+    console.print(table)
+    count = sum(layer["decision"] == "twell" for layer in layers)
+    console.print(f"{count} of {len(layers)} feed-forward blocks rewritten")

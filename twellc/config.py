@@ -1,0 +1,49 @@
+"""Options of a compilation, the one home of their names, defaults and meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from twellc.export.profiles import ShapeRange
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+BACKENDS = ("auto", "tensorrt", "tensorrt-rtx", "none")
+DEFAULT_COMPRESSION = 8
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What `twellc compile` was asked to do.
+
+    Attributes:
+        model: A torch.export archive or a Hugging Face directory.
+        output: Where the plan goes; None with the backend `none`.
+        onnx: Where to keep the rewritten graph.
+        backend: `auto`, `tensorrt`, `tensorrt-rtx` or `none`.
+        dtype: `bf16` or `fp16`; None takes the model's own, or bf16 where that is neither.
+        profiles: Shape ranges of inputs, in the order in which they were given.
+        layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
+        compression: The TwELL compression factor.
+        strict: Fail when nothing matches or a block that looks like one is refused.
+        dump_graphs: A folder for the graph after each pass.
+        report: Where to write the report as JSON.
+        overwrite: Whether outputs may replace existing files.
+        trust_model: Whether to load an archive that could execute code.
+    """
+
+    model: Path
+    output: Path | None = None
+    onnx: Path | None = None
+    backend: str = "auto"
+    dtype: str | None = None
+    profiles: tuple[tuple[str, ShapeRange], ...] = ()
+    layers: str = "auto"
+    compression: int = DEFAULT_COMPRESSION
+    strict: bool = False
+    dump_graphs: Path | None = None
+    report: Path | None = None
+    overwrite: bool = False
+    trust_model: bool = False

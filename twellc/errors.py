@@ -1,0 +1,26 @@
+"""The one exception that reaches a user as a message instead of a traceback."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake in what the user gave: one message, exit status 2.
+
+    Args:
+        where: The file, option, layer or tensor that the message is about.
+        what: What is wrong with it.
+        got: The offending value, if there is one to show.
+        expected: What would have been accepted.
+        fix: What to do about it.
+    """
+
+    def __init__(self, where: str, what: str, *, got: str = "", expected: str = "", fix: str = "") -> None:
+        message = f"{where}: {what}"
+        if got:
+            message += f"; got {got}"
+        if expected:
+            message += f"; expected {expected}"
+        message += "."
+        if fix:
+            message += f" {fix}"
+        super().__init__(message)

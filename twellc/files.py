@@ -1,0 +1,64 @@
+"""Write output files so that a failed or interrupted run leaves nothing behind and destroys nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from twellc.errors import UserError
+
+
+class Outputs:
+    """The files that a command writes: staged in hidden folders beside their destinations, moved at the very end.
+
+    Use as a context manager; without `commit` nothing of them remains.
+    """
+
+    def __init__(self, overwrite: bool) -> None:
+        self._overwrite = overwrite
+        self._folders: dict[Path, Path] = {}
+        self._staged: list[tuple[Path, Path]] = []
+
+    def __enter__(self) -> Outputs:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for folder in self._folders.values():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def check(self, option: str, path: Path) -> None:
+        """Fail now rather than after the work is done if `path` cannot be written.
+
+        Raises:
+            UserError: Its folder is missing or not writable, or there is something there already.
+        """
+        folder = path.parent
+        if not folder.is_dir():
+            raise UserError(f"{option} {path}", "the output folder does not exist", got=str(folder))
+        if not os.access(folder, os.W_OK):
+            raise UserError(f"{option} {path}", "the output folder is not writable", got=str(folder))
+        if path.is_dir():
+            raise UserError(f"{option} {path}", "is a folder", expected="a file")
+        if path.exists() and not self._overwrite:
+            raise UserError(f"{option} {path}", "the file exists already", fix="Add --overwrite to replace it.")
+
+    def stage(self, path: Path) -> Path:
+        """Return a path, of the same name and on the same file system, to write the future `path` to."""
+        folder = self._folders.get(path.parent)
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix=".twellc-", dir=path.parent))
+            self._folders[path.parent] = folder
+        temporary = folder / path.name
+        self._staged.append((temporary, path))
+        return temporary
+
+    def commit(self) -> None:
+        """Move every staged file that was written to its destination."""
+        for temporary, path in self._staged:
+            if temporary.exists():
+                temporary.replace(path)

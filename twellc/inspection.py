@@ -1,0 +1,46 @@
+"""What `twellc inspect` shows of a model or a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from twellc.compiler import choose_dtype
+from twellc.errors import UserError
+from twellc.loaders.model import dtype_name, load_model
+from twellc.manifest import manifest_path, read_manifest
+from twellc.passes.canonicalize import canonicalize
+from twellc.passes.decide import decide
+from twellc.passes.find_ffn import find_ffn_blocks
+from twellc.passes.precision import lower, parameter_dtypes
+
+
+def inspect_target(
+    target: Path, dtype: str | None, trust_model: bool, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return what is known of a model or a plan, with `layers` and `notes` always among it.
+
+    Raises:
+        UserError: It is neither.
+    """
+    if not target.exists():
+        raise UserError(str(target), "there is no such file or folder", expected="a model or a plan")
+    if target.is_file() and manifest_path(target).is_file():
+        progress("reading the manifest")
+        return {"kind": "plan", **read_manifest(target)}
+    progress("loading and tracing the model")
+    model = load_model(target, trust_model)
+    chosen, notes = choose_dtype(model, dtype)
+    progress("looking for feed-forward blocks")
+    program = canonicalize(model.program)
+    if parameter_dtypes(program) - {chosen}:
+        program = lower(program, chosen)
+    layers = decide(find_ffn_blocks(program), "auto")
+    return {
+        "kind": model.kind,
+        "settings": {"dtype": dtype_name(chosen)},
+        "layers": [asdict(layer) for layer in layers],
+        "notes": model.notes + notes,
+    }

@@ -1,0 +1,1 @@
+"""Load what users bring as an ExportedProgram."""

@@ -1,0 +1,131 @@
+"""Load a torch.export archive, after looking for parts of it that could execute code.
+
+`torch.export.load` is not a safe format by itself: it unpickles sample inputs, weights and constants that say so, loads
+native code, and evaluates expressions. An archive that holds nothing but tensors as plain bytes, a graph of registered
+operators and plain integer expressions is loaded; any other needs the user's word.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from twellc.errors import UserError
+from twellc.loaders.model import LoadedModel
+
+_PLAIN_RECORDS = re.compile(
+    r"archive_format|archive_version|byteorder|\.data/(version|serialization_id)|\.format_version|\.storage_alignment"
+    r"|models/[^/]+\.json|data/sample_inputs/[^/]+\.pt"
+    r"|data/weights/(weight_\d+|[^/]+_weights_config\.json)|data/constants/(tensor_\d+|[^/]+_constants_config\.json)"
+)
+_EXPRESSION = re.compile(r"[\w\s+\-*/(),.<>=!&|~]*")
+_EXPRESSION_NAMES = re.compile(
+    r"[suz]\d+|int_oo|oo|True|False|Mod|PythonMod|CleanDiv|FloorDiv|CeilDiv|Max|Min|IntTrueDiv|FloatTrueDiv|TruncToInt"
+    r"|FloorToInt|CeilToInt|RoundToInt|ToFloat|PowByNatural|Pow|Where|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|Abs|Identity"
+    r"|Add|Mul|Integer|Rational|Symbol|Equality|Unequality|StrictLessThan|LessThan|StrictGreaterThan|GreaterThan"
+    r"|positive|nonnegative|integer|real|evaluate"
+)
+_QUOTED_SYMBOL = re.compile(r"'([suz]\d+)'")
+_OPERATORS = re.compile(r"torch\.ops\.[\w.]+|_operator\.\w+|math\.\w+|torch\.sym_\w+")
+
+
+def load_archive(path: Path, trust_model: bool) -> LoadedModel:
+    """Load a torch.export archive.
+
+    Raises:
+        UserError: It is damaged, of a torch that this one cannot read, or could execute code and is not trusted.
+    """
+    if not trust_model:
+        _refuse_code(path)
+    try:
+        program = torch.export.load(path)
+    except Exception as error:  # any damage inside surfaces here, as whatever the deserializer stumbles over
+        raise UserError(
+            str(path), f"torch {torch.__version__} cannot load the archive ({_first_line(error)})",
+            fix="Export it again, with this version of torch.",
+        ) from error  # fmt: skip
+    return LoadedModel(path, "torch.export archive", program, output_names(program))
+
+
+def output_names(program: ExportedProgram) -> list[str]:
+    """Return the keys of a program that returns a dictionary or a model output, else `output` or `output_0`…"""
+    spec = program.call_spec.out_spec
+    count = len(program.graph_signature.user_outputs)
+    keys = spec.context if spec is not None and isinstance(spec.context, list) else []
+    if len(keys) == count and all(isinstance(key, str) for key in keys):
+        return list(keys)
+    return ["output"] if count == 1 else [f"output_{i}" for i in range(count)]
+
+
+def _refuse_code(path: Path) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            reason = next(_code_in(archive), None)
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, KeyError) as error:
+        raise UserError(str(path), f"the archive is damaged ({_first_line(error)})") from error
+    if reason is not None:
+        raise UserError(
+            str(path), f"loading this archive could execute code: {reason}",
+            fix="If you trust whoever made it, add --trust-model.",
+        )  # fmt: skip
+
+
+def _code_in(archive: zipfile.ZipFile) -> Iterator[str]:
+    """Yield a reason for every part of the archive that is more than tensors and a plain graph."""
+    names = archive.namelist()
+    roots = {name.partition("/")[0] for name in names}
+    if len(roots) != 1 or len(set(names)) != len(names):
+        yield "its records have several roots or the same name"
+    for name in names:
+        record = name.partition("/")[2]
+        if not _PLAIN_RECORDS.fullmatch(record):
+            yield f"it holds {record!r}"
+        elif record.startswith("data/sample_inputs/"):
+            try:
+                torch.load(io.BytesIO(archive.read(name)), weights_only=True)
+            except Exception:  # anything that the restricted unpickler does not take
+                yield "its sample inputs are pickled objects"
+        elif record.endswith("_config.json"):
+            for entry, meta in json.loads(archive.read(name))["config"].items():
+                if meta.get("use_pickle") is not False:
+                    yield f"the tensor {entry!r} is pickled"
+        elif record.startswith("models/"):
+            yield from _code_in_graph(json.loads(archive.read(name)))
+
+
+def _code_in_graph(model: Any) -> Iterator[str]:
+    pending = [model]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, list):
+            pending.extend(value)
+        if not isinstance(value, dict):
+            continue
+        pending.extend(value.values())
+        for key in ("target", "as_operator"):
+            if isinstance(value.get(key), str) and "inputs" in value and not _OPERATORS.fullmatch(value[key]):
+                yield f"its graph calls {value[key]!r}"
+        expressions = [value.get("expr_str"), value.get("as_expr")]
+        if isinstance(value.get("guards_code"), list) and value["guards_code"]:
+            expressions += value["guards_code"]
+        for expression in expressions:
+            if isinstance(expression, str) and not _is_plain(expression):
+                yield f"its graph holds the expression {expression!r}"
+
+
+def _is_plain(expression: str) -> bool:
+    expression = _QUOTED_SYMBOL.sub(r"\1", expression)
+    words = re.findall(r"[A-Za-z_]\w*", expression)
+    return bool(_EXPRESSION.fullmatch(expression)) and all(_EXPRESSION_NAMES.fullmatch(word) for word in words)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

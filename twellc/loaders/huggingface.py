@@ -1,0 +1,160 @@
+"""Load a Hugging Face directory through transformers' own classes, and trace it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twellc.errors import UserError
+from twellc.loaders.archive import output_names
+from twellc.loaders.model import LoadedModel
+
+_LARGEST_BATCH = 65536
+_DEFAULT_BATCH = (1, 1, 8)
+_DEFAULT_SEQUENCE = 2048
+_TRACED_BATCH, _TRACED_SEQUENCE = 2, 16
+
+
+def load_directory(path: Path) -> LoadedModel:
+    """Load and trace a model from config.json and safetensors, in the precision of its weights.
+
+    The program takes `input_ids` and `attention_mask`, int64 [batch, sequence], and for encoder-decoder models
+    `decoder_input_ids`, int64 [batch, decoder_sequence]; it keeps no key-value cache.
+
+    Raises:
+        UserError: The directory is incomplete, needs remote code, or holds a model that cannot be traced.
+    """
+    config = _read_config(path)
+    _check_weights(path)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    architecture = (config.get("architectures") or [None])[0]
+    model_class = getattr(transformers, str(architecture), None)
+    if architecture is None or not isinstance(model_class, type):
+        raise UserError(
+            str(path / "config.json"),
+            f"transformers {transformers.__version__} has no such architecture",
+            got=repr(architecture),
+            expected="the name of a transformers class under `architectures`",
+        )
+    model = _load_weights(model_class, path)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False
+    return _trace(path, model, config)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise UserError(str(path), "no config.json in this folder", expected="a Hugging Face directory")
+    try:
+        config = json.loads(file.read_text())
+    except (ValueError, OSError) as error:
+        raise UserError(str(file), f"cannot be read as JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise UserError(str(file), "is not a JSON object")
+    if "auto_map" in config:
+        raise UserError(
+            str(file), "the model needs remote code (auto_map)",
+            expected="an architecture of transformers itself",
+            fix="Export it with torch.export.save and compile that archive.",
+        )  # fmt: skip
+    return config
+
+
+def _check_weights(path: Path) -> None:
+    """Check that the weights are safetensors inside of the folder."""
+    index = path / "model.safetensors.index.json"
+    files = {"model.safetensors"}
+    if index.is_file():
+        try:
+            files = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise UserError(str(index), f"is not an index of weights ({error!r})") from error
+    for name in sorted(map(str, files)):
+        file = path / name
+        if Path(name).name != name or name in (".", ".."):
+            raise UserError(str(index), "names a file outside of its folder", got=repr(name))
+        if not file.is_file():
+            raise UserError(str(file), "the weights are missing", expected="safetensors")
+
+
+def _load_weights(model_class: Any, path: Path) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model, info = model_class.from_pretrained(
+                path, local_files_only=True, use_safetensors=True, dtype="auto", output_loading_info=True
+            )
+    except Exception as error:  # transformers and safetensors raise what they like for a damaged folder
+        raise UserError(
+            str(path), f"transformers cannot load the model ({str(error).strip().splitlines()[0]})"
+        ) from error
+    missing = sorted(info["missing_keys"])
+    if missing or info["mismatched_keys"]:
+        what = f"{len(missing)} weights are missing" if missing else "weights have other shapes than the config says"
+        raise UserError(
+            str(path), what, got=", ".join(map(str, (missing or info["mismatched_keys"])[:3])),
+            fix="Check that config.json and the weights belong together.",
+        )  # fmt: skip
+    return model.eval().requires_grad_(False)
+
+
+def _trace(path: Path, model: Any, config: dict[str, Any]) -> LoadedModel:
+    if model.main_input_name != "input_ids":
+        raise UserError(
+            str(path), "twellc does not know the inputs of this architecture", got=f"main input {model.main_input_name}",
+            expected="input_ids", fix="Export it with torch.export.save and compile that archive.",
+        )  # fmt: skip
+    longest = next(
+        (int(config[key]) for key in ("max_position_embeddings", "n_positions") if config.get(key)), 1 << 20
+    )
+    length = min(_TRACED_SEQUENCE, longest)
+    ids = torch.ones(_TRACED_BATCH, length, dtype=torch.int64)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch = torch.export.Dim("batch", min=1, max=_LARGEST_BATCH)
+    sequence = torch.export.Dim("sequence", min=1, max=longest)
+    shapes = {name: {0: batch, 1: sequence} for name in inputs}
+    if model.config.is_encoder_decoder:
+        # Another length than the encoder's: torch.export gives equal sizes one symbol.
+        inputs["decoder_input_ids"] = ids[:, : length // 2]
+        shapes["decoder_input_ids"] = {0: batch, 1: torch.export.Dim("decoder_sequence", min=1, max=longest)}
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            # Comparisons between the lengths of encoder and decoder (masks in T5) become assertions, not constraints.
+            program = torch.export.export(
+                model, (), inputs, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True
+            )
+    except Exception as error:  # torch.export raises what the model's code raises
+        raise UserError(
+            str(path), f"torch.export cannot trace the model ({str(error).strip().splitlines()[0]})",
+            fix="Mixture-of-experts and other data-dependent models cannot be exported as they are.",
+        ) from error  # fmt: skip
+    default = (1, min(128, longest), min(_DEFAULT_SEQUENCE, longest))
+    names: dict[str, str] = {}
+    ranges = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        for axis, dimension in shapes.get(node.name, {}).items():
+            symbol = str(node.meta["val"].shape[axis])
+            names[symbol] = dimension.__name__
+            ranges[symbol] = _DEFAULT_BATCH if dimension is batch else default
+    logits = output_names(program)[0] == "logits"
+    vocabulary = getattr(model.config, "vocab_size", None)
+    return LoadedModel(
+        path=path,
+        kind="Hugging Face directory",
+        program=program,
+        output_names=output_names(program),
+        dimension_names=names,
+        dimension_ranges=ranges,
+        vocabulary=vocabulary,
+        language_model=logits and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")),
+    )

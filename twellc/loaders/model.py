@@ -1,0 +1,108 @@
+"""A loaded model, and which loader takes which file."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.export import ExportedProgram
+
+from twellc.errors import UserError
+
+DimensionRange = tuple[int, int, int]
+
+
+@dataclass
+class LoadedModel:
+    """A model as a traced program, with what a compiler needs to know besides.
+
+    Attributes:
+        path: The file or folder that it came from.
+        kind: `torch.export archive` or `Hugging Face directory`.
+        program: The traced program, in the precision of its source.
+        output_names: Names of its outputs, in order.
+        dimension_names: Names of its symbolic dimensions, by symbol.
+        dimension_ranges: (min, opt, max) of the default optimization profile, by symbol.
+        vocabulary: Number of token ids, for making inputs; None where no input holds token ids.
+        language_model: Whether its first output holds logits over the vocabulary.
+        notes: What the user should hear about how it was loaded.
+    """
+
+    path: Path
+    kind: str
+    program: ExportedProgram
+    output_names: list[str]
+    dimension_names: dict[str, str] = field(default_factory=dict)
+    dimension_ranges: dict[str, DimensionRange] = field(default_factory=dict)
+    vocabulary: int | None = None
+    language_model: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def load_model(path: Path, trust_model: bool) -> LoadedModel:
+    """Load a model of any supported kind; files are told apart by their content, not by their names.
+
+    Args:
+        path: A torch.export archive or a Hugging Face directory.
+        trust_model: Load an archive that could execute code, too.
+
+    Raises:
+        UserError: There is no such model, or it cannot be loaded.
+    """
+    from twellc.loaders.archive import load_archive
+    from twellc.loaders.huggingface import load_directory
+
+    if not path.exists():
+        raise UserError(str(path), "there is no such file or folder", expected=_EXPECTED)
+    if path.is_dir():
+        return load_directory(path)
+    kind = _sniff(path)
+    if kind == "archive":
+        return load_archive(path, trust_model)
+    raise UserError(str(path), f"not a model that twellc reads ({kind})", expected=_EXPECTED)
+
+
+_EXPECTED = "a torch.export archive (torch.export.save) or a Hugging Face directory (config.json and safetensors)"
+
+
+def _sniff(path: Path) -> str:
+    """Return `archive`, or say what the file is instead."""
+    if path.stat().st_size == 0:
+        return "the file is empty"
+    if not zipfile.is_zipfile(path):
+        head = path.read_bytes()[:8] if path.stat().st_size < 8 else path.open("rb").read(8)
+        if head.startswith(b"\x80"):
+            return "a pickle; pickles execute code"
+        if head.startswith(b"PK"):
+            return "a truncated or damaged zip archive"
+        return "neither an archive nor a directory"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = {name.partition("/")[2] for name in archive.namelist()}
+    except (zipfile.BadZipFile, OSError) as error:
+        return f"a damaged zip archive: {error}"
+    if {"archive_format", "archive_version"} <= names:
+        return "archive"
+    if "constants.pkl" in names:
+        return "a TorchScript archive; export the module with torch.export instead"
+    if "data.pkl" in names:
+        return "a torch.save pickle, of a module or of bare weights; save a torch.export archive instead"
+    return "a zip archive without a torch.export program"
+
+
+def fingerprint(path: Path) -> str:
+    """Return the SHA-256 of a model: of the file, or of the names and contents of a directory's model files."""
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted([*path.glob("*.json"), *path.glob("*.safetensors")]):
+        digest.update(file.name.encode() if path.is_dir() else b"")
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `bfloat16` for torch.bfloat16, and so on."""
+    return str(dtype).removeprefix("torch.")
