@@ -1,0 +1,415 @@
+#include "feed_forward_plugin.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <exception>
+#include <limits>
+#include <utility>
+
+#include "host.h"
+
+namespace twell {
+namespace {
+
+using nvinfer1::DataType;
+using nvinfer1::Dims;
+using nvinfer1::DimsExprs;
+using nvinfer1::DynamicPluginTensorDesc;
+using nvinfer1::PluginFieldCollection;
+using nvinfer1::PluginTensorDesc;
+using nvinfer1::TensorFormat;
+using nvinfer1::TensorRTPhase;
+
+// An extent that is not known before run time.
+constexpr int64_t kAny = -1;
+// Compute capability 8.0: the oldest with bf16 tensor cores and cp.async.
+constexpr int32_t kOldestMajor = 8;
+
+// Runs `body`. An exception becomes a message in the host's log and `failure`: none may reach the host.
+template <typename Result, typename Body>
+Result guarded(twell_variant variant, char const* layer, Result failure, Body&& body) noexcept {
+    try {
+        return body();
+    } catch (std::exception const& error) {
+        try {
+            std::string const message = std::string(plugin_name(variant)) + " '" + layer + "': " + error.what();
+            host::log(host::Severity::kError, message.c_str());
+        } catch (...) {
+            host::log(host::Severity::kError, error.what());
+        }
+    } catch (...) {
+        host::log(host::Severity::kError, "unknown exception in a twell plugin");
+    }
+    return failure;
+}
+
+std::string text_of(Dims const& dims) {
+    std::string out = "[";
+    for (int32_t i = 0; i < dims.nbDims; ++i) {
+        out += (i == 0 ? "" : ", ") + (dims.d[i] == kAny ? std::string("?") : std::to_string(dims.d[i]));
+    }
+    return out + "]";
+}
+
+char const* text_of(DataType type) {
+    switch (type) {
+        case DataType::kFLOAT:
+            return "float32";
+        case DataType::kHALF:
+            return "fp16";
+        case DataType::kBF16:
+            return "bf16";
+        case DataType::kINT8:
+            return "int8";
+        case DataType::kINT32:
+            return "int32";
+        case DataType::kINT64:
+            return "int64";
+        case DataType::kBOOL:
+            return "bool";
+        case DataType::kUINT8:
+            return "uint8";
+        case DataType::kFP8:
+            return "fp8";
+        default:
+            return "another type";
+    }
+}
+
+bool is_supported(DataType type) { return type == DataType::kBF16 || type == DataType::kHALF; }
+
+void check_device() {
+    int device = 0;
+    int major = 0;
+    int minor = 0;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status == cudaSuccess) {
+        status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    }
+    if (status == cudaSuccess) {
+        status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    }
+    if (status != cudaSuccess) {
+        throw Refusal(std::string("no usable GPU: ") + cudaGetErrorString(status));
+    }
+    if (major < kOldestMajor) {
+        throw Refusal("GPU " + std::to_string(device) + " has compute capability " + std::to_string(major) + "." +
+                      std::to_string(minor) + "; the kernels need 8.0 or newer");
+    }
+}
+
+}  // namespace
+
+// ---- constructor ----
+
+FeedForwardPlugin::FeedForwardPlugin(twell_variant variant, std::string layer, Options const& options)
+    : variant_(variant), layer_(std::move(layer)), options_(options) {
+    bool const gated = variant == TWELL_GATED;
+    bool const present[kRoles] = {true, true, options.b_gate, gated, gated && options.b_up, true, options.b_down};
+    for (int32_t role = 0; role < kRoles; ++role) {
+        slots_[role] = present[role] ? input_count_++ : -1;
+    }
+}
+
+FeedForwardPlugin::FeedForwardPlugin(FeedForwardPlugin const& other)
+    : FeedForwardPlugin(other.variant_, other.layer_, other.options_) {}
+
+// ---- capability ----
+
+nvinfer1::IPluginCapability* FeedForwardPlugin::getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept {
+    switch (type) {
+        case nvinfer1::PluginCapabilityType::kCORE:
+            return static_cast<nvinfer1::IPluginV3OneCore*>(this);
+        case nvinfer1::PluginCapabilityType::kBUILD:
+            return static_cast<nvinfer1::IPluginV3OneBuild*>(this);
+        case nvinfer1::PluginCapabilityType::kRUNTIME:
+            return static_cast<nvinfer1::IPluginV3OneRuntime*>(this);
+    }
+    return nullptr;
+}
+
+nvinfer1::IPluginV3* FeedForwardPlugin::clone() noexcept {
+    return guarded<nvinfer1::IPluginV3*>(variant_, layer_.c_str(), nullptr,
+                                         [&] { return new FeedForwardPlugin(*this); });
+}
+
+char const* FeedForwardPlugin::getPluginName() const noexcept { return plugin_name(variant_); }
+char const* FeedForwardPlugin::getPluginVersion() const noexcept { return kPluginVersion; }
+char const* FeedForwardPlugin::getPluginNamespace() const noexcept { return kPluginNamespace; }
+
+// ---- checks shared by build and runtime ----
+
+char const* FeedForwardPlugin::role_name(Role role) const {
+    constexpr char const* kGatedNames[] = {"x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down"};
+    // The kernels call the only projection before the activation "gate", whatever the block.
+    constexpr char const* kPlainNames[] = {"x", "w_up", "b_up", "", "", "w_down", "b_down"};
+    return variant_ == TWELL_GATED ? kGatedNames[role] : kPlainNames[role];
+}
+
+std::string FeedForwardPlugin::expected_inputs() const {
+    std::string out;
+    for (int32_t role = 0; role < kRoles; ++role) {
+        if (slots_[role] >= 0) {
+            out += (out.empty() ? "" : ", ") + std::string(role_name(static_cast<Role>(role)));
+        }
+    }
+    return out;
+}
+
+void FeedForwardPlugin::check_input_count(int64_t count) const {
+    if (count != input_count_) {
+        throw Refusal("got " + std::to_string(count) + " inputs; expected " + std::to_string(input_count_) + ": " +
+                      expected_inputs());
+    }
+}
+
+void FeedForwardPlugin::check_types(DataType const* types) const {
+    for (int32_t role = 0; role < kRoles; ++role) {
+        if (slots_[role] < 0) {
+            continue;
+        }
+        DataType const type = types[slots_[role]];
+        if (!is_supported(type) || type != types[slots_[kX]]) {
+            throw Refusal("input " + std::string(role_name(static_cast<Role>(role))) + " is " + text_of(type) +
+                          "; all inputs must be bf16, or all fp16 (x is " + text_of(types[slots_[kX]]) + ")");
+        }
+    }
+}
+
+// Holds an input of rank 1 (expected[1] is kAny) or 2 against what the other inputs say.
+void FeedForwardPlugin::check_shape(Shapes const& inputs, Role role, std::array<int64_t, 2> const& expected,
+                                    char const* meaning) const {
+    if (slots_[role] < 0) {
+        return;
+    }
+    Dims const& dims = inputs[slots_[role]];
+    bool const is_bias = role == kBGate || role == kBUp || role == kBDown;
+    int32_t const rank = is_bias ? 1 : 2;
+    bool good = dims.nbDims == rank;
+    for (int32_t i = 0; good && i < rank; ++i) {
+        good = dims.d[i] == kAny || expected[i] == kAny || dims.d[i] == expected[i];
+    }
+    if (!good) {
+        Dims wanted{};
+        wanted.nbDims = rank;
+        std::copy_n(expected.begin(), rank, wanted.d);
+        throw Refusal("input " + std::string(role_name(role)) + " has shape " + text_of(dims) + "; expected " +
+                      meaning + " = " + text_of(wanted));
+    }
+}
+
+// The problem that these input shapes pose. Extents may be kAny; then only what is known is checked, and the result
+// holds placeholders.
+twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type) const {
+    Dims const& x = inputs[slots_[kX]];
+    if (x.nbDims < 1 || x.nbDims > Dims::MAX_DIMS) {
+        throw Refusal("input x has rank " + std::to_string(x.nbDims) + "; expected [..., d_model] of rank 1 to 8");
+    }
+    check_shape(inputs, kWGate, {kAny, kAny}, "[d_ff, d_model]");
+    check_shape(inputs, kWDown, {kAny, kAny}, "[d_ff, d_out]");
+    int64_t const d_ff = inputs[slots_[kWGate]].d[0];
+    int64_t const d_model = inputs[slots_[kWGate]].d[1];
+    int64_t const d_out = inputs[slots_[kWDown]].d[1];
+    check_shape(inputs, kBGate, {d_ff, kAny}, "[d_ff]");
+    check_shape(inputs, kWUp, {d_ff, d_model}, "[d_ff, d_model]");
+    check_shape(inputs, kBUp, {d_ff, kAny}, "[d_ff]");
+    check_shape(inputs, kWDown, {d_ff, d_out}, "[d_ff, d_out]");
+    check_shape(inputs, kBDown, {d_out, kAny}, "[d_out]");
+    int64_t const columns = x.d[x.nbDims - 1];
+    if (columns != kAny && d_model != kAny && columns != d_model) {
+        throw Refusal("input x has shape " + text_of(x) + "; its last extent must be d_model = " +
+                      std::to_string(d_model) + ", as in " + role_name(kWGate) + " [d_ff, d_model]");
+    }
+    int64_t tokens = 1;
+    for (int32_t i = 0; i < x.nbDims - 1; ++i) {
+        if (x.d[i] != kAny && __builtin_mul_overflow(tokens, x.d[i], &tokens)) {
+            throw Refusal("input x has shape " + text_of(x) + ": too many tokens");
+        }
+    }
+    for (int64_t const extent : {d_ff, d_model, d_out}) {
+        if (extent > std::numeric_limits<int32_t>::max()) {
+            throw Refusal("an extent of " + std::to_string(extent) + " is too large");
+        }
+    }
+
+    twell_problem problem{};
+    problem.tokens = tokens;
+    // Placeholders for what is not known are the smallest good values.
+    problem.d_model = d_model == kAny ? 8 : static_cast<int32_t>(d_model);
+    problem.d_ff = d_ff == kAny ? 1 : static_cast<int32_t>(d_ff);
+    problem.d_out = d_out == kAny ? 8 : static_cast<int32_t>(d_out);
+    problem.compression = options_.compression;
+    problem.dtype = type == DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
+    problem.variant = variant_;
+    problem.activation = options_.activation;
+    problem.threshold = options_.threshold;
+    if (char const* const complaint = twell_validate(&problem); complaint != nullptr) {
+        throw Refusal(std::string(complaint) + " (x " + text_of(x) + ", " + role_name(kWGate) + " " +
+                      text_of(inputs[slots_[kWGate]]) + ", w_down " + text_of(inputs[slots_[kWDown]]) + ")");
+    }
+    return problem;
+}
+
+// ---- build ----
+
+int32_t FeedForwardPlugin::getNbOutputs() const noexcept { return 1; }
+
+int32_t FeedForwardPlugin::getOutputDataTypes(DataType* output_types, int32_t output_count, DataType const* input_types,
+                                              int32_t input_count) const noexcept {
+    return guarded<int32_t>(variant_, layer_.c_str(), -1, [&] {
+        check_input_count(input_count);
+        check_types(input_types);
+        std::fill_n(output_types, output_count, input_types[slots_[kX]]);
+        return 0;
+    });
+}
+
+int32_t FeedForwardPlugin::getOutputShapes(DimsExprs const* inputs, int32_t input_count, DimsExprs const*, int32_t,
+                                           DimsExprs* outputs, int32_t output_count, nvinfer1::IExprBuilder&) noexcept {
+    return guarded<int32_t>(variant_, layer_.c_str(), -1, [&] {
+        check_input_count(input_count);
+        Shapes shapes{};
+        for (int32_t i = 0; i < input_count; ++i) {
+            shapes[i].nbDims = inputs[i].nbDims;
+            for (int32_t k = 0; k < inputs[i].nbDims; ++k) {
+                shapes[i].d[k] = inputs[i].d[k]->isConstant() ? inputs[i].d[k]->getConstantValue() : kAny;
+            }
+        }
+        problem_of(shapes, DataType::kBF16);  // the dtype is not known here and no limit depends on it
+        DimsExprs const& x = inputs[slots_[kX]];
+        for (int32_t i = 0; i < output_count; ++i) {
+            outputs[i] = x;
+            outputs[i].d[x.nbDims - 1] = inputs[slots_[kWDown]].d[1];
+        }
+        return 0;
+    });
+}
+
+bool FeedForwardPlugin::supportsFormatCombination(int32_t pos, DynamicPluginTensorDesc const* in_out,
+                                                  int32_t input_count, int32_t output_count) noexcept {
+    if (in_out == nullptr || input_count != input_count_ || output_count != 1 || pos < 0 || pos > input_count) {
+        return false;
+    }
+    PluginTensorDesc const& desc = in_out[pos].desc;
+    return desc.format == TensorFormat::kLINEAR && is_supported(desc.type) && desc.type == in_out[0].desc.type;
+}
+
+// The problem at the largest extents of the profile: the one with the largest workspace.
+twell_problem FeedForwardPlugin::largest_problem(DynamicPluginTensorDesc const* inputs, int32_t input_count) const {
+    check_input_count(input_count);
+    Shapes shapes{};
+    std::array<DataType, kRoles> types{};
+    for (int32_t i = 0; i < input_count; ++i) {
+        shapes[i] = inputs[i].max;
+        types[i] = inputs[i].desc.type;
+    }
+    check_types(types.data());
+    return problem_of(shapes, types[slots_[kX]]);
+}
+
+int32_t FeedForwardPlugin::configurePlugin(DynamicPluginTensorDesc const* in, int32_t input_count,
+                                           DynamicPluginTensorDesc const*, int32_t) noexcept {
+    return guarded<int32_t>(variant_, layer_.c_str(), -1, [&] {
+        largest_problem(in, input_count);
+        return 0;
+    });
+}
+
+size_t FeedForwardPlugin::getWorkspaceSize(DynamicPluginTensorDesc const* inputs, int32_t input_count,
+                                           DynamicPluginTensorDesc const*, int32_t) const noexcept {
+    return guarded<size_t>(variant_, layer_.c_str(), 0, [&] {
+        twell_problem const problem = largest_problem(inputs, input_count);
+        return twell_workspace_bytes(&problem);
+    });
+}
+
+// ---- runtime ----
+
+nvinfer1::IPluginV3* FeedForwardPlugin::attachToContext(nvinfer1::IPluginResourceContext*) noexcept {
+    return guarded<nvinfer1::IPluginV3*>(variant_, layer_.c_str(), nullptr, [&] {
+        check_device();
+        return new FeedForwardPlugin(*this);
+    });
+}
+
+twell_problem FeedForwardPlugin::runtime_problem(PluginTensorDesc const* inputs) const {
+    Shapes shapes{};
+    for (int32_t i = 0; i < input_count_; ++i) {
+        shapes[i] = inputs[i].dims;
+    }
+    return problem_of(shapes, inputs[slots_[kX]].type);
+}
+
+int32_t FeedForwardPlugin::onShapeChange(PluginTensorDesc const* in, int32_t input_count, PluginTensorDesc const*,
+                                         int32_t) noexcept {
+    return guarded<int32_t>(variant_, layer_.c_str(), -1, [&] {
+        check_input_count(input_count);
+        std::array<DataType, kRoles> types{};
+        for (int32_t i = 0; i < input_count; ++i) {
+            types[i] = in[i].type;
+        }
+        check_types(types.data());
+        runtime_problem(in);
+        return 0;
+    });
+}
+
+int32_t FeedForwardPlugin::enqueue(PluginTensorDesc const* input_desc, PluginTensorDesc const*,
+                                   void const* const* inputs, void* const* outputs, void* workspace,
+                                   cudaStream_t stream) noexcept {
+    return guarded<int32_t>(variant_, layer_.c_str(), -1, [&] {
+        twell_problem const problem = runtime_problem(input_desc);
+        auto const input = [&](Role role) { return slots_[role] < 0 ? nullptr : inputs[slots_[role]]; };
+        twell_tensors tensors{};
+        tensors.x = input(kX);
+        tensors.w_gate = input(kWGate);
+        tensors.b_gate = input(kBGate);
+        tensors.w_up = input(kWUp);
+        tensors.b_up = input(kBUp);
+        tensors.w_down = input(kWDown);
+        tensors.b_down = input(kBDown);
+        tensors.y = outputs[0];
+        cudaError_t const status = twell_mlp(&problem, &tensors, workspace, twell_workspace_bytes(&problem), stream);
+        if (status != cudaSuccess) {
+            std::string message =
+                std::string("the kernels failed: ") + cudaGetErrorName(status) + ", " + cudaGetErrorString(status);
+            if (status == cudaErrorNoKernelImageForDevice) {
+                message += ". This library was built without code for this GPU; rebuild it with TWELL_CUDA_ARCHS";
+            }
+            throw Refusal(message);
+        }
+        return 0;
+    });
+}
+
+// ---- serialisation ----
+
+PluginFieldCollection const* FeedForwardPlugin::getFieldsToSerialize() noexcept {
+    return guarded<PluginFieldCollection const*>(variant_, layer_.c_str(), nullptr, [&] {
+        serialized_ = std::make_unique<Serialized>(variant_, options_);
+        return serialized_->collection();
+    });
+}
+
+// ---- creator ----
+
+FeedForwardCreator::FeedForwardCreator(twell_variant variant)
+    : variant_(variant),
+      fields_(field_names(variant)),
+      collection_{static_cast<int32_t>(fields_.size()), fields_.data()} {}
+
+nvinfer1::IPluginV3* FeedForwardCreator::createPlugin(char const* name, PluginFieldCollection const* fields,
+                                                      TensorRTPhase phase) noexcept {
+    char const* const layer = name == nullptr ? "" : name;
+    return guarded<nvinfer1::IPluginV3*>(variant_, layer, nullptr, [&] {
+        return new FeedForwardPlugin(variant_, layer, read_options(variant_, fields, phase));
+    });
+}
+
+PluginFieldCollection const* FeedForwardCreator::getFieldNames() noexcept { return &collection_; }
+char const* FeedForwardCreator::getPluginName() const noexcept { return plugin_name(variant_); }
+char const* FeedForwardCreator::getPluginVersion() const noexcept { return kPluginVersion; }
+char const* FeedForwardCreator::getPluginNamespace() const noexcept { return kPluginNamespace; }
+
+}  // namespace twell

@@ -1,0 +1,31 @@
+// The TensorRT that loaded this library: which one it is, and its logger.
+//
+// One binary serves TensorRT 10, TensorRT 11 and TensorRT-RTX. The V3 plugin interfaces have the same layout in all
+// of them, but ILogger and ILoggerFinder became versioned interfaces in 11 and with that their virtual functions moved.
+// So the host is looked up at run time and its objects are called only through the mirrors in host.cpp, never through
+// the classes of the headers this library happened to be compiled with.
+#pragma once
+
+#include <cstdint>
+
+namespace twell::host {
+
+enum class Abi {
+    kUnknown,
+    kTrt10,  // TensorRT 10
+    kTrt11,  // TensorRT 11, and TensorRT-RTX from 1.5 on
+};
+
+// Equal to nvinfer1::ILogger::Severity.
+enum class Severity : int32_t { kError = 1, kWarning = 2, kInfo = 3 };
+
+// Tells which TensorRT implements `object`, an instance of a class with virtual functions.
+Abi abi_of(void const* object) noexcept;
+
+// Remembers the host's ILoggerFinder; null forgets it. The latest host wins.
+void set_logger_finder(void* finder) noexcept;
+
+// Sends `message` to the host's logger. Without a usable logger, errors go to stderr and the rest is dropped.
+void log(Severity severity, char const* message) noexcept;
+
+}  // namespace twell::host

@@ -1,0 +1,56 @@
+// A plugin's fields: what they mean, how they are read from a host and how they are written into a plan.
+#pragma once
+
+#include <NvInferRuntime.h>
+#include <twell/twell.h>
+
+#include <array>
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+namespace twell {
+
+// Something that a user or a plan got wrong; what() is the whole message.
+class Refusal : public std::runtime_error {
+  public:
+    using std::runtime_error::runtime_error;
+};
+
+struct Options {
+    int32_t activation = TWELL_RELU;  // twell_activation
+    float threshold = 0.0F;           // TWELL_FATRELU only
+    int32_t compression = 8;          // 1, 2, 4 or 8
+    // Whether these bias inputs are present. A plain block has no gate: its `b_gate` is the field up_bias, as in
+    // twell.h.
+    bool b_gate = false;
+    bool b_up = false;
+    bool b_down = false;
+};
+
+// The fields that a node of this variant may have, for IPluginCreatorV3One::getFieldNames.
+std::vector<nvinfer1::PluginField> field_names(twell_variant variant);
+
+// Reads the fields that an ONNX node gives (kBUILD) or that a plan gives (kRUNTIME; see Serialized).
+// Throws Refusal, naming the field, what it got and what is allowed.
+Options read_options(twell_variant variant, nvinfer1::PluginFieldCollection const* fields,
+                     nvinfer1::TensorRTPhase phase);
+
+// Options as plan fields: int32 and float32 of length 1 only, led by the version of this set of fields.
+// `collection` points into the object, so a Serialized must stay where it is while a host reads it.
+class Serialized {
+  public:
+    Serialized(twell_variant variant, Options const& options);
+    Serialized(Serialized const&) = delete;
+    Serialized& operator=(Serialized const&) = delete;
+
+    nvinfer1::PluginFieldCollection const* collection() const { return &collection_; }
+
+  private:
+    std::array<int32_t, 6> integers_{};
+    float threshold_ = 0.0F;
+    std::vector<nvinfer1::PluginField> fields_;
+    nvinfer1::PluginFieldCollection collection_{};
+};
+
+}  // namespace twell

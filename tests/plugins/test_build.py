@@ -1,0 +1,70 @@
+"""What the built libraries export and need, read with readelf."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import twellc.plugins
+from twellc.plugins.library import library_path
+
+pytestmark = pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf (binutils)")
+
+
+def readelf(option: str, path: Path) -> str:
+    return subprocess.run(["readelf", "-W", option, str(path)], capture_output=True, text=True, check=True).stdout
+
+
+def dynamic(path: Path, tag: str) -> list[str]:
+    """Return the values of one tag of the dynamic section."""
+    return re.findall(rf"\({tag}\).*\[(.*)\]", readelf("-d", path))
+
+
+def symbols(path: Path) -> tuple[set[str], set[str]]:
+    """Return the defined and the undefined dynamic symbols, without versions."""
+    defined: set[str] = set()
+    undefined: set[str] = set()
+    for line in readelf("--dyn-syms", path).splitlines():
+        columns = line.split()
+        if len(columns) >= 8 and columns[0].rstrip(":").isdigit():
+            (undefined if columns[6] == "UND" else defined).add(columns[7].split("@")[0])
+    return defined, undefined
+
+
+def shim_path() -> Path:
+    return library_path().with_name("libtensorrt_rtx.so")
+
+
+def test_exports_are_the_plugin_entry_points_and_the_c_api() -> None:
+    header = Path(twellc.plugins.__path__[0]) / "include" / "twell" / "twell.h"
+    api = set(re.findall(r"^TWELL_API .*?\b(twell_\w+)\(", header.read_text(), flags=re.MULTILINE))
+    assert "twell_mlp" in api
+    defined, _ = symbols(library_path())
+    assert defined == api | {"getCreators", "setLoggerFinder"}
+
+
+def test_library_needs_neither_tensorrt_nor_cudart() -> None:
+    path = library_path()
+    allowed = r"(libstdc\+\+|libgcc_s|libc|libm|libdl|librt|libpthread|ld-linux-[\w-]+)\.so\.\d+"
+    assert [name for name in dynamic(path, "NEEDED") if not re.fullmatch(allowed, name)] == []
+    foreign = [
+        name for name in symbols(path)[1] if re.search(r"nvinfer|createInfer|getPluginRegistry|^cu[A-Z]|cuda", name)
+    ]
+    assert foreign == []
+    assert dynamic(path, "SONAME") == ["libtwell_plugins.so"]
+
+
+def test_no_build_folder_is_left_in_the_libraries() -> None:
+    for path in (library_path(), shim_path()):
+        assert dynamic(path, "RPATH") + dynamic(path, "RUNPATH") == []
+
+
+def test_shim_has_the_unversioned_name_and_only_needs_the_versioned_library() -> None:
+    path = shim_path()
+    assert dynamic(path, "SONAME") == ["libtensorrt_rtx.so"]
+    assert dynamic(path, "NEEDED") == ["libtensorrt_rtx.so.1"]
+    assert symbols(path)[0] == set()
