@@ -7,9 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from twellc.errors import UserError
 from twellc.export.profiles import Profile
 from twellc.export.tensorrt_host import Host, create_network, make_logger, register_plugins
+
+
+_TORCH_DTYPES = {
+    "FLOAT": torch.float32,
+    "HALF": torch.float16,
+    "BF16": torch.bfloat16,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "BOOL": torch.bool,
+}
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,49 @@ def build_plan(host: Host, onnx_path: Path, profiles: list[Profile], progress: C
         )  # fmt: skip
     outputs = [network.get_output(i) for i in range(network.num_outputs)]
     return Plan(data, [_describe(t) for t in inputs], [_describe(t) for t in outputs], plugins)
+
+
+def run_plan(host: Host, path: Path, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Run a plan on this machine's GPU.
+
+    Args:
+        host: The TensorRT that it was built with.
+        path: The plan.
+        inputs: CPU tensors by name.
+
+    Returns:
+        The outputs as CPU tensors, in the engine's order.
+
+    Raises:
+        UserError: torch sees no GPU, or TensorRT refuses the plan or the shapes.
+    """
+    if not torch.cuda.is_available():
+        raise UserError(str(path), "this torch was built without CUDA", fix="Install a CUDA build of torch.")
+    trt = host.module
+    register_plugins(host)
+    messages: list[str] = []
+    runtime = trt.Runtime(make_logger(host, messages))
+    engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    if engine is None:
+        raise UserError(str(path), f"{host.name} {host.version} cannot open the plan ({_reasons(messages)})")
+    context = engine.create_execution_context()
+    names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+    tensors: dict[str, torch.Tensor] = {}
+    for name in (name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT):
+        tensors[name] = inputs[name].cuda().contiguous()
+        if not context.set_input_shape(name, tuple(tensors[name].shape)):
+            raise UserError(str(path), f"refuses the shape of {name} ({_reasons(messages)})")
+    outputs = [name for name in names if name not in tensors]
+    for name in outputs:
+        dtype = _TORCH_DTYPES[engine.get_tensor_dtype(name).name]
+        tensors[name] = torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype, device="cuda")
+    for name, tensor in tensors.items():
+        context.set_tensor_address(name, tensor.data_ptr())
+    stream = torch.cuda.current_stream()
+    if not context.execute_async_v3(stream.cuda_stream):
+        raise UserError(str(path), f"the plan fails ({_reasons(messages)})")
+    stream.synchronize()
+    return [tensors[name].cpu() for name in outputs]
 
 
 def _describe(tensor: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import sys
@@ -9,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -17,6 +18,9 @@ from rich.table import Table
 
 from twellc import __version__
 from twellc.errors import UserError
+
+if TYPE_CHECKING:
+    from twellc.checking import CheckResult
 
 _DTYPES = ("bf16", "fp16")
 _COMPRESSIONS = ("1", "2", "4", "8")
@@ -140,6 +144,35 @@ def inspect(target: Path, as_json: bool, dtype: str | None, trust_model: bool) -
     _print_layers(found["layers"])
 
 
+@main.command(cls=_Command)
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("candidate", type=click.Path(path_type=Path))
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--trust-model", is_flag=True, help="Load an archive that could execute code.")
+@click.pass_context
+def check(
+    context: click.Context, model: Path, candidate: Path, seed: int, as_json: bool, trust_model: bool
+) -> None:
+    """Compare CANDIDATE, a rewritten ONNX file or a plan, with the MODEL that it was made from.
+
+    Both run on random inputs of several shapes, beside the model in float64 (the truth) and the plain low-precision
+    model (the yardstick): the candidate may be twice as far from the truth as that. A plan runs where a GPU allows;
+    elsewhere the ONNX graph that it was built from runs in its place, and the result says so.
+
+    Exit status: 0 within tolerance, 1 outside, 2 for bad input.
+    """
+    with _progress() as progress:
+        from twellc.checking import check
+
+        result = check(model, candidate, seed, trust_model, progress)
+    if as_json:
+        click.echo(json.dumps({**dataclasses.asdict(result), "within": result.within}, indent=2))
+    else:
+        _print_accuracy(result)
+    context.exit(0 if result.within else 1)
+
+
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     """Show the current step on a terminal's standard error; print each step once where there is no terminal."""
@@ -180,3 +213,31 @@ def _print_layers(layers: list[dict[str, Any]]) -> None:
     console.print(table)
     count = sum(layer["decision"] == "twell" for layer in layers)
     console.print(f"{count} of {len(layers)} feed-forward blocks rewritten")
+
+
+def _print_accuracy(result: CheckResult) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=140)
+    if result.note:
+        console.print(f"[bold yellow]Note:[/] {result.note}", soft_wrap=True)
+    console.print(f"Executed: {result.executed}", soft_wrap=True)
+    for output in result.outputs:
+        table = Table("against", "max error", "mean error", "relative error", "cosine", title=f"output {output.name}")
+        rows = (
+            ("candidate - float64", output.candidate),
+            ("plain low precision - float64", output.plain),
+            ("candidate - plain low precision", output.difference),
+        )
+        for name, error in rows:
+            table.add_row(name, f"{error.max:.3e}", f"{error.mean:.3e}", f"{error.relative:.3e}", f"{error.cosine:.6f}")
+        table.add_row("tolerance", f"{output.max_tolerance:.3e}", "", f"{output.relative_tolerance:.3e}", "")
+        console.print(table)
+        if output.top1 is not None and output.plain_top1 is not None:
+            console.print(
+                f"top-1 agreement with float64: {output.top1:.2%} (plain {output.plain_top1:.2%}); "
+                f"KL divergence: {output.kl:.3e} nats (plain {output.plain_kl:.3e})"
+            )
+        if output.stray:
+            console.print(f"{output.stray} elements are NaN or infinite where the plain model is finite, or vice versa")
+    console.print("[green]within tolerance[/]" if result.within else "[bold red]OUTSIDE TOLERANCE[/]")

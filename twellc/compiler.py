@@ -184,4 +184,5 @@ def _onnx_destination(options: CompileOptions, outputs: Outputs) -> Iterator[Pat
 
 def settings_of(options: CompileOptions, dtype: torch.dtype) -> dict[str, Any]:
     """Return the settings that decide what the rewritten graph is."""
-    return {"dtype": dtype_name(dtype), "layers": options.layers, "compression": options.compression}
+    name = next(name for name, known in DTYPES.items() if known == dtype)
+    return {"dtype": name, "layers": options.layers, "compression": options.compression}

@@ -40,7 +40,7 @@ def inspect_target(
     layers = decide(find_ffn_blocks(program), "auto")
     return {
         "kind": model.kind,
-        "settings": {"dtype": dtype_name(chosen)},
+        "dtype": dtype_name(chosen),
         "layers": [asdict(layer) for layer in layers],
         "notes": model.notes + notes,
     }

@@ -1,0 +1,219 @@
+"""`twellc check`: is a candidate as accurate as the plain low-precision model?"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+
+from twellc.accuracy import OutputAccuracy, measure
+from twellc.compiler import METADATA_KEY, choose_dtype, translate
+from twellc.config import DTYPES, CompileOptions
+from twellc.errors import UserError
+from twellc.export.evaluator import OnnxEvaluator
+from twellc.export.onnx_export import save_onnx
+from twellc.export.plan import run_plan
+from twellc.export.profiles import InputSpec, input_specs
+from twellc.export.tensorrt_host import find_host, why_not_here
+from twellc.loaders.model import LoadedModel, load_model
+from twellc.manifest import file_digest, manifest_path, read_manifest
+from twellc.passes.canonicalize import canonicalize
+from twellc.passes.execution import example_inputs, run_program
+from twellc.passes.precision import lower, parameter_dtypes, widen
+
+Sample = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What `twellc check` found.
+
+    Attributes:
+        executed: What was run for the candidate, in words.
+        note: Why that was not the candidate itself; empty when it was.
+        outputs: Accuracy of each output.
+    """
+
+    executed: str
+    note: str
+    outputs: list[OutputAccuracy]
+
+    @property
+    def within(self) -> bool:
+        """Whether every output is within tolerance."""
+        return all(output.within for output in self.outputs)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Something to run: `settings` are those of its compilation, where it says so."""
+
+    run: Callable[[Sample], list[torch.Tensor]]
+    inputs: list[str]
+    settings: dict[str, Any]
+    executed: str
+    note: str = ""
+    profile: dict[str, Any] | None = None
+
+
+def check(
+    model_path: Path, candidate_path: Path, seed: int, trust_model: bool, progress: Callable[[str], None]
+) -> CheckResult:
+    """Compare a candidate with the model that it was made from, on random inputs of several shapes.
+
+    Args:
+        model_path: The model, as `twellc compile` takes it.
+        candidate_path: A rewritten ONNX file, or a plan with its manifest.
+        seed: Seed of the inputs.
+        trust_model: Load a model archive that could execute code.
+        progress: Receives the name of each step.
+
+    Raises:
+        UserError: One of the two cannot be read, or they do not belong together.
+    """
+    if not candidate_path.is_file():
+        raise UserError(str(candidate_path), "there is no such file", expected="an ONNX file or a plan")
+    if manifest_path(candidate_path).is_file() and candidate_path.suffix != ".onnx":
+        candidate = _open_plan(model_path, candidate_path, trust_model, progress)
+    else:
+        progress("reading the candidate")
+        candidate = _open_onnx(candidate_path)
+    progress("loading and tracing the model")
+    model = load_model(model_path, trust_model)
+    source = canonicalize(model.program)
+    specs = input_specs(source)
+    if sorted(candidate.inputs) != sorted(spec.name for spec in specs):
+        raise UserError(
+            str(candidate_path), "does not belong to the model: their inputs differ",
+            got=", ".join(candidate.inputs), expected=", ".join(spec.name for spec in specs),
+        )  # fmt: skip
+    dtype = DTYPES.get(candidate.settings.get("dtype", "")) or choose_dtype(model, None)[0]
+    plain = lower(source, dtype) if parameter_dtypes(source) - {dtype} else source
+    truth = widen(source)
+    samples = make_samples(model, specs, seed, candidate.profile)
+    ours, theirs, true = [], [], []
+    for index, sample in enumerate(samples):
+        progress(f"running sample {index + 1} of {len(samples)}")
+        ours.append(candidate.run(sample))
+        theirs.append(run_program(plain, sample))
+        true.append(run_program(truth, {name: _widened(tensor) for name, tensor in sample.items()}))
+    outputs = []
+    for position, name in enumerate(model.output_names):
+        tensors = [_stack([result[position] for result in results]) for results in (ours, theirs, true)]
+        if tensors[0].shape != tensors[1].shape:
+            raise UserError(
+                str(candidate_path), f"output {name} has another shape than the model's",
+                got=str(tuple(ours[0][position].shape)), expected=str(tuple(theirs[0][position].shape)),
+            )  # fmt: skip
+        outputs.append(measure(name, *tensors, language_model=model.language_model and position == 0))
+    return CheckResult(candidate.executed, candidate.note, outputs)
+
+
+def make_samples(
+    model: LoadedModel, specs: list[InputSpec], seed: int, profile: dict[str, Any] | None
+) -> list[Sample]:
+    """Make random inputs: at the smallest shapes, at the shapes of the trace, and at larger ones.
+
+    Token ids are drawn from the vocabulary; other integers from the range of the values that the model was traced with;
+    floats from a normal distribution.
+
+    Args:
+        model: Gives the vocabulary and the traced values.
+        specs: The inputs.
+        seed: Seed of the generator.
+        profile: Shape ranges of a plan (`min` and `max` by input name) that the samples must keep to.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    examples = example_inputs(model.program)
+    shapes: list[dict[str, tuple[int, ...]]] = []
+    for factor in (0, 1, 3):
+        sizes = {}
+        for node_spec in specs:
+            for axis, dim in enumerate(node_spec.shape):
+                if isinstance(dim, int) or not dim.is_Symbol:
+                    continue
+                bounds = model.program.range_constraints.get(dim)
+                low = max(1, int(bounds.lower)) if bounds else 1
+                high = int(bounds.upper) if bounds and str(bounds.upper).isdigit() else 1 << 30
+                if profile is not None:
+                    limits = profile[node_spec.name]
+                    low, high = max(low, limits["min"][axis]), min(high, limits["max"][axis])
+                sizes[dim] = min(max(examples[node_spec.name].shape[axis] * factor, low), high)
+        shape = {spec.name: tuple(_size(dim, sizes) for dim in spec.shape) for spec in specs}
+        if shape not in shapes:
+            shapes.append(shape)
+    return [
+        {spec.name: _random(spec, shape[spec.name], examples[spec.name], model.vocabulary, generator) for spec in specs}
+        for shape in shapes
+    ]
+
+
+def _size(dim: int | sympy.Expr, sizes: dict[sympy.Expr, int]) -> int:
+    return dim if isinstance(dim, int) else int(dim.xreplace({s: sympy.Integer(n) for s, n in sizes.items()}))
+
+
+def _random(
+    spec: InputSpec, shape: tuple[int, ...], example: torch.Tensor, vocabulary: int | None, generator: torch.Generator
+) -> torch.Tensor:
+    if spec.dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(spec.dtype)
+    if vocabulary is not None and spec.name.endswith("input_ids"):
+        return torch.randint(0, vocabulary, shape, generator=generator, dtype=spec.dtype)
+    low, high = (int(example.min()), int(example.max())) if example.numel() else (0, 1)
+    return torch.randint(low, high + 1, shape, generator=generator).to(spec.dtype)
+
+
+def _open_onnx(path: Path) -> _Candidate:
+    evaluator = OnnxEvaluator(path)
+    try:
+        settings = json.loads(evaluator.metadata[METADATA_KEY])["settings"]
+    except (KeyError, ValueError):
+        settings = {}
+    return _Candidate(evaluator.run, evaluator.inputs, settings, "the ONNX graph, in onnx's reference evaluator")
+
+
+def _open_plan(model_path: Path, plan: Path, trust_model: bool, progress: Callable[[str], None]) -> _Candidate:
+    progress("reading the manifest")
+    manifest = read_manifest(plan)
+    settings, profile = manifest["settings"], manifest["profiles"][0]
+    backend = manifest["backend"]["name"]
+    obstacle = why_not_here(backend)
+    if not obstacle:
+        host = find_host(backend)
+        inputs = [tensor["name"] for tensor in manifest["plan"]["inputs"]]
+        return _Candidate(lambda sample: run_plan(host, plan, sample), inputs, settings, "the plan", profile=profile)
+    note = f"the plan itself was NOT run: {obstacle}"
+    expected = manifest["onnx"]["sha256"]
+    kept = plan.parent / str(manifest["onnx"]["file"])
+    data = kept.with_name(kept.name + ".data")
+    if kept.is_file() and file_digest(kept, *([data] if data.is_file() else [])) == expected:
+        candidate, source = _open_onnx(kept), f"{kept.name}, the ONNX graph that it was built from"
+    else:
+        options = CompileOptions(model_path, backend="none", trust_model=trust_model, **settings)
+        translation = translate(options, progress)
+        with tempfile.TemporaryDirectory(prefix="twellc-") as folder:
+            written = save_onnx(translation.graph, Path(folder) / "model.onnx")
+            if file_digest(*written) != expected:
+                raise UserError(
+                    str(plan), f"was not built from {model_path} by this version of twellc",
+                    fix="Compile again, and keep the graph with --onnx to check a plan later.",
+                )  # fmt: skip
+            candidate, source = _open_onnx(written[0]), "the ONNX graph that it was built from, made again"
+    return _Candidate(
+        candidate.run, candidate.inputs, settings, f"{source}, in onnx's reference evaluator", note, profile
+    )
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _stack(outputs: list[torch.Tensor]) -> torch.Tensor:
+    """Join the samples' outputs, of different leading dimensions, row by row."""
+    return torch.cat([output.reshape(-1, output.shape[-1] if output.dim() else 1) for output in outputs])
