@@ -1,7 +1,7 @@
 """Run an ONNX file with `twell` nodes on a CPU, without TensorRT.
 
-The `twell` nodes run the CPU implementation of the torch ops. Products in bfloat16 and float16 accumulate in float32 and
-are rounded once, as they are on a GPU; everything else is onnx's reference evaluator.
+The `twell` nodes run the CPU implementation of the torch ops. Products in bfloat16 and float16 accumulate in float32
+and are rounded once, as they are on a GPU; everything else is onnx's reference evaluator.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class OnnxEvaluator:
 
 def _multiply(left: Array, right: Array) -> Array:
     if left.dtype not in (_BFLOAT16, np.float16):
-        return np.matmul(left, right)
+        return np.asarray(np.matmul(left, right))
     product: Array = np.matmul(left.astype(np.float32), right.astype(np.float32))
     return product.astype(left.dtype)
 
 
-class MatMul(OpRun):  # type: ignore[misc]
+class MatMul(OpRun):
     """MatMul with float32 accumulation."""
 
     op_domain = ""
@@ -90,7 +90,7 @@ class MatMul(OpRun):  # type: ignore[misc]
         return (_multiply(a, b),)
 
 
-class Gemm(OpRun):  # type: ignore[misc]
+class Gemm(OpRun):
     """Gemm with float32 accumulation."""
 
     op_domain = ""
@@ -99,15 +99,15 @@ class Gemm(OpRun):  # type: ignore[misc]
         self, a: Array, b: Array, c: Array | None = None,
         alpha: float = 1.0, beta: float = 1.0, transA: int = 0, transB: int = 0,  # noqa: N803
     ) -> tuple[Array]:  # fmt: skip
-        wide = np.float64 if a.dtype == np.float64 else np.float32
+        wide = np.dtype(np.float64 if a.dtype == np.float64 else np.float32)
         left, right = (a.T if transA else a).astype(wide), (b.T if transB else b).astype(wide)
-        result = wide(alpha) * (left @ right)
+        result: Array = np.matmul(left, right) * alpha
         if c is not None:
-            result = result + wide(beta) * c.astype(wide)
+            result = result + c.astype(wide) * beta
         return (result.astype(a.dtype),)
 
 
-class TwellGatedMlp(OpRun):  # type: ignore[misc]
+class TwellGatedMlp(OpRun):
     """The gated block through the torch op."""
 
     op_domain = PLUGIN_NAMESPACE
@@ -120,7 +120,7 @@ class TwellGatedMlp(OpRun):  # type: ignore[misc]
         return (to_numpy(GATED_MLP(*arguments, activation, float(threshold), int(compression))),)
 
 
-class TwellMlp(OpRun):  # type: ignore[misc]
+class TwellMlp(OpRun):
     """The block without a gate through the torch op."""
 
     op_domain = PLUGIN_NAMESPACE

@@ -13,7 +13,6 @@ from twellc.errors import UserError
 from twellc.export.profiles import Profile
 from twellc.export.tensorrt_host import Host, create_network, make_logger, register_plugins
 
-
 _TORCH_DTYPES = {
     "FLOAT": torch.float32,
     "HALF": torch.float16,
@@ -150,7 +149,7 @@ def _reasons(messages: list[str]) -> str:
 
 
 def _monitor(host: Host, progress: Callable[[str], None]) -> Any:
-    class Monitor(host.module.IProgressMonitor):  # type: ignore[misc]
+    class Monitor(host.module.IProgressMonitor):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             super().__init__()
 

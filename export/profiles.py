@@ -126,7 +126,10 @@ def _complete(
         profile[spec.name] = ShapeRange(*shapes)
     for name, shape_range in given.items():
         if profile[name] != shape_range:
-            raise UserError("--profile", f"the shapes of {name} contradict the model or another profile", got=str(shape_range), expected=str(profile[name]))  # noqa: E501
+            raise UserError(
+                "--profile", f"the shapes of {name} contradict the model or another profile",
+                got=str(shape_range), expected=str(profile[name]),
+            )  # fmt: skip
     return profile
 
 
@@ -151,8 +154,8 @@ def _fix_symbols(
         if isinstance(dim, int):
             if wanted != (dim, dim, dim):
                 raise UserError(
-                    "--profile", f"dimension {axis} of {spec.name} is fixed in the model", got=str(wanted), expected=str(dim),
-                    fix="Export the model with this dimension dynamic.",
+                    "--profile", f"dimension {axis} of {spec.name} is fixed in the model",
+                    got=str(wanted), expected=str(dim), fix="Export the model with this dimension dynamic.",
                 )  # fmt: skip
             continue
         symbol = str(dim)
@@ -178,7 +181,9 @@ def _assume(
     low = max(low, 1)
     largest = int(str(high)) if str(high).isdigit() else max(_UNBOUNDED, low)
     if not str(high).isdigit():
-        notes.append(f"a dimension of {name} has no upper bound; the plan takes {low} to {largest} (--profile changes it)")
+        notes.append(
+            f"a dimension of {name} has no upper bound; the plan takes {low} to {largest} (--profile changes it)"
+        )
     hint = next(
         int(dim.node.hint)
         for node in user_inputs(program)

@@ -129,7 +129,7 @@ def make_logger(host: Host, messages: list[str]) -> Any:
     """Return a TensorRT logger that collects errors in `messages`, and says nothing itself."""
     severity = host.module.ILogger.Severity
 
-    class Collector(host.module.ILogger):  # type: ignore[misc]
+    class Collector(host.module.ILogger):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             super().__init__()
 

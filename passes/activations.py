@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -42,6 +43,11 @@ class Activation:
         return self.name in ("relu", "relu2", "fatrelu")
 
 
+def arguments(node: Node) -> tuple[Any, ...]:
+    """Return the positional arguments of a node, whose types torch.fx leaves open."""
+    return tuple(node.args)
+
+
 def packet(node: Node) -> object:
     """Return the operator of a node whatever its overload, or None."""
     return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
@@ -65,26 +71,29 @@ def parse_activation(node: Node, strip: Callable[[Node], Node]) -> Activation | 
 
 def _square_of(node: Node) -> Node | None:
     """Return t where `node` computes t * t."""
-    op = packet(node)
-    if op is aten.square or (op is aten.pow and len(node.args) == 2 and node.args[1] in (2, 2.0)):
-        return node.args[0] if isinstance(node.args[0], Node) else None
-    if op is aten.mul and node.args[0] is node.args[1] and isinstance(node.args[0], Node):
-        return node.args[0]
-    return None
+    op, operands = packet(node), arguments(node)
+    squares = op is aten.square or (op in (aten.pow, aten.mul) and len(operands) == 2)
+    if not squares or not isinstance(operands[0], Node):
+        return None
+    if op is aten.pow and operands[1] != 2:
+        return None
+    if op is aten.mul and operands[1] is not operands[0]:
+        return None
+    return operands[0]
 
 
 def _parse_simple(node: Node) -> Activation | None:
     op = packet(node)
-    if op is None or not node.args or not isinstance(node.args[0], Node):
+    if op is None or not arguments(node) or not isinstance(arguments(node)[0], Node):
         return None
-    pre = node.args[0]
+    pre = arguments(node)[0]
     if op is aten.relu:
         return Activation("relu", 0.0, pre, (node,))
     if op in (aten.clamp, aten.clamp_min, aten.hardtanh):
         return _parse_clamp(node, pre)
     if op is aten.maximum:
         return _parse_maximum(node)
-    if op is aten.threshold and len(node.args) == 3:
+    if op is aten.threshold and len(arguments(node)) == 3:
         return _parse_threshold(node, pre)
     if op is aten.where:
         return _parse_where(node)
@@ -97,7 +106,7 @@ def _parse_clamp(node: Node, pre: Node) -> Activation | None:
     default = (-1.0, 1.0) if packet(node) is aten.hardtanh else (None, None)
     names = ("min_val", "max_val") if packet(node) is aten.hardtanh else ("min", "max")
     bounds = [
-        node.args[i + 1] if len(node.args) > i + 1 else node.kwargs.get(name, default[i])
+        arguments(node)[i + 1] if len(arguments(node)) > i + 1 else node.kwargs.get(name, default[i])
         for i, name in enumerate(names)
     ]
     low, high = bounds
@@ -109,14 +118,14 @@ def _parse_clamp(node: Node, pre: Node) -> Activation | None:
 
 
 def _parse_maximum(node: Node) -> Activation | None:
-    for pre, other in (node.args, reversed(node.args)):
+    for pre, other in (arguments(node), reversed(arguments(node))):
         if isinstance(pre, Node) and isinstance(other, Node) and _is_zero(other):
             return Activation("relu", 0.0, pre, (node, *_zeros_shaped_like(other, pre)))
     return None
 
 
 def _parse_threshold(node: Node, pre: Node) -> Activation | None:
-    _, threshold, value = node.args
+    _, threshold, value = arguments(node)
     if not isinstance(threshold, int | float) or value != 0 or threshold < 0:
         return None
     return Activation("fatrelu" if threshold else "relu", float(threshold), pre, (node,))
@@ -124,23 +133,21 @@ def _parse_threshold(node: Node, pre: Node) -> Activation | None:
 
 def _parse_where(node: Node) -> Activation | None:
     """where(x > t, x, 0) and where(x <= t, 0, x); >= and < only for t = 0, where they give the same values."""
-    condition, chosen, other = (node.args + (None,) * 3)[:3]
-    if not isinstance(condition, Node) or len(condition.args) != 2:
+    condition, chosen, other = (arguments(node) + (None,) * 3)[:3]
+    if not isinstance(condition, Node) or len(arguments(condition)) != 2:
         return None
     keeps_pre = _is_zero(other)
     pre = chosen if keeps_pre else other if _is_zero(chosen) else None
     strict, loose = (aten.gt, aten.ge) if keeps_pre else (aten.le, aten.lt)
-    op, threshold = packet(condition), condition.args[1]
+    op, threshold = packet(condition), arguments(condition)[1]
     if isinstance(threshold, Node) and _is_zero(threshold):
         threshold = 0
-    if pre is None or condition.args[0] is not pre or not isinstance(threshold, int | float) or threshold < 0:
+    if pre is None or arguments(condition)[0] is not pre or not isinstance(threshold, int | float) or threshold < 0:
         return None
     if op is not strict and not (op is loose and threshold == 0):
         return None
     assert isinstance(pre, Node)
-    zeros = (
-        node for zero in (chosen, other, condition.args[1]) for node in _zeros_shaped_like(zero, pre)
-    )
+    zeros = (node for zero in (chosen, other, arguments(condition)[1]) for node in _zeros_shaped_like(zero, pre))
     return Activation("fatrelu" if threshold else "relu", float(threshold), pre, (node, condition, *zeros))
 
 
@@ -159,5 +166,5 @@ def _is_zero(argument: object) -> bool:
     if op in (aten.zeros_like, aten.zeros, aten.new_zeros):
         return True
     if op in (aten.full, aten.full_like, aten.scalar_tensor):
-        return argument.args[-1] == 0
+        return bool(arguments(argument)[-1] == 0)
     return False

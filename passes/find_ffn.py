@@ -22,7 +22,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from twellc.passes.activations import Activation, packet, parse_activation
+from twellc.passes.activations import Activation, arguments, packet, parse_activation
 from twellc.passes.program import constants_of
 
 aten = torch.ops.aten
@@ -85,7 +85,7 @@ class FfnBlock:
     x: Node
 
 
-class _Refusal(Exception):
+class _RefusedError(Exception):
     """The reason why a block that has the shape of one cannot be rewritten."""
 
 
@@ -127,16 +127,16 @@ class _Finder:
         try:
             if not activation.sparse and activation.name != "drelu":
                 kind = "gate activation" if gate is not None and gate is not up else "activation"
-                raise _Refusal(f"{kind} is {activation.name}; TwELL needs a ReLU family")
+                raise _RefusedError(f"{kind} is {activation.name}; TwELL needs a ReLU family")
             if up is None:
-                raise _Refusal("the other factor of the gate is not a linear projection with constant weights")
+                raise _RefusedError("the other factor of the gate is not a linear projection with constant weights")
             if was_cast:
-                raise _Refusal("the hidden tensor is cast before the down projection")
+                raise _RefusedError("the hidden tensor is cast before the down projection")
             self._check_types(gate, up, down)
             inside = {*activation.nodes, *others, *up.nodes, *(gate.nodes if gate is not up else ()), *down.nodes}
             x = self._common_input(gate, up, down)
             _check_readers(inside, down, x)
-        except _Refusal as reason:
+        except _RefusedError as reason:
             refusal = str(reason)
         plain = gate is up
         some = gate if up is None else up
@@ -164,7 +164,7 @@ class _Finder:
         return None if up is None else (activation, up, up, ())
 
     def _gated(self, hidden: Node) -> tuple[Activation, Linear, Linear | None, tuple[Node, ...]] | None:
-        if packet(hidden) is not aten.mul or not all(isinstance(arg, Node) for arg in hidden.args):
+        if packet(hidden) is not aten.mul or not all(isinstance(arg, Node) for arg in arguments(hidden)):
             return None
         left, right = (_strip(_operand(hidden, i)) for i in (0, 1))
         if left is right:
@@ -191,27 +191,31 @@ class _Finder:
         """Read `node` as a product with a constant weight, with or without a bias."""
         op = packet(node)
         if op is aten.linear:
-            weight = self._weight(node.args[1])
-            bias = self._vector(node.args[2]) if len(node.args) > 2 and node.args[2] is not None else None
-            if weight is None or (bias is None and len(node.args) > 2 and node.args[2] is not None):
+            weight = self._weight(arguments(node)[1])
+            bias = (
+                self._vector(arguments(node)[2])
+                if len(arguments(node)) > 2 and arguments(node)[2] is not None
+                else None
+            )
+            if weight is None or (bias is None and len(arguments(node)) > 2 and arguments(node)[2] is not None):
                 return None
             return Linear(node, _operand(node), weight, bias, (node,))
         if op in (aten.mm, aten.matmul):
-            weight = self._weight(node.args[1])
+            weight = self._weight(arguments(node)[1])
             if weight is None:
                 return None
             return Linear(node, _operand(node), _flip(weight), None, (node,))
         if op is aten.addmm and not node.kwargs:
-            bias, weight = self._vector(node.args[0]), self._weight(node.args[2])
+            bias, weight = self._vector(arguments(node)[0]), self._weight(arguments(node)[2])
             if bias is None or weight is None:
                 return None
             return Linear(node, _operand(node, 1), _flip(weight), bias, (node,))
-        if op is aten.add and len(node.args) == 2 and not node.kwargs:
+        if op is aten.add and len(arguments(node)) == 2 and not node.kwargs:
             return self._linear_plus_bias(node)
         return None
 
     def _linear_plus_bias(self, node: Node) -> Linear | None:
-        for product, constant in (node.args, reversed(node.args)):
+        for product, constant in (arguments(node), reversed(arguments(node))):
             bias = self._vector(constant)
             if bias is None or not isinstance(product, Node):
                 continue
@@ -248,12 +252,12 @@ class _Finder:
         }
         if len(dtypes) > 1:
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-            raise _Refusal(f"its tensors have several dtypes ({names})")
+            raise _RefusedError(f"its tensors have several dtypes ({names})")
 
     def _common_input(self, gate: Linear, up: Linear, down: Linear) -> Node:
         """Return the node to read x from: the same values for gate and up, and the leading dimensions of y."""
         if _root(gate.x) is not _root(up.x):
-            raise _Refusal("gate and up projections read different tensors")
+            raise _RefusedError("gate and up projections read different tensors")
         leading = tuple(down.node.meta["val"].shape[:-1])
         node = up.x
         while True:
@@ -261,7 +265,7 @@ class _Finder:
                 return node
             source = _step(node)
             if source is None:
-                raise _Refusal("the output has other leading dimensions than the input")
+                raise _RefusedError("the output has other leading dimensions than the input")
             node = source
 
     def _module(self, node: Node, parts: list[Linear]) -> str:
@@ -275,7 +279,7 @@ class _Finder:
 
 
 def _operand(node: Node, index: int = 0) -> Node:
-    operand = node.args[index]
+    operand = arguments(node)[index]
     assert isinstance(operand, Node)
     return operand
 
@@ -283,7 +287,7 @@ def _operand(node: Node, index: int = 0) -> Node:
 def _step(node: Node) -> Node | None:
     """Return the node that `node` takes its values from unchanged, row by row; None if it computes something."""
     op = packet(node)
-    if op is aten.dropout and (node.args[1] == 0 or node.args[2] is False):
+    if op is aten.dropout and (arguments(node)[1] == 0 or arguments(node)[2] is False):
         return _operand(node)
     if op not in _VALUE_PRESERVING and op not in _CASTS:
         return None
@@ -308,14 +312,14 @@ _root = _strip
 
 def _swaps_two_dims(node: Node) -> bool:
     if packet(node) is aten.permute:
-        return [dim % 2 for dim in node.args[1]] == [1, 0] and len(node.args[1]) == 2
+        return [dim % 2 for dim in arguments(node)[1]] == [1, 0] and len(arguments(node)[1]) == 2
     if packet(node) is aten.transpose:
-        return node.meta["val"].dim() == 2 and sorted(dim % 2 for dim in node.args[1:3]) == [0, 1]
+        return node.meta["val"].dim() == 2 and sorted(dim % 2 for dim in arguments(node)[1:3]) == [0, 1]
     return False
 
 
 def _flip(weight: Weight) -> Weight:
-    """mm reads its weight as [in, out], linear as [out, in]."""
+    """Mm reads its weight as [in, out], linear as [out, in]."""
     return Weight(weight.node, weight.name, not weight.in_out)
 
 
@@ -359,4 +363,4 @@ def _check_readers(inside: set[Node], down: Linear, x: Node) -> None:
             continue
         for user in node.users:
             if user not in interior and user is not down.node:
-                raise _Refusal(f"its intermediate tensor {node.name} is also read by {user.name}")
+                raise _RefusedError(f"its intermediate tensor {node.name} is also read by {user.name}")

@@ -1,7 +1,7 @@
 """Change the floating-point precision of a whole program.
 
-`lower` turns a program into a strongly typed bfloat16 or float16 one, by the policy of torch's autocast: products run in
-the low precision, reductions and transcendental functions in float32, everything else in the widest dtype of its
+`lower` turns a program into a strongly typed bfloat16 or float16 one, by the policy of torch's autocast: products run
+in the low precision, reductions and transcendental functions in float32, everything else in the widest dtype of its
 operands. Parameters are stored in the low precision, buffers (rotary frequencies, masks) stay as they are, and the
 inputs and outputs of the program keep their dtypes.
 
@@ -16,9 +16,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from twellc.errors import UserError
 from twellc.passes.program import constants_of, editable, finish, tensor_of, user_inputs
@@ -82,7 +84,7 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
 def widen(program: ExportedProgram) -> ExportedProgram:
     """Return the program in float64 throughout, inputs and outputs included."""
     program = editable(program)
-    explicit = {dtype: torch.float64 for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    explicit = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64)
     _convert_constants(program, set(constants_of(program).values()), torch.float64)
     for node in user_inputs(program):
         if node.meta["val"].dtype.is_floating_point:
@@ -161,13 +163,13 @@ def _replace_explicit_dtypes(node: Node, replacement: dict[torch.dtype, torch.dt
 def _infer_again(node: Node) -> None:
     """Recompute the dtype of the node's result from its operands; shapes cannot have changed."""
     value = node.meta.get("val")
-    tensors = [value] if isinstance(value, torch.Tensor) else value if isinstance(value, list | tuple) else []
-    if not any(isinstance(tensor, torch.Tensor) and tensor.is_floating_point() for tensor in tensors):
+    results = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, FakeTensor)]
+    if not any(result.is_floating_point() for result in results):
         return
+    assert callable(node.target)
     args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-    fake_mode = next(t for t in tensors if isinstance(t, torch.Tensor)).fake_mode
     try:
-        with fake_mode:
+        with results[0].fake_mode:
             node.meta["val"] = node.target(*args, **kwargs)
     except (RuntimeError, TypeError) as error:
         raise UserError(

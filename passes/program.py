@@ -55,7 +55,7 @@ def add_parameter(program: ExportedProgram, name: str, tensor: torch.Tensor, lik
         unique = f"{name}_{count}"
     graph = program.graph
     with graph.inserting_before(like):
-        node = graph.placeholder("p_" + unique.replace(".", "_"))
+        node: Node = graph.placeholder("p_" + unique.replace(".", "_"))
     fake_mode = like.meta["val"].fake_mode
     node.meta["val"] = fake_mode.from_tensor(tensor, static_shapes=True)
     program.state_dict[unique] = torch.nn.Parameter(tensor, requires_grad=False)

@@ -22,7 +22,7 @@ from twellc.plugins.ops import GATED_MLP, MLP
 def rewrite_ffn(program: ExportedProgram, blocks: list[FfnBlock], compression: int) -> ExportedProgram:
     """Return the program with `blocks`, all of them found in it and without a refusal, rewritten."""
     rewritten = editable(program)
-    nodes = {node.name: node for node in rewritten.graph.nodes}
+    nodes: dict[str, Node] = {node.name: node for node in rewritten.graph.nodes}
     arranged: dict[tuple[str, bool], Node] = {}
 
     def arrange(weight: Weight, in_out: bool) -> Node:

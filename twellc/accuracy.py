@@ -80,7 +80,9 @@ def measure(
 
     Args:
         name: Name of the output.
-        candidate, plain, truth: The output of each, of one shape [rows, width]; `truth` is float64.
+        candidate: The candidate's output, [rows, width].
+        plain: The plain low-precision model's output, of the same shape.
+        truth: The output in float64.
         language_model: Whether rows are logits over a vocabulary.
     """
     epsilon = torch.finfo(plain.dtype).eps if plain.dtype.is_floating_point else 0.0

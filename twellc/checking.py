@@ -105,19 +105,19 @@ def check(
         true.append(run_program(truth, {name: _widened(tensor) for name, tensor in sample.items()}))
     outputs = []
     for position, name in enumerate(model.output_names):
-        tensors = [_stack([result[position] for result in results]) for results in (ours, theirs, true)]
+        tensors = tuple(_stack([result[position] for result in results]) for results in (ours, theirs, true))
         if tensors[0].shape != tensors[1].shape:
             raise UserError(
                 str(candidate_path), f"output {name} has another shape than the model's",
                 got=str(tuple(ours[0][position].shape)), expected=str(tuple(theirs[0][position].shape)),
             )  # fmt: skip
-        outputs.append(measure(name, *tensors, language_model=model.language_model and position == 0))
+        outputs.append(
+            measure(name, tensors[0], tensors[1], tensors[2], language_model=model.language_model and position == 0)
+        )
     return CheckResult(candidate.executed, candidate.note, outputs)
 
 
-def make_samples(
-    model: LoadedModel, specs: list[InputSpec], seed: int, profile: dict[str, Any] | None
-) -> list[Sample]:
+def make_samples(model: LoadedModel, specs: list[InputSpec], seed: int, profile: dict[str, Any] | None) -> list[Sample]:
     """Make random inputs: at the smallest shapes, at the shapes of the trace, and at larger ones.
 
     Token ids are drawn from the vocabulary; other integers from the range of the values that the model was traced with;

@@ -151,9 +151,7 @@ def inspect(target: Path, as_json: bool, dtype: str | None, trust_model: bool) -
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--trust-model", is_flag=True, help="Load an archive that could execute code.")
 @click.pass_context
-def check(
-    context: click.Context, model: Path, candidate: Path, seed: int, as_json: bool, trust_model: bool
-) -> None:
+def check(context: click.Context, model: Path, candidate: Path, seed: int, as_json: bool, trust_model: bool) -> None:
     """Compare CANDIDATE, a rewritten ONNX file or a plan, with the MODEL that it was made from.
 
     Both run on random inputs of several shapes, beside the model in float64 (the truth) and the plain low-precision

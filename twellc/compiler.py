@@ -27,7 +27,6 @@ from twellc.passes.decide import Layer
 from twellc.passes.pipeline import Rewritten, run_passes
 from twellc.passes.precision import parameter_dtypes
 
-
 AUTO_NOTE = "--layers auto rewrites every match: no sparsity was measured, so speed is not known"
 METADATA_KEY = "twellc"
 
@@ -70,14 +69,15 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
             if options.onnx is not None:
                 for extra in written[1:]:
                     outputs.stage(options.onnx.with_name(extra.name))
+            source = {"name": options.model.name, "kind": translation.model.kind, "sha256": fingerprint(options.model)}
             contents: dict[str, Any] = {
-                "model": {"name": options.model.name, "kind": translation.model.kind, "sha256": fingerprint(options.model)},
+                "model": source,
                 "settings": settings_of(options, translation.dtype),
                 "layers": translation.rewritten.layers,
                 "notes": translation.notes + notes,
                 "onnx": {"file": options.onnx and options.onnx.name, "sha256": file_digest(*written)},
                 "profiles": profiles,
-            }  # fmt: skip
+            }
             if host is None:
                 manifest = make_manifest(**contents)
             else:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
 import shutil
 import sysconfig
@@ -27,7 +26,7 @@ import click
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 VOCAB = 256
 TILE = 256  # columns of a TwELL tile
@@ -116,7 +115,7 @@ class GateTap:
 def next_byte_loss(model: nn.Module, windows: Tensor, reduction: str = "mean") -> Tensor:
     """Return the cross-entropy, in nats, of bytes 1… of `windows` [batch, seq + 1] given those before."""
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten(), reduction=reduction)
+    return functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten(), reduction=reduction)
 
 
 def train(model: nn.Module, data: Tensor, steps: int, batch: int, seq: int, l1: float, lr: float) -> None:
@@ -221,7 +220,7 @@ def save(model: transformers.LlamaForCausalLM, folder: Path) -> None:
     try:
         model.bfloat16().save_pretrained(temporary)
         for file in sorted(temporary.iterdir()):
-            os.replace(file, folder / file.name)
+            file.replace(folder / file.name)
     finally:
         shutil.rmtree(temporary)
 
@@ -280,7 +279,7 @@ def main(
     if steps:
         partial = output / ".metrics.json.part"
         partial.write_text(text)
-        os.replace(partial, output / "metrics.json")
+        partial.replace(output / "metrics.json")
     click.echo(sample(output, torch.device(device), b'"""'))
 
 

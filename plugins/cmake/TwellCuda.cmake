@@ -9,7 +9,7 @@ set(TWELL_CUDA_ARCHS "80-real;80-virtual;86-real;89-real;90a-real;120-real" CACH
 # The first toolkit in which nvcc and ptxas know all of sm_90a and are happy with g++ 12 and 13.
 set(TWELL_OLDEST_CUDA 12.4)
 set(TWELL_CUDA_WHEELS nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88
-                      nvidia-cuda-runtime==13.0.96)
+                      nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85)
 
 # Says in <result> why this nvcc cannot be used, or "" if it can.
 function(_twell_judge_nvcc nvcc result)
@@ -22,8 +22,9 @@ function(_twell_judge_nvcc nvcc result)
         set(${result} "it is CUDA ${CMAKE_MATCH_1}, older than ${TWELL_OLDEST_CUDA}" PARENT_SCOPE)
         return()
     endif()
-    # A compiler alone, as the nvidia-cuda-nvcc wheel installs it, lacks the headers and libraries of the runtime.
-    file(WRITE "${CMAKE_BINARY_DIR}/CMakeFiles/twell_probe.cu" "#include <cuda_runtime.h>\nint main() { return 0; }\n")
+    # A compiler alone, as the nvidia-cuda-nvcc wheel installs it, lacks headers and libraries. cuda_bf16.h needs CCCL.
+    file(WRITE "${CMAKE_BINARY_DIR}/CMakeFiles/twell_probe.cu"
+         "#include <cuda_bf16.h>\n#include <cuda_runtime.h>\nint main() { return 0; }\n")
     execute_process(
         COMMAND "${nvcc}" --cudart=static -o "${CMAKE_BINARY_DIR}/CMakeFiles/twell_probe"
                 "${CMAKE_BINARY_DIR}/CMakeFiles/twell_probe.cu"

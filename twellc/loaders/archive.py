@@ -56,7 +56,7 @@ def load_archive(path: Path, trust_model: bool) -> LoadedModel:
 
 
 def output_names(program: ExportedProgram) -> list[str]:
-    """Return the keys of a program that returns a dictionary or a model output, else `output` or `output_0`…"""
+    """Return the keys of a program that returns a dictionary or a model output, else `output` or numbered ones."""
     spec = program.call_spec.out_spec
     count = len(program.graph_signature.user_outputs)
     keys = spec.context if spec is not None and isinstance(spec.context, list) else []

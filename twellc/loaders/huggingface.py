@@ -110,12 +110,11 @@ def _load_weights(model_class: Any, path: Path) -> Any:
 def _trace(path: Path, model: Any, config: dict[str, Any]) -> LoadedModel:
     if model.main_input_name != "input_ids":
         raise UserError(
-            str(path), "twellc does not know the inputs of this architecture", got=f"main input {model.main_input_name}",
-            expected="input_ids", fix="Export it with torch.export.save and compile that archive.",
+            str(path), "twellc does not know the inputs of this architecture",
+            got=f"main input {model.main_input_name}", expected="input_ids",
+            fix="Export it with torch.export.save and compile that archive.",
         )  # fmt: skip
-    longest = next(
-        (int(config[key]) for key in ("max_position_embeddings", "n_positions") if config.get(key)), 1 << 20
-    )
+    longest = next((int(config[key]) for key in ("max_position_embeddings", "n_positions") if config.get(key)), 1 << 20)
     length = min(_TRACED_SEQUENCE, longest)
     ids = torch.ones(_TRACED_BATCH, length, dtype=torch.int64)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
