@@ -15,9 +15,13 @@ _CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TEN
 
 def editable(program: ExportedProgram) -> ExportedProgram:
     """Return a copy whose graph, signature and dictionaries can be changed; the tensors themselves are shared."""
+    graph = copy.deepcopy(program.graph)
+    for original, copied in zip(program.graph.nodes, graph.nodes, strict=True):
+        # Copying renames what shadows a builtin, such as an argument called `input`; the signature has the old names.
+        copied.name = original.name
     return ExportedProgram(
         root=program.graph_module,
-        graph=copy.deepcopy(program.graph),
+        graph=graph,
         graph_signature=copy.deepcopy(program.graph_signature),
         state_dict=dict(program.state_dict),
         range_constraints=dict(program.range_constraints),
