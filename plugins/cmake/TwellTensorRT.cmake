@@ -4,19 +4,37 @@ include(TwellWheels)
 
 set(TENSORRT_ROOT "$ENV{TENSORRT_ROOT}" CACHE PATH "TensorRT installation whose include/ is used")
 
+# TensorRT 8 and 9, still found on many machines, know no IPluginV3. The version macro does not tell: RTX counts anew.
+function(_twell_judge_headers folder result)
+    file(GLOB headers "${folder}/NvInferRuntime*.h")
+    set(${result} FALSE PARENT_SCOPE)
+    foreach(header IN LISTS headers)
+        file(STRINGS "${header}" found REGEX "^class IPluginCreatorV3One " LIMIT_COUNT 1)
+        if(found)
+            set(${result} TRUE PARENT_SCOPE)
+        endif()
+    endforeach()
+endfunction()
+
 # Sets <result> to the include folder.
 function(twell_find_tensorrt_headers result)
-    # TensorRT 8 and 9, still found on many machines, know no IPluginV3.
-    set(needed NvInferPluginBase.h)
     if(TENSORRT_ROOT)
-        if(NOT EXISTS "${TENSORRT_ROOT}/include/${needed}")
-            message(FATAL_ERROR "TENSORRT_ROOT is '${TENSORRT_ROOT}', but '${TENSORRT_ROOT}/include' holds no headers "
-                                "of TensorRT 10 or newer (${needed})")
-        endif()
         set(found "${TENSORRT_ROOT}/include")
+        _twell_judge_headers("${found}" good)
+        if(NOT good)
+            message(FATAL_ERROR "TENSORRT_ROOT is '${TENSORRT_ROOT}', but '${found}' holds no headers of TensorRT 10 or "
+                                "newer (no IPluginCreatorV3One in NvInferRuntime*.h)")
+        endif()
     else()
-        find_path(found ${needed} PATHS /usr/local/tensorrt/include /usr/include/${CMAKE_LIBRARY_ARCHITECTURE}
+        find_path(found NvInferRuntime.h PATHS /usr/local/tensorrt/include /usr/include/${CMAKE_LIBRARY_ARCHITECTURE}
                   NO_CACHE)
+        if(found)
+            _twell_judge_headers("${found}" good)
+            if(NOT good)
+                message(STATUS "Not using the TensorRT headers in ${found}: older than TensorRT 10")
+                set(found "")
+            endif()
+        endif()
     endif()
     if(NOT found)
         # The package is a project of its own; nothing of it but these Apache-2.0 headers is used.

@@ -1,10 +1,11 @@
 // A stand-in for TensorRT, small enough to have any layout: it loads the plugin library as IPluginRegistry::loadLibrary
 // does and calls it through the published vtable order, with no TensorRT header.
 //
-// Compiled by test_registry.py as a library of a given name, with HOST_VERSION (what getInferLibVersion returns) and
-// HOST_LAYOUT (10 or 11: where ILogger::log and ILoggerFinder::findLogger are).
+// Compiled by test_registry.py and test_enqueue.py as a library of a given name, with HOST_VERSION (what
+// getInferLibVersion returns) and HOST_LAYOUT (10 or 11: where ILogger::log and ILoggerFinder::findLogger are).
 #include <dlfcn.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -55,6 +56,16 @@ struct Fields {
     Field const* fields;
 };
 
+// Tensor descriptions are passed on as they come, so their layout is known only to test_enqueue.py.
+struct Build : Versioned {
+    virtual int32_t configurePlugin(void const*, int32_t, void const*, int32_t) noexcept = 0;
+    virtual int32_t getOutputDataTypes(int32_t*, int32_t, int32_t const*, int32_t) const noexcept = 0;
+    virtual int32_t getOutputShapes(void const*, int32_t, void const*, int32_t, void*, int32_t, void*) noexcept = 0;
+    virtual bool supportsFormatCombination(int32_t, void const*, int32_t, int32_t) noexcept = 0;
+    virtual int32_t getNbOutputs() const noexcept = 0;
+    virtual size_t getWorkspaceSize(void const*, int32_t, void const*, int32_t) const noexcept = 0;
+};
+
 struct Runtime : Versioned {
     virtual int32_t setTactic(int32_t) noexcept = 0;
     virtual int32_t onShapeChange(void const*, int32_t, void const*, int32_t) noexcept = 0;
@@ -77,6 +88,7 @@ namespace {
 LoggerFinder finder;
 constexpr int32_t kBuild = 0;
 constexpr int32_t kRuntime = 1;
+constexpr int32_t kBuildCapability = 1;
 constexpr int32_t kRuntimeCapability = 2;
 constexpr int32_t kFloat32 = 1;
 constexpr int32_t kInt32 = 5;
@@ -85,6 +97,8 @@ constexpr int32_t kChar = 6;
 Runtime* runtime_of(Plugin* plugin) {
     return static_cast<Runtime*>(plugin->getCapabilityInterface(kRuntimeCapability));
 }
+
+Build* build_of(Plugin* plugin) { return static_cast<Build*>(plugin->getCapabilityInterface(kBuildCapability)); }
 
 void print_fields(Fields const* fields) {
     for (int32_t i = 0; i < fields->count; ++i) {
@@ -126,22 +140,67 @@ void round_trip(Creator* creator) {
 
 }  // namespace
 
-extern "C" int run(char const* library) {
+extern "C" {
+
+// Loads the library and returns one of its creators, or null.
+Creator* load(char const* library, int32_t index) {
     void* handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) {
         std::printf("dlopen failed: %s\n", dlerror());
-        return 1;
+        return nullptr;
     }
     using SetLoggerFinder = void (*)(void*);
     using GetCreators = Versioned* const* (*)(int32_t&);
     reinterpret_cast<SetLoggerFinder>(dlsym(handle, "setLoggerFinder"))(&finder);
     int32_t count = 0;
     Versioned* const* creators = reinterpret_cast<GetCreators>(dlsym(handle, "getCreators"))(count);
-    std::printf("creators %d\n", count);
+    return index < count ? static_cast<Creator*>(creators[index]) : nullptr;
+}
+
+Plugin* create(Creator* creator, Fields const* fields) { return creator->createPlugin("layer0", fields, kBuild); }
+
+int32_t configure(Plugin* plugin, void const* in, int32_t count, void const* out) {
+    return build_of(plugin)->configurePlugin(in, count, out, 1);
+}
+
+size_t workspace_size(Plugin* plugin, void const* in, int32_t count, void const* out) {
+    return build_of(plugin)->getWorkspaceSize(in, count, out, 1);
+}
+
+bool supports(Plugin* plugin, int32_t position, void const* in_out, int32_t count) {
+    return build_of(plugin)->supportsFormatCombination(position, in_out, count, 1);
+}
+
+int32_t shape_change(Plugin* plugin, void const* in, int32_t count, void const* out) {
+    return runtime_of(plugin)->onShapeChange(in, count, out, 1);
+}
+
+// Attaches to a context as an engine would, and runs there.
+int32_t enqueue(Plugin* plugin, void const* in, void const* out, void const* const* inputs, void* const* outputs,
+                void* workspace, void* stream) {
+    auto* attached = static_cast<Plugin*>(runtime_of(plugin)->attachToContext(nullptr));
+    if (attached == nullptr) {
+        return -1;
+    }
+    int32_t const status = runtime_of(attached)->enqueue(in, out, inputs, outputs, workspace, stream);
+    delete attached;
+    return status;
+}
+
+void destroy(Plugin* plugin) {
+    delete plugin;
+    std::fflush(stdout);
+}
+
+int run(char const* library) {
+    Creator* creator = load(library, 0);
+    std::printf("creators %d\n",
+                creator != nullptr && load(library, 1) != nullptr && load(library, 2) == nullptr ? 2 : 0);
     // Fields at fault: none at all.
-    Plugin* refused = static_cast<Creator*>(creators[0])->createPlugin("layer0", nullptr, kBuild);
-    std::printf("refused %d\n", refused == nullptr);
-    round_trip(static_cast<Creator*>(creators[0]));
+    std::printf("refused %d\n", creator->createPlugin("layer0", nullptr, kBuild) == nullptr);
+    round_trip(creator);
     std::fflush(stdout);
     return 0;
 }
+
+}  // extern "C"

@@ -1,0 +1,284 @@
+"""The build and runtime methods of the plugins, called as an engine calls them, by a stand-in for TensorRT.
+
+TensorRT-RTX runs no engine on compute capability 9.0 and none at all without a GPU, so this is where `enqueue` is
+checked: against the C API on the same tensors, bit for bit. The C API itself is checked in test_kernels.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from twellc.plugins import library
+
+BF16, FP16, FLOAT32 = 7, 1, 0  # nvinfer1::DataType
+LINEAR, CHW4 = 0, 3  # nvinfer1::TensorFormat
+TORCH = {BF16: torch.bfloat16, FP16: torch.float16}
+
+
+class Dims(ctypes.Structure):
+    _fields_ = (("rank", ctypes.c_int32), ("extents", ctypes.c_int64 * 8))
+
+
+class Desc(ctypes.Structure):
+    _fields_ = (("dims", Dims), ("type", ctypes.c_int32), ("format", ctypes.c_int32), ("scale", ctypes.c_float))
+
+
+class DynamicDesc(ctypes.Structure):
+    _fields_ = (("desc", Desc), ("min", Dims), ("max", Dims), ("opt", Dims))
+
+
+class Field(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("data", ctypes.c_void_p),
+        ("type", ctypes.c_int32),
+        ("length", ctypes.c_int32),
+    )
+
+
+class Fields(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_int32), ("fields", ctypes.POINTER(Field)))
+
+
+assert ctypes.sizeof(Desc) == 88
+assert ctypes.sizeof(DynamicDesc) == 304
+
+
+def make_dims(shape: Sequence[int]) -> Dims:
+    return Dims(len(shape), (ctypes.c_int64 * 8)(*shape))
+
+
+def make_desc(shape: Sequence[int], dtype: int, layout: int = LINEAR) -> Desc:
+    return Desc(make_dims(shape), dtype, layout, 1.0)
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to compile the stand-in for TensorRT")
+    path = tmp_path_factory.mktemp("host") / "libnvinfer.so.10"
+    source = Path(__file__).with_name("fake_host.cpp")
+    flags = ["-std=c++17", "-shared", "-fPIC", "-DHOST_VERSION=101401", "-DHOST_LAYOUT=10"]
+    subprocess.run([compiler, *flags, "-o", str(path), str(source), "-ldl"], check=True)
+    loaded = ctypes.CDLL(str(path))
+    pointer, count = ctypes.c_void_p, ctypes.c_int32
+    loaded.load.argtypes, loaded.load.restype = [ctypes.c_char_p, count], pointer
+    loaded.create.argtypes, loaded.create.restype = [pointer, ctypes.POINTER(Fields)], pointer
+    loaded.configure.argtypes = [pointer, pointer, count, pointer]
+    loaded.workspace_size.argtypes, loaded.workspace_size.restype = loaded.configure.argtypes, ctypes.c_size_t
+    loaded.supports.argtypes, loaded.supports.restype = [pointer, count, pointer, count], ctypes.c_bool
+    loaded.shape_change.argtypes = loaded.configure.argtypes
+    loaded.enqueue.argtypes = [pointer] * 7
+    loaded.destroy.argtypes = [pointer]
+    return loaded
+
+
+@dataclass(frozen=True)
+class Block:
+    gated: bool
+    biases: tuple[str, ...] = ()
+    activation: str = "relu"
+    threshold: float = 0.0
+    compression: int = 8
+    d_model: int = 64
+    d_ff: int = 300
+    d_out: int = 32
+
+    def inputs(self, leading: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each plugin input, in order, under its name in the C API."""
+        shapes: dict[str, tuple[int, ...]] = {"x": (*leading, self.d_model)}
+        for name in ("gate", "up") if self.gated else ("gate",):
+            shapes[f"w_{name}"] = (self.d_ff, self.d_model)
+            if name in self.biases:
+                shapes[f"b_{name}"] = (self.d_ff,)
+        shapes["w_down"] = (self.d_ff, self.d_out)
+        if "down" in self.biases:
+            shapes["b_down"] = (self.d_out,)
+        return shapes
+
+    def problem(self, tokens: int, dtype: int) -> library.Problem:
+        return library.Problem(
+            tokens,
+            self.d_model,
+            self.d_ff,
+            self.d_out,
+            self.compression,
+            library.DTYPES["float16" if dtype == FP16 else "bfloat16"],
+            library.VARIANTS["gated" if self.gated else "plain"],
+            library.ACTIVATIONS[self.activation],
+            self.threshold,
+        )
+
+    def create(self, host: ctypes.CDLL) -> Any:
+        """Create the plugin of this block."""
+        creator = host.load(str(library.library_path()).encode(), 0 if self.gated else 1)
+        bias_fields = {"gate_bias": "gate", "up_bias": "up"} if self.gated else {"up_bias": "gate"}
+        values: dict[str, ctypes.c_int32 | ctypes.c_float] = {
+            name: ctypes.c_int32(bias in self.biases) for name, bias in (bias_fields | {"down_bias": "down"}).items()
+        }
+        values["compression"] = ctypes.c_int32(self.compression)
+        values["threshold"] = ctypes.c_float(self.threshold)
+        text = ctypes.create_string_buffer(self.activation.encode())
+        items = [Field(b"activation", ctypes.addressof(text), 6, len(text))]
+        for name, value in values.items():
+            kind = 1 if isinstance(value, ctypes.c_float) else 5
+            items.append(Field(name.encode(), ctypes.addressof(value), kind, 1))
+        plugin = host.create(creator, Fields(len(items), (Field * len(items))(*items)))
+        assert plugin
+        return plugin
+
+
+BLOCKS = [
+    Block(gated=True),
+    Block(gated=True, biases=("gate", "up", "down"), d_out=64),
+    Block(gated=True, biases=("up",), compression=1),
+    Block(gated=True, biases=("gate", "down"), activation="drelu"),
+    Block(gated=True, activation="fatrelu", threshold=0.5, d_ff=1),
+    Block(gated=False, d_model=8, d_ff=512),
+    Block(gated=False, biases=("gate",), activation="relu2"),
+    Block(gated=False, biases=("gate", "down")),
+]
+
+
+def descs(block: Block, leading: Sequence[int], dtype: int) -> Any:
+    shapes = block.inputs(leading).values()
+    return (Desc * len(shapes))(*[make_desc(shape, dtype) for shape in shapes])
+
+
+# ---- build ----
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_workspace_is_that_of_the_largest_shape(host: ctypes.CDLL, block: Block, dtype: int) -> None:
+    inputs = [
+        DynamicDesc(make_desc(now, dtype), make_dims(least), make_dims(most), make_dims(least))
+        for now, least, most in zip(
+            *(block.inputs(leading).values() for leading in ((-1, -1), (1, 1), (3, 700))), strict=True
+        )
+    ]
+    array = (DynamicDesc * len(inputs))(*inputs)
+    plugin = block.create(host)
+    assert host.configure(plugin, array, len(inputs), None) == 0
+    expected = library.load().twell_workspace_bytes(ctypes.byref(block.problem(2100, dtype)))
+    assert host.workspace_size(plugin, array, len(inputs), None) == expected > 0
+    host.destroy(plugin)
+
+
+def test_only_linear_bf16_or_fp16_of_one_kind_is_supported(host: ctypes.CDLL) -> None:
+    plugin = Block(gated=False).create(host)
+
+    def supports(position: int, types: Sequence[int], layouts: Sequence[int] = (LINEAR,) * 4) -> bool:
+        items = [DynamicDesc(make_desc((8, 8), *pair)) for pair in zip(types, layouts, strict=True)]
+        supported: bool = host.supports(plugin, position, (DynamicDesc * 4)(*items), 3)
+        return supported
+
+    for dtype, position in itertools.product((BF16, FP16), range(4)):
+        assert supports(position, [dtype] * 4)
+    for position in range(4):
+        assert not supports(position, [FLOAT32] * 4)
+        assert not supports(position, [BF16] * 4, [CHW4] * 4)
+    for position in range(1, 4):
+        assert not supports(position, [BF16, *([FP16] * 3)])
+    assert not supports(4, [BF16] * 4)
+    assert not supports(-1, [BF16] * 4)
+    host.destroy(plugin)
+
+
+# ---- runtime ----
+
+
+@pytest.mark.parametrize("leading", [(), (0,), (5,), (2, 3), (2, 0, 3), (1, 2, 3, 4, 5, 6, 7)])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_any_rank_and_token_count_is_accepted(host: ctypes.CDLL, block: Block, leading: tuple[int, ...]) -> None:
+    plugin = block.create(host)
+    inputs = descs(block, leading, BF16)
+    assert host.shape_change(plugin, inputs, len(inputs), None) == 0
+    host.destroy(plugin)
+
+
+@pytest.mark.parametrize(
+    ("slot", "shape", "dtype", "message"),
+    [
+        (0, (4, 60), BF16, "input x has shape [4, 60]; its last extent must be d_model = 64"),
+        (0, (), BF16, "input x has rank 0; expected [..., d_model] of rank 1 to 8"),
+        (0, (1 << 40, 1 << 40, 64), BF16, "input x has shape [1099511627776, 1099511627776, 64]: too many tokens"),
+        (1, (300, 60), BF16, "input w_up has shape [300, 64]; expected [d_ff, d_model] = [300, 60]"),
+        (2, (301, 64), BF16, "input w_up has shape [301, 64]; expected [d_ff, d_model] = [300, 64]"),
+        (3, (300, 32, 1), BF16, "input w_down has shape [300, 32, 1]; expected [d_ff, d_out]"),
+        (3, (300, 32), FP16, "input w_down is fp16; all inputs must be bf16, or all fp16 (x is bf16)"),
+        (0, (4, 64), FLOAT32, "input x is float32; all inputs must be bf16, or all fp16"),
+    ],
+)
+def test_bad_shapes_at_run_time_are_refused(
+    host: ctypes.CDLL, capfd: pytest.CaptureFixture[str], slot: int, shape: tuple[int, ...], dtype: int, message: str
+) -> None:
+    block = Block(gated=True)
+    plugin = block.create(host)
+    inputs = descs(block, (4,), BF16)
+    inputs[slot] = make_desc(shape, dtype)
+    assert host.shape_change(plugin, inputs, len(inputs), None) != 0
+    host.destroy(plugin)
+    assert f"log 1 TwellGatedMlp 'layer0': {message}" in capfd.readouterr().out
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        if os.environ.get("TWELLC_REQUIRE_GPU") == "1":
+            pytest.fail("TWELLC_REQUIRE_GPU=1 and torch sees no GPU")
+        pytest.skip("needs an NVIDIA GPU")
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("leading", [(), (7,), (2, 150), (0, 4)])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_enqueue_equals_the_c_api(
+    host: ctypes.CDLL, gpu: torch.device, block: Block, dtype: int, leading: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        name: torch.randn(shape, device=gpu).to(TORCH[dtype]) / (1 if name == "x" else 4)
+        for name, shape in block.inputs(leading).items()
+    }
+    tokens = math.prod(leading)
+    problem = block.problem(tokens, dtype)
+    api = library.load()
+    size = api.twell_workspace_bytes(ctypes.byref(problem))
+    workspace = torch.empty(max(size, 256), dtype=torch.uint8, device=gpu)
+    stream = torch.cuda.current_stream().cuda_stream
+    expected, actual = (torch.full((*leading, block.d_out), float("nan"), device=gpu).to(TORCH[dtype]) for _ in "ab")
+
+    pointers = library.Tensors(**{name: tensor.data_ptr() for name, tensor in tensors.items()}, y=expected.data_ptr())
+    arguments = (ctypes.byref(problem), ctypes.byref(pointers), workspace.data_ptr(), size, stream)
+    assert api.twell_mlp(*arguments) == 0
+
+    plugin = block.create(host)
+    inputs = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors.values()])
+    outputs = (ctypes.c_void_p * 1)(actual.data_ptr())
+    output = make_desc((*leading, block.d_out), dtype)
+    status = host.enqueue(
+        plugin, descs(block, leading, dtype), ctypes.byref(output), inputs, outputs, workspace.data_ptr(), stream
+    )
+    torch.cuda.synchronize()
+    host.destroy(plugin)
+    assert status == 0
+    assert not torch.isnan(actual).any()
+    assert torch.equal(actual.view(torch.int16), expected.view(torch.int16))
+    if tokens:
+        assert actual.abs().max() > 0
