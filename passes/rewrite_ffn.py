@@ -53,6 +53,7 @@ def rewrite_ffn(program: ExportedProgram, blocks: list[FfnBlock], compression: i
             op = rewritten.graph.call_function(GATED_MLP if gate else MLP, (*operands, *options))
         op.meta = dict(anchor.meta)
         anchor.replace_all_uses_with(op)
+        nodes[anchor.name] = op  # what a later block may read as its x
         for spec in rewritten.graph_signature.output_specs:
             if spec.arg.name == anchor.name:
                 spec.arg.name = op.name
