@@ -25,6 +25,7 @@ _OTHER = {
     aten.softplus: "softplus",
     aten.sigmoid: "sigmoid",
     aten.prelu: "prelu",
+    aten.relu6: "relu6",
 }
 
 

@@ -9,8 +9,9 @@ order of mul's operands is free. Between the nodes there may be operations that 
 clone, contiguous, alias, dropout in eval, views of the leading dimensions.
 
 A block is *refused*, with a reason, when it has this shape but cannot be rewritten exactly: its activation is not of
-the ReLU family, its hidden tensor has another reader, gate and up read different tensors, a weight is not a constant,
-or the hidden tensor is cast on its way. What does not have this shape is no block at all and is not reported.
+the ReLU family, its hidden tensor has another reader, gate and up read different tensors, the up projection's weight is
+not a constant, a projection is broadcast, or the hidden tensor is cast on its way. What does not have this shape is no
+block at all and is not reported.
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ class _Finder:
             if was_cast:
                 raise _RefusedError("the hidden tensor is cast before the down projection")
             self._check_types(gate, up, down)
+            self._check_widths(gate, up, down)
             inside = {*activation.nodes, *others, *up.nodes, *(gate.nodes if gate is not up else ()), *down.nodes}
             x = self._common_input(gate, up, down)
             _check_readers(inside, down, x)
@@ -253,6 +255,15 @@ class _Finder:
         if len(dtypes) > 1:
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
             raise _RefusedError(f"its tensors have several dtypes ({names})")
+
+    def _check_widths(self, gate: Linear, up: Linear, down: Linear) -> None:
+        """Refuse where broadcasting stretches a projection or a bias, such as one gate value for all neurons."""
+        widths = {_width(gate.node), _width(up.node), _width(down.x)}
+        if len(widths) > 1:
+            raise _RefusedError(f"its hidden tensors have several widths ({', '.join(map(str, sorted(widths)))})")
+        for part in (gate, up, down):
+            if part.bias is not None and _width(part.bias.node) != _width(part.node):
+                raise _RefusedError(f"the bias {part.bias.name} is broadcast")
 
     def _common_input(self, gate: Linear, up: Linear, down: Linear) -> Node:
         """Return the node to read x from: the same values for gate and up, and the leading dimensions of y."""
