@@ -280,5 +280,5 @@ def test_enqueue_equals_the_c_api(
     assert status == 0
     assert not torch.isnan(actual).any()
     assert torch.equal(actual.view(torch.int16), expected.view(torch.int16))
-    if tokens:
+    if tokens and block.d_ff > 1:  # a single neuron may well be inactive for a single token
         assert actual.abs().max() > 0
