@@ -17,7 +17,7 @@ block at all and is not reported.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.export import ExportedProgram
@@ -95,13 +95,21 @@ def find_ffn_blocks(program: ExportedProgram) -> list[FfnBlock]:
     finder = _Finder(constants_of(program))
     blocks: list[FfnBlock] = []
     seen: dict[str, int] = {}
+    taken: dict[Node, str] = {}
     for node in program.graph.nodes:
         block = finder.match(node)
         if block is None:
             continue
         count = seen[block.module] = seen.get(block.module, 0) + 1
         if count > 1:
-            block = FfnBlock(**{**vars(block), "module": f"{block.module}#{count}"})
+            block = replace(block, module=f"{block.module}#{count}")
+        if not block.refusal:
+            # In a stack of linears and ReLUs every inner projection is the down of one block and the up of the next.
+            owner = next((taken[part.node] for part in (block.gate, block.up) if part and part.node in taken), None)
+            if owner is None:
+                taken[block.down.node] = block.module
+            else:
+                block = replace(block, refusal=f"it shares a projection with the block {owner}")
         blocks.append(block)
     return blocks
 
