@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -69,25 +70,32 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
             if options.onnx is not None:
                 for extra in written[1:]:
                     outputs.stage(options.onnx.with_name(extra.name))
-            source = {"name": options.model.name, "kind": translation.model.kind, "sha256": fingerprint(options.model)}
             contents: dict[str, Any] = {
-                "model": source,
+                "model": {
+                    "name": options.model.name,
+                    "kind": translation.model.kind,
+                    "sha256": fingerprint(options.model),
+                },
                 "settings": settings_of(options, translation.dtype),
                 "layers": translation.rewritten.layers,
                 "notes": translation.notes + notes,
                 "onnx": {"file": options.onnx and options.onnx.name, "sha256": file_digest(*written)},
                 "profiles": profiles,
+                "warnings": translation.warnings,
             }
+            # The builder needs the memory.
+            del translation
+            gc.collect()
             if host is None:
                 manifest = make_manifest(**contents)
             else:
                 assert options.output is not None
-                plan = build_plan(host, onnx_path, profiles, lambda phase: progress(f"building the plan: {phase}"))
-                progress("writing the plan")
-                outputs.stage(options.output).write_bytes(plan.data)
-                manifest = make_manifest(**contents, host=host, plan=plan, plan_file=options.output)
+                plan_file = outputs.stage(options.output)
+                plan = build_plan(
+                    host, onnx_path, plan_file, profiles, lambda phase: progress(f"building the plan: {phase}")
+                )
+                manifest = make_manifest(**contents, host=host, plan=plan, plan_file=plan_file)
                 outputs.stage(manifest_path(options.output)).write_text(json.dumps(manifest, indent=2) + "\n")
-        manifest["warnings"] = translation.warnings
         if options.report is not None:
             outputs.stage(options.report).write_text(json.dumps(manifest, indent=2) + "\n")
         outputs.commit()

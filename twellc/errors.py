@@ -24,3 +24,10 @@ class UserError(Exception):
         if fix:
             message += f" {fix}"
         super().__init__(message)
+
+    @classmethod
+    def from_message(cls, message: str) -> UserError:
+        """Make an error again from the message of one that another process raised."""
+        error = cls.__new__(cls)
+        Exception.__init__(error, message)
+        return error

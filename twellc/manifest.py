@@ -39,6 +39,7 @@ def make_manifest(
     settings: dict[str, Any],
     layers: list[Layer],
     notes: list[str],
+    warnings: list[str],
     onnx: dict[str, Any],
     profiles: list[Profile],
     host: Host | None = None,
@@ -55,6 +56,7 @@ def make_manifest(
         "settings": settings,
         "layers": [asdict(layer) for layer in layers],
         "notes": notes,
+        "warnings": warnings,
         "plugins": {"namespace": PLUGIN_NAMESPACE, "version": PLUGIN_VERSION, "names": used},
         "onnx": onnx,
         "profiles": [{name: asdict(shapes) for name, shapes in profile.items()} for profile in profiles],
@@ -64,11 +66,9 @@ def make_manifest(
         manifest["backend"] = {"name": host.name, "version": host.version}
         manifest["plan"] = {
             "file": plan_file.name,
-            "bytes": plan.data.nbytes,
-            "sha256": hashlib.sha256(plan.data).hexdigest(),
-            "inputs": [asdict(tensor) for tensor in plan.inputs],
-            "outputs": [asdict(tensor) for tensor in plan.outputs],
-            "plugin_layers": plan.plugin_layers,
+            "bytes": plan_file.stat().st_size,
+            "sha256": file_digest_single(plan_file),
+            **asdict(plan),
         }
     return manifest
 
