@@ -6,7 +6,7 @@ set(TWELL_CUDA auto CACHE STRING "Where nvcc comes from: auto (system, else whee
 set_property(CACHE TWELL_CUDA PROPERTY STRINGS auto system wheels)
 set(TWELL_CUDA_ARCHS "80-real;80-virtual;86-real;89-real;90a-real;120-real" CACHE STRING "CUDA architectures to compile")
 
-# The first toolkit in which nvcc and ptxas know all of sm_90a and are happy with g++ 12 and 13.
+# Knows sm_90a and accepts g++ 13. Before 12.8, sm_120 is left out with a warning.
 set(TWELL_OLDEST_CUDA 12.4)
 set(TWELL_CUDA_WHEELS nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88
                       nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85)
