@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,21 @@ _PLAIN_RECORDS = re.compile(
     r"|models/[^/]+\.json|data/sample_inputs/[^/]+\.pt"
     r"|data/weights/(weight_\d+|[^/]+_weights_config\.json)|data/constants/(tensor_\d+|[^/]+_constants_config\.json)"
 )
-_EXPRESSION = re.compile(r"[\w\s+\-*/(),.<>=!&|~]*")
+# re.ASCII: Python reads other letters as their ASCII likes, so they could spell any name.
+_EXPRESSION = re.compile(r"[\w\s+\-*/%(),.<>=!&|~]*", re.ASCII)
 _EXPRESSION_NAMES = re.compile(
     r"[suz]\d+|int_oo|oo|True|False|Mod|PythonMod|CleanDiv|FloorDiv|CeilDiv|Max|Min|IntTrueDiv|FloatTrueDiv|TruncToInt"
     r"|FloorToInt|CeilToInt|RoundToInt|ToFloat|PowByNatural|Pow|Where|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|Abs|Identity"
     r"|Add|Mul|Integer|Rational|Symbol|Equality|Unequality|StrictLessThan|LessThan|StrictGreaterThan|GreaterThan"
-    r"|positive|nonnegative|integer|real|evaluate"
+    r"|positive|nonnegative|integer|real|evaluate|Float|precision|and|or|not",
+    re.ASCII,
 )
-_QUOTED_SYMBOL = re.compile(r"'([suz]\d+)'")
+_QUOTED = re.compile(r"'[suz]\d+'|'-?\d+(\.\d*)?(e[+-]?\d+)?'", re.ASCII)
+# How guards name a dimension of an input: L['x'].size()[0], and L['x']['y'] inside of containers.
+_GUARDED_DIMENSION = re.compile(r"L(\[('\w+'|\d+)\])+\.(size|stride)\(\)\[\d+\]", re.ASCII)
+# Descriptions of input and output containers, JSON in strings, and what makes pytree import a module there.
+_CONTAINERS = ("in_spec", "out_spec", "context")
+_IMPORTS = ("__enum__", "default_factory_module")
 _OPERATORS = re.compile(r"torch\.ops\.[\w.]+|_operator\.\w+|math\.\w+|torch\.sym_\w+")
 
 
@@ -67,9 +73,9 @@ def output_names(program: ExportedProgram) -> list[str]:
 
 def _refuse_code(path: Path) -> None:
     try:
-        with zipfile.ZipFile(path) as archive:
-            reason = next(_code_in(archive), None)
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, KeyError) as error:
+        # The reader that torch.export.load uses: a crafted file can show other records to Python's zipfile.
+        reason = next(_code_in(torch._C.PyTorchFileReader(str(path))), None)
+    except (RuntimeError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(str(path), f"the archive is damaged ({_first_line(error)})") from error
     if reason is not None:
         raise UserError(
@@ -78,27 +84,25 @@ def _refuse_code(path: Path) -> None:
         )  # fmt: skip
 
 
-def _code_in(archive: zipfile.ZipFile) -> Iterator[str]:
+def _code_in(archive: Any) -> Iterator[str]:
     """Yield a reason for every part of the archive that is more than tensors and a plain graph."""
-    names = archive.namelist()
-    roots = {name.partition("/")[0] for name in names}
-    if len(roots) != 1 or len(set(names)) != len(names):
-        yield "its records have several roots or the same name"
-    for name in names:
-        record = name.partition("/")[2]
+    records = archive.get_all_records()
+    if len({record.lower() for record in records}) != len(records):
+        yield "several of its records have the same name"
+    for record in records:
         if not _PLAIN_RECORDS.fullmatch(record):
             yield f"it holds {record!r}"
         elif record.startswith("data/sample_inputs/"):
             try:
-                torch.load(io.BytesIO(archive.read(name)), weights_only=True)
+                torch.load(io.BytesIO(archive.get_record(record)), weights_only=True)
             except Exception:  # anything that the restricted unpickler does not take
                 yield "its sample inputs are pickled objects"
         elif record.endswith("_config.json"):
-            for entry, meta in json.loads(archive.read(name))["config"].items():
+            for entry, meta in json.loads(archive.get_record(record))["config"].items():
                 if meta.get("use_pickle") is not False:
                     yield f"the tensor {entry!r} is pickled"
         elif record.startswith("models/"):
-            yield from _code_in_graph(json.loads(archive.read(name)))
+            yield from _code_in_graph(json.loads(archive.get_record(record)))
 
 
 def _code_in_graph(model: Any) -> Iterator[str]:
@@ -110,6 +114,9 @@ def _code_in_graph(model: Any) -> Iterator[str]:
         if not isinstance(value, dict):
             continue
         pending.extend(value.values())
+        pending.extend(json.loads(value[key]) for key in _CONTAINERS if isinstance(value.get(key), str))
+        if any(key in value for key in _IMPORTS):
+            yield "its inputs or outputs hold objects of other modules"
         for key in ("target", "as_operator"):
             if isinstance(value.get(key), str) and "inputs" in value and not _OPERATORS.fullmatch(value[key]):
                 yield f"its graph calls {value[key]!r}"
@@ -122,7 +129,7 @@ def _code_in_graph(model: Any) -> Iterator[str]:
 
 
 def _is_plain(expression: str) -> bool:
-    expression = _QUOTED_SYMBOL.sub(r"\1", expression)
+    expression = _QUOTED.sub("s0", _GUARDED_DIMENSION.sub("s0", expression))
     words = re.findall(r"[A-Za-z_]\w*", expression)
     return bool(_EXPRESSION.fullmatch(expression)) and all(_EXPRESSION_NAMES.fullmatch(word) for word in words)
 
