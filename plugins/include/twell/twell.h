@@ -1,0 +1,103 @@
+// C API of the TwELL kernels: raw device pointers, dimensions and a stream. No torch, no TensorRT.
+//
+// One feed-forward block over `tokens` rows:
+//   gated:  y = (act(x Wg^T + bg) * (x Wu^T + bu)) Wd + bd
+//   plain:  y =  act(x Wg^T + bg)                  Wd + bd
+// All matrices are row-major and contiguous. `w_down` is stored neuron-major, [d_ff, d_out]: the transpose of
+// torch.nn.Linear.weight. For a plain block `w_gate`/`b_gate` are the up projection, whose output is activated.
+//
+// Every function only enqueues work on the given stream: no allocation, no synchronisation, no host read-back, so it
+// is safe under CUDA-graph capture. Results are bitwise repeatable from run to run.
+#ifndef TWELL_TWELL_H_
+#define TWELL_TWELL_H_
+
+#include <cuda_runtime_api.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+#define TWELL_API __attribute__((visibility("default")))
+
+// Columns in one TwELL tile.
+#define TWELL_TILE 256
+// Column indices are 16 bits wide in the packed format.
+#define TWELL_MAX_D_FF 65536
+// Rows in one call: the grid of (row block, tile) pairs has to fit CUDA's launch limits.
+#define TWELL_MAX_TOKENS 536870912
+
+typedef enum { TWELL_BF16 = 0, TWELL_FP16 = 1 } twell_dtype;
+
+typedef enum { TWELL_GATED = 0, TWELL_PLAIN = 1 } twell_variant;
+
+// z is the pre-activation rounded to the element type, as the dense block would store it. NaN is kept.
+typedef enum {
+    TWELL_RELU = 0,     // max(z, 0)
+    TWELL_RELU2 = 1,    // max(z, 0)^2, rounded to the element type
+    TWELL_FATRELU = 2,  // z where z > threshold (compared in fp32), else 0
+    TWELL_DRELU = 3     // gated only: max(gate, 0) * max(up, 0)
+} twell_activation;
+
+typedef struct {
+    int64_t tokens;       // rows of x and y: 0 to TWELL_MAX_TOKENS; 0 does nothing
+    int32_t d_model;      // columns of x: a positive multiple of 8
+    int32_t d_ff;         // neurons: 1 to TWELL_MAX_D_FF
+    int32_t d_out;        // columns of y: a positive multiple of 8
+    int32_t compression;  // 1, 2, 4 or 8: a tile of a row owns TWELL_TILE / compression words
+    int32_t dtype;        // twell_dtype of every tensor
+    int32_t variant;      // twell_variant
+    int32_t activation;   // twell_activation
+    float threshold;      // TWELL_FATRELU only, >= 0
+} twell_problem;
+
+// Device pointers, 16-byte aligned. Biases may be null. `w_up` and `b_up` are null for TWELL_PLAIN.
+typedef struct {
+    void const* x;       // [tokens, d_model]
+    void const* w_gate;  // [d_ff, d_model]
+    void const* b_gate;  // [d_ff]
+    void const* w_up;    // [d_ff, d_model]
+    void const* b_up;    // [d_ff]
+    void const* w_down;  // [d_ff, d_out]
+    void const* b_down;  // [d_out]
+    void* y;             // [tokens, d_out]
+} twell_tensors;
+
+// Says what is wrong with the dimensions or options, or returns null when the problem can be run.
+TWELL_API char const* twell_validate(twell_problem const* problem);
+
+// Bytes of the packed gate activations, uint32 [tokens, ceil(d_ff / TWELL_TILE) * (TWELL_TILE / compression)].
+TWELL_API size_t twell_packed_bytes(twell_problem const* problem);
+
+// Bytes of device workspace that twell_mlp needs; it never shrinks when `tokens` grows.
+TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
+
+// The three functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer
+// or too small a workspace, cudaErrorMisalignedAddress for a misaligned pointer, cudaErrorNotSupported on a device
+// below compute capability 8.0, and else what the launch returned. The current device must be the stream's.
+
+// Step 1: packed = TwELL(act(x Wg^T + bg)). Reads x, w_gate and b_gate. `packed` is 16-byte aligned.
+// Word 0 of a (row, tile) is the true number of non-zeros, of the rounded values; a NaN counts. The other
+// TWELL_TILE / compression - 1 words are slots: they hold the non-zeros in ascending column order, the global column
+// index in the low 16 bits and the value's bits in the high 16 bits. Words past the last non-zero are not written. Of a
+// tile with more non-zeros than slots only word 0 is meaningful.
+TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
+                                 cudaStream_t stream);
+
+// Step 2: y from the packed activations. A tile that overflowed is recomputed from x, w_gate and b_gate.
+TWELL_API cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* tensors, uint32_t const* packed,
+                                    cudaStream_t stream);
+
+// The whole block: both steps, with the packed matrix in `workspace` (device memory, 256-byte aligned).
+TWELL_API cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
+                                size_t workspace_bytes, cudaStream_t stream);
+
+// Version of this library, "major.minor.patch".
+TWELL_API char const* twell_version(void);
+
+#if defined(__cplusplus)
+}  // extern "C"
+#endif
+
+#endif  // TWELL_TWELL_H_

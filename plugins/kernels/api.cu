@@ -1,0 +1,190 @@
+// The C API: checks what the caller gave, then calls the launchers. No device code here.
+#include <cuda_runtime_api.h>
+#include <math.h>
+
+#include <initializer_list>
+
+#include "gate.h"
+#include "problem.cuh"
+#include "twell/twell.h"
+#include "up_down.h"
+
+#if !defined(TWELL_VERSION)
+#error "TWELL_VERSION must be the project's version as a string literal"
+#endif
+
+namespace {
+
+using twell::num_tiles;
+using twell::words_per_tile;
+
+constexpr int64_t kAlignment = 16;
+constexpr int64_t kWorkspaceAlignment = 256;
+constexpr int kMinComputeCapabilityMajor = 8;
+
+bool is_aligned(void const* pointer, int64_t alignment) {
+    return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(alignment) == 0;
+}
+
+// Pointers that must be there.
+cudaError_t check_required(void const* pointer, int64_t alignment = kAlignment) {
+    if (pointer == nullptr) {
+        return cudaErrorInvalidValue;
+    }
+    return is_aligned(pointer, alignment) ? cudaSuccess : cudaErrorMisalignedAddress;
+}
+
+// Biases, which may be null.
+cudaError_t check_optional(void const* pointer) {
+    return is_aligned(pointer, kAlignment) ? cudaSuccess : cudaErrorMisalignedAddress;
+}
+
+cudaError_t first_error(std::initializer_list<cudaError_t> errors) {
+    for (cudaError_t const error : errors) {
+        if (error != cudaSuccess) {
+            return error;
+        }
+    }
+    return cudaSuccess;
+}
+
+cudaError_t check_gate_tensors(twell_tensors const& tensors) {
+    return first_error({check_required(tensors.x), check_required(tensors.w_gate), check_optional(tensors.b_gate)});
+}
+
+cudaError_t check_up_down_tensors(twell_problem const& problem, twell_tensors const& tensors) {
+    if (cudaError_t const error = first_error({check_gate_tensors(tensors), check_required(tensors.w_down),
+                                               check_optional(tensors.b_down), check_required(tensors.y)});
+        error != cudaSuccess) {
+        return error;
+    }
+    if (problem.variant == TWELL_PLAIN) {
+        return tensors.w_up == nullptr && tensors.b_up == nullptr ? cudaSuccess : cudaErrorInvalidValue;
+    }
+    return first_error({check_required(tensors.w_up), check_optional(tensors.b_up)});
+}
+
+// Attribute queries are allowed during stream capture.
+cudaError_t check_device() {
+    int device = 0;
+    int major = 0;
+    if (cudaError_t const error = cudaGetDevice(&device); error != cudaSuccess) {
+        return error;
+    }
+    if (cudaError_t const error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+        error != cudaSuccess) {
+        return error;
+    }
+    return major >= kMinComputeCapabilityMajor ? cudaSuccess : cudaErrorNotSupported;
+}
+
+bool is_valid(twell_problem const* problem) { return twell_validate(problem) == nullptr; }
+
+}  // namespace
+
+extern "C" {
+
+char const* twell_validate(twell_problem const* problem) {
+    if (problem == nullptr) {
+        return "problem is null";
+    }
+    if (problem->tokens < 0 || problem->tokens > TWELL_MAX_TOKENS) {
+        return "tokens must be 0 to 536870912 (2^29)";
+    }
+    if (problem->d_model <= 0 || problem->d_model % twell::kVector != 0) {
+        return "d_model must be a positive multiple of 8";
+    }
+    if (problem->d_out <= 0 || problem->d_out % twell::kVector != 0) {
+        return "d_out must be a positive multiple of 8";
+    }
+    if (problem->d_ff < 1 || problem->d_ff > TWELL_MAX_D_FF) {
+        return "d_ff must be 1 to 65536";
+    }
+    if (problem->compression != 1 && problem->compression != 2 && problem->compression != 4 &&
+        problem->compression != 8) {
+        return "compression must be 1, 2, 4 or 8";
+    }
+    if (problem->dtype != TWELL_BF16 && problem->dtype != TWELL_FP16) {
+        return "dtype must be bf16 (0) or fp16 (1)";
+    }
+    if (problem->variant != TWELL_GATED && problem->variant != TWELL_PLAIN) {
+        return "variant must be gated (0) or plain (1)";
+    }
+    if (problem->activation < TWELL_RELU || problem->activation > TWELL_DRELU) {
+        return "activation must be relu (0), relu2 (1), fatrelu (2) or drelu (3)";
+    }
+    if (problem->activation == TWELL_DRELU && problem->variant != TWELL_GATED) {
+        return "drelu needs the gated variant";
+    }
+    if (problem->activation == TWELL_FATRELU && !(problem->threshold >= 0.0f && isfinite(problem->threshold))) {
+        return "threshold must be finite and at least 0";
+    }
+    return nullptr;
+}
+
+size_t twell_packed_bytes(twell_problem const* problem) {
+    if (!is_valid(problem)) {
+        return 0;
+    }
+    return static_cast<size_t>(problem->tokens) * num_tiles(*problem) * words_per_tile(*problem) * sizeof(uint32_t);
+}
+
+size_t twell_workspace_bytes(twell_problem const* problem) {
+    size_t const bytes = twell_packed_bytes(problem);
+    return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
+
+cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
+                       cudaStream_t stream) {
+    if (!is_valid(problem) || tensors == nullptr) {
+        return cudaErrorInvalidValue;
+    }
+    if (problem->tokens == 0) {
+        return cudaSuccess;
+    }
+    if (cudaError_t const error = first_error({check_gate_tensors(*tensors), check_required(packed), check_device()});
+        error != cudaSuccess) {
+        return error;
+    }
+    return twell::launch_gate(*problem, *tensors, packed, stream);
+}
+
+cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* tensors, uint32_t const* packed,
+                          cudaStream_t stream) {
+    if (!is_valid(problem) || tensors == nullptr) {
+        return cudaErrorInvalidValue;
+    }
+    if (problem->tokens == 0) {
+        return cudaSuccess;
+    }
+    if (cudaError_t const error =
+            first_error({check_up_down_tensors(*problem, *tensors), check_required(packed), check_device()});
+        error != cudaSuccess) {
+        return error;
+    }
+    return twell::launch_up_down(*problem, *tensors, packed, stream);
+}
+
+cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
+                      size_t workspace_bytes, cudaStream_t stream) {
+    if (!is_valid(problem) || tensors == nullptr || workspace_bytes < twell_workspace_bytes(problem)) {
+        return cudaErrorInvalidValue;
+    }
+    if (problem->tokens == 0) {
+        return cudaSuccess;
+    }
+    if (cudaError_t const error = first_error({check_up_down_tensors(*problem, *tensors),
+                                               check_required(workspace, kWorkspaceAlignment), check_device()});
+        error != cudaSuccess) {
+        return error;
+    }
+    uint32_t* const packed = static_cast<uint32_t*>(workspace);
+    if (cudaError_t const error = twell::launch_gate(*problem, *tensors, packed, stream); error != cudaSuccess) {
+        return error;
+    }
+    return twell::launch_up_down(*problem, *tensors, packed, stream);
+}
+
+char const* twell_version(void) { return TWELL_VERSION; }
+
+}  // extern "C"

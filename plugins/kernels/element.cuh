@@ -1,0 +1,86 @@
+// The two element types, bf16 and fp16: conversions, the tensor-core instruction and the activation.
+#ifndef TWELL_KERNELS_ELEMENT_CUH_
+#define TWELL_KERNELS_ELEMENT_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+namespace twell {
+
+// Elements in one 16-byte access. d_model and d_out are multiples of it, so rows start on 16-byte boundaries.
+constexpr int kVector = 8;
+
+struct Bf16 {
+    static __device__ __forceinline__ float to_float(uint16_t bits) {
+        return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+    }
+    // Two neighbouring elements; the one with the lower index is in the low half.
+    static __device__ __forceinline__ float2 to_float2(uint32_t pair) {
+        return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+    }
+    static __device__ __forceinline__ uint16_t from_float(float value) {
+        return __bfloat16_as_ushort(__float2bfloat16_rn(value));
+    }
+    static __device__ __forceinline__ uint32_t from_float2(float low, float high) {
+        __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
+        return *reinterpret_cast<uint32_t const*>(&pair);
+    }
+    // d[16, 8] += a[16, 16] b[16, 8], fp32 accumulation.
+    static __device__ __forceinline__ void mma(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+struct Fp16 {
+    static __device__ __forceinline__ float to_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+    static __device__ __forceinline__ float2 to_float2(uint32_t pair) {
+        return make_float2(to_float(static_cast<uint16_t>(pair)), to_float(static_cast<uint16_t>(pair >> 16)));
+    }
+    static __device__ __forceinline__ uint16_t from_float(float value) {
+        return __half_as_ushort(__float2half_rn(value));
+    }
+    static __device__ __forceinline__ uint32_t from_float2(float low, float high) {
+        __half2 const pair = __floats2half2_rn(low, high);
+        return *reinterpret_cast<uint32_t const*>(&pair);
+    }
+    static __device__ __forceinline__ void mma(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+// Every activation is: 0 where z <= cut, else z or z^2. NaN compares false, so it is kept.
+struct Activation {
+    float cut;
+    bool square;
+};
+
+// Bits of act(z) for two neighbouring elements, with z first rounded to the element type: what a dense block would have
+// stored.
+template <class Element>
+__device__ __forceinline__ uint32_t activate2(float low, float high, Activation act) {
+    uint32_t bits = Element::from_float2(low, high);
+    float2 const z = Element::to_float2(bits);
+    if (act.square) {
+        bits = Element::from_float2(z.x * z.x, z.y * z.y);
+    }
+    return bits & ((z.x <= act.cut ? 0u : 0xffffu) | (z.y <= act.cut ? 0u : 0xffff0000u));
+}
+
+template <class Element>
+__device__ __forceinline__ uint16_t activate(float pre_activation, Activation act) {
+    return static_cast<uint16_t>(activate2<Element>(pre_activation, 0.0f, act));
+}
+
+// A squared value can round to zero and is then no non-zero; -0 cannot come out of activate().
+__device__ __forceinline__ bool is_nonzero(uint16_t bits) { return bits != 0; }
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_ELEMENT_CUH_

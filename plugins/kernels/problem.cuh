@@ -1,0 +1,21 @@
+// What the launchers derive from a twell_problem.
+#ifndef TWELL_KERNELS_PROBLEM_CUH_
+#define TWELL_KERNELS_PROBLEM_CUH_
+
+#include "element.cuh"
+#include "twell/twell.h"
+
+namespace twell {
+
+inline int num_tiles(twell_problem const& problem) { return (problem.d_ff + TWELL_TILE - 1) / TWELL_TILE; }
+
+// 32-bit words of one tile of one row: the count, then the slots.
+inline int words_per_tile(twell_problem const& problem) { return TWELL_TILE / problem.compression; }
+
+inline Activation activation_of(twell_problem const& problem) {
+    return {problem.activation == TWELL_FATRELU ? problem.threshold : 0.0f, problem.activation == TWELL_RELU2};
+}
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_PROBLEM_CUH_

@@ -1,0 +1,74 @@
+#include <cuda_runtime.h>
+
+#include "problem.cuh"
+#include "up_down.h"
+#include "up_down_generic.cuh"
+
+namespace twell {
+namespace {
+
+namespace generic = up_down_generic;
+
+// One 8-column vector a thread as long as a row has threads enough: the heaviest row of a call often decides its time,
+// and more warps shorten it.
+using Config1024 = generic::Config<128, 1>;
+using Config2048 = generic::Config<256, 1>;
+// Also for few rows, which do not fill the device: a row then gets 16 warps.
+using Config4096 = generic::Config<512, 1>;
+constexpr int kFewTokens = 128;
+// Rows wider than that keep 16 warps and take more accumulators a thread.
+using Config8192 = generic::Config<512, 2>;
+using Config16384 = generic::Config<512, 4>;
+
+template <class Element, class Cfg>
+cudaError_t launch_config(generic::Params const& params, int64_t tokens, cudaStream_t stream) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(tokens));
+    config.blockDim = dim3(Cfg::kThreads);
+    config.stream = stream;
+    return cudaLaunchKernelEx(&config, generic::up_down_kernel<Element, Cfg>, params);
+}
+
+template <class Element>
+cudaError_t launch_generic(generic::Params const& params, int64_t tokens, cudaStream_t stream) {
+    if (params.d_out > Config8192::kColumns) {
+        return launch_config<Element, Config16384>(params, tokens, stream);
+    }
+    if (params.d_out > Config4096::kColumns) {
+        return launch_config<Element, Config8192>(params, tokens, stream);
+    }
+    if (params.d_out > Config2048::kColumns || tokens <= kFewTokens) {
+        return launch_config<Element, Config4096>(params, tokens, stream);
+    }
+    if (params.d_out > Config1024::kColumns) {
+        return launch_config<Element, Config2048>(params, tokens, stream);
+    }
+    return launch_config<Element, Config1024>(params, tokens, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
+                           cudaStream_t stream) {
+    generic::Params params = {};
+    params.x = static_cast<uint16_t const*>(tensors.x);
+    params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
+    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
+    params.w_up = static_cast<uint16_t const*>(tensors.w_up);
+    params.b_up = static_cast<uint16_t const*>(tensors.b_up);
+    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
+    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
+    params.y = static_cast<uint16_t*>(tensors.y);
+    params.packed = packed;
+    params.d_model = problem.d_model;
+    params.d_ff = problem.d_ff;
+    params.d_out = problem.d_out;
+    params.num_tiles = num_tiles(problem);
+    params.words_per_tile = words_per_tile(problem);
+    params.relu_on_up = problem.activation == TWELL_DRELU;
+    params.act = activation_of(problem);
+    return problem.dtype == TWELL_BF16 ? launch_generic<Bf16>(params, problem.tokens, stream)
+                                       : launch_generic<Fp16>(params, problem.tokens, stream);
+}
+
+}  // namespace twell

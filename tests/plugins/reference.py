@@ -1,0 +1,243 @@
+"""What the kernels must compute: a float64 reference, the plain low-precision block, and the comparison of both.
+
+This is the only home of tolerances for kernel tests. They come from the data: a kernel may be as far from float64 as
+twice the plain low-precision block is, plus a rounding floor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TILE = 256
+
+# How much worse than the plain block a kernel may be, in each row's RMS and maximum error.
+_PLAIN_FACTOR = 2.0
+# The floor, in roundings: where the plain block's own errors cancel by luck, a kernel still rounds z and y. (relu2
+# doubles the error of z and rounds once more.)
+_FLOOR_ROUNDINGS = {"relu": 1.0, "fatrelu": 1.0, "drelu": 1.0, "relu2": 3.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One feed-forward block and its input, all tensors in bfloat16 or float16.
+
+    x [rows, d_model], w_gate and w_up [d_ff, d_model], w_down [d_ff, d_out]; a block without w_up is plain.
+    """
+
+    x: Tensor
+    w_gate: Tensor
+    w_up: Tensor | None
+    w_down: Tensor
+    b_gate: Tensor | None = None
+    b_up: Tensor | None = None
+    b_down: Tensor | None = None
+    activation: str = "relu"
+    threshold: float = 0.0
+
+    def to(self, device: str) -> Block:
+        """Copy all tensors to a device."""
+        tensors: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return dataclasses.replace(self, **tensors)
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product = rows @ weight.to(rows.dtype).t()
+    return product if bias is None else product + bias.to(rows.dtype)
+
+
+def _activate(z: Tensor, block: Block) -> Tensor:
+    """Apply the gate activation; comparisons keep NaN."""
+    cut = block.threshold if block.activation == "fatrelu" else 0.0
+    # NOTE: a bfloat16 tensor rounds the number that it is compared with.
+    g = torch.where(z.double() <= cut, torch.zeros_like(z), z)
+    return g * g if block.activation == "relu2" else g
+
+
+def _down(h: Tensor, active: Tensor, block: Block) -> Tensor:
+    """h Wd + bd over active neurons only, so that an inactive one adds 0 even where its weights are not finite."""
+    w_down = block.w_down.to(h.dtype)
+    h = torch.where(active, h, torch.zeros_like(h))
+    if torch.isfinite(w_down).all():
+        y = h @ w_down
+    else:
+        y = torch.stack([row[used] @ w_down[used] for row, used in zip(h, active, strict=True)])
+    return y if block.b_down is None else y + block.b_down.to(h.dtype)
+
+
+def gate_values(block: Block) -> Tensor:
+    """The gate activations [rows, d_ff] as the kernels store them: z rounded to the element type, then activated.
+
+    Summed in float64, so a value on a rounding boundary may come out differently than from a sum in fp32.
+    """
+    dtype = block.x.dtype
+    z = _linear(block.x.double(), block.w_gate, block.b_gate).to(dtype)
+    return _activate(z, block)
+
+
+def _hidden(block: Block, g: Tensor) -> Tensor:
+    if block.w_up is None:
+        return g
+    u = _linear(block.x.to(g.dtype), block.w_up, block.b_up)
+    if block.activation == "drelu":
+        u = torch.where(u <= 0, torch.zeros_like(u), u)
+    return torch.where(g == 0, torch.zeros_like(g), g * u)
+
+
+def reference(block: Block) -> Tensor:
+    """The block in float64, from the low-precision inputs: no rounding anywhere. [rows, d_out]."""
+    g = _activate(_linear(block.x.double(), block.w_gate, block.b_gate), block)
+    return _down(_hidden(block, g), g != 0, block)
+
+
+def emulate(block: Block) -> Tensor:
+    """The contract of twell.h in float64: gate activations are rounded, then nothing until y."""
+    g = gate_values(block).double()
+    return _down(_hidden(block, g), g != 0, block).to(block.x.dtype)
+
+
+def plain(block: Block) -> Tensor:
+    """The best a dense low-precision block does: fp32 sums, one rounding for every tensor that it stores."""
+    dtype = block.x.dtype
+    z = _linear(block.x.float(), block.w_gate, block.b_gate).to(dtype)
+    h = g = _activate(z, block)
+    if block.w_up is not None:
+        u = _linear(block.x.float(), block.w_up, block.b_up).to(dtype)
+        h = g * (torch.where(u <= 0, torch.zeros_like(u), u) if block.activation == "drelu" else u)
+    return _down(h.float(), g != 0, block).to(dtype)
+
+
+def _spread(block: Block) -> Tensor:
+    """Root of the sum of squares of y's terms [rows, d_out]: how independent relative errors of h show up in y."""
+    g = _activate(_linear(block.x.double(), block.w_gate, block.b_gate), block)
+    h = torch.nan_to_num(_hidden(block, g), posinf=0.0, neginf=0.0)
+    w_down = torch.nan_to_num(block.w_down.double(), posinf=0.0, neginf=0.0)
+    return ((h * h) @ (w_down * w_down)).sqrt()
+
+
+def assert_close(actual: Tensor, block: Block) -> None:
+    """Check y [rows, d_out] of a kernel against float64.
+
+    Raises:
+        AssertionError: A wrong shape or dtype; a NaN or infinity where there should be none, or none where there should
+            be; or a row whose error is out of proportion to the plain block's.
+    """
+    expected, base = reference(block), plain(block)
+    dtype = block.x.dtype
+    assert actual.shape == expected.shape, f"y has shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    assert actual.dtype == dtype, f"y is {actual.dtype}, expected {dtype}"
+
+    stored = expected.to(dtype)  # a value out of the element type's range becomes an infinity
+    finite = torch.isfinite(stored)
+    same = torch.isnan(stored) == torch.isnan(actual)
+    same &= torch.where(torch.isinf(stored), actual == stored, True)
+    same &= torch.isfinite(actual) | ~finite | ~torch.isfinite(base)  # where plain overflows, overflow is no fault
+    assert same.all(), (
+        f"{int((~same).sum())} of {same.numel()} values differ in being finite, first at {_first(~same)}: "
+        f"got {actual[~same][0].item()}, expected {expected[~same][0].item()}"
+    )
+
+    zero = torch.zeros_like(expected)
+    error = torch.where(finite & torch.isfinite(actual), (actual.double() - expected).abs(), zero)
+    base_error = torch.where(finite & torch.isfinite(base), (base.double() - expected).abs(), zero)
+    info = torch.finfo(dtype)
+    floor = (
+        _FLOOR_ROUNDINGS[block.activation] * info.eps / 2 * (_spread(block) + torch.where(finite, expected.abs(), zero))
+    )
+    floor += info.smallest_normal * info.eps
+    for name, norm in (("RMS", _row_rms), ("maximum", _row_max)):
+        bound = _PLAIN_FACTOR * norm(base_error) + norm(floor)
+        bad = ~(norm(error) <= bound)
+        worst = int((norm(error) / bound).argmax())
+        assert not bad.any(), (
+            f"{int(bad.sum())} of {len(bad)} rows have too large a {name} error; worst in row {worst}: "
+            f"{norm(error)[worst].item():.3e}, allowed {bound[worst].item():.3e} (plain low-precision block: "
+            f"{norm(base_error)[worst].item():.3e}, y up to {expected[worst].abs().max().item():.3e})"
+        )
+
+
+def _row_rms(values: Tensor) -> Tensor:
+    return values.square().mean(dim=1).sqrt()
+
+
+def _row_max(values: Tensor) -> Tensor:
+    return values.amax(dim=1)
+
+
+def _first(mask: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in mask.nonzero()[0])
+
+
+def is_exact(block: Block) -> bool:
+    """Say whether every sum of a block of integers is exact in fp32, whatever its order, so that y has one right value.
+
+    Holds when the absolute terms of each sum add up to less than 2^24.
+    """
+
+    def magnitude(rows: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+        total = _linear(rows.double().abs(), weight.abs(), None if bias is None else bias.abs())
+        return float(total.max())
+
+    hidden = _hidden(block, gate_values(block).double())
+    sums = [magnitude(block.x, block.w_gate, block.b_gate), magnitude(hidden, block.w_down.t(), block.b_down)]
+    if block.w_up is not None:
+        sums.append(magnitude(block.x, block.w_up, block.b_up))
+    return max(sums) < 2**24 and all(
+        bool((value == value.round()).all()) for value in vars(block).values() if isinstance(value, Tensor)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A decoded TwELL matrix.
+
+    Attributes:
+        bits: uint16 [rows, d_ff], the values' bit patterns; 0 where there is no entry and in tiles that overflowed.
+        counts: int64 [rows, tiles], the stored numbers of non-zeros.
+        overflowed: bool [rows, tiles], tiles whose count exceeds their slots.
+        written: bool [rows, words], words that carry meaning: the counts and the entries of tiles that fit.
+    """
+
+    bits: np.ndarray
+    counts: np.ndarray
+    overflowed: np.ndarray
+    written: np.ndarray
+
+
+def decode(packed: np.ndarray, d_ff: int, compression: int) -> Packed:
+    """Decode a TwELL matrix, uint32 [rows, tiles * (256 / compression)], and check that it is well-formed.
+
+    Raises:
+        AssertionError: A count larger than the tile, or an entry that is zero, out of its tile, or not in ascending
+            column order.
+    """
+    rows, tiles, size = packed.shape[0], -(-d_ff // TILE), TILE // compression
+    assert packed.shape == (rows, tiles * size), f"packed has shape {packed.shape}, expected {(rows, tiles * size)}"
+    words = packed.reshape(rows, tiles, size)
+    counts = words[:, :, 0].astype(np.int64)
+    width = np.minimum(TILE, d_ff - TILE * np.arange(tiles))
+    assert (counts <= width).all(), "a tile counts more non-zeros than it has columns"
+    overflowed = counts > size - 1
+
+    slot = np.arange(size - 1)
+    used = (slot < counts[:, :, None]) & ~overflowed[:, :, None]
+    columns = (words[:, :, 1:] & 0xFFFF).astype(np.int64)
+    values = (words[:, :, 1:] >> 16).astype(np.uint16)
+    first = TILE * np.arange(tiles)[None, :, None]
+    inside = (columns >= first) & (columns < first + width[None, :, None])
+    assert inside[used].all(), "an entry lies outside its tile"
+    assert (values[used] & 0x7FFF != 0).all(), "an entry is zero"
+    ascending = columns[:, :, 1:] > columns[:, :, :-1]
+    assert ascending[used[:, :, 1:]].all(), "columns are not ascending"
+
+    bits = np.zeros((rows, d_ff), np.uint16)
+    row_of = np.broadcast_to(np.arange(rows)[:, None, None], used.shape)
+    bits[row_of[used], columns[used]] = values[used]
+    written = np.concatenate([np.ones((rows, tiles, 1), bool), used], axis=2).reshape(packed.shape)
+    return Packed(bits, counts, overflowed, written)

@@ -1,0 +1,612 @@
+"""The kernels behind twell.h, on a GPU: one table of cases, then what a table cannot say.
+
+Real-valued blocks are held to the tolerance of `reference.assert_close`. Blocks of small integers, whose sums are exact
+in any order, must match bit by bit, and so must their packed matrices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.plugins import reference
+from tests.plugins.reference import Block
+from twellc.plugins import library
+
+pytestmark = pytest.mark.gpu
+
+SUCCESS, INVALID_VALUE, MISALIGNED_ADDRESS = 0, 1, 716
+
+BF16, FP16 = torch.bfloat16, torch.float16
+GUARD = 64  # elements on both sides of an output; a multiple of 16 bytes, so alignment stays
+POISON = 0x7FDB  # a NaN in either element type
+POISON_WORD = 0xDEADBEEF
+
+
+@pytest.fixture(autouse=True)
+def _require_gpu() -> None:
+    if torch.cuda.is_available():
+        return
+    if os.environ.get("TWELLC_REQUIRE_GPU") == "1":
+        pytest.fail("TWELLC_REQUIRE_GPU=1, but there is no CUDA device")
+    pytest.skip("needs a CUDA device")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem. `biases` names those that are there: g(ate), u(p), d(own)."""
+
+    rows: int = 65
+    d_model: int = 72
+    d_ff: int = 600
+    d_out: int = 136
+    compression: int = 8
+    dtype: torch.dtype = BF16
+    gated: bool = True
+    activation: str = "relu"
+    density: float = 0.03
+    biases: str = "gud"
+
+    def __str__(self) -> str:
+        kind = ("gated" if self.gated else "plain") + "-" + self.activation
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{self.rows}x{self.d_model}-{self.d_ff}-{self.d_out}-C{self.compression}-{dtype}-{kind}"
+            f"-{self.density:g}-bias[{self.biases}]"
+        )
+
+
+def table() -> Iterator[Case]:
+    """All cases that run against the reference."""
+    dtypes = itertools.cycle((BF16, FP16))
+    kinds = [(True, name) for name in ("relu", "relu2", "fatrelu", "drelu")]
+    kinds += [(False, name) for name in ("relu", "relu2", "fatrelu")]
+    densities = (0.0, 0.001, 0.005, 0.03, 0.3, 1.0)
+    # Rows, around the block sizes of the gate kernel and the thread counts of the up+down kernel.
+    for rows in (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 1000):
+        for density in (0.005, 0.3):
+            yield Case(rows=rows, density=density, dtype=next(dtypes))
+    for d_model, dtype in itertools.product((8, 16, 24, 32, 40, 200, 2048), (BF16, FP16)):
+        yield Case(d_model=d_model, dtype=dtype)
+    for d_ff, dtype in itertools.product((1, 8, 100, 255, 256, 257, 600, 5632), (BF16, FP16)):
+        yield Case(d_ff=d_ff, dtype=dtype, density=0.1)
+    # d_out: each up+down configuration, full, ragged, and more than one pass.
+    for d_out in (8, 16, 1016, 1024, 1032, 2048, 2056, 4096, 4104, 8192, 8200, 16384, 16392, 40000):
+        yield Case(rows=130, d_out=d_out, dtype=next(dtypes))
+        yield Case(rows=3, d_out=d_out, dtype=next(dtypes))
+    for (gated, activation), dtype, compression in itertools.product(kinds, (BF16, FP16), (1, 2, 4, 8)):
+        yield Case(gated=gated, activation=activation, dtype=dtype, compression=compression, density=0.1)
+    for gated, biases in itertools.product((True, False), ("", "g", "u", "d", "gu", "gd", "ud", "gud")):
+        if gated or "u" not in biases:
+            yield Case(gated=gated, biases=biases, dtype=next(dtypes))
+    for density, compression, dtype in itertools.product(densities, (1, 2, 4, 8), (BF16, FP16)):
+        yield Case(rows=150, d_model=136, d_ff=1500, d_out=1160, density=density, compression=compression, dtype=dtype)
+    # The sizes that models have.
+    for density in densities:
+        yield Case(rows=257, d_model=2048, d_ff=5632, d_out=2048, density=density, biases="", dtype=next(dtypes))
+    yield Case(rows=40, d_model=768, d_ff=3072, d_out=768, gated=False)
+    yield Case(rows=40, d_model=4096, d_ff=14336, d_out=4096, activation="drelu", density=0.1, biases="")
+    yield Case(rows=40, d_model=1024, d_ff=65536, d_out=1024, gated=False, density=0.03, biases="", dtype=FP16)
+    yield Case(rows=20, d_model=16384, d_ff=300, d_out=16384, biases="")
+    yield Case(rows=20, d_model=20008, d_ff=300, d_out=24, dtype=FP16)
+
+
+# Every kernel instance, every branch, few launches: these also run under compute-sanitizer.
+SMALL = [
+    Case(rows=1, d_model=8, d_ff=1, d_out=8, density=1.0),
+    Case(rows=17, d_model=40, d_ff=300, d_out=24, density=0.3, dtype=FP16),
+    Case(rows=17, d_model=264, d_ff=257, d_out=24, density=1.0, gated=False, activation="relu2", biases=""),
+    Case(rows=2, d_model=72, d_ff=600, d_out=8200, activation="drelu", dtype=FP16, compression=4),
+    Case(rows=2, d_model=72, d_ff=600, d_out=8200, activation="fatrelu", density=0.3, compression=1),
+    Case(rows=3, d_model=72, d_ff=600, d_out=16392, density=0.3, biases="g"),
+    Case(rows=130, d_model=72, d_ff=300, d_out=16, density=0.1, compression=2, activation="relu2"),
+    Case(rows=130, d_model=72, d_ff=300, d_out=1032, density=0.1, biases="d", dtype=FP16),
+    Case(rows=130, d_model=16, d_ff=300, d_out=2056, density=0.5, biases="u"),
+    Case(rows=130, d_model=16, d_ff=1300, d_out=2056, density=0.5, gated=False, compression=1, dtype=FP16),
+]
+
+
+def make_block(case: Case, *, integers: bool, device: str = "cuda") -> Block:
+    """Draw a block with about the asked density.
+
+    The first column of x carries the shift that sets it, differently for each row, so that rows are unequal. A gate
+    bias carries a part of the shift too.
+    """
+
+    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        if integers:
+            return torch.randint(-1, 2, shape, device=device).float()
+        return torch.randn(shape, device=device) * scale
+
+    if case.density in (0.0, 1.0):
+        shift = 12.0 if case.density == 0.0 else -12.0
+    else:
+        shift = statistics.NormalDist().inv_cdf(1.0 - case.density)
+    deviation = (2 / 3 if integers else 1.0) * case.d_model**0.5 if case.d_model > 1 else 1.0
+    shift *= deviation
+    if integers:
+        shift = float(round(shift))
+    x = draw(case.rows, case.d_model)
+    x[:, 0] = 1.0 if integers else 0.95 + 0.1 * torch.rand(case.rows, device=device)
+    w_gate = draw(case.d_ff, case.d_model)
+    w_gate[:, 0] = -shift
+    b_gate = draw(case.d_ff)
+    if "g" in case.biases and case.density not in (0.0, 1.0):
+        w_gate[:, 0] += 1.0
+        b_gate -= 1.0
+    if not integers:
+        w_gate /= case.d_model**0.5
+        b_gate /= case.d_model**0.5
+    active = max(1.0, case.density * case.d_ff)
+    return Block(
+        x=x.to(case.dtype),
+        w_gate=w_gate.to(case.dtype),
+        w_up=draw(case.d_ff, case.d_model, scale=case.d_model**-0.5).to(case.dtype) if case.gated else None,
+        w_down=draw(case.d_ff, case.d_out, scale=active**-0.5).to(case.dtype),
+        b_gate=b_gate.to(case.dtype) if "g" in case.biases else None,
+        b_up=draw(case.d_ff, scale=0.5).to(case.dtype) if case.gated and "u" in case.biases else None,
+        b_down=draw(case.d_out, scale=0.5).to(case.dtype) if "d" in case.biases else None,
+        activation=case.activation,
+        threshold=0.0 if case.activation != "fatrelu" else (1.0 if integers else 0.05),
+    )
+
+
+def guarded(shape: tuple[int, int], dtype: torch.dtype, poison: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An output of a shape, within a buffer whose every 2- or 4-byte element is poison. Gives (buffer, output)."""
+    carrier = torch.int32 if dtype == torch.int32 else torch.int16
+    size = shape[0] * shape[1]
+    signed = poison - (1 << 32) if carrier == torch.int32 and poison >= 1 << 31 else poison
+    buffer = torch.full((size + 2 * GUARD,), signed, dtype=carrier, device="cuda")
+    return buffer, buffer[GUARD : GUARD + size].view(dtype).view(shape)
+
+
+def assert_guards(buffer: torch.Tensor) -> None:
+    """Check that nothing was written beside an output."""
+    poison = buffer[0].item()
+    assert (buffer[:GUARD] == poison).all() and (buffer[-GUARD:] == poison).all(), "out-of-bounds write"
+
+
+class Call:
+    """A problem ready to run through the C API, with guarded and poisoned outputs."""
+
+    def __init__(self, block: Block, compression: int, *, poison: bool = True) -> None:
+        self.lib = library.load()
+        self.block = block
+        rows, d_model = block.x.shape
+        d_ff, d_out = block.w_down.shape
+        self.problem = library.Problem(
+            tokens=rows,
+            d_model=d_model,
+            d_ff=d_ff,
+            d_out=d_out,
+            compression=compression,
+            dtype=library.DTYPES[str(block.x.dtype).removeprefix("torch.")],
+            variant=library.VARIANTS["plain" if block.w_up is None else "gated"],
+            activation=library.ACTIVATIONS[block.activation],
+            threshold=block.threshold,
+        )
+        words = -(-d_ff // 256) * (256 // compression)
+        assert self.lib.twell_packed_bytes(self.problem) == rows * words * 4
+        assert self.lib.twell_workspace_bytes(self.problem) >= rows * words * 4
+        if poison:
+            self.y_buffer, self.y = guarded((rows, d_out), block.x.dtype, POISON)
+            self.packed_buffer, self.packed = guarded((rows, words), torch.int32, POISON_WORD)
+        else:
+            self.y_buffer = self.y = torch.empty((rows, d_out), dtype=block.x.dtype, device="cuda")
+            self.packed_buffer = self.packed = torch.empty((rows, words), dtype=torch.int32, device="cuda")
+        self.workspace = torch.empty(self.lib.twell_workspace_bytes(self.problem), dtype=torch.uint8, device="cuda")
+        names = ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down")
+        inputs = {name: getattr(block, name) for name in names}
+        assert all(tensor is None or tensor.is_contiguous() for tensor in inputs.values())
+        self.tensors = library.Tensors(
+            **{name: None if tensor is None else tensor.data_ptr() for name, tensor in inputs.items()},
+            y=self.y.data_ptr(),
+        )
+
+    def _check(self, status: int) -> None:
+        assert status == SUCCESS, f"CUDA error {status}"
+
+    def gate(self) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        self._check(self.lib.twell_gate(self.problem, self.tensors, self.packed.data_ptr(), stream))
+
+    def up_down(self) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        self._check(self.lib.twell_up_down(self.problem, self.tensors, self.packed.data_ptr(), stream))
+
+    def mlp(self) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        workspace = self.workspace.data_ptr()
+        self._check(self.lib.twell_mlp(self.problem, self.tensors, workspace, self.workspace.numel(), stream))
+
+    def run(self) -> torch.Tensor:
+        """Both steps one by one, then both in one call: the results must be the same bits."""
+        self.gate()
+        self.up_down()
+        first = self.y.clone()
+        self.y.view(torch.int16).fill_(POISON)
+        self.mlp()
+        torch.cuda.synchronize()
+        assert_same_bits(self.y, first)
+        return first
+
+    def decoded(self) -> reference.Packed:
+        words = self.packed.cpu().numpy().view(np.uint32)
+        return reference.decode(words, self.problem.d_ff, self.problem.compression)
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare bit by bit, NaN included."""
+    same = actual.view(torch.int16) == expected.view(torch.int16)
+    assert same.all(), (
+        f"{int((~same).sum())} of {same.numel()} values differ, first at {same.logical_not().nonzero()[0]}"
+    )
+
+
+def bits_of(values: torch.Tensor) -> np.ndarray:
+    return values.cpu().view(torch.int16).numpy().view(np.uint16)
+
+
+def assert_packed(call: Call, expected_bits: np.ndarray) -> None:
+    """Check the packed matrix word by word: counts, entries, and that no other word was touched."""
+    decoded = call.decoded()
+    tiles = decoded.counts.shape[1]
+    padded = np.zeros((len(expected_bits), tiles * 256), np.uint16)
+    padded[:, : expected_bits.shape[1]] = expected_bits
+    counts = (padded.reshape(len(expected_bits), tiles, 256) != 0).sum(axis=2)
+    np.testing.assert_array_equal(decoded.counts, counts)
+    fits = np.repeat(~decoded.overflowed, 256, axis=1)[:, : expected_bits.shape[1]]
+    np.testing.assert_array_equal(decoded.bits, np.where(fits, expected_bits, 0))
+    words = call.packed.cpu().numpy().view(np.uint32)
+    whole_tiles = np.repeat(~decoded.overflowed, 256 // call.problem.compression, axis=1)
+    assert (words[~decoded.written & whole_tiles] == POISON_WORD).all(), "a word past the last non-zero was written"
+
+
+def measured_density(block: Block) -> float:
+    return float((reference.gate_values(block) != 0).double().mean())
+
+
+@pytest.mark.parametrize("case", list(table()), ids=str)
+def test_against_float64(case: Case) -> None:
+    block = make_block(case, integers=False)
+    if case.rows * case.d_ff >= 10_000 and case.d_model >= 16 and case.activation != "fatrelu":
+        assert case.density / 3 <= measured_density(block) <= 2 * case.density + 1e-3
+    call = Call(block, case.compression)
+    y = call.run()
+    reference.assert_close(y, block)
+    assert_guards(call.y_buffer)
+    assert_guards(call.packed_buffer)
+    # A sum on a rounding boundary may round either way, so stored values may differ in their last bits, and one at the
+    # threshold of fatrelu may, rarely, come or go.
+    decoded = call.decoded()
+    stored = torch.from_numpy(decoded.bits.view(np.int16)).cuda().view(case.dtype).double()
+    fits = torch.from_numpy(np.repeat(~decoded.overflowed, 256, axis=1)[:, : case.d_ff]).cuda()
+    expected = reference.gate_values(block).double()
+    off = (stored - expected).abs() > 4 * torch.finfo(case.dtype).eps * expected.abs() + 1e-3
+    assert (off & fits).sum() <= (2 if case.activation == "fatrelu" else 0)
+
+
+@pytest.mark.parametrize("case", [*table(), *SMALL], ids=str)
+def test_integers_match_bit_by_bit(case: Case) -> None:
+    block = make_block(case, integers=True)
+    call = Call(block, case.compression)
+    y = call.run()
+    assert_packed(call, bits_of(reference.gate_values(block)))
+    if reference.is_exact(block):
+        assert_same_bits(y, reference.emulate(block))
+    else:
+        reference.assert_close(y, block)
+    assert_guards(call.y_buffer)
+    assert_guards(call.packed_buffer)
+
+
+def test_table_has_exact_and_overflowing_cases() -> None:
+    """The two checks above must not pass for want of what they check."""
+    exact = overflowed = 0
+    for case in table():
+        if case.d_ff > 2000:
+            continue
+        block = make_block(case, integers=True)
+        exact += reference.is_exact(block)
+        call = Call(block, case.compression)
+        call.gate()
+        overflowed += bool(call.decoded().overflowed.any())
+    assert exact >= 100
+    assert overflowed >= 20
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_sanitize(case: Case) -> None:
+    """What sanitize.py runs: plain buffers, so that reads of words nobody wrote show, and no torch kernels."""
+    block = make_block(case, integers=True, device="cpu")
+    call = Call(block.to("cuda"), case.compression, poison=False)
+    call.gate()
+    call.up_down()
+    torch.cuda.synchronize()
+    reference.assert_close(call.y.cpu(), block)
+    call.mlp()
+    torch.cuda.synchronize()
+    reference.assert_close(call.y.cpu(), block)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=("bf16", "fp16"))
+@pytest.mark.parametrize("gated", [True, False], ids=("gated", "plain"))
+@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu"])
+def test_nan_and_infinity_stay_in_their_rows(dtype: torch.dtype, gated: bool, activation: str) -> None:
+    case = Case(rows=70, dtype=dtype, gated=gated, activation=activation)
+    block = make_block(case, integers=False)
+    clean = Call(block, case.compression).run()
+    x = block.x.clone()
+    x[0, 71] = float("nan")
+    x[33, 5] = float("inf")
+    x[69, 0] = -float("inf")
+    dirty = dataclasses.replace(block, x=x)
+    call = Call(dirty, case.compression)
+    y = call.run()
+    assert torch.isnan(y[0]).all()
+    touched = [0, 33, 69]
+    untouched = [row for row in range(case.rows) if row not in touched]
+    assert_same_bits(y[untouched], clean[untouched])
+    reference.assert_close(y, dirty)
+    counts = call.decoded().counts
+    assert counts[0].tolist() == [256, 256, 88]  # NaN is a non-zero, and columns past d_ff are not counted
+    assert_guards(call.packed_buffer)
+
+
+@pytest.mark.parametrize("where", ["w_gate", "b_gate", "w_up", "b_up", "w_down"])
+def test_nan_in_one_neuron(where: str) -> None:
+    block = make_block(Case(density=0.3), integers=False)
+    n = 300
+    getattr(block, where)[n] = float("nan")
+    y = Call(block, 4).run()
+    reference.assert_close(y, block)
+    active = reference.gate_values(block)[:, n] != 0
+    assert torch.isnan(y[active]).all() and torch.isfinite(y[~active]).all()
+    assert active.any() and (where in ("w_gate", "b_gate") or not active.all())
+
+
+@pytest.mark.parametrize("density", [0.005, 0.3])  # without and with tiles that overflow
+def test_inactive_neurons_add_nothing(density: float) -> None:
+    """Where a dense block computes 0 * inf = NaN, the contract is 0."""
+    block = make_block(Case(density=density), integers=False)
+    assert block.b_gate is not None and block.w_up is not None
+    inactive = [0, 255, 256, 599]
+    block.w_gate[inactive] = 0
+    block.b_gate[inactive] = -1
+    expected = Call(block, 8).run()
+    block.w_up[inactive] = float("inf")
+    block.w_down[inactive] = float("nan")
+    y = Call(block, 8).run()
+    assert torch.isfinite(y).all()
+    assert_same_bits(y, expected)
+
+
+@pytest.mark.parametrize("b_down", [True, False])
+@pytest.mark.parametrize("rows", [5, 200])
+def test_rows_without_active_neurons(rows: int, b_down: bool) -> None:
+    block = make_block(Case(rows=rows, density=0.0, biases="d" if b_down else ""), integers=False)
+    y = Call(block, 8).run()
+    expected = torch.zeros_like(y) if block.b_down is None else block.b_down.expand_as(y)
+    assert_same_bits(y, expected.contiguous())
+
+
+@pytest.mark.parametrize("density", [0.03, 1.0])
+def test_fp16_does_not_overflow_between(density: float) -> None:
+    """A dense fp16 block stores u and g * u, which do not fit here; y does."""
+    block = make_block(Case(dtype=FP16, density=density, biases=""), integers=False)
+    assert block.w_up is not None
+    large = dataclasses.replace(
+        block, w_gate=block.w_gate * 64, w_up=block.w_up * 32768, w_down=block.w_down * 2.0**-13
+    )
+    assert not torch.isfinite(reference.plain(large)).all()
+    y = Call(large, 8).run()
+    assert torch.isfinite(y).all()
+    reference.assert_close(y, large)
+
+
+@pytest.mark.parametrize("count", [30, 31, 32, 62, 63, 64, 126, 127, 128, 254, 255, 256])
+@pytest.mark.parametrize("compression", [1, 2, 4, 8])
+def test_counts_at_the_number_of_slots(count: int, compression: int) -> None:
+    """A tile of exactly as many non-zeros as slots fits; one more overflows."""
+    block = make_block(Case(rows=20, biases=""), integers=True)
+    block.x.fill_(0)
+    block.x[:, 0] = 1
+    block.w_gate.fill_(0)
+    block.w_gate[:, 0] = -1
+    chosen = torch.randperm(256, device="cuda")[:count] + 256
+    block.w_gate[chosen, 0] = 3
+    call = Call(block, compression)
+    y = call.run()
+    assert_packed(call, bits_of(reference.gate_values(block)))
+    assert call.decoded().overflowed[:, 1].all() == (count > 256 // compression - 1)
+    assert_same_bits(y, reference.emulate(block))
+
+
+def test_batches_of_whole_tiles_beside_overflowed_ones() -> None:
+    """More non-zeros than one batch holds, with full, empty and overflowed tiles between them."""
+    d_ff = 256 * 12
+    block = make_block(Case(rows=140, d_model=16, d_ff=d_ff, d_out=24, biases=""), integers=True)
+    block.x.fill_(0)
+    block.x[:, 0] = 1
+    block.w_gate.fill_(0)
+    per_tile = [127, 127, 127, 127, 127, 256, 128, 0, 127, 256, 1, 127]
+    for tile, count in enumerate(per_tile):
+        chosen = torch.randperm(256, device="cuda")[:count] + 256 * tile
+        block.w_gate[chosen, 0] = 2
+    call = Call(block, 2)
+    y = call.run()
+    assert call.decoded().counts[0].tolist() == per_tile
+    assert call.decoded().overflowed[0].tolist() == [count > 127 for count in per_tile]
+    assert_same_bits(y, reference.emulate(block))
+
+
+@pytest.mark.parametrize("density", [0.005, 0.3])
+@pytest.mark.parametrize("rows", [3, 200])
+def test_bitwise_repeatable(rows: int, density: float) -> None:
+    block = make_block(Case(rows=rows, d_model=1024, d_ff=2000, d_out=1032, density=density), integers=False)
+    call = Call(block, 8)
+    first = call.run()
+    packed = call.packed.clone()
+    for _ in range(100):
+        call.y.view(torch.int16).fill_(POISON)
+        call.packed.fill_(POISON_WORD - (1 << 32))
+        call.gate()
+        call.up_down()
+        assert_same_bits(call.y, first)
+        assert torch.equal(call.packed, packed)
+
+
+def test_rows_do_not_depend_on_their_number() -> None:
+    """All configurations give the same bits for a row."""
+    block = make_block(Case(rows=300, d_model=264, d_out=1100 // 8 * 8, density=0.1), integers=False)
+    whole = Call(block, 8).run()
+    for begin, end in ((0, 1), (7, 20), (100, 150), (150, 290)):
+        part = dataclasses.replace(block, x=block.x[begin:end].contiguous())
+        assert_same_bits(Call(part, 8).run(), whole[begin:end])
+
+
+@pytest.mark.parametrize("rows", [1, 40, 200])
+def test_cuda_graph(rows: int) -> None:
+    case = Case(rows=rows, density=0.1)
+    call = Call(make_block(case, integers=False), case.compression)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call.mlp()
+    for _ in range(3):
+        call.block.x.copy_(make_block(case, integers=False).x)
+        call.y.view(torch.int16).fill_(POISON)
+        graph.replay()
+        torch.cuda.synchronize()
+        reference.assert_close(call.y, call.block)
+
+
+def test_cuda_graph_without_warm_up() -> None:
+    """The first call of a process may be one that is captured: loading kernels and setting attributes must be legal."""
+    script = """
+        import torch
+        from tests.plugins import reference, test_kernels
+        case = test_kernels.Case(rows=200, density=0.1)
+        call = test_kernels.Call(test_kernels.make_block(case, integers=False), case.compression)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call.mlp()
+        graph.replay()
+        torch.cuda.synchronize()
+        reference.assert_close(call.y, call.block)
+    """
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, cwd=root, env=environment)
+
+
+def test_two_streams_at_once() -> None:
+    cases = (Case(rows=700, d_model=1024, density=0.05), Case(rows=40, d_model=1024, dtype=FP16, density=0.3))
+    calls = [Call(make_block(case, integers=False), case.compression) for case in cases]
+    expected = [call.run() for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]  # type: ignore[no-untyped-call]
+    for _ in range(20):
+        for call in calls:
+            call.y.view(torch.int16).fill_(POISON)
+        torch.cuda.synchronize()
+        for _ in range(5):
+            for call, stream in zip(calls, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    call.mlp()
+        torch.cuda.synchronize()
+        for call, y in zip(calls, expected, strict=True):
+            assert_same_bits(call.y, y)
+
+
+@pytest.mark.parametrize(
+    ("rows", "d_model", "d_ff", "d_out", "compression"),
+    [(1_100_000, 2048, 256, 2048, 8), (40_000, 8, 65536, 8, 1)],
+    ids=("x and y", "packed"),
+)
+def test_more_than_2_31_elements(rows: int, d_model: int, d_ff: int, d_out: int, compression: int) -> None:
+    if torch.cuda.get_device_properties(0).total_memory < 40e9:
+        pytest.skip("needs 40 GB of device memory")
+    case = Case(rows=64, d_model=d_model, d_ff=d_ff, d_out=d_out, compression=compression, density=0.01, biases="")
+    block = make_block(case, integers=False)
+    picked = torch.tensor([0, 1, rows // 2, rows - 129, rows - 2, rows - 1], device="cuda")
+    x = torch.zeros((rows, d_model), dtype=block.x.dtype, device="cuda")
+    x[picked] = block.x[: len(picked)]
+    call = Call(dataclasses.replace(block, x=x), compression)
+    call.gate()
+    call.up_down()
+    reference.assert_close(call.y[picked], dataclasses.replace(block, x=block.x[: len(picked)].contiguous()))
+    assert torch.isfinite(call.y[-1000:]).all()
+    assert_guards(call.y_buffer)
+    assert_guards(call.packed_buffer)
+
+
+@pytest.fixture
+def call() -> Call:
+    return Call(make_block(Case(), integers=False), 8)
+
+
+def status_of(call: Call) -> tuple[int, int, int]:
+    """What each of the three functions returns for the call's problem and tensors."""
+    stream = torch.cuda.current_stream().cuda_stream
+    packed, workspace = call.packed.data_ptr(), call.workspace.data_ptr()
+    return (
+        call.lib.twell_gate(call.problem, call.tensors, packed, stream),
+        call.lib.twell_up_down(call.problem, call.tensors, packed, stream),
+        call.lib.twell_mlp(call.problem, call.tensors, workspace, call.workspace.numel(), stream),
+    )
+
+
+@pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down", "y", "b_gate", "b_up", "b_down"])
+def test_bad_pointers(call: Call, name: str) -> None:
+    assert status_of(call) == (SUCCESS,) * 3
+    gate_reads = name in ("x", "w_gate", "b_gate")
+    pointer = getattr(call.tensors, name)
+    setattr(call.tensors, name, pointer + 8)
+    wrong = MISALIGNED_ADDRESS
+    assert status_of(call) == (wrong if gate_reads else SUCCESS, wrong, wrong)
+    setattr(call.tensors, name, None)
+    wrong = SUCCESS if name.startswith("b_") else INVALID_VALUE
+    assert status_of(call) == (wrong if gate_reads else SUCCESS, wrong, wrong)
+    torch.cuda.synchronize()
+
+
+def test_bad_workspace(call: Call) -> None:
+    pointer, size = call.workspace.data_ptr(), call.workspace.numel()
+    run = call.lib.twell_mlp
+    assert run(call.problem, call.tensors, pointer, size - 1, None) == INVALID_VALUE
+    assert run(call.problem, call.tensors, None, size, None) == INVALID_VALUE
+    assert run(call.problem, call.tensors, pointer + 16, size, None) == MISALIGNED_ADDRESS
+    assert call.lib.twell_gate(call.problem, call.tensors, None, None) == INVALID_VALUE
+    assert call.lib.twell_gate(call.problem, None, call.packed.data_ptr(), None) == INVALID_VALUE
+    assert call.lib.twell_up_down(call.problem, call.tensors, call.packed.data_ptr() + 4, None) == MISALIGNED_ADDRESS
+
+
+def test_bad_problem(call: Call) -> None:
+    call.problem.d_model = 70
+    assert status_of(call) == (INVALID_VALUE,) * 3
+
+
+def test_plain_takes_no_up_weights() -> None:
+    call = Call(make_block(Case(gated=False), integers=False), 8)
+    call.tensors.w_up = call.tensors.w_gate
+    assert status_of(call) == (SUCCESS, INVALID_VALUE, INVALID_VALUE)
+
+
+def test_no_tokens(call: Call) -> None:
+    """Nothing is read or written, so nothing has to be there."""
+    call.problem.tokens = 0
+    nothing = library.Tensors()
+    assert call.lib.twell_packed_bytes(call.problem) == 0
+    assert call.lib.twell_gate(call.problem, nothing, None, None) == SUCCESS
+    assert call.lib.twell_up_down(call.problem, nothing, None, None) == SUCCESS
+    assert call.lib.twell_mlp(call.problem, nothing, None, 0, None) == SUCCESS

@@ -1,0 +1,252 @@
+"""The tolerance must reject what a broken sparse kernel produces, and accept what a sound one does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.plugins import reference
+from tests.plugins.reference import Block, assert_close, decode
+
+D_MODEL, D_FF, D_OUT, ROWS = 128, 1024, 96, 24
+DTYPES = (torch.bfloat16, torch.float16)
+SHIFTS = {"sparse": 1.9, "half": 0.0, "dense": -4.0}  # of z, in its standard deviations
+
+
+def make_block(dtype: torch.dtype, shift: float, *, gated: bool = True, activation: str = "relu") -> Block:
+    """A random block; the first column of x is 1 and carries the shift that sets the density."""
+
+    def draw(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns) / math.sqrt(columns)
+
+    x = torch.randn(ROWS, D_MODEL)
+    x[:, 0] = 1.0
+    w_gate = draw(D_FF, D_MODEL)
+    w_gate[:, 0] = -shift
+    return Block(
+        x=x.to(dtype),
+        w_gate=w_gate.to(dtype),
+        w_up=draw(D_FF, D_MODEL).to(dtype) if gated else None,
+        w_down=draw(D_FF, D_OUT).to(dtype),
+        b_gate=(0.1 * torch.randn(D_FF)).to(dtype),
+        b_up=(0.1 * torch.randn(D_FF)).to(dtype) if gated else None,
+        b_down=None,
+        activation=activation,
+        threshold=0.01,
+    )
+
+
+@pytest.fixture(params=DTYPES, ids=("bf16", "fp16"))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    assert isinstance(request.param, torch.dtype)
+    return request.param
+
+
+@pytest.fixture(params=SHIFTS)
+def block(request: pytest.FixtureRequest, dtype: torch.dtype) -> Block:
+    return make_block(dtype, SHIFTS[request.param])
+
+
+def without(block: Block, *neurons: int) -> torch.Tensor:
+    """A y from which some neurons are missing, otherwise as good as can be."""
+    w_down = block.w_down.clone()
+    w_down[list(neurons)] = 0
+    return reference.emulate(dataclasses.replace(block, w_down=w_down))
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu", "drelu"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("shift", SHIFTS.values(), ids=SHIFTS)
+def test_accepts_plain_and_exact(dtype: torch.dtype, shift: float, gated: bool, activation: str) -> None:
+    if activation == "drelu" and not gated:
+        pytest.skip("drelu is gated only")
+    for _ in range(5):
+        block = make_block(dtype, shift, gated=gated, activation=activation)
+        assert_close(reference.plain(block), block)
+        assert_close(reference.emulate(block), block)
+
+
+def test_accepts_rows_with_one_neuron(dtype: torch.dtype) -> None:
+    # With one term, the plain block's roundings often cancel: the floor has to carry such rows.
+    for activation in ("relu", "relu2", "fatrelu", "drelu"):
+        block = make_block(dtype, 0.0, activation=activation)
+        for n in range(0, D_FF, 16):
+            one = slice(n, n + 1)
+            assert block.w_up is not None and block.b_gate is not None and block.b_up is not None
+            narrow = dataclasses.replace(
+                block,
+                w_gate=block.w_gate[one],
+                w_up=block.w_up[one],
+                w_down=block.w_down[one],
+                b_gate=block.b_gate[one],
+                b_up=block.b_up[one],
+            )
+            assert_close(reference.emulate(narrow), narrow)
+
+
+def test_reference_against_loops() -> None:
+    block = make_block(torch.bfloat16, 1.0)
+    assert block.w_up is not None and block.b_gate is not None and block.b_up is not None
+    x, w_gate, w_up, w_down, b_gate, b_up = (
+        t.double().numpy() for t in (block.x, block.w_gate, block.w_up, block.w_down, block.b_gate, block.b_up)
+    )
+    y = reference.reference(block).numpy()
+    for row in (0, ROWS - 1):
+        expected = np.zeros(D_OUT)
+        for n in range(D_FF):
+            z = x[row] @ w_gate[n] + b_gate[n]
+            if z > 0:
+                expected += z * (x[row] @ w_up[n] + b_up[n]) * w_down[n]
+        np.testing.assert_allclose(y[row], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_rejects_zeros(block: Block) -> None:
+    with pytest.raises(AssertionError, match="too large"):
+        assert_close(torch.zeros_like(reference.emulate(block)), block)
+
+
+def test_rejects_half(block: Block) -> None:
+    with pytest.raises(AssertionError, match="too large"):
+        assert_close(reference.emulate(block) / 2, block)
+
+
+@pytest.mark.parametrize("tile", range(D_FF // 256))
+def test_rejects_a_dropped_tile(block: Block, tile: int) -> None:
+    with pytest.raises(AssertionError, match="too large"):
+        assert_close(without(block, *range(tile * 256, tile * 256 + 256)), block)
+
+
+def test_rejects_a_dropped_nonzero_in_one_row(block: Block) -> None:
+    g = reference.gate_values(block)[5].double()
+    h = reference._hidden(block, reference.gate_values(block).double())[5]
+    terms = torch.where(g != 0, h.abs(), 0.0)
+    order = terms.argsort()[-int((g != 0).sum()) :]
+    y = reference.emulate(block)
+    y[5] = without(block, int(order[len(order) // 2]))[5]  # the median by its share in y
+    with pytest.raises(AssertionError, match="worst in row 5"):
+        assert_close(y, block)
+
+
+def test_rejects_a_doubled_nonzero_in_one_row(block: Block) -> None:
+    h = reference._hidden(block, reference.gate_values(block).double())[5]
+    n = int(h.abs().argmax())
+    y = reference.emulate(block)
+    y[5] = (2 * y[5].double() - without(block, n)[5].double()).to(y.dtype)
+    with pytest.raises(AssertionError, match="worst in row 5"):
+        assert_close(y, block)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rejects_one_value_that_is_not_finite(block: Block, value: float) -> None:
+    y = reference.emulate(block)
+    y[3, 7] = value
+    with pytest.raises(AssertionError, match=r"first at \(3, 7\)"):
+        assert_close(y, block)
+
+
+def test_rejects_a_lost_nan(block: Block) -> None:
+    y = reference.emulate(block)
+    block.x[2, 1] = float("nan")
+    with pytest.raises(AssertionError, match=r"first at \(2, 0\)"):
+        assert_close(y, block)
+
+
+def test_rejects_shape_and_dtype(block: Block) -> None:
+    y = reference.emulate(block)
+    with pytest.raises(AssertionError, match="shape"):
+        assert_close(y[:-1], block)
+    with pytest.raises(AssertionError, match="expected torch"):
+        assert_close(y.float(), block)
+
+
+def test_inactive_neurons_add_nothing() -> None:
+    block = make_block(torch.bfloat16, 1.9)
+    assert block.w_up is not None
+    n = int((reference.gate_values(block) != 0).sum(dim=0).argmin())
+    assert (reference.gate_values(block)[:, n] == 0).any()
+    block.w_gate[n] = 0
+    assert block.b_gate is not None
+    block.b_gate[n] = -1
+    expected = reference.reference(block)
+    block.w_up[n] = float("inf")
+    block.w_down[n] = float("nan")
+    torch.testing.assert_close(reference.reference(block), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_is_exact() -> None:
+    block = make_block(torch.bfloat16, 0.0)
+    assert not reference.is_exact(block)
+    whole: dict[str, Any] = {
+        name: value.sign() for name, value in vars(block).items() if isinstance(value, torch.Tensor)
+    }
+    assert reference.is_exact(dataclasses.replace(block, **whole))
+    huge = {name: value * 256 for name, value in whole.items()}
+    assert not reference.is_exact(dataclasses.replace(block, **huge))
+
+
+def encode(bits: np.ndarray, compression: int, *, fill: int) -> np.ndarray:
+    """Pack values by the format's definition, word by word."""
+    rows, d_ff = bits.shape
+    size, tiles = 256 // compression, -(-d_ff // 256)
+    packed = np.full((rows, tiles * size), fill, np.uint32)
+    for row in range(rows):
+        for tile in range(tiles):
+            columns = [n for n in range(tile * 256, min(tile * 256 + 256, d_ff)) if bits[row, n]]
+            packed[row, tile * size] = len(columns)
+            if len(columns) < size:
+                for j, n in enumerate(columns):
+                    packed[row, tile * size + 1 + j] = n | int(bits[row, n]) << 16
+    return packed
+
+
+@pytest.fixture
+def bits() -> np.ndarray:
+    generator = np.random.default_rng()
+    values = generator.integers(1, 0x7F80, (6, 600)).astype(np.uint16)
+    values[generator.random(values.shape) > 0.05] = 0
+    values[0] = 0
+    values[1, 256:512] = 0x3F80  # a full tile
+    values[2, [0, 255, 256, 599]] = 0x7FC0
+    return values
+
+
+@pytest.mark.parametrize("compression", [1, 2, 4, 8])
+def test_decode_inverts_encode(bits: np.ndarray, compression: int) -> None:
+    fill = 0xDEADBEEF
+    packed = encode(bits, compression, fill=fill)
+    decoded = decode(packed, 600, compression)
+    assert decoded.overflowed[1, 1]
+    keep = np.repeat(~decoded.overflowed, 256, axis=1)[:, :600]
+    np.testing.assert_array_equal(decoded.bits, np.where(keep, bits, 0))
+    assert decoded.counts[:, 0].tolist() == (bits[:, :256] != 0).sum(axis=1).tolist()
+    np.testing.assert_array_equal(decoded.written, packed != fill)
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "message"),
+    [
+        (0, 257, "more non-zeros"),
+        (1, 0x3F800100, "outside its tile"),
+        (1, 0x00000000, "is zero"),
+        (1, 0x3F800005, "not ascending"),
+    ],
+)
+def test_decode_rejects(word: int, value: int, message: str) -> None:
+    bits = np.zeros((1, 300), np.uint16)
+    bits[0, [0, 5, 9]] = 0x3F80
+    packed = encode(bits, 4, fill=0)
+    packed[0, word] = value
+    with pytest.raises(AssertionError, match=message):
+        decode(packed, 300, 4)
+
+
+def test_decode_rejects_columns_past_d_ff() -> None:
+    bits = np.zeros((1, 300), np.uint16)
+    bits[0, 299] = 0x3F80
+    with pytest.raises(AssertionError, match="outside its tile"):
+        decode(encode(bits, 4, fill=0), 299, 4)

@@ -1,0 +1,51 @@
+"""No kernel may spill registers: ptxas compiles every one for every architecture with spills as errors."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).resolve().parents[2] / "plugins" / "kernels"
+NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc")
+
+pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc on the PATH or in $CUDACXX")
+
+
+def compile_kernels(source: Path, architecture: str, output: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(NVCC), "-std=c++17", "-O3", "-cubin", "-o", str(output), f"-I{KERNELS.parent / 'include'}"]
+    command += [f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-Xptxas=-v,-warn-spills,-Werror"]
+    return subprocess.run([*command, str(source)], check=False, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["80", "86", "89", "90a", "120"])
+@pytest.mark.parametrize("source", ["gate.cu", "up_down.cu"])
+def test_no_spills(source: str, architecture: str, tmp_path: Path) -> None:
+    result = compile_kernels(KERNELS / source, architecture, tmp_path / "kernels.cubin")
+    assert result.returncode == 0, result.stderr
+    kernels = result.stderr.count("Compiling entry function")
+    assert kernels >= 6
+    assert result.stderr.count(" 0 bytes spill stores, 0 bytes spill loads") == kernels
+
+
+def test_spills_are_noticed(tmp_path: Path) -> None:
+    source = tmp_path / "spills.cu"
+    source.write_text(
+        """
+        __global__ void __launch_bounds__(1024, 2) sums(float const* in, float* out) {
+            float values[100] = {};
+            for (int i = 0; i < 1000; ++i)
+        #pragma unroll
+                for (int j = 0; j < 100; ++j) values[j] = values[j] * values[(j * 7 + 3) % 100] + in[i * 100 + j];
+        #pragma unroll
+            for (int j = 0; j < 100; ++j) out[threadIdx.x * 100 + j] = values[j];
+        }
+        """
+    )
+    result = compile_kernels(source, "90a", tmp_path / "kernels.cubin")
+    assert result.returncode != 0
+    assert "spilled" in result.stderr
