@@ -13,6 +13,7 @@ inputs and outputs of the program keep their dtypes.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -38,14 +39,17 @@ _FLOAT32_OPS = frozenset(
         aten.pow, aten.rsqrt, aten.sqrt, aten.exp, aten.log, aten.mean, aten.sum, aten.var, aten.std, aten.cumsum,
         aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.logsumexp, aten.norm,
         aten.linalg_vector_norm, aten.layer_norm, aten.native_layer_norm, aten.group_norm, aten.batch_norm,
-        aten.rms_norm, aten.sin, aten.cos, aten.reciprocal,
+        aten._native_batch_norm_legit_no_training, aten.rms_norm, aten.sin, aten.cos, aten.reciprocal,
     )
 )  # fmt: skip
+# Their numbers become elements of the result, so these must fit: masks are filled with the least float32, for example.
+_FILLING_OPS = frozenset((aten.masked_fill, aten.where, aten.clamp, aten.clamp_min, aten.clamp_max, aten.full_like))
 
 
 def parameter_dtypes(program: ExportedProgram) -> set[torch.dtype]:
     """Return the floating-point dtypes of the parameters that the graph reads."""
-    dtypes = {tensor_of(program, name).dtype for name in constants_of(program).values() if name in program.state_dict}
+    parameters = set(program.graph_signature.parameters)
+    dtypes = {tensor_of(program, name).dtype for name in constants_of(program).values() if name in parameters}
     return {dtype for dtype in dtypes if dtype.is_floating_point}
 
 
@@ -57,9 +61,8 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
     """
     program = editable(program)
     explicit = {torch.float64: torch.float32, torch.bfloat16: dtype, torch.float16: dtype}
-    parameters = {name for name in constants_of(program).values() if name in dict(program.named_parameters())}
-    _convert_constants(program, parameters, dtype)
     outputs = [node.meta["val"].dtype for node in _output_tensors(program)]
+    _convert_constants(program, set(program.graph_signature.parameters), dtype)
     caster = _Caster(program.graph)
     for node in list(program.graph.nodes):
         if node.op != "call_function":
@@ -70,6 +73,8 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
             caster.cast_operands(node, wanted)
         _replace_explicit_dtypes(node, explicit)
         _infer_again(node)
+        if packet in _FILLING_OPS:
+            _fit_numbers(node)
     output = program.graph.output_node()
     for source, original in zip(_output_tensors(program), outputs, strict=True):
         if source.meta["val"].dtype != original:
@@ -160,6 +165,21 @@ def _replace_explicit_dtypes(node: Node, replacement: dict[torch.dtype, torch.dt
     node.kwargs = {name: replace(argument) for name, argument in node.kwargs.items()}
 
 
+def _fit_numbers(node: Node) -> None:
+    """Bring finite numbers among the arguments into the range of the result's dtype."""
+    dtype = node.meta["val"].dtype
+    if not dtype.is_floating_point:
+        return
+    largest = torch.finfo(dtype).max
+
+    def fit(argument: Any) -> Any:
+        is_finite = isinstance(argument, float) and math.isfinite(argument)
+        return max(-largest, min(argument, largest)) if is_finite else argument
+
+    node.args = tuple(fit(argument) for argument in node.args)
+    node.kwargs = {name: fit(argument) for name, argument in node.kwargs.items()}
+
+
 def _infer_again(node: Node) -> None:
     """Recompute the dtype of the node's result from its operands; shapes cannot have changed."""
     value = node.meta.get("val")
@@ -167,11 +187,11 @@ def _infer_again(node: Node) -> None:
     if not any(result.is_floating_point() for result in results):
         return
     assert callable(node.target)
-    args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
     try:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
         with results[0].fake_mode:
             node.meta["val"] = node.target(*args, **kwargs)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, KeyError) as error:  # KeyError: a graph in the graph has no value
         raise UserError(
             f"operation {node.name} ({node.target})",
             f"cannot change its precision ({str(error).splitlines()[0]})",
