@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import sympy
@@ -10,24 +9,10 @@ import torch
 from torch.export import ExportedProgram
 
 from twellc.errors import UserError
+from twellc.export.shapes import Profile, ShapeRange
 from twellc.passes.program import user_inputs
 
-Shape = tuple[int, ...]
 _UNBOUNDED = 2048
-_SYNTAX = "NAME:MIN:OPT:MAX with shapes such as 1x128"
-
-
-@dataclass(frozen=True)
-class ShapeRange:
-    """Smallest, tuned and largest shape of one input."""
-
-    min: Shape
-    opt: Shape
-    max: Shape
-
-
-# One optimization profile: a range for every input.
-Profile = dict[str, ShapeRange]
 
 
 @dataclass(frozen=True)
@@ -48,23 +33,6 @@ def input_specs(program: ExportedProgram) -> list[InputSpec]:
         shape = tuple(int(dim) if isinstance(dim, sympy.Integer) else dim for dim in shape)
         specs.append(InputSpec(node.name, value.dtype, shape))
     return specs
-
-
-def parse_profile(text: str) -> tuple[str, ShapeRange]:
-    """Parse `NAME:MIN:OPT:MAX`.
-
-    Raises:
-        UserError: The text does not have this form, or MIN <= OPT <= MAX does not hold.
-    """
-    name, *shapes = text.rsplit(":", 3)
-    if len(shapes) != 3 or not name or not all(re.fullmatch(r"\d+(x\d+)*", shape) for shape in shapes):
-        raise UserError("--profile", "not a profile", got=repr(text), expected=_SYNTAX)
-    low, opt, high = (tuple(int(dim) for dim in shape.split("x")) for shape in shapes)
-    if not len(low) == len(opt) == len(high) or any(
-        not 1 <= a <= b <= c for a, b, c in zip(low, opt, high, strict=True)
-    ):
-        raise UserError("--profile", "the shapes are not ordered", got=repr(text), expected="1 <= MIN <= OPT <= MAX")
-    return name, ShapeRange(low, opt, high)
 
 
 def resolve_profiles(

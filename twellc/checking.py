@@ -13,19 +13,20 @@ import sympy
 import torch
 
 from twellc.accuracy import OutputAccuracy, measure
-from twellc.compiler import METADATA_KEY, choose_dtype, translate
 from twellc.config import DTYPES, CompileOptions
 from twellc.errors import UserError
 from twellc.export.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import save_onnx
-from twellc.export.plan import run_plan
 from twellc.export.profiles import InputSpec, input_specs
+from twellc.export.runner import run_plan
 from twellc.export.tensorrt_host import find_host, why_not_here
+from twellc.files import digest
 from twellc.loaders.model import LoadedModel, load_model
-from twellc.manifest import file_digest, manifest_path, read_manifest
+from twellc.manifest import manifest_path, read_manifest
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.execution import example_inputs, run_program
 from twellc.passes.precision import lower, parameter_dtypes, widen
+from twellc.translation import METADATA_KEY, choose_dtype, torch_dtype, translate
 
 Sample = dict[str, torch.Tensor]
 
@@ -93,7 +94,8 @@ def check(
             str(candidate_path), "does not belong to the model: their inputs differ",
             got=", ".join(candidate.inputs), expected=", ".join(spec.name for spec in specs),
         )  # fmt: skip
-    dtype = DTYPES.get(candidate.settings.get("dtype", "")) or choose_dtype(model, None)[0]
+    name = candidate.settings.get("dtype")
+    dtype = torch_dtype(name if name in DTYPES else choose_dtype(model, None)[0])
     plain = lower(source, dtype) if parameter_dtypes(source) - {dtype} else source
     truth = widen(source)
     samples = make_samples(model, specs, seed, candidate.profile)
@@ -192,14 +194,14 @@ def _open_plan(model_path: Path, plan: Path, trust_model: bool, progress: Callab
     expected = manifest["onnx"]["sha256"]
     kept = plan.parent / str(manifest["onnx"]["file"])
     data = kept.with_name(kept.name + ".data")
-    if kept.is_file() and file_digest(kept, *([data] if data.is_file() else [])) == expected:
+    if kept.is_file() and digest(kept, *([data] if data.is_file() else [])) == expected:
         candidate, source = _open_onnx(kept), f"{kept.name}, the ONNX graph that it was built from"
     else:
         options = CompileOptions(model_path, backend="none", trust_model=trust_model, **settings)
         translation = translate(options, progress)
         with tempfile.TemporaryDirectory(prefix="twellc-") as folder:
             written = save_onnx(translation.graph, Path(folder) / "model.onnx")
-            if file_digest(*written) != expected:
+            if digest(*written) != expected:
                 raise UserError(
                     str(plan), f"was not built from {model_path} by this version of twellc",
                     fix="Compile again, and keep the graph with --onnx to check a plan later.",

@@ -84,7 +84,7 @@ def compile(profiles: tuple[str, ...], compression: str, **options: Any) -> None
     the blocks and what became of them. Exit status 2: the input is bad, and nothing was written.
     """
     from twellc.config import CompileOptions
-    from twellc.export.profiles import parse_profile
+    from twellc.export.shapes import parse_profile
 
     output, onnx = options.pop("output"), options.pop("onnx")
     if options["backend"] == "none":

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from twellc.export.shapes import ShapeRange
 
-from twellc.export.profiles import ShapeRange
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Names of the options and of torch's dtypes.
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx", "none")
 DEFAULT_COMPRESSION = 8
 

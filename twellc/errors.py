@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class UserError(Exception):
     """A mistake in what the user gave: one message, exit status 2.
@@ -25,9 +27,12 @@ class UserError(Exception):
             message += f" {fix}"
         super().__init__(message)
 
-    @classmethod
-    def from_message(cls, message: str) -> UserError:
-        """Make an error again from the message of one that another process raised."""
-        error = cls.__new__(cls)
-        Exception.__init__(error, message)
-        return error
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the finished message: errors cross processes."""
+        return _restore, (str(self),)
+
+
+def _restore(message: str) -> UserError:
+    error = UserError.__new__(UserError)
+    Exception.__init__(error, message)
+    return error

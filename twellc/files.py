@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -62,3 +63,14 @@ class Outputs:
         for temporary, path in self._staged:
             if temporary.exists():
                 temporary.replace(path)
+
+
+def digest(*paths: Path) -> str:
+    """Return a SHA-256 over files: of one file what `sha256sum` prints, of several over their digests."""
+    digests = []
+    for path in paths:
+        with path.open("rb") as stream:
+            digests.append(hashlib.file_digest(stream, "sha256"))
+    if len(digests) == 1:
+        return digests[0].hexdigest()
+    return hashlib.sha256(b"".join(each.digest() for each in digests)).hexdigest()

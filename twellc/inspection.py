@@ -7,14 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from twellc.compiler import choose_dtype
 from twellc.errors import UserError
-from twellc.loaders.model import dtype_name, load_model
+from twellc.loaders.model import load_model
 from twellc.manifest import manifest_path, read_manifest
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import decide
 from twellc.passes.find_ffn import find_ffn_blocks
 from twellc.passes.precision import lower, parameter_dtypes
+from twellc.translation import choose_dtype, torch_dtype
 
 
 def inspect_target(
@@ -35,12 +35,13 @@ def inspect_target(
     chosen, notes = choose_dtype(model, dtype)
     progress("looking for feed-forward blocks")
     program = canonicalize(model.program)
-    if parameter_dtypes(program) - {chosen}:
-        program = lower(program, chosen)
+    dtype_found = torch_dtype(chosen)
+    if parameter_dtypes(program) - {dtype_found}:
+        program = lower(program, dtype_found)
     layers = decide(find_ffn_blocks(program), "auto")
     return {
         "kind": model.kind,
-        "dtype": dtype_name(chosen),
+        "dtype": chosen,
         "layers": [asdict(layer) for layer in layers],
         "notes": model.notes + notes,
     }

@@ -1,0 +1,63 @@
+"""Run a TensorRT plan on this machine's GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from twellc.errors import UserError
+from twellc.export.plan import reasons
+from twellc.export.tensorrt_host import Host, make_logger, register_plugins
+
+_TORCH_DTYPES = {
+    "FLOAT": torch.float32,
+    "HALF": torch.float16,
+    "BF16": torch.bfloat16,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "BOOL": torch.bool,
+}
+
+
+def run_plan(host: Host, path: Path, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Run a plan on this machine's GPU.
+
+    Args:
+        host: The TensorRT that it was built with.
+        path: The plan.
+        inputs: CPU tensors by name.
+
+    Returns:
+        The outputs as CPU tensors, in the engine's order.
+
+    Raises:
+        UserError: torch sees no GPU, or TensorRT refuses the plan or the shapes.
+    """
+    if not torch.cuda.is_available():
+        raise UserError(str(path), "this torch was built without CUDA", fix="Install a CUDA build of torch.")
+    trt = host.module
+    register_plugins(host)
+    messages: list[str] = []
+    runtime = trt.Runtime(make_logger(host, messages))
+    engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    if engine is None:
+        raise UserError(str(path), f"{host.name} {host.version} cannot open the plan ({reasons(messages)})")
+    context = engine.create_execution_context()
+    names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+    tensors: dict[str, torch.Tensor] = {}
+    for name in (name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT):
+        tensors[name] = inputs[name].cuda().contiguous()
+        if not context.set_input_shape(name, tuple(tensors[name].shape)):
+            raise UserError(str(path), f"refuses the shape of {name} ({reasons(messages)})")
+    outputs = [name for name in names if name not in tensors]
+    for name in outputs:
+        dtype = _TORCH_DTYPES[engine.get_tensor_dtype(name).name]
+        tensors[name] = torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype, device="cuda")
+    for name, tensor in tensors.items():
+        context.set_tensor_address(name, tensor.data_ptr())
+    stream = torch.cuda.current_stream()
+    if not context.execute_async_v3(stream.cuda_stream):
+        raise UserError(str(path), f"the plan fails ({reasons(messages)})")
+    stream.synchronize()
+    return [tensors[name].cpu() for name in outputs]

@@ -1,0 +1,96 @@
+"""Run a function in a process of its own.
+
+Loading and exporting a model leaves memory behind that Python does not give back, and TensorRT ends its process on some
+faults and does not return for an interrupt. In a process that ends, neither matters.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from twellc.errors import UserError
+
+_SECONDS_TO_END = 30
+
+
+def run_isolated(target: str, *arguments: Any, progress: Callable[[str], None]) -> Any:
+    """Call a function in a new process and return its result.
+
+    Args:
+        target: `module:function`. The function's last parameter receives a callback for the names of its steps.
+        arguments: Its other arguments; they and the result are pickled.
+        progress: Receives the names of the steps here.
+
+    Raises:
+        UserError: The function raised one, or the process ended without an answer.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(sender, target, arguments), daemon=True)
+    with _quiet_resource_tracker():
+        process.start()
+    sender.close()
+    step, answer = "starting", None
+    try:
+        while answer is None:
+            kind, content = receiver.recv()
+            if kind == "step":
+                step = content
+                progress(step)
+            else:
+                answer = kind, content
+        process.join(_SECONDS_TO_END)
+    except EOFError:
+        process.join()
+        code = process.exitcode or 0
+        raise UserError(
+            step, "the process that did this ended unexpectedly",
+            got=f"signal {-code}" if code < 0 else f"status {code}",
+            fix="Signal 9 means that memory ran out." if code == -9 else "",
+        ) from None  # fmt: skip
+    finally:
+        receiver.close()
+        process.kill()
+        process.join()
+    kind, content = answer
+    if kind == "error":
+        raise content
+    return content
+
+
+@contextmanager
+def _quiet_resource_tracker() -> Iterator[None]:
+    """Keep multiprocessing's helper from warning, after an interrupt, of locks that libraries held in the process."""
+    before = os.environ.get("PYTHONWARNINGS")
+    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
+    os.environ["PYTHONWARNINGS"] = f"{before},{quiet}" if before else quiet
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
+
+
+def _serve(sender: Connection, target: str, arguments: tuple[Any, ...]) -> None:
+    # Libraries write to standard output, too; there only the command's own result belongs.
+    os.dup2(sys.stderr.fileno(), 1)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    module, _, name = target.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+        result = function(*arguments, lambda step: sender.send(("step", step)))
+    except (UserError, OSError) as error:
+        sender.send(("error", error))
+    else:
+        sender.send(("result", result))

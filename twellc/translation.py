@@ -1,0 +1,149 @@
+"""From a model to an ONNX graph with `twell` nodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir
+import torch
+
+from twellc import __version__
+from twellc.config import DTYPES, CompileOptions
+from twellc.errors import UserError
+from twellc.export.onnx_export import export_onnx, save_onnx
+from twellc.export.profiles import input_specs, resolve_profiles
+from twellc.export.shapes import Profile
+from twellc.files import digest
+from twellc.loaders.model import LoadedModel, dtype_name, fingerprint, load_model
+from twellc.passes.decide import Layer
+from twellc.passes.pipeline import Rewritten, run_passes
+from twellc.passes.precision import parameter_dtypes
+
+AUTO_NOTE = "--layers auto rewrites every match: no sparsity was measured, so speed is not known"
+METADATA_KEY = "twellc"
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A model rewritten and translated to ONNX, with the notes and warnings that came up."""
+
+    model: LoadedModel
+    rewritten: Rewritten
+    graph: onnx_ir.Model
+    settings: dict[str, Any]
+    notes: list[str]
+    warnings: list[str]
+
+
+@dataclass(frozen=True)
+class TranslationSummary:
+    """What is left of a translation once the graph is in a file.
+
+    Attributes:
+        model: Name, kind and SHA-256 of the model.
+        settings: The settings that decide what the graph is.
+        layers: What became of each feed-forward block.
+        notes: What the user should know.
+        warnings: What the user should worry about.
+        profiles: The optimization profiles.
+        files: Names of the files that were written: the graph, and its weights where they stand apart.
+        digest: SHA-256 of these files.
+    """
+
+    model: dict[str, str]
+    settings: dict[str, Any]
+    layers: list[Layer]
+    notes: list[str]
+    warnings: list[str]
+    profiles: list[Profile]
+    files: list[str]
+    digest: str
+
+
+def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callable[[str], None]) -> TranslationSummary:
+    """Translate a model and write the graph to `onnx_path`.
+
+    Raises:
+        UserError: See `translate` and `resolve_profiles`.
+    """
+    translation = translate(options, progress)
+    profiles, notes = resolve_profiles(
+        translation.rewritten.program, list(options.profiles), translation.model.dimension_ranges
+    )
+    progress("writing the ONNX graph")
+    written = save_onnx(translation.graph, onnx_path)
+    return TranslationSummary(
+        model={"name": options.model.name, "kind": translation.model.kind, "sha256": fingerprint(options.model)},
+        settings=translation.settings,
+        layers=translation.rewritten.layers,
+        notes=translation.notes + notes,
+        warnings=translation.warnings,
+        profiles=profiles,
+        files=[path.name for path in written],
+        digest=digest(*written),
+    )
+
+
+def translate(options: CompileOptions, progress: Callable[[str], None]) -> Translation:
+    """Load a model, rewrite it and translate it to ONNX, all in memory.
+
+    Raises:
+        UserError: The model cannot be loaded, rewritten as asked (`strict`, `layers`) or translated.
+    """
+    progress("loading and tracing the model")
+    model = load_model(options.model, options.trust_model)
+    dtype, notes = choose_dtype(model, options.dtype)
+    progress("rewriting feed-forward blocks")
+    rewritten = run_passes(model.program, torch_dtype(dtype), options.layers, options.compression, options.dump_graphs)
+    warnings = check_matches(rewritten.layers, options)
+    progress("exporting to ONNX")
+    names = [spec.name for spec in input_specs(rewritten.program)]
+    graph = export_onnx(rewritten.program, names, model.output_names, model.dimension_names)
+    if options.layers == "auto" and any(layer.decision == "twell" for layer in rewritten.layers):
+        notes = [*notes, AUTO_NOTE]
+    settings = {"dtype": dtype, "layers": options.layers, "compression": options.compression}
+    layers = [asdict(layer) for layer in rewritten.layers]
+    graph.metadata_props[METADATA_KEY] = json.dumps({"twellc": __version__, "settings": settings, "layers": layers})
+    return Translation(model, rewritten, graph, settings, model.notes + notes, warnings)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype that `bf16` or `fp16` stands for."""
+    dtype = getattr(torch, DTYPES[name])
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def choose_dtype(model: LoadedModel, requested: str | None) -> tuple[str, list[str]]:
+    """Return the dtype to compile in, `bf16` or `fp16`, and what to tell the user about the choice."""
+    found = parameter_dtypes(model.program)
+    own = " and ".join(sorted(map(dtype_name, found))) or "no floating-point dtype"
+    for name in DTYPES:
+        if found == {torch_dtype(name)} and requested in (None, name):
+            return name, []
+    if requested is not None:
+        return requested, [f"the model is in {own}; compiled in {DTYPES[requested]} as asked"]
+    return "bf16", [f"the model is in {own}; compiled in bfloat16 (--dtype changes it)"]
+
+
+def check_matches(layers: list[Layer], options: CompileOptions) -> list[str]:
+    """Return the warnings about blocks that did not match.
+
+    Raises:
+        UserError: There are some, and `strict` is set.
+    """
+    refused = [layer for layer in layers if not layer.matched]
+    warnings = []
+    if not any(layer.matched for layer in layers):
+        warnings.append("no feed-forward block can be rewritten: the plan is dense throughout")
+    warnings += [f"layer {layer.module}: {layer.reason}. Left dense" for layer in refused]
+    if warnings and options.strict:
+        raise UserError(
+            str(options.model), "; ".join(warnings[:3]) + (f"; and {len(warnings) - 3} more" if warnings[3:] else ""),
+            fix="--strict was given; without it such blocks stay dense.",
+        )  # fmt: skip
+    return warnings
