@@ -34,7 +34,7 @@ def run_isolated(target: str, *arguments: Any, progress: Callable[[str], None]) 
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(sender, target, arguments), daemon=True)
+    process = context.Process(target=_serve, args=(sender, target, arguments, not sys.warnoptions), daemon=True)
     with _quiet_resource_tracker():
         process.start()
     sender.close()
@@ -81,10 +81,10 @@ def _quiet_resource_tracker() -> Iterator[None]:
             os.environ["PYTHONWARNINGS"] = before
 
 
-def _serve(sender: Connection, target: str, arguments: tuple[Any, ...]) -> None:
+def _serve(sender: Connection, target: str, arguments: tuple[Any, ...], quiet: bool) -> None:
     # Libraries write to standard output, too; there only the command's own result belongs.
     os.dup2(sys.stderr.fileno(), 1)
-    if not sys.warnoptions:
+    if quiet:
         warnings.simplefilter("ignore")
     module, _, name = target.partition(":")
     try:

@@ -6,7 +6,11 @@
 // the classes of the headers this library happened to be compiled with.
 #pragma once
 
+#include <NvInferRuntime.h>
+
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace twell::host {
 
@@ -21,6 +25,29 @@ enum class Severity : int32_t { kError = 1, kWarning = 2, kInfo = 3 };
 
 // Tells which TensorRT implements `object`, an instance of a class with virtual functions.
 Abi abi_of(void const* object) noexcept;
+
+// A TensorRT in this process.
+struct Host {
+    std::string path;       // of its library
+    int32_t version;        // 10000 * major + 100 * minor + patch; 0 if it does not say
+    Abi abi;                // how to call what follows
+    void* registry;         // the IPluginRegistry of the whole process
+    void* (*get_logger)();  // its ILogger, or null
+};
+
+// Whether a file of this name is the core library of a TensorRT.
+bool is_tensorrt(char const* path) noexcept;
+
+// Finds every TensorRT in this process. Loads nothing.
+std::vector<Host> find_hosts();
+
+// Adds a creator to the host's registry, if none of its name, version and namespace is there. Returns whether one is
+// there afterwards.
+bool add_creator(Host const& host, nvinfer1::IPluginCreatorInterface& creator, char const* name, char const* version,
+                 char const* plugin_namespace) noexcept;
+
+// Remembers a host for its logger, for when no ILoggerFinder was given.
+void use_logger_of(Host const& host);
 
 // Remembers the host's ILoggerFinder; null forgets it. The latest host wins.
 void set_logger_finder(void* finder) noexcept;
