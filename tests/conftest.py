@@ -1,0 +1,54 @@
+"""Fixtures for every test folder; models that are slow to make are made once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import models
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(20)
+
+
+@pytest.fixture(scope="session")
+def bytelm() -> Path:
+    """The trained example model."""
+    return ROOT / "examples" / "bytelm"
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny ReLU Llama in bfloat16: gated blocks."""
+    return models.save(models.llama(), tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny OPT in float32: blocks without a gate, with biases."""
+    return models.save(models.opt(), tmp_path_factory.mktemp("models") / "opt", torch.float32)
+
+
+@pytest.fixture(scope="session")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny T5 in float32: an encoder and a decoder."""
+    return models.save(models.t5(), tmp_path_factory.mktemp("models") / "t5", torch.float32)
+
+
+@pytest.fixture(scope="session")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A torch.export archive of one gated block in bfloat16 between two additions, with a dynamic batch."""
+    path = tmp_path_factory.mktemp("models") / "gated.pt2"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        block = models.Gated(biases="gud", d_ff=320).to(torch.bfloat16)
+        example = torch.randn(models.BATCH, models.SEQUENCE, models.D_MODEL).to(torch.bfloat16)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    torch.export.save(models.export(models.Residual(block), example, dynamic=({0: batch},)), path)
+    return path

@@ -1,0 +1,221 @@
+"""Small torch modules and Hugging Face models, and how tests export, rewrite and compare them.
+
+Weights are drawn so that feed-forward blocks matter: their output is about as large as their input, so that a test that
+compares outputs notices a damaged block.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from twellc.passes.canonicalize import canonicalize
+from twellc.passes.execution import example_inputs, run_program
+from twellc.passes.find_ffn import FfnBlock, find_ffn_blocks
+from twellc.passes.rewrite_ffn import rewrite_ffn
+
+Function = Callable[[Tensor], Tensor]
+BATCH, SEQUENCE, D_MODEL, D_FF = 2, 3, 16, 40
+
+
+def unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class Gated(nn.Module):
+    """down(between(activation(gate(x)) * up(x)))."""
+
+    def __init__(
+        self,
+        activation: Function = torch.relu,
+        *,
+        biases: str = "",
+        d_model: int = D_MODEL,
+        d_ff: int = D_FF,
+        d_out: int | None = None,
+        swap: bool = False,
+        before: Function = unchanged,
+        between: Function = unchanged,
+    ) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, d_ff, bias="g" in biases)
+        self.up = nn.Linear(d_model, d_ff, bias="u" in biases)
+        self.down = nn.Linear(d_ff, d_model if d_out is None else d_out, bias="d" in biases)
+        self.activation, self.swap, self.before, self.between = activation, swap, before, between
+        scale_weights(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.before(x)
+        gate, up = self.activation(self.gate(rows)), self.up(rows)
+        return self.down(self.between(up * gate if self.swap else gate * up))
+
+
+class Plain(nn.Module):
+    """down(between(activation(up(x))))."""
+
+    def __init__(
+        self,
+        activation: Function = torch.relu,
+        *,
+        biases: str = "",
+        d_model: int = D_MODEL,
+        d_ff: int = D_FF,
+        d_out: int | None = None,
+        before: Function = unchanged,
+        between: Function = unchanged,
+    ) -> None:
+        super().__init__()
+        self.up = nn.Linear(d_model, d_ff, bias="u" in biases)
+        self.down = nn.Linear(d_ff, d_model if d_out is None else d_out, bias="d" in biases)
+        self.activation, self.before, self.between = activation, before, between
+        scale_weights(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.between(self.activation(self.up(self.before(x)))))
+
+
+class Residual(nn.Module):
+    """x + ffn(x + 1): a block that reads and feeds something else than the program's own inputs and outputs."""
+
+    def __init__(self, ffn: nn.Module) -> None:
+        super().__init__()
+        self.ffn = ffn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ffn(x + 1)
+
+
+class Written(nn.Module):
+    """A module written as a function of itself and its inputs, with given submodules and parameters."""
+
+    def __init__(self, function: Callable[..., Any], **members: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.function = function
+        for name, member in members.items():
+            setattr(self, name, nn.Parameter(member) if isinstance(member, Tensor) else member)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def scale_weights(module: nn.Module) -> None:
+    """Draw weights that keep the size of activations, and biases that matter."""
+    for name, parameter in module.named_parameters():
+        nn.init.normal_(parameter, std=0.5 if name.endswith("bias") else (2 / parameter.shape[-1]) ** 0.5)
+
+
+def export(module: nn.Module, *inputs: Tensor, dynamic: Any = None, **kwargs: Tensor) -> ExportedProgram:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        return torch.export.export(
+            module.eval(),
+            inputs or (() if kwargs else (torch.randn(BATCH, SEQUENCE, D_MODEL),)),
+            kwargs,
+            dynamic_shapes=dynamic,
+        )
+
+
+def canonical(module: nn.Module, *inputs: Tensor, dynamic: Any = None) -> ExportedProgram:
+    return canonicalize(export(module, *inputs, dynamic=dynamic))
+
+
+def blocks_of(module: nn.Module, *inputs: Tensor) -> list[FfnBlock]:
+    return find_ffn_blocks(canonical(module, *inputs))
+
+
+def rewrite(program: ExportedProgram, compression: int = 8) -> ExportedProgram:
+    """Rewrite every block of a canonical program that is not refused, whatever its dtype."""
+    return rewrite_ffn(program, [block for block in find_ffn_blocks(program) if not block.refusal], compression)
+
+
+def calls(program: ExportedProgram) -> Counter[str]:
+    """Count the operations of a graph by name, without what computes shapes."""
+    names = (
+        str(getattr(getattr(node.target, "overloadpacket", None), "__name__", node.target))
+        for node in program.graph.nodes
+        if node.op == "call_function"
+    )
+    return Counter(name for name in names if not name.startswith("sym_size"))
+
+
+def run(program: ExportedProgram, *inputs: Tensor) -> list[Tensor]:
+    """Run a program on its example inputs, or on others in the program's order."""
+    named = example_inputs(program)
+    if inputs:
+        named = dict(zip(named, inputs, strict=True))
+    return run_program(program, named)
+
+
+def eager(module: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        result = module.eval()(*inputs)
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
+# ---- Hugging Face ----
+
+SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def llama(activation: str = "relu", **changes: Any) -> Any:
+    import transformers
+
+    options = {**SMALL, "intermediate_size": 320, "num_key_value_heads": 2, "max_position_embeddings": 64, **changes}
+    return _seeded(transformers.LlamaForCausalLM, transformers.LlamaConfig(hidden_act=activation, **options))
+
+
+def opt(**changes: Any) -> Any:
+    import transformers
+
+    options = {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "pad_token_id": 1}
+    return _seeded(transformers.OPTForCausalLM, transformers.OPTConfig(**{**options, **changes}))
+
+
+def t5(**changes: Any) -> Any:
+    import transformers
+
+    options = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 96, "num_heads": 4, "feed_forward_proj": "relu"}
+    options |= {"num_layers": 1, "num_decoder_layers": 1, "decoder_start_token_id": 0, **changes}
+    return _seeded(transformers.T5ForConditionalGeneration, transformers.T5Config(**options))
+
+
+def gpt2(**changes: Any) -> Any:
+    """GPT-2 with ReLU: its projections are Conv1D, that is addmm with a weight stored [in, out]."""
+    import transformers
+
+    options = {"vocab_size": 96, "n_embd": 32, "n_inner": 96, "n_layer": 1, "n_head": 4, "n_positions": 64}
+    config = transformers.GPT2Config(activation_function="relu", **{**options, **changes})
+    return _seeded(transformers.GPT2LMHeadModel, config)
+
+
+def nemotron(**changes: Any) -> Any:
+    """Squared ReLU without a gate."""
+    import transformers
+
+    options = {**SMALL, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 64, **changes}
+    return _seeded(transformers.NemotronForCausalLM, transformers.NemotronConfig(**options))
+
+
+def _seeded(model_class: Any, config: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class(config)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "embed" not in name and "shared" not in name:
+                nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+            elif name.endswith("bias"):
+                nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+def save(model: Any, folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
+    """Save a Hugging Face model and return its folder."""
+    model.to(dtype).save_pretrained(folder, **options)
+    return folder
