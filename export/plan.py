@@ -9,7 +9,7 @@ from typing import Any
 
 from twellc.errors import UserError
 from twellc.export.shapes import Profile
-from twellc.export.tensorrt_host import Host, create_network, find_host, make_logger, register_plugins
+from twellc.export.tensorrt_host import Host, create_network, load_host, make_logger, register_plugins
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,13 @@ class Plan:
     """A built plan.
 
     Attributes:
+        backend: Name and version of the TensorRT that built it.
         inputs: Its input tensors.
         outputs: Its output tensors.
         plugin_layers: Names of its plugin layers.
     """
 
+    backend: dict[str, str]
     inputs: list[Tensor]
     outputs: list[Tensor]
     plugin_layers: list[str]
@@ -51,7 +53,7 @@ def build_plan(
     Raises:
         UserError: TensorRT refuses the graph, the shapes or a plugin.
     """
-    host = find_host(backend)
+    host = load_host(backend)
     trt = host.module
     register_plugins(host)
     messages: list[str] = []
@@ -85,6 +87,7 @@ def build_plan(
     with plan_path.open("wb") as stream:
         stream.write(data)
     return Plan(
+        backend={"name": host.name, "version": host.version},
         inputs=[_describe(tensor) for tensor in inputs],
         outputs=[_describe(network.get_output(i)) for i in range(network.num_outputs)],
         plugin_layers=[layer.name for layer in layers if layer.type == trt.LayerType.PLUGIN_V3],

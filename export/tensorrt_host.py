@@ -34,33 +34,48 @@ class Host:
     version: str
 
 
-def find_host(backend: str) -> Host:
-    """Import the TensorRT that `backend` asks for.
+def choose_host(backend: str) -> str:
+    """Return which TensorRT to use, `tensorrt` or `tensorrt-rtx`, without importing it.
 
     `auto` takes full TensorRT where it is installed and sees a GPU, which it needs to build; else TensorRT-RTX.
 
     Raises:
-        UserError: It is not installed, or cannot work on this machine.
+        UserError: It is not installed, or cannot build on this machine.
     """
     names = [backend] if backend != "auto" else ["tensorrt", "tensorrt-rtx"]
     for name in names:
-        installed = [module for module in _MODULES[name] if importlib.util.find_spec(module) is not None]
-        if not installed or (backend == "auto" and name == "tensorrt" and not has_gpu()):
+        if _module_name(name) is None or (backend == "auto" and name == "tensorrt" and not has_gpu()):
             continue
-        try:
-            module = importlib.import_module(installed[0])
-        except (ImportError, OSError) as error:
-            raise UserError(f"--backend {backend}", f"{installed[0]} cannot be imported ({error})") from error
         if name == "tensorrt" and not has_gpu():
             raise UserError(
                 f"--backend {backend}", "TensorRT builds on the GPU that it builds for, and there is none here",
                 fix="Build on the target machine, or use --backend tensorrt-rtx or none.",
             )  # fmt: skip
-        return Host(name, module, str(module.__version__))
+        return name
     raise UserError(
         f"--backend {backend}", f"{' and '.join(names)} not found",
         fix="Install tensorrt, or tensorrt-rtx-cu13-libs and tensorrt-rtx-cu13-bindings; or stop at --backend none.",
     )  # fmt: skip
+
+
+def load_host(name: str) -> Host:
+    """Import `tensorrt` or `tensorrt-rtx`.
+
+    Raises:
+        UserError: It is not installed, or cannot be imported.
+    """
+    module_name = _module_name(name)
+    if module_name is None:
+        raise UserError(name, "is not installed")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, OSError) as error:
+        raise UserError(name, f"{module_name} cannot be imported ({error})") from error
+    return Host(name, module, str(module.__version__))
+
+
+def _module_name(name: str) -> str | None:
+    return next((module for module in _MODULES[name] if importlib.util.find_spec(module) is not None), None)
 
 
 def has_gpu() -> bool:

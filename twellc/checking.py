@@ -19,7 +19,7 @@ from twellc.export.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import save_onnx
 from twellc.export.profiles import InputSpec, input_specs
 from twellc.export.runner import run_plan
-from twellc.export.tensorrt_host import find_host, why_not_here
+from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.files import digest
 from twellc.loaders.model import LoadedModel, load_model
 from twellc.manifest import manifest_path, read_manifest
@@ -187,7 +187,7 @@ def _open_plan(model_path: Path, plan: Path, trust_model: bool, progress: Callab
     backend = manifest["backend"]["name"]
     obstacle = why_not_here(backend)
     if not obstacle:
-        host = find_host(backend)
+        host = load_host(backend)
         inputs = [tensor["name"] for tensor in manifest["plan"]["inputs"]]
         return _Candidate(lambda sample: run_plan(host, plan, sample), inputs, settings, "the plan", profile=profile)
     note = f"the plan itself was NOT run: {obstacle}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from twellc.config import CompileOptions
 from twellc.errors import UserError
-from twellc.export.tensorrt_host import find_host
+from twellc.export.tensorrt_host import choose_host
 from twellc.files import Outputs
 from twellc.isolation import run_isolated
 from twellc.manifest import make_manifest, manifest_path
@@ -30,7 +30,7 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
     Raises:
         UserError: Something that the user gave does not work; nothing was written.
     """
-    host = None if options.backend == "none" else find_host(options.backend)
+    backend = None if options.backend == "none" else choose_host(options.backend)
     with Outputs(options.overwrite) as outputs:
         _check_outputs(options, outputs)
         with _onnx_destination(options, outputs) as onnx_path:
@@ -39,13 +39,13 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
                 for extra in translation.files[1:]:
                     outputs.stage(options.onnx.with_name(extra))
             plan = plan_file = None
-            if host is not None and options.output is not None:
+            if backend is not None and options.output is not None:
                 plan_file = outputs.stage(options.output)
                 plan = run_isolated(
-                    "twellc.export.plan:build_plan", host.name, onnx_path, plan_file, translation.profiles,
+                    "twellc.export.plan:build_plan", backend, onnx_path, plan_file, translation.profiles,
                     progress=lambda phase: progress(f"building the plan: {phase}"),
                 )  # fmt: skip
-            manifest = make_manifest(options, translation, host, plan, plan_file)
+            manifest = make_manifest(options, translation, plan, plan_file)
         text = json.dumps(manifest, indent=2) + "\n"
         if options.output is not None:
             outputs.stage(manifest_path(options.output)).write_text(text)

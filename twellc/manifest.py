@@ -15,7 +15,6 @@ from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSIO
 
 if TYPE_CHECKING:
     from twellc.export.plan import Plan
-    from twellc.export.tensorrt_host import Host
     from twellc.translation import TranslationSummary
 
 SCHEMA = 1
@@ -29,7 +28,6 @@ def manifest_path(plan: Path) -> Path:
 def make_manifest(
     options: CompileOptions,
     translation: TranslationSummary,
-    host: Host | None,
     plan: Plan | None,
     plan_file: Path | None,
 ) -> dict[str, Any]:
@@ -50,13 +48,14 @@ def make_manifest(
         "backend": None,
         "plan": None,
     }
-    if host is not None and plan is not None and plan_file is not None:
-        manifest["backend"] = {"name": host.name, "version": host.version}
+    if plan is not None and plan_file is not None:
+        description = asdict(plan)
+        manifest["backend"] = description.pop("backend")
         manifest["plan"] = {
             "file": plan_file.name,
             "bytes": plan_file.stat().st_size,
             "sha256": digest(plan_file),
-            **asdict(plan),
+            **description,
         }
     return manifest
 
