@@ -9,7 +9,8 @@ from typing import Any
 
 from twellc.errors import UserError
 from twellc.export.shapes import Profile
-from twellc.export.tensorrt_host import Host, create_network, load_host, make_logger, register_plugins
+from twellc.export.tensorrt_host import Host, create_network, load_host, make_logger
+from twellc.plugins.registration import register
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def build_plan(
     """
     host = load_host(backend)
     trt = host.module
-    register_plugins(host)
+    register(host.module)
     messages: list[str] = []
     logger = make_logger(host, messages)
     builder = trt.Builder(logger)

@@ -8,7 +8,8 @@ import torch
 
 from twellc.errors import UserError
 from twellc.export.plan import reasons
-from twellc.export.tensorrt_host import Host, make_logger, register_plugins
+from twellc.export.tensorrt_host import Host, make_logger
+from twellc.plugins.registration import register
 
 _TORCH_DTYPES = {
     "FLOAT": torch.float32,
@@ -37,7 +38,7 @@ def run_plan(host: Host, path: Path, inputs: dict[str, torch.Tensor]) -> list[to
     if not torch.cuda.is_available():
         raise UserError(str(path), "this torch was built without CUDA", fix="Install a CUDA build of torch.")
     trt = host.module
-    register_plugins(host)
+    register(host.module)
     messages: list[str] = []
     runtime = trt.Runtime(make_logger(host, messages))
     engine = runtime.deserialize_cuda_engine(path.read_bytes())

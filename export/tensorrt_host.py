@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from twellc.errors import UserError
-from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION, library_path
 
 # TensorRT-RTX is called tensorrt_rtx where NVIDIA's meta-package is installed; its wheels alone have the second name.
 _MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
@@ -109,35 +108,6 @@ def why_not_here(host_name: str) -> str:
         found = ".".join(map(str, capability))
         return f"TensorRT-RTX runs on compute capability {_RTX_CAPABILITIES}, this GPU has {found}"
     return ""
-
-
-def register_plugins(host: Host) -> None:
-    """Register the TwELL plugins in the host's registry; does nothing where they are registered already.
-
-    Raises:
-        UserError: The library cannot be loaded or does not give the plugins.
-    """
-    registry = host.module.get_plugin_registry()
-    if not _registered(registry):
-        path = library_path()
-        registry.load_library(str(path))
-        if not _registered(registry):
-            raise UserError(str(path), f"the plugins do not register in {host.name} {host.version}")
-    if host.name == "tensorrt-rtx":
-        _load_rtx_shim()
-
-
-def _registered(registry: Any) -> bool:
-    return all(registry.get_creator(name, PLUGIN_VERSION, PLUGIN_NAMESPACE) is not None for name in PLUGIN_NAMES)
-
-
-def _load_rtx_shim() -> None:
-    """Load the shim that makes `libtensorrt_rtx.so` resolve to the library that is loaded already.
-
-    TensorRT-RTX's parser opens that name at its first plugin node, while the wheel ships `libtensorrt_rtx.so.1` only;
-    without the shim the process would end there.
-    """
-    ctypes.CDLL(str(library_path().with_name("libtensorrt_rtx.so")))
 
 
 def make_logger(host: Host, messages: list[str]) -> Any:
