@@ -1,0 +1,411 @@
+"""Which graphs are feed-forward blocks, which are refused and why, and which are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from tests.models import D_FF, D_MODEL, Gated, Plain, Written, blocks_of, calls, canonical, eager, rewrite, run
+from tests.tolerance import assert_same
+from twellc.passes.find_ffn import find_ffn_blocks
+
+Form = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Weights(nn.Module):
+    """Bare weights, stored [out, in] and [in, out], for modules that write their products themselves."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form = form
+        for name, shape in {
+            "gate": (D_FF, D_MODEL),
+            "up": (D_FF, D_MODEL),
+            "down": (D_MODEL, D_FF),
+            "gate_t": (D_MODEL, D_FF),
+            "up_t": (D_MODEL, D_FF),
+            "down_t": (D_FF, D_MODEL),
+            "b_gate": (D_FF,),
+            "b_up": (D_FF,),
+            "b_down": (D_MODEL,),
+        }.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self, x)
+
+
+def rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+# Each computes a gated or a plain block; the value is (variant, which biases it has).
+FORMS: dict[str, tuple[str, str, Form]] = {
+    "matmul": ("gated", "", lambda m, x: (torch.relu(x @ m.gate_t) * (x @ m.up_t)) @ m.down_t),
+    "matmul, transposed weights": ("gated", "", lambda m, x: (torch.relu(x @ m.gate.t()) * (x @ m.up.T)) @ m.down.mT),
+    "matmul, permuted weights": (
+        "plain",
+        "",
+        lambda m, x: torch.relu(x @ m.up.permute(1, 0)) @ m.down.transpose(-1, -2),
+    ),
+    "mm": ("plain", "", lambda m, x: torch.relu(rows(x).mm(m.up_t)).mm(m.down_t)),
+    "addmm": (
+        "plain",
+        "ud",
+        lambda m, x: torch.addmm(m.b_down, torch.relu(torch.addmm(m.b_up, rows(x), m.up_t)), m.down_t),
+    ),
+    "add": ("plain", "ud", lambda m, x: torch.relu(F.linear(x, m.up) + m.b_up) @ m.down_t + m.b_down),
+    "add, operands swapped": ("plain", "ud", lambda m, x: m.b_down + torch.relu(m.b_up + x @ m.up_t) @ m.down_t),
+    "add_": ("plain", "u", lambda m, x: torch.relu((x @ m.up_t).add_(m.b_up)) @ m.down_t),
+    "linear and bias": (
+        "gated",
+        "gud",
+        lambda m, x: F.linear(torch.relu(F.linear(x, m.gate, m.b_gate)) * F.linear(x, m.up, m.b_up), m.down, m.b_down),
+    ),
+    "linear with weights stored [in, out]": (
+        "plain",
+        "",
+        lambda m, x: F.linear(torch.relu(F.linear(x, m.up_t.t())), m.down_t.t()),
+    ),
+    "a bias of the gate only": (
+        "gated",
+        "g",
+        lambda m, x: (torch.relu(x @ m.gate_t + m.b_gate) * (x @ m.up_t)) @ m.down_t,
+    ),
+    "a view before": ("plain", "", lambda m, x: F.linear(torch.relu(F.linear(rows(x), m.up)), m.down)),
+    "views between": (
+        "gated",
+        "",
+        lambda m, x: F.linear(
+            (torch.relu(F.linear(rows(x), m.gate)) * rows(F.linear(x, m.up))).view(*x.shape[:-1], -1), m.down
+        ),
+    ),
+    "squeeze and unsqueeze": (
+        "plain",
+        "",
+        lambda m, x: F.linear(torch.relu(F.linear(x.unsqueeze(0), m.up)).squeeze(0), m.down),
+    ),
+    "flatten and unflatten": (
+        "plain",
+        "",
+        lambda m, x: F.linear(torch.relu(F.linear(x, m.up)).flatten(0, 1).unflatten(0, (2, 3)), m.down),
+    ),
+    "contiguous and clone": (
+        "gated",
+        "",
+        lambda m, x: F.linear(
+            (torch.relu(F.linear(x, m.gate).contiguous()).clone() * F.linear(x, m.up)).contiguous(), m.down
+        ),
+    ),
+    "dropout in eval": (
+        "gated",
+        "",
+        lambda m, x: F.linear(
+            F.dropout(torch.relu(F.linear(x, m.gate)) * F.linear(x, m.up), 0.5, training=False), m.down
+        ),
+    ),
+    "a cast to the same dtype": (
+        "plain",
+        "",
+        lambda m, x: F.linear(torch.relu(F.linear(x, m.up)).to(torch.float32), m.down),
+    ),
+    "tied down projection": ("plain", "", lambda m, x: F.linear(torch.relu(F.linear(x, m.up)), m.up.t())),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_form(form: str) -> None:
+    variant, biases, function = FORMS[form]
+    module, x = Weights(function), torch.randn(2, 3, D_MODEL)
+    program = canonical(module, x)
+    (block,) = find_ffn_blocks(program)
+    assert (block.variant, block.activation, block.refusal) == (variant, "relu", "")
+    assert (block.d_model, block.d_ff, block.d_out) == (D_MODEL, D_FF, D_MODEL)
+    parts = {"g": block.gate, "u": block.up, "d": block.down}
+    assert "".join(name for name, part in parts.items() if part is not None and part.bias is not None) == biases
+    result = rewrite(program)
+    left = calls(result)
+    assert left.pop("gated_mlp" if variant == "gated" else "mlp") == 1
+    assert set(left) <= {"view", "reshape", "unsqueeze", "squeeze"}, "only what shapes x and y may stay"
+    assert_same(run(result)[0], eager(module, x)[0])
+
+
+@pytest.mark.parametrize("biases", ["", "g", "u", "d", "gud"])
+@pytest.mark.parametrize("swap", [False, True])
+def test_gated(biases: str, swap: bool) -> None:
+    """The order of mul's operands is free, and each bias may be there or not."""
+    (block,) = blocks_of(Gated(biases=biases, swap=swap, d_ff=24, d_out=8))
+    assert (block.variant, block.activation, block.threshold, block.refusal) == ("gated", "relu", 0, "")
+    assert (block.d_model, block.d_ff, block.d_out, block.dtype) == (16, 24, 8, torch.float32)
+    assert block.gate is not None and block.up is not None
+    for letter, name, part in (("g", "gate", block.gate), ("u", "up", block.up), ("d", "down", block.down)):
+        assert (part.weight.name, part.weight.in_out) == (f"{name}.weight", False)
+        assert (None if part.bias is None else part.bias.name) == (f"{name}.bias" if letter in biases else None)
+
+
+@pytest.mark.parametrize("biases", ["", "u", "d", "ud"])
+def test_plain(biases: str) -> None:
+    (block,) = blocks_of(Plain(biases=biases, d_ff=24, d_out=8))
+    assert (block.variant, block.activation, block.gate, block.refusal) == ("plain", "relu", None, "")
+    assert (block.d_model, block.d_ff, block.d_out) == (16, 24, 8)
+    assert block.up is not None
+    assert ((block.up.bias is not None), (block.down.bias is not None)) == ("u" in biases, "d" in biases)
+
+
+@pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 1, 3, 16), (0, 16)])
+def test_any_rank(shape: tuple[int, ...]) -> None:
+    module, x = Gated(biases="d"), torch.randn(shape)
+    program = canonical(module, x)
+    (block,) = find_ffn_blocks(program)
+    assert block.refusal == ""
+    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+
+
+def test_dynamic_dimensions() -> None:
+    """The leading dimensions of x and y agree as symbols; a view of them stays outside of the block."""
+    module = Gated(before=rows)
+    dynamic = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")},)
+    result = rewrite(canonical(module, torch.randn(2, 3, 16), dynamic=dynamic))
+    assert calls(result)["gated_mlp"] == 1
+    x = torch.randn(5, 7, 16)
+    assert_same(run(result, x)[0], eager(module, x)[0])
+
+
+def test_sizes_known_only_at_run_time() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.ffn(x[torch.nonzero(x[:, 0] > 0).squeeze(-1)])
+
+    module, x = Written(forward, ffn=Gated()), torch.randn(9, 16)
+    program = canonical(module, x)
+    assert [block.refusal for block in find_ffn_blocks(program)] == [""]
+    for rows_in in (x, x.abs(), -x.abs()):
+        assert_same(run(rewrite(program), rows_in)[0], eager(module, rows_in)[0])
+
+
+# ---- names ----
+
+
+def test_names_are_paths_of_modules() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp, self.fc1, self.fc2 = Gated(), nn.Linear(16, 40), nn.Linear(40, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(torch.relu(self.fc1(x + self.mlp(x)))) + x
+
+    names = [block.module for block in blocks_of(nn.Sequential(Layer(), Layer()))]
+    assert names == ["0.mlp", "0", "1.mlp", "1"]
+
+
+def test_a_module_that_is_called_twice() -> None:
+    module, x = Written(lambda self, x: self.ffn(self.ffn(x) + x), ffn=Gated()), torch.randn(5, 16)
+    program = canonical(module, x)
+    assert [(b.module, b.refusal) for b in find_ffn_blocks(program)] == [("ffn", ""), ("ffn#2", "")]
+    result = rewrite(program)
+    assert calls(result) == {"gated_mlp": 2, "add": 1}
+    assert_same(run(result)[0], eager(module, x)[0])
+
+
+# ---- refusals ----
+
+
+def cast_and_back(t: Tensor) -> Tensor:
+    return t.to(torch.bfloat16).to(torch.float32)
+
+
+def second_output(self: nn.Module, x: Tensor) -> Any:
+    hidden = torch.relu(self.ffn.gate(x)) * self.ffn.up(x)
+    return self.ffn.down(hidden), hidden
+
+
+def up_read_twice(self: nn.Module, x: Tensor) -> Tensor:
+    up = self.ffn.up(x)
+    return self.ffn.down(torch.relu(self.ffn.gate(x)) * up) + up.mean()
+
+
+def gate_read_twice(self: nn.Module, x: Tensor) -> Tensor:
+    gate = torch.relu(self.ffn.gate(x))
+    return self.ffn.down(gate * self.ffn.up(x)) + (gate > 0).sum()
+
+
+def view_read_twice(self: nn.Module, x: Tensor) -> Tensor:
+    hidden = torch.relu(self.ffn.up(x)).view(2, 3, D_FF)
+    return self.ffn.down(hidden) + hidden.sum()
+
+
+def two_inputs(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.relu(self.ffn.gate(x)) * self.ffn.up(x + 1))
+
+
+def scaled_up_weight(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.relu(self.ffn.gate(x)) * F.linear(x, self.ffn.up.weight * 2))
+
+
+def relu_times_other(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.relu(self.ffn.gate(x)) * torch.sigmoid(x).mean(-1, keepdim=True))
+
+
+def flattened(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.relu(self.ffn.up(x)).view(-1, D_FF))
+
+
+def repeated_rows(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.maximum(self.ffn.up(x), torch.zeros(4, 1, 1, 1)))
+
+
+REFUSALS: dict[str, tuple[nn.Module, str]] = {
+    "the hidden tensor is an output": (
+        Written(second_output, ffn=Gated()),
+        "its intermediate tensor mul is also read by output",
+    ),
+    "up has a second reader": (Written(up_read_twice, ffn=Gated()), "is also read by mean"),
+    "the activation has a second reader": (
+        Written(gate_read_twice, ffn=Gated()),
+        "its intermediate tensor relu is also read by gt",
+    ),
+    "a view has a second reader": (Written(view_read_twice, ffn=Plain()), "is also read by sum"),
+    "gate and up read different tensors": (
+        Written(two_inputs, ffn=Gated()),
+        "gate and up projections read different tensors",
+    ),
+    "up's weight is computed": (
+        Written(scaled_up_weight, ffn=Gated()),
+        "the other factor of the gate is not a linear projection with constant weights",
+    ),
+    "the gate multiplies no projection": (
+        Written(relu_times_other, ffn=Gated()),
+        "the other factor of the gate is not a linear projection with constant weights",
+    ),
+    "the hidden tensor is cast": (Gated(between=cast_and_back), "the hidden tensor is cast before the down projection"),
+    "the hidden tensor of a plain block is cast": (
+        Plain(between=lambda t: t.double().float()),
+        "the hidden tensor is cast before the down projection",
+    ),
+    "the rows are repeated": (
+        Written(repeated_rows, ffn=Plain()),
+        "the output has other leading dimensions than the input",
+    ),
+    "the rows are flattened inside": (
+        Written(flattened, ffn=Plain()),
+        "the output has other leading dimensions than the input",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusal(case: str) -> None:
+    module, reason = REFUSALS[case]
+    x = torch.randn(2, 3, 16)
+    program = canonical(module, x)
+    (block,) = find_ffn_blocks(program)
+    assert reason in block.refusal
+    assert "mlp" not in "".join(calls(rewrite(program)))
+
+
+def test_mixed_dtypes_are_refused() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(16, 40), nn.Linear(16, 40).double(), nn.Linear(40, 16).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(torch.relu(self.gate(x)) * self.up(x.double()))
+
+    (block,) = blocks_of(Mixed())
+    assert block.refusal == "its tensors have several dtypes (float32, float64)"
+
+
+def test_broadcast_projections_are_refused() -> None:
+    """One value for all neurons, from the gate, from up or as a bias, is no projection of the block's width."""
+
+    class Narrow(nn.Module):
+        def __init__(self, gate: int, up: int) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(16, gate), nn.Linear(16, up), nn.Linear(40, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(torch.relu(self.gate(x)) * self.up(x))
+
+    for gate, up in ((1, 40), (40, 1)):
+        (block,) = blocks_of(Narrow(gate, up))
+        assert block.refusal == "its hidden tensors have several widths (1, 40)"
+    module = Written(
+        lambda self, x: self.ffn.down(torch.relu(F.linear(x, self.ffn.up.weight, self.one))),
+        ffn=Plain(),
+        one=torch.ones(1),
+    )
+    (block,) = blocks_of(module)
+    assert block.refusal == "the bias one is broadcast"
+
+
+def test_stacked_projections_are_shared_by_one_block_at_most() -> None:
+    """linear, relu, linear, relu, linear: the middle one can be the down of one block or the up of another."""
+    module = nn.Sequential(
+        nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 16), nn.ReLU(), nn.Linear(16, 8)
+    )
+    x = torch.randn(5, 16)
+    program = canonical(module, x)
+    blocks = find_ffn_blocks(program)
+    assert [block.refusal for block in blocks] == ["", "it shares a projection with the block 2", ""]
+    result = rewrite(program)
+    assert calls(result) == {"mlp": 2, "relu": 1}
+    assert_same(run(result)[0], eager(module, x)[0])
+
+
+# ---- what is no block ----
+
+
+NO_BLOCKS: dict[str, nn.Module] = {
+    "dropout in training": Gated(between=lambda t: F.dropout(t, 0.5, training=True)),
+    "a sum instead of a product": Written(
+        lambda s, x: s.ffn.down(torch.relu(s.ffn.gate(x)) + s.ffn.up(x)), ffn=Gated()
+    ),
+    "a gate without activation": Written(lambda s, x: s.ffn.down(s.ffn.gate(x) * s.ffn.up(x)), ffn=Gated()),
+    "two linears": nn.Sequential(nn.Linear(16, 40), nn.Linear(40, 16)),
+    "a norm between": Plain(between=nn.LayerNorm(D_FF)),
+    "a norm before the activation": Plain(lambda t: torch.relu(F.layer_norm(t, (D_FF,)))),
+    "the last dimension is split": Plain(between=lambda t: t.view(2, 3, 4, 10).transpose(2, 3).reshape(2, 3, D_FF)),
+    "rows are mixed": Plain(between=lambda t: t.flip(1)),
+    "an added tensor": Plain(between=lambda t: t + 1),
+    "no down projection": Written(lambda s, x: torch.relu(s.ffn.gate(x)) * s.ffn.up(x), ffn=Gated()),
+    "no up projection": Written(lambda s, x: s.ffn.down(torch.relu(x.repeat(1, 1, 3)[..., :D_FF])), ffn=Gated()),
+    "a computed down weight": Written(
+        lambda s, x: F.linear(torch.relu(s.ffn.gate(x)), s.ffn.down.weight * 2), ffn=Gated()
+    ),
+    "a computed gate weight": Written(
+        lambda s, x: s.ffn.down(torch.relu(F.linear(x, s.ffn.gate.weight * 2)) * s.ffn.up(x)), ffn=Gated()
+    ),
+    "a product of activations": Written(
+        lambda s, x: torch.relu(s.ffn.gate(x)) @ torch.relu(s.ffn.up(x)).mT, ffn=Gated()
+    ),
+    "a convolution": nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), nn.Conv1d(8, 3, 1)),
+    "sigmoid attention over a projection": Plain(torch.sigmoid),
+}
+
+
+@pytest.mark.parametrize("case", NO_BLOCKS)
+def test_no_block(case: str) -> None:
+    assert blocks_of(NO_BLOCKS[case], torch.randn(2, 3, 16)) == []
+
+
+def test_weights_that_change_are_no_constants() -> None:
+    """A buffer that the program writes to cannot become a weight of the op."""
+
+    class Fast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ffn = Plain()
+            self.register_buffer("fast", torch.randn(D_FF, D_MODEL))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.ffn.down(torch.relu(F.linear(x, self.fast)))
+            self.fast.mul_(0.5)
+            return y
+
+    assert blocks_of(Fast()) == []
