@@ -10,7 +10,8 @@ from typing import Any
 from twellc.errors import UserError
 from twellc.export.shapes import Profile
 from twellc.export.tensorrt_host import Host, create_network, load_host, make_logger
-from twellc.plugins.registration import register
+from twellc.plugins.library import library_path
+from twellc.plugins.registration import NEEDS_PLUGINS, register
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,12 @@ class Plan:
 
 
 def build_plan(
-    backend: str, onnx_path: Path, plan_path: Path, profiles: list[Profile], progress: Callable[[str], None]
+    backend: str,
+    onnx_path: Path,
+    plan_path: Path,
+    profiles: list[Profile],
+    embed_plugins: bool,
+    progress: Callable[[str], None],
 ) -> Plan:
     """Build a plan and write it.
 
@@ -49,6 +55,7 @@ def build_plan(
         onnx_path: An ONNX file; external data is read from its folder.
         plan_path: Where to write the plan.
         profiles: Optimization profiles.
+        embed_plugins: Put the plugin library into the plan.
         progress: Receives the name of each phase of the build.
 
     Raises:
@@ -70,6 +77,8 @@ def build_plan(
         )  # fmt: skip
     config = builder.create_builder_config()
     config.progress_monitor = _monitor(host, progress)
+    if embed_plugins:
+        config.plugins_to_serialize = [str(library_path())]
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     if any(-1 in tensor.shape for tensor in inputs):
         for ranges in profiles:
@@ -79,6 +88,10 @@ def build_plan(
                 profile.set_shape(tensor.name, shapes.min, shapes.opt, shapes.max)
             config.add_optimization_profile(profile)
     layers = [network.get_layer(i) for i in range(network.num_layers)]
+    plugin_layers = [layer.name for layer in layers if layer.type == trt.LayerType.PLUGIN_V3]
+    if plugin_layers:
+        # The one text in a plan that is ours to choose. A plan may be found without its manifest.
+        network.name = f"{onnx_path.stem}: {NEEDS_PLUGINS}"
     data = builder.build_serialized_network(network, config)
     if data is None:
         raise UserError(
@@ -91,7 +104,7 @@ def build_plan(
         backend={"name": host.name, "version": host.version},
         inputs=[_describe(tensor) for tensor in inputs],
         outputs=[_describe(network.get_output(i)) for i in range(network.num_outputs)],
-        plugin_layers=[layer.name for layer in layers if layer.type == trt.LayerType.PLUGIN_V3],
+        plugin_layers=plugin_layers,
     )
 
 

@@ -43,7 +43,10 @@ def run_plan(host: Host, path: Path, inputs: dict[str, torch.Tensor]) -> list[to
     runtime = trt.Runtime(make_logger(host, messages))
     engine = runtime.deserialize_cuda_engine(path.read_bytes())
     if engine is None:
-        raise UserError(str(path), f"{host.name} {host.version} cannot open the plan ({reasons(messages)})")
+        raise UserError(
+            str(path), f"{host.name} {host.version} cannot open the plan ({reasons(messages)})",
+            fix="If a plugin is missing, `twellc plugins --check` says whether this TensorRT takes the plugins.",
+        )  # fmt: skip
     context = engine.create_execution_context()
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
     tensors: dict[str, torch.Tensor] = {}

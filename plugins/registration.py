@@ -31,6 +31,8 @@ LIBRARIES = (
     "libtensorrt_rtx.so.1",
 )
 
+NEEDS_PLUGINS = "needs the TensorRT plugins in libtwell_plugins.so; `twellc plugins` says where it is"
+
 _CHECK_SECONDS = 120
 
 
@@ -70,6 +72,18 @@ def register(module: ModuleType | None = None) -> list[Registration]:
             expected=" or ".join(names[0] for names in MODULES), fix="Import it first.",
         )  # fmt: skip
     return [_register_in(found) for found in modules]
+
+
+def how_to_register(plan: str) -> dict[str, str]:
+    """Return what makes the plugins known before a plan of this file name is opened, by kind of host."""
+    library = "libtwell_plugins.so"
+    return {
+        "find": "twellc plugins",
+        "python": "import twellc.plugins; twellc.plugins.register()",
+        "trtexec": f"trtexec --dynamicPlugins={library} --loadEngine={plan}",
+        "triton": f"tritonserver --backend-config=tensorrt,plugins={library}",
+        "c++": f'dlopen("{library}", RTLD_NOW), once TensorRT is loaded',
+    }
 
 
 def imported_modules() -> list[ModuleType]:

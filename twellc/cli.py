@@ -77,6 +77,11 @@ def main() -> None:
 @click.option("--report", type=click.Path(path_type=Path), help="Write what was done as JSON.")
 @click.option("--overwrite", is_flag=True, help="Replace existing output files.")
 @click.option("--trust-model", is_flag=True, help="Load an archive that could execute code.")
+@click.option(
+    "--triton", type=click.Path(path_type=Path), metavar="DIR",
+    help="Write the plan into a Triton model repository, with its config.pbtxt, instead of to --output.",
+)  # fmt: skip
+@click.option("--embed-plugins", is_flag=True, help="Put the plugin library into the plan.")
 def compile(profiles: tuple[str, ...], compression: str, **options: Any) -> None:
     """Compile MODEL, a torch.export archive or a Hugging Face directory, into a TensorRT plan.
 
@@ -85,9 +90,18 @@ def compile(profiles: tuple[str, ...], compression: str, **options: Any) -> None
     """
     from twellc.config import CompileOptions
     from twellc.export.shapes import parse_profile
+    from twellc.export.triton import PLAN_NAME, VERSION, model_folder
 
     output, onnx = options.pop("output"), options.pop("onnx")
+    if options["triton"] is not None:
+        if output is not None:
+            raise UserError("--triton", "the plan goes into the repository", got="--output, too", fix="Leave one out.")
+        options["triton"] = model_folder(options["triton"], options["model"])
+        output = options["triton"] / VERSION / PLAN_NAME
     if options["backend"] == "none":
+        for option in ("triton", "embed_plugins"):
+            if options[option]:
+                raise UserError(f"--{option.replace('_', '-')}", "no plan is built", got="--backend none")
         if onnx is None and output is not None and output.suffix == ".onnx":
             onnx = output
         if onnx is None:
@@ -120,6 +134,44 @@ def compile(profiles: tuple[str, ...], compression: str, **options: Any) -> None
         )
     else:
         console.print(f"{onnx}: ONNX, {manifest['settings']['dtype']}; no plan was built", soft_wrap=True)
+
+
+@main.command(cls=_Command)
+@click.option("--check", is_flag=True, help="Register the plugins in every TensorRT that is installed.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.pass_context
+def plugins(context: click.Context, check: bool, as_json: bool) -> None:
+    """Show the plugin library: where it is, its version and its plugins.
+
+    With --check, register them in every TensorRT of this machine, each in a process of its own: in its Python modules,
+    and in the libraries that the dynamic linker finds. Exit status 1 if one of them does not take them.
+    """
+    from twellc.plugins import library
+    from twellc.plugins.registration import check_installed
+
+    version = library.load().twell_version().decode()
+    checks = check_installed() if check else []
+    if as_json:
+        found: dict[str, Any] = {
+            "library": str(library.library_path()),
+            "version": version,
+            "namespace": library.PLUGIN_NAMESPACE,
+            "plugins": [{"name": name, "version": library.PLUGIN_VERSION} for name in library.PLUGIN_NAMES],
+        }
+        if check:
+            found["checks"] = [dataclasses.asdict(each) for each in checks]
+        click.echo(json.dumps(found, indent=2))
+    else:
+        click.echo(f"library    {library.library_path()}")
+        click.echo(f"version    {version}")
+        click.echo(f"namespace  {library.PLUGIN_NAMESPACE}")
+        for name in library.PLUGIN_NAMES:
+            click.echo(f"plugin     {name}, version {library.PLUGIN_VERSION}")
+        for each in checks:
+            click.echo(f"{'ok     ' if each.good else 'FAILED '}    {each.host} {each.version}: {each.state}")
+        if check and not checks:
+            click.echo("no TensorRT is installed")
+    context.exit(0 if all(each.good for each in checks) else 1)
 
 
 @main.command(cls=_Command)

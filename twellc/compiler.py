@@ -12,9 +12,18 @@ from typing import Any
 from twellc.config import CompileOptions
 from twellc.errors import UserError
 from twellc.export.tensorrt_host import choose_host
+from twellc.export.triton import CONFIG_NAME, model_config
 from twellc.files import Outputs
 from twellc.isolation import run_isolated
 from twellc.manifest import make_manifest, manifest_path
+
+EMBEDDED_NOTE = (
+    "the plan carries the plugin library, which is native code: TensorRT loads it only where the program sets "
+    "engine_host_code_allowed, and Triton with version-compatible=true"
+)
+TRITON_WARNING = (
+    "Triton's TensorRT backend runs plans of TensorRT, not of TensorRT-RTX: compile with --backend tensorrt"
+)
 
 
 def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -32,6 +41,8 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
     """
     backend = None if options.backend == "none" else choose_host(options.backend)
     with Outputs(options.overwrite) as outputs:
+        if options.triton is not None and options.output is not None:
+            outputs.make_folder(options.output.parent)
         _check_outputs(options, outputs)
         with _onnx_destination(options, outputs) as onnx_path:
             translation = run_isolated("twellc.translation:translate_to_file", options, onnx_path, progress=progress)
@@ -43,14 +54,18 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
                 plan_file = outputs.stage(options.output)
                 plan = run_isolated(
                     "twellc.export.plan:build_plan", backend, onnx_path, plan_file, translation.profiles,
-                    progress=lambda phase: progress(f"building the plan: {phase}"),
+                    options.embed_plugins, progress=lambda phase: progress(f"building the plan: {phase}"),
                 )  # fmt: skip
             manifest = make_manifest(options, translation, plan, plan_file)
+            manifest["notes"] += [EMBEDDED_NOTE] if manifest["plugins"]["embedded"] else []
+            manifest["warnings"] += [TRITON_WARNING] if options.triton is not None and backend != "tensorrt" else []
         text = json.dumps(manifest, indent=2) + "\n"
         if options.output is not None:
             outputs.stage(manifest_path(options.output)).write_text(text)
         if options.report is not None:
             outputs.stage(options.report).write_text(text)
+        if options.triton is not None and plan is not None:
+            outputs.stage(options.triton / CONFIG_NAME).write_text(model_config(options.triton.name, plan, manifest))
         outputs.commit()
     return manifest
 
@@ -60,6 +75,7 @@ def _check_outputs(options: CompileOptions, outputs: Outputs) -> None:
         "--output": options.output,
         "--onnx": options.onnx,
         "--report": options.report,
+        "--triton": options.triton and options.triton / CONFIG_NAME,
         "manifest": options.output and manifest_path(options.output),
     }
     taken: dict[Path, str] = {}

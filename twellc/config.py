@@ -31,6 +31,8 @@ class CompileOptions:
         report: Where to write the report as JSON.
         overwrite: Whether outputs may replace existing files.
         trust_model: Whether to load an archive that could execute code.
+        triton: The folder of the model in a Triton model repository; `output` lies in it.
+        embed_plugins: Whether the plan carries the plugin library.
     """
 
     model: Path
@@ -46,3 +48,5 @@ class CompileOptions:
     report: Path | None = None
     overwrite: bool = False
     trust_model: bool = False
+    triton: Path | None = None
+    embed_plugins: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -22,6 +23,7 @@ class Outputs:
         self._overwrite = overwrite
         self._folders: dict[Path, Path] = {}
         self._staged: list[tuple[Path, Path]] = []
+        self._created: list[Path] = []
 
     def __enter__(self) -> Outputs:
         return self
@@ -31,6 +33,14 @@ class Outputs:
     ) -> None:
         for folder in self._folders.values():
             shutil.rmtree(folder, ignore_errors=True)
+        for folder in self._created:
+            with contextlib.suppress(OSError):  # it holds something: an output, or what somebody else put there
+                folder.rmdir()
+
+    def make_folder(self, path: Path) -> None:
+        """Create a folder and those above it; without outputs in them they are removed again."""
+        self._created += [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
 
     def check(self, option: str, path: Path) -> None:
         """Fail now rather than after the work is done if `path` cannot be written.

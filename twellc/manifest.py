@@ -12,6 +12,7 @@ from twellc.config import CompileOptions
 from twellc.errors import UserError
 from twellc.files import digest
 from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from twellc.plugins.registration import how_to_register
 
 if TYPE_CHECKING:
     from twellc.export.plan import Plan
@@ -42,7 +43,7 @@ def make_manifest(
         "layers": [asdict(layer) for layer in translation.layers],
         "notes": translation.notes,
         "warnings": translation.warnings,
-        "plugins": {"namespace": PLUGIN_NAMESPACE, "version": PLUGIN_VERSION, "names": used},
+        "plugins": {"namespace": PLUGIN_NAMESPACE, "version": PLUGIN_VERSION, "names": used, "embedded": False},
         "onnx": {"file": options.onnx and options.onnx.name, "sha256": translation.digest},
         "profiles": [{name: asdict(shapes) for name, shapes in profile.items()} for profile in translation.profiles],
         "backend": None,
@@ -51,6 +52,9 @@ def make_manifest(
     if plan is not None and plan_file is not None:
         description = asdict(plan)
         manifest["backend"] = description.pop("backend")
+        if used:
+            manifest["plugins"]["embedded"] = options.embed_plugins
+            manifest["plugins"]["register"] = how_to_register(plan_file.name)
         manifest["plan"] = {
             "file": plan_file.name,
             "bytes": plan_file.stat().st_size,
