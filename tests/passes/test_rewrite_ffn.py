@@ -1,0 +1,303 @@
+"""The rewritten program: its ops and their operands, its parameters, and its values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from tests.models import Gated, Plain, Residual, Written, calls, canonical, eager, rewrite, run
+from tests.tolerance import assert_as_accurate, assert_same
+from twellc.passes.find_ffn import find_ffn_blocks
+from twellc.passes.precision import widen
+from twellc.passes.program import constants_of, tensor_of
+from twellc.passes.rewrite_ffn import rewrite_ffn
+from twellc.plugins.ops import GATED_MLP, MLP
+
+
+def op_in(program: ExportedProgram) -> Node:
+    """Return the only twell op of a program."""
+    (node,) = (n for n in program.graph.nodes if n.target in (GATED_MLP, MLP))
+    return node
+
+
+def operand_tensors(program: ExportedProgram, node: Node) -> list[Tensor | None]:
+    """Return the constants behind the operands after x, None where a bias is absent."""
+    names = constants_of(program)
+    return [None if arg is None else tensor_of(program, names[arg]) for arg in node.args[1:-3]]
+
+
+@pytest.mark.parametrize("biases", ["", "g", "u", "d", "gud"])
+@pytest.mark.parametrize("compression", [1, 8])
+def test_operands_of_gated_mlp(biases: str, compression: int) -> None:
+    module = Residual(Gated(biases=biases, d_ff=24))
+    result = rewrite(canonical(module), compression)
+    node, ffn = op_in(result), module.ffn
+    assert node.target is GATED_MLP
+    assert node.args[-3:] == ("relu", 0.0, compression)
+    (add,) = (n for n in result.graph.nodes if n.target is torch.ops.aten.add.Tensor and n.args[1] == 1)
+    assert node.args[0] is add
+    expected = [ffn.gate.weight, ffn.gate.bias, ffn.up.weight, ffn.up.bias, ffn.down.weight.t(), ffn.down.bias]
+    for actual, wanted in zip(operand_tensors(result, node), expected, strict=True):
+        assert (actual is None) == (wanted is None)
+        if actual is not None:
+            assert torch.equal(actual, wanted)
+            assert actual.is_contiguous()
+
+
+def test_operands_of_mlp() -> None:
+    module = Residual(Plain(biases="ud", d_ff=24, d_out=16))
+    result = rewrite(canonical(module), 4)
+    node, ffn = op_in(result), module.ffn
+    assert node.target is MLP
+    assert node.args[-3:] == ("relu", 0.0, 4)
+    expected = [ffn.up.weight, ffn.up.bias, ffn.down.weight.t(), ffn.down.bias]
+    assert all(torch.equal(a, w) for a, w in zip(operand_tensors(result, node), expected, strict=True))
+
+
+def test_before_and_after() -> None:
+    module, x = nn.Sequential(Residual(Gated(biases="gud")), Residual(Plain())), torch.randn(2, 3, 16)
+    before = canonical(module, x)
+    after = rewrite(before)
+    assert calls(before) == {"linear": 5, "relu": 2, "mul": 1, "add": 4}
+    assert calls(after) == {"gated_mlp": 1, "mlp": 1, "add": 4}
+    assert_same(run(after)[0], eager(module, x)[0])
+    assert calls(before)["linear"] == 5, "the pass works on a copy"
+
+
+def test_idempotent() -> None:
+    once = rewrite(canonical(Residual(Gated())))
+    twice = rewrite(once)
+    assert find_ffn_blocks(once) == []
+    assert [(n.op, n.name, str(n.target)) for n in twice.graph.nodes] == [
+        (n.op, n.name, str(n.target)) for n in once.graph.nodes
+    ]
+
+
+def test_replaced_parameters_are_dropped() -> None:
+    result = rewrite(canonical(Residual(Gated(biases="d"))))
+    assert set(result.state_dict) == {
+        "ffn.gate.weight",
+        "ffn.up.weight",
+        "ffn.down.weight_transposed",
+        "ffn.down.bias",
+    }
+    targets = {spec.target for spec in result.graph_signature.input_specs if spec.target}
+    assert targets == set(result.state_dict)
+
+
+def test_nothing_to_rewrite() -> None:
+    program = canonical(nn.Linear(16, 16), torch.randn(5, 16))
+    result = rewrite_ffn(program, [], 8)
+    assert calls(result) == {"linear": 1}
+    assert_same(run(result)[0], run(program)[0])
+
+
+def test_only_the_chosen_blocks() -> None:
+    program = canonical(nn.Sequential(Residual(Gated()), Residual(Gated())))
+    result = rewrite_ffn(program, find_ffn_blocks(program)[1:], 8)
+    assert calls(result) == {"linear": 3, "relu": 1, "mul": 1, "gated_mlp": 1, "add": 4}
+    assert_same(run(result)[0], run(program)[0])
+
+
+def test_block_that_reads_the_block_before() -> None:
+    module, x = nn.Sequential(Gated(biases="gud"), Gated(), Plain()), torch.randn(2, 3, 16)
+    result = rewrite(canonical(module, x))
+    assert calls(result) == {"gated_mlp": 2, "mlp": 1}
+    assert_same(run(result)[0], eager(module, x)[0])
+
+
+def test_arguments_named_like_builtins() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ffn = Gated()
+
+        def forward(self, input: Tensor, max: Tensor) -> Tensor:
+            return self.ffn(input) + max
+
+    module, inputs = Named(), (torch.randn(5, 16), torch.randn(5, 16))
+    result = rewrite(canonical(module, *inputs))
+    assert [n.name for n in result.graph.find_nodes(op="placeholder")][-2:] == ["input", "max"]
+    assert_same(run(result)[0], eager(module, *inputs)[0])
+
+
+def test_the_output_of_the_program_is_that_of_the_block() -> None:
+    def forward(self: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.ffn(x)
+        return y, x, y
+
+    module, x = Written(forward, ffn=Gated()), torch.randn(5, 16)
+    result = rewrite(canonical(module, x))
+    assert calls(result) == {"gated_mlp": 1}
+    for actual, expected in zip(run(result), eager(module, x), strict=True):
+        assert_same(actual, expected)
+
+
+# ---- weights with several readers ----
+
+
+def share_everything() -> nn.Module:
+    first, second = Gated(biases="d"), Gated(biases="d")
+    second.gate.weight, second.up.weight, second.down.weight = first.gate.weight, first.up.weight, first.down.weight
+    return nn.Sequential(Residual(first), Residual(second))
+
+
+def share_down_with_a_linear() -> nn.Module:
+    ffn = Gated()
+    head = nn.Linear(40, 16, bias=False)
+    head.weight = ffn.down.weight
+    return Written(lambda self, x: self.head(torch.cat([self.ffn(x)] * 3, -1)[..., :40]), ffn=ffn, head=head)
+
+
+def share_up_with_an_embedding() -> nn.Module:
+    ffn, table = Gated(), nn.Embedding(40, 16)
+    table.weight = ffn.up.weight
+    return Written(
+        lambda self, x: self.ffn(x + self.table(torch.arange(3))) @ self.table.weight.t(), ffn=ffn, table=table
+    )
+
+
+def tie_up_and_down() -> nn.Module:
+    ffn = Plain()
+    return Written(
+        lambda self, x: torch.nn.functional.linear(torch.relu(self.ffn.up(x)), self.ffn.up.weight.t()), ffn=ffn
+    )
+
+
+def gate_is_up() -> nn.Module:
+    ffn = Gated()
+    ffn.up.weight = ffn.gate.weight
+    return ffn
+
+
+@pytest.mark.parametrize(
+    "build", [share_everything, share_down_with_a_linear, share_up_with_an_embedding, tie_up_and_down, gate_is_up]
+)
+def test_shared_weights(build: Any) -> None:
+    module, x = build(), torch.randn(2, 3, 16)
+    program = canonical(module, x)
+    blocks = find_ffn_blocks(program)
+    assert blocks
+    assert all(not block.refusal for block in blocks)
+    assert len({block.module for block in blocks}) == len(blocks)
+    result = rewrite(program)
+    assert sum(count for name, count in calls(result).items() if "mlp" in name) == len(blocks)
+    assert_same(run(result)[0], eager(module, x)[0])
+
+
+def test_a_shared_down_weight_is_transposed_once() -> None:
+    result = rewrite(canonical(share_everything()))
+    assert [name for name in result.state_dict if "transposed" in name] == ["1.ffn.down.weight_transposed"]
+
+
+# ---- values ----
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu"])
+def test_low_precision(dtype: torch.dtype, activation: str) -> None:
+    function = {
+        "relu": torch.relu,
+        "relu2": lambda t: torch.relu(t).square(),
+        "fatrelu": lambda t: torch.nn.functional.threshold(t, 0.5, 0.0),
+    }[activation]
+    module = nn.Sequential(Residual(Gated(function, biases="gud")), Residual(Plain(function, biases="ud"))).to(dtype)
+    x = torch.randn(64, 16).to(dtype)
+    program = canonical(module, x)
+    result = rewrite(program)
+    assert calls(result) == {"gated_mlp": 1, "mlp": 1, "add": 4}
+    assert_as_accurate(run(result)[0], run(program)[0], run(widen(program), x.double())[0])
+
+
+@pytest.mark.parametrize("build", [Gated, Plain])
+def test_nan_in_x_reaches_its_row_of_y_only(build: Any) -> None:
+    program = canonical(build(biases="d"), torch.randn(5, 16))
+    x = torch.randn(5, 16)
+    x[1, 3] = torch.nan
+    (y,) = run(rewrite(program), x)
+    assert y[1].isnan().all()
+    assert y[[0, 2, 3, 4]].isfinite().all()
+
+
+def test_inactive_neuron_with_infinite_up_contributes_nothing() -> None:
+    """Dense computes 0 * inf = NaN there; the op does not look at an inactive neuron."""
+    module = Gated(biases="gud")
+    with torch.no_grad():
+        module.gate.weight[7] = 0
+        module.gate.bias[7] = -1
+        module.up.bias[7] = torch.inf
+    x = torch.randn(5, 16)
+    assert eager(module, x)[0].isnan().all()
+    (y,) = run(rewrite(canonical(module, x)))
+    with torch.no_grad():
+        module.up.bias[7] = 0
+    assert_same(y, eager(module, x)[0])
+
+
+def test_active_neuron_with_infinite_up_gives_infinity() -> None:
+    module = Gated(biases="gud")
+    with torch.no_grad():
+        module.gate.weight[7] = 0
+        module.gate.bias[7] = 1
+        module.up.bias[7] = torch.inf
+    x = torch.randn(5, 16)
+    (y,) = run(rewrite(canonical(module, x)))
+    assert torch.equal(y.isinf(), eager(module, x)[0].isinf())
+    assert y.isinf().all()
+
+
+class RandomNet(nn.Module):
+    """A chain of random blocks with residual additions, norms and repeats between them."""
+
+    def __init__(self, layers: list[tuple[str, str, int, str]]) -> None:
+        super().__init__()
+        functions = {"relu": torch.relu, "relu2": lambda t: torch.relu(t) ** 2, "silu": nn.functional.silu}
+        self.around = [around for _, _, _, around in layers]
+        self.blocks = nn.ModuleList(
+            (Gated if variant == "gated" else Plain)(functions[activation], biases="gud", d_ff=d_ff)
+            for variant, activation, d_ff, _ in layers
+        )
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, around in zip(self.blocks, self.around, strict=True):
+            if around == "residual":
+                x = x + block(self.norm(x))
+            elif around == "twice":
+                x = block(block(x)) / 4
+            else:
+                x = block(x)
+        return x
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    layers=st.lists(
+        st.tuples(
+            st.sampled_from(["gated", "plain"]),
+            st.sampled_from(["relu", "relu", "relu2", "silu"]),
+            st.sampled_from([1, 7, 8, 40]),
+            st.sampled_from(["chain", "residual", "twice"]),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    shape=st.sampled_from([(16,), (1, 16), (3, 16), (2, 3, 16)]),
+)
+def test_random_nets(layers: list[tuple[str, str, int, str]], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(5)
+    module, x = RandomNet(layers).double(), torch.randn(shape, dtype=torch.float64)
+    program = canonical(module, x)
+    result = rewrite(program)
+    uses = [(activation, 2 if around == "twice" else 1) for _, activation, _, around in layers]
+    wanted = sum(count for activation, count in uses if activation != "silu")
+    assert sum(count for name, count in calls(result).items() if "mlp" in name) == wanted
+    assert calls(result)["relu"] == 0
+    assert_same(run(result)[0], eager(module, x)[0])
