@@ -1,0 +1,101 @@
+"""The decision for each block, and its reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models import Gated, Plain, Residual, blocks_of
+from twellc.errors import UserError
+from twellc.passes.decide import decide
+from twellc.passes.find_ffn import FfnBlock
+from twellc.plugins.library import MAX_D_FF
+
+X = torch.randn(2, 3, 16).bfloat16()
+
+
+@pytest.fixture(scope="module")
+def blocks() -> list[FfnBlock]:
+    """Three blocks that match, 0.ffn, 1.ffn and 2.ffn, and one with silu."""
+    layers = [Residual(Gated()), Residual(Plain()), Residual(Gated()), Residual(Gated(nn.functional.silu))]
+    return blocks_of(nn.Sequential(*layers).bfloat16(), X)
+
+
+@pytest.mark.parametrize("layers", ["auto", "all"])
+def test_every_match(blocks: list[FfnBlock], layers: str) -> None:
+    result = decide(blocks, layers)
+    assert [(row.module, row.decision, row.matched) for row in result] == [
+        ("0.ffn", "twell", True),
+        ("1.ffn", "twell", True),
+        ("2.ffn", "twell", True),
+        ("3.ffn", "dense", False),
+    ]
+    assert [row.reason for row in result] == ["matches"] * 3 + ["gate activation is silu; TwELL needs a ReLU family"]
+    assert [row.variant for row in result] == ["gated", "plain", "gated", "gated"]
+    assert (result[0].activation, result[0].d_model, result[0].d_ff, result[0].d_out) == ("relu", 16, 40, 16)
+
+
+def test_none(blocks: list[FfnBlock]) -> None:
+    result = decide(blocks, "none")
+    assert {row.decision for row in result} == {"dense"}
+    assert [row.matched for row in result] == [True, True, True, False]
+    assert result[0].reason == "--layers none"
+    assert "silu" in result[3].reason
+
+
+def test_regex_is_searched_in_the_path(blocks: list[FfnBlock]) -> None:
+    result = decide(blocks, r"^[02]\.")
+    assert [row.decision for row in result] == ["twell", "dense", "twell", "dense"]
+    assert result[1].reason == r"not matched by --layers ^[02]\."
+    assert [row.decision for row in decide(blocks, "ffn")] == ["twell"] * 3 + ["dense"]
+
+
+def test_regex_cannot_force_a_refused_block(blocks: list[FfnBlock]) -> None:
+    result = decide(blocks, r"^3\.")
+    assert [row.decision for row in result] == ["dense"] * 4
+    assert "silu" in result[3].reason
+
+
+def test_regex_errors(blocks: list[FfnBlock]) -> None:
+    with pytest.raises(UserError, match=r"--layers: not a regular expression .* got '\('"):
+        decide(blocks, "(")
+    with pytest.raises(UserError, match=r"matches no feed-forward block; got 'layers\.9'; expected one of 0\.ffn"):
+        decide(blocks, "layers.9")
+
+
+def test_no_blocks_at_all() -> None:
+    assert decide([], "auto") == decide([], "layers.9") == []
+
+
+LIMITS: dict[str, tuple[dict[str, Any], str]] = {
+    "float32": ({"dtype": torch.float32}, "computes in float32; the kernels take bfloat16 and float16"),
+    "float64": ({"dtype": torch.float64}, "computes in float64; the kernels take bfloat16 and float16"),
+    "d_ff": ({"d_ff": MAX_D_FF + 1}, "d_ff is 65537; the format holds at most 65536 neurons"),
+    "d_model": ({"d_model": 12}, "d_model is 12; the kernels need a multiple of 8 (16-byte rows)"),
+    "d_out": ({"d_out": 20}, "the output width is 20; the kernels need a multiple of 8 (16-byte rows)"),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_limits_of_the_kernels(blocks: list[FfnBlock], limit: str) -> None:
+    changes, reason = LIMITS[limit]
+    (row,) = decide([replace(blocks[0], **changes)], "all")
+    assert (row.matched, row.decision, row.reason) == (False, "dense", reason)
+
+
+@pytest.mark.parametrize("changes", [{"d_ff": MAX_D_FF}, {"d_ff": 1}, {"dtype": torch.float16}, {"d_model": 8}])
+def test_within_the_limits(blocks: list[FfnBlock], changes: dict[str, Any]) -> None:
+    (row,) = decide([replace(blocks[0], **changes)], "auto")
+    assert (row.matched, row.decision) == (True, "twell")
+
+
+def test_a_model_beyond_the_limits() -> None:
+    """Straight from a graph, not from a changed match."""
+    (narrow,) = decide(blocks_of(Gated(d_model=12).bfloat16(), torch.randn(2, 12).bfloat16()), "auto")
+    assert narrow.reason.startswith("d_model is 12")
+    (wide,) = decide(blocks_of(Gated(), torch.randn(2, 16)), "auto")
+    assert wide.reason.startswith("computes in float32")
