@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.fx import Node
 
@@ -96,7 +97,7 @@ def _parse_simple(node: Node) -> Activation | None:
         return _parse_maximum(node)
     if op is aten.threshold and len(arguments(node)) == 3:
         return _parse_threshold(node, pre)
-    if op is aten.where:
+    if op in (aten.where, aten.masked_fill):
         return _parse_where(node)
     if op in _OTHER:
         return Activation(_OTHER[op], 0.0, pre, (node,))
@@ -133,8 +134,10 @@ def _parse_threshold(node: Node, pre: Node) -> Activation | None:
 
 
 def _parse_where(node: Node) -> Activation | None:
-    """where(x > t, x, 0) and where(x <= t, 0, x); >= and < only for t = 0, where they give the same values."""
+    """where(x > t, x, 0), where(x <= t, 0, x), masked_fill(x, x <= t, 0), and all of them with >= and <."""
     condition, chosen, other = (arguments(node) + (None,) * 3)[:3]
+    if packet(node) is aten.masked_fill:
+        condition, chosen, other = chosen, other, condition
     if not isinstance(condition, Node) or len(arguments(condition)) != 2:
         return None
     keeps_pre = _is_zero(other)
@@ -145,11 +148,19 @@ def _parse_where(node: Node) -> Activation | None:
         threshold = 0
     if pre is None or arguments(condition)[0] is not pre or not isinstance(threshold, int | float) or threshold < 0:
         return None
-    if op is not strict and not (op is loose and threshold == 0):
+    if op not in (strict, loose):
         return None
     assert isinstance(pre, Node)
+    dtype = pre.meta["val"].dtype
+    # The comparison rounds its number to the tensor's dtype, the op does not.
+    threshold = torch.tensor(threshold, dtype=torch.float64).to(dtype).item()
+    if op is loose and threshold > 0:
+        # x >= t is x > the float32 before t, for every x of float32 or a narrower type.
+        if dtype == torch.float64:
+            return None
+        threshold = float(np.nextafter(np.float32(threshold), np.float32(0)))
     zeros = (node for zero in (chosen, other, arguments(condition)[1]) for node in _zeros_shaped_like(zero, pre))
-    return Activation("fatrelu" if threshold else "relu", float(threshold), pre, (node, condition, *zeros))
+    return Activation("fatrelu" if threshold else "relu", threshold, pre, (node, condition, *zeros))
 
 
 def _zeros_shaped_like(argument: object, pre: Node) -> tuple[Node, ...]:

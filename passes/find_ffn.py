@@ -4,14 +4,14 @@
                 └─ linear(Wu, bu) ───────┘                                 hidden [..., d_ff]
     plain    x ─── linear(Wu, bu) ─ act ───────── linear(Wd, bd) ─ y
 
-`linear` stands for aten.linear, or for mm, matmul and addmm with a constant weight; a bias may be a separate add. The
-order of mul's operands is free. Between the nodes there may be operations that change no value and keep rows apart:
+`linear` stands for any product with a constant weight (see `linear.py`), packed gate and up weights included. The order
+of mul's operands is free. Between the nodes there may be operations that change no value and keep rows apart:
 clone, contiguous, alias, dropout in eval, views of the leading dimensions.
 
 A block is *refused*, with a reason, when it has this shape but cannot be rewritten exactly: its activation is not of
 the ReLU family, its hidden tensor has another reader, gate and up read different tensors, the up projection's weight is
-not a constant, a projection is broadcast, or the hidden tensor is cast on its way. What does not have this shape is no
-block at all and is not reported.
+not a constant, a projection is broadcast, or the hidden tensor is cast or normalised on its way. What does not have
+this shape is no block at all and is not reported.
 """
 
 from __future__ import annotations
@@ -24,35 +24,16 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from twellc.passes.activations import Activation, arguments, packet, parse_activation
+from twellc.passes.linear import CASTS, Linear, LinearReader, operand, step, strip, width
 from twellc.passes.program import constants_of
 
 aten = torch.ops.aten
 
-_VALUE_PRESERVING = frozenset(
-    (aten.clone, aten.contiguous, aten.alias, aten.detach, aten.lift_fresh_copy, aten.view, aten.reshape,
-     aten._unsafe_view, aten.flatten, aten.unflatten, aten.squeeze, aten.unsqueeze)
+# What a normalisation of the hidden tensor is made of.
+_NORMALISATION = frozenset(
+    (aten.mul, aten.div, aten.add, aten.sub, aten.pow, aten.square, aten.mean, aten.rsqrt, aten.sqrt, aten.rms_norm,
+     aten.layer_norm, aten.native_layer_norm, *CASTS)
 )  # fmt: skip
-_CASTS = frozenset((aten._to_copy, aten.to))
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A constant that the graph reads: its placeholder, its name, and whether it is stored [in, out]."""
-
-    node: Node
-    name: str
-    in_out: bool = False
-
-
-@dataclass(frozen=True)
-class Linear:
-    """x W^T + b, and the nodes that compute it."""
-
-    node: Node
-    x: Node
-    weight: Weight
-    bias: Weight | None
-    nodes: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
@@ -114,20 +95,27 @@ def find_ffn_blocks(program: ExportedProgram) -> list[FfnBlock]:
     return blocks
 
 
+# Activation, gate (of a plain block: up), up if it is a projection, and the other nodes in between.
+_Parts = tuple[Activation, Linear, Linear | None, tuple[Node, ...]]
+
+
 class _Finder:
     def __init__(self, constants: dict[Node, str]) -> None:
-        self._constants = constants
+        self._reader = LinearReader(constants)
 
     def match(self, node: Node) -> FfnBlock | None:
         """Read `node` as the down projection of a block."""
-        down = self._linear(node)
-        if down is None or _is_part_of_larger_linear(node, self):
+        down = self._reader.linear(node)
+        if down is None or self._reader.is_part_of_larger(node):
             return None
-        hidden = _strip(down.x)
-        was_cast = packet(hidden) in _CASTS
-        while packet(hidden) in _CASTS:
-            hidden = _strip(_operand(hidden))
+        hidden = strip(down.x)
+        was_cast = packet(hidden) in CASTS
+        while packet(hidden) in CASTS:
+            hidden = strip(operand(hidden))
         parts = self._gated(hidden) or self._plain(hidden)
+        was_normalised = parts is None
+        if parts is None:
+            parts = self._behind_normalisation(hidden)
         if parts is None:
             return None
         activation, gate, up, others = parts
@@ -139,6 +127,8 @@ class _Finder:
                 raise _RefusedError(f"{kind} is {activation.name}; TwELL needs a ReLU family")
             if up is None:
                 raise _RefusedError("the other factor of the gate is not a linear projection with constant weights")
+            if was_normalised:
+                raise _RefusedError("a normalisation stands between the hidden tensor and the down projection")
             if was_cast:
                 raise _RefusedError("the hidden tensor is cast before the down projection")
             self._check_types(gate, up, down)
@@ -155,9 +145,9 @@ class _Finder:
             variant="plain" if plain else "gated",
             activation=activation.name,
             threshold=activation.threshold,
-            d_model=_width(some.x),
-            d_ff=_width(down.x),
-            d_out=_width(down.node),
+            d_model=width(some.x),
+            d_ff=width(down.x),
+            d_out=width(down.node),
             dtype=down.x.meta["val"].dtype,
             refusal=refusal,
             gate=None if plain else gate,
@@ -166,29 +156,29 @@ class _Finder:
             x=x,
         )
 
-    def _plain(self, hidden: Node) -> tuple[Activation, Linear, Linear | None, tuple[Node, ...]] | None:
-        activation = parse_activation(hidden, _strip)
+    def _plain(self, hidden: Node) -> _Parts | None:
+        activation = parse_activation(hidden, strip)
         if activation is None or activation.name == "sigmoid":
             return None
-        up = self._linear(_strip(activation.pre))
+        up = self._reader.linear(strip(activation.pre))
         return None if up is None else (activation, up, up, ())
 
-    def _gated(self, hidden: Node) -> tuple[Activation, Linear, Linear | None, tuple[Node, ...]] | None:
+    def _gated(self, hidden: Node) -> _Parts | None:
         if packet(hidden) is not aten.mul or not all(isinstance(arg, Node) for arg in arguments(hidden)):
             return None
-        left, right = (_strip(_operand(hidden, i)) for i in (0, 1))
+        left, right = (strip(operand(hidden, i)) for i in (0, 1))
         if left is right:
             return None
         for gate_side, up_side in ((left, right), (right, left)):
-            activation = parse_activation(gate_side, _strip)
-            gate = None if activation is None else self._linear(_strip(activation.pre))
+            activation = parse_activation(gate_side, strip)
+            gate = None if activation is None else self._reader.linear(strip(activation.pre))
             if activation is None or gate is None:
                 continue
-            other = parse_activation(up_side, _strip)
+            other = parse_activation(up_side, strip)
             if other is None:
-                up = self._linear(up_side)
+                up = self._reader.linear(up_side)
                 return (activation, gate, up, (hidden,)) if up is not None or activation.sparse else None
-            up = self._linear(_strip(other.pre))
+            up = self._reader.linear(strip(other.pre))
             if activation.name == other.name == "relu":
                 both = Activation("drelu", 0.0, activation.pre, activation.nodes + other.nodes)
                 return both, gate, up, (hidden,)
@@ -197,62 +187,19 @@ class _Finder:
                 return Activation(name, 0.0, activation.pre, activation.nodes), gate, up, (hidden,)
         return None
 
-    def _linear(self, node: Node) -> Linear | None:
-        """Read `node` as a product with a constant weight, with or without a bias."""
-        op = packet(node)
-        if op is aten.linear:
-            weight = self._weight(arguments(node)[1])
-            bias = (
-                self._vector(arguments(node)[2])
-                if len(arguments(node)) > 2 and arguments(node)[2] is not None
-                else None
-            )
-            if weight is None or (bias is None and len(arguments(node)) > 2 and arguments(node)[2] is not None):
-                return None
-            return Linear(node, _operand(node), weight, bias, (node,))
-        if op in (aten.mm, aten.matmul):
-            weight = self._weight(arguments(node)[1])
-            if weight is None:
-                return None
-            return Linear(node, _operand(node), _flip(weight), None, (node,))
-        if op is aten.addmm and not node.kwargs:
-            bias, weight = self._vector(arguments(node)[0]), self._weight(arguments(node)[2])
-            if bias is None or weight is None:
-                return None
-            return Linear(node, _operand(node, 1), _flip(weight), bias, (node,))
-        if op is aten.add and len(arguments(node)) == 2 and not node.kwargs:
-            return self._linear_plus_bias(node)
-        return None
-
-    def _linear_plus_bias(self, node: Node) -> Linear | None:
-        for product, constant in (arguments(node), reversed(arguments(node))):
-            bias = self._vector(constant)
-            if bias is None or not isinstance(product, Node):
+    def _behind_normalisation(self, node: Node) -> _Parts | None:
+        """Look for a block behind an RMSNorm or LayerNorm of the hidden tensor, as in BitNet."""
+        pending: list[Node] = [node]
+        visited: set[Node] = set()
+        while pending and len(visited) < 16:
+            node = pending.pop(0)
+            if node in visited or packet(node) not in _NORMALISATION:
                 continue
-            inner_node = _strip(product)
-            inner = None if packet(inner_node) is aten.add else self._linear(inner_node)
-            if inner is not None and inner.bias is None and _width(inner.node) == bias.node.meta["val"].shape[0]:
-                return Linear(node, inner.x, inner.weight, bias, (node, *inner.nodes))
+            visited.add(node)
+            if packet(node) is aten.mul and (parts := self._gated(node)) is not None:
+                return parts
+            pending.extend(map(strip, node.all_input_nodes))
         return None
-
-    def _weight(self, argument: object) -> Weight | None:
-        """Resolve a two-dimensional constant, through a transposition; `in_out` tells how it is stored."""
-        if not isinstance(argument, Node):
-            return None
-        node, transposed = _strip(argument), False
-        while (packet(node) in (aten.t, aten.numpy_T)) or _swaps_two_dims(node):
-            node, transposed = _strip(_operand(node)), not transposed
-        if node not in self._constants or node.meta["val"].dim() != 2:
-            return None
-        return Weight(node, self._constants[node], in_out=transposed)
-
-    def _vector(self, argument: object) -> Weight | None:
-        if not isinstance(argument, Node):
-            return None
-        node = _strip(argument)
-        if node not in self._constants or node.meta["val"].dim() != 1:
-            return None
-        return Weight(node, self._constants[node])
 
     def _check_types(self, *parts: Linear) -> None:
         dtypes = {
@@ -266,23 +213,24 @@ class _Finder:
 
     def _check_widths(self, gate: Linear, up: Linear, down: Linear) -> None:
         """Refuse where broadcasting stretches a projection or a bias, such as one gate value for all neurons."""
-        widths = {_width(gate.node), _width(up.node), _width(down.x)}
+        widths = {width(gate.node), width(up.node), width(down.x)}
         if len(widths) > 1:
             raise _RefusedError(f"its hidden tensors have several widths ({', '.join(map(str, sorted(widths)))})")
         for part in (gate, up, down):
-            if part.bias is not None and _width(part.bias.node) != _width(part.node):
+            whole = part.bias is not None and part.bias.rows is None
+            if part.bias is not None and whole and width(part.bias.node) != width(part.node):
                 raise _RefusedError(f"the bias {part.bias.name} is broadcast")
 
     def _common_input(self, gate: Linear, up: Linear, down: Linear) -> Node:
         """Return the node to read x from: the same values for gate and up, and the leading dimensions of y."""
-        if _root(gate.x) is not _root(up.x):
+        if strip(gate.x) is not strip(up.x):
             raise _RefusedError("gate and up projections read different tensors")
         leading = tuple(down.node.meta["val"].shape[:-1])
         node = up.x
         while True:
             if tuple(node.meta["val"].shape[:-1]) == leading:
                 return node
-            source = _step(node)
+            source = step(node)
             if source is None:
                 raise _RefusedError("the output has other leading dimensions than the input")
             node = source
@@ -297,75 +245,15 @@ class _Finder:
         return ".".join(common or paths[-1]) or node.name
 
 
-def _operand(node: Node, index: int = 0) -> Node:
-    operand = arguments(node)[index]
-    assert isinstance(operand, Node)
-    return operand
-
-
-def _step(node: Node) -> Node | None:
-    """Return the node that `node` takes its values from unchanged, row by row; None if it computes something."""
-    op = packet(node)
-    if op is aten.dropout and (arguments(node)[1] == 0 or arguments(node)[2] is False):
-        return _operand(node)
-    if op not in _VALUE_PRESERVING and op not in _CASTS:
-        return None
-    source = _operand(node)
-    before, after = source.meta.get("val"), node.meta.get("val")
-    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or before.dtype != after.dtype:
-        return None
-    if not before.shape or not after.shape:
-        return None
-    return source if before.shape[-1] == after.shape[-1] else None
-
-
-def _strip(node: Node) -> Node:
-    """Look through value-preserving operations, as far as a constant or a computation."""
-    while (source := _step(node)) is not None:
-        node = source
-    return node
-
-
-_root = _strip
-
-
-def _swaps_two_dims(node: Node) -> bool:
-    if packet(node) is aten.permute:
-        return [dim % 2 for dim in arguments(node)[1]] == [1, 0] and len(arguments(node)[1]) == 2
-    if packet(node) is aten.transpose:
-        return node.meta["val"].dim() == 2 and sorted(dim % 2 for dim in arguments(node)[1:3]) == [0, 1]
-    return False
-
-
-def _flip(weight: Weight) -> Weight:
-    """Mm reads its weight as [in, out], linear as [out, in]."""
-    return Weight(weight.node, weight.name, not weight.in_out)
-
-
-def _width(node: Node) -> int:
-    return int(node.meta["val"].shape[-1])
-
-
-def _is_part_of_larger_linear(node: Node, finder: _Finder) -> bool:
-    """Whether the only reader of this product adds a bias to it, so that the add is the anchor."""
-    readers = list(node.users)
-    while len(readers) == 1 and _step(readers[0]) is not None:
-        readers = list(readers[0].users)
-    if len(readers) != 1 or packet(readers[0]) is not aten.add:
-        return False
-    larger = finder._linear(readers[0])
-    return larger is not None and node in larger.nodes
-
-
 def _interior(inside: set[Node], down: Linear, x: Node) -> Iterator[Node]:
     """Yield the nodes of a block between x and y, the value-preserving ones included; not y itself."""
     pending, visited = [down.node], set()
-    roots = {x, _root(x)}
+    roots = {x, strip(x)}
     while pending:
         node = pending.pop()
         if node in visited or node.op == "placeholder" or node in roots:
             continue
-        if node not in inside and _step(node) is None:
+        if node not in inside and step(node) is None:
             continue
         visited.add(node)
         if node is not down.node:
@@ -376,9 +264,9 @@ def _interior(inside: set[Node], down: Linear, x: Node) -> Iterator[Node]:
 def _check_readers(inside: set[Node], down: Linear, x: Node) -> None:
     """Refuse when something outside of the block reads one of its intermediate tensors."""
     interior = set(_interior(inside, down, x))
-    root = _root(x)
+    root = strip(x)
     for node in interior:
-        if _root(node) is root:
+        if strip(node) is root:
             continue
         for user in node.users:
             if user not in interior and user is not down.node:

@@ -14,7 +14,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from twellc.passes.find_ffn import FfnBlock, Linear, Weight
+from twellc.passes.find_ffn import FfnBlock
+from twellc.passes.linear import Linear, Weight
 from twellc.passes.program import add_parameter, editable, finish, tensor_of
 from twellc.plugins.ops import GATED_MLP, MLP
 
@@ -23,22 +24,30 @@ def rewrite_ffn(program: ExportedProgram, blocks: list[FfnBlock], compression: i
     """Return the program with `blocks`, all of them found in it and without a refusal, rewritten."""
     rewritten = editable(program)
     nodes: dict[str, Node] = {node.name: node for node in rewritten.graph.nodes}
-    arranged: dict[tuple[str, bool], Node] = {}
+    arranged: dict[tuple[Weight, bool], Node] = {}
 
     def arrange(weight: Weight, in_out: bool) -> Node:
         """Return the placeholder that holds the weight stored [in, out] or [out, in], as asked."""
         placeholder = nodes[weight.node.name]
-        if weight.in_out == in_out:
+        if weight.in_out == in_out and weight.rows is None:
             return placeholder
-        key = (weight.name, in_out)
-        if key not in arranged:
-            with torch.no_grad():
-                transposed = tensor_of(rewritten, weight.name).t().contiguous()
-            arranged[key] = add_parameter(rewritten, f"{weight.name}_transposed", transposed, like=placeholder)
-        return arranged[key]
+        if (weight, in_out) not in arranged:
+            tensor, suffix = tensor_of(rewritten, weight.name).detach(), ""
+            if weight.in_out:
+                tensor = tensor.t()
+            if weight.rows is not None:
+                tensor, suffix = tensor[slice(*weight.rows)], "_{}_{}_{}".format(*weight.rows)
+            if in_out:
+                tensor, suffix = tensor.t(), f"{suffix}_transposed"
+            name = f"{weight.name}{suffix or '_transposed'}"
+            # A copy in any case: a slice would keep the packed weight alive.
+            copied = tensor.clone(memory_format=torch.contiguous_format)
+            arranged[weight, in_out] = add_parameter(rewritten, name, copied, like=placeholder)
+        return arranged[weight, in_out]
 
     def bias(linear: Linear) -> Node | None:
-        return None if linear.bias is None else nodes[linear.bias.node.name]
+        # A vector is stored neither way round.
+        return None if linear.bias is None else arrange(linear.bias, in_out=False)
 
     for block in blocks:
         assert not block.refusal and block.up is not None

@@ -30,7 +30,9 @@ from twellc.plugins import library
 def activate(z: Tensor, activation: str, threshold: float) -> Tensor:
     """Apply a TwELL gate activation to pre-activations of any shape; NaN is kept."""
     if activation == "fatrelu":
-        return torch.where(z <= threshold, torch.zeros_like(z), z)
+        # Compared in float32 at least, as the kernels do: bfloat16 would round the threshold first.
+        wide = z.float() if z.dtype in (torch.bfloat16, torch.float16) else z
+        return torch.where(wide <= threshold, torch.zeros_like(z), z)
     r = torch.relu(z)
     return r * r if activation == "relu2" else r
 

@@ -1,0 +1,258 @@
+"""Recognise products with constant weights, in all forms that mean x W^T + b, and look through what changes nothing.
+
+linear(x, W, b)      mm, matmul(x, W^T)      addmm(b, x, W^T)      bmm(x, expand(W^T))      einsum("btd,fd->btf")
+any of them + b      slices, chunks and splits of the last dimension of any of them: the rows of a packed weight
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from twellc.passes.activations import arguments, packet
+
+aten = torch.ops.aten
+
+_VALUE_PRESERVING = frozenset(
+    (aten.clone, aten.contiguous, aten.alias, aten.detach, aten.lift_fresh_copy, aten.view, aten.reshape,
+     aten._unsafe_view, aten.flatten, aten.unflatten, aten.squeeze, aten.unsqueeze)
+)  # fmt: skip
+CASTS = frozenset((aten._to_copy, aten.to))
+_SPLITS = frozenset((aten.chunk, aten.split, aten.split_with_sizes, aten.tensor_split))
+# Dtypes by the values that they can hold: a cast to a later one and back changes nothing.
+_WIDENING = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A constant that the graph reads.
+
+    Attributes:
+        node: Its placeholder.
+        name: Its name.
+        in_out: Whether it is stored [in, out] rather than [out, in].
+        rows: Which of its outputs are meant, as (start, stop, step); None for all.
+    """
+
+    node: Node
+    name: str
+    in_out: bool = False
+    rows: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x W^T + b, and the nodes that compute it."""
+
+    node: Node
+    x: Node
+    weight: Weight
+    bias: Weight | None
+    nodes: tuple[Node, ...]
+
+
+class LinearReader:
+    """Reads nodes of one program as products with constant weights."""
+
+    def __init__(self, constants: dict[Node, str]) -> None:
+        self._constants = constants
+
+    def linear(self, node: Node) -> Linear | None:
+        """Read `node` as a product with a constant weight, with or without a bias."""
+        op, operands = packet(node), arguments(node)
+        if op is aten.linear:
+            return self._product(node, operands[0], self._weight(operands[1]), *operands[2:3])
+        if op in (aten.mm, aten.matmul):
+            return self._product(node, operands[0], _flip(self._weight(operands[1])))
+        if op is aten.bmm:
+            return self._product(node, operands[0], _flip(self._broadcast_weight(operands[1])))
+        if op is aten.addmm and not node.kwargs:
+            return self._product(node, operands[1], _flip(self._weight(operands[2])), operands[0])
+        if op is aten.einsum and len(operands[1]) == 2:
+            return self._einsum(node)
+        if op is aten.add and len(operands) == 2 and not node.kwargs:
+            return self._plus_bias(node)
+        return self._part(node)
+
+    def is_part_of_larger(self, node: Node) -> bool:
+        """Whether the only reader of this product adds its bias, so that the sum is what counts."""
+        readers = list(node.users)
+        while len(readers) == 1 and step(readers[0]) is not None:
+            readers = list(readers[0].users)
+        if len(readers) != 1 or packet(readers[0]) is not aten.add:
+            return False
+        larger = self.linear(readers[0])
+        return larger is not None and node in larger.nodes
+
+    def _product(self, node: Node, x: Node, weight: Weight | None, bias_argument: object = None) -> Linear | None:
+        bias = None if bias_argument is None else self._vector(bias_argument)
+        if weight is None or (bias is None and bias_argument is not None):
+            return None
+        return Linear(node, x, weight, bias, (node,))
+
+    def _plus_bias(self, node: Node) -> Linear | None:
+        for product, constant in (arguments(node), reversed(arguments(node))):
+            bias = self._vector(constant)
+            if bias is None or not isinstance(product, Node):
+                continue
+            inner_node = strip(product)
+            inner = None if packet(inner_node) is aten.add else self.linear(inner_node)
+            if inner is not None and inner.bias is None and width(inner.node) == bias.node.meta["val"].shape[0]:
+                return Linear(node, inner.x, inner.weight, bias, (node, *inner.nodes))
+        return None
+
+    def _einsum(self, node: Node) -> Linear | None:
+        """Read einsum(x, W) with W's two letters: the last of x, which is summed, and a new one, the last of y."""
+        equation, (left, right) = arguments(node)[0].replace(" ", ""), arguments(node)[1]
+        inputs, arrow, result = equation.partition("->")
+        first, _, second = inputs.partition(",")
+        for x_letters, w_letters, x, w in ((first, second, left, right), (second, first, right, left)):
+            weight = self._weight(w)
+            if weight is None or len(w_letters) != 2 or not arrow or not x_letters:
+                continue
+            summed = x_letters[-1]
+            new = w_letters.replace(summed, "", 1)
+            if len(new) == 1 and new not in x_letters and result == x_letters[:-1] + new:
+                return self._product(node, x, weight if w_letters == new + summed else _flip(weight))
+        return None
+
+    def _part(self, node: Node) -> Linear | None:
+        """Read a slice of the last dimension of a product: some rows of a packed weight."""
+        source, rows = _last_dimension_slice(node)
+        if source is None or rows is None:
+            return None
+        whole = self.linear(strip(source))
+        if whole is None or whole.weight.rows is not None or width(whole.node) != width(source):
+            return None
+        bias = None if whole.bias is None else replace(whole.bias, rows=rows)
+        between = (node,) if packet(node) is aten.slice else (node, arguments(node)[0])
+        return Linear(node, whole.x, replace(whole.weight, rows=rows), bias, (*between, *whole.nodes))
+
+    def _weight(self, argument: object) -> Weight | None:
+        """Resolve a two-dimensional constant, through a transposition; `in_out` tells how it is stored."""
+        if not isinstance(argument, Node):
+            return None
+        node, transposed = strip(argument), False
+        while (packet(node) in (aten.t, aten.numpy_T)) or _swaps_two_dims(node):
+            node, transposed = strip(operand(node)), not transposed
+        if node not in self._constants or node.meta["val"].dim() != 2:
+            return None
+        return Weight(node, self._constants[node], in_out=transposed)
+
+    def _broadcast_weight(self, argument: object) -> Weight | None:
+        """Resolve a two-dimensional constant that is repeated over a leading batch dimension."""
+        if not isinstance(argument, Node):
+            return None
+        while packet(argument) is aten.expand or (packet(argument) in _VALUE_PRESERVING and _is_batched(argument)):
+            argument = operand(argument)
+        return self._weight(argument)
+
+    def _vector(self, argument: object) -> Weight | None:
+        if not isinstance(argument, Node):
+            return None
+        node = strip(argument)
+        if node not in self._constants or node.meta["val"].dim() != 1:
+            return None
+        return Weight(node, self._constants[node])
+
+
+def operand(node: Node, index: int = 0) -> Node:
+    """Return an argument of `node` that is a node."""
+    value = arguments(node)[index]
+    assert isinstance(value, Node)
+    return value
+
+
+def width(node: Node) -> int:
+    """Return the size of the last dimension."""
+    return int(node.meta["val"].shape[-1])
+
+
+def step(node: Node) -> Node | None:
+    """Return the node that `node` takes its values from unchanged, row by row; None if it computes something."""
+    op = packet(node)
+    if op is aten.dropout and (arguments(node)[1] == 0 or arguments(node)[2] is False):
+        return operand(node)
+    if op in CASTS:
+        return _cast_source(node)
+    if op not in _VALUE_PRESERVING:
+        return None
+    source = operand(node)
+    before, after = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return None
+    if not before.shape or not after.shape:
+        return None
+    return source if before.shape[-1] == after.shape[-1] else None
+
+
+def strip(node: Node) -> Node:
+    """Look through value-preserving operations, as far as a constant or a computation."""
+    while (source := step(node)) is not None:
+        node = source
+    return node
+
+
+def _cast_source(node: Node) -> Node | None:
+    """Look through a cast that changes no value: to the same dtype, or back from a wider one."""
+    source, dtype = operand(node), node.meta["val"].dtype
+    if source.meta["val"].dtype == dtype:
+        return source
+    while packet(source) not in CASTS and (earlier := step(source)) is not None:
+        source = earlier
+    if packet(source) not in CASTS or source.meta["val"].dtype not in _WIDENING.get(dtype, ()):
+        return None
+    original = operand(source)
+    return original if original.meta["val"].dtype == dtype else None
+
+
+def _last_dimension_slice(node: Node) -> tuple[Node | None, tuple[int, int, int] | None]:
+    """Return the tensor of which `node` is a static slice along the last dimension, and (start, stop, step)."""
+    if packet(node) is aten.slice:
+        source = operand(node)
+        given = arguments(node)[1:]
+        dim, start, stop, by = given + (0, None, None, 1)[len(given) :]
+        last = source.meta["val"].dim() - 1
+        if dim % (last + 1) != last or not all(isinstance(bound, int | None) for bound in (start, stop)):
+            return None, None
+        return source, slice(start, stop, by).indices(width(source))
+    if node.target is not operator.getitem or not isinstance(arguments(node)[0], Node):
+        return None, None
+    split, index = arguments(node)
+    if packet(split) not in _SPLITS:
+        return None, None
+    source = operand(split)
+    dim = split.kwargs.get("dim", arguments(split)[2] if len(arguments(split)) > 2 else 0)
+    last = source.meta["val"].dim() - 1
+    parts = split.meta.get("val")
+    if dim % (last + 1) != last or not isinstance(parts, list | tuple):
+        return None, None
+    sizes = [int(part.shape[-1]) for part in parts]
+    start = sum(sizes[:index])
+    return source, (start, start + sizes[index], 1)
+
+
+def _is_batched(node: Node) -> bool:
+    """Whether a view keeps the last two dimensions."""
+    before, after = operand(node).meta["val"].shape, node.meta["val"].shape
+    return len(before) >= 2 and len(after) >= 2 and tuple(before[-2:]) == tuple(after[-2:])
+
+
+def _swaps_two_dims(node: Node) -> bool:
+    if packet(node) is aten.permute:
+        return [dim % 2 for dim in arguments(node)[1]] == [1, 0] and len(arguments(node)[1]) == 2
+    if packet(node) is aten.transpose:
+        return node.meta["val"].dim() == 2 and sorted(dim % 2 for dim in arguments(node)[1:3]) == [0, 1]
+    return False
+
+
+def _flip(weight: Weight | None) -> Weight | None:
+    """A product with `mm` reads its weight as [in, out], one with `linear` as [out, in]."""
+    return None if weight is None else replace(weight, in_out=not weight.in_out)
