@@ -20,6 +20,14 @@ def relu2_by_mul(t: Tensor) -> Tensor:
     return positive * positive
 
 
+def masked_in_place(t: Tensor) -> Tensor:
+    copy = t.clone()
+    return copy.masked_fill_(copy < 0, 0.0)
+
+
+# x >= t is x > the float32 before t.
+BELOW = float(torch.nextafter(torch.tensor(0.25), torch.tensor(0.0)))
+
 SPELLINGS: dict[str, tuple[str, float, Function]] = {
     "relu": ("relu", 0, torch.relu),
     "module": ("relu", 0, nn.ReLU()),
@@ -51,6 +59,11 @@ SPELLINGS: dict[str, tuple[str, float, Function]] = {
     "threshold": ("fatrelu", 0.25, lambda t: F.threshold(t, 0.25, 0.0)),
     "where > threshold": ("fatrelu", 0.25, lambda t: torch.where(t > 0.25, t, 0.0)),
     "where <= threshold": ("fatrelu", 0.25, lambda t: torch.where(t <= 0.25, 0.0, t)),
+    "where >= threshold": ("fatrelu", BELOW, lambda t: torch.where(t >= 0.25, t, 0.0)),
+    "where < threshold": ("fatrelu", BELOW, lambda t: torch.where(t < 0.25, 0.0, t)),
+    "masked_fill": ("relu", 0, lambda t: t.masked_fill(t <= 0, 0.0)),
+    "masked_fill threshold": ("fatrelu", 0.25, lambda t: t.masked_fill(t <= 0.25, 0.0)),
+    "masked_fill_": ("relu", 0, masked_in_place),
 }
 
 
@@ -133,6 +146,32 @@ def test_relu_times_its_own_input_is_a_gated_block() -> None:
     assert_same(run(rewrite(program))[0], eager(module, x)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("threshold", [0.01, 0.03, 0.1])
+def test_threshold_between_two_low_precision_numbers(dtype: torch.dtype, threshold: float) -> None:
+    """aten.threshold compares with the exact threshold, comparisons with the rounded one; both must be kept."""
+    functions: dict[str, Function] = {
+        "threshold": lambda t: F.threshold(t, threshold, 0.0),
+        "where >": lambda t: torch.where(t > threshold, t, 0.0),
+        "where >=": lambda t: torch.where(t >= threshold, t, 0.0),
+        "masked_fill <": lambda t: t.masked_fill(t < threshold, 0.0),
+    }
+    module = Table(functions).to(dtype)
+    for block in module.plain:
+        nn.init.eye_(block.up.weight)
+        nn.init.zeros_(block.up.bias)
+        nn.init.eye_(block.down.weight)
+    near = torch.tensor(threshold).to(dtype)
+    x = torch.zeros(5, 16, dtype=dtype)
+    x[:, 0] = torch.stack(
+        [near * 0.98, torch.nextafter(near, near * 0), near, torch.nextafter(near, near + 1), near * 2]
+    )
+    program = canonical(module, x)
+    assert {block.activation for block in find_ffn_blocks(program)} == {"fatrelu"}
+    for actual, expected in list(zip(run(rewrite(program)), eager(module, x), strict=True))[len(functions) :]:
+        assert torch.equal(actual, expected)
+
+
 # Activations whose zeros are none, or that have none: named in the refusal.
 REFUSED: dict[str, Function] = {
     "silu": F.silu,
@@ -198,8 +237,6 @@ NO_BLOCK: dict[str, Function] = {
     "maximum with ones": lambda t: torch.maximum(t, torch.ones_like(t)),
     "threshold below zero": lambda t: F.threshold(t, -0.5, 0.0),
     "threshold to another value": lambda t: F.threshold(t, 0.5, 1.0),
-    "where >= threshold": lambda t: torch.where(t >= 0.25, t, 0.0),
-    "where < threshold": lambda t: torch.where(t < 0.25, 0.0, t),
     "where keeps the negative": lambda t: torch.where(t < 0, t, 0.0),
     "where keeps another tensor": lambda t: torch.where(t > 0, t + 1, 0.0),
     "where with ones": lambda t: torch.where(t > 0, t, torch.ones_like(t)),
