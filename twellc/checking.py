@@ -21,6 +21,7 @@ from twellc.export.profiles import InputSpec, input_specs
 from twellc.export.runner import run_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.files import digest
+from twellc.inputs import InputDeclaration
 from twellc.loaders.model import LoadedModel, load_model
 from twellc.manifest import manifest_path, read_manifest
 from twellc.passes.canonicalize import canonicalize
@@ -64,7 +65,12 @@ class _Candidate:
 
 
 def check(
-    model_path: Path, candidate_path: Path, seed: int, trust_model: bool, progress: Callable[[str], None]
+    model_path: Path,
+    candidate_path: Path,
+    seed: int,
+    trust_model: bool,
+    inputs: tuple[InputDeclaration, ...],
+    progress: Callable[[str], None],
 ) -> CheckResult:
     """Compare a candidate with the model that it was made from, on random inputs of several shapes.
 
@@ -72,7 +78,8 @@ def check(
         model_path: The model, as `twellc compile` takes it.
         candidate_path: A rewritten ONNX file, or a plan with its manifest.
         seed: Seed of the inputs.
-        trust_model: Load a model archive that could execute code.
+        trust_model: Load a pickle, or an archive that could execute code.
+        inputs: The inputs of a pickled module.
         progress: Receives the name of each step.
 
     Raises:
@@ -81,12 +88,12 @@ def check(
     if not candidate_path.is_file():
         raise UserError(str(candidate_path), "there is no such file", expected="an ONNX file or a plan")
     if manifest_path(candidate_path).is_file() and candidate_path.suffix != ".onnx":
-        candidate = _open_plan(model_path, candidate_path, trust_model, progress)
+        candidate = _open_plan(model_path, candidate_path, trust_model, inputs, progress)
     else:
         progress("reading the candidate")
         candidate = _open_onnx(candidate_path)
     progress("loading and tracing the model")
-    model = load_model(model_path, trust_model)
+    model = load_model(model_path, trust_model, inputs)
     source = canonicalize(model.program)
     specs = input_specs(source)
     if sorted(candidate.inputs) != sorted(spec.name for spec in specs):
@@ -180,7 +187,13 @@ def _open_onnx(path: Path) -> _Candidate:
     return _Candidate(evaluator.run, evaluator.inputs, settings, "the ONNX graph, in onnx's reference evaluator")
 
 
-def _open_plan(model_path: Path, plan: Path, trust_model: bool, progress: Callable[[str], None]) -> _Candidate:
+def _open_plan(
+    model_path: Path,
+    plan: Path,
+    trust_model: bool,
+    inputs: tuple[InputDeclaration, ...],
+    progress: Callable[[str], None],
+) -> _Candidate:
     progress("reading the manifest")
     manifest = read_manifest(plan)
     settings, profile = manifest["settings"], manifest["profiles"][0]
@@ -188,8 +201,8 @@ def _open_plan(model_path: Path, plan: Path, trust_model: bool, progress: Callab
     obstacle = why_not_here(backend)
     if not obstacle:
         host = load_host(backend)
-        inputs = [tensor["name"] for tensor in manifest["plan"]["inputs"]]
-        return _Candidate(lambda sample: run_plan(host, plan, sample), inputs, settings, "the plan", profile=profile)
+        names = [tensor["name"] for tensor in manifest["plan"]["inputs"]]
+        return _Candidate(lambda sample: run_plan(host, plan, sample), names, settings, "the plan", profile=profile)
     note = f"the plan itself was NOT run: {obstacle}"
     expected = manifest["onnx"]["sha256"]
     kept = plan.parent / str(manifest["onnx"]["file"])
@@ -197,7 +210,7 @@ def _open_plan(model_path: Path, plan: Path, trust_model: bool, progress: Callab
     if kept.is_file() and digest(kept, *([data] if data.is_file() else [])) == expected:
         candidate, source = _open_onnx(kept), f"{kept.name}, the ONNX graph that it was built from"
     else:
-        options = CompileOptions(model_path, backend="none", trust_model=trust_model, **settings)
+        options = CompileOptions(model_path, backend="none", trust_model=trust_model, inputs=inputs, **settings)
         translation = translate(options, progress)
         with tempfile.TemporaryDirectory(prefix="twellc-") as folder:
             written = save_onnx(translation.graph, Path(folder) / "model.onnx")

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from twellc import __version__
 from twellc.errors import UserError
+from twellc.inputs import parse_input
 
 if TYPE_CHECKING:
     from twellc.checking import CheckResult
@@ -38,6 +39,13 @@ class _Command(click.Command):
             if error.errno is None or error.filename is None:
                 raise
             raise click.UsageError(f"{error.filename}: {error.strerror}.", ctx=None) from error
+
+
+_trust_model = click.option("--trust-model", is_flag=True, help="Load a pickle, or an archive that could execute code.")
+_inputs = click.option(
+    "--input", "inputs", multiple=True, metavar="NAME:DTYPE[DIM,...]",
+    help="An input of a pickled module, such as x:float32[batch,sequence,512]; a name stands for a dynamic dimension.",
+)  # fmt: skip
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -76,14 +84,15 @@ def main() -> None:
 @click.option("--dump-graphs", type=click.Path(path_type=Path), help="Folder for the graph after each pass.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write what was done as JSON.")
 @click.option("--overwrite", is_flag=True, help="Replace existing output files.")
-@click.option("--trust-model", is_flag=True, help="Load an archive that could execute code.")
+@_trust_model
+@_inputs
 @click.option(
     "--triton", type=click.Path(path_type=Path), metavar="DIR",
     help="Write the plan into a Triton model repository, with its config.pbtxt, instead of to --output.",
 )  # fmt: skip
 @click.option("--embed-plugins", is_flag=True, help="Put the plugin library into the plan.")
-def compile(profiles: tuple[str, ...], compression: str, **options: Any) -> None:
-    """Compile MODEL, a torch.export archive or a Hugging Face directory, into a TensorRT plan.
+def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str, **options: Any) -> None:
+    """Compile MODEL, a torch.export archive, a Hugging Face directory or a pickled module, into a TensorRT plan.
 
     Every feed-forward block with a ReLU is rewritten into a TwELL plugin; all else stays as it is. Ends with a table of
     the blocks and what became of them. Exit status 2: the input is bad, and nothing was written.
@@ -115,7 +124,7 @@ def compile(profiles: tuple[str, ...], compression: str, **options: Any) -> None
         manifest = compile_model(
             CompileOptions(
                 output=output, onnx=onnx, profiles=tuple(map(parse_profile, profiles)), compression=int(compression),
-                **options,
+                inputs=tuple(map(parse_input, inputs)), **options,
             ),
             progress,
         )  # fmt: skip
@@ -178,8 +187,9 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Precision to judge a model in; default as in compile.")
-@click.option("--trust-model", is_flag=True, help="Load an archive that could execute code.")
-def inspect(target: Path, as_json: bool, dtype: str | None, trust_model: bool) -> None:
+@_trust_model
+@_inputs
+def inspect(target: Path, as_json: bool, dtype: str | None, trust_model: bool, inputs: tuple[str, ...]) -> None:
     """Show the feed-forward blocks of TARGET, a model or a plan, and what becomes of each.
 
     A plan is read through its manifest, so no GPU is needed.
@@ -187,7 +197,7 @@ def inspect(target: Path, as_json: bool, dtype: str | None, trust_model: bool) -
     with _progress() as progress:
         from twellc.inspection import inspect_target
 
-        found = inspect_target(target, dtype, trust_model, progress)
+        found = inspect_target(target, dtype, trust_model, tuple(map(parse_input, inputs)), progress)
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
@@ -201,9 +211,18 @@ def inspect(target: Path, as_json: bool, dtype: str | None, trust_model: bool) -
 @click.argument("candidate", type=click.Path(path_type=Path))
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--trust-model", is_flag=True, help="Load an archive that could execute code.")
+@_trust_model
+@_inputs
 @click.pass_context
-def check(context: click.Context, model: Path, candidate: Path, seed: int, as_json: bool, trust_model: bool) -> None:
+def check(
+    context: click.Context,
+    model: Path,
+    candidate: Path,
+    seed: int,
+    as_json: bool,
+    trust_model: bool,
+    inputs: tuple[str, ...],
+) -> None:
     """Compare CANDIDATE, a rewritten ONNX file or a plan, with the MODEL that it was made from.
 
     Both run on random inputs of several shapes, beside the model in float64 (the truth) and the plain low-precision
@@ -215,7 +234,7 @@ def check(context: click.Context, model: Path, candidate: Path, seed: int, as_js
     with _progress() as progress:
         from twellc.checking import check
 
-        result = check(model, candidate, seed, trust_model, progress)
+        result = check(model, candidate, seed, trust_model, tuple(map(parse_input, inputs)), progress)
     if as_json:
         click.echo(json.dumps({**dataclasses.asdict(result), "within": result.within}, indent=2))
     else:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twellc.export.shapes import ShapeRange
+from twellc.inputs import InputDeclaration
 
 # Names of the options and of torch's dtypes.
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -30,7 +31,8 @@ class CompileOptions:
         dump_graphs: A folder for the graph after each pass.
         report: Where to write the report as JSON.
         overwrite: Whether outputs may replace existing files.
-        trust_model: Whether to load an archive that could execute code.
+        trust_model: Whether to load a pickle, or an archive that could execute code.
+        inputs: The inputs of a pickled module.
         triton: The folder of the model in a Triton model repository; `output` lies in it.
         embed_plugins: Whether the plan carries the plugin library.
     """
@@ -48,5 +50,6 @@ class CompileOptions:
     report: Path | None = None
     overwrite: bool = False
     trust_model: bool = False
+    inputs: tuple[InputDeclaration, ...] = ()
     triton: Path | None = None
     embed_plugins: bool = False

@@ -8,17 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from twellc.errors import UserError
+from twellc.inputs import InputDeclaration
 from twellc.loaders.model import load_model
 from twellc.manifest import manifest_path, read_manifest
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import decide
 from twellc.passes.find_ffn import find_ffn_blocks
 from twellc.passes.precision import lower, parameter_dtypes
-from twellc.translation import choose_dtype, torch_dtype
+from twellc.translation import activation_notes, choose_dtype, torch_dtype
 
 
 def inspect_target(
-    target: Path, dtype: str | None, trust_model: bool, progress: Callable[[str], None]
+    target: Path,
+    dtype: str | None,
+    trust_model: bool,
+    inputs: tuple[InputDeclaration, ...],
+    progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """Return what is known of a model or a plan, with `layers` and `notes` always among it.
 
@@ -31,7 +36,7 @@ def inspect_target(
         progress("reading the manifest")
         return {"kind": "plan", **read_manifest(target)}
     progress("loading and tracing the model")
-    model = load_model(target, trust_model)
+    model = load_model(target, trust_model, inputs)
     chosen, notes = choose_dtype(model, dtype)
     progress("looking for feed-forward blocks")
     program = canonicalize(model.program)
@@ -43,5 +48,5 @@ def inspect_target(
         "kind": model.kind,
         "dtype": chosen,
         "layers": [asdict(layer) for layer in layers],
-        "notes": model.notes + notes,
+        "notes": model.notes + notes + activation_notes(model, layers),
     }

@@ -25,6 +25,8 @@ from twellc.passes.precision import parameter_dtypes
 
 AUTO_NOTE = "--layers auto rewrites every match: no sparsity was measured, so speed is not known"
 METADATA_KEY = "twellc"
+# Other names of activations in Hugging Face configs.
+_SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "squared_relu": "relu2"}
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,12 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
         UserError: The model cannot be loaded, rewritten as asked (`strict`, `layers`) or translated.
     """
     progress("loading and tracing the model")
-    model = load_model(options.model, options.trust_model)
+    model = load_model(options.model, options.trust_model, options.inputs)
     dtype, notes = choose_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
     rewritten = run_passes(model.program, torch_dtype(dtype), options.layers, options.compression, options.dump_graphs)
     warnings = check_matches(rewritten.layers, options)
+    notes = [*notes, *activation_notes(model, rewritten.layers)]
     progress("exporting to ONNX")
     names = [spec.name for spec in input_specs(rewritten.program)]
     graph = export_onnx(rewritten.program, names, model.output_names, model.dimension_names)
@@ -128,6 +131,17 @@ def choose_dtype(model: LoadedModel, requested: str | None) -> tuple[str, list[s
     if requested is not None:
         return requested, [f"the model is in {own}; compiled in {DTYPES[requested]} as asked"]
     return "bf16", [f"the model is in {own}; compiled in bfloat16 (--dtype changes it)"]
+
+
+def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:
+    """Point out a config whose activation is not the one that the graph computes; the graph is what counts."""
+    declared = _SAME_ACTIVATION.get(model.declared_activation, model.declared_activation)
+    found = sorted({layer.activation for layer in layers})
+    if not declared or not found or any(declared in name for name in found):
+        return []
+    return [
+        f"config.json says the activation is {model.declared_activation}, but the graph computes {', '.join(found)}"
+    ]
 
 
 def check_matches(layers: list[Layer], options: CompileOptions) -> list[str]:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from twellc.errors import UserError
+from twellc.loaders import sparselm
 from twellc.loaders.archive import output_names
 from twellc.loaders.model import LoadedModel
+from twellc.loaders.tracing import trace
 
 _LARGEST_BATCH = 65536
 _DEFAULT_BATCH = (1, 1, 8)
@@ -29,11 +31,14 @@ def load_directory(path: Path) -> LoadedModel:
         UserError: The directory is incomplete, needs remote code, or holds a model that cannot be traced.
     """
     config = _read_config(path)
-    _check_weights(path)
+    files = _weight_files(path)
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if config.get("model_type") == sparselm.MODEL_TYPE:
+        model = _load_weights(transformers.LlamaForCausalLM, path, **sparselm.as_llama(config, files))
+        return _trace(path, model, config)
     architecture = (config.get("architectures") or [None])[0]
     model_class = getattr(transformers, str(architecture), None)
     if architecture is None or not isinstance(model_class, type):
@@ -44,9 +49,6 @@ def load_directory(path: Path) -> LoadedModel:
             expected="the name of a transformers class under `architectures`",
         )
     model = _load_weights(model_class, path)
-    for module in model.modules():
-        if hasattr(module, "config"):
-            module.config.use_cache = False
     return _trace(path, model, config)
 
 
@@ -69,8 +71,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _check_weights(path: Path) -> None:
-    """Check that the weights are safetensors inside of the folder."""
+def _weight_files(path: Path) -> list[Path]:
+    """Return the weights' files after checking that they are safetensors inside of the folder."""
     index = path / "model.safetensors.index.json"
     files = {"model.safetensors"}
     if index.is_file():
@@ -84,14 +86,17 @@ def _check_weights(path: Path) -> None:
             raise UserError(str(index), "names a file outside of its folder", got=repr(name))
         if not file.is_file():
             raise UserError(str(file), "the weights are missing", expected="safetensors")
+    return [path / str(name) for name in sorted(files)]
 
 
-def _load_weights(model_class: Any, path: Path) -> Any:
+def _load_weights(model_class: Any, path: Path, **instead: Any) -> Any:
+    """Load a model from its folder, or from a configuration and tensors given `instead` of what is there."""
+    source = {"pretrained_model_name_or_path": None if instead else path, "dtype": "auto", **instead}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, info = model_class.from_pretrained(
-                path, local_files_only=True, use_safetensors=True, dtype="auto", output_loading_info=True
+                **source, local_files_only=True, use_safetensors=True, output_loading_info=True
             )
     except Exception as error:  # transformers and safetensors raise what they like for a damaged folder
         raise UserError(
@@ -114,6 +119,9 @@ def _trace(path: Path, model: Any, config: dict[str, Any]) -> LoadedModel:
             got=f"main input {model.main_input_name}", expected="input_ids",
             fix="Export it with torch.export.save and compile that archive.",
         )  # fmt: skip
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False
     longest = next((int(config[key]) for key in ("max_position_embeddings", "n_positions") if config.get(key)), 1 << 20)
     length = min(_TRACED_SEQUENCE, longest)
     ids = torch.ones(_TRACED_BATCH, length, dtype=torch.int64)
@@ -125,18 +133,8 @@ def _trace(path: Path, model: Any, config: dict[str, Any]) -> LoadedModel:
         # Another length than the encoder's: torch.export gives equal sizes one symbol.
         inputs["decoder_input_ids"] = ids[:, : length // 2]
         shapes["decoder_input_ids"] = {0: batch, 1: torch.export.Dim("decoder_sequence", min=1, max=longest)}
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            # Comparisons between the lengths of encoder and decoder (masks in T5) become assertions, not constraints.
-            program = torch.export.export(
-                model, (), inputs, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True
-            )
-    except Exception as error:  # torch.export raises what the model's code raises
-        raise UserError(
-            str(path), f"torch.export cannot trace the model ({str(error).strip().splitlines()[0]})",
-            fix="Mixture-of-experts and other data-dependent models cannot be exported as they are.",
-        ) from error  # fmt: skip
+    fix = "Mixture-of-experts and other data-dependent models cannot be exported as they are."
+    program = trace(path, model, inputs, shapes, fix)
     default = (1, min(128, longest), min(_DEFAULT_SEQUENCE, longest))
     names: dict[str, str] = {}
     ranges = {}
@@ -155,5 +153,6 @@ def _trace(path: Path, model: Any, config: dict[str, Any]) -> LoadedModel:
         dimension_names=names,
         dimension_ranges=ranges,
         vocabulary=vocabulary,
+        declared_activation=str(config.get("hidden_act") or config.get("activation_function") or ""),
         language_model=logits and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")),
     )

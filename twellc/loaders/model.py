@@ -11,6 +11,7 @@ import torch
 from torch.export import ExportedProgram
 
 from twellc.errors import UserError
+from twellc.inputs import InputDeclaration
 
 DimensionRange = tuple[int, int, int]
 
@@ -28,6 +29,7 @@ class LoadedModel:
         dimension_ranges: (min, opt, max) of the default optimization profile, by symbol.
         vocabulary: Number of token ids, for making inputs; None where no input holds token ids.
         language_model: Whether its first output holds logits over the vocabulary.
+        declared_activation: The activation that a config.json names; empty without one.
         notes: What the user should hear about how it was loaded.
     """
 
@@ -39,43 +41,55 @@ class LoadedModel:
     dimension_ranges: dict[str, DimensionRange] = field(default_factory=dict)
     vocabulary: int | None = None
     language_model: bool = False
+    declared_activation: str = ""
     notes: list[str] = field(default_factory=list)
 
 
-def load_model(path: Path, trust_model: bool) -> LoadedModel:
+def load_model(path: Path, trust_model: bool, inputs: tuple[InputDeclaration, ...] = ()) -> LoadedModel:
     """Load a model of any supported kind; files are told apart by their content, not by their names.
 
     Args:
-        path: A torch.export archive or a Hugging Face directory.
-        trust_model: Load an archive that could execute code, too.
+        path: A torch.export archive, a Hugging Face directory or a pickled module.
+        trust_model: Load a pickle, or an archive that could execute code, too.
+        inputs: The inputs of a pickled module.
 
     Raises:
         UserError: There is no such model, or it cannot be loaded.
     """
     from twellc.loaders.archive import load_archive
     from twellc.loaders.huggingface import load_directory
+    from twellc.loaders.pickled import load_pickle
 
     if not path.exists():
         raise UserError(str(path), "there is no such file or folder", expected=_EXPECTED)
-    if path.is_dir():
+    kind = "directory" if path.is_dir() else _sniff(path)
+    if kind == "pickle":
+        return load_pickle(path, trust_model, inputs)
+    if inputs:
+        raise UserError(
+            "--input", "only a pickled module needs its inputs declared", got=f"{path}, another kind of model"
+        )
+    if kind == "directory":
         return load_directory(path)
-    kind = _sniff(path)
     if kind == "archive":
         return load_archive(path, trust_model)
     raise UserError(str(path), f"not a model that twellc reads ({kind})", expected=_EXPECTED)
 
 
-_EXPECTED = "a torch.export archive (torch.export.save) or a Hugging Face directory (config.json and safetensors)"
+_EXPECTED = (
+    "a torch.export archive (torch.export.save), a Hugging Face directory (config.json and safetensors) "
+    "or a pickled module"
+)
 
 
 def _sniff(path: Path) -> str:
-    """Return `archive`, or say what the file is instead."""
+    """Return `archive` or `pickle`, or say what the file is instead."""
     if path.stat().st_size == 0:
         return "the file is empty"
     if not zipfile.is_zipfile(path):
         head = path.read_bytes()[:8] if path.stat().st_size < 8 else path.open("rb").read(8)
         if head.startswith(b"\x80"):
-            return "a pickle; pickles execute code"
+            return "pickle"
         if head.startswith(b"PK"):
             return "a truncated or damaged zip archive"
         return "neither an archive nor a directory"
@@ -89,7 +103,7 @@ def _sniff(path: Path) -> str:
     if "constants.pkl" in names:
         return "a TorchScript archive; export the module with torch.export instead"
     if "data.pkl" in names:
-        return "a torch.save pickle, of a module or of bare weights; save a torch.export archive instead"
+        return "pickle"
     return "a zip archive without a torch.export program"
 
 

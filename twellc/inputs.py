@@ -1,0 +1,38 @@
+"""How a user declares the inputs of a module that was not traced yet."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from twellc.errors import UserError
+
+DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
+
+
+@dataclass(frozen=True)
+class InputDeclaration:
+    """An input: a parameter of `forward`, its dtype, and its shape, where a name stands for a dynamic dimension."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+def parse_input(text: str) -> InputDeclaration:
+    """Parse `NAME:DTYPE[DIM,…]`, such as `x:float32[batch,sequence,512]`.
+
+    Raises:
+        UserError: The text does not have this form.
+    """
+    found = re.fullmatch(r"([A-Za-z_]\w*):(\w+)\[([\w, ]*)\]", text)
+    if found is None or found[2] not in DTYPES:
+        raise UserError(
+            "--input", "not an input", got=repr(text),
+            expected=f"NAME:DTYPE[DIM,...] with a dtype of {', '.join(DTYPES)} and dims that are sizes or names",
+        )  # fmt: skip
+    dims = [dim.strip() for dim in found[3].split(",") if dim.strip()]
+    shape = tuple(int(dim) if dim.isdigit() else dim for dim in dims)
+    if any(dim == 0 or (isinstance(dim, str) and not dim.isidentifier()) for dim in shape):
+        raise UserError("--input", "not a shape", got=repr(text), expected="sizes from 1, or names")
+    return InputDeclaration(found[1], found[2], shape)

@@ -1,0 +1,62 @@
+"""SparseLM (Sakana AI): ReLU-gated Llamas that transformers has no class for.
+
+Their config.json says `hidden_act: silu`, while the model type `llama_sparse_relu` means ReLU. Their checkpoints name
+the projections as Llama does, or `gate_weight` [d_model, d_ff], `up_weight` [d_ff, d_model] and `down_weight`
+[d_ff, d_model], and hold counters of the training besides.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twellc.errors import UserError
+
+MODEL_TYPE = "llama_sparse_relu"
+_COUNTERS = ("tracker.", "metrics_accumulator.")
+_BARE_WEIGHT = re.compile(r"(.*\.mlp)\.(gate|up|down)_weight")
+
+
+def as_llama(config: dict[str, Any], files: list[Path]) -> dict[str, Any]:
+    """Return `config`, `state_dict` and `dtype` to make a LlamaForCausalLM of a SparseLM checkpoint.
+
+    Raises:
+        UserError: A file is no safetensors file, or a projection has an unexpected shape.
+    """
+    from transformers import LlamaConfig
+
+    kept = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
+    llama = LlamaConfig(**{**kept, "hidden_act": "relu"})
+    tensors = {}
+    for file in files:
+        for name, tensor in _load_file(file).items():
+            if not any(counter in name for counter in _COUNTERS):
+                renamed, arranged = _as_linear(name, tensor, llama.hidden_size, llama.intermediate_size)
+                tensors[renamed] = arranged
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    return {"config": llama, "state_dict": tensors, "dtype": dtypes.pop() if len(dtypes) == 1 else torch.float32}
+
+
+def _load_file(file: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise UserError(str(file), f"is no safetensors file ({error})") from error
+
+
+def _as_linear(name: str, tensor: torch.Tensor, d_model: int, d_ff: int) -> tuple[str, torch.Tensor]:
+    """Return a tensor with the name and the shape, [out, in], that it has in a Llama."""
+    found = _BARE_WEIGHT.fullmatch(name)
+    if found is None:
+        return name, tensor
+    block, projection = found[1], found[2]
+    stored = (d_model, d_ff) if projection == "gate" else (d_ff, d_model)
+    if tuple(tensor.shape) != stored:
+        raise UserError(f"weight {name}", "has an unexpected shape", got=str(tuple(tensor.shape)), expected=str(stored))
+    return f"{block}.{projection}_proj.weight", tensor if projection == "up" else tensor.t().contiguous()

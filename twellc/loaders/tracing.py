@@ -1,0 +1,50 @@
+"""Trace modules with torch.export."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from twellc.errors import UserError
+
+
+def trace(
+    path: Path, module: torch.nn.Module, inputs: dict[str, torch.Tensor], shapes: dict[str, dict[int, Any]], fix: str
+) -> ExportedProgram:
+    """Trace a module.
+
+    Args:
+        path: Where it came from, for the message.
+        module: The module, in eval mode.
+        inputs: Example inputs by parameter of `forward`.
+        shapes: The dynamic dimensions (torch.export.Dim) of each input, by axis.
+        fix: What to do where it cannot be traced.
+
+    Raises:
+        UserError: It cannot be traced.
+    """
+    log = logging.getLogger("torch")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            # Comparisons of two lengths (masks in T5) become assertions instead of constraints on the lengths.
+            return torch.export.export(
+                module,
+                (),
+                inputs,
+                dynamic_shapes=shapes,
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+    except Exception as error:  # torch.export raises what the module's code raises
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(str(path), f"torch.export cannot trace the model ({reason})", fix=fix) from error
+    finally:
+        log.setLevel(level)
