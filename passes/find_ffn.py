@@ -106,8 +106,8 @@ class _Finder:
     def match(self, node: Node) -> FfnBlock | None:
         """Read `node` as the down projection of a block."""
         down = self._reader.linear(node)
-        if down is None or self._reader.is_part_of_larger(node):
-            return None
+        if down is None or down.weight.rows is not None or self._reader.is_part_of_larger(node):
+            return None  # of a sliced down projection the whole is the anchor
         hidden = strip(down.x)
         was_cast = packet(hidden) in CASTS
         while packet(hidden) in CASTS:

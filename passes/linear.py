@@ -95,6 +95,9 @@ class LinearReader:
         bias = None if bias_argument is None else self._vector(bias_argument)
         if weight is None or (bias is None and bias_argument is not None):
             return None
+        sizes = tuple(weight.node.meta["val"].shape)
+        if (sizes if weight.in_out else sizes[::-1]) != (width(x), width(node)):
+            return None  # a view that gives each batch a weight of its own
         return Linear(node, x, weight, bias, (node,))
 
     def _plus_bias(self, node: Node) -> Linear | None:
@@ -130,6 +133,8 @@ class LinearReader:
             return None
         whole = self.linear(strip(source))
         if whole is None or whole.weight.rows is not None or width(whole.node) != width(source):
+            return None
+        if whole.bias is not None and width(whole.bias.node) != width(whole.node):
             return None
         bias = None if whole.bias is None else replace(whole.bias, rows=rows)
         between = (node,) if packet(node) is aten.slice else (node, arguments(node)[0])
