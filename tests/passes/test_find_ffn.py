@@ -109,6 +109,27 @@ FORMS: dict[str, tuple[str, str, Form]] = {
             F.dropout(torch.relu(F.linear(x, m.gate)) * F.linear(x, m.up), 0.5, training=False), m.down
         ),
     ),
+    "einsum": (
+        "gated",
+        "",
+        lambda m, x: torch.einsum(
+            "btf,df->btd",
+            torch.relu(torch.einsum("btd,fd->btf", x, m.gate)) * torch.einsum("df,...d->...f", m.up_t, x),
+            m.down,
+        ),
+    ),
+    "bmm": (
+        "plain",
+        "",
+        lambda m, x: torch.bmm(
+            torch.relu(torch.bmm(x, m.up_t.unsqueeze(0).expand(2, -1, -1))), m.down.t()[None].expand(2, D_FF, D_MODEL)
+        ),
+    ),
+    "a cast to a wider dtype and back": (
+        "plain",
+        "",
+        lambda m, x: F.linear(torch.relu(F.linear(x, m.up)).double().float(), m.down),
+    ),
     "a cast to the same dtype": (
         "plain",
         "",
@@ -185,6 +206,73 @@ def test_sizes_known_only_at_run_time() -> None:
     assert [block.refusal for block in find_ffn_blocks(program)] == [""]
     for rows_in in (x, x.abs(), -x.abs()):
         assert_same(run(rewrite(program), rows_in)[0], eager(module, rows_in)[0])
+
+
+# ---- packed gate and up ----
+
+
+class Packed(nn.Module):
+    """One projection for gate and up; `form` takes the module and its output."""
+
+    def __init__(self, form: Form, width: int = 2 * D_FF) -> None:
+        super().__init__()
+        self.form = form
+        self.gate_up, self.down = nn.Linear(16, width), nn.Linear(D_FF, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self, self.gate_up(x))
+
+
+def gated_down(module: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+    return module.down(torch.relu(gate) * up)
+
+
+PACKED: dict[str, Form] = {
+    "chunk": lambda m, h: gated_down(m, *h.chunk(2, -1)),
+    "chunk, up first": lambda m, h: gated_down(m, *reversed(h.chunk(2, -1))),
+    "split": lambda m, h: gated_down(m, *h.split(D_FF, dim=-1)),
+    "split with sizes": lambda m, h: gated_down(m, *h.split([D_FF, D_FF], dim=2)),
+    "tensor_split": lambda m, h: gated_down(m, *h.tensor_split(2, -1)),
+    "slices": lambda m, h: gated_down(m, h[..., :D_FF], h[..., D_FF:]),
+    "interleaved": lambda m, h: gated_down(m, h[..., ::2], h[..., 1::2]),
+    "narrow": lambda m, h: gated_down(m, h.narrow(-1, 0, D_FF), h.narrow(-1, D_FF, D_FF)),
+    "overlapping": lambda m, h: gated_down(m, h[..., :D_FF], h[..., 20 : 20 + D_FF]),
+}
+
+
+@pytest.mark.parametrize("form", PACKED)
+def test_packed(form: str) -> None:
+    module, x = Packed(PACKED[form]), torch.randn(2, 3, 16)
+    program = canonical(module, x)
+    (block,) = find_ffn_blocks(program)
+    assert (block.variant, block.d_ff, block.refusal) == ("gated", D_FF, "")
+    result = rewrite(program)
+    assert calls(result) == {"gated_mlp": 1}
+    assert sum(t.numel() for t in result.state_dict.values()) == sum(p.numel() for p in module.parameters())
+    assert_same(run(result)[0], eager(module, x)[0])
+
+
+def test_packed_with_a_part_that_is_read_elsewhere() -> None:
+    def three(module: nn.Module, h: Tensor) -> Tensor:
+        gate, up, rest = h.chunk(3, -1)
+        return gated_down(module, gate, up) + rest.mean()
+
+    (block,) = blocks_of(Packed(three, 3 * D_FF))
+    assert "is also read by" in block.refusal
+
+
+def test_a_sliced_output_is_one_block() -> None:
+    """As in a network that gives scale and shift of a norm: the whole down projection is the block."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        shift, scale = self.ffn(x).chunk(2, -1)
+        return x * scale + shift
+
+    module, x = Written(forward, ffn=Plain(biases="ud", d_out=32)), torch.randn(5, 16)
+    program = canonical(module, x)
+    (block,) = find_ffn_blocks(program)
+    assert (block.d_out, block.refusal) == (32, "")
+    assert_same(run(rewrite(program))[0], eager(module, x)[0])
 
 
 # ---- names ----
@@ -284,8 +372,16 @@ REFUSALS: dict[str, tuple[nn.Module, str]] = {
     ),
     "the hidden tensor is cast": (Gated(between=cast_and_back), "the hidden tensor is cast before the down projection"),
     "the hidden tensor of a plain block is cast": (
-        Plain(between=lambda t: t.double().float()),
+        Plain(between=cast_and_back),
         "the hidden tensor is cast before the down projection",
+    ),
+    "a norm in a gated block": (
+        Gated(between=nn.LayerNorm(D_FF)),
+        "a normalisation stands between the hidden tensor and the down projection",
+    ),
+    "an RMSNorm written out": (
+        Gated(between=lambda t: t * torch.rsqrt(t.square().mean(-1, keepdim=True) + 1e-6)),
+        "a normalisation stands between the hidden tensor and the down projection",
     ),
     "the rows are repeated": (
         Written(repeated_rows, ffn=Plain()),
@@ -368,7 +464,6 @@ NO_BLOCKS: dict[str, nn.Module] = {
     ),
     "a gate without activation": Written(lambda s, x: s.ffn.down(s.ffn.gate(x) * s.ffn.up(x)), ffn=Gated()),
     "two linears": nn.Sequential(nn.Linear(16, 40), nn.Linear(40, 16)),
-    "a norm between": Plain(between=nn.LayerNorm(D_FF)),
     "a norm before the activation": Plain(lambda t: torch.relu(F.layer_norm(t, (D_FF,)))),
     "the last dimension is split": Plain(between=lambda t: t.view(2, 3, 4, 10).transpose(2, 3).reshape(2, 3, D_FF)),
     "rows are mixed": Plain(between=lambda t: t.flip(1)),
@@ -383,6 +478,14 @@ NO_BLOCKS: dict[str, nn.Module] = {
     ),
     "a product of activations": Written(
         lambda s, x: torch.relu(s.ffn.gate(x)) @ torch.relu(s.ffn.up(x)).mT, ffn=Gated()
+    ),
+    "a weight of its own for each batch": Written(
+        lambda s, x: torch.relu(s.up(x)) @ s.weights.view(2, 20, 16), up=nn.Linear(16, 20), weights=torch.randn(40, 16)
+    ),
+    "an einsum that sums over something else": Written(
+        lambda s, x: torch.einsum("bft,fd->btd", torch.relu(s.ffn.up(x)).mT, s.weight),
+        ffn=Plain(),
+        weight=torch.randn(D_FF, 16),
     ),
     "a convolution": nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), nn.Conv1d(8, 3, 1)),
     "sigmoid attention over a projection": Plain(torch.sigmoid),

@@ -1,0 +1,232 @@
+"""Lowering to bfloat16 and float16, and widening to float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from tests import models
+from tests.models import Gated, Residual, Written, canonical, eager, run
+from tests.tolerance import assert_as_accurate, assert_same
+from twellc.errors import UserError
+from twellc.passes.canonicalize import canonicalize
+from twellc.passes.execution import run_program
+from twellc.passes.find_ffn import find_ffn_blocks
+from twellc.passes.precision import lower, parameter_dtypes, widen
+from twellc.passes.program import user_inputs
+
+LOW = [torch.bfloat16, torch.float16]
+
+
+class Mixture(nn.Module):
+    """Products, a norm, a softmax, an embedding, buffers, integers: what autocast treats differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.table = nn.Linear(16, 16), nn.LayerNorm(16), nn.Embedding(8, 16)
+        self.register_buffer("scale", torch.rand(16) + 0.5)
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        h = self.norm(self.linear(x) + self.table(ids)) * self.scale
+        return h, h.argmax(-1), torch.softmax(h @ h.mT, -1) @ h, x
+
+
+INPUTS = (torch.randn(2, 3, 16), torch.randint(0, 8, (2, 3)))
+
+
+def dtype_of(program: ExportedProgram, operation: Any) -> set[torch.dtype]:
+    """Return the dtypes that an operation's results have."""
+    return {
+        node.meta["val"].dtype
+        for node in program.graph.nodes
+        if getattr(node.target, "overloadpacket", None) is operation
+    }
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_policy(dtype: torch.dtype) -> None:
+    program = canonical(Mixture(), *INPUTS)
+    result = lower(program, dtype)
+    aten = torch.ops.aten
+    assert dtype_of(result, aten.linear) == dtype_of(result, aten.matmul) == {dtype}
+    assert dtype_of(result, aten.layer_norm) == dtype_of(result, aten.softmax) == {torch.float32}
+    assert parameter_dtypes(result) == {dtype}
+    assert result.state_dict["scale"].dtype == torch.float32, "buffers stay"
+    assert parameter_dtypes(program) == {torch.float32}, "the pass works on a copy"
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("source", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_inputs_and_outputs_keep_their_dtypes(source: torch.dtype, dtype: torch.dtype) -> None:
+    module, inputs = Mixture().to(source), (INPUTS[0].to(source), INPUTS[1])
+    module.scale = module.scale.to(source)
+    program = canonical(module, *inputs)
+    result = lower(program, dtype)
+    assert [node.meta["val"].dtype for node in user_inputs(result)] == [source, torch.int64]
+    outputs = run(result, *inputs)
+    assert [y.dtype for y in outputs] == [source, torch.int64, source, source]
+    assert torch.equal(outputs[3], inputs[0])
+    truth = run(widen(program), inputs[0].double(), inputs[1])
+    coarser = torch.bfloat16 if source == torch.bfloat16 else dtype
+    for index in (0, 2):
+        native = Mixture().to(dtype)
+        native.load_state_dict(module.state_dict())
+        plain = eager(native, inputs[0].to(dtype), inputs[1])[index]
+        assert_as_accurate(outputs[index].to(coarser), plain.to(coarser), truth[index])
+
+
+def test_lowering_twice_changes_nothing() -> None:
+    once = lower(canonical(Mixture(), *INPUTS), torch.bfloat16)
+    twice = lower(once, torch.bfloat16)
+    assert [node.name for node in twice.graph.nodes] == [node.name for node in once.graph.nodes]
+    for a, b in zip(run(once), run(twice), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_shared_parameters_stay_shared() -> None:
+    module = Mixture()
+    head = nn.Linear(16, 8, bias=False)
+    head.weight = module.table.weight
+    tied = Written(lambda self, x, ids: self.head(self.body(x, ids)[0]), body=module, head=head)
+    result = lower(canonical(tied, *INPUTS), torch.bfloat16)
+    assert sum(tensor.shape == (8, 16) for tensor in result.state_dict.values()) == 1
+
+
+def test_parameter_dtypes_ignores_buffers() -> None:
+    """A half-precision model with a float32 buffer is a half-precision model."""
+    module = Mixture().half()
+    module.scale = module.scale.float()
+    assert parameter_dtypes(canonical(module, INPUTS[0].half(), INPUTS[1])) == {torch.float16}
+
+
+# ---- what may go wrong ----
+
+
+def test_parameter_that_overflows_float16() -> None:
+    module = nn.Linear(16, 16)
+    with torch.no_grad():
+        module.weight[3, 3] = 1e5
+    program = canonical(module, torch.randn(5, 16))
+    with pytest.raises(UserError, match=r"parameter weight: its values overflow float16; .* Use --dtype bf16"):
+        lower(program, torch.float16)
+    lower(program, torch.bfloat16)
+
+
+def test_infinite_parameter_stays_infinite() -> None:
+    module = nn.Linear(16, 16)
+    with torch.no_grad():
+        module.bias[3] = -torch.inf
+    result = lower(canonical(module, torch.randn(5, 16)), torch.float16)
+    assert run(result)[0][:, 3].isneginf().all()
+
+
+def attention_with_a_filled_mask(self: nn.Module, x: Tensor) -> Tensor:
+    q = self.linear(x)
+    causal = torch.ones(3, 3, dtype=torch.bool).tril()
+    return torch.softmax((q @ q.mT).masked_fill(~causal, torch.finfo(torch.float32).min), -1) @ q
+
+
+def clamped(self: nn.Module, x: Tensor) -> Tensor:
+    return self.linear(x).clamp(min=-1.0, max=torch.finfo(torch.float32).max)
+
+
+def chosen(self: nn.Module, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    return torch.softmax(torch.where(y > 0, y, -1e30), -1)
+
+
+@pytest.mark.parametrize("forward", [attention_with_a_filled_mask, clamped, chosen])
+@pytest.mark.parametrize("dtype", LOW)
+def test_numbers_beyond_the_range(forward: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    module, x = Written(forward, linear=nn.Linear(16, 16)), torch.randn(2, 3, 16)
+    program = canonical(module, x)
+    (y,) = run(lower(program, dtype))
+    assert y.isfinite().all()
+    torch.testing.assert_close(y, eager(module, x)[0], rtol=0.05, atol=0.05)
+
+
+def test_batch_norm() -> None:
+    module, x = nn.Sequential(nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4)), torch.randn(2, 4, 10)
+    (y,) = run(lower(canonical(module, x), torch.bfloat16))
+    torch.testing.assert_close(y, eager(module, x)[0], rtol=0.05, atol=0.05)
+
+
+def test_parameter_as_an_output() -> None:
+    module = Written(lambda self, x: (self.linear(x), self.linear.weight), linear=nn.Linear(16, 16))
+    result = lower(canonical(module, torch.randn(5, 16)), torch.bfloat16)
+    assert [y.dtype for y in run(result)] == [torch.float32, torch.float32]
+
+
+def test_control_flow_is_a_user_error() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda z: self.linear(z), lambda z: self.linear(z) * 2, (x,))
+
+    program = canonical(Written(forward, linear=nn.Linear(16, 16)), torch.randn(5, 16))
+    with pytest.raises(UserError, match="cannot change its precision"):
+        lower(program, torch.bfloat16)
+
+
+# ---- float64 ----
+
+
+def test_widen_is_the_module_in_float64() -> None:
+    module = Mixture()
+    program = canonical(module, *INPUTS)
+    wide = widen(program)
+    assert {node.meta["val"].dtype for node in user_inputs(wide)} == {torch.float64, torch.int64}
+    expected = eager(module.double(), INPUTS[0].double(), INPUTS[1])
+    for actual, wanted in zip(run(wide, INPUTS[0].double(), INPUTS[1]), expected, strict=True):
+        assert_same(actual, wanted)
+
+
+def test_widen_removes_explicit_casts() -> None:
+    """`.float()` and bfloat16 round trips of a model are not part of the truth."""
+    module = Written(lambda self, x: self.ffn(x.bfloat16().float()).to(torch.float16), ffn=Residual(Gated()))
+    x = torch.randn(5, 16)
+    (y,) = run(widen(canonical(module, x)), x.double())
+    assert_same(y, eager(module.ffn.double(), x.double())[0])
+
+
+# ---- Hugging Face models ----
+
+FAMILIES: dict[str, tuple[Callable[..., Any], str, str, int]] = {
+    "llama": (models.llama, "gated", "relu", 2),
+    "opt": (models.opt, "plain", "relu", 2),
+    "t5": (models.t5, "plain", "relu", 2),
+    "gpt2": (models.gpt2, "plain", "relu", 1),
+    "nemotron": (models.nemotron, "plain", "relu2", 2),
+}
+
+
+def token_inputs(model: Any) -> dict[str, Tensor]:
+    ids = torch.randint(2, 96, (2, 12))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = torch.randint(2, 96, (2, 5))
+    return inputs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lowered_model_is_as_accurate_as_transformers_own(family: str) -> None:
+    """float32 model: lowered here against loaded in bfloat16 by transformers, both against float64."""
+    build, variant, activation, count = FAMILIES[family]
+    model = build().requires_grad_(False)
+    inputs = token_inputs(model)
+    program = canonicalize(models.export(model, **inputs, use_cache=False))
+    lowered = lower(program, torch.bfloat16)
+    blocks = find_ffn_blocks(lowered)
+    assert [(b.variant, b.activation, b.dtype, b.refusal) for b in blocks] == [
+        (variant, activation, torch.bfloat16, "")
+    ] * count
+    truth = run_program(widen(program), inputs)[0]
+    plain = model.to(torch.bfloat16)(**inputs, use_cache=False).logits
+    (result, *_) = run_program(lowered, inputs)
+    assert result.dtype == torch.float32
+    assert_as_accurate(result.bfloat16(), plain, truth)
+    rewritten = run_program(models.rewrite(lowered), inputs)[0]
+    assert_as_accurate(rewritten.bfloat16(), plain, truth)
