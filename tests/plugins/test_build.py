@@ -15,6 +15,10 @@ from twellc.plugins.library import library_path
 pytestmark = pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf (binutils)")
 
 
+# Functions of TensorRT that the library stands in front of, and the symbol of their version.
+HOOKS = {"createInferBuilder_INTERNAL", "createInferRuntime_INTERNAL", "getPluginRegistry", "TWELL_HOOKS", "TWELL_1"}
+
+
 def readelf(option: str, path: Path) -> str:
     return subprocess.run(["readelf", "-W", option, str(path)], capture_output=True, text=True, check=True).stdout
 
@@ -44,7 +48,13 @@ def test_exports_are_the_plugin_entry_points_and_the_c_api() -> None:
     api = set(re.findall(r"^TWELL_API .*?\b(twell_\w+)\(", header.read_text(), flags=re.MULTILINE))
     assert "twell_mlp" in api
     defined, _ = symbols(library_path())
-    assert defined == api | {"getCreators", "setLoggerFinder"}
+    assert defined - HOOKS == api | {"getCreators", "setLoggerFinder", "initLibTwellPlugins"}
+
+
+def test_hooks_are_hidden_from_programs_that_link() -> None:
+    # One @: the dynamic linker binds them, a program's linker and dlsym do not. See exports.map.
+    versioned = set(re.findall(r" (\w+@+TWELL_HOOKS)", readelf("--dyn-syms", library_path())))
+    assert versioned == {f"{name}@TWELL_HOOKS" for name in HOOKS if not name.startswith("TWELL")}
 
 
 def test_library_needs_neither_tensorrt_nor_cudart() -> None:

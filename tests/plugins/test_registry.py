@@ -6,7 +6,6 @@ folder; without a package index those tests are skipped, or fail if TWELLC_REQUI
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -17,38 +16,12 @@ from typing import Any
 
 import pytest
 
+from tests.runtimes import LEAN_VERSIONS
 from twellc.plugins.library import library_path
 
 HERE = Path(__file__).resolve().parent
-LEAN_VERSIONS = {"lean10": "10.16.1.11", "lean11": "11.4.0.106"}
 PLUGINS = ("TwellGatedMlp", "TwellMlp")
 Report = dict[str, Any]
-
-
-@pytest.fixture(scope="session")
-def lean_folder(request: pytest.FixtureRequest) -> Any:
-    """Return a function that installs a lean runtime once and returns its folder."""
-
-    @functools.cache
-    def install(name: str) -> Path:
-        version = LEAN_VERSIONS[name]
-        folder = Path(request.config.cache.mkdir(f"tensorrt-lean-{version}"))
-        stamp = folder / "complete"
-        if not stamp.exists():
-            packages = [f"tensorrt-lean-cu13-{part}=={version}" for part in ("libs", "bindings")]
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
-            done = subprocess.run(
-                [*command, "--upgrade", "--target", str(folder), *packages], capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                reason = f"cannot install TensorRT lean {version}: {done.stderr.strip().splitlines()[-1]}"
-                if os.environ.get("TWELLC_REQUIRE_LEAN") == "1":
-                    pytest.fail(reason)
-                pytest.skip(reason)
-            stamp.touch()
-        return folder
-
-    return install
 
 
 def talk(runtime: str, request: dict[str, Any], folder: Path | None = None) -> Report:

@@ -1,0 +1,45 @@
+"""TensorRTs that can be registered in without a GPU: the lean runtimes of 10 and 11, from PyPI into pytest's cache."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+LEAN_VERSIONS = {"lean10": "10.16.1.11", "lean11": "11.4.0.106"}
+
+
+def install(request: pytest.FixtureRequest, name: str, *packages: str) -> Path:
+    """Install wheels, without what they need, into a folder of pytest's cache, once; skip the test if that fails."""
+    folder = Path(request.config.cache.mkdir(name))  # type: ignore[union-attr]
+    stamp = folder / "complete"
+    if not stamp.exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
+        done = subprocess.run(
+            [*command, "--upgrade", "--target", str(folder), *packages], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            reason = f"cannot install {' '.join(packages)}: {done.stderr.strip().splitlines()[-1]}"
+            if os.environ.get("TWELLC_REQUIRE_LEAN") == "1":
+                pytest.fail(reason)
+            pytest.skip(reason)
+        stamp.touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def lean_folder(request: pytest.FixtureRequest) -> Callable[[str], Path]:
+    """Return a function that installs a lean runtime once and returns its folder."""
+
+    @functools.cache
+    def folder(name: str) -> Path:
+        version = LEAN_VERSIONS[name]
+        packages = [f"tensorrt-lean-cu13-{part}=={version}" for part in ("libs", "bindings")]
+        return install(request, f"tensorrt-lean-{version}", *packages)
+
+    return folder
