@@ -1,0 +1,3 @@
+from tests.runtimes import lean_folder
+
+__all__ = ["lean_folder"]

@@ -1,0 +1,111 @@
+"""The host programs in examples/hosts, each as far as this machine lets it run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from twellc.plugins.library import library_path
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTS = ROOT / "examples" / "hosts"
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+
+
+# ---- Python ----
+
+
+def test_python_host_registers_and_says_why_it_cannot_open_a_plan(tmp_path: Path) -> None:
+    trt = pytest.importorskip("tensorrt_rtx_bindings")
+    plan = tmp_path / "broken.plan"
+    plan.write_bytes(b"no plan")
+    done = run(sys.executable, HOSTS / "python" / "run_plan.py", plan, "--module", trt.__name__)
+    assert done.stdout == f"TwELL plugins: registered in tensorrt_rtx_bindings {trt.__version__}\n"
+    assert done.returncode == 1
+    # Without a GPU it is CUDA that is missing; with one, the plan is not what it should be.
+    start = f"{plan}: tensorrt_rtx_bindings {trt.__version__} cannot open the plan: "
+    assert done.stderr.startswith(start)
+    assert len(done.stderr) > len(start) + 10
+    assert "no reason" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_python_host_without_its_tensorrt(tmp_path: Path) -> None:
+    done = run(sys.executable, HOSTS / "python" / "run_plan.py", tmp_path / "x.plan", "--module", "tensorrt_of_nobody")
+    assert (done.returncode, done.stderr) == (1, "No module named 'tensorrt_of_nobody'\n")
+
+
+# ---- C++ ----
+
+
+@pytest.fixture(scope="module")
+def cpp_host(request: pytest.FixtureRequest) -> Path:
+    """The C++ host, built as its README says; in pytest's cache, so that it is built once."""
+    if importlib.util.find_spec("cmake") is None and shutil.which("cmake") is None:
+        pytest.skip("no cmake")
+    folder = Path(request.config.cache.mkdir("hosts-cpp"))  # type: ignore[union-attr]
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    for command in (["cmake", "-S", HOSTS / "cpp", "-B", folder, *generator], ["cmake", "--build", folder]):
+        done = run(*command)
+        if "Could not install" in done.stdout + done.stderr:
+            pytest.skip("no TensorRT headers, no CUDA, and no package index")
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "run_plan"
+
+
+@pytest.mark.parametrize(("runtime", "version"), [("rtx", "1.7.1"), ("lean10", "10.16.1"), ("lean11", "11.4.0")])
+def test_cpp_host_registers_and_says_why_it_stops(
+    cpp_host: Path, lean_folder: Callable[[str], Path], tmp_path: Path, runtime: str, version: str
+) -> None:
+    if runtime == "rtx":
+        core = Path(pytest.importorskip("tensorrt_rtx_libs").__file__).with_name("libtensorrt_rtx.so.1")
+    else:
+        core = lean_folder(runtime) / "tensorrt_lean_libs" / f"libnvinfer_lean.so.{runtime.removeprefix('lean')}"
+    plan = tmp_path / "broken.plan"
+    plan.write_bytes(b"no plan")
+    done = run(cpp_host, core, library_path(), plan)
+    assert done.stdout == f"TwELL plugins: registered in {core}, version {version}\n"
+    assert done.returncode == 1
+    # The headers are those of TensorRT 10, so with another the program must stop before it uses them.
+    if runtime != "lean10":
+        expected = f"this program was compiled with the headers of TensorRT 10; compile it with those of {core}\n"
+        assert done.stderr == expected
+    elif not torch.cuda.is_available():
+        assert done.stderr.startswith("no usable GPU: ")
+    else:
+        assert done.stderr.endswith(f"{plan}: TensorRT refuses the plan\n")
+
+
+def test_cpp_host_needs_three_files(cpp_host: Path, tmp_path: Path) -> None:
+    assert run(cpp_host).returncode == 2
+    done = run(cpp_host, tmp_path / "libnvinfer.so.10", library_path(), tmp_path / "x.plan")
+    assert done.returncode == 1
+    assert "libnvinfer.so.10: cannot open shared object file" in done.stderr
+
+
+# ---- PyCUDA ----
+
+
+@pytest.mark.gpu
+def test_pycuda_calls_the_kernels() -> None:
+    if importlib.util.find_spec("pycuda") is None:
+        pytest.skip("PyCUDA is not installed: pip install twellc[pycuda], which compiles it against a CUDA toolkit")
+    if not torch.cuda.is_available():
+        if os.environ.get("TWELLC_REQUIRE_GPU") == "1":
+            pytest.fail("TWELLC_REQUIRE_GPU=1, but there is no CUDA device")
+        pytest.skip("needs a CUDA device")
+    done = run(sys.executable, HOSTS / "pycuda" / "call_kernels.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "of the neurons fire; relative error" in done.stdout
