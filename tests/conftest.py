@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,15 @@ import torch
 from tests import models
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip GPU tests where there is no GPU; fail them where TWELLC_REQUIRE_GPU=1 says that there must be one."""
+    if item.get_closest_marker("gpu") is None or torch.cuda.is_available():
+        return
+    if os.environ.get("TWELLC_REQUIRE_GPU") == "1":
+        pytest.fail("TWELLC_REQUIRE_GPU=1, but torch sees no GPU")
+    pytest.skip("torch sees no GPU")
 
 
 @pytest.fixture(autouse=True)

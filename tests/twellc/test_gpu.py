@@ -1,0 +1,45 @@
+"""Whole models with `twell` ops on a GPU, against float64 on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.export import ExportedProgram
+from torch.export.passes import move_to_device_pass
+
+from twellc.accuracy import measure
+from twellc.loaders.model import load_model
+from twellc.passes.execution import run_program
+from twellc.passes.pipeline import run_passes
+from twellc.passes.precision import widen
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "bytelm"
+TEXT = b'def main(arguments: list[str]) -> int:\n    """Parse the command line."""\n    return 0\n'
+
+
+def on_gpu(program: ExportedProgram, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    moved = move_to_device_pass(program, "cuda")
+    return run_program(moved, {name: tensor.cuda() for name, tensor in inputs.items()})[0].cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "compression"), [(torch.bfloat16, 8), (torch.bfloat16, 1), (torch.float16, 4)])
+def test_example_model(dtype: torch.dtype, compression: int) -> None:
+    model = load_model(EXAMPLE, trust_model=False)
+    result = run_passes(model.program, dtype, "all", compression)
+    assert [layer.decision for layer in result.layers] == ["twell"] * 4
+    ids = torch.frombuffer(bytearray(TEXT * 3), dtype=torch.uint8).long().repeat(2, 1)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    truth = run_program(widen(result.dense), inputs)[0]
+    plain, ours = on_gpu(result.dense, inputs), on_gpu(result.program, inputs)
+    accuracy = measure("logits", ours, plain, truth, language_model=True)
+    assert accuracy.within, accuracy
+    assert torch.equal(ours, on_gpu(result.program, inputs))
+    # One token alone.
+    one = {name: tensor[:1, :1] for name, tensor in inputs.items()}
+    single = on_gpu(result.program, one)
+    assert measure(
+        "logits", single, on_gpu(result.dense, one), run_program(widen(result.dense), one)[0], language_model=True
+    ).within
