@@ -1,0 +1,376 @@
+"""Loading torch.export archives, harmless ones and such that would execute code.
+
+Every hostile archive carries a payload that makes a folder. Each test first lets torch.export.load run it, to be sure
+that the payload works, and then demands that twellc refuses the archive without running it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from tests.models import Gated, Residual, export
+from twellc.errors import UserError
+from twellc.loaders.archive import output_names
+from twellc.loaders.model import load_model
+from twellc.passes.execution import example_inputs, run_program
+
+Records = dict[str, bytes]
+Json = dict[str, Any]
+
+SAMPLE_INPUTS = "data/sample_inputs/model.pt"
+WEIGHTS = "data/weights/model_weights_config.json"
+GRAPH = "models/model.json"
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def pickled(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def read_records(path: Path) -> Records:
+    with zipfile.ZipFile(path) as archive:
+        return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+
+
+def write_records(records: Records) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in records.items():
+            archive.writestr(zipfile.ZipInfo(f"m/{name}"), content)
+    return buffer.getvalue()
+
+
+def with_json(records: Records, name: str, change: Callable[[Json], None]) -> Records:
+    content = json.loads(records[name])
+    change(content)
+    return records | {name: json.dumps(content).encode()}
+
+
+@pytest.fixture(scope="module")
+def harmless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("archive") / "harmless.pt2"
+    program = export(Residual(Gated(biases="d")), torch.randn(4, 3, 16), dynamic=({0: Dim("b")},))
+    torch.export.save(program, path)
+    return path
+
+
+# ---- what must load ----
+
+
+def test_repacked_archive_loads(harmless: Path, tmp_path: Path) -> None:
+    """The way that the hostile archives below are written is not what they are refused for."""
+    path = tmp_path / "model.pt2"
+    path.write_bytes(write_records(read_records(harmless)))
+    model = load_model(path, trust_model=False)
+    assert model.kind == "torch.export archive"
+    assert model.output_names == ["output"]
+
+
+@pytest.mark.parametrize("name", ["model.pt2", "model.pt", "model.zip", "model"])
+def test_any_file_name(harmless: Path, tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(harmless.read_bytes())
+    assert load_model(path, trust_model=False).path == path
+
+
+class Shared(nn.Module):
+    """Two inputs that share a dimension: torch.export writes a guard into the archive."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (x * mask[..., None]).sum(1)
+
+
+class Nested(nn.Module):
+    def forward(self, batch: dict[str, Any], scale: Tensor) -> dict[str, Tensor]:
+        return {"sum": batch["x"] + batch["rest"][0] * scale, "first": batch["x"]}
+
+
+class Halves(nn.Module):
+    """Sizes computed from sizes: floor divisions and remainders in guards and expressions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0] // 2, 2, -1).sum(1)
+
+
+class Resized(nn.Module):
+    """Floating-point numbers in expressions."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.interpolate(torch.cat([x, y])[None, None], scale_factor=1.5)[..., ::2]
+
+
+class Found(nn.Module):
+    """A size known only at run time, a constant, buffers, and a number among the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.ones(6))
+        self.register_buffer("transient", torch.ones(6), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        rows = torch.nonzero(x[:, 0] > 0).squeeze(-1)
+        return x[rows] + self.kept + self.transient + torch.tensor([1.0]), x.shape[0]
+
+
+AUTO = {0: Dim.AUTO, 1: Dim.AUTO}
+GOOD: dict[str, tuple[nn.Module, tuple[Any, ...], Any]] = {
+    "shared dimension": (Shared(), (torch.randn(4, 6, 8), torch.ones(4, 6)), ({0: Dim("b"), 1: Dim("s")},) * 2),
+    "nested inputs": (
+        Nested(),
+        ({"x": torch.randn(4, 6), "rest": [torch.randn(4, 6)]}, torch.randn(4, 1)),
+        ({"x": {0: Dim.AUTO}, "rest": [{0: Dim.AUTO}]}, {0: Dim.AUTO}),
+    ),
+    "divided dimensions": (Halves(), (torch.randn(4, 6, 16),), (AUTO,)),
+    "scaled dimensions": (Resized(), (torch.randn(4, 6), torch.randn(5, 6)), (AUTO, AUTO)),
+    "sizes known at run time": (Found(), (torch.randn(4, 6),), ({0: Dim("b")},)),
+    "no inputs that vary": (nn.Linear(16, 16).bfloat16(), (torch.randn(2, 16).bfloat16(),), None),
+}
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_programs_that_torch_export_writes(case: str, tmp_path: Path) -> None:
+    """None of these holds code, so none may need --trust-model."""
+    module, inputs, dynamic = GOOD[case]
+    path = tmp_path / "model.pt2"
+    program = export(module, *inputs, dynamic=dynamic)
+    torch.export.save(program, path)
+    model = load_model(path, trust_model=False)
+    outputs = run_program(model.program, example_inputs(model.program))
+    result = module(*inputs)
+    expected = list(result.values()) if isinstance(result, dict) else [result]
+    expected = list(result) if isinstance(result, tuple) else expected
+    for actual, wanted in zip(outputs, (t for t in expected if isinstance(t, Tensor)), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_output_names() -> None:
+    x = torch.randn(4, 6)
+    assert output_names(export(Nested(), {"x": x, "rest": [x]}, x)) == ["sum", "first"]
+    assert output_names(export(nn.Linear(6, 6), x)) == ["output"]
+    assert output_names(export(Shared(), x[..., None], x)) == ["output"]
+
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x + 1, x + 2
+
+    assert output_names(export(Two(), x)) == ["output_0", "output_1"]
+
+
+# ---- what must not ----
+
+
+def pickled_sample_inputs(records: Records, marker: Path) -> Records:
+    return records | {SAMPLE_INPUTS: pickled(((Payload(marker),), {}))}
+
+
+def pickled_weight(records: Records, marker: Path) -> Records:
+    name = next(name for name in records if name.endswith("weights/weight_0"))
+
+    def change(config: Json) -> None:
+        entry = next(meta for meta in config["config"].values() if meta["path_name"] == "weight_0")
+        entry["use_pickle"] = True
+
+    return with_json(records, WEIGHTS, change) | {name: pickled(Payload(marker))}
+
+
+def code_in_an_expression(records: Records, marker: Path, code: str = "") -> Records:
+    code = code or f"__import__('os').mkdir('{marker}')"
+
+    def change(graph: Json) -> None:
+        pending: list[Any] = [graph]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, dict):
+                if "expr_str" in value:
+                    value["expr_str"] = code
+                pending += value.values()
+            elif isinstance(value, list):
+                pending += value
+
+    return with_json(records, GRAPH, change)
+
+
+def import_through_a_container(records: Records, marker: Path) -> Records:
+    module = marker.parent / "twellc_test_payload.py"
+    module.write_text(f"import os\nos.mkdir({str(marker)!r})\nclass E: pass\n")
+    context = json.dumps({"__enum__": True, "fqn": "twellc_test_payload:E", "name": "x"})
+    spec = {"type": "builtins.dict", "context": context, "children_spec": []}
+
+    def change(graph: Json) -> None:
+        signature = graph["graph_module"]["module_call_graph"][0]["signature"]
+        signature["out_spec"] = json.dumps([1, spec]).replace("__enum__", r"\\u005f_enum__")
+
+    return with_json(records, GRAPH, change)
+
+
+def legacy_weights(records: Records, marker: Path) -> Records:
+    return records | {"data/weights/model.pt": pickled({"x": Payload(marker)})}
+
+
+HOSTILE: dict[str, tuple[Callable[[Records, Path], Records], str]] = {
+    "pickled sample inputs": (pickled_sample_inputs, "its sample inputs are pickled objects"),
+    "pickled weight": (pickled_weight, "is pickled"),
+    "code in an expression": (code_in_an_expression, "its graph holds the expression"),
+    "import through a container": (import_through_a_container, "hold objects of other modules"),
+    "legacy weights": (legacy_weights, "it holds 'data/weights/model.pt'"),
+}
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_hostile_archive(attack: str, harmless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, reason = HOSTILE[attack]
+    path, marker = tmp_path / "model.pt2", tmp_path / "marker"
+    path.write_bytes(write_records(build(read_records(harmless), marker)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    with pytest.raises(UserError, match="add --trust-model") as refusal:
+        load_model(path, trust_model=False)
+    assert reason in str(refusal.value)
+    assert not marker.exists(), "the payload ran"
+    with contextlib.suppress(UserError):  # torch may stumble over what the payload leaves behind
+        load_model(path, trust_model=True)
+    assert marker.is_dir(), "the payload is no payload: this test shows nothing"
+
+
+def two_archives_in_one(shown: bytes, hidden: bytes) -> bytes:
+    """Return a file in which Python's zipfile sees `shown`, and a reader that trusts the end record sees `hidden`.
+
+    The end record gives position and size of the directory. zipfile takes the size and looks right before the end
+    record; torch's reader takes the position. Both archives must have records of the same names.
+    """
+
+    def split(archive: bytes) -> tuple[bytes, bytes, bytes]:
+        end = archive.rfind(b"PK\5\6")
+        size, position = struct.unpack_from("<II", archive, end + 12)
+        return archive[:position], archive[position : position + size], archive[end:]
+
+    hidden_files, hidden_directory, end = split(hidden)
+    shown_files, directory, _ = split(shown)
+    assert len(directory) == len(hidden_directory)
+    hidden_files += bytes(len(shown_files))  # zipfile moves all positions by what it takes for a prefix
+    start = len(hidden_files) + len(hidden_directory)
+    prefix = len(shown_files) + len(directory)
+    moved, at = bytearray(directory), 0
+    while at < len(moved):
+        lengths = struct.unpack_from("<HHH", moved, at + 28)
+        struct.pack_into("<I", moved, at + 42, struct.unpack_from("<I", moved, at + 42)[0] + start - prefix)
+        at += 46 + sum(lengths)
+    end = bytearray(end)
+    struct.pack_into("<I", end, 16, len(hidden_files))
+    return hidden_files + hidden_directory + shown_files + bytes(moved) + bytes(end)
+
+
+def test_archive_that_shows_other_records_to_other_readers(harmless: Path, tmp_path: Path) -> None:
+    path, marker = tmp_path / "model.pt2", tmp_path / "marker"
+    records = read_records(harmless)
+    path.write_bytes(two_archives_in_one(write_records(records), write_records(pickled_sample_inputs(records, marker))))
+    assert read_records(path) == records, "zipfile must see the harmless archive"
+    with pytest.raises(UserError, match="its sample inputs are pickled objects"):
+        load_model(path, trust_model=False)
+    assert not marker.exists()
+    with contextlib.suppress(UserError):
+        load_model(path, trust_model=True)
+    assert marker.is_dir(), "torch must see the hostile archive"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "s0.__class__",
+        "s0.subs('x', 1)",
+        "eval(s0)",
+        # Letters that Python reads as e, v, a, l and n, a, m, e.
+        "\uff45\uff56\uff41\uff4c(s0)",
+        "s0.\uff4e\uff41\uff4d\uff45",
+        "(lambda: s0)()",
+        "[s0]",
+        "s0\nimport os",
+        "L['x'].size().__class__",
+        "L['x'].data()[0]",
+        "Symbol('s0;x')",
+    ],
+)
+def test_expressions_that_are_no_arithmetic(code: str, harmless: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    path.write_bytes(write_records(code_in_an_expression(read_records(harmless), tmp_path, code)))
+    with pytest.raises(UserError, match="its graph holds the expression"):
+        load_model(path, trust_model=False)
+
+
+def test_extra_records(harmless: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    for name in (
+        "data/aotinductor/model/x.so",
+        "extra/notes.txt",
+        "data/constants/custom_obj_0",
+        "DATA/weights/weight_0",
+    ):
+        path.write_bytes(write_records(read_records(harmless) | {name: b"x"}))
+        with pytest.raises(UserError, match="could execute code"):
+            load_model(path, trust_model=False)
+
+
+def test_foreign_operators(harmless: Path, tmp_path: Path) -> None:
+    def change(graph: Json) -> None:
+        graph["graph_module"]["graph"]["nodes"][0]["target"] = "builtins.eval"
+
+    path = tmp_path / "model.pt2"
+    path.write_bytes(write_records(with_json(read_records(harmless), GRAPH, change)))
+    with pytest.raises(UserError, match=r"its graph calls 'builtins\.eval'"):
+        load_model(path, trust_model=False)
+
+
+# ---- damage ----
+
+
+@pytest.mark.parametrize("damage", ["graph", "weights", "missing graph", "missing weight", "json", "version"])
+def test_damaged_archive_is_a_user_error(damage: str, harmless: Path, tmp_path: Path) -> None:
+    records = read_records(harmless)
+    records |= {
+        "graph": {GRAPH: records[GRAPH][:100]},
+        "weights": {WEIGHTS: b"{}"},
+        "json": {GRAPH: b"[1, 2]"},
+        "version": {"archive_version": b"99"},
+    }.get(damage, {})
+    if damage.startswith("missing"):
+        del records[GRAPH if damage == "missing graph" else "data/weights/weight_0"]
+    path = tmp_path / "model.pt2"
+    path.write_bytes(write_records(records))
+    with pytest.raises(UserError, match=r"model\.pt2"):
+        load_model(path, trust_model=False)
+
+
+def test_flipped_bytes_never_give_a_traceback(harmless: Path, tmp_path: Path) -> None:
+    content, path = harmless.read_bytes(), tmp_path / "model.pt2"
+    generator = torch.Generator().manual_seed(0)
+    for position in torch.randint(0, len(content), (24,), generator=generator).tolist():
+        damaged = bytearray(content)
+        damaged[position] ^= 0xFF
+        path.write_bytes(damaged)
+        with contextlib.suppress(UserError):
+            load_model(path, trust_model=False)
