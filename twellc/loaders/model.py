@@ -96,7 +96,7 @@ def _sniff(path: Path) -> str:
     try:
         with zipfile.ZipFile(path) as archive:
             names = {name.partition("/")[2] for name in archive.namelist()}
-    except (zipfile.BadZipFile, OSError) as error:
+    except Exception as error:  # zipfile raises what it likes where the directory of the archive is damaged
         return f"a damaged zip archive: {error}"
     if {"archive_format", "archive_version"} <= names:
         return "archive"
