@@ -35,7 +35,7 @@ def main() -> None:
         variant=library.VARIANTS["gated"], activation=library.ACTIVATIONS["relu"], threshold=0.0,
     )  # fmt: skip
     on_gpu = [gpuarray.to_gpu(array) for array in arrays]
-    y = gpuarray.zeros((TOKENS, D_MODEL), np.float16)
+    y = gpuarray.empty((TOKENS, D_MODEL), np.float16)
     names = ("x", "w_gate", "b_gate", "w_up", "w_down", "y")
     tensors = library.Tensors(**{name: int(a.gpudata) for name, a in zip(names, [*on_gpu, y], strict=True)})
     size = native.twell_workspace_bytes(ctypes.byref(problem))
