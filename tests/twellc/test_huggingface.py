@@ -1,0 +1,214 @@
+"""Loading Hugging Face directories."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests import models
+from twellc.errors import UserError
+from twellc.loaders.model import LoadedModel, load_model
+from twellc.passes.execution import run_program
+
+
+def logits_of(model: LoadedModel, **inputs: torch.Tensor) -> torch.Tensor:
+    return run_program(model.program, inputs)[0]
+
+
+def tokens(*shape: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, 96, shape)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.fixture
+def folder(llama: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny Llama to damage."""
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_llama(llama: Path) -> None:
+    model = load_model(llama, trust_model=False)
+    assert (model.kind, model.output_names, model.vocabulary) == ("Hugging Face directory", ["logits"], 96)
+    assert model.language_model
+    assert model.declared_activation == "relu"
+    assert set(model.dimension_names.values()) == {"batch", "sequence"}
+    assert set(model.dimension_ranges.values()) == {(1, 1, 8), (1, 64, 64)}
+    inputs = tokens(3, 21)
+    own = transformers.LlamaForCausalLM.from_pretrained(llama)(**inputs, use_cache=False).logits
+    assert torch.equal(logits_of(model, **inputs), own)
+
+
+def test_padding_is_masked(llama: Path) -> None:
+    """Left-padded rows give the logits that they have without padding."""
+    model, inputs = load_model(llama, trust_model=False), tokens(2, 9)
+    padded = {
+        "input_ids": torch.nn.functional.pad(inputs["input_ids"], (4, 0), value=5),
+        "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (4, 0)),
+    }
+    actual, expected = logits_of(model, **padded)[:, 4:], logits_of(model, **inputs)
+    torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
+
+
+def test_encoder_decoder(t5: Path) -> None:
+    model = load_model(t5, trust_model=False)
+    assert model.output_names == ["logits", "encoder_last_hidden_state"]
+    assert set(model.dimension_names.values()) == {"batch", "sequence", "decoder_sequence"}
+    inputs = tokens(3, 7) | {"decoder_input_ids": torch.randint(2, 96, (3, 12))}
+    own = models.t5()(**inputs, use_cache=False).logits
+    torch.testing.assert_close(logits_of(model, **inputs), own)
+
+
+def test_the_precision_of_the_weights(opt: Path) -> None:
+    model = load_model(opt, trust_model=False)
+    assert {p.dtype for p in model.program.state_dict.values()} == {torch.float32}
+
+
+def test_sharded_safetensors(llama: Path, tmp_path: Path) -> None:
+    sharded = models.save(models.llama(), tmp_path / "model", max_shard_size="40KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    inputs = tokens(2, 5)
+    assert torch.equal(
+        logits_of(load_model(sharded, trust_model=False), **inputs),
+        logits_of(load_model(llama, trust_model=False), **inputs),
+    )
+
+
+# ---- SparseLM ----
+
+
+def as_sparselm(folder: Path, bare: bool) -> None:
+    """Turn a Llama directory into what Sakana AI publishes, in either of its layouts."""
+    edit_config(folder, model_type="llama_sparse_relu", architectures=["LlamaSparseReluForCausalLM"], hidden_act="silu")
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {"tracker.0.count": torch.zeros(3), "model.layers.0.mlp.metrics_accumulator.total": torch.zeros(1)}
+    for name, tensor in tensors.items():
+        head, _, last = name.rpartition(".mlp.")
+        if not head or not bare:
+            renamed[name] = tensor
+            continue
+        projection = last.removesuffix("_proj.weight")
+        stored = tensor if projection == "up" else tensor.t().contiguous()
+        renamed[f"{head}.mlp.{projection}_weight"] = stored
+    save_file(renamed, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_sparselm(bare: bool, folder: Path, llama: Path) -> None:
+    as_sparselm(folder, bare)
+    model, inputs = load_model(folder, trust_model=False), tokens(2, 5)
+    expected = logits_of(load_model(llama, trust_model=False), **inputs)
+    assert torch.equal(logits_of(model, **inputs), expected)
+    assert model.declared_activation == "silu"
+
+
+def test_sparselm_with_an_odd_weight(folder: Path) -> None:
+    as_sparselm(folder, bare=True)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.gate_weight"
+    tensors[name] = tensors[name].t().contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"weight model\.layers\.0\.mlp\.gate_weight: has an unexpected shape"):
+        load_model(folder, trust_model=False)
+
+
+# ---- what is refused ----
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def writing(name: str, text: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return change
+
+
+def configuring(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit_config(folder, **changes)
+
+
+def index(weight_map: object) -> Callable[[Path], None]:
+    return writing("model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def lose_a_weight(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def leave_a_pickle_instead(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no config": (without("config.json"), "no config.json in this folder"),
+    "config is no JSON": (writing("config.json", "{"), "cannot be read as JSON"),
+    "config is a list": (writing("config.json", "[]"), "is not a JSON object"),
+    "no architectures": (configuring(architectures=None), "no such architecture; got None"),
+    "empty architectures": (configuring(architectures=[]), "no such architecture; got None"),
+    "unknown architecture": (
+        configuring(architectures=["FooForCausalLM"]),
+        "no such architecture; got 'FooForCausalLM'",
+    ),
+    "architecture is no class": (configuring(architectures=["pipeline"]), "no such architecture; got 'pipeline'"),
+    "architectures is a number": (configuring(architectures=3), "no such architecture; got None"),
+    "remote code": (configuring(auto_map={"AutoModel": "x.Y"}), "the model needs remote code (auto_map)"),
+    "no weights": (without("model.safetensors"), "model.safetensors: the weights are missing"),
+    "pickled weights": (leave_a_pickle_instead, "model.safetensors: the weights are missing"),
+    "truncated weights": (truncate, "transformers cannot load the model"),
+    "a weight is missing": (lose_a_weight, "1 weights are missing; got model.layers.1.mlp.up_proj.weight"),
+    "other shapes": (configuring(intermediate_size=64), "cannot load the model|other shapes"),
+    "a shard is missing": (index({"x": "model-00001-of-00002.safetensors"}), "the weights are missing"),
+    "index is no index": (writing("model.safetensors.index.json", "[]"), "is not an index of weights"),
+    "index without a map": (writing("model.safetensors.index.json", "{}"), "is not an index of weights"),
+    "index maps to numbers": (index({"x": 3}), "the weights are missing"),
+    "a shard outside": (index({"x": "../secret.safetensors"}), "names a file outside of its folder; got '../secret"),
+    "a shard elsewhere": (index({"x": "/etc/passwd"}), "names a file outside of its folder"),
+    "a shard that is the folder": (index({"x": ".."}), "names a file outside of its folder"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, folder: Path) -> None:
+    damage, reasons = REFUSED[case]
+    (folder.parent / "secret.safetensors").write_bytes(b"x")
+    damage(folder)
+    with pytest.raises(UserError) as refusal:
+        load_model(folder, trust_model=False)
+    assert str(folder) in str(refusal.value)
+    assert any(reason in str(refusal.value) for reason in reasons.split("|")), str(refusal.value)
+
+
+def test_empty_directory(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json in this folder; expected a Hugging Face directory"):
+        load_model(tmp_path, trust_model=False)
+
+
+def test_model_without_tokens(tmp_path: Path) -> None:
+    """An architecture whose inputs are not token ids."""
+    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64)
+    models.save(transformers.ViTModel(config), tmp_path)
+    with pytest.raises(UserError, match="does not know the inputs of this architecture; got main input pixel_values"):
+        load_model(tmp_path, trust_model=False)
