@@ -39,7 +39,8 @@ def load_directory(path: Path) -> LoadedModel:
     if config.get("model_type") == sparselm.MODEL_TYPE:
         model = _load_weights(transformers.LlamaForCausalLM, path, **sparselm.as_llama(config, files))
         return _trace(path, model, config)
-    architecture = (config.get("architectures") or [None])[0]
+    architectures = config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     model_class = getattr(transformers, str(architecture), None)
     if architecture is None or not isinstance(model_class, type):
         raise UserError(
