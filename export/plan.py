@@ -9,7 +9,7 @@ from typing import Any
 
 from twellc.errors import UserError
 from twellc.export.shapes import Profile
-from twellc.export.tensorrt_host import Host, create_network, load_host, make_logger
+from twellc.export.tensorrt_host import Host, create_network, load_host, make_logger, write_plan
 from twellc.plugins.library import library_path
 from twellc.plugins.registration import NEEDS_PLUGINS, register
 
@@ -92,14 +92,11 @@ def build_plan(
     if plugin_layers:
         # The one text in a plan that is ours to choose. A plan may be found without its manifest.
         network.name = f"{onnx_path.stem}: {NEEDS_PLUGINS}"
-    data = builder.build_serialized_network(network, config)
-    if data is None:
+    if not write_plan(host, builder, network, config, plan_path):
         raise UserError(
             f"{host.name} {host.version}", f"the builder refuses the network ({reasons(messages)})",
             fix="If a shape is to blame, change --profile.",
         )  # fmt: skip
-    with plan_path.open("wb") as stream:
-        stream.write(data)
     return Plan(
         backend={"name": host.name, "version": host.version},
         inputs=[_describe(tensor) for tensor in inputs],

@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from twellc.errors import UserError
@@ -129,3 +130,22 @@ def create_network(host: Host, builder: Any) -> Any:
     """Create a strongly typed network; where the flag is gone, every network is."""
     flag = getattr(host.module.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     return builder.create_network(0 if flag is None else 1 << int(flag))
+
+
+def write_plan(host: Host, builder: Any, network: Any, config: Any, path: Path) -> bool:
+    """Build a network and write its plan; piece by piece where this TensorRT can, so that it is not held in memory."""
+    with path.open("wb") as stream:
+        if not hasattr(builder, "build_serialized_network_to_stream"):
+            data = builder.build_serialized_network(network, config)
+            if data is not None:
+                stream.write(data)
+            return data is not None
+
+        class Writer(host.module.IStreamWriter):  # type: ignore[name-defined, misc]
+            def __init__(self) -> None:
+                super().__init__()
+
+            def write(self, piece: bytes) -> int:
+                return stream.write(piece)
+
+        return bool(builder.build_serialized_network_to_stream(network, config, Writer()))
