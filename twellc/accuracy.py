@@ -40,7 +40,8 @@ class OutputAccuracy:
         candidate: Candidate against float64.
         plain: Plain low-precision model against float64: the yardstick.
         difference: Candidate against the plain low-precision model.
-        stray: Elements that are NaN or infinite where the plain model is finite, or the other way round.
+        stray: Elements that are NaN or infinite where the plain model's are not, not in the same way, or the other way
+            round.
         top1: Share of positions whose largest logit is at the same place as in float64; language models only.
         kl: Mean Kullback-Leibler divergence from the float64 distribution, in nats; language models only.
         plain_top1, plain_kl: The same of the plain low-precision model.
@@ -88,7 +89,8 @@ def measure(
     epsilon = torch.finfo(plain.dtype).eps if plain.dtype.is_floating_point else 0.0
     ours, theirs = candidate.double(), plain.double()
     usable = theirs.isfinite() & truth.isfinite()
-    stray = int((ours.isfinite() != theirs.isfinite()).sum())
+    alike = (ours.isfinite() & theirs.isfinite()) | (ours == theirs) | (ours.isnan() & theirs.isnan())
+    stray = int((~alike).sum())
     ok = usable & ours.isfinite()
     ours_error, plain_error = _distance(ours[ok], truth[ok]), _distance(theirs[ok], truth[ok])
     largest = float(truth[ok].abs().max()) if bool(ok.any()) else 0.0

@@ -1,0 +1,140 @@
+"""The judgement of `twellc check`: what it accepts, and what it must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from twellc.accuracy import OutputAccuracy, measure
+
+LOW = [torch.bfloat16, torch.float16]
+
+
+def projected(dtype: torch.dtype, rows: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a product in low precision, the same summed in another order, and the truth in float64."""
+    x, w = torch.randn(rows, 256).to(dtype), (torch.randn(128, 256) / 16).to(dtype)
+    truth = x.double() @ w.double().t()
+    plain = torch.nn.functional.linear(x, w)
+    half = torch.nn.functional.linear(x[:, :128].float(), w[:, :128].float())
+    other = (half + torch.nn.functional.linear(x[:, 128:].float(), w[:, 128:].float())).to(dtype)
+    return plain, other, truth
+
+
+def judge(candidate: Tensor, plain: Tensor, truth: Tensor, language_model: bool = False) -> OutputAccuracy:
+    return measure("y", candidate, plain, truth, language_model)
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
+def test_accepts_what_is_as_accurate(dtype: torch.dtype) -> None:
+    plain, other, truth = projected(dtype)
+    for candidate in (plain, other, truth.to(dtype)):
+        result = judge(candidate, plain, truth)
+        assert result.within
+        assert result.stray == 0
+        assert result.candidate.cosine > 0.999
+
+
+def test_accepts_a_plain_model_without_error() -> None:
+    """Where the plain result happens to be exact, a candidate may still round its output once."""
+    truth = torch.randn(64, 32, dtype=torch.float64).bfloat16().double()
+    candidate = (truth * (1 + torch.finfo(torch.bfloat16).eps / 8)).bfloat16()
+    assert judge(candidate, truth.bfloat16(), truth).within
+
+
+DAMAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": torch.zeros_like,
+    "halved": lambda y: y / 2,
+    "negated": lambda y: -y,
+    "scaled by 3 %": lambda y: y * 1.03,
+    "rows swapped": lambda y: y.flip(0),
+    "columns shifted": lambda y: y.roll(1, 1),
+    "one row zeroed": lambda y: torch.cat([torch.zeros_like(y[:1]), y[1:]]),
+    "one column zeroed": lambda y: torch.cat([torch.zeros_like(y[:, :1]), y[:, 1:]], 1),
+    "one column doubled": lambda y: torch.cat([2 * y[:, :1], y[:, 1:]], 1),
+    "one element wrong": lambda y: y.index_put((torch.tensor([3]), torch.tensor([5])), y.abs().max() + y[3, 5]),
+    "a NaN": lambda y: y.index_put((torch.tensor([3]), torch.tensor([5])), torch.tensor(torch.nan, dtype=y.dtype)),
+    "an infinity": lambda y: y.index_put(
+        (torch.tensor([3]), torch.tensor([5])), torch.tensor(torch.inf, dtype=y.dtype)
+    ),
+    "all NaN": lambda y: torch.full_like(y, torch.nan),
+}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_rejects(damage: str, dtype: torch.dtype) -> None:
+    plain, other, truth = projected(dtype)
+    assert not judge(DAMAGES[damage](other), plain, truth).within
+
+
+def test_rejects_noise_of_three_times_the_plain_error() -> None:
+    plain, _, truth = projected(torch.bfloat16, rows=512)
+    noisy = truth + 3 * (plain.double() - truth)
+    assert not judge(noisy, plain, truth).within
+    assert judge(truth + 1.5 * (plain.double() - truth), plain, truth).within
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_fault_that_the_plain_model_has_is_none_of_the_candidate(value: float) -> None:
+    plain, other, truth = projected(torch.bfloat16)
+    plain[3, 5] = other[3, 5] = value
+    result = judge(other, plain, truth)
+    assert (result.within, result.stray) == (True, 0)
+    other[3, 5] = 0
+    assert judge(other, plain, truth).stray == 1
+
+
+def test_minus_infinity_in_all_three() -> None:
+    """Masked logits are -inf in every precision."""
+    plain, other, truth = projected(torch.bfloat16)
+    for tensor in (plain, other, truth):
+        tensor[:, -1] = -torch.inf
+    result = judge(other, plain, truth, language_model=True)
+    assert result.within
+    other[0, -1] = torch.inf
+    assert not judge(other, plain, truth).within
+
+
+def test_integers_must_be_equal() -> None:
+    """Token ids, or positions: outputs without an epsilon."""
+    plain = torch.randint(0, 100, (16, 1))
+    assert judge(plain.clone(), plain, plain.double()).within
+    other = plain.clone()
+    other[3] += 1
+    assert not judge(other, plain, plain.double()).within
+
+
+def test_nothing_to_compare() -> None:
+    empty = torch.zeros(0, 8)
+    assert judge(empty.bfloat16(), empty.bfloat16(), empty.double()).within
+
+
+def test_all_zeros() -> None:
+    zeros = torch.zeros(4, 8)
+    assert judge(zeros.bfloat16(), zeros.bfloat16(), zeros.double()).within
+    assert not judge((zeros + 1).bfloat16(), zeros.bfloat16(), zeros.double()).within
+
+
+def test_figures() -> None:
+    truth = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    result = judge(torch.tensor([[3.0, 4.5]]), torch.tensor([[3.0, 4.0]]), truth)
+    assert result.candidate.max == 0.5
+    assert result.candidate.mean == 0.25
+    assert result.candidate.relative == pytest.approx(0.1)
+    assert result.candidate.cosine == pytest.approx((9 + 18) / (5 * (9 + 20.25) ** 0.5))
+    assert (result.plain.max, result.difference.max) == (0.0, 0.5)
+
+
+def test_language_model_figures() -> None:
+    truth = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]], dtype=torch.float64))
+    candidate = torch.log(torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.1, 0.8]]))
+    result = judge(candidate, truth.float(), truth, language_model=True)
+    assert (result.top1, result.plain_top1) == (0.5, 1.0)
+    kl = 0.5 * torch.log(torch.tensor(0.5 / 0.25)) + 0.25 * torch.log(torch.tensor(0.25 / 0.5))
+    assert result.kl == pytest.approx(float(kl) / 2, rel=1e-5)
+    assert result.plain_kl == pytest.approx(0, abs=1e-7)
+    other = judge(candidate, truth.float(), truth)
+    assert (other.top1, other.kl) == (None, None)
