@@ -35,7 +35,7 @@ def sparselm(llama: Path, folder: Path, bare_weights: bool) -> Path:
 
 @pytest.mark.parametrize("bare_weights", [False, True])
 def test_layouts(llama: Path, tmp_path: Path, bare_weights: bool) -> None:
-    ids = torch.randint(0, 250, (2, 9))
+    ids = torch.randint(0, 90, (2, 9))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     loaded = load_model(sparselm(llama, tmp_path / "sparselm", bare_weights), trust_model=False)
     expected = run_program(load_model(llama, trust_model=False).program, inputs)[0]
@@ -58,5 +58,5 @@ def test_missing_layer(llama: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.0.mlp.up_weight"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(UserError, match="1 weights are missing; got model.layers.0.mlp.up_proj.weight"):
+    with pytest.raises(UserError, match=r"1 weights are missing; got model\.layers\.0\.mlp\.up_proj\.weight"):
         load_model(folder, trust_model=False)
