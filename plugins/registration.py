@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -149,9 +150,13 @@ def check_installed() -> list[Registration]:
 
 
 def _check_apart(host: str) -> Registration | None:
-    command = [sys.executable, "-m", "twellc.plugins.registration_worker", host]
+    # The same module path as here, and not the working directory before it.
+    command = [sys.executable, "-P", "-m", "twellc.plugins.registration_worker", host]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_CHECK_SECONDS)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_CHECK_SECONDS, env=environment
+        )
     except subprocess.TimeoutExpired:
         return Registration(host, "", f"no answer within {_CHECK_SECONDS} s", good=False)
     try:

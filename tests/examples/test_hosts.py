@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import environment
 from twellc.plugins.library import library_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +20,7 @@ HOSTS = ROOT / "examples" / "hosts"
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=300)
 
 
 # ---- Python ----

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf import text_format
 
+from tests.processes import TWELLC, environment
 from tests.runtimes import install
 from twellc.export.plan import Plan, Tensor
 from twellc.export.triton import model_config, model_folder
@@ -87,8 +87,8 @@ def test_name_of_the_model(tmp_path: Path, model: str, name: str) -> None:
 
 
 def twellc(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "twellc", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    command = [*TWELLC, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment())
 
 
 @pytest.fixture(scope="module")

@@ -14,26 +14,25 @@ from typing import Any
 
 import pytest
 
+from tests.processes import TWELLC, environment
 from tests.runtimes import LEAN_VERSIONS
 from twellc.errors import UserError
 from twellc.plugins import registration
 from twellc.plugins.library import library_path
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 RUNTIMES = ("rtx", *LEAN_VERSIONS)
 Folder = Callable[[str], Path]
 
 
-def environment(lean_folder: Folder, names: list[str]) -> dict[str, str]:
-    leans = {name.upper(): str(lean_folder(name)) for name in names if name in LEAN_VERSIONS}
-    return {**os.environ, "PYTHONPATH": str(ROOT), **leans}
+def with_leans(lean_folder: Folder, names: list[str]) -> dict[str, str]:
+    return environment(**{name.upper(): str(lean_folder(name)) for name in names if name in LEAN_VERSIONS})
 
 
 def walk(lean_folder: Folder, *steps: str, preload: bool = False) -> tuple[list[Any], str]:
     """Take the steps in a new process; return what those that answer answered, and what went to standard error."""
     names = [step.removeprefix("import ") for step in steps if step.startswith("import ")]
-    settings = environment(lean_folder, names)
+    settings = with_leans(lean_folder, names)
     if preload:
         settings["LD_PRELOAD"] = str(library_path())
     command = [sys.executable, str(HERE / "registration_child.py"), *steps]
@@ -163,7 +162,7 @@ def test_layout_that_nobody_has_seen_is_left_alone(tmp_path: Path) -> None:
         "import ctypes, sys; ctypes.CDLL(sys.argv[1]); sys.exit(ctypes.CDLL(sys.argv[2]).initLibTwellPlugins(0, b''))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(host), str(library_path())], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-c", code, str(host), str(library_path())], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0
     assert done.stderr == (
@@ -212,8 +211,8 @@ def test_register_in_what_is_imported(lean_folder: Folder) -> None:
         "print(*((r.host, r.state) for r in register()), 'torch' in sys.modules, flush=True); os._exit(0)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, check=True, env=environment(lean_folder, ["lean11"]),
+        [sys.executable, "-P", "-c", code],
+        capture_output=True, text=True, check=True, env=with_leans(lean_folder, ["lean11"]),
     )  # fmt: skip
     assert done.stdout == (
         "('tensorrt_lean_bindings', 'registered') ('tensorrt_rtx_bindings', 'already registered') False\n"
@@ -243,9 +242,9 @@ def test_register_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 # ---- twellc plugins ----
 
 
-def plugins_command(*options: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
-    command = [sys.executable, "-m", "twellc", "plugins", *options]
+def plugins_command(*options: str, folder: str | Path = "", **settings: str) -> subprocess.CompletedProcess[str]:
+    command = [*TWELLC, "plugins", *options]
+    settings = environment(*filter(None, [folder]), **settings)
     return subprocess.run(command, capture_output=True, text=True, check=False, env=settings, timeout=120)
 
 
@@ -271,7 +270,7 @@ def test_plugins_prints_what_the_library_is() -> None:
 def test_plugins_check_finds_modules_and_libraries(lean_folder: Folder) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
     done = plugins_command(
-        "--check", PYTHONPATH=f"{ROOT}:{lean_folder('lean11')}",
+        "--check", folder=lean_folder("lean11"),
         LD_LIBRARY_PATH=str(lean_folder("lean10") / "tensorrt_lean_libs"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -285,7 +284,7 @@ def test_plugins_check_reports_failures(tmp_path: Path) -> None:
     # One that cannot be imported, and one that takes its process with it.
     (tmp_path / "tensorrt.py").write_text("raise ImportError('no such driver')")
     (tmp_path / "tensorrt_lean.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    done = plugins_command("--check", "--json", PYTHONPATH=f"{ROOT}:{tmp_path}")
+    done = plugins_command("--check", "--json", folder=tmp_path)
     assert done.returncode == 1
     checks = {check["host"]: check for check in json.loads(done.stdout)["checks"]}
     assert checks["tensorrt"]["state"] == "cannot be imported (no such driver)"

@@ -1,0 +1,18 @@
+"""Run Python in other processes with the twellc that the tests imported: the installed one or the source tree's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import twellc
+
+PACKAGE_FOLDER = str(Path(twellc.__file__).resolve().parents[1])
+# -P keeps the working directory, which may be the source tree, off the module path.
+TWELLC = (sys.executable, "-P", "-m", "twellc")
+
+
+def environment(*folders: str | Path, **settings: str) -> dict[str, str]:
+    """Return this process's environment with `folders` behind twellc's on the module path, and with `settings`."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (PACKAGE_FOLDER, *folders))), **settings}
