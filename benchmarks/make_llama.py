@@ -1,6 +1,6 @@
 """Write a ReLU Llama with random bfloat16 weights as a Hugging Face directory, to measure compilation at full size.
 
-    python benchmarks/make_llama.py --size 1.5b build/llama-1.5b
+python benchmarks/make_llama.py --size 1.5b build/llama-1.5b
 """
 
 from __future__ import annotations
