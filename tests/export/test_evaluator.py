@@ -1,0 +1,162 @@
+"""Running ONNX files with twell nodes without TensorRT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor, nn
+from torch.export import Dim
+
+from tests.models import Gated, Plain, Residual, canonical, rewrite, run
+from tests.tolerance import assert_as_accurate, assert_same
+from twellc.config import CompileOptions
+from twellc.errors import UserError
+from twellc.export.evaluator import OnnxEvaluator, to_numpy, to_torch
+from twellc.export.onnx_export import export_onnx, save_onnx
+from twellc.passes.canonicalize import canonicalize
+from twellc.passes.execution import run_program
+from twellc.passes.precision import widen
+from twellc.translation import translate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_round_trip(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.randn(shape) * 3).to(dtype)
+    assert torch.equal(to_torch(to_numpy(tensor)), tensor)
+    assert to_torch(to_numpy(tensor)).dtype == dtype
+    if len(shape) == 2:
+        assert torch.equal(to_torch(to_numpy(tensor.t())), tensor.t())
+
+
+class Many(nn.Module):
+    """Gated and plain blocks with and without biases, over one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gated = [Gated(biases=biases, d_ff=300) for biases in ("", "gud", "d", "gu")]
+        plain = [Plain(biases=biases, d_ff=300) for biases in ("", "ud", "d", "u")]
+        self.blocks = nn.ModuleList(gated + plain)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(block(x) for block in self.blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_equals_torch(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A block alone is the torch op itself, so equal bit by bit."""
+    program = rewrite(canonical(Many().to(dtype), torch.randn(4, 16).to(dtype), dynamic=({0: Dim("n")},)))
+    names = [f"y{i}" for i in range(8)]
+    save_onnx(export_onnx(program, ["x"], names, {}), tmp_path / "m.onnx")
+    evaluator = OnnxEvaluator(tmp_path / "m.onnx")
+    assert (evaluator.inputs, evaluator.outputs) == (["x"], names)
+    for rows in (1, 4, 33):
+        x = torch.randn(rows, 16).to(dtype)
+        for actual, expected in zip(evaluator.run({"x": x}), run(program, x), strict=True):
+            assert actual.dtype == dtype
+            assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dense_products_round_once(dtype: torch.dtype, tmp_path: Path) -> None:
+    """MatMul and Gemm of the evaluator sum in float32, as torch and GPUs do."""
+    module = nn.Sequential(nn.Linear(512, 64), nn.Linear(64, 512, bias=False)).to(dtype)
+    x = torch.randn(16, 512).to(dtype)
+    program = canonical(module, x)
+    save_onnx(export_onnx(program, ["x"], ["y"], {}), tmp_path / "m.onnx")
+    (actual,) = OnnxEvaluator(tmp_path / "m.onnx").run({"x": x})
+    assert_as_accurate(actual, run(program)[0], run(widen(program), x.double())[0])
+
+
+def test_float32_program(tmp_path: Path) -> None:
+    module, x = nn.Sequential(Residual(Gated()), nn.LayerNorm(16), nn.Linear(16, 8)), torch.randn(5, 16)
+    program = rewrite(canonical(module, x))
+    save_onnx(export_onnx(program, ["x"], ["y"], {}), tmp_path / "m.onnx")
+    assert_same(OnnxEvaluator(tmp_path / "m.onnx").run({"x": x})[0], run(program)[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_language_model_with_padding(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Real tokens get the logits that torch gives; what stands at padding is nobody's business."""
+    translation = translate(CompileOptions(model=request.getfixturevalue(name), backend="none"), lambda step: None)
+    save_onnx(translation.graph, tmp_path / "m.onnx")
+    evaluator = OnnxEvaluator(tmp_path / "m.onnx")
+    assert sorted(evaluator.inputs) == ["attention_mask", "input_ids"]
+    assert evaluator.outputs == ["logits"]
+    truth = widen(canonicalize(translation.model.program))
+    ids = torch.randint(2, 96, (3, 11))
+    for side in ("left", "right", "none"):
+        mask = torch.ones_like(ids)
+        if side != "none":
+            mask[0, slice(None, 4) if side == "left" else slice(-4, None)] = 0
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        results = [
+            evaluator.run(inputs)[0],
+            run_program(translation.rewritten.dense, inputs)[0],
+            run_program(truth, inputs)[0],
+        ]
+        candidate, plain, true = (result[mask == 1] for result in results)
+        assert_as_accurate(candidate.bfloat16(), plain.bfloat16(), true)
+
+
+def test_nan_in_x(tmp_path: Path) -> None:
+    program = rewrite(canonical(Gated().bfloat16(), torch.randn(4, 16).bfloat16()))
+    save_onnx(export_onnx(program, ["x"], ["y"], {}), tmp_path / "m.onnx")
+    x = torch.randn(4, 16).bfloat16()
+    x[2, 3] = torch.nan
+    (y,) = OnnxEvaluator(tmp_path / "m.onnx").run({"x": x})
+    assert y[2].isnan().all()
+    assert y[[0, 1, 3]].isfinite().all()
+
+
+# ---- what is no model ----
+
+
+def model_with(*nodes: onnx.NodeProto) -> bytes:
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [4])
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [4])
+    graph = helper.make_graph(list(nodes), "g", [value], [output])
+    imports = [helper.make_opsetid("", 20), helper.make_opsetid("twell", 1), helper.make_opsetid("other", 1)]
+    content: bytes = helper.make_model(graph, opset_imports=imports).SerializeToString()
+    return content
+
+
+BAD: dict[str, bytes] = {
+    "empty": b"",
+    "text": b"hello world, this is no model",
+    "zip": b"PK\3\4" + b"\0" * 40,
+    "no nodes": model_with(),
+    "unknown twell node": model_with(helper.make_node("TwellNorm", ["x"], ["y"], domain="twell")),
+    "unknown operator": model_with(helper.make_node("Whatever", ["x"], ["y"])),
+    "unknown domain": model_with(helper.make_node("Relu", ["x"], ["y"], domain="other")),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_file(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(BAD[kind])
+    with pytest.raises(UserError, match="is no ONNX model that can be evaluated"):
+        OnnxEvaluator(path)
+
+
+def test_external_data_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twellc.export.onnx_export._LARGEST_SINGLE_FILE", 0)
+    path, data = save_onnx(export_onnx(rewrite(canonical(Gated())), ["x"], ["y"], {}), tmp_path / "m.onnx")
+    OnnxEvaluator(path)
+    data.unlink()
+    with pytest.raises(UserError, match="is no ONNX model that can be evaluated"):
+        OnnxEvaluator(path)
+
+
+def test_bfloat16_is_ml_dtypes() -> None:
+    """The arrays that onnx's evaluator works with."""
+    array: Any = to_numpy(torch.tensor([1.5], dtype=torch.bfloat16))
+    assert array.dtype == np.dtype(ml_dtypes.bfloat16)

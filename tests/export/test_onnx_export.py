@@ -1,0 +1,167 @@
+"""The ONNX file: its twell nodes, names, and bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx.numpy_helper
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from tests.models import Gated, Plain, Residual, canonical, rewrite
+from twellc.errors import UserError
+from twellc.export import onnx_export
+from twellc.export.onnx_export import OPSET, export_onnx, save_onnx
+
+
+def written(program: ExportedProgram, path: Path, names: dict[str, str] | None = None) -> onnx.ModelProto:
+    """Export a program with one input and one output, and read the file back."""
+    model = export_onnx(program, ["x"], ["y"], names or {})
+    assert save_onnx(model, path) == [path]
+    return onnx.load(path)
+
+
+def attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
+
+
+def initializers(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
+    return {tensor.name: tensor for tensor in model.graph.initializer}
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.int16).numpy().tobytes()
+
+
+@pytest.mark.parametrize("biases", ["", "g", "u", "d", "gud"])
+def test_gated_node(biases: str, tmp_path: Path) -> None:
+    module, x = Residual(Gated(biases=biases, d_ff=24)).bfloat16(), torch.randn(5, 16).bfloat16()
+    model = written(rewrite(canonical(module, x), compression=4), tmp_path / "m.onnx")
+    (node,) = (node for node in model.graph.node if node.domain == "twell")
+    assert node.op_type == "TwellGatedMlp"
+    assert attributes(node) == {
+        "activation": "relu",
+        "threshold": 0.0,
+        "compression": 4,
+        "gate_bias": int("g" in biases),
+        "up_bias": int("u" in biases),
+        "down_bias": int("d" in biases),
+        "plugin_version": "1",
+        "plugin_namespace": "twell",
+    }
+    ffn, known = module.ffn, initializers(model)
+    parts = [("g", ffn.gate.weight, ffn.gate.bias), ("u", ffn.up.weight, ffn.up.bias)]
+    parts += [("d", ffn.down.weight.t(), ffn.down.bias)]
+    expected = [tensor for letter, weight, bias in parts for tensor in (weight, *([bias] if letter in biases else []))]
+    assert node.input[0] not in known, "x comes first"
+    assert len(node.input) == 1 + len(expected)
+    for name, tensor in zip(node.input[1:], expected, strict=True):
+        assert known[name].data_type == onnx.TensorProto.BFLOAT16
+        assert tuple(known[name].dims) == tuple(tensor.shape)
+        assert known[name].raw_data == bits(tensor)
+
+
+@pytest.mark.parametrize("biases", ["", "u", "d", "ud"])
+def test_plain_node(biases: str, tmp_path: Path) -> None:
+    module, x = Residual(Plain(biases=biases, d_ff=24)).half(), torch.randn(5, 16).half()
+    model = written(rewrite(canonical(module, x)), tmp_path / "m.onnx")
+    (node,) = (node for node in model.graph.node if node.domain == "twell")
+    assert node.op_type == "TwellMlp"
+    assert attributes(node) == {
+        "activation": "relu",
+        "threshold": 0.0,
+        "compression": 8,
+        "up_bias": int("u" in biases),
+        "down_bias": int("d" in biases),
+        "plugin_version": "1",
+        "plugin_namespace": "twell",
+    }
+    shapes = {"up": (24, 16), "u": (24,), "down": (24, 16), "d": (16,)}
+    wanted = [shapes[name] for name in ("up", "u", "down", "d") if name in ("up", "down") or name in biases]
+    assert [tuple(initializers(model)[name].dims) for name in node.input[1:]] == wanted
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "threshold"),
+    [
+        (lambda t: torch.relu(t) ** 2, "relu2", 0.0),
+        (lambda t: nn.functional.threshold(t, 0.25, 0.0), "fatrelu", 0.25),
+    ],
+)
+def test_activation_attributes(function: Any, name: str, threshold: float, tmp_path: Path) -> None:
+    model = written(rewrite(canonical(Gated(function))), tmp_path / "m.onnx")
+    (node,) = model.graph.node
+    assert (attributes(node)["activation"], attributes(node)["threshold"]) == (name, threshold)
+
+
+def test_no_dense_projection_is_left(tmp_path: Path) -> None:
+    model = written(rewrite(canonical(nn.Sequential(Residual(Gated()), Residual(Plain())))), tmp_path / "m.onnx")
+    assert sorted(node.op_type for node in model.graph.node) == ["Add"] * 4 + ["TwellGatedMlp", "TwellMlp"]
+    weights = [tensor for tensor in model.graph.initializer if len(tensor.dims) == 2]
+    assert len(weights) == 5
+
+
+def test_opsets(tmp_path: Path) -> None:
+    model = written(rewrite(canonical(Gated())), tmp_path / "m.onnx")
+    assert {entry.domain: entry.version for entry in model.opset_import} == {"": OPSET, "twell": 1}
+
+
+def test_names_and_dimensions(tmp_path: Path) -> None:
+    module = Residual(Gated())
+    program = canonical(module, torch.randn(4, 6, 16), dynamic=({0: Dim("a"), 1: Dim("b")},))
+    (node,) = (n for n in program.graph.find_nodes(op="placeholder") if n.name == "x")
+    names = {str(node.meta["val"].shape[0]): "batch", str(node.meta["val"].shape[1]): "sequence"}
+    model = written(rewrite(program), tmp_path / "m.onnx", names)
+    for value in (*model.graph.input, *model.graph.output):
+        dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        assert (value.name, dims) == ("x" if value.name == "x" else "y", ["batch", "sequence", 16])
+
+
+def test_same_bytes_for_the_same_model(tmp_path: Path) -> None:
+    """`twellc check` makes the graph of a plan again, and compares its digest."""
+    torch.manual_seed(3)
+    module = nn.Sequential(Residual(Gated(biases="gud")), Residual(Plain(biases="ud"))).bfloat16()
+    contents = []
+    for name in ("first.onnx", "second.onnx"):
+        x = torch.randn(5, 16).bfloat16()
+        written(rewrite(canonical(module, x, dynamic=({0: Dim("n")},))), tmp_path / name)
+        contents.append((tmp_path / name).read_bytes())
+    assert contents[0] == contents[1]
+
+
+def test_nothing_of_the_machine_is_in_the_file(tmp_path: Path) -> None:
+    model = rewrite(canonical(Residual(Gated())))
+    written(model, tmp_path / "m.onnx")
+    content = (tmp_path / "m.onnx").read_bytes()
+    for trace in (str(Path(__file__).parents[2]), str(tmp_path), "site-packages", "stack_trace", ".py", 'File "'):
+        assert trace.encode() not in content
+
+
+def test_weights_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = rewrite(canonical(Residual(Gated(biases="gud")).bfloat16(), torch.randn(5, 16).bfloat16()))
+    whole = written(program, tmp_path / "whole.onnx")
+    monkeypatch.setattr(onnx_export, "_LARGEST_SINGLE_FILE", 0)
+    path = tmp_path / "apart.onnx"
+    files = save_onnx(export_onnx(program, ["x"], ["y"], {}), path)
+    assert files == [path, tmp_path / "apart.onnx.data"]
+    assert path.stat().st_size < (tmp_path / "whole.onnx").stat().st_size
+    bare = onnx.load(path, load_external_data=False)
+    outside = [t for t in bare.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    assert {entry.value for t in outside for entry in t.external_data if entry.key == "location"} == {"apart.onnx.data"}
+    apart = initializers(onnx.load(path))
+    for name, tensor in initializers(whole).items():
+        assert onnx.numpy_helper.to_array(apart[name]).tobytes() == onnx.numpy_helper.to_array(tensor).tobytes()
+
+
+def test_unsupported_operation() -> None:
+    class Inverse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.eigvalsh(x @ x.mT)
+
+    with pytest.raises(UserError, match=r"ONNX export: the model cannot be written as ONNX \(.*eigh.*\)"):
+        export_onnx(canonical(Inverse(), torch.randn(4, 4)), ["x"], ["y"], {})
