@@ -86,44 +86,6 @@ def test_sharded_safetensors(llama: Path, tmp_path: Path) -> None:
     )
 
 
-# ---- SparseLM ----
-
-
-def as_sparselm(folder: Path, bare: bool) -> None:
-    """Turn a Llama directory into what Sakana AI publishes, in either of its layouts."""
-    edit_config(folder, model_type="llama_sparse_relu", architectures=["LlamaSparseReluForCausalLM"], hidden_act="silu")
-    tensors = load_file(folder / "model.safetensors")
-    renamed = {"tracker.0.count": torch.zeros(3), "model.layers.0.mlp.metrics_accumulator.total": torch.zeros(1)}
-    for name, tensor in tensors.items():
-        head, _, last = name.rpartition(".mlp.")
-        if not head or not bare:
-            renamed[name] = tensor
-            continue
-        projection = last.removesuffix("_proj.weight")
-        stored = tensor if projection == "up" else tensor.t().contiguous()
-        renamed[f"{head}.mlp.{projection}_weight"] = stored
-    save_file(renamed, folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("bare", [False, True])
-def test_sparselm(bare: bool, folder: Path, llama: Path) -> None:
-    as_sparselm(folder, bare)
-    model, inputs = load_model(folder, trust_model=False), tokens(2, 5)
-    expected = logits_of(load_model(llama, trust_model=False), **inputs)
-    assert torch.equal(logits_of(model, **inputs), expected)
-    assert model.declared_activation == "silu"
-
-
-def test_sparselm_with_an_odd_weight(folder: Path) -> None:
-    as_sparselm(folder, bare=True)
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.mlp.gate_weight"
-    tensors[name] = tensors[name].t().contiguous()
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"weight model\.layers\.0\.mlp\.gate_weight: has an unexpected shape"):
-        load_model(folder, trust_model=False)
-
-
 # ---- what is refused ----
 
 

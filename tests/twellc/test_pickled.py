@@ -68,6 +68,12 @@ def test_wrong_inputs(pickled: Path, inputs: tuple[str, ...], message: str) -> N
         load_model(pickled, True, tuple(map(parse_input, inputs)))
 
 
+def test_damaged_pickle(pickled: Path) -> None:
+    pickled.write_bytes(b"\x80\x02garbage")
+    with pytest.raises(UserError, match="cannot be unpickled"):
+        load_model(pickled, True, (parse_input("input:float32[2,16]"),))
+
+
 def test_bare_weights(tmp_path: Path) -> None:
     torch.save(nn.Linear(4, 4).state_dict(), tmp_path / "weights.pt")
     with pytest.raises(UserError, match="holds no module; got OrderedDict"):
