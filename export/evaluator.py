@@ -7,38 +7,17 @@ and are rounded once, as they are on a GPU; everything else is onnx's reference 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx
 import torch
-from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from twellc.errors import UserError
+from twellc.passes.arrays import BFLOAT16, Array, to_numpy, to_torch
 from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
 from twellc.plugins.ops import GATED_MLP, MLP
-
-Array = NDArray[Any]
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-
-
-def to_numpy(tensor: torch.Tensor) -> Array:
-    """Return a CPU tensor as an array; bfloat16 becomes ml_dtypes.bfloat16."""
-    tensor = tensor.detach().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(_BFLOAT16)
-    return tensor.numpy()
-
-
-def to_torch(array: Array) -> torch.Tensor:
-    """Return an array as a tensor; ml_dtypes.bfloat16 becomes torch.bfloat16."""
-    array = np.array(array, order="C")
-    if array.dtype == _BFLOAT16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
 
 
 class OnnxEvaluator:
@@ -49,14 +28,19 @@ class OnnxEvaluator:
         metadata: Its metadata properties.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Load the model, with its external data.
+    def __init__(self, path: Path, model: onnx.ModelProto | None = None) -> None:
+        """Prepare a model.
+
+        Args:
+            path: The file that it is from; it is read, with its external data, where no `model` is given.
+            model: The model, with its external data.
 
         Raises:
             UserError: The file is no ONNX model, or holds operators that cannot be evaluated.
         """
+        self._path = path
         try:
-            model = onnx.load(path)
+            model = onnx.load(path) if model is None else model
             self.inputs = [value.name for value in model.graph.input]
             self.outputs = [value.name for value in model.graph.output]
             self.metadata = {entry.key: entry.value for entry in model.metadata_props}
@@ -69,13 +53,22 @@ class OnnxEvaluator:
             raise UserError(str(path), f"is no ONNX model that can be evaluated ({error})") from error
 
     def run(self, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the outputs for inputs by name."""
+        """Return the outputs for inputs by name.
+
+        Raises:
+            UserError: The graph does not take these shapes, or an operator is not implemented.
+        """
         arrays = {name: to_numpy(tensor) for name, tensor in inputs.items()}
-        return [to_torch(np.asarray(output)) for output in self._evaluator.run(None, arrays)]
+        try:
+            return [to_torch(np.asarray(output)) for output in self._evaluator.run(None, arrays)]
+        except Exception as error:  # each operator's own, for a graph that somebody else made
+            shapes = ", ".join(f"{name} {tuple(array.shape)}" for name, array in arrays.items())
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(str(self._path), f"cannot be evaluated with {shapes} ({reason})") from error
 
 
 def _multiply(left: Array, right: Array) -> Array:
-    if left.dtype not in (_BFLOAT16, np.float16):
+    if left.dtype not in (BFLOAT16, np.float16):
         return np.asarray(np.matmul(left, right))
     product: Array = np.matmul(left.astype(np.float32), right.astype(np.float32))
     return product.astype(left.dtype)

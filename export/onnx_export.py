@@ -3,8 +3,7 @@
     torch.ops.twell.gated_mlp  ->  twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down])
     torch.ops.twell.mlp        ->  twell::TwellMlp(x, w_up, [b_up], w_down, [b_down])
 
-Absent biases are left out of the inputs, and the attributes `gate_bias`, `up_bias` and `down_bias` say which are there.
-TensorRT's parser finds the plugin by the node's type and its attributes `plugin_version` and `plugin_namespace`.
+`twellc.plugins.onnx_node` documents inputs and attributes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from onnxscript import values
 from torch.export import ExportedProgram
 
 from twellc.errors import UserError
-from twellc.plugins.library import PLUGIN_NAMESPACE, PLUGIN_VERSION
+from twellc.plugins.library import PLUGIN_NAMESPACE
+from twellc.plugins.onnx_node import BIASES, GATED, PLAIN, node_attributes
 from twellc.plugins.ops import GATED_MLP, MLP
 
 OPSET = 20
@@ -116,7 +116,6 @@ def _schema(op_type: str) -> onnx.defs.OpSchema:
     parameter = onnx.defs.OpSchema.FormalParameter
     attribute = onnx.defs.OpSchema.Attribute
     kinds = onnx.defs.OpSchema.AttrType
-    biases = ("gate_bias", "up_bias", "down_bias") if op_type == "TwellGatedMlp" else ("up_bias", "down_bias")
     return onnx.defs.OpSchema(
         op_type,
         PLUGIN_NAMESPACE,
@@ -128,7 +127,7 @@ def _schema(op_type: str) -> onnx.defs.OpSchema:
             attribute("activation", kinds.STRING),
             attribute("threshold", kinds.FLOAT),
             attribute("compression", kinds.INT),
-            *(attribute(name, kinds.INT) for name in biases),
+            *(attribute(name, kinds.INT) for name in BIASES[op_type]),
             attribute("plugin_version", kinds.STRING),
             attribute("plugin_namespace", kinds.STRING),
         ],
@@ -136,32 +135,24 @@ def _schema(op_type: str) -> onnx.defs.OpSchema:
 
 
 _OPSET = values.Opset(PLUGIN_NAMESPACE, 1)
-_GATED_NODE: Callable[..., Any] = values.Op(_OPSET, "TwellGatedMlp", _schema("TwellGatedMlp"))
-_PLAIN_NODE: Callable[..., Any] = values.Op(_OPSET, "TwellMlp", _schema("TwellMlp"))
-
-
-def _emit(node: Callable[..., Any], operands: list[Any], biases: dict[str, Any], **options: Any) -> Any:
-    return node(
-        *(operand for operand in operands if operand is not None),
-        **options,
-        **{name: int(bias is not None) for name, bias in biases.items()},
-        plugin_version=PLUGIN_VERSION,
-        plugin_namespace=PLUGIN_NAMESPACE,
-    )
+_NODES: dict[str, Callable[..., Any]] = {name: values.Op(_OPSET, name, _schema(name)) for name in (GATED, PLAIN)}
 
 
 def _gated_mlp(
     x: Any, w_gate: Any, b_gate: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any,
     activation: str, threshold: float, compression: int,
 ) -> Any:  # fmt: skip
-    biases = {"gate_bias": b_gate, "up_bias": b_up, "down_bias": b_down}
     operands = [x, w_gate, b_gate, w_up, b_up, w_down, b_down]
-    return _emit(_GATED_NODE, operands, biases, activation=activation, threshold=threshold, compression=compression)
+    return _emit(GATED, operands, activation, threshold, compression)
 
 
 def _mlp(
     x: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any, activation: str, threshold: float, compression: int
 ) -> Any:
-    biases = {"up_bias": b_up, "down_bias": b_down}
-    operands = [x, w_up, b_up, w_down, b_down]
-    return _emit(_PLAIN_NODE, operands, biases, activation=activation, threshold=threshold, compression=compression)
+    return _emit(PLAIN, [x, w_up, b_up, w_down, b_down], activation, threshold, compression)
+
+
+def _emit(op_type: str, operands: list[Any], activation: str, threshold: float, compression: int) -> Any:
+    present = [bias is not None for bias in operands[2::2]]
+    attributes = node_attributes(op_type, present, activation, threshold, compression)
+    return _NODES[op_type](*(operand for operand in operands if operand is not None), **attributes)

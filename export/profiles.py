@@ -24,6 +24,37 @@ class InputSpec:
     shape: tuple[int | sympy.Expr, ...]
 
 
+@dataclass(frozen=True)
+class ModelInputs:
+    """The inputs of a model, and what is known of their symbolic dimensions.
+
+    Attributes:
+        specs: The inputs in order.
+        bounds: Least and largest size by symbol; a symbol without an entry is free.
+        hints: A size to tune for by symbol.
+    """
+
+    specs: list[InputSpec]
+    bounds: dict[str, tuple[int, object]]
+    hints: dict[str, int]
+
+
+def program_inputs(program: ExportedProgram) -> ModelInputs:
+    """Return the inputs of a program, with the bounds that it was exported with and the sizes that it was traced with.
+
+    The size of a symbol that only occurs in expressions of several symbols is that of the first of these.
+    """
+    hints: dict[str, int] = {}
+    for node in user_inputs(program):
+        for dim in node.meta["val"].shape:
+            if isinstance(dim, torch.SymInt):
+                symbols, size = dim.node.expr.free_symbols, int(dim.node.hint)
+                for symbol in symbols:
+                    hints.setdefault(str(symbol), (len(symbols) == 1 and _solve(dim.node.expr, size)) or size)
+    bounds = {str(symbol): (int(r.lower), r.upper) for symbol, r in program.range_constraints.items()}
+    return ModelInputs(input_specs(program), bounds, hints)
+
+
 def input_specs(program: ExportedProgram) -> list[InputSpec]:
     """Return the tensor inputs of a program in order."""
     specs = []
@@ -36,7 +67,9 @@ def input_specs(program: ExportedProgram) -> list[InputSpec]:
 
 
 def resolve_profiles(
-    program: ExportedProgram, requested: list[tuple[str, ShapeRange]], defaults: dict[str, tuple[int, int, int]]
+    source: ExportedProgram | ModelInputs,
+    requested: list[tuple[str, ShapeRange]],
+    defaults: dict[str, tuple[int, int, int]],
 ) -> tuple[list[Profile], list[str]]:
     """Complete the requested ranges to whole profiles.
 
@@ -45,7 +78,7 @@ def resolve_profiles(
     belongs to the k-th profile.
 
     Args:
-        program: The program whose inputs these are.
+        source: The program whose inputs these are, or the inputs themselves.
         requested: Ranges by input name, as a user gives them.
         defaults: (min, opt, max) by symbol.
 
@@ -55,7 +88,8 @@ def resolve_profiles(
     Raises:
         UserError: A name is unknown, or a range contradicts the model, another range or the export's bounds.
     """
-    specs = {spec.name: spec for spec in input_specs(program)}
+    inputs = source if isinstance(source, ModelInputs) else program_inputs(source)
+    specs = {spec.name: spec for spec in inputs.specs}
     numbered: list[dict[str, ShapeRange]] = []
     for name, given in requested:
         if name not in specs:
@@ -65,18 +99,18 @@ def resolve_profiles(
             numbered.append({})
         numbered[index][name] = given
     notes: list[str] = []
-    profiles = [_complete(program, specs, given, defaults, notes) for given in numbered or [{}]]
+    profiles = [_complete(inputs, specs, given, defaults, notes) for given in numbered or [{}]]
     return profiles, list(dict.fromkeys(notes))
 
 
 def _complete(
-    program: ExportedProgram,
+    inputs: ModelInputs,
     specs: dict[str, InputSpec],
     given: dict[str, ShapeRange],
     defaults: dict[str, tuple[int, int, int]],
     notes: list[str],
 ) -> Profile:
-    bounds = {str(symbol): (int(r.lower), r.upper) for symbol, r in program.range_constraints.items()}
+    bounds = inputs.bounds
     values: dict[str, tuple[int, int, int]] = {}
     for name, shape_range in given.items():
         _fix_symbols(specs[name], shape_range, bounds, values)
@@ -84,7 +118,7 @@ def _complete(
         for dim in spec.shape:
             for symbol in sorted(map(str, getattr(dim, "free_symbols", ()))):
                 if symbol not in values:
-                    values[symbol] = defaults.get(symbol) or _assume(program, spec.name, symbol, bounds, notes)
+                    values[symbol] = defaults.get(symbol) or _assume(inputs, spec.name, symbol, notes)
     profile = {}
     for spec in specs.values():
         shapes = []
@@ -107,6 +141,17 @@ def _evaluate(dim: int | sympy.Expr, values: dict[str, int]) -> int:
     return int(dim.xreplace({symbol: sympy.Integer(values[str(symbol)]) for symbol in dim.free_symbols}))
 
 
+def _solve(dim: sympy.Expr, size: int) -> int | None:
+    """Return the value of the only symbol in `dim` for which it is `size`."""
+    (symbol,) = dim.free_symbols
+    # The symbols of a graph are integers; solving over the reals finds the candidates, for 2*s as for s/2.
+    free = sympy.Symbol("n", real=True)
+    for solution in sympy.solve(dim.xreplace({symbol: free}) - size, free):
+        if solution.is_Integer and solution > 0:
+            return int(solution)
+    return None
+
+
 def _fix_symbols(
     spec: InputSpec,
     shape_range: ShapeRange,
@@ -126,9 +171,15 @@ def _fix_symbols(
                     got=str(wanted), expected=str(dim), fix="Export the model with this dimension dynamic.",
                 )  # fmt: skip
             continue
-        symbol = str(dim)
-        if not dim.is_Symbol:
-            continue
+        if len(dim.free_symbols) != 1:
+            continue  # of several symbols; the caller compares the whole in the end
+        symbol = str(next(iter(dim.free_symbols)))
+        sizes = [value for value in (_solve(dim, size) for size in wanted) if value is not None]
+        if len(sizes) < len(wanted):
+            raise UserError(
+                "--profile", f"dimension {axis} of {spec.name} has impossible sizes", got=str(wanted), expected=str(dim)
+            )
+        wanted = (sizes[0], sizes[1], sizes[2])
         low, high = bounds.get(symbol, (1, sympy.oo))
         if wanted[0] < low or sympy.Integer(wanted[2]) > high:
             raise UserError(
@@ -142,20 +193,12 @@ def _fix_symbols(
             )  # fmt: skip
 
 
-def _assume(
-    program: ExportedProgram, name: str, symbol: str, bounds: dict[str, tuple[int, object]], notes: list[str]
-) -> tuple[int, int, int]:
-    low, high = bounds.get(symbol, (1, sympy.oo))
+def _assume(inputs: ModelInputs, name: str, symbol: str, notes: list[str]) -> tuple[int, int, int]:
+    low, high = inputs.bounds.get(symbol, (1, sympy.oo))
     low = max(low, 1)
     largest = int(str(high)) if str(high).isdigit() else max(_UNBOUNDED, low)
     if not str(high).isdigit():
         notes.append(
             f"a dimension of {name} has no upper bound; the plan takes {low} to {largest} (--profile changes it)"
         )
-    hint = next(
-        int(dim.node.hint)
-        for node in user_inputs(program)
-        for dim in node.meta["val"].shape
-        if isinstance(dim, torch.SymInt) and symbol in map(str, dim.node.expr.free_symbols)
-    )
-    return low, min(max(hint, low), largest), largest
+    return low, min(max(inputs.hints[symbol], low), largest), largest

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from twellc.passes.activations import Activation, arguments, packet, parse_activation
 from twellc.passes.linear import CASTS, Linear, LinearReader, operand, step, strip, width
@@ -73,11 +73,16 @@ class _RefusedError(Exception):
 
 def find_ffn_blocks(program: ExportedProgram) -> list[FfnBlock]:
     """Return the feed-forward blocks of a canonical program in graph order, refused ones included."""
-    finder = _Finder(constants_of(program))
+    return find_blocks(program.graph, constants_of(program))
+
+
+def find_blocks(graph: Graph, constants: dict[Node, str]) -> list[FfnBlock]:
+    """Return the blocks of a graph whose nodes have their values in `meta`; `constants` names its constant tensors."""
+    finder = _Finder(constants)
     blocks: list[FfnBlock] = []
     seen: dict[str, int] = {}
     taken: dict[Node, str] = {}
-    for node in program.graph.nodes:
+    for node in graph.nodes:
         block = finder.match(node)
         if block is None:
             continue

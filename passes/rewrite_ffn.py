@@ -20,6 +20,19 @@ from twellc.passes.program import add_parameter, editable, finish, tensor_of
 from twellc.plugins.ops import GATED_MLP, MLP
 
 
+def arranged_copy(tensor: torch.Tensor, weight: Weight, in_out: bool) -> tuple[str, torch.Tensor]:
+    """Return the part of `tensor` that `weight` means, stored [in, out] or [out, in], and a suffix for its name."""
+    suffix = ""
+    if weight.in_out:
+        tensor = tensor.t()
+    if weight.rows is not None:
+        tensor, suffix = tensor[slice(*weight.rows)], "_{}_{}_{}".format(*weight.rows)
+    if in_out:
+        tensor, suffix = tensor.t(), f"{suffix}_transposed"
+    # A copy in any case: a slice would keep the packed weight alive.
+    return suffix or "_transposed", tensor.clone(memory_format=torch.contiguous_format)
+
+
 def rewrite_ffn(program: ExportedProgram, blocks: list[FfnBlock], compression: int) -> ExportedProgram:
     """Return the program with `blocks`, all of them found in it and without a refusal, rewritten."""
     rewritten = editable(program)
@@ -32,16 +45,8 @@ def rewrite_ffn(program: ExportedProgram, blocks: list[FfnBlock], compression: i
         if weight.in_out == in_out and weight.rows is None:
             return placeholder
         if (weight, in_out) not in arranged:
-            tensor, suffix = tensor_of(rewritten, weight.name).detach(), ""
-            if weight.in_out:
-                tensor = tensor.t()
-            if weight.rows is not None:
-                tensor, suffix = tensor[slice(*weight.rows)], "_{}_{}_{}".format(*weight.rows)
-            if in_out:
-                tensor, suffix = tensor.t(), f"{suffix}_transposed"
-            name = f"{weight.name}{suffix or '_transposed'}"
-            # A copy in any case: a slice would keep the packed weight alive.
-            copied = tensor.clone(memory_format=torch.contiguous_format)
+            suffix, copied = arranged_copy(tensor_of(rewritten, weight.name).detach(), weight, in_out)
+            name = f"{weight.name}{suffix}"
             arranged[weight, in_out] = add_parameter(rewritten, name, copied, like=placeholder)
         return arranged[weight, in_out]
 

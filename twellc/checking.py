@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,19 @@ from twellc.config import DTYPES, CompileOptions
 from twellc.errors import UserError
 from twellc.export.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import save_onnx
-from twellc.export.profiles import InputSpec, input_specs
+from twellc.export.profiles import InputSpec, ModelInputs, program_inputs
 from twellc.export.runner import run_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.files import digest
 from twellc.inputs import InputDeclaration
 from twellc.loaders.model import LoadedModel, load_model
+from twellc.loaders.onnx_file import load_onnx, looks_like_onnx
 from twellc.manifest import manifest_path, read_manifest
+from twellc.onnx_models import open_reference
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.execution import example_inputs, run_program
 from twellc.passes.precision import lower, parameter_dtypes, widen
-from twellc.translation import METADATA_KEY, choose_dtype, torch_dtype, translate
+from twellc.translation import METADATA_KEY, choose_dtype, torch_dtype, translate_any
 
 Sample = dict[str, torch.Tensor]
 
@@ -64,6 +66,18 @@ class _Candidate:
     profile: dict[str, Any] | None = None
 
 
+@dataclass(frozen=True)
+class _Reference:
+    """What a candidate is compared with: the model in low precision and in float64, and how to draw its inputs."""
+
+    inputs: ModelInputs
+    integers: dict[str, tuple[int, int]]
+    plain: Callable[[Sample], list[torch.Tensor]]
+    truth: Callable[[Sample], list[torch.Tensor]]
+    outputs: list[str]
+    language_model: bool
+
+
 def check(
     model_path: Path,
     candidate_path: Path,
@@ -92,73 +106,120 @@ def check(
     else:
         progress("reading the candidate")
         candidate = _open_onnx(candidate_path)
-    progress("loading and tracing the model")
-    model = load_model(model_path, trust_model, inputs)
-    source = canonicalize(model.program)
-    specs = input_specs(source)
+    if looks_like_onnx(model_path):
+        progress("loading the model")
+        reference = _onnx_reference(model_path, candidate.settings)
+    else:
+        progress("loading and tracing the model")
+        reference = _torch_reference(load_model(model_path, trust_model, inputs), candidate.settings)
+    specs = reference.inputs.specs
     if sorted(candidate.inputs) != sorted(spec.name for spec in specs):
         raise UserError(
             str(candidate_path), "does not belong to the model: their inputs differ",
             got=", ".join(candidate.inputs), expected=", ".join(spec.name for spec in specs),
         )  # fmt: skip
-    name = candidate.settings.get("dtype")
-    dtype = torch_dtype(name if name in DTYPES else choose_dtype(model, None)[0])
-    plain = lower(source, dtype) if parameter_dtypes(source) - {dtype} else source
-    truth = widen(source)
-    samples = make_samples(model, specs, seed, candidate.profile)
+    samples = draw_samples(reference.inputs, reference.integers, seed, candidate.profile)
     ours, theirs, true = [], [], []
     for index, sample in enumerate(samples):
         progress(f"running sample {index + 1} of {len(samples)}")
         ours.append(candidate.run(sample))
-        theirs.append(run_program(plain, sample))
-        true.append(run_program(truth, {name: _widened(tensor) for name, tensor in sample.items()}))
+        theirs.append(reference.plain(sample))
+        true.append(reference.truth({name: _widened(tensor) for name, tensor in sample.items()}))
     outputs = []
-    for position, name in enumerate(model.output_names):
+    for position, name in enumerate(reference.outputs):
         tensors = tuple(_stack([result[position] for result in results]) for results in (ours, theirs, true))
         if tensors[0].shape != tensors[1].shape:
             raise UserError(
                 str(candidate_path), f"output {name} has another shape than the model's",
                 got=str(tuple(ours[0][position].shape)), expected=str(tuple(theirs[0][position].shape)),
             )  # fmt: skip
-        outputs.append(
-            measure(name, tensors[0], tensors[1], tensors[2], language_model=model.language_model and position == 0)
-        )
+        language_model = reference.language_model and position == 0
+        outputs.append(measure(name, tensors[0], tensors[1], tensors[2], language_model=language_model))
     return CheckResult(candidate.executed, candidate.note, outputs)
 
 
-def make_samples(model: LoadedModel, specs: list[InputSpec], seed: int, profile: dict[str, Any] | None) -> list[Sample]:
-    """Make random inputs: at the smallest shapes, at the shapes of the trace, and at larger ones.
+def _torch_reference(model: LoadedModel, settings: dict[str, Any]) -> _Reference:
+    source = canonicalize(model.program)
+    name = settings.get("dtype")
+    dtype = torch_dtype(name if name in DTYPES else choose_dtype(model, None)[0])
+    plain = lower(source, dtype) if parameter_dtypes(source) - {dtype} else source
+    truth = widen(source)
+    return _Reference(
+        inputs=program_inputs(source),
+        integers=_traced_integers(model),
+        plain=lambda sample: run_program(plain, sample),
+        truth=lambda sample: run_program(truth, sample),
+        outputs=model.output_names,
+        language_model=model.language_model,
+    )
 
-    Token ids are drawn from the vocabulary; other integers from the range of the values that the model was traced with;
-    floats from a normal distribution.
+
+def _onnx_reference(path: Path, settings: dict[str, Any]) -> _Reference:
+    reference = open_reference(path, settings)
+    # The evaluator is slow, and nothing was traced: small sizes.
+    hints = {symbol: min(2 * hint, 8) for symbol, hint in reference.inputs.hints.items()}
+    return _Reference(
+        inputs=replace(reference.inputs, hints=hints),
+        integers=reference.integers,
+        plain=reference.plain.run,
+        truth=reference.truth.run,
+        outputs=reference.outputs,
+        language_model=reference.outputs[0] == "logits",
+    )
+
+
+def make_samples(model: LoadedModel, specs: list[InputSpec], seed: int, profile: dict[str, Any] | None) -> list[Sample]:
+    """Make random inputs of a traced model: token ids from its vocabulary, other integers from the traced range.
 
     Args:
         model: Gives the vocabulary and the traced values.
         specs: The inputs.
         seed: Seed of the generator.
+        profile: See `draw_samples`.
+    """
+    return draw_samples(replace(program_inputs(model.program), specs=specs), _traced_integers(model), seed, profile)
+
+
+def _traced_integers(model: LoadedModel) -> dict[str, tuple[int, int]]:
+    ranges = {}
+    for name, example in example_inputs(model.program).items():
+        if model.vocabulary is not None and name.endswith("input_ids"):
+            ranges[name] = (0, model.vocabulary - 1)
+        elif not example.is_floating_point():
+            ranges[name] = (int(example.min()), int(example.max())) if example.numel() else (0, 1)
+    return ranges
+
+
+def draw_samples(
+    inputs: ModelInputs, integers: dict[str, tuple[int, int]], seed: int, profile: dict[str, Any] | None
+) -> list[Sample]:
+    """Make random inputs: at the smallest shapes, at the shapes that the model hints at, and at larger ones.
+
+    Args:
+        inputs: The inputs.
+        integers: Least and largest value of integer inputs; floats are drawn from a normal distribution.
+        seed: Seed of the generator.
         profile: Shape ranges of a plan (`min` and `max` by input name) that the samples must keep to.
     """
     generator = torch.Generator().manual_seed(seed)
-    examples = example_inputs(model.program)
     shapes: list[dict[str, tuple[int, ...]]] = []
     for factor in (0, 1, 3):
         sizes = {}
-        for node_spec in specs:
+        for node_spec in inputs.specs:
             for axis, dim in enumerate(node_spec.shape):
                 if isinstance(dim, int) or not dim.is_Symbol:
                     continue
-                bounds = model.program.range_constraints.get(dim)
-                low = max(1, int(bounds.lower)) if bounds else 1
-                high = int(bounds.upper) if bounds and str(bounds.upper).isdigit() else 1 << 30
+                least, largest = inputs.bounds.get(str(dim), (1, None))
+                low, high = max(1, least), int(str(largest)) if str(largest).isdigit() else 1 << 30
                 if profile is not None:
                     limits = profile[node_spec.name]
                     low, high = max(low, limits["min"][axis]), min(high, limits["max"][axis])
-                sizes[dim] = min(max(examples[node_spec.name].shape[axis] * factor, low), high)
-        shape = {spec.name: tuple(_size(dim, sizes) for dim in spec.shape) for spec in specs}
+                sizes[dim] = min(max(inputs.hints[str(dim)] * factor, low), high)
+        shape = {spec.name: tuple(_size(dim, sizes) for dim in spec.shape) for spec in inputs.specs}
         if shape not in shapes:
             shapes.append(shape)
     return [
-        {spec.name: _random(spec, shape[spec.name], examples[spec.name], model.vocabulary, generator) for spec in specs}
+        {spec.name: _random(spec, shape[spec.name], integers.get(spec.name), generator) for spec in inputs.specs}
         for shape in shapes
     ]
 
@@ -168,18 +229,16 @@ def _size(dim: int | sympy.Expr, sizes: dict[sympy.Expr, int]) -> int:
 
 
 def _random(
-    spec: InputSpec, shape: tuple[int, ...], example: torch.Tensor, vocabulary: int | None, generator: torch.Generator
+    spec: InputSpec, shape: tuple[int, ...], integers: tuple[int, int] | None, generator: torch.Generator
 ) -> torch.Tensor:
     if spec.dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(spec.dtype)
-    if vocabulary is not None and spec.name.endswith("input_ids"):
-        return torch.randint(0, vocabulary, shape, generator=generator, dtype=spec.dtype)
-    low, high = (int(example.min()), int(example.max())) if example.numel() else (0, 1)
+    low, high = integers or (0, 1)
     return torch.randint(low, high + 1, shape, generator=generator).to(spec.dtype)
 
 
 def _open_onnx(path: Path) -> _Candidate:
-    evaluator = OnnxEvaluator(path)
+    evaluator = OnnxEvaluator(path, load_onnx(path))
     try:
         settings = json.loads(evaluator.metadata[METADATA_KEY])["settings"]
     except (KeyError, ValueError):
@@ -211,7 +270,7 @@ def _open_plan(
         candidate, source = _open_onnx(kept), f"{kept.name}, the ONNX graph that it was built from"
     else:
         options = CompileOptions(model_path, backend="none", trust_model=trust_model, inputs=inputs, **settings)
-        translation = translate(options, progress)
+        translation = translate_any(options, progress)
         with tempfile.TemporaryDirectory(prefix="twellc-") as folder:
             written = save_onnx(translation.graph, Path(folder) / "model.onnx")
             if digest(*written) != expected:

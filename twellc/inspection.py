@@ -10,7 +10,9 @@ from typing import Any
 from twellc.errors import UserError
 from twellc.inputs import InputDeclaration
 from twellc.loaders.model import load_model
+from twellc.loaders.onnx_file import looks_like_onnx
 from twellc.manifest import manifest_path, read_manifest
+from twellc.onnx_models import inspect_onnx
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import decide
 from twellc.passes.find_ffn import find_ffn_blocks
@@ -35,6 +37,9 @@ def inspect_target(
     if target.is_file() and manifest_path(target).is_file():
         progress("reading the manifest")
         return {"kind": "plan", **read_manifest(target)}
+    if looks_like_onnx(target):
+        progress("loading the model")
+        return inspect_onnx(target, dtype)
     progress("loading and tracing the model")
     model = load_model(target, trust_model, inputs)
     chosen, notes = choose_dtype(model, dtype)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir
 import torch
@@ -15,13 +15,17 @@ from twellc import __version__
 from twellc.config import DTYPES, CompileOptions
 from twellc.errors import UserError
 from twellc.export.onnx_export import export_onnx, save_onnx
-from twellc.export.profiles import input_specs, resolve_profiles
+from twellc.export.profiles import ModelInputs, input_specs, program_inputs, resolve_profiles
 from twellc.export.shapes import Profile
 from twellc.files import digest
-from twellc.loaders.model import LoadedModel, dtype_name, fingerprint, load_model
+from twellc.loaders.model import DimensionRange, LoadedModel, dtype_name, fingerprint, load_model
+from twellc.loaders.onnx_file import looks_like_onnx
 from twellc.passes.decide import Layer
 from twellc.passes.pipeline import Rewritten, run_passes
 from twellc.passes.precision import parameter_dtypes
+
+if TYPE_CHECKING:
+    from twellc.onnx_models import OnnxTranslation
 
 AUTO_NOTE = "--layers auto rewrites every match: no sparsity was measured, so speed is not known"
 METADATA_KEY = "twellc"
@@ -39,6 +43,31 @@ class Translation:
     settings: dict[str, Any]
     notes: list[str]
     warnings: list[str]
+
+    @property
+    def kind(self) -> str:
+        """The kind of model."""
+        return self.model.kind
+
+    @property
+    def layers(self) -> list[Layer]:
+        """What became of each feed-forward block."""
+        return self.rewritten.layers
+
+    @property
+    def inputs(self) -> ModelInputs:
+        """The inputs of the graph."""
+        return program_inputs(self.rewritten.program)
+
+    @property
+    def ranges(self) -> dict[str, DimensionRange]:
+        """(min, opt, max) of the default optimization profile, by symbol."""
+        return self.model.dimension_ranges
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the model's files."""
+        return fingerprint(self.model.path)
 
 
 @dataclass(frozen=True)
@@ -72,22 +101,27 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
     Raises:
         UserError: See `translate` and `resolve_profiles`.
     """
-    translation = translate(options, progress)
-    profiles, notes = resolve_profiles(
-        translation.rewritten.program, list(options.profiles), translation.model.dimension_ranges
-    )
+    translation = translate_any(options, progress)
+    profiles, notes = resolve_profiles(translation.inputs, list(options.profiles), translation.ranges)
     progress("writing the ONNX graph")
     written = save_onnx(translation.graph, onnx_path)
     return TranslationSummary(
-        model={"name": options.model.name, "kind": translation.model.kind, "sha256": fingerprint(options.model)},
+        model={"name": options.model.name, "kind": translation.kind, "sha256": translation.digest},
         settings=translation.settings,
-        layers=translation.rewritten.layers,
+        layers=translation.layers,
         notes=translation.notes + notes,
         warnings=translation.warnings,
         profiles=profiles,
         files=[path.name for path in written],
         digest=digest(*written),
     )
+
+
+def translate_any(options: CompileOptions, progress: Callable[[str], None]) -> Translation | OnnxTranslation:
+    """Load a model of any kind and rewrite it; see `translate` and `translate_onnx`."""
+    from twellc.onnx_models import translate_onnx
+
+    return (translate_onnx if looks_like_onnx(options.model) else translate)(options, progress)
 
 
 def translate(options: CompileOptions, progress: Callable[[str], None]) -> Translation:

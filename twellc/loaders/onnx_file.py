@@ -1,0 +1,205 @@
+"""Load an ONNX file, with its external data from the same folder and from nowhere else.
+
+External data is checked as a whole before any of it is read: every location is a plain relative path to a regular file
+in the model's folder, without links on the way, and every range lies in its file.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+import onnx
+import onnx.inliner
+from google.protobuf.message import DecodeError, Message
+
+from twellc.errors import UserError
+from twellc.passes.onnx_ffn import skeleton
+
+# Field numbers of ModelProto: version, producer strings, graph, opsets, metadata, training, functions, configurations.
+_FIELDS = {1: 0, 2: 2, 3: 2, 4: 2, 5: 0, 6: 2, 7: 2, 8: 2, 14: 2, 20: 2, 25: 2, 26: 2}
+_KEYS = ("location", "offset", "length", "checksum")
+# Protobuf ends at 2 GiB a message.
+_LARGEST_MESSAGE = 2**31 - 1
+
+
+def looks_like_onnx(path: Path) -> bool:
+    """Whether a file starts as an ONNX model does: with fields of its message, among them a graph or opsets."""
+    if not path.is_file():
+        return False
+    size, seen = path.stat().st_size, set()
+    with path.open("rb") as stream:
+        while stream.tell() < size:
+            field, wire = divmod(_varint(stream), 8)
+            if _FIELDS.get(field) != wire:
+                return False
+            seen.add(field)
+            value = _varint(stream)
+            if value < 0:
+                break
+            if wire == 2:
+                stream.seek(value, os.SEEK_CUR)
+    return bool(seen & {7, 8})
+
+
+def _varint(stream: BinaryIO) -> int:
+    value = shift = 0
+    while shift < 64 and (byte := stream.read(1)):
+        value |= (byte[0] & 0x7F) << shift
+        shift += 7
+        if byte[0] < 0x80:
+            return value
+    return -1
+
+
+def load_onnx(path: Path) -> onnx.ModelProto:
+    """Load a model with all of its weights in memory, without functions.
+
+    Raises:
+        UserError: It is damaged, no valid ONNX, or its external data lies elsewhere.
+    """
+    if path.stat().st_size > _LARGEST_MESSAGE:
+        raise UserError(
+            str(path), "is larger than an ONNX file can be", got=f"{path.stat().st_size} bytes",
+            expected="at most 2 GiB", fix="Save the weights as external data.",
+        )  # fmt: skip
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(path.read_bytes())
+    except DecodeError as error:
+        raise UserError(str(path), "is a truncated or damaged ONNX file") from error
+    for tensor, data in _check_external(path, model):
+        _read_external(tensor, data, path)
+    try:
+        if model.functions:
+            model = onnx.inliner.inline_local_functions(model)
+        # Weights are constants, also where a caller could replace them.
+        weights = {tensor.name for tensor in model.graph.initializer}
+        inputs = [value for value in model.graph.input if value.name not in weights]
+        del model.graph.input[:]
+        model.graph.input.extend(inputs)
+        onnx.checker.check_model(skeleton(model))
+        for tensor in _tensors(model):
+            _check_size(tensor)
+    except Exception as error:  # the checker's own errors, and what C++ throws at a damaged model
+        raise UserError(
+            str(path), f"is no valid ONNX model ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
+        ) from error
+    return model
+
+
+def external_files(path: Path) -> list[Path]:
+    """Return the files with external data of a model that was loaded before."""
+    model = onnx.ModelProto()
+    model.ParseFromString(path.read_bytes())
+    return sorted({data.file for _, data in _check_external(path, model)})
+
+
+class _External:
+    """A range of a file in the model's folder."""
+
+    def __init__(self, file: Path, offset: int, length: int) -> None:
+        self.file, self.offset, self.length = file, offset, length
+
+
+def _tensors(message: Message) -> Iterator[onnx.TensorProto]:
+    """Yield every tensor in a message, wherever it is."""
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is None:
+            continue
+        for each in value if hasattr(value, "__len__") else [value]:
+            if isinstance(each, onnx.TensorProto):
+                yield each
+            elif isinstance(each, Message):
+                yield from _tensors(each)
+
+
+def _check_external(path: Path, model: onnx.ModelProto) -> list[tuple[onnx.TensorProto, _External]]:
+    external = []
+    for tensor in _tensors(model):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
+            external.append((tensor, _external(path, tensor)))
+    return external
+
+
+def _external(path: Path, tensor: onnx.TensorProto) -> _External:
+    entries = [(entry.key, entry.value) for entry in tensor.external_data]
+    keys, fields = [key for key, _ in entries], dict(entries)
+    location = fields.get("location", "")
+
+    def refuse(what: str, got: str) -> UserError:
+        return UserError(
+            str(path), f"the external data of tensor {tensor.name!r} {what}", got=got,
+            expected="a range of a regular file in the model's folder, without links on the way",
+            fix="twellc reads nothing else; save the model with its data in one folder.",
+        )  # fmt: skip
+
+    if len(set(keys)) != len(keys) or not set(keys) <= set(_KEYS):
+        raise refuse("has unknown or repeated fields", ", ".join(keys))
+    parts = PurePosixPath(location).parts
+    plain = parts and not PurePosixPath(location).is_absolute() and ".." not in parts and "\0" not in location
+    if not plain or "\\" in location or ":" in location:
+        raise refuse("has no plain relative location", repr(location))
+    file = path.parent
+    for index, part in enumerate(parts):
+        file = file / part
+        try:
+            status = file.lstat()
+        except OSError as error:
+            raise refuse(f"cannot be found ({error.strerror})", repr(location)) from error
+        last = index == len(parts) - 1
+        if not (stat.S_ISREG(status.st_mode) if last else stat.S_ISDIR(status.st_mode)):
+            raise refuse("is no regular file", f"{location!r}, where {part!r} is {_kind(status.st_mode)}")
+        if last and status.st_nlink > 1:
+            raise refuse("is a file with several names (hard links)", repr(location))
+    numbers = [fields.get(key, "") for key in ("offset", "length")]
+    if not all(number.isascii() and (number.isdigit() or not number) for number in numbers):
+        raise refuse("has an offset or length that is no number", " and ".join(map(repr, numbers)))
+    offset = int(numbers[0] or 0)
+    length = int(numbers[1]) if numbers[1] else status.st_size - offset
+    if offset > status.st_size or length < 0 or offset + length > status.st_size:
+        raise refuse("ends behind its file", f"bytes {offset} to {offset + length} of {status.st_size}")
+    return _External(file, offset, length)
+
+
+def _kind(mode: int) -> str:
+    return "a link" if stat.S_ISLNK(mode) else "a folder" if stat.S_ISDIR(mode) else "no regular file"
+
+
+def _read_external(tensor: onnx.TensorProto, data: _External, path: Path) -> None:
+    # The file was checked by name: neither follow a link nor wait at a pipe that has taken its place since.
+    descriptor = os.open(data.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise UserError(str(path), f"the external data of tensor {tensor.name!r} is no regular file")
+        stream.seek(data.offset)
+        tensor.raw_data = stream.read(data.length)
+    del tensor.external_data[:]
+    tensor.data_location = onnx.TensorProto.DEFAULT
+
+
+def _check_size(tensor: onnx.TensorProto) -> None:
+    """Check that a tensor holds as many bytes as its shape says, before anything takes the shape at its word.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if not tensor.HasField("raw_data") or tensor.data_type == onnx.TensorProto.STRING:
+        return
+    elements = 1
+    for dim in tensor.dims:
+        elements *= dim
+    bits = _bits(tensor.data_type)
+    expected = -(-elements * bits // 8)
+    if len(tensor.raw_data) != expected:
+        raise ValueError(f"tensor {tensor.name!r} holds {len(tensor.raw_data)} bytes where its shape needs {expected}")
+
+
+def _bits(data_type: int) -> int:
+    name = onnx.TensorProto.DataType.Name(data_type)
+    four = name in ("INT4", "UINT4", "FLOAT4E2M1")
+    two = name in ("INT2", "UINT2")
+    return 4 if four else 2 if two else onnx.helper.tensor_dtype_to_np_dtype(data_type).itemsize * 8

@@ -1,0 +1,273 @@
+"""ONNX files as models: what `compile`, `inspect` and `check` do with a graph of plain operators."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir
+import sympy
+
+from twellc import __version__
+from twellc.config import DTYPES, CompileOptions
+from twellc.errors import UserError
+from twellc.export.evaluator import OnnxEvaluator
+from twellc.export.profiles import InputSpec, ModelInputs
+from twellc.files import digest
+from twellc.loaders.model import DimensionRange, dtype_name
+from twellc.loaders.onnx_file import external_files, load_onnx
+from twellc.passes.decide import Layer
+from twellc.passes.onnx_ffn import OnnxBlocks, find_onnx_blocks, lower_onnx, rewrite_onnx
+from twellc.passes.onnx_graph import torch_dtype as dtype_of
+from twellc.passes.onnx_precision import widen_onnx
+from twellc.plugins.library import PLUGIN_NAMESPACE
+from twellc.plugins.onnx_node import GATED
+from twellc.translation import AUTO_NOTE, METADATA_KEY, check_matches, torch_dtype
+
+KIND = "ONNX file"
+_FLOATS = {onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16", onnx.TensorProto.FLOAT: ""}
+# Sizes to tune unnamed dimensions for: the first of several is usually a batch.
+_BATCH_HINT, _HINT = 1, 128
+
+
+@dataclass(frozen=True)
+class OnnxTranslation:
+    """An ONNX model rewritten; the attributes that `twellc.translation.Translation` has, too."""
+
+    layers: list[Layer]
+    inputs: ModelInputs
+    graph: onnx_ir.Model
+    settings: dict[str, Any]
+    notes: list[str]
+    warnings: list[str]
+    digest: str
+    kind: str = KIND
+    ranges: dict[str, DimensionRange] = field(default_factory=dict)
+
+
+def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> OnnxTranslation:
+    """Load an ONNX model and rewrite it.
+
+    Raises:
+        UserError: The model cannot be loaded or rewritten as asked (`strict`, `layers`, `dtype`).
+    """
+    if options.inputs:
+        raise UserError("--input", "only a pickled module needs its inputs declared", got=f"{options.model}, {KIND}")
+    progress("loading the model")
+    model = load_onnx(options.model)
+    refuse_rewritten(options.model, model)
+    inputs = model_inputs(options.model, model)
+    dtype = choose_onnx_dtype(model, options.dtype)
+    progress("rewriting feed-forward blocks")
+    found = find_onnx_blocks(model, torch_dtype(dtype), options.layers)
+    rewritten = rewrite_onnx(found, options.compression)
+    _dump(options.dump_graphs, {"1-source": model, "2-rewritten": rewritten})
+    warnings = check_matches(found.layers, options)
+    notes = cast_notes(found, dtype)
+    if options.layers == "auto" and any(layer.decision == "twell" for layer in found.layers):
+        notes.append(AUTO_NOTE)
+    settings = {"dtype": dtype, "layers": options.layers, "compression": options.compression}
+    layers = [asdict(layer) for layer in found.layers]
+    graph = onnx_ir.serde.deserialize_model(rewritten)
+    graph.metadata_props[METADATA_KEY] = json.dumps({"twellc": __version__, "settings": settings, "layers": layers})
+    sha256 = digest(options.model, *external_files(options.model))
+    return OnnxTranslation(found.layers, inputs, graph, settings, notes, warnings, sha256)
+
+
+def inspect_onnx(path: Path, dtype: str | None) -> dict[str, Any]:
+    """Return what `twellc inspect` shows of an ONNX file; of a rewritten one also its `twell` nodes."""
+    model = load_onnx(path)
+    nodes = twell_nodes(model)
+    if nodes:
+        settings, layers = _metadata(model)
+        layers = layers or [_layer_of(node) for node in nodes]
+        notes = [f"{path.name} is a rewritten graph: {len(nodes)} of its nodes are plugins"]
+        return {"kind": "rewritten ONNX file", **settings, "layers": layers, "notes": notes, "nodes": nodes}
+    chosen = choose_onnx_dtype(model, dtype)
+    found = find_onnx_blocks(model, torch_dtype(chosen), "auto")
+    layers = [asdict(layer) for layer in found.layers]
+    return {"kind": KIND, "dtype": chosen, "layers": layers, "notes": cast_notes(found, chosen)}
+
+
+@dataclass(frozen=True)
+class OnnxReference:
+    """What a candidate that was made from an ONNX file is compared with.
+
+    Attributes:
+        inputs: Its inputs.
+        outputs: Names of its outputs.
+        integers: Least and largest value to draw for an integer input.
+        plain: The model in low precision, wherever the candidate computes in it.
+        truth: The model in float64.
+    """
+
+    inputs: ModelInputs
+    outputs: list[str]
+    integers: dict[str, tuple[int, int]]
+    plain: OnnxEvaluator
+    truth: OnnxEvaluator
+
+
+def open_reference(path: Path, settings: dict[str, Any]) -> OnnxReference:
+    """Load the model of a check.
+
+    Args:
+        path: The ONNX file.
+        settings: The settings that the candidate was compiled with.
+    """
+    model = load_onnx(path)
+    refuse_rewritten(path, model)
+    name = settings.get("dtype")
+    dtype = name if name in DTYPES else choose_onnx_dtype(model, None)
+    found = find_onnx_blocks(model, torch_dtype(dtype), str(settings.get("layers", "auto")))
+    plain = lower_onnx(found) if found.casts else model
+    return OnnxReference(
+        inputs=model_inputs(path, model),
+        outputs=[value.name for value in model.graph.output],
+        integers={value.name: _integers(model.graph, value.name) for value in model.graph.input},
+        plain=OnnxEvaluator(path, plain),
+        truth=OnnxEvaluator(path, widen_onnx(model)),
+    )
+
+
+def model_inputs(path: Path, model: onnx.ModelProto) -> ModelInputs:
+    """Return the inputs of an ONNX model; dimensions with the same name share a symbol.
+
+    Raises:
+        UserError: An input is no tensor, or of an element type or rank that is not known.
+    """
+    specs = []
+    hints: dict[str, int] = {}
+    for value in model.graph.input:
+        kind = value.type.tensor_type
+        dtype = dtype_of(kind.elem_type) if value.type.HasField("tensor_type") else None
+        if dtype is None or not kind.HasField("shape"):
+            raise UserError(str(path), f"input {value.name} is no tensor of a known element type and rank")
+        shape: list[int | sympy.Expr] = []
+        for axis, dim in enumerate(kind.shape.dim):
+            if dim.HasField("dim_value") and dim.dim_value > 0:
+                shape.append(dim.dim_value)
+                continue
+            symbol = sympy.Symbol(dim.dim_param or f"{value.name}[{axis}]", positive=True, integer=True)
+            dynamic = sum(not isinstance(size, int) for size in shape)
+            hints.setdefault(str(symbol), _HINT if dynamic or axis == len(kind.shape.dim) - 1 else _BATCH_HINT)
+            shape.append(symbol)
+        specs.append(InputSpec(value.name, dtype, tuple(shape)))
+    return ModelInputs(specs, {}, hints)
+
+
+def choose_onnx_dtype(model: onnx.ModelProto, requested: str | None) -> str:
+    """Return the dtype of the plugins: the model's own low precision, else the requested one or bf16.
+
+    Raises:
+        UserError: The model is in another low precision than the requested one.
+    """
+    found = {tensor.data_type for tensor in model.graph.initializer if len(tensor.dims) == 2}
+    low = sorted(_FLOATS[kind] for kind in found if _FLOATS.get(kind))
+    if requested is not None and low and requested not in low:
+        raise UserError(
+            f"--dtype {requested}", "an ONNX graph keeps the precision that it was written in", got=" and ".join(low),
+            fix="Export the model in the other precision, or leave --dtype out.",
+        )  # fmt: skip
+    return requested or (low[0] if len(low) == 1 else "bf16")
+
+
+def cast_notes(found: OnnxBlocks, dtype: str) -> list[str]:
+    """Say that blocks change their precision, if some do."""
+    if not found.casts:
+        return []
+    return [
+        f"the graph is in float32: rewritten blocks compute in {DTYPES[dtype]} between casts (--dtype changes it), "
+        f"everything else stays in float32; export the model in {DTYPES[dtype]} to run all of it so"
+    ]
+
+
+def refuse_rewritten(path: Path, model: onnx.ModelProto) -> None:
+    """Fail if the model has `twell` nodes already.
+
+    Raises:
+        UserError: It has.
+    """
+    if twell_nodes(model):
+        raise UserError(
+            str(path), "is rewritten already: it has twell nodes", expected="the graph that it was made from",
+            fix="`twellc inspect` shows its nodes; `twellc check MODEL FILE` checks it.",
+        )  # fmt: skip
+
+
+def twell_nodes(model: onnx.ModelProto) -> list[dict[str, Any]]:
+    """Return the `twell` nodes of a graph: names, types, fields, and shapes of the weights."""
+    shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+    dtypes = {tensor.name: dtype_of(tensor.data_type) for tensor in model.graph.initializer}
+    nodes = []
+    for node in model.graph.node:
+        if node.domain != PLUGIN_NAMESPACE:
+            continue
+        fields = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+        fields = {name: value.decode() if isinstance(value, bytes) else value for name, value in fields.items()}
+        weights = [name for name in node.input if len(shapes.get(name, ())) == 2]
+        dtype = dtypes.get(weights[0]) if weights else None
+        nodes.append(
+            {
+                "name": node.name,
+                "type": node.op_type,
+                "dtype": dtype_name(dtype) if dtype else None,
+                "inputs": list(node.input),
+                "outputs": list(node.output),
+                "weights": {name: shapes[name] for name in weights},
+                "fields": fields,
+            }
+        )
+    return nodes
+
+
+def _layer_of(node: dict[str, Any]) -> dict[str, Any]:
+    """Describe a node in a graph that does not say what its layers were."""
+    shapes = list(node["weights"].values())
+    (d_ff, d_model), d_out = shapes[0] if shapes else (0, 0), shapes[-1][1] if shapes else 0
+    layer = Layer(
+        module=node["name"] or node["outputs"][0],
+        variant="gated" if node["type"] == GATED else "plain",
+        activation=str(node["fields"].get("activation")),
+        d_model=d_model, d_ff=d_ff, d_out=d_out, matched=True, decision="twell", reason="is a plugin node",
+    )  # fmt: skip
+    return asdict(layer)
+
+
+def _metadata(model: onnx.ModelProto) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the settings and layers that a rewritten graph notes; nothing where it does not, or not in this form."""
+    text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), "")
+    try:
+        content = json.loads(text)
+        layers = [asdict(Layer(**layer)) for layer in content["layers"]]
+        settings = {"dtype": str(content["settings"]["dtype"])}
+    except (ValueError, KeyError, TypeError):
+        return {}, []
+    return settings, layers
+
+
+def _integers(graph: onnx.GraphProto, name: str) -> tuple[int, int]:
+    """Return the range of an integer input: rows of the table that it picks from, else 0 and 1."""
+    rows = {tensor.name: tensor.dims[0] for tensor in graph.initializer if tensor.dims}
+    names, largest = {name}, 1
+    for node in graph.node:
+        if (
+            node.op_type in ("Cast", "Identity", "Unsqueeze", "Reshape", "Squeeze", "Flatten")
+            and node.input[0] in names
+        ):
+            names.update(node.output)
+        if node.op_type == "Gather" and len(node.input) == 2 and node.input[1] in names and node.input[0] in rows:
+            largest = rows[node.input[0]] - 1 if largest == 1 else min(largest, rows[node.input[0]] - 1)
+    return 0, max(largest, 0)
+
+
+def _dump(folder: Path | None, models: dict[str, onnx.ModelProto]) -> None:
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, model in models.items():
+        (folder / f"{name}.txt").write_text(onnx.helper.printable_graph(model.graph) + "\n")
