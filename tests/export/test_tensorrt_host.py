@@ -1,0 +1,82 @@
+"""Which TensorRT is chosen, and what is said where none can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from twellc.errors import UserError
+from twellc.export import tensorrt_host
+from twellc.export.tensorrt_host import choose_host, load_host, why_not_here
+
+Pretend = Callable[..., None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """Return a function that pretends what is installed, and which GPU there is."""
+
+    def pretend(*installed: str, capability: tuple[int, int] | None = None) -> None:
+        modules = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+        monkeypatch.setattr(tensorrt_host, "_module_name", lambda name: modules[name] if name in installed else None)
+        monkeypatch.setattr(tensorrt_host, "has_gpu", lambda: capability is not None)
+        monkeypatch.setattr(tensorrt_host, "compute_capability", lambda: capability)
+
+    return pretend
+
+
+def test_auto(machine: Pretend) -> None:
+    machine("tensorrt", "tensorrt-rtx", capability=(9, 0))
+    assert choose_host("auto") == "tensorrt"
+    machine("tensorrt", "tensorrt-rtx")
+    assert choose_host("auto") == "tensorrt-rtx", "TensorRT cannot build without a GPU"
+    machine("tensorrt-rtx", capability=(8, 9))
+    assert choose_host("auto") == "tensorrt-rtx"
+
+
+def test_named(machine: Pretend) -> None:
+    machine("tensorrt", "tensorrt-rtx", capability=(9, 0))
+    assert choose_host("tensorrt-rtx") == "tensorrt-rtx"
+    assert choose_host("tensorrt") == "tensorrt"
+
+
+@pytest.mark.parametrize("backend", ["auto", "tensorrt", "tensorrt-rtx"])
+def test_nothing_installed(backend: str, machine: Pretend) -> None:
+    machine(capability=(9, 0))
+    with pytest.raises(UserError, match=rf"--backend {backend}: tensorrt.* not found\. Install"):
+        choose_host(backend)
+    with pytest.raises(UserError, match="is not installed"):
+        load_host("tensorrt")
+
+
+def test_tensorrt_without_a_gpu(machine: Pretend) -> None:
+    machine("tensorrt")
+    with pytest.raises(UserError, match="builds on the GPU that it builds for, and there is none here"):
+        choose_host("tensorrt")
+    with pytest.raises(UserError, match="not found"):
+        choose_host("auto")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (12, 0), (12, 1)])
+def test_gpus_that_run_rtx_plans(capability: tuple[int, int], machine: Pretend) -> None:
+    machine(capability=capability)
+    assert why_not_here("tensorrt-rtx") == why_not_here("tensorrt") == ""
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 7), (9, 0), (10, 0)])
+def test_gpus_that_do_not(capability: tuple[int, int], machine: Pretend) -> None:
+    machine(capability=capability)
+    assert f"this GPU has {capability[0]}.{capability[1]}" in why_not_here("tensorrt-rtx")
+    assert why_not_here("tensorrt") == ""
+
+
+def test_no_gpu(machine: Pretend) -> None:
+    machine()
+    assert why_not_here("tensorrt-rtx") == why_not_here("tensorrt") == "there is no GPU on this machine"
+
+
+def test_what_is_installed_here() -> None:
+    host = load_host(choose_host("tensorrt-rtx"))
+    assert host.name == "tensorrt-rtx"
+    assert host.version == str(host.module.__version__)
