@@ -47,8 +47,9 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
         with _onnx_destination(options, outputs) as onnx_path:
             translation = run_isolated("twellc.translation:translate_to_file", options, onnx_path, progress=progress)
             if options.onnx is not None:
-                for extra in translation.files[1:]:
-                    outputs.stage(options.onnx.with_name(extra))
+                for extra in map(options.onnx.with_name, translation.files[1:]):
+                    outputs.check("--onnx", extra)
+                    outputs.stage(extra)
             plan = plan_file = None
             if backend is not None and options.output is not None:
                 plan_file = outputs.stage(options.output)
