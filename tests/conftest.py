@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import click.testing
 import pytest
 import torch
 
@@ -62,3 +67,28 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     batch = torch.export.Dim("batch", min=1, max=64)
     torch.export.save(models.export(models.Residual(block), example, dynamic=({0: batch},)), path)
     return path
+
+
+Cli = Callable[..., click.testing.Result]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cli]:
+    """Return a function that runs the command line in this process, and what it would do in others, too."""
+    from twellc.cli import main
+
+    def run_here(target: str, *arguments: Any, progress: Callable[[str], None]) -> Any:
+        module, _, name = target.partition(":")
+        return getattr(importlib.import_module(module), name)(*arguments, progress)
+
+    monkeypatch.setattr("twellc.compiler.run_isolated", run_here)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: object) -> click.testing.Result:
+        result = click.testing.CliRunner().invoke(main, [str(argument) for argument in arguments])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)

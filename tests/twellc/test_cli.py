@@ -1,0 +1,377 @@
+"""The command line: what compile writes, and what it leaves where it fails."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from click.testing import Result
+from torch import nn
+
+from tests.conftest import Cli
+from tests.models import Gated, Residual, export
+from tests.processes import TWELLC, environment
+from twellc.errors import UserError
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Return every file below a folder, hidden ones included, with its content."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def failed(result: Result, *texts: str) -> None:
+    """Demand a user error: exit status 2, one message, no traceback."""
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("Error: ") == 1
+    assert "Traceback" not in result.output
+    for text in texts:
+        assert text in result.stderr
+
+
+@pytest.fixture(scope="module")
+def silu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An archive with a gated block that cannot be rewritten, and one that can."""
+    path = tmp_path_factory.mktemp("models") / "silu.pt2"
+    module = nn.Sequential(Residual(Gated(nn.functional.silu)), Residual(Gated())).bfloat16()
+    torch.export.save(export(module, torch.randn(4, 16).bfloat16()), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An archive without a feed-forward block, in float32."""
+    path = tmp_path_factory.mktemp("models") / "linear.pt2"
+    torch.export.save(export(nn.Linear(16, 16), torch.randn(4, 16)), path)
+    return path
+
+
+# ---- compile ----
+
+
+def test_compile_to_a_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    plan, graph, report = (tmp_path / name for name in ("m.plan", "m.onnx", "report.json"))
+    result = cli("compile", archive, "-o", plan, "--onnx", graph, "--report", report, "--compression", 4)
+    assert result.exit_code == 0, result.output
+    assert sorted(files_in(tmp_path)) == ["m.onnx", "m.plan", "m.plan.json", "report.json"]
+    manifest = json.loads((tmp_path / "m.plan.json").read_text())
+    assert report.read_text() == (tmp_path / "m.plan.json").read_text()
+    assert manifest["schema"] == 1
+    assert manifest["model"] == {
+        "name": "gated.pt2",
+        "kind": "torch.export archive",
+        "sha256": manifest["model"]["sha256"],
+    }
+    assert manifest["settings"] == {"dtype": "bf16", "layers": "auto", "compression": 4}
+    assert manifest["layers"] == [
+        {
+            "module": "ffn", "variant": "gated", "activation": "relu", "d_model": 16, "d_ff": 320, "d_out": 16,
+            "matched": True, "decision": "twell", "reason": "matches",
+        }
+    ]  # fmt: skip
+    assert manifest["plugins"]["names"] == ["TwellGatedMlp"]
+    assert manifest["onnx"] == {"file": "m.onnx", "sha256": sha256(graph)}
+    assert manifest["plan"]["file"] == "m.plan"
+    assert manifest["plan"]["bytes"] == plan.stat().st_size
+    assert manifest["plan"]["sha256"] == sha256(plan)
+    assert manifest["plan"]["inputs"] == [{"name": "x", "dtype": "bf16", "shape": [-1, 3, 16]}]
+    assert manifest["plan"]["outputs"] == [{"name": "output", "dtype": "bf16", "shape": [-1, 3, 16]}]
+    assert len(manifest["plan"]["plugin_layers"]) == 1
+    assert manifest["backend"]["name"] == "tensorrt-rtx"
+    assert manifest["profiles"] == [{"x": {"min": [1, 3, 16], "opt": [2, 3, 16], "max": [64, 3, 16]}}]
+    assert manifest["warnings"] == []
+    assert "no sparsity was measured" in " ".join(manifest["notes"])
+    assert "1 of 1 feed-forward blocks rewritten" in result.stdout
+    assert "1 plugin layers" in result.stdout
+    (node,) = (node for node in onnx.load(graph).graph.node if node.domain == "twell")
+    assert node.op_type == "TwellGatedMlp"
+
+
+def test_no_backend(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    result = cli(
+        "compile", archive, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", tmp_path / "r.json"
+    )
+    assert result.exit_code == 0, result.output
+    assert sorted(files_in(tmp_path)) == ["m.onnx", "r.json"]
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["plan"], report["backend"]) == (None, None)
+    assert "no plan was built" in result.stdout
+    assert cli("compile", archive, "--backend", "none", "-o", tmp_path / "n.onnx").exit_code == 0
+    assert (tmp_path / "n.onnx").read_bytes() == (tmp_path / "m.onnx").read_bytes()
+
+
+def test_dtype(cli: Cli, linear: Path, archive: Path, tmp_path: Path) -> None:
+    """The model's own where the kernels take it; else bfloat16, said aloud; else what was asked for."""
+    report = tmp_path / "r.json"
+
+    def settings(model: Path, *options: str) -> tuple[str, str]:
+        arguments = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", report, "--overwrite"]
+        assert cli("compile", model, *arguments, *options).exit_code == 0
+        content = json.loads(report.read_text())
+        return content["settings"]["dtype"], " ".join(content["notes"])
+
+    dtype, notes = settings(archive)
+    assert dtype == "bf16"
+    assert "compiled in" not in notes
+    dtype, notes = settings(archive, "--dtype", "fp16")
+    assert dtype == "fp16"
+    assert "the model is in bfloat16; compiled in float16 as asked" in notes
+    dtype, notes = settings(linear)
+    assert dtype == "bf16"
+    assert "the model is in float32; compiled in bfloat16" in notes
+
+
+@pytest.mark.parametrize(
+    ("layers", "rewritten"), [("auto", [1]), ("all", [1]), ("none", []), (r"^1\.", [1]), ("ffn", [1]), (r"0\.ffn", [])]
+)
+def test_layers(cli: Cli, silu: Path, tmp_path: Path, layers: str, rewritten: list[int]) -> None:
+    arguments = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", tmp_path / "r.json"]
+    result = cli("compile", silu, *arguments, "--layers", layers)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "r.json").read_text())["layers"]
+    assert [index for index, layer in enumerate(found) if layer["decision"] == "twell"] == rewritten
+    nodes = [node for node in onnx.load(tmp_path / "m.onnx").graph.node if node.domain == "twell"]
+    assert len(nodes) == len(rewritten)
+
+
+def test_profiles_reach_the_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    options = ["--profile", "x:1x3x16:1x3x16:2x3x16", "--profile", "x:2x3x16:8x3x16:64x3x16"]
+    assert cli("compile", archive, "-o", tmp_path / "m.plan", *options).exit_code == 0
+    profiles = json.loads((tmp_path / "m.plan.json").read_text())["profiles"]
+    assert [profile["x"]["max"] for profile in profiles] == [[2, 3, 16], [64, 3, 16]]
+
+
+def test_dump_graphs(cli: Cli, archive: Path, linear: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "graphs"
+    arguments = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--overwrite", "--dump-graphs", folder]
+    assert cli("compile", archive, *arguments).exit_code == 0
+    assert sorted(files_in(folder)) == ["1-canonical.txt", "3-rewritten.txt"]
+    assert "torch.ops.aten.relu" in (folder / "1-canonical.txt").read_text()
+    assert "torch.ops.twell.gated_mlp" in (folder / "3-rewritten.txt").read_text()
+    assert cli("compile", linear, *arguments).exit_code == 0
+    assert "bfloat16" in (folder / "2-lowered.txt").read_text()
+
+
+# ---- strict ----
+
+
+def test_refused_block_is_a_loud_warning(cli: Cli, silu: Path, tmp_path: Path) -> None:
+    result = cli("compile", silu, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", tmp_path / "r.json")
+    assert result.exit_code == 0
+    warning = "layer 0.ffn: gate activation is silu; TwELL needs a ReLU family. Left dense"
+    assert f"Warning: {warning}" in result.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["warnings"] == [warning]
+
+
+def test_no_block_is_a_loud_warning(cli: Cli, linear: Path, tmp_path: Path) -> None:
+    result = cli("compile", linear, "--backend", "none", "--onnx", tmp_path / "m.onnx")
+    assert result.exit_code == 0
+    assert "Warning: no feed-forward block can be rewritten: the plan is dense throughout" in result.stderr
+    assert "no feed-forward blocks" in result.stdout
+
+
+def test_strict(cli: Cli, silu: Path, linear: Path, archive: Path, tmp_path: Path) -> None:
+    arguments = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--strict"]
+    failed(cli("compile", silu, *arguments), "layer 0.ffn: gate activation is silu", "--strict was given")
+    failed(cli("compile", linear, *arguments), "no feed-forward block can be rewritten", "--strict was given")
+    assert files_in(tmp_path) == {}
+    assert cli("compile", archive, *arguments).exit_code == 0
+    assert "m.onnx" in files_in(tmp_path)
+
+
+# ---- failures leave nothing behind and destroy nothing ----
+
+
+def options_that_fail(folder: Path, model: Path) -> dict[str, tuple[list[object], str]]:
+    plan, graph = folder / "m.plan", folder / "m.onnx"
+    return {
+        "no output": ([], "--output: no plan to write"),
+        "no ONNX file": (["--backend", "none"], "stops at ONNX, and no ONNX file is named"),
+        "missing folder": (["-o", folder / "no" / "m.plan"], "the output folder does not exist"),
+        "output is a folder": (["-o", folder], "is a folder"),
+        "same file twice": (["-o", plan, "--onnx", plan], "is the same file as --output"),
+        "report is the manifest": (["-o", plan, "--report", folder / "m.plan.json"], "is the same file as"),
+        "output is the model": (["-o", model, "--overwrite"], "is the model itself"),
+        "bad profile": (["-o", plan, "--profile", "x"], "--profile: not a profile"),
+        "profile of another input": (["-o", plan, "--profile", "y:1:1:1"], "the model has no such input"),
+        "profile out of range": (["-o", plan, "--profile", "x:1x3x16:1x3x16:65x3x16"], "leaves the range"),
+        "bad regex": (["-o", plan, "--layers", "("], "--layers: not a regular expression"),
+        "regex without a match": (["-o", plan, "--onnx", graph, "--layers", "mlp"], "matches no feed-forward block"),
+        "inputs of an archive": (["-o", plan, "--input", "x:float32[3]"], "only a pickled module needs"),
+        "bad choice": (["-o", plan, "--dtype", "fp32"], "--dtype"),
+        "bad compression": (["-o", plan, "--compression", "3"], "--compression"),
+    }
+
+
+@pytest.mark.parametrize("case", options_that_fail(Path(), Path()))
+def test_bad_options(cli: Cli, archive: Path, tmp_path: Path, case: str) -> None:
+    model = tmp_path / "model.pt2"
+    model.write_bytes(archive.read_bytes())
+    before = files_in(tmp_path)
+    options, message = options_that_fail(tmp_path, model)[case]
+    failed(cli("compile", model, *options), message)
+    assert files_in(tmp_path) == before
+    assert [path for path in tmp_path.rglob("*") if path.is_dir()] == []
+
+
+@pytest.mark.parametrize("name", ["m.plan", "m.plan.json", "m.onnx", "r.json"])
+def test_existing_outputs_need_a_word(cli: Cli, archive: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("precious")
+    arguments = ["-o", tmp_path / "m.plan", "--onnx", tmp_path / "m.onnx", "--report", tmp_path / "r.json"]
+    failed(cli("compile", archive, *arguments), f"{name}: the file exists already", "Add --overwrite")
+    assert files_in(tmp_path) == {name: b"precious"}
+
+
+def test_overwrite(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    for name in ("m.plan", "m.plan.json", "m.onnx"):
+        (tmp_path / name).write_text("old")
+    arguments = ["-o", tmp_path / "m.plan", "--onnx", tmp_path / "m.onnx", "--overwrite"]
+    assert cli("compile", archive, *arguments).exit_code == 0
+    after = files_in(tmp_path)
+    assert sorted(after) == ["m.onnx", "m.plan", "m.plan.json"]
+    assert b"old" not in after.values()
+
+
+def test_failed_build_keeps_old_outputs(
+    cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The build fails after the graph and a part of the plan were written."""
+
+    def break_down(backend: str, onnx_path: Path, plan_path: Path, *rest: Any) -> None:
+        assert onnx_path.is_file()
+        plan_path.write_bytes(b"half a plan")
+        raise UserError("tensorrt-rtx", "the builder refuses the network")
+
+    monkeypatch.setattr("twellc.export.plan.build_plan", break_down)
+    for name in ("m.plan", "m.plan.json", "m.onnx"):
+        (tmp_path / name).write_text("old")
+    before = files_in(tmp_path)
+    arguments = ["-o", tmp_path / "m.plan", "--onnx", tmp_path / "m.onnx", "--overwrite"]
+    failed(cli("compile", archive, *arguments), "the builder refuses the network")
+    assert files_in(tmp_path) == before
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_fault_of_ours_is_a_traceback(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(*arguments: Any) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr("twellc.export.plan.build_plan", break_down)
+    with pytest.raises(AssertionError, match="a bug"):
+        cli("compile", archive, "-o", tmp_path / "m.plan")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_of_a_large_model(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above 1 GiB they stand in a file of their own, which --onnx keeps and a plan needs only while it is built."""
+    monkeypatch.setattr("twellc.export.onnx_export._LARGEST_SINGLE_FILE", 0)
+    assert cli("compile", archive, "-o", tmp_path / "m.plan", "--onnx", tmp_path / "m.onnx").exit_code == 0
+    assert sorted(files_in(tmp_path)) == ["m.onnx", "m.onnx.data", "m.plan", "m.plan.json"]
+    result = cli("check", archive, tmp_path / "m.plan", "--json")
+    assert json.loads(result.stdout)["executed"].startswith("m.onnx, the ONNX graph that it was built from")
+    for path in tmp_path.iterdir():
+        path.unlink()
+    (tmp_path / "m.onnx.data").write_text("precious")
+    failed(cli("compile", archive, "-o", tmp_path / "m.plan", "--onnx", tmp_path / "m.onnx"), "m.onnx.data")
+    assert files_in(tmp_path) == {"m.onnx.data": b"precious"}
+
+
+def test_bad_models(cli: Cli, tmp_path: Path) -> None:
+    plan = tmp_path / "m.plan"
+    failed(cli("compile", tmp_path / "nothing", "-o", plan), "there is no such file or folder")
+    (tmp_path / "text.pt2").write_text("hello")
+    failed(cli("compile", tmp_path / "text.pt2", "-o", plan), "text.pt2", "not a model that twellc reads")
+    (tmp_path / "folder").mkdir()
+    failed(cli("compile", tmp_path / "folder", "-o", plan), "no config.json in this folder")
+    assert not plan.exists()
+
+
+# ---- in processes of its own, as a user runs it ----
+
+
+def twellc(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    return subprocess.Popen([*TWELLC, *map(str, arguments)], env=environment(), **pipes, **options)
+
+
+@pytest.mark.slow
+def test_trained_model_from_nothing_to_a_checked_plan(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
+    """The quickstart, with the progress that it shows; the check makes the plan's graph again in another process."""
+    process = twellc("compile", bytelm, "-o", tmp_path / "bytelm.plan")
+    output, errors = process.communicate(timeout=500)
+    assert process.returncode == 0, errors
+    assert "4 of 4 feed-forward blocks rewritten" in output
+    for step in ("loading and tracing the model", "rewriting", "exporting to ONNX", "building the plan"):
+        assert step in errors
+    assert sorted(files_in(tmp_path)) == ["bytelm.plan", "bytelm.plan.json"]
+    manifest = json.loads((tmp_path / "bytelm.plan.json").read_text())
+    assert len(manifest["plan"]["plugin_layers"]) == 4
+    assert [layer["module"] for layer in manifest["layers"]] == [f"model.layers.{i}.mlp" for i in range(4)]
+    assert {tensor["name"]: tensor["shape"] for tensor in manifest["plan"]["inputs"]} == {
+        "input_ids": [-1, -1],
+        "attention_mask": [-1, -1],
+    }
+    assert manifest["profiles"][0]["input_ids"] == {"min": [1, 1], "opt": [1, 128], "max": [8, 1024]}
+    result = cli("check", bytelm, tmp_path / "bytelm.plan", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["within"]
+    assert "made again" in found["executed"]
+    (logits,) = found["outputs"]
+    assert logits["top1"] > 0.9
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_interrupted_run_leaves_nothing(bytelm: Path, tmp_path: Path, number: int) -> None:
+    (tmp_path / "m.plan").write_text("old")
+    process = twellc("compile", bytelm, "-o", tmp_path / "m.plan", "--overwrite")
+    assert process.stderr is not None
+    assert "loading and tracing the model" in process.stderr.readline()
+    assert any(path.name.startswith(".twellc-") for path in tmp_path.iterdir()), "nothing to clean up yet"
+    os.kill(process.pid, number)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert files_in(tmp_path) == {"m.plan": b"old"}
+    assert len(list(tmp_path.iterdir())) == 1
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and group_lives(process.pid):
+        time.sleep(0.1)
+    assert not group_lives(process.pid), "a child goes on"
+
+
+def group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_user_error_of_a_child_process(tmp_path: Path) -> None:
+    (tmp_path / "m.pt2").write_text("hello")
+    process = twellc("compile", tmp_path / "m.pt2", "-o", tmp_path / "m.plan")
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 2
+    assert "Error: " in errors and "not a model that twellc reads" in errors
+    assert "Traceback" not in errors
+    assert sorted(files_in(tmp_path)) == ["m.pt2"]
+
+
+def test_version_and_help() -> None:
+    for argument, text in (("--version", "twellc, version"), ("--help", "Compile transformers")):
+        process = twellc(argument)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert text in output
