@@ -1,18 +1,21 @@
 """Run an ONNX file with `twell` nodes on a CPU, without TensorRT.
 
-The `twell` nodes run the CPU implementation of the torch ops. Products in bfloat16 and float16 accumulate in float32
-and are rounded once, as they are on a GPU; everything else is onnx's reference evaluator.
+The `twell` nodes run the CPU implementation of the torch ops, everything else onnx's reference evaluator. Operators on
+bfloat16 and float16 compute in float32 and round once, as they do on a GPU; the reference evaluator alone would round
+inside of them, at every step of a softmax's sum.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import torch
 from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
+from onnx.reference.op_run import OpRun, RuntimeContextError
+from onnx.reference.ops import load_op
 
 from twellc.errors import UserError
 from twellc.passes.arrays import BFLOAT16, Array, to_numpy, to_torch
@@ -48,7 +51,7 @@ class OnnxEvaluator:
             unknown = sorted({node.op_type for node in known} - set(PLUGIN_NAMES))
             if not model.graph.node or unknown:
                 raise ValueError(f"unknown twell nodes {unknown}" if unknown else "it has no nodes")
-            self._evaluator = ReferenceEvaluator(model, new_ops=_OPERATORS)
+            self._evaluator = ReferenceEvaluator(model, new_ops=[*_OPERATORS, *_widened_operators(model)])
         except Exception as error:  # protobuf, onnx and numpy each have their own errors for a damaged model
             raise UserError(str(path), f"is no ONNX model that can be evaluated ({error})") from error
 
@@ -67,37 +70,54 @@ class OnnxEvaluator:
             raise UserError(str(self._path), f"cannot be evaluated with {shapes} ({reason})") from error
 
 
-def _multiply(left: Array, right: Array) -> Array:
-    if left.dtype not in (BFLOAT16, np.float16):
-        return np.asarray(np.matmul(left, right))
-    product: Array = np.matmul(left.astype(np.float32), right.astype(np.float32))
-    return product.astype(left.dtype)
+def _widen(operand: Any) -> Any:
+    low = isinstance(operand, np.ndarray) and operand.dtype in (BFLOAT16, np.float16)
+    return operand.astype(np.float32) if low else operand
 
 
-class MatMul(OpRun):
-    """MatMul with float32 accumulation."""
+def _widened_operators(model: onnx.ModelProto) -> list[type[OpRun]]:
+    """Return the standard operators of a model, computing in float32 what comes in bfloat16 or float16."""
+    version = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
+    standard = {node.op_type for node in model.graph.node if node.domain in ("", "ai.onnx")}
+    found = {op_type: _implementation(op_type, version) for op_type in sorted(standard - _AS_THEY_ARE)}
+    return [_widened(op_type, operator) for op_type, operator in found.items() if operator is not None]
+
+
+def _implementation(op_type: str, version: int) -> Any:
+    """Return the reference evaluator's class for an operator; None where it composes it of others."""
+    if op_type == "Gelu":
+        return Gelu
+    try:
+        return load_op("", op_type, version)
+    except (RuntimeContextError, AssertionError):
+        return None
+
+
+def _widened(op_type: str, operator: Any) -> type[OpRun]:
+    """Return an operator that computes in float32; outputs in float32 are rounded to the low precision that came in."""
+
+    class Widened(operator):  # type: ignore[misc]
+        op_domain = ""
+
+        def run(self, *operands: Any, **options: Any) -> tuple[Any, ...]:
+            low = [x.dtype for x in operands if isinstance(x, np.ndarray) and x.dtype in (BFLOAT16, np.float16)]
+            results = tuple(super().run(*map(_widen, operands), **options))
+            if not low:
+                return results
+            return tuple(x.astype(low[0]) if x.dtype == np.float32 else x for x in map(np.asarray, results))
+
+    # The evaluator finds it by this name.
+    Widened.__name__ = op_type
+    return Widened
+
+
+class Gelu(OpRun):
+    """Gelu in one step; the reference evaluator has it only as a function of other operators."""
 
     op_domain = ""
 
-    def _run(self, a: Array, b: Array) -> tuple[Array]:
-        return (_multiply(a, b),)
-
-
-class Gemm(OpRun):
-    """Gemm with float32 accumulation."""
-
-    op_domain = ""
-
-    def _run(
-        self, a: Array, b: Array, c: Array | None = None,
-        alpha: float = 1.0, beta: float = 1.0, transA: int = 0, transB: int = 0,  # noqa: N803
-    ) -> tuple[Array]:  # fmt: skip
-        wide = np.dtype(np.float64 if a.dtype == np.float64 else np.float32)
-        left, right = (a.T if transA else a).astype(wide), (b.T if transB else b).astype(wide)
-        result: Array = np.matmul(left, right) * alpha
-        if c is not None:
-            result = result + c.astype(wide) * beta
-        return (result.astype(a.dtype),)
+    def _run(self, x: Array, approximate: str = "none") -> tuple[Array]:
+        return (to_numpy(torch.nn.functional.gelu(to_torch(x), approximate=approximate)),)
 
 
 class TwellGatedMlp(OpRun):
@@ -135,4 +155,8 @@ def _with_absent_biases(operands: tuple[Array, ...], biases: tuple[int, ...]) ->
     return arguments
 
 
-_OPERATORS = [MatMul, Gemm, TwellGatedMlp, TwellMlp]
+# Casts and what only moves or makes values; and what holds graphs, whose operators are not replaced.
+_AS_THEY_ARE = frozenset(
+    ("Cast", "CastLike", "Constant", "ConstantOfShape", "QuantizeLinear", "DequantizeLinear", "If", "Loop", "Scan")
+)
+_OPERATORS: list[Any] = [TwellGatedMlp, TwellMlp]
