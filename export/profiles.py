@@ -50,7 +50,7 @@ def program_inputs(program: ExportedProgram) -> ModelInputs:
             if isinstance(dim, torch.SymInt):
                 symbols, size = dim.node.expr.free_symbols, int(dim.node.hint)
                 for symbol in symbols:
-                    hints.setdefault(str(symbol), (len(symbols) == 1 and _solve(dim.node.expr, size)) or size)
+                    hints.setdefault(str(symbol), symbol_value(dim.node.expr, size) or size)
     bounds = {str(symbol): (int(r.lower), r.upper) for symbol, r in program.range_constraints.items()}
     return ModelInputs(input_specs(program), bounds, hints)
 
@@ -141,8 +141,10 @@ def _evaluate(dim: int | sympy.Expr, values: dict[str, int]) -> int:
     return int(dim.xreplace({symbol: sympy.Integer(values[str(symbol)]) for symbol in dim.free_symbols}))
 
 
-def _solve(dim: sympy.Expr, size: int) -> int | None:
-    """Return the value of the only symbol in `dim` for which it is `size`."""
+def symbol_value(dim: sympy.Expr, size: int) -> int | None:
+    """Return the value of the only symbol in `dim` for which it is `size`; None if there is none, or several symbols."""
+    if len(dim.free_symbols) != 1:
+        return None
     (symbol,) = dim.free_symbols
     # The symbols of a graph are integers; solving over the reals finds the candidates, for 2*s as for s/2.
     free = sympy.Symbol("n", real=True)
@@ -174,7 +176,7 @@ def _fix_symbols(
         if len(dim.free_symbols) != 1:
             continue  # of several symbols; the caller compares the whole in the end
         symbol = str(next(iter(dim.free_symbols)))
-        sizes = [value for value in (_solve(dim, size) for size in wanted) if value is not None]
+        sizes = [value for value in (symbol_value(dim, size) for size in wanted) if value is not None]
         if len(sizes) < len(wanted):
             raise UserError(
                 "--profile", f"dimension {axis} of {spec.name} has impossible sizes", got=str(wanted), expected=str(dim)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from twellc.errors import UserError
@@ -58,7 +59,22 @@ def load_archive(path: Path, trust_model: bool) -> LoadedModel:
             str(path), f"torch {torch.__version__} cannot load the archive ({_first_line(error)})",
             fix="Export it again, with this version of torch.",
         ) from error  # fmt: skip
+    _forget_ranges_of_expressions(program)
     return LoadedModel(path, "torch.export archive", program, output_names(program))
+
+
+def _forget_ranges_of_expressions(program: ExportedProgram) -> None:
+    """Undo what torch.export.load does for a dimension such as 2*s: it notes its range among those of symbols.
+
+    torch itself stumbles over that as soon as it functionalises the program.
+    """
+    for node in program.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        shape_env = value.fake_mode.shape_env if isinstance(value, FakeTensor) else None
+        if shape_env is not None:
+            for expression in [key for key in shape_env.var_to_range if not key.is_Symbol]:
+                del shape_env.var_to_range[expression]
+            return
 
 
 def output_names(program: ExportedProgram) -> list[str]:
