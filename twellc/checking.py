@@ -17,7 +17,7 @@ from twellc.config import DTYPES, CompileOptions
 from twellc.errors import UserError
 from twellc.export.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import save_onnx
-from twellc.export.profiles import InputSpec, ModelInputs, program_inputs
+from twellc.export.profiles import InputSpec, ModelInputs, program_inputs, symbol_value
 from twellc.export.runner import run_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.files import digest
@@ -123,6 +123,11 @@ def check(
     for index, sample in enumerate(samples):
         progress(f"running sample {index + 1} of {len(samples)}")
         ours.append(candidate.run(sample))
+        if len(ours[-1]) != len(reference.outputs):
+            raise UserError(
+                str(candidate_path), "does not belong to the model: their outputs differ",
+                got=str(len(ours[-1])), expected=", ".join(reference.outputs),
+            )  # fmt: skip
         theirs.append(reference.plain(sample))
         true.append(reference.truth({name: _widened(tensor) for name, tensor in sample.items()}))
     outputs = []
@@ -207,14 +212,14 @@ def draw_samples(
         sizes = {}
         for node_spec in inputs.specs:
             for axis, dim in enumerate(node_spec.shape):
-                if isinstance(dim, int) or not dim.is_Symbol:
-                    continue
-                least, largest = inputs.bounds.get(str(dim), (1, None))
-                low, high = max(1, least), int(str(largest)) if str(largest).isdigit() else 1 << 30
-                if profile is not None:
-                    limits = profile[node_spec.name]
-                    low, high = max(low, limits["min"][axis]), min(high, limits["max"][axis])
-                sizes[dim] = min(max(inputs.hints[str(dim)] * factor, low), high)
+                for symbol in getattr(dim, "free_symbols", ()):
+                    least, largest = inputs.bounds.get(str(symbol), (1, None))
+                    low, high = max(1, least), int(str(largest)) if str(largest).isdigit() else 1 << 30
+                    if profile is not None:
+                        limits = profile[node_spec.name]
+                        low = max(low, symbol_value(dim, limits["min"][axis]) or 1)
+                        high = min(high, symbol_value(dim, limits["max"][axis]) or high)
+                    sizes[symbol] = min(max(inputs.hints[str(symbol)] * factor, low), high)
         shape = {spec.name: tuple(_size(dim, sizes) for dim in spec.shape) for spec in inputs.specs}
         if shape not in shapes:
             shapes.append(shape)
