@@ -142,7 +142,7 @@ def _evaluate(dim: int | sympy.Expr, values: dict[str, int]) -> int:
 
 
 def symbol_value(dim: sympy.Expr, size: int) -> int | None:
-    """Return the value of the only symbol in `dim` for which it is `size`; None if there is none, or several symbols."""
+    """Return the value of the only symbol in `dim` for which it is `size`; None without one, or of several."""
     if len(dim.free_symbols) != 1:
         return None
     (symbol,) = dim.free_symbols
