@@ -1,0 +1,391 @@
+"""`twellc check`: what passes, what must not, and what belongs to something else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor, nn
+from torch.export import Dim
+
+from tests.conftest import Cli
+from tests.models import Gated, Residual, export
+from twellc.checking import CheckResult, check, make_samples
+from twellc.config import CompileOptions
+from twellc.errors import UserError
+from twellc.export.profiles import input_specs
+from twellc.loaders.model import load_model
+from twellc.translation import translate_to_file
+
+# Inputs of a twell node after x: weights of a gated block with all biases, and without any.
+WITH_BIASES = ("w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down")
+WITHOUT = ("w_gate", "w_up", "w_down")
+
+
+def graph_of(model: Path, path: Path) -> Path:
+    translate_to_file(CompileOptions(model=model, backend="none"), path, lambda step: None)
+    return path
+
+
+def run_check(model: Path, candidate: Path, seed: int = 0) -> CheckResult:
+    return check(model, candidate, seed, False, (), lambda step: None)
+
+
+@pytest.fixture(scope="module")
+def archive_graph(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return graph_of(archive, tmp_path_factory.mktemp("graphs") / "gated.onnx")
+
+
+@pytest.fixture(scope="module")
+def bytelm_graph(bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return graph_of(bytelm, tmp_path_factory.mktemp("graphs") / "bytelm.onnx")
+
+
+def damage(
+    graph: Path, to: Path, names: tuple[str, ...], weight: str, change: Callable[[Tensor], Any], block: int = 0
+) -> Path:
+    """Write a copy of a graph in which one bfloat16 weight of one block is changed in place."""
+    model = onnx.load(graph)
+    node = [node for node in model.graph.node if node.domain == "twell"][block]
+    name = node.input[1 + names.index(weight)]
+    (tensor,) = (each for each in model.graph.initializer if each.name == name)
+    values = torch.frombuffer(bytearray(tensor.raw_data), dtype=torch.bfloat16).reshape(tuple(tensor.dims))
+    change(values)
+    tensor.raw_data = values.contiguous().view(torch.int16).numpy().astype(np.int16).tobytes()
+    onnx.save(model, to)
+    return to
+
+
+# ---- within tolerance ----
+
+
+def test_right_graph(archive: Path, archive_graph: Path) -> None:
+    result = run_check(archive, archive_graph)
+    assert result.within
+    assert result.executed == "the ONNX graph, in onnx's reference evaluator"
+    assert result.note == ""
+    (output,) = result.outputs
+    assert output.name == "output"
+    assert (output.top1, output.kl) == (None, None)
+    assert 0 < output.candidate.relative <= output.relative_tolerance < 0.02
+    assert output.candidate.cosine > 0.9999
+
+
+def test_trained_model(bytelm: Path, bytelm_graph: Path) -> None:
+    result = run_check(bytelm, bytelm_graph)
+    assert result.within
+    (logits,) = result.outputs
+    assert logits.name == "logits"
+    assert logits.top1 is not None and logits.top1 > 0.9
+    assert logits.kl is not None and 0 < logits.kl < 0.01
+    assert logits.plain_top1 is not None and logits.plain_kl is not None
+
+
+def test_a_dense_graph_is_as_good(archive: Path, tmp_path: Path) -> None:
+    options = CompileOptions(model=archive, backend="none", layers="none")
+    translate_to_file(options, tmp_path / "dense.onnx", lambda step: None)
+    assert run_check(archive, tmp_path / "dense.onnx").within
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_float32_model(opt: Path, tmp_path: Path, dtype: str) -> None:
+    """The yardstick is the model in the precision that the candidate says it was compiled in."""
+    translate_to_file(CompileOptions(model=opt, backend="none", dtype=dtype), tmp_path / "m.onnx", lambda step: None)
+    (logits,) = run_check(opt, tmp_path / "m.onnx").outputs
+    assert logits.within
+    assert (logits.plain.relative < 1e-3) == (dtype == "fp16")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_encoder_decoder(t5: Path, tmp_path: Path) -> None:
+    result = run_check(t5, graph_of(t5, tmp_path / "m.onnx"))
+    assert [output.name for output in result.outputs] == ["logits", "encoder_last_hidden_state"]
+    assert result.within
+
+
+def test_plan_without_a_gpu(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph stands in for the plan, and the result says so; kept with --onnx, or made again."""
+    monkeypatch.setattr("twellc.checking.why_not_here", lambda backend: "there is no GPU on this machine")
+    plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
+    assert cli("compile", archive, "-o", plan, "--onnx", graph).exit_code == 0
+    kept = cli("check", archive, plan)
+    assert kept.exit_code == 0, kept.output
+    assert "the plan itself was NOT run: there is no GPU on this machine" in kept.stdout
+    assert "Executed: m.onnx, the ONNX graph that it was built from, in onnx's reference evaluator" in kept.stdout
+    assert "within tolerance" in kept.stdout
+    graph.unlink()
+    again = cli("check", archive, plan)
+    assert again.exit_code == 0, again.output
+    assert "Executed: the ONNX graph that it was built from, made again" in again.stdout
+    graph.write_bytes(b"something else of the same name")
+    assert "made again" in cli("check", archive, plan).stdout
+
+
+def test_samples_of_a_plan_keep_to_its_profile(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
+    shapes = "x:5x3x16:5x3x16:5x3x16"
+    assert cli("compile", archive, "-o", plan, "--onnx", graph, "--profile", shapes).exit_code == 0
+    model = load_model(archive, False)
+    profile = json.loads((tmp_path / "m.plan.json").read_text())["profiles"][0]
+    samples = make_samples(model, input_specs(model.program), 0, profile)
+    assert [tuple(sample["x"].shape) for sample in samples] == [(5, 3, 16)]
+    assert cli("check", archive, plan).exit_code == 0
+
+
+# ---- outside ----
+
+DAMAGES: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
+    "a tile of 256 neurons is lost": ("w_gate", lambda w: w[:256].zero_()),
+    "the last, partial tile is lost": ("w_gate", lambda w: w[256:].zero_()),
+    "up is zero": ("w_up", lambda w: w.zero_()),
+    "down is zero": ("w_down", lambda w: w.zero_()),
+    "down is scaled": ("w_down", lambda w: w.mul_(1.1)),
+    "one output is scaled": ("w_down", lambda w: w[:, 7].mul_(1.5)),
+    "one output is lost": ("w_down", lambda w: w[:, 7].zero_()),
+    "two neurons' down rows are swapped": ("w_down", lambda w: w.copy_(w.roll(1, 0))),
+    "gate and up are swapped in part": ("w_up", lambda w: w.copy_(w.roll(1, 0))),
+    "the bias of the gate is lost": ("b_gate", lambda b: b.zero_()),
+    "the bias of down is lost": ("b_down", lambda b: b.zero_()),
+    "a weight is NaN": ("w_down", lambda w: w[3, 3].fill_(torch.nan)),
+    "a weight is infinite": ("w_up", lambda w: w[3, 3].fill_(torch.inf)),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damaged_weight(case: str, archive: Path, archive_graph: Path, tmp_path: Path) -> None:
+    weight, change = DAMAGES[case]
+    candidate = damage(archive_graph, tmp_path / "m.onnx", WITH_BIASES, weight, change)
+    assert not run_check(archive, candidate).within
+
+
+TRAINED: dict[str, tuple[int, str, Callable[[Tensor], Any]]] = {
+    "a tile of 256 neurons of one layer is lost": (1, "w_gate", lambda w: w[768:].zero_()),
+    "one output row of one projection is scaled": (3, "w_down", lambda w: w[:, 7].mul_(1.5)),
+}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_damaged_trained_model(case: str, bytelm: Path, bytelm_graph: Path, tmp_path: Path) -> None:
+    block, weight, change = TRAINED[case]
+    candidate = damage(bytelm_graph, tmp_path / "m.onnx", WITHOUT, weight, change, block)
+    assert not run_check(bytelm, candidate).within
+
+
+def test_exit_statuses(cli: Cli, archive: Path, archive_graph: Path, tmp_path: Path) -> None:
+    bad = damage(archive_graph, tmp_path / "bad.onnx", WITH_BIASES, "w_down", lambda w: w.zero_())
+    good = cli("check", archive, archive_graph)
+    assert (good.exit_code, "within tolerance" in good.stdout) == (0, True)
+    outside = cli("check", archive, bad)
+    assert (outside.exit_code, "OUTSIDE TOLERANCE" in outside.stdout) == (1, True)
+    outside = cli("check", archive, bad, "--json")
+    assert outside.exit_code == 1
+    found = json.loads(outside.stdout)
+    assert found["within"] is False
+    assert found["outputs"][0]["candidate"]["relative"] > found["outputs"][0]["relative_tolerance"]
+    missing = cli("check", archive, tmp_path / "nothing.onnx")
+    assert (missing.exit_code, "there is no such file" in missing.stderr) == (2, True)
+
+
+def test_seed_decides_the_inputs(archive: Path, archive_graph: Path) -> None:
+    first, again, other = (run_check(archive, archive_graph, seed) for seed in (0, 0, 1))
+    assert first == again
+    assert first.outputs[0].candidate != other.outputs[0].candidate
+
+
+# ---- what does not belong together ----
+
+
+def foreign(path: Path, names: list[str], make: Callable[[], onnx.NodeProto]) -> Path:
+    node = make()
+    inputs = [helper.make_tensor_value_info(name, TensorProto.BFLOAT16, ["n", 3, 16]) for name in names]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.BFLOAT16, ["n", "a", "b"]) for name in node.output]
+    constant = helper.make_tensor("w", TensorProto.BFLOAT16, [5, 5], [0.0] * 25)
+    graph = helper.make_graph([node], "g", inputs, outputs, [constant])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), path)
+    return path
+
+
+def test_foreign_inputs(archive: Path, tmp_path: Path) -> None:
+    candidate = foreign(tmp_path / "m.onnx", ["z"], lambda: helper.make_node("Identity", ["z"], ["y"]))
+    with pytest.raises(UserError, match="does not belong to the model: their inputs differ; got z; expected x"):
+        run_check(archive, candidate)
+
+
+def test_foreign_shape(archive: Path, tmp_path: Path) -> None:
+    candidate = foreign(tmp_path / "m.onnx", ["x"], lambda: helper.make_node("Transpose", ["x"], ["y"], perm=[0, 2, 1]))
+    with pytest.raises(UserError, match="output output has another shape than the model's"):
+        run_check(archive, candidate)
+
+
+def test_foreign_graph_that_fails(archive: Path, tmp_path: Path) -> None:
+    candidate = foreign(tmp_path / "m.onnx", ["x"], lambda: helper.make_node("MatMul", ["x", "w"], ["y"]))
+    with pytest.raises(UserError, match=r"m\.onnx"):
+        run_check(archive, candidate)
+
+
+def test_foreign_number_of_outputs(archive: Path, tmp_path: Path) -> None:
+    candidate = foreign(tmp_path / "m.onnx", ["x"], lambda: helper.make_node("Split", ["x"], ["y", "z"], num_outputs=2))
+    with pytest.raises(UserError, match="their outputs differ; got 2; expected output"):
+        run_check(archive, candidate)
+
+
+def test_other_model_of_the_same_shape(archive: Path, archive_graph: Path, tmp_path: Path) -> None:
+    """Nothing but the numbers tells them apart, so they are outside tolerance."""
+    other = tmp_path / "other.pt2"
+    torch.manual_seed(7)
+    module = Residual(Gated(biases="gud", d_ff=320)).bfloat16()
+    x = torch.randn(2, 3, 16).bfloat16()
+    torch.export.save(export(module, x, dynamic=({0: Dim("batch", min=1, max=64)},)), other)
+    assert not run_check(other, archive_graph).within
+
+
+@pytest.fixture
+def plan(cli: Cli, archive: Path, tmp_path: Path) -> Iterator[Path]:
+    assert cli("compile", archive, "-o", tmp_path / "m.plan").exit_code == 0
+    yield tmp_path / "m.plan"
+
+
+def test_plan_of_another_model(cli: Cli, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twellc.checking.why_not_here", lambda backend: "there is no GPU on this machine")
+    other = tmp_path / "other.pt2"
+    module = Residual(Gated(biases="gud", d_ff=320)).bfloat16()
+    torch.export.save(export(module, torch.randn(2, 3, 16).bfloat16()), other)
+    result = cli("check", other, plan)
+    assert result.exit_code == 2
+    assert "was not built from" in result.stderr
+
+
+def test_damaged_plans(cli: Cli, archive: Path, plan: Path, tmp_path: Path) -> None:
+    manifest = tmp_path / "m.plan.json"
+    content = manifest.read_text()
+
+    def refused(text: str) -> None:
+        for command in (("check", archive, plan), ("inspect", plan)):
+            result = cli(*command)
+            assert result.exit_code == 2
+            assert text in result.stderr
+
+    plan.write_bytes(plan.read_bytes() + b"x")
+    refused("the manifest belongs to another plan")
+    manifest.write_text("{")
+    refused("is not a manifest of twellc")
+    manifest.write_text("{}")
+    refused("is not a manifest of twellc")
+    manifest.write_text(json.dumps(json.loads(content) | {"schema": 99}))
+    refused("the manifest is of another version; got 99; expected 1")
+    manifest.unlink()
+    result = cli("check", archive, plan)
+    assert result.exit_code == 2
+
+
+def test_garbage(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(b"garbage")
+    assert cli("check", archive, tmp_path / "m.onnx").exit_code == 2
+    (tmp_path / "m.plan").write_bytes(b"garbage")
+    assert cli("check", archive, tmp_path / "m.plan").exit_code == 2
+    assert cli("check", tmp_path / "m.plan", tmp_path / "m.onnx").exit_code == 2
+    assert cli("check", tmp_path, tmp_path / "m.onnx").exit_code == 2
+
+
+# ---- samples ----
+
+
+def test_samples(llama: Path) -> None:
+    model = load_model(llama, False)
+    specs = input_specs(model.program)
+    samples = make_samples(model, specs, 0, None)
+    assert [tuple(sample["input_ids"].shape) for sample in samples] == [(1, 1), (2, 16), (6, 48)]
+    for sample in samples:
+        assert set(sample) == {"input_ids", "attention_mask"}
+        assert sample["input_ids"].dtype == torch.int64
+        assert sample["attention_mask"].shape == sample["input_ids"].shape
+        assert (sample["attention_mask"] == 1).all()
+    largest = samples[-1]["input_ids"]
+    assert (largest >= 0).all() and (largest < 96).all()
+    assert len(largest.unique()) > 50
+
+
+class Paired(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0] // 2, 2, -1).sum(1)
+
+
+def test_samples_of_a_multiple(tmp_path: Path) -> None:
+    """A dimension that is twice a symbol."""
+    program = export(Paired().bfloat16(), torch.randn(6, 16).bfloat16(), dynamic=({0: 2 * Dim("half", min=2, max=32)},))
+    torch.export.save(program, tmp_path / "m.pt2")
+    assert run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "m.onnx")).within
+    model = load_model(tmp_path / "m.pt2", False)
+    sizes = [sample["x"].shape[0] for sample in make_samples(model, input_specs(model.program), 0, None)]
+    assert sizes == [4, 6, 18]
+    profile = {"x": {"min": [8, 16], "opt": [8, 16], "max": [12, 16]}}
+    sizes = [sample["x"].shape[0] for sample in make_samples(model, input_specs(model.program), 0, profile)]
+    assert sizes == [8, 12]
+
+
+# ---- inspect ----
+
+
+def test_inspect_a_model(cli: Cli, bytelm: Path) -> None:
+    result = cli("inspect", bytelm, "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert (found["kind"], found["dtype"]) == ("Hugging Face directory", "bf16")
+    assert found["layers"] == [
+        {
+            "module": f"model.layers.{i}.mlp", "variant": "gated", "activation": "relu", "d_model": 192, "d_ff": 1024,
+            "d_out": 192, "matched": True, "decision": "twell", "reason": "matches",
+        }
+        for i in range(4)
+    ]  # fmt: skip
+    table = cli("inspect", bytelm)
+    assert "4 of 4 feed-forward blocks rewritten" in table.stdout
+
+
+def test_inspect_a_plan(cli: Cli, archive: Path, plan: Path) -> None:
+    found = json.loads(cli("inspect", plan, "--json").stdout)
+    assert found["kind"] == "plan"
+    assert found["layers"] == json.loads(cli("inspect", archive, "--json").stdout)["layers"]
+    assert found["plan"]["plugin_layers"]
+    assert "1 of 1 feed-forward blocks rewritten" in cli("inspect", plan).stdout
+
+
+def test_inspect_says_why_a_block_stays_dense(cli: Cli, tmp_path: Path) -> None:
+    module = Residual(Gated(nn.functional.silu)).bfloat16()
+    torch.export.save(export(module, torch.randn(4, 16).bfloat16()), tmp_path / "m.pt2")
+    (layer,) = json.loads(cli("inspect", tmp_path / "m.pt2", "--json").stdout)["layers"]
+    assert (layer["matched"], layer["decision"], layer["activation"]) == (False, "dense", "silu")
+    assert layer["reason"] == "gate activation is silu; TwELL needs a ReLU family"
+
+
+def test_inspect_float32_model_in_the_precision_of_its_plan(cli: Cli, opt: Path) -> None:
+    found = json.loads(cli("inspect", opt, "--json").stdout)
+    assert [layer["decision"] for layer in found["layers"]] == ["twell", "twell"]
+    assert "the model is in float32; compiled in bfloat16" in found["notes"][0]
+    assert json.loads(cli("inspect", opt, "--json", "--dtype", "fp16").stdout)["dtype"] == "fp16"
+
+
+def test_config_that_names_another_activation(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    """The graph is what counts; a config that says silu may belong to a model of ReLUs, or the other way round."""
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"hidden_act": "silu"}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = json.loads(cli("inspect", folder, "--json").stdout)
+    assert {layer["activation"] for layer in found["layers"]} == {"silu"}
+    assert not any("config.json says" in note for note in found["notes"])
+
+
+def test_inspect_what_is_neither(cli: Cli, tmp_path: Path) -> None:
+    for name, content in (("m.plan", b"x"), ("m.txt", b"hello")):
+        (tmp_path / name).write_bytes(content)
+        assert cli("inspect", tmp_path / name).exit_code == 2
+    assert cli("inspect", tmp_path / "nothing").exit_code == 2
