@@ -138,6 +138,7 @@ def _open(model: onnx.ModelProto) -> tuple[tuple[gs.Graph, Shadow], list[FfnBloc
     G_LOGGER.severity = G_LOGGER.CRITICAL
     inferred = onnx.shape_inference.infer_shapes(skeleton(model), data_prop=True)
     graph = gs.import_onnx(model)
+    graph.import_domains = list(model.opset_import)  # it is the model's own, and grows with the first twell node
     tensors = graph.tensors()
     for value in (*inferred.graph.value_info, *inferred.graph.output):
         tensor, kind = tensors.get(value.name), value.type.tensor_type

@@ -108,7 +108,7 @@ def check(
         candidate = _open_onnx(candidate_path)
     if looks_like_onnx(model_path):
         progress("loading the model")
-        reference = _onnx_reference(model_path, candidate.settings)
+        reference = _onnx_reference(model_path, candidate.settings, inputs)
     else:
         progress("loading and tracing the model")
         reference = _torch_reference(load_model(model_path, trust_model, inputs), candidate.settings)
@@ -159,8 +159,8 @@ def _torch_reference(model: LoadedModel, settings: dict[str, Any]) -> _Reference
     )
 
 
-def _onnx_reference(path: Path, settings: dict[str, Any]) -> _Reference:
-    reference = open_reference(path, settings)
+def _onnx_reference(path: Path, settings: dict[str, Any], declared: tuple[InputDeclaration, ...]) -> _Reference:
+    reference = open_reference(path, settings, declared)
     # The evaluator is slow, and nothing was traced: small sizes.
     hints = {symbol: min(2 * hint, 8) for symbol, hint in reference.inputs.hints.items()}
     return _Reference(

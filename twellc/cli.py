@@ -92,7 +92,9 @@ def main() -> None:
 )  # fmt: skip
 @click.option("--embed-plugins", is_flag=True, help="Put the plugin library into the plan.")
 def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str, **options: Any) -> None:
-    """Compile MODEL, a torch.export archive, a Hugging Face directory or a pickled module, into a TensorRT plan.
+    """Compile MODEL into a TensorRT plan.
+
+    MODEL is a torch.export archive, a Hugging Face directory, an ONNX file of plain operators or a pickled module.
 
     Every feed-forward block with a ReLU is rewritten into a TwELL plugin; all else stays as it is. Ends with a table of
     the blocks and what became of them. Exit status 2: the input is bad, and nothing was written.
@@ -192,7 +194,7 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
 def inspect(target: Path, as_json: bool, dtype: str | None, trust_model: bool, inputs: tuple[str, ...]) -> None:
     """Show the feed-forward blocks of TARGET, a model or a plan, and what becomes of each.
 
-    A plan is read through its manifest, so no GPU is needed.
+    A plan is read through its manifest, so no GPU is needed. A rewritten ONNX file shows its plugin nodes, too.
     """
     with _progress() as progress:
         from twellc.inspection import inspect_target
@@ -204,6 +206,10 @@ def inspect(target: Path, as_json: bool, dtype: str | None, trust_model: bool, i
     for note in found["notes"]:
         _say(f"Note: {note}.")
     _print_layers(found["layers"])
+    for node in found.get("nodes", ()):
+        weights = ", ".join(f"{name} {shape}" for name, shape in node["weights"].items())
+        click.echo(f"{node['name']}: {node['type']}, {node['dtype']}, {weights}")
+        click.echo("    " + ", ".join(f"{name}={value}" for name, value in node["fields"].items()))
 
 
 @main.command(cls=_Command)

@@ -19,7 +19,7 @@ class CompileOptions:
     """What `twellc compile` was asked to do.
 
     Attributes:
-        model: A torch.export archive or a Hugging Face directory.
+        model: A torch.export archive, a Hugging Face directory, an ONNX file or a pickled module.
         output: Where the plan goes; None with the backend `none`.
         onnx: Where to keep the rewritten graph.
         backend: `auto`, `tensorrt`, `tensorrt-rtx` or `none`.

@@ -39,7 +39,7 @@ def inspect_target(
         return {"kind": "plan", **read_manifest(target)}
     if looks_like_onnx(target):
         progress("loading the model")
-        return inspect_onnx(target, dtype)
+        return inspect_onnx(target, dtype, inputs)
     progress("loading and tracing the model")
     model = load_model(target, trust_model, inputs)
     chosen, notes = choose_dtype(model, dtype)

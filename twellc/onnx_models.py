@@ -18,6 +18,7 @@ from twellc.errors import UserError
 from twellc.export.evaluator import OnnxEvaluator
 from twellc.export.profiles import InputSpec, ModelInputs
 from twellc.files import digest
+from twellc.inputs import InputDeclaration
 from twellc.loaders.model import DimensionRange, dtype_name
 from twellc.loaders.onnx_file import external_files, load_onnx
 from twellc.passes.decide import Layer
@@ -55,10 +56,8 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     Raises:
         UserError: The model cannot be loaded or rewritten as asked (`strict`, `layers`, `dtype`).
     """
-    if options.inputs:
-        raise UserError("--input", "only a pickled module needs its inputs declared", got=f"{options.model}, {KIND}")
     progress("loading the model")
-    model = load_onnx(options.model)
+    model = open_model(options.model, options.inputs)
     refuse_rewritten(options.model, model)
     inputs = model_inputs(options.model, model)
     dtype = choose_onnx_dtype(model, options.dtype)
@@ -78,9 +77,20 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     return OnnxTranslation(found.layers, inputs, graph, settings, notes, warnings, sha256)
 
 
-def inspect_onnx(path: Path, dtype: str | None) -> dict[str, Any]:
+def open_model(path: Path, declared: tuple[InputDeclaration, ...]) -> onnx.ModelProto:
+    """Load an ONNX file, for which no inputs may be declared.
+
+    Raises:
+        UserError: There are some, or it cannot be loaded.
+    """
+    if declared:
+        raise UserError("--input", "only a pickled module needs its inputs declared", got=f"{path}, an {KIND}")
+    return load_onnx(path)
+
+
+def inspect_onnx(path: Path, dtype: str | None, declared: tuple[InputDeclaration, ...]) -> dict[str, Any]:
     """Return what `twellc inspect` shows of an ONNX file; of a rewritten one also its `twell` nodes."""
-    model = load_onnx(path)
+    model = open_model(path, declared)
     nodes = twell_nodes(model)
     if nodes:
         settings, layers = _metadata(model)
@@ -112,14 +122,15 @@ class OnnxReference:
     truth: OnnxEvaluator
 
 
-def open_reference(path: Path, settings: dict[str, Any]) -> OnnxReference:
+def open_reference(path: Path, settings: dict[str, Any], declared: tuple[InputDeclaration, ...]) -> OnnxReference:
     """Load the model of a check.
 
     Args:
         path: The ONNX file.
         settings: The settings that the candidate was compiled with.
+        declared: See `open_model`.
     """
-    model = load_onnx(path)
+    model = open_model(path, declared)
     refuse_rewritten(path, model)
     name = settings.get("dtype")
     dtype = name if name in DTYPES else choose_onnx_dtype(model, None)

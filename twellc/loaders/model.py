@@ -77,8 +77,8 @@ def load_model(path: Path, trust_model: bool, inputs: tuple[InputDeclaration, ..
 
 
 _EXPECTED = (
-    "a torch.export archive (torch.export.save), a Hugging Face directory (config.json and safetensors) "
-    "or a pickled module"
+    "a torch.export archive (torch.export.save), a Hugging Face directory (config.json and safetensors), "
+    "an ONNX file or a pickled module"
 )
 
 
