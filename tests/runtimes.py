@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 LEAN_VERSIONS = {"lean10": "10.16.1.11", "lean11": "11.4.0.106"}
 
@@ -18,7 +19,10 @@ def install(request: pytest.FixtureRequest, name: str, *packages: str) -> Path:
     """Install wheels, without what they need, into a folder of pytest's cache, once; skip the test if that fails."""
     folder = Path(request.config.cache.mkdir(name))  # type: ignore[union-attr]
     stamp = folder / "complete"
-    if not stamp.exists():
+    # Several test processes may want it at once.
+    with FileLock(folder.with_suffix(".lock")):
+        if stamp.exists():
+            return folder
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
         done = subprocess.run(
             [*command, "--upgrade", "--target", str(folder), *packages], capture_output=True, text=True, check=False
