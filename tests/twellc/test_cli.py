@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -303,7 +304,9 @@ def test_bad_models(cli: Cli, tmp_path: Path) -> None:
 
 def twellc(*arguments: object, **options: Any) -> subprocess.Popen[str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    return subprocess.Popen([*TWELLC, *map(str, arguments)], env=environment(), **pipes, **options)
+    # What runs in the background of a shell ignores interrupts, and would hand that down.
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen([*TWELLC, *map(str, arguments)], env=environment(), preexec_fn=listen, **pipes, **options)
 
 
 @pytest.mark.slow
