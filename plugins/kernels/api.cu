@@ -4,6 +4,7 @@
 
 #include <initializer_list>
 
+#include "few.h"
 #include "gate.h"
 #include "problem.cuh"
 #include "twell/twell.h"
@@ -18,16 +19,14 @@ namespace {
 using twell::num_tiles;
 using twell::words_per_tile;
 
-constexpr int64_t kAlignment = 16;
-constexpr int64_t kWorkspaceAlignment = 256;
+constexpr size_t kAlignment = 16;
+constexpr size_t kWorkspaceAlignment = 256;
 constexpr int kMinComputeCapabilityMajor = 8;
 
-bool is_aligned(void const* pointer, int64_t alignment) {
-    return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(alignment) == 0;
-}
+bool is_aligned(void const* pointer, size_t alignment) { return reinterpret_cast<uintptr_t>(pointer) % alignment == 0; }
 
 // Pointers that must be there.
-cudaError_t check_required(void const* pointer, int64_t alignment = kAlignment) {
+cudaError_t check_required(void const* pointer, size_t alignment = kAlignment) {
     if (pointer == nullptr) {
         return cudaErrorInvalidValue;
     }
@@ -80,6 +79,12 @@ cudaError_t check_device() {
 
 bool is_valid(twell_problem const* problem) { return twell_validate(problem) == nullptr; }
 
+// Where the scratch memory of launch_few starts in the workspace: behind the packed matrix.
+size_t scratch_offset(twell_problem const* problem) {
+    size_t const bytes = twell_packed_bytes(problem);
+    return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
+
 }  // namespace
 
 extern "C" {
@@ -130,8 +135,10 @@ size_t twell_packed_bytes(twell_problem const* problem) {
 }
 
 size_t twell_workspace_bytes(twell_problem const* problem) {
-    size_t const bytes = twell_packed_bytes(problem);
-    return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    if (!is_valid(problem)) {
+        return 0;
+    }
+    return scratch_offset(problem) + twell::few_scratch_bytes(*problem);
 }
 
 cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
@@ -179,6 +186,10 @@ cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors
         return error;
     }
     uint32_t* const packed = static_cast<uint32_t*>(workspace);
+    if (twell::is_few(*problem)) {
+        void* const scratch = static_cast<unsigned char*>(workspace) + scratch_offset(problem);
+        return twell::launch_few(*problem, *tensors, packed, scratch, stream);
+    }
     if (cudaError_t const error = twell::launch_gate(*problem, *tensors, packed, stream); error != cudaSuccess) {
         return error;
     }

@@ -29,6 +29,9 @@ pytestmark = pytest.mark.gpu
 SUCCESS, INVALID_VALUE, MISALIGNED_ADDRESS = 0, 1, 716
 
 BF16, FP16 = torch.bfloat16, torch.float16
+# Up to so many tokens the whole block has kernels of its own, which sum in another order than the two steps.
+FEW_TOKENS = 256
+
 GUARD = 64  # elements on both sides of an output; a multiple of 16 bytes, so alignment stays
 POISON = 0x7FDB  # a NaN in either element type
 POISON_WORD = 0xDEADBEEF
@@ -79,34 +82,52 @@ def table() -> Iterator[Case]:
     for rows in (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 1000):
         for density in (0.005, 0.3):
             yield Case(rows=rows, density=density, dtype=next(dtypes))
-    for d_model, dtype in itertools.product((8, 16, 24, 32, 40, 200, 2048), (BF16, FP16)):
-        yield Case(d_model=d_model, dtype=dtype)
-    for d_ff, dtype in itertools.product((1, 8, 100, 255, 256, 257, 600, 5632), (BF16, FP16)):
-        yield Case(d_ff=d_ff, dtype=dtype, density=0.1)
+    # Few tokens: around the tokens of a tile and of each configuration, with all kinds and densities.
+    few = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65)
+    for rows, (gated, activation), dtype in itertools.product(few, kinds, (BF16, FP16)):
+        yield Case(rows=rows, d_model=328, d_ff=1500, d_out=328, gated=gated, activation=activation, dtype=dtype)
+    for rows, density, dtype in itertools.product(few, densities, (BF16, FP16)):
+        yield Case(rows=rows, d_model=1032, d_ff=1111, d_out=1032, density=density, dtype=dtype)
+    for rows, density in itertools.product((1, 16, 64), densities):
+        yield Case(rows=rows, d_model=2048, d_ff=5632, d_out=2048, density=density, biases="", dtype=next(dtypes))
+    for rows, d_model, dtype in itertools.product((5, 30, 65), (8, 16, 24, 32, 40, 200, 2048), (BF16, FP16)):
+        yield Case(rows=rows, d_model=d_model, dtype=dtype)
+    for rows, d_ff, dtype in itertools.product((1, 20, 60, 65), (1, 8, 100, 255, 256, 257, 600, 5632), (BF16, FP16)):
+        yield Case(rows=rows, d_ff=d_ff, dtype=dtype, density=0.1)
     # d_out: each up+down configuration, full, ragged, and more than one pass.
     for d_out in (8, 16, 1016, 1024, 1032, 2048, 2056, 4096, 4104, 8192, 8200, 16384, 16392, 40000):
         yield Case(rows=130, d_out=d_out, dtype=next(dtypes))
-        yield Case(rows=3, d_out=d_out, dtype=next(dtypes))
+        for rows in (3, 12, 20):
+            yield Case(rows=rows, d_out=d_out, dtype=next(dtypes))
     for (gated, activation), dtype, compression in itertools.product(kinds, (BF16, FP16), (1, 2, 4, 8)):
         yield Case(gated=gated, activation=activation, dtype=dtype, compression=compression, density=0.1)
     for gated, biases in itertools.product((True, False), ("", "g", "u", "d", "gu", "gd", "ud", "gud")):
         if gated or "u" not in biases:
-            yield Case(gated=gated, biases=biases, dtype=next(dtypes))
+            for rows in (1, 40, 65):
+                yield Case(rows=rows, gated=gated, biases=biases, dtype=next(dtypes))
     for density, compression, dtype in itertools.product(densities, (1, 2, 4, 8), (BF16, FP16)):
         yield Case(rows=150, d_model=136, d_ff=1500, d_out=1160, density=density, compression=compression, dtype=dtype)
     # The sizes that models have.
     for density in densities:
         yield Case(rows=257, d_model=2048, d_ff=5632, d_out=2048, density=density, biases="", dtype=next(dtypes))
-    yield Case(rows=40, d_model=768, d_ff=3072, d_out=768, gated=False)
-    yield Case(rows=40, d_model=4096, d_ff=14336, d_out=4096, activation="drelu", density=0.1, biases="")
-    yield Case(rows=40, d_model=1024, d_ff=65536, d_out=1024, gated=False, density=0.03, biases="", dtype=FP16)
-    yield Case(rows=20, d_model=16384, d_ff=300, d_out=16384, biases="")
-    yield Case(rows=20, d_model=20008, d_ff=300, d_out=24, dtype=FP16)
+    for rows in (40, 70):
+        yield Case(rows=rows, d_model=768, d_ff=3072, d_out=768, gated=False)
+        yield Case(rows=rows, d_model=4096, d_ff=14336, d_out=4096, activation="drelu", density=0.1, biases="")
+        yield Case(rows=rows, d_model=1024, d_ff=65536, d_out=1024, gated=False, density=0.03, biases="", dtype=FP16)
+        yield Case(rows=rows, d_model=16384, d_ff=300, d_out=16384, biases="")
+        yield Case(rows=rows, d_model=20008, d_ff=300, d_out=24, dtype=FP16)
+    yield Case(rows=2, d_model=65544, d_ff=300, d_out=24)  # too wide for the kernels for few tokens
 
 
 # Every kernel instance, every branch, few launches: these also run under compute-sanitizer.
 SMALL = [
     Case(rows=1, d_model=8, d_ff=1, d_out=8, density=1.0),
+    Case(rows=8, d_model=520, d_ff=100, d_out=72, density=0.1, dtype=FP16),
+    Case(rows=20, d_model=1096, d_ff=100, d_out=264, density=0.05),
+    Case(rows=64, d_model=1544, d_ff=200, d_out=264, density=0.01),
+    Case(rows=40, d_model=776, d_ff=60, d_out=136, density=0.4, dtype=FP16, activation="drelu"),
+    Case(rows=5, d_model=16, d_ff=8200, d_out=16, density=0.5, gated=False),
+    Case(rows=16, d_model=16, d_ff=8200, d_out=136, density=0.01, gated=False, dtype=FP16),
     Case(rows=17, d_model=40, d_ff=300, d_out=24, density=0.3, dtype=FP16),
     Case(rows=17, d_model=264, d_ff=257, d_out=24, density=1.0, gated=False, activation="relu2", biases=""),
     Case(rows=2, d_model=72, d_ff=600, d_out=8200, activation="drelu", dtype=FP16, compression=4),
@@ -232,16 +253,27 @@ class Call:
         workspace = self.workspace.data_ptr()
         self._check(self.lib.twell_mlp(self.problem, self.tensors, workspace, self.workspace.numel(), stream))
 
-    def run(self) -> torch.Tensor:
-        """Both steps one by one, then both in one call: the results must be the same bits."""
+    def steps(self) -> torch.Tensor:
+        """Both steps, one by one."""
+        self.y.view(torch.int16).fill_(POISON)
         self.gate()
         self.up_down()
-        first = self.y.clone()
+        torch.cuda.synchronize()
+        return self.y.clone()
+
+    def run(self) -> torch.Tensor:
+        """Both steps in one call, after the steps one by one. The results must be the same bits, or just as good."""
+        steps = self.steps()
         self.y.view(torch.int16).fill_(POISON)
+        # What an earlier call left in the workspace must not matter: all bits set is a NaN and says "active".
+        self.workspace.fill_(0xFF)
         self.mlp()
         torch.cuda.synchronize()
-        assert_same_bits(self.y, first)
-        return first
+        if self.problem.tokens > FEW_TOKENS:
+            assert_same_bits(self.y, steps)
+        else:
+            reference.assert_close(steps, self.block)
+        return self.y.clone()
 
     def decoded(self) -> reference.Packed:
         words = self.packed.cpu().numpy().view(np.uint32)
@@ -307,6 +339,7 @@ def test_integers_match_bit_by_bit(case: Case) -> None:
     assert_packed(call, bits_of(reference.gate_values(block)))
     if reference.is_exact(block):
         assert_same_bits(y, reference.emulate(block))
+        assert_same_bits(call.steps(), y)
     else:
         reference.assert_close(y, block)
     assert_guards(call.y_buffer)
@@ -345,30 +378,33 @@ def test_sanitize(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=("bf16", "fp16"))
 @pytest.mark.parametrize("gated", [True, False], ids=("gated", "plain"))
 @pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu"])
-def test_nan_and_infinity_stay_in_their_rows(dtype: torch.dtype, gated: bool, activation: str) -> None:
-    case = Case(rows=70, dtype=dtype, gated=gated, activation=activation)
+@pytest.mark.parametrize("rows", [70, 34])
+def test_nan_and_infinity_stay_in_their_rows(rows: int, dtype: torch.dtype, gated: bool, activation: str) -> None:
+    case = Case(rows=rows, dtype=dtype, gated=gated, activation=activation)
     block = make_block(case, integers=False)
-    clean = Call(block, case.compression).run()
+    clean = Call(block, case.compression).steps()
     x = block.x.clone()
     x[0, 71] = float("nan")
     x[33, 5] = float("inf")
-    x[69, 0] = -float("inf")
+    x[rows - 2, 0] = -float("inf")
     dirty = dataclasses.replace(block, x=x)
     call = Call(dirty, case.compression)
     y = call.run()
     assert torch.isnan(y[0]).all()
-    touched = [0, 33, 69]
+    touched = [0, 33, rows - 2]
     untouched = [row for row in range(case.rows) if row not in touched]
-    assert_same_bits(y[untouched], clean[untouched])
     reference.assert_close(y, dirty)
+    assert torch.isfinite(y[untouched]).all()
+    assert_same_bits(call.steps()[untouched], clean[untouched])
     counts = call.decoded().counts
     assert counts[0].tolist() == [256, 256, 88]  # NaN is a non-zero, and columns past d_ff are not counted
     assert_guards(call.packed_buffer)
 
 
 @pytest.mark.parametrize("where", ["w_gate", "b_gate", "w_up", "b_up", "w_down"])
-def test_nan_in_one_neuron(where: str) -> None:
-    block = make_block(Case(density=0.3), integers=False)
+@pytest.mark.parametrize("rows", [20, 65])
+def test_nan_in_one_neuron(where: str, rows: int) -> None:
+    block = make_block(Case(rows=rows, density=0.3), integers=False)
     n = 300
     getattr(block, where)[n] = float("nan")
     y = Call(block, 4).run()
@@ -379,9 +415,10 @@ def test_nan_in_one_neuron(where: str) -> None:
 
 
 @pytest.mark.parametrize("density", [0.005, 0.3])  # without and with tiles that overflow
-def test_inactive_neurons_add_nothing(density: float) -> None:
+@pytest.mark.parametrize("rows", [10, 65])
+def test_inactive_neurons_add_nothing(rows: int, density: float) -> None:
     """Where a dense block computes 0 * inf = NaN, the contract is 0."""
-    block = make_block(Case(density=density), integers=False)
+    block = make_block(Case(rows=rows, density=density), integers=False)
     assert block.b_gate is not None and block.w_up is not None
     inactive = [0, 255, 256, 599]
     block.w_gate[inactive] = 0
@@ -404,9 +441,10 @@ def test_rows_without_active_neurons(rows: int, b_down: bool) -> None:
 
 
 @pytest.mark.parametrize("density", [0.03, 1.0])
-def test_fp16_does_not_overflow_between(density: float) -> None:
+@pytest.mark.parametrize("rows", [10, 65])
+def test_fp16_does_not_overflow_between(rows: int, density: float) -> None:
     """A dense fp16 block stores u and g * u, which do not fit here; y does."""
-    block = make_block(Case(dtype=FP16, density=density, biases=""), integers=False)
+    block = make_block(Case(rows=rows, dtype=FP16, density=density, biases=""), integers=False)
     assert block.w_up is not None
     large = dataclasses.replace(
         block, w_gate=block.w_gate * 64, w_up=block.w_up * 32768, w_down=block.w_down * 2.0**-13
@@ -454,31 +492,58 @@ def test_batches_of_whole_tiles_beside_overflowed_ones() -> None:
 
 
 @pytest.mark.parametrize("density", [0.005, 0.3])
-@pytest.mark.parametrize("rows", [3, 200])
+@pytest.mark.parametrize("rows", [1, 3, 14, 30, 60, 200])
 def test_bitwise_repeatable(rows: int, density: float) -> None:
     block = make_block(Case(rows=rows, d_model=1024, d_ff=2000, d_out=1032, density=density), integers=False)
     call = Call(block, 8)
-    first = call.run()
+    steps, whole = call.steps(), call.run()
     packed = call.packed.clone()
     for _ in range(100):
-        call.y.view(torch.int16).fill_(POISON)
         call.packed.fill_(POISON_WORD - (1 << 32))
-        call.gate()
-        call.up_down()
-        assert_same_bits(call.y, first)
+        assert_same_bits(call.steps(), steps)
         assert torch.equal(call.packed, packed)
+        call.y.view(torch.int16).fill_(POISON)
+        call.mlp()
+        assert_same_bits(call.y, whole)
+
+
+def test_calls_close_behind_each_other() -> None:
+    """Kernels of successive calls, which may overlap, share a workspace; each call's input is the output before."""
+    rows = 7
+    block = make_block(Case(rows=rows, d_model=512, d_ff=2000, d_out=512, density=0.1, biases=""), integers=False)
+    assert block.w_up is not None
+    block.w_gate[:, 0] = 0.0  # about half of the neurons are active, whatever x is
+    calls: list[Call] = []
+    for _ in range(4):
+        calls.append(Call(block, 8))
+        calls[-1].workspace = calls[0].workspace
+        block = dataclasses.replace(block, x=calls[-1].y)
+    for call in calls:
+        call.mlp()
+        torch.cuda.synchronize()
+    expected = [call.y.clone() for call in calls]
+    for call, y in zip(calls, expected, strict=True):
+        reference.assert_close(y, call.block)
+    for _ in range(50):
+        for call in calls:
+            call.y.view(torch.int16).fill_(POISON)
+        for call in calls:
+            call.mlp()
+        torch.cuda.synchronize()
+        for call, y in zip(calls, expected, strict=True):
+            assert_same_bits(call.y, y)
 
 
 def test_rows_do_not_depend_on_their_number() -> None:
-    """All configurations give the same bits for a row."""
+    """All configurations of the two steps give the same bits for a row."""
     block = make_block(Case(rows=300, d_model=264, d_out=1100 // 8 * 8, density=0.1), integers=False)
-    whole = Call(block, 8).run()
+    whole = Call(block, 8).steps()
     for begin, end in ((0, 1), (7, 20), (100, 150), (150, 290)):
         part = dataclasses.replace(block, x=block.x[begin:end].contiguous())
-        assert_same_bits(Call(part, 8).run(), whole[begin:end])
+        assert_same_bits(Call(part, 8).steps(), whole[begin:end])
 
 
-@pytest.mark.parametrize("rows", [1, 40, 200])
+@pytest.mark.parametrize("rows", [1, 8, 16, 40, 200])
 def test_cuda_graph(rows: int) -> None:
     case = Case(rows=rows, density=0.1)
     call = Call(make_block(case, integers=False), case.compression)
@@ -493,12 +558,13 @@ def test_cuda_graph(rows: int) -> None:
         reference.assert_close(call.y, call.block)
 
 
-def test_cuda_graph_without_warm_up() -> None:
+@pytest.mark.parametrize("rows", [1, 200])
+def test_cuda_graph_without_warm_up(rows: int) -> None:
     """The first call of a process may be one that is captured: loading kernels and setting attributes must be legal."""
-    script = """
+    script = f"""
         import torch
         from tests.plugins import reference, test_kernels
-        case = test_kernels.Case(rows=200, density=0.1)
+        case = test_kernels.Case(rows={rows}, density=0.1)
         call = test_kernels.Call(test_kernels.make_block(case, integers=False), case.compression)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -512,8 +578,13 @@ def test_cuda_graph_without_warm_up() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, cwd=root, env=environment)
 
 
-def test_two_streams_at_once() -> None:
-    cases = (Case(rows=700, d_model=1024, density=0.05), Case(rows=40, d_model=1024, dtype=FP16, density=0.3))
+def test_streams_at_once() -> None:
+    cases = (
+        Case(rows=700, d_model=1024, density=0.05),
+        Case(rows=40, d_model=1024, dtype=FP16, density=0.3),
+        Case(rows=1, d_model=1024, density=0.3),
+        Case(rows=1, d_model=1024, density=0.1),
+    )
     calls = [Call(make_block(case, integers=False), case.compression) for case in cases]
     expected = [call.run() for call in calls]
     streams = [torch.cuda.Stream() for _ in calls]  # type: ignore[no-untyped-call]

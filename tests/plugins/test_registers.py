@@ -23,7 +23,7 @@ def compile_kernels(source: Path, architecture: str, output: Path) -> subprocess
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["80", "86", "89", "90a", "120"])
-@pytest.mark.parametrize("source", ["gate.cu", "up_down.cu"])
+@pytest.mark.parametrize("source", ["few.cu", "gate.cu", "up_down.cu"])
 def test_no_spills(source: str, architecture: str, tmp_path: Path) -> None:
     result = compile_kernels(KERNELS / source, architecture, tmp_path / "kernels.cubin")
     assert result.returncode == 0, result.stderr

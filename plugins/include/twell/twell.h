@@ -89,7 +89,10 @@ TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors con
 TWELL_API cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* tensors, uint32_t const* packed,
                                     cudaStream_t stream);
 
-// The whole block: both steps, with the packed matrix in `workspace` (device memory, 256-byte aligned).
+// The whole block. `workspace` is device memory, 256-byte aligned; what it holds before and after has no meaning. From
+// 257 tokens on these are the two steps, with the packed matrix in the workspace. Up to 256 tokens other kernels spread
+// each token over the device: they keep the contract of the two steps but take sums in another order, which may depend
+// on the number of tokens and on how many neurons are active.
 TWELL_API cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                 size_t workspace_bytes, cudaStream_t stream);
 

@@ -1,0 +1,25 @@
+// Programmatic dependent launch, from sm_90 on: a kernel's CTAs may start while the kernel before it still runs, and
+// wait here. Older devices do nothing: there the launch itself waits.
+#ifndef TWELL_KERNELS_DEPENDENT_LAUNCH_CUH_
+#define TWELL_KERNELS_DEPENDENT_LAUNCH_CUH_
+
+namespace twell {
+
+// No memory may be touched before this. NOTE: what the kernel before writes must not be read by __ldg even then: the
+// read-only cache may hold what was there when this kernel started.
+__device__ __forceinline__ void wait_for_previous_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel start as soon as every CTA has come here: also the waiting ones have a place by then.
+__device__ __forceinline__ void allow_dependent_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_DEPENDENT_LAUNCH_CUH_

@@ -1,0 +1,200 @@
+// Down projection for few tokens, for every GPU from sm_80 on: y[t] = sum over the active neurons n of h[t, n] Wd[n] +
+// bd.
+//
+// One CTA computes a few columns of one token. Its threads share out the neurons as well as the columns, so that a
+// token with many active neurons is spread over columns x slots and all its loads are in flight at once.
+#ifndef TWELL_KERNELS_DOWN_FEW_CUH_
+#define TWELL_KERNELS_DOWN_FEW_CUH_
+
+#include "dependent_launch.cuh"
+#include "element.cuh"
+#include "up_down_generic.cuh"
+
+namespace twell::down_few {
+
+using up_down_generic::load_vector;
+using up_down_generic::unpack;
+
+constexpr int kWarpSize = 32;
+constexpr int kMaskBits = 32;
+
+struct Params {
+    float const* h;          // [tokens, d_ff], valid where a neuron is active
+    uint32_t const* masks;   // [tokens, num_mask_words]
+    uint16_t const* w_down;  // [d_ff, d_out]
+    uint16_t const* b_down;  // [d_out] or null
+    uint16_t* y;             // [tokens, d_out]
+    int d_ff;
+    int d_out;
+    int num_mask_words;
+};
+
+// kLanes threads side by side cover 8 kLanes columns; kThreads / kLanes slots share out the neurons.
+template <int kColumnLanes, int kNumThreads>
+struct Config {
+    static constexpr int kLanes = kColumnLanes;
+    static constexpr int kThreads = kNumThreads;
+    static constexpr int kColumns = kLanes * kVector;
+    static constexpr int kSlots = kThreads / kLanes;
+    static constexpr int kWarps = kThreads / kWarpSize;
+    // Partial sums of a column that reach shared memory: within a warp they are added by shuffles.
+    static constexpr int kPartials = kLanes < kWarpSize ? kWarps : kSlots;
+    static_assert(kThreads >= kColumns / 2, "see the epilogue");
+};
+
+// Mask words in one pass; the neurons' indices within it are 16 bits wide.
+constexpr int kPassWords = 256;
+constexpr int kPassNeurons = kPassWords * kMaskBits;
+
+template <class Cfg>
+struct Shared {
+    uint16_t list[kPassNeurons];  // active neurons of this pass, ascending
+    int warp_total[kPassWords / kWarpSize];
+    float partial[Cfg::kPartials][Cfg::kColumns];
+};
+
+// The active neurons of mask words [word_begin, word_begin + kPassWords) into shared.list; returns how many.
+template <class Cfg>
+__device__ __forceinline__ int list_active(Shared<Cfg>& shared, uint32_t const* mask_row, int word_begin,
+                                           int num_words) {
+    static_assert(Cfg::kThreads >= kPassWords, "one thread a word");
+    int const thread = threadIdx.x;
+    int const lane = thread % kWarpSize;
+    uint32_t mask = 0;
+    int end = 0;
+    if (thread < kPassWords) {
+        mask = word_begin + thread < num_words ? mask_row[word_begin + thread] : 0;
+        end = __popc(mask);
+#pragma unroll
+        for (int distance = 1; distance < kWarpSize; distance *= 2) {
+            int const below = __shfl_up_sync(0xffffffffu, end, distance);
+            end += lane >= distance ? below : 0;
+        }
+        if (lane == kWarpSize - 1) {
+            shared.warp_total[thread / kWarpSize] = end;
+        }
+    }
+    __syncthreads();
+    int count = 0;
+    int before = 0;
+#pragma unroll
+    for (int w = 0; w < kPassWords / kWarpSize; ++w) {
+        before = w == thread / kWarpSize ? count : before;
+        count += shared.warp_total[w];
+    }
+    for (int slot = before + end - __popc(mask); mask != 0; ++slot) {
+        shared.list[slot] = static_cast<uint16_t>(thread * kMaskBits + __ffs(mask) - 1);
+        mask &= mask - 1;
+    }
+    __syncthreads();
+    return count;
+}
+
+// accumulators += h[n] Wd[n, columns] for kRows neurons of this thread's slot, list[0], list[kSlots] and so on. NOTE:
+// all loads are issued together and under no condition; else the compiler delays each to its use.
+template <class Element, class Cfg, int kRows>
+__device__ __forceinline__ void add_rows(float (&accumulators)[kVector], uint16_t const* list, float const* h,
+                                         uint16_t const* w_down, int d_out) {
+    uint4 w_vectors[kRows];
+    float values[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        int const n = list[r * Cfg::kSlots];
+        w_vectors[r] = load_vector(w_down + static_cast<int64_t>(n) * d_out);
+        values[r] = h[n];
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        float w_values[kVector];
+        unpack<Element>(w_values, w_vectors[r]);
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) {
+            accumulators[k] = fmaf(values[r], w_values[k], accumulators[k]);
+        }
+    }
+}
+
+template <class Element, class Cfg>
+__global__ void __launch_bounds__(Cfg::kThreads, 1024 / Cfg::kThreads) down_kernel(Params const params) {
+    __shared__ Shared<Cfg> shared;
+    allow_dependent_launch();
+    wait_for_previous_launch();
+
+    int const thread = threadIdx.x;
+    int64_t const token = blockIdx.y;
+    int const column_begin = blockIdx.x * Cfg::kColumns;
+    int const slot = thread / Cfg::kLanes;
+    // Columns past the end repeat the last ones and are not stored.
+    int const column = min(column_begin + thread % Cfg::kLanes * kVector, params.d_out - kVector);
+    uint32_t const* const mask_row = params.masks + token * params.num_mask_words;
+
+    float accumulators[kVector] = {};
+    for (int word_begin = 0; word_begin < params.num_mask_words; word_begin += kPassWords) {
+        int const count = list_active(shared, mask_row, word_begin, params.num_mask_words);
+        int64_t const neuron_begin = static_cast<int64_t>(word_begin) * kMaskBits;
+        float const* const h = params.h + token * params.d_ff + neuron_begin;
+        uint16_t const* const w_down = params.w_down + neuron_begin * params.d_out + column;
+        uint16_t const* list = shared.list + slot;
+        int left = count / Cfg::kSlots;  // neurons that every slot has
+        for (; left >= 8; left -= 8, list += 8 * Cfg::kSlots) {
+            add_rows<Element, Cfg, 8>(accumulators, list, h, w_down, params.d_out);
+        }
+        if (left >= 4) {
+            add_rows<Element, Cfg, 4>(accumulators, list, h, w_down, params.d_out);
+            left -= 4, list += 4 * Cfg::kSlots;
+        }
+        if (left >= 2) {
+            add_rows<Element, Cfg, 2>(accumulators, list, h, w_down, params.d_out);
+            left -= 2, list += 2 * Cfg::kSlots;
+        }
+        if (left >= 1) {
+            add_rows<Element, Cfg, 1>(accumulators, list, h, w_down, params.d_out);
+            list += Cfg::kSlots;
+        }
+        if (slot < count % Cfg::kSlots) {
+            add_rows<Element, Cfg, 1>(accumulators, list, h, w_down, params.d_out);
+        }
+        __syncthreads();  // the next pass overwrites the list
+    }
+
+    // The slots' sums, in a fixed order.
+#pragma unroll
+    for (int distance = Cfg::kLanes; distance < kWarpSize; distance *= 2) {
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) {
+            accumulators[k] += __shfl_xor_sync(0xffffffffu, accumulators[k], distance);
+        }
+    }
+    if (Cfg::kLanes >= kWarpSize || thread % kWarpSize < Cfg::kLanes) {
+        int const partial = Cfg::kLanes < kWarpSize ? thread / kWarpSize : slot;
+        float4* const destination = reinterpret_cast<float4*>(&shared.partial[partial][thread % Cfg::kLanes * kVector]);
+        destination[0] = make_float4(accumulators[0], accumulators[1], accumulators[2], accumulators[3]);
+        destination[1] = make_float4(accumulators[4], accumulators[5], accumulators[6], accumulators[7]);
+    }
+    __syncthreads();
+
+    // Epilogue: bias, then the only rounding of y. A thread stores two columns.
+    int const pair = thread * 2;
+    if (pair >= Cfg::kColumns || column_begin + pair >= params.d_out) {
+        return;
+    }
+    float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int p = 0; p < Cfg::kPartials; ++p) {
+        float2 const part = *reinterpret_cast<float2 const*>(&shared.partial[p][pair]);
+        sum.x += part.x;
+        sum.y += part.y;
+    }
+    if (params.b_down != nullptr) {
+        uint32_t const bias = *reinterpret_cast<uint32_t const*>(params.b_down + column_begin + pair);
+        float2 const values = Element::to_float2(bias);
+        sum.x += values.x;
+        sum.y += values.y;
+    }
+    *reinterpret_cast<uint32_t*>(params.y + token * params.d_out + column_begin + pair) =
+        Element::from_float2(sum.x, sum.y);
+}
+
+}  // namespace twell::down_few
+
+#endif  // TWELL_KERNELS_DOWN_FEW_CUH_

@@ -1,0 +1,231 @@
+#include <cuda_runtime.h>
+
+#include "down_few.cuh"
+#include "few.h"
+#include "gate.h"
+#include "gate_up_few.cuh"
+#include "problem.cuh"
+#include "up_few.cuh"
+
+namespace twell {
+namespace {
+
+// Up to so many tokens one kernel computes gate and up projection.
+constexpr int64_t kMaxTokensGateUp = 64;
+// Up to so many, tokens are shared out over several CTAs; from there on they fill the device one CTA each.
+constexpr int64_t kMaxTokens = 256;
+// Offsets in w_gate and w_up are 32-bit numbers of 16-byte vectors.
+constexpr int kMaxDModel = 65536;
+
+// Up to 16 tokens only the weights' way through memory counts: small CTAs, three a multiprocessor.
+using GateUp8 = gate_up_few::Config<1, 1, 2, 3>;
+using GateUp16 = gate_up_few::Config<1, 2, 2, 3>;
+// From there on x is read over and over from L2. A CTA takes more neurons where shared memory allows, about as many as
+// there are for each multiprocessor.
+using GateUp32 = gate_up_few::Config<1, 4, 2, 1>;
+using GateUp64 = gate_up_few::Config<1, 8, 1, 1>;
+using GateUp32Large = gate_up_few::Config<3, 4, 2, 1>;
+using GateUp64Large = gate_up_few::Config<3, 8, 2, 1>;
+static_assert(GateUp32::kSharedBytes <= 98 * 1024 && GateUp64::kSharedBytes <= 98 * 1024,
+              "sm_86, sm_89 and sm_120 give a block 99 KiB");
+
+// The fewer tokens, the fewer columns a CTA has, so that there are CTAs enough.
+using Down4 = down_few::Config<8, 256>;
+using Down16 = down_few::Config<16, 512>;
+using Down64 = down_few::Config<16, 256>;
+using Down256 = down_few::Config<64, 256>;
+
+constexpr size_t kAlignment = 256;
+
+size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+int num_mask_words(twell_problem const& problem) {
+    return (problem.d_ff + gate_up_few::kMaskBits - 1) / gate_up_few::kMaskBits;
+}
+
+size_t mask_bytes(twell_problem const& problem, int64_t tokens) {
+    return aligned(static_cast<size_t>(tokens) * num_mask_words(problem) * sizeof(uint32_t));
+}
+
+struct Device {
+    bool has_dependent_launch;
+    int max_shared_bytes;  // of a block
+};
+
+// Attribute queries are cheap and allowed during stream capture.
+cudaError_t query(Device& device) {
+    int ordinal = 0;
+    int major = 0;
+    if (cudaError_t const error = cudaGetDevice(&ordinal); error != cudaSuccess) {
+        return error;
+    }
+    if (cudaError_t const error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
+        error != cudaSuccess) {
+        return error;
+    }
+    device.has_dependent_launch = major >= 9;
+    return cudaDeviceGetAttribute(&device.max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
+}
+
+template <class Params>
+cudaError_t launch(void (*kernel)(Params), Params const& params, dim3 grid, int threads, int shared_bytes,
+                   Device const& device, cudaStream_t stream) {
+    if (cudaError_t const error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        error != cudaSuccess) {
+        return error;
+    }
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = device.has_dependent_launch ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+template <class Element, class Cfg>
+cudaError_t launch_gate_up(gate_up_few::Params const& params, Device const& device, cudaStream_t stream) {
+    // CTAs cover whole mask words, also where d_ff ends in the first half of one.
+    int const neurons = params.num_mask_words * gate_up_few::kMaskBits;
+    dim3 const grid(static_cast<unsigned>((neurons + Cfg::kNeurons - 1) / Cfg::kNeurons));
+    return launch(gate_up_few::gate_up_kernel<Element, Cfg>, params, grid, gate_up_few::kThreads, Cfg::kSharedBytes,
+                  device, stream);
+}
+
+template <class Element>
+cudaError_t launch_gate_up(gate_up_few::Params const& params, Device const& device, cudaStream_t stream) {
+    if (params.tokens <= GateUp8::kTokens) {
+        return launch_gate_up<Element, GateUp8>(params, device, stream);
+    }
+    if (params.tokens <= GateUp16::kTokens) {
+        return launch_gate_up<Element, GateUp16>(params, device, stream);
+    }
+    bool const large = device.max_shared_bytes >= 227 * 1024;
+    if (params.tokens <= GateUp32::kTokens) {
+        return large ? launch_gate_up<Element, GateUp32Large>(params, device, stream)
+                     : launch_gate_up<Element, GateUp32>(params, device, stream);
+    }
+    return large ? launch_gate_up<Element, GateUp64Large>(params, device, stream)
+                 : launch_gate_up<Element, GateUp64>(params, device, stream);
+}
+
+template <class Element, class Cfg>
+cudaError_t launch_down(down_few::Params const& params, int tokens, Device const& device, cudaStream_t stream) {
+    dim3 const grid(static_cast<unsigned>((params.d_out + Cfg::kColumns - 1) / Cfg::kColumns),
+                    static_cast<unsigned>(tokens));
+    return launch(down_few::down_kernel<Element, Cfg>, params, grid, Cfg::kThreads, 0, device, stream);
+}
+
+template <class Element>
+cudaError_t launch_down(down_few::Params const& params, int tokens, Device const& device, cudaStream_t stream) {
+    if (tokens <= 4) {
+        return launch_down<Element, Down4>(params, tokens, device, stream);
+    }
+    if (tokens <= 16) {
+        return launch_down<Element, Down16>(params, tokens, device, stream);
+    }
+    if (tokens <= 64) {
+        return launch_down<Element, Down64>(params, tokens, device, stream);
+    }
+    return launch_down<Element, Down256>(params, tokens, device, stream);
+}
+
+template <class Element>
+cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,
+                       cudaStream_t stream) {
+    int const tokens = static_cast<int>(problem.tokens);
+    uint16_t const* const w_down = static_cast<uint16_t const*>(tensors.w_down);
+    uint32_t* const masks = static_cast<uint32_t*>(scratch);
+    float* const h = reinterpret_cast<float*>(static_cast<unsigned char*>(scratch) + mask_bytes(problem, tokens));
+    Device device = {};
+    if (cudaError_t const error = query(device); error != cudaSuccess) {
+        return error;
+    }
+
+    if (tokens <= kMaxTokensGateUp) {
+        gate_up_few::Params params = {};
+        params.x = static_cast<uint16_t const*>(tensors.x);
+        params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
+        params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
+        params.w_up = static_cast<uint16_t const*>(tensors.w_up);
+        params.b_up = static_cast<uint16_t const*>(tensors.b_up);
+        params.w_down = w_down;
+        params.masks = masks;
+        params.h = h;
+        params.tokens = tokens;
+        params.d_model = problem.d_model;
+        params.d_ff = problem.d_ff;
+        params.d_out = problem.d_out;
+        params.num_mask_words = num_mask_words(problem);
+        params.relu_on_up = problem.activation == TWELL_DRELU;
+        params.act = activation_of(problem);
+        if (cudaError_t const error = launch_gate_up<Element>(params, device, stream); error != cudaSuccess) {
+            return error;
+        }
+    } else {
+        if (cudaError_t const error = launch_gate(problem, tensors, packed, stream); error != cudaSuccess) {
+            return error;
+        }
+        up_few::Params params = {};
+        params.x = static_cast<uint16_t const*>(tensors.x);
+        params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
+        params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
+        params.w_up = static_cast<uint16_t const*>(tensors.w_up);
+        params.b_up = static_cast<uint16_t const*>(tensors.b_up);
+        params.w_down = w_down;
+        params.packed = packed;
+        params.masks = masks;
+        params.h = h;
+        params.d_model = problem.d_model;
+        params.d_ff = problem.d_ff;
+        params.d_out = problem.d_out;
+        params.num_tiles = num_tiles(problem);
+        params.words_per_tile = words_per_tile(problem);
+        params.num_mask_words = num_mask_words(problem);
+        params.relu_on_up = problem.activation == TWELL_DRELU;
+        params.act = activation_of(problem);
+        dim3 const grid(static_cast<unsigned>((params.num_tiles + up_few::kTilesPerCta - 1) / up_few::kTilesPerCta),
+                        static_cast<unsigned>(tokens));
+        if (cudaError_t const error = launch(up_few::up_kernel<Element>, params, grid, up_few::kThreads,
+                                             up_few::kSharedBytes, device, stream);
+            error != cudaSuccess) {
+            return error;
+        }
+    }
+
+    down_few::Params params = {};
+    params.h = h;
+    params.masks = masks;
+    params.w_down = w_down;
+    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
+    params.y = static_cast<uint16_t*>(tensors.y);
+    params.d_ff = problem.d_ff;
+    params.d_out = problem.d_out;
+    params.num_mask_words = num_mask_words(problem);
+    return launch_down<Element>(params, tokens, device, stream);
+}
+
+}  // namespace
+
+bool is_few(twell_problem const& problem) { return problem.tokens <= kMaxTokens && problem.d_model <= kMaxDModel; }
+
+size_t few_scratch_bytes(twell_problem const& problem) {
+    if (problem.d_model > kMaxDModel) {
+        return 0;
+    }
+    int64_t const tokens = problem.tokens < kMaxTokens ? problem.tokens : kMaxTokens;
+    return mask_bytes(problem, tokens) + aligned(static_cast<size_t>(tokens) * problem.d_ff * sizeof(float));
+}
+
+cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,
+                       cudaStream_t stream) {
+    return problem.dtype == TWELL_BF16 ? launch_few<Bf16>(problem, tensors, packed, scratch, stream)
+                                       : launch_few<Fp16>(problem, tensors, packed, scratch, stream);
+}
+
+}  // namespace twell
