@@ -17,6 +17,7 @@ import math
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
@@ -186,10 +187,13 @@ def _infer_again(node: Node) -> None:
     results = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, FakeTensor)]
     if not any(result.is_floating_point() for result in results):
         return
+    if node.target is aten.view.default:
+        # Kernels of another precision may lay their results out differently (attention does): a view may need a copy.
+        node.target = aten.reshape.default
     assert callable(node.target)
     try:
         args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-        with results[0].fake_mode:
+        with results[0].fake_mode, enable_python_dispatcher():
             node.meta["val"] = node.target(*args, **kwargs)
     except (RuntimeError, TypeError, KeyError) as error:  # KeyError: a graph in the graph has no value
         raise UserError(
