@@ -89,6 +89,10 @@ size_t scratch_offset(twell_problem const* problem) {
 
 extern "C" {
 
+// twell_gate with a twell::GateKernel of the caller's choice. For tests and benchmarks, so it is in no public header.
+TWELL_API cudaError_t twell_internal_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
+                                          int32_t kernel, cudaStream_t stream);
+
 char const* twell_validate(twell_problem const* problem) {
     if (problem == nullptr) {
         return "problem is null";
@@ -143,7 +147,13 @@ size_t twell_workspace_bytes(twell_problem const* problem) {
 
 cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
                        cudaStream_t stream) {
-    if (!is_valid(problem) || tensors == nullptr) {
+    return twell_internal_gate(problem, tensors, packed, static_cast<int32_t>(twell::GateKernel::kBest), stream);
+}
+
+cudaError_t twell_internal_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
+                                int32_t kernel, cudaStream_t stream) {
+    if (!is_valid(problem) || tensors == nullptr || kernel < 0 ||
+        kernel > static_cast<int32_t>(twell::GateKernel::kSm90)) {
         return cudaErrorInvalidValue;
     }
     if (problem->tokens == 0) {
@@ -153,7 +163,7 @@ cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensor
         error != cudaSuccess) {
         return error;
     }
-    return twell::launch_gate(*problem, *tensors, packed, stream);
+    return twell::launch_gate(*problem, *tensors, packed, stream, static_cast<twell::GateKernel>(kernel));
 }
 
 cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* tensors, uint32_t const* packed,

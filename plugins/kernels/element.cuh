@@ -61,16 +61,20 @@ struct Activation {
     bool square;
 };
 
-// Bits of act(z) for two neighbouring elements, with z first rounded to the element type: what a dense block would have
-// stored.
+// Bits of act(z) for two neighbouring elements.
+template <class Element>
+__device__ __forceinline__ uint32_t activate_pair(uint32_t pair, Activation act) {
+    float2 const z = Element::to_float2(pair);
+    if (act.square) {
+        pair = Element::from_float2(z.x * z.x, z.y * z.y);
+    }
+    return pair & ((z.x <= act.cut ? 0u : 0xffffu) | (z.y <= act.cut ? 0u : 0xffff0000u));
+}
+
+// The same for z in fp32, which is first rounded to the element type: what a dense block would have stored.
 template <class Element>
 __device__ __forceinline__ uint32_t activate2(float low, float high, Activation act) {
-    uint32_t bits = Element::from_float2(low, high);
-    float2 const z = Element::to_float2(bits);
-    if (act.square) {
-        bits = Element::from_float2(z.x * z.x, z.y * z.y);
-    }
-    return bits & ((z.x <= act.cut ? 0u : 0xffffu) | (z.y <= act.cut ? 0u : 0xffff0000u));
+    return activate_pair<Element>(Element::from_float2(low, high), act);
 }
 
 template <class Element>

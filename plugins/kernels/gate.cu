@@ -3,6 +3,9 @@
 #include "gate.h"
 #include "gate_generic.cuh"
 #include "problem.cuh"
+#if defined(TWELL_SM90A)
+#include "gate_sm90.h"
+#endif
 
 namespace twell {
 namespace {
@@ -39,19 +42,33 @@ cudaError_t launch_config(generic::Params const& params, cudaStream_t stream) {
     return cudaLaunchKernelEx(&config, kernel, params);
 }
 
-template <class Element>
-cudaError_t launch_generic(generic::Params const& params, cudaStream_t stream) {
-    if (params.tokens <= ConfigSmall::BLOCK_M) {
-        return launch_config<Element, ConfigSmall>(params, stream);
-    }
-    int device = 0;
+struct Device {
+    int major = 0;
+    int minor = 0;
     int num_multiprocessors = 0;
-    if (cudaError_t const error = cudaGetDevice(&device); error != cudaSuccess) {
+};
+
+// Attribute queries are allowed during stream capture.
+cudaError_t query_device(Device& device) {
+    int id = 0;
+    if (cudaError_t const error = cudaGetDevice(&id); error != cudaSuccess) {
         return error;
     }
-    if (cudaError_t const error = cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (cudaError_t const error = cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, id);
         error != cudaSuccess) {
         return error;
+    }
+    if (cudaError_t const error = cudaDeviceGetAttribute(&device.minor, cudaDevAttrComputeCapabilityMinor, id);
+        error != cudaSuccess) {
+        return error;
+    }
+    return cudaDeviceGetAttribute(&device.num_multiprocessors, cudaDevAttrMultiProcessorCount, id);
+}
+
+template <class Element>
+cudaError_t launch_generic(generic::Params const& params, int num_multiprocessors, cudaStream_t stream) {
+    if (params.tokens <= ConfigSmall::BLOCK_M) {
+        return launch_config<Element, ConfigSmall>(params, stream);
     }
     if (num_blocks<ConfigLarge>(params) < num_multiprocessors) {
         return launch_config<Element, ConfigMedium>(params, stream);
@@ -59,10 +76,33 @@ cudaError_t launch_generic(generic::Params const& params, cudaStream_t stream) {
     return launch_config<Element, ConfigLarge>(params, stream);
 }
 
+#if defined(TWELL_SM90A)
+// From this many rows on the Hopper kernel is the faster one: below, the generic kernel has a configuration for few
+// rows.
+constexpr int64_t kFewestTokensSm90 = ConfigSmall::BLOCK_M + 1;
+
+bool can_run_sm90(twell_problem const& problem, Device const& device) {
+    return device.major == 9 && device.minor == 0 && gate_sm90_supports(problem);
+}
+#endif
+
 }  // namespace
 
 cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed,
-                        cudaStream_t stream) {
+                        cudaStream_t stream, GateKernel choice) {
+    Device device;
+    if (cudaError_t const error = query_device(device); error != cudaSuccess) {
+        return error;
+    }
+#if defined(TWELL_SM90A)
+    if (can_run_sm90(problem, device) &&
+        (choice == GateKernel::kSm90 || (choice == GateKernel::kBest && problem.tokens >= kFewestTokensSm90))) {
+        return launch_gate_sm90(problem, tensors, packed, device.num_multiprocessors, stream);
+    }
+#endif
+    if (choice == GateKernel::kSm90) {
+        return cudaErrorNotSupported;
+    }
     generic::Params params = {};
     params.x = static_cast<uint16_t const*>(tensors.x);
     params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
@@ -74,7 +114,8 @@ cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tenso
     params.num_tiles = num_tiles(problem);
     params.words_per_tile = words_per_tile(problem);
     params.act = activation_of(problem);
-    return problem.dtype == TWELL_BF16 ? launch_generic<Bf16>(params, stream) : launch_generic<Fp16>(params, stream);
+    return problem.dtype == TWELL_BF16 ? launch_generic<Bf16>(params, device.num_multiprocessors, stream)
+                                       : launch_generic<Fp16>(params, device.num_multiprocessors, stream);
 }
 
 }  // namespace twell

@@ -6,10 +6,15 @@
 
 namespace twell {
 
-// Enqueues the gate kernel that suits the device and the row count. The problem has been validated, has at least one
-// row, and the pointers have been checked.
+enum class GateKernel : int32_t {
+    kBest = 0,     // the one that suits the device and the row count
+    kGeneric = 1,  // the others are there to be tested and measured
+    kSm90 = 2,     // cudaErrorNotSupported where it cannot run
+};
+
+// Enqueues the gate kernel. The problem has been validated, has at least one row, and the pointers have been checked.
 cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed,
-                        cudaStream_t stream);
+                        cudaStream_t stream, GateKernel choice = GateKernel::kBest);
 
 }  // namespace twell
 

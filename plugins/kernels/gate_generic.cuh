@@ -6,11 +6,11 @@
 #define TWELL_KERNELS_GATE_GENERIC_CUH_
 
 #include "element.cuh"
+#include "pack.cuh"
 #include "twell/twell.h"
 
 namespace twell::gate_generic {
 
-constexpr int kWarpSize = 32;
 constexpr int BLOCK_N = TWELL_TILE;
 constexpr int BLOCK_K = 32;
 constexpr int MMA_M = 16;
@@ -154,35 +154,6 @@ __device__ __forceinline__ void load_fragments(Fragments<Cfg>& fragments, uint32
     }
 }
 
-// Packs one row of the activated tile with one warp. A lane owns eight neighbouring columns; a scan over the lanes
-// tells where its non-zeros go, so they come out in ascending order.
-__device__ __forceinline__ void pack_row(uint16_t const* tile_row, uint32_t* words, int first_column, int num_slots) {
-    static_assert(BLOCK_N == kWarpSize * kVector, "a lane owns one 16-byte vector");
-    int const lane = threadIdx.x % kWarpSize;
-    uint4 const vector = *reinterpret_cast<uint4 const*>(tile_row + lane * kVector);
-    uint32_t const pairs[kVector / 2] = {vector.x, vector.y, vector.z, vector.w};
-    uint32_t mask = 0;  // bit i: column i of this lane is a non-zero
-#pragma unroll
-    for (int i = 0; i < kVector / 2; ++i) {
-        mask |= (is_nonzero(static_cast<uint16_t>(pairs[i])) ? 1u : 0u) << (2 * i);
-        mask |= (is_nonzero(static_cast<uint16_t>(pairs[i] >> 16)) ? 2u : 0u) << (2 * i);
-    }
-    int end = __popc(mask);  // becomes the number of non-zeros up to and including this lane's
-#pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        int const below = __shfl_up_sync(0xffffffffu, end, distance);
-        end += lane >= distance ? below : 0;
-    }
-    if (lane == kWarpSize - 1) {
-        words[0] = static_cast<uint32_t>(end);
-    }
-    for (int slot = end - __popc(mask); mask != 0 && slot < num_slots; ++slot) {
-        int const column = lane * kVector + __ffs(mask) - 1;
-        words[1 + slot] = static_cast<uint32_t>(first_column + column) | static_cast<uint32_t>(tile_row[column]) << 16;
-        mask &= mask - 1;
-    }
-}
-
 // The 1: shared memory allows few blocks a multiprocessor anyway, so registers need not be saved for more.
 template <class Element, class Cfg>
 __global__ void __launch_bounds__(Cfg::kThreads, 1) gate_kernel(Params const params) {
@@ -290,9 +261,21 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gate_kernel(Params const par
     __syncthreads();
 
     int64_t const words_per_row = static_cast<int64_t>(params.num_tiles) * params.words_per_tile;
-    for (int row = warp; row < num_rows; row += Cfg::kThreads / kWarpSize) {
-        uint32_t* const words = params.packed + (row_begin + row) * words_per_row + tile_idx * params.words_per_tile;
-        pack_row(tile + row * Cfg::kTileStride, words, column_begin, params.words_per_tile - 1);
+    uint32_t* const words = params.packed + row_begin * words_per_row + tile_idx * params.words_per_tile;
+    constexpr int kWarps = Cfg::kThreads / kWarpSize;
+    constexpr int kRowsAtOnce = Cfg::BLOCK_M / kWarps < 4 ? Cfg::BLOCK_M / kWarps : 4;
+    static_assert(Cfg::BLOCK_M % (kWarps * kRowsAtOnce) == 0, "rows read are rows of the tile");
+    for (int begin = warp; begin < num_rows; begin += kWarps * kRowsAtOnce) {
+        Octet octets[kRowsAtOnce];
+        uint32_t* row_words[kRowsAtOnce];
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; ++r) {
+            int const row = begin + r * kWarps;
+            uint4 const vector = *reinterpret_cast<uint4 const*>(tile + row * Cfg::kTileStride + lane * kVector);
+            octets[r] = {vector.x, vector.y, vector.z, vector.w};
+            row_words[r] = row < num_rows ? words + row * words_per_row : nullptr;
+        }
+        pack_rows(octets, row_words, column_begin, params.words_per_tile - 1);
     }
 }
 

@@ -1,0 +1,18 @@
+// Gate projection with packing for many rows on compute capability 9.0. Built when the architectures include sm_90a.
+#ifndef TWELL_KERNELS_GATE_SM90_H_
+#define TWELL_KERNELS_GATE_SM90_H_
+
+#include "twell/twell.h"
+
+namespace twell {
+
+// Whether the kernel can compute this problem; on which device, the caller knows.
+bool gate_sm90_supports(twell_problem const& problem);
+
+// Enqueues the kernel on a device of compute capability 9.0. Same preconditions as launch_gate.
+cudaError_t launch_gate_sm90(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed,
+                             int num_multiprocessors, cudaStream_t stream);
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_GATE_SM90_H_

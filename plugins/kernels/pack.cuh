@@ -1,0 +1,71 @@
+// Packing of one row of one TwELL tile, for every gate kernel.
+#ifndef TWELL_KERNELS_PACK_CUH_
+#define TWELL_KERNELS_PACK_CUH_
+
+#include "element.cuh"
+#include "twell/twell.h"
+
+namespace twell {
+
+constexpr int kWarpSize = 32;
+static_assert(TWELL_TILE == kWarpSize * kVector, "a lane owns one 16-byte vector of a tile's row");
+
+// Eight neighbouring activated elements, two a word, the lower index in the low half.
+struct Octet {
+    uint32_t pairs[kVector / 2];
+};
+
+// Packs rows of a tile with one warp, several at once, since each alone would wait for its own latencies. Lane i has
+// the columns from 8 i on. words[r] is the row's part of the packed matrix, or null where there is no such row. Lanes
+// are told by ballots where their non-zeros go, so these come out in ascending order, without atomics.
+template <int kRows>
+__device__ __forceinline__ void pack_rows(Octet const (&octets)[kRows], uint32_t* const (&words)[kRows],
+                                          int first_column, int num_slots) {
+    int const lane = threadIdx.x % kWarpSize;
+    uint32_t const lanes_below = (1u << lane) - 1;
+    uint32_t masks[kRows] = {};  // bit i: column i of this lane is a non-zero
+    int slots[kRows] = {};       // where this lane's non-zeros go
+    int totals[kRows] = {};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int i = 0; i < kVector / 2; ++i) {
+            uint32_t const pair = octets[r].pairs[i];
+            masks[r] |= (is_nonzero(static_cast<uint16_t>(pair)) ? 1u : 0u) << (2 * i);
+            masks[r] |= (is_nonzero(static_cast<uint16_t>(pair >> 16)) ? 2u : 0u) << (2 * i);
+        }
+        // The lanes' counts, 0 to 8, are summed bit by bit: one ballot a bit, none of which waits for another.
+        uint32_t const count = __popc(masks[r]);
+#pragma unroll
+        for (int bit = 0; bit < 4; ++bit) {
+            uint32_t const lanes = __ballot_sync(0xffffffffu, (count >> bit & 1) != 0);
+            slots[r] += __popc(lanes & lanes_below) << bit;
+            totals[r] += __popc(lanes) << bit;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        if (words[r] == nullptr) {
+            continue;
+        }
+        if (lane == 0) {
+            words[r][0] = static_cast<uint32_t>(totals[r]);
+        }
+        if (totals[r] > num_slots) {
+            continue;  // nobody reads the slots of a tile that overflowed
+        }
+        for (; masks[r] != 0; masks[r] &= masks[r] - 1) {
+            int const i = __ffs(masks[r]) - 1;
+            uint32_t const low = (i & 2) != 0 ? octets[r].pairs[1] : octets[r].pairs[0];
+            uint32_t const high = (i & 2) != 0 ? octets[r].pairs[3] : octets[r].pairs[2];
+            uint32_t const pair = (i & 4) != 0 ? high : low;
+            uint32_t const bits = (i & 1) != 0 ? pair & 0xffff0000u : pair << 16;
+            words[r][1 + slots[r]] = static_cast<uint32_t>(first_column + lane * kVector + i) | bits;
+            ++slots[r];
+        }
+    }
+}
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_PACK_CUH_

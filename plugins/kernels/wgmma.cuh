@@ -1,0 +1,123 @@
+// The warpgroup matrix instruction of sm_90a, for the extents that the kernels use.
+//
+// Assembler text cannot be computed by templates, so it is put together by macros: each list of registers is the
+// shorter one and the rest.
+#ifndef TWELL_KERNELS_WGMMA_CUH_
+#define TWELL_KERNELS_WGMMA_CUH_
+
+#include "element.cuh"
+
+namespace twell {
+
+// Wgmma<Element, N>::run: d[64, N] = a[64, 16] b[N, 16]^T + (accumulate ? d : 0), fp32 accumulation, by one warpgroup.
+// a and b are shared-memory descriptors of K-major matrices.
+template <class Element, int N>
+struct Wgmma;
+
+// clang-format off
+#define TWELL_REGISTERS_32 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+    ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TWELL_REGISTERS_44 \
+    TWELL_REGISTERS_32 \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43"
+#define TWELL_REGISTERS_60 \
+    TWELL_REGISTERS_44 \
+    ", %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59"
+#define TWELL_REGISTERS_76 \
+    TWELL_REGISTERS_60 \
+    ", %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75"
+#define TWELL_REGISTERS_88 \
+    TWELL_REGISTERS_76 \
+    ", %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"
+#define TWELL_REGISTERS_104 \
+    TWELL_REGISTERS_88 \
+    ", %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103"
+#define TWELL_REGISTERS_116 \
+    TWELL_REGISTERS_104 \
+    ", %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115"
+#define TWELL_REGISTERS_128 \
+    TWELL_REGISTERS_116 \
+    ", %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+#define TWELL_OPERANDS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define TWELL_OPERANDS_32 \
+    TWELL_OPERANDS_4(0), TWELL_OPERANDS_4(4), TWELL_OPERANDS_4(8), TWELL_OPERANDS_4(12), \
+    TWELL_OPERANDS_4(16), TWELL_OPERANDS_4(20), TWELL_OPERANDS_4(24), TWELL_OPERANDS_4(28)
+#define TWELL_OPERANDS_44 \
+    TWELL_OPERANDS_32, \
+    TWELL_OPERANDS_4(32), TWELL_OPERANDS_4(36), TWELL_OPERANDS_4(40)
+#define TWELL_OPERANDS_60 \
+    TWELL_OPERANDS_44, \
+    TWELL_OPERANDS_4(44), TWELL_OPERANDS_4(48), TWELL_OPERANDS_4(52), TWELL_OPERANDS_4(56)
+#define TWELL_OPERANDS_76 \
+    TWELL_OPERANDS_60, \
+    TWELL_OPERANDS_4(60), TWELL_OPERANDS_4(64), TWELL_OPERANDS_4(68), TWELL_OPERANDS_4(72)
+#define TWELL_OPERANDS_88 \
+    TWELL_OPERANDS_76, \
+    TWELL_OPERANDS_4(76), TWELL_OPERANDS_4(80), TWELL_OPERANDS_4(84)
+#define TWELL_OPERANDS_104 \
+    TWELL_OPERANDS_88, \
+    TWELL_OPERANDS_4(88), TWELL_OPERANDS_4(92), TWELL_OPERANDS_4(96), TWELL_OPERANDS_4(100)
+#define TWELL_OPERANDS_116 \
+    TWELL_OPERANDS_104, \
+    TWELL_OPERANDS_4(104), TWELL_OPERANDS_4(108), TWELL_OPERANDS_4(112)
+#define TWELL_OPERANDS_128 \
+    TWELL_OPERANDS_116, \
+    TWELL_OPERANDS_4(116), TWELL_OPERANDS_4(120), TWELL_OPERANDS_4(124)
+
+#define TWELL_WGMMA_OF(Element, type, n, registers, operands, num_registers, a_idx, b_idx, accumulate_idx)          \
+    template <>                                                                                                     \
+    struct Wgmma<Element, n> {                                                                                      \
+        static __device__ __forceinline__ void run(float (&d)[num_registers], uint64_t a, uint64_t b,               \
+                                                   int accumulate) {                                                \
+            asm volatile(                                                                                           \
+                "{\n"                                                                                               \
+                ".reg .pred accumulate;\n"                                                                          \
+                "setp.ne.b32 accumulate, %" #accumulate_idx ", 0;\n"                                                \
+                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, "                \
+                "%" #a_idx ", %" #b_idx ", accumulate, 1, 1, 0, 0;\n"                                               \
+                "}\n"                                                                                               \
+                : operands                                                                                          \
+                : "l"(a), "l"(b), "r"(accumulate));                                                                 \
+        }                                                                                                           \
+    };
+#define TWELL_WGMMA(n, num_registers, a_idx, b_idx, accumulate_idx)                                                 \
+    TWELL_WGMMA_OF(Bf16, "bf16", n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers, \
+                   a_idx, b_idx, accumulate_idx)                                                                    \
+    TWELL_WGMMA_OF(Fp16, "f16", n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers,  \
+                   a_idx, b_idx, accumulate_idx)
+
+TWELL_WGMMA(64, 32, 32, 33, 34)
+TWELL_WGMMA(88, 44, 44, 45, 46)
+TWELL_WGMMA(120, 60, 60, 61, 62)
+TWELL_WGMMA(152, 76, 76, 77, 78)
+TWELL_WGMMA(176, 88, 88, 89, 90)
+TWELL_WGMMA(208, 104, 104, 105, 106)
+TWELL_WGMMA(232, 116, 116, 117, 118)
+TWELL_WGMMA(256, 128, 128, 129, 130)
+
+#undef TWELL_REGISTERS_32
+#undef TWELL_OPERANDS_32
+#undef TWELL_REGISTERS_44
+#undef TWELL_OPERANDS_44
+#undef TWELL_REGISTERS_60
+#undef TWELL_OPERANDS_60
+#undef TWELL_REGISTERS_76
+#undef TWELL_OPERANDS_76
+#undef TWELL_REGISTERS_88
+#undef TWELL_OPERANDS_88
+#undef TWELL_REGISTERS_104
+#undef TWELL_OPERANDS_104
+#undef TWELL_REGISTERS_116
+#undef TWELL_OPERANDS_116
+#undef TWELL_REGISTERS_128
+#undef TWELL_OPERANDS_128
+#undef TWELL_OPERANDS_4
+#undef TWELL_WGMMA_OF
+#undef TWELL_WGMMA
+// clang-format on
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_WGMMA_CUH_

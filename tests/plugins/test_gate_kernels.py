@@ -1,0 +1,290 @@
+"""Each gate kernel by itself, on a GPU: the one that suits the device is not the only one that has to be right.
+
+Blocks of small integers have exact sums and must match the reference bit by bit; others are held to a few roundings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.plugins import reference
+from tests.plugins.test_kernels import (
+    BF16,
+    FP16,
+    POISON_WORD,
+    SUCCESS,
+    Call,
+    Case,
+    assert_guards,
+    assert_packed,
+    bits_of,
+    make_block,
+)
+
+pytestmark = pytest.mark.gpu
+
+INVALID_VALUE, NOT_SUPPORTED = 1, 801
+GENERIC, SM90 = 1, 2  # twell::GateKernel
+ON_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_sm90 = pytest.mark.skipif(
+    not ON_SM90 and os.environ.get("TWELLC_REQUIRE_GPU") != "1", reason="needs a GPU of compute capability 9.0"
+)
+KERNELS = [pytest.param(GENERIC, id="generic"), pytest.param(SM90, id="sm90", marks=[pytest.mark.sm90, needs_sm90])]
+
+
+@pytest.fixture(autouse=True)
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
+        if os.environ.get("TWELLC_REQUIRE_GPU") == "1":
+            pytest.fail("TWELLC_REQUIRE_GPU=1, but there is no CUDA device")
+        pytest.skip("needs a CUDA device")
+
+
+def try_gate(call: Call, kernel: int) -> int:
+    """Run one gate kernel and give the CUDA status."""
+    function = call.lib.twell_internal_gate
+    function.restype = ctypes.c_int
+    function.argtypes = [*call.lib.twell_gate.argtypes[:3], ctypes.c_int32, ctypes.c_void_p]
+    status: int = function(
+        call.problem, call.tensors, call.packed.data_ptr(), kernel, torch.cuda.current_stream().cuda_stream
+    )
+    return status
+
+
+def gate(call: Call, kernel: int) -> None:
+    status = try_gate(call, kernel)
+    assert status == SUCCESS, f"CUDA error {status}"
+
+
+def kernels_of(call: Call) -> set[str]:
+    """Give the names of the kernels that twell_gate launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call.gate()
+        torch.cuda.synchronize()
+    return {event.key for event in profile.key_averages() if "gate" in event.key}
+
+
+def refill(call: Call) -> None:
+    call.packed.fill_(POISON_WORD - (1 << 32))
+
+
+ROWS_OF_ALL_BLOCKS = (64, 250, 350, 450, 500, 600, 690, 768)
+
+
+def table() -> Iterator[Case]:
+    """All cases that run against the reference; d_model is a multiple of 64 throughout."""
+    dtypes = itertools.cycle((BF16, FP16))
+    base = Case(d_model=192, d_out=8, rows=300)
+    # Around the row blocks of the kernels, with rows left over in either CTA of a cluster.
+    for rows in (1, 2, 63, 64, 65, 127, 128, 129, 191, 193, 255, 256, 257, 385, 1000, 2049):
+        yield dataclasses.replace(base, rows=rows, dtype=next(dtypes))
+        yield dataclasses.replace(base, rows=rows, dtype=next(dtypes), biases="", density=0.3)
+    # d_model: fewer slices than stages, as many, more; more than one round.
+    for d_model, dtype in itertools.product((64, 128, 192, 256, 320, 2048, 4096), (BF16, FP16)):
+        yield dataclasses.replace(base, d_model=d_model, dtype=dtype)
+    # d_ff: ragged tiles; several tiles a cluster, the last round not full.
+    for d_ff, dtype in itertools.product((1, 2, 255, 256, 257, 600, 5632, 40000), (BF16, FP16)):
+        yield dataclasses.replace(base, d_ff=d_ff, dtype=dtype, density=0.1)
+    # On 132 multiprocessors: every number of tokens that the Hopper kernel may have in a block.
+    for rows in ROWS_OF_ALL_BLOCKS:
+        yield dataclasses.replace(base, rows=rows, d_model=128, d_ff=5632, dtype=next(dtypes), density=0.01)
+        yield dataclasses.replace(base, rows=rows, d_model=448, d_ff=5632, dtype=next(dtypes), biases="", density=0.2)
+    yield dataclasses.replace(base, rows=130, d_model=64, d_ff=65536, compression=1, biases="g")
+    yield dataclasses.replace(base, rows=20000, d_model=64, d_ff=257)
+    yield dataclasses.replace(base, rows=5000, d_model=128, d_ff=2560, density=0.01)
+    for activation, dtype, compression in itertools.product(
+        ("relu", "relu2", "fatrelu", "drelu"), (BF16, FP16), (1, 2, 4, 8)
+    ):
+        yield dataclasses.replace(base, activation=activation, dtype=dtype, compression=compression, density=0.1)
+    for density, compression in itertools.product((0.0, 0.001, 0.03, 0.3, 1.0), (1, 2, 4, 8)):
+        yield dataclasses.replace(base, density=density, compression=compression, dtype=next(dtypes), d_ff=1500)
+    for density in (0.005, 0.3):
+        yield Case(rows=2049, d_model=2048, d_ff=5632, d_out=8, density=density, biases="", dtype=next(dtypes))
+        yield Case(rows=600, d_model=4096, d_ff=11008, d_out=8, density=density, biases="g", dtype=next(dtypes))
+
+
+# Few launches for compute-sanitizer: one tile and several a CTA, loads that overlap, tails everywhere.
+SMALL = [
+    Case(rows=250, d_model=64, d_ff=5600, d_out=8, density=0.1, dtype=FP16),
+    Case(rows=1, d_model=64, d_ff=1, d_out=8, density=1.0),
+    Case(rows=129, d_model=64, d_ff=257, d_out=8, density=0.1, dtype=FP16, biases=""),
+    Case(rows=130, d_model=320, d_ff=600, d_out=8, density=0.3, activation="relu2"),
+    Case(rows=70, d_model=64, d_ff=20000, d_out=8, density=0.05, biases="g", activation="fatrelu"),
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", list(table()), ids=str)
+def test_integers_match_bit_by_bit(case: Case, kernel: int) -> None:
+    block = make_block(case, integers=True)
+    call = Call(block, case.compression)
+    gate(call, kernel)
+    assert_packed(call, bits_of(reference.gate_values(block)))
+    assert_guards(call.packed_buffer)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", list(table()), ids=str)
+def test_against_float64(case: Case, kernel: int) -> None:
+    block = make_block(case, integers=False)
+    call = Call(block, case.compression)
+    gate(call, kernel)
+    decoded = call.decoded()
+    stored = torch.from_numpy(decoded.bits.view(np.int16)).cuda().view(case.dtype).double()
+    fits = torch.from_numpy(np.repeat(~decoded.overflowed, 256, axis=1)[:, : case.d_ff]).cuda()
+    expected = reference.gate_values(block).double()
+    # As in test_kernels: sums on a rounding boundary, and on the threshold of fatrelu.
+    off = (stored - expected).abs() > 4 * torch.finfo(case.dtype).eps * expected.abs() + 1e-3
+    assert (off & fits).sum() <= (2 if case.activation == "fatrelu" else 0)
+    assert_guards(call.packed_buffer)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_sanitize(case: Case, kernel: int) -> None:
+    """What sanitize.py runs."""
+    block = make_block(case, integers=True, device="cpu")
+    call = Call(block.to("cuda"), case.compression, poison=False)
+    call.packed.zero_()  # the words that the kernel leaves alone are copied too
+    gate(call, kernel)
+    torch.cuda.synchronize()
+    decoded = call.decoded()
+    counts = torch.nn.functional.pad(reference.gate_values(block) != 0, (0, -case.d_ff % 256))
+    assert decoded.counts.tolist() == counts.view(case.rows, -1, 256).sum(dim=2).tolist()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=("bf16", "fp16"))
+@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu"])
+def test_nan_and_infinity_stay_in_their_rows(dtype: torch.dtype, activation: str, kernel: int) -> None:
+    case = Case(rows=300, d_model=128, d_ff=600, dtype=dtype, activation=activation, biases="")
+    block = make_block(case, integers=True)
+    x = block.x.clone()
+    x[0, 71] = float("nan")
+    x[133, 5] = float("inf")
+    x[299, 0] = -float("inf")
+    call = Call(dataclasses.replace(block, x=x), 8)
+    gate(call, kernel)
+    expected = reference.gate_values(dataclasses.replace(block, x=x))
+    counts = call.decoded().counts
+    assert counts[0].tolist() == [256, 256, 88]  # NaN is a non-zero, and columns past d_ff are not counted
+    padded = torch.nn.functional.pad(expected != 0, (0, 768 - 600)).view(300, 3, 256).sum(dim=2)
+    assert counts.tolist() == padded.tolist()
+    assert_guards(call.packed_buffer)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nan_weights_stay_in_their_neurons(kernel: int) -> None:
+    block = make_block(Case(rows=300, d_model=128, d_ff=600, density=0.05), integers=True)
+    assert block.b_gate is not None
+    block.w_gate[300, 5] = float("nan")
+    block.b_gate[599] = float("nan")
+    call = Call(block, 1)
+    gate(call, kernel)
+    stored = torch.from_numpy(call.decoded().bits.view(np.int16)).cuda().view(BF16)
+    torch.testing.assert_close(stored, reference.gate_values(block), rtol=0, atol=0, equal_nan=True)
+    assert torch.isnan(stored[:, [300, 599]]).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("rows", "d_ff"), [(200, 2000), (3000, 5632)])
+def test_bitwise_repeatable(rows: int, d_ff: int, kernel: int) -> None:
+    block = make_block(Case(rows=rows, d_model=1024, d_ff=d_ff, d_out=8, density=0.02), integers=False)
+    call = Call(block, 8)
+    gate(call, kernel)
+    first = call.packed.clone()
+    for _ in range(100):
+        refill(call)
+        gate(call, kernel)
+        assert torch.equal(call.packed, first)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_do_not_depend_on_their_number(kernel: int) -> None:
+    block = make_block(Case(rows=1000, d_model=512, d_ff=1100, d_out=8, density=0.1), integers=False)
+    whole = Call(block, 1)
+    gate(whole, kernel)
+    for begin, end in ((0, 1), (7, 20), (100, 150), (150, 290), (400, 1000)):
+        part = Call(dataclasses.replace(block, x=block.x[begin:end].contiguous()), 1)
+        gate(part, kernel)
+        assert torch.equal(part.packed, whole.packed[begin:end])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_capture_keeps_the_pointers_of_its_call(kernel: int) -> None:
+    """Several calls on other tensors in one graph, replayed after later calls on yet other ones."""
+    case = Case(rows=300, d_model=256, d_ff=900, d_out=8, density=0.1)
+    calls = [Call(make_block(case, integers=True), 8) for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls[:2]:
+            gate(call, kernel)
+    for _ in range(3):
+        for call in calls:
+            call.block.x.copy_(make_block(case, integers=True).x)
+            refill(call)
+        gate(calls[2], kernel)
+        graph.replay()
+        torch.cuda.synchronize()
+        for call in calls:
+            assert_packed(call, bits_of(reference.gate_values(call.block)))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_streams_at_once(kernel: int) -> None:
+    cases = [Case(rows=rows, d_model=1024, d_ff=3000, d_out=8, density=0.05) for rows in (129, 700, 2000)]
+    calls = [Call(make_block(case, integers=False), 8) for case in cases]
+    streams = [torch.cuda.Stream() for _ in calls]  # type: ignore[no-untyped-call]
+    expected = []
+    for call in calls:
+        gate(call, kernel)
+        expected.append(call.packed.clone())
+    for _ in range(20):
+        for call in calls:
+            refill(call)
+        torch.cuda.synchronize()
+        for _ in range(3):
+            for call, stream in zip(calls, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    gate(call, kernel)
+        torch.cuda.synchronize()
+        for call, packed in zip(calls, expected, strict=True):
+            assert torch.equal(call.packed, packed)
+
+
+@pytest.mark.sm90
+@needs_sm90
+def test_dispatch() -> None:
+    """Many rows on compute capability 9.0 take the Hopper kernel; few, or another d_model, the generic one."""
+    for rows, d_model, hopper in ((5000, 256, True), (17, 256, True), (16, 256, False), (5000, 264, False)):
+        names = kernels_of(Call(make_block(Case(rows=rows, d_model=d_model, d_out=8), integers=True), 8))
+        assert names and all(("gate_sm90" in name) == hopper for name in names), names
+
+
+@pytest.mark.sm90
+@needs_sm90
+def test_table_reaches_every_block_size() -> None:
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("the choice of the block size depends on the number of multiprocessors")
+    names: set[str] = set()
+    for rows in ROWS_OF_ALL_BLOCKS:
+        names |= kernels_of(Call(make_block(Case(rows=rows, d_model=128, d_ff=5632, d_out=8), integers=True), 8))
+    assert len(names) == len(ROWS_OF_ALL_BLOCKS), names
+
+
+def test_kernels_that_cannot_run() -> None:
+    call = Call(make_block(Case(rows=300, d_model=72), integers=True), 8)
+    assert try_gate(call, SM90) == NOT_SUPPORTED
+    assert try_gate(call, 3) == INVALID_VALUE
+    assert try_gate(call, -1) == INVALID_VALUE
+    call = Call(make_block(Case(rows=300, d_model=128), integers=True), 8)
+    assert try_gate(call, SM90) == (SUCCESS if ON_SM90 else NOT_SUPPORTED)
+    torch.cuda.synchronize()
