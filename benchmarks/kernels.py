@@ -1,0 +1,310 @@
+"""Time the kernels of one feed-forward block against dense torch: the gate, up and down, and the whole block.
+
+python benchmarks/kernels.py --tokens 2048,8192 --json results.json
+
+Builds nothing: it uses the plugin library that twellc finds. Every size is checked against float64 before it is timed.
+Times are of one call within a CUDA graph that holds one call for each of several sets of weights, so that weights come
+from memory as they do in a model. All contestants take turns, in a new order in each repetition.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import platform
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from twellc.plugins import library
+
+# Weights in rotation come to about this much, several times the L2 of any GPU.
+_ROTATED_BYTES = 512 << 20
+_CHECKED_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """One block: gate and up [d_ff, d_model]; down [d_model, d_ff] for torch and [d_ff, d_model] for twellc."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    down_by_neuron: Tensor
+
+
+class Twell:
+    """The kernels, called for one x, with weights that may change."""
+
+    def __init__(self, x: Tensor, d_ff: int, compression: int) -> None:
+        self._lib = library.load()
+        self._x = x
+        tokens, d_model = x.shape
+        self._problem = library.Problem(
+            tokens=tokens,
+            d_model=d_model,
+            d_ff=d_ff,
+            d_out=d_model,
+            compression=compression,
+            dtype=library.DTYPES[str(x.dtype).removeprefix("torch.")],
+        )
+        words = -(-d_ff // library.TILE) * (library.TILE // compression)
+        self.packed = torch.empty((tokens, words), dtype=torch.int32, device="cuda")
+        self.workspace = torch.empty(self._lib.twell_workspace_bytes(self._problem), dtype=torch.uint8, device="cuda")
+        self.y = torch.empty_like(x)
+
+    def _tensors(self, w: Weights) -> library.Tensors:
+        pointers = {"w_gate": w.gate, "w_up": w.up, "w_down": w.down_by_neuron, "x": self._x, "y": self.y}
+        return library.Tensors(**{name: tensor.data_ptr() for name, tensor in pointers.items()})
+
+    def _run(self, function: Callable[..., int], w: Weights, *arguments: int) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        status = function(ctypes.byref(self._problem), ctypes.byref(self._tensors(w)), *arguments, stream)
+        if status != 0:
+            raise RuntimeError(f"{function.__name__}: CUDA error {status}")
+
+    def gate(self, w: Weights) -> None:
+        """Run step 1."""
+        self._run(self._lib.twell_gate, w, self.packed.data_ptr())
+
+    def up_down(self, w: Weights) -> None:
+        """Run step 2 on what step 1 left."""
+        self._run(self._lib.twell_up_down, w, self.packed.data_ptr())
+
+    def mlp(self, w: Weights) -> None:
+        """Run both steps in one call."""
+        self._run(self._lib.twell_mlp, w, self.workspace.data_ptr(), self.workspace.numel())
+
+
+def dense(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The same block as three matmuls."""
+    return functional.linear(torch.relu(functional.linear(x, gate)) * functional.linear(x, up), down)
+
+
+def quantile(p: Tensor) -> Tensor:
+    """Where a standard normal variable is exceeded with probability p."""
+    normal = torch.distributions.Normal(torch.zeros((), device="cuda"), torch.ones((), device="cuda"))
+    value: Tensor = normal.icdf(1 - p)  # type: ignore[no-untyped-call]
+    return value
+
+
+def make_inputs(
+    tokens: int, d_model: int, d_ff: int, dtype: torch.dtype, density: float, neurons: str
+) -> tuple[Tensor, list[Weights]]:
+    """Draw x [tokens, d_model] and sets of weights.
+
+    The first column of x carries how active a token is (log-normal), the second is constant: its weights carry how
+    active a neuron is, equally or by Zipf's law.
+    """
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda")
+
+    active = (torch.exp(0.8 * draw(tokens) - 0.32) * density).clamp(max=0.9)
+    x = draw(tokens, d_model)
+    x[:, 0] = quantile(active) * d_model**0.5
+    x[:, 1] = d_model**0.5
+    count = max(2, min(12, _ROTATED_BYTES // (3 * d_model * d_ff * 2)))
+    if tokens > 8192:
+        count = 2
+    sets = []
+    for _ in range(count):
+        gate = draw(d_ff, d_model) / d_model**0.5
+        gate[:, 0] = -1 / d_model**0.5
+        gate[:, 1] = 0
+        if neurons == "zipf":
+            rank = torch.randperm(d_ff, device="cuda") + 1.0
+            share = 1 / rank
+            share = (share / share.mean() * density).clamp(1e-7, 0.5)
+            gate[:, 1] = (quantile(torch.tensor(density, device="cuda")) - quantile(share)) / d_model**0.5
+        up, down = draw(d_ff, d_model) / d_model**0.5, draw(d_model, d_ff) * 0.2
+        down = down.to(dtype)
+        sets.append(Weights(gate.to(dtype), up.to(dtype), down, down.t().contiguous()))
+    return x.to(dtype), sets
+
+
+def check(x: Tensor, w: Weights, twell: Twell) -> dict[str, float]:
+    """Compare some rows of the block with float64; a kernel may be twice as wrong as dense torch.
+
+    Raises:
+        click.ClickException: It is more wrong.
+    """
+    rows = torch.randperm(len(x), device="cuda")[:_CHECKED_ROWS]
+    exact = dense(*(t.double() for t in (x[rows], w.gate, w.up, w.down)))
+
+    def error(y: Tensor) -> float:
+        return float((y.double() - exact).norm() / exact.norm())
+
+    base = error(dense(x[rows], w.gate, w.up, w.down))
+    errors = {"dense": base}
+    for name, run in (("mlp", (twell.mlp,)), ("gate, up_down", (twell.gate, twell.up_down))):
+        twell.y.fill_(float("nan"))
+        for step in run:
+            step(w)
+        errors[name] = error(twell.y[rows])
+        if not errors[name] <= 2 * base + 1e-3:
+            raise click.ClickException(f"{len(x)} tokens: {name} is off by {errors[name]:.2e}, dense by {base:.2e}")
+    return errors
+
+
+def time_all(calls: dict[str, Callable[[Weights], Any]], sets: list[Weights], repeats: int) -> dict[str, list[float]]:
+    """Time one call of each contestant, in microseconds, `repeats` times."""
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    for name, call in calls.items():
+        for w in sets:
+            call(w)
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for w in sets:
+                call(w)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    for repetition in range(-1, repeats):  # the first one warms up
+        for name in random.sample(list(graphs), len(graphs)):
+            graphs[name].replay()
+            start.record()
+            graphs[name].replay()
+            end.record()
+            end.synchronize()
+            if repetition >= 0:
+                times[name].append(start.elapsed_time(end) * 1e3 / len(sets))
+    return times
+
+
+def contestants(
+    x: Tensor, twell: Twell, compiled_dense: Callable[..., Tensor] | None
+) -> dict[str, Callable[[Weights], Any]]:
+    """What takes turns in being timed."""
+    calls: dict[str, Callable[[Weights], Any]] = {
+        "dense eager": lambda w: dense(x, w.gate, w.up, w.down),
+        "cuBLAS gate": lambda w: functional.linear(x, w.gate),
+        "gate": twell.gate,
+        "mlp": twell.mlp,
+    }
+    if compiled_dense is not None:
+        calls["dense compiled"] = lambda w: compiled_dense(x, w.gate, w.up, w.down)
+    return calls
+
+
+def machine() -> dict[str, str]:
+    """Say what was measured on and with."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "multiprocessors": str(properties.multi_processor_count),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "twellc": library.load().twell_version().decode(),
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and the range that holds the middle 80 %."""
+    deciles = statistics.quantiles(values, n=10) if len(values) > 1 else [values[0]] * 9
+    return {"median_us": statistics.median(values), "p10_us": deciles[0], "p90_us": deciles[-1]}
+
+
+def table_row(result: dict[str, Any]) -> str:
+    """One line of the Markdown table."""
+    median = {name: value["median_us"] for name, value in result["times"].items()}
+    best = min(median["dense eager"], median.get("dense compiled", float("inf")))
+    compiled = f"{median['dense compiled']:.1f}" if "dense compiled" in median else "-"
+    cells = [
+        f"{result['tokens']}",
+        f"{result['mean_nonzeros']:.1f} / {result['max_nonzeros']}",
+        f"{median['dense eager']:.1f}",
+        compiled,
+        f"{median['cuBLAS gate']:.1f}",
+        f"{median['gate']:.1f} ({median['gate'] / median['cuBLAS gate']:.2f})",
+        f"{median['up_down']:.1f}",
+        f"{median['mlp']:.1f}",
+        f"{best / median['mlp']:.2f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+HEADER = (
+    "| tokens | non-zeros a row, mean / max | dense eager | dense compiled | cuBLAS gate | twell gate (ratio) "
+    "| up_down | mlp | speed-up |\n|" + " ---: |" * 9
+)
+
+
+@click.command()
+@click.option("--tokens", default="256,1024,2048,4096,8192,32768,131072", show_default=True, help="Row counts.")
+@click.option("--d-model", default=2048, show_default=True)
+@click.option("--d-ff", default=5632, show_default=True)
+@click.option("--dtype", type=click.Choice(sorted(library.DTYPES)), default="bfloat16", show_default=True)
+@click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations.")
+@click.option("--neurons", type=click.Choice(["equal", "zipf"]), default="equal", show_default=True)
+@click.option("--compression", type=click.Choice(["1", "2", "4", "8"]), default="8", show_default=True)
+@click.option("--repeats", default=20, show_default=True)
+@click.option(
+    "--compiled/--no-compiled", default=True, show_default=True, help="Also time torch.compile's dense block."
+)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here.")
+def main(
+    tokens: str,
+    d_model: int,
+    d_ff: int,
+    dtype: str,
+    density: float,
+    neurons: str,
+    compression: str,
+    repeats: int,
+    compiled: bool,
+    seed: int,
+    json_path: Path | None,
+) -> None:
+    """Print a Markdown table of times in microseconds; the speed-up is over the faster dense block."""
+    if not torch.cuda.is_available():
+        raise click.ClickException("there is no CUDA device")
+    torch.manual_seed(seed)
+    random.seed(seed)
+    report: dict[str, Any] = {"machine": machine(), "arguments": sys.argv[1:], "results": []}
+    settings = f"d_model {d_model}, d_ff {d_ff}, {dtype}, density {density:g}, {neurons} neurons"
+    click.echo(f"{report['machine']['gpu']}, torch {report['machine']['torch']}: {settings}\n\n{HEADER}")
+    compiled_dense = torch.compile(dense, dynamic=False) if compiled else None
+    torch._dynamo.config.recompile_limit = 64
+    for count in (int(value) for value in tokens.split(",")):
+        x, sets = make_inputs(count, d_model, d_ff, getattr(torch, dtype), density, neurons)
+        twell = Twell(x, d_ff, int(compression))
+        errors = check(x, sets[0], twell)
+        nonzeros = (functional.linear(x, sets[0].gate) > 0).sum(dim=1)
+        calls = contestants(x, twell, compiled_dense)
+        times = time_all(calls, sets, repeats)
+        # By itself: the others leave the packed matrix of other weights, on which its time hardly depends.
+        times |= time_all({"up_down": twell.up_down}, sets, repeats)
+        result = {
+            "tokens": count,
+            "d_model": d_model,
+            "d_ff": d_ff,
+            "dtype": dtype,
+            "density": density,
+            "neurons": neurons,
+            "mean_nonzeros": float(nonzeros.double().mean()),
+            "max_nonzeros": int(nonzeros.max()),
+            "weight_sets": len(sets),
+            "errors": errors,
+            "times": {name: spread(values) for name, values in times.items()},
+        }
+        report["results"].append(result)
+        click.echo(table_row(result))
+        if json_path is not None:  # after every size, so that an interrupted run leaves what it has
+            json_path.write_text(json.dumps(report, indent=1) + "\n")
+        del x, sets, twell, calls  # before the next size takes its memory
+
+
+if __name__ == "__main__":
+    main()
