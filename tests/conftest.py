@@ -72,6 +72,32 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Cli = Callable[..., click.testing.Result]
 
 
+@pytest.fixture(scope="session")
+def load_once() -> Callable[..., Any]:
+    """Return `load_model` with a memory: nothing changes a loaded model, since every pass works on a copy."""
+    from twellc.loaders.model import load_model
+
+    loaded: dict[Any, Any] = {}
+
+    def load(path: Path, *arguments: Any) -> Any:
+        files = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(path.glob("*"))) if path.is_dir() else ()
+        if not files:
+            return load_model(path, *arguments)
+        key = (path, files, *arguments)
+        if key not in loaded:
+            loaded[key] = load_model(path, *arguments)
+        return loaded[key]
+
+    return load
+
+
+@pytest.fixture
+def remembered_models(load_once: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load and trace each Hugging Face directory once, for all tests with this fixture."""
+    for module in ("checking", "inspection", "translation"):
+        monkeypatch.setattr(f"twellc.{module}.load_model", load_once)
+
+
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cli]:
     """Return a function that runs the command line in this process, and what it would do in others, too."""

@@ -82,10 +82,10 @@ def test_float32_program(tmp_path: Path) -> None:
     assert_same(OnnxEvaluator(tmp_path / "m.onnx").run({"x": x})[0], run(program)[0])
 
 
-@pytest.mark.parametrize("name", ["llama", "opt"])
-def test_language_model_with_padding(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("remembered_models")
+def test_language_model_with_padding(llama: Path, tmp_path: Path) -> None:
     """Real tokens get the logits that torch gives; what stands at padding is nobody's business."""
-    translation = translate(CompileOptions(model=request.getfixturevalue(name), backend="none"), lambda step: None)
+    translation = translate(CompileOptions(model=llama, backend="none"), lambda step: None)
     save_onnx(translation.graph, tmp_path / "m.onnx")
     evaluator = OnnxEvaluator(tmp_path / "m.onnx")
     assert sorted(evaluator.inputs) == ["attention_mask", "input_ids"]

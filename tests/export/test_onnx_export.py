@@ -38,65 +38,65 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.int16).numpy().tobytes()
 
 
-@pytest.mark.parametrize("biases", ["", "g", "u", "d", "gud"])
-def test_gated_node(biases: str, tmp_path: Path) -> None:
-    module, x = Residual(Gated(biases=biases, d_ff=24)).bfloat16(), torch.randn(5, 16).bfloat16()
-    model = written(rewrite(canonical(module, x), compression=4), tmp_path / "m.onnx")
-    (node,) = (node for node in model.graph.node if node.domain == "twell")
-    assert node.op_type == "TwellGatedMlp"
-    assert attributes(node) == {
-        "activation": "relu",
-        "threshold": 0.0,
-        "compression": 4,
-        "gate_bias": int("g" in biases),
-        "up_bias": int("u" in biases),
-        "down_bias": int("d" in biases),
-        "plugin_version": "1",
-        "plugin_namespace": "twell",
-    }
-    ffn, known = module.ffn, initializers(model)
-    parts = [("g", ffn.gate.weight, ffn.gate.bias), ("u", ffn.up.weight, ffn.up.bias)]
-    parts += [("d", ffn.down.weight.t(), ffn.down.bias)]
-    expected = [tensor for letter, weight, bias in parts for tensor in (weight, *([bias] if letter in biases else []))]
-    assert node.input[0] not in known, "x comes first"
-    assert len(node.input) == 1 + len(expected)
-    for name, tensor in zip(node.input[1:], expected, strict=True):
-        assert known[name].data_type == onnx.TensorProto.BFLOAT16
-        assert tuple(known[name].dims) == tuple(tensor.shape)
-        assert known[name].raw_data == bits(tensor)
+def twell_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    return [node for node in model.graph.node if node.domain == "twell"]
 
 
-@pytest.mark.parametrize("biases", ["", "u", "d", "ud"])
-def test_plain_node(biases: str, tmp_path: Path) -> None:
-    module, x = Residual(Plain(biases=biases, d_ff=24)).half(), torch.randn(5, 16).half()
-    model = written(rewrite(canonical(module, x)), tmp_path / "m.onnx")
-    (node,) = (node for node in model.graph.node if node.domain == "twell")
-    assert node.op_type == "TwellMlp"
-    assert attributes(node) == {
-        "activation": "relu",
-        "threshold": 0.0,
-        "compression": 8,
-        "up_bias": int("u" in biases),
-        "down_bias": int("d" in biases),
-        "plugin_version": "1",
-        "plugin_namespace": "twell",
-    }
+def test_gated_nodes(tmp_path: Path) -> None:
+    combinations = ["", "g", "u", "d", "gud"]
+    module = nn.Sequential(*(Residual(Gated(biases=biases, d_ff=24)) for biases in combinations)).bfloat16()
+    program = canonical(module, torch.randn(5, 16).bfloat16())
+    model = written(rewrite(program, compression=4), tmp_path / "m.onnx")
+    known = initializers(model)
+    for node, biases, block in zip(twell_nodes(model), combinations, module, strict=True):
+        assert node.op_type == "TwellGatedMlp"
+        assert attributes(node) == {
+            "activation": "relu",
+            "threshold": 0.0,
+            "compression": 4,
+            "gate_bias": int("g" in biases),
+            "up_bias": int("u" in biases),
+            "down_bias": int("d" in biases),
+            "plugin_version": "1",
+            "plugin_namespace": "twell",
+        }
+        gate, up, down = block.ffn.gate, block.ffn.up, block.ffn.down
+        parts = [(gate.weight, gate.bias), (up.weight, up.bias), (down.weight.t(), down.bias)]
+        expected = [tensor for part in parts for tensor in part if tensor is not None]
+        assert node.input[0] not in known, "x comes first"
+        assert len(node.input) == 1 + len(expected)
+        for name, tensor in zip(node.input[1:], expected, strict=True):
+            assert known[name].data_type == onnx.TensorProto.BFLOAT16
+            assert tuple(known[name].dims) == tuple(tensor.shape)
+            assert known[name].raw_data == bits(tensor)
+
+
+def test_plain_nodes(tmp_path: Path) -> None:
+    combinations = ["", "u", "d", "ud"]
+    module = nn.Sequential(*(Residual(Plain(biases=biases, d_ff=24)) for biases in combinations)).half()
+    model = written(rewrite(canonical(module, torch.randn(5, 16).half())), tmp_path / "m.onnx")
     shapes = {"up": (24, 16), "u": (24,), "down": (24, 16), "d": (16,)}
-    wanted = [shapes[name] for name in ("up", "u", "down", "d") if name in ("up", "down") or name in biases]
-    assert [tuple(initializers(model)[name].dims) for name in node.input[1:]] == wanted
+    for node, biases in zip(twell_nodes(model), combinations, strict=True):
+        assert node.op_type == "TwellMlp"
+        assert attributes(node) == {
+            "activation": "relu",
+            "threshold": 0.0,
+            "compression": 8,
+            "up_bias": int("u" in biases),
+            "down_bias": int("d" in biases),
+            "plugin_version": "1",
+            "plugin_namespace": "twell",
+        }
+        wanted = [shapes[name] for name in ("up", "u", "down", "d") if name in ("up", "down") or name in biases]
+        assert [tuple(initializers(model)[name].dims) for name in node.input[1:]] == wanted
 
 
-@pytest.mark.parametrize(
-    ("function", "name", "threshold"),
-    [
-        (lambda t: torch.relu(t) ** 2, "relu2", 0.0),
-        (lambda t: nn.functional.threshold(t, 0.25, 0.0), "fatrelu", 0.25),
-    ],
-)
-def test_activation_attributes(function: Any, name: str, threshold: float, tmp_path: Path) -> None:
-    model = written(rewrite(canonical(Gated(function))), tmp_path / "m.onnx")
-    (node,) = model.graph.node
-    assert (attributes(node)["activation"], attributes(node)["threshold"]) == (name, threshold)
+def test_activation_attributes(tmp_path: Path) -> None:
+    squared = Gated(lambda t: torch.relu(t) ** 2)
+    above = Gated(lambda t: nn.functional.threshold(t, 0.25, 0.0))
+    model = written(rewrite(canonical(nn.Sequential(squared, above))), tmp_path / "m.onnx")
+    found = [(attributes(node)["activation"], attributes(node)["threshold"]) for node in model.graph.node]
+    assert found == [("relu2", 0.0), ("fatrelu", 0.25)]
 
 
 def test_no_dense_projection_is_left(tmp_path: Path) -> None:
@@ -104,10 +104,6 @@ def test_no_dense_projection_is_left(tmp_path: Path) -> None:
     assert sorted(node.op_type for node in model.graph.node) == ["Add"] * 4 + ["TwellGatedMlp", "TwellMlp"]
     weights = [tensor for tensor in model.graph.initializer if len(tensor.dims) == 2]
     assert len(weights) == 5
-
-
-def test_opsets(tmp_path: Path) -> None:
-    model = written(rewrite(canonical(Gated())), tmp_path / "m.onnx")
     assert {entry.domain: entry.version for entry in model.opset_import} == {"": OPSET, "twell": 1}
 
 

@@ -134,9 +134,7 @@ def test_dtype(cli: Cli, linear: Path, archive: Path, tmp_path: Path) -> None:
     assert "the model is in float32; compiled in bfloat16" in notes
 
 
-@pytest.mark.parametrize(
-    ("layers", "rewritten"), [("auto", [1]), ("all", [1]), ("none", []), (r"^1\.", [1]), ("ffn", [1]), (r"0\.ffn", [])]
-)
+@pytest.mark.parametrize(("layers", "rewritten"), [("all", [1]), ("none", []), (r"^1\.", [1]), (r"0\.ffn", [])])
 def test_layers(cli: Cli, silu: Path, tmp_path: Path, layers: str, rewritten: list[int]) -> None:
     arguments = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", tmp_path / "r.json"]
     result = cli("compile", silu, *arguments, "--layers", layers)
@@ -309,31 +307,18 @@ def twellc(*arguments: object, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen([*TWELLC, *map(str, arguments)], env=environment(), preexec_fn=listen, **pipes, **options)
 
 
-@pytest.mark.slow
-def test_trained_model_from_nothing_to_a_checked_plan(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
-    """The quickstart, with the progress that it shows; the check makes the plan's graph again in another process."""
-    process = twellc("compile", bytelm, "-o", tmp_path / "bytelm.plan")
-    output, errors = process.communicate(timeout=500)
+def test_another_process_makes_the_same_graph(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    """A check makes a plan's graph again and compares digests, so nothing of a process may be in it."""
+    process = twellc("compile", archive, "-o", tmp_path / "m.plan")
+    output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
-    assert "4 of 4 feed-forward blocks rewritten" in output
+    assert "1 of 1 feed-forward blocks rewritten" in output
     for step in ("loading and tracing the model", "rewriting", "exporting to ONNX", "building the plan"):
         assert step in errors
-    assert sorted(files_in(tmp_path)) == ["bytelm.plan", "bytelm.plan.json"]
-    manifest = json.loads((tmp_path / "bytelm.plan.json").read_text())
-    assert len(manifest["plan"]["plugin_layers"]) == 4
-    assert [layer["module"] for layer in manifest["layers"]] == [f"model.layers.{i}.mlp" for i in range(4)]
-    assert {tensor["name"]: tensor["shape"] for tensor in manifest["plan"]["inputs"]} == {
-        "input_ids": [-1, -1],
-        "attention_mask": [-1, -1],
-    }
-    assert manifest["profiles"][0]["input_ids"] == {"min": [1, 1], "opt": [1, 128], "max": [8, 1024]}
-    result = cli("check", bytelm, tmp_path / "bytelm.plan", "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found["within"]
-    assert "made again" in found["executed"]
-    (logits,) = found["outputs"]
-    assert logits["top1"] > 0.9
+    assert sorted(files_in(tmp_path)) == ["m.plan", "m.plan.json"]
+    graph = tmp_path / "again.onnx"
+    assert cli("compile", archive, "--backend", "none", "--onnx", graph).exit_code == 0
+    assert sha256(graph) == json.loads((tmp_path / "m.plan.json").read_text())["onnx"]["sha256"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -39,8 +39,8 @@ def edit_config(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def test_llama(llama: Path) -> None:
-    model = load_model(llama, trust_model=False)
+def test_llama(llama: Path, load_once: Callable[..., LoadedModel]) -> None:
+    model = load_once(llama, False, ())
     assert (model.kind, model.output_names, model.vocabulary) == ("Hugging Face directory", ["logits"], 96)
     assert model.language_model
     assert model.declared_activation == "relu"
@@ -51,9 +51,9 @@ def test_llama(llama: Path) -> None:
     assert torch.equal(logits_of(model, **inputs), own)
 
 
-def test_padding_is_masked(llama: Path) -> None:
+def test_padding_is_masked(llama: Path, load_once: Callable[..., LoadedModel]) -> None:
     """Left-padded rows give the logits that they have without padding."""
-    model, inputs = load_model(llama, trust_model=False), tokens(2, 9)
+    model, inputs = load_once(llama, False, ()), tokens(2, 9)
     padded = {
         "input_ids": torch.nn.functional.pad(inputs["input_ids"], (4, 0), value=5),
         "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (4, 0)),
@@ -62,8 +62,8 @@ def test_padding_is_masked(llama: Path) -> None:
     torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
 
 
-def test_encoder_decoder(t5: Path) -> None:
-    model = load_model(t5, trust_model=False)
+def test_encoder_decoder(t5: Path, load_once: Callable[..., LoadedModel]) -> None:
+    model = load_once(t5, False, ())
     assert model.output_names == ["logits", "encoder_last_hidden_state"]
     assert set(model.dimension_names.values()) == {"batch", "sequence", "decoder_sequence"}
     inputs = tokens(3, 7) | {"decoder_input_ids": torch.randint(2, 96, (3, 12))}
@@ -71,18 +71,18 @@ def test_encoder_decoder(t5: Path) -> None:
     torch.testing.assert_close(logits_of(model, **inputs), own)
 
 
-def test_the_precision_of_the_weights(opt: Path) -> None:
-    model = load_model(opt, trust_model=False)
+def test_the_precision_of_the_weights(opt: Path, load_once: Callable[..., LoadedModel]) -> None:
+    model = load_once(opt, False, ())
     assert {p.dtype for p in model.program.state_dict.values()} == {torch.float32}
 
 
-def test_sharded_safetensors(llama: Path, tmp_path: Path) -> None:
+def test_sharded_safetensors(llama: Path, tmp_path: Path, load_once: Callable[..., LoadedModel]) -> None:
     sharded = models.save(models.llama(), tmp_path / "model", max_shard_size="40KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
     inputs = tokens(2, 5)
     assert torch.equal(
         logits_of(load_model(sharded, trust_model=False), **inputs),
-        logits_of(load_model(llama, trust_model=False), **inputs),
+        logits_of(load_once(llama, False, ()), **inputs),
     )
 
 
