@@ -163,7 +163,7 @@ cudaError_t twell_internal_gate(twell_problem const* problem, twell_tensors cons
         error != cudaSuccess) {
         return error;
     }
-    return twell::launch_gate(*problem, *tensors, packed, stream, static_cast<twell::GateKernel>(kernel));
+    return twell::launch_gate(*problem, *tensors, packed, nullptr, stream, static_cast<twell::GateKernel>(kernel));
 }
 
 cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* tensors, uint32_t const* packed,
@@ -200,7 +200,8 @@ cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors
         void* const scratch = static_cast<unsigned char*>(workspace) + scratch_offset(problem);
         return twell::launch_few(*problem, *tensors, packed, scratch, stream);
     }
-    if (cudaError_t const error = twell::launch_gate(*problem, *tensors, packed, stream); error != cudaSuccess) {
+    if (cudaError_t const error = twell::launch_gate(*problem, *tensors, packed, nullptr, stream);
+        error != cudaSuccess) {
         return error;
     }
     return twell::launch_up_down(*problem, *tensors, packed, stream);

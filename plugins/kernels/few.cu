@@ -168,7 +168,7 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
             return error;
         }
     } else {
-        if (cudaError_t const error = launch_gate(problem, tensors, packed, stream); error != cudaSuccess) {
+        if (cudaError_t const error = launch_gate(problem, tensors, packed, nullptr, stream); error != cudaSuccess) {
             return error;
         }
         up_few::Params params = {};

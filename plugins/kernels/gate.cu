@@ -88,7 +88,7 @@ bool can_run_sm90(twell_problem const& problem, Device const& device) {
 
 }  // namespace
 
-cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed,
+cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, uint16_t* spilled,
                         cudaStream_t stream, GateKernel choice) {
     Device device;
     if (cudaError_t const error = query_device(device); error != cudaSuccess) {
@@ -97,7 +97,7 @@ cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tenso
 #if defined(TWELL_SM90A)
     if (can_run_sm90(problem, device) &&
         (choice == GateKernel::kSm90 || (choice == GateKernel::kBest && problem.tokens >= kFewestTokensSm90))) {
-        return launch_gate_sm90(problem, tensors, packed, device.num_multiprocessors, stream);
+        return launch_gate_sm90(problem, tensors, packed, spilled, device.num_multiprocessors, stream);
     }
 #endif
     if (choice == GateKernel::kSm90) {
@@ -108,6 +108,7 @@ cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tenso
     params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
     params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
     params.packed = packed;
+    params.spilled = spilled;
     params.tokens = problem.tokens;
     params.d_model = problem.d_model;
     params.d_ff = problem.d_ff;

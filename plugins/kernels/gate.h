@@ -12,8 +12,9 @@ enum class GateKernel : int32_t {
     kSm90 = 2,     // cudaErrorNotSupported where it cannot run
 };
 
-// Enqueues the gate kernel. The problem has been validated, has at least one row, and the pointers have been checked.
-cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed,
+// Enqueues the gate kernel. `spilled` may be null, see pack.cuh. The problem has been validated, has at least one row,
+// and the pointers have been checked.
+cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, uint16_t* spilled,
                         cudaStream_t stream, GateKernel choice = GateKernel::kBest);
 
 }  // namespace twell

@@ -22,6 +22,7 @@ struct Params {
     uint16_t const* w_gate;  // [d_ff, d_model]
     uint16_t const* b_gate;  // [d_ff] or null
     uint32_t* packed;        // [tokens, num_tiles * words_per_tile]
+    uint16_t* spilled;       // [tokens, num_tiles * TWELL_TILE] or null: see pack.cuh
     int64_t tokens;
     int d_model;
     int d_ff;
@@ -260,22 +261,25 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gate_kernel(Params const par
     }
     __syncthreads();
 
-    int64_t const words_per_row = static_cast<int64_t>(params.num_tiles) * params.words_per_tile;
+    int const words_per_row = params.num_tiles * params.words_per_tile;
+    int const spilled_per_row = params.num_tiles * TWELL_TILE;
+    uint16_t* const spilled =
+        params.spilled == nullptr ? nullptr : params.spilled + row_begin * spilled_per_row + column_begin;
     uint32_t* const words = params.packed + row_begin * words_per_row + tile_idx * params.words_per_tile;
     constexpr int kWarps = Cfg::kThreads / kWarpSize;
     constexpr int kRowsAtOnce = Cfg::BLOCK_M / kWarps < 4 ? Cfg::BLOCK_M / kWarps : 4;
     static_assert(Cfg::BLOCK_M % (kWarps * kRowsAtOnce) == 0, "rows read are rows of the tile");
     for (int begin = warp; begin < num_rows; begin += kWarps * kRowsAtOnce) {
         Octet octets[kRowsAtOnce];
-        uint32_t* row_words[kRowsAtOnce];
 #pragma unroll
         for (int r = 0; r < kRowsAtOnce; ++r) {
             int const row = begin + r * kWarps;
             uint4 const vector = *reinterpret_cast<uint4 const*>(tile + row * Cfg::kTileStride + lane * kVector);
             octets[r] = {vector.x, vector.y, vector.z, vector.w};
-            row_words[r] = row < num_rows ? words + row * words_per_row : nullptr;
         }
-        pack_rows(octets, row_words, column_begin, params.words_per_tile - 1);
+        pack_rows(octets, (num_rows - begin + kWarps - 1) / kWarps, words + begin * words_per_row,
+                  kWarps * words_per_row, spilled == nullptr ? nullptr : spilled + begin * spilled_per_row,
+                  kWarps * spilled_per_row, column_begin, params.words_per_tile - 1);
     }
 }
 

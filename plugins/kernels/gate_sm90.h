@@ -11,7 +11,7 @@ bool gate_sm90_supports(twell_problem const& problem);
 
 // Enqueues the kernel on a device of compute capability 9.0. Same preconditions as launch_gate.
 cudaError_t launch_gate_sm90(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed,
-                             int num_multiprocessors, cudaStream_t stream);
+                             uint16_t* spilled, int num_multiprocessors, cudaStream_t stream);
 
 }  // namespace twell
 

@@ -10,17 +10,23 @@ namespace twell {
 constexpr int kWarpSize = 32;
 static_assert(TWELL_TILE == kWarpSize * kVector, "a lane owns one 16-byte vector of a tile's row");
 
+// The spilled matrix holds g densely, in the element type: [tokens, num_tiles * TWELL_TILE], of which only the (row,
+// tile)s are written that have more non-zeros than this. A tile that overflows is one of those, whatever the
+// compression; of all others the count and the entries are one 16-byte vector.
+constexpr uint32_t kMostUnspilled = 3;
+
 // Eight neighbouring activated elements, two a word, the lower index in the low half.
 struct Octet {
     uint32_t pairs[kVector / 2];
 };
 
 // Packs rows of a tile with one warp, several at once, since each alone would wait for its own latencies. Lane i has
-// the columns from 8 i on. words[r] is the row's part of the packed matrix, or null where there is no such row. Lanes
-// are told by ballots where their non-zeros go, so these come out in ascending order, without atomics.
+// the columns from 8 i on. `words` and `spilled` are the first row's parts of those matrices, the next ones' are so
+// many words or elements on; the second may be null. Only the first num_rows exist. Lanes are told by ballots where
+// their non-zeros go, so these come out in ascending order, without atomics.
 template <int kRows>
-__device__ __forceinline__ void pack_rows(Octet const (&octets)[kRows], uint32_t* const (&words)[kRows],
-                                          int first_column, int num_slots) {
+__device__ __forceinline__ void pack_rows(Octet const (&octets)[kRows], int num_rows, uint32_t* words, int words_step,
+                                          uint16_t* spilled, int spilled_step, int first_column, int num_slots) {
     int const lane = threadIdx.x % kWarpSize;
     uint32_t const lanes_below = (1u << lane) - 1;
     uint32_t masks[kRows] = {};  // bit i: column i of this lane is a non-zero
@@ -45,11 +51,16 @@ __device__ __forceinline__ void pack_rows(Octet const (&octets)[kRows], uint32_t
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        if (words[r] == nullptr) {
-            continue;
+        if (r >= num_rows) {
+            break;
         }
+        uint32_t* const row_words = words + r * words_step;
         if (lane == 0) {
-            words[r][0] = static_cast<uint32_t>(totals[r]);
+            row_words[0] = static_cast<uint32_t>(totals[r]);
+        }
+        if (spilled != nullptr && totals[r] > static_cast<int>(kMostUnspilled)) {
+            reinterpret_cast<uint4*>(spilled + r * spilled_step)[lane] =
+                make_uint4(octets[r].pairs[0], octets[r].pairs[1], octets[r].pairs[2], octets[r].pairs[3]);
         }
         if (totals[r] > num_slots) {
             continue;  // nobody reads the slots of a tile that overflowed
@@ -60,7 +71,7 @@ __device__ __forceinline__ void pack_rows(Octet const (&octets)[kRows], uint32_t
             uint32_t const high = (i & 2) != 0 ? octets[r].pairs[3] : octets[r].pairs[2];
             uint32_t const pair = (i & 4) != 0 ? high : low;
             uint32_t const bits = (i & 1) != 0 ? pair & 0xffff0000u : pair << 16;
-            words[r][1 + slots[r]] = static_cast<uint32_t>(first_column + lane * kVector + i) | bits;
+            row_words[1 + slots[r]] = static_cast<uint32_t>(first_column + lane * kVector + i) | bits;
             ++slots[r];
         }
     }

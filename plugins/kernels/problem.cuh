@@ -12,6 +12,11 @@ inline int num_tiles(twell_problem const& problem) { return (problem.d_ff + TWEL
 // 32-bit words of one tile of one row: the count, then the slots.
 inline int words_per_tile(twell_problem const& problem) { return TWELL_TILE / problem.compression; }
 
+// Elements in a row of the spilled matrix, see pack.cuh.
+inline int64_t spilled_stride(twell_problem const& problem) {
+    return static_cast<int64_t>(num_tiles(problem)) * TWELL_TILE;
+}
+
 inline Activation activation_of(twell_problem const& problem) {
     return {problem.activation == TWELL_FATRELU ? problem.threshold : 0.0f, problem.activation == TWELL_RELU2};
 }

@@ -10,7 +10,7 @@
 namespace twell {
 
 // Wgmma<Element, N>::run: d[64, N] = a[64, 16] b[N, 16]^T + (accumulate ? d : 0), fp32 accumulation, by one warpgroup.
-// a and b are shared-memory descriptors of K-major matrices.
+// a and b are shared-memory descriptors: b's of a K-major matrix, a's too unless kTransposedA, then of an M-major one.
 template <class Element, int N>
 struct Wgmma;
 
@@ -66,36 +66,37 @@ struct Wgmma;
     TWELL_OPERANDS_116, \
     TWELL_OPERANDS_4(116), TWELL_OPERANDS_4(120), TWELL_OPERANDS_4(124)
 
-#define TWELL_WGMMA_OF(Element, type, n, registers, operands, num_registers, a_idx, b_idx, accumulate_idx)          \
-    template <>                                                                                                     \
-    struct Wgmma<Element, n> {                                                                                      \
-        static __device__ __forceinline__ void run(float (&d)[num_registers], uint64_t a, uint64_t b,               \
-                                                   int accumulate) {                                                \
-            asm volatile(                                                                                           \
-                "{\n"                                                                                               \
-                ".reg .pred accumulate;\n"                                                                          \
-                "setp.ne.b32 accumulate, %" #accumulate_idx ", 0;\n"                                                \
-                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, "                \
-                "%" #a_idx ", %" #b_idx ", accumulate, 1, 1, 0, 0;\n"                                               \
-                "}\n"                                                                                               \
-                : operands                                                                                          \
-                : "l"(a), "l"(b), "r"(accumulate));                                                                 \
-        }                                                                                                           \
+#define TWELL_WGMMA_OF(Element, type, n, registers, operands, num_registers, a_idx, b_idx, accumulate_idx, trans_idx) \
+    template <>                                                                                                      \
+    struct Wgmma<Element, n> {                                                                                       \
+        template <bool kTransposedA>                                                                                 \
+        static __device__ __forceinline__ void run(float (&d)[num_registers], uint64_t a, uint64_t b,                \
+                                                   int accumulate) {                                                 \
+            asm volatile(                                                                                            \
+                "{\n"                                                                                                \
+                ".reg .pred accumulate;\n"                                                                           \
+                "setp.ne.b32 accumulate, %" #accumulate_idx ", 0;\n"                                                 \
+                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, "                 \
+                "%" #a_idx ", %" #b_idx ", accumulate, 1, 1, %" #trans_idx ", 0;\n"                                  \
+                "}\n"                                                                                                \
+                : operands                                                                                           \
+                : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA ? 1 : 0));                                       \
+        }                                                                                                            \
     };
-#define TWELL_WGMMA(n, num_registers, a_idx, b_idx, accumulate_idx)                                                 \
-    TWELL_WGMMA_OF(Bf16, "bf16", n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers, \
-                   a_idx, b_idx, accumulate_idx)                                                                    \
-    TWELL_WGMMA_OF(Fp16, "f16", n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers,  \
-                   a_idx, b_idx, accumulate_idx)
+#define TWELL_WGMMA(n, num_registers, a_idx, b_idx, accumulate_idx, trans_idx)                                       \
+    TWELL_WGMMA_OF(Bf16, "bf16", n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers,  \
+                   a_idx, b_idx, accumulate_idx, trans_idx)                                                          \
+    TWELL_WGMMA_OF(Fp16, "f16", n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers,   \
+                   a_idx, b_idx, accumulate_idx, trans_idx)
 
-TWELL_WGMMA(64, 32, 32, 33, 34)
-TWELL_WGMMA(88, 44, 44, 45, 46)
-TWELL_WGMMA(120, 60, 60, 61, 62)
-TWELL_WGMMA(152, 76, 76, 77, 78)
-TWELL_WGMMA(176, 88, 88, 89, 90)
-TWELL_WGMMA(208, 104, 104, 105, 106)
-TWELL_WGMMA(232, 116, 116, 117, 118)
-TWELL_WGMMA(256, 128, 128, 129, 130)
+TWELL_WGMMA(64, 32, 32, 33, 34, 35)
+TWELL_WGMMA(88, 44, 44, 45, 46, 47)
+TWELL_WGMMA(120, 60, 60, 61, 62, 63)
+TWELL_WGMMA(152, 76, 76, 77, 78, 79)
+TWELL_WGMMA(176, 88, 88, 89, 90, 91)
+TWELL_WGMMA(208, 104, 104, 105, 106, 107)
+TWELL_WGMMA(232, 116, 116, 117, 118, 119)
+TWELL_WGMMA(256, 128, 128, 129, 130, 131)
 
 #undef TWELL_REGISTERS_32
 #undef TWELL_OPERANDS_32

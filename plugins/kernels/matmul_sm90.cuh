@@ -1,0 +1,448 @@
+// Matrix products on Hopper (sm_90a): TMA, mbarriers, wgmma. What the gate and the dense path have in common.
+//
+// The products are computed transposed, neurons x tokens, because the tensor cores' second extent is free: any multiple
+// of 8 up to 256. So a launch can cut the tokens into blocks that fill its last round of tiles. A pair of CTAs, a
+// cluster, computes [one tile of 2 x 128 neurons, one block of tokens] at a time; both need the same tokens, so each
+// loads half of them for both. ("Neurons" are the columns of the result, also where these are d_out.) The kernels have
+//   a loader       which brings slices of the weights and the tokens into the stages, across the boundaries of tiles;
+//   two consumers  warpgroups, of 64 neurons each, which multiply and leave the rounded result in shared memory;
+//   helpers        three warps, which carry that result on while the consumers are at the next tile.
+#ifndef TWELL_KERNELS_MATMUL_SM90_CUH_
+#define TWELL_KERNELS_MATMUL_SM90_CUH_
+
+#include <cuda.h>
+
+#include "element.cuh"
+#include "pack.cuh"
+#include "twell/twell.h"
+#include "wgmma.cuh"
+
+namespace twell::matmul_sm90 {
+
+constexpr int kClusterSize = 2;
+constexpr int BLOCK_M = TWELL_TILE / kClusterSize;  // neurons of a CTA
+constexpr int BLOCK_K = 64;
+constexpr int WGMMA_M = 64;
+constexpr int WGMMA_K = 16;
+constexpr int kRowsPerSwizzle = 8;
+constexpr int kRowElements = 64;  // in a row of shared memory, as long as the swizzle pattern
+constexpr int kBytesRow = kRowElements * 2;
+static_assert(BLOCK_K == kRowElements && WGMMA_M == kRowElements, "a row lies along K or along M");
+
+constexpr int kWarpgroupSize = 128;
+constexpr int kWarpgroupWarps = kWarpgroupSize / kWarpSize;
+constexpr int kConsumers = BLOCK_M / WGMMA_M;  // warpgroups
+constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
+constexpr int kThreads = (1 + kConsumers) * kWarpgroupSize;
+constexpr int kHelpers = kWarpgroupWarps - 1;  // warps
+
+// Registers a thread. The kernels start with as many as __launch_bounds__ gives each; then the first warpgroup gives
+// some of its own to the consumers, whose accumulators alone take up to 128.
+constexpr int kRegistersFirst = 88;
+constexpr int kRegistersConsumer = 208;
+static_assert((kRegistersFirst + kConsumers * kRegistersConsumer) * kWarpgroupSize <=
+                  65536 / kThreads / 8 * 8 * kThreads,
+              "setmaxnreg.inc would wait for ever");
+
+// Token blocks that are visited with all tiles before the next ones: about 8 x 256 rows of x and as many neurons'
+// weights are then at work at a time, the least traffic from memory to L2.
+constexpr int kGroupBlocks = 8;
+
+constexpr int kMaxSharedBytes = 227 * 1024;
+
+// Tokens in a block; a multiple of 8, at most 256.
+template <int kTokens>
+struct Config {
+    static constexpr int BLOCK_N = kTokens;
+    static constexpr int kAccumulators = WGMMA_M * BLOCK_N / kWarpgroupSize;
+    // Each CTA loads that many of a block's tokens, whole swizzle patterns. The halves may overlap by one.
+    static constexpr int kRowsLoaded =
+        (BLOCK_N / kClusterSize + kRowsPerSwizzle - 1) / kRowsPerSwizzle * kRowsPerSwizzle;
+    static_assert(BLOCK_N % 8 == 0 && BLOCK_N >= 16 && BLOCK_N <= 256, "what wgmma can do");
+
+    // Shared memory: stages of A (weights), 128 neurons, and B (tokens) [BLOCK_N, BLOCK_K], swizzled by TMA; the
+    // rounded result, [BLOCK_N, 64 neurons] of each consumer; barriers.
+    static constexpr int kBytesA = BLOCK_M * BLOCK_K * 2;
+    static constexpr int kBytesB = BLOCK_N * BLOCK_K * 2;
+    static constexpr int kBytesStage = kBytesA + kBytesB;
+    static constexpr int kBytesLoaded = kBytesA + kClusterSize * kRowsLoaded * BLOCK_K * 2;
+    static constexpr int kBytesResultPart = BLOCK_N * kBytesRow;
+    static constexpr int kBytesResult = kConsumers * kBytesResultPart;
+    static constexpr int kMoreBarriers = 3;  // for what a kernel does with the result
+    static constexpr int kMostStages = (kMaxSharedBytes - 256 - kBytesResult) / kBytesStage;
+    static constexpr int kNumStages = kMostStages < 6 ? kMostStages : 6;
+    static constexpr int kOffsetResult = kNumStages * kBytesStage;
+    static constexpr int kOffsetBarriers = kOffsetResult + kBytesResult;
+    static constexpr int kSharedBytes = kOffsetBarriers + (2 * kNumStages + kMoreBarriers) * 8;
+    static_assert(kNumStages >= 3 && kSharedBytes <= kMaxSharedBytes, "what a block of sm_90 can have");
+    static_assert(kBytesStage % 1024 == 0 && kBytesResultPart % 1024 == 0,
+                  "swizzle patterns of 128 bytes start at multiples of 1024");
+};
+
+// Which tokens and neurons are the i-th to be computed.
+struct Tile {
+    int block_idx;
+    int tile_idx;
+
+    __device__ __forceinline__ Tile(int num_blocks, int num_tiles, int i) {
+        int const per_group = kGroupBlocks * num_tiles;
+        int const within = i % per_group;
+        int const first_block = i / per_group * kGroupBlocks;
+        int const blocks = min(num_blocks - first_block, kGroupBlocks);
+        tile_idx = within / blocks;
+        block_idx = first_block + within % blocks;
+    }
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+__device__ __forceinline__ uint32_t shared_address(void const* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// mbarriers
+
+__device__ __forceinline__ void init_barrier(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Waits for the end of the phase with this parity. A fresh barrier counts as having ended a phase of parity 1.
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// After init_barrier, before sync_cluster().
+__device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives at the barrier of this name in a CTA of the cluster. NOTE: orders nothing for the other CTA's ordinary reads.
+__device__ __forceinline__ void arrive_at_cta(uint32_t barrier, uint32_t cta) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+        "}\n" ::"r"(barrier),
+        "r"(cta)
+        : "memory");
+}
+
+// The same, and what this thread has seen or done before is visible to who waits there with wait_for_cluster().
+__device__ __forceinline__ void release_to_cta(uint32_t barrier, uint32_t cta) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+        "}\n" ::"r"(barrier),
+        "r"(cta)
+        : "memory");
+}
+
+__device__ __forceinline__ void wait_for_cluster(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void arrive_and_expect(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void sync_cluster() {
+    asm volatile(
+        "barrier.cluster.arrive.release;\n"
+        "barrier.cluster.wait.acquire;\n" ::
+            : "memory");
+}
+
+// TMA. What lies outside the matrix becomes zeros and counts as bytes that came; it is not stored.
+
+__device__ __forceinline__ void prefetch_map(CUtensorMap const& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+__device__ __forceinline__ void load_box(uint32_t destination, CUtensorMap const& map, uint32_t barrier, int column,
+                                         int row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            destination),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row)
+        : "memory");
+}
+
+// The same into all CTAs of the cluster: at the same place, signalled at the same barrier of each.
+__device__ __forceinline__ void load_box_for_all(uint32_t destination, CUtensorMap const& map, uint32_t barrier,
+                                                 int column, int row) {
+    uint16_t const ctas = (1 << kClusterSize) - 1;
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%4, %5}], [%2], %3;" ::"r"(destination),
+        "l"(&map), "r"(barrier), "h"(ctas), "r"(column), "r"(row)
+        : "memory");
+}
+
+__device__ __forceinline__ void store_box(CUtensorMap const& map, uint32_t source, int column, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(source),
+                 "r"(column), "r"(row)
+                 : "memory");
+}
+
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until this thread's stores have read shared memory.
+__device__ __forceinline__ void wait_until_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Before TMA touches shared memory that this thread wrote.
+__device__ __forceinline__ void release_to_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// wgmma
+
+// Describes rows of 64 elements in a stage, from `address` on; groups of 8 rows follow each other. For a K-major matrix
+// the rows' elements lie along K, for an M-major one along M; then the rows do along K.
+__device__ __forceinline__ uint64_t describe(uint32_t address) {
+    return static_cast<uint64_t>((address & 0x3ffffu) >> 4) | uint64_t{1} << 16 |
+           uint64_t{kRowsPerSwizzle * kBytesRow >> 4} << 32 | uint64_t{1} << 62;
+}
+
+__device__ __forceinline__ void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait_wgmma() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Goes round the stages; `parity` is that of the phase in which the present round fills them.
+template <int kNumStages>
+struct Ring {
+    int stage = 0;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == kNumStages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// Where everything lies in shared memory, which starts at `base`. A stage is full when all its bytes are there, and
+// empty when the consumers of both CTAs are done with it, since either CTA writes into both.
+template <class Cfg>
+struct Shared {
+    uint32_t base;
+
+    __device__ __forceinline__ uint32_t stage_a(int stage) const { return base + stage * Cfg::kBytesStage; }
+    __device__ __forceinline__ uint32_t stage_b(int stage) const { return stage_a(stage) + Cfg::kBytesA; }
+    __device__ __forceinline__ uint32_t result() const { return base + Cfg::kOffsetResult; }
+    __device__ __forceinline__ uint32_t stage_full(int stage) const { return barrier(stage); }
+    __device__ __forceinline__ uint32_t stage_empty(int stage) const { return barrier(Cfg::kNumStages + stage); }
+    // One of those that a kernel may use as it likes.
+    __device__ __forceinline__ uint32_t more_barrier(int i) const { return barrier(2 * Cfg::kNumStages + i); }
+
+    // By one thread, before sync_cluster().
+    __device__ __forceinline__ void init_stages() const {
+        for (int stage = 0; stage < Cfg::kNumStages; ++stage) {
+            init_barrier(stage_full(stage), 1);
+            init_barrier(stage_empty(stage), kClusterSize * kConsumerWarps);
+        }
+    }
+
+  private:
+    __device__ __forceinline__ uint32_t barrier(int i) const { return base + Cfg::kOffsetBarriers + i * 8; }
+};
+
+// Loads, by one thread of each CTA, all slices of a tile. A is [neurons, K] in boxes of [BLOCK_M, BLOCK_K], or, if
+// transposed, [K, neurons] in boxes of [BLOCK_K, WGMMA_M]; B is [tokens, K] in boxes of [kRowsLoaded, BLOCK_K].
+template <class Cfg, bool kTransposedA>
+__device__ __forceinline__ void load_slices(Shared<Cfg> const& shared, Ring<Cfg::kNumStages>& ring,
+                                            CUtensorMap const& a, CUtensorMap const& b, Tile const& tile, uint32_t rank,
+                                            int num_slices) {
+    int const half = rank == 0 ? 0 : Cfg::BLOCK_N - Cfg::kRowsLoaded;
+    int const neuron = tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M;
+    int const token = tile.block_idx * Cfg::BLOCK_N + half;
+    for (int slice = 0; slice < num_slices; ++slice) {
+        wait_barrier(shared.stage_empty(ring.stage), ring.parity ^ 1);
+        uint32_t const full = shared.stage_full(ring.stage);
+        uint32_t const stage_a = shared.stage_a(ring.stage);
+        arrive_and_expect(full, Cfg::kBytesLoaded);
+        if constexpr (kTransposedA) {
+            for (int consumer = 0; consumer < kConsumers; ++consumer) {
+                load_box(stage_a + consumer * (BLOCK_K * kBytesRow), a, full, neuron + consumer * WGMMA_M,
+                         slice * BLOCK_K);
+            }
+        } else {
+            load_box(stage_a, a, full, slice * BLOCK_K, neuron);
+        }
+        load_box_for_all(shared.stage_b(ring.stage) + half * kBytesRow, b, full, slice * BLOCK_K, token);
+        ring.advance();
+    }
+}
+
+// accumulators = what the loader loads, by one consumer.
+template <class Element, class Cfg, bool kTransposedA>
+__device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kAccumulators], Shared<Cfg> const& shared,
+                                         Ring<Cfg::kNumStages>& ring, int consumer, int num_slices) {
+    int const lane = threadIdx.x % kWarpSize;
+    // An M-major A has 16 whole rows for each step along K, else a step moves along the rows.
+    constexpr int kStepA = kTransposedA ? WGMMA_K * kBytesRow : WGMMA_K * 2;
+    int stage_before = 0;
+    for (int slice = 0; slice < num_slices; ++slice) {
+        wait_barrier(shared.stage_full(ring.stage), ring.parity);
+        uint64_t const a = describe(shared.stage_a(ring.stage) + consumer * (WGMMA_M * BLOCK_K * 2));
+        uint64_t const b = describe(shared.stage_b(ring.stage));
+        begin_wgmma();
+#pragma unroll
+        for (int k = 0; k < BLOCK_K / WGMMA_K; ++k) {
+            Wgmma<Element, Cfg::BLOCK_N>::template run<kTransposedA>(accumulators, a + k * (kStepA >> 4),
+                                                                     b + k * (WGMMA_K * 2 >> 4), (slice | k) != 0);
+        }
+        commit_wgmma();
+        // One slice stays in flight while the stage of the one before is handed back.
+        wait_wgmma<1>();
+        if (slice != 0 && lane < kClusterSize) {
+            arrive_at_cta(shared.stage_empty(stage_before), lane);
+        }
+        stage_before = ring.stage;
+        ring.advance();
+    }
+    wait_wgmma<0>();
+    // The compiler does not know that the accumulators were not valid until here.
+#pragma unroll
+    for (int k = 0; k < Cfg::kAccumulators; ++k) {
+        asm volatile("" : "+f"(accumulators[k])::"memory");
+    }
+    if (lane < kClusterSize) {
+        arrive_at_cta(shared.stage_empty(stage_before), lane);
+    }
+}
+
+// The result. The XOR makes 8 tokens' chunks of the same neurons fall into different banks; TMA's swizzle is the same.
+template <class Cfg>
+__device__ __forceinline__ uint32_t chunk_offset(int token, int chunk) {
+    constexpr int kChunks = kRowElements / kVector;
+    return static_cast<uint32_t>(chunk / kChunks * Cfg::kBytesResultPart + token * kBytesRow +
+                                 (((chunk % kChunks) ^ (token & 7)) << 4));
+}
+constexpr int kChunksPerToken = BLOCK_M / kVector;
+
+// Four 8 x 8 matrices, transposed: lanes 8 i to 8 i + 7 give the addresses of matrix i's columns.
+__device__ __forceinline__ void store_transposed_x4(uint32_t address, uint32_t const (&fragment)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_transposed_x2(uint32_t address, uint32_t fragment0, uint32_t fragment1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(fragment0),
+                 "r"(fragment1)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_transposed_x4(uint32_t (&fragment)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_transposed_x2(uint32_t& fragment0, uint32_t& fragment1, uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(fragment0), "=r"(fragment1)
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 load_chunk(uint32_t address) {
+    uint4 chunk;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
+                 : "r"(address)
+                 : "memory");
+    return chunk;
+}
+
+// The biases of a consumer thread's two neurons, `neuron` and the eighth after it; 0 past the last one.
+template <class Element>
+__device__ __forceinline__ float2 load_biases(uint16_t const* bias, int neuron, int num_neurons) {
+    float2 biases = make_float2(0.0f, 0.0f);
+    if (bias != nullptr) {
+        biases.x = neuron < num_neurons ? Element::to_float(bias[neuron]) : 0.0f;
+        biases.y = neuron + 8 < num_neurons ? Element::to_float(bias[neuron + 8]) : 0.0f;
+    }
+    return biases;
+}
+
+// Rounds a consumer's accumulators into the result; kWithOld: what is there already is combined with them first.
+// combine(old, low, high) gives the new pair from the old one and from two tokens' sums. A warp has 16 neurons: two
+// chunks of each token's row.
+template <class Cfg, bool kWithOld, class Combine>
+__device__ __forceinline__ void store_result(uint32_t result, float const (&accumulators)[Cfg::kAccumulators],
+                                             float2 biases, int first_chunk, Combine combine) {
+    constexpr int N = Cfg::BLOCK_N;
+    int const lane = threadIdx.x % kWarpSize;
+    uint32_t const address = result + chunk_offset<Cfg>(lane / 16 * 8 + lane % 8, first_chunk + lane / 8 % 2);
+    auto const round = [&](uint32_t old, int i, float bias) {
+        return combine(old, accumulators[i] + bias, accumulators[i + 1] + bias);
+    };
+#pragma unroll
+    for (int j = 0; j + 1 < N / 8; j += 2) {
+        uint32_t fragment[4] = {};
+        if constexpr (kWithOld) {
+            load_transposed_x4(fragment, address + j * 8 * kBytesRow);
+        }
+        fragment[0] = round(fragment[0], j * 4, biases.x);
+        fragment[1] = round(fragment[1], j * 4 + 2, biases.y);
+        fragment[2] = round(fragment[2], j * 4 + 4, biases.x);
+        fragment[3] = round(fragment[3], j * 4 + 6, biases.y);
+        store_transposed_x4(address + j * 8 * kBytesRow, fragment);
+    }
+    if constexpr (N / 8 % 2 != 0) {
+        constexpr int j = N / 8 - 1;
+        // Lanes from 16 on give no address.
+        uint32_t fragment[2] = {};
+        if constexpr (kWithOld) {
+            load_transposed_x2(fragment[0], fragment[1], address + j * 8 * kBytesRow);
+        }
+        fragment[0] = round(fragment[0], j * 4, biases.x);
+        fragment[1] = round(fragment[1], j * 4 + 2, biases.y);
+        store_transposed_x2(address + j * 8 * kBytesRow, fragment[0], fragment[1]);
+    }
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+}  // namespace twell::matmul_sm90
+
+#endif  // TWELL_KERNELS_MATMUL_SM90_CUH_
