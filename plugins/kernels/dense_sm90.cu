@@ -13,7 +13,7 @@ constexpr int kGatherBlocks = 4;  // a multiprocessor
 // Of the tokens, this share may be dense while the others are not; from there on all are.
 constexpr int64_t kPartDivisor = 4;
 
-size_t hidden_part_bytes(twell_problem const& problem) {
+size_t h_part_bytes(twell_problem const& problem) {
     return static_cast<size_t>(max_dense_part(problem)) * spilled_stride(problem) * sizeof(uint16_t);
 }
 
@@ -27,25 +27,24 @@ size_t x_part_bytes(twell_problem const& problem) {
 struct Launch {
     twell_problem const& problem;
     twell_tensors const& tensors;
-    uint16_t* spilled;
-    uint16_t* hidden_part;
+    sm90::Gate gate;
+    uint16_t* h_part;
     uint16_t* x_part;
     sm90::Rows rows;
     int clusters;  // that the device holds
     cudaStream_t stream;
 };
 
-cudaError_t launch_gather(Launch const& launch, uint32_t const* packed, int num_multiprocessors) {
+cudaError_t launch_gather(Launch const& launch, int num_multiprocessors) {
     sm90::GatherParams params = {};
     params.rows = launch.rows;
-    params.packed = packed;
-    params.spilled = launch.spilled;
-    params.hidden_part = launch.hidden_part;
-    params.x = static_cast<uint16_t const*>(launch.tensors.x);
-    params.x_part = launch.problem.variant == TWELL_GATED ? launch.x_part : nullptr;
+    params.gate = launch.gate;
+    params.h_part = launch.h_part;
+    if (launch.problem.variant == TWELL_GATED) {
+        params.x = static_cast<uint16_t const*>(launch.tensors.x);
+        params.x_part = launch.x_part;
+    }
     params.d_model = launch.problem.d_model;
-    params.num_tiles = num_tiles(launch.problem);
-    params.words_per_tile = words_per_tile(launch.problem);
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -72,14 +71,14 @@ cudaError_t launch_projection(Launch const& launch) {
         params.bias = static_cast<uint16_t const*>(launch.tensors.b_up);
         params.num_neurons = problem.d_ff;
         params.num_slices = problem.d_model / sm90::BLOCK_K;
+        params.gate = launch.gate;
+        params.h_part = launch.h_part;
         error = sm90::first_error({
             sm90::encode(params.weights, launch.tensors.w_up, problem.d_ff, problem.d_model, sm90::BLOCK_M,
                          problem.dtype),
             sm90::encode(params.tokens[0], launch.tensors.x, problem.tokens, problem.d_model, Cfg::kRowsLoaded,
                          problem.dtype),
             sm90::encode(params.tokens[1], launch.x_part, part, problem.d_model, Cfg::kRowsLoaded, problem.dtype),
-            sm90::encode(params.hidden[0], launch.spilled, problem.tokens, stride, Cfg::BLOCK_N, problem.dtype),
-            sm90::encode(params.hidden[1], launch.hidden_part, part, stride, Cfg::BLOCK_N, problem.dtype),
         });
     } else {
         params.bias = static_cast<uint16_t const*>(launch.tensors.b_down);
@@ -89,8 +88,8 @@ cudaError_t launch_projection(Launch const& launch) {
         error = sm90::first_error({
             sm90::encode(params.weights, launch.tensors.w_down, problem.d_ff, problem.d_out, sm90::BLOCK_K,
                          problem.dtype),
-            sm90::encode(params.tokens[0], launch.spilled, problem.tokens, stride, Cfg::kRowsLoaded, problem.dtype),
-            sm90::encode(params.tokens[1], launch.hidden_part, part, stride, Cfg::kRowsLoaded, problem.dtype),
+            sm90::encode(params.tokens[0], launch.gate.spilled, problem.tokens, stride, Cfg::kRowsLoaded, problem.dtype),
+            sm90::encode(params.tokens[1], launch.h_part, part, stride, Cfg::kRowsLoaded, problem.dtype),
         });
     }
     if (error != cudaSuccess) {
@@ -131,16 +130,17 @@ bool dense_sm90_supports(twell_problem const& problem) {
 
 int64_t max_dense_part(twell_problem const& problem) { return (problem.tokens + kPartDivisor - 1) / kPartDivisor; }
 
-size_t dense_scratch_bytes(twell_problem const& problem) { return hidden_part_bytes(problem) + x_part_bytes(problem); }
+size_t dense_scratch_bytes(twell_problem const& problem) { return h_part_bytes(problem) + x_part_bytes(problem); }
 
 cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
                               uint16_t* spilled, DenseRows const& rows, void* scratch, int num_multiprocessors,
                               cudaStream_t stream) {
-    Launch launch = {problem, tensors, spilled, static_cast<uint16_t*>(scratch), nullptr, {}, 0, stream};
-    launch.x_part = launch.hidden_part + hidden_part_bytes(problem) / sizeof(uint16_t);
-    launch.rows = {rows.order, rows.count, rows.failed, problem.tokens};
-    launch.clusters = num_multiprocessors / sm90::kClusterSize;
-    if (cudaError_t const error = launch_gather(launch, packed, num_multiprocessors); error != cudaSuccess) {
+    sm90::Gate const gate = {packed, spilled, num_tiles(problem), words_per_tile(problem)};
+    uint16_t* const h_part = static_cast<uint16_t*>(scratch);
+    uint16_t* const x_part = h_part + h_part_bytes(problem) / sizeof(uint16_t);
+    Launch const launch = {problem, tensors, gate, h_part, x_part, {rows.order, rows.count, rows.failed, problem.tokens},
+                           num_multiprocessors / sm90::kClusterSize, stream};
+    if (cudaError_t const error = launch_gather(launch, num_multiprocessors); error != cudaSuccess) {
         return error;
     }
     return problem.dtype == TWELL_BF16 ? launch_projections<Bf16>(launch) : launch_projections<Fp16>(launch);

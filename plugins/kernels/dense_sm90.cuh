@@ -1,11 +1,11 @@
 // The dense path on Hopper (sm_90a): up and down projections of rows that are too dense for the sparse ones. See
 // matmul_sm90.cuh for the products.
 //
-// Between the steps there is one matrix `hidden` [dense rows, d_ff], in the element type: the gather kernel completes
-// it with g, the up projection multiplies it by u in place, the down projection reads it. Which rows are dense is known
-// on the device alone: grids are fixed, and CTAs that find nothing to do leave.
-//   all rows   hidden is the spilled matrix itself, x is read where it is
-//   a part     the gather kernel copies g and x of the dense rows to where they are neighbours
+// Between the two there is h [dense rows, num_tiles * TWELL_TILE], in the element type. Which rows are dense is known on
+// the device alone: grids are fixed, and CTAs that find nothing to do leave.
+//   all rows   h takes the place of g in the spilled matrix, x is read where it is
+//   a part     the gather kernel has copied x of the dense rows to where they are neighbours, h likewise
+// A block without up projection has h = g; then the gather kernel completes or copies g.
 #ifndef TWELL_KERNELS_DENSE_SM90_CUH_
 #define TWELL_KERNELS_DENSE_SM90_CUH_
 
@@ -36,27 +36,25 @@ struct View {
     }
 };
 
-// Gather
+// g
 
-struct GatherParams {
-    Rows rows;
-    uint32_t const* packed;  // [tokens, num_tiles * words_per_tile]
-    uint16_t* spilled;       // [tokens, num_tiles * TWELL_TILE]
-    uint16_t* hidden_part;   // [dense rows, num_tiles * TWELL_TILE]
-    uint16_t const* x;       // [tokens, d_model]
-    uint16_t* x_part;        // [dense rows, d_model], or null where there is no up projection
-    int d_model;
+// The packed matrix and the spilled one, which together hold g: see pack.cuh.
+struct Gate {
+    uint32_t const* packed;   // [tokens, num_tiles * words_per_tile]
+    uint16_t* spilled;        // [tokens, num_tiles * TWELL_TILE]
     int num_tiles;
     int words_per_tile;
+
+    __device__ __forceinline__ int64_t stride() const { return static_cast<int64_t>(num_tiles) * TWELL_TILE; }
+
+    // The count and the first entries of a tile.
+    __device__ __forceinline__ uint4 const* head(int64_t row, int tile_idx) const {
+        return reinterpret_cast<uint4 const*>(packed + (row * num_tiles + tile_idx) * words_per_tile);
+    }
 };
 
-constexpr int kGatherThreads = 256;
-// A piece is as long as a tile, and a warp moves several at once.
-constexpr int kPiecesAtOnce = 8;
-
-// The columns of a lane, from the count and the entries of a tile with few non-zeros.
-__device__ __forceinline__ uint4 expand(uint4 head) {
-    int const lane = threadIdx.x % kWarpSize;
+// Eight columns of a tile that has not been spilled, from the chunk-th eight on.
+__device__ __forceinline__ uint4 expand(uint4 head, int chunk) {
     uint32_t const entries[kMostUnspilled] = {head.y, head.z, head.w};
     uint32_t pairs[kVector / 2] = {};
 #pragma unroll
@@ -65,64 +63,84 @@ __device__ __forceinline__ uint4 expand(uint4 head) {
         uint32_t const value = (column & 1) != 0 ? entries[e] & 0xffff0000u : entries[e] >> 16;
 #pragma unroll
         for (int i = 0; i < kVector / 2; ++i) {
-            pairs[i] |= e < head.x && column / 2 == lane * (kVector / 2) + i ? value : 0u;
+            // NOTE: entries past the last one have not been written.
+            pairs[i] |= e < head.x && column / 2 == chunk * (kVector / 2) + i ? value : 0u;
         }
     }
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-// Completes or fills kPiecesAtOnce tiles of a row of the hidden matrix, with one warp.
-__device__ __forceinline__ void gather_tiles(GatherParams const& params, bool all, int64_t row, int64_t position,
-                                             int tile_begin) {
+// Gather
+
+struct GatherParams {
+    Rows rows;
+    Gate gate;
+    uint16_t const* x;  // [tokens, d_model]; null in a plain block
+    uint16_t* x_part;   // [dense rows, d_model]; null in a plain block
+    uint16_t* h_part;   // [dense rows, num_tiles * TWELL_TILE]
+    int d_model;
+};
+
+constexpr int kGatherThreads = 256;
+constexpr int kPiecesAtOnce = 4;  // of kWarpSize vectors, that a warp moves
+
+// By one warp.
+__device__ __forceinline__ void copy_vectors(uint4* destination, uint4 const* source, int count) {
     int const lane = threadIdx.x % kWarpSize;
-    int64_t const row_stride = static_cast<int64_t>(params.num_tiles) * TWELL_TILE;
-    uint32_t const* const packed_row =
-        params.packed + row * (static_cast<int64_t>(params.num_tiles) * params.words_per_tile);
-    uint4 const* const source = reinterpret_cast<uint4 const*>(params.spilled + row * row_stride) + lane;
-    uint4* const destination =
-        reinterpret_cast<uint4*>(all ? params.spilled + row * row_stride : params.hidden_part + position * row_stride) +
-        lane;
-    uint4 heads[kPiecesAtOnce];
-    uint4 pieces[kPiecesAtOnce];
+    for (int begin = lane; begin < count; begin += kPiecesAtOnce * kWarpSize) {
+        uint4 pieces[kPiecesAtOnce];
 #pragma unroll
-    for (int i = 0; i < kPiecesAtOnce; ++i) {
-        // NOTE: entries past the last one were not written; expand() does not use them.
-        heads[i] = tile_begin + i < params.num_tiles
-                       ? *reinterpret_cast<uint4 const*>(packed_row + (tile_begin + i) * params.words_per_tile)
-                       : make_uint4(UINT32_MAX, 0, 0, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < kPiecesAtOnce; ++i) {
-        if (!all && tile_begin + i < params.num_tiles && heads[i].x > kMostUnspilled) {
-            pieces[i] = source[(tile_begin + i) * kWarpSize];
+        for (int i = 0; i < kPiecesAtOnce; ++i) {
+            pieces[i] = source[min(begin + i * kWarpSize, count - 1)];
         }
-    }
 #pragma unroll
-    for (int i = 0; i < kPiecesAtOnce; ++i) {
-        if (heads[i].x <= kMostUnspilled) {
-            destination[(tile_begin + i) * kWarpSize] = expand(heads[i]);
-        } else if (!all && tile_begin + i < params.num_tiles) {
-            destination[(tile_begin + i) * kWarpSize] = pieces[i];
+        for (int i = 0; i < kPiecesAtOnce; ++i) {
+            if (begin + i * kWarpSize < count) {
+                destination[begin + i * kWarpSize] = pieces[i];
+            }
         }
     }
 }
 
-__device__ __forceinline__ void gather_x(GatherParams const& params, int64_t row, int64_t position, int piece_begin) {
-    int const num_vectors = params.d_model / kVector;
-    uint4 const* const source = reinterpret_cast<uint4 const*>(params.x + row * params.d_model);
-    uint4* const destination = reinterpret_cast<uint4*>(params.x_part + position * params.d_model);
-    int const begin = piece_begin * kWarpSize + static_cast<int>(threadIdx.x % kWarpSize);
-    uint4 pieces[kPiecesAtOnce];
-#pragma unroll
-    for (int i = 0; i < kPiecesAtOnce; ++i) {
-        if (begin + i * kWarpSize < num_vectors) {
-            pieces[i] = source[begin + i * kWarpSize];
+// A plain block's h, by one warp: tiles that have not been spilled are expanded, the others copied if they have to move.
+__device__ __forceinline__ void gather_g(GatherParams const& params, bool all, int64_t row, int64_t position) {
+    int const lane = threadIdx.x % kWarpSize;
+    Gate const& gate = params.gate;
+    uint4 const* const source = reinterpret_cast<uint4 const*>(gate.spilled + row * gate.stride()) + lane;
+    uint4* const destination =
+        reinterpret_cast<uint4*>(all ? gate.spilled + row * gate.stride() : params.h_part + position * gate.stride()) +
+        lane;
+    for (int tile_begin = 0; tile_begin < gate.num_tiles; tile_begin += kWarpSize) {
+        int const tile_idx = tile_begin + lane;
+        uint4 const head = tile_idx < gate.num_tiles ? *gate.head(row, tile_idx) : make_uint4(0, 0, 0, 0);
+        uint32_t const inside = __ballot_sync(0xffffffffu, tile_idx < gate.num_tiles);
+        uint32_t const spilled = __ballot_sync(0xffffffffu, head.x > kMostUnspilled);
+        for (uint32_t rest = inside & ~spilled; rest != 0; rest &= rest - 1) {
+            int const owner = __ffs(rest) - 1;
+            uint4 const entries =
+                make_uint4(__shfl_sync(0xffffffffu, head.x, owner), __shfl_sync(0xffffffffu, head.y, owner),
+                           __shfl_sync(0xffffffffu, head.z, owner), __shfl_sync(0xffffffffu, head.w, owner));
+            destination[(tile_begin + owner) * kWarpSize] = expand(entries, lane);
         }
-    }
+        if (!all) {
+            for (uint32_t rest = spilled; rest != 0;) {
+                uint4 pieces[kPiecesAtOnce];
+                int owners[kPiecesAtOnce];
+                int count = 0;
 #pragma unroll
-    for (int i = 0; i < kPiecesAtOnce; ++i) {
-        if (begin + i * kWarpSize < num_vectors) {
-            destination[begin + i * kWarpSize] = pieces[i];
+                for (int i = 0; i < kPiecesAtOnce; ++i) {
+                    owners[i] = rest != 0 ? __ffs(rest) - 1 : owners[0];
+                    count += rest != 0 ? 1 : 0;
+                    rest &= rest - 1;
+                    pieces[i] = source[(tile_begin + owners[i]) * kWarpSize];
+                }
+#pragma unroll
+                for (int i = 0; i < kPiecesAtOnce; ++i) {
+                    if (i < count) {
+                        destination[(tile_begin + owners[i]) * kWarpSize] = pieces[i];
+                    }
+                }
+            }
         }
     }
 }
@@ -131,25 +149,19 @@ __global__ void __launch_bounds__(kGatherThreads) gather_kernel(GatherParams con
     wait_for_previous_launch();
     allow_dependent_launch();
     View const view(params.rows);
-    int const lane = threadIdx.x % kWarpSize;
-    int const groups_g = (params.num_tiles + kPiecesAtOnce - 1) / kPiecesAtOnce;
-    int const groups_x = view.all || params.x_part == nullptr
-                             ? 0
-                             : (params.d_model + kPiecesAtOnce * TWELL_TILE - 1) / (kPiecesAtOnce * TWELL_TILE);
-    int const groups = groups_g + groups_x;
-    int64_t const first = static_cast<int64_t>(blockIdx.x) * (kGatherThreads / kWarpSize) + threadIdx.x / kWarpSize;
-    int64_t const step = static_cast<int64_t>(gridDim.x) * (kGatherThreads / kWarpSize);
-    for (int64_t item = first; item < static_cast<int64_t>(view.count) * groups; item += step) {
-        int const position = static_cast<int>(item / groups);
-        int const group = static_cast<int>(item % groups);
-        int const row = view.row_of(params.rows, position);
-        if (group == 0 && lane == 0) {
+    constexpr int kWarps = kGatherThreads / kWarpSize;
+    int const first = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
+    int const step = static_cast<int>(gridDim.x) * kWarps;
+    for (int position = first; position < view.count; position += step) {
+        int64_t const row = view.row_of(params.rows, position);
+        if (threadIdx.x % kWarpSize == 0) {
             params.rows.failed[row] = 0;
         }
-        if (group < groups_g) {
-            gather_tiles(params, view.all, row, position, group * kPiecesAtOnce);
-        } else {
-            gather_x(params, row, position, (group - groups_g) * kPiecesAtOnce);
+        if (params.x == nullptr) {
+            gather_g(params, view.all, row, position);
+        } else if (!view.all) {
+            copy_vectors(reinterpret_cast<uint4*>(params.x_part + static_cast<int64_t>(position) * params.d_model),
+                         reinterpret_cast<uint4 const*>(params.x + row * params.d_model), params.d_model / kVector);
         }
     }
 }
@@ -158,11 +170,12 @@ __global__ void __launch_bounds__(kGatherThreads) gather_kernel(GatherParams con
 
 struct Params {
     CUtensorMap weights;  // up: w_up [d_ff, d_model]; down: w_down [d_ff, d_out]
-    // Of all rows, and of the dense ones: up: x [rows, d_model]; down: hidden [rows, num_tiles of d_ff * TWELL_TILE].
+    // Of all rows, and of the dense ones: up: x [rows, d_model]; down: h [rows, num_tiles of d_ff * TWELL_TILE].
     CUtensorMap tokens[2];
-    CUtensorMap hidden[2];  // up only, boxes of [BLOCK_N, kRowElements]
     Rows rows;
     uint16_t const* bias;  // [num_neurons] or null
+    Gate gate;             // up only
+    uint16_t* h_part;      // [dense rows, gate.num_tiles * TWELL_TILE], up only
     uint16_t* y;           // [tokens, num_neurons], down only
     int num_neurons;       // up: d_ff; down: d_out
     int num_tiles;         // of neurons
@@ -176,18 +189,19 @@ enum class Projection { kUp, kDown };
 
 __device__ __forceinline__ bool is_finite(float value) { return fabsf(value) < INFINITY; }
 
-// h for a pair of tokens from g and u; where g is 0, so is h, whatever u is.
+// h of two neurons; where g is 0, so is h, whatever u is.
 template <class Element>
-__device__ __forceinline__ uint32_t multiply_by_g(uint32_t g_pair, float u0, float u1, bool relu_on_up) {
+__device__ __forceinline__ uint32_t multiply_pair(uint32_t g_pair, uint32_t u_pair, bool relu_on_up) {
     float2 const g = Element::to_float2(g_pair);
+    float2 u = Element::to_float2(u_pair);
     if (relu_on_up) {
-        u0 = u0 <= 0.0f ? 0.0f : u0;  // NaN is kept
-        u1 = u1 <= 0.0f ? 0.0f : u1;
+        u.x = u.x <= 0.0f ? 0.0f : u.x;  // NaN is kept
+        u.y = u.y <= 0.0f ? 0.0f : u.y;
     }
-    return Element::from_float2(g.x == 0.0f ? 0.0f : g.x * u0, g.y == 0.0f ? 0.0f : g.y * u1);
+    return Element::from_float2(g.x == 0.0f ? 0.0f : g.x * u.x, g.y == 0.0f ? 0.0f : g.y * u.y);
 }
 
-// Marks the rows that this thread has a sum of that is not finite. One reason is h out of the element type's range,
+// Marks the rows that this thread has a sum of that is not finite. One reason is u or h out of the element type's range,
 // another an inactive neuron's weight that is not finite: the contract has no such limit and ignores such a weight, so
 // the sparse path must compute these rows.
 template <class Cfg>
@@ -210,35 +224,83 @@ __device__ __forceinline__ void mark_failed(Params const& params, View const& vi
     }
 }
 
-// Takes y from shared memory to where it belongs: with one warp every kStep-th pair of rows from `first` on.
-template <class Cfg, int kStep>
-__device__ __forceinline__ void scatter(Params const& params, View const& view, Tile const& tile, uint32_t rank,
-                                        uint32_t result, int first) {
+// Carries the result from shared memory to where it belongs, as h or y: with one warp, every kStep-th pair of tokens from
+// `first` on.
+template <class Element, class Cfg, Projection kProjection, int kStep>
+__device__ __forceinline__ void carry_on(Params const& params, View const& view, Tile const& tile, uint32_t rank,
+                                         uint32_t result, int first) {
     constexpr int kAtOnce = 4;
-    static_assert(kWarpSize == 2 * kChunksPerToken, "a warp moves two tokens' rows at a time");
+    static_assert(kWarpSize == 2 * kChunksPerToken, "a warp has two tokens at a time");
     int const lane = threadIdx.x % kWarpSize;
     int const chunk = lane % kChunksPerToken;
     int const column = tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M + chunk * kVector;
     int const position_begin = tile.block_idx * Cfg::BLOCK_N;
     int const num_rows = min(view.count - position_begin, Cfg::BLOCK_N);
-    bool const inside = column < params.num_neurons;
 #pragma unroll 1
     for (int begin = first * 2 + lane / kChunksPerToken; begin < num_rows; begin += kAtOnce * kStep * 2) {
-        int rows[kAtOnce];
+        int64_t rows[kAtOnce];
         uint4 chunks[kAtOnce];
+        auto const index = [&](int r) { return min(begin + r * kStep * 2, num_rows - 1); };
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
-            int const i = min(begin + r * kStep * 2, num_rows - 1);
-            rows[r] = view.row_of(params.rows, position_begin + i);
-            chunks[r] = load_chunk(result + chunk_offset<Cfg>(i, chunk));
+            rows[r] = view.row_of(params.rows, position_begin + index(r));
         }
+        if constexpr (kProjection == Projection::kUp) {
+            uint4 heads[kAtOnce];
 #pragma unroll
-        for (int r = 0; r < kAtOnce; ++r) {
-            if (inside && begin + r * kStep * 2 < num_rows) {
-                *reinterpret_cast<uint4*>(params.y + static_cast<int64_t>(rows[r]) * params.num_neurons + column) =
-                    chunks[r];
+            for (int r = 0; r < kAtOnce; ++r) {
+                heads[r] = *params.gate.head(rows[r], tile.tile_idx);
+            }
+#pragma unroll
+            for (int r = 0; r < kAtOnce; ++r) {
+                if (heads[r].x > kMostUnspilled) {
+                    chunks[r] =
+                        *reinterpret_cast<uint4 const*>(params.gate.spilled + rows[r] * params.gate.stride() + column);
+                } else {
+                    chunks[r] = expand(heads[r], static_cast<int>(rank) * kChunksPerToken + chunk);
+                }
             }
         }
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+            uint4 const sums = load_chunk(result + chunk_offset<Cfg>(index(r), chunk));
+            if constexpr (kProjection == Projection::kUp) {
+                chunks[r].x = multiply_pair<Element>(chunks[r].x, sums.x, params.relu_on_up);
+                chunks[r].y = multiply_pair<Element>(chunks[r].y, sums.y, params.relu_on_up);
+                chunks[r].z = multiply_pair<Element>(chunks[r].z, sums.z, params.relu_on_up);
+                chunks[r].w = multiply_pair<Element>(chunks[r].w, sums.w, params.relu_on_up);
+            } else {
+                chunks[r] = sums;
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+            if (begin + r * kStep * 2 >= num_rows) {
+                continue;
+            }
+            if constexpr (kProjection == Projection::kUp) {
+                int64_t const position = position_begin + begin + r * kStep * 2;
+                uint16_t* const h = view.all ? params.gate.spilled : params.h_part;
+                *reinterpret_cast<uint4*>(h + position * params.gate.stride() + column) = chunks[r];
+            } else if (column < params.num_neurons) {
+                *reinterpret_cast<uint4*>(params.y + rows[r] * params.num_neurons + column) = chunks[r];
+            }
+        }
+    }
+}
+
+// Brings what carry_on will need from memory to L2.
+template <class Cfg>
+__device__ __forceinline__ void prefetch_g(Params const& params, View const& view, Tile const& tile, uint32_t rank) {
+    int const position_begin = tile.block_idx * Cfg::BLOCK_N;
+    int const num_rows = min(view.count - position_begin, Cfg::BLOCK_N);
+    int const column = tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M;
+    for (int i = static_cast<int>(threadIdx.x) - kWarpSize; i < num_rows; i += kHelpers * kWarpSize) {
+        int64_t const row = view.row_of(params.rows, position_begin + i);
+        prefetch_line(params.gate.head(row, tile.tile_idx));
+        uint16_t const* const g = params.gate.spilled + row * params.gate.stride() + column;
+        prefetch_line(g);
+        prefetch_line(g + kRowElements);
     }
 }
 
@@ -249,14 +311,12 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     dense_kernel(__grid_constant__ Params const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     constexpr bool kUp = kProjection == Projection::kUp;
-    constexpr int kBarrierThreads = 1;  // named, of the consumers
+    constexpr int kConsumersBarrier = 1;  // named
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Shared<Cfg> const shared = {shared_address(shared_bytes)};
     uint32_t const result = shared.result();
-    // Up: `ready` when g is there, `done` when the consumers have made it h.
-    // Down: `done` when the consumers have left y, `ready` when the helpers have taken it away.
-    uint32_t const ready = shared.more_barrier(0);
-    uint32_t const done = shared.more_barrier(1);
+    uint32_t const result_stored = shared.more_barrier(0);  // the consumers have left it
+    uint32_t const result_empty = shared.more_barrier(1);   // the helpers have carried it on
 
     int const lane = threadIdx.x % kWarpSize;
     int const warp = threadIdx.x / kWarpSize;
@@ -273,12 +333,11 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         return;  // as does the other CTA of the cluster
     }
     CUtensorMap const& tokens = params.tokens[view.all ? 0 : 1];
-    CUtensorMap const& hidden = params.hidden[view.all ? 0 : 1];
 
     if (threadIdx.x == 0) {
         shared.init_stages();
-        init_barrier(ready, kUp ? 1 : kHelpers);
-        init_barrier(done, kConsumers * kWarpgroupSize);
+        init_barrier(result_stored, kConsumers * kWarpgroupSize);
+        init_barrier(result_empty, kHelpers);
         publish_barriers();
         prefetch_map(params.weights);
         prefetch_map(tokens);
@@ -301,29 +360,18 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             float accumulators[Cfg::kAccumulators];
             multiply<Element, Cfg, !kUp>(accumulators, shared, ring, consumer, params.num_slices);
 
-            // Epilogue
-            if constexpr (kUp) {
-                wait_barrier(ready, parity);
-                store_result<Cfg, true>(result, accumulators, biases, consumer_warp * 2,
-                                        [&](uint32_t g, float u0, float u1) {
-                                            return multiply_by_g<Element>(g, u0, u1, params.relu_on_up);
-                                        });
-                release_to_tma();
-                arrive(done);
-            } else {
+            // Epilogue, first part
+            if constexpr (!kUp) {
                 mark_failed<Cfg>(params, view, tile.block_idx * Cfg::BLOCK_N, accumulators);
-                wait_barrier(ready, parity ^ 1);
-                store_result<Cfg, false>(
-                    result, accumulators, biases, consumer_warp * 2,
-                    [](uint32_t, float low, float high) { return Element::from_float2(low, high); });
-                if (i + tiles_step < tiles_end) {
-                    arrive(done);
-                } else {
-                    // There is nothing more to multiply, so the consumers take the last tile away.
-                    asm volatile("bar.sync %0, %1;" ::"n"(kBarrierThreads), "n"(kConsumers * kWarpgroupSize)
-                                 : "memory");
-                    scatter<Cfg, kConsumerWarps>(params, view, tile, rank, result, consumer_warp);
-                }
+            }
+            wait_barrier(result_empty, parity ^ 1);
+            store_result<Element, Cfg>(result, accumulators, biases, consumer_warp * 2);
+            if (i + tiles_step < tiles_end) {
+                arrive(result_stored);
+            } else {
+                // There is nothing more to multiply, so the consumers carry the last tile on.
+                asm volatile("bar.sync %0, %1;" ::"n"(kConsumersBarrier), "n"(kConsumers * kWarpgroupSize) : "memory");
+                carry_on<Element, Cfg, kProjection, kConsumerWarps>(params, view, tile, rank, result, consumer_warp);
             }
         }
     } else {
@@ -336,35 +384,21 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                                            rank, params.num_slices);
                 }
             }
-        } else if constexpr (kUp) {
-            // Helper: brings g, takes h away
-            if (warp == 1 && lane == 0) {
-                for (int i = tiles_begin; i < tiles_end; i += tiles_step, parity ^= 1) {
-                    Tile const tile(num_blocks, params.num_tiles, i);
-                    int const column = tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M;
-                    int const row = tile.block_idx * Cfg::BLOCK_N;
-                    arrive_and_expect(ready, Cfg::kBytesResult);
-                    for (int part = 0; part < kConsumers; ++part) {
-                        load_box(result + part * Cfg::kBytesResultPart, hidden, ready, column + part * kRowElements,
-                                 row);
-                    }
-                    wait_barrier(done, parity);
-                    for (int part = 0; part < kConsumers; ++part) {
-                        store_box(hidden, result + part * Cfg::kBytesResultPart, column + part * kRowElements, row);
-                    }
-                    commit_stores();
-                    wait_until_stores_read();
-                }
-                wait_for_stores();
-            }
         } else {
-            // Helpers: take y away, of all tiles but the last
-            for (int i = tiles_begin; i + tiles_step < tiles_end; i += tiles_step, parity ^= 1) {
-                wait_barrier(done, parity);
-                scatter<Cfg, kHelpers>(params, view, Tile(num_blocks, params.num_tiles, i), rank, result, warp - 1);
+            // Helpers: epilogue, second part, of all tiles but the last
+            for (int i = tiles_begin; i < tiles_end; i += tiles_step, parity ^= 1) {
+                Tile const tile(num_blocks, params.num_tiles, i);
+                if constexpr (kUp) {
+                    prefetch_g<Cfg>(params, view, tile, rank);
+                }
+                if (i + tiles_step >= tiles_end) {
+                    break;
+                }
+                wait_barrier(result_stored, parity);
+                carry_on<Element, Cfg, kProjection, kHelpers>(params, view, tile, rank, result, warp - 1);
                 __syncwarp();
                 if (lane == 0) {
-                    arrive(ready);
+                    arrive(result_empty);
                 }
             }
         }

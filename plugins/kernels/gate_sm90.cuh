@@ -148,8 +148,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
 
             // Epilogue, first part
             wait_barrier(z_empty, z_parity ^ 1);
-            store_result<Cfg, false>(z, accumulators, biases, consumer_warp * 2,
-                                     [](uint32_t, float low, float high) { return Element::from_float2(low, high); });
+            store_result<Element, Cfg>(z, accumulators, biases, consumer_warp * 2);
             if (i + tiles_step >= tiles_end) {
                 break;
             }

@@ -181,7 +181,7 @@ __device__ __forceinline__ void sync_cluster() {
             : "memory");
 }
 
-// TMA. What lies outside the matrix becomes zeros and counts as bytes that came; it is not stored.
+// TMA. Rows and columns outside the matrix become zeros and count as bytes that came.
 
 __device__ __forceinline__ void prefetch_map(CUtensorMap const& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -206,24 +206,6 @@ __device__ __forceinline__ void load_box_for_all(uint32_t destination, CUtensorM
         "l"(&map), "r"(barrier), "h"(ctas), "r"(column), "r"(row)
         : "memory");
 }
-
-__device__ __forceinline__ void store_box(CUtensorMap const& map, uint32_t source, int column, int row) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(source),
-                 "r"(column), "r"(row)
-                 : "memory");
-}
-
-__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Waits until this thread's stores have read shared memory.
-__device__ __forceinline__ void wait_until_stores_read() {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
-// Before TMA touches shared memory that this thread wrote.
-__device__ __forceinline__ void release_to_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // wgmma
 
@@ -370,20 +352,6 @@ __device__ __forceinline__ void store_transposed_x2(uint32_t address, uint32_t f
                  : "memory");
 }
 
-__device__ __forceinline__ void load_transposed_x4(uint32_t (&fragment)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-__device__ __forceinline__ void load_transposed_x2(uint32_t& fragment0, uint32_t& fragment1, uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(fragment0), "=r"(fragment1)
-                 : "r"(address)
-                 : "memory");
-}
-
 __device__ __forceinline__ uint4 load_chunk(uint32_t address) {
     uint4 chunk;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -391,6 +359,11 @@ __device__ __forceinline__ uint4 load_chunk(uint32_t address) {
                  : "r"(address)
                  : "memory");
     return chunk;
+}
+
+// Brings a line of memory to L2.
+__device__ __forceinline__ void prefetch_line(void const* pointer) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory");
 }
 
 // The biases of a consumer thread's two neurons, `neuron` and the eighth after it; 0 past the last one.
@@ -404,40 +377,26 @@ __device__ __forceinline__ float2 load_biases(uint16_t const* bias, int neuron, 
     return biases;
 }
 
-// Rounds a consumer's accumulators into the result; kWithOld: what is there already is combined with them first.
-// combine(old, low, high) gives the new pair from the old one and from two tokens' sums. A warp has 16 neurons: two
-// chunks of each token's row.
-template <class Cfg, bool kWithOld, class Combine>
+// Rounds a consumer's accumulators into the result. A warp has 16 neurons: two chunks of each token's row.
+template <class Element, class Cfg>
 __device__ __forceinline__ void store_result(uint32_t result, float const (&accumulators)[Cfg::kAccumulators],
-                                             float2 biases, int first_chunk, Combine combine) {
+                                             float2 biases, int first_chunk) {
     constexpr int N = Cfg::BLOCK_N;
     int const lane = threadIdx.x % kWarpSize;
     uint32_t const address = result + chunk_offset<Cfg>(lane / 16 * 8 + lane % 8, first_chunk + lane / 8 % 2);
-    auto const round = [&](uint32_t old, int i, float bias) {
-        return combine(old, accumulators[i] + bias, accumulators[i + 1] + bias);
+    auto const round = [&](int i, float bias) {
+        return Element::from_float2(accumulators[i] + bias, accumulators[i + 1] + bias);
     };
 #pragma unroll
     for (int j = 0; j + 1 < N / 8; j += 2) {
-        uint32_t fragment[4] = {};
-        if constexpr (kWithOld) {
-            load_transposed_x4(fragment, address + j * 8 * kBytesRow);
-        }
-        fragment[0] = round(fragment[0], j * 4, biases.x);
-        fragment[1] = round(fragment[1], j * 4 + 2, biases.y);
-        fragment[2] = round(fragment[2], j * 4 + 4, biases.x);
-        fragment[3] = round(fragment[3], j * 4 + 6, biases.y);
+        uint32_t const fragment[4] = {round(j * 4, biases.x), round(j * 4 + 2, biases.y), round(j * 4 + 4, biases.x),
+                                      round(j * 4 + 6, biases.y)};
         store_transposed_x4(address + j * 8 * kBytesRow, fragment);
     }
     if constexpr (N / 8 % 2 != 0) {
         constexpr int j = N / 8 - 1;
         // Lanes from 16 on give no address.
-        uint32_t fragment[2] = {};
-        if constexpr (kWithOld) {
-            load_transposed_x2(fragment[0], fragment[1], address + j * 8 * kBytesRow);
-        }
-        fragment[0] = round(fragment[0], j * 4, biases.x);
-        fragment[1] = round(fragment[1], j * 4 + 2, biases.y);
-        store_transposed_x2(address + j * 8 * kBytesRow, fragment[0], fragment[1]);
+        store_transposed_x2(address + j * 8 * kBytesRow, round(j * 4, biases.x), round(j * 4 + 2, biases.y));
     }
 }
 
