@@ -22,6 +22,7 @@ from onnxscript import values
 from torch.export import ExportedProgram
 
 from twellc.errors import UserError
+from twellc.files import external_data
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import BIASES, GATED, PLAIN, node_attributes
 from twellc.plugins.ops import GATED_MLP, MLP
@@ -88,7 +89,7 @@ def save_onnx(model: onnx_ir.Model, path: Path) -> list[Path]:
     if size <= _LARGEST_SINGLE_FILE:
         onnx_ir.save(model, path)
         return [path]
-    data = path.with_name(path.name + ".data")
+    data = external_data(path)
     onnx_ir.save(model, path, external_data=data.name)
     return [path, data]
 
