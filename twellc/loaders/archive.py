@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.export.pt2_archive._package import load_pt2
 
 from twellc.errors import UserError
 from twellc.loaders.model import LoadedModel
+from twellc.loaders.tracing import quiet_torch
 
 _PLAIN_RECORDS = re.compile(
     r"archive_format|archive_version|byteorder|\.data/(version|serialization_id)|\.format_version|\.storage_alignment"
@@ -53,7 +55,9 @@ def load_archive(path: Path, trust_model: bool) -> LoadedModel:
     if not trust_model:
         _refuse_code(path)
     try:
-        program = torch.export.load(path)
+        with quiet_torch():
+            # Not torch.export.load: after a failure that looks for pickles of older formats, which no scan saw.
+            program = load_pt2(path).exported_programs["model"]
     except Exception as error:  # any damage inside surfaces here, as whatever the deserializer stumbles over
         raise UserError(
             str(path), f"torch {torch.__version__} cannot load the archive ({_first_line(error)})",
