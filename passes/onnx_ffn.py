@@ -136,7 +136,11 @@ def lower_onnx(found: OnnxBlocks) -> onnx.ModelProto:
 
 def _open(model: onnx.ModelProto) -> tuple[tuple[gs.Graph, Shadow], list[FfnBlock]]:
     G_LOGGER.severity = G_LOGGER.CRITICAL
-    inferred = onnx.shape_inference.infer_shapes(skeleton(model), data_prop=True)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(skeleton(model), data_prop=True)
+    except onnx.shape_inference.InferenceError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError("ONNX model", f"its shapes contradict themselves ({reason})", fix="Export it again.") from error
     graph = gs.import_onnx(model)
     graph.import_domains = list(model.opset_import)  # it is the model's own, and grows with the first twell node
     tensors = graph.tensors()

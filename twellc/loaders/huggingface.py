@@ -59,7 +59,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise UserError(str(path), "no config.json in this folder", expected="a Hugging Face directory")
     try:
         config = json.loads(file.read_text())
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(str(file), f"cannot be read as JSON ({error})") from error
     if not isinstance(config, dict):
         raise UserError(str(file), "is not a JSON object")
@@ -79,7 +79,7 @@ def _weight_files(path: Path) -> list[Path]:
     if index.is_file():
         try:
             files = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise UserError(str(index), f"is not an index of weights ({error!r})") from error
     for name in sorted(map(str, files)):
         file = path / name

@@ -41,7 +41,7 @@ def looks_like_onnx(path: Path) -> bool:
             if value < 0:
                 break
             if wire == 2:
-                stream.seek(value, os.SEEK_CUR)
+                stream.seek(min(value, size), os.SEEK_CUR)
     return bool(seen & {7, 8})
 
 
