@@ -21,7 +21,7 @@ import torch
 from onnxscript import values
 from torch.export import ExportedProgram
 
-from twellc.errors import UserError
+from twellc.errors import UserError, first_line
 from twellc.files import external_data
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import BIASES, GATED, PLAIN, node_attributes
@@ -110,7 +110,7 @@ def _rename_dimensions(value: onnx_ir.Value, names: dict[str, str]) -> None:
 def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error).strip().splitlines()[0]
+    return first_line(error)
 
 
 def _schema(op_type: str) -> onnx.defs.OpSchema:

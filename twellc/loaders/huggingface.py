@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from twellc.errors import UserError
+from twellc.errors import UserError, first_line
 from twellc.loaders import sparselm
 from twellc.loaders.archive import output_names
 from twellc.loaders.model import LoadedModel
@@ -101,8 +101,9 @@ def _load_weights(model_class: Any, path: Path, **instead: Any) -> Any:
             )
     except Exception as error:  # transformers and safetensors raise what they like for a damaged folder
         raise UserError(
-            str(path), f"transformers cannot load the model ({str(error).strip().splitlines()[0]})"
-        ) from error
+            str(path), f"transformers cannot load the model ({first_line(error)})",
+            fix="Check that config.json and the weights are whole and belong together.",
+        ) from error  # fmt: skip
     missing = sorted(info["missing_keys"])
     if missing or info["mismatched_keys"]:
         what = f"{len(missing)} weights are missing" if missing else "weights have other shapes than the config says"

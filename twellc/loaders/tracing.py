@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from twellc.errors import UserError
+from twellc.errors import UserError, first_line
 
 
 def trace(
@@ -42,8 +42,7 @@ def trace(
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
     except Exception as error:  # torch.export raises what the module's code raises
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(str(path), f"torch.export cannot trace the model ({reason})", fix=fix) from error
+        raise UserError(str(path), f"torch.export cannot trace the model ({first_line(error)})", fix=fix) from error
 
 
 @contextmanager
