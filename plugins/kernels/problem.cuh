@@ -2,6 +2,8 @@
 #ifndef TWELL_KERNELS_PROBLEM_CUH_
 #define TWELL_KERNELS_PROBLEM_CUH_
 
+#include <stddef.h>
+
 #include "element.cuh"
 #include "twell/twell.h"
 
@@ -11,6 +13,13 @@ inline int num_tiles(twell_problem const& problem) { return (problem.d_ff + TWEL
 
 // 32-bit words of one tile of one row: the count, then the slots.
 inline int words_per_tile(twell_problem const& problem) { return TWELL_TILE / problem.compression; }
+
+// Pieces of the workspace start at multiples of this.
+constexpr size_t kWorkspaceAlignment = 256;
+
+inline size_t aligned(size_t bytes) {
+    return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
 
 inline Activation activation_of(twell_problem const& problem) {
     return {problem.activation == TWELL_FATRELU ? problem.threshold : 0.0f, problem.activation == TWELL_RELU2};
