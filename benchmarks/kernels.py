@@ -78,7 +78,8 @@ class Twell:
 
     def up_down(self, w: Weights) -> None:
         """Run step 2 on what step 1 left."""
-        self._run(self._lib.twell_up_down, w, self.packed.data_ptr())
+        workspace = self.workspace
+        self._run(self._lib.twell_up_down, w, self.packed.data_ptr(), workspace.data_ptr(), workspace.numel())
 
     def mlp(self, w: Weights) -> None:
         """Run both steps in one call."""

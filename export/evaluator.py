@@ -1,12 +1,14 @@
-"""Run an ONNX file with `twell` nodes on a CPU, without TensorRT.
+"""Run an ONNX file with `twell` nodes without TensorRT.
 
-The `twell` nodes run the CPU implementation of the torch ops, everything else onnx's reference evaluator. Operators on
-bfloat16 and float16 compute in float32 and round once, as they do on a GPU; the reference evaluator alone would round
-inside of them, at every step of a softmax's sum.
+The `twell` nodes run the torch ops, with the CUDA kernels where there is a GPU and else with the CPU implementation,
+everything else onnx's reference evaluator. Operators on bfloat16 and float16 compute in float32 and round once, as they
+do on a GPU; the reference evaluator alone would round inside of them, at every step of a softmax's sum.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun, RuntimeContextError
 from onnx.reference.ops import load_op
 
-from twellc.errors import UserError
+from twellc.errors import UserError, first_line
 from twellc.passes.arrays import BFLOAT16, Array, to_numpy, to_torch
 from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
-from twellc.plugins.ops import GATED_MLP, MLP
+from twellc.plugins.onnx_node import BIASES, GATED
+from twellc.plugins.ops import GATED_MLP, MLP, activate
 
 
 class OnnxEvaluator:
@@ -61,13 +64,23 @@ class OnnxEvaluator:
         Raises:
             UserError: The graph does not take these shapes, or an operator is not implemented.
         """
+        results = self.run_to(inputs, self.outputs)
+        return [results[name] for name in self.outputs]
+
+    def run_to(self, inputs: dict[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Return any tensors of the graph, outputs or intermediate ones, by name.
+
+        Raises:
+            UserError: See `run`.
+        """
         arrays = {name: to_numpy(tensor) for name, tensor in inputs.items()}
         try:
-            return [to_torch(np.asarray(output)) for output in self._evaluator.run(None, arrays)]
+            results = self._evaluator.run(None, arrays, intermediate=True)
+            assert isinstance(results, dict)
+            return {name: to_torch(np.asarray(results[name])) for name in names}
         except Exception as error:  # each operator's own, for a graph that somebody else made
             shapes = ", ".join(f"{name} {tuple(array.shape)}" for name, array in arrays.items())
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(str(self._path), f"cannot be evaluated with {shapes} ({reason})") from error
+            raise UserError(str(self._path), f"cannot be evaluated with {shapes} ({first_line(error)})") from error
 
 
 def _widen(operand: Any) -> Any:
@@ -129,8 +142,8 @@ class TwellGatedMlp(OpRun):
         self, *operands: Array, activation: str, threshold: float, compression: int,
         gate_bias: int, up_bias: int, down_bias: int, plugin_version: str, plugin_namespace: str,
     ) -> tuple[Array]:  # fmt: skip
-        arguments = _with_absent_biases(operands, (gate_bias, up_bias, down_bias))
-        return (to_numpy(GATED_MLP(*arguments, activation, float(threshold), int(compression))),)
+        tensors = _with_absent_biases([to_torch(array) for array in operands], (gate_bias, up_bias, down_bias))
+        return (to_numpy(_run_op(GATED_MLP, tensors, activation, threshold, compression)),)
 
 
 class TwellMlp(OpRun):
@@ -142,17 +155,109 @@ class TwellMlp(OpRun):
         self, *operands: Array, activation: str, threshold: float, compression: int,
         up_bias: int, down_bias: int, plugin_version: str, plugin_namespace: str,
     ) -> tuple[Array]:  # fmt: skip
-        arguments = _with_absent_biases(operands, (up_bias, down_bias))
-        return (to_numpy(MLP(*arguments, activation, float(threshold), int(compression))),)
+        tensors = _with_absent_biases([to_torch(array) for array in operands], (up_bias, down_bias))
+        return (to_numpy(_run_op(MLP, tensors, activation, threshold, compression)),)
 
 
-def _with_absent_biases(operands: tuple[Array, ...], biases: tuple[int, ...]) -> list[torch.Tensor | None]:
+def _with_absent_biases(operands: list[torch.Tensor], biases: tuple[int, ...]) -> list[torch.Tensor | None]:
     """Return x, then each weight followed by its bias or None."""
-    remaining = iter(map(to_torch, operands))
+    remaining = iter(operands)
     arguments: list[torch.Tensor | None] = [next(remaining)]
     for bias in biases:
         arguments += [next(remaining), next(remaining) if bias else None]
     return arguments
+
+
+def runs_kernels() -> bool:
+    """Whether `twell` nodes in bfloat16 and float16 run the CUDA kernels here."""
+    return torch.cuda.is_available()
+
+
+def _run_op(
+    op: torch._ops.OpOverload, tensors: list[torch.Tensor | None], activation: str, threshold: float, compression: int
+) -> torch.Tensor:
+    x = tensors[0]
+    assert x is not None
+    device = "cuda" if runs_kernels() and x.dtype in (torch.bfloat16, torch.float16) else "cpu"
+    moved = [None if tensor is None else tensor.to(device) for tensor in tensors]
+    y: torch.Tensor = op(*moved, activation, float(threshold), int(compression))
+    return y.cpu()
+
+
+@dataclass(frozen=True)
+class PluginNode:
+    """A `twell` node on its own, with its weights.
+
+    Attributes:
+        op_type: TwellGatedMlp or TwellMlp.
+        weights: Each weight, followed by its bias or None, in the order of the node's inputs.
+        activation, threshold, compression: Its fields.
+    """
+
+    op_type: str
+    weights: list[onnx.TensorProto | None]
+    activation: str
+    threshold: float
+    compression: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The element type of its weights."""
+        (weight,) = self._load(1)
+        assert weight is not None
+        return weight.dtype
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """d_model, d_ff and the width of the output."""
+        first, last = self.weights[0], self.weights[-2]
+        assert first is not None and last is not None
+        return first.dims[1], first.dims[0], last.dims[1]
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Return y, in the dtype of x: in float64 for a float64 x, else x has the dtype of the weights."""
+        operands = [x, *(None if weight is None else weight.to(x.dtype) for weight in self._load(len(self.weights)))]
+        op = GATED_MLP if self.op_type == GATED else MLP
+        return _run_op(op, operands, self.activation, self.threshold, self.compression)
+
+    def active(self, x: torch.Tensor) -> int:
+        """Return how many activations of the gate (of a plain block: of the hidden tensor) are not zero for x."""
+        weight, bias = (None if each is None else each.float() for each in self._load(2))
+        assert weight is not None
+        z = torch.nn.functional.linear(x.float(), weight, bias).to(x.dtype)
+        return int(activate(z, self.activation, self.threshold).count_nonzero())
+
+    def _load(self, count: int) -> list[torch.Tensor | None]:
+        """Return the first weights; they are loaded at each use, since a large model has too many to keep twice."""
+        found = self.weights[:count]
+        return [None if each is None else to_torch(onnx.numpy_helper.to_array(each)) for each in found]
+
+
+def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode]:
+    """Return the `twell` nodes of a graph in order.
+
+    Raises:
+        ValueError: One of them has weights that are no constants, or not the fields that twellc gives it.
+    """
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    nodes = []
+    for node in model.graph.node:
+        if node.domain != PLUGIN_NAMESPACE:
+            continue
+        computed = [name for name in node.input[1:] if name not in constants]
+        if computed:
+            raise ValueError(f"{computed[0]}, a weight of the plugin node {node.name}, is no constant")
+        fields = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+        remaining = iter(constants[name] for name in node.input[1:])
+        weights: list[onnx.TensorProto | None] = []
+        try:
+            for bias in BIASES[node.op_type]:
+                weights += [next(remaining), next(remaining) if fields[bias] else None]
+            options = fields["activation"].decode(), float(fields["threshold"]), int(fields["compression"])
+        except (KeyError, StopIteration) as error:
+            raise ValueError(f"the plugin node {node.name} has not the fields and inputs of one") from error
+        nodes.append(PluginNode(node.op_type, weights, *options))
+    return nodes
 
 
 # Casts and what only moves or makes values; and what holds graphs, whose operators are not replaced.

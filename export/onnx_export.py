@@ -21,7 +21,8 @@ import torch
 from onnxscript import values
 from torch.export import ExportedProgram
 
-from twellc.errors import UserError
+from twellc.errors import UserError, first_line
+from twellc.files import external_data
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import BIASES, GATED, PLAIN, node_attributes
 from twellc.plugins.ops import GATED_MLP, MLP
@@ -88,7 +89,7 @@ def save_onnx(model: onnx_ir.Model, path: Path) -> list[Path]:
     if size <= _LARGEST_SINGLE_FILE:
         onnx_ir.save(model, path)
         return [path]
-    data = path.with_name(path.name + ".data")
+    data = external_data(path)
     onnx_ir.save(model, path, external_data=data.name)
     return [path, data]
 
@@ -109,7 +110,7 @@ def _rename_dimensions(value: onnx_ir.Value, names: dict[str, str]) -> None:
 def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error).strip().splitlines()[0]
+    return first_line(error)
 
 
 def _schema(op_type: str) -> onnx.defs.OpSchema:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from twellc.errors import UserError
+from twellc.export.mapped_file import pages_given_back
 from twellc.export.shapes import Profile
 from twellc.export.tensorrt_host import Host, create_network, load_host, make_logger, write_plan
+from twellc.files import external_data
 from twellc.plugins.library import library_path
 from twellc.plugins.registration import NEEDS_PLUGINS, register
 
@@ -92,7 +94,9 @@ def build_plan(
     if plugin_layers:
         # The one text in a plan that is ours to choose. A plan may be found without its manifest.
         network.name = f"{onnx_path.stem}: {NEEDS_PLUGINS}"
-    if not write_plan(host, builder, network, config, plan_path):
+    with pages_given_back(external_data(onnx_path)):
+        written = write_plan(host, builder, network, config, plan_path)
+    if not written:
         raise UserError(
             f"{host.name} {host.version}", f"the builder refuses the network ({reasons(messages)})",
             fix="If a shape is to blame, change --profile.",

@@ -24,7 +24,7 @@ import onnx_graphsurgeon as gs
 import torch
 from onnx_graphsurgeon.logger import G_LOGGER
 
-from twellc.errors import UserError
+from twellc.errors import UserError, first_line
 from twellc.passes.arrays import to_numpy, to_torch
 from twellc.passes.decide import Layer, decide
 from twellc.passes.find_ffn import FfnBlock, find_blocks
@@ -48,12 +48,14 @@ class OnnxBlocks:
         model: The model, not changed.
         blocks: The blocks; one in float32 that can be rewritten has the dtype that it will be rewritten in.
         layers: What becomes of each.
+        ends: Names of the tensors x and y of each.
         casts: Whether some of those that are rewritten compute in float32 in the model.
     """
 
     model: onnx.ModelProto
     blocks: list[FfnBlock]
     layers: list[Layer]
+    ends: list[tuple[str, str]]
     casts: bool
 
 
@@ -68,14 +70,15 @@ def find_onnx_blocks(model: onnx.ModelProto, dtype: torch.dtype, layers: str) ->
     Raises:
         UserError: See `decide`.
     """
-    _, blocks = _open(model)
+    (_, shadow), blocks = _open(model)
+    ends = [(shadow.tensors[block.x].name, shadow.tensors[block.down.node].name) for block in blocks]
     given = [block.dtype for block in blocks]
     blocks = [replace(block, dtype=dtype) if block.dtype == torch.float32 else block for block in blocks]
     decisions = decide(blocks, layers)
     casts = any(
         before == torch.float32 and layer.decision == "twell" for before, layer in zip(given, decisions, strict=True)
     )
-    return OnnxBlocks(model, blocks, decisions, casts)
+    return OnnxBlocks(model, blocks, decisions, ends, casts)
 
 
 def rewrite_onnx(found: OnnxBlocks, compression: int) -> onnx.ModelProto:
@@ -136,7 +139,11 @@ def lower_onnx(found: OnnxBlocks) -> onnx.ModelProto:
 
 def _open(model: onnx.ModelProto) -> tuple[tuple[gs.Graph, Shadow], list[FfnBlock]]:
     G_LOGGER.severity = G_LOGGER.CRITICAL
-    inferred = onnx.shape_inference.infer_shapes(skeleton(model), data_prop=True)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(skeleton(model), data_prop=True)
+    except onnx.shape_inference.InferenceError as error:
+        what = f"its shapes contradict themselves ({first_line(error)})"
+        raise UserError("ONNX model", what, fix="Export it again.") from error
     graph = gs.import_onnx(model)
     graph.import_domains = list(model.opset_import)  # it is the model's own, and grows with the first twell node
     tensors = graph.tensors()

@@ -295,10 +295,7 @@ class _Builder:
         if dtype is None or tensor.shape is None:
             return None
         shape = [dim if isinstance(dim, int) and dim > 0 else self._size(dim) for dim in tensor.shape]
-        try:
-            return torch.empty(shape, dtype=dtype, device="meta")
-        except RuntimeError:  # more elements than can be counted
-            return None
+        return _empty(shape, dtype)
 
     def _size(self, dim: Any) -> int:
         name = dim if isinstance(dim, str) and dim else f"?{len(self._sizes)}"
@@ -410,7 +407,7 @@ class _Builder:
             if shape is None or value is None:
                 raise _UnknownError
             sizes = [size if size > 0 else self._size(None) for size in shape]
-            inferred = torch.empty(sizes, dtype=value.dtype, device="meta")
+            inferred = _empty(sizes, value.dtype)
         if inferred is None:
             raise _UnknownError
         self._add(node.outputs[0], aten.view.default, (source, list(inferred.shape)), inferred)
@@ -444,6 +441,14 @@ class _Builder:
             raise _UnknownError
         axis, step = (axes or [0])[0], (steps or [1])[0]
         self._emit(node, aten.slice.Tensor, source, axis, starts[0], min(ends[0], 2**62), step)
+
+
+def _empty(shape: list[int], dtype: torch.dtype) -> torch.Tensor | None:
+    """Return a tensor without data; None where it would have more elements than can be counted."""
+    try:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    except RuntimeError:
+        return None
 
 
 def _something(*_: Any) -> None:

@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from twellc.errors import UserError
+from twellc.errors import UserError, first_line
 from twellc.passes.program import constants_of, editable, finish, tensor_of, user_inputs
 
 aten = torch.ops.aten
@@ -198,6 +198,6 @@ def _infer_again(node: Node) -> None:
     except (RuntimeError, TypeError, KeyError) as error:  # KeyError: a graph in the graph has no value
         raise UserError(
             f"operation {node.name} ({node.target})",
-            f"cannot change its precision ({str(error).splitlines()[0]})",
+            f"cannot change its precision ({first_line(error)})",
             fix="Export the model in bfloat16 or float16.",
         ) from error

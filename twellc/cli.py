@@ -189,23 +189,46 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Precision to judge a model in; default as in compile.")
+@click.option(
+    "--density", type=click.FloatRange(0, 1), default=0.005, show_default=True, metavar="SHARE",
+    help="Share of gate activations that are not zero, from 0 to 1, to count operations and bytes at; it is assumed, "
+    "not measured.",
+)  # fmt: skip
+@click.option(
+    "--tokens", type=click.IntRange(1), default=2048, show_default=True, metavar="N",
+    help="Tokens in a call to count operations and bytes of.",
+)  # fmt: skip
 @_trust_model
 @_inputs
-def inspect(target: Path, as_json: bool, dtype: str | None, trust_model: bool, inputs: tuple[str, ...]) -> None:
+def inspect(
+    target: Path,
+    as_json: bool,
+    dtype: str | None,
+    density: float,
+    tokens: int,
+    trust_model: bool,
+    inputs: tuple[str, ...],
+) -> None:
     """Show the feed-forward blocks of TARGET, a model or a plan, and what becomes of each.
 
     A plan is read through its manifest, so no GPU is needed. A rewritten ONNX file shows its plugin nodes, too.
+
+    A second table counts the FLOPs and bytes of each block in one call, with dense products and where only active
+    neurons are computed, at an assumed density: counts, no prediction of time.
     """
     with _progress() as progress:
         from twellc.inspection import inspect_target
 
-        found = inspect_target(target, dtype, trust_model, tuple(map(parse_input, inputs)), progress)
+        declared = tuple(map(parse_input, inputs))
+        found = inspect_target(target, dtype, trust_model, declared, tokens, density, progress)
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
     for note in found["notes"]:
         _say(f"Note: {note}.")
     _print_layers(found["layers"])
+    if found["layers"]:
+        _print_cost(found["cost"])
     for node in found.get("nodes", ()):
         weights = ", ".join(f"{name} {shape}" for name, shape in node["weights"].items())
         click.echo(f"{node['name']}: {node['type']}, {node['dtype']}, {weights}")
@@ -288,6 +311,30 @@ def _print_layers(layers: list[dict[str, Any]]) -> None:
     console.print(table)
     count = sum(layer["decision"] == "twell" for layer in layers)
     console.print(f"{count} of {len(layers)} feed-forward blocks rewritten")
+
+
+def _print_cost(cost: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=140)
+    table = Table(
+        "block", title=f"{cost['tokens']} tokens a call, at an assumed density of {100 * cost['assumed_density']:g} %"
+    )
+    for column in ("GFLOP dense", "sparse", "ratio", "MB dense", "sparse", "ratio", "MB gathered"):
+        table.add_column(column, justify="right")
+    total = {"module": "all", **cost["total"]}
+    for row in [*cost["layers"], *([total] if len(cost["layers"]) > 1 else [])]:
+        if row is total:
+            table.add_section()
+        cells = [row["module"]]
+        for quantity, unit in (("flops", 1e9), ("bytes", 1e6)):
+            dense, sparse = row["dense"][quantity], row["sparse"][quantity]
+            cells += [f"{dense / unit:,.4g}", f"{sparse / unit:,.4g}", f"{dense / sparse:.2f}"]
+        table.add_row(*cells, f"{row['sparse']['gathered'] / 1e6:,.4g}")
+    console.print(table)
+    console.print(
+        "counts, no prediction of time; gathered: rows of active neurons, read token by token, mostly from caches"
+    )
 
 
 def _print_accuracy(result: CheckResult) -> None:

@@ -32,6 +32,11 @@ class UserError(Exception):
         return _restore, (str(self),)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of a library's error for a message of ours, or the error's name where it says nothing."""
+    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+
+
 def _restore(message: str) -> UserError:
     error = UserError.__new__(UserError)
     Exception.__init__(error, message)

@@ -75,6 +75,11 @@ class Outputs:
                 temporary.replace(path)
 
 
+def external_data(onnx_path: Path) -> Path:
+    """Where twellc puts the weights of a large ONNX file."""
+    return onnx_path.with_name(onnx_path.name + ".data")
+
+
 def digest(*paths: Path) -> str:
     """Return a SHA-256 over files: of one file what `sha256sum` prints, of several over their digests."""
     digests = []

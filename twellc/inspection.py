@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from twellc.cost import count_costs
 from twellc.errors import UserError
 from twellc.inputs import InputDeclaration
 from twellc.loaders.model import load_model
@@ -25,13 +26,35 @@ def inspect_target(
     dtype: str | None,
     trust_model: bool,
     inputs: tuple[InputDeclaration, ...],
+    tokens: int,
+    density: float,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return what is known of a model or a plan, with `layers` and `notes` always among it.
+    """Return what is known of a model or a plan, with `layers`, `notes` and `cost` always among it.
+
+    Args:
+        target: A model, a plan or a rewritten ONNX file.
+        dtype: Precision to judge a model in; None takes the one that `compile` would.
+        trust_model: Load a pickle, or an archive that could execute code.
+        inputs: The inputs of a pickled module.
+        tokens: Tokens in a call, for `cost`.
+        density: Assumed share of gate activations that are not zero, for `cost`.
+        progress: Receives the name of each step.
 
     Raises:
-        UserError: It is neither.
+        UserError: It is neither a model nor a plan.
     """
+    found = _describe(target, dtype, trust_model, inputs, progress)
+    return {**found, "cost": count_costs(found["layers"], tokens, density)}
+
+
+def _describe(
+    target: Path,
+    dtype: str | None,
+    trust_model: bool,
+    inputs: tuple[InputDeclaration, ...],
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
     if not target.exists():
         raise UserError(str(target), "there is no such file or folder", expected="a model or a plan")
     if target.is_file() and manifest_path(target).is_file():

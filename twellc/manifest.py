@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twellc import __version__
-from twellc.config import CompileOptions
+from twellc.config import DTYPES, CompileOptions
 from twellc.errors import UserError
 from twellc.files import digest
-from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from twellc.plugins.library import COMPRESSIONS, PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION
 from twellc.plugins.registration import how_to_register
 
 if TYPE_CHECKING:
@@ -19,6 +19,27 @@ if TYPE_CHECKING:
     from twellc.translation import TranslationSummary
 
 SCHEMA = 1
+
+_SHAPES = {"min": [int], "opt": [int], "max": [int]}
+_TENSOR = {"name": str, "dtype": str, "shape": [int]}
+# What the manifest of a plan holds: a type; a list of one form; a dictionary with these keys, or with any (`str`).
+_FORM: dict[str, Any] = {
+    "model": {"name": str, "kind": str, "sha256": str},
+    "settings": {"dtype": str, "layers": str, "compression": int},
+    "layers": [
+        {
+            "module": str, "variant": str, "activation": str, "d_model": int, "d_ff": int, "d_out": int,
+            "matched": bool, "decision": str, "reason": str,
+        }
+    ],
+    "notes": [str],
+    "warnings": [str],
+    "plugins": {"namespace": str, "version": str, "names": [str], "embedded": bool},
+    "onnx": {"sha256": str},
+    "profiles": [{str: _SHAPES}],
+    "backend": {"name": str, "version": str},
+    "plan": {"sha256": str, "inputs": [_TENSOR], "outputs": [_TENSOR], "plugin_layers": [str]},
+}  # fmt: skip
 
 
 def manifest_path(plan: Path) -> Path:
@@ -78,12 +99,66 @@ def read_manifest(plan: Path) -> dict[str, Any]:
         )  # fmt: skip
     try:
         manifest = json.loads(path.read_text())
-        schema, expected = manifest["schema"], manifest["plan"]["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(str(path), f"is not a manifest of twellc ({error!r})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            str(path), f"is no manifest of twellc: it cannot be read as JSON ({error})", fix=_FIX
+        ) from error
+    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    if type(schema) is not int:
+        raise UserError(str(path), "is no manifest of twellc: it names no schema", fix=_FIX)
     if schema != SCHEMA:
-        raise UserError(str(path), "the manifest is of another version", got=str(schema), expected=str(SCHEMA))
-    if expected != digest(plan):
-        raise UserError(str(path), "the manifest belongs to another plan", fix="Compile the model again.")
+        raise UserError(
+            str(path), "the manifest is of another version", got=str(schema), expected=str(SCHEMA),
+            fix="Use the twellc that made the plan, or compile the model again.",
+        )  # fmt: skip
+    misfit = _misfit(manifest, _FORM) or _unusable(manifest)
+    if misfit:
+        raise UserError(str(path), f"the manifest is damaged: {misfit}", fix=_FIX)
+    if manifest["plan"]["sha256"] != digest(plan):
+        raise UserError(str(path), "the manifest belongs to another plan, or the plan is damaged", fix=_FIX)
     assert isinstance(manifest, dict)
     return manifest
+
+
+_FIX = "Compile the model again."
+
+
+def _misfit(value: Any, form: Any, place: str = "") -> str:
+    """Say where a JSON value does not have a form; see `_FORM`. Keys that the form does not name are allowed."""
+    if isinstance(form, type):
+        return "" if type(value) is form else f"{place} is no {_KINDS[form]}"
+    if not isinstance(value, type(form)):
+        return f"{place} is no {_KINDS[type(form)]}"
+    if isinstance(form, list):
+        items = [(f"{place}[{index}]", item, form[0]) for index, item in enumerate(value)]
+    elif str in form:
+        items = [(f"{place}.{key}", item, form[str]) for key, item in value.items()]
+    else:
+        missing = [key for key in form if key not in value]
+        if missing:
+            return f"{place} has no {missing[0]}".strip()
+        items = [(f"{place}.{key}".strip("."), value[key], wanted) for key, wanted in form.items()]
+    return next(filter(None, (_misfit(item, wanted, where) for where, item, wanted in items)), "")
+
+
+_KINDS = {str: "string", int: "integer", bool: "boolean", list: "list", dict: "object"}
+
+
+def _unusable(manifest: dict[str, Any]) -> str:
+    """Say what contradicts itself in a manifest that has the right form."""
+    settings = manifest["settings"]
+    if settings["dtype"] not in DTYPES or settings["compression"] not in COMPRESSIONS:
+        return "settings has values that twellc compile does not take"
+    inputs = {tensor["name"]: tensor["shape"] for tensor in manifest["plan"]["inputs"]}
+    if not manifest["profiles"]:
+        return "profiles is empty"
+    for index, profile in enumerate(manifest["profiles"]):
+        for name, shape in inputs.items():
+            if name not in profile:
+                return f"profiles[{index}] lacks the input {name!r}"
+            shapes = profile[name]
+            ranks = {len(shapes[which]) for which in _SHAPES} | {len(shape)}
+            sizes = zip(*(shapes[which] for which in _SHAPES), strict=False)
+            if len(ranks) > 1 or any(not 1 <= low <= opt <= high for low, opt, high in sizes):
+                return f"profiles[{index}].{name} has impossible shapes"
+    return ""

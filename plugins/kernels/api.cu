@@ -2,11 +2,13 @@
 #include <cuda_runtime_api.h>
 #include <math.h>
 
+#include <algorithm>
 #include <initializer_list>
 
 #include "few.h"
 #include "gate.h"
 #include "problem.cuh"
+#include "schedule.h"
 #include "twell/twell.h"
 #include "up_down.h"
 
@@ -16,11 +18,11 @@
 
 namespace {
 
+using twell::kWorkspaceAlignment;
 using twell::num_tiles;
 using twell::words_per_tile;
 
 constexpr size_t kAlignment = 16;
-constexpr size_t kWorkspaceAlignment = 256;
 constexpr int kMinComputeCapabilityMajor = 8;
 
 bool is_aligned(void const* pointer, size_t alignment) { return reinterpret_cast<uintptr_t>(pointer) % alignment == 0; }
@@ -79,10 +81,9 @@ cudaError_t check_device() {
 
 bool is_valid(twell_problem const* problem) { return twell_validate(problem) == nullptr; }
 
-// Where the scratch memory of launch_few starts in the workspace: behind the packed matrix.
-size_t scratch_offset(twell_problem const* problem) {
-    size_t const bytes = twell_packed_bytes(problem);
-    return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+// Scratch memory starts in the workspace behind the place of a packed matrix.
+void* scratch_in(void* workspace, twell_problem const* problem) {
+    return static_cast<unsigned char*>(workspace) + twell::aligned(twell_packed_bytes(problem));
 }
 
 }  // namespace
@@ -92,6 +93,12 @@ extern "C" {
 // twell_gate with a twell::GateKernel of the caller's choice. For tests and benchmarks, so it is in no public header.
 TWELL_API cudaError_t twell_internal_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
                                           int32_t kernel, cudaStream_t stream);
+
+// The order in which step 2 takes rows. `memory`: twell_internal_schedule_bytes, 256-byte aligned; it then holds a
+// twell::ScheduleHeader and, from byte 256 on, the rows in order. For tests, likewise.
+TWELL_API size_t twell_internal_schedule_bytes(twell_problem const* problem);
+TWELL_API cudaError_t twell_internal_schedule(twell_problem const* problem, uint32_t const* packed, void* memory,
+                                              cudaStream_t stream);
 
 char const* twell_validate(twell_problem const* problem) {
     if (problem == nullptr) {
@@ -139,10 +146,11 @@ size_t twell_packed_bytes(twell_problem const* problem) {
 }
 
 size_t twell_workspace_bytes(twell_problem const* problem) {
-    if (!is_valid(problem)) {
+    if (!is_valid(problem) || problem->tokens == 0) {
         return 0;
     }
-    return scratch_offset(problem) + twell::few_scratch_bytes(*problem);
+    return twell::aligned(twell_packed_bytes(problem)) +
+           std::max(twell::few_scratch_bytes(*problem), twell::up_down_scratch_bytes(*problem));
 }
 
 cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
@@ -167,19 +175,19 @@ cudaError_t twell_internal_gate(twell_problem const* problem, twell_tensors cons
 }
 
 cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* tensors, uint32_t const* packed,
-                          cudaStream_t stream) {
-    if (!is_valid(problem) || tensors == nullptr) {
+                          void* workspace, size_t workspace_bytes, cudaStream_t stream) {
+    if (!is_valid(problem) || tensors == nullptr || workspace_bytes < twell_workspace_bytes(problem)) {
         return cudaErrorInvalidValue;
     }
     if (problem->tokens == 0) {
         return cudaSuccess;
     }
-    if (cudaError_t const error =
-            first_error({check_up_down_tensors(*problem, *tensors), check_required(packed), check_device()});
+    if (cudaError_t const error = first_error({check_up_down_tensors(*problem, *tensors), check_required(packed),
+                                               check_required(workspace, kWorkspaceAlignment), check_device()});
         error != cudaSuccess) {
         return error;
     }
-    return twell::launch_up_down(*problem, *tensors, packed, stream);
+    return twell::launch_up_down(*problem, *tensors, packed, scratch_in(workspace, problem), stream);
 }
 
 cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
@@ -196,15 +204,22 @@ cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors
         return error;
     }
     uint32_t* const packed = static_cast<uint32_t*>(workspace);
+    void* const scratch = scratch_in(workspace, problem);
     if (twell::is_few(*problem)) {
-        void* const scratch = static_cast<unsigned char*>(workspace) + scratch_offset(problem);
         return twell::launch_few(*problem, *tensors, packed, scratch, stream);
     }
     if (cudaError_t const error = twell::launch_gate(*problem, *tensors, packed, nullptr, stream);
         error != cudaSuccess) {
         return error;
     }
-    return twell::launch_up_down(*problem, *tensors, packed, stream);
+    return twell::launch_up_down(*problem, *tensors, packed, scratch, stream);
+}
+
+size_t twell_internal_schedule_bytes(twell_problem const* problem) { return twell::schedule_bytes(*problem); }
+
+cudaError_t twell_internal_schedule(twell_problem const* problem, uint32_t const* packed, void* memory,
+                                    cudaStream_t stream) {
+    return twell::launch_schedule(*problem, packed, twell::schedule_at(*problem, memory), stream);
 }
 
 char const* twell_version(void) { return TWELL_VERSION; }

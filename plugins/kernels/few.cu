@@ -35,10 +35,6 @@ using Down16 = down_few::Config<16, 512>;
 using Down64 = down_few::Config<16, 256>;
 using Down256 = down_few::Config<64, 256>;
 
-constexpr size_t kAlignment = 256;
-
-size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
 int num_mask_words(twell_problem const& problem) {
     return (problem.d_ff + gate_up_few::kMaskBits - 1) / gate_up_few::kMaskBits;
 }

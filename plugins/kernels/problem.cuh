@@ -2,6 +2,8 @@
 #ifndef TWELL_KERNELS_PROBLEM_CUH_
 #define TWELL_KERNELS_PROBLEM_CUH_
 
+#include <stddef.h>
+
 #include "element.cuh"
 #include "twell/twell.h"
 
@@ -15,6 +17,13 @@ inline int words_per_tile(twell_problem const& problem) { return TWELL_TILE / pr
 // Elements in a row of the spilled matrix, see pack.cuh.
 inline int64_t spilled_stride(twell_problem const& problem) {
     return static_cast<int64_t>(num_tiles(problem)) * TWELL_TILE;
+}
+
+// Pieces of the workspace start at multiples of this.
+constexpr size_t kWorkspaceAlignment = 256;
+
+inline size_t aligned(size_t bytes) {
+    return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
 }
 
 inline Activation activation_of(twell_problem const& problem) {

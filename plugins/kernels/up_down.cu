@@ -1,6 +1,8 @@
 #include <cuda_runtime.h>
 
+#include "launch.cuh"
 #include "problem.cuh"
+#include "schedule.h"
 #include "up_down.h"
 #include "up_down_generic.cuh"
 
@@ -22,11 +24,12 @@ using Config16384 = generic::Config<512, 4>;
 
 template <class Element, class Cfg>
 cudaError_t launch_config(generic::Params const& params, int64_t tokens, cudaStream_t stream) {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(tokens));
-    config.blockDim = dim3(Cfg::kThreads);
-    config.stream = stream;
-    return cudaLaunchKernelEx(&config, generic::up_down_kernel<Element, Cfg>, params);
+    Device device = {};
+    if (cudaError_t const error = query_device(device); error != cudaSuccess) {
+        return error;
+    }
+    return launch_dependent(generic::up_down_kernel<Element, Cfg>, params, dim3(static_cast<unsigned>(tokens)),
+                            Cfg::kThreads, 0, device, stream);
 }
 
 template <class Element>
@@ -48,8 +51,14 @@ cudaError_t launch_generic(generic::Params const& params, int64_t tokens, cudaSt
 
 }  // namespace
 
+size_t up_down_scratch_bytes(twell_problem const& problem) { return schedule_bytes(problem); }
+
 cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
-                           cudaStream_t stream) {
+                           void* scratch, cudaStream_t stream) {
+    Schedule const schedule = schedule_at(problem, scratch);
+    if (cudaError_t const error = launch_schedule(problem, packed, schedule, stream); error != cudaSuccess) {
+        return error;
+    }
     generic::Params params = {};
     params.x = static_cast<uint16_t const*>(tensors.x);
     params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
@@ -60,6 +69,7 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
     params.b_down = static_cast<uint16_t const*>(tensors.b_down);
     params.y = static_cast<uint16_t*>(tensors.y);
     params.packed = packed;
+    params.schedule = schedule;
     params.d_model = problem.d_model;
     params.d_ff = problem.d_ff;
     params.d_out = problem.d_out;

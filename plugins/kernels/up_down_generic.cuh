@@ -1,4 +1,4 @@
-// Sparse up and down projections for every GPU from sm_80 on. One CTA computes one row of y.
+// Sparse up and down projections for every GPU from sm_80 on. One CTA computes one row of y, heavy rows first.
 //
 // The row's active neurons are taken in batches, in ascending order. For a batch, warps first share out the neurons
 // (h[n] = g[n] (x . Wu[n] + bu[n]) into shared memory), then threads share out the columns of y (y += h[n] Wd[n, :]).
@@ -7,7 +7,9 @@
 #ifndef TWELL_KERNELS_UP_DOWN_GENERIC_CUH_
 #define TWELL_KERNELS_UP_DOWN_GENERIC_CUH_
 
+#include "dependent_launch.cuh"
 #include "element.cuh"
+#include "schedule.h"
 #include "twell/twell.h"
 
 namespace twell::up_down_generic {
@@ -36,6 +38,7 @@ struct Params {
     uint16_t const* b_down;  // [d_out] or null
     uint16_t* y;             // [tokens, d_out]
     uint32_t const* packed;  // [tokens, num_tiles * words_per_tile]
+    Schedule schedule;
     int d_model;
     int d_ff;
     int d_out;
@@ -309,7 +312,11 @@ template <class Element, class Cfg>
 __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) up_down_kernel(Params const params) {
     __shared__ SharedStorage shared;
 
-    int64_t const row_idx = blockIdx.x;
+    wait_for_previous_launch();
+    if (blockIdx.x < params.schedule.header->heavy_count) {
+        return;
+    }
+    int64_t const row_idx = params.schedule.row_order[blockIdx.x];
     uint16_t const* const x = params.x + row_idx * params.d_model;
     uint16_t* const y = params.y + row_idx * params.d_out;
     uint32_t const* const packed_row =

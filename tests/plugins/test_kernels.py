@@ -246,7 +246,9 @@ class Call:
 
     def up_down(self) -> None:
         stream = torch.cuda.current_stream().cuda_stream
-        self._check(self.lib.twell_up_down(self.problem, self.tensors, self.packed.data_ptr(), stream))
+        packed, workspace = self.packed.data_ptr(), self.workspace
+        arguments = (packed, workspace.data_ptr(), workspace.numel(), stream)
+        self._check(self.lib.twell_up_down(self.problem, self.tensors, *arguments))
 
     def mlp(self) -> None:
         stream = torch.cuda.current_stream().cuda_stream
@@ -631,11 +633,11 @@ def call() -> Call:
 def status_of(call: Call) -> tuple[int, int, int]:
     """What each of the three functions returns for the call's problem and tensors."""
     stream = torch.cuda.current_stream().cuda_stream
-    packed, workspace = call.packed.data_ptr(), call.workspace.data_ptr()
+    packed, workspace = call.packed.data_ptr(), (call.workspace.data_ptr(), call.workspace.numel())
     return (
         call.lib.twell_gate(call.problem, call.tensors, packed, stream),
-        call.lib.twell_up_down(call.problem, call.tensors, packed, stream),
-        call.lib.twell_mlp(call.problem, call.tensors, workspace, call.workspace.numel(), stream),
+        call.lib.twell_up_down(call.problem, call.tensors, packed, *workspace, stream),
+        call.lib.twell_mlp(call.problem, call.tensors, *workspace, stream),
     )
 
 
@@ -655,13 +657,14 @@ def test_bad_pointers(call: Call, name: str) -> None:
 
 def test_bad_workspace(call: Call) -> None:
     pointer, size = call.workspace.data_ptr(), call.workspace.numel()
-    run = call.lib.twell_mlp
-    assert run(call.problem, call.tensors, pointer, size - 1, None) == INVALID_VALUE
-    assert run(call.problem, call.tensors, None, size, None) == INVALID_VALUE
-    assert run(call.problem, call.tensors, pointer + 16, size, None) == MISALIGNED_ADDRESS
+    packed = call.packed.data_ptr()
+    for run, before in ((call.lib.twell_mlp, ()), (call.lib.twell_up_down, (packed,))):
+        assert run(call.problem, call.tensors, *before, pointer, size - 1, None) == INVALID_VALUE
+        assert run(call.problem, call.tensors, *before, None, size, None) == INVALID_VALUE
+        assert run(call.problem, call.tensors, *before, pointer + 16, size, None) == MISALIGNED_ADDRESS
     assert call.lib.twell_gate(call.problem, call.tensors, None, None) == INVALID_VALUE
     assert call.lib.twell_gate(call.problem, None, call.packed.data_ptr(), None) == INVALID_VALUE
-    assert call.lib.twell_up_down(call.problem, call.tensors, call.packed.data_ptr() + 4, None) == MISALIGNED_ADDRESS
+    assert call.lib.twell_up_down(call.problem, call.tensors, packed + 4, pointer, size, None) == MISALIGNED_ADDRESS
 
 
 def test_bad_problem(call: Call) -> None:
@@ -681,5 +684,5 @@ def test_no_tokens(call: Call) -> None:
     nothing = library.Tensors()
     assert call.lib.twell_packed_bytes(call.problem) == 0
     assert call.lib.twell_gate(call.problem, nothing, None, None) == SUCCESS
-    assert call.lib.twell_up_down(call.problem, nothing, None, None) == SUCCESS
+    assert call.lib.twell_up_down(call.problem, nothing, None, None, 0, None) == SUCCESS
     assert call.lib.twell_mlp(call.problem, nothing, None, 0, None) == SUCCESS

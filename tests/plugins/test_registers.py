@@ -27,6 +27,7 @@ def compile_kernels(source: Path, architecture: str, output: Path) -> subprocess
     ("source", "architecture", "fewest"),
     [
         *itertools.product(("few.cu", "gate.cu", "up_down.cu"), ("80", "86", "89", "90a", "120"), (6,)),
+        *itertools.product(("schedule.cu",), ("80", "86", "89", "90a", "120"), (2,)),
         ("gate_sm90.cu", "90a", 16),
     ],
 )

@@ -298,6 +298,41 @@ def test_archive_that_shows_other_records_to_other_readers(harmless: Path, tmp_p
     assert marker.is_dir(), "torch must see the hostile archive"
 
 
+def test_older_format_behind_a_broken_archive(harmless: Path, tmp_path: Path) -> None:
+    """Where an archive cannot be read, torch.export.load goes on to older formats, in which all weights are pickles."""
+    path, marker = tmp_path / "model.pt2", tmp_path / "marker"
+    records = read_records(harmless)
+    version = json.loads(records[GRAPH])["schema_version"]
+    older = {
+        "version": f"{version['major']}.{version['minor']}".encode(),
+        "serialized_exported_program.json": records[GRAPH],
+        **{f"serialized_{part}.pt": pickled(Payload(marker)) for part in ("state_dict", "constants", "example_inputs")},
+        **{f"m/{name}": records[name] for name in ("archive_format", "archive_version")},
+    }
+    broken = bytearray(write_records(records))
+    header = broken.index(b"m/data/weights/weight_0") - 30  # the file's own header, which ends with its name
+    broken[header : header + 4] = bytes(4)
+
+    def older_archive(padding: int) -> bytes:
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            for name, content in (older | {"extra_files/" + "x" * padding: b""}).items():
+                archive.writestr(zipfile.ZipInfo(name), content)
+        return buffer.getvalue()
+
+    def directory_size(archive: bytes) -> int:
+        return int(struct.unpack_from("<I", archive, archive.rfind(b"PK\5\6") + 12)[0])
+
+    padding = directory_size(bytes(broken)) - directory_size(older_archive(0))
+    path.write_bytes(two_archives_in_one(older_archive(padding), bytes(broken)))
+    with pytest.raises(UserError, match="cannot load the archive"):
+        load_model(path, trust_model=False)
+    assert not marker.exists(), "the payload ran"
+    with contextlib.suppress(Exception):
+        torch.export.load(path)
+    assert marker.is_dir(), "the payload is no payload: this test shows nothing"
+
+
 @pytest.mark.parametrize(
     "code",
     [

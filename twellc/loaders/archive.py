@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.export.pt2_archive._package import load_pt2
 
-from twellc.errors import UserError
+from twellc.errors import UserError, first_line
 from twellc.loaders.model import LoadedModel
+from twellc.loaders.tracing import quiet_torch
 
 _PLAIN_RECORDS = re.compile(
     r"archive_format|archive_version|byteorder|\.data/(version|serialization_id)|\.format_version|\.storage_alignment"
@@ -53,10 +55,12 @@ def load_archive(path: Path, trust_model: bool) -> LoadedModel:
     if not trust_model:
         _refuse_code(path)
     try:
-        program = torch.export.load(path)
+        with quiet_torch():
+            # Not torch.export.load: after a failure that looks for pickles of older formats, which no scan saw.
+            program = load_pt2(path).exported_programs["model"]
     except Exception as error:  # any damage inside surfaces here, as whatever the deserializer stumbles over
         raise UserError(
-            str(path), f"torch {torch.__version__} cannot load the archive ({_first_line(error)})",
+            str(path), f"torch {torch.__version__} cannot load the archive ({first_line(error)})",
             fix="Export it again, with this version of torch.",
         ) from error  # fmt: skip
     _forget_ranges_of_expressions(program)
@@ -92,7 +96,7 @@ def _refuse_code(path: Path) -> None:
         # The reader that torch.export.load uses: a crafted file can show other records to Python's zipfile.
         reason = next(_code_in(torch._C.PyTorchFileReader(str(path))), None)
     except (RuntimeError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(str(path), f"the archive is damaged ({_first_line(error)})") from error
+        raise UserError(str(path), f"the archive is damaged ({first_line(error)})") from error
     if reason is not None:
         raise UserError(
             str(path), f"loading this archive could execute code: {reason}",
@@ -148,7 +152,3 @@ def _is_plain(expression: str) -> bool:
     expression = _QUOTED.sub("s0", _GUARDED_DIMENSION.sub("s0", expression))
     words = re.findall(r"[A-Za-z_]\w*", expression)
     return bool(_EXPRESSION.fullmatch(expression)) and all(_EXPRESSION_NAMES.fullmatch(word) for word in words)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from twellc.errors import UserError
+from twellc.errors import UserError, first_line
 from twellc.loaders import sparselm
 from twellc.loaders.archive import output_names
 from twellc.loaders.model import LoadedModel
@@ -59,7 +59,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise UserError(str(path), "no config.json in this folder", expected="a Hugging Face directory")
     try:
         config = json.loads(file.read_text())
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(str(file), f"cannot be read as JSON ({error})") from error
     if not isinstance(config, dict):
         raise UserError(str(file), "is not a JSON object")
@@ -79,7 +79,7 @@ def _weight_files(path: Path) -> list[Path]:
     if index.is_file():
         try:
             files = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise UserError(str(index), f"is not an index of weights ({error!r})") from error
     for name in sorted(map(str, files)):
         file = path / name
@@ -101,8 +101,9 @@ def _load_weights(model_class: Any, path: Path, **instead: Any) -> Any:
             )
     except Exception as error:  # transformers and safetensors raise what they like for a damaged folder
         raise UserError(
-            str(path), f"transformers cannot load the model ({str(error).strip().splitlines()[0]})"
-        ) from error
+            str(path), f"transformers cannot load the model ({first_line(error)})",
+            fix="Check that config.json and the weights are whole and belong together.",
+        ) from error  # fmt: skip
     missing = sorted(info["missing_keys"])
     if missing or info["mismatched_keys"]:
         what = f"{len(missing)} weights are missing" if missing else "weights have other shapes than the config says"

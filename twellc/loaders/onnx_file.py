@@ -16,7 +16,7 @@ import onnx
 import onnx.inliner
 from google.protobuf.message import DecodeError, Message
 
-from twellc.errors import UserError
+from twellc.errors import UserError, first_line
 from twellc.passes.onnx_ffn import skeleton
 
 # Field numbers of ModelProto: version, producer strings, graph, opsets, metadata, training, functions, configurations.
@@ -41,7 +41,7 @@ def looks_like_onnx(path: Path) -> bool:
             if value < 0:
                 break
             if wire == 2:
-                stream.seek(value, os.SEEK_CUR)
+                stream.seek(min(value, size), os.SEEK_CUR)
     return bool(seen & {7, 8})
 
 
@@ -85,9 +85,7 @@ def load_onnx(path: Path) -> onnx.ModelProto:
         for tensor in _tensors(model):
             _check_size(tensor)
     except Exception as error:  # the checker's own errors, and what C++ throws at a damaged model
-        raise UserError(
-            str(path), f"is no valid ONNX model ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
-        ) from error
+        raise UserError(str(path), f"is no valid ONNX model ({first_line(error)})") from error
     return model
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from twellc.errors import UserError
+from twellc.errors import UserError, first_line
 from twellc.inputs import InputDeclaration
 from twellc.loaders.archive import output_names
 from twellc.loaders.model import LoadedModel
@@ -33,7 +33,7 @@ def load_pickle(path: Path, trust_model: bool, inputs: tuple[InputDeclaration, .
         module = torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:  # unpickling raises whatever the file's classes raise
         raise UserError(
-            str(path), f"cannot be unpickled ({(str(error).strip().splitlines() or [type(error).__name__])[0]})",
+            str(path), f"cannot be unpickled ({first_line(error)})",
             fix="The module's classes must be importable here.",
         ) from error  # fmt: skip
     if not isinstance(module, torch.nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from twellc.errors import UserError
+from twellc.errors import UserError, first_line
 
 MODEL_TYPE = "llama_sparse_relu"
 _COUNTERS = ("tracker.", "metrics_accumulator.")
@@ -24,12 +24,16 @@ def as_llama(config: dict[str, Any], files: list[Path]) -> dict[str, Any]:
     """Return `config`, `state_dict` and `dtype` to make a LlamaForCausalLM of a SparseLM checkpoint.
 
     Raises:
-        UserError: A file is no safetensors file, or a projection has an unexpected shape.
+        UserError: The configuration is damaged, a file is no safetensors file, or a projection has an unexpected shape.
     """
     from transformers import LlamaConfig
 
     kept = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
-    llama = LlamaConfig(**{**kept, "hidden_act": "relu"})
+    try:
+        llama = LlamaConfig(**{**kept, "hidden_act": "relu"})
+    except Exception as error:  # transformers' and its helpers' own, for values that they do not take
+        where = str(files[0].with_name("config.json"))
+        raise UserError(where, f"transformers cannot read the configuration ({first_line(error)})") from error
     tensors = {}
     for file in files:
         for name, tensor in _load_file(file).items():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
-from twellc.errors import UserError
+from twellc.errors import UserError, first_line
 
 
 def trace(
@@ -28,12 +30,8 @@ def trace(
     Raises:
         UserError: It cannot be traced.
     """
-    log = logging.getLogger("torch")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
+        with quiet_torch(), torch.no_grad():
             # Comparisons of two lengths (masks in T5) become assertions instead of constraints on the lengths.
             return torch.export.export(
                 module,
@@ -44,7 +42,18 @@ def trace(
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
     except Exception as error:  # torch.export raises what the module's code raises
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(str(path), f"torch.export cannot trace the model ({reason})", fix=fix) from error
+        raise UserError(str(path), f"torch.export cannot trace the model ({first_line(error)})", fix=fix) from error
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Keep torch's warnings and its log, with the tracebacks in it, from the user: a failure raises, too."""
+    log = logging.getLogger("torch")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         log.setLevel(level)

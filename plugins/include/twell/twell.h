@@ -70,7 +70,7 @@ TWELL_API char const* twell_validate(twell_problem const* problem);
 // Bytes of the packed gate activations, uint32 [tokens, ceil(d_ff / TWELL_TILE) * (TWELL_TILE / compression)].
 TWELL_API size_t twell_packed_bytes(twell_problem const* problem);
 
-// Bytes of device workspace that twell_mlp needs; it never shrinks when `tokens` grows.
+// Bytes of device workspace that twell_up_down and twell_mlp need; it never shrinks when `tokens` grows.
 TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 
 // The three functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer
@@ -85,14 +85,15 @@ TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
                                  cudaStream_t stream);
 
-// Step 2: y from the packed activations. A tile that overflowed is recomputed from x, w_gate and b_gate.
+// Step 2: y from the packed activations. A tile that overflowed is recomputed from x, w_gate and b_gate. `workspace` is
+// device memory, 256-byte aligned; what it holds before and after has no meaning. Its first twell_packed_bytes are not
+// touched: `packed` may lie there.
 TWELL_API cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* tensors, uint32_t const* packed,
-                                    cudaStream_t stream);
+                                    void* workspace, size_t workspace_bytes, cudaStream_t stream);
 
-// The whole block. `workspace` is device memory, 256-byte aligned; what it holds before and after has no meaning. From
-// 257 tokens on these are the two steps, with the packed matrix in the workspace. Up to 256 tokens other kernels spread
-// each token over the device: they keep the contract of the two steps but take sums in another order, which may depend
-// on the number of tokens and on how many neurons are active.
+// The whole block; `workspace` as for twell_up_down. From 257 tokens on these are the two steps, with the packed matrix
+// in the workspace. Up to 256 tokens other kernels spread each token over the device: they keep the contract of the two
+// steps but take sums in another order, which may depend on the number of tokens and on how many neurons are active.
 TWELL_API cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                 size_t workspace_bytes, cudaStream_t stream);
 

@@ -1,0 +1,64 @@
+// What launchers ask of the device, and launches that may overlap the end of the kernel before.
+#ifndef TWELL_KERNELS_LAUNCH_CUH_
+#define TWELL_KERNELS_LAUNCH_CUH_
+
+#include <cuda_runtime.h>
+
+namespace twell {
+
+struct Device {
+    int major;
+    int minor;
+    int num_multiprocessors;
+    int max_shared_bytes;  // of a block
+};
+
+// Attribute queries are cheap and allowed during stream capture.
+inline cudaError_t query_device(Device& device) {
+    int id = 0;
+    if (cudaError_t const error = cudaGetDevice(&id); error != cudaSuccess) {
+        return error;
+    }
+    struct {
+        int* value;
+        cudaDeviceAttr attribute;
+    } const queries[] = {{&device.major, cudaDevAttrComputeCapabilityMajor},
+                         {&device.minor, cudaDevAttrComputeCapabilityMinor},
+                         {&device.num_multiprocessors, cudaDevAttrMultiProcessorCount},
+                         {&device.max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin}};
+    for (auto const& query : queries) {
+        if (cudaError_t const error = cudaDeviceGetAttribute(query.value, query.attribute, id); error != cudaSuccess) {
+            return error;
+        }
+    }
+    return cudaSuccess;
+}
+
+// Launches a kernel that begins with wait_for_previous_launch (dependent_launch.cuh), so that its CTAs may be placed
+// while the kernel before still runs.
+template <class Params>
+cudaError_t launch_dependent(void (*kernel)(Params), Params const& params, dim3 grid, int threads, int shared_bytes,
+                             Device const& device, cudaStream_t stream) {
+    // Set at each launch, not once: the attribute belongs to the current device, and the call is cheap, idempotent,
+    // thread-safe and allowed during stream capture.
+    if (cudaError_t const error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        error != cudaSuccess) {
+        return error;
+    }
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = device.major >= 9 ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_LAUNCH_CUH_

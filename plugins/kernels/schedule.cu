@@ -1,0 +1,63 @@
+#include <algorithm>
+
+#include "launch.cuh"
+#include "problem.cuh"
+#include "schedule.cuh"
+#include "schedule.h"
+
+namespace twell {
+namespace {
+
+// A warp of a block then has a row, up to the most blocks.
+constexpr int64_t kRowsPerBlock = schedule::kWarps;
+
+// Cuts memory into pieces of kWorkspaceAlignment.
+template <class T>
+T* take(unsigned char*& memory, int64_t count) {
+    T* const piece = reinterpret_cast<T*>(memory);
+    memory += aligned(static_cast<size_t>(count) * sizeof(T));
+    return piece;
+}
+
+}  // namespace
+
+size_t schedule_bytes(twell_problem const& problem) {
+    return aligned(sizeof(ScheduleHeader)) + 2 * aligned(static_cast<size_t>(problem.tokens) * sizeof(uint32_t)) +
+           aligned(schedule::kMaxBlocks * schedule::kBuckets * sizeof(uint32_t));
+}
+
+Schedule schedule_at(twell_problem const& problem, void* memory) {
+    unsigned char* next = static_cast<unsigned char*>(memory);
+    Schedule schedule;
+    schedule.header = take<ScheduleHeader>(next, 1);
+    schedule.row_order = take<uint32_t>(next, problem.tokens);
+    schedule.place = take<uint32_t>(next, problem.tokens);
+    schedule.block_buckets = take<uint32_t>(next, schedule::kMaxBlocks * schedule::kBuckets);
+    return schedule;
+}
+
+cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, Schedule const& schedule,
+                            cudaStream_t stream) {
+    Device device = {};
+    if (cudaError_t const error = query_device(device); error != cudaSuccess) {
+        return error;
+    }
+    int64_t const blocks =
+        std::min<int64_t>((problem.tokens + kRowsPerBlock - 1) / kRowsPerBlock, schedule::kMaxBlocks);
+    schedule::Params params = {};
+    params.packed = packed;
+    params.schedule = schedule;
+    params.tokens = problem.tokens;
+    params.rows_per_block = static_cast<int>((problem.tokens + blocks - 1) / blocks);
+    params.num_tiles = num_tiles(problem);
+    params.words_per_tile = words_per_tile(problem);
+    dim3 const grid(static_cast<unsigned>(blocks));
+    if (cudaError_t const error =
+            launch_dependent(schedule::count_kernel, params, grid, schedule::kThreads, 0, device, stream);
+        error != cudaSuccess) {
+        return error;
+    }
+    return launch_dependent(schedule::order_kernel, params, grid, schedule::kThreads, 0, device, stream);
+}
+
+}  // namespace twell

@@ -1,0 +1,102 @@
+"""The order in which step 2 takes rows, on a GPU: every row once, the most non-zeros first."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import pytest
+import torch
+
+from tests.plugins.test_kernels import SUCCESS, Call, Case, assert_same_bits, make_block
+from twellc.plugins import library
+
+pytestmark = pytest.mark.gpu
+
+TILES = 22
+HEADER_BYTES = 256
+
+
+@pytest.fixture(autouse=True)
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
+        if os.environ.get("TWELLC_REQUIRE_GPU") == "1":
+            pytest.fail("TWELLC_REQUIRE_GPU=1, but there is no CUDA device")
+        pytest.skip("needs a CUDA device")
+
+
+def schedule(counts: torch.Tensor, compression: int) -> tuple[int, torch.Tensor]:
+    """Schedule rows whose tiles have these counts [tokens, tiles]; give the number of heavy rows, and the order."""
+    tokens, tiles = counts.shape
+    words = library.TILE // compression
+    packed = torch.full((tokens, tiles, words), -1, dtype=torch.int32, device="cuda")
+    packed[:, :, 0] = counts.int()
+    problem = library.Problem(
+        tokens=tokens, d_model=8, d_ff=tiles * library.TILE, d_out=8, compression=compression, dtype=0
+    )
+    lib = library.load()
+    size, run = lib.twell_internal_schedule_bytes, lib.twell_internal_schedule
+    size.restype, size.argtypes = ctypes.c_size_t, [ctypes.POINTER(library.Problem)]
+    run.restype, run.argtypes = ctypes.c_int, [*size.argtypes, *[ctypes.c_void_p] * 3]
+    memory = torch.full((size(problem),), 0xFF, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    assert run(problem, packed.data_ptr(), memory.data_ptr(), stream) == SUCCESS
+    torch.cuda.synchronize()
+    heavy = int(memory[:4].view(torch.int32).item())
+    order = memory[HEADER_BYTES : HEADER_BYTES + 4 * tokens].view(torch.int32).long()
+    return heavy, order
+
+
+def level(total: torch.Tensor) -> torch.Tensor:
+    """Number the buckets: each count below 16 has one, each octave from there on eight."""
+    octave = torch.frexp(total.double()).exponent.long() - 1
+    return torch.where(total < 16, total, 8 * octave + (total >> (octave - 3).clamp(min=0)) % 8)
+
+
+def assert_ordered(order: torch.Tensor, counts: torch.Tensor, compression: int) -> None:
+    assert torch.equal(order.sort().values, torch.arange(len(counts), device="cuda")), "not every row exactly once"
+    overflowed = (counts >= library.TILE // compression).any(dim=1)
+    key = torch.where(overflowed, 1 << 20, level(counts.sum(dim=1)))[order]
+    assert (key[1:] <= key[:-1]).all(), "a heavier row comes after a lighter one"
+
+
+ROWS = (1, 2, 31, 32, 33, 1000, 4096, 4097, 131072)
+
+
+@pytest.mark.parametrize("compression", [1, 8])
+@pytest.mark.parametrize("tokens", ROWS)
+@pytest.mark.parametrize("kind", ["empty", "full", "equal", "one full", "unequal", "any"])
+def test_every_row_once_heaviest_first(kind: str, tokens: int, compression: int) -> None:
+    counts = torch.zeros((tokens, TILES), dtype=torch.long, device="cuda")
+    if kind == "full":
+        counts += 256
+    elif kind == "equal":
+        counts += 3
+    elif kind == "one full":
+        counts[tokens // 2] = 256
+    elif kind == "unequal":
+        mean = torch.exp(torch.randn((tokens, 1), device="cuda"))
+        counts += torch.poisson(mean.expand(-1, TILES)).long().clamp(max=256)
+    elif kind == "any":
+        counts += torch.randint(0, 257, (tokens, TILES), device="cuda")
+        counts[torch.rand((tokens, TILES), device="cuda") < torch.rand((tokens, 1), device="cuda")] = 0
+    _, order = schedule(counts, compression)
+    assert_ordered(order, counts, compression)
+
+
+@pytest.mark.parametrize("tiles", [1, 31, 32, 33, 256])
+def test_any_number_of_tiles(tiles: int) -> None:
+    counts = torch.randint(0, 257, (500, tiles), device="cuda")
+    counts[torch.rand((500, tiles), device="cuda") < torch.rand((500, 1), device="cuda")] = 0
+    for compression in (1, 2, 8):
+        _, order = schedule(counts, compression)
+        assert_ordered(order, counts, compression)
+
+
+def test_results_do_not_depend_on_the_order() -> None:
+    """A row comes to another place among other rows, and in the next run, and keeps its bits."""
+    block = make_block(Case(rows=600, d_model=264, d_ff=1500, d_out=264, density=0.05), integers=False)
+    expected = Call(block, 8).steps()
+    shuffled = torch.randperm(600, device="cuda")
+    block.x.copy_(block.x[shuffled].clone())
+    assert_same_bits(Call(block, 8).steps(), expected[shuffled])

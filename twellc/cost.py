@@ -1,0 +1,94 @@
+"""Count the operations and bytes of feed-forward blocks: dense, and where only active neurons are computed.
+
+For a call with M tokens, K = d_model, N = d_ff, O = d_out, a density of d (the share of gate activations that are not
+zero) and s bytes an element:
+
+    FLOPs   dense     2 M (P K N + N O)              P = 2 input projections of a gated block, 1 of a plain one
+            sparse    2 M K N + 2 M d N ((P - 1) K + O)
+    bytes   dense     s (M K + P K N + N O + M N + M O)
+            sparse    s (M K + K N + n ((P - 1) K + O) + M O) + 4 M (d N + ceil(N / 256))
+            gathered  s M d N ((P - 1) K + O)
+
+FLOPs are those of the matrix products, a multiplication and an addition each; biases, activations and tiles that
+overflow and are recomputed do not count. In bytes every tensor counts once: x, the weights, what stands between the
+projections (dense: the hidden tensor; sparse: the packed words that are written, see docs/format.md) and y. That is
+what memory has to see at least once, as far as no cache keeps it from one kernel or call to the next. Of the up and
+down projections the sparse form needs the rows of the n = N (1 - (1 - d)^M) neurons that fire for any token, expected
+for neurons that fire independently and equally often; where they fire unequally, fewer. `gathered` is what the kernels
+read of these rows token by token, mostly from caches: it is no traffic to memory, and no part of `bytes`.
+
+These are counts and do not predict time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+BYTES_PER_ELEMENT = 2
+_TILE = 256
+_WORD = 4
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs, bytes that memory has to see, and bytes gathered from caches, of one call."""
+
+    flops: int
+    bytes: int
+    gathered: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.gathered + other.gathered)
+
+
+def dense_cost(layer: dict[str, Any], tokens: int) -> Cost:
+    """Return the cost of a block, described as in a report, with dense products."""
+    weights = _inputs(layer) * layer["d_model"] * layer["d_ff"] + layer["d_ff"] * layer["d_out"]
+    activations = tokens * (layer["d_model"] + layer["d_ff"] + layer["d_out"])
+    return Cost(2 * tokens * weights, BYTES_PER_ELEMENT * (weights + activations))
+
+
+def sparse_cost(layer: dict[str, Any], tokens: int, density: float) -> Cost:
+    """Return the cost of a block whose share of non-zero gate activations is `density`, as a plugin computes it."""
+    d_model, d_ff, d_out = layer["d_model"], layer["d_ff"], layer["d_out"]
+    neuron = (_inputs(layer) - 1) * d_model + d_out
+    active = tokens * density * d_ff
+    distinct = d_ff * -math.expm1(tokens * math.log1p(-density)) if density < 1 else d_ff
+    packed = _WORD * (active + tokens * -(-d_ff // _TILE))
+    elements = tokens * (d_model + d_out) + d_model * d_ff + distinct * neuron
+    return Cost(
+        flops=round(2 * tokens * d_model * d_ff + 2 * active * neuron),
+        bytes=round(BYTES_PER_ELEMENT * elements + packed),
+        gathered=round(BYTES_PER_ELEMENT * active * neuron),
+    )
+
+
+def count_costs(layers: list[dict[str, Any]], tokens: int, density: float) -> dict[str, Any]:
+    """Return the cost of each block and of all together; a block that is left dense costs the same in both forms.
+
+    Args:
+        layers: Blocks as in a report.
+        tokens: Tokens in one call.
+        density: Share of gate activations that are not zero, from 0 to 1.
+    """
+    rows = []
+    totals = {"dense": Cost(0, 0), "sparse": Cost(0, 0)}
+    for layer in layers:
+        dense = dense_cost(layer, tokens)
+        sparse = sparse_cost(layer, tokens, density) if layer["decision"] == "twell" else dense
+        totals = {"dense": totals["dense"] + dense, "sparse": totals["sparse"] + sparse}
+        rows.append({"module": layer["module"], "dense": asdict(dense), "sparse": asdict(sparse)})
+    return {
+        "tokens": tokens,
+        "assumed_density": density,
+        "bytes_per_element": BYTES_PER_ELEMENT,
+        "layers": rows,
+        "total": {form: asdict(cost) for form, cost in totals.items()},
+    }
+
+
+def _inputs(layer: dict[str, Any]) -> int:
+    """Return the number of projections that read x."""
+    return 2 if layer["variant"] == "gated" else 1
