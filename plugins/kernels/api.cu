@@ -86,6 +86,16 @@ void* scratch_in(void* workspace, twell_problem const* problem) {
     return static_cast<unsigned char*>(workspace) + twell::aligned(twell_packed_bytes(problem));
 }
 
+// Both steps, from many tokens on.
+cudaError_t run_steps(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,
+                      int64_t dense_rows, cudaStream_t stream) {
+    uint16_t* const spilled = twell::spilled_in(problem, scratch);
+    if (cudaError_t const error = twell::launch_gate(problem, tensors, packed, spilled, stream); error != cudaSuccess) {
+        return error;
+    }
+    return twell::launch_up_down(problem, tensors, packed, scratch, dense_rows, stream);
+}
+
 }  // namespace
 
 extern "C" {
@@ -99,6 +109,10 @@ TWELL_API cudaError_t twell_internal_gate(twell_problem const* problem, twell_te
 TWELL_API size_t twell_internal_schedule_bytes(twell_problem const* problem);
 TWELL_API cudaError_t twell_internal_schedule(twell_problem const* problem, uint32_t const* packed, void* memory,
                                               cudaStream_t stream);
+
+// twell_mlp for any number of tokens with so many rows on the dense path: see launch_up_down. For tests, likewise.
+TWELL_API cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
+                                           int64_t dense_rows, cudaStream_t stream);
 
 char const* twell_validate(twell_problem const* problem) {
     if (problem == nullptr) {
@@ -187,7 +201,7 @@ cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* ten
         error != cudaSuccess) {
         return error;
     }
-    return twell::launch_up_down(*problem, *tensors, packed, scratch_in(workspace, problem), stream);
+    return twell::launch_up_down(*problem, *tensors, packed, scratch_in(workspace, problem), twell::kGuardOff, stream);
 }
 
 cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
@@ -208,18 +222,20 @@ cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors
     if (twell::is_few(*problem)) {
         return twell::launch_few(*problem, *tensors, packed, scratch, stream);
     }
-    if (cudaError_t const error = twell::launch_gate(*problem, *tensors, packed, nullptr, stream);
-        error != cudaSuccess) {
-        return error;
-    }
-    return twell::launch_up_down(*problem, *tensors, packed, scratch, stream);
+    return run_steps(*problem, *tensors, packed, scratch, twell::kGuardDecides, stream);
+}
+
+cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
+                                 int64_t dense_rows, cudaStream_t stream) {
+    return run_steps(*problem, *tensors, static_cast<uint32_t*>(workspace), scratch_in(workspace, problem), dense_rows,
+                     stream);
 }
 
 size_t twell_internal_schedule_bytes(twell_problem const* problem) { return twell::schedule_bytes(*problem); }
 
 cudaError_t twell_internal_schedule(twell_problem const* problem, uint32_t const* packed, void* memory,
                                     cudaStream_t stream) {
-    return twell::launch_schedule(*problem, packed, twell::schedule_at(*problem, memory), stream);
+    return twell::launch_schedule(*problem, packed, twell::schedule_at(*problem, memory), {}, stream);
 }
 
 char const* twell_version(void) { return TWELL_VERSION; }

@@ -7,119 +7,126 @@ namespace twell {
 namespace {
 
 namespace sm90 = dense_sm90;
+using sm90::Projection;
 
 constexpr int kGatherBlocks = 4;  // a multiprocessor
 
-// Of the tokens, this share may be dense while the others are not; from there on all are.
-constexpr int64_t kPartDivisor = 4;
-
-size_t h_part_bytes(twell_problem const& problem) {
-    return static_cast<size_t>(max_dense_part(problem)) * spilled_stride(problem) * sizeof(uint16_t);
-}
-
-size_t x_part_bytes(twell_problem const& problem) {
-    return problem.variant == TWELL_GATED
-               ? static_cast<size_t>(max_dense_part(problem)) * problem.d_model * sizeof(uint16_t)
-               : 0;
-}
+// For the guard, measured on an H200 at d_model 2048 and d_ff 5632, see benchmarks/README.md: how fast the sparse path
+// gathers weights, how long the heaviest row's share of a byte takes, how fast rows are copied; and how long a token
+// takes in a slice of a projection.
+constexpr float kGatheredBytesPerNs = 7500.0f;
+constexpr float kHeaviestBytesPerNs = 80.0f;
+constexpr float kCopiedBytesPerNs = 1500.0f;
+constexpr float kTokenSliceNs = 2.3f;
 
 // What all kernels of one call share.
 struct Launch {
     twell_problem const& problem;
     twell_tensors const& tensors;
-    sm90::Gate gate;
-    uint16_t* h_part;
-    uint16_t* x_part;
+    DenseMemory const& memory;
     sm90::Rows rows;
-    int clusters;  // that the device holds
+    sm90::Gate gate;
+    Device const& device;
     cudaStream_t stream;
 };
 
-cudaError_t launch_gather(Launch const& launch, int num_multiprocessors) {
+// What a projection has to do, whatever rows are dense.
+template <Projection kProjection>
+struct Shape {
+    int num_neurons;
+    int num_tiles;
+    int num_slices;
+    int clusters;          // that the device holds
+    int tokens_per_block;  // the best if all rows are dense
+
+    Shape(twell_problem const& problem, Device const& device) {
+        bool const up = kProjection == Projection::kUp;
+        num_neurons = up ? problem.d_ff : problem.d_out;
+        num_tiles = (num_neurons + TWELL_TILE - 1) / TWELL_TILE;
+        num_slices = static_cast<int>((up ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K);
+        clusters = device.num_multiprocessors / sm90::kClusterSize;
+        tokens_per_block = sm90::choose(problem.tokens, num_tiles, clusters, sm90::AllChoices());
+    }
+
+    DenseRounds rounds() const {
+        float const round_ns = num_slices * (tokens_per_block + sm90::kTokensOfOverhead) * kTokenSliceNs;
+        return {tokens_per_block, num_tiles, clusters, round_ns};
+    }
+};
+
+cudaError_t launch_gather(Launch const& launch) {
     sm90::GatherParams params = {};
     params.rows = launch.rows;
     params.gate = launch.gate;
-    params.h_part = launch.h_part;
+    params.h_part = launch.memory.h_part;
     if (launch.problem.variant == TWELL_GATED) {
         params.x = static_cast<uint16_t const*>(launch.tensors.x);
-        params.x_part = launch.x_part;
+        params.x_part = launch.memory.x_part;
     }
     params.d_model = launch.problem.d_model;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(num_multiprocessors * kGatherBlocks));
-    config.blockDim = dim3(sm90::kGatherThreads);
-    config.stream = launch.stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, sm90::gather_kernel, params);
+    dim3 const grid(static_cast<unsigned>(launch.device.num_multiprocessors * kGatherBlocks));
+    return launch_dependent(sm90::gather_kernel, params, grid, sm90::kGatherThreads, 0, launch.device, launch.stream);
 }
 
-template <class Element, class Cfg, sm90::Projection kProjection>
-cudaError_t launch_projection(Launch const& launch) {
-    constexpr bool kUp = kProjection == sm90::Projection::kUp;
+template <class Element, class Cfg, Projection kProjection>
+cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& shape) {
     twell_problem const& problem = launch.problem;
+    DenseMemory const& memory = launch.memory;
     int64_t const part = max_dense_part(problem);
     int64_t const stride = spilled_stride(problem);
     sm90::Params params = {};
     params.rows = launch.rows;
+    params.num_neurons = shape.num_neurons;
+    params.num_tiles = shape.num_tiles;
+    params.num_slices = shape.num_slices;
     params.relu_on_up = problem.activation == TWELL_DRELU;
     cudaError_t error = cudaSuccess;
-    if constexpr (kUp) {
+    if constexpr (kProjection == Projection::kUp) {
         params.bias = static_cast<uint16_t const*>(launch.tensors.b_up);
-        params.num_neurons = problem.d_ff;
-        params.num_slices = problem.d_model / sm90::BLOCK_K;
         params.gate = launch.gate;
-        params.h_part = launch.h_part;
+        params.h_part = memory.h_part;
         error = sm90::first_error({
             sm90::encode(params.weights, launch.tensors.w_up, problem.d_ff, problem.d_model, sm90::BLOCK_M,
                          problem.dtype),
             sm90::encode(params.tokens[0], launch.tensors.x, problem.tokens, problem.d_model, Cfg::kRowsLoaded,
                          problem.dtype),
-            sm90::encode(params.tokens[1], launch.x_part, part, problem.d_model, Cfg::kRowsLoaded, problem.dtype),
+            sm90::encode(params.tokens[1], memory.x_part, part, problem.d_model, Cfg::kRowsLoaded, problem.dtype),
         });
     } else {
         params.bias = static_cast<uint16_t const*>(launch.tensors.b_down);
         params.y = static_cast<uint16_t*>(launch.tensors.y);
-        params.num_neurons = problem.d_out;
-        params.num_slices = static_cast<int>(stride / sm90::BLOCK_K);
         error = sm90::first_error({
             sm90::encode(params.weights, launch.tensors.w_down, problem.d_ff, problem.d_out, sm90::BLOCK_K,
                          problem.dtype),
-            sm90::encode(params.tokens[0], launch.gate.spilled, problem.tokens, stride, Cfg::kRowsLoaded, problem.dtype),
-            sm90::encode(params.tokens[1], launch.h_part, part, stride, Cfg::kRowsLoaded, problem.dtype),
+            sm90::encode(params.tokens[0], memory.spilled, problem.tokens, stride, Cfg::kRowsLoaded, problem.dtype),
+            sm90::encode(params.tokens[1], memory.h_part, part, stride, Cfg::kRowsLoaded, problem.dtype),
         });
     }
     if (error != cudaSuccess) {
         return error;
     }
-    params.num_tiles = (params.num_neurons + TWELL_TILE - 1) / TWELL_TILE;
-    int64_t const tiles = sm90::num_blocks(problem.tokens, Cfg::BLOCK_N) * params.num_tiles;
-    return sm90::launch_clusters<Cfg>(sm90::dense_kernel<Element, Cfg, kProjection>, params, tiles, launch.clusters,
-                                      true, launch.stream);
+    int64_t const tiles = sm90::num_blocks(problem.tokens, Cfg::BLOCK_N) * shape.num_tiles;
+    dim3 const grid(static_cast<unsigned>(std::min<int64_t>(shape.clusters, tiles) * sm90::kClusterSize));
+    return launch_dependent(sm90::dense_kernel<Element, Cfg, kProjection>, params, grid, sm90::kThreads,
+                            Cfg::kSharedBytes, launch.device, launch.stream);
 }
 
-template <class Element, sm90::Projection kProjection>
-cudaError_t launch_projection(Launch const& launch, int num_tiles) {
-    int const tokens_per_block = sm90::choose(launch.problem.tokens, num_tiles, launch.clusters, sm90::AllChoices());
-    return sm90::with_config(tokens_per_block, sm90::AllChoices(), [&](auto config) {
-        return launch_projection<Element, decltype(config), kProjection>(launch);
+template <class Element, Projection kProjection>
+cudaError_t launch_projection(Launch const& launch) {
+    Shape<kProjection> const shape(launch.problem, launch.device);
+    return sm90::with_config(shape.tokens_per_block, sm90::AllChoices(), [&](auto config) {
+        return launch_projection<Element, decltype(config), kProjection>(launch, shape);
     });
 }
 
 template <class Element>
 cudaError_t launch_projections(Launch const& launch) {
     if (launch.problem.variant == TWELL_GATED) {
-        if (cudaError_t const error =
-                launch_projection<Element, sm90::Projection::kUp>(launch, num_tiles(launch.problem));
-            error != cudaSuccess) {
+        if (cudaError_t const error = launch_projection<Element, Projection::kUp>(launch); error != cudaSuccess) {
             return error;
         }
     }
-    return launch_projection<Element, sm90::Projection::kDown>(launch,
-                                                               (launch.problem.d_out + TWELL_TILE - 1) / TWELL_TILE);
+    return launch_projection<Element, Projection::kDown>(launch);
 }
 
 }  // namespace
@@ -128,19 +135,30 @@ bool dense_sm90_supports(twell_problem const& problem) {
     return problem.variant == TWELL_PLAIN || problem.d_model % sm90::BLOCK_K == 0;
 }
 
-int64_t max_dense_part(twell_problem const& problem) { return (problem.tokens + kPartDivisor - 1) / kPartDivisor; }
+GuardModel dense_sm90_model(twell_problem const& problem, Device const& device) {
+    bool const gated = problem.variant == TWELL_GATED;
+    float const row_bytes = 2.0f * static_cast<float>(problem.d_out + (gated ? problem.d_model : 0));
+    float const copied_bytes = 2.0f * static_cast<float>(gated ? problem.d_model : spilled_stride(problem));
+    GuardModel model = {};
+    model.enabled = true;
+    model.max_part = max_dense_part(problem);
+    model.nonzero_ns = row_bytes / kGatheredBytesPerNs;
+    model.heaviest_ns = row_bytes / kHeaviestBytesPerNs;
+    model.part_ns = copied_bytes / kCopiedBytesPerNs;
+    model.down = Shape<Projection::kDown>(problem, device).rounds();
+    model.up = gated ? Shape<Projection::kUp>(problem, device).rounds() : model.down;
+    if (!gated) {
+        model.up.round_ns = 0.0f;
+    }
+    return model;
+}
 
-size_t dense_scratch_bytes(twell_problem const& problem) { return h_part_bytes(problem) + x_part_bytes(problem); }
-
-cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
-                              uint16_t* spilled, DenseRows const& rows, void* scratch, int num_multiprocessors,
-                              cudaStream_t stream) {
-    sm90::Gate const gate = {packed, spilled, num_tiles(problem), words_per_tile(problem)};
-    uint16_t* const h_part = static_cast<uint16_t*>(scratch);
-    uint16_t* const x_part = h_part + h_part_bytes(problem) / sizeof(uint16_t);
-    Launch const launch = {problem, tensors, gate, h_part, x_part, {rows.order, rows.count, rows.failed, problem.tokens},
-                           num_multiprocessors / sm90::kClusterSize, stream};
-    if (cudaError_t const error = launch_gather(launch, num_multiprocessors); error != cudaSuccess) {
+cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const& tensors, DenseMemory const& memory,
+                              Schedule const& schedule, Device const& device, cudaStream_t stream) {
+    sm90::Rows const rows = {schedule.row_order, &schedule.header->heavy_count, schedule.failed, problem.tokens};
+    sm90::Gate const gate = {memory.packed, memory.spilled, num_tiles(problem), words_per_tile(problem)};
+    Launch const launch = {problem, tensors, memory, rows, gate, device, stream};
+    if (cudaError_t const error = launch_gather(launch); error != cudaSuccess) {
         return error;
     }
     return problem.dtype == TWELL_BF16 ? launch_projections<Bf16>(launch) : launch_projections<Fp16>(launch);

@@ -1,8 +1,8 @@
 // The dense path on Hopper (sm_90a): up and down projections of rows that are too dense for the sparse ones. See
 // matmul_sm90.cuh for the products.
 //
-// Between the two there is h [dense rows, num_tiles * TWELL_TILE], in the element type. Which rows are dense is known on
-// the device alone: grids are fixed, and CTAs that find nothing to do leave.
+// Between the two there is h [dense rows, num_tiles * TWELL_TILE], in the element type. Which rows are dense is known
+// on the device alone: grids are fixed, and CTAs that find nothing to do leave.
 //   all rows   h takes the place of g in the spilled matrix, x is read where it is
 //   a part     the gather kernel has copied x of the dense rows to where they are neighbours, h likewise
 // A block without up projection has h = g; then the gather kernel completes or copies g.
@@ -18,9 +18,9 @@ using namespace matmul_sm90;
 
 // The dense rows, on the device: read them after wait_for_previous_launch(), without __ldg.
 struct Rows {
-    int32_t const* order;  // [tokens], the dense ones first
-    int32_t const* count;  // [1]: how many are dense
-    uint8_t* failed;       // [tokens]: of the dense rows, those that the sparse path has to compute again
+    uint32_t const* order;  // [tokens], the dense ones first
+    uint32_t const* count;  // [1]: how many are dense
+    uint8_t* failed;        // [tokens]: of the dense rows, those that the sparse path has to compute again
     int64_t tokens;
 };
 
@@ -29,10 +29,10 @@ struct View {
     bool all;
 
     __device__ __forceinline__ explicit View(Rows const& rows)
-        : count(*static_cast<int32_t const volatile*>(rows.count)), all(count == rows.tokens) {}
+        : count(static_cast<int>(*static_cast<uint32_t const volatile*>(rows.count))), all(count == rows.tokens) {}
 
     __device__ __forceinline__ int row_of(Rows const& rows, int position) const {
-        return all ? position : *static_cast<int32_t const volatile*>(rows.order + position);
+        return all ? position : static_cast<int>(*static_cast<uint32_t const volatile*>(rows.order + position));
     }
 };
 
@@ -40,8 +40,8 @@ struct View {
 
 // The packed matrix and the spilled one, which together hold g: see pack.cuh.
 struct Gate {
-    uint32_t const* packed;   // [tokens, num_tiles * words_per_tile]
-    uint16_t* spilled;        // [tokens, num_tiles * TWELL_TILE]
+    uint32_t const* packed;  // [tokens, num_tiles * words_per_tile]
+    uint16_t* spilled;       // [tokens, num_tiles * TWELL_TILE]
     int num_tiles;
     int words_per_tile;
 
@@ -102,7 +102,8 @@ __device__ __forceinline__ void copy_vectors(uint4* destination, uint4 const* so
     }
 }
 
-// A plain block's h, by one warp: tiles that have not been spilled are expanded, the others copied if they have to move.
+// A plain block's h, by one warp: tiles that have not been spilled are expanded, the others copied if they have to
+// move.
 __device__ __forceinline__ void gather_g(GatherParams const& params, bool all, int64_t row, int64_t position) {
     int const lane = threadIdx.x % kWarpSize;
     Gate const& gate = params.gate;
@@ -201,9 +202,9 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t g_pair, uint32_t u_pa
     return Element::from_float2(g.x == 0.0f ? 0.0f : g.x * u.x, g.y == 0.0f ? 0.0f : g.y * u.y);
 }
 
-// Marks the rows that this thread has a sum of that is not finite. One reason is u or h out of the element type's range,
-// another an inactive neuron's weight that is not finite: the contract has no such limit and ignores such a weight, so
-// the sparse path must compute these rows.
+// Marks the rows that this thread has a sum of that is not finite. One reason is u or h out of the element type's
+// range, another an inactive neuron's weight that is not finite: the contract has no such limit and ignores such a
+// weight, so the sparse path must compute these rows.
 template <class Cfg>
 __device__ __forceinline__ void mark_failed(Params const& params, View const& view, int first_position,
                                             float const (&accumulators)[Cfg::kAccumulators]) {
@@ -224,8 +225,8 @@ __device__ __forceinline__ void mark_failed(Params const& params, View const& vi
     }
 }
 
-// Carries the result from shared memory to where it belongs, as h or y: with one warp, every kStep-th pair of tokens from
-// `first` on.
+// Carries the result from shared memory to where it belongs, as h or y: with one warp, every kStep-th pair of tokens
+// from `first` on.
 template <class Element, class Cfg, Projection kProjection, int kStep>
 __device__ __forceinline__ void carry_on(Params const& params, View const& view, Tile const& tile, uint32_t rank,
                                          uint32_t result, int first) {

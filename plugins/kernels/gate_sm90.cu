@@ -33,8 +33,20 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, u
             error != cudaSuccess) {
             return error;
         }
+        auto* const kernel = sm90::gate_kernel<Element, Cfg>;
+        // Set at each launch: see launch.cuh.
+        if (cudaError_t const error =
+                cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Cfg::kSharedBytes);
+            error != cudaSuccess) {
+            return error;
+        }
         int64_t const tiles = static_cast<int64_t>(params.num_blocks) * params.num_tiles;
-        return sm90::launch_clusters<Cfg>(sm90::gate_kernel<Element, Cfg>, params, tiles, clusters, false, stream);
+        cudaLaunchConfig_t launch = {};
+        launch.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(clusters, tiles) * sm90::kClusterSize));
+        launch.blockDim = dim3(sm90::kThreads);
+        launch.dynamicSmemBytes = Cfg::kSharedBytes;
+        launch.stream = stream;
+        return cudaLaunchKernelEx(&launch, kernel, params);
     });
 }
 

@@ -92,30 +92,6 @@ inline cudaError_t first_error(std::initializer_list<cudaError_t> errors) {
     return cudaSuccess;
 }
 
-// Enqueues a kernel with one cluster for each of `tiles` tiles, as far as the device holds them. `dependent`: it waits
-// for the kernel before by itself.
-template <class Cfg, class Params>
-cudaError_t launch_clusters(void (*kernel)(Params), Params const& params, int64_t tiles, int clusters, bool dependent,
-                            cudaStream_t stream) {
-    // Set at each launch: see gate.cu.
-    if (cudaError_t const error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Cfg::kSharedBytes);
-        error != cudaSuccess) {
-        return error;
-    }
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(clusters, tiles) * kClusterSize));
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = Cfg::kSharedBytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = dependent ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, params);
-}
-
 }  // namespace twell::matmul_sm90
 
 #endif  // TWELL_KERNELS_MATMUL_SM90_H_

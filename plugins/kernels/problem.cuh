@@ -26,6 +26,10 @@ inline size_t aligned(size_t bytes) {
     return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
 }
 
+inline size_t spilled_bytes(twell_problem const& problem) {
+    return aligned(static_cast<size_t>(problem.tokens) * spilled_stride(problem) * sizeof(uint16_t));
+}
+
 inline Activation activation_of(twell_problem const& problem) {
     return {problem.activation == TWELL_FATRELU ? problem.threshold : 0.0f, problem.activation == TWELL_RELU2};
 }

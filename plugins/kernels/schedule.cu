@@ -23,7 +23,8 @@ T* take(unsigned char*& memory, int64_t count) {
 
 size_t schedule_bytes(twell_problem const& problem) {
     return aligned(sizeof(ScheduleHeader)) + 2 * aligned(static_cast<size_t>(problem.tokens) * sizeof(uint32_t)) +
-           aligned(schedule::kMaxBlocks * schedule::kBuckets * sizeof(uint32_t));
+           aligned(schedule::kMaxBlocks * schedule::kBuckets * sizeof(uint32_t)) +
+           aligned(static_cast<size_t>(problem.tokens));
 }
 
 Schedule schedule_at(twell_problem const& problem, void* memory) {
@@ -33,11 +34,12 @@ Schedule schedule_at(twell_problem const& problem, void* memory) {
     schedule.row_order = take<uint32_t>(next, problem.tokens);
     schedule.place = take<uint32_t>(next, problem.tokens);
     schedule.block_buckets = take<uint32_t>(next, schedule::kMaxBlocks * schedule::kBuckets);
+    schedule.failed = take<uint8_t>(next, problem.tokens);
     return schedule;
 }
 
 cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, Schedule const& schedule,
-                            cudaStream_t stream) {
+                            GuardModel const& guard, cudaStream_t stream) {
     Device device = {};
     if (cudaError_t const error = query_device(device); error != cudaSuccess) {
         return error;
@@ -47,6 +49,7 @@ cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed
     schedule::Params params = {};
     params.packed = packed;
     params.schedule = schedule;
+    params.guard = guard;
     params.tokens = problem.tokens;
     params.rows_per_block = static_cast<int>((problem.tokens + blocks - 1) / blocks);
     params.num_tiles = num_tiles(problem);

@@ -10,6 +10,7 @@
 #define TWELL_KERNELS_SCHEDULE_CUH_
 
 #include "dependent_launch.cuh"
+#include "guard.cuh"
 #include "schedule.h"
 #include "twell/twell.h"
 
@@ -24,7 +25,7 @@ constexpr int kMaxBlocks = 128;
 constexpr int kExactLevels = 16;
 constexpr int kLevelsPerOctave = 8;
 constexpr int kLevels = kExactLevels + 12 * kLevelsPerOctave + 1;
-// Bucket 0 holds the rows with a tile that overflowed, then come levels, the heaviest first.
+// Bucket 0 holds, without a guard, the rows with a tile that overflowed, then come levels, the heaviest first.
 constexpr int kBuckets = 128;
 static_assert(kLevels + 1 <= kBuckets && kThreads % kBuckets == 0, "order_kernel shares out buckets to threads");
 
@@ -52,8 +53,10 @@ __host__ __device__ __forceinline__ int bucket_of(int count, bool overflowed) {
     return overflowed ? 0 : kLevels - level_of(count);
 }
 
-// Of bucket 1 to kLevels.
-__host__ __device__ __forceinline__ int most_of_bucket(int bucket) { return most_of_level(kLevels - bucket); }
+// The most non-zeros that a row of a bucket has, other than of bucket 0.
+__host__ __device__ __forceinline__ int most_of_bucket(int bucket) {
+    return bucket <= kLevels ? most_of_level(kLevels - bucket) : 0;
+}
 
 // `place` of a row: bucket and rank.
 constexpr int kRankBits = 24;
@@ -62,6 +65,7 @@ static_assert(TWELL_MAX_TOKENS / kMaxBlocks < 1 << kRankBits && kBuckets <= 1 <<
 struct Params {
     uint32_t const* packed;  // [tokens, num_tiles * words_per_tile]
     Schedule schedule;
+    GuardModel guard;
     int64_t tokens;
     int rows_per_block;
     int num_tiles;
@@ -97,7 +101,8 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
             }
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
-                bool const overflowed = counts[r] >= static_cast<uint32_t>(params.words_per_tile);
+                bool const overflowed =
+                    !params.guard.enabled && counts[r] >= static_cast<uint32_t>(params.words_per_tile);
                 sums[r] += counts[r] + (overflowed ? 1u << kTileShift : 0u);
             }
         }
@@ -164,8 +169,11 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
         }
     }
     __syncthreads();
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        params.schedule.header->heavy_count = 0;
+    if (blockIdx.x == 0 && threadIdx.x < kWarpSize) {
+        int64_t const heavy = guard::decide<kBuckets>(params.guard, bucket_begin, most_of_bucket);
+        if (lane == 0) {
+            params.schedule.header->heavy_count = static_cast<uint32_t>(heavy);
+        }
     }
 
     int64_t const begin = static_cast<int64_t>(blockIdx.x) * params.rows_per_block;

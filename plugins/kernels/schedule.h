@@ -4,6 +4,7 @@
 
 #include <stddef.h>
 
+#include "guard.h"
 #include "twell/twell.h"
 
 namespace twell {
@@ -19,6 +20,8 @@ struct Schedule {
     uint32_t* row_order;      // [tokens]: every row once, heaviest bucket first; in no order within a bucket
     uint32_t* place;          // [tokens]: bucket and rank of a row, see schedule.cuh
     uint32_t* block_buckets;  // [blocks, kBuckets]: rows of each bucket in each block of rows
+    uint8_t* failed;          // [tokens], of heavy rows, written by the dense path: 1 where the sparse kernels compute
+                              // the row after all
 };
 
 // Never shrinks when `tokens` grows.
@@ -26,9 +29,10 @@ size_t schedule_bytes(twell_problem const& problem);
 
 Schedule schedule_at(twell_problem const& problem, void* memory);
 
-// Enqueues the schedule of a packed matrix, from its counts alone. Same preconditions as launch_gate.
+// Enqueues the schedule of a packed matrix, from its counts alone. With a guard, tiles that overflow have been spilled
+// and are no reason to be heavy. Same preconditions as launch_gate.
 cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, Schedule const& schedule,
-                            cudaStream_t stream);
+                            GuardModel const& guard, cudaStream_t stream);
 
 }  // namespace twell
 

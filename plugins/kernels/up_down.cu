@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include "dense.h"
 #include "launch.cuh"
 #include "problem.cuh"
 #include "schedule.h"
@@ -51,13 +52,37 @@ cudaError_t launch_generic(generic::Params const& params, int64_t tokens, cudaSt
 
 }  // namespace
 
-size_t up_down_scratch_bytes(twell_problem const& problem) { return schedule_bytes(problem); }
+size_t up_down_scratch_bytes(twell_problem const& problem) {
+    return schedule_bytes(problem) + spilled_bytes(problem) + dense_scratch_bytes(problem);
+}
+
+uint16_t* spilled_in(twell_problem const& problem, void* scratch) {
+    return reinterpret_cast<uint16_t*>(static_cast<unsigned char*>(scratch) + schedule_bytes(problem));
+}
 
 cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
-                           void* scratch, cudaStream_t stream) {
-    Schedule const schedule = schedule_at(problem, scratch);
-    if (cudaError_t const error = launch_schedule(problem, packed, schedule, stream); error != cudaSuccess) {
+                           void* scratch, int64_t dense_rows, cudaStream_t stream) {
+    Device device = {};
+    if (cudaError_t const error = query_device(device); error != cudaSuccess) {
         return error;
+    }
+    uint16_t* const spilled = dense_rows == kGuardOff ? nullptr : spilled_in(problem, scratch);
+    Schedule const schedule = schedule_at(problem, scratch);
+    GuardModel guard = {};
+    if (spilled != nullptr) {
+        guard = guard_model(problem, device);
+        guard.forced = dense_rows;
+    }
+    if (cudaError_t const error = launch_schedule(problem, packed, schedule, guard, stream); error != cudaSuccess) {
+        return error;
+    }
+    if (guard.enabled) {
+        void* const dense_scratch = reinterpret_cast<unsigned char*>(spilled) + spilled_bytes(problem);
+        if (cudaError_t const error =
+                launch_dense(problem, tensors, packed, spilled, schedule, dense_scratch, device, stream);
+            error != cudaSuccess) {
+            return error;
+        }
     }
     generic::Params params = {};
     params.x = static_cast<uint16_t const*>(tensors.x);
@@ -70,6 +95,7 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
     params.y = static_cast<uint16_t*>(tensors.y);
     params.packed = packed;
     params.schedule = schedule;
+    params.spilled = spilled;
     params.d_model = problem.d_model;
     params.d_ff = problem.d_ff;
     params.d_out = problem.d_out;

@@ -11,10 +11,19 @@ namespace twell {
 // Bytes of scratch memory that launch_up_down needs; never shrinks when `tokens` grows.
 size_t up_down_scratch_bytes(twell_problem const& problem);
 
-// Enqueues the schedule of the rows and the up+down kernel that suits the device and the row count. Same preconditions
-// as launch_gate; `scratch` is 256-byte aligned.
+// Where in that memory launch_gate may spill: see pack.cuh.
+uint16_t* spilled_in(twell_problem const& problem, void* scratch);
+
+// launch_up_down: how many rows take the dense path.
+constexpr int64_t kGuardDecides = -1;
+constexpr int64_t kGuardOff = -2;
+
+// Enqueues the schedule of the rows and the up+down kernels that suit the device and the row count. Same preconditions
+// as launch_gate; `scratch` is 256-byte aligned. Unless it is off, the guard needs what launch_gate has spilled; it may
+// then send rows down a dense path, where the device has one. dense_rows: kGuardDecides, kGuardOff, or, for tests, a
+// number of rows: up to max_dense_part(problem), or all.
 cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
-                           void* scratch, cudaStream_t stream);
+                           void* scratch, int64_t dense_rows, cudaStream_t stream);
 
 }  // namespace twell
 

@@ -38,6 +38,8 @@ struct Params {
     uint16_t const* b_down;  // [d_out] or null
     uint16_t* y;             // [tokens, d_out]
     uint32_t const* packed;  // [tokens, num_tiles * words_per_tile]
+    // [tokens, num_tiles * TWELL_TILE] or null, see pack.cuh; of heavy rows it may have been overwritten.
+    uint16_t const* spilled;
     Schedule schedule;
     int d_model;
     int d_ff;
@@ -241,17 +243,23 @@ __device__ __forceinline__ int load_batch(SharedStorage& shared, uint32_t const*
     return count;
 }
 
-// The batch of one tile that overflowed: g is computed again from x, w_gate and b_gate.
-// NOTE: sums are taken in another order than in the gate kernel, so a z within fp32 rounding of the cut may fall on its
-// other side. The count found here is used, not the stored one.
+// The batch of one tile that overflowed. Where it has not been spilled, g is computed again from x, w_gate and b_gate.
+// NOTE: sums are then taken in another order than in the gate kernel, so a z within fp32 rounding of the cut may fall
+// on its other side. The count found here is used, not the stored one.
 template <class Element, class Cfg>
-__device__ __forceinline__ int recompute_batch(SharedStorage& shared, Params const& params, uint16_t const* x,
-                                               int tile_idx) {
+__device__ __forceinline__ int load_overflowed_batch(SharedStorage& shared, Params const& params,
+                                                     uint16_t const* spilled_row, uint16_t const* x, int tile_idx) {
     int const column_begin = tile_idx * TWELL_TILE;
     int const num_columns = min(params.d_ff - column_begin, TWELL_TILE);
-    project<Element, Cfg>(
-        x, params.w_gate, params.b_gate, params.d_model, num_columns, [&](int i) { return column_begin + i; },
-        [&](int i, float z) { shared.tile[i] = activate<Element>(z, params.act); });
+    if (spilled_row != nullptr) {
+        for (int i = threadIdx.x; i < num_columns; i += Cfg::kThreads) {
+            shared.tile[i] = spilled_row[column_begin + i];
+        }
+    } else {
+        project<Element, Cfg>(
+            x, params.w_gate, params.b_gate, params.d_model, num_columns, [&](int i) { return column_begin + i; },
+            [&](int i, float z) { shared.tile[i] = activate<Element>(z, params.act); });
+    }
     __syncthreads();
     if (threadIdx.x < kWarpSize) {
         int const lane = threadIdx.x;
@@ -313,10 +321,13 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) up_down_kernel
     __shared__ SharedStorage shared;
 
     wait_for_previous_launch();
-    if (blockIdx.x < params.schedule.header->heavy_count) {
+    int64_t const row_idx = params.schedule.row_order[blockIdx.x];
+    bool const heavy = blockIdx.x < params.schedule.header->heavy_count;
+    if (heavy && params.schedule.failed[row_idx] == 0) {
         return;
     }
-    int64_t const row_idx = params.schedule.row_order[blockIdx.x];
+    uint16_t const* const spilled_row =
+        heavy || params.spilled == nullptr ? nullptr : params.spilled + row_idx * params.num_tiles * TWELL_TILE;
     uint16_t const* const x = params.x + row_idx * params.d_model;
     uint16_t* const y = params.y + row_idx * params.d_out;
     uint32_t const* const packed_row =
@@ -339,7 +350,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) up_down_kernel
             if (tile_end > tile_begin) {
                 count = load_batch<Element, Cfg>(shared, packed_row, tile_begin, tile_end, params.words_per_tile);
             } else {
-                count = recompute_batch<Element, Cfg>(shared, params, x, tile_begin);
+                count = load_overflowed_batch<Element, Cfg>(shared, params, spilled_row, x, tile_begin);
                 tile_end = tile_begin + 1;
             }
             tile_begin = tile_end;

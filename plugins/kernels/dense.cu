@@ -1,0 +1,56 @@
+#include "dense.h"
+#include "problem.cuh"
+#if defined(TWELL_SM90A)
+#include "dense_sm90.h"
+#endif
+
+namespace twell {
+namespace {
+
+// Of the tokens, this share may be dense while the others are not; from there on all are. It bounds the memory for what
+// has to be gathered.
+constexpr int64_t kPartDivisor = 4;
+
+size_t h_part_bytes(twell_problem const& problem) {
+    return aligned(static_cast<size_t>(max_dense_part(problem)) * spilled_stride(problem) * sizeof(uint16_t));
+}
+
+size_t x_part_bytes(twell_problem const& problem) {
+    return problem.variant == TWELL_GATED
+               ? aligned(static_cast<size_t>(max_dense_part(problem)) * problem.d_model * sizeof(uint16_t))
+               : 0;
+}
+
+}  // namespace
+
+int64_t max_dense_part(twell_problem const& problem) { return (problem.tokens + kPartDivisor - 1) / kPartDivisor; }
+
+size_t dense_scratch_bytes(twell_problem const& problem) { return h_part_bytes(problem) + x_part_bytes(problem); }
+
+GuardModel guard_model(twell_problem const& problem, Device const& device) {
+#if defined(TWELL_SM90A)
+    if (device.major == 9 && device.minor == 0 && dense_sm90_supports(problem)) {
+        return dense_sm90_model(problem, device);
+    }
+#endif
+    (void)problem;
+    (void)device;
+    return {};
+}
+
+cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
+                         uint16_t* spilled, Schedule const& schedule, void* scratch, Device const& device,
+                         cudaStream_t stream) {
+#if defined(TWELL_SM90A)
+    unsigned char* const h_part = static_cast<unsigned char*>(scratch);
+    DenseMemory const memory = {packed, spilled, reinterpret_cast<uint16_t*>(h_part),
+                                reinterpret_cast<uint16_t*>(h_part + h_part_bytes(problem))};
+    return launch_dense_sm90(problem, tensors, memory, schedule, device, stream);
+#else
+    (void)problem, (void)tensors, (void)packed, (void)spilled, (void)schedule, (void)scratch, (void)device,
+        (void)stream;
+    return cudaErrorNotSupported;
+#endif
+}
+
+}  // namespace twell

@@ -1,0 +1,32 @@
+// The dense path: up and down projections of rows that are too dense for the sparse kernels, where the device has one.
+#ifndef TWELL_KERNELS_DENSE_H_
+#define TWELL_KERNELS_DENSE_H_
+
+#include <stddef.h>
+
+#include "guard.h"
+#include "launch.cuh"
+#include "schedule.h"
+#include "twell/twell.h"
+
+namespace twell {
+
+// Unless all rows are dense, so many may be.
+int64_t max_dense_part(twell_problem const& problem);
+
+// Bytes of scratch memory that launch_dense needs; never shrinks when `tokens` grows.
+size_t dense_scratch_bytes(twell_problem const& problem);
+
+// What the guard has to know; it is not enabled where the device has no dense path for the problem.
+GuardModel guard_model(twell_problem const& problem, Device const& device);
+
+// Enqueues kernels that compute y of the heavy rows from x and what launch_gate has left in `packed` and `spilled`;
+// they do nothing where there are none. `scratch` is 256-byte aligned. Where all rows are heavy, `spilled` is
+// overwritten. The device has a dense path for the problem.
+cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
+                         uint16_t* spilled, Schedule const& schedule, void* scratch, Device const& device,
+                         cudaStream_t stream);
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_DENSE_H_

@@ -1,0 +1,31 @@
+// The guard: which rows are too dense for the sparse kernels, by what either path would cost.
+#ifndef TWELL_KERNELS_GUARD_H_
+#define TWELL_KERNELS_GUARD_H_
+
+#include <stdint.h>
+
+namespace twell {
+
+// One dense projection, which computes tiles of all neurons and a block of tokens in rounds.
+struct DenseRounds {
+    int32_t tokens_per_block;
+    int32_t num_tiles;  // of neurons
+    int32_t tiles_at_once;
+    float round_ns;
+};
+
+// What the decision needs beside the rows' non-zeros.
+struct GuardModel {
+    bool enabled;       // else no row is dense
+    int64_t forced;     // so many rows are dense, whatever it costs; negative: decide. For tests
+    int64_t max_part;   // unless all are, no more rows may be dense
+    float nonzero_ns;   // the sparse path's time for each non-zero, and so much more
+    float heaviest_ns;  // for each of the heaviest row
+    float part_ns;      // the dense path's time for each row if not all are dense, beside its projections
+    DenseRounds up;     // round_ns is 0 in a plain block
+    DenseRounds down;
+};
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_GUARD_H_
