@@ -48,8 +48,13 @@ def test_exports_are_the_plugin_entry_points_and_the_c_api() -> None:
     api = set(re.findall(r"^TWELL_API .*?\b(twell_\w+)\(", header.read_text(), flags=re.MULTILINE))
     assert "twell_mlp" in api
     defined, _ = symbols(library_path())
-    # In no header: tests choose a gate kernel with the first and look at the schedule with the others.
-    internal = {"twell_internal_gate", "twell_internal_schedule", "twell_internal_schedule_bytes"}
+    # In no header: tests choose a gate kernel and the number of dense rows, and look at the schedule.
+    internal = {
+        "twell_internal_dense",
+        "twell_internal_gate",
+        "twell_internal_schedule",
+        "twell_internal_schedule_bytes",
+    }
     assert defined - HOOKS == api | internal | {"getCreators", "setLoggerFinder", "initLibTwellPlugins"}
 
 

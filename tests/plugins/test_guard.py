@@ -1,0 +1,292 @@
+"""The guard and the dense path behind it, on a GPU: rows that are too dense for the sparse kernels.
+
+Tests force a number of rows onto the dense path where they have to, so that small shapes reach it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.plugins import reference
+from tests.plugins.reference import Block
+from tests.plugins.test_kernels import (
+    BF16,
+    FP16,
+    POISON,
+    SUCCESS,
+    Call,
+    Case,
+    assert_guards,
+    assert_same_bits,
+    make_block,
+)
+
+ON_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sm90,
+    pytest.mark.skipif(
+        not ON_SM90 and os.environ.get("TWELLC_REQUIRE_GPU") != "1", reason="needs a GPU of compute capability 9.0"
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.fail("TWELLC_REQUIRE_GPU=1, but there is no CUDA device")
+
+
+def start_dense(call: Call, rows: int) -> None:
+    function = call.lib.twell_internal_dense
+    function.restype = ctypes.c_int
+    function.argtypes = [*call.lib.twell_gate.argtypes[:2], ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    stream = torch.cuda.current_stream().cuda_stream
+    assert function(call.problem, call.tensors, call.workspace.data_ptr(), rows, stream) == SUCCESS
+
+
+def run_dense(call: Call, rows: int) -> torch.Tensor:
+    """Force the heaviest rows, or all, onto the dense path."""
+    call.y.view(torch.int16).fill_(POISON)
+    call.workspace.fill_(0xFF)
+    start_dense(call, rows)
+    torch.cuda.synchronize()
+    assert call.dense_rows().sum() == rows
+    return call.y.clone()
+
+
+def table() -> Iterator[Case]:
+    """Cases for the dense path: d_model is a multiple of 64 wherever there is an up projection."""
+    dtypes = itertools.cycle((BF16, FP16))
+    base = Case(rows=300, d_model=192, d_ff=600, d_out=136)
+    # Around the blocks of tokens.
+    for rows in (257, 263, 264, 265, 352, 511, 513, 1000, 2049):
+        yield dataclasses.replace(base, rows=rows, density=0.3, dtype=next(dtypes))
+    for d_model, dtype in itertools.product((64, 128, 320, 2048), (BF16, FP16)):
+        yield dataclasses.replace(base, d_model=d_model, dtype=dtype, density=0.05)
+    for d_ff, dtype in itertools.product((1, 8, 255, 256, 257, 1500, 5632), (BF16, FP16)):
+        yield dataclasses.replace(base, d_ff=d_ff, dtype=dtype, density=0.1)
+    for d_out, dtype in itertools.product((8, 64, 128, 248, 264, 2056), (BF16, FP16)):
+        yield dataclasses.replace(base, d_out=d_out, dtype=dtype, density=0.2)
+    # Tiles that have been spilled, and others, of each compression.
+    for density, compression in itertools.product((0.0, 0.001, 0.005, 0.02, 0.1, 0.5, 1.0), (1, 2, 4, 8)):
+        yield dataclasses.replace(base, density=density, compression=compression, dtype=next(dtypes), d_ff=1500)
+    kinds = [(True, name) for name in ("relu", "relu2", "fatrelu", "drelu")]
+    kinds += [(False, name) for name in ("relu", "relu2", "fatrelu")]
+    for (gated, activation), dtype, biases in itertools.product(kinds, (BF16, FP16), ("", "gud")):
+        biases = biases if gated else biases.replace("u", "")
+        yield dataclasses.replace(
+            base, gated=gated, activation=activation, dtype=dtype, biases=biases, rows=700, density=0.1
+        )
+    for biases in ("g", "u", "d"):
+        yield dataclasses.replace(base, biases=biases, density=0.2, dtype=next(dtypes))
+    yield dataclasses.replace(base, gated=False, d_model=72, density=0.3)  # no up projection: any d_model
+    # Every number of tokens in a block on 132 multiprocessors, several tiles a cluster.
+    for rows in (300, 450, 600, 700, 1024, 2048, 3000, 5000):
+        yield Case(rows=rows, d_model=256, d_ff=5632, d_out=2048, density=0.3, biases="", dtype=next(dtypes))
+    yield Case(rows=2048, d_model=2048, d_ff=5632, d_out=2048, density=0.9, biases="")
+    yield Case(rows=600, d_model=4096, d_ff=11008, d_out=4096, density=0.05, biases="", dtype=FP16)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25], ids=("all", "part"))
+@pytest.mark.parametrize("case", list(table()), ids=str)
+def test_against_float64(case: Case, share: float) -> None:
+    block = make_block(case, integers=False)
+    call = Call(block, case.compression)
+    y = run_dense(call, int(case.rows * share))
+    reference.assert_close(y, block)
+    assert_guards(call.y_buffer)
+    light = ~call.dense_rows()
+    assert_same_bits(y[light], call.steps()[light])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 63])
+def test_few_dense_rows(rows: int) -> None:
+    block = make_block(Case(rows=300, d_model=128, density=0.1), integers=False)
+    reference.assert_close(run_dense(Call(block, 8), rows), block)
+
+
+# Few launches for compute-sanitizer.
+SMALL = [
+    Case(rows=90, d_model=64, d_ff=300, d_out=136, density=0.02),
+    Case(rows=90, d_model=64, d_ff=300, d_out=136, density=0.3, dtype=FP16, biases=""),
+    Case(rows=70, d_model=72, d_ff=600, d_out=264, density=0.05, gated=False),
+]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25, 0.0], ids=("all", "part", "none"))
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_sanitize(case: Case, share: float) -> None:
+    """What sanitize.py runs."""
+    block = make_block(case, integers=True, device="cpu")
+    call = Call(block.to("cuda"), case.compression, poison=False)
+    start_dense(call, int(case.rows * share))
+    torch.cuda.synchronize()
+    reference.assert_close(call.y.cpu(), block)
+
+
+def unequal_block(rows: int, full: float, density: float, dtype: torch.dtype = BF16) -> Block:
+    """Draw a block some of whose rows are full, at random places."""
+    block = make_block(Case(rows=rows, d_model=1024, d_ff=2816, d_out=1024, biases="", dtype=dtype), integers=False)
+    chosen = torch.rand(rows, device="cuda") < full
+    shift = block.w_gate[:, :1].abs().float().mean()
+    want = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(density))
+    block.x[:, 0] = (-want / shift).to(dtype)
+    block.w_gate[:, 0] = -shift.to(dtype)
+    block.x[chosen, 0] = (-6.0 / shift).to(dtype)
+    return block
+
+
+def heavy_rows(call: Call) -> int:
+    call.workspace.fill_(0xFF)
+    call.mlp()
+    torch.cuda.synchronize()
+    return int(call.dense_rows().sum())
+
+
+def test_decision() -> None:
+    """No row of a sparse call is dense, all of a dense one are, and of a mixed one those that are full."""
+    assert heavy_rows(Call(unequal_block(2048, 0.0, 0.001), 8)) == 0
+    assert heavy_rows(Call(unequal_block(2048, 0.0, 0.5), 8)) == 2048
+    assert heavy_rows(Call(unequal_block(2048, 1.0, 0.5), 8)) == 2048
+    mixed = unequal_block(8192, 0.04, 0.001)
+    call = Call(mixed, 8)
+    y = call.run()
+    full = (reference.gate_values(mixed) != 0).sum(dim=1) > 1000
+    assert 0 < full.sum() < 8192 // 4
+    assert torch.equal(call.dense_rows(), full)
+    reference.assert_close(y, mixed)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("full", [0.0, 0.05, 0.5])
+def test_any_density(density: float, full: float) -> None:
+    block = unequal_block(700, full, min(max(density, 1e-6), 1 - 1e-6))
+    reference.assert_close(Call(block, 8).run(), block)
+
+
+@pytest.mark.parametrize("dense_rows", [300, 75])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=("bf16", "fp16"))
+@pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (True, "drelu"), (False, "relu2")])
+def test_nan_and_infinity_stay_in_their_rows(gated: bool, activation: str, dtype: torch.dtype, dense_rows: int) -> None:
+    case = Case(rows=300, d_model=128, d_ff=600, d_out=136, dtype=dtype, gated=gated, activation=activation)
+    block = make_block(case, integers=False)
+    x = block.x.clone()
+    x[0, 71] = float("nan")
+    x[133, 5] = float("inf")
+    x[299, 0] = -float("inf")
+    dirty = dataclasses.replace(block, x=x)
+    y = run_dense(Call(dirty, 8), dense_rows)
+    assert torch.isnan(y[0]).all()
+    reference.assert_close(y, dirty)
+    clean = [row for row in range(300) if row not in (0, 133, 299)]
+    assert torch.isfinite(y[clean]).all()
+
+
+@pytest.mark.parametrize("dense_rows", [300, 75])
+@pytest.mark.parametrize("where", ["w_gate", "b_gate", "w_up", "b_up", "w_down"])
+def test_nan_in_one_neuron(where: str, dense_rows: int) -> None:
+    block = make_block(Case(rows=300, d_model=128, density=0.3), integers=False)
+    getattr(block, where)[300] = float("nan")
+    y = run_dense(Call(block, 4), dense_rows)
+    reference.assert_close(y, block)
+    active = reference.gate_values(block)[:, 300] != 0
+    assert torch.isnan(y[active]).all() and torch.isfinite(y[~active]).all()
+    assert active.any() and (where in ("w_gate", "b_gate") or not active.all())
+
+
+@pytest.mark.parametrize("dense_rows", [300, 75])
+def test_inactive_neurons_add_nothing(dense_rows: int) -> None:
+    """Where a dense block computes 0 * inf = NaN, the contract is 0, also on the dense path."""
+    block = make_block(Case(rows=300, d_model=128, density=0.3), integers=False)
+    assert block.b_gate is not None and block.w_up is not None
+    inactive = [0, 255, 256, 599]
+    block.w_gate[inactive] = 0
+    block.b_gate[inactive] = -1
+    block.w_up[inactive] = float("inf")
+    block.w_down[inactive] = float("nan")
+    y = run_dense(Call(block, 8), dense_rows)
+    assert torch.isfinite(y).all()
+    reference.assert_close(y, block)
+
+
+@pytest.mark.parametrize("dense_rows", [300, 75])
+def test_fp16_does_not_overflow_between(dense_rows: int) -> None:
+    """A dense fp16 block stores u and g * u, which do not fit here; y does."""
+    block = make_block(Case(rows=300, d_model=128, dtype=FP16, density=0.5, biases=""), integers=False)
+    assert block.w_up is not None
+    large = dataclasses.replace(
+        block, w_gate=block.w_gate * 64, w_up=block.w_up * 32768, w_down=block.w_down * 2.0**-13
+    )
+    assert not torch.isfinite(reference.plain(large)).all()
+    y = run_dense(Call(large, 8), dense_rows)
+    assert torch.isfinite(y).all()
+    reference.assert_close(y, large)
+
+
+@pytest.mark.parametrize(("full", "density"), [(0.04, 0.002), (0.0, 0.3), (0.0, 0.02)])
+def test_bitwise_repeatable(full: float, density: float) -> None:
+    block = unequal_block(4096, full, density)
+    block.x[7, 3] = float("nan")
+    call = Call(block, 8)
+    call.mlp()
+    torch.cuda.synchronize()
+    first, dense = call.y.clone(), call.dense_rows()
+    assert dense.any()
+    for _ in range(100):
+        call.y.view(torch.int16).fill_(POISON)
+        call.workspace.fill_(0xFF)
+        call.mlp()
+        assert_same_bits(call.y, first)
+        assert torch.equal(call.dense_rows(), dense)
+
+
+def test_cuda_graph_decides_at_each_replay() -> None:
+    blocks = [unequal_block(2048, full, density) for full, density in ((0.0, 0.001), (0.0, 0.5), (0.04, 0.001))]
+    call = Call(dataclasses.replace(blocks[0], x=blocks[0].x.clone()), 8)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call.mlp()
+    counts = set()
+    for block in [*blocks, *reversed(blocks)]:
+        call.block.x.copy_(block.x)
+        call.block.w_gate.copy_(block.w_gate)
+        call.y.view(torch.int16).fill_(POISON)
+        graph.replay()
+        torch.cuda.synchronize()
+        reference.assert_close(call.y, call.block)
+        counts.add(int(call.dense_rows().sum()))
+    assert {0, 2048} <= counts
+
+
+def test_streams_at_once() -> None:
+    calls = [Call(unequal_block(1500, full, density), 8) for full, density in ((0.0, 0.3), (0.05, 0.002), (0.0, 0.6))]
+    expected = [call.run() for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]  # type: ignore[no-untyped-call]
+    for _ in range(20):
+        for call in calls:
+            call.y.view(torch.int16).fill_(POISON)
+        torch.cuda.synchronize()
+        for _ in range(3):
+            for call, stream in zip(calls, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    call.mlp()
+        torch.cuda.synchronize()
+        for call, y in zip(calls, expected, strict=True):
+            assert_same_bits(call.y, y)
+
+
+def test_rows_keep_their_bits_at_another_place() -> None:
+    """A dense row's result depends on nothing but the row."""
+    block = unequal_block(2048, 0.0, 0.5)
+    expected = Call(block, 8).run()
+    shuffled = torch.randperm(2048, device="cuda")
+    block.x.copy_(block.x[shuffled].clone())
+    assert_same_bits(Call(block, 8).run(), expected[shuffled])
