@@ -15,16 +15,17 @@ constexpr int kGatherBlocks = 4;  // a multiprocessor
 // gathers weights, how long the heaviest row's share of a byte takes, how fast rows are copied; and how long a token
 // takes in a slice of a projection.
 constexpr float kGatheredBytesPerNs = 7500.0f;
-constexpr float kHeaviestBytesPerNs = 80.0f;
+constexpr float kHeaviestBytesPerNs = 160.0f;
 constexpr float kCopiedBytesPerNs = 1500.0f;
 constexpr float kTokenSliceNs = 2.3f;
+constexpr float kPartNs = 10e3f;
 
 // What all kernels of one call share.
 struct Launch {
     twell_problem const& problem;
     twell_tensors const& tensors;
     DenseMemory const& memory;
-    sm90::Rows rows;
+    Schedule const& schedule;
     sm90::Gate gate;
     Device const& device;
     cudaStream_t stream;
@@ -50,13 +51,15 @@ struct Shape {
 
     DenseRounds rounds() const {
         float const round_ns = num_slices * (tokens_per_block + sm90::kTokensOfOverhead) * kTokenSliceNs;
-        return {tokens_per_block, num_tiles, clusters, round_ns};
+        return {1.0f / static_cast<float>(tokens_per_block),
+                static_cast<float>(num_tiles) / static_cast<float>(clusters), round_ns};
     }
 };
 
 cudaError_t launch_gather(Launch const& launch) {
     sm90::GatherParams params = {};
-    params.rows = launch.rows;
+    params.schedule = launch.schedule;
+    params.num_rows = launch.problem.tokens;
     params.gate = launch.gate;
     params.h_part = launch.memory.h_part;
     if (launch.problem.variant == TWELL_GATED) {
@@ -75,7 +78,8 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
     int64_t const part = max_dense_part(problem);
     int64_t const stride = spilled_stride(problem);
     sm90::Params params = {};
-    params.rows = launch.rows;
+    params.schedule = launch.schedule;
+    params.num_rows = problem.tokens;
     params.num_neurons = shape.num_neurons;
     params.num_tiles = shape.num_tiles;
     params.num_slices = shape.num_slices;
@@ -141,10 +145,11 @@ GuardModel dense_sm90_model(twell_problem const& problem, Device const& device) 
     float const copied_bytes = 2.0f * static_cast<float>(gated ? problem.d_model : spilled_stride(problem));
     GuardModel model = {};
     model.enabled = true;
-    model.max_part = max_dense_part(problem);
+    model.max_part = static_cast<uint32_t>(max_dense_part(problem));
     model.nonzero_ns = row_bytes / kGatheredBytesPerNs;
     model.heaviest_ns = row_bytes / kHeaviestBytesPerNs;
-    model.part_ns = copied_bytes / kCopiedBytesPerNs;
+    model.part_row_ns = copied_bytes / kCopiedBytesPerNs;
+    model.part_ns = kPartNs;
     model.down = Shape<Projection::kDown>(problem, device).rounds();
     model.up = gated ? Shape<Projection::kUp>(problem, device).rounds() : model.down;
     if (!gated) {
@@ -155,9 +160,8 @@ GuardModel dense_sm90_model(twell_problem const& problem, Device const& device) 
 
 cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const& tensors, DenseMemory const& memory,
                               Schedule const& schedule, Device const& device, cudaStream_t stream) {
-    sm90::Rows const rows = {schedule.row_order, &schedule.header->heavy_count, schedule.failed, problem.tokens};
     sm90::Gate const gate = {memory.packed, memory.spilled, num_tiles(problem), words_per_tile(problem)};
-    Launch const launch = {problem, tensors, memory, rows, gate, device, stream};
+    Launch const launch = {problem, tensors, memory, schedule, gate, device, stream};
     if (cudaError_t const error = launch_gather(launch); error != cudaSuccess) {
         return error;
     }

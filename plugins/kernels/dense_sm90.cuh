@@ -11,28 +11,23 @@
 
 #include "dependent_launch.cuh"
 #include "matmul_sm90.cuh"
+#include "schedule.h"
 
 namespace twell::dense_sm90 {
 
 using namespace matmul_sm90;
 
-// The dense rows, on the device: read them after wait_for_previous_launch(), without __ldg.
-struct Rows {
-    uint32_t const* order;  // [tokens], the dense ones first
-    uint32_t const* count;  // [1]: how many are dense
-    uint8_t* failed;        // [tokens]: of the dense rows, those that the sparse path has to compute again
-    int64_t tokens;
-};
-
+// The rows, on the device. NOTE: read them after wait_for_previous_launch(), and not by __ldg.
 struct View {
-    int count;
+    int count;  // of dense rows
     bool all;
 
-    __device__ __forceinline__ explicit View(Rows const& rows)
-        : count(static_cast<int>(*static_cast<uint32_t const volatile*>(rows.count))), all(count == rows.tokens) {}
+    __device__ __forceinline__ View(Schedule const& schedule, int64_t tokens)
+        : count(static_cast<int>(*static_cast<uint32_t const volatile*>(&schedule.header->heavy_count))),
+          all(count == tokens) {}
 
-    __device__ __forceinline__ int row_of(Rows const& rows, int position) const {
-        return all ? position : static_cast<int>(*static_cast<uint32_t const volatile*>(rows.order + position));
+    __device__ __forceinline__ int row_of(Schedule const& schedule, int position) const {
+        return all ? position : static_cast<int>(*static_cast<uint32_t const volatile*>(schedule.row_order + position));
     }
 };
 
@@ -73,7 +68,8 @@ __device__ __forceinline__ uint4 expand(uint4 head, int chunk) {
 // Gather
 
 struct GatherParams {
-    Rows rows;
+    Schedule schedule;
+    int64_t num_rows;  // of x and y
     Gate gate;
     uint16_t const* x;  // [tokens, d_model]; null in a plain block
     uint16_t* x_part;   // [dense rows, d_model]; null in a plain block
@@ -149,15 +145,12 @@ __device__ __forceinline__ void gather_g(GatherParams const& params, bool all, i
 __global__ void __launch_bounds__(kGatherThreads) gather_kernel(GatherParams const params) {
     wait_for_previous_launch();
     allow_dependent_launch();
-    View const view(params.rows);
+    View const view(params.schedule, params.num_rows);
     constexpr int kWarps = kGatherThreads / kWarpSize;
     int const first = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
     int const step = static_cast<int>(gridDim.x) * kWarps;
     for (int position = first; position < view.count; position += step) {
-        int64_t const row = view.row_of(params.rows, position);
-        if (threadIdx.x % kWarpSize == 0) {
-            params.rows.failed[row] = 0;
-        }
+        int64_t const row = view.row_of(params.schedule, position);
         if (params.x == nullptr) {
             gather_g(params, view.all, row, position);
         } else if (!view.all) {
@@ -173,7 +166,8 @@ struct Params {
     CUtensorMap weights;  // up: w_up [d_ff, d_model]; down: w_down [d_ff, d_out]
     // Of all rows, and of the dense ones: up: x [rows, d_model]; down: h [rows, num_tiles of d_ff * TWELL_TILE].
     CUtensorMap tokens[2];
-    Rows rows;
+    Schedule schedule;
+    int64_t num_rows;  // of x and y
     uint16_t const* bias;  // [num_neurons] or null
     Gate gate;             // up only
     uint16_t* h_part;      // [dense rows, gate.num_tiles * TWELL_TILE], up only
@@ -220,16 +214,49 @@ __device__ __forceinline__ void mark_failed(Params const& params, View const& vi
     for (int i = 0; i < Cfg::kAccumulators; ++i) {
         int const position = first_position + i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
         if (!is_finite(accumulators[i]) && position < view.count) {
-            params.rows.failed[view.row_of(params.rows, position)] = 1;
+            uint32_t const row = static_cast<uint32_t>(view.row_of(params.schedule, position));
+            if (atomicExch(params.schedule.has_failed + row, 1u) == 0) {
+                params.schedule.failed_rows[atomicAdd(&params.schedule.header->failed_count, 1u)] = row;
+            }
         }
     }
 }
 
-// Carries the result from shared memory to where it belongs, as h or y: with one warp, every kStep-th pair of tokens
-// from `first` on.
+// Tells which rows of its share of a block a warp will find spilled: bit i for its i-th two tokens, one mask for each
+// of the two.
+struct SpilledMasks {
+    uint64_t even;
+    uint64_t odd;
+};
+
+// A warp's share of a block: every kStep-th two tokens from the first-th on. A half of the warp has one of them.
+template <class Cfg, int kStep>
+__device__ __forceinline__ SpilledMasks find_spilled(Params const& params, View const& view, Tile const& tile,
+                                                     int first) {
+    constexpr int kMostTurns = (Cfg::BLOCK_N / 2 + kStep - 1) / kStep;
+    static_assert(kMostTurns <= 64, "bits of a mask");
+    int const lane = threadIdx.x % kWarpSize;
+    int const position_begin = tile.block_idx * Cfg::BLOCK_N;
+    int const num_rows = min(view.count - position_begin, Cfg::BLOCK_N);
+    SpilledMasks masks = {};
+#pragma unroll
+    for (int turn_begin = 0; turn_begin < kMostTurns; turn_begin += kWarpSize) {
+        int const i = (first + (turn_begin + lane) * kStep) * 2;
+        auto const is_spilled = [&](int i) {
+            return i < num_rows && params.gate.head(view.row_of(params.schedule, position_begin + i), tile.tile_idx)->x >
+                                       kMostUnspilled;
+        };
+        masks.even |= static_cast<uint64_t>(__ballot_sync(0xffffffffu, is_spilled(i))) << turn_begin;
+        masks.odd |= static_cast<uint64_t>(__ballot_sync(0xffffffffu, is_spilled(i + 1))) << turn_begin;
+    }
+    return masks;
+}
+
+// Carries a warp's share of the result from shared memory to where it belongs, as h or y.
 template <class Element, class Cfg, Projection kProjection, int kStep>
 __device__ __forceinline__ void carry_on(Params const& params, View const& view, Tile const& tile, uint32_t rank,
-                                         uint32_t result, int first) {
+                                         uint32_t result, int first, SpilledMasks masks) {
+    constexpr bool kUp = kProjection == Projection::kUp;
     constexpr int kAtOnce = 4;
     static_assert(kWarpSize == 2 * kChunksPerToken, "a warp has two tokens at a time");
     int const lane = threadIdx.x % kWarpSize;
@@ -237,35 +264,36 @@ __device__ __forceinline__ void carry_on(Params const& params, View const& view,
     int const column = tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M + chunk * kVector;
     int const position_begin = tile.block_idx * Cfg::BLOCK_N;
     int const num_rows = min(view.count - position_begin, Cfg::BLOCK_N);
+    uint64_t spilled = lane < kChunksPerToken ? masks.even : masks.odd;
 #pragma unroll 1
     for (int begin = first * 2 + lane / kChunksPerToken; begin < num_rows; begin += kAtOnce * kStep * 2) {
-        int64_t rows[kAtOnce];
+        int rows[kAtOnce];
         uint4 chunks[kAtOnce];
         auto const index = [&](int r) { return min(begin + r * kStep * 2, num_rows - 1); };
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
-            rows[r] = view.row_of(params.rows, position_begin + index(r));
+            rows[r] = view.row_of(params.schedule, position_begin + index(r));
         }
-        if constexpr (kProjection == Projection::kUp) {
-            uint4 heads[kAtOnce];
+        if constexpr (kUp) {
+            Gate const& gate = params.gate;
 #pragma unroll
             for (int r = 0; r < kAtOnce; ++r) {
-                heads[r] = *params.gate.head(rows[r], tile.tile_idx);
+                chunks[r] = (spilled >> r & 1) != 0
+                                ? *reinterpret_cast<uint4 const*>(gate.spilled + rows[r] * gate.stride() + column)
+                                : *gate.head(rows[r], tile.tile_idx);
             }
 #pragma unroll
             for (int r = 0; r < kAtOnce; ++r) {
-                if (heads[r].x > kMostUnspilled) {
-                    chunks[r] =
-                        *reinterpret_cast<uint4 const*>(params.gate.spilled + rows[r] * params.gate.stride() + column);
-                } else {
-                    chunks[r] = expand(heads[r], static_cast<int>(rank) * kChunksPerToken + chunk);
+                if ((spilled >> r & 1) == 0) {
+                    chunks[r] = expand(chunks[r], static_cast<int>(rank) * kChunksPerToken + chunk);
                 }
             }
+            spilled >>= kAtOnce;
         }
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
             uint4 const sums = load_chunk(result + chunk_offset<Cfg>(index(r), chunk));
-            if constexpr (kProjection == Projection::kUp) {
+            if constexpr (kUp) {
                 chunks[r].x = multiply_pair<Element>(chunks[r].x, sums.x, params.relu_on_up);
                 chunks[r].y = multiply_pair<Element>(chunks[r].y, sums.y, params.relu_on_up);
                 chunks[r].z = multiply_pair<Element>(chunks[r].z, sums.z, params.relu_on_up);
@@ -279,29 +307,15 @@ __device__ __forceinline__ void carry_on(Params const& params, View const& view,
             if (begin + r * kStep * 2 >= num_rows) {
                 continue;
             }
-            if constexpr (kProjection == Projection::kUp) {
+            if constexpr (kUp) {
                 int64_t const position = position_begin + begin + r * kStep * 2;
                 uint16_t* const h = view.all ? params.gate.spilled : params.h_part;
                 *reinterpret_cast<uint4*>(h + position * params.gate.stride() + column) = chunks[r];
             } else if (column < params.num_neurons) {
-                *reinterpret_cast<uint4*>(params.y + rows[r] * params.num_neurons + column) = chunks[r];
+                *reinterpret_cast<uint4*>(params.y + static_cast<int64_t>(rows[r]) * params.num_neurons + column) =
+                    chunks[r];
             }
         }
-    }
-}
-
-// Brings what carry_on will need from memory to L2.
-template <class Cfg>
-__device__ __forceinline__ void prefetch_g(Params const& params, View const& view, Tile const& tile, uint32_t rank) {
-    int const position_begin = tile.block_idx * Cfg::BLOCK_N;
-    int const num_rows = min(view.count - position_begin, Cfg::BLOCK_N);
-    int const column = tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M;
-    for (int i = static_cast<int>(threadIdx.x) - kWarpSize; i < num_rows; i += kHelpers * kWarpSize) {
-        int64_t const row = view.row_of(params.rows, position_begin + i);
-        prefetch_line(params.gate.head(row, tile.tile_idx));
-        uint16_t const* const g = params.gate.spilled + row * params.gate.stride() + column;
-        prefetch_line(g);
-        prefetch_line(g + kRowElements);
     }
 }
 
@@ -325,7 +339,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
 
     wait_for_previous_launch();
     allow_dependent_launch();
-    View const view(params.rows);
+    View const view(params.schedule, params.num_rows);
     int const num_blocks = (view.count + Cfg::BLOCK_N - 1) / Cfg::BLOCK_N;
     int const tiles_end = num_blocks * params.num_tiles;
     int const tiles_begin = static_cast<int>(blockIdx.x) / kClusterSize;
@@ -371,8 +385,13 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 arrive(result_stored);
             } else {
                 // There is nothing more to multiply, so the consumers carry the last tile on.
+                SpilledMasks masks = {};
+                if constexpr (kUp) {
+                    masks = find_spilled<Cfg, kConsumerWarps>(params, view, tile, consumer_warp);
+                }
                 asm volatile("bar.sync %0, %1;" ::"n"(kConsumersBarrier), "n"(kConsumers * kWarpgroupSize) : "memory");
-                carry_on<Element, Cfg, kProjection, kConsumerWarps>(params, view, tile, rank, result, consumer_warp);
+                carry_on<Element, Cfg, kProjection, kConsumerWarps>(params, view, tile, rank, result, consumer_warp,
+                                                                    masks);
             }
         }
     } else {
@@ -387,16 +406,14 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             }
         } else {
             // Helpers: epilogue, second part, of all tiles but the last
-            for (int i = tiles_begin; i < tiles_end; i += tiles_step, parity ^= 1) {
+            for (int i = tiles_begin; i + tiles_step < tiles_end; i += tiles_step, parity ^= 1) {
                 Tile const tile(num_blocks, params.num_tiles, i);
+                SpilledMasks masks = {};
                 if constexpr (kUp) {
-                    prefetch_g<Cfg>(params, view, tile, rank);
-                }
-                if (i + tiles_step >= tiles_end) {
-                    break;
+                    masks = find_spilled<Cfg, kHelpers>(params, view, tile, warp - 1);
                 }
                 wait_barrier(result_stored, parity);
-                carry_on<Element, Cfg, kProjection, kHelpers>(params, view, tile, rank, result, warp - 1);
+                carry_on<Element, Cfg, kProjection, kHelpers>(params, view, tile, rank, result, warp - 1, masks);
                 __syncwarp();
                 if (lane == 0) {
                     arrive(result_empty);

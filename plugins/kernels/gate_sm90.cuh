@@ -5,6 +5,7 @@
 #ifndef TWELL_KERNELS_GATE_SM90_CUH_
 #define TWELL_KERNELS_GATE_SM90_CUH_
 
+#include "dependent_launch.cuh"
 #include "matmul_sm90.cuh"
 
 namespace twell::gate_sm90 {
@@ -124,6 +125,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         prefetch_map(params.w_gate);
     }
     sync_cluster();
+    allow_dependent_launch();
 
     int const num_slices = params.d_model / BLOCK_K;
     int const tiles_end = params.num_blocks * params.num_tiles;

@@ -8,9 +8,8 @@ namespace twell {
 
 // One dense projection, which computes tiles of all neurons and a block of tokens in rounds.
 struct DenseRounds {
-    int32_t tokens_per_block;
-    int32_t num_tiles;  // of neurons
-    int32_t tiles_at_once;
+    float blocks_per_token;
+    float rounds_per_block;
     float round_ns;
 };
 
@@ -18,10 +17,11 @@ struct DenseRounds {
 struct GuardModel {
     bool enabled;       // else no row is dense
     int64_t forced;     // so many rows are dense, whatever it costs; negative: decide. For tests
-    int64_t max_part;   // unless all are, no more rows may be dense
+    uint32_t max_part;   // unless all are, no more rows may be dense
     float nonzero_ns;   // the sparse path's time for each non-zero, and so much more
     float heaviest_ns;  // for each of the heaviest row
-    float part_ns;      // the dense path's time for each row if not all are dense, beside its projections
+    float part_row_ns;  // the dense path's time for each row if not all are dense, beside its projections
+    float part_ns;      // and so much more
     DenseRounds up;     // round_ns is 0 in a plain block
     DenseRounds down;
 };

@@ -22,9 +22,8 @@ T* take(unsigned char*& memory, int64_t count) {
 }  // namespace
 
 size_t schedule_bytes(twell_problem const& problem) {
-    return aligned(sizeof(ScheduleHeader)) + 2 * aligned(static_cast<size_t>(problem.tokens) * sizeof(uint32_t)) +
-           aligned(schedule::kMaxBlocks * schedule::kBuckets * sizeof(uint32_t)) +
-           aligned(static_cast<size_t>(problem.tokens));
+    return aligned(sizeof(ScheduleHeader)) + 4 * aligned(static_cast<size_t>(problem.tokens) * sizeof(uint32_t)) +
+           aligned(schedule::kMaxBlocks * schedule::kBuckets * sizeof(uint32_t));
 }
 
 Schedule schedule_at(twell_problem const& problem, void* memory) {
@@ -34,7 +33,8 @@ Schedule schedule_at(twell_problem const& problem, void* memory) {
     schedule.row_order = take<uint32_t>(next, problem.tokens);
     schedule.place = take<uint32_t>(next, problem.tokens);
     schedule.block_buckets = take<uint32_t>(next, schedule::kMaxBlocks * schedule::kBuckets);
-    schedule.failed = take<uint8_t>(next, problem.tokens);
+    schedule.failed_rows = take<uint32_t>(next, problem.tokens);
+    schedule.has_failed = take<uint32_t>(next, problem.tokens);
     return schedule;
 }
 

@@ -170,9 +170,10 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     }
     __syncthreads();
     if (blockIdx.x == 0 && threadIdx.x < kWarpSize) {
-        int64_t const heavy = guard::decide<kBuckets>(params.guard, bucket_begin, most_of_bucket);
+        uint32_t const heavy = guard::decide<kBuckets>(params.guard, bucket_begin, most_of_bucket);
         if (lane == 0) {
-            params.schedule.header->heavy_count = static_cast<uint32_t>(heavy);
+            params.schedule.header->heavy_count = heavy;
+            params.schedule.header->failed_count = 0;
         }
     }
 
@@ -182,6 +183,7 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
         uint32_t const place = params.schedule.place[row];
         uint32_t const rank = place & ((1u << kRankBits) - 1);
         params.schedule.row_order[block_begin[place >> kRankBits] + rank] = static_cast<uint32_t>(row);
+        params.schedule.has_failed[row] = 0;
     }
 }
 

@@ -11,7 +11,8 @@ namespace twell {
 
 // Written by launch_schedule, in device memory.
 struct ScheduleHeader {
-    uint32_t heavy_count;  // so many rows at the front of the order are not for the sparse kernels
+    uint32_t heavy_count;   // so many rows at the front of the order take the dense path, not the sparse kernels
+    uint32_t failed_count;  // of these; the sparse kernels compute them after all
 };
 
 // Where a schedule lies in a piece of device memory of schedule_bytes(problem), 256-byte aligned.
@@ -20,8 +21,8 @@ struct Schedule {
     uint32_t* row_order;      // [tokens]: every row once, heaviest bucket first; in no order within a bucket
     uint32_t* place;          // [tokens]: bucket and rank of a row, see schedule.cuh
     uint32_t* block_buckets;  // [blocks, kBuckets]: rows of each bucket in each block of rows
-    uint8_t* failed;          // [tokens], of heavy rows, written by the dense path: 1 where the sparse kernels compute
-                              // the row after all
+    uint32_t* failed_rows;    // [tokens]: the first failed_count count, in any order
+    uint32_t* has_failed;     // [tokens]: 1 for these
 };
 
 // Never shrinks when `tokens` grows.

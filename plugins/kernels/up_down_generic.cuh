@@ -321,11 +321,12 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) up_down_kernel
     __shared__ SharedStorage shared;
 
     wait_for_previous_launch();
-    int64_t const row_idx = params.schedule.row_order[blockIdx.x];
-    bool const heavy = blockIdx.x < params.schedule.header->heavy_count;
-    if (heavy && params.schedule.failed[row_idx] == 0) {
+    ScheduleHeader const& header = *params.schedule.header;
+    bool const heavy = blockIdx.x < header.heavy_count;
+    if (heavy && blockIdx.x >= header.failed_count) {
         return;
     }
+    int64_t const row_idx = (heavy ? params.schedule.failed_rows : params.schedule.row_order)[blockIdx.x];
     uint16_t const* const spilled_row =
         heavy || params.spilled == nullptr ? nullptr : params.spilled + row_idx * params.num_tiles * TWELL_TILE;
     uint16_t const* const x = params.x + row_idx * params.d_model;

@@ -276,14 +276,23 @@ class Call:
         self.workspace.fill_(0xFF)
         self.mlp()
         torch.cuda.synchronize()
-        light = ~self.dense_rows()
-        assert_same_bits(self.y[light], steps[light])
-        if not light.all():
+        same = self.rows_of_steps()
+        assert_same_bits(self.y[same], steps[same])
+        if not same.all():
             reference.assert_close(steps, self.block)
         return self.y.clone()
 
+    def rows_of_steps(self) -> torch.Tensor:
+        """Mark the rows that mlp() computes as the two steps do, once both have run: [tokens], bool.
+
+        Others are on the dense path, or have a tile that overflows, which the two steps compute again.
+        """
+        counts = self.packed.view(self.problem.tokens, -1, 256 // self.problem.compression)[:, :, 0]
+        overflowed = (counts >= 256 // self.problem.compression).any(dim=1)
+        return ~self.dense_rows() & ~overflowed
+
     def dense_rows(self) -> torch.Tensor:
-        """Mark the rows that mlp() has computed otherwise than the two steps: [tokens], bool."""
+        """Mark the rows that mlp() has put on the dense path, or all of few tokens: [tokens], bool."""
         tokens = self.problem.tokens
         if tokens <= FEW_TOKENS:
             return torch.ones(tokens, dtype=torch.bool, device="cuda")
@@ -358,11 +367,12 @@ def test_integers_match_bit_by_bit(case: Case) -> None:
     assert_packed(call, bits_of(reference.gate_values(block)))
     if reference.is_exact(block):
         # Few tokens or not, sums in another order are exact; only the dense path rounds u and h.
-        light = ~call.dense_rows() if case.rows > FEW_TOKENS else slice(None)
+        same = call.rows_of_steps() if case.rows > FEW_TOKENS else slice(None)
         expected = reference.emulate(block)
-        assert_same_bits(y[light], expected[light])
+        assert_same_bits(y[same], expected[same])
         assert_same_bits(call.steps(), expected)
-    reference.assert_close(y, block)
+    if torch.isfinite(reference.emulate(block)).all():  # else a sum at the end of fp16's range may go either way
+        reference.assert_close(y, block)
     assert_guards(call.y_buffer)
     assert_guards(call.packed_buffer)
 
