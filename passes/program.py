@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.export import ExportedProgram
@@ -67,6 +67,18 @@ def add_parameter(program: ExportedProgram, name: str, tensor: torch.Tensor, lik
     position = next(i for i, spec in enumerate(specs) if spec.arg.name == like.name)
     specs.insert(position, InputSpec(InputKind.PARAMETER, TensorArgument(node.name), unique))
     return node
+
+
+def replace_node(
+    program: ExportedProgram, node: Node, new: Node, where: Callable[[Node], bool] = lambda user: True
+) -> None:
+    """Let the users of `node` for which `where` holds, the program's outputs among them, read `new`."""
+    output = program.graph.output_node()
+    if output in node.users and where(output):
+        for spec in program.graph_signature.output_specs:
+            if spec.arg.name == node.name:
+                spec.arg.name = new.name
+    node.replace_all_uses_with(new, delete_user_cb=where)
 
 
 def drop_unused_constants(program: ExportedProgram) -> None:

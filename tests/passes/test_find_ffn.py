@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.models import D_FF, D_MODEL, Gated, Plain, Written, blocks_of, calls, canonical, eager, rewrite, run
 from tests.tolerance import assert_same
+from twellc.passes.canonicalize import canonicalize
 from twellc.passes.find_ffn import find_ffn_blocks
 
 Form = Callable[[nn.Module, Tensor], Tensor]
@@ -118,6 +119,21 @@ FORMS: dict[str, tuple[str, str, Form]] = {
             m.down,
         ),
     ),
+    "tensordot": (
+        "gated",
+        "",
+        lambda m, x: torch.tensordot(
+            torch.relu(torch.tensordot(x, m.gate_t, 1)) * torch.tensordot(x, m.up, ([2], [1])), m.down_t, 1
+        ),
+    ),
+    "inner": ("plain", "", lambda m, x: torch.inner(torch.relu(torch.inner(x, m.up)), m.down)),
+    "baddbmm": (
+        "plain",
+        "ud",
+        lambda m, x: torch.baddbmm(
+            m.b_down, torch.relu(torch.baddbmm(m.b_up, x, m.up_t.expand(2, -1, -1))), m.down_t.expand(2, -1, -1)
+        ),
+    ),
     "bmm": (
         "plain",
         "",
@@ -153,6 +169,19 @@ def test_form(form: str) -> None:
     left = calls(result)
     assert left.pop("gated_mlp" if variant == "gated" else "mlp") == 1
     assert set(left) <= {"view", "reshape", "unsqueeze", "squeeze"}, "only what shapes x and y may stay"
+    assert_same(run(result)[0], eager(module, x)[0])
+
+
+@pytest.mark.parametrize("form", ["einsum", "tensordot", "inner", "bmm", "baddbmm", "matmul", "addmm"])
+def test_decomposed_form(form: str) -> None:
+    """What `run_decompositions` with torch's own table makes of a product: views, permutations and mm or bmm."""
+    variant, _, function = FORMS[form]
+    module, x = Weights(function), torch.randn(2, 3, D_MODEL)
+    program = canonicalize(torch.export.export(module.eval(), (x,)).run_decompositions())
+    (block,) = find_ffn_blocks(program)
+    assert (block.variant, block.refusal) == (variant, "")
+    result = rewrite(program)
+    assert not {"mm", "bmm", "addmm"} & set(calls(result))
     assert_same(run(result)[0], eager(module, x)[0])
 
 
@@ -487,7 +516,10 @@ NO_BLOCKS: dict[str, nn.Module] = {
         ffn=Plain(),
         weight=torch.randn(D_FF, 16),
     ),
-    "a convolution": nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), nn.Conv1d(8, 3, 1)),
+    "a convolution": nn.Sequential(nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Conv1d(8, 3, 1)),
+    "a convolution with a stride": nn.Sequential(nn.Conv1d(3, 8, 1, stride=2), nn.ReLU(), nn.Conv1d(8, 3, 1)),
+    "a convolution of groups": nn.Sequential(nn.Conv1d(3, 9, 1, groups=3), nn.ReLU(), nn.Conv1d(9, 3, 1)),
+    "a padded convolution": nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), nn.Conv1d(8, 3, 1, padding=1)),
     "sigmoid attention over a projection": Plain(torch.sigmoid),
 }
 
