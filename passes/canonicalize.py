@@ -2,7 +2,7 @@
 
 Before: aten ops as traced, in-place ones included, with assertions on dtypes after every cast and on dimensions.
 After:  the same ops without aliasing and without assertions; `aten.linear` and the rest stay whole, except for what
-        `feature_last` changes.
+        `fold_weights` and `feature_last` change.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch.export import ExportedProgram
 
 from twellc.passes.feature_last import feature_last
+from twellc.passes.fold_weights import fold_weights
 from twellc.passes.program import editable, finish
 
 aten = torch.ops.aten
@@ -22,4 +23,4 @@ def canonicalize(program: ExportedProgram) -> ExportedProgram:
     for target in (aten._assert_tensor_metadata.default, aten._assert_scalar.default):
         for node in program.graph.find_nodes(op="call_function", target=target):
             program.graph.erase_node(node)
-    return feature_last(finish(program))
+    return feature_last(fold_weights(finish(program)))

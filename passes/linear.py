@@ -17,12 +17,16 @@ from twellc.passes.activations import arguments, packet
 
 aten = torch.ops.aten
 
-_VALUE_PRESERVING = frozenset(
+VALUE_PRESERVING = frozenset(
     (aten.clone, aten.contiguous, aten.alias, aten.detach, aten.lift_fresh_copy, aten.view, aten.reshape,
      aten._unsafe_view, aten.flatten, aten.unflatten, aten.squeeze, aten.unsqueeze)
 )  # fmt: skip
 CASTS = frozenset((aten._to_copy, aten.to))
 PERMUTATIONS = frozenset((aten.t, aten.numpy_T, aten.mT, aten.transpose, aten.permute))
+PRODUCTS = frozenset(
+    (aten.linear, aten.mm, aten.matmul, aten.bmm, aten.addmm, aten.baddbmm, aten.inner, aten.tensordot, aten.einsum,
+     aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution)
+)  # fmt: skip
 _SPLITS = frozenset((aten.chunk, aten.split, aten.split_with_sizes, aten.tensor_split))
 # Dtypes by the values that they can hold: a cast to a later one and back changes nothing.
 _WIDENING = {
@@ -169,7 +173,7 @@ class LinearReader:
             if packet(node) in PERMUTATIONS:
                 order = _order(node)
                 node, transposed = operand(node), transposed != (order != sorted(order))
-            elif packet(node) in _VALUE_PRESERVING | CASTS:
+            elif packet(node) in VALUE_PRESERVING | CASTS:
                 source = step(node) if packet(node) in CASTS else operand(node)
                 if source is None or matrix_sizes(source) != matrix_sizes(node):
                     return None
@@ -182,7 +186,7 @@ class LinearReader:
         """Resolve a two-dimensional constant that is repeated over a leading batch dimension."""
         if not isinstance(argument, Node):
             return None
-        while packet(argument) is aten.expand or (packet(argument) in _VALUE_PRESERVING and _is_batched(argument)):
+        while packet(argument) is aten.expand or (packet(argument) in VALUE_PRESERVING and _is_batched(argument)):
             argument = operand(argument)
         return self.weight(argument)
 
@@ -214,7 +218,7 @@ def step(node: Node) -> Node | None:
         return operand(node)
     if op in CASTS:
         return _cast_source(node)
-    if op not in _VALUE_PRESERVING | PERMUTATIONS:
+    if op not in VALUE_PRESERVING | PERMUTATIONS:
         return None
     source = operand(node)
     before, after = source.meta.get("val"), node.meta.get("val")

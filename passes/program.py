@@ -34,11 +34,12 @@ def editable(program: ExportedProgram) -> ExportedProgram:
 
 def constants_of(program: ExportedProgram) -> dict[Node, str]:
     """Return the name of the tensor behind each placeholder that holds an unmutated parameter, buffer or constant."""
-    mutated = set(program.graph_signature.buffers_to_mutate.values())
+    signature = program.graph_signature
+    mutated = {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     return {
         placeholders[spec.arg.name]: str(spec.target)
-        for spec in program.graph_signature.input_specs
+        for spec in signature.input_specs
         if spec.kind in _CONSTANT_KINDS and isinstance(spec.arg, TensorArgument) and spec.target not in mutated
     }
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from tests import models
 from tests.models import D_FF, D_MODEL, Gated, Plain, Written, blocks_of, calls, canonical, eager, rewrite, run
 from tests.tolerance import assert_same
 from twellc.passes.canonicalize import canonicalize
@@ -361,7 +362,7 @@ def two_inputs(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def scaled_up_weight(self: nn.Module, x: Tensor) -> Tensor:
-    return self.ffn.down(torch.relu(self.ffn.gate(x)) * F.linear(x, self.ffn.up.weight * 2))
+    return self.ffn.down(torch.relu(self.ffn.gate(x)) * F.linear(x, self.ffn.up.weight * x.mean()))
 
 
 def relu_times_other(self: nn.Module, x: Tensor) -> Tensor:
@@ -433,6 +434,18 @@ def test_refusal(case: str) -> None:
     assert "mlp" not in "".join(calls(rewrite(program)))
 
 
+def test_bitnet_is_refused_by_name() -> None:
+    program = canonicalize(models.export(models.bitnet(), torch.ones(1, 4, dtype=torch.int64), use_cache=False))
+    assert [(block.module, block.activation, block.refusal) for block in find_ffn_blocks(program)] == [
+        (
+            f"model.layers.{layer}.mlp",
+            "relu2",
+            "a normalisation stands between the hidden tensor and the down projection",
+        )
+        for layer in range(2)
+    ]
+
+
 def test_mixed_dtypes_are_refused() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -500,10 +513,10 @@ NO_BLOCKS: dict[str, nn.Module] = {
     "no down projection": Written(lambda s, x: torch.relu(s.ffn.gate(x)) * s.ffn.up(x), ffn=Gated()),
     "no up projection": Written(lambda s, x: s.ffn.down(torch.relu(x.repeat(1, 1, 3)[..., :D_FF])), ffn=Gated()),
     "a computed down weight": Written(
-        lambda s, x: F.linear(torch.relu(s.ffn.gate(x)), s.ffn.down.weight * 2), ffn=Gated()
+        lambda s, x: F.linear(torch.relu(s.ffn.gate(x)), s.ffn.down.weight * x.mean()), ffn=Gated()
     ),
     "a computed gate weight": Written(
-        lambda s, x: s.ffn.down(torch.relu(F.linear(x, s.ffn.gate.weight * 2)) * s.ffn.up(x)), ffn=Gated()
+        lambda s, x: s.ffn.down(torch.relu(F.linear(x, s.ffn.gate.weight * x.mean())) * s.ffn.up(x)), ffn=Gated()
     ),
     "a product of activations": Written(
         lambda s, x: torch.relu(s.ffn.gate(x)) @ torch.relu(s.ffn.up(x)).mT, ffn=Gated()
