@@ -21,7 +21,7 @@ from twellc.errors import UserError
 from twellc.inputs import parse_input
 
 if TYPE_CHECKING:
-    from twellc.checking import CheckResult
+    from twellc.checking import BlockAccuracy, CheckResult
 
 _DTYPES = ("bf16", "fp16")
 _COMPRESSIONS = ("1", "2", "4", "8")
@@ -238,7 +238,16 @@ def inspect(
 @main.command(cls=_Command)
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("candidate", type=click.Path(path_type=Path))
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of random inputs.")
+@click.option(
+    "--inputs", "arrays", type=click.Path(path_type=Path), metavar="FILE.npz",
+    help="Run on these arrays, named as the model's inputs, instead of random inputs.",
+)  # fmt: skip
+@click.option(
+    "--text", type=click.Path(path_type=Path), metavar="FILE",
+    help="Run a language model on this text, in UTF-8, through the tokenizer in its Hugging Face directory, and "
+    "measure how well it is predicted.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @_trust_model
 @_inputs
@@ -248,24 +257,32 @@ def check(
     model: Path,
     candidate: Path,
     seed: int,
+    arrays: Path | None,
+    text: Path | None,
     as_json: bool,
     trust_model: bool,
     inputs: tuple[str, ...],
 ) -> None:
     """Compare CANDIDATE, a rewritten ONNX file or a plan, with the MODEL that it was made from.
 
-    Both run on random inputs of several shapes, beside the model in float64 (the truth) and the plain low-precision
-    model (the yardstick): the candidate may be twice as far from the truth as that. A plan runs where a GPU allows;
-    elsewhere the ONNX graph that it was built from runs in its place, and the result says so.
+    Both run on random inputs of several shapes, or on what --inputs or --text gives, beside the model in float64 (the
+    truth) and the plain low-precision model (the yardstick): the candidate may be twice as far from the truth as that.
+    A plan runs where a GPU allows; elsewhere the ONNX graph that it was built from runs in its place, and the result
+    says so.
+
+    The error of each output is separated into that of low precision, of the rewriting, of the kernels and the rest.
+    Each rewritten block is compared on its own, too; the first one that diverges is named, and the worst are shown
+    with the share of their gate activations that are not zero (all of them with --json).
 
     Exit status: 0 within tolerance, 1 outside, 2 for bad input.
     """
     with _progress() as progress:
-        from twellc.checking import check
+        from twellc.checking import CheckOptions, check
 
-        result = check(model, candidate, seed, trust_model, tuple(map(parse_input, inputs)), progress)
+        declared = tuple(map(parse_input, inputs))
+        result = check(CheckOptions(model, candidate, seed, arrays, text, trust_model, declared), progress)
     if as_json:
-        click.echo(json.dumps({**dataclasses.asdict(result), "within": result.within}, indent=2))
+        click.echo(json.dumps(result.as_json(), indent=2))
     else:
         _print_accuracy(result)
     context.exit(0 if result.within else 1)
@@ -341,9 +358,10 @@ def _print_accuracy(result: CheckResult) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=140)
-    if result.note:
-        console.print(f"[bold yellow]Note:[/] {result.note}", soft_wrap=True)
+    for note in filter(None, (result.note, *result.notes)):
+        console.print(f"[bold yellow]Note:[/] {note}", soft_wrap=True)
     console.print(f"Executed: {result.executed}", soft_wrap=True)
+    console.print(f"Inputs: {result.inputs}", soft_wrap=True)
     for output in result.outputs:
         table = Table("against", "max error", "mean error", "relative error", "cosine", title=f"output {output.name}")
         rows = (
@@ -355,6 +373,14 @@ def _print_accuracy(result: CheckResult) -> None:
             table.add_row(name, f"{error.max:.3e}", f"{error.mean:.3e}", f"{error.relative:.3e}", f"{error.cosine:.6f}")
         table.add_row("tolerance", f"{output.max_tolerance:.3e}", "", f"{output.relative_tolerance:.3e}", "")
         console.print(table)
+        if output.separation is not None:
+            separation = output.separation
+            table = Table("error of the candidate", "max error", "relative error")
+            for cause, label in _CAUSES.items():
+                share = getattr(separation, cause)
+                sign = "+" if cause in ("kernels", "rest") else ""
+                table.add_row(label, f"{share.max:{sign}.3e}", f"{share.relative:{sign}.3e}")
+            console.print(table)
         if output.top1 is not None and output.plain_top1 is not None:
             console.print(
                 f"top-1 agreement with float64: {output.top1:.2%} (plain {output.plain_top1:.2%}); "
@@ -362,4 +388,61 @@ def _print_accuracy(result: CheckResult) -> None:
             )
         if output.stray:
             console.print(f"{output.stray} elements are NaN or infinite where the plain model is finite, or vice versa")
-    console.print("[green]within tolerance[/]" if result.within else "[bold red]OUTSIDE TOLERANCE[/]")
+    if result.text is not None:
+        text = result.text
+        perplexities = (2**bits for bits in (text.candidate_bits, text.plain_bits, text.truth_bits))
+        console.print(
+            f"{text.tokens} tokens of text predicted: {text.candidate_bits:.4f} bits a token (plain "
+            f"{text.plain_bits:.4f}, float64 {text.truth_bits:.4f}); perplexity {{:.4f}} (plain {{:.4f}}, "
+            "float64 {:.4f})".format(*perplexities)
+        )
+    if result.blocks:
+        _print_blocks(console, result.blocks)
+    if result.within:
+        console.print("[green]within tolerance[/]")
+        return
+    where = f"; first block that diverges: {result.first_divergence}" if result.first_divergence else ""
+    if not where and result.blocks:
+        where = "; every rewritten block is within tolerance by itself"
+    causes = "; cause: " + " and ".join(_CAUSES[cause] for cause in result.causes) if result.causes else ""
+    console.print(f"[bold red]OUTSIDE TOLERANCE[/]{where}{causes}", soft_wrap=True)
+
+
+_CAUSES = {
+    "low_precision": "low precision",
+    "rewrite": "rewriting (in float64)",
+    "kernels": "kernels",
+    "rest": "export and runtime",
+}
+_SHOWN_BLOCKS = 5
+
+
+def _print_blocks(console: Console, blocks: list[BlockAccuracy]) -> None:
+    """Show the blocks with the largest error for their tolerance, and the first that diverges, in order."""
+
+    def badness(block: BlockAccuracy) -> tuple[bool, float]:
+        accuracy = block.accuracy
+        return block.diverges, accuracy.candidate.relative / (accuracy.relative_tolerance or 1)
+
+    worst = sorted(blocks, key=badness, reverse=True)[:_SHOWN_BLOCKS]
+    first = next((block for block in blocks if block.diverges), None)
+    title = "blocks by themselves" + (f": the worst of {len(blocks)}" if len(worst) < len(blocks) else "")
+    shares = [label for cause, label in _CAUSES.items() if cause != "rest"]  # which a block by itself has not
+    table = Table("block", "density", "relative error", "tolerance", *shares, "result", title=title)
+    for block in blocks:
+        if block not in worst and block is not first:
+            continue
+        separation = block.accuracy.separation
+        assert separation is not None
+        table.add_row(
+            block.module, f"{block.density:.2%}", f"{block.accuracy.candidate.relative:.3e}",
+            f"{block.accuracy.relative_tolerance:.3e}", f"{separation.low_precision.relative:.3e}",
+            f"{separation.rewrite.relative:.3e}", f"{separation.kernels.relative:+.3e}",
+            "[bold red]diverges[/]" if block.diverges else "[green]within[/]",
+        )  # fmt: skip
+    console.print(table)
+    densities = [block.density for block in blocks]
+    console.print(
+        f"gate density on these inputs: {sum(densities) / len(densities):.2%} on average over blocks, "
+        f"{min(densities):.2%} to {max(densities):.2%}"
+    )
