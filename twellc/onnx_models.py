@@ -16,7 +16,7 @@ from twellc import __version__
 from twellc.config import DTYPES, CompileOptions
 from twellc.errors import UserError
 from twellc.export.profiles import InputSpec, ModelInputs
-from twellc.files import digest
+from twellc.files import digest, writing
 from twellc.inputs import InputDeclaration
 from twellc.loaders.model import DimensionRange, dtype_name
 from twellc.loaders.onnx_file import external_files, load_onnx
@@ -235,6 +235,7 @@ def integer_range(graph: onnx.GraphProto, name: str) -> tuple[int, int]:
 def _dump(folder: Path | None, models: dict[str, onnx.ModelProto]) -> None:
     if folder is None:
         return
-    folder.mkdir(parents=True, exist_ok=True)
     for name, model in models.items():
-        (folder / f"{name}.txt").write_text(onnx.helper.printable_graph(model.graph) + "\n")
+        with writing(folder / f"{name}.txt"):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{name}.txt").write_text(onnx.helper.printable_graph(model.graph) + "\n")
