@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from twellc.errors import UserError
+from twellc.files import writing
 
 # TensorRT-RTX is called tensorrt_rtx where NVIDIA's meta-package is installed; its wheels alone have the second name.
 _MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
@@ -133,8 +134,16 @@ def create_network(host: Host, builder: Any) -> Any:
 
 
 def write_plan(host: Host, builder: Any, network: Any, config: Any, path: Path) -> bool:
-    """Build a network and write its plan; piece by piece where this TensorRT can, so that it is not held in memory."""
-    with path.open("wb") as stream:
+    """Build a network and write its plan; piece by piece where this TensorRT can, so that it is not held in memory.
+
+    Returns:
+        Whether TensorRT built it.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    failures: list[OSError] = []
+    with writing(path), path.open("wb") as stream:
         if not hasattr(builder, "build_serialized_network_to_stream"):
             data = builder.build_serialized_network(network, config)
             if data is not None:
@@ -146,6 +155,13 @@ def write_plan(host: Host, builder: Any, network: Any, config: Any, path: Path) 
                 super().__init__()
 
             def write(self, piece: bytes) -> int:
-                return stream.write(piece)
+                try:
+                    return stream.write(piece)
+                except OSError as error:  # must not pass through TensorRT
+                    failures.append(error)
+                    return 0
 
-        return bool(builder.build_serialized_network_to_stream(network, config, Writer()))
+        built = bool(builder.build_serialized_network_to_stream(network, config, Writer()))
+        if failures:
+            raise failures[0]
+        return built

@@ -1,7 +1,8 @@
-"""Functionalise the graph and drop what computes nothing.
+"""Functionalise the graph, drop what computes nothing, and put the neurons of feed-forward blocks last.
 
 Before: aten ops as traced, in-place ones included, with assertions on dtypes after every cast and on dimensions.
-After:  the same ops without aliasing and without assertions; `aten.linear` and the rest stay whole.
+After:  the same ops without aliasing and without assertions; `aten.linear` and the rest stay whole, except for what
+        `fold_weights` and `feature_last` change.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch.export import ExportedProgram
 
+from twellc.passes.feature_last import feature_last
+from twellc.passes.fold_weights import fold_weights
 from twellc.passes.program import editable, finish
 
 aten = torch.ops.aten
@@ -20,4 +23,4 @@ def canonicalize(program: ExportedProgram) -> ExportedProgram:
     for target in (aten._assert_tensor_metadata.default, aten._assert_scalar.default):
         for node in program.graph.find_nodes(op="call_function", target=target):
             program.graph.erase_node(node)
-    return finish(program)
+    return feature_last(fold_weights(finish(program)))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.export import ExportedProgram
+from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from twellc.passes.program import user_inputs
@@ -15,13 +19,36 @@ def example_inputs(program: ExportedProgram) -> dict[str, torch.Tensor]:
     return dict(zip((node.name for node in user_inputs(program)), tensors, strict=True))
 
 
-def run_program(program: ExportedProgram, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensor outputs of a program, in order, for inputs by name."""
+def run_program(
+    program: ExportedProgram, inputs: dict[str, torch.Tensor], visit: Callable[[str, Any], Any] | None = None
+) -> list[torch.Tensor]:
+    """Return the tensor outputs of a program, in order, for inputs by name.
+
+    Args:
+        program: The program.
+        inputs: Its tensor inputs.
+        visit: Receives the name and the value of each node, and returns the value to go on with.
+    """
     leaves, spec = pytree.tree_flatten(program.example_inputs)
     tensors = iter(inputs[node.name] for node in user_inputs(program))
-    args, kwargs = pytree.tree_unflatten(
-        [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
-    )
+    values = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    module = program.module(check_guards=False)
     with torch.no_grad():
-        result = program.module(check_guards=False)(*args, **kwargs)
+        if visit is None:
+            args, kwargs = pytree.tree_unflatten(values, spec)
+            result = module(*args, **kwargs)
+        else:
+            assert isinstance(module, GraphModule)
+            result = _Visited(module, visit).run(*values, enable_io_processing=False)
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+class _Visited(Interpreter):
+    """Runs a graph node by node and shows each value to a visitor."""
+
+    def __init__(self, module: GraphModule, visit: Callable[[str, Any], Any]) -> None:
+        super().__init__(module)
+        self._visit = visit
+
+    def run_node(self, node: Node) -> Any:
+        return self._visit(node.name, super().run_node(node))

@@ -201,7 +201,9 @@ class _Finder:
             if node in visited or packet(node) not in _NORMALISATION:
                 continue
             visited.add(node)
-            if packet(node) is aten.mul and (parts := self._gated(node)) is not None:
+            # Only what would match without the normalisation: behind one there may stand anything.
+            parts = self._gated(node) if packet(node) is aten.mul else None
+            if parts is not None and (parts[0].sparse or parts[0].name == "drelu"):
                 return parts
             pending.extend(map(strip, node.all_input_nodes))
         return None

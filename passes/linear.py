@@ -1,6 +1,7 @@
 """Recognise products with constant weights, in all forms that mean x W^T + b, and look through what changes nothing.
 
-linear(x, W, b)      mm, matmul(x, W^T)      addmm(b, x, W^T)      bmm(x, expand(W^T))      einsum("btd,fd->btf")
+linear(x, W, b)      mm, matmul(x, W^T)      addmm(b, x, W^T)      bmm(x, expand(W^T))      baddbmm(b, x, expand(W^T))
+inner(x, W)          tensordot(x, W^T)       einsum("btd,fd->btf")
 any of them + b      slices, chunks and splits of the last dimension of any of them: the rows of a packed weight
 """
 
@@ -16,11 +17,16 @@ from twellc.passes.activations import arguments, packet
 
 aten = torch.ops.aten
 
-_VALUE_PRESERVING = frozenset(
+VALUE_PRESERVING = frozenset(
     (aten.clone, aten.contiguous, aten.alias, aten.detach, aten.lift_fresh_copy, aten.view, aten.reshape,
      aten._unsafe_view, aten.flatten, aten.unflatten, aten.squeeze, aten.unsqueeze)
 )  # fmt: skip
 CASTS = frozenset((aten._to_copy, aten.to))
+PERMUTATIONS = frozenset((aten.t, aten.numpy_T, aten.mT, aten.transpose, aten.permute))
+PRODUCTS = frozenset(
+    (aten.linear, aten.mm, aten.matmul, aten.bmm, aten.addmm, aten.baddbmm, aten.inner, aten.tensordot, aten.einsum,
+     aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution)
+)  # fmt: skip
 _SPLITS = frozenset((aten.chunk, aten.split, aten.split_with_sizes, aten.tensor_split))
 # Dtypes by the values that they can hold: a cast to a later one and back changes nothing.
 _WIDENING = {
@@ -46,6 +52,10 @@ class Weight:
     in_out: bool = False
     rows: tuple[int, int, int] | None = None
 
+    def transposed(self) -> Weight:
+        """Return it read the other way round: what `mm` reads as [in, out], `linear` reads as [out, in]."""
+        return replace(self, in_out=not self.in_out)
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -62,19 +72,25 @@ class LinearReader:
     """Reads nodes of one program as products with constant weights."""
 
     def __init__(self, constants: dict[Node, str]) -> None:
-        self._constants = constants
+        self.constants = constants
 
     def linear(self, node: Node) -> Linear | None:
         """Read `node` as a product with a constant weight, with or without a bias."""
         op, operands = packet(node), arguments(node)
         if op is aten.linear:
-            return self._product(node, operands[0], self._weight(operands[1]), *operands[2:3])
+            return self._product(node, operands[0], self.weight(operands[1]), *operands[2:3])
         if op in (aten.mm, aten.matmul):
-            return self._product(node, operands[0], _flip(self._weight(operands[1])))
+            return self._product(node, operands[0], _flip(self.weight(operands[1])))
         if op is aten.bmm:
             return self._product(node, operands[0], _flip(self._broadcast_weight(operands[1])))
         if op is aten.addmm and not node.kwargs:
-            return self._product(node, operands[1], _flip(self._weight(operands[2])), operands[0])
+            return self._product(node, operands[1], _flip(self.weight(operands[2])), operands[0])
+        if op is aten.baddbmm and not node.kwargs:
+            return self._product(node, operands[1], _flip(self._broadcast_weight(operands[2])), operands[0])
+        if op is aten.inner:
+            return self._product(node, operands[0], self.weight(operands[1]))
+        if op is aten.tensordot:
+            return self._tensordot(node)
         if op is aten.einsum and len(operands[1]) == 2:
             return self._einsum(node)
         if op is aten.add and len(operands) == 2 and not node.kwargs:
@@ -95,8 +111,8 @@ class LinearReader:
         bias = None if bias_argument is None else self._vector(bias_argument)
         if weight is None or (bias is None and bias_argument is not None):
             return None
-        sizes = tuple(weight.node.meta["val"].shape)
-        if (sizes if weight.in_out else sizes[::-1]) != (width(x), width(node)):
+        sizes = matrix_sizes(weight.node)
+        if (sizes if weight.in_out else sizes[::-1]) != [width(x), width(node)]:
             return None  # a view that gives each batch a weight of its own
         return Linear(node, x, weight, bias, (node,))
 
@@ -117,7 +133,7 @@ class LinearReader:
         inputs, arrow, result = equation.partition("->")
         first, _, second = inputs.partition(",")
         for x_letters, w_letters, x, w in ((first, second, left, right), (second, first, right, left)):
-            weight = self._weight(w)
+            weight = self.weight(w)
             if weight is None or len(w_letters) != 2 or not arrow or not x_letters:
                 continue
             summed = x_letters[-1]
@@ -125,6 +141,14 @@ class LinearReader:
             if len(new) == 1 and new not in x_letters and result == x_letters[:-1] + new:
                 return self._product(node, x, weight if w_letters == new + summed else _flip(weight))
         return None
+
+    def _tensordot(self, node: Node) -> Linear | None:
+        """Read tensordot(x, W) over the last dimension of x and one of W's two."""
+        x, w, of_x, of_w = arguments(node)
+        weight = self.weight(w)
+        if weight is None or len(of_x) != 1 or of_x[0] % x.meta["val"].dim() != x.meta["val"].dim() - 1:
+            return None
+        return self._product(node, x, weight if of_w[0] % 2 == 1 else _flip(weight))
 
     def _part(self, node: Node) -> Linear | None:
         """Read a slice of the last dimension of a product: some rows of a packed weight."""
@@ -140,32 +164,39 @@ class LinearReader:
         between = (node,) if packet(node) is aten.slice else (node, arguments(node)[0])
         return Linear(node, whole.x, replace(whole.weight, rows=rows), bias, (*between, *whole.nodes))
 
-    def _weight(self, argument: object) -> Weight | None:
-        """Resolve a two-dimensional constant, through a transposition; `in_out` tells how it is stored."""
+    def weight(self, argument: object) -> Weight | None:
+        """Resolve a constant matrix, through transpositions; `in_out` tells how it is stored."""
         if not isinstance(argument, Node):
             return None
-        node, transposed = strip(argument), False
-        while (packet(node) in (aten.t, aten.numpy_T)) or _swaps_two_dims(node):
-            node, transposed = strip(operand(node)), not transposed
-        if node not in self._constants or node.meta["val"].dim() != 2:
-            return None
-        return Weight(node, self._constants[node], in_out=transposed)
+        node, transposed = argument, False
+        while node not in self.constants:
+            if packet(node) in PERMUTATIONS:
+                order = _order(node)
+                node, transposed = operand(node), transposed != (order != sorted(order))
+            elif packet(node) in VALUE_PRESERVING | CASTS:
+                source = step(node) if packet(node) in CASTS else operand(node)
+                if source is None or matrix_sizes(source) != matrix_sizes(node):
+                    return None
+                node = source
+            else:
+                return None
+        return Weight(node, self.constants[node], in_out=transposed) if len(matrix_sizes(node)) == 2 else None
 
     def _broadcast_weight(self, argument: object) -> Weight | None:
         """Resolve a two-dimensional constant that is repeated over a leading batch dimension."""
         if not isinstance(argument, Node):
             return None
-        while packet(argument) is aten.expand or (packet(argument) in _VALUE_PRESERVING and _is_batched(argument)):
+        while packet(argument) is aten.expand or (packet(argument) in VALUE_PRESERVING and _is_batched(argument)):
             argument = operand(argument)
-        return self._weight(argument)
+        return self.weight(argument)
 
     def _vector(self, argument: object) -> Weight | None:
         if not isinstance(argument, Node):
             return None
         node = strip(argument)
-        if node not in self._constants or node.meta["val"].dim() != 1:
+        if node not in self.constants or node.meta["val"].dim() != 1:
             return None
-        return Weight(node, self._constants[node])
+        return Weight(node, self.constants[node])
 
 
 def operand(node: Node, index: int = 0) -> Node:
@@ -187,7 +218,7 @@ def step(node: Node) -> Node | None:
         return operand(node)
     if op in CASTS:
         return _cast_source(node)
-    if op not in _VALUE_PRESERVING:
+    if op not in VALUE_PRESERVING | PERMUTATIONS:
         return None
     source = operand(node)
     before, after = source.meta.get("val"), node.meta.get("val")
@@ -195,7 +226,12 @@ def step(node: Node) -> Node | None:
         return None
     if not before.shape or not after.shape:
         return None
-    return source if before.shape[-1] == after.shape[-1] else None
+    if op in PERMUTATIONS and (order := _order(node)) != sorted(order):
+        return None
+    # A view keeps rows apart if it keeps their size; behind it may stand dimensions of size 1.
+    sizes = [[size for size in value.shape if not _is_one(size)][-1:] for value in (before, after)]
+    whole = len(sizes[0]) == 1 and isinstance(sizes[0][0], int) and sizes[0] == sizes[1]
+    return source if whole or before.shape[-1] == after.shape[-1] else None
 
 
 def strip(node: Node) -> Node:
@@ -250,14 +286,34 @@ def _is_batched(node: Node) -> bool:
     return len(before) >= 2 and len(after) >= 2 and tuple(before[-2:]) == tuple(after[-2:])
 
 
-def _swaps_two_dims(node: Node) -> bool:
+def _is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def matrix_sizes(node: Node) -> list[int | torch.SymInt]:
+    """Return the sizes of a tensor without those that are 1, except where it has two dimensions anyway."""
+    sizes = list(node.meta["val"].shape)
+    return sizes if len(sizes) == 2 else [size for size in sizes if not _is_one(size)]
+
+
+def permutation(node: Node) -> list[int]:
+    """Return in which order a transposition puts the dimensions of its operand."""
+    given = arguments(node)[1:]
+    order = list(range(operand(node).meta["val"].dim()))
     if packet(node) is aten.permute:
-        return [dim % 2 for dim in arguments(node)[1]] == [1, 0] and len(arguments(node)[1]) == 2
-    if packet(node) is aten.transpose:
-        return node.meta["val"].dim() == 2 and sorted(dim % 2 for dim in arguments(node)[1:3]) == [0, 1]
-    return False
+        return [dim % len(order) for dim in given[0]]
+    if packet(node) is aten.numpy_T:
+        return order[::-1]
+    first, second = (dim % len(order) for dim in given or (-2, -1)) if len(order) > 1 else (0, 0)
+    order[first], order[second] = second, first
+    return order
+
+
+def _order(node: Node) -> list[int]:
+    """Return the permutation of the dimensions that are not 1, or of both where there are two."""
+    shape = operand(node).meta["val"].shape
+    return [dim for dim in permutation(node) if len(shape) == 2 or not _is_one(shape[dim])]
 
 
 def _flip(weight: Weight | None) -> Weight | None:
-    """A product with `mm` reads its weight as [in, out], one with `linear` as [out, in]."""
-    return None if weight is None else replace(weight, in_out=not weight.in_out)
+    return None if weight is None else weight.transposed()

@@ -208,7 +208,8 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
     def arrange(weight: Weight, in_out: bool, dtype: torch.dtype) -> gs.Tensor:
         tensor = shadow.tensors[weight.node]
         rows = weight.rows
-        same = weight.in_out == in_out and rows is None and weight.node.meta["val"].dim() == len(tensor.shape)
+        dims = weight.node.meta["val"].dim()
+        same = weight.in_out == in_out and rows is None and dims == len(tensor.shape) and dims <= 2
         if same and weight.node.meta["val"].dtype == dtype and isinstance(tensor, gs.Constant):
             return tensor
         key = (tensor.name, (rows, weight.in_out), in_out)

@@ -7,8 +7,9 @@ import onnx
 from onnx import numpy_helper
 
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
-# Attributes that hold an element type: of casts, generators, and the inner precision of normalisations.
-_TYPE_ATTRIBUTES = ("to", "dtype", "stash_type", "output_dtype")
+# Attributes that hold an element type: of casts and generators. The inner precision of normalisations, stash_type,
+# stays: the reference evaluator knows one value only, and computes in the dtype of the operands.
+_TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 
 
 def widen_onnx(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
+from twellc.files import writing
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import Layer, decide
 from twellc.passes.find_ffn import find_ffn_blocks
@@ -48,8 +49,9 @@ def run_passes(
 
     def keep(step: str, result: ExportedProgram) -> ExportedProgram:
         if dump is not None:
-            dump.mkdir(parents=True, exist_ok=True)
-            (dump / f"{step}.txt").write_text(f"{result.graph_module.print_readable(print_output=False)}\n")
+            with writing(dump / f"{step}.txt"):
+                dump.mkdir(parents=True, exist_ok=True)
+                (dump / f"{step}.txt").write_text(f"{result.graph_module.print_readable(print_output=False)}\n")
         return result
 
     dense = keep("1-canonical", canonicalize(program))

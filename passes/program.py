@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.export import ExportedProgram
@@ -34,11 +34,12 @@ def editable(program: ExportedProgram) -> ExportedProgram:
 
 def constants_of(program: ExportedProgram) -> dict[Node, str]:
     """Return the name of the tensor behind each placeholder that holds an unmutated parameter, buffer or constant."""
-    mutated = set(program.graph_signature.buffers_to_mutate.values())
+    signature = program.graph_signature
+    mutated = {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     return {
         placeholders[spec.arg.name]: str(spec.target)
-        for spec in program.graph_signature.input_specs
+        for spec in signature.input_specs
         if spec.kind in _CONSTANT_KINDS and isinstance(spec.arg, TensorArgument) and spec.target not in mutated
     }
 
@@ -67,6 +68,18 @@ def add_parameter(program: ExportedProgram, name: str, tensor: torch.Tensor, lik
     position = next(i for i, spec in enumerate(specs) if spec.arg.name == like.name)
     specs.insert(position, InputSpec(InputKind.PARAMETER, TensorArgument(node.name), unique))
     return node
+
+
+def replace_node(
+    program: ExportedProgram, node: Node, new: Node, where: Callable[[Node], bool] = lambda user: True
+) -> None:
+    """Let the users of `node` for which `where` holds, the program's outputs among them, read `new`."""
+    output = program.graph.output_node()
+    if output in node.users and where(output):
+        for spec in program.graph_signature.output_specs:
+            if spec.arg.name == node.name:
+                spec.arg.name = new.name
+    node.replace_all_uses_with(new, delete_user_cb=where)
 
 
 def drop_unused_constants(program: ExportedProgram) -> None:

@@ -16,17 +16,19 @@ from torch.fx import Node
 
 from twellc.passes.find_ffn import FfnBlock
 from twellc.passes.linear import Linear, Weight
-from twellc.passes.program import add_parameter, editable, finish, tensor_of
+from twellc.passes.program import add_parameter, editable, finish, replace_node, tensor_of
 from twellc.plugins.ops import GATED_MLP, MLP
 
 
 def arranged_copy(tensor: torch.Tensor, weight: Weight, in_out: bool) -> tuple[str, torch.Tensor]:
     """Return the part of `tensor` that `weight` means, stored [in, out] or [out, in], and a suffix for its name."""
     suffix = ""
+    if tensor.ndim > 2:  # such as a convolution's, with a kernel of size 1
+        tensor, suffix = tensor.squeeze(), "_matrix"
     if weight.in_out:
         tensor = tensor.t()
     if weight.rows is not None:
-        tensor, suffix = tensor[slice(*weight.rows)], "_{}_{}_{}".format(*weight.rows)
+        tensor, suffix = tensor[slice(*weight.rows)], suffix + "_{}_{}_{}".format(*weight.rows)
     if in_out:
         tensor, suffix = tensor.t(), f"{suffix}_transposed"
     # A copy in any case: a slice would keep the packed weight alive.
@@ -42,7 +44,7 @@ def rewrite_ffn(program: ExportedProgram, blocks: list[FfnBlock], compression: i
     def arrange(weight: Weight, in_out: bool) -> Node:
         """Return the placeholder that holds the weight stored [in, out] or [out, in], as asked."""
         placeholder = nodes[weight.node.name]
-        if weight.in_out == in_out and weight.rows is None:
+        if weight.in_out == in_out and weight.rows is None and placeholder.meta["val"].dim() <= 2:
             return placeholder
         if (weight, in_out) not in arranged:
             suffix, copied = arranged_copy(tensor_of(rewritten, weight.name).detach(), weight, in_out)
@@ -66,9 +68,6 @@ def rewrite_ffn(program: ExportedProgram, blocks: list[FfnBlock], compression: i
         with rewritten.graph.inserting_before(anchor):
             op = rewritten.graph.call_function(GATED_MLP if gate else MLP, (*operands, *options))
         op.meta = dict(anchor.meta)
-        anchor.replace_all_uses_with(op)
+        replace_node(rewritten, anchor, op)
         nodes[anchor.name] = op  # what a later block may read as its x
-        for spec in rewritten.graph_signature.output_specs:
-            if spec.arg.name == anchor.name:
-                spec.arg.name = op.name
     return finish(rewritten)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests import models
+from twellc.files import ENDING_SIGNALS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -108,7 +109,7 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cli]:
         return getattr(importlib.import_module(module), name)(*arguments, progress)
 
     monkeypatch.setattr("twellc.compiler.run_isolated", run_here)
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
 
     def run(*arguments: object) -> click.testing.Result:
         result = click.testing.CliRunner().invoke(main, [str(argument) for argument in arguments])
@@ -117,4 +118,5 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cli]:
         return result
 
     yield run
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -203,6 +203,24 @@ def nemotron(**changes: Any) -> Any:
     return _seeded(transformers.NemotronForCausalLM, transformers.NemotronConfig(**options))
 
 
+def rwkv(**changes: Any) -> Any:
+    """Squared ReLU without a gate; the result is multiplied with a sigmoid outside of the block."""
+    import transformers
+
+    options = {**SMALL, "attention_hidden_size": SMALL["hidden_size"], "intermediate_size": 96, **changes}
+    model = _seeded(transformers.RwkvForCausalLM, transformers.RwkvConfig(context_length=64, **options))
+    model(torch.ones(1, 2, dtype=torch.int64))  # the first call in eval mode rescales its weights, in place
+    return model
+
+
+def bitnet(**changes: Any) -> Any:
+    """Squared ReLU with a gate, and an RMSNorm between the hidden tensor and the down projection."""
+    import transformers
+
+    options = {**SMALL, "intermediate_size": 96, "num_key_value_heads": 2, "pad_token_id": 0, **changes}
+    return _seeded(transformers.BitNetForCausalLM, transformers.BitNetConfig(hidden_act="relu2", **options))
+
+
 def _seeded(model_class: Any, config: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -7,6 +7,7 @@ numbers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ _FACTOR = 2.0
 # relative error in the Euclidean norm. One rounding of the output costs at most 0.5 and about 0.2 of them.
 _FLOOR_MAX = 1.0
 _FLOOR_RELATIVE = 0.1
+# What the order of sums may change in float64, relative to the result, with room for many layers.
+_REASSOCIATION = 1e-10
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,52 @@ class Error:
     mean: float
     relative: float
     cosine: float
+
+
+@dataclass(frozen=True)
+class Share:
+    """A share of an error: of the largest absolute one, and of the one relative to the truth in the Euclidean norm."""
+
+    max: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class Separation:
+    """Where the error of a candidate comes from; docs/accuracy.md defines the shares.
+
+    Attributes:
+        low_precision: Error of the plain low-precision model.
+        rewrite: What rewriting changes in float64.
+        kernels: What the plugin nodes' own arithmetic adds; negative where it is more accurate than plain operators.
+        rest: What everything else adds that the candidate does in another way: the export, and what ran it.
+        rewrite_stray: Elements that rewriting makes NaN or infinite, or no longer so.
+        rewrite_within: Whether rewriting changes no more than the order of sums in float64 does.
+        kernels_within: Whether the kernels' arithmetic is within the candidate's tolerance.
+    """
+
+    low_precision: Share
+    rewrite: Share
+    kernels: Share
+    rest: Share
+    rewrite_stray: int
+    rewrite_within: bool
+    kernels_within: bool
+
+
+@dataclass(frozen=True)
+class TextAccuracy:
+    """How well the candidate, the plain model and the model in float64 predict a text.
+
+    Attributes:
+        tokens: Number of tokens that were predicted: all but the first of each window.
+        candidate_bits, plain_bits, truth_bits: Cross-entropy in bits per token; 2 to the power of it is the perplexity.
+    """
+
+    tokens: int
+    candidate_bits: float
+    plain_bits: float
+    truth_bits: float
 
 
 @dataclass(frozen=True)
@@ -46,6 +95,7 @@ class OutputAccuracy:
         kl: Mean Kullback-Leibler divergence from the float64 distribution, in nats; language models only.
         plain_top1, plain_kl: The same of the plain low-precision model.
         max_tolerance, relative_tolerance: What `candidate` may reach.
+        separation: Where the error comes from; None where that could not be found out.
     """
 
     name: str
@@ -59,6 +109,7 @@ class OutputAccuracy:
     plain_kl: float | None
     max_tolerance: float
     relative_tolerance: float
+    separation: Separation | None = None
 
     @property
     def within(self) -> bool:
@@ -109,6 +160,68 @@ def measure(
         max_tolerance=_FACTOR * plain_error.max + _FLOOR_MAX * epsilon * largest,
         relative_tolerance=_FACTOR * plain_error.relative + _FLOOR_RELATIVE * epsilon,
     )
+
+
+def separate(
+    candidate: torch.Tensor,
+    spliced: torch.Tensor,
+    plain: torch.Tensor,
+    truth: torch.Tensor,
+    rewritten: torch.Tensor,
+    original: torch.Tensor,
+) -> Separation:
+    """Separate the error of one output; all tensors are [rows, width].
+
+    Args:
+        candidate: The candidate's output.
+        spliced: The plain low-precision model's, with the candidate's plugin nodes in the place of its blocks.
+        plain: The plain low-precision model's.
+        truth: The model's in float64.
+        rewritten: The plain model's with float64 arithmetic, with the plugin nodes in the place of its blocks.
+        original: The plain model's with float64 arithmetic: its weights are rounded, nothing else is.
+    """
+    same = (rewritten == original) | (rewritten.isnan() & original.isnan())
+    shift = torch.where(same, 0.0, (rewritten - original).double())
+    stray = int((~shift.isfinite()).sum())
+    ours = spliced.double() - shift
+    ok = torch.stack([each.isfinite() for each in (candidate, spliced, plain, truth, shift)]).all(0)
+
+    def error(of: torch.Tensor) -> Share:
+        found = _distance(of.double()[ok], truth[ok])
+        return Share(found.max, found.relative)
+
+    def minus(a: Share, b: Share) -> Share:
+        return Share(a.max - b.max, a.relative - b.relative)
+
+    low_precision, norm = error(plain), float(truth[ok].norm())
+    changed = float(shift[ok].norm())
+    rewrite = Share(
+        float(shift[ok].abs().max()) if bool(ok.any()) else 0.0, changed / norm if norm else float(changed > 0)
+    )
+    return Separation(
+        low_precision=low_precision,
+        rewrite=rewrite,
+        kernels=minus(error(ours), low_precision),
+        rest=minus(error(candidate), error(spliced)),
+        rewrite_stray=stray,
+        rewrite_within=stray == 0 and rewrite.relative <= _REASSOCIATION,
+        kernels_within=measure("", ours, plain, truth, language_model=False).within,
+    )
+
+
+def text_bits(logits: list[torch.Tensor], ids: list[torch.Tensor]) -> tuple[int, float]:
+    """Return how many tokens are predicted, all but the first of each row, and the mean cross-entropy in bits.
+
+    Args:
+        logits: Of each sample, [batch, tokens, vocabulary].
+        ids: Of each sample, int64 [batch, tokens].
+    """
+    count, total = 0, 0.0
+    for sample, tokens in zip(logits, ids, strict=True):
+        following = tokens[:, 1:]
+        chances = sample[:, :-1].double().log_softmax(-1).gather(-1, following[..., None])
+        count, total = count + following.numel(), total - float(chances.sum())
+    return count, total / max(count, 1) / math.log(2)
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> Error:

@@ -1,37 +1,76 @@
-"""`twellc check`: is a candidate as accurate as the plain low-precision model?"""
+"""`twellc check`: is a candidate as accurate as the plain low-precision model, and where does its error come from?"""
 
 from __future__ import annotations
 
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import sympy
+import onnx
 import torch
 
-from twellc.accuracy import OutputAccuracy, measure
-from twellc.config import DTYPES, CompileOptions
-from twellc.errors import UserError
-from twellc.export.evaluator import OnnxEvaluator
+from twellc.accuracy import OutputAccuracy, TextAccuracy, measure, separate, text_bits
+from twellc.config import CompileOptions
+from twellc.errors import UserError, first_line
+from twellc.export.evaluator import OnnxEvaluator, plugin_nodes, runs_kernels
 from twellc.export.onnx_export import save_onnx
-from twellc.export.profiles import InputSpec, ModelInputs, program_inputs, symbol_value
 from twellc.export.runner import run_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.files import digest
 from twellc.inputs import InputDeclaration
-from twellc.loaders.model import LoadedModel, load_model
+from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx, looks_like_onnx
 from twellc.manifest import manifest_path, read_manifest
-from twellc.onnx_models import open_reference
-from twellc.passes.canonicalize import canonicalize
-from twellc.passes.execution import example_inputs, run_program
-from twellc.passes.precision import lower, parameter_dtypes, widen
-from twellc.translation import METADATA_KEY, choose_dtype, torch_dtype, translate_any
+from twellc.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
+from twellc.samples import Limits, Sample, draw_samples, read_arrays, read_text
+from twellc.translation import METADATA_KEY, translate_any
 
-Sample = dict[str, torch.Tensor]
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What `twellc check` was asked to do.
+
+    Attributes:
+        model: The model, as `twellc compile` takes it.
+        candidate: A rewritten ONNX file, or a plan with its manifest.
+        seed: Seed of random inputs.
+        arrays: An `.npz` file with the inputs, instead of random ones.
+        text: A text to make the inputs from, instead of random ones.
+        trust_model: Load a pickle, or an archive that could execute code.
+        inputs: The inputs of a pickled module.
+    """
+
+    model: Path
+    candidate: Path
+    seed: int = 0
+    arrays: Path | None = None
+    text: Path | None = None
+    trust_model: bool = False
+    inputs: tuple[InputDeclaration, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockAccuracy:
+    """Accuracy of one plugin node, for the inputs that its block has in the plain low-precision model.
+
+    Attributes:
+        module: Path of the module that holds the block's weights.
+        density: Share of the gate's activations that are not zero for these inputs.
+        accuracy: Accuracy of the node's output; the truth is the block in float64 with the weights of low precision.
+    """
+
+    module: str
+    density: float
+    accuracy: OutputAccuracy
+
+    @property
+    def diverges(self) -> bool:
+        """Whether the node is outside of its tolerance, or computes something else in float64."""
+        separation = self.accuracy.separation
+        return not self.accuracy.within or (separation is not None and not separation.rewrite_within)
 
 
 @dataclass(frozen=True)
@@ -41,258 +80,253 @@ class CheckResult:
     Attributes:
         executed: What was run for the candidate, in words.
         note: Why that was not the candidate itself; empty when it was.
+        inputs: What it was run on, in words.
+        notes: What the user should know besides.
         outputs: Accuracy of each output.
+        blocks: Accuracy of each plugin node, in order.
+        text: How well the text was predicted; None without one, or where the model does not predict the next token.
     """
 
     executed: str
     note: str
+    inputs: str
+    notes: list[str]
     outputs: list[OutputAccuracy]
+    blocks: list[BlockAccuracy]
+    text: TextAccuracy | None
 
     @property
     def within(self) -> bool:
-        """Whether every output is within tolerance."""
-        return all(output.within for output in self.outputs)
+        """Whether every output and every block is within tolerance."""
+        return all(output.within for output in self.outputs) and self.first_divergence is None
+
+    @property
+    def first_divergence(self) -> str | None:
+        """Module of the first block that diverges."""
+        return next((block.module for block in self.blocks if block.diverges), None)
+
+    @property
+    def causes(self) -> list[str]:
+        """What put the candidate outside of tolerance, of `rewrite`, `kernels` and `rest`; empty where not known."""
+        measured = [*self.outputs, *(block.accuracy for block in self.blocks)]
+        separations = [each.separation for each in measured if each.separation is not None]
+        if self.within or not separations:
+            return []
+        found = [] if all(each.rewrite_within for each in separations) else ["rewrite"]
+        found += [] if all(each.kernels_within for each in separations) else ["kernels"]
+        return found or ["rest"]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as JSON types."""
+        blocks = [{**asdict(block), "diverges": block.diverges} for block in self.blocks]
+        summary = {"within": self.within, "first_divergence": self.first_divergence, "causes": self.causes}
+        return {**asdict(self), "blocks": blocks, **summary}
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Something to run: `settings` are those of its compilation, where it says so."""
+    """Something to run: `settings` are those of its compilation, where it says so; `graph` its ONNX file, if known."""
 
-    run: Callable[[Sample], list[torch.Tensor]]
+    run: Callable[[Sample], Outputs]
     inputs: list[str]
     settings: dict[str, Any]
     executed: str
+    graph: tuple[Path, onnx.ModelProto] | None
+    is_graph: bool
     note: str = ""
     profile: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class _Reference:
-    """What a candidate is compared with: the model in low precision and in float64, and how to draw its inputs."""
-
-    inputs: ModelInputs
-    integers: dict[str, tuple[int, int]]
-    plain: Callable[[Sample], list[torch.Tensor]]
-    truth: Callable[[Sample], list[torch.Tensor]]
-    outputs: list[str]
-    language_model: bool
-
-
-def check(
-    model_path: Path,
-    candidate_path: Path,
-    seed: int,
-    trust_model: bool,
-    inputs: tuple[InputDeclaration, ...],
-    progress: Callable[[str], None],
-) -> CheckResult:
-    """Compare a candidate with the model that it was made from, on random inputs of several shapes.
+def check(options: CheckOptions, progress: Callable[[str], None]) -> CheckResult:
+    """Compare a candidate with the model that it was made from.
 
     Args:
-        model_path: The model, as `twellc compile` takes it.
-        candidate_path: A rewritten ONNX file, or a plan with its manifest.
-        seed: Seed of the inputs.
-        trust_model: Load a pickle, or an archive that could execute code.
-        inputs: The inputs of a pickled module.
+        options: See `CheckOptions`.
         progress: Receives the name of each step.
 
     Raises:
-        UserError: One of the two cannot be read, or they do not belong together.
+        UserError: Something cannot be read, or model, candidate and inputs do not belong together.
     """
+    with tempfile.TemporaryDirectory(prefix="twellc-") as folder:
+        return _check(options, Path(folder), progress)
+
+
+def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None]) -> CheckResult:
+    candidate_path = options.candidate
+    if options.arrays is not None and options.text is not None:
+        raise UserError("--inputs", "the inputs are given twice", got="--text, too", fix="Leave one out.")
     if not candidate_path.is_file():
         raise UserError(str(candidate_path), "there is no such file", expected="an ONNX file or a plan")
     if manifest_path(candidate_path).is_file() and candidate_path.suffix != ".onnx":
-        candidate = _open_plan(model_path, candidate_path, trust_model, inputs, progress)
+        candidate = _open_plan(options, folder, progress)
     else:
         progress("reading the candidate")
         candidate = _open_onnx(candidate_path)
-    if looks_like_onnx(model_path):
+    reference: Reference
+    if looks_like_onnx(options.model):
         progress("loading the model")
-        reference = _onnx_reference(model_path, candidate.settings, inputs)
+        reference = OnnxReference(options.model, candidate.settings, options.inputs)
     else:
         progress("loading and tracing the model")
-        reference = _torch_reference(load_model(model_path, trust_model, inputs), candidate.settings)
+        model = load_model(options.model, options.trust_model, options.inputs)
+        reference = TorchReference(model, candidate.settings)
     specs = reference.inputs.specs
     if sorted(candidate.inputs) != sorted(spec.name for spec in specs):
         raise UserError(
             str(candidate_path), "does not belong to the model: their inputs differ",
             got=", ".join(candidate.inputs), expected=", ".join(spec.name for spec in specs),
         )  # fmt: skip
-    samples = draw_samples(reference.inputs, reference.integers, seed, candidate.profile)
-    ours, theirs, true = [], [], []
+    samples, described, notes, predicts_next = _samples(options, reference, candidate.profile)
+    ours = []
     for index, sample in enumerate(samples):
-        progress(f"running sample {index + 1} of {len(samples)}")
+        progress(f"running the candidate: sample {index + 1} of {len(samples)}")
         ours.append(candidate.run(sample))
         if len(ours[-1]) != len(reference.outputs):
             raise UserError(
                 str(candidate_path), "does not belong to the model: their outputs differ",
                 got=str(len(ours[-1])), expected=", ".join(reference.outputs),
             )  # fmt: skip
-        theirs.append(reference.plain(sample))
-        true.append(reference.truth({name: _widened(tensor) for name, tensor in sample.items()}))
-    outputs = []
-    for position, name in enumerate(reference.outputs):
-        tensors = tuple(_stack([result[position] for result in results]) for results in (ours, theirs, true))
-        if tensors[0].shape != tensors[1].shape:
-            raise UserError(
-                str(candidate_path), f"output {name} has another shape than the model's",
-                got=str(tuple(ours[0][position].shape)), expected=str(tuple(theirs[0][position].shape)),
-            )  # fmt: skip
-        language_model = reference.language_model and position == 0
-        outputs.append(measure(name, tensors[0], tensors[1], tensors[2], language_model=language_model))
-    return CheckResult(candidate.executed, candidate.note, outputs)
-
-
-def _torch_reference(model: LoadedModel, settings: dict[str, Any]) -> _Reference:
-    source = canonicalize(model.program)
-    name = settings.get("dtype")
-    dtype = torch_dtype(name if name in DTYPES else choose_dtype(model, None)[0])
-    plain = lower(source, dtype) if parameter_dtypes(source) - {dtype} else source
-    truth = widen(source)
-    return _Reference(
-        inputs=program_inputs(source),
-        integers=_traced_integers(model),
-        plain=lambda sample: run_program(plain, sample),
-        truth=lambda sample: run_program(truth, sample),
-        outputs=model.output_names,
-        language_model=model.language_model,
+    graph, obstacle = _graph(candidate, reference)
+    notes += [f"blocks are not compared, and the error is not separated: {obstacle}"] if obstacle else []
+    try:
+        runs = reference.run(samples, graph, ours if candidate.is_graph else None, progress)
+    except (IndexError, RuntimeError) as error:  # torch's own; random inputs are made so that they fit
+        if options.arrays is None:
+            raise
+        raise UserError(
+            f"--inputs {options.arrays}", f"the model fails on these inputs ({first_line(error)})",
+            fix="Check their values, such as indices into tables.",
+        ) from error  # fmt: skip
+    text = None
+    if predicts_next:
+        ids = [sample["input_ids"].long() for sample in samples]
+        bits = [text_bits([outputs[0] for outputs in each], ids) for each in (ours, runs.plain, runs.truth)]
+        text = TextAccuracy(bits[0][0], *(each for _, each in bits)) if bits[0][0] else None
+    return CheckResult(
+        executed=candidate.executed,
+        note=candidate.note,
+        inputs=described,
+        notes=notes,
+        outputs=[_output(candidate_path, reference, runs, ours, index) for index in range(len(reference.outputs))],
+        blocks=[_block(layer.module, block) for layer, block in zip(reference.layers, runs.blocks, strict=False)],
+        text=text,
     )
 
 
-def _onnx_reference(path: Path, settings: dict[str, Any], declared: tuple[InputDeclaration, ...]) -> _Reference:
-    reference = open_reference(path, settings, declared)
-    # The evaluator is slow, and nothing was traced: small sizes.
-    hints = {symbol: min(2 * hint, 8) for symbol, hint in reference.inputs.hints.items()}
-    return _Reference(
-        inputs=replace(reference.inputs, hints=hints),
-        integers=reference.integers,
-        plain=reference.plain.run,
-        truth=reference.truth.run,
-        outputs=reference.outputs,
-        language_model=reference.outputs[0] == "logits",
-    )
+def _samples(
+    options: CheckOptions, reference: Reference, profile: dict[str, Any] | None
+) -> tuple[list[Sample], str, list[str], bool]:
+    """Return the samples, what they are, notes on them, and whether they are a text to predict."""
+    limits = Limits(reference.inputs, profile, reference.token_ids)
+    if options.arrays is not None:
+        return [read_arrays(options.arrays, limits)], f"the arrays in {options.arrays.name}", [], False
+    if options.text is not None:
+        text = read_text(options.text, options.model, reference.language_model, limits)
+        tokens = sum(sample["input_ids"].numel() for sample in text.samples)
+        described = f"{options.text.name}: {tokens} tokens in {len(text.samples)} windows"
+        return text.samples, described, text.notes, text.predicts_next
+    samples = draw_samples(limits, reference.integers, options.seed)
+    return samples, f"random inputs of {len(samples)} shapes, seed {options.seed}", [], False
 
 
-def make_samples(model: LoadedModel, specs: list[InputSpec], seed: int, profile: dict[str, Any] | None) -> list[Sample]:
-    """Make random inputs of a traced model: token ids from its vocabulary, other integers from the traced range.
-
-    Args:
-        model: Gives the vocabulary and the traced values.
-        specs: The inputs.
-        seed: Seed of the generator.
-        profile: See `draw_samples`.
-    """
-    return draw_samples(replace(program_inputs(model.program), specs=specs), _traced_integers(model), seed, profile)
-
-
-def _traced_integers(model: LoadedModel) -> dict[str, tuple[int, int]]:
-    ranges = {}
-    for name, example in example_inputs(model.program).items():
-        if model.vocabulary is not None and name.endswith("input_ids"):
-            ranges[name] = (0, model.vocabulary - 1)
-        elif not example.is_floating_point():
-            ranges[name] = (int(example.min()), int(example.max())) if example.numel() else (0, 1)
-    return ranges
-
-
-def draw_samples(
-    inputs: ModelInputs, integers: dict[str, tuple[int, int]], seed: int, profile: dict[str, Any] | None
-) -> list[Sample]:
-    """Make random inputs: at the smallest shapes, at the shapes that the model hints at, and at larger ones.
-
-    Args:
-        inputs: The inputs.
-        integers: Least and largest value of integer inputs; floats are drawn from a normal distribution.
-        seed: Seed of the generator.
-        profile: Shape ranges of a plan (`min` and `max` by input name) that the samples must keep to.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    shapes: list[dict[str, tuple[int, ...]]] = []
-    for factor in (0, 1, 3):
-        sizes = {}
-        for node_spec in inputs.specs:
-            for axis, dim in enumerate(node_spec.shape):
-                for symbol in getattr(dim, "free_symbols", ()):
-                    least, largest = inputs.bounds.get(str(symbol), (1, None))
-                    low, high = max(1, least), int(str(largest)) if str(largest).isdigit() else 1 << 30
-                    if profile is not None:
-                        limits = profile[node_spec.name]
-                        low = max(low, symbol_value(dim, limits["min"][axis]) or 1)
-                        high = min(high, symbol_value(dim, limits["max"][axis]) or high)
-                    sizes[symbol] = min(max(inputs.hints[str(symbol)] * factor, low), high)
-        shape = {spec.name: tuple(_size(dim, sizes) for dim in spec.shape) for spec in inputs.specs}
-        if shape not in shapes:
-            shapes.append(shape)
-    return [
-        {spec.name: _random(spec, shape[spec.name], integers.get(spec.name), generator) for spec in inputs.specs}
-        for shape in shapes
-    ]
-
-
-def _size(dim: int | sympy.Expr, sizes: dict[sympy.Expr, int]) -> int:
-    return dim if isinstance(dim, int) else int(dim.xreplace({s: sympy.Integer(n) for s, n in sizes.items()}))
-
-
-def _random(
-    spec: InputSpec, shape: tuple[int, ...], integers: tuple[int, int] | None, generator: torch.Generator
-) -> torch.Tensor:
-    if spec.dtype.is_floating_point:
-        return torch.randn(shape, generator=generator, dtype=torch.float32).to(spec.dtype)
-    low, high = integers or (0, 1)
-    return torch.randint(low, high + 1, shape, generator=generator).to(spec.dtype)
+# ---- the candidate ----
 
 
 def _open_onnx(path: Path) -> _Candidate:
-    evaluator = OnnxEvaluator(path, load_onnx(path))
+    model = load_onnx(path)
+    evaluator = OnnxEvaluator(path, model)
     try:
         settings = json.loads(evaluator.metadata[METADATA_KEY])["settings"]
     except (KeyError, ValueError):
         settings = {}
-    return _Candidate(evaluator.run, evaluator.inputs, settings, "the ONNX graph, in onnx's reference evaluator")
+    executed = "the ONNX graph, in onnx's reference evaluator"
+    if runs_kernels():
+        executed += f", its plugin nodes by the CUDA kernels on {torch.cuda.get_device_name()}"
+    return _Candidate(evaluator.run, evaluator.inputs, settings, executed, (path, model), is_graph=True)
 
 
-def _open_plan(
-    model_path: Path,
-    plan: Path,
-    trust_model: bool,
-    inputs: tuple[InputDeclaration, ...],
-    progress: Callable[[str], None],
-) -> _Candidate:
+def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], None]) -> _Candidate:
+    """Open a plan, or the graph that it was built from where no GPU can run it; made again in `folder` if need be."""
+    plan = options.candidate
     progress("reading the manifest")
     manifest = read_manifest(plan)
     settings, profile = manifest["settings"], manifest["profiles"][0]
-    backend = manifest["backend"]["name"]
+    backend, expected = manifest["backend"]["name"], manifest["onnx"]["sha256"]
+    kept = plan.parent / str(manifest["onnx"]["file"])
+    data = kept.with_name(kept.name + ".data")
+    is_kept = kept.is_file() and digest(kept, *([data] if data.is_file() else [])) == expected
     obstacle = why_not_here(backend)
     if not obstacle:
         host = load_host(backend)
         names = [tensor["name"] for tensor in manifest["plan"]["inputs"]]
-        return _Candidate(lambda sample: run_plan(host, plan, sample), names, settings, "the plan", profile=profile)
-    note = f"the plan itself was NOT run: {obstacle}"
-    expected = manifest["onnx"]["sha256"]
-    kept = plan.parent / str(manifest["onnx"]["file"])
-    data = kept.with_name(kept.name + ".data")
-    if kept.is_file() and digest(kept, *([data] if data.is_file() else [])) == expected:
+        graph = (kept, load_onnx(kept)) if is_kept else None
+        return _Candidate(
+            lambda sample: run_plan(host, plan, sample), names, settings, "the plan", graph, is_graph=False,
+            profile=profile,
+        )  # fmt: skip
+    if is_kept:
         candidate, source = _open_onnx(kept), f"{kept.name}, the ONNX graph that it was built from"
     else:
-        options = CompileOptions(model_path, backend="none", trust_model=trust_model, inputs=inputs, **settings)
-        translation = translate_any(options, progress)
-        with tempfile.TemporaryDirectory(prefix="twellc-") as folder:
-            written = save_onnx(translation.graph, Path(folder) / "model.onnx")
-            if digest(*written) != expected:
-                raise UserError(
-                    str(plan), f"was not built from {model_path} by this version of twellc",
-                    fix="Compile again, and keep the graph with --onnx to check a plan later.",
-                )  # fmt: skip
-            candidate, source = _open_onnx(written[0]), "the ONNX graph that it was built from, made again"
-    return _Candidate(
-        candidate.run, candidate.inputs, settings, f"{source}, in onnx's reference evaluator", note, profile
-    )
+        compilation = CompileOptions(
+            options.model, backend="none", trust_model=options.trust_model, inputs=options.inputs, **settings
+        )
+        written = save_onnx(translate_any(compilation, progress).graph, folder / "model.onnx")
+        if digest(*written) != expected:
+            raise UserError(
+                str(plan), f"was not built from {options.model} by this version of twellc",
+                fix="Compile again, and keep the graph with --onnx to check a plan later.",
+            )  # fmt: skip
+        candidate, source = _open_onnx(written[0]), "the ONNX graph that it was built from, made again"
+    executed = candidate.executed.replace("the ONNX graph", source, 1)
+    note = f"the plan itself was NOT run: {obstacle}"
+    return replace(candidate, settings=settings, executed=executed, note=note, profile=profile)
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+def _graph(candidate: _Candidate, reference: Reference) -> tuple[CandidateGraph | None, str]:
+    """Return the candidate's graph if its plugin nodes stand for the model's blocks, else why there is none."""
+    if candidate.graph is None:
+        return None, "the graph that the plan was built from is not beside it; keep it with --onnx"
+    path, model = candidate.graph
+    try:
+        nodes = plugin_nodes(model)
+    except ValueError as error:
+        return None, str(error)
+    widths = [(layer.d_model, layer.d_ff, layer.d_out) for layer in reference.layers]
+    if [node.widths for node in nodes] != widths:
+        blocks = "blocks of the same shapes" if len(nodes) == len(widths) else f"{len(widths)} such blocks"
+        return None, f"the candidate has {len(nodes)} plugin nodes, and the model not {blocks}"
+    return CandidateGraph(path, model, nodes), ""
 
 
-def _stack(outputs: list[torch.Tensor]) -> torch.Tensor:
+# ---- accuracy ----
+
+
+def _output(candidate: Path, reference: Reference, runs: Runs, ours: list[Outputs], index: int) -> OutputAccuracy:
+    def stacked(results: list[Outputs]) -> torch.Tensor:
+        return _stack([result[index] for result in results])
+
+    name = reference.outputs[index]
+    mine, plain, truth = stacked(ours), stacked(runs.plain), stacked(runs.truth)
+    if mine.shape != plain.shape:
+        raise UserError(
+            str(candidate), f"output {name} has another shape than the model's",
+            got=str(tuple(ours[0][index].shape)), expected=str(tuple(runs.plain[0][index].shape)),
+        )  # fmt: skip
+    result = measure(name, mine, plain, truth, language_model=reference.language_model and index == 0)
+    if not runs.spliced:
+        return result
+    separation = separate(mine, stacked(runs.spliced), plain, truth, stacked(runs.rewritten), stacked(runs.original))
+    return replace(result, separation=separation)
+
+
+def _block(module: str, runs: BlockRuns) -> BlockAccuracy:
+    ours, plain, exact, rewritten = map(_stack, (runs.ours, runs.plain, runs.exact, runs.rewritten))
+    result = measure(module, ours, plain, exact, language_model=False)
+    separation = separate(ours, ours, plain, exact, rewritten, exact)
+    density = sum(runs.active) / max(sum(runs.activations), 1)
+    return BlockAccuracy(module, density, replace(result, separation=separation))
+
+
+def _stack(outputs: Outputs) -> torch.Tensor:
     """Join the samples' outputs, of different leading dimensions, row by row."""
     return torch.cat([output.reshape(-1, output.shape[-1] if output.dim() else 1) for output in outputs])

@@ -3,28 +3,61 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import json
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from twellc import __version__
 from twellc.errors import UserError
+from twellc.files import ENDING_SIGNALS
 from twellc.inputs import parse_input
 
 if TYPE_CHECKING:
-    from twellc.checking import CheckResult
+    from twellc.checking import BlockAccuracy, CheckResult
 
 _DTYPES = ("bf16", "fp16")
 _COMPRESSIONS = ("1", "2", "4", "8")
+
+
+_FAULT = 70  # EX_SOFTWARE of sysexits.h
+
+
+class _InterruptedError(SystemExit):
+    """A signal asked the program to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.signal = signal.Signals(number)
+
+
+def _interrupt(number: int, _: FrameType | None) -> None:
+    raise _InterruptedError(number)
+
+
+class _Group(click.Group):
+    """The commands. A fault of twellc itself is a traceback and an exit status of its own."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except Exception:
+            traceback.print_exc()
+            click.echo("This is a fault of twellc. Please report it, with the lines above.", err=True)
+            sys.exit(_FAULT)
 
 
 class _Command(click.Command):
@@ -36,9 +69,31 @@ class _Command(click.Command):
         except UserError as error:
             raise click.UsageError(str(error), ctx=None) from error
         except OSError as error:
-            if error.errno is None or error.filename is None:
+            if error.errno is None or error.errno == errno.EPIPE:
                 raise
-            raise click.UsageError(f"{error.filename}: {error.strerror}.", ctx=None) from error
+            where = error.filename or "reading or writing"
+            raise click.UsageError(f"{where}: {error.strerror}.", ctx=None) from error
+        except MemoryError as error:
+            raise click.UsageError("memory ran out. Use a machine with more memory.", ctx=None) from error
+        except _InterruptedError as end:
+            click.echo(f"Ended by {end.signal.name}. Nothing was left half-written.", err=True)
+            raise
+
+
+class _Path(click.Path):
+    """A path that every library can open."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        if not value:
+            self.fail("an empty text is no path.", parameter, context)
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            self.fail(f"{value!a} is no UTF-8, which some libraries insist on. Rename it.", parameter, context)
+        return super().convert(value, parameter, context)
 
 
 _trust_model = click.option("--trust-model", is_flag=True, help="Load a pickle, or an archive that could execute code.")
@@ -48,19 +103,29 @@ _inputs = click.option(
 )  # fmt: skip
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:
-    """Compile transformers with sparse feed-forward layers into TensorRT engines."""
+    """Compile transformers with sparse feed-forward layers into TensorRT engines.
+
+    Exit status: 0 done; 1 a check failed; 2 bad input, with one message; 70 a fault of twellc, with a traceback;
+    128 + N ended by signal N. Unless it is 0, compile wrote no output.
+    """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # What is printed may quote names in any script.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _interrupt)
 
 
 @main.command(cls=_Command)
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="The plan to write; its manifest goes beside it.")
-@click.option("--onnx", type=click.Path(path_type=Path), help="Also keep the rewritten graph as ONNX.")
+@click.argument("model", type=_Path())
+@click.option("-o", "--output", type=_Path(), help="The plan to write; its manifest goes beside it.")
+@click.option("--onnx", type=_Path(), help="Also keep the rewritten graph as ONNX.")
 @click.option(
     "--backend", type=click.Choice(("auto", "tensorrt", "tensorrt-rtx", "none")), default="auto", show_default=True,
     help="auto: TensorRT where it is installed beside a GPU, else TensorRT-RTX, which needs none. none stops at ONNX.",
@@ -81,13 +146,13 @@ def main() -> None:
     "recomputed. It changes speed and memory, never results.",
 )  # fmt: skip
 @click.option("--strict", is_flag=True, help="Fail when nothing matches, or a block that looks like one is refused.")
-@click.option("--dump-graphs", type=click.Path(path_type=Path), help="Folder for the graph after each pass.")
-@click.option("--report", type=click.Path(path_type=Path), help="Write what was done as JSON.")
+@click.option("--dump-graphs", type=_Path(), help="Folder for the graph after each pass.")
+@click.option("--report", type=_Path(), help="Write what was done as JSON.")
 @click.option("--overwrite", is_flag=True, help="Replace existing output files.")
 @_trust_model
 @_inputs
 @click.option(
-    "--triton", type=click.Path(path_type=Path), metavar="DIR",
+    "--triton", type=_Path(), metavar="DIR",
     help="Write the plan into a Triton model repository, with its config.pbtxt, instead of to --output.",
 )  # fmt: skip
 @click.option("--embed-plugins", is_flag=True, help="Put the plugin library into the plan.")
@@ -131,11 +196,11 @@ def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str
             progress,
         )  # fmt: skip
     for warning in manifest["warnings"]:
-        _say(f"[bold yellow]Warning:[/] {warning}.")
+        _say("Warning:", f"{warning}.", "bold yellow")
     for note in manifest["notes"]:
-        _say(f"Note: {note}.")
+        _say("Note:", f"{note}.")
     _print_layers(manifest["layers"])
-    console = Console(highlight=False)
+    console = _console()
     if manifest["plan"]:
         size = manifest["plan"]["bytes"] / 1e6
         console.print(
@@ -186,7 +251,7 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
 
 
 @main.command(cls=_Command)
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", type=_Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Precision to judge a model in; default as in compile.")
 @click.option(
@@ -225,7 +290,7 @@ def inspect(
         click.echo(json.dumps(found, indent=2))
         return
     for note in found["notes"]:
-        _say(f"Note: {note}.")
+        _say("Note:", f"{note}.")
     _print_layers(found["layers"])
     if found["layers"]:
         _print_cost(found["cost"])
@@ -236,9 +301,18 @@ def inspect(
 
 
 @main.command(cls=_Command)
-@click.argument("model", type=click.Path(path_type=Path))
-@click.argument("candidate", type=click.Path(path_type=Path))
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random inputs.")
+@click.argument("model", type=_Path())
+@click.argument("candidate", type=_Path())
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of random inputs.")
+@click.option(
+    "--inputs", "arrays", type=_Path(), metavar="FILE.npz",
+    help="Run on these arrays, named as the model's inputs, instead of random inputs.",
+)  # fmt: skip
+@click.option(
+    "--text", type=_Path(), metavar="FILE",
+    help="Run a language model on this text, in UTF-8, through the tokenizer in its Hugging Face directory, and "
+    "measure how well it is predicted.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @_trust_model
 @_inputs
@@ -248,24 +322,32 @@ def check(
     model: Path,
     candidate: Path,
     seed: int,
+    arrays: Path | None,
+    text: Path | None,
     as_json: bool,
     trust_model: bool,
     inputs: tuple[str, ...],
 ) -> None:
     """Compare CANDIDATE, a rewritten ONNX file or a plan, with the MODEL that it was made from.
 
-    Both run on random inputs of several shapes, beside the model in float64 (the truth) and the plain low-precision
-    model (the yardstick): the candidate may be twice as far from the truth as that. A plan runs where a GPU allows;
-    elsewhere the ONNX graph that it was built from runs in its place, and the result says so.
+    Both run on random inputs of several shapes, or on what --inputs or --text gives, beside the model in float64 (the
+    truth) and the plain low-precision model (the yardstick): the candidate may be twice as far from the truth as that.
+    A plan runs where a GPU allows; elsewhere the ONNX graph that it was built from runs in its place, and the result
+    says so.
+
+    The error of each output is separated into that of low precision, of the rewriting, of the kernels and the rest.
+    Each rewritten block is compared on its own, too; the first one that diverges is named, and the worst are shown
+    with the share of their gate activations that are not zero (all of them with --json).
 
     Exit status: 0 within tolerance, 1 outside, 2 for bad input.
     """
     with _progress() as progress:
-        from twellc.checking import check
+        from twellc.checking import CheckOptions, check
 
-        result = check(model, candidate, seed, trust_model, tuple(map(parse_input, inputs)), progress)
+        declared = tuple(map(parse_input, inputs))
+        result = check(CheckOptions(model, candidate, seed, arrays, text, trust_model, declared), progress)
     if as_json:
-        click.echo(json.dumps({**dataclasses.asdict(result), "within": result.within}, indent=2))
+        click.echo(json.dumps(result.as_json(), indent=2))
     else:
         _print_accuracy(result)
     context.exit(0 if result.within else 1)
@@ -274,7 +356,7 @@ def check(
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     """Show the current step on a terminal's standard error; print each step once where there is no terminal."""
-    console = Console(stderr=True, highlight=False)
+    console = _console(stderr=True)
     if not console.is_terminal:
         shown: set[str] = set()
 
@@ -287,17 +369,22 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield show
         return
     with console.status("starting") as status:
-        yield lambda step: status.update(step)
+        yield lambda step: status.update(Text(step))
 
 
-def _say(message: str) -> None:
-    Console(stderr=True, highlight=False).print(message, soft_wrap=True)
+def _console(stderr: bool = False) -> Console:
+    """Return a console that prints names as they are: without markup, and without symbols for words between colons."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else 140
+    return Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
+
+
+def _say(kind: str, message: str, style: str = "") -> None:
+    _console(stderr=True).print(Text(kind, style), message, soft_wrap=True)
 
 
 def _print_layers(layers: list[dict[str, Any]]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=140)
+    console = _console()
     if not layers:
         console.print("no feed-forward blocks")
         return
@@ -306,7 +393,7 @@ def _print_layers(layers: list[dict[str, Any]]) -> None:
         rewritten = layer["decision"] == "twell"
         table.add_row(
             layer["module"], layer["variant"], layer["activation"], str(layer["d_model"]), str(layer["d_ff"]),
-            "[green]rewritten[/]" if rewritten else "dense", layer["reason"],
+            Text("rewritten", "green") if rewritten else "dense", layer["reason"],
         )  # fmt: skip
     console.print(table)
     count = sum(layer["decision"] == "twell" for layer in layers)
@@ -314,9 +401,7 @@ def _print_layers(layers: list[dict[str, Any]]) -> None:
 
 
 def _print_cost(cost: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=140)
+    console = _console()
     table = Table(
         "block", title=f"{cost['tokens']} tokens a call, at an assumed density of {100 * cost['assumed_density']:g} %"
     )
@@ -338,12 +423,11 @@ def _print_cost(cost: dict[str, Any]) -> None:
 
 
 def _print_accuracy(result: CheckResult) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=140)
-    if result.note:
-        console.print(f"[bold yellow]Note:[/] {result.note}", soft_wrap=True)
+    console = _console()
+    for note in filter(None, (result.note, *result.notes)):
+        console.print(Text("Note:", "bold yellow"), note, soft_wrap=True)
     console.print(f"Executed: {result.executed}", soft_wrap=True)
+    console.print(f"Inputs: {result.inputs}", soft_wrap=True)
     for output in result.outputs:
         table = Table("against", "max error", "mean error", "relative error", "cosine", title=f"output {output.name}")
         rows = (
@@ -355,6 +439,14 @@ def _print_accuracy(result: CheckResult) -> None:
             table.add_row(name, f"{error.max:.3e}", f"{error.mean:.3e}", f"{error.relative:.3e}", f"{error.cosine:.6f}")
         table.add_row("tolerance", f"{output.max_tolerance:.3e}", "", f"{output.relative_tolerance:.3e}", "")
         console.print(table)
+        if output.separation is not None:
+            separation = output.separation
+            table = Table("error of the candidate", "max error", "relative error")
+            for cause, label in _CAUSES.items():
+                share = getattr(separation, cause)
+                sign = "+" if cause in ("kernels", "rest") else ""
+                table.add_row(label, f"{share.max:{sign}.3e}", f"{share.relative:{sign}.3e}")
+            console.print(table)
         if output.top1 is not None and output.plain_top1 is not None:
             console.print(
                 f"top-1 agreement with float64: {output.top1:.2%} (plain {output.plain_top1:.2%}); "
@@ -362,4 +454,61 @@ def _print_accuracy(result: CheckResult) -> None:
             )
         if output.stray:
             console.print(f"{output.stray} elements are NaN or infinite where the plain model is finite, or vice versa")
-    console.print("[green]within tolerance[/]" if result.within else "[bold red]OUTSIDE TOLERANCE[/]")
+    if result.text is not None:
+        text = result.text
+        perplexities = (2**bits for bits in (text.candidate_bits, text.plain_bits, text.truth_bits))
+        console.print(
+            f"{text.tokens} tokens of text predicted: {text.candidate_bits:.4f} bits a token (plain "
+            f"{text.plain_bits:.4f}, float64 {text.truth_bits:.4f}); perplexity {{:.4f}} (plain {{:.4f}}, "
+            "float64 {:.4f})".format(*perplexities)
+        )
+    if result.blocks:
+        _print_blocks(console, result.blocks)
+    if result.within:
+        console.print("within tolerance", style="green")
+        return
+    where = f"; first block that diverges: {result.first_divergence}" if result.first_divergence else ""
+    if not where and result.blocks:
+        where = "; every rewritten block is within tolerance by itself"
+    causes = "; cause: " + " and ".join(_CAUSES[cause] for cause in result.causes) if result.causes else ""
+    console.print(Text("OUTSIDE TOLERANCE", "bold red"), f"{where}{causes}", sep="", soft_wrap=True)
+
+
+_CAUSES = {
+    "low_precision": "low precision",
+    "rewrite": "rewriting (in float64)",
+    "kernels": "kernels",
+    "rest": "export and runtime",
+}
+_SHOWN_BLOCKS = 5
+
+
+def _print_blocks(console: Console, blocks: list[BlockAccuracy]) -> None:
+    """Show the blocks with the largest error for their tolerance, and the first that diverges, in order."""
+
+    def badness(block: BlockAccuracy) -> tuple[bool, float]:
+        accuracy = block.accuracy
+        return block.diverges, accuracy.candidate.relative / (accuracy.relative_tolerance or 1)
+
+    worst = sorted(blocks, key=badness, reverse=True)[:_SHOWN_BLOCKS]
+    first = next((block for block in blocks if block.diverges), None)
+    title = "blocks by themselves" + (f": the worst of {len(blocks)}" if len(worst) < len(blocks) else "")
+    shares = [label for cause, label in _CAUSES.items() if cause != "rest"]  # which a block by itself has not
+    table = Table("block", "density", "relative error", "tolerance", *shares, "result", title=title)
+    for block in blocks:
+        if block not in worst and block is not first:
+            continue
+        separation = block.accuracy.separation
+        assert separation is not None
+        table.add_row(
+            block.module, f"{block.density:.2%}", f"{block.accuracy.candidate.relative:.3e}",
+            f"{block.accuracy.relative_tolerance:.3e}", f"{separation.low_precision.relative:.3e}",
+            f"{separation.rewrite.relative:.3e}", f"{separation.kernels.relative:+.3e}",
+            Text("diverges", "bold red") if block.diverges else Text("within", "green"),
+        )  # fmt: skip
+    console.print(table)
+    densities = [block.density for block in blocks]
+    console.print(
+        f"gate density on these inputs: {sum(densities) / len(densities):.2%} on average over blocks, "
+        f"{min(densities):.2%} to {max(densities):.2%}"
+    )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,34 +42,42 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
         if options.triton is not None and options.output is not None:
             outputs.make_folder(options.output.parent)
         _check_outputs(options, outputs)
-        with _onnx_destination(options, outputs) as onnx_path:
-            translation = run_isolated("twellc.translation:translate_to_file", options, onnx_path, progress=progress)
-            if options.onnx is not None:
-                for extra in map(options.onnx.with_name, translation.files[1:]):
-                    outputs.check("--onnx", extra)
-                    outputs.stage(extra)
-            plan = plan_file = None
-            if backend is not None and options.output is not None:
-                plan_file = outputs.stage(options.output)
-                plan = run_isolated(
-                    "twellc.export.plan:build_plan", backend, onnx_path, plan_file, translation.profiles,
-                    options.embed_plugins, progress=lambda phase: progress(f"building the plan: {phase}"),
-                )  # fmt: skip
-            manifest = make_manifest(options, translation, plan, plan_file)
-            manifest["notes"] += [EMBEDDED_NOTE] if manifest["plugins"]["embedded"] else []
-            manifest["warnings"] += [TRITON_WARNING] if options.triton is not None and backend != "tensorrt" else []
+        if options.onnx is not None:
+            onnx_path = outputs.stage(options.onnx)
+        else:
+            assert options.output is not None
+            onnx_path = outputs.scratch(options.output.with_name(f"{options.output.stem}.onnx"))
+        translation = run_isolated("twellc.translation:translate_to_file", options, onnx_path, progress=progress)
+        if options.onnx is not None:
+            for extra in map(options.onnx.with_name, translation.files[1:]):
+                outputs.check("--onnx", extra)
+                outputs.stage(extra)
+        plan = plan_file = None
+        if backend is not None and options.output is not None:
+            plan_file = outputs.stage(options.output)
+            plan = run_isolated(
+                "twellc.export.plan:build_plan", backend, onnx_path, plan_file, translation.profiles,
+                options.embed_plugins, progress=lambda phase: progress(f"building the plan: {phase}"),
+            )  # fmt: skip
+        manifest = make_manifest(options, translation, plan, plan_file)
+        manifest["notes"] += [EMBEDDED_NOTE] if manifest["plugins"]["embedded"] else []
+        manifest["warnings"] += [TRITON_WARNING] if options.triton is not None and backend != "tensorrt" else []
         text = json.dumps(manifest, indent=2) + "\n"
         if options.output is not None:
-            outputs.stage(manifest_path(options.output)).write_text(text)
+            outputs.write(manifest_path(options.output), text)
         if options.report is not None:
-            outputs.stage(options.report).write_text(text)
+            outputs.write(options.report, text)
         if options.triton is not None and plan is not None:
-            outputs.stage(options.triton / CONFIG_NAME).write_text(model_config(options.triton.name, plan, manifest))
+            outputs.write(options.triton / CONFIG_NAME, model_config(options.triton.name, plan, manifest))
         outputs.commit()
     return manifest
 
 
 def _check_outputs(options: CompileOptions, outputs: Outputs) -> None:
+    if options.dump_graphs is not None:
+        outputs.check_folder("--dump-graphs", options.dump_graphs)
+    if options.output is not None:
+        outputs.check("--output", options.output)  # the root has no name, so no manifest beside it
     destinations = {
         "--output": options.output,
         "--onnx": options.onnx,
@@ -89,14 +95,3 @@ def _check_outputs(options: CompileOptions, outputs: Outputs) -> None:
             raise UserError(f"{option} {path}", f"is the same file as {twin}")
         if path.resolve() == options.model.resolve():
             raise UserError(f"{option} {path}", "is the model itself")
-
-
-@contextmanager
-def _onnx_destination(options: CompileOptions, outputs: Outputs) -> Iterator[Path]:
-    """Give a path for the ONNX file: the one to keep, or one that vanishes."""
-    if options.onnx is not None:
-        yield outputs.stage(options.onnx)
-        return
-    assert options.output is not None
-    with tempfile.TemporaryDirectory(prefix=".twellc-", dir=options.output.parent) as folder:
-        yield Path(folder) / f"{options.output.stem}.onnx"

@@ -6,11 +6,19 @@ import contextlib
 import hashlib
 import os
 import shutil
+import signal
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from twellc.errors import UserError
+
+# Signals that ask a program to end: Ctrl-C, kill, and a terminal that closes.
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STAGING = ".twellc-"
 
 
 class Outputs:
@@ -31,16 +39,18 @@ class Outputs:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for folder in self._folders.values():
-            shutil.rmtree(folder, ignore_errors=True)
-        for folder in self._created:
-            with contextlib.suppress(OSError):  # it holds something: an output, or what somebody else put there
-                folder.rmdir()
+        with _uninterrupted():
+            for folder in self._folders.values():
+                shutil.rmtree(folder, ignore_errors=True)
+            for folder in self._created:
+                with contextlib.suppress(OSError):  # it holds something: an output, or what somebody else put there
+                    folder.rmdir()
 
     def make_folder(self, path: Path) -> None:
         """Create a folder and those above it; without outputs in them they are removed again."""
-        self._created += [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
+        with _uninterrupted():
+            self._created += [folder for folder in (path, *path.parents) if not folder.exists()]
+            path.mkdir(parents=True, exist_ok=True)
 
     def check(self, option: str, path: Path) -> None:
         """Fail now rather than after the work is done if `path` cannot be written.
@@ -58,21 +68,94 @@ class Outputs:
         if path.exists() and not self._overwrite:
             raise UserError(f"{option} {path}", "the file exists already", fix="Add --overwrite to replace it.")
 
+    def check_folder(self, option: str, path: Path) -> None:
+        """Fail now if a folder cannot be made at `path`, or files of one that is there would be overwritten.
+
+        Raises:
+            UserError: There is a file, or a folder that is not empty.
+        """
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{option} {path}", "is a file", expected="a folder")
+        if path.is_dir() and any(path.iterdir()) and not self._overwrite:
+            raise UserError(
+                f"{option} {path}", "the folder is not empty", fix="Add --overwrite to replace files in it."
+            )
+
     def stage(self, path: Path) -> Path:
         """Return a path, of the same name and on the same file system, to write the future `path` to."""
-        folder = self._folders.get(path.parent)
-        if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix=".twellc-", dir=path.parent))
-            self._folders[path.parent] = folder
-        temporary = folder / path.name
+        temporary = self._folder(path) / path.name
         self._staged.append((temporary, path))
         return temporary
 
+    def scratch(self, path: Path) -> Path:
+        """Return a path, of the same name, to write something to that is only needed until `path` would be there."""
+        folder = self._folder(path) / "scratch"
+        with writing(path):
+            folder.mkdir(exist_ok=True)
+        return folder / path.name
+
+    def _folder(self, path: Path) -> Path:
+        with _uninterrupted(), writing(path):
+            folder = self._folders.get(path.parent)
+            if folder is None:
+                folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=path.parent))
+                self._folders[path.parent] = folder
+        return folder
+
+    def write(self, path: Path, text: str) -> None:
+        """Stage a text file."""
+        with writing(path):
+            self.stage(path).write_text(text)
+
     def commit(self) -> None:
         """Move every staged file that was written to its destination."""
-        for temporary, path in self._staged:
-            if temporary.exists():
-                temporary.replace(path)
+        with _uninterrupted():
+            for temporary, path in self._staged:
+                if temporary.exists():
+                    with writing(path):
+                        temporary.replace(path)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold signals that would end the program back until a step is done that must not be left halfway."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are handled in the main thread
+        return
+    held: list[int] = []
+
+    def hold(number: int, _: FrameType | None) -> None:
+        held.append(number)
+
+    handlers = {number: signal.signal(number, hold) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the file where the system, as of a full disk, only says what went wrong.
+
+    Args:
+        path: The file; of a staged one the message names its destination.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        staging = next((folder for folder in path.parents if folder.name.startswith(_STAGING)), path)
+        path = staging.with_name(path.name)
+        raise UserError(
+            str(path), f"cannot be written: {error.strerror or error}",
+            fix="Make room, or write to another place; nothing was changed.",
+        ) from error  # fmt: skip
 
 
 def external_data(onnx_path: Path) -> Path:

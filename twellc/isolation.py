@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from twellc.errors import UserError
+from twellc.files import ENDING_SIGNALS
 
 _SECONDS_TO_END = 30
 
@@ -31,11 +34,13 @@ def run_isolated(target: str, *arguments: Any, progress: Callable[[str], None]) 
 
     Raises:
         UserError: The function raised one, or the process ended without an answer.
+        OSError: The function raised one.
+        RuntimeError: The function raised any other exception, whose traceback this holds.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(sender, target, arguments, not sys.warnoptions), daemon=True)
-    with _quiet_resource_tracker():
+    with _quiet_resource_tracker(), _signals_held_back():
         process.start()
     sender.close()
     step, answer = "starting", None
@@ -63,7 +68,19 @@ def run_isolated(target: str, *arguments: Any, progress: Callable[[str], None]) 
     kind, content = answer
     if kind == "error":
         raise content
+    if kind == "fault":
+        raise RuntimeError(f"{step}: {content}")
     return content
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Start processes deaf to Ctrl-C, which a terminal sends to all of them: this process ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -87,10 +104,21 @@ def _serve(sender: Connection, target: str, arguments: tuple[Any, ...], quiet: b
     if quiet:
         warnings.simplefilter("ignore")
     module, _, name = target.partition(":")
+    step = "starting"
+
+    def progress(name: str) -> None:
+        nonlocal step
+        step = name
+        sender.send(("step", step))
+
     try:
         function = getattr(importlib.import_module(module), name)
-        result = function(*arguments, lambda step: sender.send(("step", step)))
+        result = function(*arguments, progress)
     except (UserError, OSError) as error:
         sender.send(("error", error))
+    except MemoryError:
+        sender.send(("error", UserError(step, "memory ran out", fix="Use a machine with more memory.")))
+    except Exception:
+        sender.send(("fault", traceback.format_exc()))
     else:
         sender.send(("result", result))

@@ -15,16 +15,14 @@ import sympy
 from twellc import __version__
 from twellc.config import DTYPES, CompileOptions
 from twellc.errors import UserError
-from twellc.export.evaluator import OnnxEvaluator
 from twellc.export.profiles import InputSpec, ModelInputs
-from twellc.files import digest
+from twellc.files import digest, writing
 from twellc.inputs import InputDeclaration
 from twellc.loaders.model import DimensionRange, dtype_name
 from twellc.loaders.onnx_file import external_files, load_onnx
 from twellc.passes.decide import Layer
-from twellc.passes.onnx_ffn import OnnxBlocks, find_onnx_blocks, lower_onnx, rewrite_onnx
+from twellc.passes.onnx_ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
 from twellc.passes.onnx_graph import torch_dtype as dtype_of
-from twellc.passes.onnx_precision import widen_onnx
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import GATED
 from twellc.translation import AUTO_NOTE, METADATA_KEY, check_matches, torch_dtype
@@ -101,48 +99,6 @@ def inspect_onnx(path: Path, dtype: str | None, declared: tuple[InputDeclaration
     found = find_onnx_blocks(model, torch_dtype(chosen), "auto")
     layers = [asdict(layer) for layer in found.layers]
     return {"kind": KIND, "dtype": chosen, "layers": layers, "notes": cast_notes(found, chosen)}
-
-
-@dataclass(frozen=True)
-class OnnxReference:
-    """What a candidate that was made from an ONNX file is compared with.
-
-    Attributes:
-        inputs: Its inputs.
-        outputs: Names of its outputs.
-        integers: Least and largest value to draw for an integer input.
-        plain: The model in low precision, wherever the candidate computes in it.
-        truth: The model in float64.
-    """
-
-    inputs: ModelInputs
-    outputs: list[str]
-    integers: dict[str, tuple[int, int]]
-    plain: OnnxEvaluator
-    truth: OnnxEvaluator
-
-
-def open_reference(path: Path, settings: dict[str, Any], declared: tuple[InputDeclaration, ...]) -> OnnxReference:
-    """Load the model of a check.
-
-    Args:
-        path: The ONNX file.
-        settings: The settings that the candidate was compiled with.
-        declared: See `open_model`.
-    """
-    model = open_model(path, declared)
-    refuse_rewritten(path, model)
-    name = settings.get("dtype")
-    dtype = name if name in DTYPES else choose_onnx_dtype(model, None)
-    found = find_onnx_blocks(model, torch_dtype(dtype), str(settings.get("layers", "auto")))
-    plain = lower_onnx(found) if found.casts else model
-    return OnnxReference(
-        inputs=model_inputs(path, model),
-        outputs=[value.name for value in model.graph.output],
-        integers={value.name: _integers(model.graph, value.name) for value in model.graph.input},
-        plain=OnnxEvaluator(path, plain),
-        truth=OnnxEvaluator(path, widen_onnx(model)),
-    )
 
 
 def model_inputs(path: Path, model: onnx.ModelProto) -> ModelInputs:
@@ -261,7 +217,7 @@ def _metadata(model: onnx.ModelProto) -> tuple[dict[str, Any], list[dict[str, An
     return settings, layers
 
 
-def _integers(graph: onnx.GraphProto, name: str) -> tuple[int, int]:
+def integer_range(graph: onnx.GraphProto, name: str) -> tuple[int, int]:
     """Return the range of an integer input: rows of the table that it picks from, else 0 and 1."""
     rows = {tensor.name: tensor.dims[0] for tensor in graph.initializer if tensor.dims}
     names, largest = {name}, 1
@@ -279,6 +235,7 @@ def _integers(graph: onnx.GraphProto, name: str) -> tuple[int, int]:
 def _dump(folder: Path | None, models: dict[str, onnx.ModelProto]) -> None:
     if folder is None:
         return
-    folder.mkdir(parents=True, exist_ok=True)
     for name, model in models.items():
-        (folder / f"{name}.txt").write_text(onnx.helper.printable_graph(model.graph) + "\n")
+        with writing(folder / f"{name}.txt"):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{name}.txt").write_text(onnx.helper.printable_graph(model.graph) + "\n")

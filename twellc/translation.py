@@ -17,7 +17,7 @@ from twellc.errors import UserError
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.profiles import ModelInputs, input_specs, program_inputs, resolve_profiles
 from twellc.export.shapes import Profile
-from twellc.files import digest
+from twellc.files import digest, writing
 from twellc.loaders.model import DimensionRange, LoadedModel, dtype_name, fingerprint, load_model
 from twellc.loaders.onnx_file import looks_like_onnx
 from twellc.passes.decide import Layer
@@ -104,7 +104,8 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
     translation = translate_any(options, progress)
     profiles, notes = resolve_profiles(translation.inputs, list(options.profiles), translation.ranges)
     progress("writing the ONNX graph")
-    written = save_onnx(translation.graph, onnx_path)
+    with writing(onnx_path):
+        written = save_onnx(translation.graph, onnx_path)
     return TranslationSummary(
         model={"name": options.model.name, "kind": translation.kind, "sha256": translation.digest},
         settings=translation.settings,

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from tests import models
 from tests.models import D_FF, D_MODEL, Gated, Plain, Written, blocks_of, calls, canonical, eager, rewrite, run
 from tests.tolerance import assert_same
+from twellc.passes.canonicalize import canonicalize
 from twellc.passes.find_ffn import find_ffn_blocks
 
 Form = Callable[[nn.Module, Tensor], Tensor]
@@ -118,6 +120,21 @@ FORMS: dict[str, tuple[str, str, Form]] = {
             m.down,
         ),
     ),
+    "tensordot": (
+        "gated",
+        "",
+        lambda m, x: torch.tensordot(
+            torch.relu(torch.tensordot(x, m.gate_t, 1)) * torch.tensordot(x, m.up, ([2], [1])), m.down_t, 1
+        ),
+    ),
+    "inner": ("plain", "", lambda m, x: torch.inner(torch.relu(torch.inner(x, m.up)), m.down)),
+    "baddbmm": (
+        "plain",
+        "ud",
+        lambda m, x: torch.baddbmm(
+            m.b_down, torch.relu(torch.baddbmm(m.b_up, x, m.up_t.expand(2, -1, -1))), m.down_t.expand(2, -1, -1)
+        ),
+    ),
     "bmm": (
         "plain",
         "",
@@ -153,6 +170,19 @@ def test_form(form: str) -> None:
     left = calls(result)
     assert left.pop("gated_mlp" if variant == "gated" else "mlp") == 1
     assert set(left) <= {"view", "reshape", "unsqueeze", "squeeze"}, "only what shapes x and y may stay"
+    assert_same(run(result)[0], eager(module, x)[0])
+
+
+@pytest.mark.parametrize("form", ["einsum", "tensordot", "inner", "bmm", "baddbmm", "matmul", "addmm"])
+def test_decomposed_form(form: str) -> None:
+    """What `run_decompositions` with torch's own table makes of a product: views, permutations and mm or bmm."""
+    variant, _, function = FORMS[form]
+    module, x = Weights(function), torch.randn(2, 3, D_MODEL)
+    program = canonicalize(torch.export.export(module.eval(), (x,)).run_decompositions())
+    (block,) = find_ffn_blocks(program)
+    assert (block.variant, block.refusal) == (variant, "")
+    result = rewrite(program)
+    assert not {"mm", "bmm", "addmm"} & set(calls(result))
     assert_same(run(result)[0], eager(module, x)[0])
 
 
@@ -332,7 +362,7 @@ def two_inputs(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def scaled_up_weight(self: nn.Module, x: Tensor) -> Tensor:
-    return self.ffn.down(torch.relu(self.ffn.gate(x)) * F.linear(x, self.ffn.up.weight * 2))
+    return self.ffn.down(torch.relu(self.ffn.gate(x)) * F.linear(x, self.ffn.up.weight * x.mean()))
 
 
 def relu_times_other(self: nn.Module, x: Tensor) -> Tensor:
@@ -404,6 +434,18 @@ def test_refusal(case: str) -> None:
     assert "mlp" not in "".join(calls(rewrite(program)))
 
 
+def test_bitnet_is_refused_by_name() -> None:
+    program = canonicalize(models.export(models.bitnet(), torch.ones(1, 4, dtype=torch.int64), use_cache=False))
+    assert [(block.module, block.activation, block.refusal) for block in find_ffn_blocks(program)] == [
+        (
+            f"model.layers.{layer}.mlp",
+            "relu2",
+            "a normalisation stands between the hidden tensor and the down projection",
+        )
+        for layer in range(2)
+    ]
+
+
 def test_mixed_dtypes_are_refused() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -471,10 +513,10 @@ NO_BLOCKS: dict[str, nn.Module] = {
     "no down projection": Written(lambda s, x: torch.relu(s.ffn.gate(x)) * s.ffn.up(x), ffn=Gated()),
     "no up projection": Written(lambda s, x: s.ffn.down(torch.relu(x.repeat(1, 1, 3)[..., :D_FF])), ffn=Gated()),
     "a computed down weight": Written(
-        lambda s, x: F.linear(torch.relu(s.ffn.gate(x)), s.ffn.down.weight * 2), ffn=Gated()
+        lambda s, x: F.linear(torch.relu(s.ffn.gate(x)), s.ffn.down.weight * x.mean()), ffn=Gated()
     ),
     "a computed gate weight": Written(
-        lambda s, x: s.ffn.down(torch.relu(F.linear(x, s.ffn.gate.weight * 2)) * s.ffn.up(x)), ffn=Gated()
+        lambda s, x: s.ffn.down(torch.relu(F.linear(x, s.ffn.gate.weight * x.mean())) * s.ffn.up(x)), ffn=Gated()
     ),
     "a product of activations": Written(
         lambda s, x: torch.relu(s.ffn.gate(x)) @ torch.relu(s.ffn.up(x)).mT, ffn=Gated()
@@ -487,7 +529,10 @@ NO_BLOCKS: dict[str, nn.Module] = {
         ffn=Plain(),
         weight=torch.randn(D_FF, 16),
     ),
-    "a convolution": nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), nn.Conv1d(8, 3, 1)),
+    "a convolution": nn.Sequential(nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Conv1d(8, 3, 1)),
+    "a convolution with a stride": nn.Sequential(nn.Conv1d(3, 8, 1, stride=2), nn.ReLU(), nn.Conv1d(8, 3, 1)),
+    "a convolution of groups": nn.Sequential(nn.Conv1d(3, 9, 1, groups=3), nn.ReLU(), nn.Conv1d(9, 3, 1)),
+    "a padded convolution": nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), nn.Conv1d(8, 3, 1, padding=1)),
     "sigmoid attention over a projection": Plain(torch.sigmoid),
 }
 

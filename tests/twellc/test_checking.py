@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,50 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 
+from tests import models
 from tests.conftest import Cli
 from tests.models import Gated, Residual, export
 from tests.processes import TWELLC, environment
-from twellc.checking import CheckResult, check, make_samples
+from twellc.accuracy import Share
+from twellc.checking import CheckOptions, CheckResult, check
+from twellc.cli import _print_accuracy
 from twellc.config import CompileOptions
 from twellc.errors import UserError
-from twellc.export.profiles import input_specs
-from twellc.loaders.model import load_model
+from twellc.export import evaluator
+from twellc.export.profiles import program_inputs
+from twellc.loaders.model import LoadedModel, load_model
+from twellc.passes.arrays import to_torch
+from twellc.passes.canonicalize import canonicalize
+from twellc.reference import integer_ranges
+from twellc.samples import Limits, Sample, draw_samples
 from twellc.translation import translate_to_file
 
-pytestmark = pytest.mark.usefixtures("remembered_models")
+pytestmark = pytest.mark.usefixtures("remembered_models", "remembered_programs")
 
 # Inputs of a twell node after x: weights of a gated block with all biases, and without any.
 WITH_BIASES = ("w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down")
 WITHOUT = ("w_gate", "w_up", "w_down")
+
+
+@pytest.fixture(scope="module")
+def canonical_programs() -> dict[int, tuple[ExportedProgram, ExportedProgram]]:
+    return {}
+
+
+@pytest.fixture
+def remembered_programs(
+    canonical_programs: dict[int, tuple[ExportedProgram, ExportedProgram]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Canonicalise each loaded model once: that takes longer than all else, and passes change no program in place."""
+
+    def once(program: ExportedProgram) -> ExportedProgram:
+        if id(program) not in canonical_programs:
+            canonical_programs[id(program)] = (program, canonicalize(program))
+        return canonical_programs[id(program)][1]
+
+    monkeypatch.setattr("twellc.reference.canonicalize", once)
 
 
 def graph_of(model: Path, path: Path) -> Path:
@@ -40,7 +68,12 @@ def graph_of(model: Path, path: Path) -> Path:
 
 
 def run_check(model: Path, candidate: Path, seed: int = 0) -> CheckResult:
-    return check(model, candidate, seed, False, (), lambda step: None)
+    return check(CheckOptions(model, candidate, seed), lambda step: None)
+
+
+def samples_of(model: LoadedModel, profile: dict[str, Any] | None = None) -> list[Sample]:
+    limits = Limits(program_inputs(model.program), profile, model.vocabulary)
+    return draw_samples(limits, integer_ranges(model), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +187,7 @@ def test_samples_of_a_plan_keep_to_its_profile(cli: Cli, archive: Path, tmp_path
     assert cli("compile", archive, "-o", plan, "--onnx", graph, "--profile", shapes).exit_code == 0
     model = load_model(archive, False)
     profile = json.loads((tmp_path / "m.plan.json").read_text())["profiles"][0]
-    samples = make_samples(model, input_specs(model.program), 0, profile)
+    samples = samples_of(model, profile)
     assert [tuple(sample["x"].shape) for sample in samples] == [(5, 3, 16)]
     assert cli("check", archive, plan).exit_code == 0
 
@@ -217,6 +250,185 @@ def test_seed_decides_the_inputs(archive: Path, archive_graph: Path) -> None:
     first, again, other = (run_check(archive, archive_graph, seed) for seed in (0, 0, 1))
     assert first == again
     assert first.outputs[0].candidate != other.outputs[0].candidate
+
+
+# ---- blocks, and where the error comes from ----
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny ReLU Llama with four layers, in bfloat16."""
+    return models.save(models.llama(num_hidden_layers=4), tmp_path_factory.mktemp("models") / "deep")
+
+
+@pytest.fixture(scope="module")
+def deep_graph(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return graph_of(deep, tmp_path_factory.mktemp("graphs") / "deep.onnx")
+
+
+MODULES = [f"model.layers.{index}.mlp" for index in range(4)]
+
+
+def test_shares_add_up(deep: Path, deep_graph: Path) -> None:
+    result = run_check(deep, deep_graph)
+    assert (result.within, result.first_divergence, result.causes, result.notes) == (True, None, [], [])
+    (logits,) = result.outputs
+    separation = logits.separation
+    assert separation is not None
+    assert separation.low_precision.relative == logits.plain.relative
+    assert separation.rewrite.relative < 1e-13
+    parts = (separation.low_precision, separation.rewrite, separation.kernels, separation.rest)
+    assert sum(part.relative for part in parts) == pytest.approx(logits.candidate.relative, rel=1e-9)
+    assert sum(part.max for part in parts) == pytest.approx(logits.candidate.max, rel=1e-9)
+    # Neither share is an invention: the plugin nodes round in another way, and so does the evaluator.
+    assert separation.kernels.relative != 0 != separation.rest.relative
+    assert [block.module for block in result.blocks] == MODULES
+    for block in result.blocks:
+        assert block.accuracy.separation is not None
+        assert block.accuracy.separation.rewrite.relative < 1e-13
+        assert block.accuracy.separation.rest.relative == 0
+        assert 0 < block.accuracy.candidate.relative < block.accuracy.plain.relative, "one rounding, not three"
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_the_damaged_block_is_named(deep: Path, deep_graph: Path, tmp_path: Path, layer: int) -> None:
+    candidate = damage(deep_graph, tmp_path / "m.onnx", WITHOUT, "w_up", lambda w: w[5].mul_(2), layer)
+    result = run_check(deep, candidate)
+    assert result.first_divergence == MODULES[layer]
+    assert [block.module for block in result.blocks if block.diverges] == [MODULES[layer]]
+    assert result.causes == ["rewrite"]
+    (logits,) = result.outputs
+    assert logits.separation is not None and not logits.separation.rewrite_within
+
+
+def test_a_weight_off_by_its_last_bit_is_noticed(deep: Path, deep_graph: Path, tmp_path: Path) -> None:
+    """Far too little to see in low precision, but in float64 the rewritten model is another one."""
+
+    def change(weight: Tensor) -> None:
+        weight[3, 3] *= 1 + torch.finfo(torch.bfloat16).eps
+
+    result = run_check(deep, damage(deep_graph, tmp_path / "m.onnx", WITHOUT, "w_down", change, 1))
+    assert all(output.within for output in result.outputs)
+    assert not result.within
+    assert (result.first_divergence, result.causes) == (MODULES[1], ["rewrite"])
+
+
+def test_fault_of_a_kernel(deep: Path, deep_graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel here is wrong, so one is made wrong: the second block loses a tenth of its output in low precision."""
+    original = evaluator._run_op
+
+    def faulty(op: Any, tensors: list[Any], *options: Any) -> Tensor:
+        y = original(op, tensors, *options)
+        return y * 0.9 if torch.equal(tensors[1], wrong) and y.dtype == torch.bfloat16 else y
+
+    graph = onnx.load(deep_graph)
+    (name,) = (node.input[1] for node in graph.graph.node if node.name == "node_gated_mlp_1")
+    (tensor,) = (tensor for tensor in graph.graph.initializer if tensor.name == name)
+    wrong = to_torch(onnx.numpy_helper.to_array(tensor))
+    monkeypatch.setattr("twellc.export.evaluator._run_op", faulty)
+    result = run_check(deep, deep_graph)
+    assert (result.first_divergence, result.causes) == (MODULES[1], ["kernels"])
+    assert [block.diverges for block in result.blocks] == [False, True, False, False]
+    separation = result.outputs[0].separation
+    assert separation is not None
+    assert separation.rewrite_within
+    assert separation.kernels.relative > 3 * separation.low_precision.relative > abs(separation.rest.relative)
+
+
+def test_fault_outside_of_the_blocks(cli: Cli, deep: Path, deep_graph: Path, tmp_path: Path) -> None:
+    model = onnx.load(deep_graph)
+    (*_, tensor) = (each for each in model.graph.initializer if tuple(each.dims) == (32, 16))  # v of the last layer
+    values = to_torch(onnx.numpy_helper.to_array(tensor)) * 1.5
+    tensor.raw_data = values.view(torch.int16).numpy().tobytes()
+    onnx.save(model, tmp_path / "m.onnx")
+    result = cli("check", deep, tmp_path / "m.onnx")
+    assert result.exit_code == 1
+    message = "OUTSIDE TOLERANCE; every rewritten block is within tolerance by itself; cause: export and runtime"
+    assert message in result.stdout
+
+
+def test_report_of_a_divergence(cli: Cli, deep: Path, deep_graph: Path, tmp_path: Path) -> None:
+    candidate = damage(deep_graph, tmp_path / "m.onnx", WITHOUT, "w_gate", lambda w: w.neg_(), 2)
+    shown = cli("check", deep, candidate)
+    assert shown.exit_code == 1
+    assert "OUTSIDE TOLERANCE; first block that diverges: model.layers.2.mlp; cause: rewriting" in shown.stdout
+    rows = [line for line in shown.stdout.splitlines() if "model.layers." in line and "│" in line]
+    assert [("diverges" in row, "within" in row) for row in rows] == [(index == 2, index != 2) for index in range(4)]
+    found = json.loads(cli("check", deep, candidate, "--json").stdout)
+    assert (found["within"], found["first_divergence"], found["causes"]) == (False, "model.layers.2.mlp", ["rewrite"])
+    assert [block["module"] for block in found["blocks"]] == MODULES
+    assert [block["diverges"] for block in found["blocks"]] == [False, False, True, False]
+    assert found["outputs"][0]["separation"]["rewrite"]["relative"] > 0.1
+
+
+def test_only_the_worst_blocks_are_shown(capsys: pytest.CaptureFixture[str], deep: Path, deep_graph: Path) -> None:
+    result = run_check(deep, deep_graph)
+    many = [replace(result.blocks[0], module=f"block{index}") for index in range(20)]
+    worst = replace(result.blocks[1].accuracy, relative_tolerance=1e-9, max_tolerance=1e-9)
+    many[13] = replace(many[13], accuracy=worst)
+    _print_accuracy(replace(result, blocks=many))
+    shown = capsys.readouterr().out
+    assert "the worst of 20" in shown
+    assert "first block that diverges: block13" in shown
+    assert sum(f"block{index} " in shown for index in range(20)) == 5
+    assert "block13 " in shown
+
+
+def test_blocks_of_a_float32_model(opt: Path, tmp_path: Path) -> None:
+    """Rounding the weights is low precision's error, and not the rewriting's."""
+    result = run_check(opt, graph_of(opt, tmp_path / "m.onnx"))
+    (logits,) = result.outputs
+    separation = logits.separation
+    assert separation is not None
+    assert separation.rewrite.relative < 1e-13
+    parts = (separation.low_precision, separation.rewrite, separation.kernels, separation.rest)
+    assert sum(part.relative for part in parts) == pytest.approx(logits.candidate.relative, rel=1e-9)
+    assert [block.module for block in result.blocks] == ["model.decoder.layers.0", "model.decoder.layers.1"]
+    damaged = damage(
+        tmp_path / "m.onnx", tmp_path / "d.onnx", ("w_up", "b_up", "w_down", "b_down"), "b_down", lambda b: b.zero_(), 1
+    )
+    assert run_check(opt, damaged).first_divergence == "model.decoder.layers.1"
+
+
+def test_density(archive: Path, archive_graph: Path, tmp_path: Path) -> None:
+    """Against the activations of the module itself, for inputs of every density."""
+    program = load_model(archive, False).program
+    weight, bias = (program.state_dict[f"ffn.gate.{name}"].float() for name in ("weight", "bias"))
+    for shift in (-8.0, 0.0, 2.0):
+        x = (torch.randn(4, 3, 16) + shift).bfloat16()
+        np.savez(tmp_path / "x.npz", x=x.float().numpy())
+        active = ((x + 1).float() @ weight.t() + bias).bfloat16() > 0
+        options = CheckOptions(archive, archive_graph, arrays=tmp_path / "x.npz")
+        (block,) = check(options, lambda step: None).blocks
+        assert block.density == float(active.double().mean())
+
+
+def test_blocks_that_do_not_correspond(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    """A graph that does not say which blocks it rewrote, and has fewer of them: nothing is made up."""
+    options = CompileOptions(model=llama, backend="none", layers=r"layers\.1")
+    translate_to_file(options, tmp_path / "one.onnx", lambda step: None)
+    result = run_check(llama, tmp_path / "one.onnx")
+    assert [block.module for block in result.blocks] == ["model.layers.1.mlp"]
+    model = onnx.load(tmp_path / "one.onnx")
+    del model.metadata_props[:]
+    onnx.save(model, tmp_path / "one.onnx")
+    shown = cli("check", llama, tmp_path / "one.onnx")
+    assert shown.exit_code == 0
+    assert "the candidate has 1 plugin nodes, and the model not 2 such blocks" in shown.stdout
+    assert "blocks are not compared, and the error is not separated" in shown.stdout
+    found = json.loads(cli("check", llama, tmp_path / "one.onnx", "--json").stdout)
+    assert (found["blocks"], found["outputs"][0]["separation"]) == ([], None)
+
+
+def test_a_graph_without_plugin_nodes_has_no_kernels(llama: Path, tmp_path: Path) -> None:
+    options = CompileOptions(model=llama, backend="none", layers="none")
+    translate_to_file(options, tmp_path / "dense.onnx", lambda step: None)
+    result = run_check(llama, tmp_path / "dense.onnx")
+    separation = result.outputs[0].separation
+    assert result.blocks == []
+    assert separation is not None
+    assert (separation.rewrite, separation.kernels) == (Share(0.0, 0.0), Share(0.0, 0.0))
+    assert separation.rest.relative != 0
 
 
 # ---- what does not belong together ----
@@ -295,9 +507,9 @@ def test_damaged_plans(cli: Cli, archive: Path, plan: Path, tmp_path: Path) -> N
     plan.write_bytes(plan.read_bytes() + b"x")
     refused("the manifest belongs to another plan")
     manifest.write_text("{")
-    refused("is not a manifest of twellc")
+    refused("is no manifest of twellc")
     manifest.write_text("{}")
-    refused("is not a manifest of twellc")
+    refused("is no manifest of twellc")
     manifest.write_text(json.dumps(json.loads(content) | {"schema": 99}))
     refused("the manifest is of another version; got 99; expected 1")
     manifest.unlink()
@@ -319,8 +531,7 @@ def test_garbage(cli: Cli, archive: Path, tmp_path: Path) -> None:
 
 def test_samples(llama: Path) -> None:
     model = load_model(llama, False)
-    specs = input_specs(model.program)
-    samples = make_samples(model, specs, 0, None)
+    samples = samples_of(model)
     assert [tuple(sample["input_ids"].shape) for sample in samples] == [(1, 1), (2, 16), (6, 48)]
     for sample in samples:
         assert set(sample) == {"input_ids", "attention_mask"}
@@ -343,10 +554,10 @@ def test_samples_of_a_multiple(tmp_path: Path) -> None:
     torch.export.save(program, tmp_path / "m.pt2")
     assert run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "m.onnx")).within
     model = load_model(tmp_path / "m.pt2", False)
-    sizes = [sample["x"].shape[0] for sample in make_samples(model, input_specs(model.program), 0, None)]
+    sizes = [sample["x"].shape[0] for sample in samples_of(model)]
     assert sizes == [4, 6, 18]
     profile = {"x": {"min": [8, 16], "opt": [8, 16], "max": [12, 16]}}
-    sizes = [sample["x"].shape[0] for sample in make_samples(model, input_specs(model.program), 0, profile)]
+    sizes = [sample["x"].shape[0] for sample in samples_of(model, profile)]
     assert sizes == [8, 12]
 
 

@@ -268,8 +268,10 @@ def test_fault_of_ours_is_a_traceback(cli: Cli, archive: Path, tmp_path: Path, m
         raise AssertionError("a bug")
 
     monkeypatch.setattr("twellc.export.plan.build_plan", break_down)
-    with pytest.raises(AssertionError, match="a bug"):
-        cli("compile", archive, "-o", tmp_path / "m.plan")
+    result = cli("compile", archive, "-o", tmp_path / "m.plan")
+    assert result.exit_code == 70
+    assert "Traceback" in result.stderr and "AssertionError: a bug" in result.stderr
+    assert "Please report it" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

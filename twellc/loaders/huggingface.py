@@ -135,7 +135,10 @@ def _trace(path: Path, model: Any, config: dict[str, Any]) -> LoadedModel:
         # Another length than the encoder's: torch.export gives equal sizes one symbol.
         inputs["decoder_input_ids"] = ids[:, : length // 2]
         shapes["decoder_input_ids"] = {0: batch, 1: torch.export.Dim("decoder_sequence", min=1, max=longest)}
-    fix = "Mixture-of-experts and other data-dependent models cannot be exported as they are."
+    fix = (
+        "Mixture-of-experts and other data-dependent models cannot be exported as they are. A model that loops over its"
+        " tokens can, at one length: export it with torch.export.save, and compile that archive."
+    )
     program = trace(path, model, inputs, shapes, fix)
     default = (1, min(128, longest), min(_DEFAULT_SEQUENCE, longest))
     names: dict[str, str] = {}

@@ -1,0 +1,370 @@
+"""Time a whole ReLU Llama of 1.5 billion parameters in torch: rewritten by twellc against the dense original.
+
+python benchmarks/model.py --json results.json
+
+Prefill is a forward pass over several sequences. Decode is one new token a sequence with a key-value cache, in a CUDA
+graph. The dense model is timed eager and compiled, and the faster counts; so is the rewritten one. All contestants take
+turns, in a new order in each repetition. The logits of both are checked against float64 first.
+
+The weights are random, and made so that gates are sparse: the first two columns of the embedding carry how active a
+token is (log-normal) and a constant, nothing writes to these columns of the residual stream, and the gate projection
+subtracts the first, scaled to the wanted share of non-zeros. RMSNorm scales a token's gate values and changes no
+sign. The JSON file states the share that was counted in a forward pass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import operator
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import transformers
+from kernels import machine, quantile, spread
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from twellc.accuracy import measure
+from twellc.passes.pipeline import run_passes
+from twellc.passes.precision import widen
+
+_ATTENTION = "benchmark"
+_DECODED = "cached_benchmark"
+_CHECKED_TOKENS = 64
+_ENERGY_SECONDS = 3.0
+
+_caches: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer, [batch, heads, tokens, width]
+
+Call = Callable[[], Any]
+
+
+def causal_attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Attend within the sequence: torch's own fused kernel, and no mask, as every token counts."""
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous(), None
+
+
+@torch.library.custom_op("benchmark::cached_attention", mutates_args=())
+def cached_attention_op(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    """Put the new key and value at the end of a layer's cache and attend to all of it."""
+    keys, values = _caches[layer]
+    keys[:, :, -1:] = k
+    values[:, :, -1:] = v
+    return functional.scaled_dot_product_attention(q, keys, values).transpose(1, 2).contiguous()
+
+
+@cached_attention_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+
+
+def cached_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Attend to the cache. One op for both models: what happens in it is neither's merit."""
+    return cached_attention_op(q, k, v, module.layer_idx), None
+
+
+def make_model(layers: int, d_model: int, d_ff: int, density: float, neurons: str, vocabulary: int = 32000) -> Any:
+    """Make the model in bfloat16 on the GPU, with random weights and sparse gates."""
+    config: Any = transformers.LlamaConfig(
+        vocab_size=vocabulary, hidden_size=d_model, intermediate_size=d_ff, num_hidden_layers=layers,
+        num_attention_heads=d_model // 128, hidden_act="relu", max_position_embeddings=4096, use_cache=False,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    config._attn_implementation = _ATTENTION
+    with torch.device("cuda"):
+        model: Any = transformers.LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).eval().requires_grad_(False)
+    root = d_model**0.5
+    std = {"o_proj": 0.3 / root, "down_proj": 0.1}
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            weight.normal_(std=next((value for part, value in std.items() if part in name), 1 / root))
+        if any(part in name for part in std):
+            weight[:2] = 0
+        elif "_proj" in name:
+            weight[:, :2] = 0
+    active = (torch.exp(0.8 * torch.randn(vocabulary, device="cuda") - 0.32) * density).clamp(max=0.9)
+    embedding = model.model.embed_tokens.weight.normal_()
+    embedding[:, 0] = quantile(active) * root
+    embedding[:, 1] = root
+    for layer in model.model.layers:
+        gate = layer.mlp.gate_proj.weight
+        gate[:, 0] = -1 / root
+        if neurons == "zipf":
+            share = 1 / (torch.randperm(d_ff, device="cuda") + 1.0)
+            share = (share / share.mean() * density).clamp(1e-7, 0.5)
+            gate[:, 1] = (quantile(torch.tensor(density, device="cuda")) - quantile(share)) / root
+    return model
+
+
+class Logits(nn.Module):
+    """The model as a function of tensors alone."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Return logits [batch, tokens, vocabulary]."""
+        logits: Tensor = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+        return logits
+
+
+def gate_density(model: Any, inputs: tuple[Tensor, ...]) -> dict[str, float]:
+    """Count the share of non-zero gate values in a forward pass, and how unequal tokens are."""
+    rows: list[Tensor] = []
+    hooks = [
+        layer.mlp.act_fn.register_forward_hook(lambda _, __, y: rows.append((y != 0).sum(-1).flatten().float()))
+        for layer in model.model.model.layers
+    ]
+    model(*inputs)
+    for hook in hooks:
+        hook.remove()
+    counts = torch.stack(rows)
+    width = model.model.config.intermediate_size
+    by_layer = counts.mean(1) / width
+    return {
+        "mean": float(by_layer.mean()),
+        "least_layer": float(by_layer.min()),
+        "largest_layer": float(by_layer.max()),
+        "largest_row": float(counts.max()),
+    }
+
+
+def rewrite(model: nn.Module, inputs: tuple[Tensor, ...], dynamic: Any = None) -> tuple[nn.Module, Any]:
+    """Let twellc rewrite the model; return it as a module, and the program of the dense one."""
+    program = torch.export.export(model, inputs, dynamic_shapes=dynamic)
+    result = run_passes(program, torch.bfloat16, "all", 8)
+    left = [layer for layer in result.layers if layer.decision != "twell"]
+    if left or not result.layers:
+        raise click.ClickException(f"blocks were not rewritten: {left}")
+    return result.program.module(check_guards=False), result.dense
+
+
+def check(dense: nn.Module, ours: nn.Module, program: Any, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
+    """Compare the logits of a short sequence with float64.
+
+    Raises:
+        click.ClickException: twellc's are more than twice as wrong as the dense model's.
+    """
+    plain, result = dense(*inputs), ours(*inputs)
+    wide = widen(program).module(check_guards=False)
+    truth = wide(*inputs)
+    truth = pytree.tree_leaves(truth)[0]
+    ours_rows, plain_rows, true_rows = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (result, plain, truth))
+    accuracy = measure("logits", ours_rows, plain_rows, true_rows, language_model=True)
+    figures = {"twell": accuracy.candidate.relative, "dense": accuracy.plain.relative}
+    if not accuracy.within:
+        raise click.ClickException(f"the logits are off: {figures}")
+    return figures
+
+
+def capture(call: Call) -> torch.cuda.CUDAGraph:
+    """Record a call as a CUDA graph."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def time_all(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Time each call, in microseconds, `repeats` times."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    for repetition in range(-1, repeats):  # the first one warms up
+        for name in random.sample(list(calls), len(calls)):
+            calls[name]()
+            start.record()
+            calls[name]()
+            end.record()
+            end.synchronize()
+            if repetition >= 0:
+                times[name].append(start.elapsed_time(end) * 1e3)
+    return times
+
+
+class EnergyMeter:
+    """The board's energy counter, through NVML."""
+
+    def __init__(self) -> None:
+        self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        self._device = ctypes.c_void_p()
+        identifier = str(torch.cuda.get_device_properties(0).uuid)
+        status = self._nvml.nvmlInit_v2() or self._nvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{identifier}".encode(), ctypes.byref(self._device)
+        )
+        if status != 0:
+            raise click.ClickException(f"NVML: error {status}")
+
+    def joules(self) -> float:
+        """Energy since the driver was loaded."""
+        millijoules = ctypes.c_ulonglong()
+        if status := self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device, ctypes.byref(millijoules)):
+            raise click.ClickException(f"NVML: error {status}")
+        return millijoules.value / 1e3
+
+    def of(self, call: Callable[[], Any], seconds: float, microseconds: float) -> float:
+        """Joules that one call takes: of many calls in a row, after as many to warm up."""
+        count = max(1, round(seconds * 1e6 / microseconds))
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize()
+        before = self.joules()
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize()
+        return (self.joules() - before) / count
+
+
+def feed_forward_calls(dense: Any, ours: Any, inputs: tuple[Tensor, ...]) -> dict[str, Callable[[], Any]]:
+    """Return calls that run nothing but the feed-forward blocks of all layers, on what they see in the dense model."""
+    xs: list[Tensor] = []
+    blocks = [layer.mlp for layer in dense.model.model.layers]
+    hooks = [block.register_forward_pre_hook(lambda _, args: xs.append(args[0].clone())) for block in blocks]
+    dense(*inputs)
+    for hook in hooks:
+        hook.remove()
+
+    def value(operand: Any) -> Any:
+        return operator.attrgetter(str(operand.target))(ours) if isinstance(operand, torch.fx.Node) else operand
+
+    nodes = [node for node in ours.graph.nodes if str(node.target).startswith("twell.")]
+    ops = [(node.target, [value(operand) for operand in node.args[1:]]) for node in nodes]
+    return {
+        "dense": lambda: [block(x) for block, x in zip(blocks, xs, strict=True)],
+        "twell": lambda: [op(x, *operands) for (op, operands), x in zip(ops, xs, strict=True)],
+    }
+
+
+def measure_setting(
+    name: str, dense: nn.Module, ours: nn.Module, inputs: tuple[Tensor, ...], graphs: bool, repeats: int
+) -> dict[str, Any]:
+    """Time and energy of one setting."""
+    torch._dynamo.reset()  # or it would compile for several sizes at once
+
+    def prepare(call: Call) -> Callable[[], Any]:
+        call()
+        return capture(call).replay if graphs else call
+
+    modules: dict[str, Callable[..., Any]] = {
+        "dense eager": dense,
+        "dense compiled": torch.compile(dense, dynamic=False),
+    }
+    modules |= {"twell eager": ours, "twell compiled": torch.compile(ours, dynamic=False)}
+    calls = {label: prepare(functools.partial(module, *inputs)) for label, module in modules.items()}
+    times = {label: spread(values) for label, values in time_all(calls, repeats).items()}
+    best = {
+        kind: min((label for label in times if label.startswith(kind)), key=lambda label: times[label]["median_us"])
+        for kind in ("dense", "twell")
+    }
+    medians = {kind: times[label]["median_us"] for kind, label in best.items()}
+    blocks = {kind: prepare(call) for kind, call in feed_forward_calls(dense, ours, inputs).items()}
+    feed_forward = {kind: spread(values)["median_us"] for kind, values in time_all(blocks, repeats).items()}
+    meter = EnergyMeter()
+    tokens = inputs[0].numel()
+    energy = {kind: meter.of(calls[label], _ENERGY_SECONDS, medians[kind]) / tokens for kind, label in best.items()}
+    return {
+        "setting": name, "tokens": tokens, "times": times, "best": best,
+        "speed_up": medians["dense"] / medians["twell"], "joules_per_token": energy,
+        "feed_forward_us": feed_forward,
+        "feed_forward_share": {kind: feed_forward[kind] / medians[kind] for kind in medians},
+    }  # fmt: skip
+
+
+@click.command()
+@click.option("--prefill", default="8x2048", show_default=True, help="Sequences and tokens a sequence; empty: none.")
+@click.option("--decode", default="1,8,32", show_default=True, help="Sequences to decode at once; empty: none.")
+@click.option("--cache", default=1024, show_default=True, help="Tokens in the key-value cache, the new one included.")
+@click.option("--layers", default=28, show_default=True)
+@click.option("--d-model", default=2048, show_default=True)
+@click.option("--d-ff", default=5632, show_default=True)
+@click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations.")
+@click.option("--neurons", type=click.Choice(["equal", "zipf"]), default="equal", show_default=True)
+@click.option("--repeats", default=10, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here.")
+@torch.no_grad()
+def main(
+    prefill: str,
+    decode: str,
+    cache: int,
+    layers: int,
+    d_model: int,
+    d_ff: int,
+    density: float,
+    neurons: str,
+    repeats: int,
+    seed: int,
+    json_path: Path | None,
+) -> None:
+    """Print a Markdown table: milliseconds a step, speed-up over the faster dense model, and energy."""
+    if not torch.cuda.is_available():
+        raise click.ClickException("there is no CUDA device")
+    torch.manual_seed(seed)
+    random.seed(seed)
+    transformers.AttentionInterface.register(_ATTENTION, causal_attention)
+    transformers.AttentionInterface.register(_DECODED, cached_attention)
+    model = Logits(make_model(layers, d_model, d_ff, density, neurons))
+    vocabulary = model.model.config.vocab_size
+
+    def tokens(batch: int, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        ids = torch.randint(0, vocabulary, (batch, length), device="cuda")
+        return ids, (first + torch.arange(length, device="cuda")).expand(batch, -1).contiguous()
+
+    report: dict[str, Any] = {"machine": machine(), "arguments": sys.argv[1:], "results": []}
+    report["machine"]["transformers"] = transformers.__version__
+    report["density"] = gate_density(model, tokens(4, 512))
+    report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    click.echo(
+        f"{report['machine']}\n{report['parameters'] / 1e9:.2f} billion parameters; gates: {report['density']}\n"
+    )
+    click.echo(
+        "| setting | dense eager ms | compiled | twell eager | compiled | speed-up "
+        "| feed-forward's share, dense | twell | mJ a token, dense | twell |\n|" + " ---: |" * 10
+    )
+
+    def add(result: dict[str, Any]) -> None:
+        report["results"].append(result)
+        labels = ("dense eager", "dense compiled", "twell eager", "twell compiled")
+        times = " | ".join(f"{result['times'][label]['median_us'] / 1e3:.3f}" for label in labels)
+        energy = " | ".join(f"{result['joules_per_token'][kind] * 1e3:.2f}" for kind in ("dense", "twell"))
+        share = " | ".join(f"{result['feed_forward_share'][kind]:.2f}" for kind in ("dense", "twell"))
+        click.echo(f"| {result['setting']} | {times} | {result['speed_up']:.2f} | {share} | {energy} |")
+        if json_path is not None:
+            json_path.write_text(json.dumps(report, indent=1) + "\n")
+
+    if prefill:
+        batch, length = (int(size) for size in prefill.split("x"))
+        short, dense_program = rewrite(model, tokens(1, _CHECKED_TOKENS))
+        report["errors"] = check(model, short, dense_program, tokens(1, _CHECKED_TOKENS))
+        click.echo(f"logits, relative error against float64: {report['errors']}", err=True)
+        del short, dense_program
+        inputs = tokens(batch, length)
+        ours, _ = rewrite(model, inputs)
+        add(measure_setting(f"prefill {prefill}", model, ours, inputs, graphs=False, repeats=repeats))
+        del ours
+    if decode:
+        model.model.set_attn_implementation(_DECODED)
+        for batch in (int(size) for size in decode.split(",")):
+            shape = (batch, d_model // 128, cache, 128)
+            _caches[:] = [
+                (torch.randn(shape, device="cuda").bfloat16(), torch.randn(shape, device="cuda").bfloat16())
+                for _ in range(layers)
+            ]
+            inputs = tokens(batch, 1, first=cache - 1)
+            ours, _ = rewrite(model, inputs)
+            add(measure_setting(f"decode {batch}", model, ours, inputs, graphs=True, repeats=repeats))
+
+
+if __name__ == "__main__":
+    main()

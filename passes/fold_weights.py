@@ -1,0 +1,90 @@
+"""Compute the weights that the graph computes from constants alone.
+
+    before   linear(x, div(W, 2))          linear(x, mul(V, div(g, norm(V))))
+    after    linear(x, W')                 linear(x, W')
+
+Such weights come from weight normalisation, from scales that a model applies to its own weights, and from weights that
+are stored as integers. They are computed as the model computes them, so no value changes. Only what a matrix product
+reads as its weight is folded; a mere view or cast of a constant stays in the graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from twellc.passes.activations import packet
+from twellc.passes.linear import CASTS, PERMUTATIONS, PRODUCTS, VALUE_PRESERVING
+from twellc.passes.program import add_parameter, constants_of, editable, finish, replace_node, tensor_of
+
+aten = torch.ops.aten
+
+_VIEWS = VALUE_PRESERVING | PERMUTATIONS | CASTS | {aten.expand}
+
+
+def fold_weights(program: ExportedProgram) -> ExportedProgram:
+    """Return the program with computed weights as parameters; itself where it has none."""
+    constants = constants_of(program)
+    computed: list[Node] = []  # from constants alone, in graph order
+    known = set(constants)
+    for node in program.graph.nodes:
+        if _is_pure(node) and node.all_input_nodes and known.issuperset(node.all_input_nodes):
+            known.add(node)
+            computed.append(node)
+    weights = [node.name for node in computed if not _is_view(node) and _is_weight(node)]
+    if not weights:
+        return program
+    program = editable(program)
+    copies = {node.name: node for node in program.graph.nodes}
+    values: dict[Node, torch.Tensor] = {}
+
+    def value(node: Node) -> torch.Tensor:
+        if node not in values:
+            if node.op == "placeholder":
+                return tensor_of(program, names[node])
+            assert callable(node.target)
+            args, kwargs = map_arg((node.args, node.kwargs), value)
+            values[node] = node.target(*args, **kwargs)
+        return values[node]
+
+    names = constants_of(program)
+    first = next(iter(names))
+    with torch.no_grad():
+        for name in weights:
+            node = copies[name]
+            source = next(placeholder for placeholder in _sources(node) if placeholder in names)
+            folded = add_parameter(program, f"{names[source]}_folded", value(node).detach().clone(), like=first)
+            folded.meta = {**node.meta, "val": folded.meta["val"]}
+            replace_node(program, node, folded)
+            values.clear()
+    return finish(program)
+
+
+def _is_pure(node: Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        torch.Tag.nondeterministic_seeded not in node.target.tags and not node.target._schema.is_mutable
+    )
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a node only shows its operand in another shape or floating-point type."""
+    return packet(node) in _VIEWS and node.all_input_nodes[0].meta["val"].is_floating_point()
+
+
+def _is_weight(node: Node) -> bool:
+    """Whether a product reads the node, directly or through views."""
+    if not node.meta["val"].is_floating_point():
+        return False
+    return any(packet(user) in PRODUCTS or (_is_view(user) and _is_weight(user)) for user in node.users)
+
+
+def _sources(node: Node) -> list[Node]:
+    """Return the nodes that a node is computed from, the nearest first."""
+    found = [node]
+    for source in found:
+        found.extend(operand for operand in source.all_input_nodes if operand not in found)
+    return found

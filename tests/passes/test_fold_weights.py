@@ -1,0 +1,99 @@
+"""Weights that the graph computes from constants alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from tests.models import Gated, Plain, Written, blocks_of, calls, canonical, eager, rewrite, run
+from tests.tolerance import assert_same
+from twellc.passes.program import constants_of
+
+Form = Callable[[Any, Tensor], Tensor]
+
+
+def weight_norm() -> nn.Module:
+    block = Gated()
+    for name in ("gate", "up", "down"):
+        parametrizations.weight_norm(getattr(block, name))
+    return block
+
+
+def stored_as_integers() -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        up, down = (w.to(torch.float32) * s for w, s in ((self.up_q, self.up_s), (self.down_q, self.down_s)))
+        return F.linear(torch.relu(F.linear(x, up)), down)
+
+    module = Written(forward, up_s=torch.rand(40, 1) / 30, down_s=torch.rand(16, 1) / 50)
+    module.register_buffer("up_q", torch.randint(-8, 8, (40, 16), dtype=torch.int8))
+    module.register_buffer("down_q", torch.randint(-8, 8, (16, 40), dtype=torch.int8))
+    return module
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "a scale": lambda: Written(
+        lambda self, x: self.ffn.down(torch.relu(F.linear(x, self.ffn.up.weight * 0.5))), ffn=Plain()
+    ),
+    "a scale and a transposition": lambda: Written(
+        lambda self, x: torch.relu(x @ (self.ffn.up.weight / 3).t()) @ (self.ffn.down.weight * 2).t(), ffn=Plain()
+    ),
+    "a sum of two": lambda: Written(
+        lambda self, x: self.ffn.down(torch.relu(F.linear(x, self.ffn.up.weight + self.delta))),
+        ffn=Plain(),
+        delta=torch.randn(40, 16) / 9,
+    ),
+    "weight normalisation": weight_norm,
+    "integers": stored_as_integers,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_computed_weights(case: str) -> None:
+    module, x = CASES[case](), torch.randn(5, 16)
+    program = canonical(module, x)
+    result = rewrite(program)
+    assert sum(calls(result).values()) == 1, "nothing but the block is left"
+    assert_same(run(result)[0], eager(module, x)[0])
+    assert torch.equal(run(program)[0], eager(module, x)[0]), "folding changes no bit"
+
+
+def test_what_depends_on_the_input_is_not_folded() -> None:
+    module = Written(lambda self, x: self.ffn.down(torch.relu(F.linear(x, self.ffn.up.weight * x.mean()))), ffn=Plain())
+    assert blocks_of(module) == []
+
+
+def test_random_weights_are_not_folded() -> None:
+    module = Written(
+        lambda self, x: self.ffn.down(torch.relu(F.linear(x, torch.bernoulli(torch.sigmoid(self.ffn.up.weight))))),
+        ffn=Plain(),
+    )
+    assert blocks_of(module) == []
+
+
+def test_a_plain_constant_stays_in_place() -> None:
+    """Transposed, viewed or tied constants are no computation: nothing is copied."""
+    module = Written(
+        lambda self, x: torch.relu(x @ self.w.t()) @ self.w.view(40, 16), w=nn.Parameter(torch.randn(40, 16))
+    )
+    program = canonical(module, torch.randn(5, 16))
+    assert list(constants_of(program).values()) == ["w"]
+
+
+def test_parameters_that_the_program_changes_are_no_constants() -> None:
+    class Rescaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ffn = Plain()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.ffn.up.weight.mul_(0.5)
+            return self.ffn(x)
+
+    assert blocks_of(Rescaling()) == []
