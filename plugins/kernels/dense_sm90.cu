@@ -118,8 +118,9 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
 template <class Element, Projection kProjection>
 cudaError_t launch_projection(Launch const& launch) {
     Shape<kProjection> const shape(launch.problem, launch.device);
-    return sm90::with_config(shape.tokens_per_block, sm90::AllChoices(), [&](auto config) {
-        return launch_projection<Element, decltype(config), kProjection>(launch, shape);
+    return sm90::with_config(shape.tokens_per_block, sm90::AllChoices(), [&](auto tokens) {
+        using Cfg = sm90::Config<decltype(tokens)::value, kProjection == Projection::kUp>;
+        return launch_projection<Element, Cfg, kProjection>(launch, shape);
     });
 }
 

@@ -23,11 +23,10 @@ struct View {
     bool all;
 
     __device__ __forceinline__ View(Schedule const& schedule, int64_t tokens)
-        : count(static_cast<int>(*static_cast<uint32_t const volatile*>(&schedule.header->heavy_count))),
-          all(count == tokens) {}
+        : count(static_cast<int>(schedule.header->heavy_count)), all(count == tokens) {}
 
     __device__ __forceinline__ int row_of(Schedule const& schedule, int position) const {
-        return all ? position : static_cast<int>(*static_cast<uint32_t const volatile*>(schedule.row_order + position));
+        return all ? position : static_cast<int>(schedule.row_order[position]);
     }
 };
 
@@ -167,7 +166,7 @@ struct Params {
     // Of all rows, and of the dense ones: up: x [rows, d_model]; down: h [rows, num_tiles of d_ff * TWELL_TILE].
     CUtensorMap tokens[2];
     Schedule schedule;
-    int64_t num_rows;  // of x and y
+    int64_t num_rows;      // of x and y
     uint16_t const* bias;  // [num_neurons] or null
     Gate gate;             // up only
     uint16_t* h_part;      // [dense rows, gate.num_tiles * TWELL_TILE], up only
@@ -243,8 +242,9 @@ __device__ __forceinline__ SpilledMasks find_spilled(Params const& params, View 
     for (int turn_begin = 0; turn_begin < kMostTurns; turn_begin += kWarpSize) {
         int const i = (first + (turn_begin + lane) * kStep) * 2;
         auto const is_spilled = [&](int i) {
-            return i < num_rows && params.gate.head(view.row_of(params.schedule, position_begin + i), tile.tile_idx)->x >
-                                       kMostUnspilled;
+            return i < num_rows &&
+                   params.gate.head(view.row_of(params.schedule, position_begin + i), tile.tile_idx)->x >
+                       kMostUnspilled;
         };
         masks.even |= static_cast<uint64_t>(__ballot_sync(0xffffffffu, is_spilled(i))) << turn_begin;
         masks.odd |= static_cast<uint64_t>(__ballot_sync(0xffffffffu, is_spilled(i + 1))) << turn_begin;
@@ -252,11 +252,10 @@ __device__ __forceinline__ SpilledMasks find_spilled(Params const& params, View 
     return masks;
 }
 
-// Carries a warp's share of the result from shared memory to where it belongs, as h or y.
-template <class Element, class Cfg, Projection kProjection, int kStep>
-__device__ __forceinline__ void carry_on(Params const& params, View const& view, Tile const& tile, uint32_t rank,
-                                         uint32_t result, int first, SpilledMasks masks) {
-    constexpr bool kUp = kProjection == Projection::kUp;
+// Multiplies a warp's share of the result, u in shared memory, by g: to h.
+template <class Element, class Cfg, int kStep>
+__device__ __forceinline__ void multiply_by_g(Params const& params, View const& view, Tile const& tile, uint32_t rank,
+                                              uint32_t result, int first, SpilledMasks masks) {
     constexpr int kAtOnce = 4;
     static_assert(kWarpSize == 2 * kChunksPerToken, "a warp has two tokens at a time");
     int const lane = threadIdx.x % kWarpSize;
@@ -274,46 +273,34 @@ __device__ __forceinline__ void carry_on(Params const& params, View const& view,
         for (int r = 0; r < kAtOnce; ++r) {
             rows[r] = view.row_of(params.schedule, position_begin + index(r));
         }
-        if constexpr (kUp) {
-            Gate const& gate = params.gate;
+        Gate const& gate = params.gate;
 #pragma unroll
-            for (int r = 0; r < kAtOnce; ++r) {
-                chunks[r] = (spilled >> r & 1) != 0
-                                ? *reinterpret_cast<uint4 const*>(gate.spilled + rows[r] * gate.stride() + column)
-                                : *gate.head(rows[r], tile.tile_idx);
-            }
-#pragma unroll
-            for (int r = 0; r < kAtOnce; ++r) {
-                if ((spilled >> r & 1) == 0) {
-                    chunks[r] = expand(chunks[r], static_cast<int>(rank) * kChunksPerToken + chunk);
-                }
-            }
-            spilled >>= kAtOnce;
+        for (int r = 0; r < kAtOnce; ++r) {
+            chunks[r] = (spilled >> r & 1) != 0
+                            ? *reinterpret_cast<uint4 const*>(gate.spilled + rows[r] * gate.stride() + column)
+                            : *gate.head(rows[r], tile.tile_idx);
         }
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
-            uint4 const sums = load_chunk(result + chunk_offset<Cfg>(index(r), chunk));
-            if constexpr (kUp) {
-                chunks[r].x = multiply_pair<Element>(chunks[r].x, sums.x, params.relu_on_up);
-                chunks[r].y = multiply_pair<Element>(chunks[r].y, sums.y, params.relu_on_up);
-                chunks[r].z = multiply_pair<Element>(chunks[r].z, sums.z, params.relu_on_up);
-                chunks[r].w = multiply_pair<Element>(chunks[r].w, sums.w, params.relu_on_up);
-            } else {
-                chunks[r] = sums;
+            if ((spilled >> r & 1) == 0) {
+                chunks[r] = expand(chunks[r], static_cast<int>(rank) * kChunksPerToken + chunk);
             }
         }
+        spilled >>= kAtOnce;
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
-            if (begin + r * kStep * 2 >= num_rows) {
-                continue;
-            }
-            if constexpr (kUp) {
+            uint4 const u = load_chunk(result + chunk_offset<Cfg>(index(r), chunk));
+            chunks[r].x = multiply_pair<Element>(chunks[r].x, u.x, params.relu_on_up);
+            chunks[r].y = multiply_pair<Element>(chunks[r].y, u.y, params.relu_on_up);
+            chunks[r].z = multiply_pair<Element>(chunks[r].z, u.z, params.relu_on_up);
+            chunks[r].w = multiply_pair<Element>(chunks[r].w, u.w, params.relu_on_up);
+        }
+        uint16_t* const h = view.all ? gate.spilled : params.h_part;
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+            if (begin + r * kStep * 2 < num_rows) {
                 int64_t const position = position_begin + begin + r * kStep * 2;
-                uint16_t* const h = view.all ? params.gate.spilled : params.h_part;
-                *reinterpret_cast<uint4*>(h + position * params.gate.stride() + column) = chunks[r];
-            } else if (column < params.num_neurons) {
-                *reinterpret_cast<uint4*>(params.y + static_cast<int64_t>(rows[r]) * params.num_neurons + column) =
-                    chunks[r];
+                *reinterpret_cast<uint4*>(h + position * gate.stride() + column) = chunks[r];
             }
         }
     }
@@ -330,12 +317,23 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Shared<Cfg> const shared = {shared_address(shared_bytes)};
     uint32_t const result = shared.result();
-    uint32_t const result_stored = shared.more_barrier(0);  // the consumers have left it
-    uint32_t const result_empty = shared.more_barrier(1);   // the helpers have carried it on
+    uint32_t const result_stored = shared.more_barrier(0);  // up only: the consumers have left it
+    uint32_t const result_empty = shared.more_barrier(1);   // up only: the helpers have read it
 
     int const lane = threadIdx.x % kWarpSize;
     int const warp = threadIdx.x / kWarpSize;
     uint32_t const rank = cluster_rank();
+
+    if (threadIdx.x == 0) {
+        shared.init_stages();
+        init_barrier(result_stored, kConsumers * kWarpgroupSize);
+        init_barrier(result_empty, kHelpers);
+        publish_barriers();
+        prefetch_map(params.weights);
+        prefetch_map(params.tokens[0]);
+        prefetch_map(params.tokens[1]);
+    }
+    sync_cluster();
 
     wait_for_previous_launch();
     allow_dependent_launch();
@@ -349,16 +347,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     }
     CUtensorMap const& tokens = params.tokens[view.all ? 0 : 1];
 
-    if (threadIdx.x == 0) {
-        shared.init_stages();
-        init_barrier(result_stored, kConsumers * kWarpgroupSize);
-        init_barrier(result_empty, kHelpers);
-        publish_barriers();
-        prefetch_map(params.weights);
-        prefetch_map(tokens);
-    }
-    sync_cluster();
-
     Ring<Cfg::kNumStages> ring;
     uint32_t parity = 0;
     if (warp >= kWarpgroupWarps) {
@@ -368,30 +356,37 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         int const consumer = consumer_warp / kWarpgroupWarps;
         for (int i = tiles_begin; i < tiles_end; i += tiles_step, parity ^= 1) {
             Tile const tile(num_blocks, params.num_tiles, i);
-            float2 const biases = load_biases<Element>(
-                params.bias,
-                tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M + consumer_warp * 16 + lane / 4,
-                params.num_neurons);
+            int const first_neuron =
+                tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M + consumer_warp * kWarpNeurons;
+            float2 const biases = load_biases<Element>(params.bias, first_neuron + lane / 4, params.num_neurons);
             float accumulators[Cfg::kAccumulators];
             multiply<Element, Cfg, !kUp>(accumulators, shared, ring, consumer, params.num_slices);
 
-            // Epilogue, first part
-            if constexpr (!kUp) {
-                mark_failed<Cfg>(params, view, tile.block_idx * Cfg::BLOCK_N, accumulators);
-            }
-            wait_barrier(result_empty, parity ^ 1);
-            store_result<Element, Cfg>(result, accumulators, biases, consumer_warp * 2);
-            if (i + tiles_step < tiles_end) {
-                arrive(result_stored);
-            } else {
-                // There is nothing more to multiply, so the consumers carry the last tile on.
-                SpilledMasks masks = {};
-                if constexpr (kUp) {
-                    masks = find_spilled<Cfg, kConsumerWarps>(params, view, tile, consumer_warp);
+            // Epilogue, of the up projection the first part
+            if constexpr (kUp) {
+                wait_barrier(result_empty, parity ^ 1);
+                store_result<Element, Cfg>(result, accumulators, biases, consumer_warp * 2);
+                if (i + tiles_step < tiles_end) {
+                    arrive(result_stored);
+                } else {
+                    // There is nothing more to multiply, so the consumers do the second part of the last tile.
+                    SpilledMasks const masks = find_spilled<Cfg, kConsumerWarps>(params, view, tile, consumer_warp);
+                    asm volatile("bar.sync %0, %1;" ::"n"(kConsumersBarrier), "n"(kConsumers * kWarpgroupSize)
+                                 : "memory");
+                    multiply_by_g<Element, Cfg, kConsumerWarps>(params, view, tile, rank, result, consumer_warp, masks);
                 }
-                asm volatile("bar.sync %0, %1;" ::"n"(kConsumersBarrier), "n"(kConsumers * kWarpgroupSize) : "memory");
-                carry_on<Element, Cfg, kProjection, kConsumerWarps>(params, view, tile, rank, result, consumer_warp,
-                                                                    masks);
+            } else {
+                mark_failed<Cfg>(params, view, tile.block_idx * Cfg::BLOCK_N, accumulators);
+                pass_result<Element, Cfg>(
+                    result + consumer_warp * Cfg::kBytesWarp, accumulators, biases,
+                    [&](int token, int chunk, uint4 values) {
+                        int const position = tile.block_idx * Cfg::BLOCK_N + token;
+                        int const column = first_neuron + chunk * kVector;
+                        if (position < view.count && column < params.num_neurons) {
+                            int64_t const row = view.row_of(params.schedule, position);
+                            *reinterpret_cast<uint4*>(params.y + row * params.num_neurons + column) = values;
+                        }
+                    });
             }
         }
     } else {
@@ -404,16 +399,13 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                                            rank, params.num_slices);
                 }
             }
-        } else {
+        } else if constexpr (kUp) {
             // Helpers: epilogue, second part, of all tiles but the last
             for (int i = tiles_begin; i + tiles_step < tiles_end; i += tiles_step, parity ^= 1) {
                 Tile const tile(num_blocks, params.num_tiles, i);
-                SpilledMasks masks = {};
-                if constexpr (kUp) {
-                    masks = find_spilled<Cfg, kHelpers>(params, view, tile, warp - 1);
-                }
+                SpilledMasks const masks = find_spilled<Cfg, kHelpers>(params, view, tile, warp - 1);
                 wait_barrier(result_stored, parity);
-                carry_on<Element, Cfg, kProjection, kHelpers>(params, view, tile, rank, result, warp - 1, masks);
+                multiply_by_g<Element, Cfg, kHelpers>(params, view, tile, rank, result, warp - 1, masks);
                 __syncwarp();
                 if (lane == 0) {
                     arrive(result_empty);

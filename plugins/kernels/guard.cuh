@@ -44,7 +44,8 @@ __device__ __forceinline__ uint32_t decide(GuardModel const& model, uint32_t con
         sparse_cost = __shfl_sync(0xffffffffu, cost, kWarpSize - 1);
         cost += static_cast<float>(most_of(bucket)) * model.heaviest_ns;
         if (heavy > 0) {
-            cost += cost_of(model.up, heavy) + cost_of(model.down, heavy) + static_cast<float>(heavy) * model.part_row_ns + model.part_ns;
+            cost += cost_of(model.up, heavy) + cost_of(model.down, heavy) +
+                    static_cast<float>(heavy) * model.part_row_ns + model.part_ns;
         }
         if (rows > 0 && heavy <= model.max_part && cost < best_cost) {
             best_cost = cost;
