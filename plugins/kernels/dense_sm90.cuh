@@ -4,8 +4,7 @@
 // Between the two there is h [dense rows, num_tiles * TWELL_TILE], in the element type. Which rows are dense is known
 // on the device alone: grids are fixed, and CTAs that find nothing to do leave.
 //   all rows   h takes the place of g in the spilled matrix, x is read where it is
-//   a part     the gather kernel has copied x of the dense rows to where they are neighbours, h likewise
-// A block without up projection has h = g; then the gather kernel completes or copies g.
+//   a part     gather.cuh has copied x of the dense rows to where they are neighbours, and so is h
 #ifndef TWELL_KERNELS_DENSE_SM90_CUH_
 #define TWELL_KERNELS_DENSE_SM90_CUH_
 
@@ -30,137 +29,6 @@ struct View {
     }
 };
 
-// g
-
-// The packed matrix and the spilled one, which together hold g: see pack.cuh.
-struct Gate {
-    uint32_t const* packed;  // [tokens, num_tiles * words_per_tile]
-    uint16_t* spilled;       // [tokens, num_tiles * TWELL_TILE]
-    int num_tiles;
-    int words_per_tile;
-
-    __device__ __forceinline__ int64_t stride() const { return static_cast<int64_t>(num_tiles) * TWELL_TILE; }
-
-    // The count and the first entries of a tile.
-    __device__ __forceinline__ uint4 const* head(int64_t row, int tile_idx) const {
-        return reinterpret_cast<uint4 const*>(packed + (row * num_tiles + tile_idx) * words_per_tile);
-    }
-};
-
-// Eight columns of a tile that has not been spilled, from the chunk-th eight on.
-__device__ __forceinline__ uint4 expand(uint4 head, int chunk) {
-    uint32_t const entries[kMostUnspilled] = {head.y, head.z, head.w};
-    uint32_t pairs[kVector / 2] = {};
-#pragma unroll
-    for (uint32_t e = 0; e < kMostUnspilled; ++e) {
-        int const column = static_cast<int>(entries[e] % TWELL_TILE);
-        uint32_t const value = (column & 1) != 0 ? entries[e] & 0xffff0000u : entries[e] >> 16;
-#pragma unroll
-        for (int i = 0; i < kVector / 2; ++i) {
-            // NOTE: entries past the last one have not been written.
-            pairs[i] |= e < head.x && column / 2 == chunk * (kVector / 2) + i ? value : 0u;
-        }
-    }
-    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-}
-
-// Gather
-
-struct GatherParams {
-    Schedule schedule;
-    int64_t num_rows;  // of x and y
-    Gate gate;
-    uint16_t const* x;  // [tokens, d_model]; null in a plain block
-    uint16_t* x_part;   // [dense rows, d_model]; null in a plain block
-    uint16_t* h_part;   // [dense rows, num_tiles * TWELL_TILE]
-    int d_model;
-};
-
-constexpr int kGatherThreads = 256;
-constexpr int kPiecesAtOnce = 4;  // of kWarpSize vectors, that a warp moves
-
-// By one warp.
-__device__ __forceinline__ void copy_vectors(uint4* destination, uint4 const* source, int count) {
-    int const lane = threadIdx.x % kWarpSize;
-    for (int begin = lane; begin < count; begin += kPiecesAtOnce * kWarpSize) {
-        uint4 pieces[kPiecesAtOnce];
-#pragma unroll
-        for (int i = 0; i < kPiecesAtOnce; ++i) {
-            pieces[i] = source[min(begin + i * kWarpSize, count - 1)];
-        }
-#pragma unroll
-        for (int i = 0; i < kPiecesAtOnce; ++i) {
-            if (begin + i * kWarpSize < count) {
-                destination[begin + i * kWarpSize] = pieces[i];
-            }
-        }
-    }
-}
-
-// A plain block's h, by one warp: tiles that have not been spilled are expanded, the others copied if they have to
-// move.
-__device__ __forceinline__ void gather_g(GatherParams const& params, bool all, int64_t row, int64_t position) {
-    int const lane = threadIdx.x % kWarpSize;
-    Gate const& gate = params.gate;
-    uint4 const* const source = reinterpret_cast<uint4 const*>(gate.spilled + row * gate.stride()) + lane;
-    uint4* const destination =
-        reinterpret_cast<uint4*>(all ? gate.spilled + row * gate.stride() : params.h_part + position * gate.stride()) +
-        lane;
-    for (int tile_begin = 0; tile_begin < gate.num_tiles; tile_begin += kWarpSize) {
-        int const tile_idx = tile_begin + lane;
-        uint4 const head = tile_idx < gate.num_tiles ? *gate.head(row, tile_idx) : make_uint4(0, 0, 0, 0);
-        uint32_t const inside = __ballot_sync(0xffffffffu, tile_idx < gate.num_tiles);
-        uint32_t const spilled = __ballot_sync(0xffffffffu, head.x > kMostUnspilled);
-        for (uint32_t rest = inside & ~spilled; rest != 0; rest &= rest - 1) {
-            int const owner = __ffs(rest) - 1;
-            uint4 const entries =
-                make_uint4(__shfl_sync(0xffffffffu, head.x, owner), __shfl_sync(0xffffffffu, head.y, owner),
-                           __shfl_sync(0xffffffffu, head.z, owner), __shfl_sync(0xffffffffu, head.w, owner));
-            destination[(tile_begin + owner) * kWarpSize] = expand(entries, lane);
-        }
-        if (!all) {
-            for (uint32_t rest = spilled; rest != 0;) {
-                uint4 pieces[kPiecesAtOnce];
-                int owners[kPiecesAtOnce];
-                int count = 0;
-#pragma unroll
-                for (int i = 0; i < kPiecesAtOnce; ++i) {
-                    owners[i] = rest != 0 ? __ffs(rest) - 1 : owners[0];
-                    count += rest != 0 ? 1 : 0;
-                    rest &= rest - 1;
-                    pieces[i] = source[(tile_begin + owners[i]) * kWarpSize];
-                }
-#pragma unroll
-                for (int i = 0; i < kPiecesAtOnce; ++i) {
-                    if (i < count) {
-                        destination[(tile_begin + owners[i]) * kWarpSize] = pieces[i];
-                    }
-                }
-            }
-        }
-    }
-}
-
-__global__ void __launch_bounds__(kGatherThreads) gather_kernel(GatherParams const params) {
-    wait_for_previous_launch();
-    allow_dependent_launch();
-    View const view(params.schedule, params.num_rows);
-    constexpr int kWarps = kGatherThreads / kWarpSize;
-    int const first = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
-    int const step = static_cast<int>(gridDim.x) * kWarps;
-    for (int position = first; position < view.count; position += step) {
-        int64_t const row = view.row_of(params.schedule, position);
-        if (params.x == nullptr) {
-            gather_g(params, view.all, row, position);
-        } else if (!view.all) {
-            copy_vectors(reinterpret_cast<uint4*>(params.x_part + static_cast<int64_t>(position) * params.d_model),
-                         reinterpret_cast<uint4 const*>(params.x + row * params.d_model), params.d_model / kVector);
-        }
-    }
-}
-
-// Projections
-
 struct Params {
     CUtensorMap weights;  // up: w_up [d_ff, d_model]; down: w_down [d_ff, d_out]
     // Of all rows, and of the dense ones: up: x [rows, d_model]; down: h [rows, num_tiles of d_ff * TWELL_TILE].
@@ -168,7 +36,7 @@ struct Params {
     Schedule schedule;
     int64_t num_rows;      // of x and y
     uint16_t const* bias;  // [num_neurons] or null
-    Gate gate;             // up only
+    PackedGate gate;       // up only
     uint16_t* h_part;      // [dense rows, gate.num_tiles * TWELL_TILE], up only
     uint16_t* y;           // [tokens, num_neurons], down only
     int num_neurons;       // up: d_ff; down: d_out
@@ -273,7 +141,7 @@ __device__ __forceinline__ void multiply_by_g(Params const& params, View const& 
         for (int r = 0; r < kAtOnce; ++r) {
             rows[r] = view.row_of(params.schedule, position_begin + index(r));
         }
-        Gate const& gate = params.gate;
+        PackedGate const& gate = params.gate;
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
             chunks[r] = (spilled >> r & 1) != 0
