@@ -42,9 +42,7 @@ __device__ __forceinline__ uint32_t decide(GuardModel const& model, uint32_t con
         }
         cost += sparse_cost;
         sparse_cost = __shfl_sync(0xffffffffu, cost, kWarpSize - 1);
-        // Throughput and latency overlap, the less the nearer they are: measured, the root of the sum of squares.
-        float const heaviest_cost = static_cast<float>(most_of(bucket)) * model.heaviest_ns;
-        cost = sqrtf(cost * cost + heaviest_cost * heaviest_cost);
+        cost += static_cast<float>(most_of(bucket)) * model.heaviest_ns;
         if (heavy > 0) {
             cost += cost_of(model.up, heavy) + cost_of(model.down, heavy) +
                     static_cast<float>(heavy) * model.part_row_ns + model.part_ns;

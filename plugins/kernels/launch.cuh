@@ -35,10 +35,10 @@ inline cudaError_t query_device(Device& device) {
 }
 
 // Launches a kernel that begins with wait_for_previous_launch (dependent_launch.cuh), so that its CTAs may be placed
-// while the kernel before still runs. Clusters need compute capability 9.0.
+// while the kernel before still runs.
 template <class Params>
 cudaError_t launch_dependent(void (*kernel)(Params), Params const& params, dim3 grid, int threads, int shared_bytes,
-                             Device const& device, cudaStream_t stream, unsigned cluster_size = 1) {
+                             Device const& device, cudaStream_t stream) {
     // Set at each launch, not once: the attribute belongs to the current device, and the call is cheap, idempotent,
     // thread-safe and allowed during stream capture.
     if (cudaError_t const error =
@@ -46,18 +46,16 @@ cudaError_t launch_dependent(void (*kernel)(Params), Params const& params, dim3 
         error != cudaSuccess) {
         return error;
     }
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {cluster_size, 1, 1};
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = device.major < 9 ? 0 : cluster_size == 1 ? 1 : 2;
+    config.attrs = &attribute;
+    config.numAttrs = device.major >= 9 ? 1 : 0;
     return cudaLaunchKernelEx(&config, kernel, params);
 }
 

@@ -10,8 +10,6 @@ namespace {
 
 // A warp of a block then has a row, up to the most blocks.
 constexpr int64_t kRowsPerBlock = schedule::kWarps;
-// Up to so many rows the second launch costs more than the other multiprocessors gain.
-constexpr int64_t kMostRowsOfCluster = 4096;
 
 // Cuts memory into pieces of kWorkspaceAlignment.
 template <class T>
@@ -46,10 +44,8 @@ cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed
     if (cudaError_t const error = query_device(device); error != cudaSuccess) {
         return error;
     }
-    bool const cluster = device.major >= 9 && problem.tokens <= kMostRowsOfCluster;
     int64_t const blocks =
-        cluster ? schedule::kClusterBlocks
-                : std::min<int64_t>((problem.tokens + kRowsPerBlock - 1) / kRowsPerBlock, schedule::kMaxBlocks);
+        std::min<int64_t>((problem.tokens + kRowsPerBlock - 1) / kRowsPerBlock, schedule::kMaxBlocks);
     schedule::Params params = {};
     params.packed = packed;
     params.schedule = schedule;
@@ -60,10 +56,6 @@ cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed
     params.num_tiles = num_tiles(problem);
     params.words_per_tile = words_per_tile(problem);
     dim3 const grid(static_cast<unsigned>(blocks));
-    if (cluster) {
-        return launch_dependent(schedule::cluster_kernel, params, grid, schedule::kThreads, 0, device, stream,
-                                schedule::kClusterBlocks);
-    }
     if (cudaError_t const error =
             launch_dependent(schedule::count_kernel, params, grid, schedule::kThreads, 0, device, stream);
         error != cudaSuccess) {

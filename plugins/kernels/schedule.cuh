@@ -1,6 +1,6 @@
-// Bucket sort of the rows by their non-zeros, for every GPU from sm_80 on, without anything to be cleared beforehand.
+// Bucket sort of the rows by their non-zeros, for every GPU from sm_80 on, in two launches and without anything to be
+// cleared beforehand.
 //
-// cluster_kernel  for few rows, from sm_90 on: both of the following in one launch, by one cluster
 // count_kernel   blocks of rows: each row's bucket and its rank among the block's rows of that bucket
 // order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; then row_order, and
 //                what the dense path needs of the block's rows
@@ -74,9 +74,13 @@ struct Params {
     int words_per_tile;
 };
 
-// Counts the block's rows of each bucket.
-__device__ __forceinline__ void count_rows(Params const& params, uint32_t (&bucket_rows)[kBuckets]) {
+__global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params) {
+    __shared__ uint32_t bucket_rows[kBuckets];
+
     int const lane = threadIdx.x % kWarpSize;
+    wait_for_previous_launch();
+    // Only now: what runs next may read the caller's weights before it waits for this kernel.
+    allow_dependent_launch();
     if (threadIdx.x < kBuckets) {
         bucket_rows[threadIdx.x] = 0;
     }
@@ -116,23 +120,12 @@ __device__ __forceinline__ void count_rows(Params const& params, uint32_t (&buck
         }
     }
     __syncthreads();
-}
-
-__global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params) {
-    __shared__ uint32_t bucket_rows[kBuckets];
-
-    wait_for_previous_launch();
-    // Only now: what runs next may read the caller's weights before it waits for this kernel.
-    allow_dependent_launch();
-    count_rows(params, bucket_rows);
     if (threadIdx.x < kBuckets) {
         params.schedule.block_buckets[blockIdx.x * kBuckets + threadIdx.x] = bucket_rows[threadIdx.x];
     }
 }
 
-// Puts the block's rows in order; rows_of(block, bucket) tells what the blocks have counted.
-template <class RowsOf>
-__device__ __forceinline__ void order_rows(Params const& params, RowsOf rows_of) {
+__global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params) {
     __shared__ uint32_t bucket_rows[kBuckets];       // of all blocks
     __shared__ uint32_t block_begin[kBuckets];       // place of the block's first row of a bucket
     __shared__ uint32_t bucket_begin[kBuckets + 1];  // place of a bucket
@@ -140,16 +133,18 @@ __device__ __forceinline__ void order_rows(Params const& params, RowsOf rows_of)
 
     int const lane = threadIdx.x % kWarpSize;
     int const bucket = threadIdx.x % kBuckets;
+    allow_dependent_launch();
     if (threadIdx.x < kBuckets) {
         bucket_rows[threadIdx.x] = 0;
         block_begin[threadIdx.x] = 0;
     }
+    wait_for_previous_launch();
     __syncthreads();
     uint32_t all = 0;
     uint32_t before = 0;
 #pragma unroll 4
     for (unsigned block = threadIdx.x / kBuckets; block < gridDim.x; block += kThreads / kBuckets) {
-        uint32_t const rows = rows_of(block, bucket);
+        uint32_t const rows = params.schedule.block_buckets[block * kBuckets + bucket];
         all += rows;
         before += block < blockIdx.x ? rows : 0;
     }
@@ -207,46 +202,6 @@ __device__ __forceinline__ void order_rows(Params const& params, RowsOf rows_of)
             }
         }
     }
-}
-
-__global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params) {
-    allow_dependent_launch();
-    wait_for_previous_launch();
-    order_rows(params,
-               [&](unsigned block, int bucket) { return params.schedule.block_buckets[block * kBuckets + bucket]; });
-}
-
-constexpr int kClusterBlocks = 8;
-
-__global__ void __launch_bounds__(kThreads, 1) cluster_kernel(Params const params) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    __shared__ uint32_t block_rows[kBuckets];
-
-    wait_for_previous_launch();
-    allow_dependent_launch();
-    count_rows(params, block_rows);
-    auto const sync_cluster = [] {
-        asm volatile(
-            "barrier.cluster.arrive.release.aligned;\n"
-            "barrier.cluster.wait.acquire.aligned;\n" ::
-                : "memory");
-    };
-    sync_cluster();
-    order_rows(params, [&](unsigned block, int bucket) {
-        uint32_t rows;
-        asm volatile(
-            "{\n"
-            ".reg .b32 remote;\n"
-            "mapa.shared::cluster.u32 remote, %1, %2;\n"
-            "ld.shared::cluster.u32 %0, [remote];\n"
-            "}\n"
-            : "=r"(rows)
-            : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(block_rows + bucket))), "r"(block)
-            : "memory");
-        return rows;
-    });
-    sync_cluster();  // others may still read block_rows
-#endif
 }
 
 }  // namespace twell::schedule
