@@ -13,10 +13,10 @@ using sm90::Projection;
 // gathers weights, how long the heaviest row's share of a byte takes, how fast rows are copied; and how long a token
 // takes in a slice of a projection.
 constexpr float kGatheredBytesPerNs = 7500.0f;
-constexpr float kHeaviestBytesPerNs = 160.0f;
+constexpr float kHeaviestBytesPerNs = 41.0f;
 constexpr float kCopiedBytesPerNs = 1500.0f;
-constexpr float kTokenSliceNs = 2.3f;
-constexpr float kPartNs = 10e3f;
+constexpr float kTokenSliceNs = 2.5f;
+constexpr float kPartNs = 30e3f;
 
 // What all kernels of one call share.
 struct Launch {

@@ -120,11 +120,26 @@ __device__ __forceinline__ SpilledMasks find_spilled(Params const& params, View 
     return masks;
 }
 
-// Multiplies a warp's share of the result, u in shared memory, by g: to h.
-template <class Element, class Cfg, int kStep>
+// Brings what multiply_by_g needs of a block from memory to L2, by the helpers.
+template <class Cfg>
+__device__ __forceinline__ void prefetch_g(Params const& params, View const& view, Tile const& tile, uint32_t rank) {
+    int const position_begin = tile.block_idx * Cfg::BLOCK_N;
+    int const num_rows = min(view.count - position_begin, Cfg::BLOCK_N);
+    int const column = tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M;
+    for (int i = static_cast<int>(threadIdx.x) - kWarpSize; i < num_rows; i += kHelpers * kWarpSize) {
+        int64_t const row = view.row_of(params.schedule, position_begin + i);
+        uint16_t const* const g = params.gate.spilled + row * params.gate.stride() + column;
+        prefetch_line(params.gate.head(row, tile.tile_idx));
+        prefetch_line(g);
+        prefetch_line(g + kRowElements);
+    }
+}
+
+// Multiplies a warp's share of the result, u in shared memory, by g: to h. A half of the warp has kAtOnce tokens at
+// once.
+template <class Element, class Cfg, int kStep, int kAtOnce>
 __device__ __forceinline__ void multiply_by_g(Params const& params, View const& view, Tile const& tile, uint32_t rank,
                                               uint32_t result, int first, SpilledMasks masks) {
-    constexpr int kAtOnce = 4;
     static_assert(kWarpSize == 2 * kChunksPerToken, "a warp has two tokens at a time");
     int const lane = threadIdx.x % kWarpSize;
     int const chunk = lane % kChunksPerToken;
@@ -241,7 +256,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                     SpilledMasks const masks = find_spilled<Cfg, kConsumerWarps>(params, view, tile, consumer_warp);
                     asm volatile("bar.sync %0, %1;" ::"n"(kConsumersBarrier), "n"(kConsumers * kWarpgroupSize)
                                  : "memory");
-                    multiply_by_g<Element, Cfg, kConsumerWarps>(params, view, tile, rank, result, consumer_warp, masks);
+                    multiply_by_g<Element, Cfg, kConsumerWarps, 6>(params, view, tile, rank, result, consumer_warp,
+                                                                   masks);
                 }
             } else {
                 mark_failed<Cfg>(params, view, tile.block_idx * Cfg::BLOCK_N, accumulators);
@@ -269,11 +285,15 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             }
         } else if constexpr (kUp) {
             // Helpers: epilogue, second part, of all tiles but the last
-            for (int i = tiles_begin; i + tiles_step < tiles_end; i += tiles_step, parity ^= 1) {
+            for (int i = tiles_begin; i < tiles_end; i += tiles_step, parity ^= 1) {
                 Tile const tile(num_blocks, params.num_tiles, i);
+                if (i + tiles_step >= tiles_end) {
+                    prefetch_g<Cfg>(params, view, tile, rank);
+                    break;
+                }
                 SpilledMasks const masks = find_spilled<Cfg, kHelpers>(params, view, tile, warp - 1);
                 wait_barrier(result_stored, parity);
-                multiply_by_g<Element, Cfg, kHelpers>(params, view, tile, rank, result, warp - 1, masks);
+                multiply_by_g<Element, Cfg, kHelpers, 4>(params, view, tile, rank, result, warp - 1, masks);
                 __syncwarp();
                 if (lane == 0) {
                     arrive(result_empty);

@@ -81,6 +81,9 @@ __device__ __forceinline__ void gather_g(Gather const& params, bool all, int64_t
     }
 }
 
+// Whether gather_row does anything.
+__device__ __forceinline__ bool is_needed(Gather const& gather, bool all) { return gather.x == nullptr || !all; }
+
 // By one warp, for the dense row at this position. With an up projection x is copied if it has to move; without one h
 // is g, which is completed, or copied too.
 __device__ __forceinline__ void gather_row(Gather const& params, bool all, int64_t row, int64_t position) {

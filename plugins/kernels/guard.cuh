@@ -42,7 +42,9 @@ __device__ __forceinline__ uint32_t decide(GuardModel const& model, uint32_t con
         }
         cost += sparse_cost;
         sparse_cost = __shfl_sync(0xffffffffu, cost, kWarpSize - 1);
-        cost += static_cast<float>(most_of(bucket)) * model.heaviest_ns;
+        // Throughput and latency overlap, the less the nearer they are: measured, the root of the sum of squares.
+        float const heaviest_cost = static_cast<float>(most_of(bucket)) * model.heaviest_ns;
+        cost = sqrtf(cost * cost + heaviest_cost * heaviest_cost);
         if (heavy > 0) {
             cost += cost_of(model.up, heavy) + cost_of(model.down, heavy) +
                     static_cast<float>(heavy) * model.part_row_ns + model.part_ns;

@@ -365,6 +365,11 @@ __device__ __forceinline__ uint4 load_chunk(uint32_t address) {
     return chunk;
 }
 
+// Brings a line of memory to L2.
+__device__ __forceinline__ void prefetch_line(void const* pointer) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory");
+}
+
 // The biases of a consumer thread's two neurons, `neuron` and the eighth after it; 0 past the last one.
 template <class Element>
 __device__ __forceinline__ float2 load_biases(uint16_t const* bias, int neuron, int num_neurons) {

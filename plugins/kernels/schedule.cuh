@@ -194,11 +194,12 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
         params.schedule.has_failed[row] = 0;
     }
     __syncthreads();
-    if (heavy_count != 0) {
+    bool const all = heavy_count == params.tokens;
+    if (heavy_count != 0 && gather::is_needed(params.gather, all)) {
         for (int64_t row = begin + threadIdx.x / kWarpSize; row < end; row += kWarps) {
             uint32_t const position = position_of(row);
             if (position < heavy_count) {
-                gather::gather_row(params.gather, heavy_count == params.tokens, row, position);
+                gather::gather_row(params.gather, all, row, position);
             }
         }
     }
