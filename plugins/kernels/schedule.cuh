@@ -152,23 +152,30 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     atomicAdd(&block_begin[bucket], before);
     __syncthreads();
     if (threadIdx.x < kWarpSize) {
-        uint32_t begin = 0;
-        for (int b = lane; b < kBuckets; b += kWarpSize) {
-            uint32_t sum = bucket_rows[b];
+        // A lane has kPerLane neighbouring buckets.
+        constexpr int kPerLane = kBuckets / kWarpSize;
+        uint32_t ends[kPerLane];
+        uint32_t sum = 0;
 #pragma unroll
-            for (int distance = 1; distance < kWarpSize; distance *= 2) {
-                uint32_t const below = __shfl_up_sync(0xffffffffu, sum, distance);
-                sum += lane >= distance ? below : 0;
-            }
-            bucket_begin[b + 1] = begin + sum;
-            begin += __shfl_sync(0xffffffffu, sum, kWarpSize - 1);
+        for (int i = 0; i < kPerLane; ++i) {
+            sum += bucket_rows[lane * kPerLane + i];
+            ends[i] = sum;
         }
+        uint32_t const own = sum;
+#pragma unroll
+        for (int distance = 1; distance < kWarpSize; distance *= 2) {
+            uint32_t const below = __shfl_up_sync(0xffffffffu, sum, distance);
+            sum += lane >= distance ? below : 0;
+        }
+        uint32_t begin = sum - own;
         if (lane == 0) {
             bucket_begin[0] = 0;
         }
-        __syncwarp();
-        for (int b = lane; b < kBuckets; b += kWarpSize) {
-            block_begin[b] += bucket_begin[b];
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            int const b = lane * kPerLane + i;
+            block_begin[b] += i == 0 ? begin : begin + ends[i - 1];
+            bucket_begin[b + 1] = begin + ends[i];
         }
     }
     __syncthreads();
@@ -194,12 +201,12 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
         params.schedule.has_failed[row] = 0;
     }
     __syncthreads();
-    bool const all = heavy_count == params.tokens;
-    if (heavy_count != 0 && gather::is_needed(params.gather, all)) {
+    bool const all_heavy = heavy_count == params.tokens;
+    if (heavy_count != 0 && gather::is_needed(params.gather, all_heavy)) {
         for (int64_t row = begin + threadIdx.x / kWarpSize; row < end; row += kWarps) {
             uint32_t const position = position_of(row);
             if (position < heavy_count) {
-                gather::gather_row(params.gather, all, row, position);
+                gather::gather_row(params.gather, all_heavy, row, position);
             }
         }
     }
