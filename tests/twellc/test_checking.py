@@ -21,6 +21,7 @@ from torch.export import Dim, ExportedProgram
 from tests import models
 from tests.conftest import Cli
 from tests.models import Gated, Residual, export
+from tests.onnx_graphs import GraphMaker
 from tests.processes import TWELLC, environment
 from twellc.accuracy import Share
 from twellc.checking import CheckOptions, CheckResult, check
@@ -429,6 +430,64 @@ def test_a_graph_without_plugin_nodes_has_no_kernels(llama: Path, tmp_path: Path
     assert separation is not None
     assert (separation.rewrite, separation.kernels) == (Share(0.0, 0.0), Share(0.0, 0.0))
     assert separation.rest.relative != 0
+
+
+# ---- blocks of ONNX models ----
+
+
+@pytest.fixture(scope="module", params=["bf16", "fp16", "fp32"])
+def onnx_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An ONNX file with a gated block, a layer normalisation and a plain block, and its rewritten graph."""
+    make = GraphMaker(request.param)
+    gate = make.node("Relu", make.linear("x", "first.gate", 16, 40, bias=True))
+    hidden = make.node("Mul", gate, make.linear("x", "first.up", 16, 40))
+    middle = make.linear(hidden, "first.down", 40, 16, bias=True)
+    middle = make.node("LayerNormalization", middle, make.constant(np.ones(16)), make.constant(np.zeros(16)))
+    hidden = make.node("Relu", make.linear(middle, "second.fc1", 16, 72, bias=True))
+    model = make.model(make.node("Add", middle, make.linear(hidden, "second.fc2", 72, 16)))
+    folder = tmp_path_factory.mktemp("models")
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx", graph_of(folder / "model.onnx", folder / "graph.onnx")
+
+
+def test_blocks_of_an_onnx_model(onnx_model: tuple[Path, Path]) -> None:
+    result = run_check(*onnx_model)
+    assert (result.within, result.notes) == (True, [])
+    assert [block.module for block in result.blocks] == ["first", "second"]
+    for each in (*result.outputs, *(block.accuracy for block in result.blocks)):
+        assert each.separation is not None
+        assert each.separation.rewrite.relative < 1e-14
+        assert each.separation.rest.relative == 0, "all other operators are the model's own"
+        parts = (each.separation.low_precision, each.separation.rewrite, each.separation.kernels)
+        assert sum(part.relative for part in parts) == pytest.approx(each.candidate.relative, rel=1e-9)
+    assert all(0.2 < block.density < 0.8 for block in result.blocks)
+
+
+@pytest.mark.parametrize(("index", "module"), [(0, "first"), (1, "second")])
+def test_the_damaged_block_of_an_onnx_model(
+    onnx_model: tuple[Path, Path], tmp_path: Path, index: int, module: str
+) -> None:
+    model, graph = onnx_model
+    damaged = onnx.load(graph)
+    node = [node for node in damaged.graph.node if node.domain == "twell"][index]
+    (tensor,) = (each for each in damaged.graph.initializer if each.name == node.input[1])
+    values = onnx.numpy_helper.to_array(tensor).copy()
+    values[11] = -values[11]
+    tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    onnx.save(damaged, tmp_path / "m.onnx")
+    result = run_check(model, tmp_path / "m.onnx")
+    assert [block.diverges for block in result.blocks] == [index == 0, index == 1]
+    assert (result.first_divergence, result.causes) == (module, ["rewrite"])
+
+
+def test_changed_fields_of_a_node(onnx_model: tuple[Path, Path], tmp_path: Path) -> None:
+    model, graph = onnx_model
+    damaged = onnx.load(graph)
+    node = [node for node in damaged.graph.node if node.domain == "twell"][1]
+    (activation,) = (each for each in node.attribute if each.name == "activation")
+    activation.s = b"relu2"
+    onnx.save(damaged, tmp_path / "m.onnx")
+    assert run_check(model, tmp_path / "m.onnx").first_divergence == "second"
 
 
 # ---- what does not belong together ----
