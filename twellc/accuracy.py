@@ -52,7 +52,7 @@ class Separation:
         kernels: What the plugin nodes' own arithmetic adds; negative where it is more accurate than plain operators.
         rest: What everything else adds that the candidate does in another way: the export, and what ran it.
         rewrite_stray: Elements that rewriting makes NaN or infinite, or no longer so.
-        rewrite_within: Whether rewriting changes no more than the order of sums in float64 does.
+        rewrite_within: Whether rewriting changes no more than it may.
         kernels_within: Whether the kernels' arithmetic is within the candidate's tolerance.
     """
 
@@ -169,6 +169,7 @@ def separate(
     truth: torch.Tensor,
     rewritten: torch.Tensor,
     original: torch.Tensor,
+    exact: bool = True,
 ) -> Separation:
     """Separate the error of one output; all tensors are [rows, width].
 
@@ -179,6 +180,7 @@ def separate(
         truth: The model's in float64.
         rewritten: The plain model's with float64 arithmetic, with the plugin nodes in the place of its blocks.
         original: The plain model's with float64 arithmetic: its weights are rounded, nothing else is.
+        exact: Whether `rewritten` may differ from `original` by the order of sums only, not by low precision as well.
     """
     same = (rewritten == original) | (rewritten.isnan() & original.isnan())
     shift = torch.where(same, 0.0, (rewritten - original).double())
@@ -204,7 +206,7 @@ def separate(
         kernels=minus(error(ours), low_precision),
         rest=minus(error(candidate), error(spliced)),
         rewrite_stray=stray,
-        rewrite_within=stray == 0 and rewrite.relative <= _REASSOCIATION,
+        rewrite_within=stray == 0 and rewrite.relative <= (_REASSOCIATION if exact else low_precision.relative),
         kernels_within=measure("", ours, plain, truth, language_model=False).within,
     )
 

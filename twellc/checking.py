@@ -315,7 +315,8 @@ def _output(candidate: Path, reference: Reference, runs: Runs, ours: list[Output
     result = measure(name, mine, plain, truth, language_model=reference.language_model and index == 0)
     if not runs.spliced:
         return result
-    separation = separate(mine, stacked(runs.spliced), plain, truth, stacked(runs.rewritten), stacked(runs.original))
+    rewritten, original = stacked(runs.rewritten), stacked(runs.original)
+    separation = separate(mine, stacked(runs.spliced), plain, truth, rewritten, original, exact=runs.exact)
     return replace(result, separation=separation)
 
 

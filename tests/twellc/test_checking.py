@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram
 
 from tests import models
 from tests.conftest import Cli
-from tests.models import Gated, Residual, export
+from tests.models import Gated, Plain, Residual, export
 from tests.onnx_graphs import GraphMaker
 from tests.processes import TWELLC, environment
 from twellc.accuracy import Share
@@ -32,7 +32,8 @@ from twellc.export import evaluator
 from twellc.export.profiles import program_inputs
 from twellc.loaders.model import LoadedModel, load_model
 from twellc.passes.arrays import to_torch
-from twellc.passes.canonicalize import canonicalize
+from twellc.passes.canonicalize import functionalize
+from twellc.passes.fold_weights import fold_weights
 from twellc.reference import integer_ranges
 from twellc.samples import Limits, Sample, draw_samples
 from twellc.translation import translate_to_file
@@ -45,22 +46,22 @@ WITHOUT = ("w_gate", "w_up", "w_down")
 
 
 @pytest.fixture(scope="module")
-def canonical_programs() -> dict[int, tuple[ExportedProgram, ExportedProgram]]:
+def functional_programs() -> dict[int, tuple[ExportedProgram, ExportedProgram]]:
     return {}
 
 
 @pytest.fixture
 def remembered_programs(
-    canonical_programs: dict[int, tuple[ExportedProgram, ExportedProgram]], monkeypatch: pytest.MonkeyPatch
+    functional_programs: dict[int, tuple[ExportedProgram, ExportedProgram]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Canonicalise each loaded model once: that takes longer than all else, and passes change no program in place."""
+    """Functionalise each loaded model once: that takes longer than all else, and passes change no program in place."""
 
     def once(program: ExportedProgram) -> ExportedProgram:
-        if id(program) not in canonical_programs:
-            canonical_programs[id(program)] = (program, canonicalize(program))
-        return canonical_programs[id(program)][1]
+        if id(program) not in functional_programs:
+            functional_programs[id(program)] = (program, functionalize(program))
+        return functional_programs[id(program)][1]
 
-    monkeypatch.setattr("twellc.reference.canonicalize", once)
+    monkeypatch.setattr("twellc.reference.functionalize", once)
 
 
 def graph_of(model: Path, path: Path) -> Path:
@@ -430,6 +431,54 @@ def test_a_graph_without_plugin_nodes_has_no_kernels(llama: Path, tmp_path: Path
     assert separation is not None
     assert (separation.rewrite, separation.kernels) == (Share(0.0, 0.0), Share(0.0, 0.0))
     assert separation.rest.relative != 0
+
+
+class Computed(nn.Module):
+    """A gated block whose gate has a weight that is computed from two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.scale = Gated(d_ff=64), nn.Parameter(torch.linspace(0.5, 2, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = nn.functional.linear(x, self.block.gate.weight * self.scale[:, None])
+        return self.block.down(torch.relu(gate) * self.block.up(x))
+
+
+def test_a_fault_of_a_pass_before_the_rewriting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that the candidate is measured by takes no part in the passes: a wrong one cannot agree with itself."""
+    program = export(Computed().bfloat16(), torch.randn(4, 16).bfloat16(), dynamic=({0: Dim("rows", min=1, max=64)},))
+    torch.export.save(program, tmp_path / "m.pt2")
+    good = run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "good.onnx"))
+    (output,) = good.outputs
+    assert good.within and output.separation is not None
+    # Folding rounds the product of the two, as the plain model does.
+    assert 1e-6 < output.separation.rewrite.relative < output.separation.low_precision.relative
+    assert output.separation.rewrite_within
+    assert [block.module for block in good.blocks] == ["block"]
+
+    def faulty(program: ExportedProgram) -> ExportedProgram:
+        folded = fold_weights(program)
+        (name,) = folded.state_dict.keys() - program.state_dict.keys()
+        with torch.no_grad():
+            folded.state_dict[name][5] *= 3
+        return folded
+
+    monkeypatch.setattr("twellc.passes.canonicalize.fold_weights", faulty)
+    bad = run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "bad.onnx"))
+    assert (bad.within, bad.causes, bad.first_divergence) == (False, ["rewrite"], None)
+
+
+def test_a_block_that_is_the_whole_model(tmp_path: Path) -> None:
+    """It reads the program's input and gives its output."""
+    program = export(Plain(biases="ud").half(), torch.randn(4, 16).half(), dynamic=({0: Dim("rows", min=1, max=64)},))
+    torch.export.save(program, tmp_path / "m.pt2")
+    result = run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "m.onnx"))
+    assert result.within and len(result.blocks) == 1
+    damaged = damage(
+        tmp_path / "m.onnx", tmp_path / "d.onnx", ("w_up", "b_up", "w_down", "b_down"), "w_up", lambda w: w[3].zero_()
+    )
+    assert run_check(tmp_path / "m.pt2", damaged).causes == ["rewrite"]
 
 
 # ---- blocks of ONNX models ----
