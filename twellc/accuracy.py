@@ -71,7 +71,7 @@ class TextAccuracy:
 
     Attributes:
         tokens: Number of tokens that were predicted: all but the first of each window.
-        candidate_bits, plain_bits, truth_bits: Cross-entropy in bits per token; 2 to the power of it is the perplexity.
+        candidate_bits, plain_bits, truth_bits: Cross-entropy in bits per token.
     """
 
     tokens: int
@@ -224,6 +224,11 @@ def text_bits(logits: list[torch.Tensor], ids: list[torch.Tensor]) -> tuple[int,
         chances = sample[:, :-1].double().log_softmax(-1).gather(-1, following[..., None])
         count, total = count + following.numel(), total - float(chances.sum())
     return count, total / max(count, 1) / math.log(2)
+
+
+def perplexity(bits: float) -> float:
+    """Return the perplexity that belongs to a cross-entropy in bits per token."""
+    return math.inf if bits >= 1024 else 2.0**bits
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> Error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -117,10 +118,20 @@ class CheckResult:
         return found or ["rest"]
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON types."""
+        """Return everything as JSON types; what is NaN or infinite becomes null."""
         blocks = [{**asdict(block), "diverges": block.diverges} for block in self.blocks]
         summary = {"within": self.within, "first_divergence": self.first_divergence, "causes": self.causes}
-        return {**asdict(self), "blocks": blocks, **summary}
+        found = _finite({**asdict(self), "blocks": blocks, **summary})
+        assert isinstance(found, dict)
+        return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twellc.accuracy import OutputAccuracy, Separation, measure, separate, text_bits
+from twellc.accuracy import OutputAccuracy, Separation, measure, perplexity, separate, text_bits
 
 LOW = [torch.bfloat16, torch.float16]
 
@@ -224,3 +224,9 @@ def test_bits_of_text() -> None:
     assert text_bits([half], [ids]) == (2, pytest.approx(1.0))
     assert text_bits([half, half[:, :2]], [ids, torch.tensor([[1, 2]])]) == (3, pytest.approx((1 + 1 + 2) / 3))
     assert text_bits([half[:, :1]], [ids[:, :1]]) == (0, 0.0)
+
+
+def test_perplexity() -> None:
+    assert perplexity(3.0) == 8.0
+    assert perplexity(5000.0) == math.inf
+    assert math.isnan(perplexity(math.nan))

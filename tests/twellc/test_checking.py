@@ -363,6 +363,20 @@ def test_report_of_a_divergence(cli: Cli, deep: Path, deep_graph: Path, tmp_path
     assert found["outputs"][0]["separation"]["rewrite"]["relative"] > 0.1
 
 
+def test_json_has_no_nan(cli: Cli, deep: Path, deep_graph: Path, tmp_path: Path) -> None:
+    candidate = damage(deep_graph, tmp_path / "m.onnx", WITHOUT, "w_down", lambda w: w[3, 3].fill_(torch.nan), 1)
+    result = cli("check", deep, candidate, "--json")
+    assert result.exit_code == 1
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads(result.stdout, parse_constant=refuse)
+    assert found["outputs"][0]["kl"] is None
+    assert found["first_divergence"] == MODULES[1]
+    assert found["blocks"][1]["accuracy"]["stray"] > 0
+
+
 def test_only_the_worst_blocks_are_shown(capsys: pytest.CaptureFixture[str], deep: Path, deep_graph: Path) -> None:
     result = run_check(deep, deep_graph)
     many = [replace(result.blocks[0], module=f"block{index}") for index in range(20)]
