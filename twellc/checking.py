@@ -14,43 +14,19 @@ import onnx
 import torch
 
 from twellc.accuracy import OutputAccuracy, TextAccuracy, measure, separate, text_bits
-from twellc.config import CompileOptions
+from twellc.config import CheckOptions, CompileOptions
 from twellc.errors import UserError, first_line
 from twellc.export.evaluator import OnnxEvaluator, plugin_nodes, runs_kernels
 from twellc.export.onnx_export import save_onnx
 from twellc.export.runner import run_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.files import digest
-from twellc.inputs import InputDeclaration
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx, looks_like_onnx
 from twellc.manifest import manifest_path, read_manifest
 from twellc.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
 from twellc.samples import Limits, Sample, draw_samples, read_arrays, read_text
 from twellc.translation import METADATA_KEY, translate_any
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    """What `twellc check` was asked to do.
-
-    Attributes:
-        model: The model, as `twellc compile` takes it.
-        candidate: A rewritten ONNX file, or a plan with its manifest.
-        seed: Seed of random inputs.
-        arrays: An `.npz` file with the inputs, instead of random ones.
-        text: A text to make the inputs from, instead of random ones.
-        trust_model: Load a pickle, or an archive that could execute code.
-        inputs: The inputs of a pickled module.
-    """
-
-    model: Path
-    candidate: Path
-    seed: int = 0
-    arrays: Path | None = None
-    text: Path | None = None
-    trust_model: bool = False
-    inputs: tuple[InputDeclaration, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -342,7 +342,8 @@ def check(
     Exit status: 0 within tolerance, 1 outside, 2 for bad input.
     """
     with _progress() as progress:
-        from twellc.checking import CheckOptions, check
+        from twellc.checking import check
+        from twellc.config import CheckOptions
 
         declared = tuple(map(parse_input, inputs))
         result = check(CheckOptions(model, candidate, seed, arrays, text, trust_model, declared), progress)

@@ -195,7 +195,7 @@ class TorchReference:
         if self._with_blocks is not self._plain:
             del wide  # a large model is larger in float64
             wide = widen(self._with_blocks)
-        for sample, given in zip(samples, inputs, strict=graph is not None):
+        for sample, given in zip(samples, inputs, strict=False):  # without a graph there are no inputs of blocks
             widened = widen_sample(sample)
             runs.rewritten.append(run_program(wide, widened, _Visitor(ends, nodes)))
             visitor = _Visitor(ends, given={index: x.double() for index, x in given.items()})

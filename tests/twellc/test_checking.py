@@ -24,9 +24,9 @@ from tests.models import Gated, Plain, Residual, export
 from tests.onnx_graphs import GraphMaker
 from tests.processes import TWELLC, environment
 from twellc.accuracy import Share
-from twellc.checking import CheckOptions, CheckResult, check
+from twellc.checking import CheckResult, check
 from twellc.cli import _print_accuracy
-from twellc.config import CompileOptions
+from twellc.config import CheckOptions, CompileOptions
 from twellc.errors import UserError
 from twellc.export import evaluator
 from twellc.export.profiles import program_inputs

@@ -10,8 +10,8 @@ from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
 from twellc.accuracy import measure
-from twellc.checking import CheckOptions, check
-from twellc.config import CompileOptions
+from twellc.checking import check
+from twellc.config import CheckOptions, CompileOptions
 from twellc.loaders.model import load_model
 from twellc.passes.execution import run_program
 from twellc.passes.pipeline import run_passes
