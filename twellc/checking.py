@@ -23,7 +23,7 @@ from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.files import digest
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx, looks_like_onnx
-from twellc.manifest import manifest_path, read_manifest
+from twellc.manifest import manifest_path, read_manifest, refuse_other_plugins
 from twellc.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
 from twellc.samples import Limits, Sample, draw_samples, read_arrays, read_text
 from twellc.translation import METADATA_KEY, translate_any
@@ -244,11 +244,13 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     is_kept = kept.is_file() and digest(kept, *([data] if data.is_file() else [])) == expected
     obstacle = why_not_here(backend)
     if not obstacle:
+        refuse_other_plugins(plan, manifest)
         host = load_host(backend)
         names = [tensor["name"] for tensor in manifest["plan"]["inputs"]]
         graph = (kept, load_onnx(kept)) if is_kept else None
+        version = manifest["backend"]["version"]
         return _Candidate(
-            lambda sample: run_plan(host, plan, sample), names, settings, "the plan", graph, is_graph=False,
+            lambda sample: run_plan(host, plan, version, sample), names, settings, "the plan", graph, is_graph=False,
             profile=profile,
         )  # fmt: skip
     if is_kept:

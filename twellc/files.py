@@ -154,7 +154,7 @@ def writing(path: Path) -> Iterator[None]:
         path = staging.with_name(path.name)
         raise UserError(
             str(path), f"cannot be written: {error.strerror or error}",
-            fix="Make room, or write to another place; nothing was changed.",
+            fix="Make room, or write to another place.",
         ) from error  # fmt: skip
 
 
