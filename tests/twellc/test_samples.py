@@ -22,7 +22,7 @@ from tests.models import Gated, export
 from twellc.config import CompileOptions
 from twellc.errors import UserError
 from twellc.export.profiles import InputSpec, ModelInputs
-from twellc.samples import Limits, read_arrays, read_text
+from twellc.samples import Limits, draw_samples, read_arrays, read_text
 from twellc.translation import translate_to_file
 
 pytestmark = pytest.mark.usefixtures("remembered_models")
@@ -112,6 +112,17 @@ def test_arrays_keep_to_the_profile(tmp_path: Path) -> None:
         UserError, match="leaves what the plan's profile and the model can take; got 1x3; expected 2 to 2"
     ):
         read(tmp_path, arrays(x=np.zeros((1, 3)), scale=np.zeros(1), input_ids=np.zeros((1, 4), int)), profile)
+
+
+def test_random_samples_of_a_sum_of_symbols() -> None:
+    """Each symbol keeps to its own bounds."""
+    first, second = (sympy.Symbol(name, positive=True, integer=True) for name in ("first", "second"))
+    specs = [InputSpec("x", torch.float32, (first + second,)), InputSpec("y", torch.float32, (first, second))]
+    bounds = {"first": (2, sympy.Integer(5)), "second": (7, sympy.Integer(9))}
+    inputs = ModelInputs(specs, bounds, {"first": 3, "second": 8})
+    samples = draw_samples(Limits(inputs, None, None), {}, seed=0)
+    assert [tuple(sample["y"].shape) for sample in samples] == [(2, 7), (3, 8), (5, 9)]
+    assert [tuple(sample["x"].shape) for sample in samples] == [(9,), (11,), (14,)]
 
 
 class Payload:
