@@ -65,6 +65,8 @@ class Outputs:
             raise UserError(f"{option} {path}", "the output folder is not writable", got=str(folder))
         if path.is_dir():
             raise UserError(f"{option} {path}", "is a folder", expected="a file")
+        if path.exists() and not path.is_file():
+            raise UserError(f"{option} {path}", "is a device or a pipe", expected="a file")
         if path.exists() and not self._overwrite:
             raise UserError(f"{option} {path}", "the file exists already", fix="Add --overwrite to replace it.")
 

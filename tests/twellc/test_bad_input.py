@@ -118,6 +118,15 @@ def test_full_standard_output(archive: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_device_is_not_replaced(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    """Root could rename a file to /dev/null; a pipe of our own stands for it."""
+    pipe = tmp_path / "m.plan"
+    os.mkfifo(pipe)
+    failed(cli("compile", archive, "-o", pipe, "--overwrite"), "is a device or a pipe; expected a file")
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
 # ---- names ----
 
 
