@@ -88,8 +88,8 @@ def judge(run: Run, before: set[Path], folder: Path, *, may_differ: bool) -> Non
 NUMBERS = st.sampled_from(("", "0", "1", "-1", "8", "1e9", "nan", "0.5", "9" * 30, "0x10", "\u0661", " 1", "1_0"))
 _NAMES = (
     "model.pt2", "llama", "module.pt", "plain.onnx", "rewritten.onnx", "m.plan", "m.plan.json", "text.txt", "empty",
-    "none", "none/x", "text.txt/x", "", ".", "a" * 300, "é", "[/]", "-", "llama/config.json", "\udcff", "new", "new.plan",
-    "new.onnx", "x.npz", "%s", "~", "new/a/b",
+    "none", "none/x", "text.txt/x", "", ".", "a" * 300, "é", "[/]", "-", "llama/config.json", "\udcff", "new",
+    "new.plan", "new.onnx", "x.npz", "%s", "~", "new/a/b",
 )  # fmt: skip
 PATHS = st.sampled_from((*_NAMES, "..", "/", "/dev/null", "/proc/self/mem", "/proc/self/fd"))
 # Nothing outside of the folder: a test that fails must not write there.
