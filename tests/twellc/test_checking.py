@@ -183,6 +183,28 @@ def test_plan_without_a_gpu(cli: Cli, archive: Path, tmp_path: Path, monkeypatch
     assert "made again" in cli("check", archive, plan).stdout
 
 
+def test_plan_that_runs(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and shares come from the graph beside the plan.
+
+    No TensorRT can run a plan here, so a stand-in runs the graph: this tests what check does with a plan's results, and
+    not the plan.
+    """
+    plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
+    assert cli("compile", archive, "-o", plan, "--onnx", graph).exit_code == 0
+    stand_in = evaluator.OnnxEvaluator(graph)
+    monkeypatch.setattr("twellc.checking.why_not_here", lambda backend: "")
+    monkeypatch.setattr("twellc.checking.load_host", lambda backend: None)
+    monkeypatch.setattr("twellc.checking.run_plan", lambda *arguments: [y * 1.5 for y in stand_in.run(arguments[-1])])
+    result = run_check(archive, plan)
+    assert (result.executed, result.note) == ("the plan", "")
+    assert [block.diverges for block in result.blocks] == [False]
+    assert (result.within, result.causes) == (False, ["rest"])
+    graph.unlink()
+    result = run_check(archive, plan)
+    assert (result.blocks, result.outputs[0].separation, result.causes) == ([], None, [])
+    assert "the graph that the plan was built from is not beside it; keep it with --onnx" in result.notes[0]
+
+
 def test_samples_of_a_plan_keep_to_its_profile(cli: Cli, archive: Path, tmp_path: Path) -> None:
     plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
     shapes = "x:5x3x16:5x3x16:5x3x16"
