@@ -21,22 +21,21 @@ _TORCH_DTYPES = {
 }
 
 
-def run_plan(host: Host, path: Path, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def run_plan(host: Host, path: Path, built_with: str, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Run a plan on this machine's GPU.
 
     Args:
-        host: The TensorRT that it was built with.
+        host: The TensorRT to run it with.
         path: The plan.
+        built_with: The version of this TensorRT that built it, for the message where it does not open.
         inputs: CPU tensors by name.
 
     Returns:
         The outputs as CPU tensors, in the engine's order.
 
     Raises:
-        UserError: torch sees no GPU, or TensorRT refuses the plan or the shapes.
+        UserError: TensorRT refuses the plan or the shapes, or torch sees no GPU.
     """
-    if not torch.cuda.is_available():
-        raise UserError(str(path), "this torch was built without CUDA", fix="Install a CUDA build of torch.")
     trt = host.module
     register(host.module)
     messages: list[str] = []
@@ -44,9 +43,13 @@ def run_plan(host: Host, path: Path, inputs: dict[str, torch.Tensor]) -> list[to
     engine = runtime.deserialize_cuda_engine(path.read_bytes())
     if engine is None:
         raise UserError(
-            str(path), f"{host.name} {host.version} cannot open the plan ({reasons(messages)})",
-            fix="If a plugin is missing, `twellc plugins --check` says whether this TensorRT takes the plugins.",
+            str(path), f"the plan cannot be opened ({reasons(messages)})", got=f"{host.name} {host.version}",
+            expected=f"{host.name} {built_with}, which built it, on a GPU that it was built for",
+            fix="Compile the model again with this TensorRT, or install the other. If a plugin is missing, `twellc "
+            "plugins --check` says whether this TensorRT takes the plugins.",
         )  # fmt: skip
+    if not torch.cuda.is_available():
+        raise UserError(str(path), "this torch was built without CUDA", fix="Install a CUDA build of torch.")
     context = engine.create_execution_context()
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
     tensors: dict[str, torch.Tensor] = {}

@@ -18,9 +18,19 @@ aten = torch.ops.aten
 
 
 def canonicalize(program: ExportedProgram) -> ExportedProgram:
-    """Return the program functionalised, with no decomposition and without assertions."""
+    """Return the program functionalised, with no decomposition and without assertions, and rearranged."""
+    return rearrange(functionalize(program))
+
+
+def functionalize(program: ExportedProgram) -> ExportedProgram:
+    """Return the program functionalised, with no decomposition and without assertions; nothing else changes."""
     program = editable(program.run_decompositions({}))
     for target in (aten._assert_tensor_metadata.default, aten._assert_scalar.default):
         for node in program.graph.find_nodes(op="call_function", target=target):
             program.graph.erase_node(node)
-    return feature_last(fold_weights(finish(program)))
+    return finish(program)
+
+
+def rearrange(program: ExportedProgram) -> ExportedProgram:
+    """Return a functionalised program with its weights folded and features last; itself where that changes nothing."""
+    return feature_last(fold_weights(program))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from twellc import __version__
 from twellc.errors import UserError
+from twellc.plugins.elf import expected_size
 
 PLUGIN_NAMESPACE = "twell"
 PLUGIN_VERSION = "1"
@@ -25,6 +26,7 @@ TILE = 256
 MAX_D_FF = 65536
 
 _ENVIRONMENT_VARIABLE = "TWELLC_LIBRARY"
+_REINSTALL = "Install twellc with pip again, or in a source tree run: cmake -S . -B build && cmake --build build"
 
 
 class Problem(ctypes.Structure):
@@ -55,16 +57,31 @@ def library_path() -> Path:
     """Return the path of `libtwell_plugins.so`: $TWELLC_LIBRARY if set, else the one that was built with this package.
 
     Raises:
-        UserError: There is no such file.
+        UserError: There is no such file, or it is cut off.
     """
     override = os.environ.get(_ENVIRONMENT_VARIABLE)
     path = Path(override) if override else Path(__file__).resolve().parent / "lib" / "libtwell_plugins.so"
+    return _whole(path, f" (named by ${_ENVIRONMENT_VARIABLE})" if override else "")
+
+
+def rtx_shim_path() -> Path:
+    """Return the path of `libtensorrt_rtx.so`, beside the plugin library.
+
+    Raises:
+        UserError: There is no such file, or it is cut off.
+    """
+    return _whole(library_path().with_name("libtensorrt_rtx.so"))
+
+
+def _whole(path: Path, origin: str = "") -> Path:
     if not path.is_file():
+        raise UserError(str(path), f"the plugin library is missing{origin}", fix=_REINSTALL)
+    expected, size = expected_size(path), path.stat().st_size
+    if expected is None or expected > size:
         raise UserError(
-            str(path),
-            "the plugin library is missing" + (f" (named by ${_ENVIRONMENT_VARIABLE})" if override else ""),
-            fix="Install twellc with pip, or in a source tree run: cmake -S . -B build && cmake --build build",
-        )
+            str(path), f"the plugin library is damaged{origin}", got=f"{size} bytes",
+            expected=f"{expected} bytes" if expected else "a 64-bit ELF file", fix=_REINSTALL,
+        )  # fmt: skip
     return path
 
 
@@ -80,11 +97,11 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
         library.twell_version.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
-        raise UserError(str(path), f"cannot load the plugin library ({error})", fix="Reinstall twellc.") from error
+        raise UserError(str(path), f"cannot load the plugin library ({error})", fix=_REINSTALL) from error
     found = library.twell_version().decode()
     if found != __version__:
         raise UserError(
-            str(path), "the plugin library is of another version", got=found, expected=__version__, fix="Rebuild it."
+            str(path), "the plugin library is of another version", got=found, expected=__version__, fix=_REINSTALL
         )
     problem, tensors, pointer = ctypes.POINTER(Problem), ctypes.POINTER(Tensors), ctypes.c_void_p
     for name, restype, argtypes in (

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from twellc.errors import UserError
-from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION, library_path
+from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION, library_path, load, rtx_shim_path
 
 # The Python modules of each TensorRT. The second is there alone where only its wheels are, without NVIDIA's
 # meta-package; the first imports the second.
@@ -117,6 +117,7 @@ def _register_in(module: ModuleType) -> Registration:
                 str(path), f"the plugins do not register in {module.__name__} {version}",
                 expected="TensorRT 10, TensorRT 11, or TensorRT-RTX from 1.5 on",
             )  # fmt: skip
+    load()  # says so if it is the library of another version
     if module.__name__.startswith("tensorrt_rtx"):
         _load_rtx_shim()
     return Registration(module.__name__, version, state)
@@ -132,7 +133,11 @@ def _load_rtx_shim() -> None:
     TensorRT-RTX's parser opens that name at its first plugin node, while the wheel ships `libtensorrt_rtx.so.1` only;
     without the shim the process would end there.
     """
-    ctypes.CDLL(str(library_path().with_name("libtensorrt_rtx.so")))
+    path = rtx_shim_path()
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UserError(str(path), f"cannot load the library ({error})", fix="Install twellc again.") from error
 
 
 # ---- every TensorRT of the machine ----

@@ -52,7 +52,7 @@ class Separation:
         kernels: What the plugin nodes' own arithmetic adds; negative where it is more accurate than plain operators.
         rest: What everything else adds that the candidate does in another way: the export, and what ran it.
         rewrite_stray: Elements that rewriting makes NaN or infinite, or no longer so.
-        rewrite_within: Whether rewriting changes no more than the order of sums in float64 does.
+        rewrite_within: Whether rewriting changes no more than it may.
         kernels_within: Whether the kernels' arithmetic is within the candidate's tolerance.
     """
 
@@ -71,7 +71,7 @@ class TextAccuracy:
 
     Attributes:
         tokens: Number of tokens that were predicted: all but the first of each window.
-        candidate_bits, plain_bits, truth_bits: Cross-entropy in bits per token; 2 to the power of it is the perplexity.
+        candidate_bits, plain_bits, truth_bits: Cross-entropy in bits per token.
     """
 
     tokens: int
@@ -169,6 +169,7 @@ def separate(
     truth: torch.Tensor,
     rewritten: torch.Tensor,
     original: torch.Tensor,
+    exact: bool = True,
 ) -> Separation:
     """Separate the error of one output; all tensors are [rows, width].
 
@@ -179,6 +180,7 @@ def separate(
         truth: The model's in float64.
         rewritten: The plain model's with float64 arithmetic, with the plugin nodes in the place of its blocks.
         original: The plain model's with float64 arithmetic: its weights are rounded, nothing else is.
+        exact: Whether `rewritten` may differ from `original` by the order of sums only, not by low precision as well.
     """
     same = (rewritten == original) | (rewritten.isnan() & original.isnan())
     shift = torch.where(same, 0.0, (rewritten - original).double())
@@ -204,7 +206,7 @@ def separate(
         kernels=minus(error(ours), low_precision),
         rest=minus(error(candidate), error(spliced)),
         rewrite_stray=stray,
-        rewrite_within=stray == 0 and rewrite.relative <= _REASSOCIATION,
+        rewrite_within=stray == 0 and rewrite.relative <= (_REASSOCIATION if exact else low_precision.relative),
         kernels_within=measure("", ours, plain, truth, language_model=False).within,
     )
 
@@ -222,6 +224,11 @@ def text_bits(logits: list[torch.Tensor], ids: list[torch.Tensor]) -> tuple[int,
         chances = sample[:, :-1].double().log_softmax(-1).gather(-1, following[..., None])
         count, total = count + following.numel(), total - float(chances.sum())
     return count, total / max(count, 1) / math.log(2)
+
+
+def perplexity(bits: float) -> float:
+    """Return the perplexity that belongs to a cross-entropy in bits per token."""
+    return math.inf if bits >= 1024 else 2.0**bits
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> Error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -13,43 +14,19 @@ import onnx
 import torch
 
 from twellc.accuracy import OutputAccuracy, TextAccuracy, measure, separate, text_bits
-from twellc.config import CompileOptions
+from twellc.config import CheckOptions, CompileOptions
 from twellc.errors import UserError, first_line
 from twellc.export.evaluator import OnnxEvaluator, plugin_nodes, runs_kernels
 from twellc.export.onnx_export import save_onnx
 from twellc.export.runner import run_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.files import digest
-from twellc.inputs import InputDeclaration
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx, looks_like_onnx
-from twellc.manifest import manifest_path, read_manifest
+from twellc.manifest import manifest_path, read_manifest, refuse_other_plugins
 from twellc.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
 from twellc.samples import Limits, Sample, draw_samples, read_arrays, read_text
 from twellc.translation import METADATA_KEY, translate_any
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    """What `twellc check` was asked to do.
-
-    Attributes:
-        model: The model, as `twellc compile` takes it.
-        candidate: A rewritten ONNX file, or a plan with its manifest.
-        seed: Seed of random inputs.
-        arrays: An `.npz` file with the inputs, instead of random ones.
-        text: A text to make the inputs from, instead of random ones.
-        trust_model: Load a pickle, or an archive that could execute code.
-        inputs: The inputs of a pickled module.
-    """
-
-    model: Path
-    candidate: Path
-    seed: int = 0
-    arrays: Path | None = None
-    text: Path | None = None
-    trust_model: bool = False
-    inputs: tuple[InputDeclaration, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,10 +94,20 @@ class CheckResult:
         return found or ["rest"]
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON types."""
+        """Return everything as JSON types; what is NaN or infinite becomes null."""
         blocks = [{**asdict(block), "diverges": block.diverges} for block in self.blocks]
         summary = {"within": self.within, "first_divergence": self.first_divergence, "causes": self.causes}
-        return {**asdict(self), "blocks": blocks, **summary}
+        found = _finite({**asdict(self), "blocks": blocks, **summary})
+        assert isinstance(found, dict)
+        return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
@@ -257,11 +244,13 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     is_kept = kept.is_file() and digest(kept, *([data] if data.is_file() else [])) == expected
     obstacle = why_not_here(backend)
     if not obstacle:
+        refuse_other_plugins(plan, manifest)
         host = load_host(backend)
         names = [tensor["name"] for tensor in manifest["plan"]["inputs"]]
         graph = (kept, load_onnx(kept)) if is_kept else None
+        version = manifest["backend"]["version"]
         return _Candidate(
-            lambda sample: run_plan(host, plan, sample), names, settings, "the plan", graph, is_graph=False,
+            lambda sample: run_plan(host, plan, version, sample), names, settings, "the plan", graph, is_graph=False,
             profile=profile,
         )  # fmt: skip
     if is_kept:
@@ -315,7 +304,8 @@ def _output(candidate: Path, reference: Reference, runs: Runs, ours: list[Output
     result = measure(name, mine, plain, truth, language_model=reference.language_model and index == 0)
     if not runs.spliced:
         return result
-    separation = separate(mine, stacked(runs.spliced), plain, truth, stacked(runs.rewritten), stacked(runs.original))
+    rewritten, original = stacked(runs.rewritten), stacked(runs.original)
+    separation = separate(mine, stacked(runs.spliced), plain, truth, rewritten, original, exact=runs.exact)
     return replace(result, separation=separation)
 
 

@@ -342,7 +342,8 @@ def check(
     Exit status: 0 within tolerance, 1 outside, 2 for bad input.
     """
     with _progress() as progress:
-        from twellc.checking import CheckOptions, check
+        from twellc.checking import check
+        from twellc.config import CheckOptions
 
         declared = tuple(map(parse_input, inputs))
         result = check(CheckOptions(model, candidate, seed, arrays, text, trust_model, declared), progress)
@@ -414,7 +415,8 @@ def _print_cost(cost: dict[str, Any]) -> None:
         cells = [row["module"]]
         for quantity, unit in (("flops", 1e9), ("bytes", 1e6)):
             dense, sparse = row["dense"][quantity], row["sparse"][quantity]
-            cells += [f"{dense / unit:,.4g}", f"{sparse / unit:,.4g}", f"{dense / sparse:.2f}"]
+            ratio = f"{dense / sparse:.2f}" if sparse else "-"  # a node of another origin may not say its widths
+            cells += [f"{dense / unit:,.4g}", f"{sparse / unit:,.4g}", ratio]
         table.add_row(*cells, f"{row['sparse']['gathered'] / 1e6:,.4g}")
     console.print(table)
     console.print(
@@ -423,6 +425,8 @@ def _print_cost(cost: dict[str, Any]) -> None:
 
 
 def _print_accuracy(result: CheckResult) -> None:
+    from twellc.accuracy import perplexity
+
     console = _console()
     for note in filter(None, (result.note, *result.notes)):
         console.print(Text("Note:", "bold yellow"), note, soft_wrap=True)
@@ -456,7 +460,7 @@ def _print_accuracy(result: CheckResult) -> None:
             console.print(f"{output.stray} elements are NaN or infinite where the plain model is finite, or vice versa")
     if result.text is not None:
         text = result.text
-        perplexities = (2**bits for bits in (text.candidate_bits, text.plain_bits, text.truth_bits))
+        perplexities = map(perplexity, (text.candidate_bits, text.plain_bits, text.truth_bits))
         console.print(
             f"{text.tokens} tokens of text predicted: {text.candidate_bits:.4f} bits a token (plain "
             f"{text.plain_bits:.4f}, float64 {text.truth_bits:.4f}); perplexity {{:.4f}} (plain {{:.4f}}, "

@@ -1,4 +1,4 @@
-"""Options of a compilation, the one home of their names, defaults and meaning."""
+"""Options of a compilation and of a check, the one home of their names, defaults and meaning."""
 
 from __future__ import annotations
 
@@ -53,3 +53,26 @@ class CompileOptions:
     inputs: tuple[InputDeclaration, ...] = ()
     triton: Path | None = None
     embed_plugins: bool = False
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What `twellc check` was asked to do.
+
+    Attributes:
+        model: The model, as `twellc compile` takes it.
+        candidate: A rewritten ONNX file, or a plan with its manifest.
+        seed: Seed of random inputs.
+        arrays: An `.npz` file with the inputs, instead of random ones.
+        text: A text to make the inputs from, instead of random ones.
+        trust_model: Load a pickle, or an archive that could execute code.
+        inputs: The inputs of a pickled module.
+    """
+
+    model: Path
+    candidate: Path
+    seed: int = 0
+    arrays: Path | None = None
+    text: Path | None = None
+    trust_model: bool = False
+    inputs: tuple[InputDeclaration, ...] = ()

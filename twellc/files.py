@@ -65,6 +65,8 @@ class Outputs:
             raise UserError(f"{option} {path}", "the output folder is not writable", got=str(folder))
         if path.is_dir():
             raise UserError(f"{option} {path}", "is a folder", expected="a file")
+        if path.exists() and not path.is_file():
+            raise UserError(f"{option} {path}", "is a device or a pipe", expected="a file")
         if path.exists() and not self._overwrite:
             raise UserError(f"{option} {path}", "the file exists already", fix="Add --overwrite to replace it.")
 
@@ -154,7 +156,7 @@ def writing(path: Path) -> Iterator[None]:
         path = staging.with_name(path.name)
         raise UserError(
             str(path), f"cannot be written: {error.strerror or error}",
-            fix="Make room, or write to another place; nothing was changed.",
+            fix="Make room, or write to another place.",
         ) from error  # fmt: skip
 
 

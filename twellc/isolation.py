@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -40,8 +41,11 @@ def run_isolated(target: str, *arguments: Any, progress: Callable[[str], None]) 
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(sender, target, arguments, not sys.warnoptions), daemon=True)
-    with _quiet_resource_tracker(), _signals_held_back():
-        process.start()
+    with _quiet_resource_tracker():
+        # Started by the process, it would let the signals through again.
+        resource_tracker.ensure_running()
+        with _signals_held_back():
+            process.start()
     sender.close()
     step, answer = "starting", None
     try:

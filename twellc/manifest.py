@@ -22,8 +22,10 @@ SCHEMA = 1
 
 _SHAPES = {"min": [int], "opt": [int], "max": [int]}
 _TENSOR = {"name": str, "dtype": str, "shape": [int]}
-# What the manifest of a plan holds: a type; a list of one form; a dictionary with these keys, or with any (`str`).
+# What the manifest of a plan holds: a type or one of several; a list of one form; a dictionary with these
+# keys, or with any (`str`).
 _FORM: dict[str, Any] = {
+    "twellc": str,
     "model": {"name": str, "kind": str, "sha256": str},
     "settings": {"dtype": str, "layers": str, "compression": int},
     "layers": [
@@ -35,7 +37,7 @@ _FORM: dict[str, Any] = {
     "notes": [str],
     "warnings": [str],
     "plugins": {"namespace": str, "version": str, "names": [str], "embedded": bool},
-    "onnx": {"sha256": str},
+    "onnx": {"file": (str, type(None)), "sha256": str},
     "profiles": [{str: _SHAPES}],
     "backend": {"name": str, "version": str},
     "plan": {"sha256": str, "inputs": [_TENSOR], "outputs": [_TENSOR], "plugin_layers": [str]},
@@ -120,13 +122,31 @@ def read_manifest(plan: Path) -> dict[str, Any]:
     return manifest
 
 
+def refuse_other_plugins(plan: Path, manifest: dict[str, Any]) -> None:
+    """Fail if a plan needs plugins of another version than this package's.
+
+    Raises:
+        UserError: It does.
+    """
+    plugins = manifest["plugins"]
+    if plugins["names"] and plugins["version"] != PLUGIN_VERSION:
+        raise UserError(
+            str(plan), f"the plan needs other plugins than those of twellc {__version__}",
+            got=f"plugin version {PLUGIN_VERSION}",
+            expected=f"plugin version {plugins['version']}, of twellc {manifest['twellc']}",
+            fix="Install that twellc, or compile the model again with this one.",
+        )  # fmt: skip
+
+
 _FIX = "Compile the model again."
 
 
 def _misfit(value: Any, form: Any, place: str = "") -> str:
     """Say where a JSON value does not have a form; see `_FORM`. Keys that the form does not name are allowed."""
+    if isinstance(form, tuple):
+        return "" if type(value) in form else f"{place} is no {_KINDS[form[0]]}"
     if isinstance(form, type):
-        return "" if type(value) is form else f"{place} is no {_KINDS[form]}"
+        return _misfit(value, (form,), place)
     if not isinstance(value, type(form)):
         return f"{place} is no {_KINDS[type(form)]}"
     if isinstance(form, list):
@@ -150,6 +170,8 @@ def _unusable(manifest: dict[str, Any]) -> str:
     if settings["dtype"] not in DTYPES or settings["compression"] not in COMPRESSIONS:
         return "settings has values that twellc compile does not take"
     inputs = {tensor["name"]: tensor["shape"] for tensor in manifest["plan"]["inputs"]}
+    if manifest["onnx"]["file"] not in (None, Path(manifest["onnx"]["file"] or "").name):
+        return "onnx.file is no name of a file beside the plan"
     if not manifest["profiles"]:
         return "profiles is empty"
     for index, profile in enumerate(manifest["profiles"]):

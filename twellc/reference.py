@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import onnx
 import torch
+from torch.export import ExportedProgram
 
 from twellc.config import DTYPES
 from twellc.errors import UserError
@@ -21,7 +22,7 @@ from twellc.export.profiles import ModelInputs, program_inputs
 from twellc.inputs import InputDeclaration
 from twellc.loaders.model import LoadedModel
 from twellc.onnx_models import choose_onnx_dtype, integer_range, model_inputs, open_model, refuse_rewritten
-from twellc.passes.canonicalize import canonicalize
+from twellc.passes.canonicalize import functionalize, rearrange
 from twellc.passes.decide import Layer, decide
 from twellc.passes.execution import example_inputs, run_program
 from twellc.passes.find_ffn import find_ffn_blocks
@@ -87,6 +88,8 @@ class Runs:
         spliced: As `plain`, with the candidate's plugin nodes in the place of its blocks.
         rewritten: As `original`, with the candidate's plugin nodes in the place of its blocks.
         blocks: The blocks that have a plugin node, in order.
+        exact: Whether `rewritten` has the weights of `original`; else it has some that the model computes from others,
+            in low precision, and that were folded.
     """
 
     plain: list[Outputs]
@@ -95,6 +98,7 @@ class Runs:
     spliced: list[Outputs] = field(default_factory=list)
     rewritten: list[Outputs] = field(default_factory=list)
     blocks: list[BlockRuns] = field(default_factory=list)
+    exact: bool = True
 
 
 class Reference(Protocol):
@@ -143,16 +147,19 @@ class TorchReference:
 
     def __init__(self, model: LoadedModel, settings: dict[str, Any]) -> None:
         """Lower the model as its compilation did, by the settings of the candidate, and find its blocks."""
-        self._source = canonicalize(model.program)
+        # What the model is measured by takes no part in the passes that bring its blocks into form.
+        self._source = functionalize(model.program)
         name = settings.get("dtype")
         dtype = torch_dtype(name if name in DTYPES else choose_dtype(model, None)[0])
-        self._plain = lower(self._source, dtype) if parameter_dtypes(self._source) - {dtype} else self._source
+        self._plain = _in_precision(self._source, dtype)
+        rearranged = rearrange(self._source)
+        self._with_blocks = self._plain if rearranged is self._source else _in_precision(rearranged, dtype)
         self.inputs = program_inputs(self._source)
         self.integers = integer_ranges(model)
         self.token_ids = model.vocabulary
         self.outputs = model.output_names
         self.language_model = model.language_model
-        blocks = find_ffn_blocks(self._plain)
+        blocks = find_ffn_blocks(self._with_blocks)
         chosen = [(block, layer) for block, layer in zip(blocks, _decide(blocks, settings), strict=True)
                   if layer.decision == "twell"]  # fmt: skip
         self._ends = [(block.x.name, block.down.node.name) for block, _ in chosen]
@@ -170,23 +177,26 @@ class TorchReference:
         nodes = graph.nodes if graph else []
         ends = self._ends if graph else []
         blocks = [BlockRuns() for _ in nodes]
-        runs = Runs([], [], blocks=blocks)
+        runs = Runs([], [], blocks=blocks, exact=self._with_blocks is self._plain)
         inputs: list[dict[int, torch.Tensor]] = []
         for sample in samples:
+            runs.plain.append(run_program(self._plain, sample))
+            if graph is None:
+                continue
             visitor = _Visitor(ends)
-            runs.plain.append(run_program(self._plain, sample, visitor))
+            run_program(self._with_blocks, sample, visitor)
             inputs.append(visitor.x)
             for index, node in enumerate(nodes):
                 blocks[index].add_low(node, visitor.x[index], visitor.y[index])
-            if graph is not None:
-                runs.spliced.append(run_program(self._plain, sample, _Visitor(ends, nodes)))
+            runs.spliced.append(run_program(self._with_blocks, sample, _Visitor(ends, nodes)))
         progress("running the model in float64")
         wide = widen(self._plain)
-        for sample, given in zip(samples, inputs, strict=True):
+        runs.original.extend(run_program(wide, widen_sample(sample)) for sample in samples)
+        if self._with_blocks is not self._plain:
+            del wide  # a large model is larger in float64
+            wide = widen(self._with_blocks)
+        for sample, given in zip(samples, inputs, strict=False):  # without a graph there are no inputs of blocks
             widened = widen_sample(sample)
-            runs.original.append(run_program(wide, widened))
-            if graph is None:
-                continue
             runs.rewritten.append(run_program(wide, widened, _Visitor(ends, nodes)))
             visitor = _Visitor(ends, given={index: x.double() for index, x in given.items()})
             run_program(wide, widened, visitor)
@@ -194,10 +204,14 @@ class TorchReference:
                 blocks[index].add_wide(node, given[index], visitor.y[index])
         if self._plain is self._source:
             return replace(runs, truth=runs.original)
-        del wide  # a large model is larger in float64
+        del wide
         wide = widen(self._source)
         runs.truth.extend(run_program(wide, widen_sample(sample)) for sample in samples)
         return runs
+
+
+def _in_precision(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
+    return lower(program, dtype) if parameter_dtypes(program) - {dtype} else program
 
 
 class _Visitor:

@@ -44,16 +44,16 @@ class Limits:
     token_ids: int | None
 
     def sizes(self, spec: InputSpec, axis: int) -> tuple[int, int]:
-        """Return the least and the largest size of the only symbol of a dynamic dimension, or of a fixed dimension."""
+        """Return the least and the largest size of a dimension that is fixed or a symbol of its own."""
         dim = spec.shape[axis]
-        if isinstance(dim, int):
-            return dim, dim
-        low, high = 1, _UNBOUNDED
-        for symbol in dim.free_symbols:
-            least, largest = self.inputs.bounds.get(str(symbol), (1, None))
-            low, high = max(1, least), int(str(largest)) if str(largest).isdigit() else _UNBOUNDED
+        return (dim, dim) if isinstance(dim, int) else self.symbol_values(spec, axis, dim)
+
+    def symbol_values(self, spec: InputSpec, axis: int, symbol: sympy.Expr) -> tuple[int, int]:
+        """Return the least and the largest value of a symbol, as far as this dimension, which it occurs in, says."""
+        least, largest = self.inputs.bounds.get(str(symbol), (1, None))
+        low, high = max(1, least), int(str(largest)) if str(largest).isdigit() else _UNBOUNDED
         if self.profile is not None:
-            shapes = self.profile[spec.name]
+            dim, shapes = spec.shape[axis], self.profile[spec.name]
             low = max(low, symbol_value(dim, shapes["min"][axis]) or 1)
             high = min(high, symbol_value(dim, shapes["max"][axis]) or high)
         return low, high
@@ -78,7 +78,7 @@ def draw_samples(limits: Limits, integers: dict[str, tuple[int, int]], seed: int
         for spec in specs:
             for axis, dim in enumerate(spec.shape):
                 for symbol in getattr(dim, "free_symbols", ()):
-                    low, high = limits.sizes(spec, axis)
+                    low, high = limits.symbol_values(spec, axis, symbol)
                     sizes[symbol] = min(max(limits.inputs.hints[str(symbol)] * factor, low), high)
         shape = {spec.name: tuple(_size(dim, sizes) for dim in spec.shape) for spec in specs}
         if shape not in shapes:
@@ -208,7 +208,7 @@ def _check_shapes(path: Path, limits: Limits, sample: Sample) -> None:
             if len(dim.free_symbols) != 1:
                 continue  # the model itself refuses what does not fit
             (symbol,) = dim.free_symbols
-            size, (low, high) = symbol_value(dim, shape[axis]), limits.sizes(spec, axis)
+            size, (low, high) = symbol_value(dim, shape[axis]), limits.symbol_values(spec, axis, symbol)
             if size is None or not low <= size <= high:
                 source = "the plan's profile and the model" if limits.profile is not None else "the model"
                 least, largest = (_size(dim, {symbol: bound}) for bound in (low, high))

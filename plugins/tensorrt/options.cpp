@@ -202,21 +202,7 @@ float read_threshold(int32_t activation, FieldReader& fields, TensorRTPhase phas
     return value;
 }
 
-}  // namespace
-
-std::vector<PluginField> field_names(twell_variant variant) {
-    std::vector<PluginField> fields{
-        {kActivation, nullptr, PluginFieldType::kCHAR, 1},   {kThreshold, nullptr, PluginFieldType::kFLOAT32, 1},
-        {kCompression, nullptr, PluginFieldType::kINT32, 1}, {kUpBias, nullptr, PluginFieldType::kINT32, 1},
-        {kDownBias, nullptr, PluginFieldType::kINT32, 1},
-    };
-    if (variant == TWELL_GATED) {
-        fields.emplace_back(kGateBias, nullptr, PluginFieldType::kINT32, 1);
-    }
-    return fields;
-}
-
-Options read_options(twell_variant variant, PluginFieldCollection const* collection, TensorRTPhase phase) {
+Options read_fields(twell_variant variant, PluginFieldCollection const* collection, TensorRTPhase phase) {
     FieldReader fields(collection);
     if (phase == TensorRTPhase::kRUNTIME) {
         fields.integer(kSchema, {kSchemaVersion});
@@ -234,6 +220,33 @@ Options read_options(twell_variant variant, PluginFieldCollection const* collect
     options.b_down = fields.integer(kDownBias, {0, 1}) == 1;
     fields.reject_rest(field_names(variant));
     return options;
+}
+
+}  // namespace
+
+std::vector<PluginField> field_names(twell_variant variant) {
+    std::vector<PluginField> fields{
+        {kActivation, nullptr, PluginFieldType::kCHAR, 1},   {kThreshold, nullptr, PluginFieldType::kFLOAT32, 1},
+        {kCompression, nullptr, PluginFieldType::kINT32, 1}, {kUpBias, nullptr, PluginFieldType::kINT32, 1},
+        {kDownBias, nullptr, PluginFieldType::kINT32, 1},
+    };
+    if (variant == TWELL_GATED) {
+        fields.emplace_back(kGateBias, nullptr, PluginFieldType::kINT32, 1);
+    }
+    return fields;
+}
+
+Options read_options(twell_variant variant, PluginFieldCollection const* collection, TensorRTPhase phase) {
+    try {
+        return read_fields(variant, collection, phase);
+    } catch (Refusal const& refusal) {
+        if (phase != TensorRTPhase::kRUNTIME) {
+            throw;
+        }
+        throw Refusal(std::string(refusal.what()) + ". The plan is damaged, or built for another libtwell_plugins.so " +
+                      "than this one of version " + twell_version() +
+                      ": use that of the twellc that built it, which the plan's manifest names, or compile again");
+    }
 }
 
 Serialized::Serialized(twell_variant variant, Options const& options) : threshold_(options.threshold) {

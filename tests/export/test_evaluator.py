@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tests.models import Gated, Plain, Residual, canonical, rewrite, run
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.config import CompileOptions
 from twellc.errors import UserError
-from twellc.export.evaluator import OnnxEvaluator, to_numpy, to_torch
+from twellc.export.evaluator import OnnxEvaluator, plugin_nodes, to_numpy, to_torch
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.execution import run_program
@@ -126,6 +128,51 @@ def model_with(*nodes: onnx.NodeProto) -> bytes:
     imports = [helper.make_opsetid("", 20), helper.make_opsetid("twell", 1), helper.make_opsetid("other", 1)]
     content: bytes = helper.make_model(graph, opset_imports=imports).SerializeToString()
     return content
+
+
+# ---- plugin nodes by themselves ----
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_node_by_itself(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Each gives what it gives in the graph; in float64 what the block of torch gives; and how many neurons fire."""
+    module = Many().to(dtype)
+    program = rewrite(canonical(module, torch.randn(4, 16).to(dtype), dynamic=({0: Dim("n")},)))
+    save_onnx(export_onnx(program, ["x"], [f"y{i}" for i in range(8)], {}), tmp_path / "m.onnx")
+    nodes = plugin_nodes(onnx.load(tmp_path / "m.onnx"))
+    x = torch.randn(5, 16).to(dtype)
+    whole = OnnxEvaluator(tmp_path / "m.onnx").run({"x": x})
+    for node, block, y in zip(nodes, module.blocks, whole, strict=True):
+        assert (node.dtype, node.widths) == (dtype, (16, 300, 16))
+        assert torch.equal(node.run(x), y)
+        first = block.gate if isinstance(block, Gated) else block.up
+        with torch.no_grad():
+            assert node.active(x) == int((first(x) > 0).sum())
+            assert_same(node.run(x.double()), copy.deepcopy(block).double()(x.double()))
+
+
+def test_nodes_that_are_none_of_ours(tmp_path: Path) -> None:
+    save_onnx(export_onnx(rewrite(canonical(Gated(biases="d"))), ["x"], ["y"], {}), tmp_path / "m.onnx")
+
+    def changed(change: Callable[[onnx.NodeProto, onnx.GraphProto], Any]) -> onnx.ModelProto:
+        model = onnx.load(tmp_path / "m.onnx")
+        (node,) = (node for node in model.graph.node if node.domain == "twell")
+        change(node, model.graph)
+        return model
+
+    def compute(node: onnx.NodeProto, graph: onnx.GraphProto) -> None:
+        graph.node.insert(0, helper.make_node("Neg", [node.input[1]], ["negated"]))
+        node.input[1] = "negated"
+
+    def drop(name: str) -> Callable[[onnx.NodeProto, onnx.GraphProto], Any]:
+        return lambda node, _: node.attribute.remove(next(each for each in node.attribute if each.name == name))
+
+    for change in (drop("down_bias"), drop("activation"), lambda node, _: node.input.pop()):
+        with pytest.raises(ValueError, match="has not the fields and inputs of one"):
+            plugin_nodes(changed(change))
+    with pytest.raises(ValueError, match=r"negated, a weight of the plugin node .* is no constant"):
+        plugin_nodes(changed(compute))
+    assert plugin_nodes(onnx.load_model_from_string(model_with(helper.make_node("Relu", ["x"], ["y"])))) == []
 
 
 BAD: dict[str, bytes] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,27 @@ def test_user_inputs_are_tensors_in_order() -> None:
     assert list(examples) == names
     (y,) = run_program(program, {name: torch.full((16,), float(i)) for i, name in enumerate(names)})
     assert torch.equal(y, torch.ones(16)), "0 * w * 2 + 2 - 1"
+
+
+def test_a_visitor_sees_and_replaces_values() -> None:
+    class Chain(nn.Module):
+        def forward(self, x: Tensor, scale: float, pair: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {"y": torch.relu(x * scale) + pair["b"], "x": x}
+
+    program = export(Chain(), torch.randn(4), 2.0, {"b": torch.randn(4)})
+    inputs = {"x": torch.tensor([-1.0, 0.0, 1.0, 2.0]), "pair_b": torch.ones(4)}
+    seen: dict[str, Any] = {}
+
+    def visit(name: str, value: Any) -> Any:
+        seen[name] = value
+        return value + 10 if name == "relu" else value
+
+    y, x = run_program(program, inputs, visit)
+    assert y.tolist() == [11, 11, 13, 15]
+    assert torch.equal(x, inputs["x"])
+    assert seen["relu"].tolist() == [0, 0, 2, 4], "the value that the program computed"
+    assert seen["mul"].tolist() == [-2, 0, 2, 4]
+    assert [each.tolist() for each in run_program(program, inputs)] == [[1, 1, 3, 5], [-1, 0, 1, 2]]
 
 
 def test_canonicalize_functionalises() -> None:

@@ -1,7 +1,7 @@
 """What the kernels must compute: a float64 reference, the plain low-precision block, and the comparison of both.
 
 This is the only home of tolerances for kernel tests. They come from the data: a kernel may be as far from float64 as
-twice the plain low-precision block is, plus a rounding floor.
+twice the plain low-precision block is, plus a floor for roundings and for sums in fp32.
 """
 
 from __future__ import annotations
@@ -113,10 +113,43 @@ def plain(block: Block) -> Tensor:
     return _down(h.float(), g != 0, block).to(dtype)
 
 
-def _spread(block: Block) -> Tensor:
-    """Root of the sum of squares of y's terms [rows, d_out]: how independent relative errors of h show up in y."""
-    g = _activate(_linear(block.x.double(), block.w_gate, block.b_gate), block)
-    h = torch.nan_to_num(_hidden(block, g), posinf=0.0, neginf=0.0)
+def _sum_error(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """How far sums in fp32 are from rows weight^T + bias, all float64.
+
+    Tensor cores add 16 products at a time or fewer and cut what a partial sum has beyond 24 bits: half of its last bit
+    on average. In whatever order, partial sums are about as large as the root of the sum of squares of all terms.
+    """
+    squares = (rows * rows) @ (weight * weight).t()
+    if bias is not None:
+        squares += bias * bias
+    steps = -(-rows.shape[1] // 16) + 1
+    return squares.sqrt() * steps * 2.0**-24
+
+
+def _hidden_error(block: Block) -> Tensor:
+    """How far h [rows, d_ff] may be from float64 because z and u are summed in fp32.
+
+    Where z comes close to the cut, a neuron may be active on one side and not on the other: for FATReLU that is a jump.
+    """
+    x, w_gate = block.x.double(), block.w_gate.double()
+    b_gate = None if block.b_gate is None else block.b_gate.double()
+    z = _linear(x, w_gate, b_gate)
+    g = _activate(z, block)
+    cut = block.threshold if block.activation == "fatrelu" else 0.0
+    z_error = _sum_error(x, w_gate, b_gate)
+    slope = 2 * z.abs() if block.activation == "relu2" else torch.ones_like(z)
+    undecided = (z - cut).abs() <= z_error + torch.finfo(block.x.dtype).eps / 2 * z.abs()
+    g_error = torch.where(undecided | (z > cut), slope * z_error, torch.zeros_like(z)) + undecided * cut
+    if block.w_up is None:
+        return g_error
+    w_up = block.w_up.double()
+    b_up = None if block.b_up is None else block.b_up.double()
+    return g_error * _linear(x, w_up, b_up).abs() + g * _sum_error(x, w_up, b_up)
+
+
+def _spread(h: Tensor, block: Block) -> Tensor:
+    """How independent errors of h [rows, d_ff] show up in y [rows, d_out]: as the root of the sum of their squares."""
+    h = torch.nan_to_num(h, posinf=0.0, neginf=0.0)
     w_down = torch.nan_to_num(block.w_down.double(), posinf=0.0, neginf=0.0)
     return ((h * h) @ (w_down * w_down)).sqrt()
 
@@ -147,10 +180,14 @@ def assert_close(actual: Tensor, block: Block) -> None:
     error = torch.where(finite & torch.isfinite(actual), (actual.double() - expected).abs(), zero)
     base_error = torch.where(finite & torch.isfinite(base), (base.double() - expected).abs(), zero)
     info = torch.finfo(dtype)
+    h = _hidden(block, _activate(_linear(block.x.double(), block.w_gate, block.b_gate), block))
     floor = (
-        _FLOOR_ROUNDINGS[block.activation] * info.eps / 2 * (_spread(block) + torch.where(finite, expected.abs(), zero))
+        _FLOOR_ROUNDINGS[block.activation]
+        * info.eps
+        / 2
+        * (_spread(h, block) + torch.where(finite, expected.abs(), zero))
     )
-    floor += info.smallest_normal * info.eps
+    floor += _spread(_hidden_error(block), block) + info.smallest_normal * info.eps
     for name, norm in (("RMS", _row_rms), ("maximum", _row_max)):
         bound = _PLAIN_FACTOR * norm(base_error) + norm(floor)
         bad = ~(norm(error) <= bound)

@@ -89,6 +89,43 @@ def test_accepts_rows_with_one_neuron(dtype: torch.dtype) -> None:
             assert_close(reference.emulate(narrow), narrow)
 
 
+def test_accepts_both_sides_of_a_threshold(dtype: torch.dtype) -> None:
+    # z lies half-way between two representable values, of which only the upper one exceeds the threshold.
+    threshold = 0.75
+    half = threshold * torch.finfo(dtype).eps / 3
+    block = Block(
+        x=torch.tensor([[1.0, 1.0]], dtype=dtype),
+        w_gate=torch.tensor([[threshold, half], [0.0, 0.5]], dtype=dtype),
+        w_up=None,
+        w_down=torch.tensor([[3.0, -2.0], [1.0, 1.0]], dtype=dtype),
+        activation="fatrelu",
+        threshold=threshold,
+    )
+    active = (threshold * block.w_down[:1].double()).to(dtype)
+    assert_close(active, block)
+    assert_close(torch.zeros_like(active), block)
+    clearly_active = dataclasses.replace(block, threshold=threshold * 0.9)
+    assert_close(active, clearly_active)
+    with pytest.raises(AssertionError, match="too large"):
+        assert_close(torch.zeros_like(active), clearly_active)
+
+
+def test_accepts_sums_in_fp32_that_cancel(dtype: torch.dtype) -> None:
+    # 1 and -1 leave 2^-12, of which a sum in fp32 that cuts partial sums may lose the last bits of 1.
+    block = Block(
+        x=torch.ones(1, 2048, dtype=dtype),
+        w_gate=torch.zeros(1, 2048, dtype=dtype),
+        w_up=None,
+        w_down=torch.ones(1, 8, dtype=dtype),
+    )
+    block.w_gate[0, :3] = torch.tensor([1.0, -1.0, 2.0**-12])
+    steps = 2048 // 16
+    y = torch.full((1, 8), 2.0**-12)
+    assert_close((y + steps * 2.0**-24).to(dtype), block)
+    with pytest.raises(AssertionError, match="too large"):
+        assert_close((y + 8 * steps * 2.0**-24).to(dtype), block)
+
+
 def test_reference_against_loops() -> None:
     block = make_block(torch.bfloat16, 1.0)
     assert block.w_up is not None and block.b_gate is not None and block.b_up is not None

@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[str, str, list[Field], str]] = {
         GATED,
         "RUNTIME",
         plan_fields(GATED, schema=["INT32", 2]),
-        "field 'schema': got 2; allowed: 1",
+        "field 'schema': got 2; allowed: 1. The plan is damaged, or built for another libtwell_plugins.so",
     ),
     "plan-without-schema": (PLAIN, "RUNTIME", plan_fields(PLAIN, schema=None), "field 'schema' is missing"),
     "plan-activation-range": (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from twellc.accuracy import OutputAccuracy, measure
+from twellc.accuracy import OutputAccuracy, Separation, measure, perplexity, separate, text_bits
 
 LOW = [torch.bfloat16, torch.float16]
 
@@ -138,3 +139,94 @@ def test_language_model_figures() -> None:
     assert result.plain_kl == pytest.approx(0, abs=1e-7)
     other = judge(candidate, truth.float(), truth)
     assert (other.top1, other.kl) == (None, None)
+
+
+# ---- separation ----
+
+
+def separated(**changes: Tensor) -> tuple[Separation, Tensor, Tensor]:
+    """Separate a candidate that is right but for `changes`, which are added to what they name.
+
+    Returns the separation, the error of the candidate and the truth.
+    """
+    plain, spliced, truth = projected(torch.bfloat16, rows=256)
+    noise = 1e-3 * torch.randn(truth.shape, dtype=torch.float64)
+    tensors = {"candidate": spliced.double() + noise, "spliced": spliced, "plain": plain, "truth": truth}
+    tensors |= {"rewritten": truth * (1 + 1e-15), "original": truth}
+    tensors |= {name: tensors[name].double() + change for name, change in changes.items()}
+    # As in a check, all but the two in float64 are results in low precision.
+    tensors |= {name: tensors[name].bfloat16() for name in ("candidate", "spliced", "plain")}
+    return separate(**tensors), tensors["candidate"].double() - truth, truth
+
+
+def test_shares_add_up_to_the_error() -> None:
+    separation, error, truth = separated()
+    parts = (separation.low_precision, separation.rewrite, separation.kernels, separation.rest)
+    assert sum(part.max for part in parts) == pytest.approx(float(error.abs().max()), rel=1e-6)
+    assert sum(part.relative for part in parts) == pytest.approx(float(error.norm() / truth.norm()), rel=1e-6)
+    assert separation.rewrite_within and separation.kernels_within
+
+
+def test_a_fault_of_the_rewriting_is_not_the_kernels() -> None:
+    fault = torch.zeros(256, 128, dtype=torch.float64)
+    fault[:, 7] = 3.0
+    # Multiples of a half, which bfloat16 holds beside values of this size without another rounding of note.
+    good, *_ = separated()
+    bad, *_ = separated(candidate=fault, spliced=fault, rewritten=fault)
+    assert not bad.rewrite_within
+    assert bad.kernels_within
+    assert bad.rewrite.max == pytest.approx(3.0)
+    assert abs(bad.kernels.relative) < bad.low_precision.relative < bad.rewrite.relative / 20
+    assert good.rewrite_within
+
+
+def test_a_fault_of_the_kernels_is_not_the_rewriting() -> None:
+    fault = torch.zeros(256, 128, dtype=torch.float64)
+    fault[:, 7] = 3.0
+    bad, *_ = separated(candidate=fault, spliced=fault)
+    assert bad.rewrite_within
+    assert not bad.kernels_within
+    assert bad.kernels.max > 2
+    assert abs(bad.rest.relative) < bad.low_precision.relative
+
+
+def test_a_fault_of_neither_is_the_rest() -> None:
+    fault = torch.zeros(256, 128, dtype=torch.float64)
+    fault[:, 7] = 3.0
+    bad, *_ = separated(candidate=fault)
+    assert bad.rewrite_within and bad.kernels_within
+    assert bad.rest.max > 2
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_rewriting_must_not_make_nan(value: float) -> None:
+    plain, spliced, truth = projected(torch.bfloat16)
+    rewritten = truth.clone()
+    rewritten[3, 5] = value
+    separation = separate(spliced, spliced, plain, truth, rewritten, truth)
+    assert (separation.rewrite_stray, separation.rewrite_within) == (1, False)
+    assert math.isfinite(separation.rewrite.max)
+    # The same at the same place is no difference.
+    both = separate(spliced, spliced, plain, truth, rewritten, rewritten)
+    assert (both.rewrite_stray, both.rewrite_within) == (0, True)
+
+
+def test_separation_of_nothing() -> None:
+    empty = torch.zeros(0, 8, dtype=torch.float64)
+    separation = separate(empty, empty, empty, empty, empty, empty)
+    assert separation.rewrite_within and separation.kernels_within
+
+
+def test_bits_of_text() -> None:
+    """Two windows: the first token of each is given, not predicted."""
+    half = torch.tensor([[[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.1, 0.1, 0.8]]]).log()
+    ids = torch.tensor([[2, 0, 1]])
+    assert text_bits([half], [ids]) == (2, pytest.approx(1.0))
+    assert text_bits([half, half[:, :2]], [ids, torch.tensor([[1, 2]])]) == (3, pytest.approx((1 + 1 + 2) / 3))
+    assert text_bits([half[:, :1]], [ids[:, :1]]) == (0, 0.0)
+
+
+def test_perplexity() -> None:
+    assert perplexity(3.0) == 8.0
+    assert perplexity(5000.0) == math.inf
+    assert math.isnan(perplexity(math.nan))

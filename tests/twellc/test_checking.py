@@ -20,18 +20,20 @@ from torch.export import Dim, ExportedProgram
 
 from tests import models
 from tests.conftest import Cli
-from tests.models import Gated, Residual, export
+from tests.models import Gated, Plain, Residual, export
+from tests.onnx_graphs import GraphMaker
 from tests.processes import TWELLC, environment
 from twellc.accuracy import Share
-from twellc.checking import CheckOptions, CheckResult, check
+from twellc.checking import CheckResult, check
 from twellc.cli import _print_accuracy
-from twellc.config import CompileOptions
+from twellc.config import CheckOptions, CompileOptions
 from twellc.errors import UserError
 from twellc.export import evaluator
 from twellc.export.profiles import program_inputs
 from twellc.loaders.model import LoadedModel, load_model
 from twellc.passes.arrays import to_torch
-from twellc.passes.canonicalize import canonicalize
+from twellc.passes.canonicalize import functionalize
+from twellc.passes.fold_weights import fold_weights
 from twellc.reference import integer_ranges
 from twellc.samples import Limits, Sample, draw_samples
 from twellc.translation import translate_to_file
@@ -44,22 +46,22 @@ WITHOUT = ("w_gate", "w_up", "w_down")
 
 
 @pytest.fixture(scope="module")
-def canonical_programs() -> dict[int, tuple[ExportedProgram, ExportedProgram]]:
+def functional_programs() -> dict[int, tuple[ExportedProgram, ExportedProgram]]:
     return {}
 
 
 @pytest.fixture
 def remembered_programs(
-    canonical_programs: dict[int, tuple[ExportedProgram, ExportedProgram]], monkeypatch: pytest.MonkeyPatch
+    functional_programs: dict[int, tuple[ExportedProgram, ExportedProgram]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Canonicalise each loaded model once: that takes longer than all else, and passes change no program in place."""
+    """Functionalise each loaded model once: that takes longer than all else, and passes change no program in place."""
 
     def once(program: ExportedProgram) -> ExportedProgram:
-        if id(program) not in canonical_programs:
-            canonical_programs[id(program)] = (program, canonicalize(program))
-        return canonical_programs[id(program)][1]
+        if id(program) not in functional_programs:
+            functional_programs[id(program)] = (program, functionalize(program))
+        return functional_programs[id(program)][1]
 
-    monkeypatch.setattr("twellc.reference.canonicalize", once)
+    monkeypatch.setattr("twellc.reference.functionalize", once)
 
 
 def graph_of(model: Path, path: Path) -> Path:
@@ -179,6 +181,28 @@ def test_plan_without_a_gpu(cli: Cli, archive: Path, tmp_path: Path, monkeypatch
     assert "Executed: the ONNX graph that it was built from, made again" in again.stdout
     graph.write_bytes(b"something else of the same name")
     assert "made again" in cli("check", archive, plan).stdout
+
+
+def test_plan_that_runs(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and shares come from the graph beside the plan.
+
+    No TensorRT can run a plan here, so a stand-in runs the graph: this tests what check does with a plan's results, and
+    not the plan.
+    """
+    plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
+    assert cli("compile", archive, "-o", plan, "--onnx", graph).exit_code == 0
+    stand_in = evaluator.OnnxEvaluator(graph)
+    monkeypatch.setattr("twellc.checking.why_not_here", lambda backend: "")
+    monkeypatch.setattr("twellc.checking.load_host", lambda backend: None)
+    monkeypatch.setattr("twellc.checking.run_plan", lambda *arguments: [y * 1.5 for y in stand_in.run(arguments[-1])])
+    result = run_check(archive, plan)
+    assert (result.executed, result.note) == ("the plan", "")
+    assert [block.diverges for block in result.blocks] == [False]
+    assert (result.within, result.causes) == (False, ["rest"])
+    graph.unlink()
+    result = run_check(archive, plan)
+    assert (result.blocks, result.outputs[0].separation, result.causes) == ([], None, [])
+    assert "the graph that the plan was built from is not beside it; keep it with --onnx" in result.notes[0]
 
 
 def test_samples_of_a_plan_keep_to_its_profile(cli: Cli, archive: Path, tmp_path: Path) -> None:
@@ -361,6 +385,20 @@ def test_report_of_a_divergence(cli: Cli, deep: Path, deep_graph: Path, tmp_path
     assert found["outputs"][0]["separation"]["rewrite"]["relative"] > 0.1
 
 
+def test_json_has_no_nan(cli: Cli, deep: Path, deep_graph: Path, tmp_path: Path) -> None:
+    candidate = damage(deep_graph, tmp_path / "m.onnx", WITHOUT, "w_down", lambda w: w[3, 3].fill_(torch.nan), 1)
+    result = cli("check", deep, candidate, "--json")
+    assert result.exit_code == 1
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads(result.stdout, parse_constant=refuse)
+    assert found["outputs"][0]["kl"] is None
+    assert found["first_divergence"] == MODULES[1]
+    assert found["blocks"][1]["accuracy"]["stray"] > 0
+
+
 def test_only_the_worst_blocks_are_shown(capsys: pytest.CaptureFixture[str], deep: Path, deep_graph: Path) -> None:
     result = run_check(deep, deep_graph)
     many = [replace(result.blocks[0], module=f"block{index}") for index in range(20)]
@@ -429,6 +467,112 @@ def test_a_graph_without_plugin_nodes_has_no_kernels(llama: Path, tmp_path: Path
     assert separation is not None
     assert (separation.rewrite, separation.kernels) == (Share(0.0, 0.0), Share(0.0, 0.0))
     assert separation.rest.relative != 0
+
+
+class Computed(nn.Module):
+    """A gated block whose gate has a weight that is computed from two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.scale = Gated(d_ff=64), nn.Parameter(torch.linspace(0.5, 2, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = nn.functional.linear(x, self.block.gate.weight * self.scale[:, None])
+        return self.block.down(torch.relu(gate) * self.block.up(x))
+
+
+def test_a_fault_of_a_pass_before_the_rewriting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that the candidate is measured by takes no part in the passes: a wrong one cannot agree with itself."""
+    program = export(Computed().bfloat16(), torch.randn(4, 16).bfloat16(), dynamic=({0: Dim("rows", min=1, max=64)},))
+    torch.export.save(program, tmp_path / "m.pt2")
+    good = run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "good.onnx"))
+    (output,) = good.outputs
+    assert good.within and output.separation is not None
+    # Folding rounds the product of the two, as the plain model does.
+    assert 1e-6 < output.separation.rewrite.relative < output.separation.low_precision.relative
+    assert output.separation.rewrite_within
+    assert [block.module for block in good.blocks] == ["block"]
+
+    def faulty(program: ExportedProgram) -> ExportedProgram:
+        folded = fold_weights(program)
+        (name,) = folded.state_dict.keys() - program.state_dict.keys()
+        with torch.no_grad():
+            folded.state_dict[name][5] *= 3
+        return folded
+
+    monkeypatch.setattr("twellc.passes.canonicalize.fold_weights", faulty)
+    bad = run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "bad.onnx"))
+    assert (bad.within, bad.causes, bad.first_divergence) == (False, ["rewrite"], None)
+
+
+def test_a_block_that_is_the_whole_model(tmp_path: Path) -> None:
+    """It reads the program's input and gives its output."""
+    program = export(Plain(biases="ud").half(), torch.randn(4, 16).half(), dynamic=({0: Dim("rows", min=1, max=64)},))
+    torch.export.save(program, tmp_path / "m.pt2")
+    result = run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "m.onnx"))
+    assert result.within and len(result.blocks) == 1
+    damaged = damage(
+        tmp_path / "m.onnx", tmp_path / "d.onnx", ("w_up", "b_up", "w_down", "b_down"), "w_up", lambda w: w[3].zero_()
+    )
+    assert run_check(tmp_path / "m.pt2", damaged).causes == ["rewrite"]
+
+
+# ---- blocks of ONNX models ----
+
+
+@pytest.fixture(scope="module", params=["bf16", "fp16", "fp32"])
+def onnx_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An ONNX file with a gated block, a layer normalisation and a plain block, and its rewritten graph."""
+    make = GraphMaker(request.param)
+    gate = make.node("Relu", make.linear("x", "first.gate", 16, 40, bias=True))
+    hidden = make.node("Mul", gate, make.linear("x", "first.up", 16, 40))
+    middle = make.linear(hidden, "first.down", 40, 16, bias=True)
+    middle = make.node("LayerNormalization", middle, make.constant(np.ones(16)), make.constant(np.zeros(16)))
+    hidden = make.node("Relu", make.linear(middle, "second.fc1", 16, 72, bias=True))
+    model = make.model(make.node("Add", middle, make.linear(hidden, "second.fc2", 72, 16)))
+    folder = tmp_path_factory.mktemp("models")
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx", graph_of(folder / "model.onnx", folder / "graph.onnx")
+
+
+def test_blocks_of_an_onnx_model(onnx_model: tuple[Path, Path]) -> None:
+    result = run_check(*onnx_model)
+    assert (result.within, result.notes) == (True, [])
+    assert [block.module for block in result.blocks] == ["first", "second"]
+    for each in (*result.outputs, *(block.accuracy for block in result.blocks)):
+        assert each.separation is not None
+        assert each.separation.rewrite.relative < 1e-14
+        assert each.separation.rest.relative == 0, "all other operators are the model's own"
+        parts = (each.separation.low_precision, each.separation.rewrite, each.separation.kernels)
+        assert sum(part.relative for part in parts) == pytest.approx(each.candidate.relative, rel=1e-9)
+    assert all(0.2 < block.density < 0.8 for block in result.blocks)
+
+
+@pytest.mark.parametrize(("index", "module"), [(0, "first"), (1, "second")])
+def test_the_damaged_block_of_an_onnx_model(
+    onnx_model: tuple[Path, Path], tmp_path: Path, index: int, module: str
+) -> None:
+    model, graph = onnx_model
+    damaged = onnx.load(graph)
+    node = [node for node in damaged.graph.node if node.domain == "twell"][index]
+    (tensor,) = (each for each in damaged.graph.initializer if each.name == node.input[1])
+    values = onnx.numpy_helper.to_array(tensor).copy()
+    values[11] = -values[11]
+    tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    onnx.save(damaged, tmp_path / "m.onnx")
+    result = run_check(model, tmp_path / "m.onnx")
+    assert [block.diverges for block in result.blocks] == [index == 0, index == 1]
+    assert (result.first_divergence, result.causes) == (module, ["rewrite"])
+
+
+def test_changed_fields_of_a_node(onnx_model: tuple[Path, Path], tmp_path: Path) -> None:
+    model, graph = onnx_model
+    damaged = onnx.load(graph)
+    node = [node for node in damaged.graph.node if node.domain == "twell"][1]
+    (activation,) = (each for each in node.attribute if each.name == "activation")
+    activation.s = b"relu2"
+    onnx.save(damaged, tmp_path / "m.onnx")
+    assert run_check(model, tmp_path / "m.onnx").first_divergence == "second"
 
 
 # ---- what does not belong together ----

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -321,24 +320,6 @@ def test_another_process_makes_the_same_graph(cli: Cli, archive: Path, tmp_path:
     graph = tmp_path / "again.onnx"
     assert cli("compile", archive, "--backend", "none", "--onnx", graph).exit_code == 0
     assert sha256(graph) == json.loads((tmp_path / "m.plan.json").read_text())["onnx"]["sha256"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_interrupted_run_leaves_nothing(bytelm: Path, tmp_path: Path, number: int) -> None:
-    (tmp_path / "m.plan").write_text("old")
-    process = twellc("compile", bytelm, "-o", tmp_path / "m.plan", "--overwrite")
-    assert process.stderr is not None
-    assert "loading and tracing the model" in process.stderr.readline()
-    assert any(path.name.startswith(".twellc-") for path in tmp_path.iterdir()), "nothing to clean up yet"
-    os.kill(process.pid, number)
-    process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert files_in(tmp_path) == {"m.plan": b"old"}
-    assert len(list(tmp_path.iterdir())) == 1
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and group_lives(process.pid):
-        time.sleep(0.1)
-    assert not group_lives(process.pid), "a child goes on"
 
 
 def group_lives(group: int) -> bool:

@@ -10,10 +10,13 @@ from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
 from twellc.accuracy import measure
+from twellc.checking import check
+from twellc.config import CheckOptions, CompileOptions
 from twellc.loaders.model import load_model
 from twellc.passes.execution import run_program
 from twellc.passes.pipeline import run_passes
 from twellc.passes.precision import widen
+from twellc.translation import translate_to_file
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "bytelm"
 TEXT = b'def main(arguments: list[str]) -> int:\n    """Parse the command line."""\n    return 0\n'
@@ -44,3 +47,24 @@ def test_example_model(dtype: torch.dtype, compression: int) -> None:
         "logits", on_gpu(result.program, one), on_gpu(result.dense, one), truth_of_one, language_model=True
     )
     assert accuracy.within, accuracy
+
+
+@pytest.mark.gpu
+def test_check_runs_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, text = tmp_path / "bytelm.onnx", tmp_path / "text.py"
+    text.write_bytes(TEXT * 8)
+    translate_to_file(CompileOptions(model=EXAMPLE, backend="none"), graph, lambda step: None)
+    options = CheckOptions(EXAMPLE, graph, text=text)
+    result = check(options, lambda step: None)
+    assert "its plugin nodes by the CUDA kernels on NVIDIA" in result.executed
+    assert result.within, result
+    for each in (*result.outputs, *(block.accuracy for block in result.blocks)):
+        assert each.separation is not None
+        assert each.separation.rewrite.relative < 1e-13
+        assert each.separation.kernels_within
+    # The kernels add in another order than the CPU implementation does: their last bits tell them apart.
+    monkeypatch.setattr("twellc.export.evaluator.runs_kernels", lambda: False)
+    other = check(options, lambda step: None)
+    for ours, cpu in zip(result.blocks, other.blocks, strict=True):
+        assert ours.accuracy.plain == cpu.accuracy.plain
+        assert ours.accuracy.candidate != cpu.accuracy.candidate

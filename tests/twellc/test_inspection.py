@@ -155,3 +155,19 @@ def test_inspect_without_blocks_counts_nothing(cli: Cli, tmp_path: Path) -> None
     assert result.exit_code == 0
     assert "no feed-forward blocks" in result.stdout
     assert "density" not in result.stdout
+
+
+def test_inspect_a_node_without_known_widths(cli: Cli, tmp_path: Path) -> None:
+    """Its weights are inputs of a graph of another origin."""
+    names = ["x", "w_up", "w_down"]
+    node = onnx.helper.make_node("TwellMlp", names, ["y"], "node", domain="twell", activation="relu")
+    inputs = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.BFLOAT16, ["a", "b"]) for name in names]
+    outputs = [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.BFLOAT16, ["a", "b"])]
+    graph = onnx.helper.make_graph([node], "g", inputs, outputs)
+    opsets = [onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid("twell", 1)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "m.onnx")
+    result = cli("inspect", tmp_path / "m.onnx")
+    assert result.exit_code == 0, result.output
+    assert "TwellMlp" in result.stdout
+    (row,) = (line for line in result.stdout.splitlines() if line.startswith("│ node") and "rewritten" not in line)
+    assert row.split("│")[4].strip() == "-", "no ratio of nothing"

@@ -12,15 +12,17 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 import sympy
 import torch
 
 from tests.conftest import Cli
+from tests.models import Gated, export
 from twellc.config import CompileOptions
 from twellc.errors import UserError
 from twellc.export.profiles import InputSpec, ModelInputs
-from twellc.samples import Limits, read_arrays, read_text
+from twellc.samples import Limits, draw_samples, read_arrays, read_text
 from twellc.translation import translate_to_file
 
 pytestmark = pytest.mark.usefixtures("remembered_models")
@@ -110,6 +112,17 @@ def test_arrays_keep_to_the_profile(tmp_path: Path) -> None:
         UserError, match="leaves what the plan's profile and the model can take; got 1x3; expected 2 to 2"
     ):
         read(tmp_path, arrays(x=np.zeros((1, 3)), scale=np.zeros(1), input_ids=np.zeros((1, 4), int)), profile)
+
+
+def test_random_samples_of_a_sum_of_symbols() -> None:
+    """Each symbol keeps to its own bounds."""
+    first, second = (sympy.Symbol(name, positive=True, integer=True) for name in ("first", "second"))
+    specs = [InputSpec("x", torch.float32, (first + second,)), InputSpec("y", torch.float32, (first, second))]
+    bounds = {"first": (2, sympy.Integer(5)), "second": (7, sympy.Integer(9))}
+    inputs = ModelInputs(specs, bounds, {"first": 3, "second": 8})
+    samples = draw_samples(Limits(inputs, None, None), {}, seed=0)
+    assert [tuple(sample["y"].shape) for sample in samples] == [(2, 7), (3, 8), (5, 9)]
+    assert [tuple(sample["x"].shape) for sample in samples] == [(9,), (11,), (14,)]
 
 
 class Payload:
@@ -316,3 +329,37 @@ def test_check_refuses_both(cli: Cli, archive: Path, tmp_path: Path) -> None:
     result = cli("check", archive, archive, "--inputs", tmp_path / "a.npz", "--text", tmp_path / "t.txt")
     assert result.exit_code == 2
     assert "the inputs are given twice" in result.stderr
+
+
+class Table(torch.nn.Module):
+    """Reads rows of a table, from which nothing says how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mlp = torch.nn.Embedding(7, 16), Gated()
+
+    def forward(self, index: torch.Tensor) -> Any:
+        return self.mlp(self.table(index))
+
+
+def test_values_that_the_model_cannot_take(cli: Cli, tmp_path: Path) -> None:
+    model, given = tmp_path / "m.pt2", tmp_path / "given.npz"
+    torch.export.save(export(Table().bfloat16(), torch.tensor([0, 6, 3])), model)
+    assert cli("compile", model, "--backend", "none", "--onnx", tmp_path / "m.onnx").exit_code == 0
+    np.savez(given, index=np.array([6, 5, 0]))
+    assert cli("check", model, tmp_path / "m.onnx", "--inputs", given).exit_code == 0
+    np.savez(given, index=np.array([0, 7, 3]))
+    result = cli("check", model, tmp_path / "m.onnx", "--inputs", given)
+    assert result.exit_code == 2
+    assert result.stderr.count("Error: ") == 1
+    assert "cannot be evaluated with index (3,)" in result.stderr
+    # Where the candidate does not mind, the model does.
+    table = onnx.helper.make_tensor("table", onnx.TensorProto.BFLOAT16, [100, 16], [0.0] * 1600)
+    node = onnx.helper.make_node("Gather", ["table", "index"], ["y"])
+    inputs = [onnx.helper.make_tensor_value_info("index", onnx.TensorProto.INT64, [3])]
+    outputs = [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.BFLOAT16, [3, 16])]
+    graph = onnx.helper.make_graph([node], "g", inputs, outputs, [table])
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)]), tmp_path / "other.onnx")
+    result = cli("check", model, tmp_path / "other.onnx", "--inputs", given)
+    assert result.exit_code == 2
+    assert f"--inputs {given}: the model fails on these inputs (index out of range" in result.stderr

@@ -1,0 +1,251 @@
+"""What goes wrong around twellc: signals, full and read-only disks, damaged libraries, plans of other versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Cli
+from tests.fork_server import ForkServer
+from tests.processes import TWELLC, environment
+from tests.twellc.test_cli import failed, files_in, group_lives, twellc
+from twellc import __version__
+from twellc.errors import UserError
+from twellc.manifest import manifest_path, read_manifest, refuse_other_plugins
+from twellc.plugins.elf import expected_size
+from twellc.plugins.library import library_path
+
+# ---- signals ----
+
+STAGES = {
+    "loading and tracing the model": signal.SIGTERM,
+    "rewriting feed-forward blocks": signal.SIGINT,
+    "exporting to ONNX": signal.SIGHUP,
+    "writing the ONNX graph": signal.SIGINT,
+    "building the plan": signal.SIGINT,
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_signal_in_any_stage(archive: Path, tmp_path: Path, stage: str) -> None:
+    """An interrupt goes to the whole group, as from a terminal; what kill sends, to twellc alone."""
+    number = STAGES[stage]
+    (tmp_path / "m.plan").write_text("old")
+    process = twellc("compile", archive, "-o", tmp_path / "m.plan", "--onnx", tmp_path / "m.onnx", "--overwrite")
+    assert process.stderr is not None
+    lines = iter(process.stderr.readline, "")
+    assert any(line.startswith(stage) for line in lines)
+    assert any(path.name.startswith(".twellc-") for path in tmp_path.iterdir()), "nothing to clean up yet"
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert errors.splitlines()[-1] == f"Ended by {number.name}. Nothing was left half-written."
+    assert "Traceback" not in errors and "Error" not in errors
+    assert files_in(tmp_path) == {"m.plan": b"old"}
+    assert len(list(tmp_path.iterdir())) == 1
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and group_lives(process.pid):
+        time.sleep(0.1)
+    assert not group_lives(process.pid), "a child goes on"
+
+
+# ---- disks ----
+
+
+def in_namespace(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a shell script that may mount; skip the test where the machine does not let it."""
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
+        pytest.skip("this machine makes no user namespaces, so nothing can be mounted")
+    command = ["unshare", "-rm", "sh", "-c", script, "sh", *map(str, arguments)]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=200)
+
+
+def test_full_disk(archive: Path, tmp_path: Path) -> None:
+    """The graph fits on the disk, the plan does not."""
+    script = (
+        'mount -t tmpfs -o size=200k none "$1" && cd "$1" && echo old > m.plan && shift && "$@"; s=$?; find; exit $s'
+    )
+    done = in_namespace(script, tmp_path, *TWELLC, "compile", archive, "-o", tmp_path / "m.plan", "--overwrite")
+    assert done.returncode == 2
+    assert f"Error: {tmp_path / 'm.plan'}: cannot be written: No space left on device. Make room" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(done.stdout.split()) == [".", "./m.plan"]
+
+
+def test_read_only_folder(archive: Path, tmp_path: Path) -> None:
+    script = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && shift && exec "$@"'
+    done = in_namespace(script, tmp_path, *TWELLC, "compile", archive, "-o", tmp_path / "m.plan")
+    assert done.returncode == 2
+    assert f"Error: --output {tmp_path / 'm.plan'}: the output folder is not writable" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_takes_no_files(cli: Cli, archive: Path) -> None:
+    """Root passes every check of permissions, and /proc takes a file from nobody."""
+    failed(cli("compile", archive, "-o", "/proc/m.plan"), "/proc/m.", "cannot be written: No such file or directory")
+
+
+@pytest.fixture(scope="module")
+def server(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    graph = tmp_path_factory.mktemp("warm") / "m.onnx"
+    with ForkServer(environment(), [["compile", str(archive), "--backend", "none", "--onnx", str(graph)]]) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("limit", "name"), [(4 << 10, "m.onnx"), (100 << 10, "m.plan")])
+def test_file_that_cannot_grow(server: ForkServer, archive: Path, tmp_path: Path, limit: int, name: str) -> None:
+    """A limit of file size stands for a disk that fills up at another step: the calls fail with another number."""
+    run = server.run("compile", archive, "-o", "m.plan", folder=tmp_path, file_size=limit)
+    assert run.status == 2, run.stderr
+    assert f"Error: {name}: cannot be written: File too large. Make room" in run.stderr.replace(f"{tmp_path}/", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_standard_output(archive: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [*TWELLC, "plugins"]
+        done = subprocess.run(command, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_device_is_not_replaced(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    """Root could rename a file to /dev/null; a pipe of our own stands for it."""
+    pipe = tmp_path / "m.plan"
+    os.mkfifo(pipe)
+    failed(cli("compile", archive, "-o", pipe, "--overwrite"), "is a device or a pipe; expected a file")
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+# ---- names ----
+
+
+def test_names_are_printed_as_they_are(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    """Rich takes [/] for the end of a style, and :smile: for a symbol."""
+    pattern = r"(?i)[/]|^:smile:|ffn"
+    result = cli("compile", archive, "--backend", "none", "--onnx", tmp_path / "[b]m:smile:.onnx", "--layers", pattern)
+    assert result.exit_code == 0, result.output
+    assert "[b]m:smile:.onnx" in result.stdout
+    failed(cli("compile", archive, "-o", tmp_path / "m.plan", "--layers", "[/]"), "[/]")
+
+
+def test_name_that_is_no_text(tmp_path: Path) -> None:
+    process = twellc("inspect", os.fsdecode(b"/tmp/\xff.pt2"))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "is no UTF-8" in errors
+
+
+# ---- the plugin library ----
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.2, 0.7, 0.999])
+def test_library_that_is_cut_off(tmp_path: Path, share: float) -> None:
+    """Opening such a file ends the process with SIGBUS."""
+    content = library_path().read_bytes()
+    broken = tmp_path / "libtwell_plugins.so"
+    broken.write_bytes(content[: int(len(content) * share)])
+    done = run_plugins(broken)
+    assert done.returncode == 2, done.stderr
+    assert f"Error: {broken}: the plugin library is damaged (named by $TWELLC_LIBRARY); got " in done.stderr
+    assert "Install twellc with pip again" in done.stderr
+
+
+def test_whole_library_has_its_size() -> None:
+    expected = expected_size(library_path())
+    assert expected is not None
+    assert 0 <= library_path().stat().st_size - expected < 4096
+
+
+def test_library_of_another_version(tmp_path: Path) -> None:
+    source, older = tmp_path / "older.c", tmp_path / "libtwell_plugins.so"
+    source.write_text('char const* twell_version(void) { return "0.0.1"; }\n')
+    subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", source, "-o", older], check=True)
+    done = run_plugins(older)
+    assert done.returncode == 2
+    assert "the plugin library is of another version; got 0.0.1; expected " + __version__ in done.stderr
+
+
+def run_plugins(library: Path) -> subprocess.CompletedProcess[str]:
+    settings = environment(TWELLC_LIBRARY=str(library))
+    return subprocess.run([*TWELLC, "plugins"], env=settings, capture_output=True, text=True, check=False, timeout=60)
+
+
+# ---- plans ----
+
+
+@pytest.fixture(scope="module")
+def manifest() -> dict[str, Any]:
+    layer = {"module": "m", "variant": "gated", "activation": "relu", "matched": True, "decision": "twell"}
+    tensor = {"name": "x", "dtype": "bf16", "shape": [-1, 16]}
+    return {
+        "schema": 1,
+        "twellc": "9.0.0",
+        "model": {"name": "m", "kind": "k", "sha256": ""},
+        "settings": {"dtype": "bf16", "layers": "auto", "compression": 8},
+        "layers": [{**layer, "d_model": 16, "d_ff": 40, "d_out": 16, "reason": ""}],
+        "notes": [],
+        "warnings": [],
+        "plugins": {"namespace": "twell", "version": "2", "names": ["TwellGatedMlp"], "embedded": False},
+        "onnx": {"file": None, "sha256": ""},
+        "profiles": [{"x": {"min": [1, 16], "opt": [2, 16], "max": [4, 16]}}],
+        "backend": {"name": "tensorrt-rtx", "version": "1.7.1.116"},
+        # SHA-256 of nothing, which the tests write as the plan.
+        "plan": {
+            "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+            "inputs": [tensor],
+            "outputs": [tensor],
+            "plugin_layers": ["m"],
+        },
+    }
+
+
+def test_plan_for_newer_plugins(manifest: dict[str, Any], tmp_path: Path) -> None:
+    """A check says so before it opens the plan on a GPU."""
+    with pytest.raises(
+        UserError, match=r"got plugin version 1; expected plugin version 2, of twellc 9\.0\.0\. Install"
+    ):
+        refuse_other_plugins(tmp_path / "m.plan", manifest)
+    refuse_other_plugins(tmp_path / "m.plan", manifest | {"plugins": manifest["plugins"] | {"version": "1"}})
+    refuse_other_plugins(tmp_path / "m.plan", manifest | {"plugins": manifest["plugins"] | {"names": []}})
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "no schema": ({"schema": None}, "it names no schema"),
+    "newer": ({"schema": 2}, "of another version; got 2; expected 1"),
+    "no layers": ({"layers": None}, "damaged: layers is no list"),
+    "layer of no layer": ({"layers": [3]}, r"damaged: layers\[0\] is no object"),
+    "layer without a width": ({"layers": [{"module": "m"}]}, r"damaged: layers\[0\] has no variant"),
+    "notes": ({"notes": [1]}, r"damaged: notes\[0\] is no string"),
+    "settings": ({"settings": {"dtype": "int3", "layers": "", "compression": 8}}, "damaged: settings has values"),
+    "no profile": ({"profiles": []}, "damaged: profiles is empty"),
+    "profile of another input": ({"profiles": [{}]}, r"damaged: profiles\[0\] lacks the input 'x'"),
+    "profile of another rank": (
+        {"profiles": [{"x": {"min": [1], "opt": [1], "max": [1]}}]},
+        "has impossible shapes",
+    ),
+    "graph elsewhere": ({"onnx": {"file": "../m.onnx", "sha256": ""}}, "no name of a file beside the plan"),
+    "another plan": ({"plan": {"sha256": "", "inputs": [], "outputs": [], "plugin_layers": []}}, "another plan, or"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_damaged_manifest(manifest: dict[str, Any], tmp_path: Path, case: str) -> None:
+    plan = tmp_path / "m.plan"
+    plan.touch()
+    manifest_path(plan).write_text(json.dumps(manifest))
+    assert read_manifest(plan) == manifest
+    changes, message = BROKEN[case]
+    manifest_path(plan).write_text(json.dumps(manifest | changes))
+    with pytest.raises(UserError, match=message):
+        read_manifest(plan)

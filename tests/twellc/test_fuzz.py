@@ -1,0 +1,194 @@
+"""Random command lines and damaged files: each run works, or ends with one message and exit status 2.
+
+`TWELLC_FUZZ_EXAMPLES=1000 pytest tests/twellc/test_fuzz.py` runs longer, and with other examples each time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests import models, onnx_graphs
+from tests.fork_server import ForkServer, Run
+from tests.mutations import damaged_json, damaged_onnx, damaged_safetensors, damaged_zip
+from tests.processes import environment
+
+LONGER = os.environ.get("TWELLC_FUZZ_EXAMPLES")
+
+
+def examples(count: int) -> Any:
+    return settings(
+        max_examples=int(LONGER or count),
+        derandomize=LONGER is None,
+        deadline=None,
+        database=None,
+        # Shrinking would run thousands of examples more.
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@pytest.fixture(scope="module")
+def samples(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a sound file of every kind."""
+    folder = tmp_path_factory.mktemp("samples")
+    shutil.copy(archive, folder / "model.pt2")
+    models.save(models.llama(num_hidden_layers=1), folder / "llama")
+    module = nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 24))
+    torch.save(module, folder / "module.pt")
+    onnx.save(onnx_graphs.gated(biases=True), folder / "plain.onnx")
+    (folder / "text.txt").write_text("hello")
+    (folder / "empty").touch()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(samples: Path) -> Iterator[ForkServer]:
+    outputs = ["-o", str(samples / "m.plan"), "--onnx", str(samples / "rewritten.onnx")]
+    warm_up = [
+        ["inspect", str(samples / "llama")],
+        ["inspect", str(samples / "plain.onnx")],
+        ["compile", str(samples / "model.pt2"), "--backend", "none", "--onnx", str(samples / "warm.onnx")],
+    ]
+    with ForkServer(environment(), warm_up) as running:
+        made = running.run("compile", samples / "model.pt2", *outputs, folder=samples)
+        assert made.status == 0, made.stderr
+        (samples / "warm.onnx").unlink()
+        yield running
+
+
+def judge(run: Run, before: set[Path], folder: Path, *, may_differ: bool) -> None:
+    """Demand success without debris, or one message and nothing written."""
+    said = f"status {run.status}\n{run.stderr[-3000:]}"
+    assert not run.late, f"no end\n{said}"
+    assert run.status in ((0, 1, 2) if may_differ else (0, 2)), said
+    assert "Traceback" not in run.stderr, said
+    if run.status == 2:
+        assert run.stderr.count("Error: ") == 1, said
+    left = set(folder.rglob("*")) - before
+    hidden = [path for path in left if path.name.startswith(".")]
+    # Graphs are dumped so that a failure can be looked at.
+    left = {path for path in left if not {"dump", "new"} & set(path.relative_to(folder).parts)}
+    assert not hidden and (run.status == 0 or not left), f"{left} were left\n{said}"
+
+
+# ---- command lines ----
+
+NUMBERS = st.sampled_from(("", "0", "1", "-1", "8", "1e9", "nan", "0.5", "9" * 30, "0x10", "\u0661", " 1", "1_0"))
+_NAMES = (
+    "model.pt2", "llama", "module.pt", "plain.onnx", "rewritten.onnx", "m.plan", "m.plan.json", "text.txt", "empty",
+    "none", "none/x", "text.txt/x", "", ".", "a" * 300, "é", "[/]", "-", "llama/config.json", "\udcff", "new",
+    "new.plan", "new.onnx", "x.npz", "%s", "~", "new/a/b",
+)  # fmt: skip
+PATHS = st.sampled_from((*_NAMES, "..", "/", "/dev/null", "/proc/self/mem", "/proc/self/fd"))
+# Nothing outside of the folder: a test that fails must not write there.
+OUTPUTS = st.sampled_from((*_NAMES, "/proc/x"))
+TEXTS = st.one_of(NUMBERS, PATHS, st.sampled_from(("(", "[/]", ".*", "auto", "(a+)+$", "ffn", "\n", "--", "none")))
+PROFILES = st.one_of(
+    TEXTS,
+    st.builds(
+        lambda name, *shapes: ":".join((name, *shapes)),
+        st.sampled_from(("x", "input_ids", "y", "")),
+        *[st.sampled_from(("1x3x16", "64x3x16", "65x3x16", "0", "1", "-1x1", "1x1x1x1", "9" * 25, "x", ""))] * 3,
+    ),
+)
+INPUTS = st.one_of(
+    TEXTS,
+    st.sampled_from(("input:float32[b,16]", "input:float64[1]", "x:int64[]", f"input:bool[{'9' * 20},16]", "x:y[z")),
+)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "compile": {
+        "-o": OUTPUTS, "--output": OUTPUTS, "--onnx": OUTPUTS, "--report": OUTPUTS, "--triton": OUTPUTS,
+        "--profile": PROFILES,
+        "--dtype": st.sampled_from(("bf16", "fp16", "fp32", "")), "--layers": TEXTS, "--input": INPUTS,
+        "--backend": st.sampled_from(("none", "none", "none", "auto", "tensorrt", "tensorrt-rtx", "x")),
+        "--compression": NUMBERS, "--dump-graphs": st.sampled_from(("dump", "text.txt", "llama", "/proc/x", "")),
+        "--strict": None, "--overwrite": None, "--trust-model": None, "--embed-plugins": None, "--help": None,
+    },
+    "inspect": {
+        "--json": None, "--dtype": st.sampled_from(("bf16", "fp16", "x")), "--density": NUMBERS, "--tokens": NUMBERS,
+        "--trust-model": None, "--input": INPUTS,
+    },
+    "check": {
+        "--seed": NUMBERS, "--inputs": PATHS, "--text": PATHS, "--json": None, "--trust-model": None, "--input": INPUTS,
+    },
+    "plugins": {"--json": None, "--x": None},
+}  # fmt: skip
+ARGUMENTS = {"compile": 1, "inspect": 1, "check": 2, "plugins": 0}
+
+
+@st.composite
+def command_lines(draw: Callable[..., Any]) -> list[str]:
+    """Draw a command with about as many arguments as it takes, and options in any number and order."""
+    command = draw(st.sampled_from(("compile", "compile", "compile", "inspect", "check", "plugins")))
+    parts = [
+        [draw(PATHS)] for _ in range(max(0, ARGUMENTS[command] + draw(st.sampled_from((0, 0, 0, 0, 0, 0, 1, -1)))))
+    ]
+    if command == "compile" and draw(st.booleans()):
+        parts.append(["-o", draw(st.sampled_from(("new.plan", "m.plan")))])
+    for name in draw(st.lists(st.sampled_from(list(OPTIONS[command])), max_size=4)):
+        values = OPTIONS[command][name]
+        parts.append([name] if values is None else [name, draw(values)])
+    return [command, *(word for part in draw(st.permutations(parts)) for word in part)]
+
+
+@pytest.mark.slow
+@examples(150)
+@given(arguments=command_lines())
+def test_command_lines(server: ForkServer, samples: Path, arguments: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "run"
+        shutil.copytree(samples, folder)
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        run = server.run(*arguments, folder=folder)
+        judge(run, set(folder.rglob("*")) if run.status == 0 else {*before, folder / "llama"}, folder, may_differ=True)
+        assert list(Path(name).iterdir()) == [folder]
+        if run.status:
+            assert {path: path.read_bytes() for path in before} == before, "a file was changed"
+
+
+# ---- damaged files ----
+
+DAMAGE: dict[str, tuple[str, Callable[[bytes], Any], tuple[str, ...]]] = {
+    "archive": ("model.pt2", damaged_zip, ("inspect", "model.pt2")),
+    "trusted archive": ("model.pt2", damaged_zip, ("inspect", "model.pt2", "--trust-model")),
+    "compiled archive": ("model.pt2", damaged_zip, ("compile", "model.pt2", "--backend", "none", "--onnx", "new.onnx")),
+    "configuration": ("llama/config.json", damaged_json, ("inspect", "llama")),
+    "weights": ("llama/model.safetensors", damaged_safetensors, ("inspect", "llama")),
+    "pickle": ("module.pt", damaged_zip, ("inspect", "module.pt", "--input", "input:float32[b,16]", "--trust-model")),
+    "untrusted pickle": ("module.pt", damaged_zip, ("inspect", "module.pt", "--input", "input:float32[b,16]")),
+    "ONNX": ("plain.onnx", damaged_onnx, ("inspect", "plain.onnx")),
+    "plan of an ONNX file": ("plain.onnx", damaged_onnx, ("compile", "plain.onnx", "-o", "new.plan")),
+    "rewritten ONNX": ("rewritten.onnx", damaged_onnx, ("inspect", "rewritten.onnx")),
+    "checked ONNX": ("rewritten.onnx", damaged_onnx, ("check", "model.pt2", "rewritten.onnx")),
+    "manifest": ("m.plan.json", damaged_json, ("inspect", "m.plan")),
+    "checked manifest": ("m.plan.json", damaged_json, ("check", "model.pt2", "m.plan")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DAMAGE)
+@examples(8)
+@given(data=st.data())
+def test_damaged_files(server: ForkServer, samples: Path, kind: str, data: st.DataObject) -> None:
+    victim, damage, arguments = DAMAGE[kind]
+    content = data.draw(damage((samples / victim).read_bytes()))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "run"
+        shutil.copytree(samples, folder)
+        (folder / victim).write_bytes(content)
+        before = set(folder.rglob("*"))
+        run = server.run(*arguments, folder=folder)
+        judge(run, before, folder, may_differ=arguments[0] == "check")
+        assert list(Path(name).iterdir()) == [folder]
