@@ -22,6 +22,7 @@ from onnxscript import values
 from torch.export import ExportedProgram
 
 from twellc.errors import UserError, first_line
+from twellc.export.attention import scale_queries
 from twellc.files import external_data
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import BIASES, GATED, PLAIN, node_attributes
@@ -53,7 +54,7 @@ def export_onnx(
         exporter_log.setLevel(logging.ERROR)
         try:
             exported = torch.onnx.export(
-                program,
+                scale_queries(program),
                 (),
                 input_names=input_names,
                 output_names=output_names,

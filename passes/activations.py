@@ -71,6 +71,12 @@ def parse_activation(node: Node, strip: Callable[[Node], Node]) -> Activation | 
     return _parse_simple(node)
 
 
+def is_squared_relu(node: Node) -> bool:
+    """Whether `node` squares a ReLU, with nothing in between."""
+    activation = parse_activation(node, lambda source: source)
+    return activation is not None and activation.name == "relu2"
+
+
 def _square_of(node: Node) -> Node | None:
     """Return t where `node` computes t * t."""
     op, operands = packet(node), arguments(node)

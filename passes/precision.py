@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from twellc.errors import UserError, first_line
+from twellc.passes.activations import is_squared_relu
 from twellc.passes.program import constants_of, editable, finish, tensor_of, user_inputs
 
 aten = torch.ops.aten
@@ -70,6 +71,8 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
             continue
         packet = getattr(node.target, "overloadpacket", None)
         wanted = dtype if packet in _LOW_PRECISION_OPS else torch.float32 if packet in _FLOAT32_OPS else None
+        if packet is aten.pow and is_squared_relu(node):
+            wanted = None  # squared and rounded once, like `square` and like the op that may replace it
         if wanted is not None:
             caster.cast_operands(node, wanted)
         _replace_explicit_dtypes(node, explicit)

@@ -9,12 +9,14 @@ import onnx
 import onnx.numpy_helper
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from tests.models import Gated, Plain, Residual, canonical, rewrite
 from twellc.errors import UserError
 from twellc.export import onnx_export
+from twellc.export.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import OPSET, export_onnx, save_onnx
 
 
@@ -105,6 +107,27 @@ def test_no_dense_projection_is_left(tmp_path: Path) -> None:
     weights = [tensor for tensor in model.graph.initializer if len(tensor.dims) == 2]
     assert len(weights) == 5
     assert {entry.domain: entry.version for entry in model.opset_import} == {"": OPSET, "twell": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("width", "scale"), [(32, None), (64, None), (16, 0.3), (128, None)])
+def test_scale_of_attention(tmp_path: Path, dtype: torch.dtype, width: int, scale: float | None) -> None:
+    """Logits carry the scale as float32 has it: torch's own attention also keeps logits in float32."""
+
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x.flip(-2), x, scale=scale)
+
+    x = torch.randn(2, 3, 24, width).to(dtype)
+    path = tmp_path / "m.onnx"
+    model = written(canonical(Attention(), x), path)
+    factors = [onnx.numpy_helper.to_array(t) for t in initializers(model).values() if not t.dims and t.data_type != 7]
+    exact = width**-0.5 if scale is None else scale
+    assert [float(factor) for factor in factors if factor.dtype != bool] == [pytest.approx(exact, rel=1e-7)]
+    (ours,) = OnnxEvaluator(path, model).run({"x": x})
+    truth = Attention()(x.double())
+    plain = (Attention()(x).double() - truth).norm()
+    assert (ours.double() - truth).norm() <= 2.5 * plain
 
 
 def test_names_and_dimensions(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from tests import models
-from tests.models import Gated, Residual, Written, canonical, eager, run
+from tests.models import Gated, Plain, Residual, Written, canonical, eager, run
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.errors import UserError
 from twellc.passes.canonicalize import canonicalize
@@ -169,6 +169,30 @@ def test_control_flow_is_a_user_error() -> None:
     program = canonical(Written(forward, linear=nn.Linear(16, 16)), torch.randn(5, 16))
     with pytest.raises(UserError, match="cannot change its precision"):
         lower(program, torch.bfloat16)
+
+
+SQUARES: dict[str, Callable[[Tensor], Tensor]] = {
+    "**": lambda t: torch.relu(t) ** 2,
+    "pow": lambda t: torch.relu(t).pow(2),
+    "square": lambda t: torch.relu(t).square(),
+    "mul": lambda t: (r := torch.relu(t)) * r,
+}
+
+
+@pytest.mark.parametrize("block", [Gated, Plain])
+@pytest.mark.parametrize("square", SQUARES)
+def test_squared_relu_stays_in_low_precision(square: str, block: type[nn.Module]) -> None:
+    """Powers run in float32, but of a squared ReLU that would put a cast into the block."""
+    module, x = block(SQUARES[square]), torch.randn(5, 16)
+    program = lower(canonical(module, x), torch.bfloat16)
+    assert [(b.activation, b.dtype, b.refusal) for b in find_ffn_blocks(program)] == [("relu2", torch.bfloat16, "")]
+
+
+def test_other_powers_run_in_float32() -> None:
+    module = Written(lambda self, x: self.ffn(x) * (self.ffn(x) ** 2).mean(-1, keepdim=True), ffn=Plain())
+    program = lower(canonical(module, torch.randn(5, 16)), torch.bfloat16)
+    (power,) = (node for node in program.graph.nodes if "pow" in str(node.target))
+    assert power.meta["val"].dtype == torch.float32
 
 
 # ---- float64 ----
