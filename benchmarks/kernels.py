@@ -1,6 +1,7 @@
 """Time the kernels of one feed-forward block against dense torch: the gate, up and down, and the whole block.
 
 python benchmarks/kernels.py --tokens 2048,8192 --json results.json
+python benchmarks/kernels.py --suite --json results.json > results.md
 
 Builds nothing: it uses the plugin library that twellc finds. Every size is checked against float64 before it is timed.
 Times are of one call within a CUDA graph that holds one call for each of several sets of weights, so that weights come
@@ -241,6 +242,58 @@ HEADER = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What one table is about."""
+
+    tokens: tuple[int, ...]
+    d_model: int = 2048
+    d_ff: int = 5632
+    dtype: str = "bfloat16"
+    density: float = 0.005
+    neurons: str = "equal"
+    compression: int = 8
+
+    def __str__(self) -> str:
+        return (
+            f"d_model {self.d_model}, d_ff {self.d_ff}, {self.dtype}, density {self.density:g}, {self.neurons} neurons"
+        )
+
+
+# All that this project states about the kernels: token counts, the neurons' distribution, sizes of larger models, and
+# densities on both sides of break-even.
+SUITE = (
+    Setting((1, 16, 64, 256, 1024, 2048, 4096, 8192, 32768, 131072)),
+    Setting((2048, 8192, 32768, 131072), neurons="zipf"),
+    Setting((2048, 8192, 32768), d_model=4096, d_ff=11008),
+    Setting((2048, 8192, 32768), d_model=4096, d_ff=14336),
+    *(Setting((2048, 16384), density=density) for density in (0.001, 0.002, 0.01, 0.02, 0.05, 0.1)),
+)
+
+
+def measure(
+    setting: Setting, tokens: int, compiled_dense: Callable[..., Tensor] | None, repeats: int
+) -> dict[str, Any]:
+    """Check and time one size."""
+    dtype = getattr(torch, setting.dtype)
+    x, sets = make_inputs(tokens, setting.d_model, setting.d_ff, dtype, setting.density, setting.neurons)
+    twell = Twell(x, setting.d_ff, setting.compression)
+    errors = check(x, sets[0], twell)
+    nonzeros = (functional.linear(x, sets[0].gate) > 0).sum(dim=1)
+    times = time_all(contestants(x, twell, compiled_dense), sets, repeats)
+    # By itself: the others leave the packed matrix of other weights, on which its time hardly depends.
+    times |= time_all({"up_down": twell.up_down}, sets, repeats)
+    return {
+        **dataclasses.asdict(setting),
+        "tokens": tokens,
+        "mean_nonzeros": float(nonzeros.double().mean()),
+        "max_nonzeros": int(nonzeros.max()),
+        "weight_sets": len(sets),
+        "errors": errors,
+        "times": {name: spread(values) for name, values in times.items()},
+    }
+
+
 @click.command()
 @click.option("--tokens", default="256,1024,2048,4096,8192,32768,131072", show_default=True, help="Row counts.")
 @click.option("--d-model", default=2048, show_default=True)
@@ -249,6 +302,7 @@ HEADER = (
 @click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations.")
 @click.option("--neurons", type=click.Choice(["equal", "zipf"]), default="equal", show_default=True)
 @click.option("--compression", type=click.Choice(["1", "2", "4", "8"]), default="8", show_default=True)
+@click.option("--suite", is_flag=True, help="Run all settings that benchmarks/README.md states, not the one above.")
 @click.option("--repeats", default=20, show_default=True)
 @click.option(
     "--compiled/--no-compiled", default=True, show_default=True, help="Also time torch.compile's dense block."
@@ -263,48 +317,31 @@ def main(
     density: float,
     neurons: str,
     compression: str,
+    suite: bool,
     repeats: int,
     compiled: bool,
     seed: int,
     json_path: Path | None,
 ) -> None:
-    """Print a Markdown table of times in microseconds; the speed-up is over the faster dense block."""
+    """Print Markdown tables of times in microseconds; the speed-up is over the faster dense block."""
     if not torch.cuda.is_available():
         raise click.ClickException("there is no CUDA device")
     torch.manual_seed(seed)
     random.seed(seed)
+    counts = tuple(int(value) for value in tokens.split(","))
+    settings = SUITE if suite else (Setting(counts, d_model, d_ff, dtype, density, neurons, int(compression)),)
     report: dict[str, Any] = {"machine": machine(), "arguments": sys.argv[1:], "results": []}
-    settings = f"d_model {d_model}, d_ff {d_ff}, {dtype}, density {density:g}, {neurons} neurons"
-    click.echo(f"{report['machine']['gpu']}, torch {report['machine']['torch']}: {settings}\n\n{HEADER}")
     compiled_dense = torch.compile(dense, dynamic=False) if compiled else None
     torch._dynamo.config.recompile_limit = 64
-    for count in (int(value) for value in tokens.split(",")):
-        x, sets = make_inputs(count, d_model, d_ff, getattr(torch, dtype), density, neurons)
-        twell = Twell(x, d_ff, int(compression))
-        errors = check(x, sets[0], twell)
-        nonzeros = (functional.linear(x, sets[0].gate) > 0).sum(dim=1)
-        calls = contestants(x, twell, compiled_dense)
-        times = time_all(calls, sets, repeats)
-        # By itself: the others leave the packed matrix of other weights, on which its time hardly depends.
-        times |= time_all({"up_down": twell.up_down}, sets, repeats)
-        result = {
-            "tokens": count,
-            "d_model": d_model,
-            "d_ff": d_ff,
-            "dtype": dtype,
-            "density": density,
-            "neurons": neurons,
-            "mean_nonzeros": float(nonzeros.double().mean()),
-            "max_nonzeros": int(nonzeros.max()),
-            "weight_sets": len(sets),
-            "errors": errors,
-            "times": {name: spread(values) for name, values in times.items()},
-        }
-        report["results"].append(result)
-        click.echo(table_row(result))
-        if json_path is not None:  # after every size, so that an interrupted run leaves what it has
-            json_path.write_text(json.dumps(report, indent=1) + "\n")
-        del x, sets, twell, calls  # before the next size takes its memory
+    for setting in settings:
+        click.echo(f"{report['machine']['gpu']}, torch {report['machine']['torch']}: {setting}\n\n{HEADER}")
+        for count in setting.tokens:
+            result = measure(setting, count, compiled_dense, repeats)
+            report["results"].append(result)
+            click.echo(table_row(result))
+            if json_path is not None:  # after every size, so that an interrupted run leaves what it has
+                json_path.write_text(json.dumps(report, indent=1) + "\n")
+        click.echo()
 
 
 if __name__ == "__main__":

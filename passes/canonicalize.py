@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch.export import ExportedProgram
 
+from twellc.errors import UserError, first_line
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_weights import fold_weights
-from twellc.passes.program import editable, finish
+from twellc.passes.program import editable, finish, quiet_torch
 
 aten = torch.ops.aten
 
@@ -23,8 +24,18 @@ def canonicalize(program: ExportedProgram) -> ExportedProgram:
 
 
 def functionalize(program: ExportedProgram) -> ExportedProgram:
-    """Return the program functionalised, with no decomposition and without assertions; nothing else changes."""
-    program = editable(program.run_decompositions({}))
+    """Return the program functionalised, with no decomposition and without assertions; nothing else changes.
+
+    Raises:
+        UserError: torch cannot trace the program again, as where its parts contradict each other.
+    """
+    try:
+        with quiet_torch():
+            decomposed = program.run_decompositions({})
+    except Exception as error:  # torch runs every operator on shapes, and each raises what it likes
+        what = f"torch {torch.__version__} cannot run it on shapes ({first_line(error)})"
+        raise UserError("the model's graph", what, fix="Export the model again.") from error
+    program = editable(decomposed)
     for target in (aten._assert_tensor_metadata.default, aten._assert_scalar.default):
         for node in program.graph.find_nodes(op="call_function", target=target):
             program.graph.erase_node(node)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.export import ExportedProgram
@@ -125,3 +128,17 @@ def user_inputs(program: ExportedProgram) -> Iterator[Node]:
         if spec.kind == InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument)
     }
     yield from (node for node in program.graph.find_nodes(op="placeholder") if node.name in names)
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Keep torch's warnings and its log, with the tracebacks in it, from the user: a failure raises, too."""
+    log = logging.getLogger("torch")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)

@@ -30,10 +30,13 @@ from twellc.passes.onnx_ffn import find_onnx_blocks, lower_onnx
 from twellc.passes.onnx_part import part_of
 from twellc.passes.onnx_precision import widen_onnx
 from twellc.passes.precision import lower, parameter_dtypes, widen
+from twellc.passes.program import editable, finish
 from twellc.samples import Sample
 from twellc.translation import choose_dtype, torch_dtype
 
 Outputs = list[torch.Tensor]
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -190,11 +193,11 @@ class TorchReference:
                 blocks[index].add_low(node, visitor.x[index], visitor.y[index])
             runs.spliced.append(run_program(self._with_blocks, sample, _Visitor(ends, nodes)))
         progress("running the model in float64")
-        wide = widen(self._plain)
+        wide = widen(_round_thresholds(self._plain))
         runs.original.extend(run_program(wide, widen_sample(sample)) for sample in samples)
         if self._with_blocks is not self._plain:
             del wide  # a large model is larger in float64
-            wide = widen(self._with_blocks)
+            wide = widen(_round_thresholds(self._with_blocks))
         for sample, given in zip(samples, inputs, strict=False):  # without a graph there are no inputs of blocks
             widened = widen_sample(sample)
             runs.rewritten.append(run_program(wide, widened, _Visitor(ends, nodes)))
@@ -212,6 +215,18 @@ class TorchReference:
 
 def _in_precision(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
     return lower(program, dtype) if parameter_dtypes(program) - {dtype} else program
+
+
+def _round_thresholds(program: ExportedProgram) -> ExportedProgram:
+    """Round the numbers that low-precision tensors are compared with, as torch does; float64 would not."""
+    comparisons = (aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar)
+    program = editable(program)
+    for target in comparisons:
+        for node in program.graph.find_nodes(op="call_function", target=target):
+            tensor, number = node.args
+            if isinstance(number, float) and tensor.meta["val"].is_floating_point():
+                node.args = (tensor, torch.tensor(number, dtype=tensor.meta["val"].dtype).item())
+    return finish(program)
 
 
 class _Visitor:

@@ -38,19 +38,25 @@ GuardModel guard_model(twell_problem const& problem, Device const& device) {
     return {};
 }
 
-cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
-                         uint16_t* spilled, Schedule const& schedule, void* scratch, Device const& device,
-                         cudaStream_t stream) {
-#if defined(TWELL_SM90A)
+Gather gather_for(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed, uint16_t* spilled,
+                  void* scratch) {
     unsigned char* const h_part = static_cast<unsigned char*>(scratch);
-    DenseMemory const memory = {packed, spilled, reinterpret_cast<uint16_t*>(h_part),
-                                reinterpret_cast<uint16_t*>(h_part + h_part_bytes(problem))};
-    return launch_dense_sm90(problem, tensors, memory, schedule, device, stream);
-#else
-    (void)problem, (void)tensors, (void)packed, (void)spilled, (void)schedule, (void)scratch, (void)device,
-        (void)stream;
-    return cudaErrorNotSupported;
-#endif
+    Gather gather = {};
+    gather.gate = {packed, spilled, num_tiles(problem), words_per_tile(problem)};
+    gather.h_part = reinterpret_cast<uint16_t*>(h_part);
+    if (problem.variant == TWELL_GATED) {
+        gather.x = static_cast<uint16_t const*>(tensors.x);
+        gather.x_part = reinterpret_cast<uint16_t*>(h_part + h_part_bytes(problem));
+    }
+    gather.d_model = problem.d_model;
+    return gather;
 }
+
+#if !defined(TWELL_SM90A)
+cudaError_t launch_dense(twell_problem const&, twell_tensors const&, Gather const&, Schedule const&, Device const&,
+                         cudaStream_t) {
+    return cudaErrorNotSupported;
+}
+#endif
 
 }  // namespace twell

@@ -14,18 +14,20 @@ namespace twell {
 // Unless all rows are dense, so many may be.
 int64_t max_dense_part(twell_problem const& problem);
 
-// Bytes of scratch memory that launch_dense needs; never shrinks when `tokens` grows.
+// Bytes of scratch memory that gather_for needs; never shrinks when `tokens` grows.
 size_t dense_scratch_bytes(twell_problem const& problem);
 
 // What the guard has to know; it is not enabled where the device has no dense path for the problem.
 GuardModel guard_model(twell_problem const& problem, Device const& device);
 
-// Enqueues kernels that compute y of the heavy rows from x and what launch_gate has left in `packed` and `spilled`;
-// they do nothing where there are none. `scratch` is 256-byte aligned. Where all rows are heavy, `spilled` is
-// overwritten. The device has a dense path for the problem.
-cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
-                         uint16_t* spilled, Schedule const& schedule, void* scratch, Device const& device,
-                         cudaStream_t stream);
+// What the schedule has to gather; `scratch` is 256-byte aligned.
+Gather gather_for(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed, uint16_t* spilled,
+                  void* scratch);
+
+// Enqueues kernels that compute y of the heavy rows; they do nothing where there are none. Where all rows are heavy,
+// the spilled matrix is overwritten. The device has a dense path for the problem.
+cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
+                         Schedule const& schedule, Device const& device, cudaStream_t stream);
 
 }  // namespace twell
 

@@ -9,24 +9,21 @@ namespace {
 namespace sm90 = dense_sm90;
 using sm90::Projection;
 
-constexpr int kGatherBlocks = 4;  // a multiprocessor
-
 // For the guard, measured on an H200 at d_model 2048 and d_ff 5632, see benchmarks/README.md: how fast the sparse path
 // gathers weights, how long the heaviest row's share of a byte takes, how fast rows are copied; and how long a token
 // takes in a slice of a projection.
 constexpr float kGatheredBytesPerNs = 7500.0f;
-constexpr float kHeaviestBytesPerNs = 160.0f;
+constexpr float kHeaviestBytesPerNs = 41.0f;
 constexpr float kCopiedBytesPerNs = 1500.0f;
-constexpr float kTokenSliceNs = 2.3f;
-constexpr float kPartNs = 10e3f;
+constexpr float kTokenSliceNs = 2.5f;
+constexpr float kPartNs = 30e3f;
 
 // What all kernels of one call share.
 struct Launch {
     twell_problem const& problem;
     twell_tensors const& tensors;
-    DenseMemory const& memory;
+    Gather const& gather;
     Schedule const& schedule;
-    sm90::Gate gate;
     Device const& device;
     cudaStream_t stream;
 };
@@ -56,25 +53,10 @@ struct Shape {
     }
 };
 
-cudaError_t launch_gather(Launch const& launch) {
-    sm90::GatherParams params = {};
-    params.schedule = launch.schedule;
-    params.num_rows = launch.problem.tokens;
-    params.gate = launch.gate;
-    params.h_part = launch.memory.h_part;
-    if (launch.problem.variant == TWELL_GATED) {
-        params.x = static_cast<uint16_t const*>(launch.tensors.x);
-        params.x_part = launch.memory.x_part;
-    }
-    params.d_model = launch.problem.d_model;
-    dim3 const grid(static_cast<unsigned>(launch.device.num_multiprocessors * kGatherBlocks));
-    return launch_dependent(sm90::gather_kernel, params, grid, sm90::kGatherThreads, 0, launch.device, launch.stream);
-}
-
 template <class Element, class Cfg, Projection kProjection>
 cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& shape) {
     twell_problem const& problem = launch.problem;
-    DenseMemory const& memory = launch.memory;
+    Gather const& gather = launch.gather;
     int64_t const part = max_dense_part(problem);
     int64_t const stride = spilled_stride(problem);
     sm90::Params params = {};
@@ -87,14 +69,14 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
     cudaError_t error = cudaSuccess;
     if constexpr (kProjection == Projection::kUp) {
         params.bias = static_cast<uint16_t const*>(launch.tensors.b_up);
-        params.gate = launch.gate;
-        params.h_part = memory.h_part;
+        params.gate = gather.gate;
+        params.h_part = gather.h_part;
         error = sm90::first_error({
             sm90::encode(params.weights, launch.tensors.w_up, problem.d_ff, problem.d_model, sm90::BLOCK_M,
                          problem.dtype),
             sm90::encode(params.tokens[0], launch.tensors.x, problem.tokens, problem.d_model, Cfg::kRowsLoaded,
                          problem.dtype),
-            sm90::encode(params.tokens[1], memory.x_part, part, problem.d_model, Cfg::kRowsLoaded, problem.dtype),
+            sm90::encode(params.tokens[1], gather.x_part, part, problem.d_model, Cfg::kRowsLoaded, problem.dtype),
         });
     } else {
         params.bias = static_cast<uint16_t const*>(launch.tensors.b_down);
@@ -102,8 +84,9 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
         error = sm90::first_error({
             sm90::encode(params.weights, launch.tensors.w_down, problem.d_ff, problem.d_out, sm90::BLOCK_K,
                          problem.dtype),
-            sm90::encode(params.tokens[0], memory.spilled, problem.tokens, stride, Cfg::kRowsLoaded, problem.dtype),
-            sm90::encode(params.tokens[1], memory.h_part, part, stride, Cfg::kRowsLoaded, problem.dtype),
+            sm90::encode(params.tokens[0], gather.gate.spilled, problem.tokens, stride, Cfg::kRowsLoaded,
+                         problem.dtype),
+            sm90::encode(params.tokens[1], gather.h_part, part, stride, Cfg::kRowsLoaded, problem.dtype),
         });
     }
     if (error != cudaSuccess) {
@@ -118,8 +101,9 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
 template <class Element, Projection kProjection>
 cudaError_t launch_projection(Launch const& launch) {
     Shape<kProjection> const shape(launch.problem, launch.device);
-    return sm90::with_config(shape.tokens_per_block, sm90::AllChoices(), [&](auto config) {
-        return launch_projection<Element, decltype(config), kProjection>(launch, shape);
+    return sm90::with_config(shape.tokens_per_block, sm90::AllChoices(), [&](auto tokens) {
+        using Cfg = sm90::Config<decltype(tokens)::value, kProjection == Projection::kUp>;
+        return launch_projection<Element, Cfg, kProjection>(launch, shape);
     });
 }
 
@@ -158,13 +142,9 @@ GuardModel dense_sm90_model(twell_problem const& problem, Device const& device) 
     return model;
 }
 
-cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const& tensors, DenseMemory const& memory,
-                              Schedule const& schedule, Device const& device, cudaStream_t stream) {
-    sm90::Gate const gate = {memory.packed, memory.spilled, num_tiles(problem), words_per_tile(problem)};
-    Launch const launch = {problem, tensors, memory, schedule, gate, device, stream};
-    if (cudaError_t const error = launch_gather(launch); error != cudaSuccess) {
-        return error;
-    }
+cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
+                         Schedule const& schedule, Device const& device, cudaStream_t stream) {
+    Launch const launch = {problem, tensors, gather, schedule, device, stream};
     return problem.dtype == TWELL_BF16 ? launch_projections<Bf16>(launch) : launch_projections<Fp16>(launch);
 }
 

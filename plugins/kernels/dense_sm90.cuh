@@ -4,8 +4,7 @@
 // Between the two there is h [dense rows, num_tiles * TWELL_TILE], in the element type. Which rows are dense is known
 // on the device alone: grids are fixed, and CTAs that find nothing to do leave.
 //   all rows   h takes the place of g in the spilled matrix, x is read where it is
-//   a part     the gather kernel has copied x of the dense rows to where they are neighbours, h likewise
-// A block without up projection has h = g; then the gather kernel completes or copies g.
+//   a part     gather.cuh has copied x of the dense rows to where they are neighbours, and so is h
 #ifndef TWELL_KERNELS_DENSE_SM90_CUH_
 #define TWELL_KERNELS_DENSE_SM90_CUH_
 
@@ -23,153 +22,21 @@ struct View {
     bool all;
 
     __device__ __forceinline__ View(Schedule const& schedule, int64_t tokens)
-        : count(static_cast<int>(*static_cast<uint32_t const volatile*>(&schedule.header->heavy_count))),
-          all(count == tokens) {}
+        : count(static_cast<int>(schedule.header->heavy_count)), all(count == tokens) {}
 
     __device__ __forceinline__ int row_of(Schedule const& schedule, int position) const {
-        return all ? position : static_cast<int>(*static_cast<uint32_t const volatile*>(schedule.row_order + position));
+        return all ? position : static_cast<int>(schedule.row_order[position]);
     }
 };
-
-// g
-
-// The packed matrix and the spilled one, which together hold g: see pack.cuh.
-struct Gate {
-    uint32_t const* packed;  // [tokens, num_tiles * words_per_tile]
-    uint16_t* spilled;       // [tokens, num_tiles * TWELL_TILE]
-    int num_tiles;
-    int words_per_tile;
-
-    __device__ __forceinline__ int64_t stride() const { return static_cast<int64_t>(num_tiles) * TWELL_TILE; }
-
-    // The count and the first entries of a tile.
-    __device__ __forceinline__ uint4 const* head(int64_t row, int tile_idx) const {
-        return reinterpret_cast<uint4 const*>(packed + (row * num_tiles + tile_idx) * words_per_tile);
-    }
-};
-
-// Eight columns of a tile that has not been spilled, from the chunk-th eight on.
-__device__ __forceinline__ uint4 expand(uint4 head, int chunk) {
-    uint32_t const entries[kMostUnspilled] = {head.y, head.z, head.w};
-    uint32_t pairs[kVector / 2] = {};
-#pragma unroll
-    for (uint32_t e = 0; e < kMostUnspilled; ++e) {
-        int const column = static_cast<int>(entries[e] % TWELL_TILE);
-        uint32_t const value = (column & 1) != 0 ? entries[e] & 0xffff0000u : entries[e] >> 16;
-#pragma unroll
-        for (int i = 0; i < kVector / 2; ++i) {
-            // NOTE: entries past the last one have not been written.
-            pairs[i] |= e < head.x && column / 2 == chunk * (kVector / 2) + i ? value : 0u;
-        }
-    }
-    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-}
-
-// Gather
-
-struct GatherParams {
-    Schedule schedule;
-    int64_t num_rows;  // of x and y
-    Gate gate;
-    uint16_t const* x;  // [tokens, d_model]; null in a plain block
-    uint16_t* x_part;   // [dense rows, d_model]; null in a plain block
-    uint16_t* h_part;   // [dense rows, num_tiles * TWELL_TILE]
-    int d_model;
-};
-
-constexpr int kGatherThreads = 256;
-constexpr int kPiecesAtOnce = 4;  // of kWarpSize vectors, that a warp moves
-
-// By one warp.
-__device__ __forceinline__ void copy_vectors(uint4* destination, uint4 const* source, int count) {
-    int const lane = threadIdx.x % kWarpSize;
-    for (int begin = lane; begin < count; begin += kPiecesAtOnce * kWarpSize) {
-        uint4 pieces[kPiecesAtOnce];
-#pragma unroll
-        for (int i = 0; i < kPiecesAtOnce; ++i) {
-            pieces[i] = source[min(begin + i * kWarpSize, count - 1)];
-        }
-#pragma unroll
-        for (int i = 0; i < kPiecesAtOnce; ++i) {
-            if (begin + i * kWarpSize < count) {
-                destination[begin + i * kWarpSize] = pieces[i];
-            }
-        }
-    }
-}
-
-// A plain block's h, by one warp: tiles that have not been spilled are expanded, the others copied if they have to
-// move.
-__device__ __forceinline__ void gather_g(GatherParams const& params, bool all, int64_t row, int64_t position) {
-    int const lane = threadIdx.x % kWarpSize;
-    Gate const& gate = params.gate;
-    uint4 const* const source = reinterpret_cast<uint4 const*>(gate.spilled + row * gate.stride()) + lane;
-    uint4* const destination =
-        reinterpret_cast<uint4*>(all ? gate.spilled + row * gate.stride() : params.h_part + position * gate.stride()) +
-        lane;
-    for (int tile_begin = 0; tile_begin < gate.num_tiles; tile_begin += kWarpSize) {
-        int const tile_idx = tile_begin + lane;
-        uint4 const head = tile_idx < gate.num_tiles ? *gate.head(row, tile_idx) : make_uint4(0, 0, 0, 0);
-        uint32_t const inside = __ballot_sync(0xffffffffu, tile_idx < gate.num_tiles);
-        uint32_t const spilled = __ballot_sync(0xffffffffu, head.x > kMostUnspilled);
-        for (uint32_t rest = inside & ~spilled; rest != 0; rest &= rest - 1) {
-            int const owner = __ffs(rest) - 1;
-            uint4 const entries =
-                make_uint4(__shfl_sync(0xffffffffu, head.x, owner), __shfl_sync(0xffffffffu, head.y, owner),
-                           __shfl_sync(0xffffffffu, head.z, owner), __shfl_sync(0xffffffffu, head.w, owner));
-            destination[(tile_begin + owner) * kWarpSize] = expand(entries, lane);
-        }
-        if (!all) {
-            for (uint32_t rest = spilled; rest != 0;) {
-                uint4 pieces[kPiecesAtOnce];
-                int owners[kPiecesAtOnce];
-                int count = 0;
-#pragma unroll
-                for (int i = 0; i < kPiecesAtOnce; ++i) {
-                    owners[i] = rest != 0 ? __ffs(rest) - 1 : owners[0];
-                    count += rest != 0 ? 1 : 0;
-                    rest &= rest - 1;
-                    pieces[i] = source[(tile_begin + owners[i]) * kWarpSize];
-                }
-#pragma unroll
-                for (int i = 0; i < kPiecesAtOnce; ++i) {
-                    if (i < count) {
-                        destination[(tile_begin + owners[i]) * kWarpSize] = pieces[i];
-                    }
-                }
-            }
-        }
-    }
-}
-
-__global__ void __launch_bounds__(kGatherThreads) gather_kernel(GatherParams const params) {
-    wait_for_previous_launch();
-    allow_dependent_launch();
-    View const view(params.schedule, params.num_rows);
-    constexpr int kWarps = kGatherThreads / kWarpSize;
-    int const first = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
-    int const step = static_cast<int>(gridDim.x) * kWarps;
-    for (int position = first; position < view.count; position += step) {
-        int64_t const row = view.row_of(params.schedule, position);
-        if (params.x == nullptr) {
-            gather_g(params, view.all, row, position);
-        } else if (!view.all) {
-            copy_vectors(reinterpret_cast<uint4*>(params.x_part + static_cast<int64_t>(position) * params.d_model),
-                         reinterpret_cast<uint4 const*>(params.x + row * params.d_model), params.d_model / kVector);
-        }
-    }
-}
-
-// Projections
 
 struct Params {
     CUtensorMap weights;  // up: w_up [d_ff, d_model]; down: w_down [d_ff, d_out]
     // Of all rows, and of the dense ones: up: x [rows, d_model]; down: h [rows, num_tiles of d_ff * TWELL_TILE].
     CUtensorMap tokens[2];
     Schedule schedule;
-    int64_t num_rows;  // of x and y
+    int64_t num_rows;      // of x and y
     uint16_t const* bias;  // [num_neurons] or null
-    Gate gate;             // up only
+    PackedGate gate;       // up only
     uint16_t* h_part;      // [dense rows, gate.num_tiles * TWELL_TILE], up only
     uint16_t* y;           // [tokens, num_neurons], down only
     int num_neurons;       // up: d_ff; down: d_out
@@ -243,8 +110,9 @@ __device__ __forceinline__ SpilledMasks find_spilled(Params const& params, View 
     for (int turn_begin = 0; turn_begin < kMostTurns; turn_begin += kWarpSize) {
         int const i = (first + (turn_begin + lane) * kStep) * 2;
         auto const is_spilled = [&](int i) {
-            return i < num_rows && params.gate.head(view.row_of(params.schedule, position_begin + i), tile.tile_idx)->x >
-                                       kMostUnspilled;
+            return i < num_rows &&
+                   params.gate.head(view.row_of(params.schedule, position_begin + i), tile.tile_idx)->x >
+                       kMostUnspilled;
         };
         masks.even |= static_cast<uint64_t>(__ballot_sync(0xffffffffu, is_spilled(i))) << turn_begin;
         masks.odd |= static_cast<uint64_t>(__ballot_sync(0xffffffffu, is_spilled(i + 1))) << turn_begin;
@@ -252,12 +120,26 @@ __device__ __forceinline__ SpilledMasks find_spilled(Params const& params, View 
     return masks;
 }
 
-// Carries a warp's share of the result from shared memory to where it belongs, as h or y.
-template <class Element, class Cfg, Projection kProjection, int kStep>
-__device__ __forceinline__ void carry_on(Params const& params, View const& view, Tile const& tile, uint32_t rank,
-                                         uint32_t result, int first, SpilledMasks masks) {
-    constexpr bool kUp = kProjection == Projection::kUp;
-    constexpr int kAtOnce = 4;
+// Brings what multiply_by_g needs of a block from memory to L2, by the helpers.
+template <class Cfg>
+__device__ __forceinline__ void prefetch_g(Params const& params, View const& view, Tile const& tile, uint32_t rank) {
+    int const position_begin = tile.block_idx * Cfg::BLOCK_N;
+    int const num_rows = min(view.count - position_begin, Cfg::BLOCK_N);
+    int const column = tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M;
+    for (int i = static_cast<int>(threadIdx.x) - kWarpSize; i < num_rows; i += kHelpers * kWarpSize) {
+        int64_t const row = view.row_of(params.schedule, position_begin + i);
+        uint16_t const* const g = params.gate.spilled + row * params.gate.stride() + column;
+        prefetch_line(params.gate.head(row, tile.tile_idx));
+        prefetch_line(g);
+        prefetch_line(g + kRowElements);
+    }
+}
+
+// Multiplies a warp's share of the result, u in shared memory, by g: to h. A half of the warp has kAtOnce tokens at
+// once.
+template <class Element, class Cfg, int kStep, int kAtOnce>
+__device__ __forceinline__ void multiply_by_g(Params const& params, View const& view, Tile const& tile, uint32_t rank,
+                                              uint32_t result, int first, SpilledMasks masks) {
     static_assert(kWarpSize == 2 * kChunksPerToken, "a warp has two tokens at a time");
     int const lane = threadIdx.x % kWarpSize;
     int const chunk = lane % kChunksPerToken;
@@ -274,46 +156,34 @@ __device__ __forceinline__ void carry_on(Params const& params, View const& view,
         for (int r = 0; r < kAtOnce; ++r) {
             rows[r] = view.row_of(params.schedule, position_begin + index(r));
         }
-        if constexpr (kUp) {
-            Gate const& gate = params.gate;
+        PackedGate const& gate = params.gate;
 #pragma unroll
-            for (int r = 0; r < kAtOnce; ++r) {
-                chunks[r] = (spilled >> r & 1) != 0
-                                ? *reinterpret_cast<uint4 const*>(gate.spilled + rows[r] * gate.stride() + column)
-                                : *gate.head(rows[r], tile.tile_idx);
-            }
-#pragma unroll
-            for (int r = 0; r < kAtOnce; ++r) {
-                if ((spilled >> r & 1) == 0) {
-                    chunks[r] = expand(chunks[r], static_cast<int>(rank) * kChunksPerToken + chunk);
-                }
-            }
-            spilled >>= kAtOnce;
+        for (int r = 0; r < kAtOnce; ++r) {
+            chunks[r] = (spilled >> r & 1) != 0
+                            ? *reinterpret_cast<uint4 const*>(gate.spilled + rows[r] * gate.stride() + column)
+                            : *gate.head(rows[r], tile.tile_idx);
         }
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
-            uint4 const sums = load_chunk(result + chunk_offset<Cfg>(index(r), chunk));
-            if constexpr (kUp) {
-                chunks[r].x = multiply_pair<Element>(chunks[r].x, sums.x, params.relu_on_up);
-                chunks[r].y = multiply_pair<Element>(chunks[r].y, sums.y, params.relu_on_up);
-                chunks[r].z = multiply_pair<Element>(chunks[r].z, sums.z, params.relu_on_up);
-                chunks[r].w = multiply_pair<Element>(chunks[r].w, sums.w, params.relu_on_up);
-            } else {
-                chunks[r] = sums;
+            if ((spilled >> r & 1) == 0) {
+                chunks[r] = expand(chunks[r], static_cast<int>(rank) * kChunksPerToken + chunk);
             }
         }
+        spilled >>= kAtOnce;
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
-            if (begin + r * kStep * 2 >= num_rows) {
-                continue;
-            }
-            if constexpr (kUp) {
+            uint4 const u = load_chunk(result + chunk_offset<Cfg>(index(r), chunk));
+            chunks[r].x = multiply_pair<Element>(chunks[r].x, u.x, params.relu_on_up);
+            chunks[r].y = multiply_pair<Element>(chunks[r].y, u.y, params.relu_on_up);
+            chunks[r].z = multiply_pair<Element>(chunks[r].z, u.z, params.relu_on_up);
+            chunks[r].w = multiply_pair<Element>(chunks[r].w, u.w, params.relu_on_up);
+        }
+        uint16_t* const h = view.all ? gate.spilled : params.h_part;
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+            if (begin + r * kStep * 2 < num_rows) {
                 int64_t const position = position_begin + begin + r * kStep * 2;
-                uint16_t* const h = view.all ? params.gate.spilled : params.h_part;
-                *reinterpret_cast<uint4*>(h + position * params.gate.stride() + column) = chunks[r];
-            } else if (column < params.num_neurons) {
-                *reinterpret_cast<uint4*>(params.y + static_cast<int64_t>(rows[r]) * params.num_neurons + column) =
-                    chunks[r];
+                *reinterpret_cast<uint4*>(h + position * gate.stride() + column) = chunks[r];
             }
         }
     }
@@ -330,12 +200,23 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Shared<Cfg> const shared = {shared_address(shared_bytes)};
     uint32_t const result = shared.result();
-    uint32_t const result_stored = shared.more_barrier(0);  // the consumers have left it
-    uint32_t const result_empty = shared.more_barrier(1);   // the helpers have carried it on
+    uint32_t const result_stored = shared.more_barrier(0);  // up only: the consumers have left it
+    uint32_t const result_empty = shared.more_barrier(1);   // up only: the helpers have read it
 
     int const lane = threadIdx.x % kWarpSize;
     int const warp = threadIdx.x / kWarpSize;
     uint32_t const rank = cluster_rank();
+
+    if (threadIdx.x == 0) {
+        shared.init_stages();
+        init_barrier(result_stored, kConsumers * kWarpgroupSize);
+        init_barrier(result_empty, kHelpers);
+        publish_barriers();
+        prefetch_map(params.weights);
+        prefetch_map(params.tokens[0]);
+        prefetch_map(params.tokens[1]);
+    }
+    sync_cluster();
 
     wait_for_previous_launch();
     allow_dependent_launch();
@@ -349,16 +230,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     }
     CUtensorMap const& tokens = params.tokens[view.all ? 0 : 1];
 
-    if (threadIdx.x == 0) {
-        shared.init_stages();
-        init_barrier(result_stored, kConsumers * kWarpgroupSize);
-        init_barrier(result_empty, kHelpers);
-        publish_barriers();
-        prefetch_map(params.weights);
-        prefetch_map(tokens);
-    }
-    sync_cluster();
-
     Ring<Cfg::kNumStages> ring;
     uint32_t parity = 0;
     if (warp >= kWarpgroupWarps) {
@@ -368,30 +239,38 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         int const consumer = consumer_warp / kWarpgroupWarps;
         for (int i = tiles_begin; i < tiles_end; i += tiles_step, parity ^= 1) {
             Tile const tile(num_blocks, params.num_tiles, i);
-            float2 const biases = load_biases<Element>(
-                params.bias,
-                tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M + consumer_warp * 16 + lane / 4,
-                params.num_neurons);
+            int const first_neuron =
+                tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M + consumer_warp * kWarpNeurons;
+            float2 const biases = load_biases<Element>(params.bias, first_neuron + lane / 4, params.num_neurons);
             float accumulators[Cfg::kAccumulators];
             multiply<Element, Cfg, !kUp>(accumulators, shared, ring, consumer, params.num_slices);
 
-            // Epilogue, first part
-            if constexpr (!kUp) {
-                mark_failed<Cfg>(params, view, tile.block_idx * Cfg::BLOCK_N, accumulators);
-            }
-            wait_barrier(result_empty, parity ^ 1);
-            store_result<Element, Cfg>(result, accumulators, biases, consumer_warp * 2);
-            if (i + tiles_step < tiles_end) {
-                arrive(result_stored);
-            } else {
-                // There is nothing more to multiply, so the consumers carry the last tile on.
-                SpilledMasks masks = {};
-                if constexpr (kUp) {
-                    masks = find_spilled<Cfg, kConsumerWarps>(params, view, tile, consumer_warp);
+            // Epilogue, of the up projection the first part
+            if constexpr (kUp) {
+                wait_barrier(result_empty, parity ^ 1);
+                store_result<Element, Cfg>(result, accumulators, biases, consumer_warp * 2);
+                if (i + tiles_step < tiles_end) {
+                    arrive(result_stored);
+                } else {
+                    // There is nothing more to multiply, so the consumers do the second part of the last tile.
+                    SpilledMasks const masks = find_spilled<Cfg, kConsumerWarps>(params, view, tile, consumer_warp);
+                    asm volatile("bar.sync %0, %1;" ::"n"(kConsumersBarrier), "n"(kConsumers * kWarpgroupSize)
+                                 : "memory");
+                    multiply_by_g<Element, Cfg, kConsumerWarps, 6>(params, view, tile, rank, result, consumer_warp,
+                                                                   masks);
                 }
-                asm volatile("bar.sync %0, %1;" ::"n"(kConsumersBarrier), "n"(kConsumers * kWarpgroupSize) : "memory");
-                carry_on<Element, Cfg, kProjection, kConsumerWarps>(params, view, tile, rank, result, consumer_warp,
-                                                                    masks);
+            } else {
+                mark_failed<Cfg>(params, view, tile.block_idx * Cfg::BLOCK_N, accumulators);
+                pass_result<Element, Cfg>(
+                    result + consumer_warp * Cfg::kBytesWarp, accumulators, biases,
+                    [&](int token, int chunk, uint4 values) {
+                        int const position = tile.block_idx * Cfg::BLOCK_N + token;
+                        int const column = first_neuron + chunk * kVector;
+                        if (position < view.count && column < params.num_neurons) {
+                            int64_t const row = view.row_of(params.schedule, position);
+                            *reinterpret_cast<uint4*>(params.y + row * params.num_neurons + column) = values;
+                        }
+                    });
             }
         }
     } else {
@@ -404,16 +283,17 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                                            rank, params.num_slices);
                 }
             }
-        } else {
+        } else if constexpr (kUp) {
             // Helpers: epilogue, second part, of all tiles but the last
-            for (int i = tiles_begin; i + tiles_step < tiles_end; i += tiles_step, parity ^= 1) {
+            for (int i = tiles_begin; i < tiles_end; i += tiles_step, parity ^= 1) {
                 Tile const tile(num_blocks, params.num_tiles, i);
-                SpilledMasks masks = {};
-                if constexpr (kUp) {
-                    masks = find_spilled<Cfg, kHelpers>(params, view, tile, warp - 1);
+                if (i + tiles_step >= tiles_end) {
+                    prefetch_g<Cfg>(params, view, tile, rank);
+                    break;
                 }
+                SpilledMasks const masks = find_spilled<Cfg, kHelpers>(params, view, tile, warp - 1);
                 wait_barrier(result_stored, parity);
-                carry_on<Element, Cfg, kProjection, kHelpers>(params, view, tile, rank, result, warp - 1, masks);
+                multiply_by_g<Element, Cfg, kHelpers, 4>(params, view, tile, rank, result, warp - 1, masks);
                 __syncwarp();
                 if (lane == 0) {
                     arrive(result_empty);

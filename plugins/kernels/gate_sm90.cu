@@ -12,8 +12,8 @@ template <class Element>
 cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, uint16_t* spilled,
                    int clusters, cudaStream_t stream) {
     int const tokens_per_block = sm90::choose(problem.tokens, num_tiles(problem), clusters, sm90::AllChoices());
-    return sm90::with_config(tokens_per_block, sm90::AllChoices(), [&](auto config) {
-        using Cfg = decltype(config);
+    return sm90::with_config(tokens_per_block, sm90::AllChoices(), [&](auto tokens) {
+        using Cfg = sm90::Config<decltype(tokens)::value>;
         sm90::Params params = {};
         params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
         params.packed = packed;

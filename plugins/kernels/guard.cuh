@@ -27,26 +27,39 @@ __device__ __forceinline__ uint32_t decide(GuardModel const& model, uint32_t con
     // All rows; then the sparse path has nothing to do.
     float best_cost = cost_of(model.up, tokens) + cost_of(model.down, tokens);
     uint32_t best = tokens;
-    // From the lightest bucket on: lane l stands for the choice that bucket `first - l` and the lighter ones are
-    // sparse.
-    float sparse_cost = 0.0f;
-    for (int first = kBuckets - 1; first >= 0; first -= kWarpSize) {
-        int const bucket = first - lane;
-        uint32_t const heavy = bucket_begin[bucket];
-        uint32_t const rows = bucket_begin[bucket + 1] - heavy;
-        float cost = static_cast<float>(rows) * static_cast<float>(most_of(bucket)) * model.nonzero_ns;
+    // A lane has kPerLane neighbouring buckets. costs[i]: the time of these from the i-th on, later of all lighter
+    // ones.
+    constexpr int kPerLane = kBuckets / kWarpSize;
+    float costs[kPerLane];
+    float sum = 0.0f;
 #pragma unroll
-        for (int distance = 1; distance < kWarpSize; distance *= 2) {
-            float const lighter = __shfl_up_sync(0xffffffffu, cost, distance);
-            cost += lane >= distance ? lighter : 0.0f;
-        }
-        cost += sparse_cost;
-        sparse_cost = __shfl_sync(0xffffffffu, cost, kWarpSize - 1);
-        cost += static_cast<float>(most_of(bucket)) * model.heaviest_ns;
+    for (int i = kPerLane - 1; i >= 0; --i) {
+        int const bucket = lane * kPerLane + i;
+        uint32_t const rows = bucket_begin[bucket + 1] - bucket_begin[bucket];
+        sum += static_cast<float>(rows) * static_cast<float>(most_of(bucket)) * model.nonzero_ns;
+        costs[i] = sum;
+    }
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+        float const lighter = __shfl_down_sync(0xffffffffu, sum, distance);
+        sum += lane + distance < kWarpSize ? lighter : 0.0f;
+    }
+    float const next = __shfl_down_sync(0xffffffffu, sum, 1);
+    float const lighter = lane + 1 < kWarpSize ? next : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        // The choice that this bucket and the lighter ones are sparse.
+        int const bucket = lane * kPerLane + i;
+        uint32_t const heavy = bucket_begin[bucket];
+        float const sum_cost = costs[i] + lighter;
+        float const heaviest_cost = static_cast<float>(most_of(bucket)) * model.heaviest_ns;
+        // Throughput and latency overlap, the less the nearer they are: measured, the root of the sum of squares.
+        float cost = sqrtf(sum_cost * sum_cost + heaviest_cost * heaviest_cost);
         if (heavy > 0) {
-            cost += cost_of(model.up, heavy) + cost_of(model.down, heavy) + static_cast<float>(heavy) * model.part_row_ns + model.part_ns;
+            cost += cost_of(model.up, heavy) + cost_of(model.down, heavy) +
+                    static_cast<float>(heavy) * model.part_row_ns + model.part_ns;
         }
-        if (rows > 0 && heavy <= model.max_part && cost < best_cost) {
+        if (bucket_begin[bucket + 1] > heavy && heavy <= model.max_part && cost < best_cost) {
             best_cost = cost;
             best = heavy;
         }

@@ -17,9 +17,9 @@ struct DenseRounds {
 struct GuardModel {
     bool enabled;       // else no row is dense
     int64_t forced;     // so many rows are dense, whatever it costs; negative: decide. For tests
-    uint32_t max_part;   // unless all are, no more rows may be dense
-    float nonzero_ns;   // the sparse path's time for each non-zero, and so much more
-    float heaviest_ns;  // for each of the heaviest row
+    uint32_t max_part;  // unless all are, no more rows may be dense
+    float nonzero_ns;   // the sparse path's time: for each non-zero by throughput,
+    float heaviest_ns;  // for each of the heaviest row by latency
     float part_row_ns;  // the dense path's time for each row if not all are dense, beside its projections
     float part_ns;      // and so much more
     DenseRounds up;     // round_ns is 0 in a plain block

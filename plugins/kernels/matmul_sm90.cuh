@@ -27,6 +27,8 @@ constexpr int WGMMA_K = 16;
 constexpr int kRowsPerSwizzle = 8;
 constexpr int kRowElements = 64;  // in a row of shared memory, as long as the swizzle pattern
 constexpr int kBytesRow = kRowElements * 2;
+constexpr int kWarpNeurons = 16;  // of a consumer warp
+constexpr int kBytesWarpRow = kWarpNeurons * 2;
 static_assert(BLOCK_K == kRowElements && WGMMA_M == kRowElements, "a row lies along K or along M");
 
 constexpr int kWarpgroupSize = 128;
@@ -50,8 +52,9 @@ constexpr int kGroupBlocks = 8;
 
 constexpr int kMaxSharedBytes = 227 * 1024;
 
-// Tokens in a block; a multiple of 8, at most 256.
-template <int kTokens>
+// Tokens in a block; a multiple of 8, at most 256. Either there is room for the whole result, which helpers carry on,
+// or each consumer warp has a little and carries it on itself.
+template <int kTokens, bool kResultInShared = true>
 struct Config {
     static constexpr int BLOCK_N = kTokens;
     static constexpr int kAccumulators = WGMMA_M * BLOCK_N / kWarpgroupSize;
@@ -61,15 +64,16 @@ struct Config {
     static_assert(BLOCK_N % 8 == 0 && BLOCK_N >= 16 && BLOCK_N <= 256, "what wgmma can do");
 
     // Shared memory: stages of A (weights), 128 neurons, and B (tokens) [BLOCK_N, BLOCK_K], swizzled by TMA; the
-    // rounded result, [BLOCK_N, 64 neurons] of each consumer; barriers.
+    // rounded result, [BLOCK_N, 64 neurons] of each consumer or twice [16 tokens, 16 neurons] of each warp; barriers.
     static constexpr int kBytesA = BLOCK_M * BLOCK_K * 2;
     static constexpr int kBytesB = BLOCK_N * BLOCK_K * 2;
     static constexpr int kBytesStage = kBytesA + kBytesB;
     static constexpr int kBytesLoaded = kBytesA + kClusterSize * kRowsLoaded * BLOCK_K * 2;
     static constexpr int kBytesResultPart = BLOCK_N * kBytesRow;
-    static constexpr int kBytesResult = kConsumers * kBytesResultPart;
+    static constexpr int kBytesWarp = 2 * 2 * kRowsPerSwizzle * kBytesWarpRow;
+    static constexpr int kBytesResult = kResultInShared ? kConsumers * kBytesResultPart : kConsumerWarps * kBytesWarp;
     static constexpr int kMoreBarriers = 3;  // for what a kernel does with the result
-    static constexpr int kMostStages = (kMaxSharedBytes - 256 - kBytesResult) / kBytesStage;
+    static constexpr int kMostStages = (kMaxSharedBytes - 128 - kBytesResult) / kBytesStage;
     static constexpr int kNumStages = kMostStages < 6 ? kMostStages : 6;
     static constexpr int kOffsetResult = kNumStages * kBytesStage;
     static constexpr int kOffsetBarriers = kOffsetResult + kBytesResult;
@@ -361,6 +365,11 @@ __device__ __forceinline__ uint4 load_chunk(uint32_t address) {
     return chunk;
 }
 
+// Brings a line of memory to L2.
+__device__ __forceinline__ void prefetch_line(void const* pointer) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory");
+}
+
 // The biases of a consumer thread's two neurons, `neuron` and the eighth after it; 0 past the last one.
 template <class Element>
 __device__ __forceinline__ float2 load_biases(uint16_t const* bias, int neuron, int num_neurons) {
@@ -392,6 +401,40 @@ __device__ __forceinline__ void store_result(uint32_t result, float const (&accu
         constexpr int j = N / 8 - 1;
         // Lanes from 16 on give no address.
         store_transposed_x2(address + j * 8 * kBytesRow, round(j * 4, biases.x), round(j * 4 + 2, biases.y));
+    }
+}
+
+// Rounds a consumer's accumulators, too, but passes them on at once, by way of 2 x 512 bytes of the warp: calls
+// store(token, chunk, values) with eight neurons of a token, chunk 0 or 1 of the warp's 16.
+template <class Element, class Cfg, class Store>
+__device__ __forceinline__ void pass_result(uint32_t warp_bytes, float const (&accumulators)[Cfg::kAccumulators],
+                                            float2 biases, Store store) {
+    constexpr int N = Cfg::BLOCK_N;
+    int const lane = threadIdx.x % kWarpSize;
+    // The XOR makes 8 tokens' chunks fall into different banks.
+    auto const offset = [](int token, int chunk) {
+        return static_cast<uint32_t>(token * kBytesWarpRow + ((chunk ^ (token >> 2 & 1)) << 4));
+    };
+    uint32_t const source = warp_bytes + offset(lane / 2, lane % 2);
+    uint32_t const destination = warp_bytes + offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    auto const round = [&](int i, float bias) {
+        return Element::from_float2(accumulators[i] + bias, accumulators[i + 1] + bias);
+    };
+#pragma unroll
+    for (int j = 0; j < N / 8; j += 2) {
+        uint32_t const buffer = j / 2 % 2 * (Cfg::kBytesWarp / 2);
+        if (j + 1 < N / 8) {
+            uint32_t const fragment[4] = {round(j * 4, biases.x), round(j * 4 + 2, biases.y),
+                                          round(j * 4 + 4, biases.x), round(j * 4 + 6, biases.y)};
+            store_transposed_x4(destination + buffer, fragment);
+        } else {
+            // Lanes from 16 on give no address.
+            store_transposed_x2(destination + buffer, round(j * 4, biases.x), round(j * 4 + 2, biases.y));
+        }
+        __syncwarp();
+        if (j + 1 < N / 8 || lane < 16) {
+            store(j * 8 + lane / 2, lane % 2, load_chunk(source + buffer));
+        }
     }
 }
 

@@ -6,6 +6,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <initializer_list>
+#include <type_traits>
 
 #include "matmul_sm90.cuh"
 
@@ -75,11 +77,11 @@ int choose(int64_t tokens, int num_tiles, int clusters, Choices<kTokens...>) {
     return best;
 }
 
-// Calls launch(Config<tokens>()) for one of the choices.
+// Calls launch(std::integral_constant<int, tokens>()) for one of the choices.
 template <class Launch, int... kTokens>
 cudaError_t with_config(int tokens, Choices<kTokens...>, Launch launch) {
     cudaError_t result = cudaErrorInvalidValue;
-    (void)((tokens == kTokens && (result = launch(Config<kTokens>()), true)) || ...);
+    (void)((tokens == kTokens && (result = launch(std::integral_constant<int, kTokens>()), true)) || ...);
     return result;
 }
 

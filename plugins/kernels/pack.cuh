@@ -77,6 +77,38 @@ __device__ __forceinline__ void pack_rows(Octet const (&octets)[kRows], int num_
     }
 }
 
+// The packed matrix and the spilled one, which together hold g.
+struct PackedGate {
+    uint32_t const* packed;  // [tokens, num_tiles * words_per_tile]
+    uint16_t* spilled;       // [tokens, num_tiles * TWELL_TILE]
+    int num_tiles;
+    int words_per_tile;
+
+    __device__ __forceinline__ int64_t stride() const { return static_cast<int64_t>(num_tiles) * TWELL_TILE; }
+
+    // The count and the first entries of a tile.
+    __device__ __forceinline__ uint4 const* head(int64_t row, int tile_idx) const {
+        return reinterpret_cast<uint4 const*>(packed + (row * num_tiles + tile_idx) * words_per_tile);
+    }
+};
+
+// Eight columns of a tile that has not been spilled, from the chunk-th eight on.
+__device__ __forceinline__ uint4 expand(uint4 head, int chunk) {
+    uint32_t const entries[kMostUnspilled] = {head.y, head.z, head.w};
+    uint32_t pairs[kVector / 2] = {};
+#pragma unroll
+    for (uint32_t e = 0; e < kMostUnspilled; ++e) {
+        int const column = static_cast<int>(entries[e] % TWELL_TILE);
+        uint32_t const value = (column & 1) != 0 ? entries[e] & 0xffff0000u : entries[e] >> 16;
+#pragma unroll
+        for (int i = 0; i < kVector / 2; ++i) {
+            // NOTE: entries past the last one have not been written.
+            pairs[i] |= e < head.x && column / 2 == chunk * (kVector / 2) + i ? value : 0u;
+        }
+    }
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
 }  // namespace twell
 
 #endif  // TWELL_KERNELS_PACK_CUH_

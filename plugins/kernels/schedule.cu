@@ -39,7 +39,7 @@ Schedule schedule_at(twell_problem const& problem, void* memory) {
 }
 
 cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, Schedule const& schedule,
-                            GuardModel const& guard, cudaStream_t stream) {
+                            GuardModel const& guard, Gather const& gather, cudaStream_t stream) {
     Device device = {};
     if (cudaError_t const error = query_device(device); error != cudaSuccess) {
         return error;
@@ -50,6 +50,7 @@ cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed
     params.packed = packed;
     params.schedule = schedule;
     params.guard = guard;
+    params.gather = gather;
     params.tokens = problem.tokens;
     params.rows_per_block = static_cast<int>((problem.tokens + blocks - 1) / blocks);
     params.num_tiles = num_tiles(problem);

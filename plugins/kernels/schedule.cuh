@@ -2,7 +2,8 @@
 // cleared beforehand.
 //
 // count_kernel   blocks of rows: each row's bucket and its rank among the block's rows of that bucket
-// order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; then row_order
+// order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; then row_order, and
+//                what the dense path needs of the block's rows
 //
 // Ranks are handed out by atomics in shared memory, so the order within a bucket varies from run to run. No result may
 // depend on it. How many rows a bucket has does not vary.
@@ -10,13 +11,13 @@
 #define TWELL_KERNELS_SCHEDULE_CUH_
 
 #include "dependent_launch.cuh"
+#include "gather.cuh"
 #include "guard.cuh"
 #include "schedule.h"
 #include "twell/twell.h"
 
 namespace twell::schedule {
 
-constexpr int kWarpSize = 32;
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kMaxBlocks = 128;
@@ -66,6 +67,7 @@ struct Params {
     uint32_t const* packed;  // [tokens, num_tiles * words_per_tile]
     Schedule schedule;
     GuardModel guard;
+    Gather gather;  // if the guard is enabled
     int64_t tokens;
     int rows_per_block;
     int num_tiles;
@@ -127,6 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     __shared__ uint32_t bucket_rows[kBuckets];       // of all blocks
     __shared__ uint32_t block_begin[kBuckets];       // place of the block's first row of a bucket
     __shared__ uint32_t bucket_begin[kBuckets + 1];  // place of a bucket
+    __shared__ uint32_t heavy_count;
 
     int const lane = threadIdx.x % kWarpSize;
     int const bucket = threadIdx.x % kBuckets;
@@ -149,41 +152,63 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     atomicAdd(&block_begin[bucket], before);
     __syncthreads();
     if (threadIdx.x < kWarpSize) {
-        uint32_t begin = 0;
-        for (int b = lane; b < kBuckets; b += kWarpSize) {
-            uint32_t sum = bucket_rows[b];
+        // A lane has kPerLane neighbouring buckets.
+        constexpr int kPerLane = kBuckets / kWarpSize;
+        uint32_t ends[kPerLane];
+        uint32_t sum = 0;
 #pragma unroll
-            for (int distance = 1; distance < kWarpSize; distance *= 2) {
-                uint32_t const below = __shfl_up_sync(0xffffffffu, sum, distance);
-                sum += lane >= distance ? below : 0;
-            }
-            bucket_begin[b + 1] = begin + sum;
-            begin += __shfl_sync(0xffffffffu, sum, kWarpSize - 1);
+        for (int i = 0; i < kPerLane; ++i) {
+            sum += bucket_rows[lane * kPerLane + i];
+            ends[i] = sum;
         }
+        uint32_t const own = sum;
+#pragma unroll
+        for (int distance = 1; distance < kWarpSize; distance *= 2) {
+            uint32_t const below = __shfl_up_sync(0xffffffffu, sum, distance);
+            sum += lane >= distance ? below : 0;
+        }
+        uint32_t begin = sum - own;
         if (lane == 0) {
             bucket_begin[0] = 0;
         }
-        __syncwarp();
-        for (int b = lane; b < kBuckets; b += kWarpSize) {
-            block_begin[b] += bucket_begin[b];
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            int const b = lane * kPerLane + i;
+            block_begin[b] += i == 0 ? begin : begin + ends[i - 1];
+            bucket_begin[b + 1] = begin + ends[i];
         }
     }
     __syncthreads();
-    if (blockIdx.x == 0 && threadIdx.x < kWarpSize) {
+    if (threadIdx.x < kWarpSize) {
         uint32_t const heavy = guard::decide<kBuckets>(params.guard, bucket_begin, most_of_bucket);
         if (lane == 0) {
-            params.schedule.header->heavy_count = heavy;
-            params.schedule.header->failed_count = 0;
+            heavy_count = heavy;
+            if (blockIdx.x == 0) {
+                params.schedule.header->heavy_count = heavy;
+                params.schedule.header->failed_count = 0;
+            }
         }
     }
 
     int64_t const begin = static_cast<int64_t>(blockIdx.x) * params.rows_per_block;
     int64_t const end = min(begin + params.rows_per_block, params.tokens);
-    for (int64_t row = begin + threadIdx.x; row < end; row += kThreads) {
+    auto const position_of = [&](int64_t row) {
         uint32_t const place = params.schedule.place[row];
-        uint32_t const rank = place & ((1u << kRankBits) - 1);
-        params.schedule.row_order[block_begin[place >> kRankBits] + rank] = static_cast<uint32_t>(row);
+        return block_begin[place >> kRankBits] + (place & ((1u << kRankBits) - 1));
+    };
+    for (int64_t row = begin + threadIdx.x; row < end; row += kThreads) {
+        params.schedule.row_order[position_of(row)] = static_cast<uint32_t>(row);
         params.schedule.has_failed[row] = 0;
+    }
+    __syncthreads();
+    bool const all_heavy = heavy_count == params.tokens;
+    if (heavy_count != 0 && gather::is_needed(params.gather, all_heavy)) {
+        for (int64_t row = begin + threadIdx.x / kWarpSize; row < end; row += kWarps) {
+            uint32_t const position = position_of(row);
+            if (position < heavy_count) {
+                gather::gather_row(params.gather, all_heavy, row, position);
+            }
+        }
     }
 }
 

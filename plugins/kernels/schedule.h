@@ -4,6 +4,7 @@
 
 #include <stddef.h>
 
+#include "gather.cuh"
 #include "guard.h"
 #include "twell/twell.h"
 
@@ -31,9 +32,10 @@ size_t schedule_bytes(twell_problem const& problem);
 Schedule schedule_at(twell_problem const& problem, void* memory);
 
 // Enqueues the schedule of a packed matrix, from its counts alone. With a guard, tiles that overflow have been spilled
-// and are no reason to be heavy. Same preconditions as launch_gate.
+// and are no reason to be heavy, and what the dense path needs of the heavy ones is gathered. Same preconditions as
+// launch_gate.
 cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, Schedule const& schedule,
-                            GuardModel const& guard, cudaStream_t stream);
+                            GuardModel const& guard, Gather const& gather, cudaStream_t stream);
 
 }  // namespace twell
 

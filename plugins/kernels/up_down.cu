@@ -69,17 +69,19 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
     uint16_t* const spilled = dense_rows == kGuardOff ? nullptr : spilled_in(problem, scratch);
     Schedule const schedule = schedule_at(problem, scratch);
     GuardModel guard = {};
+    Gather gather = {};
     if (spilled != nullptr) {
         guard = guard_model(problem, device);
         guard.forced = dense_rows;
+        gather = gather_for(problem, tensors, packed, spilled,
+                            reinterpret_cast<unsigned char*>(spilled) + spilled_bytes(problem));
     }
-    if (cudaError_t const error = launch_schedule(problem, packed, schedule, guard, stream); error != cudaSuccess) {
+    if (cudaError_t const error = launch_schedule(problem, packed, schedule, guard, gather, stream);
+        error != cudaSuccess) {
         return error;
     }
     if (guard.enabled) {
-        void* const dense_scratch = reinterpret_cast<unsigned char*>(spilled) + spilled_bytes(problem);
-        if (cudaError_t const error =
-                launch_dense(problem, tensors, packed, spilled, schedule, dense_scratch, device, stream);
+        if (cudaError_t const error = launch_dense(problem, tensors, gather, schedule, device, stream);
             error != cudaSuccess) {
             return error;
         }

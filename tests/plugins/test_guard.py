@@ -129,6 +129,8 @@ def test_sanitize(case: Case, share: float) -> None:
     """What sanitize.py runs."""
     block = make_block(case, integers=True, device="cpu")
     call = Call(block.to("cuda"), case.compression, poison=False)
+    # The packed matrix is read 16 bytes at a time: words that the gate leaves alone come along, and are not used.
+    call.workspace[: call.lib.twell_packed_bytes(call.problem)].zero_()
     start_dense(call, int(case.rows * share))
     torch.cuda.synchronize()
     reference.assert_close(call.y.cpu(), block)

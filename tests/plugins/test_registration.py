@@ -232,9 +232,7 @@ def test_register_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     module = tensorrt(has=False, takes=False)
     module.get_plugin_registry().load_library = lambda path: None
     monkeypatch.setenv("TWELLC_LIBRARY", str(broken))
-    with pytest.raises(
-        UserError, match=r"libtwell_plugins.so: the plugin library is damaged .*expected a 64-bit ELF"
-    ):
+    with pytest.raises(UserError, match=r"libtwell_plugins.so: the plugin library is damaged .*expected a 64-bit ELF"):
         registration.register(module)
     monkeypatch.setenv("TWELLC_LIBRARY", str(tmp_path / "none.so"))
     with pytest.raises(UserError, match=r"none.so: the plugin library is missing \(named by \$TWELLC_LIBRARY\)"):

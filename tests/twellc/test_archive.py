@@ -26,6 +26,7 @@ from tests.models import Gated, Residual, export
 from twellc.errors import UserError
 from twellc.loaders.archive import output_names
 from twellc.loaders.model import load_model
+from twellc.passes.canonicalize import canonicalize
 from twellc.passes.execution import example_inputs, run_program
 
 Records = dict[str, bytes]
@@ -398,6 +399,20 @@ def test_damaged_archive_is_a_user_error(damage: str, harmless: Path, tmp_path: 
     path.write_bytes(write_records(records))
     with pytest.raises(UserError, match=r"model\.pt2"):
         load_model(path, trust_model=False)
+
+
+def test_graph_that_does_not_fit_together(harmless: Path, tmp_path: Path) -> None:
+    """It loads; nothing looks at its shapes before it is traced again."""
+    records = read_records(harmless)
+    graph = json.loads(records[GRAPH])
+    node = next(node for node in graph["graph_module"]["graph"]["nodes"] if "aten.linear" in node["target"])
+    weight = next(each["arg"]["as_tensor"] for each in node["inputs"] if each["name"] == "weight")
+    weight["name"] = weight["name"].replace("gate", "down")
+    path = tmp_path / "model.pt2"
+    path.write_bytes(write_records(records | {GRAPH: json.dumps(graph).encode()}))
+    model = load_model(path, trust_model=False)
+    with pytest.raises(UserError, match=r"the model's graph: torch .* cannot run it on shapes .*Export the model"):
+        canonicalize(model.program)
 
 
 def test_flipped_bytes_never_give_a_traceback(harmless: Path, tmp_path: Path) -> None:

@@ -505,6 +505,20 @@ def test_a_fault_of_a_pass_before_the_rewriting(tmp_path: Path, monkeypatch: pyt
     assert (bad.within, bad.causes, bad.first_divergence) == (False, ["rewrite"], None)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("block", [Gated, Plain])
+def test_threshold(dtype: torch.dtype, block: type[nn.Module], tmp_path: Path) -> None:
+    """Torch compares a bfloat16 with 0.1 rounded to bfloat16; so do the rewritten block and the float64 model."""
+    module = Residual(block(lambda z: torch.where(z > 0.1, z, 0.0), d_ff=600)).to(dtype)
+    program = export(module, torch.randn(40, 16).to(dtype), dynamic=({0: Dim("rows", min=1, max=4096)},))
+    torch.export.save(program, tmp_path / "m.pt2")
+    result = run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "m.onnx"))
+    assert result.within
+    (found,) = result.blocks
+    assert found.accuracy.separation is not None
+    assert found.accuracy.separation.rewrite.relative < 1e-14
+
+
 def test_a_block_that_is_the_whole_model(tmp_path: Path) -> None:
     """It reads the program's input and gives its output."""
     program = export(Plain(biases="ud").half(), torch.randn(4, 16).half(), dynamic=({0: Dim("rows", min=1, max=64)},))

@@ -21,7 +21,7 @@ from torch.export.pt2_archive._package import load_pt2
 
 from twellc.errors import UserError, first_line
 from twellc.loaders.model import LoadedModel
-from twellc.loaders.tracing import quiet_torch
+from twellc.passes.program import quiet_torch
 
 _PLAIN_RECORDS = re.compile(
     r"archive_format|archive_version|byteorder|\.data/(version|serialization_id)|\.format_version|\.storage_alignment"

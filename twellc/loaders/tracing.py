@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +9,7 @@ import torch
 from torch.export import ExportedProgram
 
 from twellc.errors import UserError, first_line
+from twellc.passes.program import quiet_torch
 
 
 def trace(
@@ -43,17 +40,3 @@ def trace(
             )
     except Exception as error:  # torch.export raises what the module's code raises
         raise UserError(str(path), f"torch.export cannot trace the model ({first_line(error)})", fix=fix) from error
-
-
-@contextmanager
-def quiet_torch() -> Iterator[None]:
-    """Keep torch's warnings and its log, with the tracebacks in it, from the user: a failure raises, too."""
-    log = logging.getLogger("torch")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)
