@@ -20,11 +20,6 @@ namespace {
 constexpr int64_t kMaxTokensGateUp = 64;
 // Up to so many, tokens are shared out over several CTAs; from there on they fill the device one CTA each.
 constexpr int64_t kMaxTokens = 256;
-#if defined(TWELL_SM90A)
-// From so many on, compute capability 9.0 has kernels of its own. Below, a call is so short that what these add for the
-// sake of dense layers counts: 0.9 of 11 microseconds.
-constexpr int64_t kFewestTokensSm90 = 33;
-#endif
 // Offsets in w_gate and w_up are 32-bit numbers of 16-byte vectors.
 constexpr int kMaxDModel = 65536;
 
@@ -134,7 +129,7 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
         return error;
     }
 #if defined(TWELL_SM90A)
-    if (device.major == 9 && device.minor == 0 && tokens >= kFewestTokensSm90 && few_sm90_supports(problem)) {
+    if (device.major == 9 && device.minor == 0 && few_sm90_supports(problem)) {
         return launch_few_sm90(problem, tensors, parts, device, stream);
     }
 #endif

@@ -9,7 +9,7 @@
 
 namespace twell {
 
-// Whether the kernels can compute this problem: TMA's boxes are no larger than the matrices.
+// Whether the kernels suit the problem: by the number of tokens, and TMA's boxes are no larger than the matrices.
 bool few_sm90_supports(twell_problem const& problem);
 
 // Enqueues the whole block, on a device of compute capability 9.0. Same preconditions as launch_few.

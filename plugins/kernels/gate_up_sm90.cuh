@@ -96,7 +96,7 @@ struct Config {
     static constexpr int kMostStages =
         (kMaxSharedBytes - kBytesG - static_cast<int>(sizeof(Storage)) - 512) / kBytesStage;
     static constexpr int kNumStages = kMostStages < 16 ? kMostStages : 16;
-    static constexpr int kDotSlots = BLOCK_N > 64 ? 1 : 2;
+    static constexpr int kDotSlots = BLOCK_N > 64 ? 1 : 2;  // of each warp: what there is room for
     static constexpr int kBytesDots = kWarps * kDotSlots * kBytesDot;
     static constexpr int kOffsetDots = kNeurons * BLOCK_N * 4;  // behind the sums
     static constexpr int kOffsetG =

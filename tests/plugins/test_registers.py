@@ -29,7 +29,7 @@ def compile_kernels(source: Path, architecture: str, output: Path) -> subprocess
         *itertools.product(("few.cu", "gate.cu", "up_down.cu"), ("80", "86", "89", "90a", "120"), (6,)),
         *itertools.product(("schedule.cu",), ("80", "86", "89", "90a", "120"), (2,)),
         ("gate_sm90.cu", "90a", 16),
-        ("few_sm90.cu", "90a", 12),
+        ("few_sm90.cu", "90a", 8),
         ("dense_sm90.cu", "90a", 32),
     ],
 )
