@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,25 @@ def test_language_model_with_padding(llama: Path, tmp_path: Path) -> None:
         ]
         candidate, plain, true = (result[mask == 1] for result in results)
         assert_as_accurate(candidate.bfloat16(), plain.bfloat16(), true)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_gather_elements(axis: int, tmp_path: Path) -> None:
+    """Of data that is larger than the indices, as in BERT's token types, and with indices from the end."""
+    data = torch.randn(40, 70)
+    indices = torch.randint(-40, 40, (3, 5))
+    node = helper.make_node("GatherElements", ["data", "indices"], ["y"], axis=axis)
+    values = [
+        helper.make_tensor_value_info(name, kind, shape)
+        for name, kind, shape in (("data", 1, [40, 70]), ("indices", 7, [3, 5]), ("y", 1, [3, 5]))
+    ]
+    model = helper.make_model(
+        helper.make_graph([node], "g", values[:2], values[2:]), opset_imports=[helper.make_opsetid("", 20)]
+    )
+    (y,) = OnnxEvaluator(tmp_path / "m.onnx", model).run({"data": data, "indices": indices})
+    for row, column in itertools.product(range(3), range(5)):
+        at = int(indices[row, column])
+        assert y[row, column] == (data[at, column] if axis == 0 else data[row, at])
 
 
 def test_nan_in_x(tmp_path: Path) -> None:
