@@ -27,7 +27,7 @@ from typing import Any
 import click
 import torch
 import transformers
-from kernels import machine, quantile, spread
+from block import machine, quantile, spread
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree

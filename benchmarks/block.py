@@ -1,7 +1,7 @@
 """Time the kernels of one feed-forward block against dense torch: the gate, up and down, and the whole block.
 
-python benchmarks/kernels.py --tokens 2048,8192 --json results.json
-python benchmarks/kernels.py --suite --json results.json > results.md
+python benchmarks/block.py --tokens 2048,8192 --json results.json
+python benchmarks/block.py --suite --json results.json > results.md
 
 Builds nothing: it uses the plugin library that twellc finds. Every size is checked against float64 before it is timed.
 Times are of one call within a CUDA graph that holds one call for each of several sets of weights, so that weights come
