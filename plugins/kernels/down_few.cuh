@@ -53,17 +53,21 @@ struct Shared {
     float partial[Cfg::kPartials][Cfg::kColumns];
 };
 
-// The active neurons of mask words [word_begin, word_begin + kPassWords) into shared.list; returns how many.
+// A thread's mask word of the pass that begins with a word.
+__device__ __forceinline__ uint32_t load_mask(Params const& params, int64_t token, int word_begin) {
+    int const word = word_begin + static_cast<int>(threadIdx.x);
+    return threadIdx.x < kPassWords && word < params.num_mask_words ? params.masks[token * params.num_mask_words + word]
+                                                                    : 0;
+}
+
+// The active neurons of a pass, from all threads' mask words, into shared.list; returns how many.
 template <class Cfg>
-__device__ __forceinline__ int list_active(Shared<Cfg>& shared, uint32_t const* mask_row, int word_begin,
-                                           int num_words) {
+__device__ __forceinline__ int list_active(Shared<Cfg>& shared, uint32_t mask) {
     static_assert(Cfg::kThreads >= kPassWords, "one thread a word");
     int const thread = threadIdx.x;
     int const lane = thread % kWarpSize;
-    uint32_t mask = 0;
     int end = 0;
     if (thread < kPassWords) {
-        mask = word_begin + thread < num_words ? mask_row[word_begin + thread] : 0;
         end = __popc(mask);
 #pragma unroll
         for (int distance = 1; distance < kWarpSize; distance *= 2) {
@@ -114,23 +118,20 @@ __device__ __forceinline__ void add_rows(float (&accumulators)[kVector], uint16_
     }
 }
 
+// One slab of columns of one token, by one CTA. `mask`: load_mask of the first pass.
 template <class Element, class Cfg>
-__global__ void __launch_bounds__(Cfg::kThreads, 1024 / Cfg::kThreads) down_kernel(Params const params) {
-    __shared__ Shared<Cfg> shared;
-    allow_dependent_launch();
-    wait_for_previous_launch();
-
+__device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& shared, int slab, int64_t token,
+                                        uint32_t mask) {
     int const thread = threadIdx.x;
-    int64_t const token = blockIdx.y;
-    int const column_begin = blockIdx.x * Cfg::kColumns;
+    int const column_begin = slab * Cfg::kColumns;
     int const slot = thread / Cfg::kLanes;
     // Columns past the end repeat the last ones and are not stored.
     int const column = min(column_begin + thread % Cfg::kLanes * kVector, params.d_out - kVector);
-    uint32_t const* const mask_row = params.masks + token * params.num_mask_words;
 
     float accumulators[kVector] = {};
     for (int word_begin = 0; word_begin < params.num_mask_words; word_begin += kPassWords) {
-        int const count = list_active(shared, mask_row, word_begin, params.num_mask_words);
+        int const count = list_active(shared, mask);
+        mask = load_mask(params, token, word_begin + kPassWords);
         int64_t const neuron_begin = static_cast<int64_t>(word_begin) * kMaskBits;
         float const* const h = params.h + token * params.d_ff + neuron_begin;
         uint16_t const* const w_down = params.w_down + neuron_begin * params.d_out + column;
@@ -193,6 +194,15 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1024 / Cfg::kThreads) down_kern
     }
     *reinterpret_cast<uint32_t*>(params.y + token * params.d_out + column_begin + pair) =
         Element::from_float2(sum.x, sum.y);
+}
+
+template <class Element, class Cfg>
+__global__ void __launch_bounds__(Cfg::kThreads, 1024 / Cfg::kThreads) down_kernel(Params const params) {
+    __shared__ Shared<Cfg> shared;
+    allow_dependent_launch();
+    wait_for_previous_launch();
+    int64_t const token = blockIdx.y;
+    compute<Element>(params, shared, static_cast<int>(blockIdx.x), token, load_mask(params, token, 0));
 }
 
 }  // namespace twell::down_few

@@ -1,11 +1,17 @@
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "down_few.cuh"
 #include "few.h"
 #include "gate.h"
 #include "gate_up_few.cuh"
+#include "launch.cuh"
 #include "problem.cuh"
 #include "up_few.cuh"
+#if defined(TWELL_SM90A)
+#include "few_sm90.h"
+#endif
 
 namespace twell {
 namespace {
@@ -39,49 +45,27 @@ int num_mask_words(twell_problem const& problem) {
     return (problem.d_ff + gate_up_few::kMaskBits - 1) / gate_up_few::kMaskBits;
 }
 
-size_t mask_bytes(twell_problem const& problem, int64_t tokens) {
-    return aligned(static_cast<size_t>(tokens) * num_mask_words(problem) * sizeof(uint32_t));
-}
-
-struct Device {
-    bool has_dependent_launch;
-    int max_shared_bytes;  // of a block
-};
-
-// Attribute queries are cheap and allowed during stream capture.
-cudaError_t query(Device& device) {
-    int ordinal = 0;
-    int major = 0;
-    if (cudaError_t const error = cudaGetDevice(&ordinal); error != cudaSuccess) {
-        return error;
-    }
-    if (cudaError_t const error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
-        error != cudaSuccess) {
-        return error;
-    }
-    device.has_dependent_launch = major >= 9;
-    return cudaDeviceGetAttribute(&device.max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
-}
-
-template <class Params>
-cudaError_t launch(void (*kernel)(Params), Params const& params, dim3 grid, int threads, int shared_bytes,
-                   Device const& device, cudaStream_t stream) {
-    if (cudaError_t const error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-        error != cudaSuccess) {
-        return error;
-    }
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = device.has_dependent_launch ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, params);
+// The parts of the scratch memory, from `memory` on; `bytes` is their size.
+FewScratch lay_out(twell_problem const& problem, unsigned char* memory, size_t& bytes) {
+    bytes = 0;
+    auto const take = [&](size_t size) {
+        unsigned char* const part = memory + bytes;
+        bytes += aligned(size);
+        return part;
+    };
+    FewScratch scratch = {};
+    size_t const tokens = static_cast<size_t>(problem.tokens);
+    scratch.num_mask_words = num_mask_words(problem);
+    scratch.num_counters = num_dense_blocks(problem);
+    size_t const mask_bytes = tokens * scratch.num_mask_words * sizeof(uint32_t);
+    scratch.masks = reinterpret_cast<uint32_t*>(take(mask_bytes));
+    scratch.h = reinterpret_cast<float*>(take(tokens * problem.d_ff * sizeof(float)));
+    scratch.h_rounded = reinterpret_cast<uint16_t*>(take(mask_bytes * 8 * sizeof(uint16_t)));
+    scratch.is_dense = take(static_cast<size_t>(scratch.num_mask_words) * 2);
+    scratch.counters = reinterpret_cast<int*>(take(scratch.num_counters * sizeof(int)));
+    scratch.sums = reinterpret_cast<float*>(
+        take(static_cast<size_t>(std::max(kFewestDenseCtas, scratch.num_counters)) * 64 * 64 * sizeof(float)));
+    return scratch;
 }
 
 template <class Element, class Cfg>
@@ -89,8 +73,8 @@ cudaError_t launch_gate_up(gate_up_few::Params const& params, Device const& devi
     // CTAs cover whole mask words, also where d_ff ends in the first half of one.
     int const neurons = params.num_mask_words * gate_up_few::kMaskBits;
     dim3 const grid(static_cast<unsigned>((neurons + Cfg::kNeurons - 1) / Cfg::kNeurons));
-    return launch(gate_up_few::gate_up_kernel<Element, Cfg>, params, grid, gate_up_few::kThreads, Cfg::kSharedBytes,
-                  device, stream);
+    return launch_dependent(gate_up_few::gate_up_kernel<Element, Cfg>, params, grid, gate_up_few::kThreads,
+                            Cfg::kSharedBytes, device, stream);
 }
 
 template <class Element>
@@ -114,7 +98,7 @@ template <class Element, class Cfg>
 cudaError_t launch_down(down_few::Params const& params, int tokens, Device const& device, cudaStream_t stream) {
     dim3 const grid(static_cast<unsigned>((params.d_out + Cfg::kColumns - 1) / Cfg::kColumns),
                     static_cast<unsigned>(tokens));
-    return launch(down_few::down_kernel<Element, Cfg>, params, grid, Cfg::kThreads, 0, device, stream);
+    return launch_dependent(down_few::down_kernel<Element, Cfg>, params, grid, Cfg::kThreads, 0, device, stream);
 }
 
 template <class Element>
@@ -136,12 +120,19 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
                        cudaStream_t stream) {
     int const tokens = static_cast<int>(problem.tokens);
     uint16_t const* const w_down = static_cast<uint16_t const*>(tensors.w_down);
-    uint32_t* const masks = static_cast<uint32_t*>(scratch);
-    float* const h = reinterpret_cast<float*>(static_cast<unsigned char*>(scratch) + mask_bytes(problem, tokens));
-    Device device = {};
-    if (cudaError_t const error = query(device); error != cudaSuccess) {
+    size_t bytes = 0;
+    FewScratch const parts = lay_out(problem, static_cast<unsigned char*>(scratch), bytes);
+    uint32_t* const masks = parts.masks;
+    float* const h = parts.h;
+    Device device;
+    if (cudaError_t const error = query_device(device); error != cudaSuccess) {
         return error;
     }
+#if defined(TWELL_SM90A)
+    if (device.major == 9 && device.minor == 0 && few_sm90_supports(problem)) {
+        return launch_few_sm90(problem, tensors, parts, device, stream);
+    }
+#endif
 
     if (tokens <= kMaxTokensGateUp) {
         gate_up_few::Params params = {};
@@ -187,8 +178,8 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
         params.act = activation_of(problem);
         dim3 const grid(static_cast<unsigned>((params.num_tiles + up_few::kTilesPerCta - 1) / up_few::kTilesPerCta),
                         static_cast<unsigned>(tokens));
-        if (cudaError_t const error = launch(up_few::up_kernel<Element>, params, grid, up_few::kThreads,
-                                             up_few::kSharedBytes, device, stream);
+        if (cudaError_t const error = launch_dependent(up_few::up_kernel<Element>, params, grid, up_few::kThreads,
+                                                       up_few::kSharedBytes, device, stream);
             error != cudaSuccess) {
             return error;
         }
@@ -214,8 +205,11 @@ size_t few_scratch_bytes(twell_problem const& problem) {
     if (problem.d_model > kMaxDModel) {
         return 0;
     }
-    int64_t const tokens = problem.tokens < kMaxTokens ? problem.tokens : kMaxTokens;
-    return mask_bytes(problem, tokens) + aligned(static_cast<size_t>(tokens) * problem.d_ff * sizeof(float));
+    twell_problem largest = problem;
+    largest.tokens = std::min(problem.tokens, kMaxTokens);
+    size_t bytes = 0;
+    lay_out(largest, nullptr, bytes);
+    return bytes;
 }
 
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,

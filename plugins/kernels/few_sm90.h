@@ -1,0 +1,21 @@
+// Few tokens on compute capability 9.0: built when the architectures include sm_90a. See gate_up_sm90.cuh and
+// down_sm90.cuh.
+#ifndef TWELL_KERNELS_FEW_SM90_H_
+#define TWELL_KERNELS_FEW_SM90_H_
+
+#include "few.h"
+#include "launch.cuh"
+#include "twell/twell.h"
+
+namespace twell {
+
+// Whether the kernels suit the problem: by the number of tokens, and TMA's boxes are no larger than the matrices.
+bool few_sm90_supports(twell_problem const& problem);
+
+// Enqueues the whole block, on a device of compute capability 9.0. Same preconditions as launch_few.
+cudaError_t launch_few_sm90(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
+                            Device const& device, cudaStream_t stream);
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_FEW_SM90_H_
