@@ -235,7 +235,7 @@ size_t twell_internal_schedule_bytes(twell_problem const* problem) { return twel
 
 cudaError_t twell_internal_schedule(twell_problem const* problem, uint32_t const* packed, void* memory,
                                     cudaStream_t stream) {
-    return twell::launch_schedule(*problem, packed, twell::schedule_at(*problem, memory), {}, {}, stream);
+    return twell::launch_schedule(*problem, packed, nullptr, twell::schedule_at(*problem, memory), {}, {}, stream);
 }
 
 char const* twell_version(void) { return TWELL_VERSION; }

@@ -10,13 +10,13 @@ namespace sm90 = dense_sm90;
 using sm90::Projection;
 
 // For the guard, measured on an H200 at d_model 2048 and d_ff 5632, see benchmarks/README.md: how fast the sparse path
-// gathers weights, how long the heaviest row's share of a byte takes, how fast rows are copied; and how long a token
+// gathers weights, how long each non-zero of the heaviest row takes, how fast rows are copied; and how long a token
 // takes in a slice of a projection.
-constexpr float kGatheredBytesPerNs = 7500.0f;
-constexpr float kHeaviestBytesPerNs = 41.0f;
+constexpr float kGatheredBytesPerNs = 8400.0f;
+constexpr float kHeaviestNonzeroNs = 100.0f;
 constexpr float kCopiedBytesPerNs = 1500.0f;
-constexpr float kTokenSliceNs = 2.5f;
-constexpr float kPartNs = 30e3f;
+constexpr float kTokenSliceNs = 3.0f;
+constexpr float kPartNs = 40e3f;
 
 // What all kernels of one call share.
 struct Launch {
@@ -131,7 +131,7 @@ GuardModel dense_sm90_model(twell_problem const& problem, Device const& device) 
     model.enabled = true;
     model.max_part = static_cast<uint32_t>(max_dense_part(problem));
     model.nonzero_ns = row_bytes / kGatheredBytesPerNs;
-    model.heaviest_ns = row_bytes / kHeaviestBytesPerNs;
+    model.heaviest_ns = kHeaviestNonzeroNs;
     model.part_row_ns = copied_bytes / kCopiedBytesPerNs;
     model.part_ns = kPartNs;
     model.down = Shape<Projection::kDown>(problem, device).rounds();

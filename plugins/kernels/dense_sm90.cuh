@@ -25,7 +25,7 @@ struct View {
         : count(static_cast<int>(schedule.header->heavy_count)), all(count == tokens) {}
 
     __device__ __forceinline__ int row_of(Schedule const& schedule, int position) const {
-        return all ? position : static_cast<int>(schedule.row_order[position]);
+        return all ? position : static_cast<int>(schedule.row_order[position].row);
     }
 };
 
@@ -83,7 +83,7 @@ __device__ __forceinline__ void mark_failed(Params const& params, View const& vi
         if (!is_finite(accumulators[i]) && position < view.count) {
             uint32_t const row = static_cast<uint32_t>(view.row_of(params.schedule, position));
             if (atomicExch(params.schedule.has_failed + row, 1u) == 0) {
-                params.schedule.failed_rows[atomicAdd(&params.schedule.header->failed_count, 1u)] = row;
+                params.schedule.rest_rows[atomicAdd(&params.schedule.header->rest_count, 1u)] = row;
             }
         }
     }
@@ -218,8 +218,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     }
     sync_cluster();
 
-    wait_for_previous_launch();
     allow_dependent_launch();
+    wait_for_previous_launch();
     View const view(params.schedule, params.num_rows);
     int const num_blocks = (view.count + Cfg::BLOCK_N - 1) / Cfg::BLOCK_N;
     int const tiles_end = num_blocks * params.num_tiles;

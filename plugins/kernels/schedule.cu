@@ -22,7 +22,11 @@ T* take(unsigned char*& memory, int64_t count) {
 }  // namespace
 
 size_t schedule_bytes(twell_problem const& problem) {
-    return aligned(sizeof(ScheduleHeader)) + 4 * aligned(static_cast<size_t>(problem.tokens) * sizeof(uint32_t)) +
+    size_t const tokens = static_cast<size_t>(problem.tokens);
+    return aligned(sizeof(ScheduleHeader)) + aligned(tokens * sizeof(RowWork)) +
+           4 * aligned(tokens * sizeof(uint32_t)) +
+           aligned(tokens * max_listed(num_tiles(problem)) * sizeof(uint32_t)) +
+           aligned(tokens * max_units(num_tiles(problem)) * sizeof(Unit)) +
            aligned(schedule::kMaxBlocks * schedule::kBuckets * sizeof(uint32_t));
 }
 
@@ -30,16 +34,20 @@ Schedule schedule_at(twell_problem const& problem, void* memory) {
     unsigned char* next = static_cast<unsigned char*>(memory);
     Schedule schedule;
     schedule.header = take<ScheduleHeader>(next, 1);
-    schedule.row_order = take<uint32_t>(next, problem.tokens);
+    schedule.row_order = take<RowWork>(next, problem.tokens);
     schedule.place = take<uint32_t>(next, problem.tokens);
     schedule.block_buckets = take<uint32_t>(next, schedule::kMaxBlocks * schedule::kBuckets);
-    schedule.failed_rows = take<uint32_t>(next, problem.tokens);
+    schedule.counts = take<uint32_t>(next, problem.tokens);
+    schedule.words = take<uint32_t>(next, problem.tokens * max_listed(num_tiles(problem)));
+    schedule.units = take<Unit>(next, problem.tokens * max_units(num_tiles(problem)));
+    schedule.rest_rows = take<uint32_t>(next, problem.tokens);
     schedule.has_failed = take<uint32_t>(next, problem.tokens);
     return schedule;
 }
 
-cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, Schedule const& schedule,
-                            GuardModel const& guard, Gather const& gather, cudaStream_t stream) {
+cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, uint16_t const* spilled,
+                            Schedule const& schedule, GuardModel const& guard, Gather const& gather,
+                            cudaStream_t stream) {
     Device device = {};
     if (cudaError_t const error = query_device(device); error != cudaSuccess) {
         return error;
@@ -48,6 +56,7 @@ cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed
         std::min<int64_t>((problem.tokens + kRowsPerBlock - 1) / kRowsPerBlock, schedule::kMaxBlocks);
     schedule::Params params = {};
     params.packed = packed;
+    params.spilled = spilled;
     params.schedule = schedule;
     params.guard = guard;
     params.gather = gather;

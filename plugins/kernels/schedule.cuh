@@ -2,8 +2,8 @@
 // cleared beforehand.
 //
 // count_kernel   blocks of rows: each row's bucket and its rank among the block's rows of that bucket
-// order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; then row_order, and
-//                what the dense path needs of the block's rows
+// order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; then row_order, the
+//                units of the up projection, the lists, and what the dense path needs of the block's rows
 //
 // Ranks are handed out by atomics in shared memory, so the order within a bucket varies from run to run. No result may
 // depend on it. How many rows a bucket has does not vary.
@@ -26,9 +26,9 @@ constexpr int kMaxBlocks = 128;
 constexpr int kExactLevels = 16;
 constexpr int kLevelsPerOctave = 8;
 constexpr int kLevels = kExactLevels + 12 * kLevelsPerOctave + 1;
-// Bucket 0 holds, without a guard, the rows with a tile that overflowed, then come levels, the heaviest first.
+// Buckets are levels, the heaviest first.
 constexpr int kBuckets = 128;
-static_assert(kLevels + 1 <= kBuckets && kThreads % kBuckets == 0, "order_kernel shares out buckets to threads");
+static_assert(kLevels <= kBuckets && kThreads % kBuckets == 0, "order_kernel shares out buckets to threads");
 
 __host__ __device__ __forceinline__ int level_of(int count) {
     if (count < kExactLevels) {
@@ -50,13 +50,19 @@ __host__ __device__ __forceinline__ int most_of_level(int level) {
     return ((kLevelsPerOctave + (level - kExactLevels) % kLevelsPerOctave + 1) << (octave - 3)) - 1;
 }
 
-__host__ __device__ __forceinline__ int bucket_of(int count, bool overflowed) {
-    return overflowed ? 0 : kLevels - level_of(count);
+__host__ __device__ __forceinline__ int bucket_of(int count) { return kLevels - 1 - level_of(count); }
+
+// The most non-zeros that a row of a bucket has.
+__host__ __device__ __forceinline__ int most_of_bucket(int bucket) {
+    return bucket < kLevels ? most_of_level(kLevels - 1 - bucket) : 0;
 }
 
-// The most non-zeros that a row of a bucket has, other than of bucket 0.
-__host__ __device__ __forceinline__ int most_of_bucket(int bucket) {
-    return bucket <= kLevels ? most_of_level(kLevels - bucket) : 0;
+static_assert((kSplitNonzeros & (kSplitNonzeros - 1)) == 0 && kSplitNonzeros > kExactLevels, "a bucket begins there");
+
+// The units of a row of a bucket, some of which may have nothing to do.
+__host__ __device__ __forceinline__ int units_of_bucket(int bucket, int num_tiles) {
+    return (min(most_of_bucket(bucket), max_listed(num_tiles)) + static_cast<int>(kUnitNonzeros) - 1) /
+           static_cast<int>(kUnitNonzeros);
 }
 
 // `place` of a row: bucket and rank.
@@ -64,7 +70,8 @@ constexpr int kRankBits = 24;
 static_assert(TWELL_MAX_TOKENS / kMaxBlocks < 1 << kRankBits && kBuckets <= 1 << (32 - kRankBits), "fit 32 bits");
 
 struct Params {
-    uint32_t const* packed;  // [tokens, num_tiles * words_per_tile]
+    uint32_t const* packed;   // [tokens, num_tiles * words_per_tile]
+    uint16_t const* spilled;  // [tokens, num_tiles * TWELL_TILE] or null
     Schedule schedule;
     GuardModel guard;
     Gather gather;  // if the guard is enabled
@@ -73,6 +80,102 @@ struct Params {
     int num_tiles;
     int words_per_tile;
 };
+
+// By one warp: the sum of the values of this lane and the ones below.
+__device__ __forceinline__ uint32_t sum_up_to(uint32_t value) {
+    int const lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+        uint32_t const below = __shfl_up_sync(0xffffffffu, value, distance);
+        value += lane >= distance ? below : 0;
+    }
+    return value;
+}
+
+// Copies a tile's entries, the first of which are in its head.
+__device__ __forceinline__ void list_tile(uint32_t* words, uint32_t const* tile, uint4 head, uint32_t count) {
+    uint32_t const entries[kMostUnspilled] = {head.y, head.z, head.w};
+#pragma unroll
+    for (uint32_t i = 0; i < kMostUnspilled; ++i) {
+        if (i < count) {
+            words[i] = entries[i];
+        }
+    }
+    constexpr uint32_t kAtOnce = 4;
+    for (uint32_t begin = kMostUnspilled; begin < count; begin += kAtOnce) {
+        uint32_t more[kAtOnce];
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            more[i] = tile[1 + min(begin + i, count - 1)];
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            if (begin + i < count) {
+                words[begin + i] = more[i];
+            }
+        }
+    }
+}
+
+// The same, by one warp, from a tile that has been spilled.
+__device__ __forceinline__ void list_spilled_tile(uint32_t* words, uint16_t const* spilled, int64_t first_tile,
+                                                  int tile_idx) {
+    int const lane = threadIdx.x % kWarpSize;
+    uint4 const vector = reinterpret_cast<uint4 const*>(spilled + (first_tile + tile_idx) * TWELL_TILE)[lane];
+    uint32_t const pairs[kVector / 2] = {vector.x, vector.y, vector.z, vector.w};
+    auto const element = [&](int i) { return static_cast<uint16_t>(pairs[i / 2] >> (i % 2 * 16)); };
+    uint32_t count = 0;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+        count += is_nonzero(element(i)) ? 1 : 0;
+    }
+    uint32_t slot = sum_up_to(count) - count;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+        if (is_nonzero(element(i))) {
+            words[slot] = static_cast<uint32_t>(tile_idx * TWELL_TILE + lane * kVector + i) |
+                          static_cast<uint32_t>(element(i)) << 16;
+            ++slot;
+        }
+    }
+}
+
+// By one warp: the lists of the rows of which `wanted` is true.
+template <int kRows>
+__device__ __forceinline__ void list_rows(Params const& params, int64_t const (&rows)[kRows],
+                                          bool const (&wanted)[kRows]) {
+    int const lane = threadIdx.x % kWarpSize;
+    uint32_t before[kRows] = {};
+    for (int tile_begin = 0; tile_begin < params.num_tiles; tile_begin += kWarpSize) {
+        int64_t const t = min(tile_begin + lane, params.num_tiles - 1);
+        uint32_t const* tiles[kRows];
+        uint4 heads[kRows];  // a tile's count and its first entries
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            tiles[r] = params.packed + (rows[r] * params.num_tiles + t) * params.words_per_tile;
+            heads[r] = *reinterpret_cast<uint4 const*>(tiles[r]);
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            if (!wanted[r]) {
+                continue;
+            }
+            uint32_t const count = tile_begin + lane < params.num_tiles ? heads[r].x : 0;
+            bool const overflowed = count >= static_cast<uint32_t>(params.words_per_tile);
+            uint32_t const last = before[r] + sum_up_to(count);
+            uint32_t* const words = params.schedule.words + rows[r] * max_listed(params.num_tiles);
+            if (!overflowed) {
+                list_tile(words + last - count, tiles[r], heads[r], count);
+            }
+            for (uint32_t rest = __ballot_sync(0xffffffffu, overflowed); rest != 0; rest &= rest - 1) {
+                int const owner = __ffs(rest) - 1;
+                list_spilled_tile(words + __shfl_sync(0xffffffffu, last - count, owner), params.spilled,
+                                  rows[r] * params.num_tiles, tile_begin + owner);
+            }
+            before[r] = __shfl_sync(0xffffffffu, last, kWarpSize - 1);
+        }
+    }
+}
 
 __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params) {
     __shared__ uint32_t bucket_rows[kBuckets];
@@ -83,6 +186,9 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
     allow_dependent_launch();
     if (threadIdx.x < kBuckets) {
         bucket_rows[threadIdx.x] = 0;
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        params.schedule.header->rest_count = 0;  // order_kernel adds to it
     }
     __syncthreads();
 
@@ -103,8 +209,7 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
             }
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
-                bool const overflowed =
-                    !params.guard.enabled && counts[r] >= static_cast<uint32_t>(params.words_per_tile);
+                bool const overflowed = counts[r] >= static_cast<uint32_t>(params.words_per_tile);
                 sums[r] += counts[r] + (overflowed ? 1u << kTileShift : 0u);
             }
         }
@@ -113,9 +218,12 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
             uint32_t const sum = __reduce_add_sync(0xffffffffu, sums[r]);
             if (lane == r && first + r < end) {
                 int const count = static_cast<int>(sum & ((1u << kTileShift) - 1));
-                int const bucket = bucket_of(count, sum >> kTileShift != 0);
+                int const bucket = bucket_of(count);
                 uint32_t const rank = atomicAdd(&bucket_rows[bucket], 1u);
                 params.schedule.place[first + r] = static_cast<uint32_t>(bucket) << kRankBits | rank;
+                bool const listed =
+                    count <= max_listed(params.num_tiles) && (sum >> kTileShift == 0 || params.spilled != nullptr);
+                params.schedule.counts[first + r] = listed ? static_cast<uint32_t>(count) : kNotListed;
             }
         }
     }
@@ -125,10 +233,29 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
     }
 }
 
+// By one warp: for each of a lane's values the sum of those before it, in this lane and the ones below. Gives the sum
+// up to this lane's last.
+template <int kPerLane>
+__device__ __forceinline__ uint32_t sums_before(uint32_t (&sums)[kPerLane], uint32_t const (&values)[kPerLane]) {
+    uint32_t own = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        sums[i] = own;
+        own += values[i];
+    }
+    uint32_t const end = sum_up_to(own);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        sums[i] += end - own;
+    }
+    return end;
+}
+
 __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params) {
     __shared__ uint32_t bucket_rows[kBuckets];       // of all blocks
     __shared__ uint32_t block_begin[kBuckets];       // place of the block's first row of a bucket
     __shared__ uint32_t bucket_begin[kBuckets + 1];  // place of a bucket
+    __shared__ uint32_t unit_begin[kBuckets];        // first unit of a bucket
     __shared__ uint32_t heavy_count;
 
     int const lane = threadIdx.x % kWarpSize;
@@ -151,44 +278,50 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     atomicAdd(&bucket_rows[bucket], all);
     atomicAdd(&block_begin[bucket], before);
     __syncthreads();
+    constexpr int kPerLane = kBuckets / kWarpSize;  // neighbouring buckets
     if (threadIdx.x < kWarpSize) {
-        // A lane has kPerLane neighbouring buckets.
-        constexpr int kPerLane = kBuckets / kWarpSize;
-        uint32_t ends[kPerLane];
-        uint32_t sum = 0;
+        uint32_t rows[kPerLane];
+        uint32_t begins[kPerLane];
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
-            sum += bucket_rows[lane * kPerLane + i];
-            ends[i] = sum;
+            rows[i] = bucket_rows[lane * kPerLane + i];
         }
-        uint32_t const own = sum;
-#pragma unroll
-        for (int distance = 1; distance < kWarpSize; distance *= 2) {
-            uint32_t const below = __shfl_up_sync(0xffffffffu, sum, distance);
-            sum += lane >= distance ? below : 0;
-        }
-        uint32_t begin = sum - own;
-        if (lane == 0) {
-            bucket_begin[0] = 0;
-        }
+        uint32_t const end = sums_before(begins, rows);
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
-            int const b = lane * kPerLane + i;
-            block_begin[b] += i == 0 ? begin : begin + ends[i - 1];
-            bucket_begin[b + 1] = begin + ends[i];
+            bucket_begin[lane * kPerLane + i] = begins[i];
+            block_begin[lane * kPerLane + i] += begins[i];
         }
-    }
-    __syncthreads();
-    if (threadIdx.x < kWarpSize) {
+        if (lane == kWarpSize - 1) {
+            bucket_begin[kBuckets] = end;
+        }
+        __syncwarp();
         uint32_t const heavy = guard::decide<kBuckets>(params.guard, bucket_begin, most_of_bucket);
-        if (lane == 0) {
+        if (lane == 0 && blockIdx.x == 0) {
+            params.schedule.header->split_end = max(bucket_begin[bucket_of(kSplitNonzeros) + 1], heavy);
+        }
+        uint32_t units[kPerLane];
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            uint32_t const sparse_begin = max(begins[i], heavy);
+            uint32_t const sparse_end = max(begins[i] + rows[i], heavy);
+            units[i] = (sparse_end - sparse_begin) *
+                       static_cast<uint32_t>(units_of_bucket(lane * kPerLane + i, params.num_tiles));
+        }
+        uint32_t const unit_count = sums_before(begins, units);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            unit_begin[lane * kPerLane + i] = begins[i];
+        }
+        if (lane == kWarpSize - 1) {
             heavy_count = heavy;
             if (blockIdx.x == 0) {
                 params.schedule.header->heavy_count = heavy;
-                params.schedule.header->failed_count = 0;
+                params.schedule.header->unit_count = unit_count;
             }
         }
     }
+    __syncthreads();
 
     int64_t const begin = static_cast<int64_t>(blockIdx.x) * params.rows_per_block;
     int64_t const end = min(begin + params.rows_per_block, params.tokens);
@@ -197,11 +330,42 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
         return block_begin[place >> kRankBits] + (place & ((1u << kRankBits) - 1));
     };
     for (int64_t row = begin + threadIdx.x; row < end; row += kThreads) {
-        params.schedule.row_order[position_of(row)] = static_cast<uint32_t>(row);
+        uint32_t const position = position_of(row);
+        uint32_t const count = params.schedule.counts[row];
+        params.schedule.row_order[position] = {static_cast<uint32_t>(row), count};
         params.schedule.has_failed[row] = 0;
+        if (position < heavy_count) {
+            continue;
+        }
+        if (count == kNotListed) {
+            params.schedule.rest_rows[atomicAdd(&params.schedule.header->rest_count, 1u)] = static_cast<uint32_t>(row);
+        }
+        int const own_bucket = static_cast<int>(params.schedule.place[row] >> kRankBits);
+        uint32_t const num_units = static_cast<uint32_t>(units_of_bucket(own_bucket, params.num_tiles));
+        Unit* const units = params.schedule.units + unit_begin[own_bucket] +
+                            (position - max(bucket_begin[own_bucket], heavy_count)) * num_units;
+        for (uint32_t i = 0; i < num_units; ++i) {
+            uint32_t const unit_first = i * kUnitNonzeros;
+            bool const is_empty = count == kNotListed || unit_first >= count;
+            uint32_t const in_unit = min(count - unit_first, kUnitNonzeros);
+            units[i] = {static_cast<uint32_t>(row), is_empty ? kNoRange : unit_first + in_unit - 1};
+        }
     }
-    __syncthreads();
     bool const all_heavy = heavy_count == params.tokens;
+    if (!all_heavy) {
+        constexpr int kRows = 2;
+        for (int64_t first = begin + threadIdx.x / kWarpSize; first < end; first += kWarps * kRows) {
+            int64_t rows[kRows];
+            bool wanted[kRows];
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                rows[r] = min(first + r * kWarps, end - 1);
+                wanted[r] = first + r * kWarps < end && position_of(rows[r]) >= heavy_count &&
+                            params.schedule.counts[rows[r]] != kNotListed;
+            }
+            list_rows(params, rows, wanted);
+        }
+    }
     if (heavy_count != 0 && gather::is_needed(params.gather, all_heavy)) {
         for (int64_t row = begin + threadIdx.x / kWarpSize; row < end; row += kWarps) {
             uint32_t const position = position_of(row);

@@ -1,4 +1,4 @@
-// The order in which step 2 takes rows: the most non-zeros first.
+// What step 2 does in which order: rows with the most non-zeros first, and which kernel takes which.
 #ifndef TWELL_KERNELS_SCHEDULE_H_
 #define TWELL_KERNELS_SCHEDULE_H_
 
@@ -12,30 +12,69 @@ namespace twell {
 
 // Written by launch_schedule, in device memory.
 struct ScheduleHeader {
-    uint32_t heavy_count;   // so many rows at the front of the order take the dense path, not the sparse kernels
-    uint32_t failed_count;  // of these; the sparse kernels compute them after all
+    uint32_t heavy_count;  // so many rows at the front of the order take the dense path, not the sparse kernels
+    uint32_t split_end;    // rows before this place of the order, that are not heavy, have kSplitNonzeros or more
+    uint32_t unit_count;   // units of the sparse up projection
+    uint32_t rest_count;   // rows left to the kernel that computes a row at a time
 };
+
+// From so many non-zeros on, several warps of the sparse down projection share a row's.
+constexpr int kSplitNonzeros = 64;
+
+// A row's place in the order.
+struct RowWork {
+    uint32_t row;
+    uint32_t count;  // non-zeros, or kNotListed
+};
+
+// Rows that have more non-zeros than kListedPerTile for each tile, or a tile that overflowed and has not been spilled,
+// go to up_down_generic.cuh.
+constexpr int kListedPerTile = 64;
+constexpr uint32_t kNotListed = 0xffffffffu;
+
+// A piece of work of the sparse up projection: neighbouring non-zeros of a row.
+constexpr uint32_t kUnitNonzeros = 32;
+struct Unit {
+    uint32_t row;
+    uint32_t range;  // the first one, a multiple of kUnitNonzeros, plus how many, less one; or kNoRange
+
+    __device__ __forceinline__ int begin() const { return static_cast<int>(range & ~(kUnitNonzeros - 1)); }
+    __device__ __forceinline__ int count() const { return static_cast<int>(range % kUnitNonzeros) + 1; }
+};
+constexpr uint32_t kNoRange = 0xffffffffu;  // nothing to do
 
 // Where a schedule lies in a piece of device memory of schedule_bytes(problem), 256-byte aligned.
 struct Schedule {
     ScheduleHeader* header;
-    uint32_t* row_order;      // [tokens]: every row once, heaviest bucket first; in no order within a bucket
+    RowWork* row_order;       // [tokens]: every row once, heaviest bucket first; in no order within a bucket
     uint32_t* place;          // [tokens]: bucket and rank of a row, see schedule.cuh
+    uint32_t* counts;         // [tokens]: non-zeros of a row, or kNotListed
     uint32_t* block_buckets;  // [blocks, kBuckets]: rows of each bucket in each block of rows
-    uint32_t* failed_rows;    // [tokens]: the first failed_count count, in any order
-    uint32_t* has_failed;     // [tokens]: 1 for these
+    uint32_t* words;          // [tokens, max_listed]: packed words of the rows that are listed, one after the other
+    Unit* units;              // [tokens * max_units]: the first unit_count count, of the heaviest rows first
+    uint32_t* rest_rows;      // [tokens]: the first rest_count count, in any order: those that are not listed, and ...
+    uint32_t* has_failed;     // [tokens]: 1 for ... heavy rows whose y was not finite
 };
+
+// The most words of a row.
+__host__ __device__ inline int max_listed(int num_tiles) { return num_tiles * kListedPerTile; }
+
+// The most units of a row.
+__host__ __device__ inline int max_units(int num_tiles) {
+    return max_listed(num_tiles) / static_cast<int>(kUnitNonzeros);
+}
+static_assert(kListedPerTile % kUnitNonzeros == 0, "max_units rounds down");
 
 // Never shrinks when `tokens` grows.
 size_t schedule_bytes(twell_problem const& problem);
 
 Schedule schedule_at(twell_problem const& problem, void* memory);
 
-// Enqueues the schedule of a packed matrix, from its counts alone. With a guard, tiles that overflow have been spilled
-// and are no reason to be heavy, and what the dense path needs of the heavy ones is gathered. Same preconditions as
-// launch_gate.
-cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, Schedule const& schedule,
-                            GuardModel const& guard, Gather const& gather, cudaStream_t stream);
+// Enqueues the schedule of a packed matrix and, unless it is null, the spilled one. What the dense path needs of the
+// heavy rows is gathered. Same preconditions as launch_gate.
+cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, uint16_t const* spilled,
+                            Schedule const& schedule, GuardModel const& guard, Gather const& gather,
+                            cudaStream_t stream);
 
 }  // namespace twell
 

@@ -1,9 +1,14 @@
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "dense.h"
 #include "launch.cuh"
 #include "problem.cuh"
 #include "schedule.h"
+#include "sparse_down.cuh"
+#include "sparse_rows.h"
+#include "sparse_up.cuh"
 #include "up_down.h"
 #include "up_down_generic.cuh"
 
@@ -12,42 +17,106 @@ namespace {
 
 namespace generic = up_down_generic;
 
-// One 8-column vector a thread as long as a row has threads enough: the heaviest row of a call often decides its time,
-// and more warps shorten it.
-using Config1024 = generic::Config<128, 1>;
-using Config2048 = generic::Config<256, 1>;
-// Also for few rows, which do not fill the device: a row then gets 16 warps.
+// A row's columns, at most: with one, two or four vectors a thread. Wider rows take several passes.
 using Config4096 = generic::Config<512, 1>;
-constexpr int kFewTokens = 128;
-// Rows wider than that keep 16 warps and take more accumulators a thread.
 using Config8192 = generic::Config<512, 2>;
 using Config16384 = generic::Config<512, 4>;
 
-template <class Element, class Cfg>
-cudaError_t launch_config(generic::Params const& params, int64_t tokens, cudaStream_t stream) {
-    Device device = {};
-    if (cudaError_t const error = query_device(device); error != cudaSuccess) {
-        return error;
-    }
-    return launch_dependent(generic::up_down_kernel<Element, Cfg>, params, dim3(static_cast<unsigned>(tokens)),
-                            Cfg::kThreads, 0, device, stream);
+// What all of step 2 is launched with.
+struct Launch {
+    twell_problem const& problem;
+    twell_tensors const& tensors;
+    uint32_t const* packed;
+    Schedule const& schedule;
+    SparseRows const& rows;
+    uint16_t const* spilled;  // null: not to be read
+    Device const& device;
+    cudaStream_t stream;
+};
+
+// Every unit has a CTA where rows have one unit each.
+template <class Element>
+cudaError_t launch_sparse_up(Launch const& launch) {
+    twell_problem const& problem = launch.problem;
+    sparse_up::Params params = {};
+    params.x = static_cast<uint16_t const*>(launch.tensors.x);
+    params.w_up = static_cast<uint16_t const*>(launch.tensors.w_up);
+    params.b_up = static_cast<uint16_t const*>(launch.tensors.b_up);
+    params.schedule = launch.schedule;
+    params.rows = launch.rows;
+    params.d_model = problem.d_model;
+    params.num_tiles = num_tiles(problem);
+    params.relu_on_up = problem.activation == TWELL_DRELU;
+    return launch_dependent(sparse_up::up_kernel<Element>, params, dim3(static_cast<unsigned>(problem.tokens)),
+                            sparse_up::kThreads, 0, launch.device, launch.stream);
 }
 
 template <class Element>
-cudaError_t launch_generic(generic::Params const& params, int64_t tokens, cudaStream_t stream) {
-    if (params.d_out > Config8192::kColumns) {
-        return launch_config<Element, Config16384>(params, tokens, stream);
+cudaError_t launch_sparse_down(Launch const& launch) {
+    twell_problem const& problem = launch.problem;
+    uint32_t const warps_per_row = static_cast<uint32_t>((problem.d_out + kWarpColumns - 1) / kWarpColumns);
+    uint32_t const warps = std::min<uint32_t>(warps_per_row, sparse_down::kMaxWarps);
+    sparse_down::Params params = {};
+    params.w_down = static_cast<uint16_t const*>(launch.tensors.w_down);
+    params.b_down = static_cast<uint16_t const*>(launch.tensors.b_down);
+    params.y = static_cast<uint16_t*>(launch.tensors.y);
+    params.schedule = launch.schedule;
+    params.rows = launch.rows;
+    params.d_out = problem.d_out;
+    params.tokens = static_cast<uint32_t>(problem.tokens);
+    params.warps_per_row = warps_per_row;
+    params.ctas_per_row = (warps_per_row + warps - 1) / warps;
+    constexpr uint32_t kMaxGrid = 1u << 30;
+    uint32_t const grid = std::min((params.tokens + 1) / 2 * params.ctas_per_row, kMaxGrid);
+    return launch_dependent(sparse_down::down_kernel<Element>, params, dim3(grid), static_cast<int>(warps) * kWarpSize,
+                            0, launch.device, launch.stream);
+}
+
+template <class Element, class Cfg>
+cudaError_t launch_rest(Launch const& launch) {
+    twell_problem const& problem = launch.problem;
+    twell_tensors const& tensors = launch.tensors;
+    generic::Params params = {};
+    params.x = static_cast<uint16_t const*>(tensors.x);
+    params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
+    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
+    params.w_up = static_cast<uint16_t const*>(tensors.w_up);
+    params.b_up = static_cast<uint16_t const*>(tensors.b_up);
+    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
+    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
+    params.y = static_cast<uint16_t*>(tensors.y);
+    params.packed = launch.packed;
+    params.schedule = launch.schedule;
+    params.spilled = launch.spilled;
+    params.d_model = problem.d_model;
+    params.d_ff = problem.d_ff;
+    params.d_out = problem.d_out;
+    params.num_tiles = num_tiles(problem);
+    params.words_per_tile = words_per_tile(problem);
+    params.relu_on_up = problem.activation == TWELL_DRELU;
+    params.act = activation_of(problem);
+    // Often there is no such row, and CTAs that find nothing cost time.
+    constexpr int kCtasPerMultiprocessor = 4;
+    int64_t const grid = std::min<int64_t>(problem.tokens, launch.device.num_multiprocessors * kCtasPerMultiprocessor);
+    return launch_dependent(generic::up_down_kernel<Element, Cfg>, params, dim3(static_cast<unsigned>(grid)),
+                            Cfg::kThreads, 0, launch.device, launch.stream);
+}
+
+template <class Element>
+cudaError_t launch_sparse(Launch const& launch) {
+    if (cudaError_t const error = launch_sparse_up<Element>(launch); error != cudaSuccess) {
+        return error;
     }
-    if (params.d_out > Config4096::kColumns) {
-        return launch_config<Element, Config8192>(params, tokens, stream);
+    if (cudaError_t const error = launch_sparse_down<Element>(launch); error != cudaSuccess) {
+        return error;
     }
-    if (params.d_out > Config2048::kColumns || tokens <= kFewTokens) {
-        return launch_config<Element, Config4096>(params, tokens, stream);
+    if (launch.problem.d_out > Config8192::kColumns) {
+        return launch_rest<Element, Config16384>(launch);
     }
-    if (params.d_out > Config1024::kColumns) {
-        return launch_config<Element, Config2048>(params, tokens, stream);
+    if (launch.problem.d_out > Config4096::kColumns) {
+        return launch_rest<Element, Config8192>(launch);
     }
-    return launch_config<Element, Config1024>(params, tokens, stream);
+    return launch_rest<Element, Config4096>(launch);
 }
 
 }  // namespace
@@ -76,7 +145,7 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
         gather = gather_for(problem, tensors, packed, spilled,
                             reinterpret_cast<unsigned char*>(spilled) + spilled_bytes(problem));
     }
-    if (cudaError_t const error = launch_schedule(problem, packed, schedule, guard, gather, stream);
+    if (cudaError_t const error = launch_schedule(problem, packed, spilled, schedule, guard, gather, stream);
         error != cudaSuccess) {
         return error;
     }
@@ -86,27 +155,10 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
             return error;
         }
     }
-    generic::Params params = {};
-    params.x = static_cast<uint16_t const*>(tensors.x);
-    params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
-    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
-    params.w_up = static_cast<uint16_t const*>(tensors.w_up);
-    params.b_up = static_cast<uint16_t const*>(tensors.b_up);
-    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
-    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
-    params.y = static_cast<uint16_t*>(tensors.y);
-    params.packed = packed;
-    params.schedule = schedule;
-    params.spilled = spilled;
-    params.d_model = problem.d_model;
-    params.d_ff = problem.d_ff;
-    params.d_out = problem.d_out;
-    params.num_tiles = num_tiles(problem);
-    params.words_per_tile = words_per_tile(problem);
-    params.relu_on_up = problem.activation == TWELL_DRELU;
-    params.act = activation_of(problem);
-    return problem.dtype == TWELL_BF16 ? launch_generic<Bf16>(params, problem.tokens, stream)
-                                       : launch_generic<Fp16>(params, problem.tokens, stream);
+    SparseRows const rows = {reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)),
+                             spilled_stride(problem) * static_cast<int64_t>(sizeof(uint16_t))};
+    Launch const launch = {problem, tensors, packed, schedule, rows, spilled, device, stream};
+    return problem.dtype == TWELL_BF16 ? launch_sparse<Bf16>(launch) : launch_sparse<Fp16>(launch);
 }
 
 }  // namespace twell

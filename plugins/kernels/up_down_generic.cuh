@@ -1,4 +1,5 @@
-// Sparse up and down projections for every GPU from sm_80 on. One CTA computes one row of y, heavy rows first.
+// Sparse up and down projections, fused, of the rows that have no list (schedule.h), for every GPU from sm_80 on. One
+// CTA computes one row of y.
 //
 // The row's active neurons are taken in batches, in ascending order. For a batch, warps first share out the neurons
 // (h[n] = g[n] (x . Wu[n] + bu[n]) into shared memory), then threads share out the columns of y (y += h[n] Wd[n, :]).
@@ -11,10 +12,12 @@
 #include "element.cuh"
 #include "schedule.h"
 #include "twell/twell.h"
+#include "vector.cuh"
 
 namespace twell::up_down_generic {
 
-constexpr int kWarpSize = 32;
+using twell::load_vector;
+using twell::unpack;
 constexpr int kMaxTiles = TWELL_MAX_D_FF / TWELL_TILE;
 // Neurons in one batch. A whole tile always fits, and so does nearly every row of a sparse layer.
 constexpr int kBatch = 512;
@@ -38,7 +41,7 @@ struct Params {
     uint16_t const* b_down;  // [d_out] or null
     uint16_t* y;             // [tokens, d_out]
     uint32_t const* packed;  // [tokens, num_tiles * words_per_tile]
-    // [tokens, num_tiles * TWELL_TILE] or null, see pack.cuh; of heavy rows it may have been overwritten.
+    // [tokens, num_tiles * TWELL_TILE] or null, see pack.cuh; of rows that failed it may have been overwritten.
     uint16_t const* spilled;
     Schedule schedule;
     int d_model;
@@ -79,21 +82,6 @@ __device__ __forceinline__ int last_at_most(int const* offset, int low, int high
         }
     }
     return low;
-}
-
-__device__ __forceinline__ uint4 load_vector(uint16_t const* pointer) {
-    return __ldg(reinterpret_cast<uint4 const*>(pointer));
-}
-
-template <class Element>
-__device__ __forceinline__ void unpack(float (&values)[kVector], uint4 vector) {
-    uint32_t const words[4] = {vector.x, vector.y, vector.z, vector.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        float2 const pair = Element::to_float2(words[i]);
-        values[2 * i] = pair.x;
-        values[2 * i + 1] = pair.y;
-    }
 }
 
 template <class Element>
@@ -317,18 +305,10 @@ __device__ __forceinline__ void add_rows(float (&accumulators)[Cfg::kVectors][kV
 }
 
 template <class Element, class Cfg>
-__global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) up_down_kernel(Params const params) {
-    __shared__ SharedStorage shared;
-
-    wait_for_previous_launch();
-    ScheduleHeader const& header = *params.schedule.header;
-    bool const heavy = blockIdx.x < header.heavy_count;
-    if (heavy && blockIdx.x >= header.failed_count) {
-        return;
-    }
-    int64_t const row_idx = (heavy ? params.schedule.failed_rows : params.schedule.row_order)[blockIdx.x];
-    uint16_t const* const spilled_row =
-        heavy || params.spilled == nullptr ? nullptr : params.spilled + row_idx * params.num_tiles * TWELL_TILE;
+__device__ __forceinline__ void compute_row(SharedStorage& shared, Params const& params, int64_t row_idx) {
+    uint16_t const* const spilled_row = params.spilled == nullptr || params.schedule.has_failed[row_idx] != 0
+                                            ? nullptr
+                                            : params.spilled + row_idx * params.num_tiles * TWELL_TILE;
     uint16_t const* const x = params.x + row_idx * params.d_model;
     uint16_t* const y = params.y + row_idx * params.d_out;
     uint32_t const* const packed_row =
@@ -394,14 +374,20 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) up_down_kernel
                     accumulators[v][k] += bias[k];
                 }
             }
-            uint32_t words[kVector / 2];
-#pragma unroll
-            for (int k = 0; k < kVector / 2; ++k) {
-                words[k] = static_cast<uint32_t>(Element::from_float(accumulators[v][2 * k])) |
-                           static_cast<uint32_t>(Element::from_float(accumulators[v][2 * k + 1])) << 16;
-            }
-            *reinterpret_cast<uint4*>(y + columns[v]) = make_uint4(words[0], words[1], words[2], words[3]);
+            store_vector<Element>(y + columns[v], accumulators[v]);
         }
+    }
+}
+
+template <class Element, class Cfg>
+__global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) up_down_kernel(Params const params) {
+    __shared__ SharedStorage shared;
+
+    allow_dependent_launch();
+    wait_for_previous_launch();
+    uint32_t const num_rows = params.schedule.header->rest_count;
+    for (uint32_t i = blockIdx.x; i < num_rows; i += gridDim.x) {
+        compute_row<Element, Cfg>(shared, params, params.schedule.rest_rows[i]);
     }
 }
 

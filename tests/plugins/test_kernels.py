@@ -302,7 +302,7 @@ class Call:
             return torch.ones(tokens, dtype=torch.bool, device="cuda")
         schedule = self.workspace[-(-self.lib.twell_packed_bytes(self.problem) // 256) * 256 :]
         count = int(schedule[:4].view(torch.int32).item())
-        order = schedule[SCHEDULE_HEADER_BYTES : SCHEDULE_HEADER_BYTES + 4 * tokens].view(torch.int32).long()
+        order = schedule[SCHEDULE_HEADER_BYTES : SCHEDULE_HEADER_BYTES + 8 * tokens].view(torch.int32)[::2].long()
         mask = torch.zeros(tokens, dtype=torch.bool, device="cuda")
         mask[order[:count]] = True
         return mask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 
 import pytest
@@ -15,6 +16,9 @@ pytestmark = pytest.mark.gpu
 
 TILES = 22
 HEADER_BYTES = 256
+LISTED_PER_TILE = 64
+UNIT_NONZEROS = 32
+SPLIT_NONZEROS = 64
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +29,19 @@ def _require_gpu() -> None:
         pytest.skip("needs a CUDA device")
 
 
-def schedule(counts: torch.Tensor, compression: int) -> tuple[int, torch.Tensor]:
-    """Schedule rows whose tiles have these counts [tokens, tiles]; give the number of heavy rows, and the order."""
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What twell::ScheduleHeader and the rows behind it say."""
+
+    heavy_count: int
+    split_end: int
+    unit_count: int
+    rest_count: int
+    order: torch.Tensor
+
+
+def schedule(counts: torch.Tensor, compression: int) -> Schedule:
+    """Schedule rows whose tiles have these counts [tokens, tiles]."""
     tokens, tiles = counts.shape
     words = library.TILE // compression
     packed = torch.full((tokens, tiles, words), -1, dtype=torch.int32, device="cuda")
@@ -42,9 +57,9 @@ def schedule(counts: torch.Tensor, compression: int) -> tuple[int, torch.Tensor]
     stream = torch.cuda.current_stream().cuda_stream
     assert run(problem, packed.data_ptr(), memory.data_ptr(), stream) == SUCCESS
     torch.cuda.synchronize()
-    heavy = int(memory[:4].view(torch.int32).item())
-    order = memory[HEADER_BYTES : HEADER_BYTES + 4 * tokens].view(torch.int32).long()
-    return heavy, order
+    header = memory[:16].view(torch.int32).tolist()
+    order = memory[HEADER_BYTES : HEADER_BYTES + 8 * tokens].view(torch.int32)[::2].long()
+    return Schedule(*header, order)
 
 
 def level(total: torch.Tensor) -> torch.Tensor:
@@ -53,11 +68,19 @@ def level(total: torch.Tensor) -> torch.Tensor:
     return torch.where(total < 16, total, 8 * octave + (total >> (octave - 3).clamp(min=0)) % 8)
 
 
-def assert_ordered(order: torch.Tensor, counts: torch.Tensor, compression: int) -> None:
+def assert_ordered(result: Schedule, counts: torch.Tensor, compression: int) -> None:
+    order, totals = result.order, counts.sum(dim=1)
+    assert result.heavy_count == 0, "rows are heavy without a guard"
     assert torch.equal(order.sort().values, torch.arange(len(counts), device="cuda")), "not every row exactly once"
-    overflowed = (counts >= library.TILE // compression).any(dim=1)
-    key = torch.where(overflowed, 1 << 20, level(counts.sum(dim=1)))[order]
+    key = level(totals)[order]
     assert (key[1:] <= key[:-1]).all(), "a heavier row comes after a lighter one"
+    overflowed = (counts >= library.TILE // compression).any(dim=1)
+    not_listed = overflowed | (totals > LISTED_PER_TILE * counts.shape[1])
+    assert result.rest_count == int(not_listed.sum()), "not these rows are left to the kernel that computes a row at a time"
+    assert result.split_end == int((totals >= SPLIT_NONZEROS).sum()), "not these rows are split"
+    # All rows of a bucket get as many units as the heaviest could need.
+    needed = -(-totals.clamp(max=LISTED_PER_TILE * counts.shape[1]) // UNIT_NONZEROS)
+    assert int(needed.sum()) <= result.unit_count <= int((needed + 1 + needed // 8).sum()), "not so many units"
 
 
 ROWS = (1, 2, 31, 32, 33, 1000, 4096, 4097, 131072)
@@ -80,8 +103,7 @@ def test_every_row_once_heaviest_first(kind: str, tokens: int, compression: int)
     elif kind == "any":
         counts += torch.randint(0, 257, (tokens, TILES), device="cuda")
         counts[torch.rand((tokens, TILES), device="cuda") < torch.rand((tokens, 1), device="cuda")] = 0
-    _, order = schedule(counts, compression)
-    assert_ordered(order, counts, compression)
+    assert_ordered(schedule(counts, compression), counts, compression)
 
 
 @pytest.mark.parametrize("tiles", [1, 31, 32, 33, 256])
@@ -89,8 +111,7 @@ def test_any_number_of_tiles(tiles: int) -> None:
     counts = torch.randint(0, 257, (500, tiles), device="cuda")
     counts[torch.rand((500, tiles), device="cuda") < torch.rand((500, 1), device="cuda")] = 0
     for compression in (1, 2, 8):
-        _, order = schedule(counts, compression)
-        assert_ordered(order, counts, compression)
+        assert_ordered(schedule(counts, compression), counts, compression)
 
 
 def test_results_do_not_depend_on_the_order() -> None:

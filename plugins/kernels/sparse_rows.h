@@ -1,0 +1,30 @@
+// What the sparse up and down projections pass to each other: for each row a list of its active neurons and their h.
+#ifndef TWELL_KERNELS_SPARSE_ROWS_H_
+#define TWELL_KERNELS_SPARSE_ROWS_H_
+
+#include "problem.cuh"
+#include "schedule.h"
+
+namespace twell {
+
+struct SparseEntry {
+    uint32_t neuron;
+    float h;
+};
+
+// Lists, where the spilled matrix is: a row that has a list needs nothing of that.
+struct SparseRows {
+    unsigned char* memory;
+    int64_t stride;  // bytes of a row
+
+    __device__ __forceinline__ SparseEntry* list(int64_t row) const {
+        return reinterpret_cast<SparseEntry*>(memory + row * stride);
+    }
+};
+
+static_assert(kListedPerTile * sizeof(SparseEntry) <= TWELL_TILE * sizeof(uint16_t),
+              "a list fits a row's spilled part");
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_SPARSE_ROWS_H_

@@ -1,0 +1,43 @@
+// Eight neighbouring elements of a row, one 16-byte access.
+#ifndef TWELL_KERNELS_VECTOR_CUH_
+#define TWELL_KERNELS_VECTOR_CUH_
+
+#include "element.cuh"
+
+namespace twell {
+
+// Columns that a warp covers with one vector a lane.
+constexpr int kWarpColumns = 32 * kVector;
+
+// Volatile, so loads keep the order of the source: then the compiler neither delays them to their use nor keeps many
+// addresses. Only for what no kernel of the call has written: see dependent_launch.cuh.
+__device__ __forceinline__ uint4 load_vector(uint16_t const* pointer) {
+    uint4 vector;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(vector.x), "=r"(vector.y), "=r"(vector.z), "=r"(vector.w)
+                 : "l"(pointer));
+    return vector;
+}
+
+template <class Element>
+__device__ __forceinline__ void unpack(float (&values)[kVector], uint4 vector) {
+    uint32_t const words[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        float2 const pair = Element::to_float2(words[i]);
+        values[2 * i] = pair.x;
+        values[2 * i + 1] = pair.y;
+    }
+}
+
+// Rounds each value once.
+template <class Element>
+__device__ __forceinline__ void store_vector(uint16_t* pointer, float const (&values)[kVector]) {
+    *reinterpret_cast<uint4*>(pointer) =
+        make_uint4(Element::from_float2(values[0], values[1]), Element::from_float2(values[2], values[3]),
+                   Element::from_float2(values[4], values[5]), Element::from_float2(values[6], values[7]));
+}
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_VECTOR_CUH_
