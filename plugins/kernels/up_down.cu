@@ -17,10 +17,9 @@ namespace {
 
 namespace generic = up_down_generic;
 
-// A row's columns, at most: with one, two or four vectors a thread. Wider rows take several passes.
+// A row's columns, at most: with one or two vectors a thread. Wider rows take several passes.
 using Config4096 = generic::Config<512, 1>;
 using Config8192 = generic::Config<512, 2>;
-using Config16384 = generic::Config<512, 4>;
 
 // What all of step 2 is launched with.
 struct Launch {
@@ -109,9 +108,6 @@ cudaError_t launch_sparse(Launch const& launch) {
     }
     if (cudaError_t const error = launch_sparse_down<Element>(launch); error != cudaSuccess) {
         return error;
-    }
-    if (launch.problem.d_out > Config8192::kColumns) {
-        return launch_rest<Element, Config16384>(launch);
     }
     if (launch.problem.d_out > Config4096::kColumns) {
         return launch_rest<Element, Config8192>(launch);

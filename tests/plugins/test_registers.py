@@ -26,7 +26,8 @@ def compile_kernels(source: Path, architecture: str, output: Path) -> subprocess
 @pytest.mark.parametrize(
     ("source", "architecture", "fewest"),
     [
-        *itertools.product(("few.cu", "gate.cu", "up_down.cu"), ("80", "86", "89", "90a", "120"), (6,)),
+        *itertools.product(("few.cu", "gate.cu"), ("80", "86", "89", "90a", "120"), (6,)),
+        *itertools.product(("up_down.cu",), ("80", "86", "89", "90a", "120"), (8,)),
         *itertools.product(("schedule.cu",), ("80", "86", "89", "90a", "120"), (2,)),
         ("gate_sm90.cu", "90a", 16),
         ("few_sm90.cu", "90a", 8),

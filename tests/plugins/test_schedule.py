@@ -76,7 +76,7 @@ def assert_ordered(result: Schedule, counts: torch.Tensor, compression: int) -> 
     assert (key[1:] <= key[:-1]).all(), "a heavier row comes after a lighter one"
     overflowed = (counts >= library.TILE // compression).any(dim=1)
     not_listed = overflowed | (totals > LISTED_PER_TILE * counts.shape[1])
-    assert result.rest_count == int(not_listed.sum()), "not these rows are left to the kernel that computes a row at a time"
+    assert result.rest_count == int(not_listed.sum()), "not these rows are left over"
     assert result.split_end == int((totals >= SPLIT_NONZEROS).sum()), "not these rows are split"
     # All rows of a bucket get as many units as the heaviest could need.
     needed = -(-totals.clamp(max=LISTED_PER_TILE * counts.shape[1]) // UNIT_NONZEROS)
