@@ -1,5 +1,6 @@
 #include "dense_sm90.cuh"
 #include "dense_sm90.h"
+#include "hidden_sm90.h"
 #include "matmul_sm90.h"
 #include "problem.cuh"
 
@@ -10,13 +11,16 @@ namespace sm90 = dense_sm90;
 using sm90::Projection;
 
 // For the guard, measured on an H200 at d_model 2048 and d_ff 5632, see benchmarks/README.md: how fast the sparse path
-// gathers weights, how long the heaviest row's share of a byte takes, how fast rows are copied; and how long a token
-// takes in a slice of a projection.
+// gathers weights, how long the heaviest row's share of a byte takes, how fast rows are copied; and how long a cycle is
+// under load.
 constexpr float kGatheredBytesPerNs = 7500.0f;
 constexpr float kHeaviestBytesPerNs = 41.0f;
 constexpr float kCopiedBytesPerNs = 1500.0f;
-constexpr float kTokenSliceNs = 2.5f;
+constexpr float kCycleNs = 0.65f;
 constexpr float kPartNs = 30e3f;
+// Up to so many products of the gate's, a dense block takes no longer than the gate, the schedule and sparse
+// projections with hardly a non-zero.
+constexpr float kMostProducts = 800.0f * 2048 * 5632;
 
 // What all kernels of one call share.
 struct Launch {
@@ -26,6 +30,7 @@ struct Launch {
     Schedule const& schedule;
     Device const& device;
     cudaStream_t stream;
+    bool all_rows;  // are dense, whatever the schedule says
 };
 
 // What a projection has to do, whatever rows are dense.
@@ -43,11 +48,11 @@ struct Shape {
         num_tiles = (num_neurons + TWELL_TILE - 1) / TWELL_TILE;
         num_slices = static_cast<int>((up ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K);
         clusters = device.num_multiprocessors / sm90::kClusterSize;
-        tokens_per_block = sm90::choose(problem.tokens, num_tiles, clusters, sm90::AllChoices());
+        tokens_per_block = sm90::choose(problem.tokens, num_tiles, num_slices, 1, clusters, sm90::AllChoices());
     }
 
     DenseRounds rounds() const {
-        float const round_ns = num_slices * (tokens_per_block + sm90::kTokensOfOverhead) * kTokenSliceNs;
+        float const round_ns = sm90::round_cycles(tokens_per_block, num_slices, 1) * kCycleNs;
         return {1.0f / static_cast<float>(tokens_per_block),
                 static_cast<float>(num_tiles) / static_cast<float>(clusters), round_ns};
     }
@@ -66,6 +71,7 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
     params.num_tiles = shape.num_tiles;
     params.num_slices = shape.num_slices;
     params.relu_on_up = problem.activation == TWELL_DRELU;
+    params.all_rows = launch.all_rows;
     cudaError_t error = cudaSuccess;
     if constexpr (kProjection == Projection::kUp) {
         params.bias = static_cast<uint16_t const*>(launch.tensors.b_up);
@@ -84,9 +90,10 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
         error = sm90::first_error({
             sm90::encode(params.weights, launch.tensors.w_down, problem.d_ff, problem.d_out, sm90::BLOCK_K,
                          problem.dtype),
-            sm90::encode(params.tokens[0], gather.gate.spilled, problem.tokens, stride, Cfg::kRowsLoaded,
+            sm90::encode(params.tokens[0], gather.gate.spilled, problem.tokens, problem.d_ff, stride, Cfg::kRowsLoaded,
                          problem.dtype),
-            sm90::encode(params.tokens[1], gather.h_part, part, stride, Cfg::kRowsLoaded, problem.dtype),
+            sm90::encode(params.tokens[1], launch.all_rows ? gather.gate.spilled : gather.h_part, part, problem.d_ff,
+                         stride, Cfg::kRowsLoaded, problem.dtype),
         });
     }
     if (error != cudaSuccess) {
@@ -123,6 +130,11 @@ bool dense_sm90_supports(twell_problem const& problem) {
     return problem.variant == TWELL_PLAIN || problem.d_model % sm90::BLOCK_K == 0;
 }
 
+bool dense_sm90_prefers_block(twell_problem const& problem) {
+    float const products = static_cast<float>(problem.tokens) * static_cast<float>(problem.d_model) * problem.d_ff;
+    return products <= kMostProducts;
+}
+
 GuardModel dense_sm90_model(twell_problem const& problem, Device const& device) {
     bool const gated = problem.variant == TWELL_GATED;
     float const row_bytes = 2.0f * static_cast<float>(problem.d_out + (gated ? problem.d_model : 0));
@@ -144,8 +156,21 @@ GuardModel dense_sm90_model(twell_problem const& problem, Device const& device) 
 
 cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
                          Schedule const& schedule, Device const& device, cudaStream_t stream) {
-    Launch const launch = {problem, tensors, gather, schedule, device, stream};
+    Launch const launch = {problem, tensors, gather, schedule, device, stream, false};
     return problem.dtype == TWELL_BF16 ? launch_projections<Bf16>(launch) : launch_projections<Fp16>(launch);
+}
+
+cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
+                               Schedule const& schedule, Device const& device, cudaStream_t stream) {
+    if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, schedule, device, stream);
+        error != cudaSuccess) {
+        return error;
+    }
+    Gather gather = {};
+    gather.gate.spilled = h;
+    Launch const launch = {problem, tensors, gather, schedule, device, stream, true};
+    return problem.dtype == TWELL_BF16 ? launch_projection<Bf16, Projection::kDown>(launch)
+                                       : launch_projection<Fp16, Projection::kDown>(launch);
 }
 
 }  // namespace twell

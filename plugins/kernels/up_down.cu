@@ -50,6 +50,33 @@ cudaError_t launch_generic(generic::Params const& params, int64_t tokens, cudaSt
     return launch_config<Element, Config1024>(params, tokens, stream);
 }
 
+// The sparse kernels for the rows that the schedule leaves to them. `packed` may be null: all tiles then count as
+// overflowed.
+cudaError_t launch_sparse(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
+                          uint16_t const* spilled, Schedule const& schedule, cudaStream_t stream) {
+    generic::Params params = {};
+    params.x = static_cast<uint16_t const*>(tensors.x);
+    params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
+    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
+    params.w_up = static_cast<uint16_t const*>(tensors.w_up);
+    params.b_up = static_cast<uint16_t const*>(tensors.b_up);
+    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
+    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
+    params.y = static_cast<uint16_t*>(tensors.y);
+    params.packed = packed;
+    params.schedule = schedule;
+    params.spilled = spilled;
+    params.d_model = problem.d_model;
+    params.d_ff = problem.d_ff;
+    params.d_out = problem.d_out;
+    params.num_tiles = num_tiles(problem);
+    params.words_per_tile = words_per_tile(problem);
+    params.relu_on_up = problem.activation == TWELL_DRELU;
+    params.act = activation_of(problem);
+    return problem.dtype == TWELL_BF16 ? launch_generic<Bf16>(params, problem.tokens, stream)
+                                       : launch_generic<Fp16>(params, problem.tokens, stream);
+}
+
 }  // namespace
 
 size_t up_down_scratch_bytes(twell_problem const& problem) {
@@ -86,27 +113,18 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
             return error;
         }
     }
-    generic::Params params = {};
-    params.x = static_cast<uint16_t const*>(tensors.x);
-    params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
-    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
-    params.w_up = static_cast<uint16_t const*>(tensors.w_up);
-    params.b_up = static_cast<uint16_t const*>(tensors.b_up);
-    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
-    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
-    params.y = static_cast<uint16_t*>(tensors.y);
-    params.packed = packed;
-    params.schedule = schedule;
-    params.spilled = spilled;
-    params.d_model = problem.d_model;
-    params.d_ff = problem.d_ff;
-    params.d_out = problem.d_out;
-    params.num_tiles = num_tiles(problem);
-    params.words_per_tile = words_per_tile(problem);
-    params.relu_on_up = problem.activation == TWELL_DRELU;
-    params.act = activation_of(problem);
-    return problem.dtype == TWELL_BF16 ? launch_generic<Bf16>(params, problem.tokens, stream)
-                                       : launch_generic<Fp16>(params, problem.tokens, stream);
+    return launch_sparse(problem, tensors, packed, spilled, schedule, stream);
+}
+
+cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const& tensors, void* scratch,
+                              Device const& device, cudaStream_t stream) {
+    Schedule const schedule = schedule_at(problem, scratch);
+    if (cudaError_t const error =
+            launch_dense_block(problem, tensors, spilled_in(problem, scratch), schedule, device, stream);
+        error != cudaSuccess) {
+        return error;
+    }
+    return launch_sparse(problem, tensors, nullptr, nullptr, schedule, stream);
 }
 
 }  // namespace twell
