@@ -18,9 +18,11 @@ constexpr float kHeaviestBytesPerNs = 41.0f;
 constexpr float kCopiedBytesPerNs = 1500.0f;
 constexpr float kCycleNs = 0.65f;
 constexpr float kPartNs = 30e3f;
-// Up to so many products of the gate's, a dense block takes no longer than the gate, the schedule and sparse
-// projections with hardly a non-zero.
-constexpr float kMostProducts = 800.0f * 2048 * 5632;
+// From so many tokens on, for below w_up and w_down would be read for nothing, and up to so many products of the
+// gate's, a dense block is worth its time whatever the density. Beyond, the guard's dense path costs little more than a
+// dense block and a sparse layer takes less.
+constexpr int64_t kFewestTokens = 257;
+constexpr float kMostProducts = 1920.0f * 2048 * 5632;
 
 // What all kernels of one call share.
 struct Launch {
@@ -33,28 +35,27 @@ struct Launch {
     bool all_rows;  // are dense, whatever the schedule says
 };
 
-// What a projection has to do, whatever rows are dense.
+// What a projection has to do if all rows are dense, and how it does it, whatever rows are.
 template <Projection kProjection>
 struct Shape {
-    int num_neurons;
-    int num_tiles;
-    int num_slices;
-    int clusters;          // that the device holds
-    int tokens_per_block;  // the best if all rows are dense
+    static constexpr bool kUp = kProjection == Projection::kUp;
 
-    Shape(twell_problem const& problem, Device const& device) {
-        bool const up = kProjection == Projection::kUp;
-        num_neurons = up ? problem.d_ff : problem.d_out;
-        num_tiles = (num_neurons + TWELL_TILE - 1) / TWELL_TILE;
-        num_slices = static_cast<int>((up ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K);
-        clusters = device.num_multiprocessors / sm90::kClusterSize;
-        tokens_per_block = sm90::choose(problem.tokens, num_tiles, num_slices, 1, clusters, sm90::AllChoices());
-    }
+    sm90::Product product;
+    int clusters;  // that the device holds
+    int tokens_per_block;
+
+    Shape(twell_problem const& problem, Device const& device)
+        : product{problem.tokens, kUp ? problem.d_ff : problem.d_out,
+                  static_cast<int>((kUp ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K), 1, !kUp},
+          clusters(device.num_multiprocessors / sm90::kClusterSize),
+          tokens_per_block(sm90::choose(product, clusters, sm90::AllChoices())) {}
+
+    sm90::Tiling tiling() const { return sm90::Tiling(product, tokens_per_block); }
 
     DenseRounds rounds() const {
-        float const round_ns = sm90::round_cycles(tokens_per_block, num_slices, 1) * kCycleNs;
-        return {1.0f / static_cast<float>(tokens_per_block),
-                static_cast<float>(num_tiles) / static_cast<float>(clusters), round_ns};
+        return {1.0f / static_cast<float>(tiling().tile_tokens),
+                static_cast<float>(tiling().num_tiles) / static_cast<float>(clusters),
+                static_cast<float>(tiling().round_cycles) * kCycleNs};
     }
 };
 
@@ -67,9 +68,9 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
     sm90::Params params = {};
     params.schedule = launch.schedule;
     params.num_rows = problem.tokens;
-    params.num_neurons = shape.num_neurons;
-    params.num_tiles = shape.num_tiles;
-    params.num_slices = shape.num_slices;
+    params.num_neurons = shape.product.num_neurons;
+    params.num_tiles = shape.tiling().num_tiles;
+    params.num_slices = shape.product.num_slices;
     params.relu_on_up = problem.activation == TWELL_DRELU;
     params.all_rows = launch.all_rows;
     cudaError_t error = cudaSuccess;
@@ -99,17 +100,18 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
     if (error != cudaSuccess) {
         return error;
     }
-    int64_t const tiles = sm90::num_blocks(problem.tokens, Cfg::BLOCK_N) * shape.num_tiles;
-    dim3 const grid(static_cast<unsigned>(std::min<int64_t>(shape.clusters, tiles) * sm90::kClusterSize));
-    return launch_dependent(sm90::dense_kernel<Element, Cfg, kProjection>, params, grid, sm90::kThreads,
-                            Cfg::kSharedBytes, launch.device, launch.stream);
+    return launch_dependent(sm90::dense_kernel<Element, Cfg, kProjection>, params,
+                            sm90::grid_of(shape.tiling(), shape.clusters), sm90::kThreads, Cfg::kSharedBytes,
+                            launch.device, launch.stream);
 }
 
 template <class Element, Projection kProjection>
 cudaError_t launch_projection(Launch const& launch) {
     Shape<kProjection> const shape(launch.problem, launch.device);
     return sm90::with_config(shape.tokens_per_block, sm90::AllChoices(), [&](auto tokens) {
-        using Cfg = sm90::Config<decltype(tokens)::value, kProjection == Projection::kUp>;
+        constexpr bool kUp = kProjection == Projection::kUp;
+        constexpr int kTokens = decltype(tokens)::value;
+        using Cfg = sm90::Config<kTokens, kUp, 1, sm90::shares_weights(!kUp, kTokens)>;
         return launch_projection<Element, Cfg, kProjection>(launch, shape);
     });
 }
@@ -132,7 +134,7 @@ bool dense_sm90_supports(twell_problem const& problem) {
 
 bool dense_sm90_prefers_block(twell_problem const& problem) {
     float const products = static_cast<float>(problem.tokens) * static_cast<float>(problem.d_model) * problem.d_ff;
-    return products <= kMostProducts;
+    return problem.tokens >= kFewestTokens && products <= kMostProducts;
 }
 
 GuardModel dense_sm90_model(twell_problem const& problem, Device const& device) {

@@ -224,7 +224,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         allow_dependent_launch();
     }
     View const view(params.schedule, params.num_rows, params.all_rows);
-    int const num_blocks = (view.count + Cfg::BLOCK_N - 1) / Cfg::BLOCK_N;
+    int const num_blocks = (view.count + Cfg::kTileTokens - 1) / Cfg::kTileTokens;
     int const tiles_end = num_blocks * params.num_tiles;
     int const tiles_begin = static_cast<int>(blockIdx.x) / kClusterSize;
     int const tiles_step = static_cast<int>(gridDim.x) / kClusterSize;
@@ -242,8 +242,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         Ring<Cfg::kNumStages> ring;
         for (int i = tiles_begin; i < tiles_end; i += tiles_step, parity ^= 1) {
             Tile const tile(num_blocks, params.num_tiles, i);
-            int const first_neuron =
-                tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M + consumer_warp * kWarpNeurons;
+            int const first_neuron = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
+            int const first_position = tile.token_of<Cfg>(rank);
             float2 const biases = load_biases<Element>(params.bias, first_neuron + lane / 4, params.num_neurons);
             float accumulators[1][Cfg::kAccumulators];
             multiply<Element, Cfg, !kUp>(accumulators, shared, ring, consumer, params.num_slices);
@@ -264,11 +264,11 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                                                                    masks);
                 }
             } else {
-                mark_failed<Cfg>(params, view, tile.block_idx * Cfg::BLOCK_N, accumulators[0]);
+                mark_failed<Cfg>(params, view, first_position, accumulators[0]);
                 pass_result<Element, Cfg>(
                     result + consumer_warp * Cfg::kBytesWarp, accumulators[0], biases,
                     [&](int token, int chunk, uint4 values) {
-                        int const position = tile.block_idx * Cfg::BLOCK_N + token;
+                        int const position = first_position + token;
                         int const column = first_neuron + chunk * kVector;
                         if (position < view.count && column < params.num_neurons) {
                             int64_t const row = view.row_of(params.schedule, position);

@@ -11,24 +11,33 @@ namespace sm90 = hidden_sm90;
 // Of a gated block a consumer holds two products, so a block has fewer tokens.
 using GatedChoices = sm90::Choices<64, 80, 96, 112, 128, 144, 160, 176>;
 
-inline uint32_t pair_of(uint16_t bits) { return static_cast<uint32_t>(bits) << 16 | bits; }
+// Of the down projection's weights: what its stages hold at a time.
+constexpr size_t kPrefetchedBytes = 2 << 20;
+
+uint32_t pair_of(uint16_t bits) { return static_cast<uint32_t>(bits) << 16 | bits; }
 
 template <class Element, class Cfg>
 cudaError_t launch_config(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                          Schedule const& schedule, Device const& device, cudaStream_t stream) {
+                          Schedule const& schedule, sm90::Product const& product, Device const& device,
+                          cudaStream_t stream) {
     Activation const act = activation_of(problem);
+    int const clusters = device.num_multiprocessors / sm90::kClusterSize;
+    sm90::Tiling const tiling(product, Cfg::BLOCK_N);
     sm90::Params params = {};
     params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
     params.b_up = static_cast<uint16_t const*>(tensors.b_up);
     params.schedule = schedule;
     params.tokens = problem.tokens;
     params.d_ff = problem.d_ff;
-    params.num_slices = (problem.d_model + sm90::BLOCK_K - 1) / sm90::BLOCK_K;
-    params.num_tiles = num_tiles(problem);
-    params.num_blocks = static_cast<int>(sm90::num_blocks(problem.tokens, Cfg::BLOCK_N));
+    params.num_slices = product.num_slices;
+    params.num_tiles = tiling.num_tiles;
+    params.num_blocks = static_cast<int>(tiling.num_blocks);
     params.cut = pair_of(Element::round_down(act.cut));
     params.up_cut = problem.activation == TWELL_DRELU ? 0 : Element::kNaNs;
     params.square = act.square;
+    params.w_down = tensors.w_down;
+    params.prefetched_bytes = static_cast<uint32_t>(
+        std::min(static_cast<size_t>(problem.d_ff) * problem.d_out * sizeof(uint16_t), kPrefetchedBytes));
     if (cudaError_t const error = sm90::first_error({
             sm90::encode(params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kRowsLoaded, problem.dtype),
             sm90::encode(params.weights[0], tensors.w_gate, problem.d_ff, problem.d_model, sm90::BLOCK_M,
@@ -46,22 +55,19 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
             return error;
         }
     }
-    int64_t const tiles = static_cast<int64_t>(params.num_blocks) * params.num_tiles;
-    int const clusters = device.num_multiprocessors / sm90::kClusterSize;
-    dim3 const grid(static_cast<unsigned>(std::min<int64_t>(clusters, tiles) * sm90::kClusterSize));
-    return launch_dependent(sm90::hidden_kernel<Element, Cfg>, params, grid, sm90::kThreads, Cfg::kSharedBytes, device,
-                            stream);
+    return launch_dependent(sm90::hidden_kernel<Element, Cfg>, params, sm90::grid_of(tiling, clusters), sm90::kThreads,
+                            Cfg::kSharedBytes, device, stream);
 }
 
 template <class Element, int kProducts, int... kTokens>
 cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h, Schedule const& schedule,
                    Device const& device, cudaStream_t stream, sm90::Choices<kTokens...> choices) {
-    int const num_slices = (problem.d_model + sm90::BLOCK_K - 1) / sm90::BLOCK_K;
-    int const tokens_per_block = sm90::choose(problem.tokens, num_tiles(problem), num_slices, kProducts,
-                                              device.num_multiprocessors / sm90::kClusterSize, choices);
+    sm90::Product const product = {problem.tokens, problem.d_ff,
+                                   static_cast<int>(sm90::ceil_div(problem.d_model, sm90::BLOCK_K)), kProducts, false};
+    int const tokens_per_block = sm90::choose(product, device.num_multiprocessors / sm90::kClusterSize, choices);
     return sm90::with_config(tokens_per_block, choices, [&](auto tokens) {
-        return launch_config<Element, sm90::Config<decltype(tokens)::value, true, kProducts>>(problem, tensors, h,
-                                                                                              schedule, device, stream);
+        return launch_config<Element, sm90::Config<decltype(tokens)::value, true, kProducts>>(
+            problem, tensors, h, schedule, product, device, stream);
     });
 }
 

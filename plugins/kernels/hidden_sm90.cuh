@@ -33,6 +33,8 @@ struct Params {
     uint32_t cut;
     uint32_t up_cut;
     bool square;
+    void const* w_down;  // the next kernel's; its first bytes are brought to L2
+    uint32_t prefetched_bytes;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -90,7 +92,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         Ring<Cfg::kNumStages> ring;
         for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
             Tile const tile(params.num_blocks, params.num_tiles, i);
-            int const tile_neuron = tile.tile_idx * TWELL_TILE + rank * BLOCK_M;
+            int const tile_neuron = tile.neuron_of<Cfg>(rank);
             int const neuron = tile_neuron + consumer_warp * kWarpNeurons + lane / 4;
             float2 const gate_biases = load_biases<Element>(params.b_gate, neuron, params.d_ff);
             float2 const up_biases = load_biases<Element>(kGated ? params.b_up : nullptr, neuron, params.d_ff);
@@ -110,7 +112,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             share_with_tma();
             sync_consumer();
             if (stores) {
-                store_box(params.h, tile_neuron + consumer * WGMMA_M, tile.block_idx * Cfg::BLOCK_N,
+                store_box(params.h, tile_neuron + consumer * WGMMA_M, tile.token_of<Cfg>(rank),
                           shared.result() + consumer * Cfg::kBytesResultPart);
             }
         }
@@ -125,6 +127,12 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 Loader<Cfg, false> loader = {shared, params.weights, params.x, rank, params.num_slices};
                 for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
                     loader.load(Tile(params.num_blocks, params.num_tiles, i));
+                }
+                uint32_t const share = (params.prefetched_bytes / gridDim.x + 15) / 16 * 16;
+                uint32_t const begin = blockIdx.x * share;
+                if (begin < params.prefetched_bytes) {
+                    prefetch_bytes(static_cast<unsigned char const*>(params.w_down) + begin,
+                                   min(share, params.prefetched_bytes - begin));
                 }
             }
         } else {

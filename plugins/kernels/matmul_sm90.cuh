@@ -3,7 +3,8 @@
 // The products are computed transposed, neurons x tokens, because the tensor cores' second extent is free: any multiple
 // of 8 up to 256. So a launch can cut the tokens into blocks that fill its last round of tiles. A pair of CTAs, a
 // cluster, computes [one tile of 2 x 128 neurons, one block of tokens] at a time; both need the same tokens, so each
-// loads half of them for both. ("Neurons" are the columns of the result, also where these are d_out.) The kernels have
+// loads half of them for both. Or the tile is [128 neurons, two blocks of tokens], and weights are what they share.
+// ("Neurons" are the columns of the result, also where these are d_out.) The kernels have
 //   a loader       which brings slices of the weights and the tokens into the stages, across the boundaries of tiles;
 //   two consumers  warpgroups, of 64 neurons each, which multiply and leave the rounded result in shared memory;
 //   helpers        three warps, which carry that result on while the consumers are at the next tile.
@@ -56,14 +57,19 @@ constexpr int kMaxSharedBytes = 227 * 1024;
 
 // Tokens in a block; a multiple of 8, at most 256. Either there is room for the whole result, which helpers carry on,
 // or each consumer warp has a little and carries it on itself. So many weight matrices are multiplied at once.
-template <int kTokens, bool kResultInShared = true, int kMatrices = 1>
+template <int kTokens, bool kResultInShared = true, int kMatrices = 1, bool kShareWeights = false>
 struct Config {
     static constexpr int BLOCK_N = kTokens;
     static constexpr int kProducts = kMatrices;
     static constexpr int kAccumulators = WGMMA_M * BLOCK_N / kWarpgroupSize;  // of one product
-    // Each CTA loads that many of a block's tokens, whole swizzle patterns. The halves may overlap by one.
+    // What the two CTAs of a cluster share, and their tile.
+    static constexpr bool kSharesWeights = kShareWeights;
+    static constexpr int kTileNeurons = kSharesWeights ? BLOCK_M : kClusterSize * BLOCK_M;
+    static constexpr int kTileTokens = kSharesWeights ? kClusterSize * BLOCK_N : BLOCK_N;
+    // Each CTA loads that many tokens: its own, or half of a shared block, whole swizzle patterns. The halves may
+    // overlap by one.
     static constexpr int kRowsLoaded =
-        (BLOCK_N / kClusterSize + kRowsPerSwizzle - 1) / kRowsPerSwizzle * kRowsPerSwizzle;
+        kSharesWeights ? BLOCK_N : (BLOCK_N / kClusterSize + kRowsPerSwizzle - 1) / kRowsPerSwizzle * kRowsPerSwizzle;
     static_assert(BLOCK_N % 8 == 0 && BLOCK_N >= 16 && BLOCK_N <= 256, "what wgmma can do");
 
     // Shared memory: stages of A (weights), 128 neurons of each matrix, and B (tokens) [BLOCK_N, BLOCK_K], swizzled by
@@ -73,7 +79,8 @@ struct Config {
     static constexpr int kBytesA = kProducts * kBytesMatrix;
     static constexpr int kBytesB = BLOCK_N * BLOCK_K * 2;
     static constexpr int kBytesStage = kBytesA + kBytesB;
-    static constexpr int kBytesLoaded = kBytesA + kClusterSize * kRowsLoaded * BLOCK_K * 2;
+    static constexpr int kBytesLoaded =
+        kBytesA + (kSharesWeights ? 1 : kClusterSize) * kRowsLoaded * BLOCK_K * 2;  // into a stage
     static constexpr int kBytesResultPart = BLOCK_N * kBytesRow;
     static constexpr int kBytesWarp = 2 * 2 * kRowsPerSwizzle * kBytesWarpRow;
     static constexpr int kBytesResult = kResultInShared ? kConsumers * kBytesResultPart : kConsumerWarps * kBytesWarp;
@@ -100,6 +107,17 @@ struct Tile {
         int const blocks = min(num_blocks - first_block, kGroupBlocks);
         tile_idx = within / blocks;
         block_idx = first_block + within % blocks;
+    }
+
+    // The first of a CTA's part.
+    template <class Cfg>
+    __device__ __forceinline__ int neuron_of(int rank) const {
+        return tile_idx * Cfg::kTileNeurons + (Cfg::kSharesWeights ? 0 : rank * BLOCK_M);
+    }
+
+    template <class Cfg>
+    __device__ __forceinline__ int token_of(int rank) const {
+        return block_idx * Cfg::kTileTokens + (Cfg::kSharesWeights ? rank * Cfg::BLOCK_N : 0);
     }
 };
 
@@ -234,6 +252,11 @@ __device__ __forceinline__ void wait_boxes_stored() { asm volatile("cp.async.bul
 // By all who have written what TMA shall store, before they meet the thread that has it stored.
 __device__ __forceinline__ void share_with_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Brings so many bytes, a multiple of 16, to L2.
+__device__ __forceinline__ void prefetch_bytes(void const* pointer, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
+}
+
 // wgmma
 
 // Describes rows of 64 elements in a stage, from `address` on; groups of 8 rows follow each other. For a K-major matrix
@@ -336,13 +359,17 @@ struct Loader {
 
     // Also announces the tokens.
     __device__ __forceinline__ void load_weights(Tile const& tile, int slice, int stage) const {
-        int const neuron = tile.tile_idx * TWELL_TILE + rank * BLOCK_M;
+        int const neuron = tile.neuron_of<Cfg>(rank);
         uint32_t const full = shared.stage_full(stage);
         arrive_and_expect(full, Cfg::kBytesLoaded);
 #pragma unroll
         for (int product = 0; product < Cfg::kProducts; ++product) {
             uint32_t const destination = shared.stage_a(stage) + product * Cfg::kBytesMatrix;
-            if constexpr (kTransposedA) {
+            if constexpr (Cfg::kSharesWeights) {
+                static_assert(kTransposedA, "boxes are then halves of A");
+                load_box_for_all(destination + rank * (BLOCK_K * kBytesRow), a[product], full, neuron + rank * WGMMA_M,
+                                 slice * BLOCK_K);
+            } else if constexpr (kTransposedA) {
                 for (int consumer = 0; consumer < kConsumers; ++consumer) {
                     load_box(destination + consumer * (BLOCK_K * kBytesRow), a[product], full,
                              neuron + consumer * WGMMA_M, slice * BLOCK_K);
@@ -354,9 +381,14 @@ struct Loader {
     }
 
     __device__ __forceinline__ void load_tokens(Tile const& tile, int slice, int stage) const {
-        int const half = rank == 0 ? 0 : Cfg::BLOCK_N - Cfg::kRowsLoaded;
-        load_box_for_all(shared.stage_b(stage) + half * kBytesRow, b, shared.stage_full(stage), slice * BLOCK_K,
-                         tile.block_idx * Cfg::BLOCK_N + half);
+        uint32_t const full = shared.stage_full(stage);
+        int const token = tile.token_of<Cfg>(rank);
+        if constexpr (Cfg::kSharesWeights) {
+            load_box(shared.stage_b(stage), b, full, slice * BLOCK_K, token);
+        } else {
+            int const half = rank == 0 ? 0 : Cfg::BLOCK_N - Cfg::kRowsLoaded;
+            load_box_for_all(shared.stage_b(stage) + half * kBytesRow, b, full, slice * BLOCK_K, token + half);
+        }
     }
 };
 

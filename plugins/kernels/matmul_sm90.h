@@ -59,36 +59,70 @@ template <int... kTokens>
 struct Choices {};
 using AllChoices = Choices<48, 64, 80, 96, 112, 128, 144, 160, 176, 208, 232, 256>;
 
-inline int64_t num_blocks(int64_t tokens, int tokens_per_block) {
-    return (tokens + tokens_per_block - 1) / tokens_per_block;
+// What a launch has to compute.
+struct Product {
+    int64_t tokens;
+    int num_neurons;
+    int num_slices;
+    int num_matrices;  // at once
+    bool may_share_weights;
+};
+
+inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+// Whether the CTAs of a cluster share weights, not tokens: the larger of the two.
+constexpr bool shares_weights(bool may_share_weights, int tokens_per_block) {
+    return may_share_weights && tokens_per_block < BLOCK_M;
 }
 
-// Clusters work in rounds, one tile each. A slice takes as long as the tensor cores need for it, or as its bytes need
-// to come in, and a round so much longer, for a tile's start and end. Measured on an H200, see benchmarks/README.md.
-constexpr int kBytesPerCycle = 64;
-constexpr int kCyclesOfOverhead = 4000;
+// A product, cut into blocks of so many tokens.
+struct Tiling {
+    int64_t num_blocks;
+    int num_tiles;  // of neurons
+    int tile_tokens;
+    int64_t round_cycles;
 
-// Cycles of a round of tiles, with so many weight matrices at once.
-constexpr int64_t round_cycles(int tokens, int num_slices, int products) {
-    constexpr int kTokenCycles = 2 * WGMMA_M * BLOCK_K / 2048;  // of each slice, by both consumers
-    int const bytes = (products * BLOCK_M + tokens) * kBytesRow;
-    return static_cast<int64_t>(num_slices) * std::max(tokens * products * kTokenCycles, bytes / kBytesPerCycle) +
-           kCyclesOfOverhead;
-}
+    // Clusters work in rounds, one tile each. A slice takes as long as the tensor cores need for it, or as what a CTA
+    // asks for needs to come, and a round so much longer, for a tile's start and end. Measured on an H200, see
+    // benchmarks/README.md.
+    static constexpr int kBytesPerCycle = 48;
+    static constexpr int kCyclesOfOverhead = 4000;
 
+    Tiling(Product const& product, int tokens_per_block) {
+        bool const shared = shares_weights(product.may_share_weights, tokens_per_block);
+        int const weights = product.num_matrices * BLOCK_M;
+        tile_tokens = shared ? kClusterSize * tokens_per_block : tokens_per_block;
+        num_blocks = ceil_div(product.tokens, tile_tokens);
+        num_tiles = static_cast<int>(ceil_div(product.num_neurons, shared ? BLOCK_M : kClusterSize * BLOCK_M));
+        int const rows = shared ? weights / kClusterSize + tokens_per_block : weights + tokens_per_block / kClusterSize;
+        int const tensor_cycles = weights / WGMMA_M * tokens_per_block * BLOCK_K / WGMMA_K / 2;
+        round_cycles =
+            static_cast<int64_t>(product.num_slices) * std::max(tensor_cycles, rows * kBytesRow / kBytesPerCycle) +
+            kCyclesOfOverhead;
+    }
+
+    int64_t cycles(int clusters) const { return ceil_div(num_blocks * num_tiles, clusters) * round_cycles; }
+};
+
+// The number of tokens in a block that takes the least time.
 template <int... kTokens>
-int choose(int64_t tokens, int num_tiles, int num_slices, int products, int clusters, Choices<kTokens...>) {
+int choose(Product const& product, int clusters, Choices<kTokens...>) {
     int best = 0;
-    int64_t best_cost = INT64_MAX;
+    int64_t best_cycles = INT64_MAX;
     for (int const choice : {kTokens...}) {
-        int64_t const tiles = num_blocks(tokens, choice) * num_tiles;
-        int64_t const cost = (tiles + clusters - 1) / clusters * round_cycles(choice, num_slices, products);
-        if (cost <= best_cost) {
+        int64_t const cycles = Tiling(product, choice).cycles(clusters);
+        if (cycles <= best_cycles) {
             best = choice;
-            best_cost = cost;
+            best_cycles = cycles;
         }
     }
     return best;
+}
+
+// CTAs of a launch.
+inline dim3 grid_of(Tiling const& tiling, int clusters) {
+    return dim3(
+        static_cast<unsigned>(std::min<int64_t>(clusters, tiling.num_blocks * tiling.num_tiles) * kClusterSize));
 }
 
 // Calls launch(std::integral_constant<int, tokens>()) for one of the choices.
