@@ -265,8 +265,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 }
             } else {
                 mark_failed<Cfg>(params, view, first_position, accumulators[0]);
-                pass_result<Element, Cfg>(
-                    result + consumer_warp * Cfg::kBytesWarp, accumulators[0], biases,
+                pass_result<Cfg>(
+                    result + consumer_warp * Cfg::kBytesWarp,
+                    [&](int i) { return round_pair<Element>(accumulators[0], biases, i); },
                     [&](int token, int chunk, uint4 values) {
                         int const position = first_position + token;
                         int const column = first_neuron + chunk * kVector;

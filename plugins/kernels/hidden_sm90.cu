@@ -9,7 +9,7 @@ namespace {
 namespace sm90 = hidden_sm90;
 
 // Of a gated block a consumer holds two products, so a block has fewer tokens.
-using GatedChoices = sm90::Choices<64, 80, 96, 112, 128, 144, 160, 176>;
+using GatedChoices = sm90::Choices<64, 80, 88, 96, 112, 128, 144, 160, 176>;
 
 // Of the down projection's weights: what its stages hold at a time.
 constexpr size_t kPrefetchedBytes = 2 << 20;
@@ -35,14 +35,13 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
     params.cut = pair_of(Element::round_down(act.cut));
     params.up_cut = problem.activation == TWELL_DRELU ? 0 : Element::kNaNs;
     params.square = act.square;
+    params.h = h;
     params.w_down = tensors.w_down;
     params.prefetched_bytes = static_cast<uint32_t>(
         std::min(static_cast<size_t>(problem.d_ff) * problem.d_out * sizeof(uint16_t), kPrefetchedBytes));
     if (cudaError_t const error = sm90::first_error({
             sm90::encode(params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kRowsLoaded, problem.dtype),
             sm90::encode(params.weights[0], tensors.w_gate, problem.d_ff, problem.d_model, sm90::BLOCK_M,
-                         problem.dtype),
-            sm90::encode(params.h, h, problem.tokens, problem.d_ff, spilled_stride(problem), Cfg::BLOCK_N,
                          problem.dtype),
         });
         error != cudaSuccess) {
@@ -66,7 +65,7 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, u
                                    static_cast<int>(sm90::ceil_div(problem.d_model, sm90::BLOCK_K)), kProducts, false};
     int const tokens_per_block = sm90::choose(product, device.num_multiprocessors / sm90::kClusterSize, choices);
     return sm90::with_config(tokens_per_block, choices, [&](auto tokens) {
-        return launch_config<Element, sm90::Config<decltype(tokens)::value, true, kProducts>>(
+        return launch_config<Element, sm90::Config<decltype(tokens)::value, false, kProducts>>(
             problem, tensors, h, schedule, product, device, stream);
     });
 }

@@ -1,6 +1,6 @@
 // The hidden activations of a dense block on Hopper (sm_90a): h = act(x Wg^T + bg) * (x Wu^T + bu) for all rows, in one
 // kernel. See matmul_sm90.cuh for the product; here a consumer multiplies the same tokens by 64 neurons of both
-// matrices, so that it has both factors of h in its registers. TMA stores h while the next tile is multiplied.
+// matrices, so that it has both factors of h in its registers.
 #ifndef TWELL_KERNELS_HIDDEN_SM90_CUH_
 #define TWELL_KERNELS_HIDDEN_SM90_CUH_
 
@@ -20,7 +20,7 @@ static_assert(registers_suffice(kRegistersLoader, kRegistersMultiplier), "setmax
 struct Params {
     CUtensorMap x;           // [tokens, d_model], boxes of [kRowsLoaded, BLOCK_K]
     CUtensorMap weights[2];  // w_gate and, in a gated block, w_up: [d_ff, d_model], boxes of [BLOCK_M, BLOCK_K]
-    CUtensorMap h;           // [tokens, d_ff], boxes of [BLOCK_N, WGMMA_M]
+    uint16_t* h;             // [tokens, num_tiles * TWELL_TILE]; columns from d_ff on are left as they are, or not
     uint16_t const* b_gate;  // [d_ff] or null
     uint16_t const* b_up;    // [d_ff] or null
     Schedule schedule;       // told that all rows are dense and none has failed
@@ -70,7 +70,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         prefetch_map(params.x);
         prefetch_map(params.weights[0]);
         prefetch_map(params.weights[Cfg::kProducts - 1]);
-        prefetch_map(params.h);
     }
     sync_cluster();
     wait_for_previous_launch();
@@ -84,40 +83,33 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         // Consumers
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegistersMultiplier));
         int const consumer_warp = warp - kWarpgroupWarps;
-        int const consumer = consumer_warp / kWarpgroupWarps;
-        bool const stores = threadIdx.x % kWarpgroupSize == 0;
-        auto const sync_consumer = [&] {
-            asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(kWarpgroupSize) : "memory");
-        };
+        int64_t const stride = static_cast<int64_t>(params.num_tiles) * TWELL_TILE;
         Ring<Cfg::kNumStages> ring;
         for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
             Tile const tile(params.num_blocks, params.num_tiles, i);
-            int const tile_neuron = tile.neuron_of<Cfg>(rank);
-            int const neuron = tile_neuron + consumer_warp * kWarpNeurons + lane / 4;
+            int const first_neuron = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
+            int64_t const first_token = tile.token_of<Cfg>(rank);
+            int const neuron = first_neuron + lane / 4;
             float2 const gate_biases = load_biases<Element>(params.b_gate, neuron, params.d_ff);
             float2 const up_biases = load_biases<Element>(kGated ? params.b_up : nullptr, neuron, params.d_ff);
             float accumulators[Cfg::kProducts][Cfg::kAccumulators];
-            multiply<Element, Cfg, false>(accumulators, shared, ring, consumer, params.num_slices);
+            multiply<Element, Cfg, false>(accumulators, shared, ring, consumer_warp / kWarpgroupWarps,
+                                          params.num_slices);
 
             // Epilogue
-            if (stores) {
-                wait_boxes_read();
-            }
-            sync_consumer();
-            store_result<Cfg>(shared.result(), consumer_warp * 2, [&](int pair) {
-                uint32_t const z = round_pair<Element>(accumulators[0], gate_biases, pair);
-                uint32_t const u = round_pair<Element>(accumulators[Cfg::kProducts - 1], up_biases, pair);
-                return activate_and_multiply<Element, kGated>(params, z, u);
-            });
-            share_with_tma();
-            sync_consumer();
-            if (stores) {
-                store_box(params.h, tile_neuron + consumer * WGMMA_M, tile.token_of<Cfg>(rank),
-                          shared.result() + consumer * Cfg::kBytesResultPart);
-            }
-        }
-        if (stores) {
-            wait_boxes_stored();
+            pass_result<Cfg>(
+                shared.result() + consumer_warp * Cfg::kBytesWarp,
+                [&](int i) {
+                    uint32_t const z = round_pair<Element>(accumulators[0], gate_biases, i);
+                    uint32_t const u = round_pair<Element>(accumulators[Cfg::kProducts - 1], up_biases, i);
+                    return activate_and_multiply<Element, kGated>(params, z, u);
+                },
+                [&](int token, int chunk, uint4 values) {
+                    int const column = first_neuron + chunk * kVector;
+                    if (first_token + token < params.tokens && column < params.d_ff) {
+                        *reinterpret_cast<uint4*>(params.h + (first_token + token) * stride + column) = values;
+                    }
+                });
         }
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegistersLoader));

@@ -234,24 +234,6 @@ __device__ __forceinline__ void load_box_for_all(uint32_t destination, CUtensorM
         : "memory");
 }
 
-// Stores a box, by one thread whose view of shared memory share_with_tma() has made TMA's. What lies outside is left
-// out.
-__device__ __forceinline__ void store_box(CUtensorMap const& map, int column, int row, uint32_t source) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
-        "cp.async.bulk.commit_group;\n" ::"l"(&map),
-        "r"(column), "r"(row), "r"(source)
-        : "memory");
-}
-
-// Until the boxes that this thread has stored have been read from shared memory, or are in memory, too.
-__device__ __forceinline__ void wait_boxes_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-__device__ __forceinline__ void wait_boxes_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
-// By all who have written what TMA shall store, before they meet the thread that has it stored.
-__device__ __forceinline__ void share_with_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // Brings so many bytes, a multiple of 16, to L2.
 __device__ __forceinline__ void prefetch_bytes(void const* pointer, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
@@ -512,11 +494,10 @@ __device__ __forceinline__ void store_result(uint32_t result, int first_chunk, R
     }
 }
 
-// Rounds a consumer's accumulators, but passes them on at once, by way of 2 x 512 bytes of the warp: calls
-// store(token, chunk, values) with eight neurons of a token, chunk 0 or 1 of the warp's 16.
-template <class Element, class Cfg, class Store>
-__device__ __forceinline__ void pass_result(uint32_t warp_bytes, float const (&accumulators)[Cfg::kAccumulators],
-                                            float2 biases, Store store) {
+// The same, but passes the result on at once, by way of 2 x 512 bytes of the warp: calls store(token, chunk, values)
+// with eight neurons of a token, chunk 0 or 1 of the warp's 16.
+template <class Cfg, class Round, class Store>
+__device__ __forceinline__ void pass_result(uint32_t warp_bytes, Round round, Store store) {
     constexpr int N = Cfg::BLOCK_N;
     int const lane = threadIdx.x % kWarpSize;
     // The XOR makes 8 tokens' chunks fall into different banks.
@@ -525,7 +506,6 @@ __device__ __forceinline__ void pass_result(uint32_t warp_bytes, float const (&a
     };
     uint32_t const source = warp_bytes + offset(lane / 2, lane % 2);
     uint32_t const destination = warp_bytes + offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    auto const round = [&](int i) { return round_pair<Element>(accumulators, biases, i); };
 #pragma unroll
     for (int j = 0; j < N / 8; j += 2) {
         uint32_t const buffer = j / 2 % 2 * (Cfg::kBytesWarp / 2);
