@@ -18,9 +18,8 @@ constexpr float kHeaviestBytesPerNs = 41.0f;
 constexpr float kCopiedBytesPerNs = 1500.0f;
 constexpr float kCycleNs = 0.65f;
 constexpr float kPartNs = 30e3f;
-// From so many tokens on, for below w_up and w_down would be read for nothing, and up to so many products of the
-// gate's, a dense block is worth its time whatever the density. Beyond, the guard's dense path costs little more than a
-// dense block and a sparse layer takes less.
+// Dense blocks: from so many tokens on, since below w_up and w_down would mostly be read for nothing, and up to so many
+// products of the gate's, where the guard's dense path begins to cost little more than a dense block.
 constexpr int64_t kFewestTokens = 257;
 constexpr float kMostProducts = 1920.0f * 2048 * 5632;
 
