@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "dense.h"
 #include "few.h"
 #include "gate.h"
 #include "problem.cuh"
@@ -23,6 +24,7 @@ using twell::num_tiles;
 using twell::words_per_tile;
 
 constexpr size_t kAlignment = 16;
+constexpr int64_t kDenseBlock = -3;
 constexpr int kMinComputeCapabilityMajor = 8;
 
 bool is_aligned(void const* pointer, size_t alignment) { return reinterpret_cast<uintptr_t>(pointer) % alignment == 0; }
@@ -110,7 +112,8 @@ TWELL_API size_t twell_internal_schedule_bytes(twell_problem const* problem);
 TWELL_API cudaError_t twell_internal_schedule(twell_problem const* problem, uint32_t const* packed, void* memory,
                                               cudaStream_t stream);
 
-// twell_mlp for any number of tokens with so many rows on the dense path: see launch_up_down. For tests, likewise.
+// twell_mlp for any number of tokens, with so many rows on the dense path, see launch_up_down, or, for kDenseBlock, as
+// a dense block without a gate of its own. For tests, likewise.
 TWELL_API cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                            int64_t dense_rows, cudaStream_t stream);
 
@@ -222,11 +225,25 @@ cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors
     if (twell::is_few(*problem)) {
         return twell::launch_few(*problem, *tensors, packed, scratch, stream);
     }
+    twell::Device device = {};
+    if (cudaError_t const error = twell::query_device(device); error != cudaSuccess) {
+        return error;
+    }
+    if (twell::is_dense_block(*problem, device)) {
+        return twell::launch_dense_rows(*problem, *tensors, scratch, device, stream);
+    }
     return run_steps(*problem, *tensors, packed, scratch, twell::kGuardDecides, stream);
 }
 
 cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                  int64_t dense_rows, cudaStream_t stream) {
+    if (dense_rows == kDenseBlock) {
+        twell::Device device = {};
+        if (cudaError_t const error = twell::query_device(device); error != cudaSuccess) {
+            return error;
+        }
+        return twell::launch_dense_rows(*problem, *tensors, scratch_in(workspace, problem), device, stream);
+    }
     return run_steps(*problem, *tensors, static_cast<uint32_t*>(workspace), scratch_in(workspace, problem), dense_rows,
                      stream);
 }

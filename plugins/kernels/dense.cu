@@ -27,6 +27,16 @@ int64_t max_dense_part(twell_problem const& problem) { return (problem.tokens + 
 
 size_t dense_scratch_bytes(twell_problem const& problem) { return h_part_bytes(problem) + x_part_bytes(problem); }
 
+bool is_dense_block(twell_problem const& problem, Device const& device) {
+#if defined(TWELL_SM90A)
+    return device.major == 9 && device.minor == 0 && dense_sm90_prefers_block(problem);
+#else
+    (void)problem;
+    (void)device;
+    return false;
+#endif
+}
+
 GuardModel guard_model(twell_problem const& problem, Device const& device) {
 #if defined(TWELL_SM90A)
     if (device.major == 9 && device.minor == 0 && dense_sm90_supports(problem)) {
@@ -55,6 +65,11 @@ Gather gather_for(twell_problem const& problem, twell_tensors const& tensors, ui
 #if !defined(TWELL_SM90A)
 cudaError_t launch_dense(twell_problem const&, twell_tensors const&, Gather const&, Schedule const&, Device const&,
                          cudaStream_t) {
+    return cudaErrorNotSupported;
+}
+
+cudaError_t launch_dense_block(twell_problem const&, twell_tensors const&, uint16_t*, Schedule const&, Device const&,
+                               cudaStream_t) {
     return cudaErrorNotSupported;
 }
 #endif

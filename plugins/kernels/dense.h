@@ -29,6 +29,15 @@ Gather gather_for(twell_problem const& problem, twell_tensors const& tensors, ui
 cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
                          Schedule const& schedule, Device const& device, cudaStream_t stream);
 
+// Whether the problem is so small that it had better be computed as a dense block, whatever the density: the guard
+// would cost a dense layer more than skipping gains a sparse one. The device has a dense path for it.
+bool is_dense_block(twell_problem const& problem, Device const& device);
+
+// Enqueues kernels that compute y of all rows as a dense block does: no packed matrix. `h` is [tokens, d_ff], rows
+// spilled_stride(problem) elements apart. The schedule then says that all rows are heavy, and which have failed.
+cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
+                               Schedule const& schedule, Device const& device, cudaStream_t stream);
+
 }  // namespace twell
 
 #endif  // TWELL_KERNELS_DENSE_H_

@@ -1,5 +1,6 @@
 #include "dense_sm90.cuh"
 #include "dense_sm90.h"
+#include "hidden_sm90.h"
 #include "matmul_sm90.h"
 #include "problem.cuh"
 
@@ -10,13 +11,17 @@ namespace sm90 = dense_sm90;
 using sm90::Projection;
 
 // For the guard, measured on an H200 at d_model 2048 and d_ff 5632, see benchmarks/README.md: how fast the sparse path
-// gathers weights, how long each non-zero of the heaviest row takes, how fast rows are copied; and how long a token
-// takes in a slice of a projection.
+// gathers weights, how long each non-zero of the heaviest row takes, how fast rows are copied; and how long a cycle is
+// under load.
 constexpr float kGatheredBytesPerNs = 8400.0f;
 constexpr float kHeaviestNonzeroNs = 100.0f;
 constexpr float kCopiedBytesPerNs = 1500.0f;
-constexpr float kTokenSliceNs = 3.0f;
+constexpr float kCycleNs = 0.65f;
 constexpr float kPartNs = 40e3f;
+// Dense blocks: from so many tokens on, since below w_up and w_down would mostly be read for nothing, and up to so many
+// products of the gate's, where the guard's dense path begins to cost little more than a dense block.
+constexpr int64_t kFewestTokens = 257;
+constexpr float kMostProducts = 1920.0f * 2048 * 5632;
 
 // What all kernels of one call share.
 struct Launch {
@@ -26,30 +31,30 @@ struct Launch {
     Schedule const& schedule;
     Device const& device;
     cudaStream_t stream;
+    bool all_rows;  // are dense, whatever the schedule says
 };
 
-// What a projection has to do, whatever rows are dense.
+// What a projection has to do if all rows are dense, and how it does it, whatever rows are.
 template <Projection kProjection>
 struct Shape {
-    int num_neurons;
-    int num_tiles;
-    int num_slices;
-    int clusters;          // that the device holds
-    int tokens_per_block;  // the best if all rows are dense
+    static constexpr bool kUp = kProjection == Projection::kUp;
 
-    Shape(twell_problem const& problem, Device const& device) {
-        bool const up = kProjection == Projection::kUp;
-        num_neurons = up ? problem.d_ff : problem.d_out;
-        num_tiles = (num_neurons + TWELL_TILE - 1) / TWELL_TILE;
-        num_slices = static_cast<int>((up ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K);
-        clusters = device.num_multiprocessors / sm90::kClusterSize;
-        tokens_per_block = sm90::choose(problem.tokens, num_tiles, clusters, sm90::AllChoices());
-    }
+    sm90::Product product;
+    int clusters;  // that the device holds
+    int tokens_per_block;
+
+    Shape(twell_problem const& problem, Device const& device)
+        : product{problem.tokens, kUp ? problem.d_ff : problem.d_out,
+                  static_cast<int>((kUp ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K), 1, !kUp},
+          clusters(device.num_multiprocessors / sm90::kClusterSize),
+          tokens_per_block(sm90::choose(product, clusters, sm90::AllChoices())) {}
+
+    sm90::Tiling tiling() const { return sm90::Tiling(product, tokens_per_block); }
 
     DenseRounds rounds() const {
-        float const round_ns = num_slices * (tokens_per_block + sm90::kTokensOfOverhead) * kTokenSliceNs;
-        return {1.0f / static_cast<float>(tokens_per_block),
-                static_cast<float>(num_tiles) / static_cast<float>(clusters), round_ns};
+        return {1.0f / static_cast<float>(tiling().tile_tokens),
+                static_cast<float>(tiling().num_tiles) / static_cast<float>(clusters),
+                static_cast<float>(tiling().round_cycles) * kCycleNs};
     }
 };
 
@@ -62,10 +67,11 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
     sm90::Params params = {};
     params.schedule = launch.schedule;
     params.num_rows = problem.tokens;
-    params.num_neurons = shape.num_neurons;
-    params.num_tiles = shape.num_tiles;
-    params.num_slices = shape.num_slices;
+    params.num_neurons = shape.product.num_neurons;
+    params.num_tiles = shape.tiling().num_tiles;
+    params.num_slices = shape.product.num_slices;
     params.relu_on_up = problem.activation == TWELL_DRELU;
+    params.all_rows = launch.all_rows;
     cudaError_t error = cudaSuccess;
     if constexpr (kProjection == Projection::kUp) {
         params.bias = static_cast<uint16_t const*>(launch.tensors.b_up);
@@ -84,25 +90,27 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
         error = sm90::first_error({
             sm90::encode(params.weights, launch.tensors.w_down, problem.d_ff, problem.d_out, sm90::BLOCK_K,
                          problem.dtype),
-            sm90::encode(params.tokens[0], gather.gate.spilled, problem.tokens, stride, Cfg::kRowsLoaded,
+            sm90::encode(params.tokens[0], gather.gate.spilled, problem.tokens, problem.d_ff, stride, Cfg::kRowsLoaded,
                          problem.dtype),
-            sm90::encode(params.tokens[1], gather.h_part, part, stride, Cfg::kRowsLoaded, problem.dtype),
+            sm90::encode(params.tokens[1], launch.all_rows ? gather.gate.spilled : gather.h_part, part, problem.d_ff,
+                         stride, Cfg::kRowsLoaded, problem.dtype),
         });
     }
     if (error != cudaSuccess) {
         return error;
     }
-    int64_t const tiles = sm90::num_blocks(problem.tokens, Cfg::BLOCK_N) * shape.num_tiles;
-    dim3 const grid(static_cast<unsigned>(std::min<int64_t>(shape.clusters, tiles) * sm90::kClusterSize));
-    return launch_dependent(sm90::dense_kernel<Element, Cfg, kProjection>, params, grid, sm90::kThreads,
-                            Cfg::kSharedBytes, launch.device, launch.stream);
+    return launch_dependent(sm90::dense_kernel<Element, Cfg, kProjection>, params,
+                            sm90::grid_of(shape.tiling(), shape.clusters), sm90::kThreads, Cfg::kSharedBytes,
+                            launch.device, launch.stream);
 }
 
 template <class Element, Projection kProjection>
 cudaError_t launch_projection(Launch const& launch) {
     Shape<kProjection> const shape(launch.problem, launch.device);
     return sm90::with_config(shape.tokens_per_block, sm90::AllChoices(), [&](auto tokens) {
-        using Cfg = sm90::Config<decltype(tokens)::value, kProjection == Projection::kUp>;
+        constexpr bool kUp = kProjection == Projection::kUp;
+        constexpr int kTokens = decltype(tokens)::value;
+        using Cfg = sm90::Config<kTokens, kUp, 1, sm90::shares_weights(!kUp, kTokens)>;
         return launch_projection<Element, Cfg, kProjection>(launch, shape);
     });
 }
@@ -121,6 +129,11 @@ cudaError_t launch_projections(Launch const& launch) {
 
 bool dense_sm90_supports(twell_problem const& problem) {
     return problem.variant == TWELL_PLAIN || problem.d_model % sm90::BLOCK_K == 0;
+}
+
+bool dense_sm90_prefers_block(twell_problem const& problem) {
+    float const products = static_cast<float>(problem.tokens) * static_cast<float>(problem.d_model) * problem.d_ff;
+    return problem.tokens >= kFewestTokens && products <= kMostProducts;
 }
 
 GuardModel dense_sm90_model(twell_problem const& problem, Device const& device) {
@@ -144,8 +157,21 @@ GuardModel dense_sm90_model(twell_problem const& problem, Device const& device) 
 
 cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
                          Schedule const& schedule, Device const& device, cudaStream_t stream) {
-    Launch const launch = {problem, tensors, gather, schedule, device, stream};
+    Launch const launch = {problem, tensors, gather, schedule, device, stream, false};
     return problem.dtype == TWELL_BF16 ? launch_projections<Bf16>(launch) : launch_projections<Fp16>(launch);
+}
+
+cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
+                               Schedule const& schedule, Device const& device, cudaStream_t stream) {
+    if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, schedule, device, stream);
+        error != cudaSuccess) {
+        return error;
+    }
+    Gather gather = {};
+    gather.gate.spilled = h;
+    Launch const launch = {problem, tensors, gather, schedule, device, stream, true};
+    return problem.dtype == TWELL_BF16 ? launch_projection<Bf16, Projection::kDown>(launch)
+                                       : launch_projection<Fp16, Projection::kDown>(launch);
 }
 
 }  // namespace twell

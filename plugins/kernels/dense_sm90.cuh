@@ -21,8 +21,8 @@ struct View {
     int count;  // of dense rows
     bool all;
 
-    __device__ __forceinline__ View(Schedule const& schedule, int64_t tokens)
-        : count(static_cast<int>(schedule.header->heavy_count)), all(count == tokens) {}
+    __device__ __forceinline__ View(Schedule const& schedule, int64_t tokens, bool all_rows)
+        : count(static_cast<int>(all_rows ? tokens : schedule.header->heavy_count)), all(count == tokens) {}
 
     __device__ __forceinline__ int row_of(Schedule const& schedule, int position) const {
         return all ? position : static_cast<int>(schedule.row_order[position].row);
@@ -43,6 +43,7 @@ struct Params {
     int num_tiles;         // of neurons
     int num_slices;
     bool relu_on_up;  // dReLU
+    bool all_rows;    // are dense, as the host knows
 };
 
 enum class Projection { kUp, kDown };
@@ -219,9 +220,11 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     sync_cluster();
 
     allow_dependent_launch();
-    wait_for_previous_launch();
-    View const view(params.schedule, params.num_rows);
-    int const num_blocks = (view.count + Cfg::BLOCK_N - 1) / Cfg::BLOCK_N;
+    if (!params.all_rows || warp != 0) {  // else the loader waits later
+        wait_for_previous_launch();
+    }
+    View const view(params.schedule, params.num_rows, params.all_rows);
+    int const num_blocks = (view.count + Cfg::kTileTokens - 1) / Cfg::kTileTokens;
     int const tiles_end = num_blocks * params.num_tiles;
     int const tiles_begin = static_cast<int>(blockIdx.x) / kClusterSize;
     int const tiles_step = static_cast<int>(gridDim.x) / kClusterSize;
@@ -230,25 +233,26 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     }
     CUtensorMap const& tokens = params.tokens[view.all ? 0 : 1];
 
-    Ring<Cfg::kNumStages> ring;
     uint32_t parity = 0;
     if (warp >= kWarpgroupWarps) {
         // Consumers
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegistersConsumer));
         int const consumer_warp = warp - kWarpgroupWarps;
         int const consumer = consumer_warp / kWarpgroupWarps;
+        Ring<Cfg::kNumStages> ring;
         for (int i = tiles_begin; i < tiles_end; i += tiles_step, parity ^= 1) {
             Tile const tile(num_blocks, params.num_tiles, i);
-            int const first_neuron =
-                tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M + consumer_warp * kWarpNeurons;
+            int const first_neuron = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
+            int const first_position = tile.token_of<Cfg>(rank);
             float2 const biases = load_biases<Element>(params.bias, first_neuron + lane / 4, params.num_neurons);
-            float accumulators[Cfg::kAccumulators];
+            float accumulators[1][Cfg::kAccumulators];
             multiply<Element, Cfg, !kUp>(accumulators, shared, ring, consumer, params.num_slices);
 
             // Epilogue, of the up projection the first part
             if constexpr (kUp) {
                 wait_barrier(result_empty, parity ^ 1);
-                store_result<Element, Cfg>(result, accumulators, biases, consumer_warp * 2);
+                store_result<Cfg>(result, consumer_warp * 2,
+                                  [&](int i) { return round_pair<Element>(accumulators[0], biases, i); });
                 if (i + tiles_step < tiles_end) {
                     arrive(result_stored);
                 } else {
@@ -260,11 +264,12 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                                                                    masks);
                 }
             } else {
-                mark_failed<Cfg>(params, view, tile.block_idx * Cfg::BLOCK_N, accumulators);
-                pass_result<Element, Cfg>(
-                    result + consumer_warp * Cfg::kBytesWarp, accumulators, biases,
+                mark_failed<Cfg>(params, view, first_position, accumulators[0]);
+                pass_result<Cfg>(
+                    result + consumer_warp * Cfg::kBytesWarp,
+                    [&](int i) { return round_pair<Element>(accumulators[0], biases, i); },
                     [&](int token, int chunk, uint4 values) {
-                        int const position = tile.block_idx * Cfg::BLOCK_N + token;
+                        int const position = first_position + token;
                         int const column = first_neuron + chunk * kVector;
                         if (position < view.count && column < params.num_neurons) {
                             int64_t const row = view.row_of(params.schedule, position);
@@ -278,9 +283,14 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         if (warp == 0) {
             // Loader
             if (lane == 0) {
-                for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
-                    load_slices<Cfg, !kUp>(shared, ring, params.weights, tokens, Tile(num_blocks, params.num_tiles, i),
-                                           rank, params.num_slices);
+                Loader<Cfg, !kUp> loader = {shared, &params.weights, tokens, static_cast<int>(rank), params.num_slices};
+                int i = tiles_begin;
+                if (params.all_rows) {
+                    loader.load_first(Tile(num_blocks, params.num_tiles, i), wait_for_previous_launch);
+                    i += tiles_step;
+                }
+                for (; i < tiles_end; i += tiles_step) {
+                    loader.load(Tile(num_blocks, params.num_tiles, i));
                 }
             }
         } else if constexpr (kUp) {

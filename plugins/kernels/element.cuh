@@ -1,4 +1,4 @@
-// The two element types, bf16 and fp16: conversions, the tensor-core instruction and the activation.
+// The two element types, bf16 and fp16: conversions, arithmetic, the tensor-core instruction and the activation.
 #ifndef TWELL_KERNELS_ELEMENT_CUH_
 #define TWELL_KERNELS_ELEMENT_CUH_
 
@@ -22,16 +22,34 @@ struct Bf16 {
     static __device__ __forceinline__ uint16_t from_float(float value) {
         return __bfloat16_as_ushort(__float2bfloat16_rn(value));
     }
+    // The largest element that is no larger.
+    static __host__ uint16_t round_down(float value) { return __bfloat16_as_ushort(__float2bfloat16_rd(value)); }
     static __device__ __forceinline__ uint32_t from_float2(float low, float high) {
         __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
         return *reinterpret_cast<uint32_t const*>(&pair);
     }
+    // For each of two neighbours: a * b, rounded once; all bits if not a <= b, else none; all bits if not a == 0.
+    static constexpr uint32_t kOnes = 0x3f803f80u;
+    static constexpr uint32_t kNaNs = 0x7fff7fffu;
+    static __device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
+        __nv_bfloat162 const product = __hmul2(as_pair(a), as_pair(b));
+        return *reinterpret_cast<uint32_t const*>(&product);
+    }
+    static __device__ __forceinline__ uint32_t not_at_most2(uint32_t a, uint32_t b) {
+        return __hgtu2_mask(as_pair(a), as_pair(b));
+    }
+    static __device__ __forceinline__ uint32_t is_not_zero2(uint32_t a) { return __hneu2_mask(as_pair(a), as_pair(0)); }
     // d[16, 8] += a[16, 16] b[16, 8], fp32 accumulation.
     static __device__ __forceinline__ void mma(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
         asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+
+  private:
+    static __device__ __forceinline__ __nv_bfloat162 as_pair(uint32_t bits) {
+        return *reinterpret_cast<__nv_bfloat162*>(&bits);
     }
 };
 
@@ -43,16 +61,30 @@ struct Fp16 {
     static __device__ __forceinline__ uint16_t from_float(float value) {
         return __half_as_ushort(__float2half_rn(value));
     }
+    static __host__ uint16_t round_down(float value) { return __half_as_ushort(__float2half_rd(value)); }
     static __device__ __forceinline__ uint32_t from_float2(float low, float high) {
         __half2 const pair = __floats2half2_rn(low, high);
         return *reinterpret_cast<uint32_t const*>(&pair);
     }
+    static constexpr uint32_t kOnes = 0x3c003c00u;
+    static constexpr uint32_t kNaNs = 0x7fff7fffu;
+    static __device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
+        __half2 const product = __hmul2(as_pair(a), as_pair(b));
+        return *reinterpret_cast<uint32_t const*>(&product);
+    }
+    static __device__ __forceinline__ uint32_t not_at_most2(uint32_t a, uint32_t b) {
+        return __hgtu2_mask(as_pair(a), as_pair(b));
+    }
+    static __device__ __forceinline__ uint32_t is_not_zero2(uint32_t a) { return __hneu2_mask(as_pair(a), as_pair(0)); }
     static __device__ __forceinline__ void mma(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
         asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
+
+  private:
+    static __device__ __forceinline__ __half2 as_pair(uint32_t bits) { return *reinterpret_cast<__half2*>(&bits); }
 };
 
 // Every activation is: 0 where z <= cut, else z or z^2. NaN compares false, so it is kept.

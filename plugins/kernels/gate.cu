@@ -2,6 +2,7 @@
 
 #include "gate.h"
 #include "gate_generic.cuh"
+#include "launch.cuh"
 #include "problem.cuh"
 #if defined(TWELL_SM90A)
 #include "gate_sm90.h"
@@ -42,29 +43,6 @@ cudaError_t launch_config(generic::Params const& params, cudaStream_t stream) {
     return cudaLaunchKernelEx(&config, kernel, params);
 }
 
-struct Device {
-    int major = 0;
-    int minor = 0;
-    int num_multiprocessors = 0;
-};
-
-// Attribute queries are allowed during stream capture.
-cudaError_t query_device(Device& device) {
-    int id = 0;
-    if (cudaError_t const error = cudaGetDevice(&id); error != cudaSuccess) {
-        return error;
-    }
-    if (cudaError_t const error = cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, id);
-        error != cudaSuccess) {
-        return error;
-    }
-    if (cudaError_t const error = cudaDeviceGetAttribute(&device.minor, cudaDevAttrComputeCapabilityMinor, id);
-        error != cudaSuccess) {
-        return error;
-    }
-    return cudaDeviceGetAttribute(&device.num_multiprocessors, cudaDevAttrMultiProcessorCount, id);
-}
-
 template <class Element>
 cudaError_t launch_generic(generic::Params const& params, int num_multiprocessors, cudaStream_t stream) {
     if (params.tokens <= ConfigSmall::BLOCK_M) {
@@ -90,14 +68,14 @@ bool can_run_sm90(twell_problem const& problem, Device const& device) {
 
 cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, uint16_t* spilled,
                         cudaStream_t stream, GateKernel choice) {
-    Device device;
+    Device device = {};
     if (cudaError_t const error = query_device(device); error != cudaSuccess) {
         return error;
     }
 #if defined(TWELL_SM90A)
     if (can_run_sm90(problem, device) &&
         (choice == GateKernel::kSm90 || (choice == GateKernel::kBest && problem.tokens >= kFewestTokensSm90))) {
-        return launch_gate_sm90(problem, tensors, packed, spilled, device.num_multiprocessors, stream);
+        return launch_gate_sm90(problem, tensors, packed, spilled, device, stream);
     }
 #endif
     if (choice == GateKernel::kSm90) {

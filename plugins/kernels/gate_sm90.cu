@@ -10,8 +10,11 @@ namespace sm90 = gate_sm90;
 
 template <class Element>
 cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, uint16_t* spilled,
-                   int clusters, cudaStream_t stream) {
-    int const tokens_per_block = sm90::choose(problem.tokens, num_tiles(problem), clusters, sm90::AllChoices());
+                   Device const& device, cudaStream_t stream) {
+    int const clusters = device.num_multiprocessors / sm90::kClusterSize;
+    sm90::Product const product = {problem.tokens, problem.d_ff, problem.d_model / sm90::BLOCK_K, 1, false};
+    int const tokens_per_block = sm90::choose(product, clusters, sm90::AllChoices());
+    sm90::Tiling const tiling(product, tokens_per_block);
     return sm90::with_config(tokens_per_block, sm90::AllChoices(), [&](auto tokens) {
         using Cfg = sm90::Config<decltype(tokens)::value>;
         sm90::Params params = {};
@@ -21,8 +24,8 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, u
         params.tokens = problem.tokens;
         params.d_model = problem.d_model;
         params.d_ff = problem.d_ff;
-        params.num_tiles = num_tiles(problem);
-        params.num_blocks = static_cast<int>(sm90::num_blocks(problem.tokens, Cfg::BLOCK_N));
+        params.num_tiles = tiling.num_tiles;
+        params.num_blocks = static_cast<int>(tiling.num_blocks);
         params.words_per_tile = words_per_tile(problem);
         params.act = activation_of(problem);
         if (cudaError_t const error = sm90::first_error({
@@ -33,20 +36,8 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, u
             error != cudaSuccess) {
             return error;
         }
-        auto* const kernel = sm90::gate_kernel<Element, Cfg>;
-        // Set at each launch: see launch.cuh.
-        if (cudaError_t const error =
-                cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Cfg::kSharedBytes);
-            error != cudaSuccess) {
-            return error;
-        }
-        int64_t const tiles = static_cast<int64_t>(params.num_blocks) * params.num_tiles;
-        cudaLaunchConfig_t launch = {};
-        launch.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(clusters, tiles) * sm90::kClusterSize));
-        launch.blockDim = dim3(sm90::kThreads);
-        launch.dynamicSmemBytes = Cfg::kSharedBytes;
-        launch.stream = stream;
-        return cudaLaunchKernelEx(&launch, kernel, params);
+        return launch_dependent(sm90::gate_kernel<Element, Cfg>, params, sm90::grid_of(tiling, clusters),
+                                sm90::kThreads, Cfg::kSharedBytes, device, stream);
     });
 }
 
@@ -55,10 +46,9 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, u
 bool gate_sm90_supports(twell_problem const& problem) { return problem.d_model % sm90::BLOCK_K == 0; }
 
 cudaError_t launch_gate_sm90(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed,
-                             uint16_t* spilled, int num_multiprocessors, cudaStream_t stream) {
-    int const clusters = num_multiprocessors / sm90::kClusterSize;
-    return problem.dtype == TWELL_BF16 ? launch<Bf16>(problem, tensors, packed, spilled, clusters, stream)
-                                       : launch<Fp16>(problem, tensors, packed, spilled, clusters, stream);
+                             uint16_t* spilled, Device const& device, cudaStream_t stream) {
+    return problem.dtype == TWELL_BF16 ? launch<Bf16>(problem, tensors, packed, spilled, device, stream)
+                                       : launch<Fp16>(problem, tensors, packed, spilled, device, stream);
 }
 
 }  // namespace twell

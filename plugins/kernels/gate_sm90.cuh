@@ -125,18 +125,19 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         prefetch_map(params.w_gate);
     }
     sync_cluster();
+    wait_for_previous_launch();
     allow_dependent_launch();
 
     int const num_slices = params.d_model / BLOCK_K;
     int const tiles_end = params.num_blocks * params.num_tiles;
     int const tiles_begin = static_cast<int>(blockIdx.x) / kClusterSize;
     int const tiles_step = static_cast<int>(gridDim.x) / kClusterSize;
-    Ring<Cfg::kNumStages> ring;
 
     if (warp >= kWarpgroupWarps) {
         // Consumers
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegistersConsumer));
         int const consumer_warp = warp - kWarpgroupWarps;
+        Ring<Cfg::kNumStages> ring;
         uint32_t z_parity = 0;
         int i = tiles_begin;
         while (true) {
@@ -145,12 +146,13 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 params.b_gate,
                 tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M + consumer_warp * 16 + lane / 4,
                 params.d_ff);
-            float accumulators[Cfg::kAccumulators];
+            float accumulators[1][Cfg::kAccumulators];
             multiply<Element, Cfg, false>(accumulators, shared, ring, consumer_warp / kWarpgroupWarps, num_slices);
 
             // Epilogue, first part
             wait_barrier(z_empty, z_parity ^ 1);
-            store_result<Element, Cfg>(z, accumulators, biases, consumer_warp * 2);
+            store_result<Cfg>(z, consumer_warp * 2,
+                              [&](int i) { return round_pair<Element>(accumulators[0], biases, i); });
             if (i + tiles_step >= tiles_end) {
                 break;
             }
@@ -167,9 +169,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         if (warp == 0) {
             // Loader
             if (lane == 0) {
+                Loader<Cfg, false> loader = {shared, &params.w_gate, params.x, static_cast<int>(rank), num_slices};
                 for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
-                    load_slices<Cfg, false>(shared, ring, params.w_gate, params.x,
-                                            Tile(params.num_blocks, params.num_tiles, i), rank, num_slices);
+                    loader.load(Tile(params.num_blocks, params.num_tiles, i));
                 }
             }
             __syncwarp();

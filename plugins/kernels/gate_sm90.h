@@ -2,6 +2,7 @@
 #ifndef TWELL_KERNELS_GATE_SM90_H_
 #define TWELL_KERNELS_GATE_SM90_H_
 
+#include "launch.cuh"
 #include "twell/twell.h"
 
 namespace twell {
@@ -11,7 +12,7 @@ bool gate_sm90_supports(twell_problem const& problem);
 
 // Enqueues the kernel on a device of compute capability 9.0. Same preconditions as launch_gate.
 cudaError_t launch_gate_sm90(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed,
-                             uint16_t* spilled, int num_multiprocessors, cudaStream_t stream);
+                             uint16_t* spilled, Device const& device, cudaStream_t stream);
 
 }  // namespace twell
 

@@ -3,10 +3,12 @@
 // The products are computed transposed, neurons x tokens, because the tensor cores' second extent is free: any multiple
 // of 8 up to 256. So a launch can cut the tokens into blocks that fill its last round of tiles. A pair of CTAs, a
 // cluster, computes [one tile of 2 x 128 neurons, one block of tokens] at a time; both need the same tokens, so each
-// loads half of them for both. ("Neurons" are the columns of the result, also where these are d_out.) The kernels have
+// loads half of them for both. Or the tile is [128 neurons, two blocks of tokens], and weights are what they share.
+// ("Neurons" are the columns of the result, also where these are d_out.) The kernels have
 //   a loader       which brings slices of the weights and the tokens into the stages, across the boundaries of tiles;
 //   two consumers  warpgroups, of 64 neurons each, which multiply and leave the rounded result in shared memory;
 //   helpers        three warps, which carry that result on while the consumers are at the next tile.
+// A kernel may multiply the same tokens by several weight matrices at once.
 #ifndef TWELL_KERNELS_MATMUL_SM90_CUH_
 #define TWELL_KERNELS_MATMUL_SM90_CUH_
 
@@ -42,9 +44,10 @@ constexpr int kHelpers = kWarpgroupWarps - 1;  // warps
 // some of its own to the consumers, whose accumulators alone take up to 128.
 constexpr int kRegistersFirst = 88;
 constexpr int kRegistersConsumer = 208;
-static_assert((kRegistersFirst + kConsumers * kRegistersConsumer) * kWarpgroupSize <=
-                  65536 / kThreads / 8 * 8 * kThreads,
-              "setmaxnreg.inc would wait for ever");
+constexpr bool registers_suffice(int first, int consumer) {
+    return (first + kConsumers * consumer) * kWarpgroupSize <= 65536 / kThreads / 8 * 8 * kThreads;
+}
+static_assert(registers_suffice(kRegistersFirst, kRegistersConsumer), "setmaxnreg.inc would wait for ever");
 
 // Token blocks that are visited with all tiles before the next ones: about 8 x 256 rows of x and as many neurons'
 // weights are then at work at a time, the least traffic from memory to L2.
@@ -53,28 +56,37 @@ constexpr int kGroupBlocks = 8;
 constexpr int kMaxSharedBytes = 227 * 1024;
 
 // Tokens in a block; a multiple of 8, at most 256. Either there is room for the whole result, which helpers carry on,
-// or each consumer warp has a little and carries it on itself.
-template <int kTokens, bool kResultInShared = true>
+// or each consumer warp has a little and carries it on itself. So many weight matrices are multiplied at once.
+template <int kTokens, bool kResultInShared = true, int kMatrices = 1, bool kShareWeights = false>
 struct Config {
     static constexpr int BLOCK_N = kTokens;
-    static constexpr int kAccumulators = WGMMA_M * BLOCK_N / kWarpgroupSize;
-    // Each CTA loads that many of a block's tokens, whole swizzle patterns. The halves may overlap by one.
+    static constexpr int kProducts = kMatrices;
+    static constexpr int kAccumulators = WGMMA_M * BLOCK_N / kWarpgroupSize;  // of one product
+    // What the two CTAs of a cluster share, and their tile.
+    static constexpr bool kSharesWeights = kShareWeights;
+    static constexpr int kTileNeurons = kSharesWeights ? BLOCK_M : kClusterSize * BLOCK_M;
+    static constexpr int kTileTokens = kSharesWeights ? kClusterSize * BLOCK_N : BLOCK_N;
+    // Each CTA loads that many tokens: its own, or half of a shared block, whole swizzle patterns. The halves may
+    // overlap by one.
     static constexpr int kRowsLoaded =
-        (BLOCK_N / kClusterSize + kRowsPerSwizzle - 1) / kRowsPerSwizzle * kRowsPerSwizzle;
+        kSharesWeights ? BLOCK_N : (BLOCK_N / kClusterSize + kRowsPerSwizzle - 1) / kRowsPerSwizzle * kRowsPerSwizzle;
     static_assert(BLOCK_N % 8 == 0 && BLOCK_N >= 16 && BLOCK_N <= 256, "what wgmma can do");
 
-    // Shared memory: stages of A (weights), 128 neurons, and B (tokens) [BLOCK_N, BLOCK_K], swizzled by TMA; the
-    // rounded result, [BLOCK_N, 64 neurons] of each consumer or twice [16 tokens, 16 neurons] of each warp; barriers.
-    static constexpr int kBytesA = BLOCK_M * BLOCK_K * 2;
+    // Shared memory: stages of A (weights), 128 neurons of each matrix, and B (tokens) [BLOCK_N, BLOCK_K], swizzled by
+    // TMA; the rounded result, [BLOCK_N, 64 neurons] of each consumer or twice [16 tokens, 16 neurons] of each warp;
+    // barriers.
+    static constexpr int kBytesMatrix = BLOCK_M * BLOCK_K * 2;
+    static constexpr int kBytesA = kProducts * kBytesMatrix;
     static constexpr int kBytesB = BLOCK_N * BLOCK_K * 2;
     static constexpr int kBytesStage = kBytesA + kBytesB;
-    static constexpr int kBytesLoaded = kBytesA + kClusterSize * kRowsLoaded * BLOCK_K * 2;
+    static constexpr int kBytesLoaded =
+        kBytesA + (kSharesWeights ? 1 : kClusterSize) * kRowsLoaded * BLOCK_K * 2;  // into a stage
     static constexpr int kBytesResultPart = BLOCK_N * kBytesRow;
     static constexpr int kBytesWarp = 2 * 2 * kRowsPerSwizzle * kBytesWarpRow;
     static constexpr int kBytesResult = kResultInShared ? kConsumers * kBytesResultPart : kConsumerWarps * kBytesWarp;
     static constexpr int kMoreBarriers = 3;  // for what a kernel does with the result
     static constexpr int kMostStages = (kMaxSharedBytes - 128 - kBytesResult) / kBytesStage;
-    static constexpr int kNumStages = kMostStages < 6 ? kMostStages : 6;
+    static constexpr int kNumStages = kMostStages < 8 ? kMostStages : 8;
     static constexpr int kOffsetResult = kNumStages * kBytesStage;
     static constexpr int kOffsetBarriers = kOffsetResult + kBytesResult;
     static constexpr int kSharedBytes = kOffsetBarriers + (2 * kNumStages + kMoreBarriers) * 8;
@@ -95,6 +107,17 @@ struct Tile {
         int const blocks = min(num_blocks - first_block, kGroupBlocks);
         tile_idx = within / blocks;
         block_idx = first_block + within % blocks;
+    }
+
+    // The first of a CTA's part.
+    template <class Cfg>
+    __device__ __forceinline__ int neuron_of(int rank) const {
+        return tile_idx * Cfg::kTileNeurons + (Cfg::kSharesWeights ? 0 : rank * BLOCK_M);
+    }
+
+    template <class Cfg>
+    __device__ __forceinline__ int token_of(int rank) const {
+        return block_idx * Cfg::kTileTokens + (Cfg::kSharesWeights ? rank * Cfg::BLOCK_N : 0);
     }
 };
 
@@ -211,6 +234,11 @@ __device__ __forceinline__ void load_box_for_all(uint32_t destination, CUtensorM
         : "memory");
 }
 
+// Brings so many bytes, a multiple of 16, to L2.
+__device__ __forceinline__ void prefetch_bytes(void const* pointer, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
+}
+
 // wgmma
 
 // Describes rows of 64 elements in a stage, from `address` on; groups of 8 rows follow each other. For a K-major matrix
@@ -269,37 +297,88 @@ struct Shared {
     __device__ __forceinline__ uint32_t barrier(int i) const { return base + Cfg::kOffsetBarriers + i * 8; }
 };
 
-// Loads, by one thread of each CTA, all slices of a tile. A is [neurons, K] in boxes of [BLOCK_M, BLOCK_K], or, if
-// transposed, [K, neurons] in boxes of [BLOCK_K, WGMMA_M]; B is [tokens, K] in boxes of [kRowsLoaded, BLOCK_K].
+// Loads the slices of tiles, by one thread of each CTA. A is one or several [neurons, K] in boxes of [BLOCK_M,
+// BLOCK_K], or, if transposed, [K, neurons] in boxes of [BLOCK_K, WGMMA_M]; B is [tokens, K] in boxes of [kRowsLoaded,
+// BLOCK_K].
 template <class Cfg, bool kTransposedA>
-__device__ __forceinline__ void load_slices(Shared<Cfg> const& shared, Ring<Cfg::kNumStages>& ring,
-                                            CUtensorMap const& a, CUtensorMap const& b, Tile const& tile, uint32_t rank,
-                                            int num_slices) {
-    int const half = rank == 0 ? 0 : Cfg::BLOCK_N - Cfg::kRowsLoaded;
-    int const neuron = tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M;
-    int const token = tile.block_idx * Cfg::BLOCK_N + half;
-    for (int slice = 0; slice < num_slices; ++slice) {
-        wait_barrier(shared.stage_empty(ring.stage), ring.parity ^ 1);
-        uint32_t const full = shared.stage_full(ring.stage);
-        uint32_t const stage_a = shared.stage_a(ring.stage);
-        arrive_and_expect(full, Cfg::kBytesLoaded);
-        if constexpr (kTransposedA) {
-            for (int consumer = 0; consumer < kConsumers; ++consumer) {
-                load_box(stage_a + consumer * (BLOCK_K * kBytesRow), a, full, neuron + consumer * WGMMA_M,
-                         slice * BLOCK_K);
-            }
-        } else {
-            load_box(stage_a, a, full, slice * BLOCK_K, neuron);
+struct Loader {
+    Shared<Cfg> const& shared;
+    CUtensorMap const* a;  // [kProducts]
+    CUtensorMap const& b;
+    int rank;
+    int num_slices;
+    Ring<Cfg::kNumStages> ring = {};
+
+    __device__ __forceinline__ void load(Tile const& tile) {
+        for (int slice = 0; slice < num_slices; ++slice) {
+            load_slice(tile, slice);
         }
-        load_box_for_all(shared.stage_b(ring.stage) + half * kBytesRow, b, full, slice * BLOCK_K, token);
+    }
+
+    // The same for the first tile, if its tokens must not be read before wait(): the weights come earlier.
+    template <class Wait>
+    __device__ __forceinline__ void load_first(Tile const& tile, Wait wait) {
+        int const ahead = min(num_slices, Cfg::kNumStages);
+        for (int slice = 0; slice < ahead; ++slice) {
+            load_weights(tile, slice, slice);
+        }
+        wait();
+        for (int slice = 0; slice < ahead; ++slice, ring.advance()) {
+            load_tokens(tile, slice, slice);
+        }
+        for (int slice = ahead; slice < num_slices; ++slice) {
+            load_slice(tile, slice);
+        }
+    }
+
+  private:
+    __device__ __forceinline__ void load_slice(Tile const& tile, int slice) {
+        wait_barrier(shared.stage_empty(ring.stage), ring.parity ^ 1);
+        load_weights(tile, slice, ring.stage);
+        load_tokens(tile, slice, ring.stage);
         ring.advance();
     }
-}
+
+    // Also announces the tokens.
+    __device__ __forceinline__ void load_weights(Tile const& tile, int slice, int stage) const {
+        int const neuron = tile.neuron_of<Cfg>(rank);
+        uint32_t const full = shared.stage_full(stage);
+        arrive_and_expect(full, Cfg::kBytesLoaded);
+#pragma unroll
+        for (int product = 0; product < Cfg::kProducts; ++product) {
+            uint32_t const destination = shared.stage_a(stage) + product * Cfg::kBytesMatrix;
+            if constexpr (Cfg::kSharesWeights) {
+                static_assert(kTransposedA, "boxes are then halves of A");
+                load_box_for_all(destination + rank * (BLOCK_K * kBytesRow), a[product], full, neuron + rank * WGMMA_M,
+                                 slice * BLOCK_K);
+            } else if constexpr (kTransposedA) {
+                for (int consumer = 0; consumer < kConsumers; ++consumer) {
+                    load_box(destination + consumer * (BLOCK_K * kBytesRow), a[product], full,
+                             neuron + consumer * WGMMA_M, slice * BLOCK_K);
+                }
+            } else {
+                load_box(destination, a[product], full, slice * BLOCK_K, neuron);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_tokens(Tile const& tile, int slice, int stage) const {
+        uint32_t const full = shared.stage_full(stage);
+        int const token = tile.token_of<Cfg>(rank);
+        if constexpr (Cfg::kSharesWeights) {
+            load_box(shared.stage_b(stage), b, full, slice * BLOCK_K, token);
+        } else {
+            int const half = rank == 0 ? 0 : Cfg::BLOCK_N - Cfg::kRowsLoaded;
+            load_box_for_all(shared.stage_b(stage) + half * kBytesRow, b, full, slice * BLOCK_K, token + half);
+        }
+    }
+};
 
 // accumulators = what the loader loads, by one consumer.
 template <class Element, class Cfg, bool kTransposedA>
-__device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kAccumulators], Shared<Cfg> const& shared,
-                                         Ring<Cfg::kNumStages>& ring, int consumer, int num_slices) {
+__device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][Cfg::kAccumulators],
+                                         Shared<Cfg> const& shared, Ring<Cfg::kNumStages>& ring, int consumer,
+                                         int num_slices) {
     int const lane = threadIdx.x % kWarpSize;
     // An M-major A has 16 whole rows for each step along K, else a step moves along the rows.
     constexpr int kStepA = kTransposedA ? WGMMA_K * kBytesRow : WGMMA_K * 2;
@@ -311,8 +390,12 @@ __device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kAccumulator
         begin_wgmma();
 #pragma unroll
         for (int k = 0; k < BLOCK_K / WGMMA_K; ++k) {
-            Wgmma<Element, Cfg::BLOCK_N>::template run<kTransposedA>(accumulators, a + k * (kStepA >> 4),
-                                                                     b + k * (WGMMA_K * 2 >> 4), (slice | k) != 0);
+#pragma unroll
+            for (int product = 0; product < Cfg::kProducts; ++product) {
+                Wgmma<Element, Cfg::BLOCK_N>::template run<kTransposedA>(
+                    accumulators[product], a + (product * Cfg::kBytesMatrix + k * kStepA >> 4),
+                    b + (k * (WGMMA_K * 2) >> 4), (slice | k) != 0);
+            }
         }
         commit_wgmma();
         // One slice stays in flight while the stage of the one before is handed back.
@@ -326,8 +409,11 @@ __device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kAccumulator
     wait_wgmma<0>();
     // The compiler does not know that the accumulators were not valid until here.
 #pragma unroll
-    for (int k = 0; k < Cfg::kAccumulators; ++k) {
-        asm volatile("" : "+f"(accumulators[k])::"memory");
+    for (int product = 0; product < Cfg::kProducts; ++product) {
+#pragma unroll
+        for (int k = 0; k < Cfg::kAccumulators; ++k) {
+            asm volatile("" : "+f"(accumulators[product][k])::"memory");
+        }
     }
     if (lane < kClusterSize) {
         arrive_at_cta(shared.stage_empty(stage_before), lane);
@@ -381,34 +467,37 @@ __device__ __forceinline__ float2 load_biases(uint16_t const* bias, int neuron, 
     return biases;
 }
 
-// Rounds a consumer's accumulators into the result. A warp has 16 neurons: two chunks of each token's row.
-template <class Element, class Cfg>
-__device__ __forceinline__ void store_result(uint32_t result, float const (&accumulators)[Cfg::kAccumulators],
-                                             float2 biases, int first_chunk) {
+// Rounds a consumer's accumulators, with a thread's biases of its two neurons: two tokens of one neuron, the i-th
+// accumulator's and the next one's.
+template <class Element, int kAccumulators>
+__device__ __forceinline__ uint32_t round_pair(float const (&accumulators)[kAccumulators], float2 biases, int i) {
+    float const bias = i % 4 == 0 ? biases.x : biases.y;
+    return Element::from_float2(accumulators[i] + bias, accumulators[i + 1] + bias);
+}
+
+// Leaves what round(i) makes of a consumer's i-th and next accumulators, for every even i, in the result. A warp has 16
+// neurons: two chunks of each token's row.
+template <class Cfg, class Round>
+__device__ __forceinline__ void store_result(uint32_t result, int first_chunk, Round round) {
     constexpr int N = Cfg::BLOCK_N;
     int const lane = threadIdx.x % kWarpSize;
     uint32_t const address = result + chunk_offset<Cfg>(lane / 16 * 8 + lane % 8, first_chunk + lane / 8 % 2);
-    auto const round = [&](int i, float bias) {
-        return Element::from_float2(accumulators[i] + bias, accumulators[i + 1] + bias);
-    };
 #pragma unroll
     for (int j = 0; j + 1 < N / 8; j += 2) {
-        uint32_t const fragment[4] = {round(j * 4, biases.x), round(j * 4 + 2, biases.y), round(j * 4 + 4, biases.x),
-                                      round(j * 4 + 6, biases.y)};
+        uint32_t const fragment[4] = {round(j * 4), round(j * 4 + 2), round(j * 4 + 4), round(j * 4 + 6)};
         store_transposed_x4(address + j * 8 * kBytesRow, fragment);
     }
     if constexpr (N / 8 % 2 != 0) {
         constexpr int j = N / 8 - 1;
         // Lanes from 16 on give no address.
-        store_transposed_x2(address + j * 8 * kBytesRow, round(j * 4, biases.x), round(j * 4 + 2, biases.y));
+        store_transposed_x2(address + j * 8 * kBytesRow, round(j * 4), round(j * 4 + 2));
     }
 }
 
-// Rounds a consumer's accumulators, too, but passes them on at once, by way of 2 x 512 bytes of the warp: calls
-// store(token, chunk, values) with eight neurons of a token, chunk 0 or 1 of the warp's 16.
-template <class Element, class Cfg, class Store>
-__device__ __forceinline__ void pass_result(uint32_t warp_bytes, float const (&accumulators)[Cfg::kAccumulators],
-                                            float2 biases, Store store) {
+// The same, but passes the result on at once, by way of 2 x 512 bytes of the warp: calls store(token, chunk, values)
+// with eight neurons of a token, chunk 0 or 1 of the warp's 16.
+template <class Cfg, class Round, class Store>
+__device__ __forceinline__ void pass_result(uint32_t warp_bytes, Round round, Store store) {
     constexpr int N = Cfg::BLOCK_N;
     int const lane = threadIdx.x % kWarpSize;
     // The XOR makes 8 tokens' chunks fall into different banks.
@@ -417,19 +506,15 @@ __device__ __forceinline__ void pass_result(uint32_t warp_bytes, float const (&a
     };
     uint32_t const source = warp_bytes + offset(lane / 2, lane % 2);
     uint32_t const destination = warp_bytes + offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    auto const round = [&](int i, float bias) {
-        return Element::from_float2(accumulators[i] + bias, accumulators[i + 1] + bias);
-    };
 #pragma unroll
     for (int j = 0; j < N / 8; j += 2) {
         uint32_t const buffer = j / 2 % 2 * (Cfg::kBytesWarp / 2);
         if (j + 1 < N / 8) {
-            uint32_t const fragment[4] = {round(j * 4, biases.x), round(j * 4 + 2, biases.y),
-                                          round(j * 4 + 4, biases.x), round(j * 4 + 6, biases.y)};
+            uint32_t const fragment[4] = {round(j * 4), round(j * 4 + 2), round(j * 4 + 4), round(j * 4 + 6)};
             store_transposed_x4(destination + buffer, fragment);
         } else {
             // Lanes from 16 on give no address.
-            store_transposed_x2(destination + buffer, round(j * 4, biases.x), round(j * 4 + 2, biases.y));
+            store_transposed_x2(destination + buffer, round(j * 4), round(j * 4 + 2));
         }
         __syncwarp();
         if (j + 1 < N / 8 || lane < 16) {

@@ -29,15 +29,16 @@ inline EncodeTiled find_encode_tiled() {
                                                                          : nullptr;
 }
 
-// Describes a matrix [rows, columns] of 16-bit elements, which TMA moves in boxes of [box_rows, kRowElements].
-inline cudaError_t encode(CUtensorMap& map, void const* matrix, int64_t rows, int64_t columns, int box_rows,
-                          int32_t dtype) {
+// Describes a matrix [rows, columns] of 16-bit elements, whose rows begin `stride` elements apart and which TMA moves
+// in boxes of [box_rows, kRowElements].
+inline cudaError_t encode(CUtensorMap& map, void const* matrix, int64_t rows, int64_t columns, int64_t stride,
+                          int box_rows, int32_t dtype) {
     static EncodeTiled const encode_tiled = find_encode_tiled();
     if (encode_tiled == nullptr) {
         return cudaErrorSymbolNotFound;
     }
     cuuint64_t const extents[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-    cuuint64_t const strides[1] = {static_cast<cuuint64_t>(columns) * 2};
+    cuuint64_t const strides[1] = {static_cast<cuuint64_t>(stride) * 2};
     cuuint32_t const box[2] = {kRowElements, static_cast<cuuint32_t>(box_rows)};
     cuuint32_t const steps[2] = {1, 1};
     static_assert(kBytesRow == 128, "a box's row is as long as the swizzle pattern");
@@ -48,33 +49,80 @@ inline cudaError_t encode(CUtensorMap& map, void const* matrix, int64_t rows, in
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+inline cudaError_t encode(CUtensorMap& map, void const* matrix, int64_t rows, int64_t columns, int box_rows,
+                          int32_t dtype) {
+    return encode(map, matrix, rows, columns, columns, box_rows, dtype);
+}
+
 // Tokens a block may have. Large blocks read the weights less often; the right one fills the last round.
 template <int... kTokens>
 struct Choices {};
-using AllChoices = Choices<64, 88, 120, 152, 176, 208, 232, 256>;
+using AllChoices = Choices<48, 64, 80, 96, 112, 128, 144, 160, 176, 208, 232, 256>;
 
-inline int64_t num_blocks(int64_t tokens, int tokens_per_block) {
-    return (tokens + tokens_per_block - 1) / tokens_per_block;
+// What a launch has to compute.
+struct Product {
+    int64_t tokens;
+    int num_neurons;
+    int num_slices;
+    int num_matrices;  // at once
+    bool may_share_weights;
+};
+
+inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+// Whether the CTAs of a cluster share weights, not tokens: the larger of the two.
+constexpr bool shares_weights(bool may_share_weights, int tokens_per_block) {
+    return may_share_weights && tokens_per_block < BLOCK_M;
 }
 
-// Clusters work in rounds. A round takes as long as its blocks have tokens and so much longer, for a tile's start and
-// end and for the weights, which come anew for each block. Measured with d_model 2048 and d_ff 5632: see
-// benchmarks/README.md.
-constexpr int kTokensOfOverhead = 60;
+// A product, cut into blocks of so many tokens.
+struct Tiling {
+    int64_t num_blocks;
+    int num_tiles;  // of neurons
+    int tile_tokens;
+    int64_t round_cycles;
 
+    // Clusters work in rounds, one tile each. A slice takes as long as the tensor cores need for it, or as what a CTA
+    // asks for needs to come, and a round so much longer, for a tile's start and end. Measured on an H200, see
+    // benchmarks/README.md.
+    static constexpr int kBytesPerCycle = 48;
+    static constexpr int kCyclesOfOverhead = 4000;
+
+    Tiling(Product const& product, int tokens_per_block) {
+        bool const shared = shares_weights(product.may_share_weights, tokens_per_block);
+        int const weights = product.num_matrices * BLOCK_M;
+        tile_tokens = shared ? kClusterSize * tokens_per_block : tokens_per_block;
+        num_blocks = ceil_div(product.tokens, tile_tokens);
+        num_tiles = static_cast<int>(ceil_div(product.num_neurons, shared ? BLOCK_M : kClusterSize * BLOCK_M));
+        int const rows = shared ? weights / kClusterSize + tokens_per_block : weights + tokens_per_block / kClusterSize;
+        int const tensor_cycles = weights / WGMMA_M * tokens_per_block * BLOCK_K / WGMMA_K / 2;
+        round_cycles =
+            static_cast<int64_t>(product.num_slices) * std::max(tensor_cycles, rows * kBytesRow / kBytesPerCycle) +
+            kCyclesOfOverhead;
+    }
+
+    int64_t cycles(int clusters) const { return ceil_div(num_blocks * num_tiles, clusters) * round_cycles; }
+};
+
+// The number of tokens in a block that takes the least time.
 template <int... kTokens>
-int choose(int64_t tokens, int num_tiles, int clusters, Choices<kTokens...>) {
+int choose(Product const& product, int clusters, Choices<kTokens...>) {
     int best = 0;
-    int64_t best_cost = INT64_MAX;
+    int64_t best_cycles = INT64_MAX;
     for (int const choice : {kTokens...}) {
-        int64_t const tiles = num_blocks(tokens, choice) * num_tiles;
-        int64_t const cost = (tiles + clusters - 1) / clusters * (choice + kTokensOfOverhead);
-        if (cost <= best_cost) {
+        int64_t const cycles = Tiling(product, choice).cycles(clusters);
+        if (cycles <= best_cycles) {
             best = choice;
-            best_cost = cost;
+            best_cycles = cycles;
         }
     }
     return best;
+}
+
+// CTAs of a launch.
+inline dim3 grid_of(Tiling const& tiling, int clusters) {
+    return dim3(
+        static_cast<unsigned>(std::min<int64_t>(clusters, tiling.num_blocks * tiling.num_tiles) * kClusterSize));
 }
 
 // Calls launch(std::integral_constant<int, tokens>()) for one of the choices.

@@ -27,7 +27,7 @@ struct Launch {
     twell_tensors const& tensors;
     uint32_t const* packed;
     Schedule const& schedule;
-    SparseRows const& rows;
+    SparseRows rows;
     uint16_t const* spilled;  // null: not to be read
     Device const& device;
     cudaStream_t stream;
@@ -102,6 +102,12 @@ cudaError_t launch_rest(Launch const& launch) {
 }
 
 template <class Element>
+cudaError_t launch_rest(Launch const& launch) {
+    return launch.problem.d_out > Config4096::kColumns ? launch_rest<Element, Config8192>(launch)
+                                                       : launch_rest<Element, Config4096>(launch);
+}
+
+template <class Element>
 cudaError_t launch_sparse(Launch const& launch) {
     if (cudaError_t const error = launch_sparse_up<Element>(launch); error != cudaSuccess) {
         return error;
@@ -109,10 +115,7 @@ cudaError_t launch_sparse(Launch const& launch) {
     if (cudaError_t const error = launch_sparse_down<Element>(launch); error != cudaSuccess) {
         return error;
     }
-    if (launch.problem.d_out > Config4096::kColumns) {
-        return launch_rest<Element, Config8192>(launch);
-    }
-    return launch_rest<Element, Config4096>(launch);
+    return launch_rest<Element>(launch);
 }
 
 }  // namespace
@@ -155,6 +158,19 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
                              spilled_stride(problem) * static_cast<int64_t>(sizeof(uint16_t))};
     Launch const launch = {problem, tensors, packed, schedule, rows, spilled, device, stream};
     return problem.dtype == TWELL_BF16 ? launch_sparse<Bf16>(launch) : launch_sparse<Fp16>(launch);
+}
+
+cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const& tensors, void* scratch,
+                              Device const& device, cudaStream_t stream) {
+    Schedule const schedule = schedule_at(problem, scratch);
+    if (cudaError_t const error =
+            launch_dense_block(problem, tensors, spilled_in(problem, scratch), schedule, device, stream);
+        error != cudaSuccess) {
+        return error;
+    }
+    // All tiles count as overflowed.
+    Launch const launch = {problem, tensors, nullptr, schedule, {}, nullptr, device, stream};
+    return problem.dtype == TWELL_BF16 ? launch_rest<Bf16>(launch) : launch_rest<Fp16>(launch);
 }
 
 }  // namespace twell

@@ -4,6 +4,7 @@
 
 #include <stddef.h>
 
+#include "launch.cuh"
 #include "twell/twell.h"
 
 namespace twell {
@@ -24,6 +25,11 @@ constexpr int64_t kGuardOff = -2;
 // number of rows: up to max_dense_part(problem), or all.
 cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
                            void* scratch, int64_t dense_rows, cudaStream_t stream);
+
+// Enqueues the whole block as a dense one, where is_dense_block(problem, device) holds; rows that fail there are
+// computed by the sparse kernels, from x.
+cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const& tensors, void* scratch,
+                              Device const& device, cudaStream_t stream);
 
 }  // namespace twell
 

@@ -1,6 +1,6 @@
-"""The guard and the dense path behind it, on a GPU: rows that are too dense for the sparse kernels.
+"""The guard and the dense path behind it, on a GPU: rows that are too dense for the sparse kernels, and dense blocks.
 
-Tests force a number of rows onto the dense path where they have to, so that small shapes reach it.
+Tests force a number of rows onto the dense path, or the whole block, where they have to, so that any shape reaches it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ def _require_gpu() -> None:
         pytest.fail("TWELLC_REQUIRE_GPU=1, but there is no CUDA device")
 
 
+# twell_internal_dense: not a number of rows.
+GUARD_DECIDES = -1
+DENSE_BLOCK = -3
+
+
 def start_dense(call: Call, rows: int) -> None:
     function = call.lib.twell_internal_dense
     function.restype = ctypes.c_int
@@ -53,12 +58,12 @@ def start_dense(call: Call, rows: int) -> None:
 
 
 def run_dense(call: Call, rows: int) -> torch.Tensor:
-    """Force the heaviest rows, or all, onto the dense path."""
+    """Force the heaviest rows, all, or the whole block onto the dense path."""
     call.y.view(torch.int16).fill_(POISON)
     call.workspace.fill_(0xFF)
     start_dense(call, rows)
     torch.cuda.synchronize()
-    assert call.dense_rows().sum() == rows
+    assert call.dense_rows().sum() == (call.problem.tokens if rows == DENSE_BLOCK else rows)
     return call.y.clone()
 
 
@@ -109,6 +114,37 @@ def test_against_float64(case: Case, share: float) -> None:
     assert_same_bits(y[same], steps[same])
 
 
+def block_table() -> Iterator[Case]:
+    """Cases for dense blocks, whose d_model need not be a multiple of 64."""
+    yield from table()
+    dtypes = itertools.cycle((BF16, FP16))
+    for d_model in (8, 72, 200, 264):
+        for gated in (True, False):
+            yield Case(rows=300, d_model=d_model, d_ff=600, gated=gated, density=0.2, dtype=next(dtypes))
+    # Every number of tokens in a block, and several tiles a cluster.
+    for rows in (1, 17, 250, 512, 1100, 2500):
+        yield Case(rows=rows, d_model=200, d_ff=5632, d_out=1000, density=0.3, biases="", dtype=next(dtypes))
+
+
+@pytest.mark.parametrize("case", list(block_table()), ids=str)
+def test_dense_block_against_float64(case: Case) -> None:
+    block = make_block(case, integers=False)
+    call = Call(block, case.compression)
+    reference.assert_close(run_dense(call, DENSE_BLOCK), block)
+    assert_guards(call.y_buffer)
+
+
+def test_small_calls_are_dense_blocks() -> None:
+    """What mlp() does with few rows, or many of a small block, is the dense block, bit by bit; large calls are none."""
+    for rows, d_model, d_ff in ((257, 256, 600), (300, 2048, 5632), (2048, 64, 600)):
+        block = make_block(Case(rows=rows, d_model=d_model, d_ff=d_ff, density=0.01), integers=False)
+        call = Call(block, 8)
+        assert_same_bits(call.run(), run_dense(call, DENSE_BLOCK))
+    large = Call(unequal_block(16384, 0.0, 0.001), 8)
+    large.mlp()
+    assert large.dense_rows().sum() == 0
+
+
 @pytest.mark.parametrize("rows", [1, 2, 63])
 def test_few_dense_rows(rows: int) -> None:
     block = make_block(Case(rows=300, d_model=128, density=0.1), integers=False)
@@ -123,7 +159,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("share", [1.0, 0.25, 0.0], ids=("all", "part", "none"))
+@pytest.mark.parametrize("share", [1.0, 0.25, 0.0, DENSE_BLOCK], ids=("all", "part", "none", "block"))
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_sanitize(case: Case, share: float) -> None:
     """What sanitize.py runs."""
@@ -131,7 +167,7 @@ def test_sanitize(case: Case, share: float) -> None:
     call = Call(block.to("cuda"), case.compression, poison=False)
     # The packed matrix is read 16 bytes at a time: words that the gate leaves alone come along, and are not used.
     call.workspace[: call.lib.twell_packed_bytes(call.problem)].zero_()
-    start_dense(call, int(case.rows * share))
+    start_dense(call, DENSE_BLOCK if share == DENSE_BLOCK else int(case.rows * share))
     torch.cuda.synchronize()
     reference.assert_close(call.y.cpu(), block)
 
@@ -150,7 +186,7 @@ def unequal_block(rows: int, full: float, density: float, dtype: torch.dtype = B
 
 def heavy_rows(call: Call) -> int:
     call.workspace.fill_(0xFF)
-    call.mlp()
+    start_dense(call, GUARD_DECIDES)
     torch.cuda.synchronize()
     return int(call.dense_rows().sum())
 
@@ -162,7 +198,9 @@ def test_decision() -> None:
     assert heavy_rows(Call(unequal_block(2048, 1.0, 0.5), 8)) == 2048
     mixed = unequal_block(8192, 0.04, 0.001)
     call = Call(mixed, 8)
-    y = call.run()
+    start_dense(call, GUARD_DECIDES)
+    torch.cuda.synchronize()
+    y = call.y.clone()
     full = (reference.gate_values(mixed) != 0).sum(dim=1) > 1000
     assert 0 < full.sum() < 8192 // 4
     assert call.dense_rows()[full].all()
@@ -177,7 +215,7 @@ def test_any_density(density: float, full: float) -> None:
     reference.assert_close(Call(block, 8).run(), block)
 
 
-@pytest.mark.parametrize("dense_rows", [300, 75])
+@pytest.mark.parametrize("dense_rows", [300, 75, DENSE_BLOCK])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=("bf16", "fp16"))
 @pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (True, "drelu"), (False, "relu2")])
 def test_nan_and_infinity_stay_in_their_rows(gated: bool, activation: str, dtype: torch.dtype, dense_rows: int) -> None:
@@ -195,7 +233,7 @@ def test_nan_and_infinity_stay_in_their_rows(gated: bool, activation: str, dtype
     assert torch.isfinite(y[clean]).all()
 
 
-@pytest.mark.parametrize("dense_rows", [300, 75])
+@pytest.mark.parametrize("dense_rows", [300, 75, DENSE_BLOCK])
 @pytest.mark.parametrize("where", ["w_gate", "b_gate", "w_up", "b_up", "w_down"])
 def test_nan_in_one_neuron(where: str, dense_rows: int) -> None:
     block = make_block(Case(rows=300, d_model=128, density=0.3), integers=False)
@@ -207,7 +245,7 @@ def test_nan_in_one_neuron(where: str, dense_rows: int) -> None:
     assert active.any() and (where in ("w_gate", "b_gate") or not active.all())
 
 
-@pytest.mark.parametrize("dense_rows", [300, 75])
+@pytest.mark.parametrize("dense_rows", [300, 75, DENSE_BLOCK])
 def test_inactive_neurons_add_nothing(dense_rows: int) -> None:
     """Where a dense block computes 0 * inf = NaN, the contract is 0, also on the dense path."""
     block = make_block(Case(rows=300, d_model=128, density=0.3), integers=False)
@@ -222,7 +260,7 @@ def test_inactive_neurons_add_nothing(dense_rows: int) -> None:
     reference.assert_close(y, block)
 
 
-@pytest.mark.parametrize("dense_rows", [300, 75])
+@pytest.mark.parametrize("dense_rows", [300, 75, DENSE_BLOCK])
 def test_fp16_does_not_overflow_between(dense_rows: int) -> None:
     """A dense fp16 block stores u and g * u, which do not fit here; y does."""
     block = make_block(Case(rows=300, d_model=128, dtype=FP16, density=0.5, biases=""), integers=False)
@@ -236,19 +274,20 @@ def test_fp16_does_not_overflow_between(dense_rows: int) -> None:
     reference.assert_close(y, large)
 
 
+@pytest.mark.parametrize("dense_rows", [GUARD_DECIDES, DENSE_BLOCK], ids=("guard", "block"))
 @pytest.mark.parametrize(("full", "density"), [(0.04, 0.002), (0.0, 0.3), (0.0, 0.02)])
-def test_bitwise_repeatable(full: float, density: float) -> None:
+def test_bitwise_repeatable(full: float, density: float, dense_rows: int) -> None:
     block = unequal_block(4096, full, density)
     block.x[7, 3] = float("nan")
     call = Call(block, 8)
-    call.mlp()
+    start_dense(call, dense_rows)
     torch.cuda.synchronize()
     first, dense = call.y.clone(), call.dense_rows()
     assert dense.any()
     for _ in range(100):
         call.y.view(torch.int16).fill_(POISON)
         call.workspace.fill_(0xFF)
-        call.mlp()
+        start_dense(call, dense_rows)
         assert_same_bits(call.y, first)
         assert torch.equal(call.dense_rows(), dense)
 
@@ -258,7 +297,7 @@ def test_cuda_graph_decides_at_each_replay() -> None:
     call = Call(dataclasses.replace(blocks[0], x=blocks[0].x.clone()), 8)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call.mlp()
+        start_dense(call, GUARD_DECIDES)
     counts = set()
     for block in [*blocks, *reversed(blocks)]:
         call.block.x.copy_(block.x)
@@ -271,9 +310,14 @@ def test_cuda_graph_decides_at_each_replay() -> None:
     assert {0, 2048} <= counts
 
 
-def test_streams_at_once() -> None:
+@pytest.mark.parametrize("dense_rows", [GUARD_DECIDES, DENSE_BLOCK], ids=("guard", "block"))
+def test_streams_at_once(dense_rows: int) -> None:
     calls = [Call(unequal_block(1500, full, density), 8) for full, density in ((0.0, 0.3), (0.05, 0.002), (0.0, 0.6))]
-    expected = [call.run() for call in calls]
+    expected = []
+    for call in calls:
+        start_dense(call, dense_rows)
+        torch.cuda.synchronize()
+        expected.append(call.y.clone())
     streams = [torch.cuda.Stream() for _ in calls]  # type: ignore[no-untyped-call]
     for _ in range(20):
         for call in calls:
@@ -282,7 +326,7 @@ def test_streams_at_once() -> None:
         for _ in range(3):
             for call, stream in zip(calls, streams, strict=True):
                 with torch.cuda.stream(stream):
-                    call.mlp()
+                    start_dense(call, dense_rows)
         torch.cuda.synchronize()
         for call, y in zip(calls, expected, strict=True):
             assert_same_bits(call.y, y)

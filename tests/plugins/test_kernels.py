@@ -302,6 +302,8 @@ class Call:
             return torch.ones(tokens, dtype=torch.bool, device="cuda")
         schedule = self.workspace[-(-self.lib.twell_packed_bytes(self.problem) // 256) * 256 :]
         count = int(schedule[:4].view(torch.int32).item())
+        if count == tokens:  # a dense block has no order
+            return torch.ones(tokens, dtype=torch.bool, device="cuda")
         order = schedule[SCHEDULE_HEADER_BYTES : SCHEDULE_HEADER_BYTES + 8 * tokens].view(torch.int32)[::2].long()
         mask = torch.zeros(tokens, dtype=torch.bool, device="cuda")
         mask[order[:count]] = True

@@ -29,9 +29,10 @@ def compile_kernels(source: Path, architecture: str, output: Path) -> subprocess
         *itertools.product(("few.cu", "gate.cu"), ("80", "86", "89", "90a", "120"), (6,)),
         *itertools.product(("up_down.cu",), ("80", "86", "89", "90a", "120"), (8,)),
         *itertools.product(("schedule.cu",), ("80", "86", "89", "90a", "120"), (2,)),
-        ("gate_sm90.cu", "90a", 16),
+        ("gate_sm90.cu", "90a", 24),
         ("few_sm90.cu", "90a", 8),
-        ("dense_sm90.cu", "90a", 32),
+        ("dense_sm90.cu", "90a", 48),
+        ("hidden_sm90.cu", "90a", 42),
     ],
 )
 def test_no_spills(source: str, architecture: str, fewest: int, tmp_path: Path) -> None:

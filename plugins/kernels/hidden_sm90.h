@@ -1,0 +1,17 @@
+// Hidden activations of a dense block on compute capability 9.0. Built when the architectures include sm_90a.
+#ifndef TWELL_KERNELS_HIDDEN_SM90_H_
+#define TWELL_KERNELS_HIDDEN_SM90_H_
+
+#include "launch.cuh"
+#include "schedule.h"
+#include "twell/twell.h"
+
+namespace twell {
+
+// Enqueues the kernel: see launch_dense_block.
+cudaError_t launch_hidden_sm90(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
+                               Schedule const& schedule, Device const& device, cudaStream_t stream);
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_HIDDEN_SM90_H_
