@@ -16,7 +16,7 @@ using sm90::Projection;
 constexpr float kGatheredBytesPerNs = 8400.0f;
 constexpr float kHeaviestNonzeroNs = 100.0f;
 constexpr float kCopiedBytesPerNs = 1500.0f;
-constexpr float kCycleNs = 0.65f;
+constexpr float kCycleNs = 0.72f;
 constexpr float kPartNs = 40e3f;
 // Dense blocks: from so many tokens on, since below w_up and w_down would mostly be read for nothing, and up to so many
 // products of the gate's, where the guard's dense path begins to cost little more than a dense block.
