@@ -222,15 +222,15 @@ cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors
     }
     uint32_t* const packed = static_cast<uint32_t*>(workspace);
     void* const scratch = scratch_in(workspace, problem);
-    if (twell::is_few(*problem)) {
-        return twell::launch_few(*problem, *tensors, packed, scratch, stream);
-    }
     twell::Device device = {};
     if (cudaError_t const error = twell::query_device(device); error != cudaSuccess) {
         return error;
     }
     if (twell::is_dense_block(*problem, device)) {
         return twell::launch_dense_rows(*problem, *tensors, scratch, device, stream);
+    }
+    if (twell::is_few(*problem)) {
+        return twell::launch_few(*problem, *tensors, packed, scratch, stream);
     }
     return run_steps(*problem, *tensors, packed, scratch, twell::kGuardDecides, stream);
 }

@@ -18,9 +18,9 @@ constexpr float kHeaviestNonzeroNs = 100.0f;
 constexpr float kCopiedBytesPerNs = 1500.0f;
 constexpr float kCycleNs = 0.72f;
 constexpr float kPartNs = 40e3f;
-// Dense blocks: from so many tokens on, since below w_up and w_down would mostly be read for nothing, and up to so many
-// products of the gate's, where the guard's dense path begins to cost little more than a dense block.
-constexpr int64_t kFewestTokens = 257;
+// Dense blocks: from so many tokens on, since below kernels for few tokens skip much of w_up and w_down, and up to so
+// many products of the gate's, where the guard's dense path begins to cost little more than a dense block.
+constexpr int64_t kFewestTokens = 129;
 constexpr float kMostProducts = 1920.0f * 2048 * 5632;
 
 // What all kernels of one call share.

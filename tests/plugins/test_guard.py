@@ -136,7 +136,7 @@ def test_dense_block_against_float64(case: Case) -> None:
 
 def test_small_calls_are_dense_blocks() -> None:
     """What mlp() does with few rows, or many of a small block, is the dense block, bit by bit; large calls are none."""
-    for rows, d_model, d_ff in ((257, 256, 600), (300, 2048, 5632), (2048, 64, 600)):
+    for rows, d_model, d_ff in ((129, 256, 600), (257, 256, 600), (300, 2048, 5632), (2048, 64, 600)):
         block = make_block(Case(rows=rows, d_model=d_model, d_ff=d_ff, density=0.01), integers=False)
         call = Call(block, 8)
         assert_same_bits(call.run(), run_dense(call, DENSE_BLOCK))

@@ -31,7 +31,7 @@ SUCCESS, INVALID_VALUE, MISALIGNED_ADDRESS = 0, 1, 716
 BF16, FP16 = torch.bfloat16, torch.float16
 # Up to so many tokens the whole block has kernels of its own, which sum in another order than the two steps.
 FEW_TOKENS = 256
-# From 33 to so many they may take a dense path.
+# From 33 to so many they may take a dense path on Hopper. There, more are computed as a dense block.
 FEW_TOKENS_DENSE = 128
 
 SCHEDULE_HEADER_BYTES = 256  # behind them, the rows in order
@@ -139,10 +139,10 @@ SMALL = [
     Case(rows=2, d_model=72, d_ff=600, d_out=8200, activation="drelu", dtype=FP16, compression=4),
     Case(rows=2, d_model=72, d_ff=600, d_out=8200, activation="fatrelu", density=0.3, compression=1),
     Case(rows=3, d_model=72, d_ff=600, d_out=16392, density=0.3, biases="g"),
-    Case(rows=130, d_model=72, d_ff=300, d_out=16, density=0.1, compression=2, activation="relu2"),
+    Case(rows=120, d_model=72, d_ff=300, d_out=16, density=0.1, compression=2, activation="relu2"),
     Case(rows=130, d_model=72, d_ff=300, d_out=1032, density=0.1, biases="d", dtype=FP16),
-    Case(rows=130, d_model=16, d_ff=300, d_out=2056, density=0.5, biases="u"),
-    Case(rows=130, d_model=16, d_ff=1300, d_out=2056, density=0.5, gated=False, compression=1, dtype=FP16),
+    Case(rows=120, d_model=16, d_ff=300, d_out=2056, density=0.5, biases="u"),
+    Case(rows=120, d_model=16, d_ff=1300, d_out=2056, density=0.5, gated=False, compression=1, dtype=FP16),
 ]
 
 
@@ -366,9 +366,11 @@ def test_against_float64(case: Case) -> None:
 
 
 def may_be_dense(block: Block) -> bool:
-    """Say whether a call for few tokens may choose a dense down projection: the kernels' rule, with a margin."""
+    """Say whether a call for few tokens may round h on the way: the kernels' rule, with a margin."""
     active = (reference.gate_values(block) != 0).double()
     rows = len(active)
+    if FEW_TOKENS_DENSE < rows <= FEW_TOKENS:
+        return torch.cuda.get_device_capability() == (9, 0)
     return 33 <= rows <= FEW_TOKENS_DENSE and bool(active.mean() * 64 * rows > 40 or active.mean(dim=1).max() > 0.05)
 
 
@@ -402,7 +404,7 @@ def test_table_has_exact_and_overflowing_cases() -> None:
         block = make_block(case, integers=True)
         exact += reference.is_exact(block)
         few += reference.is_exact(block) and 33 <= case.rows <= FEW_TOKENS_DENSE and not may_be_dense(block)
-        few_dense += may_be_dense(block)
+        few_dense += case.rows <= FEW_TOKENS_DENSE and may_be_dense(block)
         call = Call(block, case.compression)
         call.gate()
         overflowed += bool(call.decoded().overflowed.any())
@@ -480,7 +482,7 @@ def test_inactive_neurons_add_nothing(rows: int, density: float) -> None:
     y = Call(block, 8).run()
     assert torch.isfinite(y).all()
     reference.assert_close(y, block)
-    if density < 0.1:  # a dense path sums again, in another order
+    if density < 0.1 and rows <= FEW_TOKENS_DENSE:  # a dense path sums again, in another order
         assert_same_bits(y, expected)
 
 
