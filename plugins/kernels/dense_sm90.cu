@@ -22,6 +22,8 @@ constexpr float kPartNs = 40e3f;
 // many products of the gate's, where the guard's dense path begins to cost little more than a dense block.
 constexpr int64_t kFewestTokens = 129;
 constexpr float kMostProducts = 1920.0f * 2048 * 5632;
+// Sums of more products have not been tested there.
+constexpr int kMostDModel = 16384;
 
 // What all kernels of one call share.
 struct Launch {
@@ -133,7 +135,7 @@ bool dense_sm90_supports(twell_problem const& problem) {
 
 bool dense_sm90_prefers_block(twell_problem const& problem) {
     float const products = static_cast<float>(problem.tokens) * static_cast<float>(problem.d_model) * problem.d_ff;
-    return problem.tokens >= kFewestTokens && products <= kMostProducts;
+    return problem.tokens >= kFewestTokens && problem.d_model <= kMostDModel && products <= kMostProducts;
 }
 
 GuardModel dense_sm90_model(twell_problem const& problem, Device const& device) {
