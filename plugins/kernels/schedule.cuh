@@ -149,7 +149,7 @@ __device__ __forceinline__ void list_rows(Params const& params, int64_t const (&
     for (int tile_begin = 0; tile_begin < params.num_tiles; tile_begin += kWarpSize) {
         int64_t const t = min(tile_begin + lane, params.num_tiles - 1);
         uint32_t const* tiles[kRows];
-        uint4 heads[kRows];  // a tile's count and its first entries
+        uint4 heads[kRows];  // a tile's count and its first entries; NOTE: past the count nothing has been written
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             tiles[r] = params.packed + (rows[r] * params.num_tiles + t) * params.words_per_tile;
