@@ -30,7 +30,7 @@ struct Params {
     uint32_t ctas_per_row;  // in which these are
 };
 
-// sums += h Wd[n, columns] for the entries of `count` <= kRowsAtOnce lanes from `begin` on. All loads are issued
+// sums += h Wd[n, columns] for the entries of `count` <= kRows lanes from `begin` on. All loads are issued
 // together: past the last entry they repeat it, and the values are not used.
 template <class Element, int kRows>
 __device__ __forceinline__ void add_rows(float (&sums)[kVector], uint16_t const* w_down, int d_out, SparseEntry entry,

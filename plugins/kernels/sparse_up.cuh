@@ -1,8 +1,8 @@
 // Up projection of what is active, for every GPU from sm_80 on: h[n] = g[n] (x . Wu[n] + bu[n]), into a list per row.
 //
 // One CTA takes a unit: up to kUnitNonzeros neighbouring entries of one row. Its warps share them out and do not wait
-// for each other: a warp finds its entries, keeps x in registers, and reads the rows of Wu side by side. Each sum has
-// one owner and one order, so results are bitwise repeatable and do not depend on what else is in a call.
+// for each other; a warp keeps its part of x in registers for all its neurons. Each sum has one owner and one order, so
+// results are bitwise repeatable and do not depend on what else is in a call.
 #ifndef TWELL_KERNELS_SPARSE_UP_CUH_
 #define TWELL_KERNELS_SPARSE_UP_CUH_
 

@@ -1,4 +1,4 @@
-// Sparse up and down projections, fused: y = sum over active neurons n of h[n] Wd[n, :] + bd.
+// Sparse up and down projections: y = sum over active neurons n of h[n] Wd[n, :] + bd.
 #ifndef TWELL_KERNELS_UP_DOWN_H_
 #define TWELL_KERNELS_UP_DOWN_H_
 
@@ -19,10 +19,10 @@ uint16_t* spilled_in(twell_problem const& problem, void* scratch);
 constexpr int64_t kGuardDecides = -1;
 constexpr int64_t kGuardOff = -2;
 
-// Enqueues the schedule of the rows and the up+down kernels that suit the device and the row count. Same preconditions
-// as launch_gate; `scratch` is 256-byte aligned. Unless it is off, the guard needs what launch_gate has spilled; it may
-// then send rows down a dense path, where the device has one. dense_rows: kGuardDecides, kGuardOff, or, for tests, a
-// number of rows: up to max_dense_part(problem), or all.
+// Enqueues the schedule of the rows and the up and down projections. Same preconditions as launch_gate; `scratch` is
+// 256-byte aligned. Unless it is off, the guard needs what launch_gate has spilled; it may then send rows down a dense
+// path, where the device has one. dense_rows: kGuardDecides, kGuardOff, or, for tests, a number of rows: up to
+// max_dense_part(problem), or all.
 cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
                            void* scratch, int64_t dense_rows, cudaStream_t stream);
 
