@@ -31,6 +31,10 @@ from twellc.plugins import library
 # Weights in rotation come to about this much, several times the L2 of any GPU.
 _ROTATED_BYTES = 512 << 20
 _CHECKED_ROWS = 64
+# Step 2 by itself has no guard, so that dense layers would take minutes.
+_MOST_FOR_STEP_2 = 0.02
+# So many standard deviations below zero no gate value falls, whatever else is drawn.
+_ALL_ACTIVE = -30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +108,8 @@ def make_inputs(
 ) -> tuple[Tensor, list[Weights]]:
     """Draw x [tokens, d_model] and sets of weights.
 
-    The first column of x carries how active a token is (log-normal), the second is constant: its weights carry how
-    active a neuron is, equally or by Zipf's law.
+    The first column of x carries how active a token is (log-normal; at a density of 1, everything is), the second is
+    constant: its weights carry how active a neuron is, equally or by Zipf's law.
     """
 
     def draw(*shape: int) -> Tensor:
@@ -113,7 +117,7 @@ def make_inputs(
 
     active = (torch.exp(0.8 * draw(tokens) - 0.32) * density).clamp(max=0.9)
     x = draw(tokens, d_model)
-    x[:, 0] = quantile(active) * d_model**0.5
+    x[:, 0] = (quantile(active) if density < 1 else _ALL_ACTIVE) * d_model**0.5
     x[:, 1] = d_model**0.5
     count = max(2, min(12, _ROTATED_BYTES // (3 * d_model * d_ff * 2)))
     if tokens > 8192:
@@ -229,7 +233,7 @@ def table_row(result: dict[str, Any]) -> str:
         compiled,
         f"{median['cuBLAS gate']:.1f}",
         f"{median['gate']:.1f} ({median['gate'] / median['cuBLAS gate']:.2f})",
-        f"{median['up_down']:.1f}",
+        f"{median['up_down']:.1f}" if "up_down" in median else "-",
         f"{median['mlp']:.1f}",
         f"{best / median['mlp']:.2f}",
     ]
@@ -260,14 +264,21 @@ class Setting:
         )
 
 
+# Token counts on both sides of wherever other kernels take over.
+_FEW = (1, 2, 4, 8, 16, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256)
+_SWEEP = (*_FEW, 257, 320, 384, 448, 512, 768, 1024, 1536, 1920, 1921, 2048, 3072, 4096)
+_LARGE_MODEL = (1, 4, 16, 64, 128, 256, 2048, 8192, 32768)
+
 # All that this project states about the kernels: token counts, the neurons' distribution, sizes of larger models, and
-# densities on both sides of break-even.
+# densities on both sides of break-even, up to dense layers.
 SUITE = (
-    Setting((1, 16, 64, 256, 1024, 2048, 4096, 8192, 32768, 131072)),
+    Setting((*_SWEEP, 8192, 32768, 131072)),
+    Setting((*_SWEEP, 8192), density=0.1),
+    Setting((*_SWEEP, 8192), density=1.0),
     Setting((2048, 8192, 32768, 131072), neurons="zipf"),
-    Setting((2048, 8192, 32768), d_model=4096, d_ff=11008),
-    Setting((2048, 8192, 32768), d_model=4096, d_ff=14336),
-    *(Setting((2048, 16384), density=density) for density in (0.001, 0.002, 0.01, 0.02, 0.05, 0.1)),
+    Setting(_LARGE_MODEL, d_model=4096, d_ff=11008),
+    Setting(_LARGE_MODEL, d_model=4096, d_ff=14336),
+    *(Setting((2048, 8192), density=density) for density in (0.001, 0.002, 0.01, 0.02, 0.05)),
 )
 
 
@@ -281,8 +292,9 @@ def measure(
     errors = check(x, sets[0], twell)
     nonzeros = (functional.linear(x, sets[0].gate) > 0).sum(dim=1)
     times = time_all(contestants(x, twell, compiled_dense), sets, repeats)
-    # By itself: the others leave the packed matrix of other weights, on which its time hardly depends.
-    times |= time_all({"up_down": twell.up_down}, sets, repeats)
+    if setting.density <= _MOST_FOR_STEP_2:
+        # By itself: the others leave the packed matrix of other weights, on which its time hardly depends.
+        times |= time_all({"up_down": twell.up_down}, sets, repeats)
     return {
         **dataclasses.asdict(setting),
         "tokens": tokens,
@@ -299,7 +311,13 @@ def measure(
 @click.option("--d-model", default=2048, show_default=True)
 @click.option("--d-ff", default=5632, show_default=True)
 @click.option("--dtype", type=click.Choice(sorted(library.DTYPES)), default="bfloat16", show_default=True)
-@click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations.")
+@click.option(
+    "--density",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.005,
+    show_default=True,
+    help="Share of non-zero gate activations.",
+)
 @click.option("--neurons", type=click.Choice(["equal", "zipf"]), default="equal", show_default=True)
 @click.option("--compression", type=click.Choice(["1", "2", "4", "8"]), default="8", show_default=True)
 @click.option("--suite", is_flag=True, help="Run all settings that benchmarks/README.md states, not the one above.")
@@ -326,6 +344,8 @@ def main(
     """Print Markdown tables of times in microseconds; the speed-up is over the faster dense block."""
     if not torch.cuda.is_available():
         raise click.ClickException("there is no CUDA device")
+    if density == 1 and neurons == "zipf":
+        raise click.UsageError("--density 1 leaves no neuron less active than another: use --neurons equal")
     torch.manual_seed(seed)
     random.seed(seed)
     counts = tuple(int(value) for value in tokens.split(","))
