@@ -8,14 +8,10 @@
 
 #include "dependent_launch.cuh"
 #include "element.cuh"
-#include "up_down_generic.cuh"
+#include "vector.cuh"
 
 namespace twell::down_few {
 
-using up_down_generic::load_vector;
-using up_down_generic::unpack;
-
-constexpr int kWarpSize = 32;
 constexpr int kMaskBits = 32;
 
 struct Params {

@@ -26,7 +26,6 @@ using matmul_sm90::kWarpgroupWarps;
 using matmul_sm90::WGMMA_K;
 using matmul_sm90::WGMMA_M;
 
-constexpr int kWarpSize = 32;
 constexpr int kColumns = WGMMA_M;  // of a dense CTA
 constexpr int kTokens = 64;
 constexpr int kLoader = kWarpgroupWarps;  // this warp loads; the first warpgroup multiplies

@@ -16,7 +16,7 @@
 #include "element.cuh"
 #include "gate_generic.cuh"
 #include "twell/twell.h"
-#include "up_down_generic.cuh"
+#include "vector.cuh"
 
 namespace twell::gate_up_few {
 
@@ -25,7 +25,6 @@ using gate_generic::copy_async;
 using gate_generic::shared_address;
 using gate_generic::wait_async;
 
-constexpr int kWarpSize = 32;
 constexpr int kWarps = 8;  // they share out d_model, so results depend on their number
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int MMA_M = 16;  // neurons
@@ -365,8 +364,8 @@ __device__ __forceinline__ void dot_products(int count, int d_model, uint32_t qu
             wait_async<kSlots - 1>();
 #pragma unroll
             for (int k = 0; k < kDotSteps; ++k) {
-                up_down_generic::accumulate<Element>(parts[k % 4], load_shared(slot + (kDotSteps + k) * kBytesPiece),
-                                                     load_shared(slot + k * kBytesPiece));
+                accumulate<Element>(parts[k % 4], load_shared(slot + (kDotSteps + k) * kBytesPiece),
+                                    load_shared(slot + k * kBytesPiece));
             }
             fetch(item + kSlots, slot);
             slot = slot == queue + (kSlots - 1) * kBytesDot ? queue : slot + kBytesDot;

@@ -27,7 +27,6 @@ using matmul_sm90::kWarpgroupWarps;
 using matmul_sm90::WGMMA_K;
 using matmul_sm90::WGMMA_M;
 
-constexpr int kWarpSize = 32;
 constexpr int kNeurons = WGMMA_M;  // of a CTA
 constexpr int kThreads = 384;
 constexpr int kWarps = kThreads / kWarpSize;
@@ -263,8 +262,8 @@ __device__ __forceinline__ void dot_products(int count, int d_model, Stages<Cfg>
         auto const add = [&](float& sum, int step) {
             if (step * kStep + lane * kVector < length) {
                 uint32_t const address = w + step * kStep * 2;
-                up_down_generic::accumulate<Element>(sum, gate_up_few::load_shared(address + kPiece * 2),
-                                                     gate_up_few::load_shared(address));
+                accumulate<Element>(sum, gate_up_few::load_shared(address + kPiece * 2),
+                                    gate_up_few::load_shared(address));
             }
         };
 #pragma unroll 1

@@ -2,12 +2,11 @@
 #ifndef TWELL_KERNELS_PACK_CUH_
 #define TWELL_KERNELS_PACK_CUH_
 
-#include "element.cuh"
 #include "twell/twell.h"
+#include "vector.cuh"
 
 namespace twell {
 
-constexpr int kWarpSize = 32;
 static_assert(TWELL_TILE == kWarpSize * kVector, "a lane owns one 16-byte vector of a tile's row");
 
 // The spilled matrix holds g densely, in the element type: [tokens, num_tiles * TWELL_TILE], of which only the (row,

@@ -16,8 +16,6 @@
 
 namespace twell::up_down_generic {
 
-using twell::load_vector;
-using twell::unpack;
 constexpr int kMaxTiles = TWELL_MAX_D_FF / TWELL_TILE;
 // Neurons in one batch. A whole tile always fits, and so does nearly every row of a sparse layer.
 constexpr int kBatch = 512;
@@ -82,18 +80,6 @@ __device__ __forceinline__ int last_at_most(int const* offset, int low, int high
         }
     }
     return low;
-}
-
-template <class Element>
-__device__ __forceinline__ void accumulate(float& sum, uint4 x_vector, uint4 w_vector) {
-    float x_values[kVector];
-    float w_values[kVector];
-    unpack<Element>(x_values, x_vector);
-    unpack<Element>(w_values, w_vector);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-        sum = fmaf(x_values[i], w_values[i], sum);
-    }
 }
 
 // sums[r] = x . matrix[rows[r], :], by one warp; every lane gets the sums. The order of each sum is the same for any

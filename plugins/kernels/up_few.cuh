@@ -18,7 +18,6 @@ using gate_up_few::kMaskBits;
 using gate_up_few::prefetch_row;
 using gate_up_few::shared_address;
 
-constexpr int kWarpSize = 32;
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kTilesPerCta = 2;

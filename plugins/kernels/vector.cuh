@@ -6,8 +6,9 @@
 
 namespace twell {
 
+constexpr int kWarpSize = 32;
 // Columns that a warp covers with one vector a lane.
-constexpr int kWarpColumns = 32 * kVector;
+constexpr int kWarpColumns = kWarpSize * kVector;
 
 // Volatile, so loads keep the order of the source: then the compiler neither delays them to their use nor keeps many
 // addresses. Only for what no kernel of the call has written: see dependent_launch.cuh.
@@ -27,6 +28,19 @@ __device__ __forceinline__ void unpack(float (&values)[kVector], uint4 vector) {
         float2 const pair = Element::to_float2(words[i]);
         values[2 * i] = pair.x;
         values[2 * i + 1] = pair.y;
+    }
+}
+
+// sum += x . w
+template <class Element>
+__device__ __forceinline__ void accumulate(float& sum, uint4 x_vector, uint4 w_vector) {
+    float x_values[kVector];
+    float w_values[kVector];
+    unpack<Element>(x_values, x_vector);
+    unpack<Element>(w_values, w_vector);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+        sum = fmaf(x_values[i], w_values[i], sum);
     }
 }
 
