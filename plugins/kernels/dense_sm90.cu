@@ -11,13 +11,10 @@ namespace sm90 = dense_sm90;
 using sm90::Projection;
 
 // For the guard, measured on an H200 at d_model 2048 and d_ff 5632, see benchmarks/README.md: how fast the sparse path
-// gathers weights, how long each non-zero of the heaviest row takes, how fast rows are copied; and how long a cycle is
-// under load.
+// gathers weights, how fast rows are copied; and how long a cycle is under load.
 constexpr float kGatheredBytesPerNs = 8400.0f;
-constexpr float kHeaviestNonzeroNs = 100.0f;
 constexpr float kCopiedBytesPerNs = 1500.0f;
 constexpr float kCycleNs = 0.72f;
-constexpr float kPartNs = 40e3f;
 // Dense blocks: from so many tokens on, since below kernels for few tokens skip much of w_up and w_down, and up to so
 // many products of the gate's, where the guard's dense path begins to cost little more than a dense block.
 constexpr int64_t kFewestTokens = 129;
@@ -138,27 +135,13 @@ bool dense_sm90_prefers_block(twell_problem const& problem) {
     return problem.tokens >= kFewestTokens && problem.d_model <= kMostDModel && products <= kMostProducts;
 }
 
-GuardModel dense_sm90_model(twell_problem const& problem, Device const& device) {
-    bool const gated = problem.variant == TWELL_GATED;
-    float const row_bytes = 2.0f * static_cast<float>(problem.d_out + (gated ? problem.d_model : 0));
-    float const copied_bytes = 2.0f * static_cast<float>(gated ? problem.d_model : spilled_stride(problem));
-    GuardModel model = {};
-    model.enabled = true;
-    model.max_part = static_cast<uint32_t>(max_dense_part(problem));
-    model.nonzero_ns = row_bytes / kGatheredBytesPerNs;
-    model.heaviest_ns = kHeaviestNonzeroNs;
-    model.part_row_ns = copied_bytes / kCopiedBytesPerNs;
-    model.part_ns = kPartNs;
-    model.down = Shape<Projection::kDown>(problem, device).rounds();
-    model.up = gated ? Shape<Projection::kUp>(problem, device).rounds() : model.down;
-    if (!gated) {
-        model.up.round_ns = 0.0f;
-    }
-    return model;
+PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device) {
+    return {kGatheredBytesPerNs, kCopiedBytesPerNs, Shape<Projection::kUp>(problem, device).rounds(),
+            Shape<Projection::kDown>(problem, device).rounds()};
 }
 
-cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
-                         Schedule const& schedule, Device const& device, cudaStream_t stream) {
+cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
+                              Schedule const& schedule, Device const& device, cudaStream_t stream) {
     Launch const launch = {problem, tensors, gather, schedule, device, stream, false};
     return problem.dtype == TWELL_BF16 ? launch_projections<Bf16>(launch) : launch_projections<Fp16>(launch);
 }

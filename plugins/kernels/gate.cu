@@ -67,18 +67,18 @@ bool can_run_sm90(twell_problem const& problem, Device const& device) {
 }  // namespace
 
 cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, uint16_t* spilled,
-                        cudaStream_t stream, GateKernel choice) {
+                        cudaStream_t stream, Kernels choice) {
     Device device = {};
     if (cudaError_t const error = query_device(device); error != cudaSuccess) {
         return error;
     }
 #if defined(TWELL_SM90A)
     if (can_run_sm90(problem, device) &&
-        (choice == GateKernel::kSm90 || (choice == GateKernel::kBest && problem.tokens >= kFewestTokensSm90))) {
+        (choice == Kernels::kSm90 || (choice == Kernels::kBest && problem.tokens >= kFewestTokensSm90))) {
         return launch_gate_sm90(problem, tensors, packed, spilled, device, stream);
     }
 #endif
-    if (choice == GateKernel::kSm90) {
+    if (choice == Kernels::kSm90) {
         return cudaErrorNotSupported;
     }
     generic::Params params = {};

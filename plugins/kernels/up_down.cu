@@ -129,7 +129,7 @@ uint16_t* spilled_in(twell_problem const& problem, void* scratch) {
 }
 
 cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
-                           void* scratch, int64_t dense_rows, cudaStream_t stream) {
+                           void* scratch, int64_t dense_rows, cudaStream_t stream, Kernels choice) {
     Device device = {};
     if (cudaError_t const error = query_device(device); error != cudaSuccess) {
         return error;
@@ -139,7 +139,7 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
     GuardModel guard = {};
     Gather gather = {};
     if (spilled != nullptr) {
-        guard = guard_model(problem, device);
+        guard = guard_model(problem, device, choice);
         guard.forced = dense_rows;
         gather = gather_for(problem, tensors, packed, spilled,
                             reinterpret_cast<unsigned char*>(spilled) + spilled_bytes(problem));
@@ -149,7 +149,7 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
         return error;
     }
     if (guard.enabled) {
-        if (cudaError_t const error = launch_dense(problem, tensors, gather, schedule, device, stream);
+        if (cudaError_t const error = launch_dense(problem, tensors, gather, schedule, device, stream, choice);
             error != cudaSuccess) {
             return error;
         }
