@@ -1,7 +1,6 @@
-#include "dense_generic.cuh"
-
 #include <algorithm>
 
+#include "dense_generic.cuh"
 #include "dense_generic.h"
 #include "launch.cuh"
 #include "problem.cuh"
@@ -116,9 +115,8 @@ PathCosts dense_generic_costs(twell_problem const& problem, Device const& device
 
 cudaError_t launch_dense_generic(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
                                  Schedule const& schedule, Device const& device, cudaStream_t stream) {
-    return problem.dtype == TWELL_BF16
-               ? launch_projections<Bf16>(problem, tensors, gather, schedule, device, stream)
-               : launch_projections<Fp16>(problem, tensors, gather, schedule, device, stream);
+    return problem.dtype == TWELL_BF16 ? launch_projections<Bf16>(problem, tensors, gather, schedule, device, stream)
+                                       : launch_projections<Fp16>(problem, tensors, gather, schedule, device, stream);
 }
 
 }  // namespace twell

@@ -5,6 +5,7 @@
 #ifndef TWELL_KERNELS_GATE_GENERIC_CUH_
 #define TWELL_KERNELS_GATE_GENERIC_CUH_
 
+#include "dependent_launch.cuh"
 #include "matmul_generic.cuh"
 #include "pack.cuh"
 
@@ -46,6 +47,7 @@ template <class Element, class Cfg>
 __global__ void __launch_bounds__(Cfg::kThreads, 1) gate_kernel(Params const params) {
     extern __shared__ __align__(128) unsigned char shared[];
 
+    wait_for_previous_launch();
     // Tiles of one row block are neighbours in launch order, so the rows of x stay in L2 while they are reused.
     int const tile_idx = static_cast<int>(blockIdx.x % static_cast<unsigned>(params.num_tiles));
     int64_t const row_begin = static_cast<int64_t>(blockIdx.x / static_cast<unsigned>(params.num_tiles)) * Cfg::BLOCK_M;

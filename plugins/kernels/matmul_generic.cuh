@@ -45,8 +45,8 @@ struct Config {
     // 16 bytes of padding move each row by four banks, so the accumulators' 8 rows x 4 words hit 32 banks.
     static constexpr int kResultStride = BLOCK_N + kVector;
     static constexpr int kBytesResult = BLOCK_M * kResultStride * 2;
-    static constexpr int kSharedBytes = kBytesStage * kNumStages > kBytesResult ? kBytesStage * kNumStages
-                                                                                : kBytesResult;
+    static constexpr int kSharedBytes =
+        kBytesStage * kNumStages > kBytesResult ? kBytesStage* kNumStages : kBytesResult;
     static_assert(kSharedBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 give a block 99 KiB");
     // Rows of the result that a warp carries on at once.
     static constexpr int kRowsAtOnce = BLOCK_M / kWarps < 4 ? BLOCK_M / kWarps : 4;
@@ -123,7 +123,7 @@ class SliceLoader {
         uint32_t const offset = chunk_offset<kColumns>(first_row(), first_column() / kVector);
 #pragma unroll
         for (int i = 0; i < kRows; i += kRowsAtOnce) {
-            if (kRows < kRowsAtOnce && first_row() >= kRows) {
+            if (kRows % kRowsAtOnce != 0 && first_row() + i >= kRows) {
                 break;
             }
             copy_async(destination + offset + i * kColumns * 2, source_ + i * stride_,
@@ -142,7 +142,6 @@ class SliceLoader {
     static constexpr int kChunksPerRow = kColumns / kVector;
     static constexpr int kRowsAtOnce = kThreads / kChunksPerRow;
     static_assert(kRowsAtOnce % 8 == 0, "see load()");
-    static_assert(kRows % kRowsAtOnce == 0 || kRows < kRowsAtOnce, "a thread loads the same chunk of every row block");
 
     static __device__ __forceinline__ int first_row() { return static_cast<int>(threadIdx.x) / kChunksPerRow; }
     static __device__ __forceinline__ int first_column() {
