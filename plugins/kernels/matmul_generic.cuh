@@ -118,17 +118,21 @@ class SliceLoader {
           rows_left_(operand.rows - first_row()),
           columns_left_(operand.columns - first_column()) {}
 
-    __device__ __forceinline__ void load(uint32_t destination) {
-        // Rows that a thread loads are a multiple of 8 apart, so the swizzle is the same for all.
-        uint32_t const offset = chunk_offset<kColumns>(first_row(), first_column() / kVector);
-#pragma unroll
-        for (int i = 0; i < kRows; i += kRowsAtOnce) {
-            if (kRows % kRowsAtOnce != 0 && first_row() + i >= kRows) {
-                break;
-            }
-            copy_async(destination + offset + i * kColumns * 2, source_ + i * stride_,
-                       columns_left_ > 0 && i < rows_left_);
+    // A slice comes in pieces, of a chunk a thread.
+    static constexpr int kPieces = (kRows * kColumns / kVector + kThreads - 1) / kThreads;
+
+    __device__ __forceinline__ void load_piece(uint32_t destination, int piece) const {
+        int const i = piece * kRowsAtOnce;
+        if (kRows % kRowsAtOnce != 0 && first_row() + i >= kRows) {
+            return;
         }
+        // Rows that a thread loads are a multiple of 8 apart, so the swizzle is the same for all.
+        copy_async(destination + chunk_offset<kColumns>(first_row(), first_column() / kVector) + i * kColumns * 2,
+                   source_ + i * stride_, columns_left_ > 0 && i < rows_left_);
+    }
+
+    // To the next slice.
+    __device__ __forceinline__ void advance() {
         if constexpr (kDown) {
             source_ += kRows * stride_;
             rows_left_ -= kRows;
@@ -141,7 +145,7 @@ class SliceLoader {
   private:
     static constexpr int kChunksPerRow = kColumns / kVector;
     static constexpr int kRowsAtOnce = kThreads / kChunksPerRow;
-    static_assert(kRowsAtOnce % 8 == 0, "see load()");
+    static_assert(kRowsAtOnce % 8 == 0, "see load_piece()");
 
     static __device__ __forceinline__ int first_row() { return static_cast<int>(threadIdx.x) / kChunksPerRow; }
     static __device__ __forceinline__ int first_column() {
@@ -178,27 +182,33 @@ struct Accumulators {
 
 template <class Cfg, Weights kWeights>
 __device__ __forceinline__ void load_fragments(Fragments<Cfg>& fragments, uint32_t stage, int k_step) {
+    // NOTE: steps and columns that a constant tells apart are told apart by an XOR with that, as in chunk_offset; rows
+    // a multiple of 16 apart have the same swizzle. So few offsets are kept.
     int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
     int const warp = static_cast<int>(threadIdx.x) / kWarpSize;
     int const first_row = warp / Cfg::kWarpsN * Cfg::WARP_M;
     int const first_column = warp % Cfg::kWarpsN * Cfg::WARP_N;
+    uint32_t const step_bytes = static_cast<uint32_t>(k_step * MMA_K * 2);
+    uint32_t const tokens = stage + (chunk_offset<BLOCK_K>(first_row + lane % 16, lane / 16) ^ step_bytes);
 #pragma unroll
     for (int i = 0; i < Cfg::kTilesM; ++i) {
-        int const row = first_row + i * MMA_M + lane % 16;
-        load_matrix_x4<false>(fragments.tokens[i], stage + chunk_offset<BLOCK_K>(row, k_step * 2 + lane / 16));
+        load_matrix_x4<false>(fragments.tokens[i], tokens + i * MMA_M * BLOCK_K * 2);
     }
-    uint32_t const weights = stage + Cfg::kBytesTokens;
+    constexpr int kColumns = 2 * MMA_N;  // that one ldmatrix.x4 fetches
+    if constexpr (kWeights == Weights::kByNeuron) {
+        int const row = first_column + lane % 8 + lane / 16 * 8;
+        uint32_t const weights = stage + Cfg::kBytesTokens + (chunk_offset<BLOCK_K>(row, lane / 8 % 2) ^ step_bytes);
 #pragma unroll
-    for (int j = 0; j < Cfg::kTilesN / 2; ++j) {
-        int const column = first_column + j * 2 * MMA_N;
-        if constexpr (kWeights == Weights::kByNeuron) {
-            int const row = column + lane % 8 + lane / 16 * 8;
-            load_matrix_x4<false>(fragments.weights[j],
-                                  weights + chunk_offset<BLOCK_K>(row, k_step * 2 + lane / 8 % 2));
-        } else {
-            int const row = k_step * MMA_K + lane % 16;
-            load_matrix_x4<true>(fragments.weights[j],
-                                 weights + chunk_offset<BLOCK_N>(row, column / kVector + lane / 16));
+        for (int j = 0; j < Cfg::kTilesN / 2; ++j) {
+            load_matrix_x4<false>(fragments.weights[j], weights + j * kColumns * BLOCK_K * 2);
+        }
+    } else {
+        static_assert(Cfg::WARP_N % 64 == 0, "the XOR changes no bit of first_column");
+        uint32_t const weights = stage + Cfg::kBytesTokens + k_step * MMA_K * BLOCK_N * 2;
+        uint32_t const offset = chunk_offset<BLOCK_N>(lane % 16, first_column / kVector + lane / 16);
+#pragma unroll
+        for (int j = 0; j < Cfg::kTilesN / 2; ++j) {
+            load_matrix_x4<true>(fragments.weights[j], weights + (offset ^ j * kColumns * 2));
         }
     }
 }
@@ -212,21 +222,35 @@ __device__ __forceinline__ void multiply(Accumulators<Cfg>& accumulators, unsign
     constexpr bool kByK = kWeights == Weights::kByK;
     uint32_t const shared_base = shared_address(shared);
 
-    // Past the last slice an empty group is committed, so that the number of groups to wait for stays constant.
     SliceLoader<Cfg::BLOCK_M, BLOCK_K, Cfg::kThreads, false> token_loader(tokens);
     SliceLoader<kByK ? BLOCK_K : BLOCK_N, kByK ? BLOCK_N : BLOCK_K, Cfg::kThreads, kByK> weight_loader(weights);
-    auto const load_stage = [&](int slice) {
-        if (slice < num_slices) {
-            uint32_t const stage = shared_base + slice % Cfg::kNumStages * Cfg::kBytesStage;
-            token_loader.load(stage);
-            weight_loader.load(stage + Cfg::kBytesTokens);
+    constexpr int kTokenPieces = decltype(token_loader)::kPieces;
+    constexpr int kPieces = kTokenPieces + decltype(weight_loader)::kPieces;
+    auto const load_piece = [&](int slice, int piece) {
+        uint32_t const stage = shared_base + slice % Cfg::kNumStages * Cfg::kBytesStage;
+        if (slice >= num_slices) {
+            return;
         }
+        if (piece < kTokenPieces) {
+            token_loader.load_piece(stage, piece);
+        } else {
+            weight_loader.load_piece(stage + Cfg::kBytesTokens, piece - kTokenPieces);
+        }
+    };
+    // Past the last slice an empty group is committed, so that the number of groups to wait for stays constant.
+    auto const end_slice = [&] {
+        token_loader.advance();
+        weight_loader.advance();
         commit_async();
     };
 
     // Prologue
     for (int slice = 0; slice < Cfg::kNumStages - 1; ++slice) {
-        load_stage(slice);
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece) {
+            load_piece(slice, piece);
+        }
+        end_slice();
     }
     wait_async<Cfg::kNumStages - 2>();
     __syncthreads();
@@ -244,24 +268,31 @@ __device__ __forceinline__ void multiply(Accumulators<Cfg>& accumulators, unsign
     Fragments<Cfg> fragments[2];
     load_fragments<Cfg, kWeights>(fragments[0], shared_base, 0);
 
-    // Main loop: the fragments of the next step are fetched while the current ones are multiplied.
+    // Main loop: the fragments of the next step are fetched while the current ones are multiplied. A slice's loads are
+    // shared out to the steps: all in one step are 3 to 13 % slower.
     for (int slice = 0; slice < num_slices; ++slice) {
 #pragma unroll
         for (int step = 0; step < kStepsPerSlice; ++step) {
             int slice_next = slice;
             if (step == kStepsPerSlice - 1) {
                 // All warps have taken their last fragments of this slice: its stage may be refilled after this
-                // barrier.
+                // barrier. The latest slice's loads are not yet committed.
                 slice_next = slice + 1;
-                wait_async<Cfg::kNumStages - 2>();
+                wait_async<Cfg::kNumStages - 3>();
                 __syncthreads();
             }
             // After the last slice this reads a stage that holds old data, which is never multiplied.
             load_fragments<Cfg, kWeights>(fragments[(step + 1) % 2],
                                           shared_base + slice_next % Cfg::kNumStages * Cfg::kBytesStage,
                                           (step + 1) % kStepsPerSlice);
-            if (step == 0) {
-                load_stage(slice + Cfg::kNumStages - 1);
+#pragma unroll
+            for (int piece = 0; piece < kPieces; ++piece) {
+                if (piece * kStepsPerSlice / kPieces == step) {
+                    load_piece(slice + Cfg::kNumStages - 1, piece);
+                }
+            }
+            if (step == kStepsPerSlice - 1) {
+                end_slice();
             }
 #pragma unroll
             for (int i = 0; i < Cfg::kTilesM; ++i) {

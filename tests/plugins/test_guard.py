@@ -54,7 +54,7 @@ def on_sm90(*values: object, id: str | None = None) -> object:
 KERNELS = [pytest.param(GENERIC, id="generic"), on_sm90(BEST, id="sm90")]
 
 
-def paths(**rows: int) -> list[object]:
+def paths(**rows: float) -> list[object]:
     """Give pairs of kernels and rows, by name; only compute capability 9.0 has dense blocks."""
     generic = [
         pytest.param(GENERIC, count, id=f"generic-{name}") for name, count in rows.items() if count != DENSE_BLOCK
@@ -210,13 +210,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kernels", "share"),
-    [
-        *itertools.product((GENERIC,), (1.0, 0.25, 0.0)),
-        *(on_sm90(BEST, share) for share in (1.0, 0.25, 0.0, DENSE_BLOCK)),
-    ],
-)
+@pytest.mark.parametrize(("kernels", "share"), paths(all=1.0, part=0.25, none=0.0, block=DENSE_BLOCK))
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_sanitize(case: Case, kernels: int, share: float) -> None:
     """What sanitize.py runs."""
