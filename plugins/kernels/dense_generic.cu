@@ -26,9 +26,9 @@ struct Rates {
 
 Rates rates_of(Device const& device) {
     if (device.major == 8) {
-        return device.minor == 0 ? Rates{1280.0f, 35.0f, 13.0f} : Rates{2300.0f, 22.0f, 5.0f};
+        return device.minor == 0 ? Rates{1170.0f, 30.0f, 13.0f} : Rates{2330.0f, 22.0f, 5.0f};
     }
-    return device.major == 9 ? Rates{1100.0f, 46.0f, 20.0f} : Rates{2300.0f, 22.0f, 4.5f};
+    return device.major == 9 ? Rates{920.0f, 36.0f, 20.0f} : Rates{2330.0f, 22.0f, 4.5f};
 }
 
 // A tile's start and end.
