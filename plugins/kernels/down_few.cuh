@@ -90,26 +90,29 @@ __device__ __forceinline__ int list_active(Shared<Cfg>& shared, uint32_t mask) {
     return count;
 }
 
-// accumulators += h[n] Wd[n, columns] for kRows neurons of this thread's slot, list[0], list[kSlots] and so on. NOTE:
-// all loads are issued together and under no condition; else the compiler delays each to its use.
+// accumulators += h[n] Wd[n, columns] for kRows neurons of this thread's slot: those at `position` of the list, at
+// position + kSlots and so on, as far as the list's `count` goes. NOTE: all loads are issued together and under no
+// condition; else the compiler delays each to its use.
 template <class Element, class Cfg, int kRows>
-__device__ __forceinline__ void add_rows(float (&accumulators)[kVector], uint16_t const* list, float const* h,
-                                         uint16_t const* w_down, int d_out) {
+__device__ __forceinline__ void add_rows(float (&accumulators)[kVector], Shared<Cfg> const& shared, int position,
+                                         int count, float const* h, uint16_t const* w_down, int d_out) {
     uint4 w_vectors[kRows];
     float values[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        int const n = list[r * Cfg::kSlots];
-        w_vectors[r] = load_vector(w_down + static_cast<int64_t>(n) * d_out);
+        uint32_t const n = shared.list[min(position + r * Cfg::kSlots, count - 1)];
+        w_vectors[r] = load_vector(w_down + static_cast<uint64_t>(n) * static_cast<uint32_t>(d_out));
         values[r] = h[n];
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        float w_values[kVector];
-        unpack<Element>(w_values, w_vectors[r]);
+        if (position + r * Cfg::kSlots < count) {
+            float w_values[kVector];
+            unpack<Element>(w_values, w_vectors[r]);
 #pragma unroll
-        for (int k = 0; k < kVector; ++k) {
-            accumulators[k] = fmaf(values[r], w_values[k], accumulators[k]);
+            for (int k = 0; k < kVector; ++k) {
+                accumulators[k] = fmaf(values[r], w_values[k], accumulators[k]);
+            }
         }
     }
 }
@@ -131,25 +134,14 @@ __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& share
         int64_t const neuron_begin = static_cast<int64_t>(word_begin) * kMaskBits;
         float const* const h = params.h + token * params.d_ff + neuron_begin;
         uint16_t const* const w_down = params.w_down + neuron_begin * params.d_out + column;
-        uint16_t const* list = shared.list + slot;
-        int left = count / Cfg::kSlots;  // neurons that every slot has
-        for (; left >= 8; left -= 8, list += 8 * Cfg::kSlots) {
-            add_rows<Element, Cfg, 8>(accumulators, list, h, w_down, params.d_out);
+        int position = slot;
+        for (; position + 3 * Cfg::kSlots < count; position += 6 * Cfg::kSlots) {
+            add_rows<Element, Cfg, 6>(accumulators, shared, position, count, h, w_down, params.d_out);
         }
-        if (left >= 4) {
-            add_rows<Element, Cfg, 4>(accumulators, list, h, w_down, params.d_out);
-            left -= 4, list += 4 * Cfg::kSlots;
-        }
-        if (left >= 2) {
-            add_rows<Element, Cfg, 2>(accumulators, list, h, w_down, params.d_out);
-            left -= 2, list += 2 * Cfg::kSlots;
-        }
-        if (left >= 1) {
-            add_rows<Element, Cfg, 1>(accumulators, list, h, w_down, params.d_out);
-            list += Cfg::kSlots;
-        }
-        if (slot < count % Cfg::kSlots) {
-            add_rows<Element, Cfg, 1>(accumulators, list, h, w_down, params.d_out);
+        if (position + Cfg::kSlots < count) {
+            add_rows<Element, Cfg, 3>(accumulators, shared, position, count, h, w_down, params.d_out);
+        } else if (position < count) {
+            add_rows<Element, Cfg, 1>(accumulators, shared, position, count, h, w_down, params.d_out);
         }
         __syncthreads();  // the next pass overwrites the list
     }
