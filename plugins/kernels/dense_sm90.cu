@@ -34,6 +34,7 @@ struct Launch {
     Device const& device;
     cudaStream_t stream;
     bool all_rows;  // are dense, whatever the schedule says
+    DenseHalves halves;
 };
 
 // What a projection has to do if all rows are dense, and how it does it, whatever rows are.
@@ -43,20 +44,22 @@ struct Shape {
 
     sm90::Product product;
     int clusters;  // that the device holds
-    int tokens_per_block;
+    sm90::Tiling tiling;
 
-    Shape(twell_problem const& problem, Device const& device)
-        : product{problem.tokens, kUp ? problem.d_ff : problem.d_out,
-                  static_cast<int>((kUp ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K), 1, !kUp},
+    Shape(twell_problem const& problem, int64_t most_halved_sums, Device const& device)
+        : product{problem.tokens,
+                  kUp ? problem.d_ff : problem.d_out,
+                  static_cast<int>((kUp ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K),
+                  1,
+                  !kUp,
+                  most_halved_sums},
           clusters(device.num_multiprocessors / sm90::kClusterSize),
-          tokens_per_block(sm90::choose(product, clusters, sm90::AllChoices())) {}
-
-    sm90::Tiling tiling() const { return sm90::Tiling(product, tokens_per_block); }
+          tiling(sm90::choose(product, clusters, sm90::AllChoices())) {}
 
     DenseRounds rounds() const {
-        return {1.0f / static_cast<float>(tiling().tile_tokens),
-                static_cast<float>(tiling().num_tiles) / static_cast<float>(clusters),
-                static_cast<float>(tiling().round_cycles) * kCycleNs};
+        return {1.0f / static_cast<float>(tiling.tile_tokens),
+                static_cast<float>(tiling.num_tiles) / static_cast<float>(clusters),
+                static_cast<float>(tiling.round_cycles) * kCycleNs};
     }
 };
 
@@ -70,8 +73,10 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
     params.schedule = launch.schedule;
     params.num_rows = problem.tokens;
     params.num_neurons = shape.product.num_neurons;
-    params.num_tiles = shape.tiling().num_tiles;
+    params.num_tiles = shape.tiling.num_tiles;
     params.num_slices = shape.product.num_slices;
+    params.num_halves = shape.tiling.num_halves;
+    params.halves = {launch.halves.sums, launch.halves.states};
     params.relu_on_up = problem.activation == TWELL_DRELU;
     params.all_rows = launch.all_rows;
     cudaError_t error = cudaSuccess;
@@ -102,17 +107,17 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
         return error;
     }
     return launch_dependent(sm90::dense_kernel<Element, Cfg, kProjection>, params,
-                            sm90::grid_of(shape.tiling(), shape.clusters), sm90::kThreads, Cfg::kSharedBytes,
+                            sm90::grid_of(shape.tiling, shape.clusters), sm90::kThreads, Cfg::kSharedBytes,
                             launch.device, launch.stream);
 }
 
 template <class Element, Projection kProjection>
 cudaError_t launch_projection(Launch const& launch) {
-    Shape<kProjection> const shape(launch.problem, launch.device);
-    return sm90::with_config(shape.tokens_per_block, sm90::AllChoices(), [&](auto tokens) {
+    Shape<kProjection> const shape(launch.problem, launch.halves.most_sums, launch.device);
+    return sm90::with_config(shape.tiling.tokens_per_block, sm90::AllChoices(), [&](auto tokens) {
         constexpr bool kUp = kProjection == Projection::kUp;
         constexpr int kTokens = decltype(tokens)::value;
-        using Cfg = sm90::Config<kTokens, kUp, 1, sm90::shares_weights(!kUp, kTokens)>;
+        using Cfg = sm90::Config<kTokens, kUp, 1, sm90::shares_weights(!kUp, 1, kTokens)>;
         return launch_projection<Element, Cfg, kProjection>(launch, shape);
     });
 }
@@ -149,8 +154,8 @@ GuardModel dense_sm90_model(twell_problem const& problem, Device const& device) 
     model.heaviest_ns = kHeaviestNonzeroNs;
     model.part_row_ns = copied_bytes / kCopiedBytesPerNs;
     model.part_ns = kPartNs;
-    model.down = Shape<Projection::kDown>(problem, device).rounds();
-    model.up = gated ? Shape<Projection::kUp>(problem, device).rounds() : model.down;
+    model.down = Shape<Projection::kDown>(problem, 0, device).rounds();
+    model.up = gated ? Shape<Projection::kUp>(problem, 0, device).rounds() : model.down;
     if (!gated) {
         model.up.round_ns = 0.0f;
     }
@@ -159,19 +164,20 @@ GuardModel dense_sm90_model(twell_problem const& problem, Device const& device) 
 
 cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
                          Schedule const& schedule, Device const& device, cudaStream_t stream) {
-    Launch const launch = {problem, tensors, gather, schedule, device, stream, false};
+    Launch const launch = {problem, tensors, gather, schedule, device, stream, false, {}};
     return problem.dtype == TWELL_BF16 ? launch_projections<Bf16>(launch) : launch_projections<Fp16>(launch);
 }
 
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               Schedule const& schedule, Device const& device, cudaStream_t stream) {
-    if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, schedule, device, stream);
+                               DenseHalves const& halves, Schedule const& schedule, Device const& device,
+                               cudaStream_t stream) {
+    if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, halves, schedule, device, stream);
         error != cudaSuccess) {
         return error;
     }
     Gather gather = {};
     gather.gate.spilled = h;
-    Launch const launch = {problem, tensors, gather, schedule, device, stream, true};
+    Launch const launch = {problem, tensors, gather, schedule, device, stream, true, halves};
     return problem.dtype == TWELL_BF16 ? launch_projection<Bf16, Projection::kDown>(launch)
                                        : launch_projection<Fp16, Projection::kDown>(launch);
 }

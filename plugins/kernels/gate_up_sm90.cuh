@@ -485,6 +485,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         clear<Cfg>(params, storage, neuron_begin, token_begin, num_tokens);
     }
     if (warp == kLoader) {
+        __syncwarp();  // a thread of it has loaded
         neurons.template load<Element>(params, neuron_begin);
     }
     __syncthreads();
@@ -530,6 +531,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 } else if (multiplies) {
                     multiply<Pass::kUpAlone, Element, Cfg>(stages, ring, params.d_model, num_tokens);
                 }
+                __syncwarp();
                 __syncthreads();
             }
 #pragma unroll 1

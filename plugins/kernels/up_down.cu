@@ -163,8 +163,9 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
 cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const& tensors, void* scratch,
                               Device const& device, cudaStream_t stream) {
     Schedule const schedule = schedule_at(problem, scratch);
-    if (cudaError_t const error =
-            launch_dense_block(problem, tensors, spilled_in(problem, scratch), schedule, device, stream);
+    uint16_t* const h = spilled_in(problem, scratch);
+    DenseHalves const halves = dense_halves_in(problem, reinterpret_cast<unsigned char*>(h) + spilled_bytes(problem));
+    if (cudaError_t const error = launch_dense_block(problem, tensors, h, halves, schedule, device, stream);
         error != cudaSuccess) {
         return error;
     }
