@@ -25,6 +25,9 @@ constexpr float kMostProducts = 1920.0f * 2048 * 5632;
 // Sums of more products have not been tested there.
 constexpr int kMostDModel = 16384;
 
+using DownTilings =
+    sm90::Tilings<sm90::Choices<112, 128, 144, 160, 176, 208, 232, 256>, sm90::Choices<48, 64, 80, 96, 112>>;
+
 // What all kernels of one call share.
 struct Launch {
     twell_problem const& problem;
@@ -42,19 +45,18 @@ template <Projection kProjection>
 struct Shape {
     static constexpr bool kUp = kProjection == Projection::kUp;
 
+    using Tilings = std::conditional_t<kUp, sm90::TokensShared, DownTilings>;
+
     sm90::Product product;
     int clusters;  // that the device holds
     sm90::Tiling tiling;
 
     Shape(twell_problem const& problem, int64_t most_halved_sums, Device const& device)
-        : product{problem.tokens,
-                  kUp ? problem.d_ff : problem.d_out,
-                  static_cast<int>((kUp ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K),
-                  1,
-                  !kUp,
+        : product{problem.tokens, kUp ? problem.d_ff : problem.d_out,
+                  static_cast<int>((kUp ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K), 1,
                   most_halved_sums},
           clusters(device.num_multiprocessors / sm90::kClusterSize),
-          tiling(sm90::choose(product, clusters, sm90::AllChoices())) {}
+          tiling(sm90::choose(product, clusters, Tilings())) {}
 
     DenseRounds rounds() const {
         return {1.0f / static_cast<float>(tiling.tile_tokens),
@@ -114,10 +116,10 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
 template <class Element, Projection kProjection>
 cudaError_t launch_projection(Launch const& launch) {
     Shape<kProjection> const shape(launch.problem, launch.halves.most_sums, launch.device);
-    return sm90::with_config(shape.tiling.tokens_per_block, sm90::AllChoices(), [&](auto tokens) {
+    using Tilings = typename Shape<kProjection>::Tilings;
+    return sm90::with_config(shape.tiling, Tilings(), [&](auto tokens, auto shares_weights) {
         constexpr bool kUp = kProjection == Projection::kUp;
-        constexpr int kTokens = decltype(tokens)::value;
-        using Cfg = sm90::Config<kTokens, kUp, 1, sm90::shares_weights(!kUp, 1, kTokens)>;
+        using Cfg = sm90::Config<decltype(tokens)::value, kUp, 1, decltype(shares_weights)::value>;
         return launch_projection<Element, Cfg, kProjection>(launch, shape);
     });
 }

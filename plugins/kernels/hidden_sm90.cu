@@ -9,7 +9,7 @@ namespace {
 namespace sm90 = hidden_sm90;
 
 // Of a gated block a consumer holds two products, so a block has fewer tokens.
-using GatedChoices = sm90::Choices<64, 80, 88, 96, 112, 128, 144, 160, 176>;
+using GatedTilings = sm90::Tilings<sm90::Choices<88, 96, 112, 128, 144, 160, 176>, sm90::Choices<64, 80, 96, 112, 128>>;
 
 // Of the down projection's weights: what its stages hold at a time.
 constexpr size_t kPrefetchedBytes = 2 << 20;
@@ -60,16 +60,14 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
                             Cfg::kSharedBytes, device, stream);
 }
 
-template <class Element, int kProducts, int... kChoices>
+template <class Element, int kProducts, class Tilings>
 cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h, DenseHalves const& halves,
-                   Schedule const& schedule, Device const& device, cudaStream_t stream,
-                   sm90::Choices<kChoices...> choices) {
+                   Schedule const& schedule, Device const& device, cudaStream_t stream, Tilings tilings) {
     int const num_slices = static_cast<int>(sm90::ceil_div(problem.d_model, sm90::BLOCK_K));
-    sm90::Product const product = {problem.tokens, problem.d_ff, num_slices, kProducts, true, 0};
-    sm90::Tiling const tiling = sm90::choose(product, device.num_multiprocessors / sm90::kClusterSize, choices);
-    return sm90::with_config(tiling.tokens_per_block, choices, [&](auto tokens) {
-        constexpr int kTokens = decltype(tokens)::value;
-        using Cfg = sm90::Config<kTokens, false, kProducts, sm90::shares_weights(true, kProducts, kTokens)>;
+    sm90::Product const product = {problem.tokens, problem.d_ff, num_slices, kProducts, 0};
+    sm90::Tiling const tiling = sm90::choose(product, device.num_multiprocessors / sm90::kClusterSize, tilings);
+    return sm90::with_config(tiling, tilings, [&](auto tokens, auto shares_weights) {
+        using Cfg = sm90::Config<decltype(tokens)::value, false, kProducts, decltype(shares_weights)::value>;
         return launch_config<Element, Cfg>(problem, tensors, h, halves, schedule, product, tiling, device, stream);
     });
 }
@@ -79,8 +77,8 @@ cudaError_t launch_variant(twell_problem const& problem, twell_tensors const& te
                            DenseHalves const& halves, Schedule const& schedule, Device const& device,
                            cudaStream_t stream) {
     return problem.variant == TWELL_GATED
-               ? launch<Element, 2>(problem, tensors, h, halves, schedule, device, stream, GatedChoices())
-               : launch<Element, 1>(problem, tensors, h, halves, schedule, device, stream, sm90::AllChoices());
+               ? launch<Element, 2>(problem, tensors, h, halves, schedule, device, stream, GatedTilings())
+               : launch<Element, 1>(problem, tensors, h, halves, schedule, device, stream, sm90::TokensShared());
 }
 
 }  // namespace
