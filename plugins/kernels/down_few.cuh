@@ -45,7 +45,6 @@ constexpr int kPassNeurons = kPassWords * kMaskBits;
 template <class Cfg>
 struct Shared {
     uint16_t list[kPassNeurons];  // active neurons of this pass, ascending
-    int warp_total[kPassWords / kWarpSize];
     float partial[Cfg::kPartials][Cfg::kColumns];
 };
 
@@ -56,10 +55,12 @@ __device__ __forceinline__ uint32_t load_mask(Params const& params, int64_t toke
                                                                     : 0;
 }
 
-// The active neurons of a pass, from all threads' mask words, into shared.list; returns how many.
-template <class Cfg>
-__device__ __forceinline__ int list_active(Shared<Cfg>& shared, uint32_t mask) {
-    static_assert(Cfg::kThreads >= kPassWords, "one thread a word");
+// Active neurons of each warp's words of a pass.
+using WordTotals = int[kPassWords / kWarpSize];
+
+// Counts the active neurons of a pass, from all threads' mask words: returns those of a warp's words up to the
+// thread's, and leaves the warp's in `totals`, for whoever comes after a __syncthreads().
+__device__ __forceinline__ int scan_words(WordTotals& totals, uint32_t mask) {
     int const thread = threadIdx.x;
     int const lane = thread % kWarpSize;
     int end = 0;
@@ -71,16 +72,23 @@ __device__ __forceinline__ int list_active(Shared<Cfg>& shared, uint32_t mask) {
             end += lane >= distance ? below : 0;
         }
         if (lane == kWarpSize - 1) {
-            shared.warp_total[thread / kWarpSize] = end;
+            totals[thread / kWarpSize] = end;
         }
     }
-    __syncthreads();
+    return end;
+}
+
+// Then the neurons go into shared.list; returns how many there are.
+template <class Cfg>
+__device__ __forceinline__ int list_active(Shared<Cfg>& shared, WordTotals const& totals, uint32_t mask, int end) {
+    static_assert(Cfg::kThreads >= kPassWords, "one thread a word");
+    int const thread = threadIdx.x;
     int count = 0;
     int before = 0;
 #pragma unroll
     for (int w = 0; w < kPassWords / kWarpSize; ++w) {
         before = w == thread / kWarpSize ? count : before;
-        count += shared.warp_total[w];
+        count += totals[w];
     }
     for (int slot = before + end - __popc(mask); mask != 0; ++slot) {
         shared.list[slot] = static_cast<uint16_t>(thread * kMaskBits + __ffs(mask) - 1);
@@ -117,10 +125,11 @@ __device__ __forceinline__ void add_rows(float (&accumulators)[kVector], Shared<
     }
 }
 
-// One slab of columns of one token, by one CTA. `mask`: load_mask of the first pass.
+// One slab of columns of one token, by one CTA. `mask`: load_mask of the first pass; `end`: its scan_words(), after a
+// __syncthreads().
 template <class Element, class Cfg>
-__device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& shared, int slab, int64_t token,
-                                        uint32_t mask) {
+__device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& shared, WordTotals& totals, int slab,
+                                        int64_t token, uint32_t mask, int end) {
     int const thread = threadIdx.x;
     int const column_begin = slab * Cfg::kColumns;
     int const slot = thread / Cfg::kLanes;
@@ -129,7 +138,7 @@ __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& share
 
     float accumulators[kVector] = {};
     for (int word_begin = 0; word_begin < params.num_mask_words; word_begin += kPassWords) {
-        int const count = list_active(shared, mask);
+        int const count = list_active(shared, totals, mask, end);
         mask = load_mask(params, token, word_begin + kPassWords);
         int64_t const neuron_begin = static_cast<int64_t>(word_begin) * kMaskBits;
         float const* const h = params.h + token * params.d_ff + neuron_begin;
@@ -143,7 +152,10 @@ __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& share
         } else if (position < count) {
             add_rows<Element, Cfg, 1>(accumulators, shared, position, count, h, w_down, params.d_out);
         }
-        __syncthreads();  // the next pass overwrites the list
+        if (word_begin + kPassWords < params.num_mask_words) {
+            end = scan_words(totals, mask);
+            __syncthreads();  // the next pass also overwrites the list
+        }
     }
 
     // The slots' sums, in a fixed order.
@@ -187,10 +199,14 @@ __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& share
 template <class Element, class Cfg>
 __global__ void __launch_bounds__(Cfg::kThreads, 1024 / Cfg::kThreads) down_kernel(Params const params) {
     __shared__ Shared<Cfg> shared;
+    __shared__ WordTotals totals;
     allow_dependent_launch();
     wait_for_previous_launch();
     int64_t const token = blockIdx.y;
-    compute<Element>(params, shared, static_cast<int>(blockIdx.x), token, load_mask(params, token, 0));
+    uint32_t const mask = load_mask(params, token, 0);
+    int const end = scan_words(totals, mask);
+    __syncthreads();
+    compute<Element>(params, shared, totals, static_cast<int>(blockIdx.x), token, mask, end);
 }
 
 }  // namespace twell::down_few

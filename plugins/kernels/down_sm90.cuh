@@ -228,11 +228,9 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
     }
 }
 
-// Active pairs in all.
+// A warp's share of the active pairs. NOTE: not by way of L1, which may hold what was there when this kernel started.
 template <int kThreads>
 __device__ __forceinline__ int count_pairs(Params const& params) {
-    constexpr int kWarps = kThreads / kWarpSize;
-    __shared__ int counts[kWarps];
     int count = 0;
     // Loads that do not wait for each other, though the additions do.
     constexpr int kAtOnce = 2;
@@ -241,24 +239,14 @@ __device__ __forceinline__ int count_pairs(Params const& params) {
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
             int const i = first + k * kThreads;
-            counts_of_ctas[k] = i < params.num_gate_ctas ? params.num_pairs[i] : 0;
+            counts_of_ctas[k] = i < params.num_gate_ctas ? __ldcg(params.num_pairs + i) : 0;
         }
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
             count += counts_of_ctas[k];
         }
     }
-    count = __reduce_add_sync(0xffffffffu, count);
-    if (threadIdx.x % kWarpSize == 0) {
-        counts[threadIdx.x / kWarpSize] = count;
-    }
-    __syncthreads();
-    count = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-        count += counts[w];
-    }
-    return count;
+    return __reduce_add_sync(0xffffffffu, count);
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
@@ -281,16 +269,41 @@ __global__ void __launch_bounds__((kThreads<kRole, Sparse, Dense>), kRole == Rol
     static_assert(Dense::kConsumerWarps * kWarpSize <= kNumThreads || kRole == Role::kSparse,
                   "a warpgroup for each tile");
     extern __shared__ __align__(1024) unsigned char dynamic[];
+    // A dense launch follows a sparse one, which lets it start when the gate has ended.
+    if (kRole != Role::kDense) {
+        wait_for_previous_launch();
+    }
     allow_dependent_launch();
-    wait_for_previous_launch();
     // What a sparse CTA needs first is fetched together with what decides.
+    constexpr int kWarps = kNumThreads / kWarpSize;
+    __shared__ int counts[kWarps];
+    __shared__ down_few::WordTotals word_totals;
     bool const is_sparse_cta = kRole != Role::kDense && static_cast<int>(blockIdx.x) < params.num_sparse_ctas;
     int64_t const token = blockIdx.x / params.num_slabs;
     uint32_t const mask = is_sparse_cta ? down_few::load_mask(params.sparse, token, 0) : 0;
-    bool const is_sparse = count_pairs<kNumThreads>(params) <= params.max_pairs;
+    int const warp_count = count_pairs<kNumThreads>(params);
+    int const end = is_sparse_cta ? down_few::scan_words(word_totals, mask) : 0;
+    if (threadIdx.x % kWarpSize == 0) {
+        counts[threadIdx.x / kWarpSize] = warp_count;
+    }
+    __syncthreads();
+    int num_pairs = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+        num_pairs += counts[w];
+    }
+    bool const is_sparse = num_pairs <= params.max_pairs;
+    if (kRole == Role::kDense) {
+        // One CTA at least waits, so that this launch does not end before the sparse one.
+        if (is_sparse && blockIdx.x != 0) {
+            return;
+        }
+        wait_for_previous_launch();
+    }
     if (kRole != Role::kDense && is_sparse && is_sparse_cta) {
         down_few::compute<Element, Sparse>(params.sparse, *reinterpret_cast<down_few::Shared<Sparse>*>(dynamic),
-                                           static_cast<int>(blockIdx.x) % params.num_slabs, token, mask);
+                                           word_totals, static_cast<int>(blockIdx.x) % params.num_slabs, token, mask,
+                                           end);
     } else if (kRole != Role::kSparse && !is_sparse && static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
         multiply_dense<Element, Dense, kNumThreads>(params, (matmul_sm90::shared_address(dynamic) + 1023u) & ~1023u);
     }

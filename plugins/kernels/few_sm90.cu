@@ -23,7 +23,7 @@ constexpr int64_t kMostTokens = 128;
 
 // Active pairs of a CTA up to which a row of w_up for each takes less than reading all of its w_up.
 constexpr int kMaxPairs = 64;
-static_assert(kMaxPairs <= gate_up_sm90::kMaxPairs, "what a CTA can list");
+static_assert(kMaxPairs / gate_up_sm90::kWarps < kWarpSize, "a lane of a warp for each of its pairs");
 
 template <class Element, class Cfg>
 cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& tensors, gate_up_sm90::Params params,

@@ -40,9 +40,6 @@ constexpr int kNeurons = 96;
 constexpr int kMaskWords = kNeurons / gate_up_few::kMaskBits;
 static_assert(kNeurons % gate_up_few::kMaskBits == 0 && gate_up_few::kMaskBits == kWarpSize, "a lane for each bit");
 
-// Active pairs of a CTA up to which a warp computes u for each.
-constexpr int kMaxPairs = 128;
-
 struct Params {
     CUtensorMap x;              // [tokens, d_model], boxes of [Config::kTokens, BLOCK_K]
     CUtensorMap w_gate;         // [d_ff, d_model], boxes of [Config::kBoxNeurons, BLOCK_K]
@@ -64,9 +61,16 @@ struct Params {
     int d_out;
     int num_mask_words;
     int num_counters;
-    int max_pairs;    // of a CTA, up to which it takes them one by one; at most kMaxPairs
+    int max_pairs;    // of a CTA, up to which it takes them one by one
     bool relu_on_up;  // dReLU
     Activation act;
+};
+
+// An active neuron of a token; both are counted within the CTA's.
+struct Pair {
+    uint8_t neuron;
+    uint8_t token;
+    uint16_t g;
 };
 
 // CTAs of kMaxTokens tokens; kUpAlways: u of all neurons is computed, active or not.
@@ -92,10 +96,9 @@ struct Config {
     static constexpr int kStrideSums = BLOCK_N + 8;
     struct Storage {
         uint16_t b_up[kNeurons];
-        uint16_t g[kComputesAll ? 1 : kTokens][kNeurons];  // for a second pass
-        uint32_t pairs[kMaxPairs];                         // neuron, token << 8, g << 16
-        uint32_t prefetched[kMaskWords];                   // neurons whose row of w_down is on its way
+        uint32_t prefetched[kMaskWords];  // neurons whose row of w_down is on its way
         int num_pairs;
+        Pair pairs[kTokens * kNeurons];  // in any order
     };
     static constexpr int kOffsetBarriers = kBytesStages;
     static constexpr int kOffsetStorage = kOffsetBarriers + 2 * kNumStages * 8;
@@ -277,7 +280,6 @@ __device__ __forceinline__ float load_sum(uint32_t address) {
 struct Neurons {
     bool valid[kMaskWords];  // whether there is such a neuron
     float b_gate[kMaskWords];
-    float b_up[kMaskWords];
 
     template <class Element>
     __device__ __forceinline__ void load(Params const& params, int neuron_begin) {
@@ -287,16 +289,14 @@ struct Neurons {
             int const n = neuron_begin + w * kWarpSize + lane;
             valid[w] = n < params.d_ff;
             b_gate[w] = params.b_gate != nullptr && valid[w] ? Element::to_float(params.b_gate[n]) : 0.0f;
-            b_up[w] = params.b_up != nullptr && valid[w] ? Element::to_float(params.b_up[n]) : 0.0f;
         }
     }
 };
 
-// Stores zeros wherever activate_all() may leave out to store: h_rounded, masks, and g in shared memory. Clears the
-// counters, too. By the warps that neither load nor multiply.
+// Stores zeros where list_active() and store_pairs() store nothing: h_rounded and masks. Clears the counters, too. By
+// the warps that neither load nor multiply.
 template <class Cfg>
-__device__ __forceinline__ void clear(Params const& params, typename Cfg::Storage& storage, int neuron_begin,
-                                      int token_begin, int num_tokens) {
+__device__ __forceinline__ void clear(Params const& params, int neuron_begin, int token_begin, int num_tokens) {
     constexpr int kFirst = Cfg::kConsumerWarps * kWarpSize;
     constexpr int kIdle = kLoader * kWarpSize - kFirst;
     constexpr int kVectors = kNeurons / kVector;
@@ -315,57 +315,21 @@ __device__ __forceinline__ void clear(Params const& params, typename Cfg::Storag
             params.masks[token * params.num_mask_words + word] = 0;
         }
     }
-    if constexpr (!Cfg::kComputesAll) {
-        uint32_t* const g = reinterpret_cast<uint32_t*>(&storage.g[0][0]);
-        for (int i = thread; i < static_cast<int>(sizeof(storage.g) / sizeof(uint32_t)); i += kIdle) {
-            g[i] = 0;
-        }
-    }
     for (int i = blockIdx.x * kIdle + thread; i < params.num_counters; i += gridDim.x * kIdle) {
         params.counters[i] = 0;
     }
 }
 
-// Stores h of a token's active neurons. u_of(w): u of the lane's w-th neuron.
-template <class Element, class UOf>
-__device__ __forceinline__ void store_token(Params const& params, int64_t token, int first,
-                                            uint16_t const (&g)[kMaskWords], UOf u_of) {
-    uint16_t* const rounded = params.h_rounded + token * rounded_stride(params) + first;
-    float* const h = params.h + token * params.d_ff + first;
-#pragma unroll
-    for (int w = 0; w < kMaskWords; ++w) {
-        // NOTE: u of an inactive neuron may be NaN.
-        if (is_nonzero(g[w])) {
-            float const value = Element::to_float(g[w]) * u_of(w);
-            h[w * kWarpSize] = value;
-            rounded[w * kWarpSize] = Element::from_float(value);
-        }
-    }
-}
-
-// Brings rows of w_down into L2, which the next kernel reads: one for each bit. NOTE: by TMA, since the units that load
-// and store are busy until a prefetch of theirs has found its place.
-__device__ __forceinline__ void prefetch_rows(Params const& params, uint32_t mask, int first) {
-    for (; mask != 0; mask &= mask - 1) {
-        int64_t const row = first + __ffs(mask) - 1;
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(params.w_down + row * params.d_out),
-                     "r"(params.d_out * 2)
-                     : "memory");
-    }
-}
-
-// The gate's sums become masks and, if the kernel computes all, h; else lists of pairs. A warp takes a token, each lane
-// its neurons. NOTE: a loop that stays one, over all warps: by the consumers, from registers, and also with less work
-// than this in each step, it takes several times as long.
+// Lists the active pairs, by the gate's sums, and stores the masks. A warp takes a token, each lane its neurons. NOTE:
+// code that runs once costs its fetching, so that a short loop over all warps is faster than the consumers with their
+// registers, and what can wait for the list does.
 template <class Element, class Cfg>
-__device__ __forceinline__ void activate_all(Params const& params, Stages<Cfg> const& stages,
-                                             typename Cfg::Storage& storage, Neurons const& neurons, int neuron_begin,
-                                             int token_begin, int num_tokens) {
+__device__ __forceinline__ void list_active(Params const& params, Stages<Cfg> const& stages,
+                                            typename Cfg::Storage& storage, Neurons const& neurons, int neuron_begin,
+                                            int token_begin, int num_tokens) {
     int const lane = threadIdx.x % kWarpSize;
-    int const first = neuron_begin + lane;
     int const word = neuron_begin / kWarpSize + lane;
     bool const stores_mask = lane < kMaskWords && word < params.num_mask_words;
-    bool const has_up = params.w_up_rows != nullptr;
 #pragma unroll 1
     for (int t = threadIdx.x / kWarpSize; t < num_tokens; t += kWarps) {
         float z[kMaskWords];
@@ -375,60 +339,84 @@ __device__ __forceinline__ void activate_all(Params const& params, Stages<Cfg> c
             z[w] = load_sum(stages.sums(t, w * kWarpSize + lane)) + neurons.b_gate[w];
             maybe_active |= neurons.valid[w] && !(z[w] <= 0.0f);
         }
-        // Mostly none is. (Every activation is 0 where z <= 0.) clear() has stored what then has to be.
+        // Mostly none is. (Every activation is 0 where z <= 0.)
         if (!__any_sync(0xffffffffu, maybe_active)) {
             continue;
         }
-        int64_t const token = token_begin + t;
         uint16_t g[kMaskWords];
-        uint32_t masks[kMaskWords];
+        int before[kMaskWords];
         uint32_t mine = 0;
         int total = 0;
 #pragma unroll
         for (int w = 0; w < kMaskWords; ++w) {
             g[w] = neurons.valid[w] ? activate<Element>(z[w], params.act) : static_cast<uint16_t>(0);
-        }
-#pragma unroll
-        for (int w = 0; w < kMaskWords; ++w) {
-            masks[w] = __ballot_sync(0xffffffffu, is_nonzero(g[w]));
-            mine = lane == w ? masks[w] : mine;
-            total += __popc(masks[w]);
-            if constexpr (!Cfg::kComputesAll) {
-                storage.g[t][w * kWarpSize + lane] = g[w];
-            }
+            uint32_t const mask = __ballot_sync(0xffffffffu, is_nonzero(g[w]));
+            mine = lane == w ? mask : mine;
+            before[w] = total + __popc(mask & ((1u << lane) - 1u));
+            total += __popc(mask);
         }
         if (stores_mask) {
-            params.masks[token * params.num_mask_words + word] = mine;
+            params.masks[static_cast<int64_t>(token_begin + t) * params.num_mask_words + word] = mine;
         }
-        if (total != 0) {
-            int position = 0;
-            if (lane == 0) {
-                position = atomicAdd(&storage.num_pairs, total);
-            }
-            // Where many are active, the down projection is probably dense and reads w_down in another order.
-            if (mine != 0 && total <= kNeurons / 8) {
-                prefetch_rows(params, mine & ~atomicOr(&storage.prefetched[lane], mine),
-                              neuron_begin + lane * kWarpSize);
-            }
-            if constexpr (!Cfg::kComputesAll) {
-                position = __shfl_sync(0xffffffffu, position, 0);
+        int position = 0;
+        if (lane == 0) {
+            position = atomicAdd(&storage.num_pairs, total);
+        }
+        position = __shfl_sync(0xffffffffu, position, 0);
 #pragma unroll
-                for (int w = 0; w < kMaskWords; ++w) {
-                    int const place = position + __popc(masks[w] & ((1u << lane) - 1u));
-                    if (is_nonzero(g[w]) && place < kMaxPairs) {
-                        storage.pairs[place] = static_cast<uint32_t>(w * kWarpSize + lane) |
-                                               static_cast<uint32_t>(t) << 8 | static_cast<uint32_t>(g[w]) << 16;
-                    }
-                    position += __popc(masks[w]);
-                }
+        for (int w = 0; w < kMaskWords; ++w) {
+            if (is_nonzero(g[w])) {
+                storage.pairs[position + before[w]] = {static_cast<uint8_t>(w * kWarpSize + lane),
+                                                       static_cast<uint8_t>(t), g[w]};
             }
         }
-        if constexpr (Cfg::kComputesAll) {
-            store_token<Element>(params, token, first, g, [&](int w) {
-                return has_up ? finish_up<Element>(params, load_sum(stages.sums(t, kNeurons + w * kWarpSize + lane)),
-                                                   neurons.b_up[w])
-                              : 1.0f;
-            });
+    }
+}
+
+// Brings the row of w_down that the next kernel needs for a pair into L2, unless it is on its way. NOTE: by TMA, since
+// the units that load and store are busy until a prefetch of theirs has found its place.
+template <class Storage>
+__device__ __forceinline__ void prefetch_down(Params const& params, Storage& storage, Pair pair, int neuron_begin) {
+    uint32_t const bit = 1u << pair.neuron % kWarpSize;
+    if ((atomicOr(&storage.prefetched[pair.neuron / kWarpSize], bit) & bit) == 0) {
+        int64_t const row = neuron_begin + pair.neuron;
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(params.w_down + row * params.d_out),
+                     "r"(params.d_out * 2)
+                     : "memory");
+    }
+}
+
+// h of a pair, where u is without its bias; 1 in a plain block.
+// NOTE: u and h stay in fp32; a dense fp16 block, which stores both, can overflow here.
+template <class Element, class Storage>
+__device__ __forceinline__ void store_pair(Params const& params, Storage const& storage, Pair pair, int neuron_begin,
+                                           int token_begin, float sum) {
+    float const bias = Element::to_float(storage.b_up[pair.neuron]);
+    float const u = params.w_up_rows != nullptr ? finish_up<Element>(params, sum, bias) : 1.0f;
+    float const h = Element::to_float(pair.g) * u;
+    int64_t const token = token_begin + pair.token;
+    int const neuron = neuron_begin + pair.neuron;
+    params.h[token * params.d_ff + neuron] = h;
+    params.h_rounded[token * rounded_stride(params) + neuron] = Element::from_float(h);
+}
+
+// The same for all pairs, a thread each, with sums of the up projection in shared memory, from a column on.
+template <class Element, class Cfg>
+__device__ __forceinline__ void store_pairs(Params const& params, Stages<Cfg> const& stages,
+                                            typename Cfg::Storage& storage, int first_column, int neuron_begin,
+                                            int token_begin) {
+    int const num_pairs = storage.num_pairs;
+    // Where many are active, the down projection is probably dense and reads w_down in another order.
+    bool const prefetches = num_pairs <= kNeurons;
+    // Neighbours in the list go to different warps.
+#pragma unroll 1
+    for (int i = threadIdx.x % kWarpSize * kWarps + threadIdx.x / kWarpSize; i < num_pairs; i += kThreads) {
+        Pair const pair = storage.pairs[i];
+        bool const has_up = params.w_up_rows != nullptr;
+        float const sum = has_up ? load_sum(stages.sums(pair.token, first_column + pair.neuron)) : 1.0f;
+        store_pair<Element>(params, storage, pair, neuron_begin, token_begin, sum);
+        if (prefetches) {
+            prefetch_down(params, storage, pair, neuron_begin);
         }
     }
 }
@@ -482,14 +470,14 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             int const n = neuron_begin + m;
             storage.b_up[m] = params.b_up != nullptr && n < params.d_ff ? params.b_up[n] : 0;
         }
-        clear<Cfg>(params, storage, neuron_begin, token_begin, num_tokens);
+        clear<Cfg>(params, neuron_begin, token_begin, num_tokens);
     }
     if (warp == kLoader) {
         __syncwarp();  // a thread of it has loaded
         neurons.template load<Element>(params, neuron_begin);
     }
     __syncthreads();
-    activate_all<Element, Cfg>(params, stages, storage, neurons, neuron_begin, token_begin, num_tokens);
+    list_active<Element, Cfg>(params, stages, storage, neurons, neuron_begin, token_begin, num_tokens);
     if constexpr (!Cfg::kComputesAll) {
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA may take the place of the sums
     }
@@ -499,54 +487,33 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         params.num_pairs[blockIdx.x] = num_pairs;
     }
 
-    if constexpr (!Cfg::kComputesAll) {
-        if (num_pairs <= params.max_pairs) {
-            // A warp each. (In whatever order they were found: each has its own place in h.)
-            // NOTE: u and h stay in fp32; a dense fp16 block, which stores both, can overflow here.
-            int const count = (num_pairs - warp + kWarps - 1) / kWarps;
-            auto const pair_of = [&](int i) { return storage.pairs[warp + i * kWarps]; };
-            auto const neuron_of = [&](int i) { return neuron_begin + static_cast<int64_t>(pair_of(i) & 0xffu); };
-            auto const token_of = [&](int i) { return token_begin + static_cast<int64_t>(pair_of(i) >> 8 & 0xffu); };
-            auto const finish = [&](int i, float sum) {
-                float const bias = Element::to_float(storage.b_up[pair_of(i) & 0xffu]);
-                float const u = has_up ? finish_up<Element>(params, sum, bias) : 1.0f;
-                float const h = Element::to_float(static_cast<uint16_t>(pair_of(i) >> 16)) * u;
-                params.h[token_of(i) * params.d_ff + neuron_of(i)] = h;
-                params.h_rounded[token_of(i) * rounded_stride(params) + neuron_of(i)] = Element::from_float(h);
-            };
-            if (has_up) {
-                gate_up_few::dot_products<Element, Cfg::kDotSlots>(
-                    count, params.d_model, stages.base + warp * (Cfg::kDotSlots * gate_up_few::kBytesDot),
-                    [&](int i) { return params.x_rows + token_of(i) * params.d_model; },
-                    [&](int i) { return params.w_up_rows + neuron_of(i) * params.d_model; }, finish);
-            } else if (lane == 0) {
-                for (int i = 0; i < count; ++i) {
-                    finish(i, 1.0f);
-                }
-            }
-        } else {
-            if (has_up) {
-                if (loads) {
-                    load_slices<Pass::kUpAlone>(stages, ring, params, neuron_begin, token_begin);
-                } else if (multiplies) {
-                    multiply<Pass::kUpAlone, Element, Cfg>(stages, ring, params.d_model, num_tokens);
-                }
-                __syncwarp();
-                __syncthreads();
-            }
-#pragma unroll 1
-            for (int t = warp; t < num_tokens; t += kWarps) {
-                uint16_t g[kMaskWords];
-#pragma unroll
-                for (int w = 0; w < kMaskWords; ++w) {
-                    g[w] = storage.g[t][w * kWarpSize + lane];
-                }
-                store_token<Element>(params, token_begin + t, neuron_begin + lane, g, [&](int w) {
-                    float const sum = has_up ? load_sum(stages.sums(t, w * kWarpSize + lane)) : 1.0f;
-                    return has_up ? finish_up<Element>(params, sum, neurons.b_up[w]) : 1.0f;
-                });
-            }
+    if (Cfg::kComputesAll) {
+        store_pairs<Element, Cfg>(params, stages, storage, kNeurons, neuron_begin, token_begin);
+    } else if (has_up && num_pairs <= params.max_pairs) {
+        // A warp each.
+        int const count = (num_pairs - warp + kWarps - 1) / kWarps;
+        auto const pair_of = [&](int i) { return storage.pairs[warp + i * kWarps]; };
+        if (lane < count) {
+            prefetch_down(params, storage, pair_of(lane), neuron_begin);
         }
+        gate_up_few::dot_products<Element, Cfg::kDotSlots>(
+            count, params.d_model, stages.base + warp * (Cfg::kDotSlots * gate_up_few::kBytesDot),
+            [&](int i) { return params.x_rows + int64_t{token_begin + pair_of(i).token} * params.d_model; },
+            [&](int i) { return params.w_up_rows + int64_t{neuron_begin + pair_of(i).neuron} * params.d_model; },
+            [&](int i, float sum) {
+                store_pair<Element>(params, storage, pair_of(i), neuron_begin, token_begin, sum);
+            });
+    } else {
+        if (has_up) {
+            if (loads) {
+                load_slices<Pass::kUpAlone>(stages, ring, params, neuron_begin, token_begin);
+            } else if (multiplies) {
+                multiply<Pass::kUpAlone, Element, Cfg>(stages, ring, params.d_model, num_tokens);
+            }
+            __syncwarp();
+            __syncthreads();
+        }
+        store_pairs<Element, Cfg>(params, stages, storage, 0, neuron_begin, token_begin);
     }
     matmul_sm90::sync_cluster();  // the other CTA may still arrive at this one's barriers
 #endif
