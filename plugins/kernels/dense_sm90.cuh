@@ -17,13 +17,14 @@ namespace twell::dense_sm90 {
 
 using namespace matmul_sm90;
 
-// The rows, on the device. NOTE: read them after wait_for_previous_launch(), and not by __ldg.
+// The rows, on the device. NOTE: the kernels before have let this one start when the schedule was there, so the count
+// may be read before wait_for_previous_launch(). What L1 holds may be older.
 struct View {
     int count;  // of dense rows
     bool all;
 
     __device__ __forceinline__ View(Schedule const& schedule, int64_t tokens, bool all_rows)
-        : count(static_cast<int>(all_rows ? tokens : schedule.header->heavy_count)), all(count == tokens) {}
+        : count(static_cast<int>(all_rows ? tokens : __ldcg(&schedule.header->heavy_count))), all(count == tokens) {}
 
     __device__ __forceinline__ int row_of(Schedule const& schedule, int position) const {
         return all ? position : static_cast<int>(schedule.row_order[position].row);
@@ -234,10 +235,13 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     sync_cluster();
 
     allow_dependent_launch();
+    View const view(params.schedule, params.num_rows, params.all_rows);
+    if (ends_early(view.count == 0)) {
+        return;
+    }
     if (!params.all_rows || warp != 0) {  // else the loader waits later
         wait_for_previous_launch();
     }
-    View const view(params.schedule, params.num_rows, params.all_rows);
     int const num_blocks = (view.count + Cfg::kTileTokens - 1) / Cfg::kTileTokens;
     int const pieces_end = num_blocks * params.num_tiles * params.num_halves;
     int const pieces_begin = static_cast<int>(blockIdx.x) / kClusterSize;

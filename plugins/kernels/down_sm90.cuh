@@ -294,8 +294,7 @@ __global__ void __launch_bounds__((kThreads<kRole, Sparse, Dense>), kRole == Rol
     }
     bool const is_sparse = num_pairs <= params.max_pairs;
     if (kRole == Role::kDense) {
-        // One CTA at least waits, so that this launch does not end before the sparse one.
-        if (is_sparse && blockIdx.x != 0) {
+        if (ends_early(is_sparse)) {
             return;
         }
         wait_for_previous_launch();

@@ -74,7 +74,7 @@ cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& te
         return launch_gate_up<Element, decltype(config)>(problem, tensors, params, num_ctas, device, stream);
     };
     // From there on most neurons are active for some token.
-    return params.tokens <= 64 ? launch(gate_up_sm90::Config<32, false, 8>())
+    return params.tokens <= 64 ? launch(gate_up_sm90::Config<32, false, 12>())
                                : launch(gate_up_sm90::Config<64, true, 6>());
 }
 

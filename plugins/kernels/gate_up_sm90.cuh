@@ -408,9 +408,11 @@ __device__ __forceinline__ void store_pairs(Params const& params, Stages<Cfg> co
     int const num_pairs = storage.num_pairs;
     // Where many are active, the down projection is probably dense and reads w_down in another order.
     bool const prefetches = num_pairs <= kNeurons;
-    // Neighbours in the list go to different warps.
+    // A few are spread over the warps. Of many, mostly neighbours in memory go to neighbouring lanes.
+    int const first =
+        prefetches ? threadIdx.x % kWarpSize * kWarps + threadIdx.x / kWarpSize : static_cast<int>(threadIdx.x);
 #pragma unroll 1
-    for (int i = threadIdx.x % kWarpSize * kWarps + threadIdx.x / kWarpSize; i < num_pairs; i += kThreads) {
+    for (int i = first; i < num_pairs; i += kThreads) {
         Pair const pair = storage.pairs[i];
         bool const has_up = params.w_up_rows != nullptr;
         float const sum = has_up ? load_sum(stages.sums(pair.token, first_column + pair.neuron)) : 1.0f;
