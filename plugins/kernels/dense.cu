@@ -1,6 +1,8 @@
-#include "dense.h"
+#include <algorithm>
 
+#include "dense.h"
 #include "dense_generic.h"
+#include "halves_sm90.cuh"
 #include "problem.cuh"
 #if defined(TWELL_SM90A)
 #include "dense_sm90.h"
@@ -49,11 +51,36 @@ PathCosts path_costs(twell_problem const& problem, Device const& device, Kernels
     return dense_generic_costs(problem, device);
 }
 
+// Up to so many tokens a dense block may lack tiles for all multiprocessors.
+constexpr int64_t kMostHalvedTokens = 512;
+constexpr int64_t kMostTileTokens = 256;
+
+// With the rows and columns that tiles have outside.
+int64_t most_halved_sums(twell_problem const& problem) {
+    auto const round_up = [](int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; };
+    return round_up(std::min(problem.tokens, kMostHalvedTokens), kMostTileTokens) * round_up(problem.d_out, TWELL_TILE);
+}
+
+int num_half_states(twell_problem const& problem) {
+    return static_cast<int>(most_halved_sums(problem) / kFewestHalvedSums);
+}
+
+size_t half_state_bytes(twell_problem const& problem) { return aligned(num_half_states(problem) * sizeof(uint32_t)); }
+
 }  // namespace
 
 int64_t max_dense_part(twell_problem const& problem) { return (problem.tokens + kPartDivisor - 1) / kPartDivisor; }
 
-size_t dense_scratch_bytes(twell_problem const& problem) { return h_part_bytes(problem) + x_part_bytes(problem); }
+size_t dense_scratch_bytes(twell_problem const& problem) {
+    return std::max(h_part_bytes(problem) + x_part_bytes(problem),
+                    half_state_bytes(problem) + aligned(most_halved_sums(problem) * sizeof(float)));
+}
+
+DenseHalves dense_halves_in(twell_problem const& problem, void* scratch) {
+    unsigned char* const states = static_cast<unsigned char*>(scratch);
+    return {reinterpret_cast<float4*>(states + half_state_bytes(problem)), reinterpret_cast<uint32_t*>(states),
+            most_halved_sums(problem), num_half_states(problem)};
+}
 
 bool is_dense_block(twell_problem const& problem, Device const& device) {
 #if defined(TWELL_SM90A)
@@ -111,8 +138,8 @@ cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tens
 }
 
 #if !defined(TWELL_SM90A)
-cudaError_t launch_dense_block(twell_problem const&, twell_tensors const&, uint16_t*, Schedule const&, Device const&,
-                               cudaStream_t) {
+cudaError_t launch_dense_block(twell_problem const&, twell_tensors const&, uint16_t*, DenseHalves const&,
+                               Schedule const&, Device const&, cudaStream_t) {
     return cudaErrorNotSupported;
 }
 #endif

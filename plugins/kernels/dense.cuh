@@ -14,13 +14,14 @@ namespace twell::dense {
 
 enum class Projection { kUp, kDown };
 
-// The rows, on the device. NOTE: read them after wait_for_previous_launch(), and not by __ldg.
+// The rows, on the device. NOTE: the kernels before have let this one start when the schedule was there, so the count
+// may be read before wait_for_previous_launch(). What L1 holds may be older.
 struct View {
     int count;  // of dense rows
     bool all;
 
     __device__ __forceinline__ View(Schedule const& schedule, int64_t tokens, bool all_rows)
-        : count(static_cast<int>(all_rows ? tokens : schedule.header->heavy_count)), all(count == tokens) {}
+        : count(static_cast<int>(all_rows ? tokens : __ldcg(&schedule.header->heavy_count))), all(count == tokens) {}
 
     __device__ __forceinline__ int row_of(Schedule const& schedule, int position) const {
         return all ? position : static_cast<int>(schedule.row_order[position].row);

@@ -109,8 +109,11 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) dense_kernel(Params const pa
     extern __shared__ __align__(128) unsigned char shared[];
 
     allow_dependent_launch();
-    wait_for_previous_launch();
     View const view(params.schedule, params.num_rows, false);
+    if (ends_early(view.count == 0)) {
+        return;
+    }
+    wait_for_previous_launch();
     PackedGate const& gate = params.gather.gate;
     int const num_slices = (params.depth + BLOCK_K - 1) / BLOCK_K;
     int const tiles_end = (view.count + Cfg::BLOCK_M - 1) / Cfg::BLOCK_M * params.num_tiles;

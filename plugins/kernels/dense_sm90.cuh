@@ -5,6 +5,7 @@
 
 #include "dense.cuh"
 #include "dependent_launch.cuh"
+#include "halves_sm90.cuh"
 #include "matmul_sm90.cuh"
 #include "schedule.h"
 
@@ -26,8 +27,21 @@ struct Params {
     int num_neurons;       // up: d_ff; down: d_out
     int num_tiles;         // of neurons
     int num_slices;
+    int num_halves;   // of each sum: 1, or 2 clusters share the slices, down only
+    Halves halves;    // of all tiles
     bool relu_on_up;  // dReLU
     bool all_rows;    // are dense, as the host knows
+};
+
+// The i-th piece of work of all clusters.
+struct Piece {
+    Tile tile;
+    Slices slices;
+
+    __device__ __forceinline__ Piece(Params const& params, int num_blocks, int i)
+        : tile(num_blocks, params.num_tiles, i / params.num_halves),
+          slices{params.num_slices * (i % params.num_halves) / params.num_halves,
+                 params.num_slices * (i % params.num_halves + 1) / params.num_halves} {}
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -180,15 +194,18 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     sync_cluster();
 
     allow_dependent_launch();
+    View const view(params.schedule, params.num_rows, params.all_rows);
+    if (ends_early(view.count == 0)) {
+        return;
+    }
     if (!params.all_rows || warp != 0) {  // else the loader waits later
         wait_for_previous_launch();
     }
-    View const view(params.schedule, params.num_rows, params.all_rows);
     int const num_blocks = (view.count + Cfg::kTileTokens - 1) / Cfg::kTileTokens;
-    int const tiles_end = num_blocks * params.num_tiles;
-    int const tiles_begin = static_cast<int>(blockIdx.x) / kClusterSize;
-    int const tiles_step = static_cast<int>(gridDim.x) / kClusterSize;
-    if (tiles_begin >= tiles_end) {
+    int const pieces_end = num_blocks * params.num_tiles * params.num_halves;
+    int const pieces_begin = static_cast<int>(blockIdx.x) / kClusterSize;
+    int const pieces_step = static_cast<int>(gridDim.x) / kClusterSize;
+    if (pieces_begin >= pieces_end) {
         return;  // as does the other CTA of the cluster
     }
     CUtensorMap const& tokens = params.tokens[view.all ? 0 : 1];
@@ -200,20 +217,20 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         int const consumer_warp = warp - kWarpgroupWarps;
         int const consumer = consumer_warp / kWarpgroupWarps;
         Ring<Cfg::kNumStages> ring;
-        for (int i = tiles_begin; i < tiles_end; i += tiles_step, parity ^= 1) {
-            Tile const tile(num_blocks, params.num_tiles, i);
+        for (int i = pieces_begin; i < pieces_end; i += pieces_step, parity ^= 1) {
+            auto const [tile, slices] = Piece(params, num_blocks, i);
             int const first_neuron = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
             int const first_position = tile.token_of<Cfg>(rank);
             float2 const biases = load_biases<Element>(params.bias, first_neuron + lane / 4, params.num_neurons);
             float accumulators[1][Cfg::kAccumulators];
-            multiply<Element, Cfg, !kUp>(accumulators, shared, ring, consumer, params.num_slices);
+            multiply<Element, Cfg, !kUp>(accumulators, shared, ring, consumer, slices.count());
 
             // Epilogue, of the up projection the first part
             if constexpr (kUp) {
                 wait_barrier(result_empty, parity ^ 1);
                 store_result<Cfg>(result, consumer_warp * 2,
                                   [&](int i) { return round_pair<Element>(accumulators[0], biases, i); });
-                if (i + tiles_step < tiles_end) {
+                if (i + pieces_step < pieces_end) {
                     arrive(result_stored);
                 } else {
                     // There is nothing more to multiply, so the consumers do the second part of the last tile.
@@ -224,6 +241,10 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                                                                    masks);
                 }
             } else {
+                int const share = (i / params.num_halves * kClusterSize + static_cast<int>(rank)) * kConsumerWarps;
+                if (params.num_halves == 2 && !add_halves(params.halves, share + consumer_warp, accumulators[0])) {
+                    continue;
+                }
                 mark_all_failed<Cfg>(params, view, first_position, accumulators[0]);
                 pass_result<Cfg>(
                     result + consumer_warp * Cfg::kBytesWarp,
@@ -243,21 +264,23 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         if (warp == 0) {
             // Loader
             if (lane == 0) {
-                Loader<Cfg, !kUp> loader = {shared, &params.weights, tokens, static_cast<int>(rank), params.num_slices};
-                int i = tiles_begin;
+                Loader<Cfg, !kUp> loader = {shared, &params.weights, tokens, static_cast<int>(rank)};
+                int i = pieces_begin;
                 if (params.all_rows) {
-                    loader.load_first(Tile(num_blocks, params.num_tiles, i), wait_for_previous_launch);
-                    i += tiles_step;
+                    Piece const piece(params, num_blocks, i);
+                    loader.load_first(piece.tile, piece.slices, wait_for_previous_launch);
+                    i += pieces_step;
                 }
-                for (; i < tiles_end; i += tiles_step) {
-                    loader.load(Tile(num_blocks, params.num_tiles, i));
+                for (; i < pieces_end; i += pieces_step) {
+                    Piece const piece(params, num_blocks, i);
+                    loader.load(piece.tile, piece.slices);
                 }
             }
         } else if constexpr (kUp) {
             // Helpers: epilogue, second part, of all tiles but the last
-            for (int i = tiles_begin; i < tiles_end; i += tiles_step, parity ^= 1) {
+            for (int i = pieces_begin; i < pieces_end; i += pieces_step, parity ^= 1) {
                 Tile const tile(num_blocks, params.num_tiles, i);
-                if (i + tiles_step >= tiles_end) {
+                if (i + pieces_step >= pieces_end) {
                     prefetch_g<Cfg>(params, view, tile, rank);
                     break;
                 }

@@ -166,8 +166,8 @@ def block_table() -> Iterator[Case]:
     for d_model in (8, 72, 200, 264):
         for gated in (True, False):
             yield Case(rows=300, d_model=d_model, d_ff=600, gated=gated, density=0.2, dtype=next(dtypes))
-    # Every number of tokens in a block, and several tiles a cluster.
-    for rows in (1, 17, 250, 512, 1100, 2500):
+    # Every number of tokens in a block, several tiles a cluster, and halves of sums.
+    for rows in (1, 17, 129, 160, 192, 250, 300, 400, 512, 1100, 2500):
         yield Case(rows=rows, d_model=200, d_ff=5632, d_out=1000, density=0.3, biases="", dtype=next(dtypes))
 
 
