@@ -30,16 +30,11 @@ size_t x_part_bytes(twell_problem const& problem) {
                : 0;
 }
 
-bool runs_sm90(twell_problem const& problem, Device const& device, Kernels choice) {
 #if defined(TWELL_SM90A)
+bool runs_sm90(twell_problem const& problem, Device const& device, Kernels choice) {
     return choice != Kernels::kGeneric && device.major == 9 && device.minor == 0 && dense_sm90_supports(problem);
-#else
-    (void)problem;
-    (void)device;
-    (void)choice;
-    return false;
-#endif
 }
+#endif
 
 PathCosts path_costs(twell_problem const& problem, Device const& device, Kernels choice) {
 #if defined(TWELL_SM90A)
