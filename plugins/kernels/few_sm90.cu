@@ -78,8 +78,13 @@ cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& te
                                : launch(gate_up_sm90::Config<64, true, 6>());
 }
 
-// Active pairs of a neuron and a token up to which a sparse down projection takes less than a dense one.
-int most_sparse_pairs(int tokens) { return tokens <= 24 ? 1500 + 120 * tokens : 4000 + 16 * tokens; }
+// Active pairs of a neuron and a token up to which a sparse down projection takes less than a dense one. Measured with
+// d_ff 5632; larger ones have a larger w_down to read.
+int most_sparse_pairs(twell_problem const& problem) {
+    constexpr int kDff = 5632;
+    int64_t const pairs = problem.tokens <= 24 ? 1500 + 120 * problem.tokens : 4000 + 16 * problem.tokens;
+    return static_cast<int>(pairs * std::max(problem.d_ff, kDff) / kDff);
+}
 
 template <class Element, Role kRole, class Sparse, class Dense>
 cudaError_t launch_role(down_sm90::Params const& params, Device const& device, cudaStream_t stream) {
@@ -137,7 +142,7 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     params.counters = scratch.counters;
     params.tokens = static_cast<int>(problem.tokens);
     params.num_gate_ctas = num_gate_ctas;
-    params.max_pairs = most_sparse_pairs(params.tokens);
+    params.max_pairs = most_sparse_pairs(problem);
     // The fewer tokens, the fewer columns a sparse CTA has, so that there are about two CTAs for each multiprocessor.
     using down_few::Config;
     using down_sm90::Dense;

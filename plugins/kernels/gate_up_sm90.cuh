@@ -1,9 +1,9 @@
-// Gate and up projections for 33 to 256 tokens on Hopper (sm_90a): h[t, n] of the active neurons n of each token t.
+// Gate and up projections for 33 to 128 tokens on Hopper (sm_90a): h[t, n] of the active neurons n of each token t.
 //
 // A cluster of two CTAs owns 96 neurons and all of d_model, so that the weights come from memory once, and nobody waits
 // for another's sums. Each CTA has half of the tokens: with all tokens in each, reading x over and over would take
 // longer than reading the weights. Warpgroups multiply tokens x neurons by wgmma, from a queue of slices that one
-// thread fills by TMA. Clusters begin at different places of d_model, or all would read the same lines of x at the same
+// warp fills by TMA. Clusters begin at different places of d_model, or all would read the same lines of x at the same
 // time.
 //
 // Up to 64 tokens whoever finds a neuron active computes its up projection at once: if a CTA has few active pairs of a
@@ -166,7 +166,7 @@ __device__ __forceinline__ void load_weights(uint32_t destination, CUtensorMap c
         : "memory");
 }
 
-// Brings all slices of the weights and x into the stages, by one thread.
+// Brings all slices of the weights and x into the stages, by one warp.
 template <Pass kPass, class Cfg>
 __device__ __forceinline__ void load_slices(Stages<Cfg> const& stages, matmul_sm90::Ring<Cfg::kNumStages>& ring,
                                             Params const& params, int neuron_begin, int token_begin) {
@@ -181,24 +181,31 @@ __device__ __forceinline__ void load_slices(Stages<Cfg> const& stages, matmul_sm
     int const num_boxes = kPass == Pass::kShared && has_up ? 2 * kBoxesOfGate : kBoxesOfGate;
     for (int i = 0; i < num_slices; ++i) {
         matmul_sm90::wait_barrier(stages.empty(ring.stage), ring.parity ^ 1);
-        uint32_t const full = stages.full(ring.stage);
-        int const column = slice * BLOCK_K;
-        matmul_sm90::arrive_and_expect(full, num_boxes * Cfg::kBytesBox + Cfg::kBytesX);
-        if constexpr (kPass == Pass::kUpAlone) {
-            for (int box = 0; box < num_boxes; ++box) {
-                matmul_sm90::load_box(stages.w(ring.stage) + box * Cfg::kBytesBox, params.w_up, full, column,
-                                      neuron_begin + box * Cfg::kBoxNeurons);
+        if (threadIdx.x % kWarpSize == 0) {
+            uint32_t const full = stages.full(ring.stage);
+            int const column = slice * BLOCK_K;
+            matmul_sm90::arrive_and_expect(full, num_boxes * Cfg::kBytesBox + Cfg::kBytesX);
+            if constexpr (kPass == Pass::kUpAlone) {
+                for (int box = 0; box < num_boxes; ++box) {
+                    matmul_sm90::load_box(stages.w(ring.stage) + box * Cfg::kBytesBox, params.w_up, full, column,
+                                          neuron_begin + box * Cfg::kBoxNeurons);
+                }
+            } else if (rank < num_boxes) {
+                load_weights(stages.w(ring.stage) + rank * Cfg::kBytesBox,
+                             rank < kBoxesOfGate ? params.w_gate : params.w_up, full, column,
+                             neuron_begin + rank % kBoxesOfGate * Cfg::kBoxNeurons, policy);
             }
-        } else if (rank < num_boxes) {
-            load_weights(stages.w(ring.stage) + rank * Cfg::kBytesBox,
-                         rank < kBoxesOfGate ? params.w_gate : params.w_up, full, column,
-                         neuron_begin + rank % kBoxesOfGate * Cfg::kBoxNeurons, policy);
+            matmul_sm90::load_box(stages.x(ring.stage), params.x, full, column, token_begin);
         }
-        matmul_sm90::load_box(stages.x(ring.stage), params.x, full, column, token_begin);
+        __syncwarp();
         ring.advance();
         slice = slice + 1 == num_slices ? 0 : slice + 1;
     }
 }
+
+// Passed by all threads once between the product and the sums that take the stages' place. (A barrier of the consumers
+// alone would do, but compute-sanitizer's racecheck then does not see the next __syncthreads().)
+__device__ __forceinline__ void sync_stages_read() { asm volatile("bar.sync 0;" ::: "memory"); }
 
 // Multiplies them, by the first warpgroups. The sums, [num_tokens, kStrideSums], take the stages' place.
 template <Pass kPass, class Element, class Cfg>
@@ -242,7 +249,7 @@ __device__ __forceinline__ void multiply(Stages<Cfg> const& stages, matmul_sm90:
         asm volatile("" : "+f"(accumulators[k])::"memory");
     }
     release(stage_before);
-    asm volatile("bar.sync 1, %0;" ::"n"(Cfg::kConsumerWarps * kWarpSize) : "memory");  // all stages have been read
+    sync_stages_read();
     // Fragments: tokens lane / 4 and lane / 4 + 8 of a warp's 16, neurons lane % 4 * 2 and the next of each 8.
     int const token = threadIdx.x / kWarpSize * 16 + lane / 4;
     uint32_t const sums = stages.sums(token, lane % 4 * 2);
@@ -441,9 +448,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     int const token_begin = rank * params.tokens_per_cta;
     int const token_end = min(token_begin + params.tokens_per_cta, params.tokens);
     bool const multiplies = warp < Cfg::kConsumerWarps;
-    bool const loads = thread == kLoader * kWarpSize;
+    bool const loads = warp == kLoader;
     allow_dependent_launch();
-    if (loads) {
+    if (loads && lane == 0) {
         stages.init();
         matmul_sm90::prefetch_map(params.w_gate);
         matmul_sm90::prefetch_map(params.x);
@@ -463,9 +470,10 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     }
     if (loads) {
         load_slices<Pass::kShared>(stages, ring, params, neuron_begin, token_begin);
+        sync_stages_read();
     } else if (multiplies) {
         multiply<Pass::kShared, Element, Cfg>(stages, ring, params.d_model, num_tokens);
-    } else if (warp < kLoader) {
+    } else {
         constexpr int kIdleThreads = (kLoader - Cfg::kConsumerWarps) * kWarpSize;
         int const idle = thread - Cfg::kConsumerWarps * kWarpSize;
         for (int m = idle; m < kNeurons; m += kIdleThreads) {
@@ -473,9 +481,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             storage.b_up[m] = params.b_up != nullptr && n < params.d_ff ? params.b_up[n] : 0;
         }
         clear<Cfg>(params, neuron_begin, token_begin, num_tokens);
+        sync_stages_read();
     }
     if (warp == kLoader) {
-        __syncwarp();  // a thread of it has loaded
         neurons.template load<Element>(params, neuron_begin);
     }
     __syncthreads();
@@ -509,10 +517,12 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         if (has_up) {
             if (loads) {
                 load_slices<Pass::kUpAlone>(stages, ring, params, neuron_begin, token_begin);
+                sync_stages_read();
             } else if (multiplies) {
                 multiply<Pass::kUpAlone, Element, Cfg>(stages, ring, params.d_model, num_tokens);
+            } else {
+                sync_stages_read();
             }
-            __syncwarp();
             __syncthreads();
         }
         store_pairs<Element, Cfg>(params, stages, storage, 0, neuron_begin, token_begin);

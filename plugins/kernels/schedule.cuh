@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     __syncthreads();
     uint32_t all = 0;
     uint32_t before = 0;
-#pragma unroll 4
+#pragma unroll 8
     for (unsigned block = threadIdx.x / kBuckets; block < gridDim.x; block += kThreads / kBuckets) {
         uint32_t const rows = params.schedule.block_buckets[block * kBuckets + bucket];
         all += rows;

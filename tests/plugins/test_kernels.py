@@ -375,6 +375,7 @@ def may_be_dense(block: Block) -> bool:
     if rows > FEW_TOKENS_DENSE:
         return rows <= FEW_TOKENS and torch.cuda.get_device_capability() == (9, 0)
     most = 1500 + 120 * rows if rows <= 24 else 4000 + 16 * rows
+    most *= max(len(block.w_gate) / 5632, 1)
     return rows > 1 and int((reference.gate_values(block) != 0).sum()) > 0.9 * most
 
 
