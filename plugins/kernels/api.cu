@@ -114,7 +114,7 @@ TWELL_API cudaError_t twell_internal_schedule(twell_problem const* problem, uint
                                               cudaStream_t stream);
 
 // twell_mlp for any number of tokens, with so many rows on the dense path, see launch_up_down, or, for kDenseBlock, as
-// a dense block without a gate of its own. For tests, likewise.
+// a dense block without a gate of its own; `kernels` is the caller's choice of twell::Kernels. For tests, likewise.
 TWELL_API cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                            int64_t dense_rows, int32_t kernels, cudaStream_t stream);
 
