@@ -90,19 +90,20 @@ void* scratch_in(void* workspace, twell_problem const* problem) {
 
 // Both steps, from many tokens on.
 cudaError_t run_steps(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,
-                      int64_t dense_rows, cudaStream_t stream) {
+                      int64_t dense_rows, cudaStream_t stream, twell::Kernels choice = twell::Kernels::kBest) {
     uint16_t* const spilled = twell::spilled_in(problem, scratch);
-    if (cudaError_t const error = twell::launch_gate(problem, tensors, packed, spilled, stream); error != cudaSuccess) {
+    if (cudaError_t const error = twell::launch_gate(problem, tensors, packed, spilled, stream, choice);
+        error != cudaSuccess) {
         return error;
     }
-    return twell::launch_up_down(problem, tensors, packed, scratch, dense_rows, stream);
+    return twell::launch_up_down(problem, tensors, packed, scratch, dense_rows, stream, choice);
 }
 
 }  // namespace
 
 extern "C" {
 
-// twell_gate with a twell::GateKernel of the caller's choice. For tests and benchmarks, so it is in no public header.
+// twell_gate with the caller's choice of twell::Kernels. For tests and benchmarks, so it is in no public header.
 TWELL_API cudaError_t twell_internal_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
                                           int32_t kernel, cudaStream_t stream);
 
@@ -113,9 +114,9 @@ TWELL_API cudaError_t twell_internal_schedule(twell_problem const* problem, uint
                                               cudaStream_t stream);
 
 // twell_mlp for any number of tokens, with so many rows on the dense path, see launch_up_down, or, for kDenseBlock, as
-// a dense block without a gate of its own. For tests, likewise.
+// a dense block without a gate of its own; `kernels` is the caller's choice of twell::Kernels. For tests, likewise.
 TWELL_API cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
-                                           int64_t dense_rows, cudaStream_t stream);
+                                           int64_t dense_rows, int32_t kernels, cudaStream_t stream);
 
 char const* twell_validate(twell_problem const* problem) {
     if (problem == nullptr) {
@@ -172,13 +173,13 @@ size_t twell_workspace_bytes(twell_problem const* problem) {
 
 cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
                        cudaStream_t stream) {
-    return twell_internal_gate(problem, tensors, packed, static_cast<int32_t>(twell::GateKernel::kBest), stream);
+    return twell_internal_gate(problem, tensors, packed, static_cast<int32_t>(twell::Kernels::kBest), stream);
 }
 
 cudaError_t twell_internal_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
                                 int32_t kernel, cudaStream_t stream) {
     if (!is_valid(problem) || tensors == nullptr || kernel < 0 ||
-        kernel > static_cast<int32_t>(twell::GateKernel::kSm90)) {
+        kernel > static_cast<int32_t>(twell::Kernels::kSm90)) {
         return cudaErrorInvalidValue;
     }
     if (problem->tokens == 0) {
@@ -188,7 +189,7 @@ cudaError_t twell_internal_gate(twell_problem const* problem, twell_tensors cons
         error != cudaSuccess) {
         return error;
     }
-    return twell::launch_gate(*problem, *tensors, packed, nullptr, stream, static_cast<twell::GateKernel>(kernel));
+    return twell::launch_gate(*problem, *tensors, packed, nullptr, stream, static_cast<twell::Kernels>(kernel));
 }
 
 cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* tensors, uint32_t const* packed,
@@ -236,7 +237,7 @@ cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors
 }
 
 cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
-                                 int64_t dense_rows, cudaStream_t stream) {
+                                 int64_t dense_rows, int32_t kernels, cudaStream_t stream) {
     if (dense_rows == kDenseBlock) {
         twell::Device device = {};
         if (cudaError_t const error = twell::query_device(device); error != cudaSuccess) {
@@ -245,7 +246,7 @@ cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors con
         return twell::launch_dense_rows(*problem, *tensors, scratch_in(workspace, problem), device, stream);
     }
     return run_steps(*problem, *tensors, static_cast<uint32_t*>(workspace), scratch_in(workspace, problem), dense_rows,
-                     stream);
+                     stream, static_cast<twell::Kernels>(kernels));
 }
 
 size_t twell_internal_schedule_bytes(twell_problem const* problem) { return twell::schedule_bytes(*problem); }

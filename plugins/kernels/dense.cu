@@ -1,4 +1,8 @@
+#include <algorithm>
+
 #include "dense.h"
+#include "dense_generic.h"
+#include "halves_sm90.cuh"
 #include "problem.cuh"
 #if defined(TWELL_SM90A)
 #include "dense_sm90.h"
@@ -11,6 +15,11 @@ namespace {
 // has to be gathered.
 constexpr int64_t kPartDivisor = 4;
 
+// For the guard, measured on an H200, see benchmarks/README.md: how long each non-zero of the heaviest row takes, and
+// how much longer both paths take than one.
+constexpr float kHeaviestNonzeroNs = 100.0f;
+constexpr float kPartNs = 40e3f;
+
 size_t h_part_bytes(twell_problem const& problem) {
     return aligned(static_cast<size_t>(max_dense_part(problem)) * spilled_stride(problem) * sizeof(uint16_t));
 }
@@ -21,11 +30,52 @@ size_t x_part_bytes(twell_problem const& problem) {
                : 0;
 }
 
+#if defined(TWELL_SM90A)
+bool runs_sm90(twell_problem const& problem, Device const& device, Kernels choice) {
+    return choice != Kernels::kGeneric && device.major == 9 && device.minor == 0 && dense_sm90_supports(problem);
+}
+#endif
+
+PathCosts path_costs(twell_problem const& problem, Device const& device, Kernels choice) {
+#if defined(TWELL_SM90A)
+    if (runs_sm90(problem, device, choice)) {
+        return dense_sm90_costs(problem, device);
+    }
+#endif
+    (void)choice;
+    return dense_generic_costs(problem, device);
+}
+
+// Up to so many tokens a dense block may lack tiles for all multiprocessors.
+constexpr int64_t kMostHalvedTokens = 512;
+constexpr int64_t kMostTileTokens = 256;
+
+// With the rows and columns that tiles have outside.
+int64_t most_halved_sums(twell_problem const& problem) {
+    auto const round_up = [](int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; };
+    return round_up(std::min(problem.tokens, kMostHalvedTokens), kMostTileTokens) * round_up(problem.d_out, TWELL_TILE);
+}
+
+int num_half_states(twell_problem const& problem) {
+    return static_cast<int>(most_halved_sums(problem) / kFewestHalvedSums);
+}
+
+size_t half_state_bytes(twell_problem const& problem) { return aligned(num_half_states(problem) * sizeof(uint32_t)); }
+
 }  // namespace
 
 int64_t max_dense_part(twell_problem const& problem) { return (problem.tokens + kPartDivisor - 1) / kPartDivisor; }
 
-size_t dense_scratch_bytes(twell_problem const& problem) { return h_part_bytes(problem) + x_part_bytes(problem); }
+size_t dense_scratch_bytes(twell_problem const& problem) {
+    return std::max(h_part_bytes(problem) + x_part_bytes(problem),
+                    half_state_bytes(problem) + aligned(most_halved_sums(problem) * sizeof(float)));
+}
+
+DenseHalves dense_halves_in(twell_problem const& problem, void* scratch) {
+    unsigned char* const states = static_cast<unsigned char*>(scratch);
+    return {reinterpret_cast<float4*>(states + half_state_bytes(problem)), reinterpret_cast<uint32_t*>(states),
+            most_halved_sums(problem), num_half_states(problem)};
+}
 
 bool is_dense_block(twell_problem const& problem, Device const& device) {
 #if defined(TWELL_SM90A)
@@ -37,15 +87,24 @@ bool is_dense_block(twell_problem const& problem, Device const& device) {
 #endif
 }
 
-GuardModel guard_model(twell_problem const& problem, Device const& device) {
-#if defined(TWELL_SM90A)
-    if (device.major == 9 && device.minor == 0 && dense_sm90_supports(problem)) {
-        return dense_sm90_model(problem, device);
+GuardModel guard_model(twell_problem const& problem, Device const& device, Kernels choice) {
+    bool const gated = problem.variant == TWELL_GATED;
+    float const row_bytes = 2.0f * static_cast<float>(problem.d_out + (gated ? problem.d_model : 0));
+    float const copied_bytes = 2.0f * static_cast<float>(gated ? problem.d_model : spilled_stride(problem));
+    PathCosts const costs = path_costs(problem, device, choice);
+    GuardModel model = {};
+    model.enabled = true;
+    model.max_part = static_cast<uint32_t>(max_dense_part(problem));
+    model.nonzero_ns = row_bytes / costs.gathered_bytes_per_ns;
+    model.heaviest_ns = kHeaviestNonzeroNs;
+    model.part_row_ns = copied_bytes / costs.copied_bytes_per_ns;
+    model.part_ns = kPartNs;
+    model.up = costs.up;
+    model.down = costs.down;
+    if (!gated) {
+        model.up.round_ns = 0.0f;
     }
-#endif
-    (void)problem;
-    (void)device;
-    return {};
+    return model;
 }
 
 Gather gather_for(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed, uint16_t* spilled,
@@ -62,14 +121,20 @@ Gather gather_for(twell_problem const& problem, twell_tensors const& tensors, ui
     return gather;
 }
 
-#if !defined(TWELL_SM90A)
-cudaError_t launch_dense(twell_problem const&, twell_tensors const&, Gather const&, Schedule const&, Device const&,
-                         cudaStream_t) {
-    return cudaErrorNotSupported;
+cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
+                         Schedule const& schedule, Device const& device, cudaStream_t stream, Kernels choice) {
+#if defined(TWELL_SM90A)
+    if (runs_sm90(problem, device, choice)) {
+        return launch_dense_sm90(problem, tensors, gather, schedule, device, stream);
+    }
+#endif
+    (void)choice;
+    return launch_dense_generic(problem, tensors, gather, schedule, device, stream);
 }
 
-cudaError_t launch_dense_block(twell_problem const&, twell_tensors const&, uint16_t*, Schedule const&, Device const&,
-                               cudaStream_t) {
+#if !defined(TWELL_SM90A)
+cudaError_t launch_dense_block(twell_problem const&, twell_tensors const&, uint16_t*, DenseHalves const&,
+                               Schedule const&, Device const&, cudaStream_t) {
     return cudaErrorNotSupported;
 }
 #endif

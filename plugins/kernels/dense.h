@@ -1,4 +1,4 @@
-// The dense path: up and down projections of rows that are too dense for the sparse kernels, where the device has one.
+// The dense path: up and down projections of rows that are too dense for the sparse kernels.
 #ifndef TWELL_KERNELS_DENSE_H_
 #define TWELL_KERNELS_DENSE_H_
 
@@ -14,29 +14,49 @@ namespace twell {
 // Unless all rows are dense, so many may be.
 int64_t max_dense_part(twell_problem const& problem);
 
-// Bytes of scratch memory that gather_for needs; never shrinks when `tokens` grows.
+// Bytes of scratch memory that gather_for and dense_halves_in need; never shrinks when `tokens` grows.
 size_t dense_scratch_bytes(twell_problem const& problem);
 
-// What the guard has to know; it is not enabled where the device has no dense path for the problem.
-GuardModel guard_model(twell_problem const& problem, Device const& device);
+// What a device does on either path, for the guard.
+struct PathCosts {
+    float gathered_bytes_per_ns;  // of weights, sparse
+    float copied_bytes_per_ns;    // of rows that the dense path wants to be neighbours
+    DenseRounds up;               // of a gated block
+    DenseRounds down;
+};
+
+// What the guard has to know.
+GuardModel guard_model(twell_problem const& problem, Device const& device, Kernels choice);
 
 // What the schedule has to gather; `scratch` is 256-byte aligned.
 Gather gather_for(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed, uint16_t* spilled,
                   void* scratch);
 
 // Enqueues kernels that compute y of the heavy rows; they do nothing where there are none. Where all rows are heavy,
-// the spilled matrix is overwritten. The device has a dense path for the problem.
+// the spilled matrix is overwritten.
 cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
-                         Schedule const& schedule, Device const& device, cudaStream_t stream);
+                         Schedule const& schedule, Device const& device, cudaStream_t stream, Kernels choice);
+
+// Scratch memory for a down projection whose sums two clusters compute half each: see halves_sm90.cuh.
+struct DenseHalves {
+    float4* sums;      // [most_sums / 4]
+    uint32_t* states;  // [num_states]
+    int64_t most_sums;
+    int num_states;
+};
+
+// `scratch` is what gather_for needs, too.
+DenseHalves dense_halves_in(twell_problem const& problem, void* scratch);
 
 // Whether the problem is so small that it had better be computed as a dense block, whatever the density: the guard
-// would cost a dense layer more than skipping gains a sparse one. The device has a dense path for it.
+// would cost a dense layer more than skipping gains a sparse one. Only compute capability 9.0 has kernels for that.
 bool is_dense_block(twell_problem const& problem, Device const& device);
 
 // Enqueues kernels that compute y of all rows as a dense block does: no packed matrix. `h` is [tokens, d_ff], rows
 // spilled_stride(problem) elements apart. The schedule then says that all rows are heavy, and which have failed.
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               Schedule const& schedule, Device const& device, cudaStream_t stream);
+                               DenseHalves const& halves, Schedule const& schedule, Device const& device,
+                               cudaStream_t stream);
 
 }  // namespace twell
 

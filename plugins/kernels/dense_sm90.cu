@@ -11,19 +11,19 @@ namespace sm90 = dense_sm90;
 using sm90::Projection;
 
 // For the guard, measured on an H200 at d_model 2048 and d_ff 5632, see benchmarks/README.md: how fast the sparse path
-// gathers weights, how long each non-zero of the heaviest row takes, how fast rows are copied; and how long a cycle is
-// under load.
+// gathers weights, how fast rows are copied; and how long a cycle is under load.
 constexpr float kGatheredBytesPerNs = 8400.0f;
-constexpr float kHeaviestNonzeroNs = 100.0f;
 constexpr float kCopiedBytesPerNs = 1500.0f;
 constexpr float kCycleNs = 0.72f;
-constexpr float kPartNs = 40e3f;
 // Dense blocks: from so many tokens on, since below kernels for few tokens skip much of w_up and w_down, and up to so
 // many products of the gate's, where the guard's dense path begins to cost little more than a dense block.
 constexpr int64_t kFewestTokens = 129;
 constexpr float kMostProducts = 1920.0f * 2048 * 5632;
 // Sums of more products have not been tested there.
 constexpr int kMostDModel = 16384;
+
+using DownTilings =
+    sm90::Tilings<sm90::Choices<112, 128, 144, 160, 176, 208, 232, 256>, sm90::Choices<48, 64, 80, 96, 112>>;
 
 // What all kernels of one call share.
 struct Launch {
@@ -34,6 +34,7 @@ struct Launch {
     Device const& device;
     cudaStream_t stream;
     bool all_rows;  // are dense, whatever the schedule says
+    DenseHalves halves;
 };
 
 // What a projection has to do if all rows are dense, and how it does it, whatever rows are.
@@ -41,22 +42,23 @@ template <Projection kProjection>
 struct Shape {
     static constexpr bool kUp = kProjection == Projection::kUp;
 
+    using Tilings = std::conditional_t<kUp, sm90::TokensShared, DownTilings>;
+
     sm90::Product product;
     int clusters;  // that the device holds
-    int tokens_per_block;
+    sm90::Tiling tiling;
 
-    Shape(twell_problem const& problem, Device const& device)
+    Shape(twell_problem const& problem, int64_t most_halved_sums, Device const& device)
         : product{problem.tokens, kUp ? problem.d_ff : problem.d_out,
-                  static_cast<int>((kUp ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K), 1, !kUp},
+                  static_cast<int>((kUp ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K), 1,
+                  most_halved_sums},
           clusters(device.num_multiprocessors / sm90::kClusterSize),
-          tokens_per_block(sm90::choose(product, clusters, sm90::AllChoices())) {}
-
-    sm90::Tiling tiling() const { return sm90::Tiling(product, tokens_per_block); }
+          tiling(sm90::choose(product, clusters, Tilings())) {}
 
     DenseRounds rounds() const {
-        return {1.0f / static_cast<float>(tiling().tile_tokens),
-                static_cast<float>(tiling().num_tiles) / static_cast<float>(clusters),
-                static_cast<float>(tiling().round_cycles) * kCycleNs};
+        return {1.0f / static_cast<float>(tiling.tile_tokens),
+                static_cast<float>(tiling.num_tiles) / static_cast<float>(clusters),
+                static_cast<float>(tiling.round_cycles) * kCycleNs};
     }
 };
 
@@ -70,8 +72,10 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
     params.schedule = launch.schedule;
     params.num_rows = problem.tokens;
     params.num_neurons = shape.product.num_neurons;
-    params.num_tiles = shape.tiling().num_tiles;
+    params.num_tiles = shape.tiling.num_tiles;
     params.num_slices = shape.product.num_slices;
+    params.num_halves = shape.tiling.num_halves;
+    params.halves = {launch.halves.sums, launch.halves.states};
     params.relu_on_up = problem.activation == TWELL_DRELU;
     params.all_rows = launch.all_rows;
     cudaError_t error = cudaSuccess;
@@ -102,17 +106,17 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
         return error;
     }
     return launch_dependent(sm90::dense_kernel<Element, Cfg, kProjection>, params,
-                            sm90::grid_of(shape.tiling(), shape.clusters), sm90::kThreads, Cfg::kSharedBytes,
+                            sm90::grid_of(shape.tiling, shape.clusters), sm90::kThreads, Cfg::kSharedBytes,
                             launch.device, launch.stream);
 }
 
 template <class Element, Projection kProjection>
 cudaError_t launch_projection(Launch const& launch) {
-    Shape<kProjection> const shape(launch.problem, launch.device);
-    return sm90::with_config(shape.tokens_per_block, sm90::AllChoices(), [&](auto tokens) {
+    Shape<kProjection> const shape(launch.problem, launch.halves.most_sums, launch.device);
+    using Tilings = typename Shape<kProjection>::Tilings;
+    return sm90::with_config(shape.tiling, Tilings(), [&](auto tokens, auto shares_weights) {
         constexpr bool kUp = kProjection == Projection::kUp;
-        constexpr int kTokens = decltype(tokens)::value;
-        using Cfg = sm90::Config<kTokens, kUp, 1, sm90::shares_weights(!kUp, kTokens)>;
+        using Cfg = sm90::Config<decltype(tokens)::value, kUp, 1, decltype(shares_weights)::value>;
         return launch_projection<Element, Cfg, kProjection>(launch, shape);
     });
 }
@@ -138,40 +142,27 @@ bool dense_sm90_prefers_block(twell_problem const& problem) {
     return problem.tokens >= kFewestTokens && problem.d_model <= kMostDModel && products <= kMostProducts;
 }
 
-GuardModel dense_sm90_model(twell_problem const& problem, Device const& device) {
-    bool const gated = problem.variant == TWELL_GATED;
-    float const row_bytes = 2.0f * static_cast<float>(problem.d_out + (gated ? problem.d_model : 0));
-    float const copied_bytes = 2.0f * static_cast<float>(gated ? problem.d_model : spilled_stride(problem));
-    GuardModel model = {};
-    model.enabled = true;
-    model.max_part = static_cast<uint32_t>(max_dense_part(problem));
-    model.nonzero_ns = row_bytes / kGatheredBytesPerNs;
-    model.heaviest_ns = kHeaviestNonzeroNs;
-    model.part_row_ns = copied_bytes / kCopiedBytesPerNs;
-    model.part_ns = kPartNs;
-    model.down = Shape<Projection::kDown>(problem, device).rounds();
-    model.up = gated ? Shape<Projection::kUp>(problem, device).rounds() : model.down;
-    if (!gated) {
-        model.up.round_ns = 0.0f;
-    }
-    return model;
+PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device) {
+    return {kGatheredBytesPerNs, kCopiedBytesPerNs, Shape<Projection::kUp>(problem, 0, device).rounds(),
+            Shape<Projection::kDown>(problem, 0, device).rounds()};
 }
 
-cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
-                         Schedule const& schedule, Device const& device, cudaStream_t stream) {
-    Launch const launch = {problem, tensors, gather, schedule, device, stream, false};
+cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
+                              Schedule const& schedule, Device const& device, cudaStream_t stream) {
+    Launch const launch = {problem, tensors, gather, schedule, device, stream, false, {}};
     return problem.dtype == TWELL_BF16 ? launch_projections<Bf16>(launch) : launch_projections<Fp16>(launch);
 }
 
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               Schedule const& schedule, Device const& device, cudaStream_t stream) {
-    if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, schedule, device, stream);
+                               DenseHalves const& halves, Schedule const& schedule, Device const& device,
+                               cudaStream_t stream) {
+    if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, halves, schedule, device, stream);
         error != cudaSuccess) {
         return error;
     }
     Gather gather = {};
     gather.gate.spilled = h;
-    Launch const launch = {problem, tensors, gather, schedule, device, stream, true};
+    Launch const launch = {problem, tensors, gather, schedule, device, stream, true, halves};
     return problem.dtype == TWELL_BF16 ? launch_projection<Bf16, Projection::kDown>(launch)
                                        : launch_projection<Fp16, Projection::kDown>(launch);
 }

@@ -1,33 +1,18 @@
 // The dense path on Hopper (sm_90a): up and down projections of rows that are too dense for the sparse ones. See
 // matmul_sm90.cuh for the products.
-//
-// Between the two there is h [dense rows, num_tiles * TWELL_TILE], in the element type. Which rows are dense is known
-// on the device alone: grids are fixed, and CTAs that find nothing to do leave.
-//   all rows   h takes the place of g in the spilled matrix, x is read where it is
-//   a part     gather.cuh has copied x of the dense rows to where they are neighbours, and so is h
 #ifndef TWELL_KERNELS_DENSE_SM90_CUH_
 #define TWELL_KERNELS_DENSE_SM90_CUH_
 
+#include "dense.cuh"
 #include "dependent_launch.cuh"
+#include "halves_sm90.cuh"
 #include "matmul_sm90.cuh"
 #include "schedule.h"
 
 namespace twell::dense_sm90 {
 
+using namespace dense;
 using namespace matmul_sm90;
-
-// The rows, on the device. NOTE: read them after wait_for_previous_launch(), and not by __ldg.
-struct View {
-    int count;  // of dense rows
-    bool all;
-
-    __device__ __forceinline__ View(Schedule const& schedule, int64_t tokens, bool all_rows)
-        : count(static_cast<int>(all_rows ? tokens : schedule.header->heavy_count)), all(count == tokens) {}
-
-    __device__ __forceinline__ int row_of(Schedule const& schedule, int position) const {
-        return all ? position : static_cast<int>(schedule.row_order[position].row);
-    }
-};
 
 struct Params {
     CUtensorMap weights;  // up: w_up [d_ff, d_model]; down: w_down [d_ff, d_out]
@@ -42,34 +27,29 @@ struct Params {
     int num_neurons;       // up: d_ff; down: d_out
     int num_tiles;         // of neurons
     int num_slices;
+    int num_halves;   // of each sum: 1, or 2 clusters share the slices, down only
+    Halves halves;    // of all tiles
     bool relu_on_up;  // dReLU
     bool all_rows;    // are dense, as the host knows
 };
 
-enum class Projection { kUp, kDown };
+// The i-th piece of work of all clusters.
+struct Piece {
+    Tile tile;
+    Slices slices;
+
+    __device__ __forceinline__ Piece(Params const& params, int num_blocks, int i)
+        : tile(num_blocks, params.num_tiles, i / params.num_halves),
+          slices{params.num_slices * (i % params.num_halves) / params.num_halves,
+                 params.num_slices * (i % params.num_halves + 1) / params.num_halves} {}
+};
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-__device__ __forceinline__ bool is_finite(float value) { return fabsf(value) < INFINITY; }
-
-// h of two neurons; where g is 0, so is h, whatever u is.
-template <class Element>
-__device__ __forceinline__ uint32_t multiply_pair(uint32_t g_pair, uint32_t u_pair, bool relu_on_up) {
-    float2 const g = Element::to_float2(g_pair);
-    float2 u = Element::to_float2(u_pair);
-    if (relu_on_up) {
-        u.x = u.x <= 0.0f ? 0.0f : u.x;  // NaN is kept
-        u.y = u.y <= 0.0f ? 0.0f : u.y;
-    }
-    return Element::from_float2(g.x == 0.0f ? 0.0f : g.x * u.x, g.y == 0.0f ? 0.0f : g.y * u.y);
-}
-
-// Marks the rows that this thread has a sum of that is not finite. One reason is u or h out of the element type's
-// range, another an inactive neuron's weight that is not finite: the contract has no such limit and ignores such a
-// weight, so the sparse path must compute these rows.
+// Marks the rows that this thread has a sum of that is not finite.
 template <class Cfg>
-__device__ __forceinline__ void mark_failed(Params const& params, View const& view, int first_position,
-                                            float const (&accumulators)[Cfg::kAccumulators]) {
+__device__ __forceinline__ void mark_all_failed(Params const& params, View const& view, int first_position,
+                                                float const (&accumulators)[Cfg::kAccumulators]) {
     bool finite = true;
 #pragma unroll
     for (int i = 0; i < Cfg::kAccumulators; ++i) {
@@ -82,10 +62,7 @@ __device__ __forceinline__ void mark_failed(Params const& params, View const& vi
     for (int i = 0; i < Cfg::kAccumulators; ++i) {
         int const position = first_position + i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
         if (!is_finite(accumulators[i]) && position < view.count) {
-            uint32_t const row = static_cast<uint32_t>(view.row_of(params.schedule, position));
-            if (atomicExch(params.schedule.has_failed + row, 1u) == 0) {
-                params.schedule.rest_rows[atomicAdd(&params.schedule.header->rest_count, 1u)] = row;
-            }
+            mark_failed(params.schedule, view, position);
         }
     }
 }
@@ -174,10 +151,7 @@ __device__ __forceinline__ void multiply_by_g(Params const& params, View const& 
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
             uint4 const u = load_chunk(result + chunk_offset<Cfg>(index(r), chunk));
-            chunks[r].x = multiply_pair<Element>(chunks[r].x, u.x, params.relu_on_up);
-            chunks[r].y = multiply_pair<Element>(chunks[r].y, u.y, params.relu_on_up);
-            chunks[r].z = multiply_pair<Element>(chunks[r].z, u.z, params.relu_on_up);
-            chunks[r].w = multiply_pair<Element>(chunks[r].w, u.w, params.relu_on_up);
+            chunks[r] = multiply_chunk<Element>(chunks[r], u, params.relu_on_up);
         }
         uint16_t* const h = view.all ? gate.spilled : params.h_part;
 #pragma unroll
@@ -220,15 +194,18 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     sync_cluster();
 
     allow_dependent_launch();
+    View const view(params.schedule, params.num_rows, params.all_rows);
+    if (ends_early(view.count == 0)) {
+        return;
+    }
     if (!params.all_rows || warp != 0) {  // else the loader waits later
         wait_for_previous_launch();
     }
-    View const view(params.schedule, params.num_rows, params.all_rows);
     int const num_blocks = (view.count + Cfg::kTileTokens - 1) / Cfg::kTileTokens;
-    int const tiles_end = num_blocks * params.num_tiles;
-    int const tiles_begin = static_cast<int>(blockIdx.x) / kClusterSize;
-    int const tiles_step = static_cast<int>(gridDim.x) / kClusterSize;
-    if (tiles_begin >= tiles_end) {
+    int const pieces_end = num_blocks * params.num_tiles * params.num_halves;
+    int const pieces_begin = static_cast<int>(blockIdx.x) / kClusterSize;
+    int const pieces_step = static_cast<int>(gridDim.x) / kClusterSize;
+    if (pieces_begin >= pieces_end) {
         return;  // as does the other CTA of the cluster
     }
     CUtensorMap const& tokens = params.tokens[view.all ? 0 : 1];
@@ -240,20 +217,20 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         int const consumer_warp = warp - kWarpgroupWarps;
         int const consumer = consumer_warp / kWarpgroupWarps;
         Ring<Cfg::kNumStages> ring;
-        for (int i = tiles_begin; i < tiles_end; i += tiles_step, parity ^= 1) {
-            Tile const tile(num_blocks, params.num_tiles, i);
+        for (int i = pieces_begin; i < pieces_end; i += pieces_step, parity ^= 1) {
+            auto const [tile, slices] = Piece(params, num_blocks, i);
             int const first_neuron = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
             int const first_position = tile.token_of<Cfg>(rank);
             float2 const biases = load_biases<Element>(params.bias, first_neuron + lane / 4, params.num_neurons);
             float accumulators[1][Cfg::kAccumulators];
-            multiply<Element, Cfg, !kUp>(accumulators, shared, ring, consumer, params.num_slices);
+            multiply<Element, Cfg, !kUp>(accumulators, shared, ring, consumer, slices.count());
 
             // Epilogue, of the up projection the first part
             if constexpr (kUp) {
                 wait_barrier(result_empty, parity ^ 1);
                 store_result<Cfg>(result, consumer_warp * 2,
                                   [&](int i) { return round_pair<Element>(accumulators[0], biases, i); });
-                if (i + tiles_step < tiles_end) {
+                if (i + pieces_step < pieces_end) {
                     arrive(result_stored);
                 } else {
                     // There is nothing more to multiply, so the consumers do the second part of the last tile.
@@ -264,7 +241,11 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                                                                    masks);
                 }
             } else {
-                mark_failed<Cfg>(params, view, first_position, accumulators[0]);
+                int const share = (i / params.num_halves * kClusterSize + static_cast<int>(rank)) * kConsumerWarps;
+                if (params.num_halves == 2 && !add_halves(params.halves, share + consumer_warp, accumulators[0])) {
+                    continue;
+                }
+                mark_all_failed<Cfg>(params, view, first_position, accumulators[0]);
                 pass_result<Cfg>(
                     result + consumer_warp * Cfg::kBytesWarp,
                     [&](int i) { return round_pair<Element>(accumulators[0], biases, i); },
@@ -283,21 +264,23 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         if (warp == 0) {
             // Loader
             if (lane == 0) {
-                Loader<Cfg, !kUp> loader = {shared, &params.weights, tokens, static_cast<int>(rank), params.num_slices};
-                int i = tiles_begin;
+                Loader<Cfg, !kUp> loader = {shared, &params.weights, tokens, static_cast<int>(rank)};
+                int i = pieces_begin;
                 if (params.all_rows) {
-                    loader.load_first(Tile(num_blocks, params.num_tiles, i), wait_for_previous_launch);
-                    i += tiles_step;
+                    Piece const piece(params, num_blocks, i);
+                    loader.load_first(piece.tile, piece.slices, wait_for_previous_launch);
+                    i += pieces_step;
                 }
-                for (; i < tiles_end; i += tiles_step) {
-                    loader.load(Tile(num_blocks, params.num_tiles, i));
+                for (; i < pieces_end; i += pieces_step) {
+                    Piece const piece(params, num_blocks, i);
+                    loader.load(piece.tile, piece.slices);
                 }
             }
         } else if constexpr (kUp) {
             // Helpers: epilogue, second part, of all tiles but the last
-            for (int i = tiles_begin; i < tiles_end; i += tiles_step, parity ^= 1) {
+            for (int i = pieces_begin; i < pieces_end; i += pieces_step, parity ^= 1) {
                 Tile const tile(num_blocks, params.num_tiles, i);
-                if (i + tiles_step >= tiles_end) {
+                if (i + pieces_step >= pieces_end) {
                     prefetch_g<Cfg>(params, view, tile, rank);
                     break;
                 }

@@ -1,5 +1,5 @@
-// The dense path on compute capability 9.0, launch_dense and launch_dense_block included. Built when the architectures
-// include sm_90a.
+// The dense path on compute capability 9.0, launch_dense_block (dense.h) included. Built when the architectures include
+// sm_90a.
 #ifndef TWELL_KERNELS_DENSE_SM90_H_
 #define TWELL_KERNELS_DENSE_SM90_H_
 
@@ -12,7 +12,11 @@ bool dense_sm90_supports(twell_problem const& problem);
 
 bool dense_sm90_prefers_block(twell_problem const& problem);
 
-GuardModel dense_sm90_model(twell_problem const& problem, Device const& device);
+PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device);
+
+// See launch_dense.
+cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
+                              Schedule const& schedule, Device const& device, cudaStream_t stream);
 
 }  // namespace twell
 

@@ -20,6 +20,10 @@ __device__ __forceinline__ void allow_dependent_launch() {
 #endif
 }
 
+// Whether this CTA may leave before the kernel before has ended, as the launch has nothing to do. One CTA stays, so
+// that nobody takes the end of this launch for the end of those before.
+__device__ __forceinline__ bool ends_early(bool has_nothing_to_do) { return has_nothing_to_do && blockIdx.x != 0; }
+
 }  // namespace twell
 
 #endif  // TWELL_KERNELS_DEPENDENT_LAUNCH_CUH_

@@ -45,7 +45,6 @@ constexpr int kPassNeurons = kPassWords * kMaskBits;
 template <class Cfg>
 struct Shared {
     uint16_t list[kPassNeurons];  // active neurons of this pass, ascending
-    int warp_total[kPassWords / kWarpSize];
     float partial[Cfg::kPartials][Cfg::kColumns];
 };
 
@@ -56,10 +55,12 @@ __device__ __forceinline__ uint32_t load_mask(Params const& params, int64_t toke
                                                                     : 0;
 }
 
-// The active neurons of a pass, from all threads' mask words, into shared.list; returns how many.
-template <class Cfg>
-__device__ __forceinline__ int list_active(Shared<Cfg>& shared, uint32_t mask) {
-    static_assert(Cfg::kThreads >= kPassWords, "one thread a word");
+// Active neurons of each warp's words of a pass.
+using WordTotals = int[kPassWords / kWarpSize];
+
+// Counts the active neurons of a pass, from all threads' mask words: returns those of a warp's words up to the
+// thread's, and leaves the warp's in `totals`, for whoever comes after a __syncthreads().
+__device__ __forceinline__ int scan_words(WordTotals& totals, uint32_t mask) {
     int const thread = threadIdx.x;
     int const lane = thread % kWarpSize;
     int end = 0;
@@ -71,16 +72,23 @@ __device__ __forceinline__ int list_active(Shared<Cfg>& shared, uint32_t mask) {
             end += lane >= distance ? below : 0;
         }
         if (lane == kWarpSize - 1) {
-            shared.warp_total[thread / kWarpSize] = end;
+            totals[thread / kWarpSize] = end;
         }
     }
-    __syncthreads();
+    return end;
+}
+
+// Then the neurons go into shared.list; returns how many there are.
+template <class Cfg>
+__device__ __forceinline__ int list_active(Shared<Cfg>& shared, WordTotals const& totals, uint32_t mask, int end) {
+    static_assert(Cfg::kThreads >= kPassWords, "one thread a word");
+    int const thread = threadIdx.x;
     int count = 0;
     int before = 0;
 #pragma unroll
     for (int w = 0; w < kPassWords / kWarpSize; ++w) {
         before = w == thread / kWarpSize ? count : before;
-        count += shared.warp_total[w];
+        count += totals[w];
     }
     for (int slot = before + end - __popc(mask); mask != 0; ++slot) {
         shared.list[slot] = static_cast<uint16_t>(thread * kMaskBits + __ffs(mask) - 1);
@@ -90,34 +98,38 @@ __device__ __forceinline__ int list_active(Shared<Cfg>& shared, uint32_t mask) {
     return count;
 }
 
-// accumulators += h[n] Wd[n, columns] for kRows neurons of this thread's slot, list[0], list[kSlots] and so on. NOTE:
-// all loads are issued together and under no condition; else the compiler delays each to its use.
+// accumulators += h[n] Wd[n, columns] for kRows neurons of this thread's slot: those at `position` of the list, at
+// position + kSlots and so on, as far as the list's `count` goes. NOTE: all loads are issued together and under no
+// condition; else the compiler delays each to its use.
 template <class Element, class Cfg, int kRows>
-__device__ __forceinline__ void add_rows(float (&accumulators)[kVector], uint16_t const* list, float const* h,
-                                         uint16_t const* w_down, int d_out) {
+__device__ __forceinline__ void add_rows(float (&accumulators)[kVector], Shared<Cfg> const& shared, int position,
+                                         int count, float const* h, uint16_t const* w_down, int d_out) {
     uint4 w_vectors[kRows];
     float values[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        int const n = list[r * Cfg::kSlots];
-        w_vectors[r] = load_vector(w_down + static_cast<int64_t>(n) * d_out);
+        uint32_t const n = shared.list[min(position + r * Cfg::kSlots, count - 1)];
+        w_vectors[r] = load_vector(w_down + static_cast<uint64_t>(n) * static_cast<uint32_t>(d_out));
         values[r] = h[n];
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        float w_values[kVector];
-        unpack<Element>(w_values, w_vectors[r]);
+        if (position + r * Cfg::kSlots < count) {
+            float w_values[kVector];
+            unpack<Element>(w_values, w_vectors[r]);
 #pragma unroll
-        for (int k = 0; k < kVector; ++k) {
-            accumulators[k] = fmaf(values[r], w_values[k], accumulators[k]);
+            for (int k = 0; k < kVector; ++k) {
+                accumulators[k] = fmaf(values[r], w_values[k], accumulators[k]);
+            }
         }
     }
 }
 
-// One slab of columns of one token, by one CTA. `mask`: load_mask of the first pass.
+// One slab of columns of one token, by one CTA. `mask`: load_mask of the first pass; `end`: its scan_words(), after a
+// __syncthreads().
 template <class Element, class Cfg>
-__device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& shared, int slab, int64_t token,
-                                        uint32_t mask) {
+__device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& shared, WordTotals& totals, int slab,
+                                        int64_t token, uint32_t mask, int end) {
     int const thread = threadIdx.x;
     int const column_begin = slab * Cfg::kColumns;
     int const slot = thread / Cfg::kLanes;
@@ -126,32 +138,24 @@ __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& share
 
     float accumulators[kVector] = {};
     for (int word_begin = 0; word_begin < params.num_mask_words; word_begin += kPassWords) {
-        int const count = list_active(shared, mask);
+        int const count = list_active(shared, totals, mask, end);
         mask = load_mask(params, token, word_begin + kPassWords);
         int64_t const neuron_begin = static_cast<int64_t>(word_begin) * kMaskBits;
         float const* const h = params.h + token * params.d_ff + neuron_begin;
         uint16_t const* const w_down = params.w_down + neuron_begin * params.d_out + column;
-        uint16_t const* list = shared.list + slot;
-        int left = count / Cfg::kSlots;  // neurons that every slot has
-        for (; left >= 8; left -= 8, list += 8 * Cfg::kSlots) {
-            add_rows<Element, Cfg, 8>(accumulators, list, h, w_down, params.d_out);
+        int position = slot;
+        for (; position + 3 * Cfg::kSlots < count; position += 6 * Cfg::kSlots) {
+            add_rows<Element, Cfg, 6>(accumulators, shared, position, count, h, w_down, params.d_out);
         }
-        if (left >= 4) {
-            add_rows<Element, Cfg, 4>(accumulators, list, h, w_down, params.d_out);
-            left -= 4, list += 4 * Cfg::kSlots;
+        if (position + Cfg::kSlots < count) {
+            add_rows<Element, Cfg, 3>(accumulators, shared, position, count, h, w_down, params.d_out);
+        } else if (position < count) {
+            add_rows<Element, Cfg, 1>(accumulators, shared, position, count, h, w_down, params.d_out);
         }
-        if (left >= 2) {
-            add_rows<Element, Cfg, 2>(accumulators, list, h, w_down, params.d_out);
-            left -= 2, list += 2 * Cfg::kSlots;
+        if (word_begin + kPassWords < params.num_mask_words) {
+            end = scan_words(totals, mask);
+            __syncthreads();  // the next pass also overwrites the list
         }
-        if (left >= 1) {
-            add_rows<Element, Cfg, 1>(accumulators, list, h, w_down, params.d_out);
-            list += Cfg::kSlots;
-        }
-        if (slot < count % Cfg::kSlots) {
-            add_rows<Element, Cfg, 1>(accumulators, list, h, w_down, params.d_out);
-        }
-        __syncthreads();  // the next pass overwrites the list
     }
 
     // The slots' sums, in a fixed order.
@@ -195,10 +199,14 @@ __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& share
 template <class Element, class Cfg>
 __global__ void __launch_bounds__(Cfg::kThreads, 1024 / Cfg::kThreads) down_kernel(Params const params) {
     __shared__ Shared<Cfg> shared;
+    __shared__ WordTotals totals;
     allow_dependent_launch();
     wait_for_previous_launch();
     int64_t const token = blockIdx.y;
-    compute<Element>(params, shared, static_cast<int>(blockIdx.x), token, load_mask(params, token, 0));
+    uint32_t const mask = load_mask(params, token, 0);
+    int const end = scan_words(totals, mask);
+    __syncthreads();
+    compute<Element>(params, shared, totals, static_cast<int>(blockIdx.x), token, mask, end);
 }
 
 }  // namespace twell::down_few

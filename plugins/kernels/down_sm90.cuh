@@ -1,16 +1,18 @@
-// Down projection for few tokens on Hopper (sm_90a): the sparse one of down_few.cuh, and a dense one in the same
-// launch.
+// Down projection for few tokens on Hopper (sm_90a): the sparse one of down_few.cuh, or a dense one.
 //
 // The sparse one reads a row of Wd for each pair of a token and an active neuron; where there are many, reading Wd once
-// takes less. The grid's last CTAs are the dense ones. All know from what the gate left which of the two kinds
-// has to work, and the others return.
+// takes less. All CTAs know the number of pairs from what the gate left, and so take the same one of the two.
 //
-// A dense CTA multiplies a share of the neurons for 64 columns and a block of tokens by wgmma, transposed (columns x
-// tokens), and stores its sums. The last one of the columns and tokens adds them up, in a fixed order.
+// The dense one is a matrix product by wgmma, transposed (columns x tokens). The CTAs of a block of columns and tokens
+// share out the neurons; the last one to finish adds up what all have left in memory, in a fixed order. (In clusters,
+// by distributed shared memory, that takes less. But clusters of four leave a tenth of the multiprocessors to
+// themselves, and then the sparse projection needs a second round of CTAs.)
 #ifndef TWELL_KERNELS_DOWN_SM90_CUH_
 #define TWELL_KERNELS_DOWN_SM90_CUH_
 
 #include <cuda.h>
+
+#include <algorithm>
 
 #include "dependent_launch.cuh"
 #include "down_few.cuh"
@@ -22,40 +24,52 @@ namespace twell::down_sm90 {
 
 using matmul_sm90::BLOCK_K;
 using matmul_sm90::kBytesRow;
+using matmul_sm90::kWarpgroupSize;
 using matmul_sm90::kWarpgroupWarps;
 using matmul_sm90::WGMMA_K;
 using matmul_sm90::WGMMA_M;
 
-constexpr int kColumns = WGMMA_M;  // of a dense CTA
-constexpr int kTokens = 64;
-constexpr int kLoader = kWarpgroupWarps;  // this warp loads; the first warpgroup multiplies
-constexpr int kOctets = kTokens / 8;
-constexpr int kAccumulators = WGMMA_M * kTokens / matmul_sm90::kWarpgroupSize;
-constexpr int kUnits = kOctets * kWarpgroupWarps;
-constexpr int kSums = kColumns * kTokens;
-// Shares of the neurons.
-constexpr int kMaxShares = 8;
+constexpr int kOctet = 8;
+// Shares of the neurons of a dense projection.
+constexpr int kShares = 4;
 
-constexpr int kStages = 3;
-constexpr int kBytesA = BLOCK_K * kBytesRow;
-constexpr int kBytesStage = kBytesA + kTokens * kBytesRow;
-constexpr int kSharedBytes = kStages * kBytesStage + 1024;  // and to the next multiple of the swizzle pattern
+// A CTA's block of columns and tokens in a dense projection.
+template <int kColumnTiles, int kTokensOfWarpgroup, int kTokenTiles, int kStages>
+struct Dense {
+    static constexpr int kColumns = kColumnTiles * WGMMA_M;
+    static constexpr int WGMMA_N = kTokensOfWarpgroup;
+    static constexpr int kTokens = kTokenTiles * WGMMA_N;
+    static constexpr int kTilesOfColumns = kColumnTiles;
+    static constexpr int kNumStages = kStages;
+    static constexpr int kAccumulators = WGMMA_M * WGMMA_N / kWarpgroupSize;
+    static constexpr int kConsumerWarps = kColumnTiles * kTokenTiles * kWarpgroupWarps;
+
+    // Of a kernel that does nothing else: more add up the shares faster.
+    static constexpr int kThreads = 1024;
+
+    // Shared memory: stages of w_down, [BLOCK_K, 64 columns] for each tile, and of h.
+    static constexpr int kBytesTile = BLOCK_K * kBytesRow;
+    static constexpr int kBytesW = kColumnTiles * kBytesTile;
+    static constexpr int kBytesStage = kBytesW + kTokens * kBytesRow;
+    static constexpr int kSharedBytes = kNumStages * kBytesStage + 1024;  // and to the next multiple of the swizzle
+    static constexpr int kSums = kTokens * kColumns;
+    static_assert(kBytesStage % 1024 == 0, "swizzle patterns of 128 bytes start at multiples of 1024");
+};
 
 struct Params {
     down_few::Params sparse;
-    CUtensorMap w_down;       // [d_ff, d_out], boxes of [BLOCK_K, kColumns]
-    CUtensorMap h;            // h_rounded, boxes of [kTokens, BLOCK_K]
-    uint8_t const* is_dense;  // [num_gate_ctas]
-    float* sums;              // [blocks of tokens, blocks of columns, shares, kSums]
-    int* counters;            // [blocks of tokens, blocks of columns], all 0
+    CUtensorMap w_down;    // [d_ff, d_out], boxes of [BLOCK_K, 64]
+    CUtensorMap h;         // h_rounded, boxes of [Dense::kTokens, BLOCK_K]
+    int const* num_pairs;  // [num_gate_ctas], active ones
+    float* sums;           // [blocks of tokens, blocks of columns, kShares, Dense::kTokens, Dense::kColumns]
+    int* counters;         // [blocks of tokens, blocks of columns], all 0
     int tokens;
     int num_gate_ctas;
-    int dense_limit;  // so many dense ones of them make the whole call dense
-    int num_shares;
+    int max_pairs;  // in all, up to which the sparse projection is taken
     int num_column_blocks;
     int num_dense_ctas;
-    int num_sparse_ctas;
-    int num_slabs;  // of the sparse ones
+    int num_sparse_ctas;  // tokens x slabs of columns
+    int num_slabs;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -75,154 +89,222 @@ __device__ __noinline__ float sum_active(down_few::Params const& params, int tok
     return sum;
 }
 
-template <class Element>
-__device__ __forceinline__ void multiply_dense(Params const& params, int cta, uint32_t base) {
-    __shared__ uint64_t barriers[2 * kStages];
+// A CTA's part of the dense projection.
+template <class Element, class Cfg, int kNumThreads>
+__device__ __forceinline__ void multiply_dense(Params const& params, uint32_t base) {
+    __shared__ uint64_t barriers[2 * Cfg::kNumStages];
     __shared__ bool is_last;
     int const thread = threadIdx.x;
     int const lane = thread % kWarpSize;
     int const warp = thread / kWarpSize;
-    int const share = cta % params.num_shares;
-    int const block = cta / params.num_shares;
-    int const column_begin = block % params.num_column_blocks * kColumns;
-    int const token_begin = block / params.num_column_blocks * kTokens;
+    int const share = static_cast<int>(blockIdx.x) % kShares;
+    int const block = static_cast<int>(blockIdx.x) / kShares;
+    int const column_begin = block % params.num_column_blocks * Cfg::kColumns;
+    int const token_begin = block / params.num_column_blocks * Cfg::kTokens;
     int const all_slices = (params.sparse.num_mask_words * down_few::kMaskBits + BLOCK_K - 1) / BLOCK_K;
-    int const slice_begin = all_slices * share / params.num_shares;
-    int const num_slices = all_slices * (share + 1) / params.num_shares - slice_begin;
+    int const slice_begin = all_slices * share / kShares;
+    int const num_slices = all_slices * (share + 1) / kShares - slice_begin;
+    float* const sums = params.sums + static_cast<int64_t>(block) * (kShares * Cfg::kSums);
     auto const full = [&](int stage) { return matmul_sm90::shared_address(&barriers[stage]); };
-    auto const empty = [&](int stage) { return matmul_sm90::shared_address(&barriers[kStages + stage]); };
-    auto const stage_a = [&](int stage) { return base + stage * kBytesStage; };
+    auto const empty = [&](int stage) { return matmul_sm90::shared_address(&barriers[Cfg::kNumStages + stage]); };
+    auto const stage_w = [&](int stage) { return base + stage * Cfg::kBytesStage; };
+    auto const stage_h = [&](int stage) { return stage_w(stage) + Cfg::kBytesW; };
+    auto const load = [&](int slice, int stage) {
+        int const neuron = (slice_begin + slice) * BLOCK_K;
+        matmul_sm90::arrive_and_expect(full(stage), Cfg::kBytesStage);
+#pragma unroll
+        for (int tile = 0; tile < Cfg::kTilesOfColumns; ++tile) {
+            matmul_sm90::load_box(stage_w(stage) + tile * Cfg::kBytesTile, params.w_down, full(stage),
+                                  column_begin + tile * WGMMA_M, neuron);
+        }
+        matmul_sm90::load_box(stage_h(stage), params.h, full(stage), neuron, token_begin);
+    };
     if (thread == 0) {
-        for (int stage = 0; stage < kStages; ++stage) {
+        for (int stage = 0; stage < Cfg::kNumStages; ++stage) {
             matmul_sm90::init_barrier(full(stage), 1);
-            matmul_sm90::init_barrier(empty(stage), kWarpgroupWarps);
+            matmul_sm90::init_barrier(empty(stage), Cfg::kConsumerWarps);
         }
         matmul_sm90::publish_barriers();
+        // NOTE: h_rounded was written by ordinary stores of the kernel before.
+        asm volatile("fence.proxy.async;" ::: "memory");
+        for (int slice = 0; slice < min(Cfg::kNumStages, num_slices); ++slice) {
+            load(slice, slice);
+        }
     }
     __syncthreads();
 
-    float* const sums = params.sums + static_cast<int64_t>(block) * params.num_shares * kSums;
-    matmul_sm90::Ring<kStages> ring;
-    if (warp == kLoader && lane == 0) {
-        // NOTE: h_rounded was written by ordinary stores of the kernel before.
-        asm volatile("fence.proxy.async;" ::: "memory");
-        for (int slice = slice_begin; slice < slice_begin + num_slices; ++slice) {
-            matmul_sm90::wait_barrier(empty(ring.stage), ring.parity ^ 1);
-            matmul_sm90::arrive_and_expect(full(ring.stage), kBytesStage);
-            matmul_sm90::load_box(stage_a(ring.stage), params.w_down, full(ring.stage), column_begin, slice * BLOCK_K);
-            matmul_sm90::load_box(stage_a(ring.stage) + kBytesA, params.h, full(ring.stage), slice * BLOCK_K,
-                                  token_begin);
-            ring.advance();
-        }
-    } else if (warp < kWarpgroupWarps) {
-        float accumulators[kAccumulators];
+    if (warp < Cfg::kConsumerWarps) {
+        float accumulators[Cfg::kAccumulators] = {};
+        matmul_sm90::Ring<Cfg::kNumStages> ring;
         int stage_before = 0;
+        uint32_t parity_before = 0;
+        int const column_tile = warp / kWarpgroupWarps % Cfg::kTilesOfColumns;
+        int const token_tile = warp / kWarpgroupWarps / Cfg::kTilesOfColumns;
         for (int slice = 0; slice < num_slices; ++slice) {
             matmul_sm90::wait_barrier(full(ring.stage), ring.parity);
-            uint64_t const a = matmul_sm90::describe(stage_a(ring.stage));
-            uint64_t const b = matmul_sm90::describe(stage_a(ring.stage) + kBytesA);
+            uint64_t const a = matmul_sm90::describe(stage_w(ring.stage) + column_tile * Cfg::kBytesTile);
+            uint64_t const b = matmul_sm90::describe(stage_h(ring.stage) + token_tile * (Cfg::WGMMA_N * kBytesRow));
             matmul_sm90::begin_wgmma();
 #pragma unroll
             for (int k = 0; k < BLOCK_K / WGMMA_K; ++k) {
-                Wgmma<Element, kTokens>::template run<true>(accumulators, a + k * (WGMMA_K * kBytesRow >> 4),
-                                                            b + k * (WGMMA_K * 2 >> 4), (slice | k) != 0);
+                Wgmma<Element, Cfg::WGMMA_N>::template run<true>(accumulators, a + k * (WGMMA_K * kBytesRow >> 4),
+                                                                 b + k * (WGMMA_K * 2 >> 4), 1);
             }
             matmul_sm90::commit_wgmma();
+            // One slice stays in flight while the stage of the one before is filled again.
             matmul_sm90::wait_wgmma<1>();
-            if (slice != 0 && lane == 0) {
-                matmul_sm90::arrive(empty(stage_before));
+            if (slice != 0) {
+                if (lane == 0) {
+                    matmul_sm90::arrive(empty(stage_before));
+                }
+                if (thread == 0 && slice - 1 + Cfg::kNumStages < num_slices) {
+                    matmul_sm90::wait_barrier(empty(stage_before), parity_before);
+                    load(slice - 1 + Cfg::kNumStages, stage_before);
+                }
             }
             stage_before = ring.stage;
+            parity_before = ring.parity;
             ring.advance();
         }
         matmul_sm90::wait_wgmma<0>();
         // The compiler does not know that the accumulators were not valid until here.
 #pragma unroll
-        for (int k = 0; k < kAccumulators; ++k) {
+        for (int k = 0; k < Cfg::kAccumulators; ++k) {
             asm volatile("" : "+f"(accumulators[k])::"memory");
         }
-        float4* const mine = reinterpret_cast<float4*>(sums + share * kSums);
+        // Fragments: columns lane / 4 and lane / 4 + 8 of a warp's 16, tokens lane % 4 * 2 and the next of each 8.
+        int const column = column_tile * WGMMA_M + warp % kWarpgroupWarps * 16 + lane / 4;
+        int const token = token_tile * Cfg::WGMMA_N + lane % 4 * 2;
+        float* const mine = sums + share * Cfg::kSums + token * Cfg::kColumns + column;
 #pragma unroll
-        for (int octet = 0; octet < kOctets; ++octet) {
-            float4 const values = num_slices == 0
-                                      ? make_float4(0.0f, 0.0f, 0.0f, 0.0f)  // fewer slices than shares
-                                      : make_float4(accumulators[octet * 4], accumulators[octet * 4 + 1],
-                                                    accumulators[octet * 4 + 2], accumulators[octet * 4 + 3]);
-            __stcg(&mine[(octet * kWarpgroupWarps + warp) * kWarpSize + lane], values);
+        for (int k = 0; k < Cfg::kAccumulators; ++k) {
+            __stcg(mine + (k / 4 * kOctet + k % 2) * Cfg::kColumns + k / 2 % 2 * 8, accumulators[k]);
         }
         __threadfence();
     }
     __syncthreads();
     if (thread == 0) {
-        is_last = atomicAdd(&params.counters[block], 1) == params.num_shares - 1;
+        is_last = atomicAdd(&params.counters[block], 1) == kShares - 1;
         __threadfence();
     }
     __syncthreads();
     if (!is_last) {
         return;
     }
-    // As the fragments are: column lane / 4 and lane / 4 + 8 of a warp's 16, tokens lane % 4 * 2 and the next.
-#pragma unroll 1
-    for (int unit = warp; unit < kUnits; unit += static_cast<int>(blockDim.x) / kWarpSize) {
-        float4 parts[kMaxShares];
+    constexpr int kVectors = Cfg::kColumns / 4;
+#pragma unroll 2
+    for (int i = thread; i < Cfg::kTokens * kVectors; i += kNumThreads) {
+        int const token = token_begin + i / kVectors;
+        int const column = column_begin + i % kVectors * 4;
+        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float4 parts[kShares];
 #pragma unroll
-        for (int s = 0; s < kMaxShares; ++s) {
-            parts[s] = __ldcg(reinterpret_cast<float4 const*>(sums + min(s, params.num_shares - 1) * kSums) +
-                              unit * kWarpSize + lane);
-        }
-        float total[4] = {};
-#pragma unroll
-        for (int s = 0; s < kMaxShares; ++s) {
-            if (s < params.num_shares) {
-                total[0] += parts[s].x;
-                total[1] += parts[s].y;
-                total[2] += parts[s].z;
-                total[3] += parts[s].w;
-            }
+        for (int s = 0; s < kShares; ++s) {
+            parts[s] = __ldcg(reinterpret_cast<float4 const*>(sums + s * Cfg::kSums) + i);
         }
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            int const column = column_begin + unit % kWarpgroupWarps * 16 + lane / 4 + k / 2 * 8;
-            int const token = token_begin + unit / kWarpgroupWarps * 8 + lane % 4 * 2 + k % 2;
-            if (column < params.sparse.d_out && token < params.tokens) {
+        for (int s = 0; s < kShares; ++s) {
+            total.x += parts[s].x;
+            total.y += parts[s].y;
+            total.z += parts[s].z;
+            total.w += parts[s].w;
+        }
+        if (token < params.tokens && column < params.sparse.d_out) {
+            float values[4] = {total.x, total.y, total.z, total.w};
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
                 // NOTE: 0 times infinity is NaN, and h can be too large for the element type. Then the product says
                 // nothing.
-                float sum = isfinite(total[k]) ? total[k] : sum_active<Element>(params.sparse, token, column);
-                if (params.sparse.b_down != nullptr) {
-                    sum += Element::to_float(params.sparse.b_down[column]);
+                if (!isfinite(values[k])) {
+                    values[k] = sum_active<Element>(params.sparse, token, column + k);
                 }
-                params.sparse.y[static_cast<int64_t>(token) * params.sparse.d_out + column] = Element::from_float(sum);
+                if (params.sparse.b_down != nullptr) {
+                    values[k] += Element::to_float(params.sparse.b_down[column + k]);
+                }
             }
+            *reinterpret_cast<uint2*>(params.sparse.y + static_cast<int64_t>(token) * params.sparse.d_out + column) =
+                make_uint2(Element::from_float2(values[0], values[1]), Element::from_float2(values[2], values[3]));
         }
     }
 }
 
+// A warp's share of the active pairs. NOTE: not by way of L1, which may hold what was there when this kernel started.
+template <int kThreads>
+__device__ __forceinline__ int count_pairs(Params const& params) {
+    int count = 0;
+    // Loads that do not wait for each other, though the additions do.
+    constexpr int kAtOnce = 2;
+    for (int first = threadIdx.x; first < params.num_gate_ctas; first += kAtOnce * kThreads) {
+        int counts_of_ctas[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+            int const i = first + k * kThreads;
+            counts_of_ctas[k] = i < params.num_gate_ctas ? __ldcg(params.num_pairs + i) : 0;
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+            count += counts_of_ctas[k];
+        }
+    }
+    return __reduce_add_sync(0xffffffffu, count);
+}
+
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-template <class Element, class Cfg>
-__global__ void __launch_bounds__(Cfg::kThreads, 1024 / Cfg::kThreads)
+// Which projections a kernel can do. Each leaves the other to the next launch.
+enum class Role { kSparse, kDense, kEither };
+
+template <Role kRole, class Sparse, class Dense>
+constexpr int kSharedBytes = std::max(kRole == Role::kDense ? 0 : static_cast<int>(sizeof(down_few::Shared<Sparse>)),
+                                      kRole == Role::kSparse ? 0 : Dense::kSharedBytes);
+
+template <Role kRole, class Sparse, class Dense>
+constexpr int kThreads = kRole == Role::kDense ? Dense::kThreads : Sparse::kThreads;
+
+template <class Element, Role kRole, class Sparse, class Dense>
+__global__ void __launch_bounds__((kThreads<kRole, Sparse, Dense>), kRole == Role::kDense ? 1 : 1024 / Sparse::kThreads)
     down_kernel(__grid_constant__ Params const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    constexpr int kNumThreads = kThreads<kRole, Sparse, Dense>;
+    static_assert(Dense::kConsumerWarps * kWarpSize <= kNumThreads || kRole == Role::kSparse,
+                  "a warpgroup for each tile");
     extern __shared__ __align__(1024) unsigned char dynamic[];
-    static_assert(sizeof(down_few::Shared<Cfg>) <= kStages * kBytesStage, "");
+    // A dense launch follows a sparse one, which lets it start when the gate has ended.
+    if (kRole != Role::kDense) {
+        wait_for_previous_launch();
+    }
     allow_dependent_launch();
-    wait_for_previous_launch();
     // What a sparse CTA needs first is fetched together with what decides.
-    bool const is_sparse_cta = static_cast<int>(blockIdx.x) < params.num_sparse_ctas;
+    constexpr int kWarps = kNumThreads / kWarpSize;
+    __shared__ int counts[kWarps];
+    __shared__ down_few::WordTotals word_totals;
+    bool const is_sparse_cta = kRole != Role::kDense && static_cast<int>(blockIdx.x) < params.num_sparse_ctas;
     int64_t const token = blockIdx.x / params.num_slabs;
     uint32_t const mask = is_sparse_cta ? down_few::load_mask(params.sparse, token, 0) : 0;
-    int found = 0;
-    for (int i = threadIdx.x; i < params.num_gate_ctas; i += Cfg::kThreads) {
-        found |= params.is_dense[i];
+    int const warp_count = count_pairs<kNumThreads>(params);
+    int const end = is_sparse_cta ? down_few::scan_words(word_totals, mask) : 0;
+    if (threadIdx.x % kWarpSize == 0) {
+        counts[threadIdx.x / kWarpSize] = warp_count;
     }
-    if (__syncthreads_count(found) < params.dense_limit) {
-        if (is_sparse_cta) {
-            down_few::compute<Element, Cfg>(params.sparse, *reinterpret_cast<down_few::Shared<Cfg>*>(dynamic),
-                                            static_cast<int>(blockIdx.x) % params.num_slabs, token, mask);
+    __syncthreads();
+    int num_pairs = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+        num_pairs += counts[w];
+    }
+    bool const is_sparse = num_pairs <= params.max_pairs;
+    if (kRole == Role::kDense) {
+        if (ends_early(is_sparse)) {
+            return;
         }
-    } else if (!is_sparse_cta) {
-        multiply_dense<Element>(params, static_cast<int>(blockIdx.x) - params.num_sparse_ctas,
-                                (matmul_sm90::shared_address(dynamic) + 1023u) & ~1023u);
+        wait_for_previous_launch();
+    }
+    if (kRole != Role::kDense && is_sparse && is_sparse_cta) {
+        down_few::compute<Element, Sparse>(params.sparse, *reinterpret_cast<down_few::Shared<Sparse>*>(dynamic),
+                                           word_totals, static_cast<int>(blockIdx.x) % params.num_slabs, token, mask,
+                                           end);
+    } else if (kRole != Role::kSparse && !is_sparse && static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
+        multiply_dense<Element, Dense, kNumThreads>(params, (matmul_sm90::shared_address(dynamic) + 1023u) & ~1023u);
     }
 #endif
 }

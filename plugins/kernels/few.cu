@@ -15,7 +15,6 @@
 
 namespace twell {
 namespace {
-
 // Up to so many tokens one kernel computes gate and up projection.
 constexpr int64_t kMaxTokensGateUp = 64;
 // Up to so many, tokens are shared out over several CTAs; from there on they fill the device one CTA each.
@@ -45,6 +44,14 @@ int num_mask_words(twell_problem const& problem) {
     return (problem.d_ff + gate_up_few::kMaskBits - 1) / gate_up_few::kMaskBits;
 }
 
+// Blocks of a dense down projection for up to so many tokens: with 2048 columns as many CTAs as multiprocessors.
+struct DenseDownBlock {
+    int64_t most_tokens;
+    int tokens;
+    int columns;
+};
+constexpr DenseDownBlock kDenseDownBlocks[] = {{16, 16, 64}, {32, 32, 64}, {64, 64, 64}, {128, 128, 64}};
+
 // The parts of the scratch memory, from `memory` on; `bytes` is their size.
 FewScratch lay_out(twell_problem const& problem, unsigned char* memory, size_t& bytes) {
     bytes = 0;
@@ -56,23 +63,41 @@ FewScratch lay_out(twell_problem const& problem, unsigned char* memory, size_t& 
     FewScratch scratch = {};
     size_t const tokens = static_cast<size_t>(problem.tokens);
     scratch.num_mask_words = num_mask_words(problem);
-    scratch.num_counters = num_dense_blocks(problem);
+    // As many as any fewer tokens need, too: the size must not shrink when their number grows.
+    size_t num_counters = 0;
+    size_t num_sums = 0;
+    for (DenseDownBlock const& block : kDenseDownBlocks) {
+        int64_t const covered = std::min(problem.tokens, block.most_tokens);
+        int const num_blocks = static_cast<int>((covered + block.tokens - 1) / block.tokens) *
+                               ((problem.d_out + block.columns - 1) / block.columns);
+        scratch.dense_down = {block.tokens, block.columns, num_blocks};
+        num_counters = std::max(num_counters, static_cast<size_t>(num_blocks));
+        num_sums =
+            std::max(num_sums, static_cast<size_t>(num_blocks) * kDenseDownShares * block.tokens * block.columns);
+        if (problem.tokens <= block.most_tokens) {
+            break;
+        }
+    }
     size_t const mask_bytes = tokens * scratch.num_mask_words * sizeof(uint32_t);
+    size_t const most_gate_ctas = scratch.num_mask_words * (gate_up_few::kMaskBits / gate_up_few::MMA_M);
     scratch.masks = reinterpret_cast<uint32_t*>(take(mask_bytes));
     scratch.h = reinterpret_cast<float*>(take(tokens * problem.d_ff * sizeof(float)));
     scratch.h_rounded = reinterpret_cast<uint16_t*>(take(mask_bytes * 8 * sizeof(uint16_t)));
-    scratch.is_dense = take(static_cast<size_t>(scratch.num_mask_words) * 2);
-    scratch.counters = reinterpret_cast<int*>(take(scratch.num_counters * sizeof(int)));
-    scratch.sums = reinterpret_cast<float*>(
-        take(static_cast<size_t>(std::max(kFewestDenseCtas, scratch.num_counters)) * 64 * 64 * sizeof(float)));
+    scratch.num_pairs = reinterpret_cast<int*>(take(most_gate_ctas * sizeof(int)));
+    scratch.sums = reinterpret_cast<float*>(take(num_sums * sizeof(float)));
+    scratch.counters = reinterpret_cast<int*>(take(num_counters * sizeof(int)));
     return scratch;
+}
+
+template <class Cfg>
+int num_gate_up_ctas(gate_up_few::Params const& params) {
+    // CTAs cover whole mask words, also where d_ff ends in the first half of one.
+    return (params.num_mask_words * gate_up_few::kMaskBits + Cfg::kNeurons - 1) / Cfg::kNeurons;
 }
 
 template <class Element, class Cfg>
 cudaError_t launch_gate_up(gate_up_few::Params const& params, Device const& device, cudaStream_t stream) {
-    // CTAs cover whole mask words, also where d_ff ends in the first half of one.
-    int const neurons = params.num_mask_words * gate_up_few::kMaskBits;
-    dim3 const grid(static_cast<unsigned>((neurons + Cfg::kNeurons - 1) / Cfg::kNeurons));
+    dim3 const grid(static_cast<unsigned>(num_gate_up_ctas<Cfg>(params)));
     return launch_dependent(gate_up_few::gate_up_kernel<Element, Cfg>, params, grid, gate_up_few::kThreads,
                             Cfg::kSharedBytes, device, stream);
 }
@@ -115,43 +140,76 @@ cudaError_t launch_down(down_few::Params const& params, int tokens, Device const
     return launch_down<Element, Down256>(params, tokens, device, stream);
 }
 
+gate_up_few::Params gate_up_params(twell_problem const& problem, twell_tensors const& tensors,
+                                   FewScratch const& scratch) {
+    gate_up_few::Params params = {};
+    params.x = static_cast<uint16_t const*>(tensors.x);
+    params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
+    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
+    params.w_up = static_cast<uint16_t const*>(tensors.w_up);
+    params.b_up = static_cast<uint16_t const*>(tensors.b_up);
+    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
+    params.masks = scratch.masks;
+    params.h = scratch.h;
+    params.tokens = static_cast<int>(problem.tokens);
+    params.d_model = problem.d_model;
+    params.d_ff = problem.d_ff;
+    params.d_out = problem.d_out;
+    params.num_mask_words = scratch.num_mask_words;
+    params.relu_on_up = problem.activation == TWELL_DRELU;
+    params.act = activation_of(problem);
+    return params;
+}
+
+#if defined(TWELL_SM90A)
+// On compute capability 9.0, where the down projection may be dense.
 template <class Element>
-cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,
+cudaError_t launch_hopper(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
+                          Device const& device, cudaStream_t stream) {
+    int num_gate_ctas = 0;
+    if (problem.tokens <= GateUp32::kTokens) {
+        gate_up_few::Params params = gate_up_params(problem, tensors, scratch);
+        params.h_rounded = scratch.h_rounded;
+        params.num_pairs = scratch.num_pairs;
+        params.counters = scratch.counters;
+        params.num_counters = scratch.dense_down.num_blocks;
+        num_gate_ctas = params.tokens <= GateUp16::kTokens ? num_gate_up_ctas<GateUp16>(params)
+                                                           : num_gate_up_ctas<GateUp32Large>(params);
+        static_assert(GateUp8::kNeurons == GateUp16::kNeurons, "either may be launched");
+        if (cudaError_t const error = launch_gate_up<Element>(params, device, stream); error != cudaSuccess) {
+            return error;
+        }
+    } else if (cudaError_t const error = launch_gate_up_sm90(problem, tensors, scratch, num_gate_ctas, device, stream);
+               error != cudaSuccess) {
+        return error;
+    }
+    return launch_down_sm90(problem, tensors, scratch, num_gate_ctas, device, stream);
+}
+#endif
+
+template <class Element>
+cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* memory,
                        cudaStream_t stream) {
     int const tokens = static_cast<int>(problem.tokens);
     uint16_t const* const w_down = static_cast<uint16_t const*>(tensors.w_down);
     size_t bytes = 0;
-    FewScratch const parts = lay_out(problem, static_cast<unsigned char*>(scratch), bytes);
-    uint32_t* const masks = parts.masks;
-    float* const h = parts.h;
+    FewScratch const scratch = lay_out(problem, static_cast<unsigned char*>(memory), bytes);
+    uint32_t* const masks = scratch.masks;
+    float* const h = scratch.h;
     Device device;
     if (cudaError_t const error = query_device(device); error != cudaSuccess) {
         return error;
     }
 #if defined(TWELL_SM90A)
     if (device.major == 9 && device.minor == 0 && few_sm90_supports(problem)) {
-        return launch_few_sm90(problem, tensors, parts, device, stream);
+        return launch_hopper<Element>(problem, tensors, scratch, device, stream);
     }
 #endif
 
     if (tokens <= kMaxTokensGateUp) {
-        gate_up_few::Params params = {};
-        params.x = static_cast<uint16_t const*>(tensors.x);
-        params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
-        params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
-        params.w_up = static_cast<uint16_t const*>(tensors.w_up);
-        params.b_up = static_cast<uint16_t const*>(tensors.b_up);
-        params.w_down = w_down;
-        params.masks = masks;
-        params.h = h;
-        params.tokens = tokens;
-        params.d_model = problem.d_model;
-        params.d_ff = problem.d_ff;
-        params.d_out = problem.d_out;
-        params.num_mask_words = num_mask_words(problem);
-        params.relu_on_up = problem.activation == TWELL_DRELU;
-        params.act = activation_of(problem);
-        if (cudaError_t const error = launch_gate_up<Element>(params, device, stream); error != cudaSuccess) {
+        if (cudaError_t const error =
+                launch_gate_up<Element>(gate_up_params(problem, tensors, scratch), device, stream);
+            error != cudaSuccess) {
             return error;
         }
     } else {

@@ -8,24 +8,26 @@
 
 namespace twell {
 
+// How a dense down projection is cut into blocks, whose neurons are shared out over kDenseDownShares CTAs.
+struct DenseDown {
+    int tokens;
+    int columns;
+    int num_blocks;
+};
+constexpr int kDenseDownShares = 4;
+
 // The parts of the scratch memory.
 struct FewScratch {
     uint32_t* masks;  // [tokens, num_mask_words]: see gate_up_few.cuh
     float* h;         // [tokens, d_ff]
-    // For a dense down projection: see gate_up_sm90.cuh and down_sm90.cuh.
+    // For a down projection that may be dense: see down_sm90.cuh.
     uint16_t* h_rounded;  // [tokens, num_mask_words * 32]
-    uint8_t* is_dense;    // [CTAs of the gate and up projections]
-    int* counters;        // [num_counters]
-    float* sums;          // [max(num_counters, kFewestDenseCtas), 64 * 64]
+    int* num_pairs;       // [CTAs of the gate and up projections]
+    float* sums;          // [blocks, shares, tokens, columns]
+    int* counters;        // [blocks]
     int num_mask_words;
-    int num_counters;
+    DenseDown dense_down;
 };
-
-// Blocks of 64 tokens and 64 columns of a dense down projection. Where they are few, several CTAs share one.
-constexpr int kFewestDenseCtas = 256;
-inline int num_dense_blocks(twell_problem const& problem) {
-    return static_cast<int>((problem.tokens + 63) / 64) * ((problem.d_out + 63) / 64);
-}
 
 // Whether launch_few suits the problem.
 bool is_few(twell_problem const& problem);

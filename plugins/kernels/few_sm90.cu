@@ -12,56 +12,44 @@
 namespace twell {
 namespace {
 
+using down_sm90::Role;
 using matmul_sm90::encode;
 using matmul_sm90::first_error;
 
-// Below, a call is so short that what these kernels add for the sake of dense layers counts: 0.8 of 11 microseconds.
-constexpr int kFewestTokens = 33;
+// One token reads no row twice, so a dense path would not gain. From the last number on, blocks are dense anyway,
+// unless they are very large.
+constexpr int64_t kFewestTokens = 2;
+constexpr int64_t kMostTokens = 128;
 
 // Active pairs of a CTA up to which a row of w_up for each takes less than reading all of its w_up.
-int max_pairs(int tokens) { return tokens <= 64 ? 60 : 96; }
-static_assert(gate_up_sm90::kMaxPairs >= 96, "what a CTA can list");
+constexpr int kMaxPairs = 64;
+static_assert(kMaxPairs / gate_up_sm90::kWarps < kWarpSize, "a lane of a warp for each of its pairs");
 
 template <class Element, class Cfg>
-cudaError_t launch_gate_up(gate_up_sm90::Params const& params, Device const& device, int num_ctas,
-                           cudaStream_t stream) {
+cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& tensors, gate_up_sm90::Params params,
+                           int& num_ctas, Device const& device, cudaStream_t stream) {
+    constexpr int kTokensOfCtas = 8;
+    int const tokens = (params.tokens + gate_up_sm90::kClusterSize - 1) / gate_up_sm90::kClusterSize;
+    params.tokens_per_cta = (tokens + kTokensOfCtas - 1) / kTokensOfCtas * kTokensOfCtas;
+    void const* const w_up = tensors.w_up == nullptr ? tensors.w_gate : tensors.w_up;
+    if (cudaError_t const error = first_error(
+            {encode(params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kTokens, problem.dtype),
+             encode(params.w_gate, tensors.w_gate, problem.d_ff, problem.d_model, Cfg::kBoxNeurons, problem.dtype),
+             encode(params.w_up, w_up, problem.d_ff, problem.d_model, Cfg::kBoxNeurons, problem.dtype)});
+        error != cudaSuccess) {
+        return error;
+    }
+    // CTAs cover whole mask words, also where d_ff ends within one.
+    int const neurons = params.num_mask_words * gate_up_few::kMaskBits;
+    num_ctas = (neurons + gate_up_sm90::kNeurons - 1) / gate_up_sm90::kNeurons * gate_up_sm90::kClusterSize;
     return launch_dependent(gate_up_sm90::gate_up_kernel<Element, Cfg>, params, dim3(static_cast<unsigned>(num_ctas)),
                             gate_up_sm90::kThreads, Cfg::kSharedBytes, device, stream);
 }
 
-template <class Element>
-cudaError_t launch_gate_up(gate_up_sm90::Params const& params, Device const& device, int num_ctas,
-                           cudaStream_t stream) {
-    if (params.tokens <= 64) {
-        return launch_gate_up<Element, gate_up_sm90::Config<64>>(params, device, num_ctas, stream);
-    }
-    return launch_gate_up<Element, gate_up_sm90::Config<128>>(params, device, num_ctas, stream);
-}
-
-template <class Element, class Cfg>
-cudaError_t launch_down(twell_problem const& problem, down_sm90::Params params, Device const& device,
-                        cudaStream_t stream) {
-    params.num_slabs = (problem.d_out + Cfg::kColumns - 1) / Cfg::kColumns;
-    params.dense_limit = std::max(1, std::min(params.num_gate_ctas, Cfg::kThreads) / 8);
-    params.num_sparse_ctas = params.num_slabs * params.tokens;
-    dim3 const grid(static_cast<unsigned>(params.num_sparse_ctas + params.num_dense_ctas));
-    return launch_dependent(down_sm90::down_kernel<Element, Cfg>, params, grid, Cfg::kThreads, down_sm90::kSharedBytes,
-                            device, stream);
-}
-
-// The fewer tokens, the fewer columns a CTA has, so that there are CTAs enough.
-template <class Element>
-cudaError_t launch_down(twell_problem const& problem, down_sm90::Params const& params, Device const& device,
-                        cudaStream_t stream) {
-    if (problem.tokens <= 64) {
-        return launch_down<Element, down_few::Config<16, 256>>(problem, params, device, stream);
-    }
-    return launch_down<Element, down_few::Config<32, 256>>(problem, params, device, stream);
-}
-
 // Gives the number of CTAs.
+template <class Element>
 cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
-                           Device const& device, int& num_ctas, cudaStream_t stream) {
+                           int& num_ctas, Device const& device, cudaStream_t stream) {
     gate_up_sm90::Params params = {};
     params.x_rows = static_cast<uint16_t const*>(tensors.x);
     params.w_up_rows = static_cast<uint16_t const*>(tensors.w_up);
@@ -71,37 +59,75 @@ cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& te
     params.masks = scratch.masks;
     params.h = scratch.h;
     params.h_rounded = scratch.h_rounded;
-    params.is_dense = scratch.is_dense;
+    params.num_pairs = scratch.num_pairs;
     params.counters = scratch.counters;
-    params.num_counters = scratch.num_counters;
+    params.num_counters = scratch.dense_down.num_blocks;
     params.tokens = static_cast<int>(problem.tokens);
-    params.num_tokens_loaded = (params.tokens + gate_up_sm90::kFragmentTokens - 1) / gate_up_sm90::kFragmentTokens *
-                               gate_up_sm90::kFragmentTokens;
     params.d_model = problem.d_model;
     params.d_ff = problem.d_ff;
     params.d_out = problem.d_out;
     params.num_mask_words = scratch.num_mask_words;
-    params.max_pairs = max_pairs(params.tokens);
+    params.max_pairs = kMaxPairs;
     params.relu_on_up = problem.activation == TWELL_DRELU;
     params.act = activation_of(problem);
+    auto const launch = [&](auto config) {
+        return launch_gate_up<Element, decltype(config)>(problem, tensors, params, num_ctas, device, stream);
+    };
+    // From there on most neurons are active for some token.
+    return params.tokens <= 64 ? launch(gate_up_sm90::Config<32, false, 12>())
+                               : launch(gate_up_sm90::Config<64, true, 6>());
+}
+
+// Active pairs of a neuron and a token up to which a sparse down projection takes less than a dense one. Measured with
+// d_ff 5632; larger ones have a larger w_down to read.
+int most_sparse_pairs(twell_problem const& problem) {
+    constexpr int kDff = 5632;
+    int64_t const pairs = problem.tokens <= 24 ? 1500 + 120 * problem.tokens : 4000 + 16 * problem.tokens;
+    return static_cast<int>(pairs * std::max(problem.d_ff, kDff) / kDff);
+}
+
+template <class Element, Role kRole, class Sparse, class Dense>
+cudaError_t launch_role(down_sm90::Params const& params, Device const& device, cudaStream_t stream) {
+    int const ctas = std::max(kRole == Role::kDense ? 0 : params.num_sparse_ctas,
+                              kRole == Role::kSparse ? 0 : params.num_dense_ctas);
+    return launch_dependent(down_sm90::down_kernel<Element, kRole, Sparse, Dense>, params,
+                            dim3(static_cast<unsigned>(ctas)), down_sm90::kThreads<kRole, Sparse, Dense>,
+                            down_sm90::kSharedBytes<kRole, Sparse, Dense>, device, stream);
+}
+
+template <class Element, class Sparse, class Dense>
+cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
+                        down_sm90::Params params, Device const& device, cudaStream_t stream) {
     if (cudaError_t const error = first_error(
-            {encode(params.x, tensors.x, problem.tokens, problem.d_model, params.num_tokens_loaded, problem.dtype),
-             encode(params.w_gate, tensors.w_gate, problem.d_ff, problem.d_model, gate_up_sm90::kNeurons,
-                    problem.dtype),
-             encode(params.w_up, tensors.w_up == nullptr ? tensors.w_gate : tensors.w_up, problem.d_ff, problem.d_model,
-                    gate_up_sm90::kNeurons, problem.dtype)});
+            {encode(params.w_down, tensors.w_down, problem.d_ff, problem.d_out, down_sm90::BLOCK_K, problem.dtype),
+             encode(params.h, scratch.h_rounded, problem.tokens,
+                    static_cast<int64_t>(scratch.num_mask_words) * gate_up_few::kMaskBits, Dense::kTokens,
+                    problem.dtype)});
         error != cudaSuccess) {
         return error;
     }
-    // CTAs cover whole mask words, also where d_ff ends within one.
-    int const neurons = scratch.num_mask_words * gate_up_few::kMaskBits;
-    num_ctas = (neurons + gate_up_sm90::kNeurons - 1) / gate_up_sm90::kNeurons;
-    return problem.dtype == TWELL_BF16 ? launch_gate_up<Bf16>(params, device, num_ctas, stream)
-                                       : launch_gate_up<Fp16>(params, device, num_ctas, stream);
+    params.num_slabs = (problem.d_out + Sparse::kColumns - 1) / Sparse::kColumns;
+    params.num_sparse_ctas = params.num_slabs * params.tokens;
+    params.num_column_blocks = (problem.d_out + Dense::kColumns - 1) / Dense::kColumns;
+    static_assert(down_sm90::kShares == kDenseDownShares, "what there is scratch memory for");
+    params.num_dense_ctas = scratch.dense_down.num_blocks * down_sm90::kShares;
+    if (Dense::kTokens != scratch.dense_down.tokens || Dense::kColumns != scratch.dense_down.columns) {
+        return cudaErrorInvalidConfiguration;
+    }
+    // A launch more costs a tenth of the time of a few tokens. For more, a dense CTA wants all of the shared memory.
+    if constexpr (Dense::kTokens <= 16) {
+        return launch_role<Element, Role::kEither, Sparse, Dense>(params, device, stream);
+    }
+    if (cudaError_t const error = launch_role<Element, Role::kSparse, Sparse, Dense>(params, device, stream);
+        error != cudaSuccess) {
+        return error;
+    }
+    return launch_role<Element, Role::kDense, Sparse, Dense>(params, device, stream);
 }
 
+template <class Element>
 cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
-                        Device const& device, int num_gate_ctas, cudaStream_t stream) {
+                        int num_gate_ctas, Device const& device, cudaStream_t stream) {
     down_sm90::Params params = {};
     params.sparse.h = scratch.h;
     params.sparse.masks = scratch.masks;
@@ -111,42 +137,52 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     params.sparse.d_ff = problem.d_ff;
     params.sparse.d_out = problem.d_out;
     params.sparse.num_mask_words = scratch.num_mask_words;
-    params.is_dense = scratch.is_dense;
+    params.num_pairs = scratch.num_pairs;
     params.sums = scratch.sums;
     params.counters = scratch.counters;
     params.tokens = static_cast<int>(problem.tokens);
     params.num_gate_ctas = num_gate_ctas;
-    params.num_shares = std::max(1, std::min(down_sm90::kMaxShares, kFewestDenseCtas / scratch.num_counters));
-    params.num_column_blocks = (problem.d_out + down_sm90::kColumns - 1) / down_sm90::kColumns;
-    params.num_dense_ctas = scratch.num_counters * params.num_shares;
-    if (cudaError_t const error = first_error(
-            {encode(params.w_down, tensors.w_down, problem.d_ff, problem.d_out, down_sm90::BLOCK_K, problem.dtype),
-             encode(params.h, scratch.h_rounded, problem.tokens,
-                    static_cast<int64_t>(scratch.num_mask_words) * gate_up_few::kMaskBits, down_sm90::kTokens,
-                    problem.dtype)});
-        error != cudaSuccess) {
-        return error;
+    params.max_pairs = most_sparse_pairs(problem);
+    // The fewer tokens, the fewer columns a sparse CTA has, so that there are about two CTAs for each multiprocessor.
+    using down_few::Config;
+    using down_sm90::Dense;
+    auto const launch = [&](auto sparse, auto dense) {
+        return launch_down<Element, decltype(sparse), decltype(dense)>(problem, tensors, scratch, params, device,
+                                                                       stream);
+    };
+    if (params.tokens <= 4) {
+        return launch(Config<8, 256>(), Dense<1, 16, 1, 4>());
     }
-    return problem.dtype == TWELL_BF16 ? launch_down<Bf16>(problem, params, device, stream)
-                                       : launch_down<Fp16>(problem, params, device, stream);
+    if (params.tokens <= 16) {
+        return launch(Config<16, 512>(), Dense<1, 16, 1, 4>());
+    }
+    if (params.tokens <= 32) {
+        return launch(Config<16, 256>(), Dense<1, 32, 1, 12>());
+    }
+    if (params.tokens <= 64) {
+        return launch(Config<32, 256>(), Dense<1, 64, 1, 10>());
+    }
+    return launch(Config<32, 256>(), Dense<1, 64, 2, 8>());
 }
 
 }  // namespace
 
 bool few_sm90_supports(twell_problem const& problem) {
-    constexpr int kLargestBox = 64;
-    return problem.tokens >= kFewestTokens && problem.tokens <= gate_up_sm90::Config<128>::BLOCK_N &&
-           problem.d_model >= kLargestBox && problem.d_ff >= kLargestBox && problem.d_out >= kLargestBox;
+    constexpr int kRowOfBox = 64;
+    return problem.tokens >= kFewestTokens && problem.tokens <= kMostTokens && problem.d_model >= kRowOfBox &&
+           problem.d_ff >= kRowOfBox && problem.d_out >= kRowOfBox;
 }
 
-cudaError_t launch_few_sm90(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
-                            Device const& device, cudaStream_t stream) {
-    int num_gate_ctas = 0;
-    if (cudaError_t const error = launch_gate_up(problem, tensors, scratch, device, num_gate_ctas, stream);
-        error != cudaSuccess) {
-        return error;
-    }
-    return launch_down(problem, tensors, scratch, device, num_gate_ctas, stream);
+cudaError_t launch_gate_up_sm90(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
+                                int& num_ctas, Device const& device, cudaStream_t stream) {
+    return problem.dtype == TWELL_BF16 ? launch_gate_up<Bf16>(problem, tensors, scratch, num_ctas, device, stream)
+                                       : launch_gate_up<Fp16>(problem, tensors, scratch, num_ctas, device, stream);
+}
+
+cudaError_t launch_down_sm90(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
+                             int num_gate_ctas, Device const& device, cudaStream_t stream) {
+    return problem.dtype == TWELL_BF16 ? launch_down<Bf16>(problem, tensors, scratch, num_gate_ctas, device, stream)
+                                       : launch_down<Fp16>(problem, tensors, scratch, num_gate_ctas, device, stream);
 }
 
 }  // namespace twell

@@ -9,12 +9,17 @@
 
 namespace twell {
 
-// Whether the kernels suit the problem: by the number of tokens, and TMA's boxes are no larger than the matrices.
+// Whether the kernels suit the problem: by the number of tokens, and the rows of TMA's boxes are no longer than the
+// matrices'.
 bool few_sm90_supports(twell_problem const& problem);
 
-// Enqueues the whole block, on a device of compute capability 9.0. Same preconditions as launch_few.
-cudaError_t launch_few_sm90(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
-                            Device const& device, cudaStream_t stream);
+// Enqueue the two halves of the block, on a device of compute capability 9.0: the gate and up projections, which give
+// their number of CTAs, and the down projection of what they, or those of gate_up_few.cuh, left. Same preconditions as
+// launch_few.
+cudaError_t launch_gate_up_sm90(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
+                                int& num_ctas, Device const& device, cudaStream_t stream);
+cudaError_t launch_down_sm90(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
+                             int num_gate_ctas, Device const& device, cudaStream_t stream);
 
 }  // namespace twell
 

@@ -12,10 +12,9 @@ template <class Element>
 cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, uint16_t* spilled,
                    Device const& device, cudaStream_t stream) {
     int const clusters = device.num_multiprocessors / sm90::kClusterSize;
-    sm90::Product const product = {problem.tokens, problem.d_ff, problem.d_model / sm90::BLOCK_K, 1, false};
-    int const tokens_per_block = sm90::choose(product, clusters, sm90::AllChoices());
-    sm90::Tiling const tiling(product, tokens_per_block);
-    return sm90::with_config(tokens_per_block, sm90::AllChoices(), [&](auto tokens) {
+    sm90::Product const product = {problem.tokens, problem.d_ff, problem.d_model / sm90::BLOCK_K, 1, 0};
+    sm90::Tiling const tiling = sm90::choose(product, clusters, sm90::TokensShared());
+    return sm90::with_config(tiling, sm90::TokensShared(), [&](auto tokens, auto) {
         using Cfg = sm90::Config<decltype(tokens)::value>;
         sm90::Params params = {};
         params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);

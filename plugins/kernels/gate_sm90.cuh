@@ -169,9 +169,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         if (warp == 0) {
             // Loader
             if (lane == 0) {
-                Loader<Cfg, false> loader = {shared, &params.w_gate, params.x, static_cast<int>(rank), num_slices};
+                Loader<Cfg, false> loader = {shared, &params.w_gate, params.x, static_cast<int>(rank)};
                 for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
-                    loader.load(Tile(params.num_blocks, params.num_tiles, i));
+                    loader.load(Tile(params.num_blocks, params.num_tiles, i), {0, num_slices});
                 }
             }
             __syncwarp();

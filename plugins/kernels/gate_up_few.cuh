@@ -53,6 +53,11 @@ struct Params {
     uint16_t const* w_down;  // [d_ff, d_out]; only brought closer
     uint32_t* masks;         // [tokens, num_mask_words]
     float* h;                // [tokens, d_ff], written where a neuron is active
+    // For a down projection that may be dense, or null:
+    uint16_t* h_rounded;  // [tokens, num_mask_words * kMaskBits], of the element type, 0 where no neuron is active
+    int* num_pairs;       // [CTAs], active ones
+    int* counters;        // [num_counters], which become 0: see down_sm90.cuh
+    int num_counters;
     int tokens;
     int d_model;
     int d_ff;
@@ -107,7 +112,7 @@ struct Config {
 };
 
 // Active pairs of a neuron and a token, up to which a warp computes u for each.
-constexpr int kMaxPairs = 4 * kWarps;
+constexpr int kMaxPairs = 2 * kWarps;
 
 template <class Cfg>
 struct Shared {
@@ -385,6 +390,7 @@ __device__ __forceinline__ void dot_products(int count, int d_model, uint32_t qu
 // Brings a row into L2, by one warp.
 __device__ __forceinline__ void prefetch_row(uint16_t const* row, int length) {
     constexpr int kLine = 64;  // elements
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x) % kWarpSize * kLine; i < length; i += kWarpSize * kLine) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row + i));
     }
@@ -407,6 +413,7 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
     if (thread == 0) {
         shared.num_pairs = 0;
     }
+    int64_t const stride_rounded = static_cast<int64_t>(params.num_mask_words) * kMaskBits;
     // Biases are fetched first and put down last, so that nothing waits for them.
     bool const has_bias = thread < Cfg::kNeurons && neuron_begin + thread < params.d_ff;
     uint16_t b_gate = 0;
@@ -419,6 +426,18 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
         }
         if (has_bias && params.b_up != nullptr) {
             b_up = params.b_up[neuron_begin + thread];
+        }
+        if (params.h_rounded != nullptr) {
+            constexpr int kVectors = Cfg::kNeurons / kVector;
+            for (int i = thread; i < params.tokens * kVectors; i += kThreads) {
+                int const n = neuron_begin + i % kVectors * kVector;
+                if (n < stride_rounded) {
+                    *reinterpret_cast<uint4*>(params.h_rounded + i / kVectors * stride_rounded + n) = {};
+                }
+            }
+            for (int i = blockIdx.x * kThreads + thread; i < params.num_counters; i += gridDim.x * kThreads) {
+                params.counters[i] = 0;
+            }
         }
     };
     auto const end = [&] {
@@ -468,7 +487,11 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
         if (is_nonzero(bits)) {
             float u = params.b_up == nullptr ? sum : sum + Element::to_float(shared.b_up[m]);
             u = params.relu_on_up && u <= 0.0f ? 0.0f : u;  // NaN is kept
-            params.h[static_cast<int64_t>(token) * params.d_ff + neuron_begin + m] = Element::to_float(bits) * u;
+            float const h = Element::to_float(bits) * u;
+            params.h[static_cast<int64_t>(token) * params.d_ff + neuron_begin + m] = h;
+            if (params.h_rounded != nullptr) {
+                params.h_rounded[token * stride_rounded + neuron_begin + m] = Element::from_float(h);
+            }
         }
     };
     // The next kernel reads this row.
@@ -479,6 +502,9 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
     // Up projection of few pairs: a warp each. (In whatever order they were found: each has its own place in h.)
     // NOTE: u and h stay in fp32; a dense fp16 block, which stores both, can overflow here.
     int const num_pairs = shared.num_pairs;
+    if (params.num_pairs != nullptr && thread == 0) {
+        params.num_pairs[blockIdx.x] = num_pairs;
+    }
     if (num_pairs <= kMaxPairs) {
         int const warp = thread / kWarpSize;
         int const count = (num_pairs - warp + kWarps - 1) / kWarps;  // this warp's
@@ -522,8 +548,10 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
         }
     }
     __syncthreads();
-    for (int p = thread / kWarpSize; p < num_neurons; p += kWarps) {
-        prefetch_w_down(shared.neurons[p]);
+    if (params.h_rounded == nullptr) {  // else the next kernel probably reads all, in another order
+        for (int p = thread / kWarpSize; p < num_neurons; p += kWarps) {
+            prefetch_w_down(shared.neurons[p]);
+        }
     }
     if (params.w_up == nullptr) {
         for (int i = thread; i < Cfg::kNeurons * Cfg::kTokens; i += kThreads) {

@@ -9,7 +9,7 @@ namespace {
 namespace sm90 = hidden_sm90;
 
 // Of a gated block a consumer holds two products, so a block has fewer tokens.
-using GatedChoices = sm90::Choices<64, 80, 88, 96, 112, 128, 144, 160, 176>;
+using GatedTilings = sm90::Tilings<sm90::Choices<88, 96, 112, 128, 144, 160, 176>, sm90::Choices<64, 80, 96, 112, 128>>;
 
 // Of the down projection's weights: what its stages hold at a time.
 constexpr size_t kPrefetchedBytes = 2 << 20;
@@ -18,18 +18,20 @@ uint32_t pair_of(uint16_t bits) { return static_cast<uint32_t>(bits) << 16 | bit
 
 template <class Element, class Cfg>
 cudaError_t launch_config(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                          Schedule const& schedule, sm90::Product const& product, Device const& device,
-                          cudaStream_t stream) {
+                          DenseHalves const& halves, Schedule const& schedule, sm90::Product const& product,
+                          sm90::Tiling const& tiling, Device const& device, cudaStream_t stream) {
     Activation const act = activation_of(problem);
     int const clusters = device.num_multiprocessors / sm90::kClusterSize;
-    sm90::Tiling const tiling(product, Cfg::BLOCK_N);
     sm90::Params params = {};
     params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
     params.b_up = static_cast<uint16_t const*>(tensors.b_up);
     params.schedule = schedule;
+    params.half_states = halves.states;
+    params.num_half_states = halves.num_states;
     params.tokens = problem.tokens;
     params.d_ff = problem.d_ff;
     params.num_slices = product.num_slices;
+    params.stride = spilled_stride(problem);
     params.num_tiles = tiling.num_tiles;
     params.num_blocks = static_cast<int>(tiling.num_blocks);
     params.cut = pair_of(Element::round_down(act.cut));
@@ -41,7 +43,7 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
         std::min(static_cast<size_t>(problem.d_ff) * problem.d_out * sizeof(uint16_t), kPrefetchedBytes));
     if (cudaError_t const error = sm90::first_error({
             sm90::encode(params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kRowsLoaded, problem.dtype),
-            sm90::encode(params.weights[0], tensors.w_gate, problem.d_ff, problem.d_model, sm90::BLOCK_M,
+            sm90::encode(params.weights[0], tensors.w_gate, problem.d_ff, problem.d_model, Cfg::kWeightRowsLoaded,
                          problem.dtype),
         });
         error != cudaSuccess) {
@@ -49,7 +51,7 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
     }
     if constexpr (Cfg::kProducts == 2) {
         if (cudaError_t const error = sm90::encode(params.weights[1], tensors.w_up, problem.d_ff, problem.d_model,
-                                                   sm90::BLOCK_M, problem.dtype);
+                                                   Cfg::kWeightRowsLoaded, problem.dtype);
             error != cudaSuccess) {
             return error;
         }
@@ -58,32 +60,34 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
                             Cfg::kSharedBytes, device, stream);
 }
 
-template <class Element, int kProducts, int... kTokens>
-cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h, Schedule const& schedule,
-                   Device const& device, cudaStream_t stream, sm90::Choices<kTokens...> choices) {
-    sm90::Product const product = {problem.tokens, problem.d_ff,
-                                   static_cast<int>(sm90::ceil_div(problem.d_model, sm90::BLOCK_K)), kProducts, false};
-    int const tokens_per_block = sm90::choose(product, device.num_multiprocessors / sm90::kClusterSize, choices);
-    return sm90::with_config(tokens_per_block, choices, [&](auto tokens) {
-        return launch_config<Element, sm90::Config<decltype(tokens)::value, false, kProducts>>(
-            problem, tensors, h, schedule, product, device, stream);
+template <class Element, int kProducts, class Tilings>
+cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h, DenseHalves const& halves,
+                   Schedule const& schedule, Device const& device, cudaStream_t stream, Tilings tilings) {
+    int const num_slices = static_cast<int>(sm90::ceil_div(problem.d_model, sm90::BLOCK_K));
+    sm90::Product const product = {problem.tokens, problem.d_ff, num_slices, kProducts, 0};
+    sm90::Tiling const tiling = sm90::choose(product, device.num_multiprocessors / sm90::kClusterSize, tilings);
+    return sm90::with_config(tiling, tilings, [&](auto tokens, auto shares_weights) {
+        using Cfg = sm90::Config<decltype(tokens)::value, false, kProducts, decltype(shares_weights)::value>;
+        return launch_config<Element, Cfg>(problem, tensors, h, halves, schedule, product, tiling, device, stream);
     });
 }
 
 template <class Element>
 cudaError_t launch_variant(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                           Schedule const& schedule, Device const& device, cudaStream_t stream) {
+                           DenseHalves const& halves, Schedule const& schedule, Device const& device,
+                           cudaStream_t stream) {
     return problem.variant == TWELL_GATED
-               ? launch<Element, 2>(problem, tensors, h, schedule, device, stream, GatedChoices())
-               : launch<Element, 1>(problem, tensors, h, schedule, device, stream, sm90::AllChoices());
+               ? launch<Element, 2>(problem, tensors, h, halves, schedule, device, stream, GatedTilings())
+               : launch<Element, 1>(problem, tensors, h, halves, schedule, device, stream, sm90::TokensShared());
 }
 
 }  // namespace
 
 cudaError_t launch_hidden_sm90(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               Schedule const& schedule, Device const& device, cudaStream_t stream) {
-    return problem.dtype == TWELL_BF16 ? launch_variant<Bf16>(problem, tensors, h, schedule, device, stream)
-                                       : launch_variant<Fp16>(problem, tensors, h, schedule, device, stream);
+                               DenseHalves const& halves, Schedule const& schedule, Device const& device,
+                               cudaStream_t stream) {
+    return problem.dtype == TWELL_BF16 ? launch_variant<Bf16>(problem, tensors, h, halves, schedule, device, stream)
+                                       : launch_variant<Fp16>(problem, tensors, h, halves, schedule, device, stream);
 }
 
 }  // namespace twell

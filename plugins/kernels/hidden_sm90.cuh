@@ -19,11 +19,15 @@ static_assert(registers_suffice(kRegistersLoader, kRegistersMultiplier), "setmax
 
 struct Params {
     CUtensorMap x;           // [tokens, d_model], boxes of [kRowsLoaded, BLOCK_K]
-    CUtensorMap weights[2];  // w_gate and, in a gated block, w_up: [d_ff, d_model], boxes of [BLOCK_M, BLOCK_K]
-    uint16_t* h;             // [tokens, num_tiles * TWELL_TILE]; columns from d_ff on are left as they are, or not
+    CUtensorMap weights[2];  // w_gate and, in a gated block, w_up: [d_ff, d_model], boxes of
+                             // [kWeightRowsLoaded, BLOCK_K]
+    uint16_t* h;             // [tokens, d_ff], rows `stride` apart
+    int64_t stride;
     uint16_t const* b_gate;  // [d_ff] or null
     uint16_t const* b_up;    // [d_ff] or null
     Schedule schedule;       // told that all rows are dense and none has failed
+    uint32_t* half_states;   // [num_half_states], which become 0: see halves_sm90.cuh
+    int num_half_states;
     int64_t tokens;
     int d_ff;
     int num_slices;
@@ -83,7 +87,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         // Consumers
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegistersMultiplier));
         int const consumer_warp = warp - kWarpgroupWarps;
-        int64_t const stride = static_cast<int64_t>(params.num_tiles) * TWELL_TILE;
         Ring<Cfg::kNumStages> ring;
         for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
             Tile const tile(params.num_blocks, params.num_tiles, i);
@@ -107,7 +110,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 [&](int token, int chunk, uint4 values) {
                     int const column = first_neuron + chunk * kVector;
                     if (first_token + token < params.tokens && column < params.d_ff) {
-                        *reinterpret_cast<uint4*>(params.h + (first_token + token) * stride + column) = values;
+                        *reinterpret_cast<uint4*>(params.h + (first_token + token) * params.stride + column) = values;
                     }
                 });
         }
@@ -116,9 +119,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         if (warp == 0) {
             // Loader
             if (lane == 0) {
-                Loader<Cfg, false> loader = {shared, params.weights, params.x, rank, params.num_slices};
+                Loader<Cfg, false> loader = {shared, params.weights, params.x, rank};
                 for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
-                    loader.load(Tile(params.num_blocks, params.num_tiles, i));
+                    loader.load(Tile(params.num_blocks, params.num_tiles, i), {0, params.num_slices});
                 }
                 uint32_t const share = (params.prefetched_bytes / gridDim.x + 15) / 16 * 16;
                 uint32_t const begin = blockIdx.x * share;
@@ -129,8 +132,11 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             }
         } else {
             int const threads = kHelpers * kWarpSize;
-            for (int64_t row = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x - kWarpSize;
-                 row < params.tokens; row += gridDim.x * threads) {
+            int const first = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x) - kWarpSize;
+            for (int i = first; i < params.num_half_states; i += static_cast<int>(gridDim.x) * threads) {
+                params.half_states[i] = 0;
+            }
+            for (int64_t row = first; row < params.tokens; row += gridDim.x * threads) {
                 params.schedule.has_failed[row] = 0;
                 if (row == 0) {
                     params.schedule.header->heavy_count = static_cast<uint32_t>(params.tokens);

@@ -2,6 +2,7 @@
 #ifndef TWELL_KERNELS_HIDDEN_SM90_H_
 #define TWELL_KERNELS_HIDDEN_SM90_H_
 
+#include "dense.h"
 #include "launch.cuh"
 #include "schedule.h"
 #include "twell/twell.h"
@@ -10,7 +11,8 @@ namespace twell {
 
 // Enqueues the kernel: see launch_dense_block.
 cudaError_t launch_hidden_sm90(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               Schedule const& schedule, Device const& device, cudaStream_t stream);
+                               DenseHalves const& halves, Schedule const& schedule, Device const& device,
+                               cudaStream_t stream);
 
 }  // namespace twell
 

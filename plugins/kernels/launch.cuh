@@ -3,14 +3,23 @@
 #define TWELL_KERNELS_LAUNCH_CUH_
 
 #include <cuda_runtime.h>
+#include <stdint.h>
 
 namespace twell {
+
+// Which kernels run, where there are several.
+enum class Kernels : int32_t {
+    kBest = 0,     // those that suit the device and the problem
+    kGeneric = 1,  // the others are there to be tested and measured
+    kSm90 = 2,     // cudaErrorNotSupported where they cannot run
+};
 
 struct Device {
     int major;
     int minor;
     int num_multiprocessors;
     int max_shared_bytes;  // of a block
+    int l2_bytes;
 };
 
 // Attribute queries are cheap and allowed during stream capture.
@@ -25,7 +34,8 @@ inline cudaError_t query_device(Device& device) {
     } const queries[] = {{&device.major, cudaDevAttrComputeCapabilityMajor},
                          {&device.minor, cudaDevAttrComputeCapabilityMinor},
                          {&device.num_multiprocessors, cudaDevAttrMultiProcessorCount},
-                         {&device.max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin}};
+                         {&device.max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+                         {&device.l2_bytes, cudaDevAttrL2CacheSize}};
     for (auto const& query : queries) {
         if (cudaError_t const error = cudaDeviceGetAttribute(query.value, query.attribute, id); error != cudaSuccess) {
             return error;

@@ -70,6 +70,7 @@ struct Config {
     // overlap by one.
     static constexpr int kRowsLoaded =
         kSharesWeights ? BLOCK_N : (BLOCK_N / kClusterSize + kRowsPerSwizzle - 1) / kRowsPerSwizzle * kRowsPerSwizzle;
+    static constexpr int kWeightRowsLoaded = kSharesWeights ? BLOCK_M / kClusterSize : BLOCK_M;
     static_assert(BLOCK_N % 8 == 0 && BLOCK_N >= 16 && BLOCK_N <= 256, "what wgmma can do");
 
     // Shared memory: stages of A (weights), 128 neurons of each matrix, and B (tokens) [BLOCK_N, BLOCK_K], swizzled by
@@ -93,6 +94,14 @@ struct Config {
     static_assert(kNumStages >= 3 && kSharedBytes <= kMaxSharedBytes, "what a block of sm_90 can have");
     static_assert(kBytesStage % 1024 == 0 && kBytesResultPart % 1024 == 0,
                   "swizzle patterns of 128 bytes start at multiples of 1024");
+};
+
+// Of the products' common extent, in steps of BLOCK_K.
+struct Slices {
+    int begin;
+    int end;
+
+    __device__ __forceinline__ int count() const { return end - begin; }
 };
 
 // Which tokens and neurons are the i-th to be computed.
@@ -297,38 +306,35 @@ struct Shared {
     __device__ __forceinline__ uint32_t barrier(int i) const { return base + Cfg::kOffsetBarriers + i * 8; }
 };
 
-// Loads the slices of tiles, by one thread of each CTA. A is one or several [neurons, K] in boxes of [BLOCK_M,
-// BLOCK_K], or, if transposed, [K, neurons] in boxes of [BLOCK_K, WGMMA_M]; B is [tokens, K] in boxes of [kRowsLoaded,
-// BLOCK_K].
+// Loads the slices of tiles, by one thread of each CTA. A is one or several [neurons, K] in boxes of
+// [kWeightRowsLoaded, BLOCK_K], or, if transposed, [K, neurons] in boxes of [BLOCK_K, WGMMA_M]; B is [tokens, K] in
+// boxes of [kRowsLoaded, BLOCK_K].
 template <class Cfg, bool kTransposedA>
 struct Loader {
     Shared<Cfg> const& shared;
     CUtensorMap const* a;  // [kProducts]
     CUtensorMap const& b;
     int rank;
-    int num_slices;
     Ring<Cfg::kNumStages> ring = {};
 
-    __device__ __forceinline__ void load(Tile const& tile) {
-        for (int slice = 0; slice < num_slices; ++slice) {
+    __device__ __forceinline__ void load(Tile const& tile, Slices slices) {
+        for (int slice = slices.begin; slice < slices.end; ++slice) {
             load_slice(tile, slice);
         }
     }
 
     // The same for the first tile, if its tokens must not be read before wait(): the weights come earlier.
     template <class Wait>
-    __device__ __forceinline__ void load_first(Tile const& tile, Wait wait) {
-        int const ahead = min(num_slices, Cfg::kNumStages);
-        for (int slice = 0; slice < ahead; ++slice) {
-            load_weights(tile, slice, slice);
+    __device__ __forceinline__ void load_first(Tile const& tile, Slices slices, Wait wait) {
+        int const ahead = min(slices.count(), Cfg::kNumStages);
+        for (int stage = 0; stage < ahead; ++stage) {
+            load_weights(tile, slices.begin + stage, stage);
         }
         wait();
-        for (int slice = 0; slice < ahead; ++slice, ring.advance()) {
-            load_tokens(tile, slice, slice);
+        for (int stage = 0; stage < ahead; ++stage, ring.advance()) {
+            load_tokens(tile, slices.begin + stage, stage);
         }
-        for (int slice = ahead; slice < num_slices; ++slice) {
-            load_slice(tile, slice);
-        }
+        load(tile, {slices.begin + ahead, slices.end});
     }
 
   private:
@@ -348,9 +354,10 @@ struct Loader {
         for (int product = 0; product < Cfg::kProducts; ++product) {
             uint32_t const destination = shared.stage_a(stage) + product * Cfg::kBytesMatrix;
             if constexpr (Cfg::kSharesWeights) {
-                static_assert(kTransposedA, "boxes are then halves of A");
-                load_box_for_all(destination + rank * (BLOCK_K * kBytesRow), a[product], full, neuron + rank * WGMMA_M,
-                                 slice * BLOCK_K);
+                // Either CTA brings a half, which is a consumer's.
+                int const first = neuron + rank * WGMMA_M;
+                load_box_for_all(destination + rank * (Cfg::kBytesMatrix / kClusterSize), a[product], full,
+                                 kTransposedA ? first : slice * BLOCK_K, kTransposedA ? slice * BLOCK_K : first);
             } else if constexpr (kTransposedA) {
                 for (int consumer = 0; consumer < kConsumers; ++consumer) {
                     load_box(destination + consumer * (BLOCK_K * kBytesRow), a[product], full,

@@ -57,29 +57,34 @@ inline cudaError_t encode(CUtensorMap& map, void const* matrix, int64_t rows, in
 // Tokens a block may have. Large blocks read the weights less often; the right one fills the last round.
 template <int... kTokens>
 struct Choices {};
+
+// The tilings of a product that there are kernels for: where the CTAs of a cluster share tokens, and where weights.
+// Sharing weights pays where they are the larger operand.
+template <class TokensSharedChoices, class WeightsSharedChoices>
+struct Tilings {};
 using AllChoices = Choices<48, 64, 80, 96, 112, 128, 144, 160, 176, 208, 232, 256>;
+using TokensShared = Tilings<AllChoices, Choices<>>;
 
 // What a launch has to compute.
 struct Product {
     int64_t tokens;
     int num_neurons;
     int num_slices;
-    int num_matrices;  // at once
-    bool may_share_weights;
+    int num_matrices;          // at once
+    int64_t most_halved_sums;  // If it has no more, two clusters may compute half of each sum.
 };
 
 inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
-// Whether the CTAs of a cluster share weights, not tokens: the larger of the two.
-constexpr bool shares_weights(bool may_share_weights, int tokens_per_block) {
-    return may_share_weights && tokens_per_block < BLOCK_M;
-}
-
 // A product, cut into blocks of so many tokens.
 struct Tiling {
+    int tokens_per_block;
+    bool shares_weights;
+    int num_halves;  // of each sum: 1 or 2
     int64_t num_blocks;
     int num_tiles;  // of neurons
     int tile_tokens;
+    int tile_neurons;
     int64_t round_cycles;
 
     // Clusters work in rounds, one tile each. A slice takes as long as the tensor cores need for it, or as what a CTA
@@ -87,49 +92,62 @@ struct Tiling {
     // benchmarks/README.md.
     static constexpr int kBytesPerCycle = 48;
     static constexpr int kCyclesOfOverhead = 4000;
+    static constexpr int kCyclesOfHalves = 3000;
 
-    Tiling(Product const& product, int tokens_per_block) {
-        bool const shared = shares_weights(product.may_share_weights, tokens_per_block);
+    Tiling(Product const& product, int tokens, bool share_weights, int halves)
+        : tokens_per_block(tokens), shares_weights(share_weights), num_halves(halves) {
         int const weights = product.num_matrices * BLOCK_M;
-        tile_tokens = shared ? kClusterSize * tokens_per_block : tokens_per_block;
+        tile_tokens = share_weights ? kClusterSize * tokens : tokens;
+        tile_neurons = share_weights ? BLOCK_M : kClusterSize * BLOCK_M;
         num_blocks = ceil_div(product.tokens, tile_tokens);
-        num_tiles = static_cast<int>(ceil_div(product.num_neurons, shared ? BLOCK_M : kClusterSize * BLOCK_M));
-        int const rows = shared ? weights / kClusterSize + tokens_per_block : weights + tokens_per_block / kClusterSize;
-        int const tensor_cycles = weights / WGMMA_M * tokens_per_block * BLOCK_K / WGMMA_K / 2;
+        num_tiles = static_cast<int>(ceil_div(product.num_neurons, tile_neurons));
+        int const rows = share_weights ? weights / kClusterSize + tokens : weights + tokens / kClusterSize;
+        int const tensor_cycles = weights / WGMMA_M * tokens * BLOCK_K / WGMMA_K / 2;
         round_cycles =
-            static_cast<int64_t>(product.num_slices) * std::max(tensor_cycles, rows * kBytesRow / kBytesPerCycle) +
-            kCyclesOfOverhead;
+            ceil_div(product.num_slices, halves) * std::max(tensor_cycles, rows * kBytesRow / kBytesPerCycle) +
+            kCyclesOfOverhead + (halves - 1) * kCyclesOfHalves;
     }
 
-    int64_t cycles(int clusters) const { return ceil_div(num_blocks * num_tiles, clusters) * round_cycles; }
+    // Pieces of work, one to a cluster at a time.
+    int64_t num_pieces() const { return num_blocks * num_tiles * num_halves; }
+    int64_t num_sums() const { return num_blocks * num_tiles * tile_tokens * tile_neurons; }
+    int64_t cycles(int clusters) const { return ceil_div(num_pieces(), clusters) * round_cycles; }
 };
 
-// The number of tokens in a block that takes the least time.
-template <int... kTokens>
-int choose(Product const& product, int clusters, Choices<kTokens...>) {
-    int best = 0;
-    int64_t best_cycles = INT64_MAX;
-    for (int const choice : {kTokens...}) {
-        int64_t const cycles = Tiling(product, choice).cycles(clusters);
-        if (cycles <= best_cycles) {
-            best = choice;
-            best_cycles = cycles;
+// The tiling that takes the least time.
+template <int... kShared, int... kOwn>
+Tiling choose(Product const& product, int clusters, Tilings<Choices<kShared...>, Choices<kOwn...>>) {
+    Tiling best(product, std::max({kShared...}), false, 1);
+    auto const consider = [&](int tokens, bool share_weights) {
+        for (int const halves : {2, 1}) {
+            Tiling const tiling(product, tokens, share_weights, halves);
+            bool const fits = halves == 1 || tiling.num_sums() <= product.most_halved_sums;
+            if (fits && tiling.cycles(clusters) <= best.cycles(clusters)) {
+                best = tiling;
+            }
         }
-    }
+    };
+    (consider(kOwn, true), ...);
+    (consider(kShared, false), ...);
     return best;
 }
 
 // CTAs of a launch.
 inline dim3 grid_of(Tiling const& tiling, int clusters) {
-    return dim3(
-        static_cast<unsigned>(std::min<int64_t>(clusters, tiling.num_blocks * tiling.num_tiles) * kClusterSize));
+    return dim3(static_cast<unsigned>(std::min<int64_t>(clusters, tiling.num_pieces()) * kClusterSize));
 }
 
-// Calls launch(std::integral_constant<int, tokens>()) for one of the choices.
-template <class Launch, int... kTokens>
-cudaError_t with_config(int tokens, Choices<kTokens...>, Launch launch) {
+// Calls launch(tokens, shares_weights) with the tiling's, as types std::integral_constant.
+template <class Launch, int... kShared, int... kOwn>
+cudaError_t with_config(Tiling const& tiling, Tilings<Choices<kShared...>, Choices<kOwn...>>, Launch launch) {
     cudaError_t result = cudaErrorInvalidValue;
-    (void)((tokens == kTokens && (result = launch(std::integral_constant<int, kTokens>()), true)) || ...);
+    auto const try_one = [&](auto tokens, auto shares_weights) {
+        if (tiling.tokens_per_block == tokens && tiling.shares_weights == shares_weights) {
+            result = launch(tokens, shares_weights);
+        }
+    };
+    (try_one(std::integral_constant<int, kShared>(), std::false_type()), ...);
+    (try_one(std::integral_constant<int, kOwn>(), std::true_type()), ...);
     return result;
 }
 

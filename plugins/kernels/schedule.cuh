@@ -92,21 +92,14 @@ __device__ __forceinline__ uint32_t sum_up_to(uint32_t value) {
     return value;
 }
 
-// Copies a tile's entries, the first of which are in its head.
-__device__ __forceinline__ void list_tile(uint32_t* words, uint32_t const* tile, uint4 head, uint32_t count) {
-    uint32_t const entries[kMostUnspilled] = {head.y, head.z, head.w};
-#pragma unroll
-    for (uint32_t i = 0; i < kMostUnspilled; ++i) {
-        if (i < count) {
-            words[i] = entries[i];
-        }
-    }
+// Copies a tile's entries.
+__device__ __forceinline__ void list_tile(uint32_t* words, uint32_t const* entries, uint32_t count) {
     constexpr uint32_t kAtOnce = 4;
-    for (uint32_t begin = kMostUnspilled; begin < count; begin += kAtOnce) {
+    for (uint32_t begin = 0; begin < count; begin += kAtOnce) {
         uint32_t more[kAtOnce];
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i) {
-            more[i] = tile[1 + min(begin + i, count - 1)];
+            more[i] = entries[min(begin + i, count - 1)];
         }
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i) {
@@ -149,23 +142,23 @@ __device__ __forceinline__ void list_rows(Params const& params, int64_t const (&
     for (int tile_begin = 0; tile_begin < params.num_tiles; tile_begin += kWarpSize) {
         int64_t const t = min(tile_begin + lane, params.num_tiles - 1);
         uint32_t const* tiles[kRows];
-        uint4 heads[kRows];  // a tile's count and its first entries; NOTE: past the count nothing has been written
+        uint32_t counts[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             tiles[r] = params.packed + (rows[r] * params.num_tiles + t) * params.words_per_tile;
-            heads[r] = *reinterpret_cast<uint4 const*>(tiles[r]);
+            counts[r] = tiles[r][0];
         }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             if (!wanted[r]) {
                 continue;
             }
-            uint32_t const count = tile_begin + lane < params.num_tiles ? heads[r].x : 0;
+            uint32_t const count = tile_begin + lane < params.num_tiles ? counts[r] : 0;
             bool const overflowed = count >= static_cast<uint32_t>(params.words_per_tile);
             uint32_t const last = before[r] + sum_up_to(count);
             uint32_t* const words = params.schedule.words + rows[r] * max_listed(params.num_tiles);
             if (!overflowed) {
-                list_tile(words + last - count, tiles[r], heads[r], count);
+                list_tile(words + last - count, tiles[r] + 1, count);
             }
             for (uint32_t rest = __ballot_sync(0xffffffffu, overflowed); rest != 0; rest &= rest - 1) {
                 int const owner = __ffs(rest) - 1;
@@ -269,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     __syncthreads();
     uint32_t all = 0;
     uint32_t before = 0;
-#pragma unroll 4
+#pragma unroll 8
     for (unsigned block = threadIdx.x / kBuckets; block < gridDim.x; block += kThreads / kBuckets) {
         uint32_t const rows = params.schedule.block_buckets[block * kBuckets + bucket];
         all += rows;

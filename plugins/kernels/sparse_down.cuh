@@ -122,14 +122,17 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(
     uint32_t const lane = threadIdx.x % kWarpSize;
     uint32_t const warp = threadIdx.x / kWarpSize;
     uint32_t const warps = blockDim.x / kWarpSize;
-    allow_dependent_launch();
-    wait_for_previous_launch();
     // The places of the order: dense rows, rows that are split, and the others, which come in pairs. There are fewer
     // than 2^32 of anything here, since y fits the device's memory.
-    uint32_t const split_begin = params.schedule.header->heavy_count;
-    uint32_t const split_end = params.schedule.header->split_end;
+    uint32_t const split_begin = __ldcg(&params.schedule.header->heavy_count);
+    uint32_t const split_end = __ldcg(&params.schedule.header->split_end);
     uint32_t const num_split = (split_end - split_begin) * params.warps_per_row;
     uint32_t const num_items = num_split + (params.tokens - split_end + 1) / 2 * params.ctas_per_row;
+    if (ends_early(num_items == 0)) {
+        return;
+    }
+    wait_for_previous_launch();
+    allow_dependent_launch();
     for (uint32_t i = blockIdx.x; i < num_items; i += gridDim.x) {
         bool const split = i < num_split;
         uint32_t const place = split ? i / params.warps_per_row : (i - num_split) / params.ctas_per_row;

@@ -178,8 +178,8 @@ __device__ __forceinline__ void compute(Params const& params, Share const& share
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) up_kernel(Params const params) {
-    allow_dependent_launch();
     wait_for_previous_launch();
+    allow_dependent_launch();  // NOTE: only now, as the next kernels begin with the schedule
     uint32_t const num_units = params.schedule.header->unit_count;
     for (uint32_t i = blockIdx.x; i < num_units; i += gridDim.x) {
         Share const share(params.schedule.units[i]);

@@ -112,10 +112,7 @@ cudaError_t launch_sparse(Launch const& launch) {
     if (cudaError_t const error = launch_sparse_up<Element>(launch); error != cudaSuccess) {
         return error;
     }
-    if (cudaError_t const error = launch_sparse_down<Element>(launch); error != cudaSuccess) {
-        return error;
-    }
-    return launch_rest<Element>(launch);
+    return launch_sparse_down<Element>(launch);
 }
 
 }  // namespace
@@ -129,7 +126,7 @@ uint16_t* spilled_in(twell_problem const& problem, void* scratch) {
 }
 
 cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
-                           void* scratch, int64_t dense_rows, cudaStream_t stream) {
+                           void* scratch, int64_t dense_rows, cudaStream_t stream, Kernels choice) {
     Device device = {};
     if (cudaError_t const error = query_device(device); error != cudaSuccess) {
         return error;
@@ -139,7 +136,7 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
     GuardModel guard = {};
     Gather gather = {};
     if (spilled != nullptr) {
-        guard = guard_model(problem, device);
+        guard = guard_model(problem, device, choice);
         guard.forced = dense_rows;
         gather = gather_for(problem, tensors, packed, spilled,
                             reinterpret_cast<unsigned char*>(spilled) + spilled_bytes(problem));
@@ -148,23 +145,30 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
         error != cudaSuccess) {
         return error;
     }
+    SparseRows const rows = {reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)),
+                             spilled_stride(problem) * static_cast<int64_t>(sizeof(uint16_t))};
+    Launch const launch = {problem, tensors, packed, schedule, rows, spilled, device, stream};
+    bool const is_bf16 = problem.dtype == TWELL_BF16;
+    if (cudaError_t const error = is_bf16 ? launch_sparse<Bf16>(launch) : launch_sparse<Fp16>(launch);
+        error != cudaSuccess) {
+        return error;
+    }
+    // After the sparse kernels: mostly no row is dense, and then these launches leave while those still run.
     if (guard.enabled) {
-        if (cudaError_t const error = launch_dense(problem, tensors, gather, schedule, device, stream);
+        if (cudaError_t const error = launch_dense(problem, tensors, gather, schedule, device, stream, choice);
             error != cudaSuccess) {
             return error;
         }
     }
-    SparseRows const rows = {reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)),
-                             spilled_stride(problem) * static_cast<int64_t>(sizeof(uint16_t))};
-    Launch const launch = {problem, tensors, packed, schedule, rows, spilled, device, stream};
-    return problem.dtype == TWELL_BF16 ? launch_sparse<Bf16>(launch) : launch_sparse<Fp16>(launch);
+    return is_bf16 ? launch_rest<Bf16>(launch) : launch_rest<Fp16>(launch);
 }
 
 cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const& tensors, void* scratch,
                               Device const& device, cudaStream_t stream) {
     Schedule const schedule = schedule_at(problem, scratch);
-    if (cudaError_t const error =
-            launch_dense_block(problem, tensors, spilled_in(problem, scratch), schedule, device, stream);
+    uint16_t* const h = spilled_in(problem, scratch);
+    DenseHalves const halves = dense_halves_in(problem, reinterpret_cast<unsigned char*>(h) + spilled_bytes(problem));
+    if (cudaError_t const error = launch_dense_block(problem, tensors, h, halves, schedule, device, stream);
         error != cudaSuccess) {
         return error;
     }

@@ -15,8 +15,13 @@ template <class Element, int N>
 struct Wgmma;
 
 // clang-format off
+#define TWELL_REGISTERS_8 \
+    "%0, %1, %2, %3, %4, %5, %6, %7"
+#define TWELL_REGISTERS_16 \
+    TWELL_REGISTERS_8 \
+    ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define TWELL_REGISTERS_24 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+    TWELL_REGISTERS_16 \
     ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define TWELL_REGISTERS_32 \
     TWELL_REGISTERS_24 \
@@ -45,9 +50,12 @@ struct Wgmma;
 #define TWELL_REGISTERS_88 \
     TWELL_REGISTERS_80 \
     ", %80, %81, %82, %83, %84, %85, %86, %87"
-#define TWELL_REGISTERS_104 \
+#define TWELL_REGISTERS_96 \
     TWELL_REGISTERS_88 \
-    ", %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103"
+    ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define TWELL_REGISTERS_104 \
+    TWELL_REGISTERS_96 \
+    ", %96, %97, %98, %99, %100, %101, %102, %103"
 #define TWELL_REGISTERS_116 \
     TWELL_REGISTERS_104 \
     ", %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115"
@@ -56,8 +64,12 @@ struct Wgmma;
     ", %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define TWELL_OPERANDS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define TWELL_OPERANDS_8 TWELL_OPERANDS_4(0), TWELL_OPERANDS_4(4)
+#define TWELL_OPERANDS_16 \
+    TWELL_OPERANDS_8, \
+    TWELL_OPERANDS_4(8), TWELL_OPERANDS_4(12)
 #define TWELL_OPERANDS_24 \
-    TWELL_OPERANDS_4(0), TWELL_OPERANDS_4(4), TWELL_OPERANDS_4(8), TWELL_OPERANDS_4(12), \
+    TWELL_OPERANDS_16, \
     TWELL_OPERANDS_4(16), TWELL_OPERANDS_4(20)
 #define TWELL_OPERANDS_32 \
     TWELL_OPERANDS_24, \
@@ -86,9 +98,12 @@ struct Wgmma;
 #define TWELL_OPERANDS_88 \
     TWELL_OPERANDS_80, \
     TWELL_OPERANDS_4(80), TWELL_OPERANDS_4(84)
-#define TWELL_OPERANDS_104 \
+#define TWELL_OPERANDS_96 \
     TWELL_OPERANDS_88, \
-    TWELL_OPERANDS_4(88), TWELL_OPERANDS_4(92), TWELL_OPERANDS_4(96), TWELL_OPERANDS_4(100)
+    TWELL_OPERANDS_4(88), TWELL_OPERANDS_4(92)
+#define TWELL_OPERANDS_104 \
+    TWELL_OPERANDS_96, \
+    TWELL_OPERANDS_4(96), TWELL_OPERANDS_4(100)
 #define TWELL_OPERANDS_116 \
     TWELL_OPERANDS_104, \
     TWELL_OPERANDS_4(104), TWELL_OPERANDS_4(108), TWELL_OPERANDS_4(112)
@@ -119,6 +134,8 @@ struct Wgmma;
     TWELL_WGMMA_OF(Fp16, "f16", n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers,   \
                    a_idx, b_idx, accumulate_idx, trans_idx)
 
+TWELL_WGMMA(16, 8, 8, 9, 10, 11)
+TWELL_WGMMA(32, 16, 16, 17, 18, 19)
 TWELL_WGMMA(48, 24, 24, 25, 26, 27)
 TWELL_WGMMA(64, 32, 32, 33, 34, 35)
 TWELL_WGMMA(80, 40, 40, 41, 42, 43)
@@ -129,10 +146,17 @@ TWELL_WGMMA(128, 64, 64, 65, 66, 67)
 TWELL_WGMMA(144, 72, 72, 73, 74, 75)
 TWELL_WGMMA(160, 80, 80, 81, 82, 83)
 TWELL_WGMMA(176, 88, 88, 89, 90, 91)
+TWELL_WGMMA(192, 96, 96, 97, 98, 99)
 TWELL_WGMMA(208, 104, 104, 105, 106, 107)
 TWELL_WGMMA(232, 116, 116, 117, 118, 119)
 TWELL_WGMMA(256, 128, 128, 129, 130, 131)
 
+#undef TWELL_REGISTERS_8
+#undef TWELL_OPERANDS_8
+#undef TWELL_REGISTERS_16
+#undef TWELL_OPERANDS_16
+#undef TWELL_REGISTERS_96
+#undef TWELL_OPERANDS_96
 #undef TWELL_REGISTERS_24
 #undef TWELL_OPERANDS_24
 #undef TWELL_REGISTERS_32

@@ -16,6 +16,7 @@ import torch
 
 from tests.plugins import reference
 from tests.plugins.reference import Block
+from tests.plugins.test_gate_kernels import GENERIC, gate, needs_sm90
 from tests.plugins.test_kernels import (
     BF16,
     FP16,
@@ -28,20 +29,17 @@ from tests.plugins.test_kernels import (
     make_block,
 )
 
-ON_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.sm90,
-    pytest.mark.skipif(
-        not ON_SM90 and os.environ.get("TWELLC_REQUIRE_GPU") != "1", reason="needs a GPU of compute capability 9.0"
-    ),
-]
+pytestmark = pytest.mark.gpu
+
+BEST = 0  # twell::Kernels; on compute capability 9.0, kernels of its own
 
 
 @pytest.fixture(autouse=True)
 def _require_gpu() -> None:
     if not torch.cuda.is_available():
-        pytest.fail("TWELLC_REQUIRE_GPU=1, but there is no CUDA device")
+        if os.environ.get("TWELLC_REQUIRE_GPU") == "1":
+            pytest.fail("TWELLC_REQUIRE_GPU=1, but there is no CUDA device")
+        pytest.skip("needs a CUDA device")
 
 
 # twell_internal_dense: not a number of rows.
@@ -49,19 +47,40 @@ GUARD_DECIDES = -1
 DENSE_BLOCK = -3
 
 
-def start_dense(call: Call, rows: int) -> None:
+def on_sm90(*values: object, id: str | None = None) -> object:
+    return pytest.param(*values, id=id, marks=[pytest.mark.sm90, needs_sm90])
+
+
+KERNELS = [pytest.param(GENERIC, id="generic"), on_sm90(BEST, id="sm90")]
+
+
+def paths(**rows: float) -> list[object]:
+    """Give pairs of kernels and rows, by name; only compute capability 9.0 has dense blocks."""
+    generic = [
+        pytest.param(GENERIC, count, id=f"generic-{name}") for name, count in rows.items() if count != DENSE_BLOCK
+    ]
+    return generic + [on_sm90(BEST, count, id=f"sm90-{name}") for name, count in rows.items()]
+
+
+def start_dense(call: Call, rows: int, kernels: int = BEST) -> None:
     function = call.lib.twell_internal_dense
     function.restype = ctypes.c_int
-    function.argtypes = [*call.lib.twell_gate.argtypes[:2], ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    function.argtypes = [
+        *call.lib.twell_gate.argtypes[:2],
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int32,
+        ctypes.c_void_p,
+    ]
     stream = torch.cuda.current_stream().cuda_stream
-    assert function(call.problem, call.tensors, call.workspace.data_ptr(), rows, stream) == SUCCESS
+    assert function(call.problem, call.tensors, call.workspace.data_ptr(), rows, kernels, stream) == SUCCESS
 
 
-def run_dense(call: Call, rows: int) -> torch.Tensor:
+def run_dense(call: Call, rows: int, kernels: int = BEST) -> torch.Tensor:
     """Force the heaviest rows, all, or the whole block onto the dense path."""
     call.y.view(torch.int16).fill_(POISON)
     call.workspace.fill_(0xFF)
-    start_dense(call, rows)
+    start_dense(call, rows, kernels)
     torch.cuda.synchronize()
     assert call.dense_rows().sum() == (call.problem.tokens if rows == DENSE_BLOCK else rows)
     return call.y.clone()
@@ -100,14 +119,40 @@ def table() -> Iterator[Case]:
     yield Case(rows=600, d_model=4096, d_ff=11008, d_out=4096, density=0.05, biases="", dtype=FP16)
 
 
+def any_d_model_table() -> Iterator[Case]:
+    """Cases for the generic dense path."""
+    yield from table()
+    dtypes = itertools.cycle((BF16, FP16))
+    base = Case(rows=300, d_model=200, d_ff=600, d_out=136, density=0.2)
+    for d_model in (8, 24, 40, 72, 264, 2056):
+        yield dataclasses.replace(base, d_model=d_model, dtype=next(dtypes))
+    # Around the blocks of tokens; one slice, as many as stages, and more.
+    for rows in (383, 384, 385, 1100):
+        yield dataclasses.replace(base, rows=rows, density=0.5, dtype=next(dtypes))
+    for d_ff in (31, 32, 33, 128, 130):
+        yield dataclasses.replace(base, d_ff=d_ff, dtype=next(dtypes))
+    for d_out in (256, 512, 520):
+        yield dataclasses.replace(base, d_out=d_out, dtype=next(dtypes))
+
+
+def dense_cases() -> Iterator[object]:
+    for case in any_d_model_table():
+        yield pytest.param(case, GENERIC, id=f"generic-{case}")
+    for case in table():
+        yield on_sm90(case, BEST, id=f"sm90-{case}")
+
+
 @pytest.mark.parametrize("share", [1.0, 0.25], ids=("all", "part"))
-@pytest.mark.parametrize("case", list(table()), ids=str)
-def test_against_float64(case: Case, share: float) -> None:
+@pytest.mark.parametrize(("case", "kernels"), list(dense_cases()))
+def test_against_float64(case: Case, kernels: int, share: float) -> None:
     block = make_block(case, integers=False)
     call = Call(block, case.compression)
-    steps = call.steps()
+    call.y.view(torch.int16).fill_(POISON)
+    gate(call, kernels)
+    call.up_down()
+    steps = call.y.clone()
     reference.assert_close(steps, block)
-    y = run_dense(call, int(case.rows * share))
+    y = run_dense(call, int(case.rows * share), kernels)
     reference.assert_close(y, block)
     assert_guards(call.y_buffer)
     same = call.rows_of_steps()
@@ -121,11 +166,13 @@ def block_table() -> Iterator[Case]:
     for d_model in (8, 72, 200, 264):
         for gated in (True, False):
             yield Case(rows=300, d_model=d_model, d_ff=600, gated=gated, density=0.2, dtype=next(dtypes))
-    # Every number of tokens in a block, and several tiles a cluster.
-    for rows in (1, 17, 250, 512, 1100, 2500):
+    # Every number of tokens in a block, several tiles a cluster, and halves of sums.
+    for rows in (1, 17, 129, 160, 192, 250, 300, 400, 512, 1100, 2500):
         yield Case(rows=rows, d_model=200, d_ff=5632, d_out=1000, density=0.3, biases="", dtype=next(dtypes))
 
 
+@pytest.mark.sm90
+@needs_sm90
 @pytest.mark.parametrize("case", list(block_table()), ids=str)
 def test_dense_block_against_float64(case: Case) -> None:
     block = make_block(case, integers=False)
@@ -134,6 +181,8 @@ def test_dense_block_against_float64(case: Case) -> None:
     assert_guards(call.y_buffer)
 
 
+@pytest.mark.sm90
+@needs_sm90
 def test_small_calls_are_dense_blocks() -> None:
     """What mlp() does with few rows, or many of a small block, is the dense block, bit by bit; large calls are none."""
     for rows, d_model, d_ff in ((129, 256, 600), (257, 256, 600), (300, 2048, 5632), (2048, 64, 600)):
@@ -145,10 +194,11 @@ def test_small_calls_are_dense_blocks() -> None:
     assert large.dense_rows().sum() == 0
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("rows", [1, 2, 63])
-def test_few_dense_rows(rows: int) -> None:
+def test_few_dense_rows(rows: int, kernels: int) -> None:
     block = make_block(Case(rows=300, d_model=128, density=0.1), integers=False)
-    reference.assert_close(run_dense(Call(block, 8), rows), block)
+    reference.assert_close(run_dense(Call(block, 8), rows, kernels), block)
 
 
 # Few launches for compute-sanitizer.
@@ -156,18 +206,19 @@ SMALL = [
     Case(rows=90, d_model=64, d_ff=300, d_out=136, density=0.02),
     Case(rows=90, d_model=64, d_ff=300, d_out=136, density=0.3, dtype=FP16, biases=""),
     Case(rows=70, d_model=72, d_ff=600, d_out=264, density=0.05, gated=False),
+    Case(rows=150, d_model=128, d_ff=130, d_out=8, density=0.5, activation="drelu"),
 ]
 
 
-@pytest.mark.parametrize("share", [1.0, 0.25, 0.0, DENSE_BLOCK], ids=("all", "part", "none", "block"))
+@pytest.mark.parametrize(("kernels", "share"), paths(all=1.0, part=0.25, none=0.0, block=DENSE_BLOCK))
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_sanitize(case: Case, share: float) -> None:
+def test_sanitize(case: Case, kernels: int, share: float) -> None:
     """What sanitize.py runs."""
     block = make_block(case, integers=True, device="cpu")
     call = Call(block.to("cuda"), case.compression, poison=False)
     # The packed matrix is read 16 bytes at a time: words that the gate leaves alone come along, and are not used.
     call.workspace[: call.lib.twell_packed_bytes(call.problem)].zero_()
-    start_dense(call, DENSE_BLOCK if share == DENSE_BLOCK else int(case.rows * share))
+    start_dense(call, DENSE_BLOCK if share == DENSE_BLOCK else int(case.rows * share), kernels)
     torch.cuda.synchronize()
     reference.assert_close(call.y.cpu(), block)
 
@@ -184,21 +235,22 @@ def unequal_block(rows: int, full: float, density: float, dtype: torch.dtype = B
     return block
 
 
-def heavy_rows(call: Call) -> int:
+def heavy_rows(call: Call, kernels: int) -> int:
     call.workspace.fill_(0xFF)
-    start_dense(call, GUARD_DECIDES)
+    start_dense(call, GUARD_DECIDES, kernels)
     torch.cuda.synchronize()
     return int(call.dense_rows().sum())
 
 
-def test_decision() -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_decision(kernels: int) -> None:
     """No row of a sparse call is dense, all of a dense one are, and of a mixed one a part with all that are full."""
-    assert heavy_rows(Call(unequal_block(2048, 0.0, 0.001), 8)) == 0
-    assert heavy_rows(Call(unequal_block(2048, 0.0, 0.5), 8)) == 2048
-    assert heavy_rows(Call(unequal_block(2048, 1.0, 0.5), 8)) == 2048
+    assert heavy_rows(Call(unequal_block(2048, 0.0, 0.001), 8), kernels) == 0
+    assert heavy_rows(Call(unequal_block(2048, 0.0, 0.5), 8), kernels) == 2048
+    assert heavy_rows(Call(unequal_block(2048, 1.0, 0.5), 8), kernels) == 2048
     mixed = unequal_block(8192, 0.04, 0.001)
     call = Call(mixed, 8)
-    start_dense(call, GUARD_DECIDES)
+    start_dense(call, GUARD_DECIDES, kernels)
     torch.cuda.synchronize()
     y = call.y.clone()
     full = (reference.gate_values(mixed) != 0).sum(dim=1) > 1000
@@ -213,12 +265,25 @@ def test_decision() -> None:
 def test_any_density(density: float, full: float) -> None:
     block = unequal_block(700, full, min(max(density, 1e-6), 1 - 1e-6))
     reference.assert_close(Call(block, 8).run(), block)
+    call = Call(block, 8)
+    heavy_rows(call, GENERIC)
+    reference.assert_close(call.y, block)
 
 
-@pytest.mark.parametrize("dense_rows", [300, 75, DENSE_BLOCK])
+def test_any_d_model_is_guarded() -> None:
+    """mlp() has a dense path for a d_model that the kernels of compute capability 9.0 do not take."""
+    block = make_block(Case(rows=9000, d_model=1000, d_ff=2816, d_out=72, density=0.5), integers=False)
+    call = Call(block, 8)
+    reference.assert_close(call.run(), block)
+    assert call.dense_rows().all()
+
+
+@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK))
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=("bf16", "fp16"))
 @pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (True, "drelu"), (False, "relu2")])
-def test_nan_and_infinity_stay_in_their_rows(gated: bool, activation: str, dtype: torch.dtype, dense_rows: int) -> None:
+def test_nan_and_infinity_stay_in_their_rows(
+    gated: bool, activation: str, dtype: torch.dtype, kernels: int, dense_rows: int
+) -> None:
     case = Case(rows=300, d_model=128, d_ff=600, d_out=136, dtype=dtype, gated=gated, activation=activation)
     block = make_block(case, integers=False)
     x = block.x.clone()
@@ -226,27 +291,27 @@ def test_nan_and_infinity_stay_in_their_rows(gated: bool, activation: str, dtype
     x[133, 5] = float("inf")
     x[299, 0] = -float("inf")
     dirty = dataclasses.replace(block, x=x)
-    y = run_dense(Call(dirty, 8), dense_rows)
+    y = run_dense(Call(dirty, 8), dense_rows, kernels)
     assert torch.isnan(y[0]).all()
     reference.assert_close(y, dirty)
     clean = [row for row in range(300) if row not in (0, 133, 299)]
     assert torch.isfinite(y[clean]).all()
 
 
-@pytest.mark.parametrize("dense_rows", [300, 75, DENSE_BLOCK])
+@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK))
 @pytest.mark.parametrize("where", ["w_gate", "b_gate", "w_up", "b_up", "w_down"])
-def test_nan_in_one_neuron(where: str, dense_rows: int) -> None:
+def test_nan_in_one_neuron(where: str, kernels: int, dense_rows: int) -> None:
     block = make_block(Case(rows=300, d_model=128, density=0.3), integers=False)
     getattr(block, where)[300] = float("nan")
-    y = run_dense(Call(block, 4), dense_rows)
+    y = run_dense(Call(block, 4), dense_rows, kernels)
     reference.assert_close(y, block)
     active = reference.gate_values(block)[:, 300] != 0
     assert torch.isnan(y[active]).all() and torch.isfinite(y[~active]).all()
     assert active.any() and (where in ("w_gate", "b_gate") or not active.all())
 
 
-@pytest.mark.parametrize("dense_rows", [300, 75, DENSE_BLOCK])
-def test_inactive_neurons_add_nothing(dense_rows: int) -> None:
+@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK))
+def test_inactive_neurons_add_nothing(kernels: int, dense_rows: int) -> None:
     """Where a dense block computes 0 * inf = NaN, the contract is 0, also on the dense path."""
     block = make_block(Case(rows=300, d_model=128, density=0.3), integers=False)
     assert block.b_gate is not None and block.w_up is not None
@@ -255,13 +320,13 @@ def test_inactive_neurons_add_nothing(dense_rows: int) -> None:
     block.b_gate[inactive] = -1
     block.w_up[inactive] = float("inf")
     block.w_down[inactive] = float("nan")
-    y = run_dense(Call(block, 8), dense_rows)
+    y = run_dense(Call(block, 8), dense_rows, kernels)
     assert torch.isfinite(y).all()
     reference.assert_close(y, block)
 
 
-@pytest.mark.parametrize("dense_rows", [300, 75, DENSE_BLOCK])
-def test_fp16_does_not_overflow_between(dense_rows: int) -> None:
+@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK))
+def test_fp16_does_not_overflow_between(kernels: int, dense_rows: int) -> None:
     """A dense fp16 block stores u and g * u, which do not fit here; y does."""
     block = make_block(Case(rows=300, d_model=128, dtype=FP16, density=0.5, biases=""), integers=False)
     assert block.w_up is not None
@@ -269,35 +334,36 @@ def test_fp16_does_not_overflow_between(dense_rows: int) -> None:
         block, w_gate=block.w_gate * 64, w_up=block.w_up * 32768, w_down=block.w_down * 2.0**-13
     )
     assert not torch.isfinite(reference.plain(large)).all()
-    y = run_dense(Call(large, 8), dense_rows)
+    y = run_dense(Call(large, 8), dense_rows, kernels)
     assert torch.isfinite(y).all()
     reference.assert_close(y, large)
 
 
-@pytest.mark.parametrize("dense_rows", [GUARD_DECIDES, DENSE_BLOCK], ids=("guard", "block"))
+@pytest.mark.parametrize(("kernels", "dense_rows"), paths(guard=GUARD_DECIDES, block=DENSE_BLOCK))
 @pytest.mark.parametrize(("full", "density"), [(0.04, 0.002), (0.0, 0.3), (0.0, 0.02)])
-def test_bitwise_repeatable(full: float, density: float, dense_rows: int) -> None:
+def test_bitwise_repeatable(full: float, density: float, kernels: int, dense_rows: int) -> None:
     block = unequal_block(4096, full, density)
     block.x[7, 3] = float("nan")
     call = Call(block, 8)
-    start_dense(call, dense_rows)
+    start_dense(call, dense_rows, kernels)
     torch.cuda.synchronize()
     first, dense = call.y.clone(), call.dense_rows()
     assert dense.any()
     for _ in range(100):
         call.y.view(torch.int16).fill_(POISON)
         call.workspace.fill_(0xFF)
-        start_dense(call, dense_rows)
+        start_dense(call, dense_rows, kernels)
         assert_same_bits(call.y, first)
         assert torch.equal(call.dense_rows(), dense)
 
 
-def test_cuda_graph_decides_at_each_replay() -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_cuda_graph_decides_at_each_replay(kernels: int) -> None:
     blocks = [unequal_block(2048, full, density) for full, density in ((0.0, 0.001), (0.0, 0.5), (0.04, 0.001))]
     call = Call(dataclasses.replace(blocks[0], x=blocks[0].x.clone()), 8)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        start_dense(call, GUARD_DECIDES)
+        start_dense(call, GUARD_DECIDES, kernels)
     counts = set()
     for block in [*blocks, *reversed(blocks)]:
         call.block.x.copy_(block.x)
@@ -310,12 +376,12 @@ def test_cuda_graph_decides_at_each_replay() -> None:
     assert {0, 2048} <= counts
 
 
-@pytest.mark.parametrize("dense_rows", [GUARD_DECIDES, DENSE_BLOCK], ids=("guard", "block"))
-def test_streams_at_once(dense_rows: int) -> None:
+@pytest.mark.parametrize(("kernels", "dense_rows"), paths(guard=GUARD_DECIDES, block=DENSE_BLOCK))
+def test_streams_at_once(kernels: int, dense_rows: int) -> None:
     calls = [Call(unequal_block(1500, full, density), 8) for full, density in ((0.0, 0.3), (0.05, 0.002), (0.0, 0.6))]
     expected = []
     for call in calls:
-        start_dense(call, dense_rows)
+        start_dense(call, dense_rows, kernels)
         torch.cuda.synchronize()
         expected.append(call.y.clone())
     streams = [torch.cuda.Stream() for _ in calls]  # type: ignore[no-untyped-call]
@@ -326,16 +392,17 @@ def test_streams_at_once(dense_rows: int) -> None:
         for _ in range(3):
             for call, stream in zip(calls, streams, strict=True):
                 with torch.cuda.stream(stream):
-                    start_dense(call, dense_rows)
+                    start_dense(call, dense_rows, kernels)
         torch.cuda.synchronize()
         for call, y in zip(calls, expected, strict=True):
             assert_same_bits(call.y, y)
 
 
-def test_rows_keep_their_bits_at_another_place() -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_rows_keep_their_bits_at_another_place(kernels: int) -> None:
     """A dense row's result depends on nothing but the row."""
     block = unequal_block(2048, 0.0, 0.5)
-    expected = Call(block, 8).run()
+    expected = run_dense(Call(block, 8), 2048, kernels)
     shuffled = torch.randperm(2048, device="cuda")
     block.x.copy_(block.x[shuffled].clone())
-    assert_same_bits(Call(block, 8).run(), expected[shuffled])
+    assert_same_bits(run_dense(Call(block, 8), 2048, kernels), expected[shuffled])

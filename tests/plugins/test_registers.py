@@ -26,8 +26,9 @@ def compile_kernels(source: Path, architecture: str, output: Path) -> subprocess
 @pytest.mark.parametrize(
     ("source", "architecture", "fewest"),
     [
-        *itertools.product(("few.cu", "gate.cu"), ("80", "86", "89", "90a", "120"), (6,)),
-        *itertools.product(("up_down.cu",), ("80", "86", "89", "90a", "120"), (8,)),
+        *itertools.product(("few.cu",), ("80", "86", "89", "90a", "120"), (6,)),
+        *itertools.product(("gate.cu", "up_down.cu"), ("80", "86", "89", "90a", "120"), (8,)),
+        *itertools.product(("dense_generic.cu",), ("80", "86", "89", "90a", "120"), (4,)),
         *itertools.product(("schedule.cu",), ("80", "86", "89", "90a", "120"), (2,)),
         ("gate_sm90.cu", "90a", 24),
         ("few_sm90.cu", "90a", 8),

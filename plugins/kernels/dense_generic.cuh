@@ -1,0 +1,155 @@
+// The dense path for every GPU from sm_80 on: up and down projections of rows that are too dense for the sparse ones.
+// See matmul_generic.cuh for the products and dense.cuh for what is between the two.
+#ifndef TWELL_KERNELS_DENSE_GENERIC_CUH_
+#define TWELL_KERNELS_DENSE_GENERIC_CUH_
+
+#include "dense.cuh"
+#include "dependent_launch.cuh"
+#include "gather.cuh"
+#include "matmul_generic.cuh"
+
+namespace twell::dense_generic {
+
+using namespace dense;
+using namespace matmul_generic;
+
+struct Params {
+    uint16_t const* x;        // [num_rows, d_model], up only
+    uint16_t const* weights;  // up: w_up [d_ff, d_model]; down: w_down [d_ff, d_out]
+    uint16_t const* bias;     // up: [d_ff] or null; down: [d_out] or null
+    uint16_t* y;              // [num_rows, d_out], down only
+    Gather gather;
+    Schedule schedule;
+    int64_t num_rows;
+    int depth;        // of the sums; up: d_model; down: d_ff
+    int num_neurons;  // up: d_ff; down: d_out
+    int num_tiles;    // of neurons
+    bool relu_on_up;  // dReLU
+};
+
+// Marks the rows that this thread has a sum of that is not finite.
+template <class Cfg>
+__device__ __forceinline__ void mark_all_failed(Schedule const& schedule, View const& view, int position_begin,
+                                                Accumulators<Cfg> const& accumulators) {
+#pragma unroll
+    for (int i = 0; i < Cfg::kTilesM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            bool finite = true;
+#pragma unroll
+            for (int j = 0; j < Cfg::kTilesN; ++j) {
+                float const* const sums = &accumulators.sums[i][j][half * 2];
+                finite = finite && is_finite(sums[0]) && is_finite(sums[1]);
+            }
+            int const position = position_begin + accumulators.row_of(i, half);
+            if (!finite && position < view.count) {
+                mark_failed(schedule, view, position);
+            }
+        }
+    }
+}
+
+// Multiplies u, in shared memory, by g, and stores h. A warp has kRowsAtOnce rows at once, a lane eight neurons.
+template <class Element, class Cfg>
+__device__ __forceinline__ void multiply_by_g(Params const& params, View const& view, unsigned char const* shared,
+                                              int position_begin, int tile_idx) {
+    constexpr int kRows = Cfg::kRowsAtOnce;
+    int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    int const num_rows = min(view.count - position_begin, Cfg::BLOCK_M);
+    PackedGate const& gate = params.gather.gate;
+    int64_t const column = static_cast<int64_t>(tile_idx) * TWELL_TILE + lane * kVector;
+    uint16_t* const h = (view.all ? gate.spilled : params.gather.h_part) + position_begin * gate.stride() + column;
+    for (int begin = static_cast<int>(threadIdx.x) / kWarpSize; begin < num_rows; begin += kRows * Cfg::kWarps) {
+        // Past the last row these repeat it.
+        auto const index = [&](int r) { return min(begin + r * Cfg::kWarps, num_rows - 1); };
+        int64_t rows[kRows];
+        uint4 g[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            rows[r] = view.row_of(params.schedule, position_begin + index(r));
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            g[r] = *gate.head(rows[r], tile_idx);
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            g[r] = g[r].x > kMostUnspilled
+                       ? *reinterpret_cast<uint4 const*>(gate.spilled + rows[r] * gate.stride() + column)
+                       : expand(g[r], lane);
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            if (begin + r * Cfg::kWarps < num_rows) {
+                *reinterpret_cast<uint4*>(h + index(r) * gate.stride()) =
+                    multiply_chunk<Element>(g[r], load_result<Cfg>(shared, index(r)), params.relu_on_up);
+            }
+        }
+    }
+}
+
+template <class Cfg>
+__device__ __forceinline__ void store_y(Params const& params, View const& view, unsigned char const* shared,
+                                        int position_begin, int tile_idx) {
+    int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    int const num_rows = min(view.count - position_begin, Cfg::BLOCK_M);
+    int const column = tile_idx * BLOCK_N + lane * kVector;
+    if (column >= params.num_neurons) {
+        return;
+    }
+    for (int i = static_cast<int>(threadIdx.x) / kWarpSize; i < num_rows; i += Cfg::kWarps) {
+        int64_t const row = view.row_of(params.schedule, position_begin + i);
+        *reinterpret_cast<uint4*>(params.y + row * params.num_neurons + column) = load_result<Cfg>(shared, i);
+    }
+}
+
+template <class Element, class Cfg, Projection kProjection>
+__global__ void __launch_bounds__(Cfg::kThreads, 1) dense_kernel(Params const params) {
+    constexpr bool kUp = kProjection == Projection::kUp;
+    extern __shared__ __align__(128) unsigned char shared[];
+
+    allow_dependent_launch();
+    View const view(params.schedule, params.num_rows, false);
+    if (ends_early(view.count == 0)) {
+        return;
+    }
+    wait_for_previous_launch();
+    PackedGate const& gate = params.gather.gate;
+    int const num_slices = (params.depth + BLOCK_K - 1) / BLOCK_K;
+    int const tiles_end = (view.count + Cfg::BLOCK_M - 1) / Cfg::BLOCK_M * params.num_tiles;
+    for (int i = static_cast<int>(blockIdx.x); i < tiles_end; i += static_cast<int>(gridDim.x)) {
+        int const tile_idx = i % params.num_tiles;
+        int const position_begin = i / params.num_tiles * Cfg::BLOCK_M;
+        int const column_begin = tile_idx * BLOCK_N;
+        int const num_rows = min(view.count - position_begin, Cfg::BLOCK_M);
+        int const num_columns = min(params.num_neurons - column_begin, BLOCK_N);
+        Accumulators<Cfg> accumulators;
+        if constexpr (kUp) {
+            int64_t const stride = params.depth;
+            uint16_t const* const x = view.all ? params.x : params.gather.x_part;
+            multiply<Element, Cfg, Weights::kByNeuron>(
+                accumulators, shared, {x + position_begin * stride, stride, num_rows, params.depth},
+                {params.weights + column_begin * stride, stride, num_columns, params.depth}, num_slices);
+        } else {
+            uint16_t const* const h = view.all ? gate.spilled : params.gather.h_part;
+            // h is 0 in columns from d_ff on.
+            multiply<Element, Cfg, Weights::kByK>(
+                accumulators, shared,
+                {h + position_begin * gate.stride(), gate.stride(), num_rows, static_cast<int>(gate.stride())},
+                {params.weights + column_begin, params.num_neurons, params.depth, num_columns}, num_slices);
+            mark_all_failed<Cfg>(params.schedule, view, position_begin, accumulators);
+        }
+        store_result<Element, Cfg>(shared, accumulators, params.bias == nullptr ? nullptr : params.bias + column_begin,
+                                   num_columns);
+        if constexpr (kUp) {
+            multiply_by_g<Element, Cfg>(params, view, shared, position_begin, tile_idx);
+        } else {
+            store_y<Cfg>(params, view, shared, position_begin, tile_idx);
+        }
+        __syncthreads();
+    }
+}
+
+}  // namespace twell::dense_generic
+
+#endif  // TWELL_KERNELS_DENSE_GENERIC_CUH_

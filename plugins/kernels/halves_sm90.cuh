@@ -1,0 +1,83 @@
+// Sums whose halves two CTAs compute, where there are too few tiles for all multiprocessors (sm_90a). Whoever is first
+// leaves its half in memory, the second adds it to its own. As a + b = b + a, it does not matter who that is: results
+// are repeatable.
+#ifndef TWELL_KERNELS_HALVES_SM90_CUH_
+#define TWELL_KERNELS_HALVES_SM90_CUH_
+
+#include <stdint.h>
+
+#include "vector.cuh"
+
+namespace twell {
+
+// Warps' shares of a product. A warp has so many sums at least.
+constexpr int kFewestHalvedSums = 512;
+
+struct Halves {
+    float4* sums;      // [shares, sums of a lane / 4, kWarpSize]
+    uint32_t* states;  // [shares], 0 at first; no more than sums / kFewestHalvedSums
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Adds the other half to a warp's sums of a share; or, if that half is not there yet, leaves these sums for it. Returns
+// whether the sums are whole.
+template <int kSums>
+__device__ __forceinline__ bool add_halves(Halves const& halves, int share, float (&sums)[kSums]) {
+    static_assert(kSums % 4 == 0 && kSums * kWarpSize >= kFewestHalvedSums, "what there is memory for");
+    constexpr uint32_t kCame = 1;
+    constexpr uint32_t kLeft = 2;  // sums in memory; after kCame, by both
+    constexpr int kAtOnce = 4;
+    int const lane = threadIdx.x % kWarpSize;
+    uint32_t* const state = halves.states + share;
+    float4* const half = halves.sums + static_cast<int64_t>(share) * (kSums / 4 * kWarpSize) + lane;
+    uint32_t before = 0;
+    if (lane == 0) {
+        before = atomicAdd(state, kCame);
+    }
+    before = __shfl_sync(0xffffffffu, before, 0);
+    if (before == 0) {
+#pragma unroll
+        for (int i = 0; i < kSums / 4; ++i) {
+            __stcg(half + i * kWarpSize, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
+        }
+        __threadfence();
+        __syncwarp();
+        if (lane == 0) {
+            atomicAdd(state, kLeft);
+        }
+        return false;
+    }
+    // The other warp is about to leave its sums, and waits for nothing.
+    if (lane == 0) {
+        uint32_t now = 0;
+        do {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(state) : "memory");
+        } while (now < 2 * kCame + kLeft);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int begin = 0; begin < kSums / 4; begin += kAtOnce) {
+        float4 others[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            others[i] = __ldcg(half + min(begin + i, kSums / 4 - 1) * kWarpSize);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (begin + i < kSums / 4) {
+                sums[4 * (begin + i)] += others[i].x;
+                sums[4 * (begin + i) + 1] += others[i].y;
+                sums[4 * (begin + i) + 2] += others[i].z;
+                sums[4 * (begin + i) + 3] += others[i].w;
+            }
+        }
+    }
+    return true;
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_HALVES_SM90_CUH_
