@@ -35,6 +35,7 @@ static_assert(GateUp32::kSharedBytes <= 98 * 1024 && GateUp64::kSharedBytes <= 9
               "sm_86, sm_89 and sm_120 give a block 99 KiB");
 
 // The fewer tokens, the fewer columns a CTA has, so that there are CTAs enough.
+using Down1 = down_few::Config<2, 256>;
 using Down4 = down_few::Config<8, 256>;
 using Down16 = down_few::Config<16, 512>;
 using Down64 = down_few::Config<16, 256>;
@@ -129,7 +130,8 @@ cudaError_t launch_down(down_few::Params const& params, int tokens, Device const
 template <class Element>
 cudaError_t launch_down(down_few::Params const& params, int tokens, Device const& device, cudaStream_t stream) {
     if (tokens <= 4) {
-        return launch_down<Element, Down4>(params, tokens, device, stream);
+        return tokens == 1 ? launch_down<Element, Down1>(params, tokens, device, stream)
+                           : launch_down<Element, Down4>(params, tokens, device, stream);
     }
     if (tokens <= 16) {
         return launch_down<Element, Down16>(params, tokens, device, stream);
