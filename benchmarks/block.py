@@ -108,14 +108,15 @@ def make_inputs(
 ) -> tuple[Tensor, list[Weights]]:
     """Draw x [tokens, d_model] and sets of weights.
 
-    The first column of x carries how active a token is (log-normal; at a density of 1, everything is), the second is
-    constant: its weights carry how active a neuron is, equally or by Zipf's law.
+    The first column of x carries how active a token is (log-normal, scaled to the density; at a density of 1, all is),
+    the second is constant: its weights carry how active a neuron is, equally or by Zipf's law.
     """
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda")
 
-    active = (torch.exp(0.8 * draw(tokens) - 0.32) * density).clamp(max=0.9)
+    active = torch.exp(0.8 * draw(tokens))
+    active = (active / active.mean() * density).clamp(max=0.9)
     x = draw(tokens, d_model)
     x[:, 0] = (quantile(active) if density < 1 else _ALL_ACTIVE) * d_model**0.5
     x[:, 1] = d_model**0.5
