@@ -19,6 +19,7 @@
 
 namespace {
 
+using twell::Device;
 using twell::kWorkspaceAlignment;
 using twell::num_tiles;
 using twell::words_per_tile;
@@ -67,18 +68,12 @@ cudaError_t check_up_down_tensors(twell_problem const& problem, twell_tensors co
     return first_error({check_required(tensors.w_up), check_optional(tensors.b_up)});
 }
 
-// Attribute queries are allowed during stream capture.
-cudaError_t check_device() {
-    int device = 0;
-    int major = 0;
-    if (cudaError_t const error = cudaGetDevice(&device); error != cudaSuccess) {
+// The current device, which must have kernels.
+cudaError_t find_device(Device& device) {
+    if (cudaError_t const error = twell::query_device(device); error != cudaSuccess) {
         return error;
     }
-    if (cudaError_t const error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-        error != cudaSuccess) {
-        return error;
-    }
-    return major >= kMinComputeCapabilityMajor ? cudaSuccess : cudaErrorNotSupported;
+    return device.major >= kMinComputeCapabilityMajor ? cudaSuccess : cudaErrorNotSupported;
 }
 
 bool is_valid(twell_problem const* problem) { return twell_validate(problem) == nullptr; }
@@ -90,13 +85,14 @@ void* scratch_in(void* workspace, twell_problem const* problem) {
 
 // Both steps, from many tokens on.
 cudaError_t run_steps(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,
-                      int64_t dense_rows, cudaStream_t stream, twell::Kernels choice = twell::Kernels::kBest) {
+                      int64_t dense_rows, Device const& device, cudaStream_t stream,
+                      twell::Kernels choice = twell::Kernels::kBest) {
     uint16_t* const spilled = twell::spilled_in(problem, scratch);
-    if (cudaError_t const error = twell::launch_gate(problem, tensors, packed, spilled, stream, choice);
+    if (cudaError_t const error = twell::launch_gate(problem, tensors, packed, spilled, device, stream, choice);
         error != cudaSuccess) {
         return error;
     }
-    return twell::launch_up_down(problem, tensors, packed, scratch, dense_rows, stream, choice);
+    return twell::launch_up_down(problem, tensors, packed, scratch, dense_rows, device, stream, choice);
 }
 
 }  // namespace
@@ -185,11 +181,15 @@ cudaError_t twell_internal_gate(twell_problem const* problem, twell_tensors cons
     if (problem->tokens == 0) {
         return cudaSuccess;
     }
-    if (cudaError_t const error = first_error({check_gate_tensors(*tensors), check_required(packed), check_device()});
+    if (cudaError_t const error = first_error({check_gate_tensors(*tensors), check_required(packed)});
         error != cudaSuccess) {
         return error;
     }
-    return twell::launch_gate(*problem, *tensors, packed, nullptr, stream, static_cast<twell::Kernels>(kernel));
+    Device device = {};
+    if (cudaError_t const error = find_device(device); error != cudaSuccess) {
+        return error;
+    }
+    return twell::launch_gate(*problem, *tensors, packed, nullptr, device, stream, static_cast<twell::Kernels>(kernel));
 }
 
 cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* tensors, uint32_t const* packed,
@@ -201,11 +201,16 @@ cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* ten
         return cudaSuccess;
     }
     if (cudaError_t const error = first_error({check_up_down_tensors(*problem, *tensors), check_required(packed),
-                                               check_required(workspace, kWorkspaceAlignment), check_device()});
+                                               check_required(workspace, kWorkspaceAlignment)});
         error != cudaSuccess) {
         return error;
     }
-    return twell::launch_up_down(*problem, *tensors, packed, scratch_in(workspace, problem), twell::kGuardOff, stream);
+    Device device = {};
+    if (cudaError_t const error = find_device(device); error != cudaSuccess) {
+        return error;
+    }
+    return twell::launch_up_down(*problem, *tensors, packed, scratch_in(workspace, problem), twell::kGuardOff, device,
+                                 stream);
 }
 
 cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
@@ -216,44 +221,49 @@ cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors
     if (problem->tokens == 0) {
         return cudaSuccess;
     }
-    if (cudaError_t const error = first_error({check_up_down_tensors(*problem, *tensors),
-                                               check_required(workspace, kWorkspaceAlignment), check_device()});
+    if (cudaError_t const error =
+            first_error({check_up_down_tensors(*problem, *tensors), check_required(workspace, kWorkspaceAlignment)});
         error != cudaSuccess) {
+        return error;
+    }
+    Device device = {};
+    if (cudaError_t const error = find_device(device); error != cudaSuccess) {
         return error;
     }
     uint32_t* const packed = static_cast<uint32_t*>(workspace);
     void* const scratch = scratch_in(workspace, problem);
-    twell::Device device = {};
-    if (cudaError_t const error = twell::query_device(device); error != cudaSuccess) {
-        return error;
-    }
     if (twell::is_dense_block(*problem, device)) {
         return twell::launch_dense_rows(*problem, *tensors, scratch, device, stream);
     }
     if (twell::is_few(*problem)) {
-        return twell::launch_few(*problem, *tensors, packed, scratch, stream);
+        return twell::launch_few(*problem, *tensors, packed, scratch, device, stream);
     }
-    return run_steps(*problem, *tensors, packed, scratch, twell::kGuardDecides, stream);
+    return run_steps(*problem, *tensors, packed, scratch, twell::kGuardDecides, device, stream);
 }
 
 cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                  int64_t dense_rows, int32_t kernels, cudaStream_t stream) {
+    Device device = {};
+    if (cudaError_t const error = find_device(device); error != cudaSuccess) {
+        return error;
+    }
     if (dense_rows == kDenseBlock) {
-        twell::Device device = {};
-        if (cudaError_t const error = twell::query_device(device); error != cudaSuccess) {
-            return error;
-        }
         return twell::launch_dense_rows(*problem, *tensors, scratch_in(workspace, problem), device, stream);
     }
     return run_steps(*problem, *tensors, static_cast<uint32_t*>(workspace), scratch_in(workspace, problem), dense_rows,
-                     stream, static_cast<twell::Kernels>(kernels));
+                     device, stream, static_cast<twell::Kernels>(kernels));
 }
 
 size_t twell_internal_schedule_bytes(twell_problem const* problem) { return twell::schedule_bytes(*problem); }
 
 cudaError_t twell_internal_schedule(twell_problem const* problem, uint32_t const* packed, void* memory,
                                     cudaStream_t stream) {
-    return twell::launch_schedule(*problem, packed, nullptr, twell::schedule_at(*problem, memory), {}, {}, stream);
+    Device device = {};
+    if (cudaError_t const error = find_device(device); error != cudaSuccess) {
+        return error;
+    }
+    return twell::launch_schedule(*problem, packed, nullptr, twell::schedule_at(*problem, memory), {}, {}, device,
+                                  stream);
 }
 
 char const* twell_version(void) { return TWELL_VERSION; }

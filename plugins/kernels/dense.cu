@@ -52,8 +52,8 @@ constexpr int64_t kMostTileTokens = 256;
 
 // With the rows and columns that tiles have outside.
 int64_t most_halved_sums(twell_problem const& problem) {
-    auto const round_up = [](int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; };
-    return round_up(std::min(problem.tokens, kMostHalvedTokens), kMostTileTokens) * round_up(problem.d_out, TWELL_TILE);
+    int64_t const tokens = ceil_div(std::min(problem.tokens, kMostHalvedTokens), kMostTileTokens) * kMostTileTokens;
+    return tokens * ceil_div(problem.d_out, TWELL_TILE) * TWELL_TILE;
 }
 
 int num_half_states(twell_problem const& problem) {
@@ -64,7 +64,7 @@ size_t half_state_bytes(twell_problem const& problem) { return aligned(num_half_
 
 }  // namespace
 
-int64_t max_dense_part(twell_problem const& problem) { return (problem.tokens + kPartDivisor - 1) / kPartDivisor; }
+int64_t max_dense_part(twell_problem const& problem) { return ceil_div(problem.tokens, kPartDivisor); }
 
 size_t dense_scratch_bytes(twell_problem const& problem) {
     return std::max(h_part_bytes(problem) + x_part_bytes(problem),

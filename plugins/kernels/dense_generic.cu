@@ -49,12 +49,12 @@ int depth(twell_problem const& problem) {
 
 template <Projection kProjection>
 int num_tiles_of(twell_problem const& problem) {
-    return (num_neurons<kProjection>(problem) + generic::BLOCK_N - 1) / generic::BLOCK_N;
+    return static_cast<int>(ceil_div(num_neurons<kProjection>(problem), generic::BLOCK_N));
 }
 
 template <Projection kProjection>
 DenseRounds rounds_of(twell_problem const& problem, Device const& device) {
-    float const slices = static_cast<float>((depth<kProjection>(problem) + generic::BLOCK_K - 1) / generic::BLOCK_K);
+    float const slices = static_cast<float>(ceil_div(depth<kProjection>(problem), generic::BLOCK_K));
     return {1.0f / static_cast<float>(Cfg::BLOCK_M),
             static_cast<float>(num_tiles_of<kProjection>(problem)) / static_cast<float>(device.num_multiprocessors),
             (slices * rates_of(device).slice_cycles + kCyclesOfOverhead) * kCycleNs};
@@ -76,7 +76,7 @@ cudaError_t launch_projection(twell_problem const& problem, twell_tensors const&
     params.num_neurons = num_neurons<kProjection>(problem);
     params.num_tiles = num_tiles_of<kProjection>(problem);
     params.relu_on_up = problem.activation == TWELL_DRELU;
-    int64_t const tiles = (problem.tokens + Cfg::BLOCK_M - 1) / Cfg::BLOCK_M * params.num_tiles;
+    int64_t const tiles = ceil_div(problem.tokens, Cfg::BLOCK_M) * params.num_tiles;
     dim3 const grid(static_cast<unsigned>(std::min<int64_t>(tiles, device.num_multiprocessors)));
     return launch_dependent(generic::dense_kernel<Element, Cfg, kProjection>, params, grid, Cfg::kThreads,
                             Cfg::kSharedBytes, device, stream);

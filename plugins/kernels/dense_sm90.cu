@@ -52,7 +52,7 @@ struct Shape {
         : product{problem.tokens, kUp ? problem.d_ff : problem.d_out,
                   static_cast<int>((kUp ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K), 1,
                   most_halved_sums},
-          clusters(device.num_multiprocessors / sm90::kClusterSize),
+          clusters(sm90::num_clusters(device)),
           tiling(sm90::choose(product, clusters, Tilings())) {}
 
     DenseRounds rounds() const {

@@ -34,22 +34,20 @@ constexpr int kOctet = 8;
 constexpr int kShares = 4;
 
 // A CTA's block of columns and tokens in a dense projection.
-template <int kColumnTiles, int kTokensOfWarpgroup, int kTokenTiles, int kStages>
+template <int kTokensOfWarpgroup, int kTokenTiles, int kStages>
 struct Dense {
-    static constexpr int kColumns = kColumnTiles * WGMMA_M;
+    static constexpr int kColumns = WGMMA_M;
     static constexpr int WGMMA_N = kTokensOfWarpgroup;
     static constexpr int kTokens = kTokenTiles * WGMMA_N;
-    static constexpr int kTilesOfColumns = kColumnTiles;
     static constexpr int kNumStages = kStages;
     static constexpr int kAccumulators = WGMMA_M * WGMMA_N / kWarpgroupSize;
-    static constexpr int kConsumerWarps = kColumnTiles * kTokenTiles * kWarpgroupWarps;
+    static constexpr int kConsumerWarps = kTokenTiles * kWarpgroupWarps;
 
     // Of a kernel that does nothing else: more add up the shares faster.
     static constexpr int kThreads = 1024;
 
-    // Shared memory: stages of w_down, [BLOCK_K, 64 columns] for each tile, and of h.
-    static constexpr int kBytesTile = BLOCK_K * kBytesRow;
-    static constexpr int kBytesW = kColumnTiles * kBytesTile;
+    // Shared memory: stages of w_down, [BLOCK_K, kColumns], and of h.
+    static constexpr int kBytesW = BLOCK_K * kBytesRow;
     static constexpr int kBytesStage = kBytesW + kTokens * kBytesRow;
     static constexpr int kSharedBytes = kNumStages * kBytesStage + 1024;  // and to the next multiple of the swizzle
     static constexpr int kSums = kTokens * kColumns;
@@ -112,11 +110,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
     auto const load = [&](int slice, int stage) {
         int const neuron = (slice_begin + slice) * BLOCK_K;
         matmul_sm90::arrive_and_expect(full(stage), Cfg::kBytesStage);
-#pragma unroll
-        for (int tile = 0; tile < Cfg::kTilesOfColumns; ++tile) {
-            matmul_sm90::load_box(stage_w(stage) + tile * Cfg::kBytesTile, params.w_down, full(stage),
-                                  column_begin + tile * WGMMA_M, neuron);
-        }
+        matmul_sm90::load_box(stage_w(stage), params.w_down, full(stage), column_begin, neuron);
         matmul_sm90::load_box(stage_h(stage), params.h, full(stage), neuron, token_begin);
     };
     if (thread == 0) {
@@ -138,11 +132,10 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
         matmul_sm90::Ring<Cfg::kNumStages> ring;
         int stage_before = 0;
         uint32_t parity_before = 0;
-        int const column_tile = warp / kWarpgroupWarps % Cfg::kTilesOfColumns;
-        int const token_tile = warp / kWarpgroupWarps / Cfg::kTilesOfColumns;
+        int const token_tile = warp / kWarpgroupWarps;
         for (int slice = 0; slice < num_slices; ++slice) {
             matmul_sm90::wait_barrier(full(ring.stage), ring.parity);
-            uint64_t const a = matmul_sm90::describe(stage_w(ring.stage) + column_tile * Cfg::kBytesTile);
+            uint64_t const a = matmul_sm90::describe(stage_w(ring.stage));
             uint64_t const b = matmul_sm90::describe(stage_h(ring.stage) + token_tile * (Cfg::WGMMA_N * kBytesRow));
             matmul_sm90::begin_wgmma();
 #pragma unroll
@@ -173,7 +166,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
             asm volatile("" : "+f"(accumulators[k])::"memory");
         }
         // Fragments: columns lane / 4 and lane / 4 + 8 of a warp's 16, tokens lane % 4 * 2 and the next of each 8.
-        int const column = column_tile * WGMMA_M + warp % kWarpgroupWarps * 16 + lane / 4;
+        int const column = warp % kWarpgroupWarps * 16 + lane / 4;
         int const token = token_tile * Cfg::WGMMA_N + lane % 4 * 2;
         float* const mine = sums + share * Cfg::kSums + token * Cfg::kColumns + column;
 #pragma unroll

@@ -11,7 +11,30 @@ namespace twell {
 // Elements in one 16-byte access. d_model and d_out are multiples of it, so rows start on 16-byte boundaries.
 constexpr int kVector = 8;
 
-struct Bf16 {
+// What the tensor-core instruction multiplies.
+constexpr int MMA_M = 16;
+constexpr int MMA_N = 8;
+constexpr int MMA_K = 16;
+
+// Arithmetic of two neighbours at once, each rounded once.
+template <class Pair>
+struct PairArithmetic {
+    static constexpr uint32_t kNaNs = 0x7fff7fffu;
+    // For each of two neighbours: a * b; all bits if not a <= b, else none; all bits if not a == 0.
+    static __device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
+        Pair const product = __hmul2(as_pair(a), as_pair(b));
+        return *reinterpret_cast<uint32_t const*>(&product);
+    }
+    static __device__ __forceinline__ uint32_t not_at_most2(uint32_t a, uint32_t b) {
+        return __hgtu2_mask(as_pair(a), as_pair(b));
+    }
+    static __device__ __forceinline__ uint32_t is_not_zero2(uint32_t a) { return __hneu2_mask(as_pair(a), as_pair(0)); }
+
+  private:
+    static __device__ __forceinline__ Pair as_pair(uint32_t bits) { return *reinterpret_cast<Pair*>(&bits); }
+};
+
+struct Bf16 : PairArithmetic<__nv_bfloat162> {
     static __device__ __forceinline__ float to_float(uint16_t bits) {
         return __uint_as_float(static_cast<uint32_t>(bits) << 16);
     }
@@ -28,32 +51,17 @@ struct Bf16 {
         __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
         return *reinterpret_cast<uint32_t const*>(&pair);
     }
-    // For each of two neighbours: a * b, rounded once; all bits if not a <= b, else none; all bits if not a == 0.
     static constexpr uint32_t kOnes = 0x3f803f80u;
-    static constexpr uint32_t kNaNs = 0x7fff7fffu;
-    static __device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
-        __nv_bfloat162 const product = __hmul2(as_pair(a), as_pair(b));
-        return *reinterpret_cast<uint32_t const*>(&product);
-    }
-    static __device__ __forceinline__ uint32_t not_at_most2(uint32_t a, uint32_t b) {
-        return __hgtu2_mask(as_pair(a), as_pair(b));
-    }
-    static __device__ __forceinline__ uint32_t is_not_zero2(uint32_t a) { return __hneu2_mask(as_pair(a), as_pair(0)); }
-    // d[16, 8] += a[16, 16] b[16, 8], fp32 accumulation.
+    // d[MMA_M, MMA_N] += a[MMA_M, MMA_K] b[MMA_K, MMA_N], fp32 accumulation.
     static __device__ __forceinline__ void mma(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
         asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
-
-  private:
-    static __device__ __forceinline__ __nv_bfloat162 as_pair(uint32_t bits) {
-        return *reinterpret_cast<__nv_bfloat162*>(&bits);
-    }
 };
 
-struct Fp16 {
+struct Fp16 : PairArithmetic<__half2> {
     static __device__ __forceinline__ float to_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
     static __device__ __forceinline__ float2 to_float2(uint32_t pair) {
         return make_float2(to_float(static_cast<uint16_t>(pair)), to_float(static_cast<uint16_t>(pair >> 16)));
@@ -67,24 +75,12 @@ struct Fp16 {
         return *reinterpret_cast<uint32_t const*>(&pair);
     }
     static constexpr uint32_t kOnes = 0x3c003c00u;
-    static constexpr uint32_t kNaNs = 0x7fff7fffu;
-    static __device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
-        __half2 const product = __hmul2(as_pair(a), as_pair(b));
-        return *reinterpret_cast<uint32_t const*>(&product);
-    }
-    static __device__ __forceinline__ uint32_t not_at_most2(uint32_t a, uint32_t b) {
-        return __hgtu2_mask(as_pair(a), as_pair(b));
-    }
-    static __device__ __forceinline__ uint32_t is_not_zero2(uint32_t a) { return __hneu2_mask(as_pair(a), as_pair(0)); }
     static __device__ __forceinline__ void mma(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
         asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
-
-  private:
-    static __device__ __forceinline__ __half2 as_pair(uint32_t bits) { return *reinterpret_cast<__half2*>(&bits); }
 };
 
 // Every activation is: 0 where z <= cut, else z or z^2. NaN compares false, so it is kept.

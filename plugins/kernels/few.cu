@@ -15,6 +15,7 @@
 
 namespace twell {
 namespace {
+
 // Up to so many tokens one kernel computes gate and up projection.
 constexpr int64_t kMaxTokensGateUp = 64;
 // Up to so many, tokens are shared out over several CTAs; from there on they fill the device one CTA each.
@@ -41,16 +42,8 @@ using Down64 = down_few::Config<16, 256>;
 using Down256 = down_few::Config<64, 256>;
 
 int num_mask_words(twell_problem const& problem) {
-    return (problem.d_ff + gate_up_few::kMaskBits - 1) / gate_up_few::kMaskBits;
+    return static_cast<int>(ceil_div(problem.d_ff, gate_up_few::kMaskBits));
 }
-
-// Blocks of a dense down projection for up to so many tokens: with 2048 columns as many CTAs as multiprocessors.
-struct DenseDownBlock {
-    int64_t most_tokens;
-    int tokens;
-    int columns;
-};
-constexpr DenseDownBlock kDenseDownBlocks[] = {{16, 16, 64}, {32, 32, 64}, {64, 64, 64}, {128, 128, 64}};
 
 // The parts of the scratch memory, from `memory` on; `bytes` is their size.
 FewScratch lay_out(twell_problem const& problem, unsigned char* memory, size_t& bytes) {
@@ -63,36 +56,24 @@ FewScratch lay_out(twell_problem const& problem, unsigned char* memory, size_t& 
     FewScratch scratch = {};
     size_t const tokens = static_cast<size_t>(problem.tokens);
     scratch.num_mask_words = num_mask_words(problem);
-    // As many as any fewer tokens need, too: the size must not shrink when their number grows.
-    size_t num_counters = 0;
-    size_t num_sums = 0;
-    for (DenseDownBlock const& block : kDenseDownBlocks) {
-        int64_t const covered = std::min(problem.tokens, block.most_tokens);
-        int const num_blocks = static_cast<int>((covered + block.tokens - 1) / block.tokens) *
-                               ((problem.d_out + block.columns - 1) / block.columns);
-        scratch.dense_down = {block.tokens, block.columns, num_blocks};
-        num_counters = std::max(num_counters, static_cast<size_t>(num_blocks));
-        num_sums =
-            std::max(num_sums, static_cast<size_t>(num_blocks) * kDenseDownShares * block.tokens * block.columns);
-        if (problem.tokens <= block.most_tokens) {
-            break;
-        }
-    }
+    scratch.num_counters = static_cast<int>(ceil_div(problem.d_out, kDenseDownColumns));
+    size_t const num_sums = static_cast<size_t>(scratch.num_counters) * kDenseDownShares *
+                            dense_down_tokens(problem.tokens) * kDenseDownColumns;
     size_t const mask_bytes = tokens * scratch.num_mask_words * sizeof(uint32_t);
-    size_t const most_gate_ctas = scratch.num_mask_words * (gate_up_few::kMaskBits / gate_up_few::MMA_M);
+    size_t const most_gate_ctas = scratch.num_mask_words * (gate_up_few::kMaskBits / MMA_M);
     scratch.masks = reinterpret_cast<uint32_t*>(take(mask_bytes));
     scratch.h = reinterpret_cast<float*>(take(tokens * problem.d_ff * sizeof(float)));
     scratch.h_rounded = reinterpret_cast<uint16_t*>(take(mask_bytes * 8 * sizeof(uint16_t)));
     scratch.num_pairs = reinterpret_cast<int*>(take(most_gate_ctas * sizeof(int)));
     scratch.sums = reinterpret_cast<float*>(take(num_sums * sizeof(float)));
-    scratch.counters = reinterpret_cast<int*>(take(num_counters * sizeof(int)));
+    scratch.counters = reinterpret_cast<int*>(take(scratch.num_counters * sizeof(int)));
     return scratch;
 }
 
 template <class Cfg>
 int num_gate_up_ctas(gate_up_few::Params const& params) {
     // CTAs cover whole mask words, also where d_ff ends in the first half of one.
-    return (params.num_mask_words * gate_up_few::kMaskBits + Cfg::kNeurons - 1) / Cfg::kNeurons;
+    return static_cast<int>(ceil_div(params.num_mask_words * gate_up_few::kMaskBits, Cfg::kNeurons));
 }
 
 template <class Element, class Cfg>
@@ -121,8 +102,7 @@ cudaError_t launch_gate_up(gate_up_few::Params const& params, Device const& devi
 
 template <class Element, class Cfg>
 cudaError_t launch_down(down_few::Params const& params, int tokens, Device const& device, cudaStream_t stream) {
-    dim3 const grid(static_cast<unsigned>((params.d_out + Cfg::kColumns - 1) / Cfg::kColumns),
-                    static_cast<unsigned>(tokens));
+    dim3 const grid(static_cast<unsigned>(ceil_div(params.d_out, Cfg::kColumns)), static_cast<unsigned>(tokens));
     return launch_dependent(down_few::down_kernel<Element, Cfg>, params, grid, Cfg::kThreads, 0, device, stream);
 }
 
@@ -172,7 +152,7 @@ cudaError_t launch_hopper(twell_problem const& problem, twell_tensors const& ten
         params.h_rounded = scratch.h_rounded;
         params.num_pairs = scratch.num_pairs;
         params.counters = scratch.counters;
-        params.num_counters = scratch.dense_down.num_blocks;
+        params.num_counters = scratch.num_counters;
         num_gate_ctas = params.tokens <= GateUp16::kTokens ? num_gate_up_ctas<GateUp16>(params)
                                                            : num_gate_up_ctas<GateUp32Large>(params);
         static_assert(GateUp8::kNeurons == GateUp16::kNeurons, "either may be launched");
@@ -189,17 +169,13 @@ cudaError_t launch_hopper(twell_problem const& problem, twell_tensors const& ten
 
 template <class Element>
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* memory,
-                       cudaStream_t stream) {
+                       Device const& device, cudaStream_t stream) {
     int const tokens = static_cast<int>(problem.tokens);
     uint16_t const* const w_down = static_cast<uint16_t const*>(tensors.w_down);
     size_t bytes = 0;
     FewScratch const scratch = lay_out(problem, static_cast<unsigned char*>(memory), bytes);
     uint32_t* const masks = scratch.masks;
     float* const h = scratch.h;
-    Device device;
-    if (cudaError_t const error = query_device(device); error != cudaSuccess) {
-        return error;
-    }
 #if defined(TWELL_SM90A)
     if (device.major == 9 && device.minor == 0 && few_sm90_supports(problem)) {
         return launch_hopper<Element>(problem, tensors, scratch, device, stream);
@@ -213,7 +189,8 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
             return error;
         }
     } else {
-        if (cudaError_t const error = launch_gate(problem, tensors, packed, nullptr, stream); error != cudaSuccess) {
+        if (cudaError_t const error = launch_gate(problem, tensors, packed, nullptr, device, stream);
+            error != cudaSuccess) {
             return error;
         }
         up_few::Params params = {};
@@ -234,7 +211,7 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
         params.num_mask_words = num_mask_words(problem);
         params.relu_on_up = problem.activation == TWELL_DRELU;
         params.act = activation_of(problem);
-        dim3 const grid(static_cast<unsigned>((params.num_tiles + up_few::kTilesPerCta - 1) / up_few::kTilesPerCta),
+        dim3 const grid(static_cast<unsigned>(ceil_div(params.num_tiles, up_few::kTilesPerCta)),
                         static_cast<unsigned>(tokens));
         if (cudaError_t const error = launch_dependent(up_few::up_kernel<Element>, params, grid, up_few::kThreads,
                                                        up_few::kSharedBytes, device, stream);
@@ -271,9 +248,9 @@ size_t few_scratch_bytes(twell_problem const& problem) {
 }
 
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,
-                       cudaStream_t stream) {
-    return problem.dtype == TWELL_BF16 ? launch_few<Bf16>(problem, tensors, packed, scratch, stream)
-                                       : launch_few<Fp16>(problem, tensors, packed, scratch, stream);
+                       Device const& device, cudaStream_t stream) {
+    return problem.dtype == TWELL_BF16 ? launch_few<Bf16>(problem, tensors, packed, scratch, device, stream)
+                                       : launch_few<Fp16>(problem, tensors, packed, scratch, device, stream);
 }
 
 }  // namespace twell

@@ -4,17 +4,18 @@
 
 #include <stddef.h>
 
+#include "launch.cuh"
 #include "twell/twell.h"
 
 namespace twell {
 
-// How a dense down projection is cut into blocks, whose neurons are shared out over kDenseDownShares CTAs.
-struct DenseDown {
-    int tokens;
-    int columns;
-    int num_blocks;
-};
+// A dense down projection is cut into blocks of so many columns and all tokens. So many CTAs share out a block's
+// neurons.
+constexpr int kDenseDownColumns = 64;
 constexpr int kDenseDownShares = 4;
+
+// The tokens of a block, as kernels are compiled for them; more are not computed so.
+inline int dense_down_tokens(int64_t tokens) { return tokens <= 16 ? 16 : tokens <= 32 ? 32 : tokens <= 64 ? 64 : 128; }
 
 // The parts of the scratch memory.
 struct FewScratch {
@@ -23,10 +24,10 @@ struct FewScratch {
     // For a down projection that may be dense: see down_sm90.cuh.
     uint16_t* h_rounded;  // [tokens, num_mask_words * 32]
     int* num_pairs;       // [CTAs of the gate and up projections]
-    float* sums;          // [blocks, shares, tokens, columns]
-    int* counters;        // [blocks]
+    float* sums;          // [num_counters, kDenseDownShares, dense_down_tokens, kDenseDownColumns]
+    int* counters;        // [num_counters]: one for each block
+    int num_counters;
     int num_mask_words;
-    DenseDown dense_down;
 };
 
 // Whether launch_few suits the problem.
@@ -39,7 +40,7 @@ size_t few_scratch_bytes(twell_problem const& problem);
 // Enqueues the whole block. Same preconditions as launch_gate; `scratch` is 256-byte aligned. The packed matrix is not
 // always written.
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,
-                       cudaStream_t stream);
+                       Device const& device, cudaStream_t stream);
 
 }  // namespace twell
 

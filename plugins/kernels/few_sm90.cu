@@ -29,8 +29,8 @@ template <class Element, class Cfg>
 cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& tensors, gate_up_sm90::Params params,
                            int& num_ctas, Device const& device, cudaStream_t stream) {
     constexpr int kTokensOfCtas = 8;
-    int const tokens = (params.tokens + gate_up_sm90::kClusterSize - 1) / gate_up_sm90::kClusterSize;
-    params.tokens_per_cta = (tokens + kTokensOfCtas - 1) / kTokensOfCtas * kTokensOfCtas;
+    int const tokens = static_cast<int>(ceil_div(params.tokens, gate_up_sm90::kClusterSize));
+    params.tokens_per_cta = static_cast<int>(ceil_div(tokens, kTokensOfCtas)) * kTokensOfCtas;
     void const* const w_up = tensors.w_up == nullptr ? tensors.w_gate : tensors.w_up;
     if (cudaError_t const error = first_error(
             {encode(params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kTokens, problem.dtype),
@@ -41,7 +41,7 @@ cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& te
     }
     // CTAs cover whole mask words, also where d_ff ends within one.
     int const neurons = params.num_mask_words * gate_up_few::kMaskBits;
-    num_ctas = (neurons + gate_up_sm90::kNeurons - 1) / gate_up_sm90::kNeurons * gate_up_sm90::kClusterSize;
+    num_ctas = static_cast<int>(ceil_div(neurons, gate_up_sm90::kNeurons)) * gate_up_sm90::kClusterSize;
     return launch_dependent(gate_up_sm90::gate_up_kernel<Element, Cfg>, params, dim3(static_cast<unsigned>(num_ctas)),
                             gate_up_sm90::kThreads, Cfg::kSharedBytes, device, stream);
 }
@@ -61,7 +61,7 @@ cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& te
     params.h_rounded = scratch.h_rounded;
     params.num_pairs = scratch.num_pairs;
     params.counters = scratch.counters;
-    params.num_counters = scratch.dense_down.num_blocks;
+    params.num_counters = scratch.num_counters;
     params.tokens = static_cast<int>(problem.tokens);
     params.d_model = problem.d_model;
     params.d_ff = problem.d_ff;
@@ -106,12 +106,13 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
         error != cudaSuccess) {
         return error;
     }
-    params.num_slabs = (problem.d_out + Sparse::kColumns - 1) / Sparse::kColumns;
+    params.num_slabs = static_cast<int>(ceil_div(problem.d_out, Sparse::kColumns));
     params.num_sparse_ctas = params.num_slabs * params.tokens;
-    params.num_column_blocks = (problem.d_out + Dense::kColumns - 1) / Dense::kColumns;
-    static_assert(down_sm90::kShares == kDenseDownShares, "what there is scratch memory for");
-    params.num_dense_ctas = scratch.dense_down.num_blocks * down_sm90::kShares;
-    if (Dense::kTokens != scratch.dense_down.tokens || Dense::kColumns != scratch.dense_down.columns) {
+    params.num_column_blocks = static_cast<int>(ceil_div(problem.d_out, Dense::kColumns));
+    static_assert(Dense::kColumns == kDenseDownColumns && down_sm90::kShares == kDenseDownShares,
+                  "what there is scratch memory for");
+    params.num_dense_ctas = params.num_column_blocks * down_sm90::kShares;
+    if (Dense::kTokens != dense_down_tokens(problem.tokens)) {
         return cudaErrorInvalidConfiguration;
     }
     // A launch more costs a tenth of the time of a few tokens. For more, a dense CTA wants all of the shared memory.
@@ -151,18 +152,18 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
                                                                        stream);
     };
     if (params.tokens <= 4) {
-        return launch(Config<8, 256>(), Dense<1, 16, 1, 4>());
+        return launch(Config<8, 256>(), Dense<16, 1, 4>());
     }
     if (params.tokens <= 16) {
-        return launch(Config<16, 512>(), Dense<1, 16, 1, 4>());
+        return launch(Config<16, 512>(), Dense<16, 1, 4>());
     }
     if (params.tokens <= 32) {
-        return launch(Config<16, 256>(), Dense<1, 32, 1, 12>());
+        return launch(Config<16, 256>(), Dense<32, 1, 12>());
     }
     if (params.tokens <= 64) {
-        return launch(Config<32, 256>(), Dense<1, 64, 1, 10>());
+        return launch(Config<32, 256>(), Dense<64, 1, 10>());
     }
-    return launch(Config<32, 256>(), Dense<1, 64, 2, 8>());
+    return launch(Config<32, 256>(), Dense<64, 2, 8>());
 }
 
 }  // namespace

@@ -24,8 +24,6 @@ using ConfigMedium = generic::Config<64, 2, 4, 4>;
 // Up to 16 rows the weights' way through memory decides: a fifth stage keeps more bytes in flight.
 using ConfigSmall = generic::Config<16, 1, 8, 5>;
 
-int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
-
 // How rows are cut into blocks: the first ones into large blocks, the rest as it says.
 struct Cut {
     int64_t large_rows;
@@ -116,11 +114,7 @@ bool can_run_sm90(twell_problem const& problem, Device const& device) {
 }  // namespace
 
 cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, uint16_t* spilled,
-                        cudaStream_t stream, Kernels choice) {
-    Device device = {};
-    if (cudaError_t const error = query_device(device); error != cudaSuccess) {
-        return error;
-    }
+                        Device const& device, cudaStream_t stream, Kernels choice) {
 #if defined(TWELL_SM90A)
     if (can_run_sm90(problem, device) &&
         (choice == Kernels::kSm90 || (choice == Kernels::kBest && problem.tokens >= kFewestTokensSm90))) {

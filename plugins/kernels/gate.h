@@ -10,7 +10,7 @@ namespace twell {
 // Enqueues the gate kernel. `spilled` may be null, see pack.cuh. The problem has been validated, has at least one row,
 // and the pointers have been checked.
 cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, uint16_t* spilled,
-                        cudaStream_t stream, Kernels choice = Kernels::kBest);
+                        Device const& device, cudaStream_t stream, Kernels choice = Kernels::kBest);
 
 }  // namespace twell
 

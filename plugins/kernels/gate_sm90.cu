@@ -11,7 +11,7 @@ namespace sm90 = gate_sm90;
 template <class Element>
 cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, uint16_t* spilled,
                    Device const& device, cudaStream_t stream) {
-    int const clusters = device.num_multiprocessors / sm90::kClusterSize;
+    int const clusters = sm90::num_clusters(device);
     sm90::Product const product = {problem.tokens, problem.d_ff, problem.d_model / sm90::BLOCK_K, 1, 0};
     sm90::Tiling const tiling = sm90::choose(product, clusters, sm90::TokensShared());
     return sm90::with_config(tiling, sm90::TokensShared(), [&](auto tokens, auto) {

@@ -14,21 +14,20 @@
 
 #include "dependent_launch.cuh"
 #include "element.cuh"
-#include "gate_generic.cuh"
+#include "matmul_generic.cuh"
 #include "twell/twell.h"
 #include "vector.cuh"
 
 namespace twell::gate_up_few {
 
-using gate_generic::commit_async;
-using gate_generic::copy_async;
-using gate_generic::shared_address;
-using gate_generic::wait_async;
+using matmul_generic::commit_async;
+using matmul_generic::copy_async;
+using matmul_generic::shared_address;
+using matmul_generic::wait_async;
 
 constexpr int kWarps = 8;  // they share out d_model, so results depend on their number
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int MMA_M = 16;  // neurons
-constexpr int MMA_N = 8;   // tokens
+// Neurons lie along MMA_M, tokens along MMA_N.
 // Elements of d_model in one step of a warp, in 16-byte vectors: a cache line of each row.
 constexpr int kVectorsPerStep = 8;
 constexpr int kBytesPiece = kWarpSize * 16;

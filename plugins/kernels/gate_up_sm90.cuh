@@ -387,9 +387,7 @@ __device__ __forceinline__ void prefetch_down(Params const& params, Storage& sto
     uint32_t const bit = 1u << pair.neuron % kWarpSize;
     if ((atomicOr(&storage.prefetched[pair.neuron / kWarpSize], bit) & bit) == 0) {
         int64_t const row = neuron_begin + pair.neuron;
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(params.w_down + row * params.d_out),
-                     "r"(params.d_out * 2)
-                     : "memory");
+        matmul_sm90::prefetch_bytes(params.w_down + row * params.d_out, static_cast<uint32_t>(params.d_out) * 2);
     }
 }
 

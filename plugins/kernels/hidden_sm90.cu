@@ -21,7 +21,6 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
                           DenseHalves const& halves, Schedule const& schedule, sm90::Product const& product,
                           sm90::Tiling const& tiling, Device const& device, cudaStream_t stream) {
     Activation const act = activation_of(problem);
-    int const clusters = device.num_multiprocessors / sm90::kClusterSize;
     sm90::Params params = {};
     params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
     params.b_up = static_cast<uint16_t const*>(tensors.b_up);
@@ -56,16 +55,17 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
             return error;
         }
     }
-    return launch_dependent(sm90::hidden_kernel<Element, Cfg>, params, sm90::grid_of(tiling, clusters), sm90::kThreads,
-                            Cfg::kSharedBytes, device, stream);
+    return launch_dependent(sm90::hidden_kernel<Element, Cfg>, params,
+                            sm90::grid_of(tiling, sm90::num_clusters(device)), sm90::kThreads, Cfg::kSharedBytes,
+                            device, stream);
 }
 
 template <class Element, int kProducts, class Tilings>
 cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h, DenseHalves const& halves,
                    Schedule const& schedule, Device const& device, cudaStream_t stream, Tilings tilings) {
-    int const num_slices = static_cast<int>(sm90::ceil_div(problem.d_model, sm90::BLOCK_K));
+    int const num_slices = static_cast<int>(ceil_div(problem.d_model, sm90::BLOCK_K));
     sm90::Product const product = {problem.tokens, problem.d_ff, num_slices, kProducts, 0};
-    sm90::Tiling const tiling = sm90::choose(product, device.num_multiprocessors / sm90::kClusterSize, tilings);
+    sm90::Tiling const tiling = sm90::choose(product, sm90::num_clusters(device), tilings);
     return sm90::with_config(tiling, tilings, [&](auto tokens, auto shares_weights) {
         using Cfg = sm90::Config<decltype(tokens)::value, false, kProducts, decltype(shares_weights)::value>;
         return launch_config<Element, Cfg>(problem, tensors, h, halves, schedule, product, tiling, device, stream);

@@ -15,9 +15,6 @@ namespace twell::matmul_generic {
 
 constexpr int BLOCK_N = TWELL_TILE;
 constexpr int BLOCK_K = 32;
-constexpr int MMA_M = 16;
-constexpr int MMA_N = 8;
-constexpr int MMA_K = 16;
 constexpr int kBytesChunk = kVector * 2;
 
 // Shape of one CTA: kWarpsM x kWarpsN warps share BLOCK_M x BLOCK_N; kNumStages slices are in flight.

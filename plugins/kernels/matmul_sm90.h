@@ -9,7 +9,9 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "launch.cuh"
 #include "matmul_sm90.cuh"
+#include "problem.cuh"
 
 namespace twell::matmul_sm90 {
 
@@ -74,8 +76,6 @@ struct Product {
     int64_t most_halved_sums;  // If it has no more, two clusters may compute half of each sum.
 };
 
-inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
-
 // A product, cut into blocks of so many tokens.
 struct Tiling {
     int tokens_per_block;
@@ -113,6 +113,9 @@ struct Tiling {
     int64_t num_sums() const { return num_blocks * num_tiles * tile_tokens * tile_neurons; }
     int64_t cycles(int clusters) const { return ceil_div(num_pieces(), clusters) * round_cycles; }
 };
+
+// Clusters that the device holds, one CTA a multiprocessor.
+inline int num_clusters(Device const& device) { return device.num_multiprocessors / kClusterSize; }
 
 // The tiling that takes the least time.
 template <int... kShared, int... kOwn>

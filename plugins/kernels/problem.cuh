@@ -9,7 +9,9 @@
 
 namespace twell {
 
-inline int num_tiles(twell_problem const& problem) { return (problem.d_ff + TWELL_TILE - 1) / TWELL_TILE; }
+inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+inline int num_tiles(twell_problem const& problem) { return static_cast<int>(ceil_div(problem.d_ff, TWELL_TILE)); }
 
 // 32-bit words of one tile of one row: the count, then the slots.
 inline int words_per_tile(twell_problem const& problem) { return TWELL_TILE / problem.compression; }

@@ -47,13 +47,8 @@ Schedule schedule_at(twell_problem const& problem, void* memory) {
 
 cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, uint16_t const* spilled,
                             Schedule const& schedule, GuardModel const& guard, Gather const& gather,
-                            cudaStream_t stream) {
-    Device device = {};
-    if (cudaError_t const error = query_device(device); error != cudaSuccess) {
-        return error;
-    }
-    int64_t const blocks =
-        std::min<int64_t>((problem.tokens + kRowsPerBlock - 1) / kRowsPerBlock, schedule::kMaxBlocks);
+                            Device const& device, cudaStream_t stream) {
+    int64_t const blocks = std::min<int64_t>(ceil_div(problem.tokens, kRowsPerBlock), schedule::kMaxBlocks);
     schedule::Params params = {};
     params.packed = packed;
     params.spilled = spilled;
@@ -61,7 +56,7 @@ cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed
     params.guard = guard;
     params.gather = gather;
     params.tokens = problem.tokens;
-    params.rows_per_block = static_cast<int>((problem.tokens + blocks - 1) / blocks);
+    params.rows_per_block = static_cast<int>(ceil_div(problem.tokens, blocks));
     params.num_tiles = num_tiles(problem);
     params.words_per_tile = words_per_tile(problem);
     dim3 const grid(static_cast<unsigned>(blocks));

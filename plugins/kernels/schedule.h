@@ -6,6 +6,7 @@
 
 #include "gather.cuh"
 #include "guard.h"
+#include "launch.cuh"
 #include "twell/twell.h"
 
 namespace twell {
@@ -74,7 +75,7 @@ Schedule schedule_at(twell_problem const& problem, void* memory);
 // heavy rows is gathered. Same preconditions as launch_gate.
 cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, uint16_t const* spilled,
                             Schedule const& schedule, GuardModel const& guard, Gather const& gather,
-                            cudaStream_t stream);
+                            Device const& device, cudaStream_t stream);
 
 }  // namespace twell
 

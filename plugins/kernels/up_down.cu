@@ -53,7 +53,7 @@ cudaError_t launch_sparse_up(Launch const& launch) {
 template <class Element>
 cudaError_t launch_sparse_down(Launch const& launch) {
     twell_problem const& problem = launch.problem;
-    uint32_t const warps_per_row = static_cast<uint32_t>((problem.d_out + kWarpColumns - 1) / kWarpColumns);
+    uint32_t const warps_per_row = static_cast<uint32_t>(ceil_div(problem.d_out, kWarpColumns));
     uint32_t const warps = std::min<uint32_t>(warps_per_row, sparse_down::kMaxWarps);
     sparse_down::Params params = {};
     params.w_down = static_cast<uint16_t const*>(launch.tensors.w_down);
@@ -64,7 +64,7 @@ cudaError_t launch_sparse_down(Launch const& launch) {
     params.d_out = problem.d_out;
     params.tokens = static_cast<uint32_t>(problem.tokens);
     params.warps_per_row = warps_per_row;
-    params.ctas_per_row = (warps_per_row + warps - 1) / warps;
+    params.ctas_per_row = static_cast<uint32_t>(ceil_div(warps_per_row, warps));
     constexpr uint32_t kMaxGrid = 1u << 30;
     uint32_t const grid = std::min((params.tokens + 1) / 2 * params.ctas_per_row, kMaxGrid);
     return launch_dependent(sparse_down::down_kernel<Element>, params, dim3(grid), static_cast<int>(warps) * kWarpSize,
@@ -115,6 +115,11 @@ cudaError_t launch_sparse(Launch const& launch) {
     return launch_sparse_down<Element>(launch);
 }
 
+// The dense path's scratch memory, behind the spilled matrix.
+void* dense_scratch_in(twell_problem const& problem, void* scratch) {
+    return reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)) + spilled_bytes(problem);
+}
+
 }  // namespace
 
 size_t up_down_scratch_bytes(twell_problem const& problem) {
@@ -126,11 +131,8 @@ uint16_t* spilled_in(twell_problem const& problem, void* scratch) {
 }
 
 cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
-                           void* scratch, int64_t dense_rows, cudaStream_t stream, Kernels choice) {
-    Device device = {};
-    if (cudaError_t const error = query_device(device); error != cudaSuccess) {
-        return error;
-    }
+                           void* scratch, int64_t dense_rows, Device const& device, cudaStream_t stream,
+                           Kernels choice) {
     uint16_t* const spilled = dense_rows == kGuardOff ? nullptr : spilled_in(problem, scratch);
     Schedule const schedule = schedule_at(problem, scratch);
     GuardModel guard = {};
@@ -138,10 +140,9 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
     if (spilled != nullptr) {
         guard = guard_model(problem, device, choice);
         guard.forced = dense_rows;
-        gather = gather_for(problem, tensors, packed, spilled,
-                            reinterpret_cast<unsigned char*>(spilled) + spilled_bytes(problem));
+        gather = gather_for(problem, tensors, packed, spilled, dense_scratch_in(problem, scratch));
     }
-    if (cudaError_t const error = launch_schedule(problem, packed, spilled, schedule, guard, gather, stream);
+    if (cudaError_t const error = launch_schedule(problem, packed, spilled, schedule, guard, gather, device, stream);
         error != cudaSuccess) {
         return error;
     }
@@ -167,7 +168,7 @@ cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const&
                               Device const& device, cudaStream_t stream) {
     Schedule const schedule = schedule_at(problem, scratch);
     uint16_t* const h = spilled_in(problem, scratch);
-    DenseHalves const halves = dense_halves_in(problem, reinterpret_cast<unsigned char*>(h) + spilled_bytes(problem));
+    DenseHalves const halves = dense_halves_in(problem, dense_scratch_in(problem, scratch));
     if (cudaError_t const error = launch_dense_block(problem, tensors, h, halves, schedule, device, stream);
         error != cudaSuccess) {
         return error;

@@ -23,7 +23,8 @@ constexpr int64_t kGuardOff = -2;
 // 256-byte aligned. Unless it is off, the guard needs what launch_gate has spilled; it may then send rows down a dense
 // path. dense_rows: kGuardDecides, kGuardOff, or, for tests, a number of rows: up to max_dense_part(problem), or all.
 cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
-                           void* scratch, int64_t dense_rows, cudaStream_t stream, Kernels choice = Kernels::kBest);
+                           void* scratch, int64_t dense_rows, Device const& device, cudaStream_t stream,
+                           Kernels choice = Kernels::kBest);
 
 // Enqueues the whole block as a dense one, where is_dense_block(problem, device) holds; rows that fail there are
 // computed by the sparse kernels, from x.
