@@ -32,7 +32,7 @@ from tests.plugins.test_kernels import (
 pytestmark = pytest.mark.gpu
 
 INVALID_VALUE, NOT_SUPPORTED = 1, 801
-GENERIC, SM90 = 1, 2  # twell::GateKernel
+GENERIC, SM90 = 1, 2  # twell::Kernels
 ON_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_sm90 = pytest.mark.skipif(
     not ON_SM90 and os.environ.get("TWELLC_REQUIRE_GPU") != "1", reason="needs a GPU of compute capability 9.0"
