@@ -203,15 +203,10 @@ __device__ __forceinline__ void load_slices(Stages<Cfg> const& stages, matmul_sm
     }
 }
 
-// Passed by all threads once between the product and the sums that take the stages' place. (A barrier of the consumers
-// alone would do, but compute-sanitizer's racecheck then does not see the next __syncthreads().)
-__device__ __forceinline__ void sync_stages_read() { asm volatile("bar.sync 0;" ::: "memory"); }
-
-// Multiplies them, by the first warpgroups. The sums, [num_tokens, kStrideSums], take the stages' place.
+// Multiplies them, by the first warpgroups.
 template <Pass kPass, class Element, class Cfg>
 __device__ __forceinline__ void multiply(Stages<Cfg> const& stages, matmul_sm90::Ring<Cfg::kNumStages>& ring,
-                                         int d_model, int num_tokens) {
-    float accumulators[Cfg::kAccumulators];
+                                         int d_model, float (&accumulators)[Cfg::kAccumulators]) {
     int const lane = threadIdx.x % kWarpSize;
     int const num_slices = (d_model + BLOCK_K - 1) / BLOCK_K;
     uint32_t const rows = threadIdx.x / kWarpgroupSize * (WGMMA_M * kBytesRow);
@@ -249,7 +244,13 @@ __device__ __forceinline__ void multiply(Stages<Cfg> const& stages, matmul_sm90:
         asm volatile("" : "+f"(accumulators[k])::"memory");
     }
     release(stage_before);
-    sync_stages_read();
+}
+
+// Leaves the sums, [num_tokens, kStrideSums], in the stages' place, when all have been read.
+template <class Cfg>
+__device__ __forceinline__ void store_sums(Stages<Cfg> const& stages, int num_tokens,
+                                           float const (&accumulators)[Cfg::kAccumulators]) {
+    int const lane = threadIdx.x % kWarpSize;
     // Fragments: tokens lane / 4 and lane / 4 + 8 of a warp's 16, neurons lane % 4 * 2 and the next of each 8.
     int const token = threadIdx.x / kWarpSize * 16 + lane / 4;
     uint32_t const sums = stages.sums(token, lane % 4 * 2);
@@ -462,15 +463,15 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
 
     int const num_tokens = token_end - token_begin;
     bool const has_up = params.w_up_rows != nullptr;
+    float accumulators[Cfg::kAccumulators];  // of those that multiply
     Neurons neurons;
     if (warp != kLoader) {
         neurons.template load<Element>(params, neuron_begin);
     }
     if (loads) {
         load_slices<Pass::kShared>(stages, ring, params, neuron_begin, token_begin);
-        sync_stages_read();
     } else if (multiplies) {
-        multiply<Pass::kShared, Element, Cfg>(stages, ring, params.d_model, num_tokens);
+        multiply<Pass::kShared, Element, Cfg>(stages, ring, params.d_model, accumulators);
     } else {
         constexpr int kIdleThreads = (kLoader - Cfg::kConsumerWarps) * kWarpSize;
         int const idle = thread - Cfg::kConsumerWarps * kWarpSize;
@@ -479,10 +480,15 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             storage.b_up[m] = params.b_up != nullptr && n < params.d_ff ? params.b_up[n] : 0;
         }
         clear<Cfg>(params, neuron_begin, token_begin, num_tokens);
-        sync_stages_read();
     }
     if (warp == kLoader) {
         neurons.template load<Element>(params, neuron_begin);
+    }
+    // NOTE: a barrier of the consumers alone would do, but then compute-sanitizer's racecheck does not see the next
+    // one.
+    __syncthreads();
+    if (multiplies) {
+        store_sums(stages, num_tokens, accumulators);
     }
     __syncthreads();
     list_active<Element, Cfg>(params, stages, storage, neurons, neuron_begin, token_begin, num_tokens);
@@ -515,11 +521,12 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         if (has_up) {
             if (loads) {
                 load_slices<Pass::kUpAlone>(stages, ring, params, neuron_begin, token_begin);
-                sync_stages_read();
             } else if (multiplies) {
-                multiply<Pass::kUpAlone, Element, Cfg>(stages, ring, params.d_model, num_tokens);
-            } else {
-                sync_stages_read();
+                multiply<Pass::kUpAlone, Element, Cfg>(stages, ring, params.d_model, accumulators);
+            }
+            __syncthreads();
+            if (multiplies) {
+                store_sums(stages, num_tokens, accumulators);
             }
             __syncthreads();
         }
