@@ -2,7 +2,9 @@
 //
 // A warp computes rows of y in kWarpColumns columns, a vector a lane. The rows with the most neurons come first, and
 // all warps of a CTA share out the neurons of such a row. Of the others a warp takes a heavy and a light one and waits
-// for no other warp. The order of a sum follows from the number of neurons: results are bitwise repeatable.
+// for no other warp. The columns that a CTA has are a slab; all rows of one slab come before those of the next, so that
+// the L2 cache holds the weights in use. The order of a sum follows from the number of neurons: results are bitwise
+// repeatable.
 #ifndef TWELL_KERNELS_SPARSE_DOWN_CUH_
 #define TWELL_KERNELS_SPARSE_DOWN_CUH_
 
@@ -126,17 +128,20 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(
     // than 2^32 of anything here, since y fits the device's memory.
     uint32_t const split_begin = __ldcg(&params.schedule.header->heavy_count);
     uint32_t const split_end = __ldcg(&params.schedule.header->split_end);
-    uint32_t const num_split = (split_end - split_begin) * params.warps_per_row;
-    uint32_t const num_items = num_split + (params.tokens - split_end + 1) / 2 * params.ctas_per_row;
+    uint32_t const num_split = (split_end - split_begin) * warps;
+    uint32_t const items_per_slab = num_split + (params.tokens - split_end + 1) / 2;
+    uint32_t const num_items = items_per_slab * params.ctas_per_row;
     if (ends_early(num_items == 0)) {
         return;
     }
     wait_for_previous_launch();
     allow_dependent_launch();
     for (uint32_t i = blockIdx.x; i < num_items; i += gridDim.x) {
-        bool const split = i < num_split;
-        uint32_t const place = split ? i / params.warps_per_row : (i - num_split) / params.ctas_per_row;
-        uint32_t const slice = split ? i % params.warps_per_row : (i - num_split) % params.ctas_per_row * warps + warp;
+        uint32_t const slab = i / items_per_slab;
+        uint32_t const in_slab = i - slab * items_per_slab;
+        bool const split = in_slab < num_split;
+        uint32_t const place = split ? in_slab / warps : in_slab - num_split;
+        uint32_t const slice = slab * warps + (split ? in_slab % warps : warp);
         int const column = static_cast<int>(slice * kWarpColumns + lane * kVector);
         if (slice >= params.warps_per_row) {
             continue;

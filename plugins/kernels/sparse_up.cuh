@@ -2,7 +2,8 @@
 //
 // One CTA takes a unit: up to kUnitNonzeros neighbouring entries of one row. Its warps share them out and do not wait
 // for each other; a warp keeps its part of x in registers for all its neurons. Each sum has one owner and one order, so
-// results are bitwise repeatable and do not depend on what else is in a call.
+// results are bitwise repeatable and do not depend on what else is in a call. Large matrices are multiplied in several
+// launches, some columns after others.
 #ifndef TWELL_KERNELS_SPARSE_UP_CUH_
 #define TWELL_KERNELS_SPARSE_UP_CUH_
 
@@ -18,6 +19,8 @@ constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kMinBlocks = 6;  // a multiprocessor: the step is bound by loads in flight
 // A warp's share of a unit.
 constexpr int kNeurons = static_cast<int>(kUnitNonzeros) / kWarps;
+// A launch has a multiple of so many columns, or the last ones.
+constexpr int kLeastColumns = 2 * kWarpColumns;
 
 struct Params {
     uint16_t const* x;     // [tokens, d_model]
@@ -26,6 +29,8 @@ struct Params {
     Schedule schedule;
     SparseRows rows;
     int d_model;
+    int column_begin;  // the columns of this launch; the lists hold the sums of those before, in place of h
+    int column_end;
     int num_tiles;
     bool relu_on_up;  // dReLU
 };
@@ -94,7 +99,7 @@ __device__ __forceinline__ float reduce(float (&sums)[kNeurons]) {
     return sums[0];
 }
 
-// By one warp: x . Wu[n] for the neurons of the first `count` lanes, given as `reduce` says.
+// By one warp: x . Wu[n] over the launch's columns, for the neurons of the first `count` lanes, given as `reduce` says.
 template <class Element>
 __device__ __forceinline__ float project(Params const& params, int64_t row, uint32_t neuron, int count) {
     int const lane = threadIdx.x % kWarpSize;
@@ -102,19 +107,20 @@ __device__ __forceinline__ float project(Params const& params, int64_t row, uint
     float sums[kNeurons] = {};
     constexpr int kAtOnce = 2;
     constexpr int kSteps = 2;
+    static_assert(kLeastColumns == kSteps * kWarpColumns, "else the order of a sum is another one");
     int column = lane * kVector;
-    int begin = 0;
-    for (; begin + kSteps * kWarpColumns <= params.d_model; begin += kSteps * kWarpColumns) {
+    int begin = params.column_begin;
+    for (; begin + kSteps * kWarpColumns <= params.column_end; begin += kSteps * kWarpColumns) {
         add_products<Element, kAtOnce, kSteps>(sums, params, x_row, begin + column, neuron, count);
     }
 #pragma unroll 1
-    for (; begin + kWarpColumns <= params.d_model; begin += kWarpColumns) {
+    for (; begin + kWarpColumns <= params.column_end; begin += kWarpColumns) {
         add_products<Element, kNeurons, 1>(sums, params, x_row, begin + column, neuron, count);
     }
-    if (begin < params.d_model) {
+    if (begin < params.column_end) {
         // The last piece is not a whole one. A lane that has no vector of it takes another's and forgets the products.
         float kept[kNeurons];
-        bool const inside = begin + column < params.d_model;
+        bool const inside = begin + column < params.column_end;
 #pragma unroll
         for (int i = 0; i < kNeurons; ++i) {
             kept[i] = sums[i];
@@ -170,6 +176,13 @@ __device__ __forceinline__ void compute(Params const& params, Share const& share
     uint32_t const owned_neuron = __shfl_sync(0xffffffffu, neuron, owned);
     float const owned_g = __shfl_sync(0xffffffffu, g, owned);
     if (lane % (kWarpSize / kNeurons) == 0 && owned < share.count) {
+        if (params.column_begin != 0) {
+            u += list[owned].h;
+        }
+        if (params.column_end != params.d_model) {
+            list[owned] = {owned_neuron, u};
+            return;
+        }
         u += params.b_up == nullptr ? 0.0f : Element::to_float(params.b_up[owned_neuron]);
         // NOTE: u and h stay in fp32; a dense fp16 block, which stores both, can overflow here. NaN is kept.
         list[owned] = {owned_neuron, owned_g * (params.relu_on_up && u <= 0.0f ? 0.0f : u)};

@@ -117,6 +117,7 @@ def table() -> Iterator[Case]:
     for rows in (40, 70):
         yield Case(rows=rows, d_model=768, d_ff=3072, d_out=768, gated=False)
         yield Case(rows=rows, d_model=4096, d_ff=14336, d_out=4096, activation="drelu", density=0.1, biases="")
+        yield Case(rows=rows, d_model=4360, d_ff=8192, d_out=136, density=0.02)  # Wu in two parts, the last one uneven
         yield Case(rows=rows, d_model=1024, d_ff=65536, d_out=1024, gated=False, density=0.03, biases="", dtype=FP16)
         yield Case(rows=rows, d_model=16384, d_ff=300, d_out=16384, biases="")
         yield Case(rows=rows, d_model=20008, d_ff=300, d_out=24, dtype=FP16)
