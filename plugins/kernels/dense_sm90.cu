@@ -15,10 +15,14 @@ using sm90::Projection;
 constexpr float kGatheredBytesPerNs = 8400.0f;
 constexpr float kCopiedBytesPerNs = 1500.0f;
 constexpr float kCycleNs = 0.72f;
-// Dense blocks: from so many tokens on, since below kernels for few tokens skip much of w_up and w_down, and up to so
-// many products of the gate's, where the guard's dense path begins to cost little more than a dense block.
+// Dense blocks: from so many tokens on, since below kernels for few tokens skip much of w_up and w_down; but with more
+// neurons these take more than one round, and gain little or lose. Up to so many products of the gate's, or tokens,
+// where the guard's dense path begins to cost little more than a dense block.
 constexpr int64_t kFewestTokens = 129;
+constexpr int64_t kFewestTokensLarge = 33;
+constexpr int kLargeDFf = 6336;
 constexpr float kMostProducts = 1920.0f * 2048 * 5632;
+constexpr int64_t kMostTokens = 1280;
 // Sums of more products have not been tested there.
 constexpr int kMostDModel = 16384;
 
@@ -139,7 +143,9 @@ bool dense_sm90_supports(twell_problem const& problem) {
 
 bool dense_sm90_prefers_block(twell_problem const& problem) {
     float const products = static_cast<float>(problem.tokens) * static_cast<float>(problem.d_model) * problem.d_ff;
-    return problem.tokens >= kFewestTokens && problem.d_model <= kMostDModel && products <= kMostProducts;
+    int64_t const fewest_tokens = problem.d_ff > kLargeDFf ? kFewestTokensLarge : kFewestTokens;
+    return problem.tokens >= fewest_tokens && problem.d_model <= kMostDModel &&
+           (problem.tokens <= kMostTokens || products <= kMostProducts);
 }
 
 PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device) {

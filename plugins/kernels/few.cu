@@ -35,7 +35,9 @@ using GateUp64Large = gate_up_few::Config<3, 8, 2, 1>;
 static_assert(GateUp32::kSharedBytes <= 98 * 1024 && GateUp64::kSharedBytes <= 98 * 1024,
               "sm_86, sm_89 and sm_120 give a block 99 KiB");
 
-// The fewer tokens, the fewer columns a CTA has, so that there are CTAs enough.
+// The fewer tokens, the fewer columns a CTA has, so that there are CTAs enough. One token's are large, for it may have
+// many active neurons and no other path.
+using Down1 = down_few::Config<8, 1024>;
 using Down4 = down_few::Config<8, 256>;
 using Down16 = down_few::Config<16, 512>;
 using Down64 = down_few::Config<16, 256>;
@@ -108,6 +110,9 @@ cudaError_t launch_down(down_few::Params const& params, int tokens, Device const
 
 template <class Element>
 cudaError_t launch_down(down_few::Params const& params, int tokens, Device const& device, cudaStream_t stream) {
+    if (tokens == 1) {
+        return launch_down<Element, Down1>(params, tokens, device, stream);
+    }
     if (tokens <= 4) {
         return launch_down<Element, Down4>(params, tokens, device, stream);
     }
