@@ -39,18 +39,25 @@ _ALL_ACTIVE = -30.0
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """One block: gate and up [d_ff, d_model]; down [d_model, d_ff] for torch and [d_ff, d_model] for twellc."""
+    """One block: gate and up [d_ff, d_model]; down [d_model, d_ff] for torch and [d_ff, d_model] for twellc.
+
+    A plain block has no up.
+    """
 
     gate: Tensor
-    up: Tensor
+    up: Tensor | None
     down: Tensor
     down_by_neuron: Tensor
+
+    def dense(self, x: Tensor) -> Tensor:
+        """Compute the block for x [tokens, d_model] by matrix products."""
+        return dense(x, self.gate, self.up, self.down)
 
 
 class Twell:
     """The kernels, called for one x, with weights that may change."""
 
-    def __init__(self, x: Tensor, d_ff: int, compression: int) -> None:
+    def __init__(self, x: Tensor, d_ff: int, compression: int, variant: str) -> None:
         self._lib = library.load()
         self._x = x
         tokens, d_model = x.shape
@@ -61,6 +68,7 @@ class Twell:
             d_out=d_model,
             compression=compression,
             dtype=library.DTYPES[str(x.dtype).removeprefix("torch.")],
+            variant=library.VARIANTS[variant],
         )
         words = -(-d_ff // library.TILE) * (library.TILE // compression)
         self.packed = torch.empty((tokens, words), dtype=torch.int32, device="cuda")
@@ -69,7 +77,7 @@ class Twell:
 
     def _tensors(self, w: Weights) -> library.Tensors:
         pointers = {"w_gate": w.gate, "w_up": w.up, "w_down": w.down_by_neuron, "x": self._x, "y": self.y}
-        return library.Tensors(**{name: tensor.data_ptr() for name, tensor in pointers.items()})
+        return library.Tensors(**{name: tensor.data_ptr() for name, tensor in pointers.items() if tensor is not None})
 
     def _run(self, function: Callable[..., int], w: Weights, *arguments: int) -> None:
         stream = torch.cuda.current_stream().cuda_stream
@@ -91,9 +99,10 @@ class Twell:
         self._run(self._lib.twell_mlp, w, self.workspace.data_ptr(), self.workspace.numel())
 
 
-def dense(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """The same block as three matmuls."""
-    return functional.linear(torch.relu(functional.linear(x, gate)) * functional.linear(x, up), down)
+def dense(x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor) -> Tensor:
+    """The same block as two or three matmuls."""
+    g = torch.relu(functional.linear(x, gate))
+    return functional.linear(g if up is None else g * functional.linear(x, up), down)
 
 
 def quantile(p: Tensor) -> Tensor:
@@ -104,7 +113,7 @@ def quantile(p: Tensor) -> Tensor:
 
 
 def make_inputs(
-    tokens: int, d_model: int, d_ff: int, dtype: torch.dtype, density: float, neurons: str
+    tokens: int, d_model: int, d_ff: int, dtype: torch.dtype, density: float, neurons: str, variant: str
 ) -> tuple[Tensor, list[Weights]]:
     """Draw x [tokens, d_model] and sets of weights.
 
@@ -133,9 +142,9 @@ def make_inputs(
             share = 1 / rank
             share = (share / share.mean() * density).clamp(1e-7, 0.5)
             gate[:, 1] = (quantile(torch.tensor(density, device="cuda")) - quantile(share)) / d_model**0.5
-        up, down = draw(d_ff, d_model) / d_model**0.5, draw(d_model, d_ff) * 0.2
-        down = down.to(dtype)
-        sets.append(Weights(gate.to(dtype), up.to(dtype), down, down.t().contiguous()))
+        up = None if variant == "plain" else (draw(d_ff, d_model) / d_model**0.5).to(dtype)
+        down = (draw(d_model, d_ff) * 0.2).to(dtype)
+        sets.append(Weights(gate.to(dtype), up, down, down.t().contiguous()))
     return x.to(dtype), sets
 
 
@@ -146,12 +155,12 @@ def check(x: Tensor, w: Weights, twell: Twell) -> dict[str, float]:
         click.ClickException: It is more wrong.
     """
     rows = torch.randperm(len(x), device="cuda")[:_CHECKED_ROWS]
-    exact = dense(*(t.double() for t in (x[rows], w.gate, w.up, w.down)))
+    exact = dense(x[rows].double(), w.gate.double(), None if w.up is None else w.up.double(), w.down.double())
 
     def error(y: Tensor) -> float:
         return float((y.double() - exact).norm() / exact.norm())
 
-    base = error(dense(x[rows], w.gate, w.up, w.down))
+    base = error(w.dense(x[rows]))
     errors = {"dense": base}
     for name, run in (("mlp", (twell.mlp,)), ("gate, up_down", (twell.gate, twell.up_down))):
         twell.y.fill_(float("nan"))
@@ -193,7 +202,7 @@ def contestants(
 ) -> dict[str, Callable[[Weights], Any]]:
     """What takes turns in being timed."""
     calls: dict[str, Callable[[Weights], Any]] = {
-        "dense eager": lambda w: dense(x, w.gate, w.up, w.down),
+        "dense eager": lambda w: w.dense(x),
         "cuBLAS gate": lambda w: functional.linear(x, w.gate),
         "gate": twell.gate,
         "mlp": twell.mlp,
@@ -258,16 +267,19 @@ class Setting:
     density: float = 0.005
     neurons: str = "equal"
     compression: int = 8
+    variant: str = "gated"
 
     def __str__(self) -> str:
         return (
-            f"d_model {self.d_model}, d_ff {self.d_ff}, {self.dtype}, density {self.density:g}, {self.neurons} neurons"
+            f"d_model {self.d_model}, d_ff {self.d_ff}, {self.dtype}, density {self.density:g}, {self.neurons} neurons,"
+            f" {self.variant}"
         )
 
 
 # Token counts on both sides of wherever other kernels take over.
 _FEW = (1, 2, 4, 8, 16, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256)
 _SWEEP = (*_FEW, 257, 320, 384, 448, 512, 768, 1024, 1536, 1920, 1921, 2048, 3072, 4096)
+_PLAIN = (1, 16, 32, 33, 64, 128, 256, 512, 1024, 2048, 8192)
 _LARGE_MODEL = (1, 4, 16, 32, 33, 64, 128, 256, 512, 1024, 1280, 1281, 2048, 8192, 32768)
 
 # All that this project states about the kernels: token counts, the neurons' distribution, sizes of larger models, and
@@ -281,6 +293,11 @@ SUITE = (
     Setting(_LARGE_MODEL, d_model=4096, d_ff=14336),
     Setting((1, 16, 32, 33, 64, 256, 1024, 1280, 1281, 2048, 8192), d_model=4096, d_ff=11008, density=0.1),
     *(Setting((2048, 8192), density=density) for density in (0.001, 0.002, 0.01, 0.02, 0.05)),
+    *(
+        Setting(_PLAIN, d_model, d_ff, density=density, variant="plain")
+        for d_model, d_ff in ((1024, 4096), (4096, 16384))
+        for density in (0.005, 0.1)
+    ),
 )
 
 
@@ -289,8 +306,10 @@ def measure(
 ) -> dict[str, Any]:
     """Check and time one size."""
     dtype = getattr(torch, setting.dtype)
-    x, sets = make_inputs(tokens, setting.d_model, setting.d_ff, dtype, setting.density, setting.neurons)
-    twell = Twell(x, setting.d_ff, setting.compression)
+    x, sets = make_inputs(
+        tokens, setting.d_model, setting.d_ff, dtype, setting.density, setting.neurons, setting.variant
+    )
+    twell = Twell(x, setting.d_ff, setting.compression, setting.variant)
     errors = check(x, sets[0], twell)
     nonzeros = (functional.linear(x, sets[0].gate) > 0).sum(dim=1)
     times = time_all(contestants(x, twell, compiled_dense), sets, repeats)
@@ -322,6 +341,7 @@ def measure(
 )
 @click.option("--neurons", type=click.Choice(["equal", "zipf"]), default="equal", show_default=True)
 @click.option("--compression", type=click.Choice(["1", "2", "4", "8"]), default="8", show_default=True)
+@click.option("--variant", type=click.Choice(["gated", "plain"]), default="gated", show_default=True)
 @click.option("--suite", is_flag=True, help="Run all settings that benchmarks/README.md states, not the one above.")
 @click.option("--repeats", default=20, show_default=True)
 @click.option(
@@ -337,6 +357,7 @@ def main(
     density: float,
     neurons: str,
     compression: str,
+    variant: str,
     suite: bool,
     repeats: int,
     compiled: bool,
@@ -351,10 +372,11 @@ def main(
     torch.manual_seed(seed)
     random.seed(seed)
     counts = tuple(int(value) for value in tokens.split(","))
-    settings = SUITE if suite else (Setting(counts, d_model, d_ff, dtype, density, neurons, int(compression)),)
+    setting = Setting(counts, d_model, d_ff, dtype, density, neurons, int(compression), variant)
+    settings = SUITE if suite else (setting,)
     report: dict[str, Any] = {"machine": machine(), "arguments": sys.argv[1:], "results": []}
     compiled_dense = torch.compile(dense, dynamic=False) if compiled else None
-    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.recompile_limit = 256
     for setting in settings:
         click.echo(f"{report['machine']['gpu']}, torch {report['machine']['torch']}: {setting}\n\n{HEADER}")
         for count in setting.tokens:

@@ -37,7 +37,7 @@ struct Launch {
 // another token needs has been evicted.
 int up_slab_columns(twell_problem const& problem, Device const& device) {
     int64_t const bytes = static_cast<int64_t>(problem.d_ff) * problem.d_model * static_cast<int64_t>(sizeof(uint16_t));
-    int64_t const slabs = problem.variant == TWELL_GATED ? ceil_div(bytes, device.l2_bytes) : 1;
+    int64_t const slabs = problem.variant == TWELL_GATED ? ceil_div(bytes, std::max(device.l2_bytes, 1)) : 1;
     return static_cast<int>(ceil_div(ceil_div(problem.d_model, slabs), sparse_up::kLeastColumns) *
                             sparse_up::kLeastColumns);
 }
