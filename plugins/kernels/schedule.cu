@@ -19,18 +19,25 @@ T* take(unsigned char*& memory, int64_t count) {
     return piece;
 }
 
+int64_t num_entries(twell_problem const& problem) { return problem.tokens * max_listed(num_tiles(problem)); }
+
+int64_t num_interleaved(twell_problem const& problem) {
+    return ceil_div(problem.tokens, kInterleavedRows) * kInterleavedRows * kLongNonzeros;
+}
+
 }  // namespace
 
 size_t schedule_bytes(twell_problem const& problem) {
     size_t const tokens = static_cast<size_t>(problem.tokens);
     return aligned(sizeof(ScheduleHeader)) + aligned(tokens * sizeof(RowWork)) +
-           4 * aligned(tokens * sizeof(uint32_t)) +
-           aligned(tokens * max_listed(num_tiles(problem)) * sizeof(uint32_t)) +
+           5 * aligned(tokens * sizeof(uint32_t)) +
+           aligned(static_cast<size_t>(num_entries(problem)) * sizeof(SparseEntry)) +
+           aligned(static_cast<size_t>(num_interleaved(problem)) * sizeof(SparseEntry)) +
            aligned(tokens * max_units(num_tiles(problem)) * sizeof(Unit)) +
            aligned(schedule::kMaxBlocks * schedule::kBuckets * sizeof(uint32_t));
 }
 
-Schedule schedule_at(twell_problem const& problem, void* memory) {
+Schedule schedule_at(twell_problem const& problem, void* memory, bool interleaves) {
     unsigned char* next = static_cast<unsigned char*>(memory);
     Schedule schedule;
     schedule.header = take<ScheduleHeader>(next, 1);
@@ -38,10 +45,15 @@ Schedule schedule_at(twell_problem const& problem, void* memory) {
     schedule.place = take<uint32_t>(next, problem.tokens);
     schedule.block_buckets = take<uint32_t>(next, schedule::kMaxBlocks * schedule::kBuckets);
     schedule.counts = take<uint32_t>(next, problem.tokens);
-    schedule.words = take<uint32_t>(next, problem.tokens * max_listed(num_tiles(problem)));
+    schedule.entries = take<SparseEntry>(next, num_entries(problem));
+    schedule.interleaved = take<SparseEntry>(next, num_interleaved(problem));
+    schedule.remaining = take<uint32_t>(next, problem.tokens);
     schedule.units = take<Unit>(next, problem.tokens * max_units(num_tiles(problem)));
     schedule.rest_rows = take<uint32_t>(next, problem.tokens);
     schedule.has_failed = take<uint32_t>(next, problem.tokens);
+    if (!interleaves) {
+        schedule.interleaved = nullptr;
+    }
     return schedule;
 }
 

@@ -58,6 +58,7 @@ __host__ __device__ __forceinline__ int most_of_bucket(int bucket) {
 }
 
 static_assert((kSplitNonzeros & (kSplitNonzeros - 1)) == 0 && kSplitNonzeros > kExactLevels, "a bucket begins there");
+static_assert((kLongNonzeros & (kLongNonzeros - 1)) == 0 && kLongNonzeros > kExactLevels, "and there");
 
 // The units of a row of a bucket, some of which may have nothing to do.
 __host__ __device__ __forceinline__ int units_of_bucket(int bucket, int num_tiles) {
@@ -92,8 +93,8 @@ __device__ __forceinline__ uint32_t sum_up_to(uint32_t value) {
     return value;
 }
 
-// Copies a tile's entries.
-__device__ __forceinline__ void list_tile(uint32_t* words, uint32_t const* entries, uint32_t count) {
+// Copies a tile's entries to a list, from `slot` on.
+__device__ __forceinline__ void list_tile(SparseList list, uint32_t slot, uint32_t const* entries, uint32_t count) {
     constexpr uint32_t kAtOnce = 4;
     for (uint32_t begin = 0; begin < count; begin += kAtOnce) {
         uint32_t more[kAtOnce];
@@ -104,15 +105,15 @@ __device__ __forceinline__ void list_tile(uint32_t* words, uint32_t const* entri
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i) {
             if (begin + i < count) {
-                words[begin + i] = more[i];
+                list[slot + begin + i].word = more[i];
             }
         }
     }
 }
 
 // The same, by one warp, from a tile that has been spilled.
-__device__ __forceinline__ void list_spilled_tile(uint32_t* words, uint16_t const* spilled, int64_t first_tile,
-                                                  int tile_idx) {
+__device__ __forceinline__ void list_spilled_tile(SparseList list, uint32_t slot, uint16_t const* spilled,
+                                                  int64_t first_tile, int tile_idx) {
     int const lane = threadIdx.x % kWarpSize;
     uint4 const vector = reinterpret_cast<uint4 const*>(spilled + (first_tile + tile_idx) * TWELL_TILE)[lane];
     uint32_t const pairs[kVector / 2] = {vector.x, vector.y, vector.z, vector.w};
@@ -122,20 +123,21 @@ __device__ __forceinline__ void list_spilled_tile(uint32_t* words, uint16_t cons
     for (int i = 0; i < kVector; ++i) {
         count += is_nonzero(element(i)) ? 1 : 0;
     }
-    uint32_t slot = sum_up_to(count) - count;
+    slot += sum_up_to(count) - count;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
         if (is_nonzero(element(i))) {
-            words[slot] = static_cast<uint32_t>(tile_idx * TWELL_TILE + lane * kVector + i) |
-                          static_cast<uint32_t>(element(i)) << 16;
+            list[slot].word = static_cast<uint32_t>(tile_idx * TWELL_TILE + lane * kVector + i) |
+                              static_cast<uint32_t>(element(i)) << 16;
             ++slot;
         }
     }
 }
 
-// By one warp: the lists of the rows of which `wanted` is true.
+// By one warp: the lists of the rows of which `wanted` is true; these places in the order and so many entries are theirs.
 template <int kRows>
 __device__ __forceinline__ void list_rows(Params const& params, int64_t const (&rows)[kRows],
+                                          uint32_t const (&positions)[kRows], uint32_t const (&listed)[kRows],
                                           bool const (&wanted)[kRows]) {
     int const lane = threadIdx.x % kWarpSize;
     uint32_t before[kRows] = {};
@@ -156,13 +158,13 @@ __device__ __forceinline__ void list_rows(Params const& params, int64_t const (&
             uint32_t const count = tile_begin + lane < params.num_tiles ? counts[r] : 0;
             bool const overflowed = count >= static_cast<uint32_t>(params.words_per_tile);
             uint32_t const last = before[r] + sum_up_to(count);
-            uint32_t* const words = params.schedule.words + rows[r] * max_listed(params.num_tiles);
+            SparseList const list = params.schedule.list(positions[r], listed[r], max_listed(params.num_tiles));
             if (!overflowed) {
-                list_tile(words + last - count, tiles[r] + 1, count);
+                list_tile(list, last - count, tiles[r] + 1, count);
             }
             for (uint32_t rest = __ballot_sync(0xffffffffu, overflowed); rest != 0; rest &= rest - 1) {
                 int const owner = __ffs(rest) - 1;
-                list_spilled_tile(words + __shfl_sync(0xffffffffu, last - count, owner), params.spilled,
+                list_spilled_tile(list, __shfl_sync(0xffffffffu, last - count, owner), params.spilled,
                                   rows[r] * params.num_tiles, tile_begin + owner);
             }
             before[r] = __shfl_sync(0xffffffffu, last, kWarpSize - 1);
@@ -182,6 +184,7 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         params.schedule.header->rest_count = 0;  // order_kernel adds to it
+        params.schedule.header->taken_count = 0;
     }
     __syncthreads();
 
@@ -292,6 +295,7 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
         uint32_t const heavy = guard::decide<kBuckets>(params.guard, bucket_begin, most_of_bucket);
         if (lane == 0 && blockIdx.x == 0) {
             params.schedule.header->split_end = max(bucket_begin[bucket_of(kSplitNonzeros) + 1], heavy);
+            params.schedule.header->long_end = max(bucket_begin[bucket_of(kLongNonzeros) + 1], heavy);
         }
         uint32_t units[kPerLane];
 #pragma unroll
@@ -326,6 +330,7 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
         uint32_t const position = position_of(row);
         uint32_t const count = params.schedule.counts[row];
         params.schedule.row_order[position] = {static_cast<uint32_t>(row), count};
+        params.schedule.remaining[position] = position < heavy_count || count == kNotListed ? 0 : count;
         params.schedule.has_failed[row] = 0;
         if (position < heavy_count) {
             continue;
@@ -341,7 +346,7 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
             uint32_t const unit_first = i * kUnitNonzeros;
             bool const is_empty = count == kNotListed || unit_first >= count;
             uint32_t const in_unit = min(count - unit_first, kUnitNonzeros);
-            units[i] = {static_cast<uint32_t>(row), is_empty ? kNoRange : unit_first + in_unit - 1};
+            units[i] = {static_cast<uint32_t>(row), position, count, is_empty ? kNoRange : unit_first + in_unit - 1};
         }
     }
     bool const all_heavy = heavy_count == params.tokens;
@@ -349,14 +354,17 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
         constexpr int kRows = 2;
         for (int64_t first = begin + threadIdx.x / kWarpSize; first < end; first += kWarps * kRows) {
             int64_t rows[kRows];
+            uint32_t positions[kRows];
+            uint32_t listed[kRows];
             bool wanted[kRows];
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
                 rows[r] = min(first + r * kWarps, end - 1);
-                wanted[r] = first + r * kWarps < end && position_of(rows[r]) >= heavy_count &&
-                            params.schedule.counts[rows[r]] != kNotListed;
+                positions[r] = position_of(rows[r]);
+                listed[r] = params.schedule.counts[rows[r]];
+                wanted[r] = first + r * kWarps < end && positions[r] >= heavy_count && listed[r] != kNotListed;
             }
-            list_rows(params, rows, wanted);
+            list_rows(params, rows, positions, listed, wanted);
         }
     }
     if (heavy_count != 0 && gather::is_needed(params.gather, all_heavy)) {

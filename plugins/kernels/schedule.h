@@ -15,12 +15,15 @@ namespace twell {
 struct ScheduleHeader {
     uint32_t heavy_count;  // so many rows at the front of the order take the dense path, not the sparse kernels
     uint32_t split_end;    // rows before this place of the order, that are not heavy, have kSplitNonzeros or more
+    uint32_t long_end;     // likewise kLongNonzeros
     uint32_t unit_count;   // units of the sparse up projection
     uint32_t rest_count;   // rows left to the kernel that computes a row at a time
+    uint32_t taken_count;  // shares of units that warps of the fused kernel have taken
 };
 
-// From so many non-zeros on, several warps of the sparse down projection share a row's.
+// From so many non-zeros on, several warps of the sparse down projection share a row's; of the fused kernel, its lanes.
 constexpr int kSplitNonzeros = 64;
+constexpr int kLongNonzeros = 128;
 
 // A row's place in the order.
 struct RowWork {
@@ -35,14 +38,36 @@ constexpr uint32_t kNotListed = 0xffffffffu;
 
 // A piece of work of the sparse up projection: neighbouring non-zeros of a row.
 constexpr uint32_t kUnitNonzeros = 32;
-struct Unit {
+struct alignas(16) Unit {
     uint32_t row;
-    uint32_t range;  // the first one, a multiple of kUnitNonzeros, plus how many, less one; or kNoRange
+    uint32_t position;  // of the row in the order
+    uint32_t listed;    // how many the row has
+    uint32_t range;     // the first one, a multiple of kUnitNonzeros, plus how many, less one; or kNoRange
 
     __device__ __forceinline__ int begin() const { return static_cast<int>(range & ~(kUnitNonzeros - 1)); }
     __device__ __forceinline__ int count() const { return static_cast<int>(range % kUnitNonzeros) + 1; }
 };
 constexpr uint32_t kNoRange = 0xffffffffu;  // nothing to do
+
+// What the schedule, the up and the down projection pass on.
+struct SparseEntry {
+    uint32_t word;  // neuron and g, as in the packed matrix; in the fused kernel, from the up projection on, its own
+    float h;        // from the up projection on
+
+    __device__ __forceinline__ uint32_t neuron() const { return word & 0xffffu; }
+};
+
+// The entries of a row, in ascending order of the neurons.
+struct SparseList {
+    SparseEntry* first;
+    int stride;
+
+    __device__ __forceinline__ SparseEntry& operator[](uint32_t i) const { return first[i * stride]; }
+};
+
+// For the fused kernel the entries of so many rows that follow one another in the order are interleaved, if these have
+// less than kLongNonzeros.
+constexpr int kInterleavedRows = 32;
 
 // Where a schedule lies in a piece of device memory of schedule_bytes(problem), 256-byte aligned.
 struct Schedule {
@@ -51,10 +76,21 @@ struct Schedule {
     uint32_t* place;          // [tokens]: bucket and rank of a row, see schedule.cuh
     uint32_t* counts;         // [tokens]: non-zeros of a row, or kNotListed
     uint32_t* block_buckets;  // [blocks, kBuckets]: rows of each bucket in each block of rows
-    uint32_t* words;          // [tokens, max_listed]: packed words of the rows that are listed, one after the other
+    SparseEntry* entries;     // [tokens, max_listed]: lists, in the order of the rows
+    SparseEntry* interleaved; // [tokens / kInterleavedRows, kLongNonzeros, kInterleavedRows]: short ones, or null
+    uint32_t* remaining;      // [tokens]: entries of a list without h, in the order of the rows; for the fused kernel
     Unit* units;              // [tokens * max_units]: the first unit_count count, of the heaviest rows first
     uint32_t* rest_rows;      // [tokens]: the first rest_count count, in any order: those that are not listed, and ...
     uint32_t* has_failed;     // [tokens]: 1 for ... heavy rows whose y was not finite
+
+    // The list of the row at this place of the order, with so many entries.
+    __device__ __forceinline__ SparseList list(uint32_t position, uint32_t listed, int max_listed) const {
+        if (interleaved == nullptr || listed >= kLongNonzeros) {
+            return {entries + static_cast<int64_t>(position) * max_listed, 1};
+        }
+        uint32_t const in_group = position % kInterleavedRows;
+        return {interleaved + static_cast<int64_t>(position - in_group) * kLongNonzeros + in_group, kInterleavedRows};
+    }
 };
 
 // The most words of a row.
@@ -69,7 +105,7 @@ static_assert(kListedPerTile % kUnitNonzeros == 0, "max_units rounds down");
 // Never shrinks when `tokens` grows.
 size_t schedule_bytes(twell_problem const& problem);
 
-Schedule schedule_at(twell_problem const& problem, void* memory);
+Schedule schedule_at(twell_problem const& problem, void* memory, bool interleaves = false);
 
 // Enqueues the schedule of a packed matrix and, unless it is null, the spilled one. What the dense path needs of the
 // heavy rows is gathered. Same preconditions as launch_gate.

@@ -1,4 +1,4 @@
-// Down projection of the lists that sparse_up.cuh leaves, for every GPU from sm_80 on: y = sum of h[n] Wd[n, :] + bd.
+// Down projection of the lists that sparse_up.cuh completes, not interleaved, for every GPU from sm_80 on: y = sum of h[n] Wd[n, :] + bd.
 //
 // A warp computes rows of y in kWarpColumns columns, a vector a lane. The rows with the most neurons come first, and
 // all warps of a CTA share out the neurons of such a row. Of the others a warp takes a heavy and a light one and waits
@@ -8,7 +8,7 @@
 
 #include "dependent_launch.cuh"
 #include "element.cuh"
-#include "sparse_rows.h"
+#include "schedule.h"
 #include "vector.cuh"
 
 namespace twell::sparse_down {
@@ -23,7 +23,7 @@ struct Params {
     uint16_t const* b_down;  // [d_out] or null
     uint16_t* y;             // [tokens, d_out]
     Schedule schedule;
-    SparseRows rows;
+    int max_listed;
     int d_out;
     uint32_t tokens;
     uint32_t warps_per_row;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void add_rows(float (&sums)[kVector], uint16_t const*
     uint4 w_vectors[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        uint32_t const neuron = __shfl_sync(0xffffffffu, entry.neuron, begin + min(r, count - 1));
+        uint32_t const neuron = __shfl_sync(0xffffffffu, entry.word, begin + min(r, count - 1));
         w_vectors[r] = load_vector(w_down + static_cast<int64_t>(neuron) * d_out);
     }
 #pragma unroll
@@ -54,10 +54,13 @@ __device__ __forceinline__ void add_rows(float (&sums)[kVector], uint16_t const*
     }
 }
 
-// This lane's entry of kWarpSize of a list of so many, or the last one.
+// This lane's entry of kWarpSize of a list of so many, or the last one; its word is the neuron alone.
 __device__ __forceinline__ SparseEntry load_entry(SparseEntry const* list, int begin, int count) {
-    int const lane = threadIdx.x % kWarpSize;
-    return count > 0 ? list[min(begin + lane, count - 1)] : SparseEntry{};
+    if (count <= 0) {
+        return {};
+    }
+    SparseEntry const entry = list[min(begin + static_cast<int>(threadIdx.x) % kWarpSize, count - 1)];
+    return {entry.neuron(), entry.h};
 }
 
 // sums += h Wd[n, columns] for a list, whose first kWarpSize entries are in `entry`.
@@ -141,15 +144,17 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(
         if (slice >= params.warps_per_row) {
             continue;
         }
-        RowWork work = params.schedule.row_order[split ? split_begin + place : split_end + place];
+        uint32_t const position = split ? split_begin + place : split_end + place;
+        RowWork work = params.schedule.row_order[position];
         uint32_t const other = params.tokens - 1 - place;
         bool const alone = split || other == split_end + place;
         RowWork const next = alone ? RowWork{0, kNotListed} : params.schedule.row_order[other];
         bool const listed = work.count != kNotListed;
         uint32_t const begin = split && listed ? work.count * warp / warps : 0;
         uint32_t const end = split && listed ? work.count * (warp + 1) / warps : work.count;
-        SparseEntry const* list = params.rows.list(work.row) + begin;
-        SparseEntry const* const next_list = params.rows.list(next.row);
+        SparseEntry const* list = params.schedule.entries + static_cast<int64_t>(position) * params.max_listed + begin;
+        SparseEntry const* const next_list =
+            params.schedule.entries + static_cast<int64_t>(other) * params.max_listed;
         int count = static_cast<int>(end - begin);
         SparseEntry entry = load_entry(list, 0, count);
         SparseEntry const next_entry = load_entry(next_list, 0, static_cast<int>(next.count));

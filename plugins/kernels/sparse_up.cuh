@@ -8,7 +8,8 @@
 
 #include "dependent_launch.cuh"
 #include "element.cuh"
-#include "sparse_rows.h"
+#include "problem.cuh"
+#include "schedule.h"
 #include "vector.cuh"
 
 namespace twell::sparse_up {
@@ -16,6 +17,7 @@ namespace twell::sparse_up {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kMinBlocks = 6;  // a multiprocessor: the step is bound by loads in flight
+constexpr int kAtOnce = 2;     // neurons, whose loads are issued together
 // A warp's share of a unit.
 constexpr int kNeurons = static_cast<int>(kUnitNonzeros) / kWarps;
 
@@ -24,11 +26,17 @@ struct Params {
     uint16_t const* w_up;  // [d_ff, d_model], null in a plain block: then h = g
     uint16_t const* b_up;  // [d_ff] or null
     Schedule schedule;
-    SparseRows rows;
     int d_model;
     int num_tiles;
     bool relu_on_up;  // dReLU
 };
+
+inline Params params_for(twell_problem const& problem, twell_tensors const& tensors, Schedule const& schedule) {
+    return {static_cast<uint16_t const*>(tensors.x),    static_cast<uint16_t const*>(tensors.w_up),
+            static_cast<uint16_t const*>(tensors.b_up), schedule,
+            problem.d_model,                            num_tiles(problem),
+            problem.activation == TWELL_DRELU};
+}
 
 // sums[i] += x . Wu[neuron of lane i], over kSteps pieces of one vector a lane, from `column` on; kAtOnce neurons'
 // loads are issued together. Past `count` the last neuron is repeated, and the sums are not used.
@@ -94,13 +102,13 @@ __device__ __forceinline__ float reduce(float (&sums)[kNeurons]) {
     return sums[0];
 }
 
-// By one warp: x . Wu[n] for the neurons of the first `count` lanes, given as `reduce` says.
-template <class Element>
+// By one warp: x . Wu[n] for the neurons of the first `count` lanes, given as `reduce` says. Loads of kAtOnce neurons are
+// issued together.
+template <class Element, int kAtOnce>
 __device__ __forceinline__ float project(Params const& params, int64_t row, uint32_t neuron, int count) {
     int const lane = threadIdx.x % kWarpSize;
     uint16_t const* const x_row = params.x + row * params.d_model;
     float sums[kNeurons] = {};
-    constexpr int kAtOnce = 2;
     constexpr int kSteps = 2;
     int column = lane * kVector;
     int begin = 0;
@@ -128,51 +136,56 @@ __device__ __forceinline__ float project(Params const& params, int64_t row, uint
     return reduce(sums);
 }
 
-// A warp's share of a unit: pairs of neurons are shared out, for the loads of two are issued together.
+// One of kWarps shares of a unit: pairs of neurons are shared out, for the loads of two are issued together.
 struct Share {
     int64_t row;
+    uint32_t position;
+    uint32_t listed;
     int begin;
     int count;
 
-    __device__ __forceinline__ explicit Share(Unit unit) : row(unit.row) {
-        int const warp = threadIdx.x / kWarpSize;
+    __device__ __forceinline__ Share(Unit unit, int share)
+        : row(unit.row), position(unit.position), listed(unit.listed) {
         int const in_unit = unit.range == kNoRange ? 0 : unit.count();
         int const pairs = (in_unit + 1) / 2;
-        int const first = 2 * (pairs * warp / kWarps);
+        int const first = 2 * (pairs * share / kWarps);
         begin = unit.begin() + first;
-        count = min(2 * (pairs * (warp + 1) / kWarps), in_unit) - first;
+        count = min(2 * (pairs * (share + 1) / kWarps), in_unit) - first;
+    }
+
+    __device__ __forceinline__ SparseList list(Params const& params) const {
+        return params.schedule.list(position, listed, max_listed(params.num_tiles));
     }
 
     // The packed word of this lane's entry.
     __device__ __forceinline__ uint32_t load_word(Params const& params) const {
         int const lane = threadIdx.x % kWarpSize;
-        return lane < count ? params.schedule.words[row * max_listed(params.num_tiles) + begin + lane] : 0;
+        return lane < count ? list(params)[begin + lane].word : 0;
     }
 };
 
-template <class Element>
-__device__ __forceinline__ void compute(Params const& params, Share const& share, uint32_t word) {
+// By one warp: h of a share whose words its lanes have. An entry becomes h and what word_of gives for its word.
+template <class Element, int kAtOnce, class WordOf>
+__device__ __forceinline__ void compute(Params const& params, Share const& share, uint32_t word, WordOf word_of) {
     if (share.count <= 0) {
         return;
     }
     int const lane = threadIdx.x % kWarpSize;
-    uint32_t const neuron = word & 0xffffu;
-    float const g = Element::to_float(static_cast<uint16_t>(word >> 16));
-    SparseEntry* const list = params.rows.list(share.row) + share.begin;
+    SparseList const list = share.list(params);
     if (params.w_up == nullptr) {
         if (lane < share.count) {
-            list[lane] = {neuron, g};
+            list[share.begin + lane] = {word_of(word), Element::to_float(static_cast<uint16_t>(word >> 16))};
         }
         return;
     }
-    float u = project<Element>(params, share.row, neuron, share.count);
+    float u = project<Element, kAtOnce>(params, share.row, word & 0xffffu, share.count);
     int const owned = lane / (kWarpSize / kNeurons);
-    uint32_t const owned_neuron = __shfl_sync(0xffffffffu, neuron, owned);
-    float const owned_g = __shfl_sync(0xffffffffu, g, owned);
+    uint32_t const owned_word = __shfl_sync(0xffffffffu, word, owned);
+    float const owned_g = Element::to_float(static_cast<uint16_t>(owned_word >> 16));
     if (lane % (kWarpSize / kNeurons) == 0 && owned < share.count) {
-        u += params.b_up == nullptr ? 0.0f : Element::to_float(params.b_up[owned_neuron]);
+        u += params.b_up == nullptr ? 0.0f : Element::to_float(params.b_up[owned_word & 0xffffu]);
         // NOTE: u and h stay in fp32; a dense fp16 block, which stores both, can overflow here. NaN is kept.
-        list[owned] = {owned_neuron, owned_g * (params.relu_on_up && u <= 0.0f ? 0.0f : u)};
+        list[share.begin + owned] = {word_of(owned_word), owned_g * (params.relu_on_up && u <= 0.0f ? 0.0f : u)};
     }
 }
 
@@ -182,8 +195,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) up_kernel(Params const p
     allow_dependent_launch();  // NOTE: only now, as the next kernels begin with the schedule
     uint32_t const num_units = params.schedule.header->unit_count;
     for (uint32_t i = blockIdx.x; i < num_units; i += gridDim.x) {
-        Share const share(params.schedule.units[i]);
-        compute<Element>(params, share, share.load_word(params));
+        Share const share(params.schedule.units[i], threadIdx.x / kWarpSize);
+        compute<Element, kAtOnce>(params, share, share.load_word(params), [](uint32_t word) { return word; });
     }
 }
 

@@ -7,7 +7,7 @@
 #include "problem.cuh"
 #include "schedule.h"
 #include "sparse_down.cuh"
-#include "sparse_rows.h"
+#include "sparse_fused_sm90.h"
 #include "sparse_up.cuh"
 #include "up_down.h"
 #include "up_down_generic.cuh"
@@ -27,7 +27,6 @@ struct Launch {
     twell_tensors const& tensors;
     uint32_t const* packed;
     Schedule const& schedule;
-    SparseRows rows;
     uint16_t const* spilled;  // null: not to be read
     Device const& device;
     cudaStream_t stream;
@@ -36,18 +35,10 @@ struct Launch {
 // Every unit has a CTA where rows have one unit each.
 template <class Element>
 cudaError_t launch_sparse_up(Launch const& launch) {
-    twell_problem const& problem = launch.problem;
-    sparse_up::Params params = {};
-    params.x = static_cast<uint16_t const*>(launch.tensors.x);
-    params.w_up = static_cast<uint16_t const*>(launch.tensors.w_up);
-    params.b_up = static_cast<uint16_t const*>(launch.tensors.b_up);
-    params.schedule = launch.schedule;
-    params.rows = launch.rows;
-    params.d_model = problem.d_model;
-    params.num_tiles = num_tiles(problem);
-    params.relu_on_up = problem.activation == TWELL_DRELU;
-    return launch_dependent(sparse_up::up_kernel<Element>, params, dim3(static_cast<unsigned>(problem.tokens)),
-                            sparse_up::kThreads, 0, launch.device, launch.stream);
+    return launch_dependent(sparse_up::up_kernel<Element>,
+                            sparse_up::params_for(launch.problem, launch.tensors, launch.schedule),
+                            dim3(static_cast<unsigned>(launch.problem.tokens)), sparse_up::kThreads, 0, launch.device,
+                            launch.stream);
 }
 
 template <class Element>
@@ -60,7 +51,7 @@ cudaError_t launch_sparse_down(Launch const& launch) {
     params.b_down = static_cast<uint16_t const*>(launch.tensors.b_down);
     params.y = static_cast<uint16_t*>(launch.tensors.y);
     params.schedule = launch.schedule;
-    params.rows = launch.rows;
+    params.max_listed = max_listed(num_tiles(problem));
     params.d_out = problem.d_out;
     params.tokens = static_cast<uint32_t>(problem.tokens);
     params.warps_per_row = warps_per_row;
@@ -107,8 +98,23 @@ cudaError_t launch_rest(Launch const& launch) {
                                                        : launch_rest<Element, Config4096>(launch);
 }
 
+bool runs_fused(twell_problem const& problem, Device const& device) {
+#if defined(TWELL_SM90A)
+    return device.major == 9 && device.minor == 0 && sparse_fused_sm90_supports(problem, device);
+#else
+    (void)problem;
+    (void)device;
+    return false;
+#endif
+}
+
 template <class Element>
 cudaError_t launch_sparse(Launch const& launch) {
+#if defined(TWELL_SM90A)
+    if (launch.schedule.interleaved != nullptr) {
+        return launch_sparse_fused_sm90(launch.problem, launch.tensors, launch.schedule, launch.device, launch.stream);
+    }
+#endif
     if (cudaError_t const error = launch_sparse_up<Element>(launch); error != cudaSuccess) {
         return error;
     }
@@ -134,7 +140,7 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
                            void* scratch, int64_t dense_rows, Device const& device, cudaStream_t stream,
                            Kernels choice) {
     uint16_t* const spilled = dense_rows == kGuardOff ? nullptr : spilled_in(problem, scratch);
-    Schedule const schedule = schedule_at(problem, scratch);
+    Schedule const schedule = schedule_at(problem, scratch, runs_fused(problem, device));
     GuardModel guard = {};
     Gather gather = {};
     if (spilled != nullptr) {
@@ -146,9 +152,7 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
         error != cudaSuccess) {
         return error;
     }
-    SparseRows const rows = {reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)),
-                             spilled_stride(problem) * static_cast<int64_t>(sizeof(uint16_t))};
-    Launch const launch = {problem, tensors, packed, schedule, rows, spilled, device, stream};
+    Launch const launch = {problem, tensors, packed, schedule, spilled, device, stream};
     bool const is_bf16 = problem.dtype == TWELL_BF16;
     if (cudaError_t const error = is_bf16 ? launch_sparse<Bf16>(launch) : launch_sparse<Fp16>(launch);
         error != cudaSuccess) {
@@ -174,7 +178,7 @@ cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const&
         return error;
     }
     // All tiles count as overflowed.
-    Launch const launch = {problem, tensors, nullptr, schedule, {}, nullptr, device, stream};
+    Launch const launch = {problem, tensors, nullptr, schedule, nullptr, device, stream};
     return problem.dtype == TWELL_BF16 ? launch_rest<Bf16>(launch) : launch_rest<Fp16>(launch);
 }
 
