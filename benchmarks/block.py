@@ -16,7 +16,6 @@ import json
 import platform
 import random
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,6 +224,12 @@ def machine() -> dict[str, str]:
     }
 
 
+def new_report() -> dict[str, Any]:
+    """What a script that runs under click writes down first: machine and arguments, but not where it writes."""
+    arguments = {name: value for name, value in click.get_current_context().params.items() if name != "json_path"}
+    return {"machine": machine(), "arguments": arguments, "results": []}
+
+
 def spread(values: list[float]) -> dict[str, float]:
     """Median and the range that holds the middle 80 %."""
     deciles = statistics.quantiles(values, n=10) if len(values) > 1 else [values[0]] * 9
@@ -374,7 +379,7 @@ def main(
     counts = tuple(int(value) for value in tokens.split(","))
     setting = Setting(counts, d_model, d_ff, dtype, density, neurons, int(compression), variant)
     settings = SUITE if suite else (setting,)
-    report: dict[str, Any] = {"machine": machine(), "arguments": sys.argv[1:], "results": []}
+    report = new_report()
     compiled_dense = torch.compile(dense, dynamic=False) if compiled else None
     torch._dynamo.config.recompile_limit = 256
     for setting in settings:

@@ -19,7 +19,6 @@ import functools
 import json
 import operator
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from typing import Any
 import click
 import torch
 import transformers
-from block import machine, quantile, spread
+from block import new_report, quantile, spread
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -321,7 +320,7 @@ def main(
         ids = torch.randint(0, vocabulary, (batch, length), device="cuda")
         return ids, (first + torch.arange(length, device="cuda")).expand(batch, -1).contiguous()
 
-    report: dict[str, Any] = {"machine": machine(), "arguments": sys.argv[1:], "results": []}
+    report = new_report()
     report["machine"]["transformers"] = transformers.__version__
     report["density"] = gate_density(model, tokens(4, 512))
     report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
