@@ -43,8 +43,8 @@ int up_slab_columns(twell_problem const& problem, Device const& device) {
 }
 
 // Warps of a CTA of the sparse down projection, whose columns of Wd are a slab: the rows of y follow one another in one
-// slab, then in the next. Other memory passes through L2 at the same time; of 4, 2 and 1 warps this chose the fastest
-// on an H200, from d_ff 5632 to 28 672.
+// slab, then in the next. Other memory passes through L2 at the same time; of 4, 2 and 1 warps this is the fastest or
+// within 2 % of it on an H200, from d_ff 5632 to 28 672.
 uint32_t down_slab_warps(twell_problem const& problem, Device const& device) {
     constexpr int64_t kPartOfL2 = 4;
     int64_t const warp_bytes =
