@@ -2,7 +2,7 @@
 
 #include "dense.h"
 #include "dense_generic.h"
-#include "halves_sm90.cuh"
+#include "parts_sm90.cuh"
 #include "problem.cuh"
 #if defined(TWELL_SM90A)
 #include "dense_sm90.h"
@@ -46,21 +46,22 @@ PathCosts path_costs(twell_problem const& problem, Device const& device, Kernels
     return dense_generic_costs(problem, device);
 }
 
-// Up to so many tokens a dense block may lack tiles for all multiprocessors.
-constexpr int64_t kMostHalvedTokens = 512;
-constexpr int64_t kMostTileTokens = 256;
+// With few tokens a dense block lacks tiles for all multiprocessors, and parts of sums share them. These leave so many
+// rows of y in memory at most, and so many for each token.
+constexpr int64_t kMostPartRows = 768;
+constexpr int64_t kMostPartRowsPerToken = 8;
 
-// With the rows and columns that tiles have outside.
-int64_t most_halved_sums(twell_problem const& problem) {
-    int64_t const tokens = ceil_div(std::min(problem.tokens, kMostHalvedTokens), kMostTileTokens) * kMostTileTokens;
-    return tokens * ceil_div(problem.d_out, TWELL_TILE) * TWELL_TILE;
+// With the columns that tiles have outside.
+int64_t most_part_sums(twell_problem const& problem) {
+    int64_t const rows = std::min(problem.tokens * kMostPartRowsPerToken, kMostPartRows);
+    return rows * ceil_div(problem.d_out, TWELL_TILE) * TWELL_TILE;
 }
 
-int num_half_states(twell_problem const& problem) {
-    return static_cast<int>(most_halved_sums(problem) / kFewestHalvedSums);
+int num_part_states(twell_problem const& problem) {
+    return static_cast<int>(most_part_sums(problem) / kFewestPartSums);
 }
 
-size_t half_state_bytes(twell_problem const& problem) { return aligned(num_half_states(problem) * sizeof(uint32_t)); }
+size_t part_state_bytes(twell_problem const& problem) { return aligned(num_part_states(problem) * sizeof(uint32_t)); }
 
 }  // namespace
 
@@ -68,13 +69,13 @@ int64_t max_dense_part(twell_problem const& problem) { return ceil_div(problem.t
 
 size_t dense_scratch_bytes(twell_problem const& problem) {
     return std::max(h_part_bytes(problem) + x_part_bytes(problem),
-                    half_state_bytes(problem) + aligned(most_halved_sums(problem) * sizeof(float)));
+                    part_state_bytes(problem) + aligned(most_part_sums(problem) * sizeof(float)));
 }
 
-DenseHalves dense_halves_in(twell_problem const& problem, void* scratch) {
+DenseParts dense_parts_in(twell_problem const& problem, void* scratch) {
     unsigned char* const states = static_cast<unsigned char*>(scratch);
-    return {reinterpret_cast<float4*>(states + half_state_bytes(problem)), reinterpret_cast<uint32_t*>(states),
-            most_halved_sums(problem), num_half_states(problem)};
+    return {reinterpret_cast<float4*>(states + part_state_bytes(problem)), reinterpret_cast<uint32_t*>(states),
+            most_part_sums(problem), num_part_states(problem)};
 }
 
 bool is_dense_block(twell_problem const& problem, Device const& device) {
@@ -133,7 +134,7 @@ cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tens
 }
 
 #if !defined(TWELL_SM90A)
-cudaError_t launch_dense_block(twell_problem const&, twell_tensors const&, uint16_t*, DenseHalves const&,
+cudaError_t launch_dense_block(twell_problem const&, twell_tensors const&, uint16_t*, DenseParts const&,
                                Schedule const&, Device const&, cudaStream_t) {
     return cudaErrorNotSupported;
 }

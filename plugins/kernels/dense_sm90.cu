@@ -16,10 +16,12 @@ constexpr float kGatheredBytesPerNs = 8400.0f;
 constexpr float kCopiedBytesPerNs = 1500.0f;
 constexpr float kCycleNs = 0.72f;
 // Dense blocks: from so many tokens on, since below kernels for few tokens skip much of w_up and w_down; but with more
-// neurons these take more than one round (of 66 clusters with 96 each, on an H200), and gain little or lose. Up to so
-// many products of the gate's, or tokens, where the guard's dense path begins to cost little more than a dense block.
+// neurons these take more than one round (of 66 clusters with 96 each, on an H200), and gain little or lose; and of a
+// plain block there is less to skip. Up to so many products of the gate's, or tokens, where the guard's dense path
+// begins to cost little more than a dense block.
 constexpr int64_t kFewestTokens = 129;
 constexpr int64_t kFewestTokensLarge = 33;
+constexpr int64_t kFewestTokensPlain = 65;
 constexpr int kLargeDFf = 6336;
 constexpr float kMostProducts = 1920.0f * 2048 * 5632;
 constexpr int64_t kMostTokens = 1280;
@@ -38,7 +40,7 @@ struct Launch {
     Device const& device;
     cudaStream_t stream;
     bool all_rows;  // are dense, whatever the schedule says
-    DenseHalves halves;
+    DenseParts parts;
 };
 
 // What a projection has to do if all rows are dense, and how it does it, whatever rows are.
@@ -52,10 +54,10 @@ struct Shape {
     int clusters;  // that the device holds
     sm90::Tiling tiling;
 
-    Shape(twell_problem const& problem, int64_t most_halved_sums, Device const& device)
+    Shape(twell_problem const& problem, int64_t most_part_sums, Device const& device)
         : product{problem.tokens, kUp ? problem.d_ff : problem.d_out,
                   static_cast<int>((kUp ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K), 1,
-                  most_halved_sums},
+                  most_part_sums},
           clusters(sm90::num_clusters(device)),
           tiling(sm90::choose(product, clusters, Tilings())) {}
 
@@ -78,8 +80,8 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
     params.num_neurons = shape.product.num_neurons;
     params.num_tiles = shape.tiling.num_tiles;
     params.num_slices = shape.product.num_slices;
-    params.num_halves = shape.tiling.num_halves;
-    params.halves = {launch.halves.sums, launch.halves.states};
+    params.num_parts = shape.tiling.num_parts;
+    params.parts = {launch.parts.sums, launch.parts.states};
     params.relu_on_up = problem.activation == TWELL_DRELU;
     params.all_rows = launch.all_rows;
     cudaError_t error = cudaSuccess;
@@ -116,7 +118,7 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
 
 template <class Element, Projection kProjection>
 cudaError_t launch_projection(Launch const& launch) {
-    Shape<kProjection> const shape(launch.problem, launch.halves.most_sums, launch.device);
+    Shape<kProjection> const shape(launch.problem, launch.parts.most_sums, launch.device);
     using Tilings = typename Shape<kProjection>::Tilings;
     return sm90::with_config(shape.tiling, Tilings(), [&](auto tokens, auto shares_weights) {
         constexpr bool kUp = kProjection == Projection::kUp;
@@ -143,7 +145,9 @@ bool dense_sm90_supports(twell_problem const& problem) {
 
 bool dense_sm90_prefers_block(twell_problem const& problem) {
     float const products = static_cast<float>(problem.tokens) * static_cast<float>(problem.d_model) * problem.d_ff;
-    int64_t const fewest_tokens = problem.d_ff > kLargeDFf ? kFewestTokensLarge : kFewestTokens;
+    int64_t const fewest_tokens = problem.d_ff > kLargeDFf         ? kFewestTokensLarge
+                                  : problem.variant == TWELL_PLAIN ? kFewestTokensPlain
+                                                                   : kFewestTokens;
     return problem.tokens >= fewest_tokens && problem.d_model <= kMostDModel &&
            (problem.tokens <= kMostTokens || products <= kMostProducts);
 }
@@ -160,15 +164,15 @@ cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const&
 }
 
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               DenseHalves const& halves, Schedule const& schedule, Device const& device,
+                               DenseParts const& parts, Schedule const& schedule, Device const& device,
                                cudaStream_t stream) {
-    if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, halves, schedule, device, stream);
+    if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, parts, schedule, device, stream);
         error != cudaSuccess) {
         return error;
     }
     Gather gather = {};
     gather.gate.spilled = h;
-    Launch const launch = {problem, tensors, gather, schedule, device, stream, true, halves};
+    Launch const launch = {problem, tensors, gather, schedule, device, stream, true, parts};
     return problem.dtype == TWELL_BF16 ? launch_projection<Bf16, Projection::kDown>(launch)
                                        : launch_projection<Fp16, Projection::kDown>(launch);
 }

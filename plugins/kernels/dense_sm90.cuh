@@ -5,8 +5,8 @@
 
 #include "dense.cuh"
 #include "dependent_launch.cuh"
-#include "halves_sm90.cuh"
 #include "matmul_sm90.cuh"
+#include "parts_sm90.cuh"
 #include "schedule.h"
 
 namespace twell::dense_sm90 {
@@ -27,8 +27,8 @@ struct Params {
     int num_neurons;       // up: d_ff; down: d_out
     int num_tiles;         // of neurons
     int num_slices;
-    int num_halves;   // of each sum: 1, or 2 clusters share the slices, down only
-    Halves halves;    // of all tiles
+    int num_parts;    // of each sum: so many clusters share the slices, down only
+    Parts parts;      // of all tiles
     bool relu_on_up;  // dReLU
     bool all_rows;    // are dense, as the host knows
 };
@@ -39,9 +39,9 @@ struct Piece {
     Slices slices;
 
     __device__ __forceinline__ Piece(Params const& params, int num_blocks, int i)
-        : tile(num_blocks, params.num_tiles, i / params.num_halves),
-          slices{params.num_slices * (i % params.num_halves) / params.num_halves,
-                 params.num_slices * (i % params.num_halves + 1) / params.num_halves} {}
+        : tile(num_blocks, params.num_tiles, i / params.num_parts),
+          slices{params.num_slices * (i % params.num_parts) / params.num_parts,
+                 params.num_slices * (i % params.num_parts + 1) / params.num_parts} {}
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -202,7 +202,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         wait_for_previous_launch();
     }
     int const num_blocks = (view.count + Cfg::kTileTokens - 1) / Cfg::kTileTokens;
-    int const pieces_end = num_blocks * params.num_tiles * params.num_halves;
+    int const pieces_end = num_blocks * params.num_tiles * params.num_parts;
     int const pieces_begin = static_cast<int>(blockIdx.x) / kClusterSize;
     int const pieces_step = static_cast<int>(gridDim.x) / kClusterSize;
     if (pieces_begin >= pieces_end) {
@@ -241,8 +241,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                                                                    masks);
                 }
             } else {
-                int const share = (i / params.num_halves * kClusterSize + static_cast<int>(rank)) * kConsumerWarps;
-                if (params.num_halves == 2 && !add_halves(params.halves, share + consumer_warp, accumulators[0])) {
+                int const share = (i / params.num_parts * kClusterSize + static_cast<int>(rank)) * kConsumerWarps;
+                if (params.num_parts != 1 && !add_parts(params.parts, params.num_parts, i % params.num_parts,
+                                                        share + consumer_warp, accumulators[0])) {
                     continue;
                 }
                 mark_all_failed<Cfg>(params, view, first_position, accumulators[0]);

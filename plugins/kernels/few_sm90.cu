@@ -16,8 +16,8 @@ using down_sm90::Role;
 using matmul_sm90::encode;
 using matmul_sm90::first_error;
 
-// One token reads no row twice, so a dense path would not gain. From the last number on, and with many neurons before,
-// blocks are dense anyway, unless d_model is very large: see dense_sm90_prefers_block.
+// One token reads no row twice, so a dense path would not gain. From the last number on, and with many neurons or
+// in plain blocks before, blocks are dense anyway, unless d_model is very large: see dense_sm90_prefers_block.
 constexpr int64_t kFewestTokens = 2;
 constexpr int64_t kMostTokens = 128;
 

@@ -26,8 +26,8 @@ struct Params {
     uint16_t const* b_gate;  // [d_ff] or null
     uint16_t const* b_up;    // [d_ff] or null
     Schedule schedule;       // told that all rows are dense and none has failed
-    uint32_t* half_states;   // [num_half_states], which become 0: see halves_sm90.cuh
-    int num_half_states;
+    uint32_t* part_states;   // [num_part_states], which become 0: see parts_sm90.cuh
+    int num_part_states;
     int64_t tokens;
     int d_ff;
     int num_slices;
@@ -133,8 +133,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         } else {
             int const threads = kHelpers * kWarpSize;
             int const first = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x) - kWarpSize;
-            for (int i = first; i < params.num_half_states; i += static_cast<int>(gridDim.x) * threads) {
-                params.half_states[i] = 0;
+            for (int i = first; i < params.num_part_states; i += static_cast<int>(gridDim.x) * threads) {
+                params.part_states[i] = 0;
             }
             for (int64_t row = first; row < params.tokens; row += gridDim.x * threads) {
                 params.schedule.has_failed[row] = 0;

@@ -11,6 +11,7 @@
 
 #include "launch.cuh"
 #include "matmul_sm90.cuh"
+#include "parts_sm90.cuh"
 #include "problem.cuh"
 
 namespace twell::matmul_sm90 {
@@ -72,15 +73,15 @@ struct Product {
     int64_t tokens;
     int num_neurons;
     int num_slices;
-    int num_matrices;          // at once
-    int64_t most_halved_sums;  // If it has no more, two clusters may compute half of each sum.
+    int num_matrices;        // at once
+    int64_t most_part_sums;  // that the parts of sums may leave in memory: several clusters may share a sum
 };
 
 // A product, cut into blocks of so many tokens.
 struct Tiling {
     int tokens_per_block;
     bool shares_weights;
-    int num_halves;  // of each sum: 1 or 2
+    int num_parts;  // of each sum, each a cluster's
     int64_t num_blocks;
     int num_tiles;  // of neurons
     int tile_tokens;
@@ -92,10 +93,13 @@ struct Tiling {
     // benchmarks/README.md.
     static constexpr int kBytesPerCycle = 48;
     static constexpr int kCyclesOfOverhead = 4000;
-    static constexpr int kCyclesOfHalves = 3000;
+    static constexpr int kCyclesOfTwoParts = 3000;
+    static constexpr int kCyclesOfFourParts = 7500;
+    // In larger blocks four parts cost more than they save: all multiprocessors then wait for memory.
+    static constexpr int kMostTokensOfFourParts = 80;
 
-    Tiling(Product const& product, int tokens, bool share_weights, int halves)
-        : tokens_per_block(tokens), shares_weights(share_weights), num_halves(halves) {
+    Tiling(Product const& product, int tokens, bool share_weights, int parts)
+        : tokens_per_block(tokens), shares_weights(share_weights), num_parts(parts) {
         int const weights = product.num_matrices * BLOCK_M;
         tile_tokens = share_weights ? kClusterSize * tokens : tokens;
         tile_neurons = share_weights ? BLOCK_M : kClusterSize * BLOCK_M;
@@ -104,12 +108,15 @@ struct Tiling {
         int const rows = share_weights ? weights / kClusterSize + tokens : weights + tokens / kClusterSize;
         int const tensor_cycles = weights / WGMMA_M * tokens * BLOCK_K / WGMMA_K / 2;
         round_cycles =
-            ceil_div(product.num_slices, halves) * std::max(tensor_cycles, rows * kBytesRow / kBytesPerCycle) +
-            kCyclesOfOverhead + (halves - 1) * kCyclesOfHalves;
+            ceil_div(product.num_slices, parts) * std::max(tensor_cycles, rows * kBytesRow / kBytesPerCycle) +
+            kCyclesOfOverhead +
+            (parts == 4   ? kCyclesOfFourParts
+             : parts == 2 ? kCyclesOfTwoParts
+                          : 0);
     }
 
     // Pieces of work, one to a cluster at a time.
-    int64_t num_pieces() const { return num_blocks * num_tiles * num_halves; }
+    int64_t num_pieces() const { return num_blocks * num_tiles * num_parts; }
     int64_t num_sums() const { return num_blocks * num_tiles * tile_tokens * tile_neurons; }
     int64_t cycles(int clusters) const { return ceil_div(num_pieces(), clusters) * round_cycles; }
 };
@@ -122,9 +129,10 @@ template <int... kShared, int... kOwn>
 Tiling choose(Product const& product, int clusters, Tilings<Choices<kShared...>, Choices<kOwn...>>) {
     Tiling best(product, std::max({kShared...}), false, 1);
     auto const consider = [&](int tokens, bool share_weights) {
-        for (int const halves : {2, 1}) {
-            Tiling const tiling(product, tokens, share_weights, halves);
-            bool const fits = halves == 1 || tiling.num_sums() <= product.most_halved_sums;
+        bool const may_have_four = share_weights && tokens <= Tiling::kMostTokensOfFourParts;
+        for (int parts = may_have_four ? kMostParts : kMostParts / 2; parts >= 1; parts /= 2) {
+            Tiling const tiling(product, tokens, share_weights, parts);
+            bool const fits = parts <= product.num_slices && (parts - 1) * tiling.num_sums() <= product.most_part_sums;
             if (fits && tiling.cycles(clusters) <= best.cycles(clusters)) {
                 best = tiling;
             }

@@ -166,8 +166,8 @@ def block_table() -> Iterator[Case]:
     for d_model in (8, 72, 200, 264):
         for gated in (True, False):
             yield Case(rows=300, d_model=d_model, d_ff=600, gated=gated, density=0.2, dtype=next(dtypes))
-    # Every number of tokens in a block, several tiles a cluster, and halves of sums.
-    for rows in (1, 17, 129, 160, 192, 250, 300, 400, 512, 1100, 2500):
+    # Every number of tokens in a block, several tiles a cluster, and two or four parts of sums.
+    for rows in (1, 17, 65, 129, 160, 192, 250, 300, 400, 512, 1100, 2500):
         yield Case(rows=rows, d_model=200, d_ff=5632, d_out=1000, density=0.3, biases="", dtype=next(dtypes))
 
 
@@ -185,8 +185,11 @@ def test_dense_block_against_float64(case: Case) -> None:
 @needs_sm90
 def test_small_calls_are_dense_blocks() -> None:
     """What mlp() does with few rows, or many of a small block, is the dense block, bit by bit; large calls are none."""
-    for rows, d_model, d_ff in ((129, 256, 600), (257, 256, 600), (300, 2048, 5632), (2048, 64, 600)):
-        block = make_block(Case(rows=rows, d_model=d_model, d_ff=d_ff, density=0.01), integers=False)
+    gated = ((129, 256, 600), (257, 256, 600), (300, 2048, 5632), (2048, 64, 600), (33, 64, 6400))
+    plain = ((65, 256, 600), (128, 1024, 4096))
+    for rows, d_model, d_ff in gated + plain:
+        case = Case(rows=rows, d_model=d_model, d_ff=d_ff, density=0.01, gated=(rows, d_model, d_ff) in gated)
+        block = make_block(case, integers=False)
         call = Call(block, 8)
         assert_same_bits(call.run(), run_dense(call, DENSE_BLOCK))
     large = Call(unequal_block(16384, 0.0, 0.001), 8)
@@ -207,6 +210,8 @@ SMALL = [
     Case(rows=90, d_model=64, d_ff=300, d_out=136, density=0.3, dtype=FP16, biases=""),
     Case(rows=70, d_model=72, d_ff=600, d_out=264, density=0.05, gated=False),
     Case(rows=150, d_model=128, d_ff=130, d_out=8, density=0.5, activation="drelu"),
+    # Four parts of sums.
+    Case(rows=70, d_model=64, d_ff=5632, d_out=136, density=0.2, biases=""),
 ]
 
 
