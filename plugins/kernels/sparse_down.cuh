@@ -15,10 +15,14 @@
 
 namespace twell::sparse_down {
 
-constexpr int kMaxWarps = 4;    // of a CTA, side by side in one row
-constexpr int kMinBlocks = 6;   // a multiprocessor: the step is bound by loads in flight
-constexpr int kRowsAtOnce = 8;  // of Wd, whose loads are issued together
-constexpr int kRowsAtEnd = 4;   // the same, for what is left over
+constexpr int kWarps = 32;
+constexpr int kThreads = kWarps * kWarpSize;
+constexpr int kSlabColumns = 128;
+constexpr int kSlabLanes = kSlabColumns / kVector;
+constexpr int kRowsPerLoad = kWarpSize / kSlabLanes;
+constexpr int kSub = 2;
+constexpr int kPiece = 2 * kRowsPerLoad;  // entries of a piece: two a lane
+constexpr int kBatch = kPiece * kSub;
 
 struct Params {
     uint16_t const* w_down;  // [d_ff, d_out]
@@ -28,153 +32,152 @@ struct Params {
     SparseRows rows;
     int d_out;
     uint32_t tokens;
-    uint32_t warps_per_row;
-    uint32_t ctas_per_row;  // in which these are
+    uint32_t num_slabs;
+    uint32_t slabs_at_once;
 };
 
-// sums += h Wd[n, columns] for the entries of `count` <= kRows lanes from `begin` on. All loads are issued
-// together: past the last entry they repeat it, and the values are not used.
-template <class Element, int kRows>
-__device__ __forceinline__ void add_rows(float (&sums)[kVector], uint16_t const* w_down, int d_out, SparseEntry entry,
-                                         int begin, int count) {
-    uint4 w_vectors[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        uint32_t const neuron = __shfl_sync(0xffffffffu, entry.neuron, begin + min(r, count - 1));
-        w_vectors[r] = load_vector(w_down + static_cast<int64_t>(neuron) * d_out);
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        float const h = __shfl_sync(0xffffffffu, entry.h, begin + min(r, count - 1));
-        float w_values[kVector];
-        unpack<Element>(w_values, w_vectors[r]);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            float const sum = fmaf(h, w_values[i], sums[i]);
-            sums[i] = r < count ? sum : sums[i];
-        }
-    }
+__device__ __forceinline__ uint4 load_vector_if(char const* pointer, bool wanted) {
+    uint4 vector;
+    asm volatile(
+        "{.reg .pred p; setp.ne.s32 p, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"
+        "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "=&r"(vector.x), "=&r"(vector.y), "=&r"(vector.z), "=&r"(vector.w)
+        : "l"(pointer), "r"(static_cast<int>(wanted)));
+    return vector;
 }
 
-// This lane's entry of kWarpSize of a list of so many, or the last one.
-__device__ __forceinline__ SparseEntry load_entry(SparseEntry const* list, int begin, int count) {
-    int const lane = threadIdx.x % kWarpSize;
-    return count > 0 ? list[min(begin + lane, count - 1)] : SparseEntry{};
-}
-
-// sums += h Wd[n, columns] for a list, whose first kWarpSize entries are in `entry`.
 template <class Element>
-__device__ __forceinline__ void add_list(float (&sums)[kVector], Params const& params, SparseEntry const* list,
-                                         int count, SparseEntry entry, int column) {
-    // Lanes past the last column read the last vector and store nothing.
-    uint16_t const* const w_down = params.w_down + min(column, params.d_out - kVector);
-    for (int begin = 0; begin < count; begin += kWarpSize) {
-        if (begin != 0) {
-            entry = load_entry(list, begin, count);
-        }
-        int const listed = min(count - begin, kWarpSize);
-        int done = 0;
-        for (; done + kRowsAtOnce <= listed; done += kRowsAtOnce) {
-            add_rows<Element, kRowsAtOnce>(sums, w_down, params.d_out, entry, done, kRowsAtOnce);
-        }
-        for (; done < listed; done += kRowsAtEnd) {
-            add_rows<Element, kRowsAtEnd>(sums, w_down, params.d_out, entry, done, min(listed - done, kRowsAtEnd));
-        }
-    }
-}
-
-// Adds the bias and rounds y, once.
-template <class Element>
-__device__ __forceinline__ void store_y(Params const& params, int64_t row, int column, float (&sums)[kVector]) {
-    if (column >= params.d_out) {
-        return;
-    }
-    if (params.b_down != nullptr) {
-        float bias[kVector];
-        unpack<Element>(bias, load_vector(params.b_down + column));
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            sums[i] += bias[i];
-        }
-    }
-    store_vector<Element>(params.y + row * params.d_out + column, sums);
-}
-
-// The sum over the warps of a CTA, in their order, for the first warp.
-__device__ __forceinline__ void reduce(float (&sums)[kVector]) {
-    __shared__ float partial[kMaxWarps][kVector][kWarpSize];
-    int const lane = threadIdx.x % kWarpSize;
-    int const warp = threadIdx.x / kWarpSize;
-    __syncthreads();  // the sums of the row before have been read
+__device__ __forceinline__ void add(float (&sums)[kVector], float h, uint4 vector) {
+    float values[kVector];
+    unpack<Element>(values, vector);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-        partial[warp][i][lane] = sums[i];
-    }
-    __syncthreads();
-    for (int w = 1; warp == 0 && w < static_cast<int>(blockDim.x) / kWarpSize; ++w) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            sums[i] += partial[w][i][lane];
-        }
+        sums[i] = fmaf(h, values[i], sums[i]);
     }
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(Params const params) {
-    uint32_t const lane = threadIdx.x % kWarpSize;
-    uint32_t const warp = threadIdx.x / kWarpSize;
-    uint32_t const warps = blockDim.x / kWarpSize;
-    // The places of the order: dense rows, rows that are split, and the others, which come in pairs. There are fewer
-    // than 2^32 of anything here, since y fits the device's memory.
-    uint32_t const split_begin = __ldcg(&params.schedule.header->heavy_count);
-    uint32_t const split_end = __ldcg(&params.schedule.header->split_end);
-    uint32_t const num_split = (split_end - split_begin) * warps;
-    uint32_t const items_per_slab = num_split + (params.tokens - split_end + 1) / 2;
-    uint32_t const num_items = items_per_slab * params.ctas_per_row;
-    if (ends_early(num_items == 0)) {
+__global__ void __launch_bounds__(kThreads, 1) down_kernel(Params const params) {
+    __shared__ uint32_t next;
+    int const lane = threadIdx.x % kWarpSize;
+    uint32_t const heavy = __ldcg(&params.schedule.header->heavy_count);
+    if (ends_early(heavy == params.tokens)) {
         return;
     }
+    uint32_t const num_rows = params.tokens - heavy;
     wait_for_previous_launch();
     allow_dependent_launch();
-    for (uint32_t i = blockIdx.x; i < num_items; i += gridDim.x) {
-        uint32_t const slab = i / items_per_slab;
-        uint32_t const in_slab = i - slab * items_per_slab;
-        bool const split = in_slab < num_split;
-        uint32_t const place = split ? in_slab / warps : in_slab - num_split;
-        uint32_t const slice = slab * warps + (split ? in_slab % warps : warp);
-        int const column = static_cast<int>(slice * kWarpColumns + lane * kVector);
-        if (slice >= params.warps_per_row) {
+    uint32_t const parts = gridDim.x / params.slabs_at_once;
+    uint32_t const part = blockIdx.x / params.slabs_at_once;
+    for (uint32_t slab = blockIdx.x % params.slabs_at_once; slab < params.num_slabs; slab += params.slabs_at_once) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            next = 0;
+        }
+        __syncthreads();
+        if (part >= parts) {
             continue;
         }
-        RowWork work = params.schedule.row_order[split ? split_begin + place : split_end + place];
-        uint32_t const other = params.tokens - 1 - place;
-        bool const alone = split || other == split_end + place;
-        RowWork const next = alone ? RowWork{0, kNotListed} : params.schedule.row_order[other];
-        bool const listed = work.count != kNotListed;
-        uint32_t const begin = split && listed ? work.count * warp / warps : 0;
-        uint32_t const end = split && listed ? work.count * (warp + 1) / warps : work.count;
-        SparseEntry const* list = params.rows.list(work.row) + begin;
-        SparseEntry const* const next_list = params.rows.list(next.row);
-        int count = static_cast<int>(end - begin);
-        SparseEntry entry = load_entry(list, 0, count);
-        SparseEntry const next_entry = load_entry(next_list, 0, static_cast<int>(next.count));
-#pragma unroll 1
-        for (int k = 0; k < 2; ++k) {
-            if (work.count != kNotListed) {
-                float sums[kVector] = {};
-                add_list<Element>(sums, params, list, count, entry, column);
-                if (split) {
-                    reduce(sums);
-                }
-                if (!split || warp == 0) {
-                    store_y<Element>(params, work.row, column, sums);
+        uint32_t const row_bytes = params.d_out * 2;
+        int const column = slab * kSlabColumns + lane % kSlabLanes * kVector;
+        char const* w = reinterpret_cast<char const*>(params.w_down + min(column, params.d_out - kVector));
+        asm volatile("" : "+l"(w));
+        auto const take = [&]() {
+            uint32_t i = 0;
+            if (lane == 0) {
+                i = atomicAdd(&next, 1u);
+            }
+            i = __shfl_sync(0xffffffffu, i, 0) * parts + part;
+            uint2 work = make_uint2(0xffffffffu, 0);
+            if (i < num_rows) {
+                work = __ldcg(reinterpret_cast<uint2 const*>(params.schedule.row_order + heavy + i));
+            }
+            return work;
+        };
+        auto const count_of = [](uint2 work) { return work.y == kNotListed ? 0 : static_cast<int>(work.y); };
+        auto const list_of = [&](uint2 work) {
+            return reinterpret_cast<char const*>(params.rows.list(work.x)) + lane / kSlabLanes * 16;
+        };
+        uint4 entries[kSub];
+        auto const load_entries = [&](char const* list, int count) {
+#pragma unroll
+            for (int t = 0; t < kSub; ++t) {
+                if (kPiece * t < count) {
+                    entries[t] = __ldcg(reinterpret_cast<uint4 const*>(list + kPiece * t * 8));
                 }
             }
-            // What the second row begins with came meanwhile.
-            work = next;
-            list = next_list;
-            count = static_cast<int>(next.count);
-            entry = next_entry;
+        };
+        uint2 work = take();
+        uint2 work1 = take();
+        char const* list = list_of(work);
+        load_entries(list, count_of(work));
+        while (work.x != 0xffffffffu) {
+            uint2 const work2 = take();
+            float sums[kVector] = {};
+            int left = count_of(work);
+            for (; left > kBatch; left -= kBatch) {
+                uint4 vectors[kSub][2];
+                float h[kSub][2];
+#pragma unroll
+                for (int t = 0; t < kSub; ++t) {
+                    vectors[t][0] = load_vector(reinterpret_cast<uint16_t const*>(w + static_cast<uint64_t>(entries[t].x) * row_bytes));
+                    vectors[t][1] = load_vector(reinterpret_cast<uint16_t const*>(w + static_cast<uint64_t>(entries[t].z) * row_bytes));
+                    h[t][0] = __uint_as_float(entries[t].y);
+                    h[t][1] = __uint_as_float(entries[t].w);
+                }
+                list += kBatch * 8;
+                load_entries(list, left - kBatch);
+#pragma unroll
+                for (int t = 0; t < kSub; ++t) {
+                    add<Element>(sums, h[t][0], vectors[t][0]);
+                    add<Element>(sums, h[t][1], vectors[t][1]);
+                }
+            }
+            {
+                uint4 vectors[kSub][2];
+                float h[kSub][2];
+                int const own = left - lane / kSlabLanes * 2;
+#pragma unroll
+                for (int t = 0; t < kSub; ++t) {
+                    if (kPiece * t < left) {
+                        vectors[t][0] = load_vector_if(w + static_cast<uint64_t>(entries[t].x) * row_bytes, kPiece * t < own);
+                        vectors[t][1] = load_vector_if(w + static_cast<uint64_t>(entries[t].z) * row_bytes, kPiece * t + 1 < own);
+                        h[t][0] = kPiece * t < own ? __uint_as_float(entries[t].y) : 0.0f;
+                        h[t][1] = kPiece * t + 1 < own ? __uint_as_float(entries[t].w) : 0.0f;
+                    }
+                }
+                list = list_of(work1);
+                load_entries(list, count_of(work1));
+#pragma unroll
+                for (int t = 0; t < kSub; ++t) {
+                    if (kPiece * t < left) {
+                        add<Element>(sums, h[t][0], vectors[t][0]);
+                        add<Element>(sums, h[t][1], vectors[t][1]);
+                    }
+                }
+            }
+            bool const upper = lane >= kSlabLanes;
+            float owned[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                owned[i] = (upper ? sums[i + 4] : sums[i]) + __shfl_xor_sync(0xffffffffu, upper ? sums[i] : sums[i + 4], kSlabLanes);
+            }
+            if (work.y != kNotListed && column < params.d_out) {
+                int const at = column + (upper ? 4 : 0);
+                if (params.b_down != nullptr) {
+                    uint2 const words = *reinterpret_cast<uint2 const*>(params.b_down + at);
+                    float2 const low = Element::to_float2(words.x);
+                    float2 const high = Element::to_float2(words.y);
+                    owned[0] += low.x;
+                    owned[1] += low.y;
+                    owned[2] += high.x;
+                    owned[3] += high.y;
+                }
+                *reinterpret_cast<uint2*>(params.y + static_cast<int64_t>(work.x) * params.d_out + at) =
+                    make_uint2(Element::from_float2(owned[0], owned[1]), Element::from_float2(owned[2], owned[3]));
+            }
+            work = work1;
+            work1 = work2;
         }
     }
 }

@@ -42,20 +42,6 @@ int up_slab_columns(twell_problem const& problem, Device const& device) {
                             sparse_up::kLeastColumns);
 }
 
-// Warps of a CTA of the sparse down projection, whose columns of Wd are a slab: the rows of y follow one another in one
-// slab, then in the next. Other memory passes through L2 at the same time; of 4, 2 and 1 warps this is the fastest or
-// within 2 % of it on an H200, from d_ff 5632 to 28 672.
-uint32_t down_slab_warps(twell_problem const& problem, Device const& device) {
-    constexpr int64_t kPartOfL2 = 4;
-    int64_t const warp_bytes =
-        static_cast<int64_t>(problem.d_ff) * kWarpColumns * static_cast<int64_t>(sizeof(uint16_t));
-    uint32_t warps = sparse_down::kMaxWarps;
-    while (warps > 1 && warps * warp_bytes * kPartOfL2 > device.l2_bytes) {
-        warps /= 2;
-    }
-    return warps;
-}
-
 // Every unit has a CTA where rows have one unit each.
 template <class Element>
 cudaError_t launch_sparse_up(Launch const& launch) {
@@ -86,8 +72,6 @@ cudaError_t launch_sparse_up(Launch const& launch) {
 template <class Element>
 cudaError_t launch_sparse_down(Launch const& launch) {
     twell_problem const& problem = launch.problem;
-    uint32_t const warps_per_row = static_cast<uint32_t>(ceil_div(problem.d_out, kWarpColumns));
-    uint32_t const warps = std::min(warps_per_row, down_slab_warps(problem, launch.device));
     sparse_down::Params params = {};
     params.w_down = static_cast<uint16_t const*>(launch.tensors.w_down);
     params.b_down = static_cast<uint16_t const*>(launch.tensors.b_down);
@@ -96,12 +80,13 @@ cudaError_t launch_sparse_down(Launch const& launch) {
     params.rows = launch.rows;
     params.d_out = problem.d_out;
     params.tokens = static_cast<uint32_t>(problem.tokens);
-    params.warps_per_row = warps_per_row;
-    params.ctas_per_row = static_cast<uint32_t>(ceil_div(warps_per_row, warps));
-    constexpr uint32_t kMaxGrid = 1u << 30;
-    uint32_t const grid = std::min((params.tokens + 1) / 2 * params.ctas_per_row, kMaxGrid);
-    return launch_dependent(sparse_down::down_kernel<Element>, params, dim3(grid), static_cast<int>(warps) * kWarpSize,
-                            0, launch.device, launch.stream);
+    params.num_slabs = static_cast<uint32_t>(ceil_div(problem.d_out, sparse_down::kSlabColumns));
+    int64_t const slab_bytes = static_cast<int64_t>(problem.d_ff) * sparse_down::kSlabColumns * 2;
+    int64_t const rounds = ceil_div(params.num_slabs * slab_bytes, std::max(launch.device.l2_bytes, 1) / 2);
+    params.slabs_at_once = static_cast<uint32_t>(std::min<int64_t>(ceil_div(params.num_slabs, rounds), launch.device.num_multiprocessors));
+    return launch_dependent(sparse_down::down_kernel<Element>, params,
+                            dim3(static_cast<unsigned>(launch.device.num_multiprocessors)), sparse_down::kThreads, 0,
+                            launch.device, launch.stream);
 }
 
 template <class Element, class Cfg>
