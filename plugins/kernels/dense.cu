@@ -72,7 +72,7 @@ size_t dense_scratch_bytes(twell_problem const& problem) {
                     part_state_bytes(problem) + aligned(most_part_sums(problem) * sizeof(float)));
 }
 
-DenseParts dense_parts_in(twell_problem const& problem, void* scratch) {
+PartSums part_sums_in(twell_problem const& problem, void* scratch) {
     unsigned char* const states = static_cast<unsigned char*>(scratch);
     return {reinterpret_cast<float4*>(states + part_state_bytes(problem)), reinterpret_cast<uint32_t*>(states),
             most_part_sums(problem), num_part_states(problem)};
@@ -134,8 +134,8 @@ cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tens
 }
 
 #if !defined(TWELL_SM90A)
-cudaError_t launch_dense_block(twell_problem const&, twell_tensors const&, uint16_t*, DenseParts const&,
-                               Schedule const&, Device const&, cudaStream_t) {
+cudaError_t launch_dense_block(twell_problem const&, twell_tensors const&, uint16_t*, PartSums const&, Schedule const&,
+                               Device const&, cudaStream_t) {
     return cudaErrorNotSupported;
 }
 #endif

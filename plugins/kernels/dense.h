@@ -14,7 +14,7 @@ namespace twell {
 // Unless all rows are dense, so many may be.
 int64_t max_dense_part(twell_problem const& problem);
 
-// Bytes of scratch memory that gather_for and dense_parts_in need; never shrinks when `tokens` grows.
+// Bytes of scratch memory that gather_for and part_sums_in need; never shrinks when `tokens` grows.
 size_t dense_scratch_bytes(twell_problem const& problem);
 
 // What a device does on either path, for the guard.
@@ -38,7 +38,7 @@ cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tens
                          Schedule const& schedule, Device const& device, cudaStream_t stream, Kernels choice);
 
 // Scratch memory for a down projection of whose sums several clusters compute a part: see parts_sm90.cuh.
-struct DenseParts {
+struct PartSums {
     float4* sums;      // [most_sums / 4]
     uint32_t* states;  // [num_states]
     int64_t most_sums;
@@ -46,7 +46,7 @@ struct DenseParts {
 };
 
 // `scratch` is what gather_for needs, too.
-DenseParts dense_parts_in(twell_problem const& problem, void* scratch);
+PartSums part_sums_in(twell_problem const& problem, void* scratch);
 
 // Whether the problem is so small that it had better be computed as a dense block, whatever the density: the guard
 // would cost a dense layer more than skipping gains a sparse one. Only compute capability 9.0 has kernels for that.
@@ -55,7 +55,7 @@ bool is_dense_block(twell_problem const& problem, Device const& device);
 // Enqueues kernels that compute y of all rows as a dense block does: no packed matrix. `h` is [tokens, d_ff], rows
 // spilled_stride(problem) elements apart. The schedule then says that all rows are heavy, and which have failed.
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               DenseParts const& parts, Schedule const& schedule, Device const& device,
+                               PartSums const& parts, Schedule const& schedule, Device const& device,
                                cudaStream_t stream);
 
 }  // namespace twell

@@ -40,7 +40,7 @@ struct Launch {
     Device const& device;
     cudaStream_t stream;
     bool all_rows;  // are dense, whatever the schedule says
-    DenseParts parts;
+    PartSums parts;
 };
 
 // What a projection has to do if all rows are dense, and how it does it, whatever rows are.
@@ -164,7 +164,7 @@ cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const&
 }
 
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               DenseParts const& parts, Schedule const& schedule, Device const& device,
+                               PartSums const& parts, Schedule const& schedule, Device const& device,
                                cudaStream_t stream) {
     if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, parts, schedule, device, stream);
         error != cudaSuccess) {

@@ -18,7 +18,7 @@ uint32_t pair_of(uint16_t bits) { return static_cast<uint32_t>(bits) << 16 | bit
 
 template <class Element, class Cfg>
 cudaError_t launch_config(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                          DenseParts const& parts, Schedule const& schedule, sm90::Product const& product,
+                          PartSums const& parts, Schedule const& schedule, sm90::Product const& product,
                           sm90::Tiling const& tiling, Device const& device, cudaStream_t stream) {
     Activation const act = activation_of(problem);
     sm90::Params params = {};
@@ -61,7 +61,7 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
 }
 
 template <class Element, int kProducts, class Tilings>
-cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h, DenseParts const& parts,
+cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h, PartSums const& parts,
                    Schedule const& schedule, Device const& device, cudaStream_t stream, Tilings tilings) {
     int const num_slices = static_cast<int>(ceil_div(problem.d_model, sm90::BLOCK_K));
     sm90::Product const product = {problem.tokens, problem.d_ff, num_slices, kProducts, 0};
@@ -74,8 +74,7 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, u
 
 template <class Element>
 cudaError_t launch_variant(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                           DenseParts const& parts, Schedule const& schedule, Device const& device,
-                           cudaStream_t stream) {
+                           PartSums const& parts, Schedule const& schedule, Device const& device, cudaStream_t stream) {
     return problem.variant == TWELL_GATED
                ? launch<Element, 2>(problem, tensors, h, parts, schedule, device, stream, GatedTilings())
                : launch<Element, 1>(problem, tensors, h, parts, schedule, device, stream, sm90::TokensShared());
@@ -84,7 +83,7 @@ cudaError_t launch_variant(twell_problem const& problem, twell_tensors const& te
 }  // namespace
 
 cudaError_t launch_hidden_sm90(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               DenseParts const& parts, Schedule const& schedule, Device const& device,
+                               PartSums const& parts, Schedule const& schedule, Device const& device,
                                cudaStream_t stream) {
     return problem.dtype == TWELL_BF16 ? launch_variant<Bf16>(problem, tensors, h, parts, schedule, device, stream)
                                        : launch_variant<Fp16>(problem, tensors, h, parts, schedule, device, stream);

@@ -11,7 +11,7 @@ namespace twell {
 
 // Enqueues the kernel: see launch_dense_block.
 cudaError_t launch_hidden_sm90(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               DenseParts const& parts, Schedule const& schedule, Device const& device,
+                               PartSums const& parts, Schedule const& schedule, Device const& device,
                                cudaStream_t stream);
 
 }  // namespace twell

@@ -201,7 +201,7 @@ cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const&
                               Device const& device, cudaStream_t stream) {
     Schedule const schedule = schedule_at(problem, scratch);
     uint16_t* const h = spilled_in(problem, scratch);
-    DenseParts const parts = dense_parts_in(problem, dense_scratch_in(problem, scratch));
+    PartSums const parts = part_sums_in(problem, dense_scratch_in(problem, scratch));
     if (cudaError_t const error = launch_dense_block(problem, tensors, h, parts, schedule, device, stream);
         error != cudaSuccess) {
         return error;
