@@ -95,7 +95,7 @@ struct Tiling {
     static constexpr int kCyclesOfOverhead = 4000;
     static constexpr int kCyclesOfTwoParts = 3000;
     static constexpr int kCyclesOfFourParts = 7500;
-    // In larger blocks four parts cost more than they save: all multiprocessors then wait for memory.
+    // In larger blocks four parts cost more than they save, presumably as all multiprocessors then wait for memory.
     static constexpr int kMostTokensOfFourParts = 80;
 
     Tiling(Product const& product, int tokens, bool share_weights, int parts)

@@ -187,8 +187,9 @@ def test_small_calls_are_dense_blocks() -> None:
     """What mlp() does with few rows, or many of a small block, is the dense block, bit by bit; large calls are none."""
     gated = ((129, 256, 600), (257, 256, 600), (300, 2048, 5632), (2048, 64, 600), (33, 64, 6400))
     plain = ((65, 256, 600), (128, 1024, 4096))
-    for rows, d_model, d_ff in gated + plain:
-        case = Case(rows=rows, d_model=d_model, d_ff=d_ff, density=0.01, gated=(rows, d_model, d_ff) in gated)
+    cases = [Case(rows, d_model, d_ff, density=0.01) for rows, d_model, d_ff in gated]
+    cases += [Case(rows, d_model, d_ff, density=0.01, gated=False) for rows, d_model, d_ff in plain]
+    for case in cases:
         block = make_block(case, integers=False)
         call = Call(block, 8)
         assert_same_bits(call.run(), run_dense(call, DENSE_BLOCK))
