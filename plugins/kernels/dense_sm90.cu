@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "dense_sm90.cuh"
 #include "dense_sm90.h"
 #include "hidden_sm90.h"
@@ -18,13 +20,16 @@ constexpr float kCycleNs = 0.72f;
 // Dense blocks: from so many tokens on, since below kernels for few tokens skip much of w_up and w_down; but with more
 // neurons these take more than one round (of 66 clusters with 96 each, on an H200), and gain little or lose; and of a
 // plain block there is less to skip. Up to so many products of the gate's, or tokens, where the guard's dense path
-// begins to cost little more than a dense block.
+// begins to cost little more than a dense block; with rows of x and y of up to so many elements there is no such place,
+// since packing takes longer than a product.
 constexpr int64_t kFewestTokens = 129;
 constexpr int64_t kFewestTokensLarge = 33;
 constexpr int64_t kFewestTokensPlain = 65;
 constexpr int kLargeDFf = 6336;
 constexpr float kMostProducts = 1920.0f * 2048 * 5632;
 constexpr int64_t kMostTokens = 1280;
+constexpr int kNarrow = 1024;
+constexpr int kNarrowPlain = 1536;
 // Sums of more products have not been tested there.
 constexpr int kMostDModel = 16384;
 
@@ -145,11 +150,13 @@ bool dense_sm90_supports(twell_problem const& problem) {
 
 bool dense_sm90_prefers_block(twell_problem const& problem) {
     float const products = static_cast<float>(problem.tokens) * static_cast<float>(problem.d_model) * problem.d_ff;
-    int64_t const fewest_tokens = problem.d_ff > kLargeDFf         ? kFewestTokensLarge
-                                  : problem.variant == TWELL_PLAIN ? kFewestTokensPlain
-                                                                   : kFewestTokens;
+    bool const is_plain = problem.variant == TWELL_PLAIN;
+    int64_t const fewest_tokens = problem.d_ff > kLargeDFf ? kFewestTokensLarge
+                                  : is_plain               ? kFewestTokensPlain
+                                                           : kFewestTokens;
+    bool const is_narrow = std::max(problem.d_model, problem.d_out) <= (is_plain ? kNarrowPlain : kNarrow);
     return problem.tokens >= fewest_tokens && problem.d_model <= kMostDModel &&
-           (problem.tokens <= kMostTokens || products <= kMostProducts);
+           (is_narrow || problem.tokens <= kMostTokens || products <= kMostProducts);
 }
 
 PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device) {

@@ -1,9 +1,9 @@
 // Bucket sort of the rows by their non-zeros, for every GPU from sm_80 on, in two launches and without anything to be
 // cleared beforehand.
 //
-// count_kernel   blocks of rows: each row's bucket and its rank among the block's rows of that bucket
+// count_kernel   blocks of rows: each row's bucket and its rank among the block's rows of that bucket; lists of light rows
 // order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; then row_order, the
-//                units of the up projection, the lists, and what the dense path needs of the block's rows
+//                units of the up projection, the other lists, and what the dense path needs of the block's rows
 //
 // Ranks are handed out by atomics in shared memory, so the order within a bucket varies from run to run. No result may
 // depend on it. How many rows a bucket has does not vary.
@@ -65,9 +65,17 @@ __host__ __device__ __forceinline__ int units_of_bucket(int bucket, int num_tile
            static_cast<int>(kUnitNonzeros);
 }
 
-// `place` of a row: bucket and rank.
+// `place` of a row: bucket and rank, and whether count_kernel has listed the row.
 constexpr int kRankBits = 24;
-static_assert(TWELL_MAX_TOKENS / kMaxBlocks < 1 << kRankBits && kBuckets <= 1 << (32 - kRankBits), "fit 32 bits");
+constexpr uint32_t kHasList = 1u << 31;
+static_assert(TWELL_MAX_TOKENS / kMaxBlocks < 1 << kRankBits && kBuckets <= 1 << (31 - kRankBits), "fit 31 bits");
+
+__device__ __forceinline__ int bucket_of_place(uint32_t place) { return static_cast<int>((place & ~kHasList) >> kRankBits); }
+
+__device__ __forceinline__ uint32_t rank_of_place(uint32_t place) { return place & ((1u << kRankBits) - 1); }
+
+// Light rows have at most so many non-zeros in each tile: with the count, one sector of memory.
+constexpr uint32_t kLightPerTile = 7;
 
 struct Params {
     uint32_t const* packed;   // [tokens, num_tiles * words_per_tile]
@@ -188,35 +196,57 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
     int64_t const begin = static_cast<int64_t>(blockIdx.x) * params.rows_per_block;
     int64_t const end = min(begin + params.rows_per_block, params.tokens);
     int64_t const words_per_row = static_cast<int64_t>(params.num_tiles) * params.words_per_tile;
-    constexpr int kRows = 4;  // whose loads a warp issues together
+    constexpr int kRows = 2;  // whose loads a warp issues together
     for (int64_t first = begin + threadIdx.x / kWarpSize * kRows; first < end; first += kWarps * kRows) {
-        // Non-zeros in the low bits, tiles that overflowed from kTileShift on: one sum for both.
-        constexpr int kTileShift = 20;
         uint32_t sums[kRows] = {};
-        for (int t = lane; t < params.num_tiles; t += kWarpSize) {
-            uint32_t counts[kRows];
+        bool overflows[kRows] = {};
+        bool light[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            light[r] = first + r < end;
+        }
+        for (int tile_begin = 0; tile_begin < params.num_tiles; tile_begin += kWarpSize) {
+            uint4 heads[kRows][2];
+            int const t = min(tile_begin + lane, params.num_tiles - 1);
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
-                int64_t const row = min(first + r, end - 1);
-                counts[r] = params.packed[row * words_per_row + t * params.words_per_tile];
+                uint4 const* const head = reinterpret_cast<uint4 const*>(
+                    params.packed + min(first + r, end - 1) * words_per_row + t * params.words_per_tile);
+                heads[r][0] = head[0];
+                heads[r][1] = head[1];
             }
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
-                bool const overflowed = counts[r] >= static_cast<uint32_t>(params.words_per_tile);
-                sums[r] += counts[r] + (overflowed ? 1u << kTileShift : 0u);
+                uint32_t const count = tile_begin + lane < params.num_tiles ? heads[r][0].x : 0;
+                uint32_t const last = sums[r] + sum_up_to(count);
+                overflows[r] |= __any_sync(0xffffffffu, count >= static_cast<uint32_t>(params.words_per_tile));
+                light[r] &= __all_sync(0xffffffffu, count <= kLightPerTile);
+                if (light[r]) {
+                    uint32_t const entries[kLightPerTile] = {heads[r][0].y, heads[r][0].z, heads[r][0].w, heads[r][1].x,
+                                                             heads[r][1].y, heads[r][1].z, heads[r][1].w};
+                    uint32_t* const words =
+                        params.schedule.words + (first + r) * max_listed(params.num_tiles) + last - count;
+#pragma unroll
+                    for (uint32_t i = 0; i < kLightPerTile; ++i) {
+                        if (i < count) {
+                            words[i] = entries[i];
+                        }
+                    }
+                }
+                sums[r] = __shfl_sync(0xffffffffu, last, kWarpSize - 1);
             }
         }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            uint32_t const sum = __reduce_add_sync(0xffffffffu, sums[r]);
             if (lane == r && first + r < end) {
-                int const count = static_cast<int>(sum & ((1u << kTileShift) - 1));
+                int const count = static_cast<int>(sums[r]);
                 int const bucket = bucket_of(count);
                 uint32_t const rank = atomicAdd(&bucket_rows[bucket], 1u);
-                params.schedule.place[first + r] = static_cast<uint32_t>(bucket) << kRankBits | rank;
+                params.schedule.place[first + r] =
+                    (light[r] ? kHasList : 0) | static_cast<uint32_t>(bucket) << kRankBits | rank;
                 bool const listed =
-                    count <= max_listed(params.num_tiles) && (sum >> kTileShift == 0 || params.spilled != nullptr);
-                params.schedule.counts[first + r] = listed ? static_cast<uint32_t>(count) : kNotListed;
+                    count <= max_listed(params.num_tiles) && (!overflows[r] || params.spilled != nullptr);
+                params.schedule.counts[first + r] = listed ? sums[r] : kNotListed;
             }
         }
     }
@@ -320,7 +350,7 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     int64_t const end = min(begin + params.rows_per_block, params.tokens);
     auto const position_of = [&](int64_t row) {
         uint32_t const place = params.schedule.place[row];
-        return block_begin[place >> kRankBits] + (place & ((1u << kRankBits) - 1));
+        return block_begin[bucket_of_place(place)] + rank_of_place(place);
     };
     for (int64_t row = begin + threadIdx.x; row < end; row += kThreads) {
         uint32_t const position = position_of(row);
@@ -333,7 +363,7 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
         if (count == kNotListed) {
             params.schedule.rest_rows[atomicAdd(&params.schedule.header->rest_count, 1u)] = static_cast<uint32_t>(row);
         }
-        int const own_bucket = static_cast<int>(params.schedule.place[row] >> kRankBits);
+        int const own_bucket = bucket_of_place(params.schedule.place[row]);
         uint32_t const num_units = static_cast<uint32_t>(units_of_bucket(own_bucket, params.num_tiles));
         Unit* const units = params.schedule.units + unit_begin[own_bucket] +
                             (position - max(bucket_begin[own_bucket], heavy_count)) * num_units;
@@ -345,18 +375,17 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
         }
     }
     bool const all_heavy = heavy_count == params.tokens;
-    if (!all_heavy) {
-        constexpr int kRows = 2;
-        for (int64_t first = begin + threadIdx.x / kWarpSize; first < end; first += kWarps * kRows) {
-            int64_t rows[kRows];
-            bool wanted[kRows];
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                rows[r] = min(first + r * kWarps, end - 1);
-                wanted[r] = first + r * kWarps < end && position_of(rows[r]) >= heavy_count &&
-                            params.schedule.counts[rows[r]] != kNotListed;
-            }
-            list_rows(params, rows, wanted);
+    for (int64_t first = begin + threadIdx.x / kWarpSize; !all_heavy && first < end; first += kThreads) {
+        int64_t const row = first + lane * kWarps;
+        bool const wanted = row < end && (params.schedule.place[row] & kHasList) == 0 &&
+                            params.schedule.counts[row] != kNotListed && position_of(row) >= heavy_count;
+        uint32_t rest = __ballot_sync(0xffffffffu, wanted);
+        while (rest != 0) {
+            int64_t const one = first + (__ffs(rest) - 1) * kWarps;
+            rest &= rest - 1;
+            int64_t const other = rest == 0 ? one : first + (__ffs(rest) - 1) * kWarps;
+            list_rows<2>(params, {one, other}, {true, rest != 0});
+            rest &= rest - 1;
         }
     }
     if (heavy_count != 0 && gather::is_needed(params.gather, all_heavy)) {

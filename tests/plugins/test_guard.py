@@ -184,18 +184,19 @@ def test_dense_block_against_float64(case: Case) -> None:
 @pytest.mark.sm90
 @needs_sm90
 def test_small_calls_are_dense_blocks() -> None:
-    """What mlp() does with few rows, or many of a small block, is the dense block, bit by bit; large calls are none."""
-    gated = ((129, 256, 600), (257, 256, 600), (300, 2048, 5632), (2048, 64, 600), (33, 64, 6400))
-    plain = ((65, 256, 600), (128, 1024, 4096))
+    """What mlp() does with few rows, or many of a narrow block, is the dense block, bit by bit; large calls are none."""
+    gated = ((129, 256, 600), (257, 256, 600), (300, 2048, 5632), (2048, 64, 600), (33, 64, 6400), (6000, 1024, 4096))
+    plain = ((65, 256, 600), (128, 1024, 4096), (3000, 1536, 6144))
     cases = [Case(rows, d_model, d_ff, density=0.01) for rows, d_model, d_ff in gated]
     cases += [Case(rows, d_model, d_ff, density=0.01, gated=False) for rows, d_model, d_ff in plain]
     for case in cases:
         block = make_block(case, integers=False)
         call = Call(block, 8)
         assert_same_bits(call.run(), run_dense(call, DENSE_BLOCK))
-    large = Call(unequal_block(16384, 0.0, 0.001), 8)
-    large.mlp()
-    assert large.dense_rows().sum() == 0
+    for is_gated, d_model in ((True, 1088), (False, 1600)):
+        large = Call(make_block(Case(9000, d_model, 2816, density=0.001, gated=is_gated), integers=False), 8)
+        large.mlp()
+        assert large.dense_rows().sum() == 0
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -278,7 +279,7 @@ def test_any_density(density: float, full: float) -> None:
 
 def test_any_d_model_is_guarded() -> None:
     """mlp() has a dense path for a d_model that the kernels of compute capability 9.0 do not take."""
-    block = make_block(Case(rows=9000, d_model=1000, d_ff=2816, d_out=72, density=0.5), integers=False)
+    block = make_block(Case(rows=9000, d_model=1096, d_ff=2816, d_out=72, density=0.5), integers=False)
     call = Call(block, 8)
     reference.assert_close(call.run(), block)
     assert call.dense_rows().all()
