@@ -10,6 +10,7 @@
 #include "gate.h"
 #include "problem.cuh"
 #include "schedule.h"
+#include "sparse_rows.h"
 #include "twell/twell.h"
 #include "up_down.h"
 
@@ -262,7 +263,7 @@ cudaError_t twell_internal_schedule(twell_problem const* problem, uint32_t const
     if (cudaError_t const error = find_device(device); error != cudaSuccess) {
         return error;
     }
-    return twell::launch_schedule(*problem, packed, nullptr, twell::schedule_at(*problem, memory), {}, {}, device,
+    return twell::launch_schedule(*problem, packed, nullptr, twell::schedule_at(*problem, memory), {}, {}, {}, {}, device,
                                   stream);
 }
 

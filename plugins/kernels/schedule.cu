@@ -47,16 +47,21 @@ Schedule schedule_at(twell_problem const& problem, void* memory) {
 
 cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, uint16_t const* spilled,
                             Schedule const& schedule, GuardModel const& guard, Gather const& gather,
-                            Device const& device, cudaStream_t stream) {
-    int64_t const blocks = std::min<int64_t>(ceil_div(problem.tokens, kRowsPerBlock), schedule::kMaxBlocks);
+                            Chunks const& chunks, SparseRows const& rows, Device const& device, cudaStream_t stream) {
+    // Rows that share chunks are in one block.
+    int64_t const least = chunks.counts == nullptr ? kRowsPerBlock : kRunRows;
+    int64_t const rows_per_block = ceil_div(ceil_div(problem.tokens, schedule::kMaxBlocks), least) * least;
+    int64_t const blocks = ceil_div(problem.tokens, rows_per_block);
     schedule::Params params = {};
     params.packed = packed;
     params.spilled = spilled;
     params.schedule = schedule;
     params.guard = guard;
     params.gather = gather;
+    params.chunks = chunks;
+    params.rows = rows;
     params.tokens = problem.tokens;
-    params.rows_per_block = static_cast<int>(ceil_div(problem.tokens, blocks));
+    params.rows_per_block = static_cast<int>(rows_per_block);
     params.num_tiles = num_tiles(problem);
     params.words_per_tile = words_per_tile(problem);
     dim3 const grid(static_cast<unsigned>(blocks));

@@ -3,17 +3,19 @@
 //
 // count_kernel   blocks of rows: each row's bucket and its rank among the block's rows of that bucket; lists of light rows
 // order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; then row_order, the
-//                units of the up projection, the other lists, and what the dense path needs of the block's rows
+//                units of the up projection, the other lists, chunks, and what the dense path needs of the block's rows
 //
 // Ranks are handed out by atomics in shared memory, so the order within a bucket varies from run to run. No result may
 // depend on it. How many rows a bucket has does not vary.
 #ifndef TWELL_KERNELS_SCHEDULE_CUH_
 #define TWELL_KERNELS_SCHEDULE_CUH_
 
+#include "chunk.cuh"
 #include "dependent_launch.cuh"
 #include "gather.cuh"
 #include "guard.cuh"
 #include "schedule.h"
+#include "sparse_rows.h"
 #include "twell/twell.h"
 
 namespace twell::schedule {
@@ -83,6 +85,8 @@ struct Params {
     Schedule schedule;
     GuardModel guard;
     Gather gather;  // if the guard is enabled
+    Chunks chunks;
+    SparseRows rows;
     int64_t tokens;
     int rows_per_block;
     int num_tiles;
@@ -189,7 +193,12 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
         bucket_rows[threadIdx.x] = 0;
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) {
-        params.schedule.header->rest_count = 0;  // order_kernel adds to it
+        // order_kernel adds to these.
+        params.schedule.header->rest_count = 0;
+        params.schedule.header->left_count = 0;
+        for (int i = 0; params.chunks.counts != nullptr && i <= params.chunks.num_blocks; ++i) {
+            params.chunks.counts[i] = 0;
+        }
     }
     __syncthreads();
 
@@ -387,6 +396,13 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
             list_rows<2>(params, {one, other}, {true, rest != 0});
             rest &= rest - 1;
         }
+    }
+    if (params.chunks.counts != nullptr && !all_heavy) {
+        __syncthreads();  // the lists
+        chunk::build<kThreads>(params.chunks, params.schedule, params.rows, params.num_tiles, begin, end, [&](int64_t row) {
+            uint32_t const count = params.schedule.counts[row];
+            return count != kNotListed && position_of(row) >= heavy_count ? count : 0;
+        });
     }
     if (heavy_count != 0 && gather::is_needed(params.gather, all_heavy)) {
         for (int64_t row = begin + threadIdx.x / kWarpSize; row < end; row += kWarps) {

@@ -4,6 +4,7 @@
 
 #include <stddef.h>
 
+#include "chunk.h"
 #include "gather.cuh"
 #include "guard.h"
 #include "launch.cuh"
@@ -17,6 +18,7 @@ struct ScheduleHeader {
     uint32_t split_end;    // rows before this place of the order, that are not heavy, have kSplitNonzeros or more
     uint32_t unit_count;   // units of the sparse up projection
     uint32_t rest_count;   // rows left to the kernel that computes a row at a time
+    uint32_t left_count;   // with chunks: rows that have a list, but are in none
 };
 
 // From so many non-zeros on, several warps of the sparse down projection share a row's.
@@ -71,11 +73,14 @@ size_t schedule_bytes(twell_problem const& problem);
 
 Schedule schedule_at(twell_problem const& problem, void* memory);
 
+struct SparseRows;
+
 // Enqueues the schedule of a packed matrix and, unless it is null, the spilled one. What the dense path needs of the
-// heavy rows is gathered. Same preconditions as launch_gate.
+// heavy rows is gathered; chunks are built unless they have no memory, and `rows` then tells where their sums will be,
+// see chunk.cuh. Same preconditions as launch_gate.
 cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, uint16_t const* spilled,
                             Schedule const& schedule, GuardModel const& guard, Gather const& gather,
-                            Device const& device, cudaStream_t stream);
+                            Chunks const& chunks, SparseRows const& rows, Device const& device, cudaStream_t stream);
 
 }  // namespace twell
 

@@ -1,12 +1,14 @@
 // Up projection of what is active, for every GPU from sm_80 on: h[n] = g[n] (x . Wu[n] + bu[n]), into a list per row.
 //
-// One CTA takes a unit: up to kUnitNonzeros neighbouring entries of one row. Its warps share them out and do not wait
+// One CTA takes a unit: up to kUnitNonzeros neighbouring entries of one row. Those of rows that are in chunks have been
+// multiplied, and their parts of sums are added up here. Its warps share them out and do not wait
 // for each other; a warp keeps its part of x in registers for all its neurons. Each sum has one owner and one order, so
 // results are bitwise repeatable and do not depend on what else is in a call. Large matrices are multiplied in several
 // launches, some columns after others.
 #ifndef TWELL_KERNELS_SPARSE_UP_CUH_
 #define TWELL_KERNELS_SPARSE_UP_CUH_
 
+#include "chunk.cuh"
 #include "dependent_launch.cuh"
 #include "element.cuh"
 #include "sparse_rows.h"
@@ -28,6 +30,7 @@ struct Params {
     uint16_t const* b_up;  // [d_ff] or null
     Schedule schedule;
     SparseRows rows;
+    Chunks chunks;
     int d_model;
     int column_begin;  // the columns of this launch; the lists hold the sums of those before, in place of h
     int column_end;
@@ -156,6 +159,14 @@ struct Share {
     }
 };
 
+// h, from u without its bias.
+template <class Element>
+__device__ __forceinline__ float finish(Params const& params, uint32_t neuron, uint32_t word, float u) {
+    u += params.b_up == nullptr ? 0.0f : Element::to_float(params.b_up[neuron]);
+    // NOTE: u and h stay in fp32; a dense fp16 block, which stores both, can overflow here. NaN is kept.
+    return Element::to_float(static_cast<uint16_t>(word >> 16)) * (params.relu_on_up && u <= 0.0f ? 0.0f : u);
+}
+
 template <class Element>
 __device__ __forceinline__ void compute(Params const& params, Share const& share, uint32_t word) {
     if (share.count <= 0) {
@@ -163,18 +174,17 @@ __device__ __forceinline__ void compute(Params const& params, Share const& share
     }
     int const lane = threadIdx.x % kWarpSize;
     uint32_t const neuron = word & 0xffffu;
-    float const g = Element::to_float(static_cast<uint16_t>(word >> 16));
     SparseEntry* const list = params.rows.list(share.row) + share.begin;
     if (params.w_up == nullptr) {
         if (lane < share.count) {
-            list[lane] = {neuron, g};
+            list[lane] = {neuron, Element::to_float(static_cast<uint16_t>(word >> 16))};
         }
         return;
     }
     float u = project<Element>(params, share.row, neuron, share.count);
     int const owned = lane / (kWarpSize / kNeurons);
     uint32_t const owned_neuron = __shfl_sync(0xffffffffu, neuron, owned);
-    float const owned_g = __shfl_sync(0xffffffffu, g, owned);
+    uint32_t const owned_word = __shfl_sync(0xffffffffu, word, owned);
     if (lane % (kWarpSize / kNeurons) == 0 && owned < share.count) {
         if (params.column_begin != 0) {
             u += list[owned].h;
@@ -183,9 +193,38 @@ __device__ __forceinline__ void compute(Params const& params, Share const& share
             list[owned] = {owned_neuron, u};
             return;
         }
-        u += params.b_up == nullptr ? 0.0f : Element::to_float(params.b_up[owned_neuron]);
-        // NOTE: u and h stay in fp32; a dense fp16 block, which stores both, can overflow here. NaN is kept.
-        list[owned] = {owned_neuron, owned_g * (params.relu_on_up && u <= 0.0f ? 0.0f : u)};
+        list[owned] = {owned_neuron, finish<Element>(params, owned_neuron, owned_word, u)};
+    }
+}
+
+// By one warp: h of the pairs of a chunk, from the parts of their sums.
+template <class Element>
+__device__ __forceinline__ void add_parts(Params const& params, Chunk const& chunk) {
+    int const lane = threadIdx.x % kWarpSize;
+    int const octet = lane / kOctetPairs;
+    uint32_t const chunk_entry = chunk.entries[lane % kOctetPairs * kOctets + octet];
+    uint32_t const item = chunk.items[lane];
+    int64_t const row = chunk.rows[octet * kRowsOfOctet + ((chunk_entry & kSecondRow) != 0 ? 1 : 0)];
+    int const num_slabs = params.chunks.num_slabs;
+    float const* const sums = params.chunks.sums + static_cast<int64_t>(chunk.sums) * num_slabs * kChunkPairs + lane;
+    uint32_t const word =
+        item != kNoPair ? params.schedule.words[row * max_listed(params.num_tiles) + item] : 0;
+    constexpr int kAtOnce = 32;
+    float u = 0.0f;
+    for (int slab = 0; slab < num_slabs; slab += kAtOnce) {
+        float values[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            values[i] = __ldcg(sums + min(slab + i, num_slabs - 1) * kChunkPairs);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            u += slab + i < num_slabs ? values[i] : 0.0f;
+        }
+    }
+    if (item != kNoPair) {
+        uint32_t const neuron = word & 0xffffu;
+        params.rows.list(row)[item] = {neuron, finish<Element>(params, neuron, word, u)};
     }
 }
 
@@ -197,6 +236,59 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) up_kernel(Params const p
     for (uint32_t i = blockIdx.x; i < num_units; i += gridDim.x) {
         Share const share(params.schedule.units[i]);
         compute<Element>(params, share, share.load_word(params));
+    }
+}
+
+// By a CTA: units of rows that are in no chunk, of all units.
+template <class Element>
+__device__ __forceinline__ void compute_left(Params const& params) {
+    __shared__ uint32_t left_lanes;
+    int const lane = threadIdx.x % kWarpSize;
+    uint32_t const num_units = params.schedule.header->unit_count;
+    // The heaviest rows' units come first: neighbours are for different CTAs.
+    for (uint32_t begin = blockIdx.x; begin < num_units; begin += gridDim.x * kWarpSize) {
+        __syncthreads();
+        if (threadIdx.x < kWarpSize) {
+            uint32_t const i = begin + lane * gridDim.x;
+            Unit const unit = i < num_units ? params.schedule.units[i] : Unit{0, kNoRange};
+            bool const is_left = unit.range != kNoRange &&
+                                 params.rows.list(unit.row)[unit.begin()].neuron == chunk::kIsLeft;
+            uint32_t const lanes = __ballot_sync(0xffffffffu, is_left);
+            if (lane == 0) {
+                left_lanes = lanes;
+            }
+        }
+        __syncthreads();
+        for (uint32_t rest = left_lanes; rest != 0; rest &= rest - 1) {
+            Share const share(params.schedule.units[begin + (__ffs(rest) - 1) * gridDim.x]);
+            compute<Element>(params, share, share.load_word(params));
+        }
+    }
+}
+
+// The same where there are chunks.
+template <class Element>
+__global__ void __launch_bounds__(kThreads, kMinBlocks) up_with_chunks_kernel(Params const params) {
+    int const lane = threadIdx.x % kWarpSize;
+    Chunks const& chunks = params.chunks;
+    wait_for_previous_launch();
+    allow_dependent_launch();  // NOTE: as above
+    if (params.schedule.header->left_count != 0) {
+        compute_left<Element>(params);
+    }
+    // A lane has the end of a block's chunks among all.
+    uint32_t const count = lane < chunks.num_blocks ? chunks.counts[lane] : 0;
+    uint32_t end = count;
+#pragma unroll
+    for (int distance = 1; distance < kMostNeuronBlocks; distance *= 2) {
+        uint32_t const below = __shfl_up_sync(0xffffffffu, end, distance);
+        end += lane >= distance ? below : 0;
+    }
+    uint32_t const all = __shfl_sync(0xffffffffu, end, kMostNeuronBlocks - 1);
+    for (uint32_t i = blockIdx.x * kWarps + threadIdx.x / kWarpSize; i < all; i += gridDim.x * kWarps) {
+        int const block = __popc(__ballot_sync(0xffffffffu, lane < chunks.num_blocks && end <= i));
+        uint32_t const begin = __shfl_sync(0xffffffffu, end - count, block);
+        add_parts<Element>(params, chunks.chunks[static_cast<int64_t>(block) * chunks.capacity + i - begin]);
     }
 }
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "chunk.h"
+#include "chunk_up.cuh"
 #include "dense.h"
 #include "launch.cuh"
 #include "problem.cuh"
@@ -27,6 +29,7 @@ struct Launch {
     twell_tensors const& tensors;
     uint32_t const* packed;
     Schedule const& schedule;
+    Chunks chunks;
     SparseRows rows;
     uint16_t const* spilled;  // null: not to be read
     Device const& device;
@@ -56,6 +59,44 @@ uint32_t down_slab_warps(twell_problem const& problem, Device const& device) {
     return warps;
 }
 
+// In how many parts each block's chunks are shared out, so that all multiprocessors have about the same to do: that of
+// the least time, in the time of a part of which Wu has been loaded.
+int chunk_parts(twell_problem const& problem, Chunks const& chunks, Device const& device) {
+    // How many tokens' chunks take as long as loading their part of Wu.
+    constexpr double kLoadTokens = 1000.0;
+    constexpr int kMostParts = 8;
+    int const units = chunks.num_blocks * chunks.num_slabs;
+    int best = 1;
+    double best_cost = 0.0;
+    for (int parts = 1; parts <= kMostParts; ++parts) {
+        double const rounds = static_cast<double>(ceil_div(int64_t{units} * parts, device.num_multiprocessors));
+        double const cost = rounds * (kLoadTokens + static_cast<double>(problem.tokens) / parts);
+        if (parts == 1 || cost < best_cost) {
+            best = parts;
+            best_cost = cost;
+        }
+    }
+    return best;
+}
+
+template <class Element>
+cudaError_t launch_chunk_up(Launch const& launch) {
+    twell_problem const& problem = launch.problem;
+    Chunks const& chunks = launch.chunks;
+    chunk_up::Params params = {};
+    params.x = static_cast<uint16_t const*>(launch.tensors.x);
+    params.w_up = static_cast<uint16_t const*>(launch.tensors.w_up);
+    params.chunks = chunks;
+    params.d_model = problem.d_model;
+    params.d_ff = problem.d_ff;
+    params.num_parts = chunk_parts(problem, chunks, launch.device);
+    int const units = chunks.num_blocks * chunks.num_slabs * params.num_parts;
+    int const grid = std::min(units, launch.device.num_multiprocessors);
+    return launch_dependent(chunk_up::up_kernel<Element>, params, dim3(static_cast<unsigned>(grid)), chunk_up::kThreads,
+                            chunks.block_neurons * chunk_up::kRowBytes + chunk_up::kWarps * chunk_up::kRingBytes,
+                            launch.device, launch.stream);
+}
+
 // Every unit has a CTA where rows have one unit each.
 template <class Element>
 cudaError_t launch_sparse_up(Launch const& launch) {
@@ -66,9 +107,16 @@ cudaError_t launch_sparse_up(Launch const& launch) {
     params.b_up = static_cast<uint16_t const*>(launch.tensors.b_up);
     params.schedule = launch.schedule;
     params.rows = launch.rows;
+    params.chunks = launch.chunks;
     params.d_model = problem.d_model;
     params.num_tiles = num_tiles(problem);
     params.relu_on_up = problem.activation == TWELL_DRELU;
+    if (launch.chunks.counts != nullptr) {
+        params.column_end = problem.d_model;
+        return launch_dependent(sparse_up::up_with_chunks_kernel<Element>, params,
+                                dim3(static_cast<unsigned>(ceil_div(problem.tokens, sparse_up::kWarps))),
+                                sparse_up::kThreads, 0, launch.device, launch.stream);
+    }
     int const columns = up_slab_columns(problem, launch.device);
     for (int begin = 0; begin < problem.d_model; begin += columns) {
         params.column_begin = begin;
@@ -142,6 +190,11 @@ cudaError_t launch_rest(Launch const& launch) {
 
 template <class Element>
 cudaError_t launch_sparse(Launch const& launch) {
+    if (launch.chunks.counts != nullptr) {
+        if (cudaError_t const error = launch_chunk_up<Element>(launch); error != cudaSuccess) {
+            return error;
+        }
+    }
     if (cudaError_t const error = launch_sparse_up<Element>(launch); error != cudaSuccess) {
         return error;
     }
@@ -153,10 +206,15 @@ void* dense_scratch_in(twell_problem const& problem, void* scratch) {
     return reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)) + spilled_bytes(problem);
 }
 
+// The chunks' memory, behind that.
+void* chunks_in(twell_problem const& problem, void* scratch) {
+    return static_cast<unsigned char*>(dense_scratch_in(problem, scratch)) + dense_scratch_bytes(problem);
+}
+
 }  // namespace
 
 size_t up_down_scratch_bytes(twell_problem const& problem) {
-    return schedule_bytes(problem) + spilled_bytes(problem) + dense_scratch_bytes(problem);
+    return schedule_bytes(problem) + spilled_bytes(problem) + dense_scratch_bytes(problem) + chunk_bytes(problem);
 }
 
 uint16_t* spilled_in(twell_problem const& problem, void* scratch) {
@@ -175,13 +233,18 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
         guard.forced = dense_rows;
         gather = gather_for(problem, tensors, packed, spilled, dense_scratch_in(problem, scratch));
     }
-    if (cudaError_t const error = launch_schedule(problem, packed, spilled, schedule, guard, gather, device, stream);
+    SparseRows const rows = {reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)),
+                             spilled_stride(problem) * static_cast<int64_t>(sizeof(uint16_t))};
+    Chunks chunks = {};
+    if (has_chunks(problem, device)) {
+        chunks = chunks_at(problem, chunks_in(problem, scratch));
+    }
+    if (cudaError_t const error =
+            launch_schedule(problem, packed, spilled, schedule, guard, gather, chunks, rows, device, stream);
         error != cudaSuccess) {
         return error;
     }
-    SparseRows const rows = {reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)),
-                             spilled_stride(problem) * static_cast<int64_t>(sizeof(uint16_t))};
-    Launch const launch = {problem, tensors, packed, schedule, rows, spilled, device, stream};
+    Launch const launch = {problem, tensors, packed, schedule, chunks, rows, spilled, device, stream};
     bool const is_bf16 = problem.dtype == TWELL_BF16;
     if (cudaError_t const error = is_bf16 ? launch_sparse<Bf16>(launch) : launch_sparse<Fp16>(launch);
         error != cudaSuccess) {
@@ -207,7 +270,7 @@ cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const&
         return error;
     }
     // All tiles count as overflowed.
-    Launch const launch = {problem, tensors, nullptr, schedule, {}, nullptr, device, stream};
+    Launch const launch = {problem, tensors, nullptr, schedule, {}, {}, nullptr, device, stream};
     return problem.dtype == TWELL_BF16 ? launch_rest<Bf16>(launch) : launch_rest<Fp16>(launch);
 }
 

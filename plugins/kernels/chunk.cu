@@ -1,0 +1,60 @@
+#include "chunk.h"
+
+#include <algorithm>
+
+#include "problem.cuh"
+
+namespace twell {
+namespace {
+
+// From so many tokens on chunks are faster than a unit of one row after the other.
+constexpr int64_t kFewestTokens = 1024;
+// The places of sums are 32-bit numbers.
+constexpr int64_t kMostTokens = 1 << 22;
+
+int num_blocks(twell_problem const& problem) { return static_cast<int>(ceil_div(problem.d_ff, kMostBlockNeurons)); }
+
+int64_t capacity(twell_problem const& problem) {
+    return ceil_div(std::min(problem.tokens, kMostTokens), kRunRows) * kRunChunks * num_blocks(problem);
+}
+
+bool suits(twell_problem const& problem) {
+    return problem.variant == TWELL_GATED && problem.tokens >= kFewestTokens &&
+           problem.d_model % kSlabColumns == 0 && num_blocks(problem) <= kMostNeuronBlocks;
+}
+
+size_t counts_bytes() { return aligned((kMostNeuronBlocks + 1) * sizeof(uint32_t)); }
+
+size_t records_bytes(twell_problem const& problem) {
+    return aligned(capacity(problem) * num_blocks(problem) * sizeof(Chunk));
+}
+
+}  // namespace
+
+bool has_chunks(twell_problem const& problem, Device const& device) {
+    return suits(problem) && problem.tokens <= kMostTokens && device.major == 9 && device.minor == 0;
+}
+
+size_t chunk_bytes(twell_problem const& problem) {
+    if (!suits(problem)) {
+        return 0;
+    }
+    return counts_bytes() + records_bytes(problem) +
+           aligned(capacity(problem) * (problem.d_model / kSlabColumns) * kChunkPairs * sizeof(float));
+}
+
+Chunks chunks_at(twell_problem const& problem, void* memory) {
+    unsigned char* const bytes = static_cast<unsigned char*>(memory);
+    Chunks chunks = {};
+    chunks.counts = reinterpret_cast<uint32_t*>(bytes);
+    chunks.chunks = reinterpret_cast<Chunk*>(bytes + counts_bytes());
+    chunks.sums = reinterpret_cast<float*>(bytes + counts_bytes() + records_bytes(problem));
+    chunks.capacity = static_cast<uint32_t>(capacity(problem));
+    chunks.num_blocks = num_blocks(problem);
+    chunks.block_neurons = static_cast<int>(ceil_div(problem.d_ff, chunks.num_blocks));
+    chunks.inverse = static_cast<uint32_t>(ceil_div(int64_t{1} << 32, chunks.block_neurons));
+    chunks.num_slabs = problem.d_model / kSlabColumns;
+    return chunks;
+}
+
+}  // namespace twell

@@ -1,0 +1,240 @@
+// Builds the chunks of the rows that have lists, in order_kernel.
+//
+// A row's pairs of one block of neurons follow one another, those of the next row of the run behind them; an octet that
+// has pairs of two rows takes no third one. Where in the order of a block's chunks a run's come, varies from run to run
+// of the program; no result may depend on it. Which rows are in chunks does not vary: those that come first in a run,
+// as far as its chunks go.
+#ifndef TWELL_KERNELS_CHUNK_CUH_
+#define TWELL_KERNELS_CHUNK_CUH_
+
+#include "chunk.h"
+#include "schedule.h"
+#include "sparse_rows.h"
+#include "vector.cuh"
+
+namespace twell::chunk {
+
+constexpr int kRunsAtOnce = 4;
+constexpr int kRowsAtOnce = kRunsAtOnce * kRunRows;
+
+// In place of the neuron, in the list of a row, at the beginning of each of its units: that it is in no chunk.
+constexpr uint32_t kIsLeft = 0xffffffffu;
+
+// An octet's last row leaves at most so many of its pairs unused, and more of the row follow in no other octet. So
+// counting each row with at least so many pairs covers all that stays unused, but in the last chunk.
+constexpr uint32_t kLeastCounted = kOctetPairs - 1;
+
+__device__ __forceinline__ uint32_t block_of(uint32_t neuron, Chunks const& chunks) {
+    return chunks.num_blocks == 1 ? 0 : __umulhi(neuron, chunks.inverse);
+}
+
+struct Shared {
+    uint32_t next[kRowsAtOnce][kMostNeuronBlocks];   // a row's pairs in a block; then where the next one goes
+    uint32_t first[kRowsAtOnce][kMostNeuronBlocks];  // where the first one went, maybe with kSecondRow
+    uint32_t chunks[kRunsAtOnce][kMostNeuronBlocks];
+    uint32_t begin[kRunsAtOnce][kMostNeuronBlocks];      // the run's first chunk in the block
+    uint32_t sums_begin[kRunsAtOnce][kMostNeuronBlocks];
+    bool is_in[kRowsAtOnce];
+};
+
+// By one warp: which rows of a run are in chunks.
+__device__ __forceinline__ void admit(Shared& shared, Chunks const& chunks, int run) {
+    int const lane = threadIdx.x % kWarpSize;
+    constexpr int kPerLane = kRunRows / kWarpSize;
+    uint32_t own = 0;
+    uint32_t sums[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        int const r = run * kRunRows + lane * kPerLane + i;
+        for (int b = 0; b < chunks.num_blocks; ++b) {
+            uint32_t const pairs = shared.next[r][b];
+            own += pairs == 0 ? 0 : max(pairs, kLeastCounted);
+        }
+        sums[i] = own;
+    }
+    uint32_t before = own;
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+        uint32_t const below = __shfl_up_sync(0xffffffffu, before, distance);
+        before += lane >= distance ? below : 0;
+    }
+    before -= own;
+    uint32_t const most =
+        static_cast<uint32_t>(chunks.num_blocks * (kRunChunks * kChunkPairs - kChunkPairs - kOctetPairs));
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        int const r = run * kRunRows + lane * kPerLane + i;
+        shared.is_in[r] = before + sums[i] <= most;
+        for (int b = 0; !shared.is_in[r] && b < chunks.num_blocks; ++b) {
+            shared.next[r][b] = 0;
+        }
+    }
+}
+
+// By one thread: the places of a run's pairs in a block.
+__device__ __forceinline__ void place_rows(Shared& shared, int run, int block) {
+    uint32_t place = 0;
+    uint32_t rows_of_octet = 0;
+    constexpr int kAtOnce = 4;
+#pragma unroll 1
+    for (int begin = run * kRunRows; begin < (run + 1) * kRunRows; begin += kAtOnce) {
+        uint32_t pairs[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            pairs[i] = shared.next[begin + i][block];
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (place % kOctetPairs == 0) {
+                rows_of_octet = 0;
+            } else if (rows_of_octet == kRowsOfOctet && pairs[i] != 0) {
+                place = (place / kOctetPairs + 1) * kOctetPairs;
+                rows_of_octet = 0;
+            }
+            shared.next[begin + i][block] = place;
+            shared.first[begin + i][block] = place | (rows_of_octet != 0 ? kSecondRow : 0);
+            if (pairs[i] != 0) {
+                rows_of_octet = (place + pairs[i]) / kOctetPairs == place / kOctetPairs ? rows_of_octet + 1 : 1;
+            }
+            place += pairs[i];
+        }
+    }
+    shared.chunks[run][block] = (place + kChunkPairs - 1) / kChunkPairs;
+}
+
+// By one warp: where a run's chunks lie among all.
+__device__ __forceinline__ void take_chunks(Shared& shared, Chunks const& chunks, int run) {
+    int const lane = threadIdx.x % kWarpSize;
+    uint32_t const count = lane < chunks.num_blocks ? shared.chunks[run][lane] : 0;
+    uint32_t before = count;
+#pragma unroll
+    for (int distance = 1; distance < kMostNeuronBlocks; distance *= 2) {
+        uint32_t const below = __shfl_up_sync(0xffffffffu, before, distance);
+        before += lane >= distance ? below : 0;
+    }
+    uint32_t const all = __shfl_sync(0xffffffffu, before, kMostNeuronBlocks - 1);
+    uint32_t const taken =
+        lane <= chunks.num_blocks ? atomicAdd(&chunks.counts[lane], lane < chunks.num_blocks ? count : all) : 0;
+    uint32_t const sums = __shfl_sync(0xffffffffu, taken, chunks.num_blocks);
+    if (lane < chunks.num_blocks) {
+        shared.begin[run][lane] = lane * chunks.capacity + taken;
+        shared.sums_begin[run][lane] = sums + before - count;
+    }
+}
+
+// By one warp: the chunks of a run in a block, in which no pair has been entered.
+__device__ __forceinline__ void clear_chunks(Shared const& shared, Chunks const& chunks, int run, int block,
+                                             int64_t row) {
+    int const lane = threadIdx.x % kWarpSize;
+    for (uint32_t i = 0; i < shared.chunks[run][block]; ++i) {
+        Chunk& chunk = chunks.chunks[shared.begin[run][block] + i];
+        chunk.entries[lane] = 0;
+        chunk.items[lane] = kNoPair;
+        if (lane < kRowsOfChunk) {
+            chunk.rows[lane] = static_cast<uint32_t>(row);
+        } else if (lane == kRowsOfChunk) {
+            chunk.sums = shared.sums_begin[run][block] + i;
+        }
+    }
+}
+
+// Enters a pair, the i-th of its row; r: the row's number among those at once.
+__device__ __forceinline__ void enter(Shared& shared, Chunks const& chunks, int r, int64_t row, uint32_t i,
+                                      uint32_t neuron) {
+    int const run = r / kRunRows;
+    uint32_t const b = block_of(neuron, chunks);
+    uint32_t const place = atomicAdd(&shared.next[r][b], 1u);
+    uint32_t const first = shared.first[r][b];
+    bool const second = (first & kSecondRow) != 0 && place / kOctetPairs == (first & ~kSecondRow) / kOctetPairs;
+    uint32_t const in_chunk = place % kChunkPairs;
+    uint32_t const octet = in_chunk / kOctetPairs;
+    Chunk& chunk = chunks.chunks[shared.begin[run][b] + place / kChunkPairs];
+    chunk.entries[in_chunk % kOctetPairs * kOctets + octet] =
+        (neuron - b * chunks.block_neurons) | (second ? kSecondRow : 0);
+    chunk.items[in_chunk] = i;
+    chunk.rows[octet * kRowsOfOctet + (second ? 1 : 0)] = static_cast<uint32_t>(row);
+}
+
+// By a CTA of kThreads, for the rows from `begin`, a multiple of kRunRows, to `end`, whose lists it sees. count_of gives
+// the non-zeros of a row, 0 for one that is not to be in chunks.
+template <int kThreads, class CountOf>
+__device__ __forceinline__ void build(Chunks const& chunks, Schedule const& schedule, SparseRows const& rows,
+                                      int num_tiles, int64_t begin, int64_t end, CountOf count_of) {
+    __shared__ Shared shared;
+    constexpr int kWarps = kThreads / kWarpSize;
+    constexpr int kPerWarp = kRowsAtOnce / kWarps;
+    int const lane = threadIdx.x % kWarpSize;
+    int const warp = threadIdx.x / kWarpSize;
+    int64_t const list_step = static_cast<int64_t>(kWarps) * max_listed(num_tiles);
+#pragma unroll 1
+    for (; begin < end; begin += kRowsAtOnce) {
+        // Row j of a warp is row j * kWarps + warp of those at once. A lane has one's count.
+        int64_t const counted = begin + lane * kWarps + warp;
+        uint32_t const own_count = lane < kPerWarp && counted < end ? count_of(counted) : 0;
+        // For each pair of a warp's rows; the first ones of the next row are loaded meanwhile. NOTE: unrolled, this
+        // would cost more time for its instructions than it takes.
+        auto const for_each = [&](auto use) {
+            uint32_t const* list = schedule.words + (begin + warp) * max_listed(num_tiles);
+            uint32_t count = __shfl_sync(0xffffffffu, own_count, 0);
+            uint32_t word = lane < count ? list[lane] : 0;
+#pragma unroll 1
+            for (int j = 0; j < kPerWarp; ++j) {
+                uint32_t const next_count = __shfl_sync(0xffffffffu, own_count, j + 1);
+                uint32_t const next_word = lane < next_count ? list[list_step + lane] : 0;
+#pragma unroll 1
+                for (uint32_t i = lane; i < count; i += kWarpSize) {
+                    use(j * kWarps + warp, i, (i < kWarpSize ? word : list[i]) & 0xffffu);
+                }
+                list += list_step;
+                count = next_count;
+                word = next_word;
+            }
+        };
+        for (int i = threadIdx.x; i < kRowsAtOnce * kMostNeuronBlocks; i += kThreads) {
+            (&shared.next[0][0])[i] = 0;
+        }
+        __syncthreads();
+        for_each([&](int r, uint32_t, uint32_t neuron) { atomicAdd(&shared.next[r][block_of(neuron, chunks)], 1u); });
+        __syncthreads();
+        if (warp < kRunsAtOnce) {
+            admit(shared, chunks, warp);
+        }
+        __syncthreads();
+        if (threadIdx.x < kRunsAtOnce * kMostNeuronBlocks) {
+            int const block = threadIdx.x / kRunsAtOnce;
+            if (block < chunks.num_blocks) {
+                place_rows(shared, threadIdx.x % kRunsAtOnce, block);
+            }
+        }
+        __syncthreads();
+        if (warp < kRunsAtOnce) {
+            take_chunks(shared, chunks, warp);
+        }
+        __syncthreads();
+        for (int i = warp; i < kRunsAtOnce * chunks.num_blocks; i += kWarps) {
+            int const run = i % kRunsAtOnce;
+            clear_chunks(shared, chunks, run, i / kRunsAtOnce, begin + run * kRunRows);
+        }
+        __syncthreads();
+        for_each([&](int r, uint32_t i, uint32_t neuron) {
+            if (shared.is_in[r]) {
+                enter(shared, chunks, r, begin + r, i, neuron);
+            }
+        });
+        // Units' first entries say which way a row goes.
+        if (lane < kPerWarp) {
+            int const r = lane * kWarps + warp;
+            for (uint32_t i = 0; i < own_count; i += kUnitNonzeros) {
+                rows.list(begin + r)[i].neuron = shared.is_in[r] ? 0 : kIsLeft;
+            }
+            if (own_count != 0 && !shared.is_in[r]) {
+                atomicAdd(&schedule.header->left_count, 1u);
+            }
+        }
+        __syncthreads();
+    }
+}
+
+}  // namespace twell::chunk
+
+#endif  // TWELL_KERNELS_CHUNK_CUH_

@@ -1,0 +1,67 @@
+// Chunks: what chunk_up.cuh multiplies, pairs of a row and an active neuron that lie in one block of neurons.
+#ifndef TWELL_KERNELS_CHUNK_H_
+#define TWELL_KERNELS_CHUNK_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "launch.cuh"
+#include "twell/twell.h"
+
+namespace twell {
+
+// A multiprocessor holds kSlabColumns columns of Wu of a block of neurons in shared memory.
+constexpr int kSlabColumns = 64;
+constexpr int kMostBlockNeurons = 1472;
+constexpr int kMostNeuronBlocks = 16;
+
+// A chunk has pairs of up to eight rows: kOctets octets with pairs of two rows each.
+constexpr int kOctetPairs = 8;
+constexpr int kOctets = 4;
+constexpr int kChunkPairs = kOctetPairs * kOctets;
+constexpr int kRowsOfOctet = 2;
+constexpr int kRowsOfChunk = kRowsOfOctet * kOctets;
+
+// So many neighbouring rows share their chunks, of which they have at most kRunChunks for each block of neurons.
+constexpr int kRunRows = 64;
+constexpr int kRunChunks = 25;
+
+constexpr uint32_t kSecondRow = 1u << 31;  // in an entry: the pair is of the second of the octet's rows
+
+struct Chunk {
+    // Pair i of octet o is word i * kOctets + o: the neuron, counted from its block's first, and maybe kSecondRow.
+    uint32_t entries[kChunkPairs];
+    uint32_t rows[kRowsOfChunk];  // of x
+    uint32_t sums;                // the place of the chunk's sums
+    uint32_t unused[3];
+    // Pair i of octet o is word o * kOctetPairs + i: which of its row's list it is, or kNoPair.
+    uint32_t items[kChunkPairs];
+};
+constexpr uint32_t kNoPair = 0xffffffffu;
+// What the product needs of a chunk.
+constexpr int kChunkFrontBytes = offsetof(Chunk, items);
+static_assert(kChunkFrontBytes % sizeof(uint4) == 0 && sizeof(Chunk) % sizeof(uint4) == 0, "copied in vectors");
+
+// Where chunks lie in a piece of device memory of chunk_bytes(problem), 256-byte aligned. Without memory there are none.
+struct Chunks {
+    uint32_t* counts;  // [num_blocks + 1]: chunks of each block of neurons, and of all
+    Chunk* chunks;     // [num_blocks, capacity]
+    float* sums;       // [capacity, num_slabs, kChunkPairs]: parts of x . Wu[n]
+    uint32_t capacity;  // of all chunks
+    int num_blocks;  // of neurons
+    int block_neurons;
+    uint32_t inverse;  // of block_neurons: 2^32 / block_neurons, rounded up
+    int num_slabs;
+};
+
+// Whether rows of the sparse path are multiplied by chunks.
+bool has_chunks(twell_problem const& problem, Device const& device);
+
+// Never shrinks when `tokens` grows; the same on every device.
+size_t chunk_bytes(twell_problem const& problem);
+
+Chunks chunks_at(twell_problem const& problem, void* memory);
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_CHUNK_H_
