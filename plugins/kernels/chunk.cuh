@@ -16,6 +16,9 @@ namespace twell::chunk {
 
 constexpr int kRunsAtOnce = 4;
 constexpr int kRowsAtOnce = kRunsAtOnce * kRunRows;
+// A run's rows are placed in parts at the same time, one after the other in each.
+constexpr int kParts = 2;
+constexpr int kPartRows = kRunRows / kParts;
 
 // In place of the neuron, in the list of a row, at the beginning of each of its units: that it is in no chunk.
 constexpr uint32_t kIsLeft = 0xffffffffu;
@@ -29,10 +32,11 @@ __device__ __forceinline__ uint32_t block_of(uint32_t neuron, Chunks const& chun
 }
 
 struct Shared {
-    uint32_t next[kRowsAtOnce][kMostNeuronBlocks];   // a row's pairs in a block; then where the next one goes
+    uint32_t next[kRowsAtOnce][kMostNeuronBlocks];   // a row's pairs in a block; then where in its part the next one goes
     uint32_t first[kRowsAtOnce][kMostNeuronBlocks];  // where the first one went, maybe with kSecondRow
+    uint32_t parts[kRunsAtOnce][kParts][kMostNeuronBlocks];  // places of a part; then where they begin
     uint32_t chunks[kRunsAtOnce][kMostNeuronBlocks];
-    uint32_t begin[kRunsAtOnce][kMostNeuronBlocks];      // the run's first chunk in the block
+    uint32_t begin[kRunsAtOnce][kMostNeuronBlocks];  // the run's first chunk in the block
     uint32_t sums_begin[kRunsAtOnce][kMostNeuronBlocks];
     bool is_in[kRowsAtOnce];
 };
@@ -60,7 +64,7 @@ __device__ __forceinline__ void admit(Shared& shared, Chunks const& chunks, int 
     }
     before -= own;
     uint32_t const most =
-        static_cast<uint32_t>(chunks.num_blocks * (kRunChunks * kChunkPairs - kChunkPairs - kOctetPairs));
+        static_cast<uint32_t>(chunks.num_blocks * ((kRunChunks - 1) * kChunkPairs - kParts * kOctetPairs));
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
         int const r = run * kRunRows + lane * kPerLane + i;
@@ -71,13 +75,14 @@ __device__ __forceinline__ void admit(Shared& shared, Chunks const& chunks, int 
     }
 }
 
-// By one thread: the places of a run's pairs in a block.
-__device__ __forceinline__ void place_rows(Shared& shared, int run, int block) {
+// By one thread: the places of a part's pairs in a block.
+__device__ __forceinline__ void place_rows(Shared& shared, int run, int part, int block) {
     uint32_t place = 0;
     uint32_t rows_of_octet = 0;
-    constexpr int kAtOnce = 4;
+    constexpr int kAtOnce = 8;
+    int const first = run * kRunRows + part * kPartRows;
 #pragma unroll 1
-    for (int begin = run * kRunRows; begin < (run + 1) * kRunRows; begin += kAtOnce) {
+    for (int begin = first; begin < first + kPartRows; begin += kAtOnce) {
         uint32_t pairs[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
@@ -85,27 +90,30 @@ __device__ __forceinline__ void place_rows(Shared& shared, int run, int block) {
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            if (place % kOctetPairs == 0) {
-                rows_of_octet = 0;
-            } else if (rows_of_octet == kRowsOfOctet && pairs[i] != 0) {
-                place = (place / kOctetPairs + 1) * kOctetPairs;
-                rows_of_octet = 0;
-            }
+            bool const is_full = rows_of_octet == kRowsOfOctet && pairs[i] != 0;
+            place = is_full ? (place + kOctetPairs - 1) & ~(kOctetPairs - 1u) : place;
+            rows_of_octet = place % kOctetPairs == 0 ? 0 : rows_of_octet;
             shared.next[begin + i][block] = place;
             shared.first[begin + i][block] = place | (rows_of_octet != 0 ? kSecondRow : 0);
-            if (pairs[i] != 0) {
-                rows_of_octet = (place + pairs[i]) / kOctetPairs == place / kOctetPairs ? rows_of_octet + 1 : 1;
-            }
-            place += pairs[i];
+            uint32_t const end = place + pairs[i];
+            bool const stays = (place ^ end) < kOctetPairs;
+            rows_of_octet = stays ? rows_of_octet + (pairs[i] != 0 ? 1 : 0) : 1;
+            place = end;
         }
     }
-    shared.chunks[run][block] = (place + kChunkPairs - 1) / kChunkPairs;
+    shared.parts[run][part][block] = place;
 }
 
 // By one warp: where a run's chunks lie among all.
 __device__ __forceinline__ void take_chunks(Shared& shared, Chunks const& chunks, int run) {
     int const lane = threadIdx.x % kWarpSize;
-    uint32_t const count = lane < chunks.num_blocks ? shared.chunks[run][lane] : 0;
+    uint32_t places = 0;
+    for (int part = 0; part < kParts && lane < chunks.num_blocks; ++part) {
+        uint32_t const of_part = shared.parts[run][part][lane];
+        shared.parts[run][part][lane] = places;
+        places += (of_part + kOctetPairs - 1) / kOctetPairs * kOctetPairs;
+    }
+    uint32_t const count = (places + kChunkPairs - 1) / kChunkPairs;
     uint32_t before = count;
 #pragma unroll
     for (int distance = 1; distance < kMostNeuronBlocks; distance *= 2) {
@@ -117,24 +125,24 @@ __device__ __forceinline__ void take_chunks(Shared& shared, Chunks const& chunks
         lane <= chunks.num_blocks ? atomicAdd(&chunks.counts[lane], lane < chunks.num_blocks ? count : all) : 0;
     uint32_t const sums = __shfl_sync(0xffffffffu, taken, chunks.num_blocks);
     if (lane < chunks.num_blocks) {
+        shared.chunks[run][lane] = count;
         shared.begin[run][lane] = lane * chunks.capacity + taken;
         shared.sums_begin[run][lane] = sums + before - count;
     }
 }
 
-// By one warp: the chunks of a run in a block, in which no pair has been entered.
-__device__ __forceinline__ void clear_chunks(Shared const& shared, Chunks const& chunks, int run, int block,
-                                             int64_t row) {
+// By one warp: a chunk, the i-th of a run in a block, in which no pair has been entered. Any row of x may stand in for
+// those that it will not have.
+__device__ __forceinline__ void clear_chunk(Shared const& shared, Chunks const& chunks, int run, int block, uint32_t i,
+                                            int64_t row) {
     int const lane = threadIdx.x % kWarpSize;
-    for (uint32_t i = 0; i < shared.chunks[run][block]; ++i) {
-        Chunk& chunk = chunks.chunks[shared.begin[run][block] + i];
-        chunk.entries[lane] = 0;
-        chunk.items[lane] = kNoPair;
-        if (lane < kRowsOfChunk) {
-            chunk.rows[lane] = static_cast<uint32_t>(row);
-        } else if (lane == kRowsOfChunk) {
-            chunk.sums = shared.sums_begin[run][block] + i;
-        }
+    Chunk& chunk = chunks.chunks[shared.begin[run][block] + i];
+    chunk.entries[lane] = 0;
+    chunk.items[lane] = kNoPair;
+    if (lane < kRowsOfChunk) {
+        chunk.rows[lane] = static_cast<uint32_t>(row);
+    } else if (lane == kRowsOfChunk) {
+        chunk.sums = shared.sums_begin[run][block] + i;
     }
 }
 
@@ -143,9 +151,10 @@ __device__ __forceinline__ void enter(Shared& shared, Chunks const& chunks, int 
                                       uint32_t neuron) {
     int const run = r / kRunRows;
     uint32_t const b = block_of(neuron, chunks);
-    uint32_t const place = atomicAdd(&shared.next[r][b], 1u);
+    uint32_t const in_part = atomicAdd(&shared.next[r][b], 1u);
     uint32_t const first = shared.first[r][b];
-    bool const second = (first & kSecondRow) != 0 && place / kOctetPairs == (first & ~kSecondRow) / kOctetPairs;
+    bool const second = (first & kSecondRow) != 0 && in_part / kOctetPairs == (first & ~kSecondRow) / kOctetPairs;
+    uint32_t const place = shared.parts[run][r % kRunRows / kPartRows][b] + in_part;
     uint32_t const in_chunk = place % kChunkPairs;
     uint32_t const octet = in_chunk / kOctetPairs;
     Chunk& chunk = chunks.chunks[shared.begin[run][b] + place / kChunkPairs];
@@ -200,20 +209,21 @@ __device__ __forceinline__ void build(Chunks const& chunks, Schedule const& sche
             admit(shared, chunks, warp);
         }
         __syncthreads();
-        if (threadIdx.x < kRunsAtOnce * kMostNeuronBlocks) {
-            int const block = threadIdx.x / kRunsAtOnce;
-            if (block < chunks.num_blocks) {
-                place_rows(shared, threadIdx.x % kRunsAtOnce, block);
-            }
+        if (int const block = threadIdx.x / (kRunsAtOnce * kParts); block < chunks.num_blocks) {
+            place_rows(shared, threadIdx.x / kParts % kRunsAtOnce, threadIdx.x % kParts, block);
         }
         __syncthreads();
         if (warp < kRunsAtOnce) {
             take_chunks(shared, chunks, warp);
         }
         __syncthreads();
-        for (int i = warp; i < kRunsAtOnce * chunks.num_blocks; i += kWarps) {
-            int const run = i % kRunsAtOnce;
-            clear_chunks(shared, chunks, run, i / kRunsAtOnce, begin + run * kRunRows);
+        for (int run = 0; run < kRunsAtOnce && begin + run * kRunRows < end; ++run) {
+            for (int block = 0; block < chunks.num_blocks; ++block) {
+                // Which warp begins goes round.
+                for (uint32_t i = (warp + block * 16) % kWarps; i < shared.chunks[run][block]; i += kWarps) {
+                    clear_chunk(shared, chunks, run, block, i, begin + run * kRunRows);
+                }
+            }
         }
         __syncthreads();
         for_each([&](int r, uint32_t i, uint32_t neuron) {

@@ -30,7 +30,7 @@ constexpr int kLevelsPerOctave = 8;
 constexpr int kLevels = kExactLevels + 12 * kLevelsPerOctave + 1;
 // Buckets are levels, the heaviest first.
 constexpr int kBuckets = 128;
-static_assert(kLevels <= kBuckets && kThreads % kBuckets == 0, "order_kernel shares out buckets to threads");
+static_assert(kLevels <= kBuckets, "every level has a bucket");
 
 __host__ __device__ __forceinline__ int level_of(int count) {
     if (count < kExactLevels) {
@@ -283,6 +283,23 @@ __device__ __forceinline__ uint32_t sums_before(uint32_t (&sums)[kPerLane], uint
     return end;
 }
 
+constexpr int kBucketsPerLane = kBuckets / kWarpSize;  // neighbouring ones
+static_assert(kBucketsPerLane == 4 && kMaxBlocks % kWarps == 0, "loaded in vectors");
+
+__device__ __forceinline__ void add(uint4& sums, uint4 values) {
+    sums.x += values.x;
+    sums.y += values.y;
+    sums.z += values.z;
+    sums.w += values.w;
+}
+
+__device__ __forceinline__ void add_atomically(uint32_t* shared_sums, uint4 values) {
+    atomicAdd(shared_sums, values.x);
+    atomicAdd(shared_sums + 1, values.y);
+    atomicAdd(shared_sums + 2, values.z);
+    atomicAdd(shared_sums + 3, values.w);
+}
+
 __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params) {
     __shared__ uint32_t bucket_rows[kBuckets];       // of all blocks
     __shared__ uint32_t block_begin[kBuckets];       // place of the block's first row of a bucket
@@ -291,7 +308,6 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     __shared__ uint32_t heavy_count;
 
     int const lane = threadIdx.x % kWarpSize;
-    int const bucket = threadIdx.x % kBuckets;
     allow_dependent_launch();
     if (threadIdx.x < kBuckets) {
         bucket_rows[threadIdx.x] = 0;
@@ -299,18 +315,30 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     }
     wait_for_previous_launch();
     __syncthreads();
-    uint32_t all = 0;
-    uint32_t before = 0;
-#pragma unroll 8
-    for (unsigned block = threadIdx.x / kBuckets; block < gridDim.x; block += kThreads / kBuckets) {
-        uint32_t const rows = params.schedule.block_buckets[block * kBuckets + bucket];
-        all += rows;
-        before += block < blockIdx.x ? rows : 0;
+    {
+        // Four buckets a lane, every kWarps-th block a warp.
+        uint4 all = {};
+        uint4 before = {};
+        constexpr int kAtOnce = kMaxBlocks / kWarps;
+        uint4 rows[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            unsigned const block = threadIdx.x / kWarpSize + i * kWarps;
+            rows[i] = block < gridDim.x ? reinterpret_cast<uint4 const*>(params.schedule.block_buckets)[block * kWarpSize + lane]
+                                        : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            add(all, rows[i]);
+            if (threadIdx.x / kWarpSize + i * kWarps < blockIdx.x) {
+                add(before, rows[i]);
+            }
+        }
+        add_atomically(bucket_rows + lane * kBucketsPerLane, all);
+        add_atomically(block_begin + lane * kBucketsPerLane, before);
     }
-    atomicAdd(&bucket_rows[bucket], all);
-    atomicAdd(&block_begin[bucket], before);
     __syncthreads();
-    constexpr int kPerLane = kBuckets / kWarpSize;  // neighbouring buckets
+    constexpr int kPerLane = kBucketsPerLane;
     if (threadIdx.x < kWarpSize) {
         uint32_t rows[kPerLane];
         uint32_t begins[kPerLane];
