@@ -142,7 +142,7 @@ __device__ __forceinline__ void clear_chunk(Shared const& shared, Chunks const& 
     if (lane < kRowsOfChunk) {
         chunk.rows[lane] = static_cast<uint32_t>(row);
     } else if (lane == kRowsOfChunk) {
-        chunk.sums = shared.sums_begin[run][block] + i;
+        chunk.sums = make_uint4(shared.sums_begin[run][block] + i, 0, 0, 0);
     }
 }
 

@@ -32,8 +32,7 @@ struct Chunk {
     // Pair i of octet o is word i * kOctets + o: the neuron, counted from its block's first, and maybe kSecondRow.
     uint32_t entries[kChunkPairs];
     uint32_t rows[kRowsOfChunk];  // of x
-    uint32_t sums;                // the place of the chunk's sums
-    uint32_t unused[3];
+    uint4 sums;                   // x: the place of the chunk's sums
     // Pair i of octet o is word o * kOctetPairs + i: which of its row's list it is, or kNoPair.
     uint32_t items[kChunkPairs];
 };
@@ -54,8 +53,8 @@ struct Chunks {
     int num_slabs;
 };
 
-// Whether rows of the sparse path are multiplied by chunks.
-bool has_chunks(twell_problem const& problem, Device const& device);
+// Whether rows of the sparse path are multiplied by chunks. Kernels::kSm90: wherever they can be.
+bool has_chunks(twell_problem const& problem, Device const& device, Kernels choice);
 
 // Never shrinks when `tokens` grows; the same on every device.
 size_t chunk_bytes(twell_problem const& problem);

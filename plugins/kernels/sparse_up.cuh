@@ -206,7 +206,7 @@ __device__ __forceinline__ void add_parts(Params const& params, Chunk const& chu
     uint32_t const item = chunk.items[lane];
     int64_t const row = chunk.rows[octet * kRowsOfOctet + ((chunk_entry & kSecondRow) != 0 ? 1 : 0)];
     int const num_slabs = params.chunks.num_slabs;
-    float const* const sums = params.chunks.sums + static_cast<int64_t>(chunk.sums) * num_slabs * kChunkPairs + lane;
+    float const* const sums = params.chunks.sums + static_cast<int64_t>(chunk.sums.x) * num_slabs * kChunkPairs + lane;
     uint32_t const word =
         item != kNoPair ? params.schedule.words[row * max_listed(params.num_tiles) + item] : 0;
     constexpr int kAtOnce = 32;

@@ -184,7 +184,7 @@ def test_dense_block_against_float64(case: Case) -> None:
 @pytest.mark.sm90
 @needs_sm90
 def test_small_calls_are_dense_blocks() -> None:
-    """What mlp() does with few rows, or many of a narrow block, is the dense block, bit by bit; large calls are none."""
+    """What mlp() does with few rows, or with narrow ones, is the dense block, bit by bit; large calls are none."""
     gated = ((129, 256, 600), (257, 256, 600), (300, 2048, 5632), (2048, 64, 600), (33, 64, 6400), (6000, 1024, 4096))
     plain = ((65, 256, 600), (128, 1024, 4096), (3000, 1536, 6144))
     cases = [Case(rows, d_model, d_ff, density=0.01) for rows, d_model, d_ff in gated]

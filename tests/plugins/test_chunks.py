@@ -1,0 +1,189 @@
+"""The up projection of many tokens by chunks, on a GPU of compute capability 9.0.
+
+Tests force chunks, which calls as small as these would not have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.plugins import reference
+from tests.plugins.reference import Block
+from tests.plugins.test_gate_kernels import SM90, needs_sm90
+from tests.plugins.test_guard import BEST, run_dense, start_dense, unequal_block
+from tests.plugins.test_kernels import (
+    BF16,
+    FP16,
+    POISON,
+    Call,
+    Case,
+    assert_guards,
+    assert_same_bits,
+    make_block,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90, needs_sm90]
+
+
+@pytest.fixture(autouse=True)
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
+        if os.environ.get("TWELLC_REQUIRE_GPU") == "1":
+            pytest.fail("TWELLC_REQUIRE_GPU=1, but there is no CUDA device")
+        pytest.skip("needs a CUDA device")
+
+
+def run(block: Block, compression: int = 8, dense_rows: int = 0) -> torch.Tensor:
+    call = Call(block, compression)
+    y = run_dense(call, dense_rows, SM90)
+    assert_guards(call.y_buffer)
+    return y
+
+
+def table() -> Iterator[Case]:
+    dtypes = itertools.cycle((BF16, FP16))
+    base = Case(rows=1100, d_model=192, d_ff=1600, d_out=136, density=0.02)
+    # Around runs, and several of them in a block of the schedule, or more than it takes at once.
+    for rows in (1024, 1025, 1087, 1088, 1089, 4097, 8193, 20000, 33000):
+        yield dataclasses.replace(base, rows=rows, d_model=64, dtype=next(dtypes))
+    # Around blocks of neurons, and the most of them.
+    for d_ff in (1, 2, 8, 255, 256, 257, 1471, 1472, 1473, 2945, 5632, 11008, 23552, 23553):
+        yield dataclasses.replace(base, d_ff=d_ff, d_model=128, density=0.01, dtype=next(dtypes))
+    for d_model in (64, 128, 320, 2048, 4160):
+        yield dataclasses.replace(base, d_model=d_model, dtype=next(dtypes))
+    # Rows without a non-zero, octets with one row or two, more than the chunks hold, and rows without a list.
+    for density, compression in itertools.product((0.0, 0.001, 0.005, 0.01, 0.03, 0.1, 0.24, 0.4), (1, 8)):
+        yield dataclasses.replace(base, density=density, compression=compression, dtype=next(dtypes))
+    for activation, dtype, biases in itertools.product(
+        ("relu", "relu2", "fatrelu", "drelu"), (BF16, FP16), ("", "gud")
+    ):
+        yield dataclasses.replace(base, activation=activation, dtype=dtype, biases=biases)
+
+
+@pytest.mark.parametrize("dense", [0.0, 0.1], ids=("none", "part"))
+@pytest.mark.parametrize("case", list(table()), ids=str)
+def test_against_float64(case: Case, dense: float) -> None:
+    block = make_block(case, integers=False)
+    reference.assert_close(run(block, case.compression, int(case.rows * dense)), block)
+
+
+@pytest.mark.parametrize("full", [0.0, 0.03])
+@pytest.mark.parametrize("density", [0.002, 0.01, 0.05])
+def test_unequal_rows(full: float, density: float) -> None:
+    block = unequal_block(3000, full, density)
+    reference.assert_close(run(block), block)
+
+
+def test_small_calls_have_chunks_only_if_forced() -> None:
+    block = make_block(Case(rows=2048, d_model=1024, d_ff=2816, d_out=1024, density=0.01, dtype=FP16), integers=False)
+    forced = run(block)
+    without = run_dense(Call(block, 8), 0, BEST)
+    assert not torch.equal(forced, without)  # another order of sums
+    reference.assert_close(forced, block)
+    reference.assert_close(without, block)
+
+
+def test_large_calls_have_chunks() -> None:
+    block = make_block(Case(rows=4096, d_model=2048, d_ff=5632, d_out=512, density=0.005, dtype=FP16), integers=False)
+    assert_same_bits(run_dense(Call(block, 8), 0, BEST), run(block))
+
+
+def test_rows_keep_their_bits_at_another_place() -> None:
+    block = make_block(Case(rows=3000, d_model=256, d_ff=5632, density=0.005), integers=False)
+    expected = run(block)
+    shuffled = torch.randperm(3000, device="cuda")
+    block.x.copy_(block.x[shuffled].clone())
+    assert_same_bits(run(block), expected[shuffled])
+
+
+@pytest.mark.parametrize("activation", ["relu", "drelu"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=("bf16", "fp16"))
+def test_nan_and_infinity_stay_in_their_rows(activation: str, dtype: torch.dtype) -> None:
+    case = Case(rows=1100, d_model=128, d_ff=1600, density=0.02, dtype=dtype, activation=activation)
+    block = make_block(case, integers=False)
+    dirty_rows = (0, 633, 1099)
+    for row, value in zip(dirty_rows, (float("nan"), float("inf"), -float("inf")), strict=True):
+        block.x[row, row % 128] = value
+    y = run(block)
+    assert torch.isnan(y[0]).all()
+    reference.assert_close(y, block)
+    assert torch.isfinite(y[[row for row in range(1100) if row not in dirty_rows]]).all()
+
+
+@pytest.mark.parametrize("where", ["w_up", "b_up"])
+def test_nan_in_one_neuron(where: str) -> None:
+    block = make_block(Case(rows=1100, d_model=128, d_ff=600, density=0.05), integers=False)
+    getattr(block, where)[300] = float("nan")
+    y = run(block)
+    reference.assert_close(y, block)
+    active = reference.gate_values(block)[:, 300] != 0
+    assert active.any() and not active.all()
+    assert torch.isnan(y[active]).all() and torch.isfinite(y[~active]).all()
+
+
+def test_inactive_neurons_add_nothing() -> None:
+    """Where a dense block computes 0 * inf = NaN, the contract is 0."""
+    block = make_block(Case(rows=1100, d_model=128, d_ff=600, density=0.05), integers=False)
+    assert block.b_gate is not None and block.w_up is not None
+    inactive = [0, 255, 256, 599]
+    block.w_gate[inactive] = 0
+    block.b_gate[inactive] = -1
+    block.w_up[inactive] = float("inf")
+    block.w_down[inactive] = float("nan")
+    y = run(block)
+    assert torch.isfinite(y).all()
+    reference.assert_close(y, block)
+
+
+def test_fp16_does_not_overflow_between() -> None:
+    """A dense fp16 block stores u and g * u, which do not fit here; y does."""
+    block = make_block(Case(rows=1100, d_model=128, dtype=FP16, density=0.05, biases=""), integers=False)
+    assert block.w_up is not None
+    large = dataclasses.replace(
+        block, w_gate=block.w_gate * 64, w_up=block.w_up * 32768, w_down=block.w_down * 2.0**-13
+    )
+    assert not torch.isfinite(reference.plain(large)).all()
+    y = run(large)
+    assert torch.isfinite(y).all()
+    reference.assert_close(y, large)
+
+
+@pytest.mark.parametrize(("full", "density"), [(0.0, 0.005), (0.04, 0.01), (0.0, 0.05)])
+def test_bitwise_repeatable(full: float, density: float) -> None:
+    """Also where the chunks do not hold all rows."""
+    block = unequal_block(4096, full, density)
+    block.x[7, 3] = float("nan")
+    call = Call(block, 8)
+    first = run_dense(call, 0, SM90)
+    for _ in range(100):
+        call.y.view(torch.int16).fill_(POISON)
+        call.workspace.fill_(0xFF)
+        start_dense(call, 0, SM90)
+        assert_same_bits(call.y, first)
+
+
+# Few launches for compute-sanitizer: with and without rows that the chunks do not hold, several blocks of neurons.
+SMALL = [
+    Case(rows=1030, d_model=64, d_ff=300, d_out=136, density=0.02),
+    Case(rows=1030, d_model=128, d_ff=300, d_out=72, density=0.2, dtype=FP16, activation="drelu"),
+    Case(rows=1024, d_model=64, d_ff=3000, d_out=8, density=0.01, biases=""),
+]
+
+
+@pytest.mark.parametrize("dense", [0, 100])
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_sanitize(case: Case, dense: int) -> None:
+    """What sanitize.py runs."""
+    block = make_block(case, integers=True, device="cpu")
+    call = Call(block.to("cuda"), case.compression, poison=False)
+    # The packed matrix is read 32 bytes at a time: words that the gate leaves alone come along, and are not used.
+    call.workspace[: call.lib.twell_packed_bytes(call.problem)].zero_()
+    start_dense(call, dense, SM90)
+    torch.cuda.synchronize()
+    reference.assert_close(call.y.cpu(), block)
