@@ -1,34 +1,37 @@
-#include "chunk.h"
-
 #include <algorithm>
 
+#include "chunk.h"
 #include "problem.cuh"
 
 namespace twell {
 namespace {
 
-// There is memory for chunks from so many tokens on. They pay from so many products on, measured on an H200: building
-// them takes about 12 us.
-constexpr int64_t kFewestTokens = 1024;
+// Chunks pay from so many tokens and products on, measured on an H200: building them takes about 12 us, loading all of
+// Wu into shared memory about as long as reading it from memory.
+constexpr int64_t kFewestTokens = 4096;
 constexpr float kFewestProducts = 4096.0f * 2048 * 5632;
 // The places of sums are 32-bit numbers.
 constexpr int64_t kMostTokens = 1 << 22;
 
 int num_blocks(twell_problem const& problem) { return static_cast<int>(ceil_div(problem.d_ff, kMostBlockNeurons)); }
 
-int64_t capacity(twell_problem const& problem) {
-    return ceil_div(std::min(problem.tokens, kMostTokens), kRunRows) * kRunChunks * num_blocks(problem);
+int64_t num_runs(twell_problem const& problem) {
+    return ceil_div(std::min<int64_t>(problem.tokens, kMostTokens), kRunRows);
+}
+
+int64_t block_capacity(twell_problem const& problem) {
+    return num_runs(problem) * std::min(kRunChunks * num_blocks(problem), kRunChunksOfBlock);
 }
 
 bool suits(twell_problem const& problem) {
-    return problem.variant == TWELL_GATED && problem.tokens >= kFewestTokens &&
-           problem.d_model % kSlabColumns == 0 && num_blocks(problem) <= kMostNeuronBlocks;
+    return problem.variant == TWELL_GATED && problem.tokens >= kFewestTokens && problem.d_model % kSlabColumns == 0 &&
+           num_blocks(problem) <= kMostNeuronBlocks;
 }
 
 size_t counts_bytes() { return aligned((kMostNeuronBlocks + 1) * sizeof(uint32_t)); }
 
 size_t records_bytes(twell_problem const& problem) {
-    return aligned(capacity(problem) * num_blocks(problem) * sizeof(Chunk));
+    return aligned(block_capacity(problem) * num_blocks(problem) * sizeof(Chunk));
 }
 
 }  // namespace
@@ -43,8 +46,9 @@ size_t chunk_bytes(twell_problem const& problem) {
     if (!suits(problem)) {
         return 0;
     }
+    int64_t const most_chunks = num_runs(problem) * kRunChunks * num_blocks(problem);
     return counts_bytes() + records_bytes(problem) +
-           aligned(capacity(problem) * (problem.d_model / kSlabColumns) * kChunkPairs * sizeof(float));
+           aligned(most_chunks * (problem.d_model / kSlabColumns) * kChunkPairs * sizeof(float));
 }
 
 Chunks chunks_at(twell_problem const& problem, void* memory) {
@@ -53,7 +57,7 @@ Chunks chunks_at(twell_problem const& problem, void* memory) {
     chunks.counts = reinterpret_cast<uint32_t*>(bytes);
     chunks.chunks = reinterpret_cast<Chunk*>(bytes + counts_bytes());
     chunks.sums = reinterpret_cast<float*>(bytes + counts_bytes() + records_bytes(problem));
-    chunks.capacity = static_cast<uint32_t>(capacity(problem));
+    chunks.block_capacity = static_cast<uint32_t>(block_capacity(problem));
     chunks.num_blocks = num_blocks(problem);
     chunks.block_neurons = static_cast<int>(ceil_div(problem.d_ff, chunks.num_blocks));
     chunks.inverse = static_cast<uint32_t>(ceil_div(int64_t{1} << 32, chunks.block_neurons));

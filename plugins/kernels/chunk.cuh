@@ -32,8 +32,9 @@ __device__ __forceinline__ uint32_t block_of(uint32_t neuron, Chunks const& chun
 }
 
 struct Shared {
-    uint32_t next[kRowsAtOnce][kMostNeuronBlocks];   // a row's pairs in a block; then where in its part the next one goes
-    uint32_t first[kRowsAtOnce][kMostNeuronBlocks];  // where the first one went, maybe with kSecondRow
+    // A row's pairs in a block; then where in its part the next one goes.
+    uint32_t next[kRowsAtOnce][kMostNeuronBlocks];
+    uint32_t first[kRowsAtOnce][kMostNeuronBlocks];          // where the first one went, maybe with kSecondRow
     uint32_t parts[kRunsAtOnce][kParts][kMostNeuronBlocks];  // places of a part; then where they begin
     uint32_t chunks[kRunsAtOnce][kMostNeuronBlocks];
     uint32_t begin[kRunsAtOnce][kMostNeuronBlocks];  // the run's first chunk in the block
@@ -43,34 +44,48 @@ struct Shared {
 
 // By one warp: which rows of a run are in chunks.
 __device__ __forceinline__ void admit(Shared& shared, Chunks const& chunks, int run) {
-    int const lane = threadIdx.x % kWarpSize;
     constexpr int kPerLane = kRunRows / kWarpSize;
-    uint32_t own = 0;
-    uint32_t sums[kPerLane];
+    int const lane = threadIdx.x % kWarpSize;
+    int const first = run * kRunRows + lane * kPerLane;
+    // A part's last octet and the last chunk may stay unused, but for a pair.
+    constexpr uint32_t kUnused = kChunkPairs + kParts * kOctetPairs;
+    constexpr uint32_t kMostOfBlock = kRunChunksOfBlock * kChunkPairs - kUnused;
+    uint32_t const most = chunks.num_blocks * (kRunChunks * kChunkPairs - kUnused);
+    uint32_t all[kPerLane] = {};
+    bool fits[kPerLane];
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-        int const r = run * kRunRows + lane * kPerLane + i;
-        for (int b = 0; b < chunks.num_blocks; ++b) {
-            uint32_t const pairs = shared.next[r][b];
+        fits[i] = true;
+    }
+#pragma unroll 1
+    for (int b = 0; b < chunks.num_blocks; ++b) {
+        uint32_t own = 0;
+        uint32_t up_to[kPerLane];
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            uint32_t const pairs = shared.next[first + i][b];
             own += pairs == 0 ? 0 : max(pairs, kLeastCounted);
+            up_to[i] = own;
         }
-        sums[i] = own;
-    }
-    uint32_t before = own;
+        uint32_t end = own;
 #pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        uint32_t const below = __shfl_up_sync(0xffffffffu, before, distance);
-        before += lane >= distance ? below : 0;
+        for (int distance = 1; distance < kWarpSize; distance *= 2) {
+            uint32_t const below = __shfl_up_sync(0xffffffffu, end, distance);
+            end += lane >= distance ? below : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            up_to[i] += end - own;
+            fits[i] &= up_to[i] <= kMostOfBlock;
+            all[i] += up_to[i];
+        }
     }
-    before -= own;
-    uint32_t const most =
-        static_cast<uint32_t>(chunks.num_blocks * ((kRunChunks - 1) * kChunkPairs - kParts * kOctetPairs));
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-        int const r = run * kRunRows + lane * kPerLane + i;
-        shared.is_in[r] = before + sums[i] <= most;
-        for (int b = 0; !shared.is_in[r] && b < chunks.num_blocks; ++b) {
-            shared.next[r][b] = 0;
+        bool const is_in = fits[i] && all[i] <= most;
+        shared.is_in[first + i] = is_in;
+        for (int b = 0; !is_in && b < chunks.num_blocks; ++b) {
+            shared.next[first + i][b] = 0;
         }
     }
 }
@@ -126,7 +141,7 @@ __device__ __forceinline__ void take_chunks(Shared& shared, Chunks const& chunks
     uint32_t const sums = __shfl_sync(0xffffffffu, taken, chunks.num_blocks);
     if (lane < chunks.num_blocks) {
         shared.chunks[run][lane] = count;
-        shared.begin[run][lane] = lane * chunks.capacity + taken;
+        shared.begin[run][lane] = lane * chunks.block_capacity + taken;
         shared.sums_begin[run][lane] = sums + before - count;
     }
 }
@@ -164,8 +179,8 @@ __device__ __forceinline__ void enter(Shared& shared, Chunks const& chunks, int 
     chunk.rows[octet * kRowsOfOctet + (second ? 1 : 0)] = static_cast<uint32_t>(row);
 }
 
-// By a CTA of kThreads, for the rows from `begin`, a multiple of kRunRows, to `end`, whose lists it sees. count_of gives
-// the non-zeros of a row, 0 for one that is not to be in chunks.
+// By a CTA of kThreads, for the rows from `begin`, a multiple of kRunRows, to `end`, whose lists it sees. count_of
+// gives the non-zeros of a row, 0 for one that is not to be in chunks.
 template <int kThreads, class CountOf>
 __device__ __forceinline__ void build(Chunks const& chunks, Schedule const& schedule, SparseRows const& rows,
                                       int num_tiles, int64_t begin, int64_t end, CountOf count_of) {

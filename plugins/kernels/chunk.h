@@ -22,9 +22,11 @@ constexpr int kChunkPairs = kOctetPairs * kOctets;
 constexpr int kRowsOfOctet = 2;
 constexpr int kRowsOfChunk = kRowsOfOctet * kOctets;
 
-// So many neighbouring rows share their chunks, of which they have at most kRunChunks for each block of neurons.
+// So many neighbouring rows, a run, share their chunks. They have at most kRunChunks for each block of neurons on
+// average, and kRunChunksOfBlock for any.
 constexpr int kRunRows = 64;
 constexpr int kRunChunks = 25;
+constexpr int kRunChunksOfBlock = 50;
 
 constexpr uint32_t kSecondRow = 1u << 31;  // in an entry: the pair is of the second of the octet's rows
 
@@ -41,13 +43,14 @@ constexpr uint32_t kNoPair = 0xffffffffu;
 constexpr int kChunkFrontBytes = offsetof(Chunk, items);
 static_assert(kChunkFrontBytes % sizeof(uint4) == 0 && sizeof(Chunk) % sizeof(uint4) == 0, "copied in vectors");
 
-// Where chunks lie in a piece of device memory of chunk_bytes(problem), 256-byte aligned. Without memory there are none.
+// Where chunks lie in a piece of device memory of chunk_bytes(problem), 256-byte aligned. Without memory there are
+// none.
 struct Chunks {
-    uint32_t* counts;  // [num_blocks + 1]: chunks of each block of neurons, and of all
-    Chunk* chunks;     // [num_blocks, capacity]
-    float* sums;       // [capacity, num_slabs, kChunkPairs]: parts of x . Wu[n]
-    uint32_t capacity;  // of all chunks
-    int num_blocks;  // of neurons
+    uint32_t* counts;         // [num_blocks + 1]: chunks of each block of neurons, and of all
+    Chunk* chunks;            // [num_blocks, block_capacity]
+    float* sums;              // [chunks of all, num_slabs, kChunkPairs]: parts of x . Wu[n]
+    uint32_t block_capacity;  // the most chunks of a block
+    int num_blocks;           // of neurons
     int block_neurons;
     uint32_t inverse;  // of block_neurons: 2^32 / block_neurons, rounded up
     int num_slabs;

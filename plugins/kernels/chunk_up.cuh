@@ -1,13 +1,14 @@
 // Up projection of chunks: parts of x . Wu[n] over kSlabColumns columns each, for the pairs of chunk.h.
 //
-// A CTA holds a slab of Wu in shared memory: kSlabColumns columns of a block of neurons. Its warps take chunks: a lane's
-// 16-byte pieces of the rows of x are the second operand of the tensor cores, those of the pairs' rows of Wu, gathered
-// from shared memory, the first. Of the 16 x 8 products of a pair of octets those are kept that are wanted, one for each
-// row of Wu; no other row or column enters a sum, so a NaN stays where it belongs, and no sum depends on its place.
+// A CTA holds a slab of Wu in shared memory: kSlabColumns columns of a block of neurons. Its warps take chunks: a
+// lane's 16-byte pieces of the rows of x are the second operand of the tensor cores, those of the pairs' rows of Wu,
+// gathered from shared memory, the first. Of the 16 x 8 products of a pair of octets those are kept that are wanted,
+// one for each row of Wu; no other row or column enters a sum, so a NaN stays where it belongs, and no sum depends on
+// its place.
 //
-// The columns of a step of the tensor cores may come in any order, if it is the same in both operands. Here lane 4 g + q
-// has columns 8 q to 8 q + 7 of either half of the slab, for row g. Rows of Wu lie 128 bytes apart; odd lanes' g reads
-// the second half first, so that the eight lanes that are served together hit all banks, whatever the rows.
+// The columns of a step of the tensor cores may come in any order, if it is the same in both operands. Here lane 4 g +
+// q has columns 8 q to 8 q + 7 of either half of the slab, for row g. Rows of Wu lie 128 bytes apart; odd lanes' g
+// reads the second half first, so that the eight lanes that are served together hit all banks, whatever the rows.
 #ifndef TWELL_KERNELS_CHUNK_UP_CUH_
 #define TWELL_KERNELS_CHUNK_UP_CUH_
 
@@ -40,7 +41,9 @@ struct Params {
 
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
     uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address));
     return v;
 }
 
@@ -120,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
         if (begin == end) {
             continue;
         }
-        Chunk const* const own = chunks.chunks + static_cast<int64_t>(block) * chunks.capacity;
+        Chunk const* const own = chunks.chunks + static_cast<int64_t>(block) * chunks.block_capacity;
         uint16_t const* const x = params.x + slab * kSlabColumns + q * kVector;
         float* const sums = chunks.sums + slab * kChunkPairs + q * kOctetPairs + g;
         // Past the last chunk that is copied again.

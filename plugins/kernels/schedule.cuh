@@ -1,8 +1,9 @@
 // Bucket sort of the rows by their non-zeros, for every GPU from sm_80 on, in two launches and without anything to be
 // cleared beforehand.
 //
-// count_kernel   blocks of rows: each row's bucket and its rank among the block's rows of that bucket; lists of light rows
-// order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; then row_order, the
+// count_kernel   blocks of rows: each row's bucket and its rank among the block's rows of that bucket; lists of light
+// rows order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; then row_order,
+// the
 //                units of the up projection, the other lists, chunks, and what the dense path needs of the block's rows
 //
 // Ranks are handed out by atomics in shared memory, so the order within a bucket varies from run to run. No result may
@@ -72,7 +73,9 @@ constexpr int kRankBits = 24;
 constexpr uint32_t kHasList = 1u << 31;
 static_assert(TWELL_MAX_TOKENS / kMaxBlocks < 1 << kRankBits && kBuckets <= 1 << (31 - kRankBits), "fit 31 bits");
 
-__device__ __forceinline__ int bucket_of_place(uint32_t place) { return static_cast<int>((place & ~kHasList) >> kRankBits); }
+__device__ __forceinline__ int bucket_of_place(uint32_t place) {
+    return static_cast<int>((place & ~kHasList) >> kRankBits);
+}
 
 __device__ __forceinline__ uint32_t rank_of_place(uint32_t place) { return place & ((1u << kRankBits) - 1); }
 
@@ -324,8 +327,9 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             unsigned const block = threadIdx.x / kWarpSize + i * kWarps;
-            rows[i] = block < gridDim.x ? reinterpret_cast<uint4 const*>(params.schedule.block_buckets)[block * kWarpSize + lane]
-                                        : make_uint4(0, 0, 0, 0);
+            rows[i] = block < gridDim.x
+                          ? reinterpret_cast<uint4 const*>(params.schedule.block_buckets)[block * kWarpSize + lane]
+                          : make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
@@ -427,10 +431,11 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     }
     if (params.chunks.counts != nullptr && !all_heavy) {
         __syncthreads();  // the lists
-        chunk::build<kThreads>(params.chunks, params.schedule, params.rows, params.num_tiles, begin, end, [&](int64_t row) {
-            uint32_t const count = params.schedule.counts[row];
-            return count != kNotListed && position_of(row) >= heavy_count ? count : 0;
-        });
+        chunk::build<kThreads>(params.chunks, params.schedule, params.rows, params.num_tiles, begin, end,
+                               [&](int64_t row) {
+                                   uint32_t const count = params.schedule.counts[row];
+                                   return count != kNotListed && position_of(row) >= heavy_count ? count : 0;
+                               });
     }
     if (heavy_count != 0 && gather::is_needed(params.gather, all_heavy)) {
         for (int64_t row = begin + threadIdx.x / kWarpSize; row < end; row += kWarps) {

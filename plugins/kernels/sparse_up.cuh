@@ -207,8 +207,7 @@ __device__ __forceinline__ void add_parts(Params const& params, Chunk const& chu
     int64_t const row = chunk.rows[octet * kRowsOfOctet + ((chunk_entry & kSecondRow) != 0 ? 1 : 0)];
     int const num_slabs = params.chunks.num_slabs;
     float const* const sums = params.chunks.sums + static_cast<int64_t>(chunk.sums.x) * num_slabs * kChunkPairs + lane;
-    uint32_t const word =
-        item != kNoPair ? params.schedule.words[row * max_listed(params.num_tiles) + item] : 0;
+    uint32_t const word = item != kNoPair ? params.schedule.words[row * max_listed(params.num_tiles) + item] : 0;
     constexpr int kAtOnce = 32;
     float u = 0.0f;
     for (int slab = 0; slab < num_slabs; slab += kAtOnce) {
@@ -251,8 +250,8 @@ __device__ __forceinline__ void compute_left(Params const& params) {
         if (threadIdx.x < kWarpSize) {
             uint32_t const i = begin + lane * gridDim.x;
             Unit const unit = i < num_units ? params.schedule.units[i] : Unit{0, kNoRange};
-            bool const is_left = unit.range != kNoRange &&
-                                 params.rows.list(unit.row)[unit.begin()].neuron == chunk::kIsLeft;
+            bool const is_left =
+                unit.range != kNoRange && params.rows.list(unit.row)[unit.begin()].neuron == chunk::kIsLeft;
             uint32_t const lanes = __ballot_sync(0xffffffffu, is_left);
             if (lane == 0) {
                 left_lanes = lanes;
@@ -288,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) up_with_chunks_kernel(Pa
     for (uint32_t i = blockIdx.x * kWarps + threadIdx.x / kWarpSize; i < all; i += gridDim.x * kWarps) {
         int const block = __popc(__ballot_sync(0xffffffffu, lane < chunks.num_blocks && end <= i));
         uint32_t const begin = __shfl_sync(0xffffffffu, end - count, block);
-        add_parts<Element>(params, chunks.chunks[static_cast<int64_t>(block) * chunks.capacity + i - begin]);
+        add_parts<Element>(params, chunks.chunks[static_cast<int64_t>(block) * chunks.block_capacity + i - begin]);
     }
 }
 

@@ -1,6 +1,6 @@
 """The up projection of many tokens by chunks, on a GPU of compute capability 9.0.
 
-Tests force chunks, which calls as small as these would not have.
+Tests force chunks, which blocks as small as these would not have.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def run(block: Block, compression: int = 8, dense_rows: int = 0) -> torch.Tensor
 
 def table() -> Iterator[Case]:
     dtypes = itertools.cycle((BF16, FP16))
-    base = Case(rows=1100, d_model=192, d_ff=1600, d_out=136, density=0.02)
+    base = Case(rows=4100, d_model=192, d_ff=1600, d_out=136, density=0.02)
     # Around runs, and several of them in a block of the schedule, or more than it takes at once.
-    for rows in (1024, 1025, 1087, 1088, 1089, 4097, 8193, 20000, 33000):
+    for rows in (4096, 4097, 4159, 4160, 4161, 8193, 20000, 33000):
         yield dataclasses.replace(base, rows=rows, d_model=64, dtype=next(dtypes))
     # Around blocks of neurons, and the most of them.
     for d_ff in (1, 2, 8, 255, 256, 257, 1471, 1472, 1473, 2945, 5632, 11008, 23552, 23553):
@@ -76,12 +76,12 @@ def test_against_float64(case: Case, dense: float) -> None:
 @pytest.mark.parametrize("full", [0.0, 0.03])
 @pytest.mark.parametrize("density", [0.002, 0.01, 0.05])
 def test_unequal_rows(full: float, density: float) -> None:
-    block = unequal_block(3000, full, density)
+    block = unequal_block(4500, full, density)
     reference.assert_close(run(block), block)
 
 
-def test_small_calls_have_chunks_only_if_forced() -> None:
-    block = make_block(Case(rows=2048, d_model=1024, d_ff=2816, d_out=1024, density=0.01, dtype=FP16), integers=False)
+def test_small_blocks_have_chunks_only_if_forced() -> None:
+    block = make_block(Case(rows=4200, d_model=1024, d_ff=2816, d_out=1024, density=0.01, dtype=FP16), integers=False)
     forced = run(block)
     without = run_dense(Call(block, 8), 0, BEST)
     assert not torch.equal(forced, without)  # another order of sums
@@ -89,15 +89,15 @@ def test_small_calls_have_chunks_only_if_forced() -> None:
     reference.assert_close(without, block)
 
 
-def test_large_calls_have_chunks() -> None:
+def test_large_blocks_have_chunks() -> None:
     block = make_block(Case(rows=4096, d_model=2048, d_ff=5632, d_out=512, density=0.005, dtype=FP16), integers=False)
     assert_same_bits(run_dense(Call(block, 8), 0, BEST), run(block))
 
 
 def test_rows_keep_their_bits_at_another_place() -> None:
-    block = make_block(Case(rows=3000, d_model=256, d_ff=5632, density=0.005), integers=False)
+    block = make_block(Case(rows=4500, d_model=256, d_ff=5632, density=0.005), integers=False)
     expected = run(block)
-    shuffled = torch.randperm(3000, device="cuda")
+    shuffled = torch.randperm(4500, device="cuda")
     block.x.copy_(block.x[shuffled].clone())
     assert_same_bits(run(block), expected[shuffled])
 
@@ -105,20 +105,20 @@ def test_rows_keep_their_bits_at_another_place() -> None:
 @pytest.mark.parametrize("activation", ["relu", "drelu"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=("bf16", "fp16"))
 def test_nan_and_infinity_stay_in_their_rows(activation: str, dtype: torch.dtype) -> None:
-    case = Case(rows=1100, d_model=128, d_ff=1600, density=0.02, dtype=dtype, activation=activation)
+    case = Case(rows=4100, d_model=128, d_ff=1600, density=0.02, dtype=dtype, activation=activation)
     block = make_block(case, integers=False)
-    dirty_rows = (0, 633, 1099)
+    dirty_rows = (0, 633, 4099)
     for row, value in zip(dirty_rows, (float("nan"), float("inf"), -float("inf")), strict=True):
         block.x[row, row % 128] = value
     y = run(block)
     assert torch.isnan(y[0]).all()
     reference.assert_close(y, block)
-    assert torch.isfinite(y[[row for row in range(1100) if row not in dirty_rows]]).all()
+    assert torch.isfinite(y[[row for row in range(4100) if row not in dirty_rows]]).all()
 
 
 @pytest.mark.parametrize("where", ["w_up", "b_up"])
 def test_nan_in_one_neuron(where: str) -> None:
-    block = make_block(Case(rows=1100, d_model=128, d_ff=600, density=0.05), integers=False)
+    block = make_block(Case(rows=4100, d_model=128, d_ff=600, density=0.05), integers=False)
     getattr(block, where)[300] = float("nan")
     y = run(block)
     reference.assert_close(y, block)
@@ -129,7 +129,7 @@ def test_nan_in_one_neuron(where: str) -> None:
 
 def test_inactive_neurons_add_nothing() -> None:
     """Where a dense block computes 0 * inf = NaN, the contract is 0."""
-    block = make_block(Case(rows=1100, d_model=128, d_ff=600, density=0.05), integers=False)
+    block = make_block(Case(rows=4100, d_model=128, d_ff=600, density=0.05), integers=False)
     assert block.b_gate is not None and block.w_up is not None
     inactive = [0, 255, 256, 599]
     block.w_gate[inactive] = 0
@@ -143,7 +143,7 @@ def test_inactive_neurons_add_nothing() -> None:
 
 def test_fp16_does_not_overflow_between() -> None:
     """A dense fp16 block stores u and g * u, which do not fit here; y does."""
-    block = make_block(Case(rows=1100, d_model=128, dtype=FP16, density=0.05, biases=""), integers=False)
+    block = make_block(Case(rows=4100, d_model=128, dtype=FP16, density=0.05, biases=""), integers=False)
     assert block.w_up is not None
     large = dataclasses.replace(
         block, w_gate=block.w_gate * 64, w_up=block.w_up * 32768, w_down=block.w_down * 2.0**-13
@@ -170,9 +170,9 @@ def test_bitwise_repeatable(full: float, density: float) -> None:
 
 # Few launches for compute-sanitizer: with and without rows that the chunks do not hold, several blocks of neurons.
 SMALL = [
-    Case(rows=1030, d_model=64, d_ff=300, d_out=136, density=0.02),
-    Case(rows=1030, d_model=128, d_ff=300, d_out=72, density=0.2, dtype=FP16, activation="drelu"),
-    Case(rows=1024, d_model=64, d_ff=3000, d_out=8, density=0.01, biases=""),
+    Case(rows=4100, d_model=64, d_ff=300, d_out=136, density=0.02),
+    Case(rows=4100, d_model=128, d_ff=300, d_out=72, density=0.2, dtype=FP16, activation="drelu"),
+    Case(rows=4096, d_model=64, d_ff=3000, d_out=8, density=0.01, biases=""),
 ]
 
 
