@@ -37,9 +37,16 @@ size_t records_bytes(twell_problem const& problem) {
 }  // namespace
 
 bool has_chunks(twell_problem const& problem, Device const& device, Kernels choice) {
+#if defined(TWELL_SM90A)
     float const products = static_cast<float>(problem.tokens) * static_cast<float>(problem.d_model) * problem.d_ff;
     bool const wanted = choice == Kernels::kSm90 || (choice == Kernels::kBest && products >= kFewestProducts);
     return wanted && suits(problem) && problem.tokens <= kMostTokens && device.major == 9 && device.minor == 0;
+#else
+    (void)problem;
+    (void)device;
+    (void)choice;
+    return false;
+#endif
 }
 
 size_t chunk_bytes(twell_problem const& problem) {

@@ -100,6 +100,7 @@ __device__ __forceinline__ void multiply(float (&products)[4], Piece const& a, P
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     Chunks const& chunks = params.chunks;
     int const lane = threadIdx.x % kWarpSize;
@@ -203,6 +204,9 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
         }
         wait_for_copies<0>();
     }
+#else
+    (void)params;
+#endif
 }
 
 }  // namespace twell::chunk_up

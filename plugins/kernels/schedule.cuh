@@ -429,6 +429,7 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
             rest &= rest - 1;
         }
     }
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if (params.chunks.counts != nullptr && !all_heavy) {
         __syncthreads();  // the lists
         chunk::build<kThreads>(params.chunks, params.schedule, params.rows, params.num_tiles, begin, end,
@@ -437,6 +438,7 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
                                    return count != kNotListed && position_of(row) >= heavy_count ? count : 0;
                                });
     }
+#endif
     if (heavy_count != 0 && gather::is_needed(params.gather, all_heavy)) {
         for (int64_t row = begin + threadIdx.x / kWarpSize; row < end; row += kWarps) {
             uint32_t const position = position_of(row);
