@@ -1,9 +1,9 @@
 // Builds the chunks of the rows that have lists, in order_kernel.
 //
 // A row's pairs of one block of neurons follow one another, those of the next row of the run behind them; an octet that
-// has pairs of two rows takes no third one. Where in the order of a block's chunks a run's come, varies from run to run
-// of the program; no result may depend on it. Which rows are in chunks does not vary: those that come first in a run,
-// as far as its chunks go.
+// has pairs of two rows takes no third one. Where in the order of a block's chunks a run's come, varies from call to
+// call; no result may depend on it. Which rows are in chunks does not vary: those that come first in a run, as far as
+// its chunks go.
 #ifndef TWELL_KERNELS_CHUNK_CUH_
 #define TWELL_KERNELS_CHUNK_CUH_
 
@@ -23,8 +23,8 @@ constexpr int kPartRows = kRunRows / kParts;
 // In place of the neuron, in the list of a row, at the beginning of each of its units: that it is in no chunk.
 constexpr uint32_t kIsLeft = 0xffffffffu;
 
-// An octet's last row leaves at most so many of its pairs unused, and more of the row follow in no other octet. So
-// counting each row with at least so many pairs covers all that stays unused, but in the last chunk.
+// An octet that is left before it is full has the end of one row's pairs and all of another's. These and the places
+// that stay unused are at most so many. So counting every row with at least so many covers all of these places.
 constexpr uint32_t kLeastCounted = kOctetPairs - 1;
 
 __device__ __forceinline__ uint32_t block_of(uint32_t neuron, Chunks const& chunks) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void admit(Shared& shared, Chunks const& chunks, int 
     constexpr int kPerLane = kRunRows / kWarpSize;
     int const lane = threadIdx.x % kWarpSize;
     int const first = run * kRunRows + lane * kPerLane;
-    // A part's last octet and the last chunk may stay unused, but for a pair.
+    // Of the last octet of a part and of the last chunk all but one place may stay unused.
     constexpr uint32_t kUnused = kChunkPairs + kParts * kOctetPairs;
     constexpr uint32_t kMostOfBlock = kRunChunksOfBlock * kChunkPairs - kUnused;
     uint32_t const most = chunks.num_blocks * (kRunChunks * kChunkPairs - kUnused);
@@ -195,8 +195,7 @@ __device__ __forceinline__ void build(Chunks const& chunks, Schedule const& sche
         // Row j of a warp is row j * kWarps + warp of those at once. A lane has one's count.
         int64_t const counted = begin + lane * kWarps + warp;
         uint32_t const own_count = lane < kPerWarp && counted < end ? count_of(counted) : 0;
-        // For each pair of a warp's rows; the first ones of the next row are loaded meanwhile. NOTE: unrolled, this
-        // would cost more time for its instructions than it takes.
+        // For each pair of a warp's rows; the first ones of the next row are loaded meanwhile.
         auto const for_each = [&](auto use) {
             uint32_t const* list = schedule.words + (begin + warp) * max_listed(num_tiles);
             uint32_t count = __shfl_sync(0xffffffffu, own_count, 0);

@@ -28,7 +28,7 @@ constexpr int kChunkStages = 4;
 constexpr int kPieceStages = 2;
 constexpr int kPieceBytes = kWarpSize * 2 * static_cast<int>(sizeof(uint4));
 constexpr int kRingBytes = kChunkStages * kChunkFrontBytes + kPieceStages * kPieceBytes;
-constexpr int kMostSharedBytes = kMostBlockNeurons * kRowBytes + kWarps * kRingBytes;
+static_assert(kMostBlockNeurons * kRowBytes + kWarps * kRingBytes <= 227 * 1024, "a CTA's shared memory on Hopper");
 
 struct Params {
     uint16_t const* x;     // [tokens, d_model]

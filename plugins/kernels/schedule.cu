@@ -48,9 +48,11 @@ Schedule schedule_at(twell_problem const& problem, void* memory) {
 cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, uint16_t const* spilled,
                             Schedule const& schedule, GuardModel const& guard, Gather const& gather,
                             Chunks const& chunks, SparseRows const& rows, Device const& device, cudaStream_t stream) {
-    // Rows that share chunks are in one block.
-    int64_t const least = chunks.counts == nullptr ? kRowsPerBlock : kRunRows;
-    int64_t const rows_per_block = ceil_div(ceil_div(problem.tokens, schedule::kMaxBlocks), least) * least;
+    int64_t const most_blocks = std::min<int64_t>(ceil_div(problem.tokens, kRowsPerBlock), schedule::kMaxBlocks);
+    int64_t rows_per_block = ceil_div(problem.tokens, most_blocks);
+    if (chunks.counts != nullptr) {
+        rows_per_block = ceil_div(rows_per_block, kRunRows) * kRunRows;  // rows that share chunks are in one block
+    }
     int64_t const blocks = ceil_div(problem.tokens, rows_per_block);
     schedule::Params params = {};
     params.packed = packed;

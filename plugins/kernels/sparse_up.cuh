@@ -1,10 +1,12 @@
 // Up projection of what is active, for every GPU from sm_80 on: h[n] = g[n] (x . Wu[n] + bu[n]), into a list per row.
 //
-// One CTA takes a unit: up to kUnitNonzeros neighbouring entries of one row. Those of rows that are in chunks have been
-// multiplied, and their parts of sums are added up here. Its warps share them out and do not wait
+// One CTA takes a unit: up to kUnitNonzeros neighbouring entries of one row. Its warps share them out and do not wait
 // for each other; a warp keeps its part of x in registers for all its neurons. Each sum has one owner and one order, so
 // results are bitwise repeatable and do not depend on what else is in a call. Large matrices are multiplied in several
 // launches, some columns after others.
+//
+// Where there are chunks (chunk.h), chunk_up.cuh has multiplied what they hold. A warp adds up the parts of a chunk's
+// sums; units are for the rows that are in none.
 #ifndef TWELL_KERNELS_SPARSE_UP_CUH_
 #define TWELL_KERNELS_SPARSE_UP_CUH_
 
