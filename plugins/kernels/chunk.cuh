@@ -23,8 +23,8 @@ constexpr int kPartRows = kRunRows / kParts;
 // In place of the neuron, in the list of a row, at the beginning of each of its units: that it is in no chunk.
 constexpr uint32_t kIsLeft = 0xffffffffu;
 
-// An octet that is left before it is full has the end of one row's pairs and all of another's. These and the places
-// that stay unused are at most so many. So counting every row with at least so many covers all of these places.
+// An octet that is left before it is full has the end of one row's pairs and all of another's. The latter and the
+// places that stay unused are at most so many. So counting every row with at least so many covers all of these places.
 constexpr uint32_t kLeastCounted = kOctetPairs - 1;
 
 __device__ __forceinline__ uint32_t block_of(uint32_t neuron, Chunks const& chunks) {
@@ -233,7 +233,7 @@ __device__ __forceinline__ void build(Chunks const& chunks, Schedule const& sche
         __syncthreads();
         for (int run = 0; run < kRunsAtOnce && begin + run * kRunRows < end; ++run) {
             for (int block = 0; block < chunks.num_blocks; ++block) {
-                // Which warp begins goes round.
+                // Other warps begin with the next block.
                 for (uint32_t i = (warp + block * 16) % kWarps; i < shared.chunks[run][block]; i += kWarps) {
                     clear_chunk(shared, chunks, run, block, i, begin + run * kRunRows);
                 }

@@ -7,8 +7,9 @@
 // its place.
 //
 // The columns of a step of the tensor cores may come in any order, if it is the same in both operands. Here lane 4 g +
-// q has columns 8 q to 8 q + 7 of either half of the slab, for row g. Rows of Wu lie 128 bytes apart; odd lanes' g
-// reads the second half first, so that the eight lanes that are served together hit all banks, whatever the rows.
+// q has columns 8 q to 8 q + 7 of either half of the slab, for row g. Rows of Wu lie 128 bytes apart; lanes with
+// an odd g read the second half first, so that the eight lanes that are served together hit all banks, whatever the
+// rows.
 #ifndef TWELL_KERNELS_CHUNK_UP_CUH_
 #define TWELL_KERNELS_CHUNK_UP_CUH_
 
@@ -28,7 +29,11 @@ constexpr int kChunkStages = 4;
 constexpr int kPieceStages = 2;
 constexpr int kPieceBytes = kWarpSize * 2 * static_cast<int>(sizeof(uint4));
 constexpr int kRingBytes = kChunkStages * kChunkFrontBytes + kPieceStages * kPieceBytes;
-static_assert(kMostBlockNeurons * kRowBytes + kWarps * kRingBytes <= 227 * 1024, "a CTA's shared memory on Hopper");
+
+constexpr int shared_bytes(int block_neurons) { return block_neurons * kRowBytes + kWarps * kRingBytes; }
+
+constexpr int kMostSharedBytes = shared_bytes(kMostBlockNeurons);
+static_assert(kMostSharedBytes <= 227 * 1024, "what a CTA can have on Hopper");
 
 struct Params {
     uint16_t const* x;     // [tokens, d_model]

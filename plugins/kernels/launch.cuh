@@ -5,6 +5,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include <algorithm>
+
 namespace twell {
 
 // Which kernels run, where there are several.
@@ -46,13 +48,16 @@ inline cudaError_t query_device(Device& device) {
 
 // Launches a kernel that begins with wait_for_previous_launch (dependent_launch.cuh), so that its CTAs may be placed
 // while the kernel before still runs.
+//
+// most_shared_bytes: of any launch of this kernel, if its launches differ. Launches by several threads set the same
+// attribute, which must do for all of them.
 template <class Params>
 cudaError_t launch_dependent(void (*kernel)(Params), Params const& params, dim3 grid, int threads, int shared_bytes,
-                             Device const& device, cudaStream_t stream) {
+                             Device const& device, cudaStream_t stream, int most_shared_bytes = 0) {
     // Set at each launch, not once: the attribute belongs to the current device, and the call is cheap, idempotent,
     // thread-safe and allowed during stream capture.
-    if (cudaError_t const error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (cudaError_t const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                       std::max(shared_bytes, most_shared_bytes));
         error != cudaSuccess) {
         return error;
     }

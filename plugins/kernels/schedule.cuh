@@ -1,10 +1,9 @@
 // Bucket sort of the rows by their non-zeros, for every GPU from sm_80 on, in two launches and without anything to be
 // cleared beforehand.
 //
-// count_kernel   blocks of rows: each row's bucket and its rank among the block's rows of that bucket; lists of light
-// rows order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; then row_order,
-// the
-//                units of the up projection, the other lists, chunks, and what the dense path needs of the block's rows
+// count_kernel   blocks of rows: each row's bucket, its rank among the block's rows of that bucket, lists of light rows
+// order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; then row_order, the
+//                units of the up projection, other lists, chunks, and what the dense path needs of the block's rows
 //
 // Ranks are handed out by atomics in shared memory, so the order within a bucket varies from run to run. No result may
 // depend on it. How many rows a bucket has does not vary.

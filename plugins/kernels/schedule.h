@@ -76,8 +76,8 @@ Schedule schedule_at(twell_problem const& problem, void* memory);
 struct SparseRows;
 
 // Enqueues the schedule of a packed matrix and, unless it is null, the spilled one. What the dense path needs of the
-// heavy rows is gathered; chunks are built unless they have no memory, and `rows` then tells where their sums will be,
-// see chunk.cuh. Same preconditions as launch_gate.
+// heavy rows is gathered; chunks are built unless they have no memory: `rows` says where the lists of h will be, in
+// which rows are marked that are in no chunk, see chunk.cuh. Same preconditions as launch_gate.
 cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, uint16_t const* spilled,
                             Schedule const& schedule, GuardModel const& guard, Gather const& gather,
                             Chunks const& chunks, SparseRows const& rows, Device const& device, cudaStream_t stream);

@@ -2,8 +2,8 @@
 //
 // One CTA takes a unit: up to kUnitNonzeros neighbouring entries of one row. Its warps share them out and do not wait
 // for each other; a warp keeps its part of x in registers for all its neurons. Each sum has one owner and one order, so
-// results are bitwise repeatable and do not depend on what else is in a call. Large matrices are multiplied in several
-// launches, some columns after others.
+// results are bitwise repeatable; how a unit is added up does not depend on what else is in a call. Without chunks
+// large matrices are multiplied in several launches, some columns after others.
 //
 // Where there are chunks (chunk.h), chunk_up.cuh has multiplied what they hold. A warp adds up the parts of a chunk's
 // sums; units are for the rows that are in none.
@@ -267,7 +267,7 @@ __device__ __forceinline__ void compute_left(Params const& params) {
     }
 }
 
-// The same where there are chunks.
+// up_kernel where there are chunks.
 template <class Element>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) up_with_chunks_kernel(Params const params) {
     int const lane = threadIdx.x % kWarpSize;

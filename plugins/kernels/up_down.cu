@@ -59,8 +59,8 @@ uint32_t down_slab_warps(twell_problem const& problem, Device const& device) {
     return warps;
 }
 
-// In how many parts each block's chunks are shared out, so that all multiprocessors have about the same to do: that of
-// the least time, in the time of a part of which Wu has been loaded.
+// In how many parts each block's chunks are shared out: the number that takes the least time, if a part takes as long
+// as loading its Wu and multiplying its tokens' chunks.
 int chunk_parts(twell_problem const& problem, Chunks const& chunks, Device const& device) {
     // How many tokens' chunks take as long as loading their part of Wu.
     constexpr double kLoadTokens = 1000.0;
@@ -93,8 +93,8 @@ cudaError_t launch_chunk_up(Launch const& launch) {
     int const units = chunks.num_blocks * chunks.num_slabs * params.num_parts;
     int const grid = std::min(units, launch.device.num_multiprocessors);
     return launch_dependent(chunk_up::up_kernel<Element>, params, dim3(static_cast<unsigned>(grid)), chunk_up::kThreads,
-                            chunks.block_neurons * chunk_up::kRowBytes + chunk_up::kWarps * chunk_up::kRingBytes,
-                            launch.device, launch.stream);
+                            chunk_up::shared_bytes(chunks.block_neurons), launch.device, launch.stream,
+                            chunk_up::kMostSharedBytes);
 }
 
 // Every unit has a CTA where rows have one unit each.
@@ -236,7 +236,8 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
     SparseRows const rows = {reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)),
                              spilled_stride(problem) * static_cast<int64_t>(sizeof(uint16_t))};
     Chunks chunks = {};
-    if (has_chunks(problem, device, choice)) {
+    // NOTE: without the spilled matrix no GPU has run chunks yet, so step 2 alone has none.
+    if (spilled != nullptr && has_chunks(problem, device, choice)) {
         chunks = chunks_at(problem, chunks_in(problem, scratch));
     }
     if (cudaError_t const error =
