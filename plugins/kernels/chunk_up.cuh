@@ -30,9 +30,9 @@ constexpr int kPieceStages = 2;
 constexpr int kPieceBytes = kWarpSize * 2 * static_cast<int>(sizeof(uint4));
 constexpr int kRingBytes = kChunkStages * kChunkFrontBytes + kPieceStages * kPieceBytes;
 
-constexpr int shared_bytes(int block_neurons) { return block_neurons * kRowBytes + kWarps * kRingBytes; }
+constexpr int shared_bytes_for(int block_neurons) { return block_neurons * kRowBytes + kWarps * kRingBytes; }
 
-constexpr int kMostSharedBytes = shared_bytes(kMostBlockNeurons);
+constexpr int kMostSharedBytes = shared_bytes_for(kMostBlockNeurons);
 static_assert(kMostSharedBytes <= 227 * 1024, "what a CTA can have on Hopper");
 
 struct Params {

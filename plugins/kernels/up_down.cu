@@ -93,7 +93,7 @@ cudaError_t launch_chunk_up(Launch const& launch) {
     int const units = chunks.num_blocks * chunks.num_slabs * params.num_parts;
     int const grid = std::min(units, launch.device.num_multiprocessors);
     return launch_dependent(chunk_up::up_kernel<Element>, params, dim3(static_cast<unsigned>(grid)), chunk_up::kThreads,
-                            chunk_up::shared_bytes(chunks.block_neurons), launch.device, launch.stream,
+                            chunk_up::shared_bytes_for(chunks.block_neurons), launch.device, launch.stream,
                             chunk_up::kMostSharedBytes);
 }
 
