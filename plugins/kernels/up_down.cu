@@ -236,7 +236,7 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
     SparseRows const rows = {reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)),
                              spilled_stride(problem) * static_cast<int64_t>(sizeof(uint16_t))};
     Chunks chunks = {};
-    // NOTE: without the spilled matrix no GPU has run chunks yet, so step 2 alone has none.
+    // NOTE: step 2 alone has none; without the spilled matrix they have hardly been tested.
     if (spilled != nullptr && has_chunks(problem, device, choice)) {
         chunks = chunks_at(problem, chunks_in(problem, scratch));
     }
