@@ -38,6 +38,8 @@ STAGES = {
 def test_signal_in_any_stage(archive: Path, tmp_path: Path, stage: str) -> None:
     """An interrupt goes to the whole group, as from a terminal; what kill sends, to twellc alone."""
     number = STAGES[stage]
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip(f"{number.name} is ignored here, as under nohup, and twellc keeps to that")
     (tmp_path / "m.plan").write_text("old")
     process = twellc("compile", archive, "-o", tmp_path / "m.plan", "--onnx", tmp_path / "m.onnx", "--overwrite")
     assert process.stderr is not None
