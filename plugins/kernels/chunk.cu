@@ -30,18 +30,12 @@ bool suits(twell_problem const& problem) {
            problem.d_model <= kMostDModel && num_blocks(problem) <= kMostNeuronBlocks;
 }
 
-size_t counts_bytes() { return aligned((kMostNeuronBlocks + 1) * sizeof(uint32_t)); }
-
-size_t records_bytes(twell_problem const& problem) {
-    return aligned(block_capacity(problem) * num_blocks(problem) * sizeof(Chunk));
-}
-
 }  // namespace
 
 bool has_chunks(twell_problem const& problem, Device const& device, Kernels choice) {
 #if defined(TWELL_SM90A)
-    float const products = static_cast<float>(problem.tokens) * static_cast<float>(problem.d_model) * problem.d_ff;
-    bool const wanted = choice == Kernels::kSm90 || (choice == Kernels::kBest && products >= kFewestProducts);
+    bool const wanted =
+        choice == Kernels::kSm90 || (choice == Kernels::kBest && gate_products(problem) >= kFewestProducts);
     return wanted && suits(problem) && problem.tokens <= kMostTokens && device.major == 9 && device.minor == 0;
 #else
     (void)problem;
@@ -56,16 +50,17 @@ size_t chunk_bytes(twell_problem const& problem) {
         return 0;
     }
     int64_t const most_chunks = num_runs(problem) * kRunChunks * num_blocks(problem);
-    return counts_bytes() + records_bytes(problem) +
+    return aligned((kMostNeuronBlocks + 1) * sizeof(uint32_t)) +
+           aligned(block_capacity(problem) * num_blocks(problem) * sizeof(Chunk)) +
            aligned(most_chunks * (problem.d_model / kSlabColumns) * kChunkPairs * sizeof(float));
 }
 
 Chunks chunks_at(twell_problem const& problem, void* memory) {
-    unsigned char* const bytes = static_cast<unsigned char*>(memory);
+    unsigned char* next = static_cast<unsigned char*>(memory);
     Chunks chunks = {};
-    chunks.counts = reinterpret_cast<uint32_t*>(bytes);
-    chunks.chunks = reinterpret_cast<Chunk*>(bytes + counts_bytes());
-    chunks.sums = reinterpret_cast<float*>(bytes + counts_bytes() + records_bytes(problem));
+    chunks.counts = take<uint32_t>(next, kMostNeuronBlocks + 1);
+    chunks.chunks = take<Chunk>(next, block_capacity(problem) * num_blocks(problem));
+    chunks.sums = reinterpret_cast<float*>(next);
     chunks.block_capacity = static_cast<uint32_t>(block_capacity(problem));
     chunks.num_blocks = num_blocks(problem);
     chunks.block_neurons = static_cast<int>(ceil_div(problem.d_ff, chunks.num_blocks));

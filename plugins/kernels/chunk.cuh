@@ -67,12 +67,7 @@ __device__ __forceinline__ void admit(Shared& shared, Chunks const& chunks, int 
             own += pairs == 0 ? 0 : max(pairs, kLeastCounted);
             up_to[i] = own;
         }
-        uint32_t end = own;
-#pragma unroll
-        for (int distance = 1; distance < kWarpSize; distance *= 2) {
-            uint32_t const below = __shfl_up_sync(0xffffffffu, end, distance);
-            end += lane >= distance ? below : 0;
-        }
+        uint32_t const end = sum_up_to(own);
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
             up_to[i] += end - own;
@@ -129,20 +124,15 @@ __device__ __forceinline__ void take_chunks(Shared& shared, Chunks const& chunks
         places += (of_part + kOctetPairs - 1) / kOctetPairs * kOctetPairs;
     }
     uint32_t const count = (places + kChunkPairs - 1) / kChunkPairs;
-    uint32_t before = count;
-#pragma unroll
-    for (int distance = 1; distance < kMostNeuronBlocks; distance *= 2) {
-        uint32_t const below = __shfl_up_sync(0xffffffffu, before, distance);
-        before += lane >= distance ? below : 0;
-    }
-    uint32_t const all = __shfl_sync(0xffffffffu, before, kMostNeuronBlocks - 1);
+    uint32_t const end = sum_up_to<kMostNeuronBlocks>(count);
+    uint32_t const all = __shfl_sync(0xffffffffu, end, kMostNeuronBlocks - 1);
     uint32_t const taken =
         lane <= chunks.num_blocks ? atomicAdd(&chunks.counts[lane], lane < chunks.num_blocks ? count : all) : 0;
     uint32_t const sums = __shfl_sync(0xffffffffu, taken, chunks.num_blocks);
     if (lane < chunks.num_blocks) {
         shared.chunks[run][lane] = count;
         shared.begin[run][lane] = lane * chunks.block_capacity + taken;
-        shared.sums_begin[run][lane] = sums + before - count;
+        shared.sums_begin[run][lane] = sums + end - count;
     }
 }
 

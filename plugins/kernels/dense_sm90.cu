@@ -149,14 +149,13 @@ bool dense_sm90_supports(twell_problem const& problem) {
 }
 
 bool dense_sm90_prefers_block(twell_problem const& problem) {
-    float const products = static_cast<float>(problem.tokens) * static_cast<float>(problem.d_model) * problem.d_ff;
     bool const is_plain = problem.variant == TWELL_PLAIN;
     int64_t const fewest_tokens = problem.d_ff > kLargeDFf ? kFewestTokensLarge
                                   : is_plain               ? kFewestTokensPlain
                                                            : kFewestTokens;
     bool const is_narrow = std::max(problem.d_model, problem.d_out) <= (is_plain ? kNarrowPlain : kNarrow);
     return problem.tokens >= fewest_tokens && problem.d_model <= kMostDModel &&
-           (is_narrow || problem.tokens <= kMostTokens || products <= kMostProducts);
+           (is_narrow || problem.tokens <= kMostTokens || gate_products(problem) <= kMostProducts);
 }
 
 PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device) {

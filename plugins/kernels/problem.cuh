@@ -11,6 +11,11 @@ namespace twell {
 
 inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
+// Products of the gate projection.
+inline float gate_products(twell_problem const& problem) {
+    return static_cast<float>(problem.tokens) * static_cast<float>(problem.d_model) * static_cast<float>(problem.d_ff);
+}
+
 inline int num_tiles(twell_problem const& problem) { return static_cast<int>(ceil_div(problem.d_ff, TWELL_TILE)); }
 
 // 32-bit words of one tile of one row: the count, then the slots.
@@ -26,6 +31,14 @@ constexpr size_t kWorkspaceAlignment = 256;
 
 inline size_t aligned(size_t bytes) {
     return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
+
+// Cuts memory into pieces of kWorkspaceAlignment.
+template <class T>
+T* take(unsigned char*& memory, int64_t count) {
+    T* const piece = reinterpret_cast<T*>(memory);
+    memory += aligned(static_cast<size_t>(count) * sizeof(T));
+    return piece;
 }
 
 inline size_t spilled_bytes(twell_problem const& problem) {

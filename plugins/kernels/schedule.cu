@@ -11,14 +11,6 @@ namespace {
 // A warp of a block then has a row, up to the most blocks.
 constexpr int64_t kRowsPerBlock = schedule::kWarps;
 
-// Cuts memory into pieces of kWorkspaceAlignment.
-template <class T>
-T* take(unsigned char*& memory, int64_t count) {
-    T* const piece = reinterpret_cast<T*>(memory);
-    memory += aligned(static_cast<size_t>(count) * sizeof(T));
-    return piece;
-}
-
 }  // namespace
 
 size_t schedule_bytes(twell_problem const& problem) {

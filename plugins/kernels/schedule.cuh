@@ -95,17 +95,6 @@ struct Params {
     int words_per_tile;
 };
 
-// By one warp: the sum of the values of this lane and the ones below.
-__device__ __forceinline__ uint32_t sum_up_to(uint32_t value) {
-    int const lane = threadIdx.x % kWarpSize;
-#pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        uint32_t const below = __shfl_up_sync(0xffffffffu, value, distance);
-        value += lane >= distance ? below : 0;
-    }
-    return value;
-}
-
 // Copies a tile's entries.
 __device__ __forceinline__ void list_tile(uint32_t* words, uint32_t const* entries, uint32_t count) {
     constexpr uint32_t kAtOnce = 4;

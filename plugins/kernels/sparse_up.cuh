@@ -279,12 +279,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) up_with_chunks_kernel(Pa
     }
     // A lane has the end of a block's chunks among all.
     uint32_t const count = lane < chunks.num_blocks ? chunks.counts[lane] : 0;
-    uint32_t end = count;
-#pragma unroll
-    for (int distance = 1; distance < kMostNeuronBlocks; distance *= 2) {
-        uint32_t const below = __shfl_up_sync(0xffffffffu, end, distance);
-        end += lane >= distance ? below : 0;
-    }
+    uint32_t const end = sum_up_to<kMostNeuronBlocks>(count);
     uint32_t const all = __shfl_sync(0xffffffffu, end, kMostNeuronBlocks - 1);
     for (uint32_t i = blockIdx.x * kWarps + threadIdx.x / kWarpSize; i < all; i += gridDim.x * kWarps) {
         int const block = __popc(__ballot_sync(0xffffffffu, lane < chunks.num_blocks && end <= i));

@@ -1,4 +1,4 @@
-// Eight neighbouring elements of a row, one 16-byte access.
+// Eight neighbouring elements of a row, one 16-byte access; what a warp adds up.
 #ifndef TWELL_KERNELS_VECTOR_CUH_
 #define TWELL_KERNELS_VECTOR_CUH_
 
@@ -9,6 +9,18 @@ namespace twell {
 constexpr int kWarpSize = 32;
 // Columns that a warp covers with one vector a lane.
 constexpr int kWarpColumns = kWarpSize * kVector;
+
+// By one warp: the sum of the values of this lane and the ones below. Only the first kLanes lanes get it.
+template <int kLanes = kWarpSize>
+__device__ __forceinline__ uint32_t sum_up_to(uint32_t value) {
+    int const lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+        uint32_t const below = __shfl_up_sync(0xffffffffu, value, distance);
+        value += lane >= distance ? below : 0;
+    }
+    return value;
+}
 
 // Volatile, so loads keep the order of the source: then the compiler neither delays them to their use nor keeps many
 // addresses. Only for what no kernel of the call has written: see dependent_launch.cuh.

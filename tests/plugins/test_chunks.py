@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -29,14 +28,6 @@ from tests.plugins.test_kernels import (
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, needs_sm90]
-
-
-@pytest.fixture(autouse=True)
-def _require_gpu() -> None:
-    if not torch.cuda.is_available():
-        if os.environ.get("TWELLC_REQUIRE_GPU") == "1":
-            pytest.fail("TWELLC_REQUIRE_GPU=1, but there is no CUDA device")
-        pytest.skip("needs a CUDA device")
 
 
 def run(block: Block, compression: int = 8, dense_rows: int = 0) -> torch.Tensor:

@@ -40,14 +40,6 @@ needs_sm90 = pytest.mark.skipif(
 KERNELS = [pytest.param(GENERIC, id="generic"), pytest.param(SM90, id="sm90", marks=[pytest.mark.sm90, needs_sm90])]
 
 
-@pytest.fixture(autouse=True)
-def _require_gpu() -> None:
-    if not torch.cuda.is_available():
-        if os.environ.get("TWELLC_REQUIRE_GPU") == "1":
-            pytest.fail("TWELLC_REQUIRE_GPU=1, but there is no CUDA device")
-        pytest.skip("needs a CUDA device")
-
-
 def try_gate(call: Call, kernel: int) -> int:
     """Run one gate kernel and give the CUDA status."""
     function = call.lib.twell_internal_gate

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -32,14 +31,6 @@ from tests.plugins.test_kernels import (
 pytestmark = pytest.mark.gpu
 
 BEST = 0  # twell::Kernels; on compute capability 9.0, kernels of its own
-
-
-@pytest.fixture(autouse=True)
-def _require_gpu() -> None:
-    if not torch.cuda.is_available():
-        if os.environ.get("TWELLC_REQUIRE_GPU") == "1":
-            pytest.fail("TWELLC_REQUIRE_GPU=1, but there is no CUDA device")
-        pytest.skip("needs a CUDA device")
 
 
 # twell_internal_dense: not a number of rows.

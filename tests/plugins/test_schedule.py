@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import os
 
 import pytest
 import torch
@@ -19,14 +18,6 @@ HEADER_BYTES = 256
 LISTED_PER_TILE = 64
 UNIT_NONZEROS = 32
 SPLIT_NONZEROS = 64
-
-
-@pytest.fixture(autouse=True)
-def _require_gpu() -> None:
-    if not torch.cuda.is_available():
-        if os.environ.get("TWELLC_REQUIRE_GPU") == "1":
-            pytest.fail("TWELLC_REQUIRE_GPU=1, but there is no CUDA device")
-        pytest.skip("needs a CUDA device")
 
 
 @dataclasses.dataclass(frozen=True)
