@@ -45,6 +45,10 @@ bool has_chunks(twell_problem const& problem, Device const& device, Kernels choi
 #endif
 }
 
+float nonzeros_in_chunks(twell_problem const& problem) {
+    return static_cast<float>(num_blocks(problem) * kRunChunks * kChunkPairs) / kRunRows;
+}
+
 size_t chunk_bytes(twell_problem const& problem) {
     if (!suits(problem)) {
         return 0;

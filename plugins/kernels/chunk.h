@@ -59,6 +59,9 @@ struct Chunks {
 // Whether rows of the sparse path are multiplied by chunks. Kernels::kSm90: wherever they can be.
 bool has_chunks(twell_problem const& problem, Device const& device, Kernels choice);
 
+// So many non-zeros of a row find a place in chunks, on average.
+float nonzeros_in_chunks(twell_problem const& problem);
+
 // Never shrinks when `tokens` grows; the same on every device.
 size_t chunk_bytes(twell_problem const& problem);
 

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "chunk.h"
 #include "dense.h"
 #include "dense_generic.h"
 #include "parts_sm90.cuh"
@@ -15,10 +16,13 @@ namespace {
 // has to be gathered.
 constexpr int64_t kPartDivisor = 4;
 
-// For the guard, measured on an H200, see benchmarks/README.md: how long each non-zero of the heaviest row takes, and
-// how much longer both paths take than one.
+// For the guard, measured on an H200, see benchmarks/README.md: how long each non-zero of the heaviest row takes.
 constexpr float kHeaviestNonzeroNs = 100.0f;
-constexpr float kPartNs = 40e3f;
+// How fast the rows of w_up of what finds no place in chunks are gathered, beside the time that it would take there.
+constexpr float kExcessBytesPerNs = 25000.0f;
+
+// From so many products of the gate's on, the dense path comes first: where no row is dense, that costs 1 us.
+constexpr float kFewestProductsFirst = 16384.0f * 2048 * 5632;
 
 size_t h_part_bytes(twell_problem const& problem) {
     return aligned(static_cast<size_t>(max_dense_part(problem)) * spilled_stride(problem) * sizeof(uint16_t));
@@ -39,7 +43,8 @@ bool runs_sm90(twell_problem const& problem, Device const& device, Kernels choic
 PathCosts path_costs(twell_problem const& problem, Device const& device, Kernels choice) {
 #if defined(TWELL_SM90A)
     if (runs_sm90(problem, device, choice)) {
-        return dense_sm90_costs(problem, device);
+        return dense_sm90_costs(problem, device, dense_comes_first(problem, device, choice),
+                                has_chunks(problem, device, choice));
     }
 #endif
     (void)choice;
@@ -64,6 +69,18 @@ int num_part_states(twell_problem const& problem) {
 size_t part_state_bytes(twell_problem const& problem) { return aligned(num_part_states(problem) * sizeof(uint32_t)); }
 
 }  // namespace
+
+bool dense_comes_first(twell_problem const& problem, Device const& device, Kernels choice) {
+#if defined(TWELL_SM90A)
+    bool const wanted = choice == Kernels::kSm90 || gate_products(problem) >= kFewestProductsFirst;
+    return wanted && runs_sm90(problem, device, choice);
+#else
+    (void)problem;
+    (void)device;
+    (void)choice;
+    return false;
+#endif
+}
 
 int64_t max_dense_part(twell_problem const& problem) { return ceil_div(problem.tokens, kPartDivisor); }
 
@@ -99,7 +116,12 @@ GuardModel guard_model(twell_problem const& problem, Device const& device, Kerne
     model.nonzero_ns = row_bytes / costs.gathered_bytes_per_ns;
     model.heaviest_ns = kHeaviestNonzeroNs;
     model.part_row_ns = copied_bytes / costs.copied_bytes_per_ns;
-    model.part_ns = kPartNs;
+    model.part_ns = costs.part_ns;
+    model.down_overlaps = dense_comes_first(problem, device, choice);
+    if (model.down_overlaps && has_chunks(problem, device, choice)) {
+        model.excess_begin = nonzeros_in_chunks(problem);
+        model.excess_ns = 2.0f * static_cast<float>(problem.d_model) / kExcessBytesPerNs;
+    }
     model.up = costs.up;
     model.down = costs.down;
     if (!gated) {
@@ -126,7 +148,8 @@ cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tens
                          Schedule const& schedule, Device const& device, cudaStream_t stream, Kernels choice) {
 #if defined(TWELL_SM90A)
     if (runs_sm90(problem, device, choice)) {
-        return launch_dense_sm90(problem, tensors, gather, schedule, device, stream);
+        return launch_dense_sm90(problem, tensors, gather, schedule, device, stream,
+                                 dense_comes_first(problem, device, choice));
     }
 #endif
     (void)choice;

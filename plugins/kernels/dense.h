@@ -21,6 +21,7 @@ size_t dense_scratch_bytes(twell_problem const& problem);
 struct PathCosts {
     float gathered_bytes_per_ns;  // of weights, sparse
     float copied_bytes_per_ns;    // of rows that the dense path wants to be neighbours
+    float part_ns;                // how much longer both paths take than one
     DenseRounds up;               // of a gated block
     DenseRounds down;
 };
@@ -32,8 +33,13 @@ GuardModel guard_model(twell_problem const& problem, Device const& device, Kerne
 Gather gather_for(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed, uint16_t* spilled,
                   void* scratch);
 
+// Whether the dense path comes before the sparse down projection, which then fills the multiprocessors that the dense
+// one leaves idle in its last round; else after it, since mostly no row is dense and then it leaves at once.
+bool dense_comes_first(twell_problem const& problem, Device const& device, Kernels choice);
+
 // Enqueues kernels that compute y of the heavy rows; they do nothing where there are none. Where all rows are heavy,
-// the spilled matrix is overwritten.
+// the spilled matrix is overwritten. If the dense path comes first, the next launch must begin after all launches
+// before this, and it may overlap this one.
 cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
                          Schedule const& schedule, Device const& device, cudaStream_t stream, Kernels choice);
 

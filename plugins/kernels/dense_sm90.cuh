@@ -31,6 +31,9 @@ struct Params {
     Parts parts;      // of all tiles
     bool relu_on_up;  // dReLU
     bool all_rows;    // are dense, as the host knows
+    // The next launch does not wait for this one if there are dense rows, but for those before: it must not start
+    // earlier.
+    bool next_overlaps;
 };
 
 // The i-th piece of work of all clusters.
@@ -193,13 +196,21 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     }
     sync_cluster();
 
-    allow_dependent_launch();
+    if (!params.next_overlaps) {
+        allow_dependent_launch();
+    }
     View const view(params.schedule, params.num_rows, params.all_rows);
+    if (params.next_overlaps && view.count == 0) {
+        allow_dependent_launch();
+    }
     if (ends_early(view.count == 0)) {
         return;
     }
     if (!params.all_rows || warp != 0) {  // else the loader waits later
         wait_for_previous_launch();
+    }
+    if (params.next_overlaps) {
+        allow_dependent_launch();
     }
     int const num_blocks = (view.count + Cfg::kTileTokens - 1) / Cfg::kTileTokens;
     int const pieces_end = num_blocks * params.num_tiles * params.num_parts;

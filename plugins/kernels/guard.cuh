@@ -7,9 +7,9 @@
 
 namespace twell::guard {
 
-__device__ __forceinline__ float cost_of(DenseRounds const& rounds, uint32_t rows) {
-    float const blocks = ceilf(static_cast<float>(rows) * rounds.blocks_per_token);
-    return ceilf(blocks * rounds.rounds_per_block) * rounds.round_ns;
+__device__ __forceinline__ float cost_of(DenseRounds const& dense, uint32_t rows, bool overlaps = false) {
+    float const rounds = ceilf(static_cast<float>(rows) * dense.blocks_per_token) * dense.rounds_per_block;
+    return (overlaps ? rounds : ceilf(rounds)) * dense.round_ns;
 }
 
 // By one warp. Rows are ordered by buckets, the heaviest first: those of bucket b have the places
@@ -27,17 +27,16 @@ __device__ __forceinline__ uint32_t decide(GuardModel const& model, uint32_t con
     // All rows; then the sparse path has nothing to do.
     float best_cost = cost_of(model.up, tokens) + cost_of(model.down, tokens);
     uint32_t best = tokens;
-    // A lane has kPerLane neighbouring buckets. costs[i]: the time of these from the i-th on, later of all lighter
-    // ones.
+    // A lane has kPerLane neighbouring buckets. nonzeros[i]: of these from the i-th on, later with all lighter ones.
     constexpr int kPerLane = kBuckets / kWarpSize;
-    float costs[kPerLane];
+    float nonzeros[kPerLane];
     float sum = 0.0f;
 #pragma unroll
     for (int i = kPerLane - 1; i >= 0; --i) {
         int const bucket = lane * kPerLane + i;
         uint32_t const rows = bucket_begin[bucket + 1] - bucket_begin[bucket];
-        sum += static_cast<float>(rows) * static_cast<float>(most_of(bucket)) * model.nonzero_ns;
-        costs[i] = sum;
+        sum += static_cast<float>(rows) * static_cast<float>(most_of(bucket));
+        nonzeros[i] = sum;
     }
 #pragma unroll
     for (int distance = 1; distance < kWarpSize; distance *= 2) {
@@ -51,12 +50,14 @@ __device__ __forceinline__ uint32_t decide(GuardModel const& model, uint32_t con
         // The choice that this bucket and the lighter ones are sparse.
         int const bucket = lane * kPerLane + i;
         uint32_t const heavy = bucket_begin[bucket];
-        float const sum_cost = costs[i] + lighter;
+        float const all = nonzeros[i] + lighter;
+        float const excess = fmaxf(all - static_cast<float>(tokens - heavy) * model.excess_begin, 0.0f);
+        float const sum_cost = all * model.nonzero_ns + excess * model.excess_ns;
         float const heaviest_cost = static_cast<float>(most_of(bucket)) * model.heaviest_ns;
         // Throughput and latency overlap, the less the nearer they are: measured, the root of the sum of squares.
         float cost = sqrtf(sum_cost * sum_cost + heaviest_cost * heaviest_cost);
         if (heavy > 0) {
-            cost += cost_of(model.up, heavy) + cost_of(model.down, heavy) +
+            cost += cost_of(model.up, heavy) + cost_of(model.down, heavy, model.down_overlaps) +
                     static_cast<float>(heavy) * model.part_row_ns + model.part_ns;
         }
         if (bucket_begin[bucket + 1] > heavy && heavy <= model.max_part && cost < best_cost) {

@@ -19,11 +19,14 @@ struct GuardModel {
     int64_t forced;     // so many rows are dense, whatever it costs; negative: decide. For tests
     uint32_t max_part;  // unless all are, no more rows may be dense
     float nonzero_ns;   // the sparse path's time: for each non-zero by throughput,
+    float excess_ns;    // so much more for each that sparse rows have beyond excess_begin on average,
+    float excess_begin;
     float heaviest_ns;  // for each of the heaviest row by latency
     float part_row_ns;  // the dense path's time for each row if not all are dense, beside its projections
     float part_ns;      // and so much more
     DenseRounds up;     // round_ns is 0 in a plain block
     DenseRounds down;
+    bool down_overlaps;  // the sparse path, unless all rows are dense: a round that is not full costs less
 };
 
 }  // namespace twell

@@ -30,6 +30,7 @@ struct Params {
     uint32_t tokens;
     uint32_t warps_per_row;
     uint32_t ctas_per_row;  // in which these are
+    bool overlaps;          // where there are dense rows: the launch before, which begins after all others
 };
 
 // sums += h Wd[n, columns] for the entries of `count` <= kRows lanes from `begin` on. All loads are issued
@@ -122,7 +123,8 @@ __device__ __forceinline__ void reduce(float (&sums)[kVector]) {
 template <class Element>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(Params const params) {
     uint32_t const lane = threadIdx.x % kWarpSize;
-    uint32_t const warp = threadIdx.x / kWarpSize;
+    // Told to be the same in all lanes: then it takes no vector register, and nothing is spilled.
+    uint32_t const warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarpSize, 0);
     uint32_t const warps = blockDim.x / kWarpSize;
     // The places of the order: dense rows, rows that are split, and the others, which come in pairs. There are fewer
     // than 2^32 of anything here, since y fits the device's memory.
@@ -134,7 +136,9 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(
     if (ends_early(num_items == 0)) {
         return;
     }
-    wait_for_previous_launch();
+    if (!params.overlaps || split_begin == 0) {
+        wait_for_previous_launch();
+    }
     allow_dependent_launch();
     for (uint32_t i = blockIdx.x; i < num_items; i += gridDim.x) {
         uint32_t const slab = i / items_per_slab;
@@ -154,10 +158,9 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(
         uint32_t const begin = split && listed ? work.count * warp / warps : 0;
         uint32_t const end = split && listed ? work.count * (warp + 1) / warps : work.count;
         SparseEntry const* list = params.rows.list(work.row) + begin;
-        SparseEntry const* const next_list = params.rows.list(next.row);
         int count = static_cast<int>(end - begin);
         SparseEntry entry = load_entry(list, 0, count);
-        SparseEntry const next_entry = load_entry(next_list, 0, static_cast<int>(next.count));
+        SparseEntry const next_entry = load_entry(params.rows.list(next.row), 0, static_cast<int>(next.count));
 #pragma unroll 1
         for (int k = 0; k < 2; ++k) {
             if (work.count != kNotListed) {
@@ -172,10 +175,14 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(
             }
             // What the second row begins with came meanwhile.
             work = next;
-            list = next_list;
+            list = params.rows.list(work.row);
             count = static_cast<int>(next.count);
             entry = next_entry;
         }
+    }
+    // Who waits for the end of this launch takes it for the end of those before.
+    if (blockIdx.x == 0) {
+        wait_for_previous_launch();
     }
 }
 

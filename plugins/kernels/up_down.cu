@@ -131,8 +131,9 @@ cudaError_t launch_sparse_up(Launch const& launch) {
     return cudaSuccess;
 }
 
+// overlaps: the launch before, see launch_dense.
 template <class Element>
-cudaError_t launch_sparse_down(Launch const& launch) {
+cudaError_t launch_sparse_down(Launch const& launch, bool overlaps) {
     twell_problem const& problem = launch.problem;
     uint32_t const warps_per_row = static_cast<uint32_t>(ceil_div(problem.d_out, kWarpColumns));
     uint32_t const warps = std::min(warps_per_row, down_slab_warps(problem, launch.device));
@@ -146,6 +147,7 @@ cudaError_t launch_sparse_down(Launch const& launch) {
     params.tokens = static_cast<uint32_t>(problem.tokens);
     params.warps_per_row = warps_per_row;
     params.ctas_per_row = static_cast<uint32_t>(ceil_div(warps_per_row, warps));
+    params.overlaps = overlaps;
     constexpr uint32_t kMaxGrid = 1u << 30;
     uint32_t const grid = std::min((params.tokens + 1) / 2 * params.ctas_per_row, kMaxGrid);
     return launch_dependent(sparse_down::down_kernel<Element>, params, dim3(grid), static_cast<int>(warps) * kWarpSize,
@@ -188,8 +190,14 @@ cudaError_t launch_rest(Launch const& launch) {
                                                        : launch_rest<Element, Config4096>(launch);
 }
 
+// All of step 2 behind the schedule.
 template <class Element>
-cudaError_t launch_sparse(Launch const& launch) {
+cudaError_t launch_projections(Launch const& launch, bool guarded, Gather const& gather, Kernels choice) {
+    auto const launch_guarded = [&] {
+        return launch_dense(launch.problem, launch.tensors, gather, launch.schedule, launch.device, launch.stream,
+                            choice);
+    };
+    bool const dense_first = guarded && dense_comes_first(launch.problem, launch.device, choice);
     if (launch.chunks.counts != nullptr) {
         if (cudaError_t const error = launch_chunk_up<Element>(launch); error != cudaSuccess) {
             return error;
@@ -198,7 +206,20 @@ cudaError_t launch_sparse(Launch const& launch) {
     if (cudaError_t const error = launch_sparse_up<Element>(launch); error != cudaSuccess) {
         return error;
     }
-    return launch_sparse_down<Element>(launch);
+    if (dense_first) {
+        if (cudaError_t const error = launch_guarded(); error != cudaSuccess) {
+            return error;
+        }
+    }
+    if (cudaError_t const error = launch_sparse_down<Element>(launch, dense_first); error != cudaSuccess) {
+        return error;
+    }
+    if (guarded && !dense_first) {
+        if (cudaError_t const error = launch_guarded(); error != cudaSuccess) {
+            return error;
+        }
+    }
+    return launch_rest<Element>(launch);
 }
 
 // The dense path's scratch memory, behind the spilled matrix.
@@ -246,19 +267,8 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
         return error;
     }
     Launch const launch = {problem, tensors, packed, schedule, chunks, rows, spilled, device, stream};
-    bool const is_bf16 = problem.dtype == TWELL_BF16;
-    if (cudaError_t const error = is_bf16 ? launch_sparse<Bf16>(launch) : launch_sparse<Fp16>(launch);
-        error != cudaSuccess) {
-        return error;
-    }
-    // After the sparse kernels: mostly no row is dense, and then these launches leave while those still run.
-    if (guard.enabled) {
-        if (cudaError_t const error = launch_dense(problem, tensors, gather, schedule, device, stream, choice);
-            error != cudaSuccess) {
-            return error;
-        }
-    }
-    return is_bf16 ? launch_rest<Bf16>(launch) : launch_rest<Fp16>(launch);
+    return problem.dtype == TWELL_BF16 ? launch_projections<Bf16>(launch, guard.enabled, gather, choice)
+                                       : launch_projections<Fp16>(launch, guard.enabled, gather, choice);
 }
 
 cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const& tensors, void* scratch,
