@@ -54,7 +54,7 @@ size_t chunk_bytes(twell_problem const& problem) {
         return 0;
     }
     int64_t const most_chunks = num_runs(problem) * kRunChunks * num_blocks(problem);
-    return aligned((kMostNeuronBlocks + 1) * sizeof(uint32_t)) +
+    return aligned(kMostNeuronBlocks * sizeof(uint32_t)) +
            aligned(block_capacity(problem) * num_blocks(problem) * sizeof(Chunk)) +
            aligned(most_chunks * (problem.d_model / kSlabColumns) * kChunkPairs * sizeof(float));
 }
@@ -62,7 +62,7 @@ size_t chunk_bytes(twell_problem const& problem) {
 Chunks chunks_at(twell_problem const& problem, void* memory) {
     unsigned char* next = static_cast<unsigned char*>(memory);
     Chunks chunks = {};
-    chunks.counts = take<uint32_t>(next, kMostNeuronBlocks + 1);
+    chunks.counts = take<uint32_t>(next, kMostNeuronBlocks);
     chunks.chunks = take<Chunk>(next, block_capacity(problem) * num_blocks(problem));
     chunks.sums = reinterpret_cast<float*>(next);
     chunks.block_capacity = static_cast<uint32_t>(block_capacity(problem));

@@ -31,57 +31,55 @@ __device__ __forceinline__ uint32_t block_of(uint32_t neuron, Chunks const& chun
     return chunks.num_blocks == 1 ? 0 : __umulhi(neuron, chunks.inverse);
 }
 
+constexpr int kBlockStride = kMostNeuronBlocks + 1;  // against bank conflicts
+
 struct Shared {
     // A row's pairs in a block; then where in its part the next one goes.
-    uint32_t next[kRowsAtOnce][kMostNeuronBlocks];
-    uint32_t first[kRowsAtOnce][kMostNeuronBlocks];          // where the first one went, maybe with kSecondRow
+    uint32_t next[kRowsAtOnce][kBlockStride];
+    // Places up to this row's; then where its first pair went, maybe with kSecondRow.
+    uint32_t first[kRowsAtOnce][kBlockStride];
     uint32_t parts[kRunsAtOnce][kParts][kMostNeuronBlocks];  // places of a part; then where they begin
     uint32_t chunks[kRunsAtOnce][kMostNeuronBlocks];
     uint32_t begin[kRunsAtOnce][kMostNeuronBlocks];  // the run's first chunk in the block
-    uint32_t sums_begin[kRunsAtOnce][kMostNeuronBlocks];
     bool is_in[kRowsAtOnce];
 };
 
-// By one warp: which rows of a run are in chunks.
-__device__ __forceinline__ void admit(Shared& shared, Chunks const& chunks, int run) {
+// Of the last octet of a part and of the last chunk all but one place may stay unused.
+constexpr uint32_t kUnused = kChunkPairs + kParts * kOctetPairs;
+
+// By one warp: for each row of a run the places that it and those before it may take in a block.
+__device__ __forceinline__ void count_places(Shared& shared, int run, int block) {
     constexpr int kPerLane = kRunRows / kWarpSize;
-    int const lane = threadIdx.x % kWarpSize;
-    int const first = run * kRunRows + lane * kPerLane;
-    // Of the last octet of a part and of the last chunk all but one place may stay unused.
-    constexpr uint32_t kUnused = kChunkPairs + kParts * kOctetPairs;
+    int const first = run * kRunRows + threadIdx.x % kWarpSize * kPerLane;
+    uint32_t own = 0;
+    uint32_t up_to[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        uint32_t const pairs = shared.next[first + i][block];
+        own += pairs == 0 ? 0 : max(pairs, kLeastCounted);
+        up_to[i] = own;
+    }
+    uint32_t const before = sum_up_to(own) - own;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        shared.first[first + i][block] = before + up_to[i];
+    }
+}
+
+// By one thread: whether a row is in chunks.
+__device__ __forceinline__ void admit(Shared& shared, Chunks const& chunks, int r) {
     constexpr uint32_t kMostOfBlock = kRunChunksOfBlock * kChunkPairs - kUnused;
     uint32_t const most = chunks.num_blocks * (kRunChunks * kChunkPairs - kUnused);
-    uint32_t all[kPerLane] = {};
-    bool fits[kPerLane];
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-        fits[i] = true;
-    }
-#pragma unroll 1
+    bool fits = true;
+    uint32_t all = 0;
     for (int b = 0; b < chunks.num_blocks; ++b) {
-        uint32_t own = 0;
-        uint32_t up_to[kPerLane];
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-            uint32_t const pairs = shared.next[first + i][b];
-            own += pairs == 0 ? 0 : max(pairs, kLeastCounted);
-            up_to[i] = own;
-        }
-        uint32_t const end = sum_up_to(own);
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-            up_to[i] += end - own;
-            fits[i] &= up_to[i] <= kMostOfBlock;
-            all[i] += up_to[i];
-        }
+        uint32_t const places = shared.first[r][b];
+        fits &= places <= kMostOfBlock;
+        all += places;
     }
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-        bool const is_in = fits[i] && all[i] <= most;
-        shared.is_in[first + i] = is_in;
-        for (int b = 0; !is_in && b < chunks.num_blocks; ++b) {
-            shared.next[first + i][b] = 0;
-        }
+    shared.is_in[r] = fits && all <= most;
+    for (int b = 0; !shared.is_in[r] && b < chunks.num_blocks; ++b) {
+        shared.next[r][b] = 0;
     }
 }
 
@@ -124,15 +122,9 @@ __device__ __forceinline__ void take_chunks(Shared& shared, Chunks const& chunks
         places += (of_part + kOctetPairs - 1) / kOctetPairs * kOctetPairs;
     }
     uint32_t const count = (places + kChunkPairs - 1) / kChunkPairs;
-    uint32_t const end = sum_up_to<kMostNeuronBlocks>(count);
-    uint32_t const all = __shfl_sync(0xffffffffu, end, kMostNeuronBlocks - 1);
-    uint32_t const taken =
-        lane <= chunks.num_blocks ? atomicAdd(&chunks.counts[lane], lane < chunks.num_blocks ? count : all) : 0;
-    uint32_t const sums = __shfl_sync(0xffffffffu, taken, chunks.num_blocks);
     if (lane < chunks.num_blocks) {
         shared.chunks[run][lane] = count;
-        shared.begin[run][lane] = lane * chunks.block_capacity + taken;
-        shared.sums_begin[run][lane] = sums + end - count;
+        shared.begin[run][lane] = lane * chunks.block_capacity + atomicAdd(&chunks.counts[lane], count);
     }
 }
 
@@ -146,15 +138,14 @@ __device__ __forceinline__ void clear_chunk(Shared const& shared, Chunks const& 
     chunk.items[lane] = kNoPair;
     if (lane < kRowsOfChunk) {
         chunk.rows[lane] = static_cast<uint32_t>(row);
-    } else if (lane == kRowsOfChunk) {
-        chunk.sums = make_uint4(shared.sums_begin[run][block] + i, 0, 0, 0);
     }
 }
 
 // Enters a pair, the i-th of its row; r: the row's number among those at once.
 __device__ __forceinline__ void enter(Shared& shared, Chunks const& chunks, int r, int64_t row, uint32_t i,
-                                      uint32_t neuron) {
+                                      uint32_t word) {
     int const run = r / kRunRows;
+    uint32_t const neuron = word & 0xffffu;
     uint32_t const b = block_of(neuron, chunks);
     uint32_t const in_part = atomicAdd(&shared.next[r][b], 1u);
     uint32_t const first = shared.first[r][b];
@@ -165,7 +156,7 @@ __device__ __forceinline__ void enter(Shared& shared, Chunks const& chunks, int 
     Chunk& chunk = chunks.chunks[shared.begin[run][b] + place / kChunkPairs];
     chunk.entries[in_chunk % kOctetPairs * kOctets + octet] =
         (neuron - b * chunks.block_neurons) | (second ? kSecondRow : 0);
-    chunk.items[in_chunk] = i;
+    chunk.items[in_chunk] = i | (word & 0xffff0000u);
     chunk.rows[octet * kRowsOfOctet + (second ? 1 : 0)] = static_cast<uint32_t>(row);
 }
 
@@ -196,21 +187,26 @@ __device__ __forceinline__ void build(Chunks const& chunks, Schedule const& sche
                 uint32_t const next_word = lane < next_count ? list[list_step + lane] : 0;
 #pragma unroll 1
                 for (uint32_t i = lane; i < count; i += kWarpSize) {
-                    use(j * kWarps + warp, i, (i < kWarpSize ? word : list[i]) & 0xffffu);
+                    use(j * kWarps + warp, i, i < kWarpSize ? word : list[i]);
                 }
                 list += list_step;
                 count = next_count;
                 word = next_word;
             }
         };
-        for (int i = threadIdx.x; i < kRowsAtOnce * kMostNeuronBlocks; i += kThreads) {
+        for (int i = threadIdx.x; i < kRowsAtOnce * kBlockStride; i += kThreads) {
             (&shared.next[0][0])[i] = 0;
         }
         __syncthreads();
-        for_each([&](int r, uint32_t, uint32_t neuron) { atomicAdd(&shared.next[r][block_of(neuron, chunks)], 1u); });
+        for_each(
+            [&](int r, uint32_t, uint32_t pair) { atomicAdd(&shared.next[r][block_of(pair & 0xffffu, chunks)], 1u); });
         __syncthreads();
-        if (warp < kRunsAtOnce) {
-            admit(shared, chunks, warp);
+        for (int i = warp; i < kRunsAtOnce * chunks.num_blocks; i += kWarps) {
+            count_places(shared, i % kRunsAtOnce, i / kRunsAtOnce);
+        }
+        __syncthreads();
+        if (threadIdx.x < kRowsAtOnce) {
+            admit(shared, chunks, static_cast<int>(threadIdx.x));
         }
         __syncthreads();
         if (int const block = threadIdx.x / (kRunsAtOnce * kParts); block < chunks.num_blocks) {
@@ -230,9 +226,9 @@ __device__ __forceinline__ void build(Chunks const& chunks, Schedule const& sche
             }
         }
         __syncthreads();
-        for_each([&](int r, uint32_t i, uint32_t neuron) {
+        for_each([&](int r, uint32_t i, uint32_t pair) {
             if (shared.is_in[r]) {
-                enter(shared, chunks, r, begin + r, i, neuron);
+                enter(shared, chunks, r, begin + r, i, pair);
             }
         });
         // Units' first entries say which way a row goes.

@@ -34,8 +34,8 @@ struct Chunk {
     // Pair i of octet o is word i * kOctets + o: the neuron, counted from its block's first, and maybe kSecondRow.
     uint32_t entries[kChunkPairs];
     uint32_t rows[kRowsOfChunk];  // of x
-    uint4 sums;                   // x: the place of the chunk's sums
-    // Pair i of octet o is word o * kOctetPairs + i: which of its row's list it is, or kNoPair.
+    // Pair i of octet o is word o * kOctetPairs + i: which of its row's list it is, in the low half, and the bits of g
+    // in the high half; or kNoPair.
     uint32_t items[kChunkPairs];
 };
 constexpr uint32_t kNoPair = 0xffffffffu;
@@ -46,9 +46,9 @@ static_assert(kChunkFrontBytes % sizeof(uint4) == 0 && sizeof(Chunk) % sizeof(ui
 // Where chunks lie in a piece of device memory of chunk_bytes(problem), 256-byte aligned. Without memory there are
 // none.
 struct Chunks {
-    uint32_t* counts;         // [num_blocks + 1]: chunks of each block of neurons, and of all
+    uint32_t* counts;         // [num_blocks]: chunks of each block of neurons
     Chunk* chunks;            // [num_blocks, block_capacity]
-    float* sums;              // [chunks of all, num_slabs, kChunkPairs]: parts of x . Wu[n]
+    float* sums;              // [chunks of all, block by block, num_slabs, kChunkPairs]: parts of x . Wu[n]
     uint32_t block_capacity;  // the most chunks of a block
     int num_blocks;           // of neurons
     int block_neurons;

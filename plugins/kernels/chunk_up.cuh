@@ -130,8 +130,13 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
             continue;
         }
         Chunk const* const own = chunks.chunks + static_cast<int64_t>(block) * chunks.block_capacity;
+        uint32_t before = 0;  // chunks of other blocks
+        for (int b = 0; b < block; ++b) {
+            before += __ldcg(&chunks.counts[b]);
+        }
         uint16_t const* const x = params.x + slab * kSlabColumns + q * kVector;
-        float* const sums = chunks.sums + slab * kChunkPairs + q * kOctetPairs + g;
+        float* const sums =
+            chunks.sums + (static_cast<int64_t>(before) * chunks.num_slabs + slab) * kChunkPairs + q * kOctetPairs + g;
         // Past the last chunk that is copied again.
         auto const copy_chunk = [&](int stage, uint32_t chunk) {
             if (lane < kChunkFrontBytes / static_cast<int>(sizeof(uint4))) {
@@ -183,7 +188,6 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
                 __syncwarp();
                 uint32_t const own_chunk = ring + s * kChunkFrontBytes;
                 uint4 const entries = load_shared(own_chunk + g * sizeof(uint4));
-                uint32_t const place = load_shared_word(own_chunk + offsetof(Chunk, sums));
                 uint32_t const row = row_of((s + kPieceStages) % kChunkStages);
                 Piece const piece = {load_shared(pieces + piece_stage * kPieceBytes),
                                      load_shared(pieces + piece_stage * kPieceBytes + kPieceBytes / 2)};
@@ -202,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
                 float const(&other)[4] = products[1];
                 float const first = q < 2 ? (q == 0 ? half[0] : half[2]) : (q == 2 ? other[0] : other[2]);
                 float const second = q < 2 ? (q == 0 ? half[1] : half[3]) : (q == 2 ? other[1] : other[3]);
-                __stcg(sums + static_cast<int64_t>(place) * (chunks.num_slabs * kChunkPairs),
+                __stcg(sums + static_cast<int64_t>(chunk) * (chunks.num_slabs * kChunkPairs),
                        is_second ? second : first);
                 chunk += kWarps;
             }

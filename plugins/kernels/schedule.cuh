@@ -80,6 +80,7 @@ __device__ __forceinline__ uint32_t rank_of_place(uint32_t place) { return place
 
 // Light rows have at most so many non-zeros in each tile: with the count, one sector of memory.
 constexpr uint32_t kLightPerTile = 7;
+constexpr uint32_t kHeadEntries = 3;  // of a tile, in one vector with the count
 
 struct Params {
     uint32_t const* packed;   // [tokens, num_tiles * words_per_tile]
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
         // order_kernel adds to these.
         params.schedule.header->rest_count = 0;
         params.schedule.header->left_count = 0;
-        for (int i = 0; params.chunks.counts != nullptr && i <= params.chunks.num_blocks; ++i) {
+        for (int i = 0; params.chunks.counts != nullptr && i < params.chunks.num_blocks; ++i) {
             params.chunks.counts[i] = 0;
         }
     }
@@ -206,24 +207,26 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
             light[r] = first + r < end;
         }
         for (int tile_begin = 0; tile_begin < params.num_tiles; tile_begin += kWarpSize) {
-            uint4 heads[kRows][2];
+            uint4 const* tiles[kRows];
+            uint4 heads[kRows];
             int const t = min(tile_begin + lane, params.num_tiles - 1);
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
-                uint4 const* const head = reinterpret_cast<uint4 const*>(
-                    params.packed + min(first + r, end - 1) * words_per_row + t * params.words_per_tile);
-                heads[r][0] = head[0];
-                heads[r][1] = head[1];
+                tiles[r] = reinterpret_cast<uint4 const*>(params.packed + min(first + r, end - 1) * words_per_row +
+                                                          t * params.words_per_tile);
+                heads[r] = tiles[r][0];
             }
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
-                uint32_t const count = tile_begin + lane < params.num_tiles ? heads[r][0].x : 0;
+                uint32_t const count = tile_begin + lane < params.num_tiles ? heads[r].x : 0;
                 uint32_t const last = sums[r] + sum_up_to(count);
                 overflows[r] |= __any_sync(0xffffffffu, count >= static_cast<uint32_t>(params.words_per_tile));
                 light[r] &= __all_sync(0xffffffffu, count <= kLightPerTile);
                 if (light[r]) {
-                    uint32_t const entries[kLightPerTile] = {heads[r][0].y, heads[r][0].z, heads[r][0].w, heads[r][1].x,
-                                                             heads[r][1].y, heads[r][1].z, heads[r][1].w};
+                    // Few tiles have so many: a load costs time for each line of memory that it touches.
+                    uint4 const more = count > kHeadEntries ? tiles[r][1] : uint4{};
+                    uint32_t const entries[kLightPerTile] = {heads[r].y, heads[r].z, heads[r].w, more.x,
+                                                             more.y,     more.z,     more.w};
                     uint32_t* const words =
                         params.schedule.words + (first + r) * max_listed(params.num_tiles) + last - count;
 #pragma unroll
@@ -423,7 +426,8 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
         chunk::build<kThreads>(params.chunks, params.schedule, params.rows, params.num_tiles, begin, end,
                                [&](int64_t row) {
                                    uint32_t const count = params.schedule.counts[row];
-                                   return count != kNotListed && position_of(row) >= heavy_count ? count : 0;
+                                   bool const is_heavy = position_of(row) < heavy_count;
+                                   return count != kNotListed && !is_heavy ? count : 0;
                                });
     }
 #endif

@@ -199,33 +199,32 @@ __device__ __forceinline__ void compute(Params const& params, Share const& share
     }
 }
 
-// By one warp: h of the pairs of a chunk, from the parts of their sums.
+// By one warp: h of the pairs of a chunk of a block of neurons, the i-th of all chunks, from the parts of their sums.
 template <class Element>
-__device__ __forceinline__ void add_parts(Params const& params, Chunk const& chunk) {
+__device__ __forceinline__ void add_parts(Params const& params, Chunk const& chunk, int block, uint32_t i) {
     int const lane = threadIdx.x % kWarpSize;
     int const octet = lane / kOctetPairs;
     uint32_t const chunk_entry = chunk.entries[lane % kOctetPairs * kOctets + octet];
     uint32_t const item = chunk.items[lane];
     int64_t const row = chunk.rows[octet * kRowsOfOctet + ((chunk_entry & kSecondRow) != 0 ? 1 : 0)];
     int const num_slabs = params.chunks.num_slabs;
-    float const* const sums = params.chunks.sums + static_cast<int64_t>(chunk.sums.x) * num_slabs * kChunkPairs + lane;
-    uint32_t const word = item != kNoPair ? params.schedule.words[row * max_listed(params.num_tiles) + item] : 0;
+    float const* const sums = params.chunks.sums + static_cast<int64_t>(i) * num_slabs * kChunkPairs + lane;
     constexpr int kAtOnce = 32;
     float u = 0.0f;
     for (int slab = 0; slab < num_slabs; slab += kAtOnce) {
         float values[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            values[i] = __ldcg(sums + min(slab + i, num_slabs - 1) * kChunkPairs);
+        for (int s = 0; s < kAtOnce; ++s) {
+            values[s] = __ldcg(sums + min(slab + s, num_slabs - 1) * kChunkPairs);
         }
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            u += slab + i < num_slabs ? values[i] : 0.0f;
+        for (int s = 0; s < kAtOnce; ++s) {
+            u += slab + s < num_slabs ? values[s] : 0.0f;
         }
     }
     if (item != kNoPair) {
-        uint32_t const neuron = word & 0xffffu;
-        params.rows.list(row)[item] = {neuron, finish<Element>(params, neuron, word, u)};
+        uint32_t const neuron = block * params.chunks.block_neurons + (chunk_entry & ~kSecondRow);
+        params.rows.list(row)[item & 0xffffu] = {neuron, finish<Element>(params, neuron, item, u)};
     }
 }
 
@@ -284,7 +283,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) up_with_chunks_kernel(Pa
     for (uint32_t i = blockIdx.x * kWarps + threadIdx.x / kWarpSize; i < all; i += gridDim.x * kWarps) {
         int const block = __popc(__ballot_sync(0xffffffffu, lane < chunks.num_blocks && end <= i));
         uint32_t const begin = __shfl_sync(0xffffffffu, end - count, block);
-        add_parts<Element>(params, chunks.chunks[static_cast<int64_t>(block) * chunks.block_capacity + i - begin]);
+        add_parts<Element>(params, chunks.chunks[static_cast<int64_t>(block) * chunks.block_capacity + i - begin],
+                           block, i);
     }
 }
 
