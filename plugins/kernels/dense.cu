@@ -22,7 +22,7 @@ constexpr float kHeaviestNonzeroNs = 100.0f;
 constexpr float kExcessBytesPerNs = 25000.0f;
 
 // From so many products of the gate's on, the dense path comes first: where no row is dense, that costs 1 us.
-constexpr float kFewestProductsFirst = 16384.0f * 2048 * 5632;
+constexpr float kFewestProductsFirst = 8192.0f * 2048 * 5632;
 
 size_t h_part_bytes(twell_problem const& problem) {
     return aligned(static_cast<size_t>(max_dense_part(problem)) * spilled_stride(problem) * sizeof(uint16_t));

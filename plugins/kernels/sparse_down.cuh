@@ -16,7 +16,7 @@
 namespace twell::sparse_down {
 
 constexpr int kMaxWarps = 4;    // of a CTA, side by side in one row
-constexpr int kMinBlocks = 6;   // a multiprocessor: the step is bound by loads in flight
+constexpr int kMinBlocks = 7;   // a multiprocessor: the step is bound by loads in flight
 constexpr int kRowsAtOnce = 8;  // of Wd, whose loads are issued together
 constexpr int kRowsAtEnd = 4;   // the same, for what is left over
 
