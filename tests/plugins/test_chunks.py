@@ -173,7 +173,7 @@ def test_sanitize(case: Case, dense: int) -> None:
     """What sanitize.py runs."""
     block = make_block(case, integers=True, device="cpu")
     call = Call(block.to("cuda"), case.compression, poison=False)
-    # The packed matrix is read 32 bytes at a time: words that the gate leaves alone come along, and are not used.
+    # The packed matrix is read 16 bytes at a time: words that the gate leaves alone come along, and are not used.
     call.workspace[: call.lib.twell_packed_bytes(call.problem)].zero_()
     start_dense(call, dense, SM90)
     torch.cuda.synchronize()

@@ -223,7 +223,7 @@ def test_sanitize(case: Case, kernels: int, share: float) -> None:
         pytest.skip("has a generic gate")
     block = make_block(case, integers=True, device="cpu")
     call = Call(block.to("cuda"), case.compression, poison=False)
-    # The packed matrix is read 32 bytes at a time: words that the gate leaves alone come along, and are not used.
+    # The packed matrix is read 16 bytes at a time: words that the gate leaves alone come along, and are not used.
     call.workspace[: call.lib.twell_packed_bytes(call.problem)].zero_()
     start_dense(call, DENSE_BLOCK if share == DENSE_BLOCK else int(case.rows * share), kernels)
     torch.cuda.synchronize()

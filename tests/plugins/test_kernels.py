@@ -420,7 +420,7 @@ def test_sanitize(case: Case) -> None:
     """What sanitize.py runs: plain buffers, so that reads of words nobody wrote show."""
     block = make_block(case, integers=True, device="cpu")
     call = Call(block.to("cuda"), case.compression, poison=False)
-    # The packed matrix is read 32 bytes at a time: words that the gate leaves alone come along, and are not used.
+    # The packed matrix is read 16 bytes at a time: words that the gate leaves alone come along, and are not used.
     call.packed.zero_()
     call.gate()
     call.up_down()
