@@ -174,3 +174,14 @@ def test_model_without_tokens(tmp_path: Path) -> None:
     models.save(transformers.ViTModel(config), tmp_path)
     with pytest.raises(UserError, match="does not know the inputs of this architecture; got main input pixel_values"):
         load_model(tmp_path, trust_model=False)
+
+
+def test_mixture_of_experts(tmp_path: Path) -> None:
+    """It can be traced, but its experts are an operation that ONNX does not have."""
+    config = transformers.MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, num_local_experts=4, max_position_embeddings=64, hidden_act="relu",
+    )  # fmt: skip
+    models.save(transformers.MixtralForCausalLM(config), tmp_path)
+    with pytest.raises(UserError, match=r"mixture-of-experts models cannot be compiled.*batched_mm"):
+        load_model(tmp_path, trust_model=False)

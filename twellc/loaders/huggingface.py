@@ -140,6 +140,14 @@ def _trace(path: Path, model: Any, config: dict[str, Any]) -> LoadedModel:
         " tokens can, at one length: export it with torch.export.save, and compile that archive."
     )
     program = trace(path, model, inputs, shapes, fix)
+    experts = next((node for node in program.graph.nodes if "grouped_mm" in str(node.target)), None)
+    if experts is not None:
+        raise UserError(
+            str(path), "mixture-of-experts models cannot be compiled as they are",
+            got=f"the operation {experts.target}",
+            fix='Its experts would stay dense. Call model.set_experts_implementation("batched_mm"), for which ONNX has'
+            " operators, export the model with torch.export.save, and compile that archive.",
+        )  # fmt: skip
     default = (1, min(128, longest), min(_DEFAULT_SEQUENCE, longest))
     names: dict[str, str] = {}
     ranges = {}
