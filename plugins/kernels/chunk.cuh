@@ -44,6 +44,9 @@ struct Shared {
     bool is_in[kRowsAtOnce];
 };
 
+static_assert(kMostNeuronBlocks * kMostBlockNeurons / TWELL_TILE * kListedPerTile < 0xffff,
+              "a row's list is told from kNoPair by 16 bits");
+
 // Of the last octet of a part and of the last chunk all but one place may stay unused.
 constexpr uint32_t kUnused = kChunkPairs + kParts * kOctetPairs;
 

@@ -38,8 +38,8 @@ Gather gather_for(twell_problem const& problem, twell_tensors const& tensors, ui
 bool dense_comes_first(twell_problem const& problem, Device const& device, Kernels choice);
 
 // Enqueues kernels that compute y of the heavy rows; they do nothing where there are none. Where all rows are heavy,
-// the spilled matrix is overwritten. If the dense path comes first, the next launch must begin after all launches
-// before this, and it may overlap this one.
+// the spilled matrix is overwritten. If the dense path comes first, the next launch may overlap these: where there are
+// heavy rows, it starts only after all launches before these have ended.
 cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
                          Schedule const& schedule, Device const& device, cudaStream_t stream, Kernels choice);
 
