@@ -16,8 +16,11 @@ namespace {
 // has to be gathered.
 constexpr int64_t kPartDivisor = 4;
 
-// For the guard, measured on an H200, see benchmarks/README.md: how long each non-zero of the heaviest row takes.
+// For the guard, measured on an H200, see benchmarks/README.md: how long each non-zero of the heaviest row takes, and
+// how much longer both paths take than one, by their order.
 constexpr float kHeaviestNonzeroNs = 100.0f;
+constexpr float kPartNs = 40e3f;
+constexpr float kPartNsFirst = 5e3f;
 // How fast the rows of w_up of what finds no place in chunks are gathered, beside the time that it would take there.
 constexpr float kExcessBytesPerNs = 25000.0f;
 
@@ -34,20 +37,27 @@ size_t x_part_bytes(twell_problem const& problem) {
                : 0;
 }
 
-#if defined(TWELL_SM90A)
 bool runs_sm90(twell_problem const& problem, Device const& device, Kernels choice) {
+#if defined(TWELL_SM90A)
     return choice != Kernels::kGeneric && device.major == 9 && device.minor == 0 && dense_sm90_supports(problem);
-}
+#else
+    (void)problem;
+    (void)device;
+    (void)choice;
+    return false;
 #endif
+}
 
-PathCosts path_costs(twell_problem const& problem, Device const& device, Kernels choice) {
+PathCosts path_costs(twell_problem const& problem, Device const& device, Kernels choice, bool comes_first,
+                     bool with_chunks) {
 #if defined(TWELL_SM90A)
     if (runs_sm90(problem, device, choice)) {
-        return dense_sm90_costs(problem, device, dense_comes_first(problem, device, choice),
-                                has_chunks(problem, device, choice));
+        return dense_sm90_costs(problem, device, comes_first, with_chunks);
     }
 #endif
     (void)choice;
+    (void)comes_first;
+    (void)with_chunks;
     return dense_generic_costs(problem, device);
 }
 
@@ -71,15 +81,8 @@ size_t part_state_bytes(twell_problem const& problem) { return aligned(num_part_
 }  // namespace
 
 bool dense_comes_first(twell_problem const& problem, Device const& device, Kernels choice) {
-#if defined(TWELL_SM90A)
     bool const wanted = choice == Kernels::kSm90 || gate_products(problem) >= kFewestProductsFirst;
     return wanted && runs_sm90(problem, device, choice);
-#else
-    (void)problem;
-    (void)device;
-    (void)choice;
-    return false;
-#endif
 }
 
 int64_t max_dense_part(twell_problem const& problem) { return ceil_div(problem.tokens, kPartDivisor); }
@@ -109,16 +112,18 @@ GuardModel guard_model(twell_problem const& problem, Device const& device, Kerne
     bool const gated = problem.variant == TWELL_GATED;
     float const row_bytes = 2.0f * static_cast<float>(problem.d_out + (gated ? problem.d_model : 0));
     float const copied_bytes = 2.0f * static_cast<float>(gated ? problem.d_model : spilled_stride(problem));
-    PathCosts const costs = path_costs(problem, device, choice);
+    bool const comes_first = dense_comes_first(problem, device, choice);
+    bool const with_chunks = comes_first && has_chunks(problem, device, choice);
+    PathCosts const costs = path_costs(problem, device, choice, comes_first, with_chunks);
     GuardModel model = {};
     model.enabled = true;
     model.max_part = static_cast<uint32_t>(max_dense_part(problem));
     model.nonzero_ns = row_bytes / costs.gathered_bytes_per_ns;
     model.heaviest_ns = kHeaviestNonzeroNs;
     model.part_row_ns = copied_bytes / costs.copied_bytes_per_ns;
-    model.part_ns = costs.part_ns;
-    model.down_overlaps = dense_comes_first(problem, device, choice);
-    if (model.down_overlaps && has_chunks(problem, device, choice)) {
+    model.part_ns = comes_first ? kPartNsFirst : kPartNs;
+    model.down_overlaps = comes_first;
+    if (with_chunks) {
         model.excess_begin = nonzeros_in_chunks(problem);
         model.excess_ns = 2.0f * static_cast<float>(problem.d_model) / kExcessBytesPerNs;
     }

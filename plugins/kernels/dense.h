@@ -21,7 +21,6 @@ size_t dense_scratch_bytes(twell_problem const& problem);
 struct PathCosts {
     float gathered_bytes_per_ns;  // of weights, sparse
     float copied_bytes_per_ns;    // of rows that the dense path wants to be neighbours
-    float part_ns;                // how much longer both paths take than one
     DenseRounds up;               // of a gated block
     DenseRounds down;
 };

@@ -36,7 +36,6 @@ constexpr float kCyclesOfOverhead = 6000.0f;
 // What turns cycles into time. Clocks differ, but a query takes long, and the guard compares times that nearly all
 // depend on it.
 constexpr float kCycleNs = 0.65f;
-constexpr float kPartNs = 40e3f;
 
 template <Projection kProjection>
 int num_neurons(twell_problem const& problem) {
@@ -109,7 +108,6 @@ PathCosts dense_generic_costs(twell_problem const& problem, Device const& device
     PathCosts costs = {};
     costs.gathered_bytes_per_ns = cycles_per_ns / cycles_per_byte;
     costs.copied_bytes_per_ns = cycles_per_ns * rates.gathered_memory_bytes / 3.0f;
-    costs.part_ns = kPartNs;
     costs.up = rounds_of<Projection::kUp>(problem, device);
     costs.down = rounds_of<Projection::kDown>(problem, device);
     return costs;

@@ -16,11 +16,9 @@ using sm90::Projection;
 // gathers weights, how fast rows are copied; and how long a cycle is under load.
 constexpr float kGatheredBytesPerNs = 8400.0f;
 constexpr float kCopiedBytesPerNs = 1500.0f;
-constexpr float kPartNs = 40e3f;
 // The same where the dense path comes first, and with chunks.
 constexpr float kGatheredBytesPerNsChunks = 10240.0f;
 constexpr float kCopiedBytesPerNsFirst = 450.0f;
-constexpr float kPartNsFirst = 5e3f;
 constexpr float kCycleNs = 0.72f;
 // Dense blocks: from so many tokens on, since below kernels for few tokens skip much of w_up and w_down; but with more
 // neurons these take more than one round (of 66 clusters with 96 each, on an H200), and gain little or lose; and of a
@@ -165,9 +163,9 @@ bool dense_sm90_prefers_block(twell_problem const& problem) {
            (is_narrow || problem.tokens <= kMostTokens || gate_products(problem) <= kMostProducts);
 }
 
-PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device, bool comes_first, bool has_chunks) {
-    return {comes_first && has_chunks ? kGatheredBytesPerNsChunks : kGatheredBytesPerNs,
-            comes_first ? kCopiedBytesPerNsFirst : kCopiedBytesPerNs, comes_first ? kPartNsFirst : kPartNs,
+PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device, bool comes_first, bool with_chunks) {
+    return {with_chunks ? kGatheredBytesPerNsChunks : kGatheredBytesPerNs,
+            comes_first ? kCopiedBytesPerNsFirst : kCopiedBytesPerNs,
             Shape<Projection::kUp>(problem, 0, device).rounds(), Shape<Projection::kDown>(problem, 0, device).rounds()};
 }
 

@@ -14,6 +14,7 @@
 #include "dependent_launch.cuh"
 #include "gather.cuh"
 #include "guard.cuh"
+#include "pack.cuh"
 #include "schedule.h"
 #include "sparse_rows.h"
 #include "twell/twell.h"
@@ -80,7 +81,6 @@ __device__ __forceinline__ uint32_t rank_of_place(uint32_t place) { return place
 
 // Light rows have at most so many non-zeros in each tile: with the count, one sector of memory.
 constexpr uint32_t kLightPerTile = 7;
-constexpr uint32_t kHeadEntries = 3;  // of a tile, in one vector with the count
 
 struct Params {
     uint32_t const* packed;   // [tokens, num_tiles * words_per_tile]
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
                 light[r] &= __all_sync(0xffffffffu, count <= kLightPerTile);
                 if (light[r]) {
                     // Few tiles have so many: a load costs time for each line of memory that it touches.
-                    uint4 const more = count > kHeadEntries ? tiles[r][1] : uint4{};
+                    uint4 const more = count > kMostUnspilled ? tiles[r][1] : uint4{};
                     uint32_t const entries[kLightPerTile] = {heads[r].y, heads[r].z, heads[r].w, more.x,
                                                              more.y,     more.z,     more.w};
                     uint32_t* const words =

@@ -193,10 +193,6 @@ cudaError_t launch_rest(Launch const& launch) {
 // All of step 2 behind the schedule.
 template <class Element>
 cudaError_t launch_projections(Launch const& launch, bool guarded, Gather const& gather, Kernels choice) {
-    auto const launch_guarded = [&] {
-        return launch_dense(launch.problem, launch.tensors, gather, launch.schedule, launch.device, launch.stream,
-                            choice);
-    };
     bool const dense_first = guarded && dense_comes_first(launch.problem, launch.device, choice);
     if (launch.chunks.counts != nullptr) {
         if (cudaError_t const error = launch_chunk_up<Element>(launch); error != cudaSuccess) {
@@ -206,16 +202,15 @@ cudaError_t launch_projections(Launch const& launch, bool guarded, Gather const&
     if (cudaError_t const error = launch_sparse_up<Element>(launch); error != cudaSuccess) {
         return error;
     }
-    if (dense_first) {
-        if (cudaError_t const error = launch_guarded(); error != cudaSuccess) {
-            return error;
+    for (bool const dense : {dense_first, !dense_first}) {
+        cudaError_t error = cudaSuccess;
+        if (!dense) {
+            error = launch_sparse_down<Element>(launch, dense_first);
+        } else if (guarded) {
+            error = launch_dense(launch.problem, launch.tensors, gather, launch.schedule, launch.device, launch.stream,
+                                 choice);
         }
-    }
-    if (cudaError_t const error = launch_sparse_down<Element>(launch, dense_first); error != cudaSuccess) {
-        return error;
-    }
-    if (guarded && !dense_first) {
-        if (cudaError_t const error = launch_guarded(); error != cudaSuccess) {
+        if (error != cudaSuccess) {
             return error;
         }
     }
