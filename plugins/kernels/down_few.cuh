@@ -2,7 +2,8 @@
 // bd.
 //
 // One CTA computes a few columns of one token. Its threads share out the neurons as well as the columns, so that a
-// token with many active neurons is spread over columns x slots and all its loads are in flight at once.
+// token with many active neurons is spread over columns x slots and all its loads are in flight at once. With one token
+// that is few CTAs: then several share out the neurons, if many are active, and the last one adds up.
 #ifndef TWELL_KERNELS_DOWN_FEW_CUH_
 #define TWELL_KERNELS_DOWN_FEW_CUH_
 
@@ -23,19 +24,29 @@ struct Params {
     int d_ff;
     int d_out;
     int num_mask_words;
+    // Where CTAs may share out a token's neurons:
+    float* sums;    // [tokens * slabs, num_shares, Config::kColumns]
+    int* counters;  // [tokens * slabs]: 0
+    int num_slabs;  // of columns
+    int num_shares;
 };
 
-// kLanes threads side by side cover 8 kLanes columns; kThreads / kLanes slots share out the neurons.
-template <int kColumnLanes, int kNumThreads>
+// kLanes threads side by side cover 8 kLanes columns; kThreads / kLanes slots share out the neurons, or those of one of
+// up to kMostShares CTAs.
+template <int kColumnLanes, int kNumThreads, int kMaxShares = 1>
 struct Config {
     static constexpr int kLanes = kColumnLanes;
     static constexpr int kThreads = kNumThreads;
+    static constexpr int kMostShares = kMaxShares;
     static constexpr int kColumns = kLanes * kVector;
     static constexpr int kSlots = kThreads / kLanes;
     static constexpr int kWarps = kThreads / kWarpSize;
     // Partial sums of a column that reach shared memory: within a warp they are added by shuffles.
     static constexpr int kPartials = kLanes < kWarpSize ? kWarps : kSlots;
     static_assert(kThreads >= kColumns / 2, "see the epilogue");
+    // Up to so many active neurons of the first pass one CTA takes all, and the others leave.
+    static constexpr int kMostAlone = 8 * kSlots;
+    static_assert(kMostShares == 1 || kColumns / 2 == kWarpSize, "a warp stores y");
 };
 
 // Mask words in one pass; the neurons' indices within it are 16 bits wide.
@@ -76,6 +87,15 @@ __device__ __forceinline__ int scan_words(WordTotals& totals, uint32_t mask) {
         }
     }
     return end;
+}
+
+__device__ __forceinline__ int count_active(WordTotals const& totals) {
+    int count = 0;
+#pragma unroll
+    for (int w = 0; w < kPassWords / kWarpSize; ++w) {
+        count += totals[w];
+    }
+    return count;
 }
 
 // Then the neurons go into shared.list; returns how many there are.
@@ -125,11 +145,41 @@ __device__ __forceinline__ void add_rows(float (&accumulators)[kVector], Shared<
     }
 }
 
-// One slab of columns of one token, by one CTA. `mask`: load_mask of the first pass; `end`: its scan_words(), after a
-// __syncthreads().
-template <class Element, class Cfg>
+// By one warp: adds up the shares' sums of two columns a lane, in their order, if this CTA is the last one to come.
+// Else gives false.
+template <class Cfg>
+__device__ __forceinline__ bool add_shares(float2& sum, Params const& params, int64_t slab, int share) {
+    float2* const sums = reinterpret_cast<float2*>(params.sums) + slab * (params.num_shares * kWarpSize) + threadIdx.x;
+    sums[share * kWarpSize] = sum;
+    __threadfence();
+    __syncwarp();
+    int before = 0;
+    if (threadIdx.x == 0) {
+        before = atomicAdd(params.counters + slab, 1);
+    }
+    if (__shfl_sync(0xffffffffu, before, 0) != params.num_shares - 1) {
+        return false;
+    }
+    __threadfence();
+    sum = make_float2(0.0f, 0.0f);
+    float2 parts[Cfg::kMostShares];
+#pragma unroll
+    for (int s = 0; s < Cfg::kMostShares; ++s) {
+        parts[s] = s < params.num_shares ? __ldcg(sums + s * kWarpSize) : make_float2(0.0f, 0.0f);
+    }
+#pragma unroll
+    for (int s = 0; s < Cfg::kMostShares; ++s) {
+        sum.x += parts[s].x;
+        sum.y += parts[s].y;
+    }
+    return true;
+}
+
+// One slab of columns of one token, by one CTA or, if kIsShared, by params.num_shares. `mask`: load_mask of the first
+// pass; `end`: its scan_words(), after a __syncthreads().
+template <class Element, class Cfg, bool kIsShared = false>
 __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& shared, WordTotals& totals, int slab,
-                                        int64_t token, uint32_t mask, int end) {
+                                        int64_t token, uint32_t mask, int end, int share = 0) {
     int const thread = threadIdx.x;
     int const column_begin = slab * Cfg::kColumns;
     int const slot = thread / Cfg::kLanes;
@@ -138,12 +188,16 @@ __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& share
 
     float accumulators[kVector] = {};
     for (int word_begin = 0; word_begin < params.num_mask_words; word_begin += kPassWords) {
-        int const count = list_active(shared, totals, mask, end);
+        int count = list_active(shared, totals, mask, end);
         mask = load_mask(params, token, word_begin + kPassWords);
         int64_t const neuron_begin = static_cast<int64_t>(word_begin) * kMaskBits;
         float const* const h = params.h + token * params.d_ff + neuron_begin;
         uint16_t const* const w_down = params.w_down + neuron_begin * params.d_out + column;
         int position = slot;
+        if constexpr (kIsShared) {
+            position += count * share / params.num_shares;
+            count = count * (share + 1) / params.num_shares;
+        }
         for (; position + 3 * Cfg::kSlots < count; position += 6 * Cfg::kSlots) {
             add_rows<Element, Cfg, 6>(accumulators, shared, position, count, h, w_down, params.d_out);
         }
@@ -176,7 +230,8 @@ __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& share
 
     // Epilogue: bias, then the only rounding of y. A thread stores two columns.
     int const pair = thread * 2;
-    if (pair >= Cfg::kColumns || column_begin + pair >= params.d_out) {
+    bool const stores = column_begin + pair < params.d_out;
+    if (pair >= Cfg::kColumns || (!kIsShared && !stores)) {
         return;
     }
     float2 sum = make_float2(0.0f, 0.0f);
@@ -185,6 +240,11 @@ __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& share
         float2 const part = *reinterpret_cast<float2 const*>(&shared.partial[p][pair]);
         sum.x += part.x;
         sum.y += part.y;
+    }
+    if constexpr (kIsShared) {
+        if (!add_shares<Cfg>(sum, params, token * params.num_slabs + slab, share) || !stores) {
+            return;
+        }
     }
     if (params.b_down != nullptr) {
         uint32_t const bias = *reinterpret_cast<uint32_t const*>(params.b_down + column_begin + pair);
@@ -206,7 +266,18 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1024 / Cfg::kThreads) down_kern
     uint32_t const mask = load_mask(params, token, 0);
     int const end = scan_words(totals, mask);
     __syncthreads();
-    compute<Element>(params, shared, totals, static_cast<int>(blockIdx.x), token, mask, end);
+    // The first shares come first, for they may be all that is needed.
+    int const share = static_cast<int>(blockIdx.x) / params.num_slabs;
+    int const slab = static_cast<int>(blockIdx.x) - share * params.num_slabs;
+    if (Cfg::kMostShares == 1 || params.num_shares == 1 || count_active(totals) <= Cfg::kMostAlone) {
+        if (share == 0) {
+            compute<Element, Cfg>(params, shared, totals, slab, token, mask, end);
+        }
+        return;
+    }
+    if constexpr (Cfg::kMostShares > 1) {
+        compute<Element, Cfg, true>(params, shared, totals, slab, token, mask, end, share);
+    }
 }
 
 }  // namespace twell::down_few

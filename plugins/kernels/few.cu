@@ -37,7 +37,8 @@ static_assert(GateUp32::kSharedBytes <= 98 * 1024 && GateUp64::kSharedBytes <= 9
 
 // The fewer tokens, the fewer columns a CTA has, so that there are CTAs enough. One token's are large, for it may have
 // many active neurons and no other path.
-using Down1 = down_few::Config<8, 1024>;
+using Down1 = down_few::Config<8, 1024, kDenseDownShares>;
+static_assert(Down1::kColumns == kDenseDownColumns, "there is scratch memory for its shares");
 using Down4 = down_few::Config<8, 256>;
 using Down16 = down_few::Config<16, 512>;
 using Down64 = down_few::Config<16, 256>;
@@ -103,8 +104,10 @@ cudaError_t launch_gate_up(gate_up_few::Params const& params, Device const& devi
 }
 
 template <class Element, class Cfg>
-cudaError_t launch_down(down_few::Params const& params, int tokens, Device const& device, cudaStream_t stream) {
-    dim3 const grid(static_cast<unsigned>(ceil_div(params.d_out, Cfg::kColumns)), static_cast<unsigned>(tokens));
+cudaError_t launch_down(down_few::Params params, int tokens, Device const& device, cudaStream_t stream) {
+    params.num_slabs = static_cast<int>(ceil_div(params.d_out, Cfg::kColumns));
+    params.num_shares = std::clamp(device.num_multiprocessors / params.num_slabs, 1, Cfg::kMostShares);
+    dim3 const grid(static_cast<unsigned>(params.num_slabs * params.num_shares), static_cast<unsigned>(tokens));
     return launch_dependent(down_few::down_kernel<Element, Cfg>, params, grid, Cfg::kThreads, 0, device, stream);
 }
 
@@ -136,6 +139,8 @@ gate_up_few::Params gate_up_params(twell_problem const& problem, twell_tensors c
     params.w_down = static_cast<uint16_t const*>(tensors.w_down);
     params.masks = scratch.masks;
     params.h = scratch.h;
+    params.counters = scratch.counters;
+    params.num_counters = scratch.num_counters;
     params.tokens = static_cast<int>(problem.tokens);
     params.d_model = problem.d_model;
     params.d_ff = problem.d_ff;
@@ -156,8 +161,6 @@ cudaError_t launch_hopper(twell_problem const& problem, twell_tensors const& ten
         gate_up_few::Params params = gate_up_params(problem, tensors, scratch);
         params.h_rounded = scratch.h_rounded;
         params.num_pairs = scratch.num_pairs;
-        params.counters = scratch.counters;
-        params.num_counters = scratch.num_counters;
         num_gate_ctas = params.tokens <= GateUp16::kTokens ? num_gate_up_ctas<GateUp16>(params)
                                                            : num_gate_up_ctas<GateUp32Large>(params);
         static_assert(GateUp8::kNeurons == GateUp16::kNeurons, "either may be launched");
@@ -234,6 +237,8 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
     params.d_ff = problem.d_ff;
     params.d_out = problem.d_out;
     params.num_mask_words = num_mask_words(problem);
+    params.sums = scratch.sums;
+    params.counters = scratch.counters;
     return launch_down<Element>(params, tokens, device, stream);
 }
 

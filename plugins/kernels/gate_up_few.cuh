@@ -52,11 +52,11 @@ struct Params {
     uint16_t const* w_down;  // [d_ff, d_out]; only brought closer
     uint32_t* masks;         // [tokens, num_mask_words]
     float* h;                // [tokens, d_ff], written where a neuron is active
+    int* counters;           // [num_counters], which become 0: see down_few.cuh and down_sm90.cuh
+    int num_counters;
     // For a down projection that may be dense, or null:
     uint16_t* h_rounded;  // [tokens, num_mask_words * kMaskBits], of the element type, 0 where no neuron is active
     int* num_pairs;       // [CTAs], active ones
-    int* counters;        // [num_counters], which become 0: see down_sm90.cuh
-    int num_counters;
     int tokens;
     int d_model;
     int d_ff;
@@ -112,6 +112,8 @@ struct Config {
 
 // Active pairs of a neuron and a token, up to which a warp computes u for each.
 constexpr int kMaxPairs = 2 * kWarps;
+// Active neurons of one token, up to which their rows of w_down are brought closer.
+constexpr int kMostPrefetched = 8;
 
 template <class Cfg>
 struct Shared {
@@ -434,9 +436,9 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
                     *reinterpret_cast<uint4*>(params.h_rounded + i / kVectors * stride_rounded + n) = {};
                 }
             }
-            for (int i = blockIdx.x * kThreads + thread; i < params.num_counters; i += gridDim.x * kThreads) {
-                params.counters[i] = 0;
-            }
+        }
+        for (int i = blockIdx.x * kThreads + thread; i < params.num_counters; i += gridDim.x * kThreads) {
+            params.counters[i] = 0;
         }
     };
     auto const end = [&] {
@@ -509,8 +511,12 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
         int const count = (num_pairs - warp + kWarps - 1) / kWarps;  // this warp's
         auto const neuron_of = [&](int i) { return shared.pairs[warp + i * kWarps] / kMaxTokens; };
         auto const token_of = [&](int i) { return shared.pairs[warp + i * kWarps] % kMaxTokens; };
+        // Where most are active, everybody streams, and who prefetches is in the way.
+        bool const prefetches = params.tokens > 1 || num_pairs <= kMostPrefetched;
         for (int i = 0; i < count; ++i) {
-            prefetch_w_down(neuron_of(i));
+            if (prefetches) {
+                prefetch_w_down(neuron_of(i));
+            }
             if (params.w_up == nullptr && thread % kWarpSize == 0) {
                 finish(neuron_of(i), token_of(i), 1.0f);
             }

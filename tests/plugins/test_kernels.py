@@ -89,6 +89,11 @@ def table() -> Iterator[Case]:
         yield Case(rows=rows, d_model=1032, d_ff=1111, d_out=1032, density=density, dtype=dtype)
     for rows, density in itertools.product((1, 16, 64, 100, 200), densities):
         yield Case(rows=rows, d_model=2048, d_ff=5632, d_out=2048, density=density, biases="", dtype=next(dtypes))
+    # One token with so many active neurons that CTAs share them out: in one pass over them or more, all or a part of
+    # them shared, and as many CTAs as d_out leaves.
+    for d_ff, density in ((1100, 1.0), (2000, 0.7), (8192, 1.0), (8300, 0.5), (20000, 0.3)):
+        for d_out, gated in itertools.product((8, 72, 136, 2048, 4104, 8200), (True, False)):
+            yield Case(rows=1, d_model=72, d_ff=d_ff, d_out=d_out, density=density, gated=gated, dtype=next(dtypes))
     for rows, d_model, dtype in itertools.product((5, 30, 65), (8, 16, 24, 32, 40, 200, 2048), (BF16, FP16)):
         yield Case(rows=rows, d_model=d_model, dtype=dtype)
     for rows, d_ff, dtype in itertools.product((1, 20, 60, 65), (1, 8, 100, 255, 256, 257, 600, 5632), (BF16, FP16)):
@@ -122,6 +127,7 @@ def table() -> Iterator[Case]:
 # Every kernel instance, every branch, few launches: these also run under compute-sanitizer.
 SMALL = [
     Case(rows=1, d_model=8, d_ff=1, d_out=8, density=1.0),
+    Case(rows=1, d_model=16, d_ff=1300, d_out=72, density=1.0, dtype=FP16),
     Case(rows=8, d_model=520, d_ff=100, d_out=72, density=0.1, dtype=FP16),
     Case(rows=20, d_model=1096, d_ff=100, d_out=264, density=0.05),
     Case(rows=64, d_model=1544, d_ff=200, d_out=264, density=0.01),
@@ -549,7 +555,7 @@ def test_batches_of_whole_tiles_beside_overflowed_ones() -> None:
     assert_same_bits(y, reference.emulate(block))
 
 
-@pytest.mark.parametrize("density", [0.005, 0.3])
+@pytest.mark.parametrize("density", [0.005, 0.3, 0.9])
 @pytest.mark.parametrize("rows", [1, 3, 14, 30, 60, 200])
 def test_bitwise_repeatable(rows: int, density: float) -> None:
     block = make_block(Case(rows=rows, d_model=1024, d_ff=2000, d_out=1032, density=density), integers=False)
@@ -642,6 +648,7 @@ def test_streams_at_once() -> None:
         Case(rows=40, d_model=1024, dtype=FP16, density=0.3),
         Case(rows=1, d_model=1024, density=0.3),
         Case(rows=1, d_model=1024, density=0.1),
+        Case(rows=1, d_model=1024, d_ff=3000, density=0.9),
     )
     calls = [Call(make_block(case, integers=False), case.compression) for case in cases]
     expected = [call.run() for call in calls]
