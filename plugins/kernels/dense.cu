@@ -88,8 +88,12 @@ bool dense_comes_first(twell_problem const& problem, Device const& device, Kerne
 int64_t max_dense_part(twell_problem const& problem) { return ceil_div(problem.tokens, kPartDivisor); }
 
 size_t dense_scratch_bytes(twell_problem const& problem) {
-    return std::max(h_part_bytes(problem) + x_part_bytes(problem),
+    return std::max(x_part_bytes(problem) + std::max(h_part_bytes(problem), chunk_bytes(problem)),
                     part_state_bytes(problem) + aligned(most_part_sums(problem) * sizeof(float)));
+}
+
+void* chunks_in(twell_problem const& problem, void* scratch) {
+    return static_cast<unsigned char*>(scratch) + x_part_bytes(problem);
 }
 
 PartSums part_sums_in(twell_problem const& problem, void* scratch) {
@@ -137,13 +141,13 @@ GuardModel guard_model(twell_problem const& problem, Device const& device, Kerne
 
 Gather gather_for(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed, uint16_t* spilled,
                   void* scratch) {
-    unsigned char* const h_part = static_cast<unsigned char*>(scratch);
     Gather gather = {};
     gather.gate = {packed, spilled, num_tiles(problem), words_per_tile(problem)};
-    gather.h_part = reinterpret_cast<uint16_t*>(h_part);
+    // NOTE: in the place of the chunks, whose h are in lists before the dense path begins.
+    gather.h_part = static_cast<uint16_t*>(chunks_in(problem, scratch));
     if (problem.variant == TWELL_GATED) {
         gather.x = static_cast<uint16_t const*>(tensors.x);
-        gather.x_part = reinterpret_cast<uint16_t*>(h_part + h_part_bytes(problem));
+        gather.x_part = static_cast<uint16_t*>(scratch);
     }
     gather.d_model = problem.d_model;
     return gather;

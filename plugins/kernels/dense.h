@@ -14,7 +14,7 @@ namespace twell {
 // Unless all rows are dense, so many may be.
 int64_t max_dense_part(twell_problem const& problem);
 
-// Bytes of scratch memory that gather_for and part_sums_in need; never shrinks when `tokens` grows.
+// Bytes of scratch memory that gather_for, chunks_in and part_sums_in need; never shrinks when `tokens` grows.
 size_t dense_scratch_bytes(twell_problem const& problem);
 
 // What a device does on either path, for the guard.
@@ -31,6 +31,9 @@ GuardModel guard_model(twell_problem const& problem, Device const& device, Kerne
 // What the schedule has to gather; `scratch` is 256-byte aligned.
 Gather gather_for(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed, uint16_t* spilled,
                   void* scratch);
+
+// Memory for chunks_at (chunk.h), where the dense path leaves h after them.
+void* chunks_in(twell_problem const& problem, void* scratch);
 
 // Whether the dense path comes before the sparse down projection, which then fills the multiprocessors that the dense
 // one leaves idle in its last round; else after it, since mostly no row is dense and then it leaves at once.

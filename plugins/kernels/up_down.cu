@@ -222,15 +222,10 @@ void* dense_scratch_in(twell_problem const& problem, void* scratch) {
     return reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)) + spilled_bytes(problem);
 }
 
-// The chunks' memory, behind that.
-void* chunks_in(twell_problem const& problem, void* scratch) {
-    return static_cast<unsigned char*>(dense_scratch_in(problem, scratch)) + dense_scratch_bytes(problem);
-}
-
 }  // namespace
 
 size_t up_down_scratch_bytes(twell_problem const& problem) {
-    return schedule_bytes(problem) + spilled_bytes(problem) + dense_scratch_bytes(problem) + chunk_bytes(problem);
+    return schedule_bytes(problem) + spilled_bytes(problem) + dense_scratch_bytes(problem);
 }
 
 uint16_t* spilled_in(twell_problem const& problem, void* scratch) {
@@ -254,7 +249,7 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
     Chunks chunks = {};
     // NOTE: step 2 alone has none; without the spilled matrix they have hardly been tested.
     if (spilled != nullptr && has_chunks(problem, device, choice)) {
-        chunks = chunks_at(problem, chunks_in(problem, scratch));
+        chunks = chunks_at(problem, chunks_in(problem, dense_scratch_in(problem, scratch)));
     }
     if (cudaError_t const error =
             launch_schedule(problem, packed, spilled, schedule, guard, gather, chunks, rows, device, stream);
