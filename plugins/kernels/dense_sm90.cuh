@@ -84,12 +84,13 @@ __device__ __forceinline__ SpilledMasks find_spilled(Params const& params, View 
     constexpr int kMostTurns = (Cfg::BLOCK_N / 2 + kStep - 1) / kStep;
     static_assert(kMostTurns <= 64, "bits of a mask");
     int const lane = threadIdx.x % kWarpSize;
-    int const position_begin = tile.block_idx * Cfg::BLOCK_N;
+    Tokens const tokens = Tokens::of<Cfg>(tile, 0, view.count);
+    int const position_begin = tokens.begin;
     int const num_rows = min(view.count - position_begin, Cfg::BLOCK_N);
     SpilledMasks masks = {};
 #pragma unroll
     for (int turn_begin = 0; turn_begin < kMostTurns; turn_begin += kWarpSize) {
-        int const i = (first + (turn_begin + lane) * kStep) * 2;
+        int const i = tokens.skipped + (first + (turn_begin + lane) * kStep) * 2;
         auto const is_spilled = [&](int i) {
             return i < num_rows &&
                    params.gate.head(view.row_of(params.schedule, position_begin + i), tile.tile_idx)->x >
@@ -104,10 +105,11 @@ __device__ __forceinline__ SpilledMasks find_spilled(Params const& params, View 
 // Brings what multiply_by_g needs of a block from memory to L2, by the helpers.
 template <class Cfg>
 __device__ __forceinline__ void prefetch_g(Params const& params, View const& view, Tile const& tile, uint32_t rank) {
-    int const position_begin = tile.block_idx * Cfg::BLOCK_N;
+    Tokens const tokens = Tokens::of<Cfg>(tile, 0, view.count);
+    int const position_begin = tokens.begin;
     int const num_rows = min(view.count - position_begin, Cfg::BLOCK_N);
     int const column = tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M;
-    for (int i = static_cast<int>(threadIdx.x) - kWarpSize; i < num_rows; i += kHelpers * kWarpSize) {
+    for (int i = tokens.skipped + static_cast<int>(threadIdx.x) - kWarpSize; i < num_rows; i += kHelpers * kWarpSize) {
         int64_t const row = view.row_of(params.schedule, position_begin + i);
         uint16_t const* const g = params.gate.spilled + row * params.gate.stride() + column;
         prefetch_line(params.gate.head(row, tile.tile_idx));
@@ -125,11 +127,13 @@ __device__ __forceinline__ void multiply_by_g(Params const& params, View const& 
     int const lane = threadIdx.x % kWarpSize;
     int const chunk = lane % kChunksPerToken;
     int const column = tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M + chunk * kVector;
-    int const position_begin = tile.block_idx * Cfg::BLOCK_N;
+    Tokens const tokens = Tokens::of<Cfg>(tile, 0, view.count);
+    int const position_begin = tokens.begin;
     int const num_rows = min(view.count - position_begin, Cfg::BLOCK_N);
     uint64_t spilled = lane < kChunksPerToken ? masks.even : masks.odd;
 #pragma unroll 1
-    for (int begin = first * 2 + lane / kChunksPerToken; begin < num_rows; begin += kAtOnce * kStep * 2) {
+    for (int begin = tokens.skipped + first * 2 + lane / kChunksPerToken; begin < num_rows;
+         begin += kAtOnce * kStep * 2) {
         int rows[kAtOnce];
         uint4 chunks[kAtOnce];
         auto const index = [&](int r) { return min(begin + r * kStep * 2, num_rows - 1); };
@@ -231,7 +235,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         for (int i = pieces_begin; i < pieces_end; i += pieces_step, parity ^= 1) {
             auto const [tile, slices] = Piece(params, num_blocks, i);
             int const first_neuron = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
-            int const first_position = tile.token_of<Cfg>(rank);
+            Tokens const own = Tokens::of<Cfg>(tile, rank, view.count);
             float2 const biases = load_biases<Element>(params.bias, first_neuron + lane / 4, params.num_neurons);
             float accumulators[1][Cfg::kAccumulators];
             multiply<Element, Cfg, !kUp>(accumulators, shared, ring, consumer, slices.count());
@@ -257,14 +261,15 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                                                         share + consumer_warp, accumulators[0])) {
                     continue;
                 }
-                mark_all_failed<Cfg>(params, view, first_position, accumulators[0]);
+                mark_all_failed<Cfg>(params, view, own.begin, accumulators[0]);
                 pass_result<Cfg>(
                     result + consumer_warp * Cfg::kBytesWarp,
                     [&](int i) { return round_pair<Element>(accumulators[0], biases, i); },
                     [&](int token, int chunk, uint4 values) {
-                        int const position = first_position + token;
+                        int const position = own.begin + token;
                         int const column = first_neuron + chunk * kVector;
-                        if (position < view.count && column < params.num_neurons) {
+                        bool const is_own = token >= own.skipped && position < view.count;
+                        if (is_own && column < params.num_neurons) {
                             int64_t const row = view.row_of(params.schedule, position);
                             *reinterpret_cast<uint4*>(params.y + row * params.num_neurons + column) = values;
                         }
@@ -276,7 +281,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         if (warp == 0) {
             // Loader
             if (lane == 0) {
-                Loader<Cfg, !kUp> loader = {shared, &params.weights, tokens, static_cast<int>(rank)};
+                Loader<Cfg, !kUp> loader = {shared,     &params.weights,   tokens, static_cast<int>(rank),
+                                            view.count, params.num_neurons};
                 int i = pieces_begin;
                 if (params.all_rows) {
                     Piece const piece(params, num_blocks, i);

@@ -62,11 +62,12 @@ FewScratch lay_out(twell_problem const& problem, unsigned char* memory, size_t& 
     scratch.num_counters = static_cast<int>(ceil_div(problem.d_out, kDenseDownColumns));
     size_t const num_sums = static_cast<size_t>(scratch.num_counters) * kDenseDownShares *
                             dense_down_tokens(problem.tokens) * kDenseDownColumns;
-    size_t const mask_bytes = tokens * scratch.num_mask_words * sizeof(uint32_t);
+    size_t const row_bits = static_cast<size_t>(scratch.num_mask_words) * gate_up_few::kMaskBits;
     size_t const most_gate_ctas = scratch.num_mask_words * (gate_up_few::kMaskBits / MMA_M);
-    scratch.masks = reinterpret_cast<uint32_t*>(take(mask_bytes));
+    scratch.masks = reinterpret_cast<uint32_t*>(take(tokens * row_bits / 8));
     scratch.h = reinterpret_cast<float*>(take(tokens * problem.d_ff * sizeof(float)));
-    scratch.h_rounded = reinterpret_cast<uint16_t*>(take(mask_bytes * 8 * sizeof(uint16_t)));
+    scratch.h_rounded = reinterpret_cast<uint16_t*>(
+        take(static_cast<size_t>(dense_down_tokens(problem.tokens)) * row_bits * sizeof(uint16_t)));
     scratch.num_pairs = reinterpret_cast<int*>(take(most_gate_ctas * sizeof(int)));
     scratch.sums = reinterpret_cast<float*>(take(num_sums * sizeof(float)));
     scratch.counters = reinterpret_cast<int*>(take(scratch.num_counters * sizeof(int)));

@@ -100,7 +100,7 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
                         down_sm90::Params params, Device const& device, cudaStream_t stream) {
     if (cudaError_t const error = first_error(
             {encode(params.w_down, tensors.w_down, problem.d_ff, problem.d_out, down_sm90::BLOCK_K, problem.dtype),
-             encode(params.h, scratch.h_rounded, problem.tokens,
+             encode(params.h, scratch.h_rounded, Dense::kTokens,
                     static_cast<int64_t>(scratch.num_mask_words) * gate_up_few::kMaskBits, Dense::kTokens,
                     problem.dtype)});
         error != cudaSuccess) {

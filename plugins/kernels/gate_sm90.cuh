@@ -71,14 +71,15 @@ __device__ __forceinline__ void pack_block(Params const& params, int i, uint32_t
     int const num_columns = min(params.d_ff - column_begin, TWELL_TILE);
     int const words_per_row = params.num_tiles * params.words_per_tile;
     int const spilled_per_row = params.num_tiles * TWELL_TILE;
-    int64_t const token_begin = static_cast<int64_t>(tile.block_idx) * N;
+    Tokens const tokens = Tokens::of<Cfg>(tile, 0, static_cast<int>(params.tokens));
+    int64_t const token_begin = tokens.begin;
     int const num_rows = static_cast<int>(min(params.tokens - token_begin, static_cast<int64_t>(N)));
     uint32_t* const block_words = params.packed + token_begin * words_per_row + tile.tile_idx * params.words_per_tile;
     uint16_t* const block_spilled =
         params.spilled == nullptr ? nullptr : params.spilled + token_begin * spilled_per_row + column_begin;
     uint32_t const source = address_in_cta(z, lane / kChunksPerToken);
 #pragma unroll 1
-    for (int begin = first; begin < num_rows; begin += kStep * kRowsAtOnce) {
+    for (int begin = tokens.skipped + first; begin < num_rows; begin += kStep * kRowsAtOnce) {
         Octet octets[kRowsAtOnce];
         uint4 chunks[kRowsAtOnce];
 #pragma unroll
@@ -169,7 +170,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         if (warp == 0) {
             // Loader
             if (lane == 0) {
-                Loader<Cfg, false> loader = {shared, &params.w_gate, params.x, static_cast<int>(rank)};
+                Loader<Cfg, false> loader = {
+                    shared,     &params.w_gate, params.x, static_cast<int>(rank), static_cast<int>(params.tokens),
+                    params.d_ff};
                 for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
                     loader.load(Tile(params.num_blocks, params.num_tiles, i), {0, num_slices});
                 }

@@ -246,17 +246,18 @@ __device__ __forceinline__ void multiply(Stages<Cfg> const& stages, matmul_sm90:
     release(stage_before);
 }
 
-// Leaves the sums, [num_tokens, kStrideSums], in the stages' place, when all have been read.
+// Leaves the sums, [num_tokens, kStrideSums], in the stages' place, when all have been read. Those of the first tokens
+// that were loaded are skipped.
 template <class Cfg>
-__device__ __forceinline__ void store_sums(Stages<Cfg> const& stages, int num_tokens,
+__device__ __forceinline__ void store_sums(Stages<Cfg> const& stages, int skipped, int num_tokens,
                                            float const (&accumulators)[Cfg::kAccumulators]) {
     int const lane = threadIdx.x % kWarpSize;
     // Fragments: tokens lane / 4 and lane / 4 + 8 of a warp's 16, neurons lane % 4 * 2 and the next of each 8.
-    int const token = threadIdx.x / kWarpSize * 16 + lane / 4;
+    int const token = static_cast<int>(threadIdx.x) / kWarpSize * 16 + lane / 4 - skipped;
     uint32_t const sums = stages.sums(token, lane % 4 * 2);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        if (token + r * 8 < num_tokens) {
+        if (token + r * 8 >= 0 && token + r * 8 < num_tokens) {
 #pragma unroll
             for (int octet = 0; octet < Cfg::BLOCK_N / 8; ++octet) {
                 asm volatile(
@@ -462,6 +463,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     wait_for_previous_launch();
 
     int const num_tokens = token_end - token_begin;
+    // TMA takes longer to fill up for tokens that are not there than to read some that are the other CTA's.
+    int const load_begin = max(min(token_begin, params.tokens - Cfg::kTokens), 0);
+    int const skipped = token_begin - load_begin;
     bool const has_up = params.w_up_rows != nullptr;
     float accumulators[Cfg::kAccumulators];  // of those that multiply
     Neurons neurons;
@@ -469,7 +473,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         neurons.template load<Element>(params, neuron_begin);
     }
     if (loads) {
-        load_slices<Pass::kShared>(stages, ring, params, neuron_begin, token_begin);
+        load_slices<Pass::kShared>(stages, ring, params, neuron_begin, load_begin);
     } else if (multiplies) {
         multiply<Pass::kShared, Element, Cfg>(stages, ring, params.d_model, accumulators);
     } else {
@@ -488,7 +492,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     // one.
     __syncthreads();
     if (multiplies) {
-        store_sums(stages, num_tokens, accumulators);
+        store_sums(stages, skipped, num_tokens, accumulators);
     }
     __syncthreads();
     list_active<Element, Cfg>(params, stages, storage, neurons, neuron_begin, token_begin, num_tokens);
@@ -520,13 +524,13 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     } else {
         if (has_up) {
             if (loads) {
-                load_slices<Pass::kUpAlone>(stages, ring, params, neuron_begin, token_begin);
+                load_slices<Pass::kUpAlone>(stages, ring, params, neuron_begin, load_begin);
             } else if (multiplies) {
                 multiply<Pass::kUpAlone, Element, Cfg>(stages, ring, params.d_model, accumulators);
             }
             __syncthreads();
             if (multiplies) {
-                store_sums(stages, num_tokens, accumulators);
+                store_sums(stages, skipped, num_tokens, accumulators);
             }
             __syncthreads();
         }

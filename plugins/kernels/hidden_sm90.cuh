@@ -91,7 +91,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
             Tile const tile(params.num_blocks, params.num_tiles, i);
             int const first_neuron = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
-            int64_t const first_token = tile.token_of<Cfg>(rank);
+            Tokens const tokens = Tokens::of<Cfg>(tile, rank, static_cast<int>(params.tokens));
+            int64_t const first_token = tokens.begin;
             int const neuron = first_neuron + lane / 4;
             float2 const gate_biases = load_biases<Element>(params.b_gate, neuron, params.d_ff);
             float2 const up_biases = load_biases<Element>(kGated ? params.b_up : nullptr, neuron, params.d_ff);
@@ -109,7 +110,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 },
                 [&](int token, int chunk, uint4 values) {
                     int const column = first_neuron + chunk * kVector;
-                    if (first_token + token < params.tokens && column < params.d_ff) {
+                    bool const is_own = token >= tokens.skipped && first_token + token < params.tokens;
+                    if (is_own && column < params.d_ff) {
                         *reinterpret_cast<uint4*>(params.h + (first_token + token) * params.stride + column) = values;
                     }
                 });
@@ -119,7 +121,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         if (warp == 0) {
             // Loader
             if (lane == 0) {
-                Loader<Cfg, false> loader = {shared, params.weights, params.x, rank};
+                Loader<Cfg, false> loader = {
+                    shared, params.weights, params.x, rank, static_cast<int>(params.tokens), params.d_ff};
                 for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
                     loader.load(Tile(params.num_blocks, params.num_tiles, i), {0, params.num_slices});
                 }

@@ -130,6 +130,20 @@ struct Tile {
     }
 };
 
+// The tokens that a CTA multiplies for its part of a tile: BLOCK_N from `begin` on, of which the first `skipped` are
+// another part's. For TMA takes longer to fill up for tokens that are not there than to read some again.
+struct Tokens {
+    int begin;
+    int skipped;
+
+    template <class Cfg>
+    __device__ __forceinline__ static Tokens of(Tile const& tile, int rank, int num_tokens) {
+        int const own = tile.token_of<Cfg>(rank);
+        int const begin = max(min(own, num_tokens - Cfg::BLOCK_N), 0);
+        return {begin, own - begin};
+    }
+};
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 __device__ __forceinline__ uint32_t shared_address(void const* pointer) {
@@ -315,6 +329,8 @@ struct Loader {
     CUtensorMap const* a;  // [kProducts]
     CUtensorMap const& b;
     int rank;
+    int num_tokens;
+    int num_neurons;
     Ring<Cfg::kNumStages> ring = {};
 
     __device__ __forceinline__ void load(Tile const& tile, Slices slices) {
@@ -345,6 +361,9 @@ struct Loader {
         ring.advance();
     }
 
+    // A box that lies outside as a whole may hold any neurons, and TMA takes longer to fill up than to read.
+    __device__ __forceinline__ int box_at(int neuron) const { return neuron < num_neurons ? neuron : 0; }
+
     // Also announces the tokens.
     __device__ __forceinline__ void load_weights(Tile const& tile, int slice, int stage) const {
         int const neuron = tile.neuron_of<Cfg>(rank);
@@ -355,23 +374,23 @@ struct Loader {
             uint32_t const destination = shared.stage_a(stage) + product * Cfg::kBytesMatrix;
             if constexpr (Cfg::kSharesWeights) {
                 // Either CTA brings a half, which is a consumer's.
-                int const first = neuron + rank * WGMMA_M;
+                int const first = box_at(neuron + rank * WGMMA_M);
                 load_box_for_all(destination + rank * (Cfg::kBytesMatrix / kClusterSize), a[product], full,
                                  kTransposedA ? first : slice * BLOCK_K, kTransposedA ? slice * BLOCK_K : first);
             } else if constexpr (kTransposedA) {
                 for (int consumer = 0; consumer < kConsumers; ++consumer) {
                     load_box(destination + consumer * (BLOCK_K * kBytesRow), a[product], full,
-                             neuron + consumer * WGMMA_M, slice * BLOCK_K);
+                             box_at(neuron + consumer * WGMMA_M), slice * BLOCK_K);
                 }
             } else {
-                load_box(destination, a[product], full, slice * BLOCK_K, neuron);
+                load_box(destination, a[product], full, slice * BLOCK_K, box_at(neuron));
             }
         }
     }
 
     __device__ __forceinline__ void load_tokens(Tile const& tile, int slice, int stage) const {
         uint32_t const full = shared.stage_full(stage);
-        int const token = tile.token_of<Cfg>(rank);
+        int const token = Tokens::of<Cfg>(tile, rank, num_tokens).begin;
         if constexpr (Cfg::kSharesWeights) {
             load_box(shared.stage_b(stage), b, full, slice * BLOCK_K, token);
         } else {
