@@ -198,8 +198,9 @@ __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& share
             position += count * share / params.num_shares;
             count = count * (share + 1) / params.num_shares;
         }
-        for (; position + 3 * Cfg::kSlots < count; position += 6 * Cfg::kSlots) {
-            add_rows<Element, Cfg, 6>(accumulators, shared, position, count, h, w_down, params.d_out);
+        constexpr int kRowsAtOnce = kIsShared ? 4 : 6;  // as many as there are registers for
+        for (; position + 3 * Cfg::kSlots < count; position += kRowsAtOnce * Cfg::kSlots) {
+            add_rows<Element, Cfg, kRowsAtOnce>(accumulators, shared, position, count, h, w_down, params.d_out);
         }
         if (position + Cfg::kSlots < count) {
             add_rows<Element, Cfg, 3>(accumulators, shared, position, count, h, w_down, params.d_out);
