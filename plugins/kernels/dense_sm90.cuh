@@ -86,13 +86,12 @@ __device__ __forceinline__ SpilledMasks find_spilled(Params const& params, View 
     int const lane = threadIdx.x % kWarpSize;
     Tokens const tokens = Tokens::of<Cfg>(tile, 0, view.count);
     int const position_begin = tokens.begin;
-    int const num_rows = min(view.count - position_begin, Cfg::BLOCK_N);
     SpilledMasks masks = {};
 #pragma unroll
     for (int turn_begin = 0; turn_begin < kMostTurns; turn_begin += kWarpSize) {
         int const i = tokens.skipped + (first + (turn_begin + lane) * kStep) * 2;
         auto const is_spilled = [&](int i) {
-            return i < num_rows &&
+            return i < tokens.end &&
                    params.gate.head(view.row_of(params.schedule, position_begin + i), tile.tile_idx)->x >
                        kMostUnspilled;
         };
@@ -107,9 +106,9 @@ template <class Cfg>
 __device__ __forceinline__ void prefetch_g(Params const& params, View const& view, Tile const& tile, uint32_t rank) {
     Tokens const tokens = Tokens::of<Cfg>(tile, 0, view.count);
     int const position_begin = tokens.begin;
-    int const num_rows = min(view.count - position_begin, Cfg::BLOCK_N);
     int const column = tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M;
-    for (int i = tokens.skipped + static_cast<int>(threadIdx.x) - kWarpSize; i < num_rows; i += kHelpers * kWarpSize) {
+    for (int i = tokens.skipped + static_cast<int>(threadIdx.x) - kWarpSize; i < tokens.end;
+         i += kHelpers * kWarpSize) {
         int64_t const row = view.row_of(params.schedule, position_begin + i);
         uint16_t const* const g = params.gate.spilled + row * params.gate.stride() + column;
         prefetch_line(params.gate.head(row, tile.tile_idx));
@@ -129,14 +128,13 @@ __device__ __forceinline__ void multiply_by_g(Params const& params, View const& 
     int const column = tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M + chunk * kVector;
     Tokens const tokens = Tokens::of<Cfg>(tile, 0, view.count);
     int const position_begin = tokens.begin;
-    int const num_rows = min(view.count - position_begin, Cfg::BLOCK_N);
     uint64_t spilled = lane < kChunksPerToken ? masks.even : masks.odd;
 #pragma unroll 1
-    for (int begin = tokens.skipped + first * 2 + lane / kChunksPerToken; begin < num_rows;
+    for (int begin = tokens.skipped + first * 2 + lane / kChunksPerToken; begin < tokens.end;
          begin += kAtOnce * kStep * 2) {
         int rows[kAtOnce];
         uint4 chunks[kAtOnce];
-        auto const index = [&](int r) { return min(begin + r * kStep * 2, num_rows - 1); };
+        auto const index = [&](int r) { return min(begin + r * kStep * 2, tokens.end - 1); };
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
             rows[r] = view.row_of(params.schedule, position_begin + index(r));
@@ -163,7 +161,7 @@ __device__ __forceinline__ void multiply_by_g(Params const& params, View const& 
         uint16_t* const h = view.all ? gate.spilled : params.h_part;
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
-            if (begin + r * kStep * 2 < num_rows) {
+            if (begin + r * kStep * 2 < tokens.end) {
                 int64_t const position = position_begin + begin + r * kStep * 2;
                 *reinterpret_cast<uint4*>(h + position * gate.stride() + column) = chunks[r];
             }

@@ -21,7 +21,8 @@ inline int dense_down_tokens(int64_t tokens) { return tokens <= 16 ? 16 : tokens
 struct FewScratch {
     uint32_t* masks;  // [tokens, num_mask_words]: see gate_up_few.cuh
     float* h;         // [tokens, d_ff]
-    // For a down projection that may be dense: see down_sm90.cuh.
+    // For a down projection that may be dense: see down_sm90.cuh. The sums and counters also for one that CTAs share
+    // out: see down_few.cuh.
     uint16_t* h_rounded;  // [dense_down_tokens, num_mask_words * 32]: rows that are not tokens are read, but not used
     int* num_pairs;       // [CTAs of the gate and up projections]
     float* sums;          // [num_counters, kDenseDownShares, dense_down_tokens, kDenseDownColumns]

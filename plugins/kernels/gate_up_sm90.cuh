@@ -463,9 +463,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     wait_for_previous_launch();
 
     int const num_tokens = token_end - token_begin;
-    // TMA takes longer to fill up for tokens that are not there than to read some that are the other CTA's.
-    int const load_begin = max(min(token_begin, params.tokens - Cfg::kTokens), 0);
-    int const skipped = token_begin - load_begin;
+    matmul_sm90::Tokens const loaded(token_begin, Cfg::kTokens, params.tokens);
     bool const has_up = params.w_up_rows != nullptr;
     float accumulators[Cfg::kAccumulators];  // of those that multiply
     Neurons neurons;
@@ -473,7 +471,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         neurons.template load<Element>(params, neuron_begin);
     }
     if (loads) {
-        load_slices<Pass::kShared>(stages, ring, params, neuron_begin, load_begin);
+        load_slices<Pass::kShared>(stages, ring, params, neuron_begin, loaded.begin);
     } else if (multiplies) {
         multiply<Pass::kShared, Element, Cfg>(stages, ring, params.d_model, accumulators);
     } else {
@@ -492,7 +490,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     // one.
     __syncthreads();
     if (multiplies) {
-        store_sums(stages, skipped, num_tokens, accumulators);
+        store_sums(stages, loaded.skipped, num_tokens, accumulators);
     }
     __syncthreads();
     list_active<Element, Cfg>(params, stages, storage, neurons, neuron_begin, token_begin, num_tokens);
@@ -524,13 +522,13 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     } else {
         if (has_up) {
             if (loads) {
-                load_slices<Pass::kUpAlone>(stages, ring, params, neuron_begin, load_begin);
+                load_slices<Pass::kUpAlone>(stages, ring, params, neuron_begin, loaded.begin);
             } else if (multiplies) {
                 multiply<Pass::kUpAlone, Element, Cfg>(stages, ring, params.d_model, accumulators);
             }
             __syncthreads();
             if (multiplies) {
-                store_sums(stages, skipped, num_tokens, accumulators);
+                store_sums(stages, loaded.skipped, num_tokens, accumulators);
             }
             __syncthreads();
         }

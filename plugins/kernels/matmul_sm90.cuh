@@ -130,17 +130,21 @@ struct Tile {
     }
 };
 
-// The tokens that a CTA multiplies for its part of a tile: BLOCK_N from `begin` on, of which the first `skipped` are
-// another part's. For TMA takes longer to fill up for tokens that are not there than to read some again.
+// The tokens that a CTA multiplies: a block from `begin` on. The first `skipped` are another CTA's, and from `end` on
+// there are none. For TMA takes longer to fill up for tokens that are not there than to read some again.
 struct Tokens {
     int begin;
     int skipped;
+    int end;  // counted from `begin`
 
+    // Its own ones begin with `own`.
+    __device__ __forceinline__ Tokens(int own, int block, int num_tokens)
+        : begin(max(min(own, num_tokens - block), 0)), skipped(own - begin), end(min(num_tokens - begin, block)) {}
+
+    // Those of a CTA's part of a tile.
     template <class Cfg>
     __device__ __forceinline__ static Tokens of(Tile const& tile, int rank, int num_tokens) {
-        int const own = tile.token_of<Cfg>(rank);
-        int const begin = max(min(own, num_tokens - Cfg::BLOCK_N), 0);
-        return {begin, own - begin};
+        return Tokens(tile.token_of<Cfg>(rank), Cfg::BLOCK_N, num_tokens);
     }
 };
 

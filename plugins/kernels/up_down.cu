@@ -237,19 +237,20 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
                            Kernels choice) {
     uint16_t* const spilled = dense_rows == kGuardOff ? nullptr : spilled_in(problem, scratch);
     Schedule const schedule = schedule_at(problem, scratch);
+    void* const dense_scratch = dense_scratch_in(problem, scratch);
     GuardModel guard = {};
     Gather gather = {};
     if (spilled != nullptr) {
         guard = guard_model(problem, device, choice);
         guard.forced = dense_rows;
-        gather = gather_for(problem, tensors, packed, spilled, dense_scratch_in(problem, scratch));
+        gather = gather_for(problem, tensors, packed, spilled, dense_scratch);
     }
     SparseRows const rows = {reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)),
                              spilled_stride(problem) * static_cast<int64_t>(sizeof(uint16_t))};
     Chunks chunks = {};
     // NOTE: step 2 alone has none; without the spilled matrix they have hardly been tested.
     if (spilled != nullptr && has_chunks(problem, device, choice)) {
-        chunks = chunks_at(problem, chunks_in(problem, dense_scratch_in(problem, scratch)));
+        chunks = chunks_at(problem, chunks_in(problem, dense_scratch));
     }
     if (cudaError_t const error =
             launch_schedule(problem, packed, spilled, schedule, guard, gather, chunks, rows, device, stream);
