@@ -116,9 +116,23 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
     uint32_t const lane_address = slab_address + q * sizeof(uint4) + g % 2 * kHalfBytes;
     uint32_t const ring = slab_address + chunks.block_neurons * kRowBytes + warp * kRingBytes;
     uint32_t const pieces = ring + kChunkStages * kChunkFrontBytes + lane * sizeof(uint4);
+    auto const load_weights = [&](int unit) {
+        int const first_neuron = unit % chunks.num_blocks * chunks.block_neurons;
+        int const num_neurons = min(chunks.block_neurons, params.d_ff - first_neuron);
+        constexpr int kVectorsPerRow = kSlabColumns / kVector;
+        uint16_t const* const w_up = params.w_up + static_cast<int64_t>(first_neuron) * params.d_model +
+                                     unit / chunks.num_blocks % chunks.num_slabs * kSlabColumns;
+        for (int i = threadIdx.x; i < num_neurons * kVectorsPerRow; i += kThreads) {
+            copy_async(slab_address + i * sizeof(uint4),
+                       w_up + static_cast<int64_t>(i / kVectorsPerRow) * params.d_model + i % kVectorsPerRow * kVector);
+        }
+        end_copies();
+    };
+    int const units = chunks.num_blocks * chunks.num_slabs * params.num_parts;
+    // While chunks are built. NOTE: who may have written Wu has ended, else count_kernel had let nobody start.
+    load_weights(static_cast<int>(blockIdx.x));
     wait_for_previous_launch();
     allow_dependent_launch();
-    int const units = chunks.num_blocks * chunks.num_slabs * params.num_parts;
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
         int const block = unit % chunks.num_blocks;
         int const slab = unit / chunks.num_blocks % chunks.num_slabs;
@@ -159,16 +173,12 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
             copy_chunk(s, chunk + s * kWarps);
         }
         end_copies();
-        int const first_neuron = block * chunks.block_neurons;
-        int const num_neurons = min(chunks.block_neurons, params.d_ff - first_neuron);
-        constexpr int kVectorsPerRow = kSlabColumns / kVector;
-        for (int i = threadIdx.x; i < num_neurons * kVectorsPerRow; i += kThreads) {
-            copy_async(slab_address + i * sizeof(uint4),
-                       params.w_up + static_cast<int64_t>(first_neuron + i / kVectorsPerRow) * params.d_model +
-                           slab * kSlabColumns + i % kVectorsPerRow * kVector);
+        if (unit == static_cast<int>(blockIdx.x)) {
+            wait_for_copies<0>();
+        } else {
+            load_weights(unit);
+            wait_for_copies<1>();
         }
-        end_copies();
-        wait_for_copies<1>();
         __syncwarp();
 #pragma unroll
         for (int s = 0; s < kPieceStages; ++s) {
@@ -213,6 +223,7 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
         }
         wait_for_copies<0>();
     }
+    wait_for_copies<0>();  // of a CTA without chunks
 #else
     (void)params;
 #endif

@@ -266,8 +266,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                     [&](int token, int chunk, uint4 values) {
                         int const position = own.begin + token;
                         int const column = first_neuron + chunk * kVector;
-                        bool const is_own = token >= own.skipped && position < view.count;
-                        if (is_own && column < params.num_neurons) {
+                        if (own.has(token) && column < params.num_neurons) {
                             int64_t const row = view.row_of(params.schedule, position);
                             *reinterpret_cast<uint4*>(params.y + row * params.num_neurons + column) = values;
                         }

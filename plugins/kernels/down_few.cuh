@@ -73,16 +73,10 @@ using WordTotals = int[kPassWords / kWarpSize];
 // thread's, and leaves the warp's in `totals`, for whoever comes after a __syncthreads().
 __device__ __forceinline__ int scan_words(WordTotals& totals, uint32_t mask) {
     int const thread = threadIdx.x;
-    int const lane = thread % kWarpSize;
     int end = 0;
     if (thread < kPassWords) {
-        end = __popc(mask);
-#pragma unroll
-        for (int distance = 1; distance < kWarpSize; distance *= 2) {
-            int const below = __shfl_up_sync(0xffffffffu, end, distance);
-            end += lane >= distance ? below : 0;
-        }
-        if (lane == kWarpSize - 1) {
+        end = static_cast<int>(sum_up_to(__popc(mask)));
+        if (thread % kWarpSize == kWarpSize - 1) {
             totals[thread / kWarpSize] = end;
         }
     }
@@ -103,13 +97,12 @@ template <class Cfg>
 __device__ __forceinline__ int list_active(Shared<Cfg>& shared, WordTotals const& totals, uint32_t mask, int end) {
     static_assert(Cfg::kThreads >= kPassWords, "one thread a word");
     int const thread = threadIdx.x;
-    int count = 0;
     int before = 0;
 #pragma unroll
     for (int w = 0; w < kPassWords / kWarpSize; ++w) {
-        before = w == thread / kWarpSize ? count : before;
-        count += totals[w];
+        before += w < thread / kWarpSize ? totals[w] : 0;
     }
+    int const count = count_active(totals);
     for (int slot = before + end - __popc(mask); mask != 0; ++slot) {
         shared.list[slot] = static_cast<uint16_t>(thread * kMaskBits + __ffs(mask) - 1);
         mask &= mask - 1;

@@ -73,13 +73,12 @@ __device__ __forceinline__ void pack_block(Params const& params, int i, uint32_t
     int const spilled_per_row = params.num_tiles * TWELL_TILE;
     Tokens const tokens = Tokens::of<Cfg>(tile, 0, static_cast<int>(params.tokens));
     int64_t const token_begin = tokens.begin;
-    int const num_rows = static_cast<int>(min(params.tokens - token_begin, static_cast<int64_t>(N)));
     uint32_t* const block_words = params.packed + token_begin * words_per_row + tile.tile_idx * params.words_per_tile;
     uint16_t* const block_spilled =
         params.spilled == nullptr ? nullptr : params.spilled + token_begin * spilled_per_row + column_begin;
     uint32_t const source = address_in_cta(z, lane / kChunksPerToken);
 #pragma unroll 1
-    for (int begin = tokens.skipped + first; begin < num_rows; begin += kStep * kRowsAtOnce) {
+    for (int begin = tokens.skipped + first; begin < tokens.end; begin += kStep * kRowsAtOnce) {
         Octet octets[kRowsAtOnce];
         uint4 chunks[kRowsAtOnce];
 #pragma unroll
@@ -91,7 +90,7 @@ __device__ __forceinline__ void pack_block(Params const& params, int i, uint32_t
         for (int r = 0; r < kRowsAtOnce; ++r) {
             octets[r] = activate_octet<Element>(chunks[r], num_columns, params.act);
         }
-        pack_rows(octets, (num_rows - begin + kStep - 1) / kStep, block_words + begin * words_per_row,
+        pack_rows(octets, (tokens.end - begin + kStep - 1) / kStep, block_words + begin * words_per_row,
                   kStep * words_per_row, block_spilled == nullptr ? nullptr : block_spilled + begin * spilled_per_row,
                   kStep * spilled_per_row, column_begin, params.words_per_tile - 1);
     }

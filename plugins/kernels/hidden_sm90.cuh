@@ -110,8 +110,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 },
                 [&](int token, int chunk, uint4 values) {
                     int const column = first_neuron + chunk * kVector;
-                    bool const is_own = token >= tokens.skipped && first_token + token < params.tokens;
-                    if (is_own && column < params.d_ff) {
+                    if (tokens.has(token) && column < params.d_ff) {
                         *reinterpret_cast<uint4*>(params.h + (first_token + token) * params.stride + column) = values;
                     }
                 });

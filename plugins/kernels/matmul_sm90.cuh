@@ -146,6 +146,9 @@ struct Tokens {
     __device__ __forceinline__ static Tokens of(Tile const& tile, int rank, int num_tokens) {
         return Tokens(tile.token_of<Cfg>(rank), Cfg::BLOCK_N, num_tokens);
     }
+
+    // Whether its i-th token is one of its own.
+    __device__ __forceinline__ bool has(int i) const { return i >= skipped && i < end; }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

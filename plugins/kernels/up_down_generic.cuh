@@ -180,19 +180,14 @@ __device__ __forceinline__ void load_offsets(SharedStorage& shared, uint32_t con
     __syncthreads();
     if (threadIdx.x < kWarpSize) {
         int const lane = threadIdx.x;
-        int total = 0;
+        uint32_t total = 0;
         for (int begin = 0; begin < num_tiles; begin += kWarpSize) {
             int const t = begin + lane;
-            int sum = t < num_tiles ? shared.offset[t + 1] : 0;
-#pragma unroll
-            for (int distance = 1; distance < kWarpSize; distance *= 2) {
-                int const below = __shfl_up_sync(0xffffffffu, sum, distance);
-                sum += lane >= distance ? below : 0;
-            }
+            uint32_t const sum = total + sum_up_to(t < num_tiles ? static_cast<uint32_t>(shared.offset[t + 1]) : 0);
             if (t < num_tiles) {
-                shared.offset[t + 1] = total + sum;
+                shared.offset[t + 1] = static_cast<int>(sum);
             }
-            total += __shfl_sync(0xffffffffu, sum, kWarpSize - 1);
+            total = __shfl_sync(0xffffffffu, sum, kWarpSize - 1);
         }
         if (lane == 0) {
             shared.offset[0] = 0;

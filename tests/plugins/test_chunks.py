@@ -161,6 +161,21 @@ def test_bitwise_repeatable(full: float, density: float) -> None:
         assert_same_bits(call.y, first)
 
 
+def test_weights_that_the_call_before_writes() -> None:
+    """Wu is loaded before the kernel ahead has ended, but never before the call ahead has."""
+    writer = Call(make_block(Case(rows=1600, d_model=256, d_ff=600, d_out=128, density=0.3), integers=False), 8)
+    writer.mlp()
+    block = make_block(Case(rows=4100, d_model=128, d_ff=1600, d_out=136, density=0.02), integers=False)
+    call = Call(dataclasses.replace(block, w_up=writer.y), 8)
+    expected = run_dense(call, 0, SM90)
+    assert torch.isfinite(expected).all()
+    for _ in range(20):
+        writer.y.fill_(float("nan"))
+        writer.mlp()
+        start_dense(call, 0, SM90)
+        assert_same_bits(call.y, expected)
+
+
 # Few launches for compute-sanitizer: with and without rows that the chunks do not hold, several blocks of neurons.
 SMALL = [
     Case(rows=4100, d_model=64, d_ff=300, d_out=136, density=0.02),
