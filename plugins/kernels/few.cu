@@ -180,11 +180,8 @@ template <class Element>
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* memory,
                        Device const& device, cudaStream_t stream) {
     int const tokens = static_cast<int>(problem.tokens);
-    uint16_t const* const w_down = static_cast<uint16_t const*>(tensors.w_down);
     size_t bytes = 0;
     FewScratch const scratch = lay_out(problem, static_cast<unsigned char*>(memory), bytes);
-    uint32_t* const masks = scratch.masks;
-    float* const h = scratch.h;
 #if defined(TWELL_SM90A)
     if (device.major == 9 && device.minor == 0 && few_sm90_supports(problem)) {
         return launch_hopper<Element>(problem, tensors, scratch, device, stream);
@@ -208,10 +205,10 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
         params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
         params.w_up = static_cast<uint16_t const*>(tensors.w_up);
         params.b_up = static_cast<uint16_t const*>(tensors.b_up);
-        params.w_down = w_down;
+        params.w_down = static_cast<uint16_t const*>(tensors.w_down);
         params.packed = packed;
-        params.masks = masks;
-        params.h = h;
+        params.masks = scratch.masks;
+        params.h = scratch.h;
         params.d_model = problem.d_model;
         params.d_ff = problem.d_ff;
         params.d_out = problem.d_out;
@@ -229,15 +226,7 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
         }
     }
 
-    down_few::Params params = {};
-    params.h = h;
-    params.masks = masks;
-    params.w_down = w_down;
-    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
-    params.y = static_cast<uint16_t*>(tensors.y);
-    params.d_ff = problem.d_ff;
-    params.d_out = problem.d_out;
-    params.num_mask_words = num_mask_words(problem);
+    down_few::Params params = down_params(problem, tensors, scratch);
     params.sums = scratch.sums;
     params.counters = scratch.counters;
     return launch_down<Element>(params, tokens, device, stream);

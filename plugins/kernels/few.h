@@ -4,6 +4,7 @@
 
 #include <stddef.h>
 
+#include "down_few.cuh"
 #include "launch.cuh"
 #include "twell/twell.h"
 
@@ -30,6 +31,21 @@ struct FewScratch {
     int num_counters;
     int num_mask_words;
 };
+
+// What every sparse down projection has in common.
+inline down_few::Params down_params(twell_problem const& problem, twell_tensors const& tensors,
+                                    FewScratch const& scratch) {
+    down_few::Params params = {};
+    params.h = scratch.h;
+    params.masks = scratch.masks;
+    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
+    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
+    params.y = static_cast<uint16_t*>(tensors.y);
+    params.d_ff = problem.d_ff;
+    params.d_out = problem.d_out;
+    params.num_mask_words = scratch.num_mask_words;
+    return params;
+}
 
 // Whether launch_few suits the problem.
 bool is_few(twell_problem const& problem);

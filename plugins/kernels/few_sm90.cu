@@ -130,14 +130,7 @@ template <class Element>
 cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
                         int num_gate_ctas, Device const& device, cudaStream_t stream) {
     down_sm90::Params params = {};
-    params.sparse.h = scratch.h;
-    params.sparse.masks = scratch.masks;
-    params.sparse.w_down = static_cast<uint16_t const*>(tensors.w_down);
-    params.sparse.b_down = static_cast<uint16_t const*>(tensors.b_down);
-    params.sparse.y = static_cast<uint16_t*>(tensors.y);
-    params.sparse.d_ff = problem.d_ff;
-    params.sparse.d_out = problem.d_out;
-    params.sparse.num_mask_words = scratch.num_mask_words;
+    params.sparse = down_params(problem, tensors, scratch);
     params.num_pairs = scratch.num_pairs;
     params.sums = scratch.sums;
     params.counters = scratch.counters;

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -235,34 +234,23 @@ def test_bad_shapes_at_run_time_are_refused(
     assert f"log 1 TwellGatedMlp 'layer0': {message}" in capfd.readouterr().out
 
 
-@pytest.fixture
-def gpu() -> torch.device:
-    if not torch.cuda.is_available():
-        if os.environ.get("TWELLC_REQUIRE_GPU") == "1":
-            pytest.fail("TWELLC_REQUIRE_GPU=1 and torch sees no GPU")
-        pytest.skip("needs an NVIDIA GPU")
-    return torch.device("cuda")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("leading", [(), (7,), (2, 150), (0, 4)])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_enqueue_equals_the_c_api(
-    host: ctypes.CDLL, gpu: torch.device, block: Block, dtype: int, leading: tuple[int, ...]
-) -> None:
+def test_enqueue_equals_the_c_api(host: ctypes.CDLL, block: Block, dtype: int, leading: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     tensors = {
-        name: torch.randn(shape, device=gpu).to(TORCH[dtype]) / (1 if name == "x" else 4)
+        name: torch.randn(shape, device="cuda").to(TORCH[dtype]) / (1 if name == "x" else 4)
         for name, shape in block.inputs(leading).items()
     }
     tokens = math.prod(leading)
     problem = block.problem(tokens, dtype)
     api = library.load()
     size = api.twell_workspace_bytes(ctypes.byref(problem))
-    workspace = torch.empty(max(size, 256), dtype=torch.uint8, device=gpu)
+    workspace = torch.empty(max(size, 256), dtype=torch.uint8, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
-    expected, actual = (torch.full((*leading, block.d_out), float("nan"), device=gpu).to(TORCH[dtype]) for _ in "ab")
+    expected, actual = (torch.full((*leading, block.d_out), float("nan"), device="cuda").to(TORCH[dtype]) for _ in "ab")
 
     pointers = library.Tensors(**{name: tensor.data_ptr() for name, tensor in tensors.items()}, y=expected.data_ptr())
     arguments = (ctypes.byref(problem), ctypes.byref(pointers), workspace.data_ptr(), size, stream)
