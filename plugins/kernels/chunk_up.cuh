@@ -141,6 +141,7 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
         uint32_t const begin = static_cast<uint32_t>(static_cast<uint64_t>(count) * part / params.num_parts);
         uint32_t const end = static_cast<uint32_t>(static_cast<uint64_t>(count) * (part + 1) / params.num_parts);
         if (begin == end) {
+            wait_for_copies<0>();  // the next unit's weights go to the same place
             continue;
         }
         Chunk const* const own = chunks.chunks + static_cast<int64_t>(block) * chunks.block_capacity;
@@ -223,7 +224,6 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
         }
         wait_for_copies<0>();
     }
-    wait_for_copies<0>();  // of a CTA without chunks
 #else
     (void)params;
 #endif
