@@ -116,12 +116,14 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
     uint32_t const lane_address = slab_address + q * sizeof(uint4) + g % 2 * kHalfBytes;
     uint32_t const ring = slab_address + chunks.block_neurons * kRowBytes + warp * kRingBytes;
     uint32_t const pieces = ring + kChunkStages * kChunkFrontBytes + lane * sizeof(uint4);
+    auto const block_of = [&](int unit) { return unit % chunks.num_blocks; };
+    auto const slab_of = [&](int unit) { return unit / chunks.num_blocks % chunks.num_slabs; };
     auto const load_weights = [&](int unit) {
-        int const first_neuron = unit % chunks.num_blocks * chunks.block_neurons;
+        int const first_neuron = block_of(unit) * chunks.block_neurons;
         int const num_neurons = min(chunks.block_neurons, params.d_ff - first_neuron);
         constexpr int kVectorsPerRow = kSlabColumns / kVector;
-        uint16_t const* const w_up = params.w_up + static_cast<int64_t>(first_neuron) * params.d_model +
-                                     unit / chunks.num_blocks % chunks.num_slabs * kSlabColumns;
+        uint16_t const* const w_up =
+            params.w_up + static_cast<int64_t>(first_neuron) * params.d_model + slab_of(unit) * kSlabColumns;
         for (int i = threadIdx.x; i < num_neurons * kVectorsPerRow; i += kThreads) {
             copy_async(slab_address + i * sizeof(uint4),
                        w_up + static_cast<int64_t>(i / kVectorsPerRow) * params.d_model + i % kVectorsPerRow * kVector);
@@ -134,8 +136,8 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
     wait_for_previous_launch();
     allow_dependent_launch();
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-        int const block = unit % chunks.num_blocks;
-        int const slab = unit / chunks.num_blocks % chunks.num_slabs;
+        int const block = block_of(unit);
+        int const slab = slab_of(unit);
         uint32_t const part = unit / (chunks.num_blocks * chunks.num_slabs);
         uint32_t const count = __ldcg(&chunks.counts[block]);
         uint32_t const begin = static_cast<uint32_t>(static_cast<uint64_t>(count) * part / params.num_parts);
