@@ -161,6 +161,16 @@ def test_bitwise_repeatable(full: float, density: float) -> None:
         assert_same_bits(call.y, first)
 
 
+def test_blocks_of_neurons_without_pairs() -> None:
+    """CTAs whose first weights, loaded before it is known, multiply nothing, and others afterwards do."""
+    block = make_block(Case(rows=4096, d_model=4096, d_ff=7000, d_out=8, density=0.01), integers=False)
+    assert block.b_gate is not None
+    first = slice(0, 1400)  # of five blocks
+    block.w_gate[first] = 0
+    block.b_gate[first] = -1
+    reference.assert_close(run(block), block)
+
+
 def test_weights_that_the_call_before_writes() -> None:
     """Wu is loaded before the kernel ahead has ended, but never before the call ahead has."""
     writer = Call(make_block(Case(rows=1600, d_model=256, d_ff=600, d_out=128, density=0.3), integers=False), 8)
