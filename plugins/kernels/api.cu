@@ -88,8 +88,8 @@ void* scratch_in(void* workspace, twell_problem const* problem) {
 cudaError_t run_steps(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,
                       int64_t dense_rows, Device const& device, cudaStream_t stream,
                       twell::Kernels choice = twell::Kernels::kBest) {
-    uint16_t* const spilled = twell::spilled_in(problem, scratch);
-    if (cudaError_t const error = twell::launch_gate(problem, tensors, packed, spilled, device, stream, choice);
+    twell::GateOutput const output = {packed, twell::spilled_in(problem, scratch), twell::counted_in(problem, scratch)};
+    if (cudaError_t const error = twell::launch_gate(problem, tensors, output, device, stream, choice);
         error != cudaSuccess) {
         return error;
     }
@@ -190,7 +190,8 @@ cudaError_t twell_internal_gate(twell_problem const* problem, twell_tensors cons
     if (cudaError_t const error = find_device(device); error != cudaSuccess) {
         return error;
     }
-    return twell::launch_gate(*problem, *tensors, packed, nullptr, device, stream, static_cast<twell::Kernels>(kernel));
+    return twell::launch_gate(*problem, *tensors, {packed, nullptr, nullptr}, device, stream,
+                              static_cast<twell::Kernels>(kernel));
 }
 
 cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* tensors, uint32_t const* packed,

@@ -16,6 +16,7 @@
 #include "chunk.h"
 #include "dependent_launch.cuh"
 #include "element.cuh"
+#include "schedule.h"
 #include "vector.cuh"
 
 namespace twell::chunk_up {
@@ -38,6 +39,7 @@ static_assert(kMostSharedBytes <= 227 * 1024, "what a CTA can have on Hopper");
 struct Params {
     uint16_t const* x;     // [tokens, d_model]
     uint16_t const* w_up;  // [d_ff, d_model]
+    Schedule schedule;
     Chunks chunks;
     int d_model;
     int d_ff;
@@ -131,6 +133,9 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
         end_copies();
     };
     int const units = chunks.num_blocks * chunks.num_slabs * params.num_parts;
+    if (ends_early(is_early(params.schedule))) {
+        return;
+    }
     // While chunks are built. NOTE: who may have written Wu has ended, else count_kernel had let nobody start.
     load_weights(static_cast<int>(blockIdx.x));
     wait_for_previous_launch();

@@ -3,6 +3,9 @@
 #include "chunk.h"
 #include "dense.h"
 #include "dense_generic.h"
+#include "gate.h"
+#include "guard.cuh"
+#include "pack.cuh"
 #include "parts_sm90.cuh"
 #include "problem.cuh"
 #if defined(TWELL_SM90A)
@@ -16,16 +19,15 @@ namespace {
 // has to be gathered.
 constexpr int64_t kPartDivisor = 4;
 
-// For the guard, measured on an H200, see benchmarks/README.md: how long each non-zero of the heaviest row takes, and
-// how much longer both paths take than one, by their order.
+// For the guard, measured on an H200, see benchmarks/README.md: how long each non-zero of the heaviest row takes; how
+// much longer both paths take than one, by their order; and which part of the sparse path's time is its down
+// projection.
 constexpr float kHeaviestNonzeroNs = 100.0f;
 constexpr float kPartNs = 40e3f;
 constexpr float kPartNsFirst = 5e3f;
+constexpr float kDownShareGated = 0.5f;
 // How fast the rows of w_up of what finds no place in chunks are gathered, beside the time that it would take there.
 constexpr float kExcessBytesPerNs = 25000.0f;
-
-// From so many products of the gate's on, the dense path comes first: where no row is dense, that costs 1 us.
-constexpr float kFewestProductsFirst = 8192.0f * 2048 * 5632;
 
 size_t h_part_bytes(twell_problem const& problem) {
     return aligned(static_cast<size_t>(max_dense_part(problem)) * spilled_stride(problem) * sizeof(uint16_t));
@@ -48,15 +50,13 @@ bool runs_sm90(twell_problem const& problem, Device const& device, Kernels choic
 #endif
 }
 
-PathCosts path_costs(twell_problem const& problem, Device const& device, Kernels choice, bool comes_first,
-                     bool with_chunks) {
+PathCosts path_costs(twell_problem const& problem, Device const& device, Kernels choice, bool with_chunks) {
 #if defined(TWELL_SM90A)
     if (runs_sm90(problem, device, choice)) {
-        return dense_sm90_costs(problem, device, comes_first, with_chunks);
+        return dense_sm90_costs(problem, device, with_chunks);
     }
 #endif
     (void)choice;
-    (void)comes_first;
     (void)with_chunks;
     return dense_generic_costs(problem, device);
 }
@@ -81,8 +81,7 @@ size_t part_state_bytes(twell_problem const& problem) { return aligned(num_part_
 }  // namespace
 
 bool dense_comes_first(twell_problem const& problem, Device const& device, Kernels choice) {
-    bool const wanted = choice == Kernels::kSm90 || gate_products(problem) >= kFewestProductsFirst;
-    return wanted && runs_sm90(problem, device, choice);
+    return runs_sm90(problem, device, choice);
 }
 
 int64_t max_dense_part(twell_problem const& problem) { return ceil_div(problem.tokens, kPartDivisor); }
@@ -117,8 +116,8 @@ GuardModel guard_model(twell_problem const& problem, Device const& device, Kerne
     float const row_bytes = 2.0f * static_cast<float>(problem.d_out + (gated ? problem.d_model : 0));
     float const copied_bytes = 2.0f * static_cast<float>(gated ? problem.d_model : spilled_stride(problem));
     bool const comes_first = dense_comes_first(problem, device, choice);
-    bool const with_chunks = comes_first && has_chunks(problem, device, choice);
-    PathCosts const costs = path_costs(problem, device, choice, comes_first, with_chunks);
+    bool const with_chunks = has_chunks(problem, device, choice);
+    PathCosts const costs = path_costs(problem, device, choice, with_chunks);
     GuardModel model = {};
     model.enabled = true;
     model.max_part = static_cast<uint32_t>(max_dense_part(problem));
@@ -127,6 +126,7 @@ GuardModel guard_model(twell_problem const& problem, Device const& device, Kerne
     model.part_row_ns = copied_bytes / costs.copied_bytes_per_ns;
     model.part_ns = comes_first ? kPartNsFirst : kPartNs;
     model.down_overlaps = comes_first;
+    model.down_share = gated ? kDownShareGated : 1.0f;
     if (with_chunks) {
         model.excess_begin = nonzeros_in_chunks(problem);
         model.excess_ns = 2.0f * static_cast<float>(problem.d_model) / kExcessBytesPerNs;
@@ -135,6 +135,18 @@ GuardModel guard_model(twell_problem const& problem, Device const& device, Kerne
     model.down = costs.down;
     if (!gated) {
         model.up.round_ns = 0.0f;
+    }
+    // Of the count a part as large as may be takes at most so much off the sparse path. If what is left takes longer
+    // than the dense path for all rows, decide() will choose that; the margin is for what floats lose there.
+    constexpr float kMargin = 1.01f;
+    float const most_of_row = static_cast<float>(num_tiles(problem)) * kMostCounted;
+    uint32_t const tokens = static_cast<uint32_t>(problem.tokens);
+    float const all_ns = guard::cost_of(model.up, tokens) + guard::cost_of(model.down, tokens);
+    float const all_from =
+        kMargin * (most_of_row * static_cast<float>(model.max_part) + all_ns / model.nonzero_ns) + 1.0f;
+    if (most_of_row * static_cast<float>(tokens) < static_cast<float>(UINT32_MAX)) {
+        model.count.num_parts = num_count_parts(problem, device, choice);
+        model.count.all_dense_from = static_cast<uint32_t>(std::min(all_from, static_cast<float>(UINT32_MAX / 2)));
     }
     return model;
 }
@@ -157,8 +169,7 @@ cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tens
                          Schedule const& schedule, Device const& device, cudaStream_t stream, Kernels choice) {
 #if defined(TWELL_SM90A)
     if (runs_sm90(problem, device, choice)) {
-        return launch_dense_sm90(problem, tensors, gather, schedule, device, stream,
-                                 dense_comes_first(problem, device, choice));
+        return launch_dense_sm90(problem, tensors, gather, schedule, device, stream);
     }
 #endif
     (void)choice;

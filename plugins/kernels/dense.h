@@ -36,7 +36,7 @@ Gather gather_for(twell_problem const& problem, twell_tensors const& tensors, ui
 void* chunks_in(twell_problem const& problem, void* scratch);
 
 // Whether the dense path comes before the sparse down projection, which then fills the multiprocessors that the dense
-// one leaves idle in its last round; else after it, since mostly no row is dense and then it leaves at once.
+// one leaves idle in its last round; else after it.
 bool dense_comes_first(twell_problem const& problem, Device const& device, Kernels choice);
 
 // Enqueues kernels that compute y of the heavy rows; they do nothing where there are none. Where all rows are heavy,

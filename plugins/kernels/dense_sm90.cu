@@ -15,10 +15,8 @@ using sm90::Projection;
 // For the guard, measured on an H200 at d_model 2048 and d_ff 5632, see benchmarks/README.md: how fast the sparse path
 // gathers weights, how fast rows are copied; and how long a cycle is under load.
 constexpr float kGatheredBytesPerNs = 8400.0f;
-constexpr float kCopiedBytesPerNs = 1500.0f;
-// The same where the dense path comes first, and with chunks.
 constexpr float kGatheredBytesPerNsChunks = 10240.0f;
-constexpr float kCopiedBytesPerNsFirst = 450.0f;
+constexpr float kCopiedBytesPerNs = 450.0f;
 constexpr float kCycleNs = 0.72f;
 // Dense blocks: from so many tokens on, since below kernels for few tokens skip much of w_up and w_down; but with more
 // neurons these take more than one round (of 66 clusters with 96 each, on an H200), and gain little or lose; and of a
@@ -49,7 +47,6 @@ struct Launch {
     cudaStream_t stream;
     bool all_rows;  // are dense, whatever the schedule says
     PartSums parts;
-    bool comes_first;  // the sparse down projection follows, and overlaps
 };
 
 // What a projection has to do if all rows are dense, and how it does it, whatever rows are.
@@ -107,7 +104,7 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
         });
     } else {
         params.bias = static_cast<uint16_t const*>(launch.tensors.b_down);
-        params.next_overlaps = launch.comes_first;
+        params.next_overlaps = !launch.all_rows;  // then the sparse down projection follows
         params.y = static_cast<uint16_t*>(launch.tensors.y);
         error = sm90::first_error({
             sm90::encode(params.weights, launch.tensors.w_down, problem.d_ff, problem.d_out, sm90::BLOCK_K,
@@ -163,15 +160,14 @@ bool dense_sm90_prefers_block(twell_problem const& problem) {
            (is_narrow || problem.tokens <= kMostTokens || gate_products(problem) <= kMostProducts);
 }
 
-PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device, bool comes_first, bool with_chunks) {
-    return {with_chunks ? kGatheredBytesPerNsChunks : kGatheredBytesPerNs,
-            comes_first ? kCopiedBytesPerNsFirst : kCopiedBytesPerNs,
+PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device, bool with_chunks) {
+    return {with_chunks ? kGatheredBytesPerNsChunks : kGatheredBytesPerNs, kCopiedBytesPerNs,
             Shape<Projection::kUp>(problem, 0, device).rounds(), Shape<Projection::kDown>(problem, 0, device).rounds()};
 }
 
 cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
-                              Schedule const& schedule, Device const& device, cudaStream_t stream, bool comes_first) {
-    Launch const launch = {problem, tensors, gather, schedule, device, stream, false, {}, comes_first};
+                              Schedule const& schedule, Device const& device, cudaStream_t stream) {
+    Launch const launch = {problem, tensors, gather, schedule, device, stream, false, {}};
     return problem.dtype == TWELL_BF16 ? launch_projections<Bf16>(launch) : launch_projections<Fp16>(launch);
 }
 
@@ -184,7 +180,7 @@ cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const
     }
     Gather gather = {};
     gather.gate.spilled = h;
-    Launch const launch = {problem, tensors, gather, schedule, device, stream, true, parts, false};
+    Launch const launch = {problem, tensors, gather, schedule, device, stream, true, parts};
     return problem.dtype == TWELL_BF16 ? launch_projection<Bf16, Projection::kDown>(launch)
                                        : launch_projection<Fp16, Projection::kDown>(launch);
 }

@@ -12,11 +12,11 @@ bool dense_sm90_supports(twell_problem const& problem);
 
 bool dense_sm90_prefers_block(twell_problem const& problem);
 
-PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device, bool comes_first, bool with_chunks);
+PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device, bool with_chunks);
 
 // See launch_dense.
 cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
-                              Schedule const& schedule, Device const& device, cudaStream_t stream, bool comes_first);
+                              Schedule const& schedule, Device const& device, cudaStream_t stream);
 
 }  // namespace twell
 

@@ -109,16 +109,33 @@ constexpr int64_t kFewestTokensSm90 = ConfigSmall::BLOCK_M + 1;
 bool can_run_sm90(twell_problem const& problem, Device const& device) {
     return device.major == 9 && device.minor == 0 && gate_sm90_supports(problem);
 }
+
+bool runs_sm90(twell_problem const& problem, Device const& device, Kernels choice) {
+    return can_run_sm90(problem, device) &&
+           (choice == Kernels::kSm90 || (choice == Kernels::kBest && problem.tokens >= kFewestTokensSm90));
+}
 #endif
 
 }  // namespace
 
-cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, uint16_t* spilled,
+int num_count_parts(twell_problem const& problem, Device const& device, Kernels choice) {
+#if defined(TWELL_SM90A)
+    if (runs_sm90(problem, device, choice)) {
+        int const parts = num_count_parts_sm90(problem, device);
+        return parts <= kMostCountParts ? parts : 0;
+    }
+#endif
+    (void)problem;
+    (void)device;
+    (void)choice;
+    return 0;
+}
+
+cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, GateOutput const& output,
                         Device const& device, cudaStream_t stream, Kernels choice) {
 #if defined(TWELL_SM90A)
-    if (can_run_sm90(problem, device) &&
-        (choice == Kernels::kSm90 || (choice == Kernels::kBest && problem.tokens >= kFewestTokensSm90))) {
-        return launch_gate_sm90(problem, tensors, packed, spilled, device, stream);
+    if (runs_sm90(problem, device, choice)) {
+        return launch_gate_sm90(problem, tensors, output, device, stream);
     }
 #endif
     if (choice == Kernels::kSm90) {
@@ -128,8 +145,8 @@ cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tenso
     params.x = static_cast<uint16_t const*>(tensors.x);
     params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
     params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
-    params.packed = packed;
-    params.spilled = spilled;
+    params.packed = output.packed;
+    params.spilled = output.spilled;
     params.tokens = problem.tokens;
     params.d_model = problem.d_model;
     params.d_ff = problem.d_ff;

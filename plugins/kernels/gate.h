@@ -7,10 +7,20 @@
 
 namespace twell {
 
-// Enqueues the gate kernel. `spilled` may be null, see pack.cuh. The problem has been validated, has at least one row,
-// and the pointers have been checked.
-cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, uint16_t* spilled,
+// Where the gate's results go. What is null is not written.
+struct GateOutput {
+    uint32_t* packed;
+    uint16_t* spilled;  // see pack.cuh
+    uint32_t* counted;  // [num_count_parts]: together the non-zeros of all tiles of all rows, of each kMostCounted
+};
+
+// Enqueues the gate kernel. The problem has been validated, has at least one row, and the pointers have been checked.
+cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, GateOutput const& output,
                         Device const& device, cudaStream_t stream, Kernels choice = Kernels::kBest);
+
+// Parts of the count that the kernel leaves, kMostCountParts at most; 0: it does not count.
+int num_count_parts(twell_problem const& problem, Device const& device, Kernels choice);
+constexpr int kMostCountParts = 128;
 
 }  // namespace twell
 

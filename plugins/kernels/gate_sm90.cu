@@ -8,18 +8,23 @@ namespace {
 
 namespace sm90 = gate_sm90;
 
-template <class Element>
-cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, uint16_t* spilled,
-                   Device const& device, cudaStream_t stream) {
-    int const clusters = sm90::num_clusters(device);
+sm90::Tiling tiling_of(twell_problem const& problem, Device const& device) {
     sm90::Product const product = {problem.tokens, problem.d_ff, problem.d_model / sm90::BLOCK_K, 1, 0};
-    sm90::Tiling const tiling = sm90::choose(product, clusters, sm90::TokensShared());
+    return sm90::choose(product, sm90::num_clusters(device), sm90::TokensShared());
+}
+
+template <class Element>
+cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, GateOutput const& output,
+                   Device const& device, cudaStream_t stream) {
+    sm90::Tiling const tiling = tiling_of(problem, device);
     return sm90::with_config(tiling, sm90::TokensShared(), [&](auto tokens, auto) {
         using Cfg = sm90::Config<decltype(tokens)::value>;
         sm90::Params params = {};
         params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
-        params.packed = packed;
-        params.spilled = spilled;
+        params.packed = output.packed;
+        params.spilled = output.spilled;
+        dim3 const grid = sm90::grid_of(tiling, sm90::num_clusters(device));
+        params.counted = grid.x <= kMostCountParts * sm90::kClusterSize ? output.counted : nullptr;
         params.tokens = problem.tokens;
         params.d_model = problem.d_model;
         params.d_ff = problem.d_ff;
@@ -35,8 +40,8 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, u
             error != cudaSuccess) {
             return error;
         }
-        return launch_dependent(sm90::gate_kernel<Element, Cfg>, params, sm90::grid_of(tiling, clusters),
-                                sm90::kThreads, Cfg::kSharedBytes, device, stream);
+        return launch_dependent(sm90::gate_kernel<Element, Cfg>, params, grid, sm90::kThreads, Cfg::kSharedBytes,
+                                device, stream);
     });
 }
 
@@ -44,10 +49,15 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, u
 
 bool gate_sm90_supports(twell_problem const& problem) { return problem.d_model % sm90::BLOCK_K == 0; }
 
-cudaError_t launch_gate_sm90(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed,
-                             uint16_t* spilled, Device const& device, cudaStream_t stream) {
-    return problem.dtype == TWELL_BF16 ? launch<Bf16>(problem, tensors, packed, spilled, device, stream)
-                                       : launch<Fp16>(problem, tensors, packed, spilled, device, stream);
+int num_count_parts_sm90(twell_problem const& problem, Device const& device) {
+    return static_cast<int>(sm90::grid_of(tiling_of(problem, device), sm90::num_clusters(device)).x) /
+           sm90::kClusterSize;
+}
+
+cudaError_t launch_gate_sm90(twell_problem const& problem, twell_tensors const& tensors, GateOutput const& output,
+                             Device const& device, cudaStream_t stream) {
+    return problem.dtype == TWELL_BF16 ? launch<Bf16>(problem, tensors, output, device, stream)
+                                       : launch<Fp16>(problem, tensors, output, device, stream);
 }
 
 }  // namespace twell

@@ -20,6 +20,7 @@ struct Params {
     uint16_t const* b_gate;  // [d_ff] or null
     uint32_t* packed;        // [tokens, num_tiles * words_per_tile]
     uint16_t* spilled;       // [tokens, num_tiles * TWELL_TILE] or null: see pack.cuh
+    uint32_t* counted;       // [clusters]: the sum of what pack_rows gives; or null
     int64_t tokens;
     int d_model;
     int d_ff;
@@ -61,9 +62,10 @@ __device__ __forceinline__ Octet activate_octet(uint4 chunk, int num_columns, Ac
     return octet;
 }
 
-// Packs, with one warp, every kStep-th row of a block from `first` on. Half of the lanes read z of either CTA.
+// Packs, with one warp, every kStep-th row of a block from `first` on. Half of the lanes read z of either CTA. Gives
+// the sum of what pack_rows does.
 template <class Element, class Cfg, int kStep>
-__device__ __forceinline__ void pack_block(Params const& params, int i, uint32_t z, int first) {
+__device__ __forceinline__ uint32_t pack_block(Params const& params, int i, uint32_t z, int first) {
     constexpr int N = Cfg::BLOCK_N;
     Tile const tile(params.num_blocks, params.num_tiles, i);
     int const lane = threadIdx.x % kWarpSize;
@@ -77,6 +79,7 @@ __device__ __forceinline__ void pack_block(Params const& params, int i, uint32_t
     uint16_t* const block_spilled =
         params.spilled == nullptr ? nullptr : params.spilled + token_begin * spilled_per_row + column_begin;
     uint32_t const source = address_in_cta(z, lane / kChunksPerToken);
+    uint32_t counted = 0;
 #pragma unroll 1
     for (int begin = tokens.skipped + first; begin < tokens.end; begin += kStep * kRowsAtOnce) {
         Octet octets[kRowsAtOnce];
@@ -90,10 +93,26 @@ __device__ __forceinline__ void pack_block(Params const& params, int i, uint32_t
         for (int r = 0; r < kRowsAtOnce; ++r) {
             octets[r] = activate_octet<Element>(chunks[r], num_columns, params.act);
         }
-        pack_rows(octets, (tokens.end - begin + kStep - 1) / kStep, block_words + begin * words_per_row,
-                  kStep * words_per_row, block_spilled == nullptr ? nullptr : block_spilled + begin * spilled_per_row,
-                  kStep * spilled_per_row, column_begin, params.words_per_tile - 1);
+        counted += pack_rows(octets, (tokens.end - begin + kStep - 1) / kStep, block_words + begin * words_per_row,
+                             kStep * words_per_row,
+                             block_spilled == nullptr ? nullptr : block_spilled + begin * spilled_per_row,
+                             kStep * spilled_per_row, column_begin, params.words_per_tile - 1);
     }
+    return counted;
+}
+
+__device__ __forceinline__ void add_in_cluster(uint32_t address, uint32_t value) {
+    asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_word(uint32_t address, uint32_t value) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+    uint32_t value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
@@ -110,6 +129,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     uint32_t const z_stored = shared.more_barrier(0);
     uint32_t const z_full = shared.more_barrier(1);
     uint32_t const z_empty = shared.more_barrier(2);
+    uint32_t const counted = address_in_cta(shared.more_barrier(3), 0);  // a word for both CTAs
 
     int const lane = threadIdx.x % kWarpSize;
     int const warp = threadIdx.x / kWarpSize;
@@ -120,6 +140,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         init_barrier(z_stored, kConsumers * kWarpgroupSize);
         init_barrier(z_full, kClusterSize);
         init_barrier(z_empty, kClusterSize * kHelpers);
+        store_shared_word(shared.more_barrier(3), 0);
         publish_barriers();
         prefetch_map(params.x);
         prefetch_map(params.w_gate);
@@ -162,8 +183,11 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         }
         // There is nothing more to multiply, so the consumers pack the last tile.
         sync_cluster();
-        pack_block<Element, Cfg, kClusterSize * kConsumerWarps>(
+        uint32_t const own_counted = pack_block<Element, Cfg, kClusterSize * kConsumerWarps>(
             params, i, z, static_cast<int>(rank) * kConsumerWarps + consumer_warp);
+        if (lane == 0) {
+            add_in_cluster(counted, own_counted);
+        }
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegistersFirst));
         if (warp == 0) {
@@ -180,6 +204,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         } else {
             // Packers: epilogue, second part, of all tiles but the last
             uint32_t z_parity = 0;
+            uint32_t own_counted = 0;
             for (int i = tiles_begin; i + tiles_step < tiles_end; i += tiles_step, z_parity ^= 1) {
                 if (warp == 1) {
                     wait_barrier(z_stored, z_parity);
@@ -189,12 +214,15 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                     __syncwarp();
                 }
                 wait_for_cluster(z_full, z_parity);
-                pack_block<Element, Cfg, kClusterSize * kHelpers>(params, i, z,
-                                                                  static_cast<int>(rank) * kHelpers + warp - 1);
+                own_counted += pack_block<Element, Cfg, kClusterSize * kHelpers>(
+                    params, i, z, static_cast<int>(rank) * kHelpers + warp - 1);
                 __syncwarp();
                 if (lane < kClusterSize) {
                     arrive_at_cta(z_empty, lane);
                 }
+            }
+            if (lane == 0) {
+                add_in_cluster(counted, own_counted);
             }
         }
         sync_cluster();
@@ -202,6 +230,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     // The other CTA may still read this one's z and signal its barriers.
     __syncwarp();
     sync_cluster();
+    if (params.counted != nullptr && rank == 0 && threadIdx.x == 0) {
+        params.counted[blockIdx.x / kClusterSize] = load_shared_word(shared.more_barrier(3));
+    }
 #endif
 }
 

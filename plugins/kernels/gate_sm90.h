@@ -2,6 +2,7 @@
 #ifndef TWELL_KERNELS_GATE_SM90_H_
 #define TWELL_KERNELS_GATE_SM90_H_
 
+#include "gate.h"
 #include "launch.cuh"
 #include "twell/twell.h"
 
@@ -11,8 +12,11 @@ namespace twell {
 bool gate_sm90_supports(twell_problem const& problem);
 
 // Enqueues the kernel on a device of compute capability 9.0. Same preconditions as launch_gate.
-cudaError_t launch_gate_sm90(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed,
-                             uint16_t* spilled, Device const& device, cudaStream_t stream);
+cudaError_t launch_gate_sm90(twell_problem const& problem, twell_tensors const& tensors, GateOutput const& output,
+                             Device const& device, cudaStream_t stream);
+
+// See num_count_parts.
+int num_count_parts_sm90(twell_problem const& problem, Device const& device);
 
 }  // namespace twell
 

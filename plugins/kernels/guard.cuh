@@ -3,13 +3,30 @@
 #ifndef TWELL_KERNELS_GUARD_CUH_
 #define TWELL_KERNELS_GUARD_CUH_
 
+#include "gate.h"
 #include "guard.h"
 
 namespace twell::guard {
 
-__device__ __forceinline__ float cost_of(DenseRounds const& dense, uint32_t rows, bool overlaps = false) {
+__host__ __device__ __forceinline__ float cost_of(DenseRounds const& dense, uint32_t rows, bool overlaps = false) {
     float const rounds = ceilf(static_cast<float>(rows) * dense.blocks_per_token) * dense.rounds_per_block;
     return (overlaps ? rounds : ceilf(rounds)) * dense.round_ns;
+}
+
+// By a warp: whether the gate's count tells that `decide` will call all rows dense. NOTE: the gate has ended before any
+// kernel behind count_kernel starts, so that may ask before wait_for_previous_launch().
+__device__ __forceinline__ bool all_are_dense(GateCount const& count) {
+    constexpr int kWarpSize = 32;
+    if (count.num_parts == 0) {
+        return false;
+    }
+    uint32_t sum = 0;
+#pragma unroll
+    for (int begin = 0; begin < kMostCountParts; begin += kWarpSize) {
+        int const i = begin + static_cast<int>(threadIdx.x) % kWarpSize;
+        sum += i < count.num_parts ? __ldcg(count.parts + i) : 0;
+    }
+    return __reduce_add_sync(0xffffffffu, sum) >= count.all_dense_from;
 }
 
 // By one warp. Rows are ordered by buckets, the heaviest first: those of bucket b have the places
@@ -57,7 +74,9 @@ __device__ __forceinline__ uint32_t decide(GuardModel const& model, uint32_t con
         // Throughput and latency overlap, the less the nearer they are: measured, the root of the sum of squares.
         float cost = sqrtf(sum_cost * sum_cost + heaviest_cost * heaviest_cost);
         if (heavy > 0) {
-            cost += cost_of(model.up, heavy) + cost_of(model.down, heavy, model.down_overlaps) +
+            float const down_cost = cost_of(model.down, heavy, model.down_overlaps);
+            float const not_covered = cost_of(model.down, heavy) - down_cost - cost * model.down_share;
+            cost += cost_of(model.up, heavy) + down_cost + fmaxf(not_covered, 0.0f) +
                     static_cast<float>(heavy) * model.part_row_ns + model.part_ns;
         }
         if (bucket_begin[bucket + 1] > heavy && heavy <= model.max_part && cost < best_cost) {

@@ -13,6 +13,13 @@ struct DenseRounds {
     float round_ns;
 };
 
+// What the gate has counted, see gate.h. The sum tells that all rows are dense if it comes to all_dense_from.
+struct GateCount {
+    uint32_t const* parts;
+    int num_parts;  // 0: it has not
+    uint32_t all_dense_from;
+};
+
 // What the decision needs beside the rows' non-zeros.
 struct GuardModel {
     bool enabled;       // else no row is dense: in calls of step 2 alone
@@ -26,7 +33,11 @@ struct GuardModel {
     float part_ns;      // and so much more
     DenseRounds up;     // round_ns is 0 in a plain block
     DenseRounds down;
-    bool down_overlaps;  // the sparse path, unless all rows are dense: a round that is not full costs less
+    // Whether the dense down projection overlaps the sparse one, unless all rows are dense. Then a round that is not
+    // full costs less, if the sparse one lasts as long: it has such a share of the sparse path's time.
+    bool down_overlaps;
+    float down_share;
+    GateCount count;
 };
 
 }  // namespace twell

@@ -85,7 +85,7 @@ struct Config {
     static constexpr int kBytesResultPart = BLOCK_N * kBytesRow;
     static constexpr int kBytesWarp = 2 * 2 * kRowsPerSwizzle * kBytesWarpRow;
     static constexpr int kBytesResult = kResultInShared ? kConsumers * kBytesResultPart : kConsumerWarps * kBytesWarp;
-    static constexpr int kMoreBarriers = 3;  // for what a kernel does with the result
+    static constexpr int kMoreBarriers = 4;  // for what a kernel does with the result
     static constexpr int kMostStages = (kMaxSharedBytes - 128 - kBytesResult) / kBytesStage;
     static constexpr int kNumStages = kMostStages < 8 ? kMostStages : 8;
     static constexpr int kOffsetResult = kNumStages * kBytesStage;

@@ -14,6 +14,20 @@ static_assert(TWELL_TILE == kWarpSize * kVector, "a lane owns one 16-byte vector
 // compression; of all others the count and the entries are one 16-byte vector.
 constexpr uint32_t kMostUnspilled = 3;
 
+// It takes packers long to write entries. So where tiles are spilled, those with kFewestUnpacked non-zeros or more have
+// none if the rows that a warp packs together have kDenseTotal on average. A bit beside the count says so, and makes it
+// larger than any number of slots. Single heavy rows have their entries: listing spilled tiles takes the schedule long.
+constexpr int kFewestUnpacked = 8;
+constexpr int kDenseTotal = 16;
+constexpr uint32_t kHasNoEntries = 1u << 16;
+static_assert(kFewestUnpacked > static_cast<int>(kMostUnspilled), "else nobody would have them");
+
+__device__ __forceinline__ uint32_t count_of(uint32_t head) { return head & (kHasNoEntries - 1); }
+
+// For the guard: of each tile of a row so many non-zeros are counted, so that a few heavy rows do not hide many light
+// ones.
+constexpr uint32_t kMostCounted = 8;
+
 // Eight neighbouring activated elements, two a word, the lower index in the low half.
 struct Octet {
     uint32_t pairs[kVector / 2];
@@ -22,15 +36,18 @@ struct Octet {
 // Packs rows of a tile with one warp, several at once, since each alone would wait for its own latencies. Lane i has
 // the columns from 8 i on. `words` and `spilled` are the first row's parts of those matrices, the next ones' are so
 // many words or elements on; the second may be null. Only the first num_rows exist. Lanes are told by ballots where
-// their non-zeros go, so these come out in ascending order, without atomics.
+// their non-zeros go, so these come out in ascending order, without atomics. Gives the sum of the rows' non-zeros, of
+// each kMostCounted at most.
 template <int kRows>
-__device__ __forceinline__ void pack_rows(Octet const (&octets)[kRows], int num_rows, uint32_t* words, int words_step,
-                                          uint16_t* spilled, int spilled_step, int first_column, int num_slots) {
+__device__ __forceinline__ uint32_t pack_rows(Octet const (&octets)[kRows], int num_rows, uint32_t* words,
+                                              int words_step, uint16_t* spilled, int spilled_step, int first_column,
+                                              int num_slots) {
     int const lane = threadIdx.x % kWarpSize;
     uint32_t const lanes_below = (1u << lane) - 1;
     uint32_t masks[kRows] = {};  // bit i: column i of this lane is a non-zero
     int slots[kRows] = {};       // where this lane's non-zeros go
     int totals[kRows] = {};
+    uint32_t counted = 0;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -48,21 +65,30 @@ __device__ __forceinline__ void pack_rows(Octet const (&octets)[kRows], int num_
             totals[r] += __popc(lanes) << bit;
         }
     }
+    int all = 0;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        all += r < num_rows ? totals[r] : 0;
+    }
+    bool const are_dense = spilled != nullptr && all >= kRows * kDenseTotal;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         if (r >= num_rows) {
             break;
         }
+        counted += min(static_cast<uint32_t>(totals[r]), kMostCounted);
         uint32_t* const row_words = words + r * words_step;
+        bool const is_spilled = spilled != nullptr && totals[r] > static_cast<int>(kMostUnspilled);
+        bool const has_no_entries = are_dense && totals[r] >= kFewestUnpacked;
         if (lane == 0) {
-            row_words[0] = static_cast<uint32_t>(totals[r]);
+            row_words[0] = static_cast<uint32_t>(totals[r]) | (has_no_entries ? kHasNoEntries : 0);
         }
-        if (spilled != nullptr && totals[r] > static_cast<int>(kMostUnspilled)) {
+        if (is_spilled) {
             reinterpret_cast<uint4*>(spilled + r * spilled_step)[lane] =
                 make_uint4(octets[r].pairs[0], octets[r].pairs[1], octets[r].pairs[2], octets[r].pairs[3]);
         }
-        if (totals[r] > num_slots) {
-            continue;  // nobody reads the slots of a tile that overflowed
+        if (totals[r] > num_slots || has_no_entries) {
+            continue;  // nobody reads the slots
         }
         for (; masks[r] != 0; masks[r] &= masks[r] - 1) {
             int const i = __ffs(masks[r]) - 1;
@@ -74,6 +100,7 @@ __device__ __forceinline__ void pack_rows(Octet const (&octets)[kRows], int num_
             ++slots[r];
         }
     }
+    return counted;
 }
 
 // The packed matrix and the spilled one, which together hold g.

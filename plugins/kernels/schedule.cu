@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "gate.h"
 #include "launch.cuh"
 #include "problem.cuh"
 #include "schedule.cuh"
@@ -19,7 +20,8 @@ size_t schedule_bytes(twell_problem const& problem) {
            4 * aligned(tokens * sizeof(uint32_t)) +
            aligned(tokens * max_listed(num_tiles(problem)) * sizeof(uint32_t)) +
            aligned(tokens * max_units(num_tiles(problem)) * sizeof(Unit)) +
-           aligned(schedule::kMaxBlocks * schedule::kBuckets * sizeof(uint32_t));
+           aligned(schedule::kMaxBlocks * schedule::kBuckets * sizeof(uint32_t)) +
+           aligned(kMostCountParts * sizeof(uint32_t));
 }
 
 Schedule schedule_at(twell_problem const& problem, void* memory) {
@@ -34,6 +36,7 @@ Schedule schedule_at(twell_problem const& problem, void* memory) {
     schedule.units = take<Unit>(next, problem.tokens * max_units(num_tiles(problem)));
     schedule.rest_rows = take<uint32_t>(next, problem.tokens);
     schedule.has_failed = take<uint32_t>(next, problem.tokens);
+    schedule.counted = take<uint32_t>(next, kMostCountParts);
     return schedule;
 }
 
@@ -55,16 +58,17 @@ cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed
     params.chunks = chunks;
     params.rows = rows;
     params.tokens = problem.tokens;
+    params.num_blocks = static_cast<int>(blocks);
     params.rows_per_block = static_cast<int>(rows_per_block);
     params.num_tiles = num_tiles(problem);
     params.words_per_tile = words_per_tile(problem);
-    dim3 const grid(static_cast<unsigned>(blocks));
+    unsigned const grid = static_cast<unsigned>(blocks);
     if (cudaError_t const error =
-            launch_dependent(schedule::count_kernel, params, grid, schedule::kThreads, 0, device, stream);
+            launch_dependent(schedule::count_kernel, params, dim3(grid + 1), schedule::kThreads, 0, device, stream);
         error != cudaSuccess) {
         return error;
     }
-    return launch_dependent(schedule::order_kernel, params, grid, schedule::kThreads, 0, device, stream);
+    return launch_dependent(schedule::order_kernel, params, dim3(grid), schedule::kThreads, 0, device, stream);
 }
 
 }  // namespace twell

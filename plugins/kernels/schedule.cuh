@@ -5,6 +5,8 @@
 // order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; then row_order, the
 //                units of the up projection, other lists, chunks, and what the dense path needs of the block's rows
 //
+// Where the gate's count tells that all rows are dense, there is no order, and the sparse kernels leave at once.
+//
 // Ranks are handed out by atomics in shared memory, so the order within a bucket varies from run to run. No result may
 // depend on it. How many rows a bucket has does not vary.
 #ifndef TWELL_KERNELS_SCHEDULE_CUH_
@@ -91,6 +93,7 @@ struct Params {
     Chunks chunks;
     SparseRows rows;
     int64_t tokens;
+    int num_blocks;
     int rows_per_block;
     int num_tiles;
     int words_per_tile;
@@ -146,19 +149,20 @@ __device__ __forceinline__ void list_rows(Params const& params, int64_t const (&
     for (int tile_begin = 0; tile_begin < params.num_tiles; tile_begin += kWarpSize) {
         int64_t const t = min(tile_begin + lane, params.num_tiles - 1);
         uint32_t const* tiles[kRows];
-        uint32_t counts[kRows];
+        uint32_t heads[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             tiles[r] = params.packed + (rows[r] * params.num_tiles + t) * params.words_per_tile;
-            counts[r] = tiles[r][0];
+            heads[r] = tiles[r][0];
         }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             if (!wanted[r]) {
                 continue;
             }
-            uint32_t const count = tile_begin + lane < params.num_tiles ? counts[r] : 0;
-            bool const overflowed = count >= static_cast<uint32_t>(params.words_per_tile);
+            uint32_t const head = tile_begin + lane < params.num_tiles ? heads[r] : 0;
+            uint32_t const count = count_of(head);
+            bool const overflowed = head >= static_cast<uint32_t>(params.words_per_tile);
             uint32_t const last = before[r] + sum_up_to(count);
             uint32_t* const words = params.schedule.words + rows[r] * max_listed(params.num_tiles);
             if (!overflowed) {
@@ -184,13 +188,19 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
     if (threadIdx.x < kBuckets) {
         bucket_rows[threadIdx.x] = 0;
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        // order_kernel adds to these.
-        params.schedule.header->rest_count = 0;
-        params.schedule.header->left_count = 0;
-        for (int i = 0; params.chunks.counts != nullptr && i < params.chunks.num_blocks; ++i) {
-            params.chunks.counts[i] = 0;
+    if (blockIdx.x == params.num_blocks) {
+        // One CTA more, which has no rows.
+        bool const is_early = threadIdx.x < kWarpSize && guard::all_are_dense(params.guard.count);
+        if (threadIdx.x == 0) {
+            params.schedule.header->is_early = is_early ? 1 : 0;
+            // order_kernel adds to these.
+            params.schedule.header->rest_count = 0;
+            params.schedule.header->left_count = 0;
+            for (int i = 0; params.chunks.counts != nullptr && i < params.chunks.num_blocks; ++i) {
+                params.chunks.counts[i] = 0;
+            }
         }
+        return;
     }
     __syncthreads();
 
@@ -218,10 +228,11 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
             }
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
-                uint32_t const count = tile_begin + lane < params.num_tiles ? heads[r].x : 0;
+                uint32_t const head = tile_begin + lane < params.num_tiles ? heads[r].x : 0;
+                uint32_t const count = count_of(head);
                 uint32_t const last = sums[r] + sum_up_to(count);
-                overflows[r] |= __any_sync(0xffffffffu, count >= static_cast<uint32_t>(params.words_per_tile));
-                light[r] &= __all_sync(0xffffffffu, count <= kLightPerTile);
+                overflows[r] |= __any_sync(0xffffffffu, head >= static_cast<uint32_t>(params.words_per_tile));
+                light[r] &= __all_sync(0xffffffffu, head <= kLightPerTile);
                 if (light[r]) {
                     // Few tiles have so many: a load costs time for each line of memory that it touches.
                     uint4 const more = count > kMostUnspilled ? tiles[r][1] : uint4{};
@@ -300,15 +311,40 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     __shared__ uint32_t bucket_begin[kBuckets + 1];  // place of a bucket
     __shared__ uint32_t unit_begin[kBuckets];        // first unit of a bucket
     __shared__ uint32_t heavy_count;
+    __shared__ bool is_early;
 
     int const lane = threadIdx.x % kWarpSize;
-    allow_dependent_launch();
+    int64_t const begin = static_cast<int64_t>(blockIdx.x) * params.rows_per_block;
+    int64_t const end = min(begin + params.rows_per_block, params.tokens);
     if (threadIdx.x < kBuckets) {
         bucket_rows[threadIdx.x] = 0;
         block_begin[threadIdx.x] = 0;
     }
+    if (threadIdx.x < kWarpSize) {
+        bool const all_are_dense = guard::all_are_dense(params.guard.count);
+        if (lane == 0) {
+            is_early = all_are_dense;
+        }
+    }
     wait_for_previous_launch();
+    allow_dependent_launch();  // NOTE: only now, since the next kernel begins with header->is_early
     __syncthreads();
+    if (is_early) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            uint32_t const tokens = static_cast<uint32_t>(params.tokens);
+            params.schedule.header->heavy_count = tokens;
+            params.schedule.header->split_end = tokens;
+            params.schedule.header->unit_count = 0;
+        }
+        for (int64_t row = begin + threadIdx.x; row < end; row += kThreads) {
+            params.schedule.has_failed[row] = 0;
+        }
+        for (int64_t row = begin + threadIdx.x / kWarpSize; row < end && gather::is_needed(params.gather, true);
+             row += kWarps) {
+            gather::gather_row(params.gather, true, row, row);
+        }
+        return;
+    }
     {
         // Four buckets a lane, every kWarps-th block a warp.
         uint4 all = {};
@@ -378,8 +414,6 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     }
     __syncthreads();
 
-    int64_t const begin = static_cast<int64_t>(blockIdx.x) * params.rows_per_block;
-    int64_t const end = min(begin + params.rows_per_block, params.tokens);
     auto const position_of = [&](int64_t row) {
         uint32_t const place = params.schedule.place[row];
         return block_begin[bucket_of_place(place)] + rank_of_place(place);

@@ -19,6 +19,7 @@ struct ScheduleHeader {
     uint32_t unit_count;   // units of the sparse up projection
     uint32_t rest_count;   // rows left to the kernel that computes a row at a time
     uint32_t left_count;   // with chunks: rows that have a list, but are in none
+    uint32_t is_early;     // 1: the gate's count tells that all rows are dense; then there is no order
 };
 
 // From so many non-zeros on, several warps of the sparse down projection share a row's.
@@ -57,6 +58,7 @@ struct Schedule {
     Unit* units;              // [tokens * max_units]: the first unit_count count, of the heaviest rows first
     uint32_t* rest_rows;      // [tokens]: the first rest_count count, in any order: those that are not listed, and ...
     uint32_t* has_failed;     // [tokens]: 1 for ... heavy rows whose y was not finite
+    uint32_t* counted;        // [kMostCountParts]: what the gate has counted, see gate.h
 };
 
 // The most words of a row.
@@ -74,6 +76,10 @@ size_t schedule_bytes(twell_problem const& problem);
 Schedule schedule_at(twell_problem const& problem, void* memory);
 
 struct SparseRows;
+
+// Whether the gate's count tells that no row is for the sparse kernels. NOTE: order_kernel lets the next kernel start
+// when count_kernel has ended, so that may ask before wait_for_previous_launch().
+__device__ __forceinline__ bool is_early(Schedule const& schedule) { return __ldcg(&schedule.header->is_early) != 0; }
 
 // Enqueues the schedule of a packed matrix and, unless it is null, the spilled one. What the dense path needs of the
 // heavy rows is gathered; chunks are built unless they have no memory: `rows` says where the lists of h will be, in

@@ -230,6 +230,9 @@ __device__ __forceinline__ void add_parts(Params const& params, Chunk const& chu
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) up_kernel(Params const params) {
+    if (ends_early(is_early(params.schedule))) {
+        return;
+    }
     wait_for_previous_launch();
     allow_dependent_launch();  // NOTE: only now, as the next kernels begin with the schedule
     uint32_t const num_units = params.schedule.header->unit_count;
@@ -271,6 +274,9 @@ template <class Element>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) up_with_chunks_kernel(Params const params) {
     int const lane = threadIdx.x % kWarpSize;
     Chunks const& chunks = params.chunks;
+    if (ends_early(is_early(params.schedule))) {
+        return;
+    }
     wait_for_previous_launch();
     allow_dependent_launch();  // NOTE: as above
     if (params.schedule.header->left_count != 0) {

@@ -86,6 +86,7 @@ cudaError_t launch_chunk_up(Launch const& launch) {
     chunk_up::Params params = {};
     params.x = static_cast<uint16_t const*>(launch.tensors.x);
     params.w_up = static_cast<uint16_t const*>(launch.tensors.w_up);
+    params.schedule = launch.schedule;
     params.chunks = chunks;
     params.d_model = problem.d_model;
     params.d_ff = problem.d_ff;
@@ -224,6 +225,8 @@ void* dense_scratch_in(twell_problem const& problem, void* scratch) {
 
 }  // namespace
 
+uint32_t* counted_in(twell_problem const& problem, void* scratch) { return schedule_at(problem, scratch).counted; }
+
 size_t up_down_scratch_bytes(twell_problem const& problem) {
     return schedule_bytes(problem) + spilled_bytes(problem) + dense_scratch_bytes(problem);
 }
@@ -242,7 +245,13 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
     Gather gather = {};
     if (spilled != nullptr) {
         guard = guard_model(problem, device, choice);
-        guard.forced = dense_rows;
+        guard.forced = dense_rows == kGuardEarly ? kGuardDecides : dense_rows;
+        guard.count.parts = schedule.counted;
+        if (dense_rows == kGuardEarly) {
+            guard.count.all_dense_from = 0;
+        } else if (guard.forced >= 0) {
+            guard.count.num_parts = 0;
+        }
         gather = gather_for(problem, tensors, packed, spilled, dense_scratch);
     }
     SparseRows const rows = {reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)),

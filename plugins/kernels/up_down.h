@@ -15,13 +15,17 @@ size_t up_down_scratch_bytes(twell_problem const& problem);
 // Where in that memory launch_gate may spill: see pack.cuh.
 uint16_t* spilled_in(twell_problem const& problem, void* scratch);
 
+// Where in that memory launch_gate may count.
+uint32_t* counted_in(twell_problem const& problem, void* scratch);
+
 // launch_up_down: how many rows take the dense path.
 constexpr int64_t kGuardDecides = -1;
 constexpr int64_t kGuardOff = -2;
+constexpr int64_t kGuardEarly = -4;  // for tests: all, as if the gate's count had told so
 
 // Enqueues the schedule of the rows and the up and down projections. Same preconditions as launch_gate; `scratch` is
 // 256-byte aligned. Unless it is off, the guard needs what launch_gate has spilled; it may then send rows down a dense
-// path. dense_rows: kGuardDecides, kGuardOff, or, for tests, a number of rows: up to max_dense_part(problem), or all.
+// path. dense_rows: one of the above or, for tests, a number of rows: up to max_dense_part(problem), or all.
 cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
                            void* scratch, int64_t dense_rows, Device const& device, cudaStream_t stream,
                            Kernels choice = Kernels::kBest);

@@ -10,6 +10,7 @@
 
 #include "dependent_launch.cuh"
 #include "element.cuh"
+#include "pack.cuh"
 #include "schedule.h"
 #include "twell/twell.h"
 #include "vector.cuh"
@@ -169,13 +170,14 @@ __device__ __forceinline__ void project(uint16_t const* x, uint16_t const* matri
     }
 }
 
-// offset[t]: entries before tile t. A tile that overflowed counts as more than a batch, so it becomes one of its own.
+// offset[t]: entries before tile t. A tile that overflowed, or is to be taken for one, counts as more than a batch, so
+// it becomes one of its own.
 template <class Cfg>
 __device__ __forceinline__ void load_offsets(SharedStorage& shared, uint32_t const* packed_row, int num_tiles,
-                                             int words_per_tile) {
+                                             int words_per_tile, int fewest_overflowed) {
     for (int t = threadIdx.x; t < num_tiles; t += Cfg::kThreads) {
         uint32_t const count = packed_row == nullptr ? TWELL_TILE : packed_row[t * words_per_tile];
-        shared.offset[t + 1] = count < static_cast<uint32_t>(words_per_tile) ? static_cast<int>(count) : kBatch + 1;
+        shared.offset[t + 1] = count < static_cast<uint32_t>(fewest_overflowed) ? static_cast<int>(count) : kBatch + 1;
     }
     __syncthreads();
     if (threadIdx.x < kWarpSize) {
@@ -287,16 +289,18 @@ __device__ __forceinline__ void add_rows(float (&accumulators)[Cfg::kVectors][kV
 
 template <class Element, class Cfg>
 __device__ __forceinline__ void compute_row(SharedStorage& shared, Params const& params, int64_t row_idx) {
-    uint16_t const* const spilled_row = params.spilled == nullptr || params.schedule.has_failed[row_idx] != 0
-                                            ? nullptr
-                                            : params.spilled + row_idx * params.num_tiles * TWELL_TILE;
+    bool const has_failed = params.spilled != nullptr && params.schedule.has_failed[row_idx] != 0;
+    uint16_t const* const spilled_row =
+        params.spilled == nullptr || has_failed ? nullptr : params.spilled + row_idx * params.num_tiles * TWELL_TILE;
     uint16_t const* const x = params.x + row_idx * params.d_model;
     uint16_t* const y = params.y + row_idx * params.d_out;
     uint32_t const* const packed_row =
         params.packed == nullptr
             ? nullptr
             : params.packed + row_idx * (static_cast<int64_t>(params.num_tiles) * params.words_per_tile);
-    load_offsets<Cfg>(shared, packed_row, params.num_tiles, params.words_per_tile);
+    // NOTE: a row that failed must not depend on whether rows beside it left it its entries.
+    int const fewest_overflowed = has_failed ? min(kFewestUnpacked, params.words_per_tile) : params.words_per_tile;
+    load_offsets<Cfg>(shared, packed_row, params.num_tiles, params.words_per_tile, fewest_overflowed);
 
     // Rows of y wider than the registers hold take several passes, each of which computes h again.
     for (int pass_begin = 0; pass_begin < params.d_out; pass_begin += Cfg::kColumns) {

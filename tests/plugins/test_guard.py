@@ -31,29 +31,32 @@ from tests.plugins.test_kernels import (
 pytestmark = pytest.mark.gpu
 
 BEST = 0  # twell::Kernels; on compute capability 9.0, kernels of its own
-# Likewise, in calls as small as these with the order of large ones: the dense path before the sparse down projection.
-FIRST = SM90
-
+# Likewise, and from 4096 rows on with chunks, also in calls that are too small for them.
+CHUNKS = SM90
+FEWEST_ROWS_OF_CHUNKS = 4096
 
 # twell_internal_dense: not a number of rows.
 GUARD_DECIDES = -1
 DENSE_BLOCK = -3
+EARLY = -4  # all rows, as if the gate's count had told so
 
 
 def on_sm90(*values: object, id: str | None = None) -> object:
     return pytest.param(*values, id=id, marks=[pytest.mark.sm90, needs_sm90])
 
 
-KERNELS = [pytest.param(GENERIC, id="generic"), on_sm90(BEST, id="sm90"), on_sm90(FIRST, id="first")]
+KERNELS = [pytest.param(GENERIC, id="generic"), on_sm90(BEST, id="sm90")]
 
 
 def paths(**rows: float) -> list[object]:
-    """Give pairs of kernels and rows, by name; only compute capability 9.0 has dense blocks."""
-    guarded = {name: count for name, count in rows.items() if count != DENSE_BLOCK}
+    """Give pairs of kernels and rows, by name; only compute capability 9.0 has dense blocks and counts early."""
     return [
-        *(pytest.param(GENERIC, count, id=f"generic-{name}") for name, count in guarded.items()),
+        *(
+            pytest.param(GENERIC, count, id=f"generic-{name}")
+            for name, count in rows.items()
+            if count not in (DENSE_BLOCK, EARLY)
+        ),
         *(on_sm90(BEST, count, id=f"sm90-{name}") for name, count in rows.items()),
-        *(on_sm90(FIRST, count, id=f"first-{name}") for name, count in guarded.items()),
     ]
 
 
@@ -77,7 +80,7 @@ def run_dense(call: Call, rows: int, kernels: int = BEST) -> torch.Tensor:
     call.workspace.fill_(0xFF)
     start_dense(call, rows, kernels)
     torch.cuda.synchronize()
-    assert call.dense_rows().sum() == (call.problem.tokens if rows == DENSE_BLOCK else rows)
+    assert call.dense_rows().sum() == (call.problem.tokens if rows in (DENSE_BLOCK, EARLY) else rows)
     return call.y.clone()
 
 
@@ -135,11 +138,11 @@ def dense_cases() -> Iterator[object]:
         yield pytest.param(case, GENERIC, id=f"generic-{case}")
     for case in table():
         yield on_sm90(case, BEST, id=f"sm90-{case}")
-        if case.d_model % 64 == 0:  # others have a generic gate
-            yield on_sm90(case, FIRST, id=f"first-{case}")
+        if case.rows >= FEWEST_ROWS_OF_CHUNKS:
+            yield on_sm90(case, CHUNKS, id=f"chunks-{case}")
 
 
-@pytest.mark.parametrize("share", [1.0, 0.25], ids=("all", "part"))
+@pytest.mark.parametrize("share", [1.0, 0.25, 0.0], ids=("all", "part", "none"))
 @pytest.mark.parametrize(("case", "kernels"), list(dense_cases()))
 def test_against_float64(case: Case, kernels: int, share: float) -> None:
     block = make_block(case, integers=False)
@@ -152,9 +155,64 @@ def test_against_float64(case: Case, kernels: int, share: float) -> None:
     y = run_dense(call, int(case.rows * share), kernels)
     reference.assert_close(y, block)
     assert_guards(call.y_buffer)
-    if kernels != FIRST or case.rows < 4096:  # else there are chunks
+    if kernels != CHUNKS:
         same = call.rows_of_steps()
         assert_same_bits(y[same], steps[same])
+
+
+@pytest.mark.sm90
+@needs_sm90
+@pytest.mark.parametrize("case", [case for case in table() if case.d_model % 64 == 0], ids=str)
+def test_early_decision_changes_no_bit(case: Case) -> None:
+    """Where the gate's count tells that all rows are dense, the schedule is left out, and nothing else."""
+    block = make_block(case, integers=False)
+    call = Call(block, case.compression)
+    late = run_dense(call, case.rows)
+    assert not is_early(call)
+    early = run_dense(call, EARLY)
+    assert is_early(call)
+    assert_same_bits(early, late)
+    assert_guards(call.y_buffer)
+
+
+def is_early(call: Call) -> bool:
+    """Say whether the last call has left the schedule out."""
+    header = call.workspace[aligned_packed_bytes(call) :][:24].view(torch.int32)
+    return bool(header[5].item())
+
+
+def aligned_packed_bytes(call: Call) -> int:
+    return -(-call.lib.twell_packed_bytes(call.problem) // 256) * 256
+
+
+@pytest.mark.sm90
+@needs_sm90
+@pytest.mark.parametrize("density", [0.0, 0.005, 0.03, 0.1, 1.0])
+@pytest.mark.parametrize(("rows", "d_ff"), [(1921, 2816), (2048, 5632), (300, 600), (17, 8)])
+def test_count_of_the_gate(rows: int, d_ff: int, density: float) -> None:
+    """What the gate counts for the guard: of each tile of a row eight non-zeros at most."""
+    call = Call(make_block(Case(rows=rows, d_model=256, d_ff=d_ff, density=density), integers=False), 8)
+    gate(call, SM90)
+    counts = call.packed.view(rows, -1, 32)[:, :, 0]
+    call.workspace.fill_(0)
+    start_dense(call, GUARD_DECIDES)
+    torch.cuda.synchronize()
+    schedule_bytes = call.lib.twell_internal_schedule_bytes
+    schedule_bytes.restype, schedule_bytes.argtypes = ctypes.c_size_t, call.lib.twell_packed_bytes.argtypes
+    end = aligned_packed_bytes(call) + schedule_bytes(call.problem)
+    assert call.workspace[end - 512 : end].view(torch.int32).sum() == counts.clamp(max=8).sum()
+
+
+@pytest.mark.sm90
+@needs_sm90
+def test_early_decision_is_taken() -> None:
+    """A dense call is decided early, a sparse one is not, nor is one with some full rows."""
+    for full, density, expected in ((0.0, 0.3, True), (1.0, 0.5, True), (0.0, 0.005, False), (0.2, 0.005, False)):
+        call = Call(unequal_block(4096, full, density), 8)
+        rows = heavy_rows(call, BEST)
+        assert is_early(call) == expected
+        assert (rows == 4096) == expected
+        reference.assert_close(call.y, call.block)
 
 
 def block_table() -> Iterator[Case]:
@@ -215,17 +273,15 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize(("kernels", "share"), paths(all=1.0, part=0.25, none=0.0, block=DENSE_BLOCK))
+@pytest.mark.parametrize(("kernels", "share"), paths(all=1.0, part=0.25, none=0.0, block=DENSE_BLOCK, early=EARLY))
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_sanitize(case: Case, kernels: int, share: float) -> None:
     """What sanitize.py runs."""
-    if kernels == FIRST and case.d_model % 64 != 0:
-        pytest.skip("has a generic gate")
     block = make_block(case, integers=True, device="cpu")
     call = Call(block.to("cuda"), case.compression, poison=False)
     # The packed matrix is read 16 bytes at a time: words that the gate leaves alone come along, and are not used.
     call.workspace[: call.lib.twell_packed_bytes(call.problem)].zero_()
-    start_dense(call, DENSE_BLOCK if share == DENSE_BLOCK else int(case.rows * share), kernels)
+    start_dense(call, int(share) if share < 0 else int(case.rows * share), kernels)
     torch.cuda.synchronize()
     reference.assert_close(call.y.cpu(), block)
 
@@ -249,7 +305,7 @@ def heavy_rows(call: Call, kernels: int) -> int:
     return int(call.dense_rows().sum())
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", [*KERNELS, on_sm90(CHUNKS, id="chunks")])
 def test_decision(kernels: int) -> None:
     """No row of a sparse call is dense, all of a dense one are, and of a mixed one a part with all that are full."""
     assert heavy_rows(Call(unequal_block(2048, 0.0, 0.001), 8), kernels) == 0
@@ -285,7 +341,7 @@ def test_any_d_model_is_guarded() -> None:
     assert call.dense_rows().all()
 
 
-@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK))
+@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=("bf16", "fp16"))
 @pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (True, "drelu"), (False, "relu2")])
 def test_nan_and_infinity_stay_in_their_rows(
@@ -305,7 +361,7 @@ def test_nan_and_infinity_stay_in_their_rows(
     assert torch.isfinite(y[clean]).all()
 
 
-@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK))
+@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
 @pytest.mark.parametrize("where", ["w_gate", "b_gate", "w_up", "b_up", "w_down"])
 def test_nan_in_one_neuron(where: str, kernels: int, dense_rows: int) -> None:
     block = make_block(Case(rows=300, d_model=128, density=0.3), integers=False)
@@ -317,7 +373,7 @@ def test_nan_in_one_neuron(where: str, kernels: int, dense_rows: int) -> None:
     assert active.any() and (where in ("w_gate", "b_gate") or not active.all())
 
 
-@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK))
+@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
 def test_inactive_neurons_add_nothing(kernels: int, dense_rows: int) -> None:
     """Where a dense block computes 0 * inf = NaN, the contract is 0, also on the dense path."""
     block = make_block(Case(rows=300, d_model=128, density=0.3), integers=False)
@@ -332,7 +388,7 @@ def test_inactive_neurons_add_nothing(kernels: int, dense_rows: int) -> None:
     reference.assert_close(y, block)
 
 
-@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK))
+@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
 def test_fp16_does_not_overflow_between(kernels: int, dense_rows: int) -> None:
     """A dense fp16 block stores u and g * u, which do not fit here; y does."""
     block = make_block(Case(rows=300, d_model=128, dtype=FP16, density=0.5, biases=""), integers=False)
@@ -346,7 +402,10 @@ def test_fp16_does_not_overflow_between(kernels: int, dense_rows: int) -> None:
     reference.assert_close(y, large)
 
 
-@pytest.mark.parametrize(("kernels", "dense_rows"), paths(guard=GUARD_DECIDES, block=DENSE_BLOCK))
+@pytest.mark.parametrize(
+    ("kernels", "dense_rows"),
+    [*paths(guard=GUARD_DECIDES, block=DENSE_BLOCK), on_sm90(CHUNKS, GUARD_DECIDES, id="chunks")],
+)
 @pytest.mark.parametrize(("full", "density"), [(0.04, 0.002), (0.0, 0.3), (0.0, 0.02)])
 def test_bitwise_repeatable(full: float, density: float, kernels: int, dense_rows: int) -> None:
     block = unequal_block(4096, full, density)
