@@ -68,7 +68,7 @@ def refill(call: Call) -> None:
     call.packed.fill_(POISON_WORD - (1 << 32))
 
 
-ROWS_OF_ALL_BLOCKS = (64, 250, 350, 450, 500, 600, 690, 768)
+ROWS_OF_ALL_BLOCKS = (64, 192, 250, 313, 361, 450, 512, 600, 793, 1585, 2048, 2500, 3000, 3301, 3557)
 
 
 def table() -> Iterator[Case]:

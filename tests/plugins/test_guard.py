@@ -111,7 +111,7 @@ def table() -> Iterator[Case]:
         yield dataclasses.replace(base, biases=biases, density=0.2, dtype=next(dtypes))
     yield dataclasses.replace(base, gated=False, d_model=72, density=0.3)  # no up projection: any d_model
     # Every number of tokens in a block on 132 multiprocessors, several tiles a cluster.
-    for rows in (300, 450, 600, 700, 1024, 2048, 3000, 5000):
+    for rows in (300, 361, 450, 600, 793, 1024, 1585, 2048, 2500, 3000, 3301, 3557, 5000):
         yield Case(rows=rows, d_model=256, d_ff=5632, d_out=2048, density=0.3, biases="", dtype=next(dtypes))
     yield Case(rows=2048, d_model=2048, d_ff=5632, d_out=2048, density=0.9, biases="")
     yield Case(rows=600, d_model=4096, d_ff=11008, d_out=4096, density=0.05, biases="", dtype=FP16)
