@@ -177,16 +177,14 @@ def assert_close(actual: Tensor, block: Block) -> None:
     )
 
     zero = torch.zeros_like(expected)
-    error = torch.where(finite & torch.isfinite(actual), (actual.double() - expected).abs(), zero)
-    base_error = torch.where(finite & torch.isfinite(base), (base.double() - expected).abs(), zero)
     info = torch.finfo(dtype)
     h = _hidden(block, _activate(_linear(block.x.double(), block.w_gate, block.b_gate), block))
-    floor = (
-        _FLOOR_ROUNDINGS[block.activation]
-        * info.eps
-        / 2
-        * (_spread(h, block) + torch.where(finite, expected.abs(), zero))
-    )
+    rounded_h = info.eps / 2 * _spread(h, block)
+    error = torch.where(finite & torch.isfinite(actual), (actual.double() - expected).abs(), zero)
+    # Where the plain block overflows, it would at least have rounded h.
+    base_error = torch.where(torch.isfinite(base), (base.double() - expected).abs(), rounded_h)
+    base_error = torch.where(finite, base_error, zero)
+    floor = _FLOOR_ROUNDINGS[block.activation] * (rounded_h + info.eps / 2 * torch.where(finite, expected.abs(), zero))
     floor += _spread(_hidden_error(block), block) + info.smallest_normal * info.eps
     for name, norm in (("RMS", _row_rms), ("maximum", _row_max)):
         bound = _PLAIN_FACTOR * norm(base_error) + norm(floor)

@@ -285,3 +285,20 @@ def test_decode_rejects_columns_past_d_ff() -> None:
     bits[0, 299] = 0x3F80
     with pytest.raises(AssertionError, match="outside its tile"):
         decode(encode(bits, 4, fill=0), 299, 4)
+
+
+def test_sound_result_where_plain_overflows() -> None:
+    """The plain block's error then says nothing, but roundings of z that add up are no fault."""
+    half = 2.0**-11  # of what the last bit of a float16 above 1 is worth
+    z = torch.tensor([1 + 0.98 * half, 1 + 1.02 * half, 1 + 0.98 * half, 1 + 1.02 * half])
+    block = Block(
+        x=torch.ones(1, 2, dtype=torch.float16),
+        w_gate=torch.stack([torch.ones(4), z - 1], dim=1).half(),
+        w_up=torch.full((4, 2), 40000.0, dtype=torch.float16),
+        w_down=torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]).half() / 1024,
+    )
+    assert not torch.isfinite(reference.plain(block)).any()
+    y = reference.emulate(block)
+    assert_close(y, block)
+    with pytest.raises(AssertionError, match="too large"):
+        assert_close(y * 2, block)
