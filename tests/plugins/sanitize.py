@@ -2,7 +2,7 @@
 
     python -m tests.plugins.sanitize [memcheck racecheck initcheck synccheck]
 
-Needs a GPU and compute-sanitizer on the PATH. Exit status 0: all tools are clean.
+Needs a GPU and compute-sanitizer on the PATH. Exit status 0: all tools are clean; 1: one has found something.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import click
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
@@ -36,10 +38,13 @@ def run(tool: str) -> bool:
     return clean
 
 
-def main() -> int:
-    results = [run(tool) for tool in sys.argv[1:] or TOOLS]
-    return 0 if all(results) else 1
+@click.command()
+@click.argument("tools", nargs=-1, type=click.Choice(TOOLS))
+def main(tools: tuple[str, ...]) -> None:
+    """Run the small kernel cases under these tools, or all of them."""
+    results = [run(tool) for tool in tools or TOOLS]
+    sys.exit(0 if all(results) else 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
