@@ -106,12 +106,8 @@ cudaError_t launch_generic(generic::Params const& params, Device const& device, 
 // rows.
 constexpr int64_t kFewestTokensSm90 = ConfigSmall::BLOCK_M + 1;
 
-bool can_run_sm90(twell_problem const& problem, Device const& device) {
-    return device.major == 9 && device.minor == 0 && gate_sm90_supports(problem);
-}
-
 bool runs_sm90(twell_problem const& problem, Device const& device, Kernels choice) {
-    return can_run_sm90(problem, device) &&
+    return device.major == 9 && device.minor == 0 && gate_sm90_supports(problem) &&
            (choice == Kernels::kSm90 || (choice == Kernels::kBest && problem.tokens >= kFewestTokensSm90));
 }
 #endif
@@ -121,8 +117,7 @@ bool runs_sm90(twell_problem const& problem, Device const& device, Kernels choic
 int num_count_parts(twell_problem const& problem, Device const& device, Kernels choice) {
 #if defined(TWELL_SM90A)
     if (runs_sm90(problem, device, choice)) {
-        int const parts = num_count_parts_sm90(problem, device);
-        return parts <= kMostCountParts ? parts : 0;
+        return num_count_parts_sm90(problem, device);
     }
 #endif
     (void)problem;

@@ -13,6 +13,12 @@ sm90::Tiling tiling_of(twell_problem const& problem, Device const& device) {
     return sm90::choose(product, sm90::num_clusters(device), sm90::TokensShared());
 }
 
+// Clusters of a launch, each of which leaves a part of the count, or 0 if they are too many.
+int count_parts_of(dim3 grid) {
+    int const clusters = static_cast<int>(grid.x) / sm90::kClusterSize;
+    return clusters <= kMostCountParts ? clusters : 0;
+}
+
 template <class Element>
 cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, GateOutput const& output,
                    Device const& device, cudaStream_t stream) {
@@ -24,7 +30,7 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, G
         params.packed = output.packed;
         params.spilled = output.spilled;
         dim3 const grid = sm90::grid_of(tiling, sm90::num_clusters(device));
-        params.counted = grid.x <= kMostCountParts * sm90::kClusterSize ? output.counted : nullptr;
+        params.counted = count_parts_of(grid) != 0 ? output.counted : nullptr;
         params.tokens = problem.tokens;
         params.d_model = problem.d_model;
         params.d_ff = problem.d_ff;
@@ -50,8 +56,7 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, G
 bool gate_sm90_supports(twell_problem const& problem) { return problem.d_model % sm90::BLOCK_K == 0; }
 
 int num_count_parts_sm90(twell_problem const& problem, Device const& device) {
-    return static_cast<int>(sm90::grid_of(tiling_of(problem, device), sm90::num_clusters(device)).x) /
-           sm90::kClusterSize;
+    return count_parts_of(sm90::grid_of(tiling_of(problem, device), sm90::num_clusters(device)));
 }
 
 cudaError_t launch_gate_sm90(twell_problem const& problem, twell_tensors const& tensors, GateOutput const& output,

@@ -320,6 +320,7 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
         bucket_rows[threadIdx.x] = 0;
         block_begin[threadIdx.x] = 0;
     }
+    // As count_kernel puts into the header, but to read that after the wait would take longer.
     if (threadIdx.x < kWarpSize) {
         bool const all_are_dense = guard::all_are_dense(params.guard.count);
         if (lane == 0) {

@@ -245,7 +245,7 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
     Gather gather = {};
     if (spilled != nullptr) {
         guard = guard_model(problem, device, choice);
-        guard.forced = dense_rows == kGuardEarly ? kGuardDecides : dense_rows;
+        guard.forced = dense_rows;
         guard.count.parts = schedule.counted;
         if (dense_rows == kGuardEarly) {
             guard.count.all_dense_from = 0;

@@ -40,6 +40,8 @@ GUARD_DECIDES = -1
 DENSE_BLOCK = -3
 EARLY = -4  # all rows, as if the gate's count had told so
 
+MOST_COUNT_PARTS = 128  # twell::kMostCountParts: words at the end of the schedule
+
 
 def on_sm90(*values: object, id: str | None = None) -> object:
     return pytest.param(*values, id=id, marks=[pytest.mark.sm90, needs_sm90])
@@ -177,12 +179,8 @@ def test_early_decision_changes_no_bit(case: Case) -> None:
 
 def is_early(call: Call) -> bool:
     """Say whether the last call has left the schedule out."""
-    header = call.workspace[aligned_packed_bytes(call) :][:24].view(torch.int32)
-    return bool(header[5].item())
-
-
-def aligned_packed_bytes(call: Call) -> int:
-    return -(-call.lib.twell_packed_bytes(call.problem) // 256) * 256
+    *_, early = call.schedule()[:24].view(torch.int32).tolist()  # a twell::ScheduleHeader
+    return bool(early)
 
 
 @pytest.mark.sm90
@@ -199,8 +197,8 @@ def test_count_of_the_gate(rows: int, d_ff: int, density: float) -> None:
     torch.cuda.synchronize()
     schedule_bytes = call.lib.twell_internal_schedule_bytes
     schedule_bytes.restype, schedule_bytes.argtypes = ctypes.c_size_t, call.lib.twell_packed_bytes.argtypes
-    end = aligned_packed_bytes(call) + schedule_bytes(call.problem)
-    assert call.workspace[end - 512 : end].view(torch.int32).sum() == counts.clamp(max=8).sum()
+    counted = call.schedule()[: schedule_bytes(call.problem)][-4 * MOST_COUNT_PARTS :].view(torch.int32)
+    assert counted.sum() == counts.clamp(max=8).sum()
 
 
 @pytest.mark.sm90

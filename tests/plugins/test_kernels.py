@@ -301,12 +301,16 @@ class Call:
         overflowed = (counts >= 256 // self.problem.compression).any(dim=1)
         return ~self.dense_rows() & ~overflowed
 
+    def schedule(self) -> torch.Tensor:
+        """Give the workspace, [bytes], from the schedule of the last call on: its header, then the rows in order."""
+        return self.workspace[-(-self.lib.twell_packed_bytes(self.problem) // 256) * 256 :]
+
     def dense_rows(self) -> torch.Tensor:
         """Mark the rows that mlp() has put on the dense path, or all of few tokens: [tokens], bool."""
         tokens = self.problem.tokens
         if tokens <= FEW_TOKENS:
             return torch.ones(tokens, dtype=torch.bool, device="cuda")
-        schedule = self.workspace[-(-self.lib.twell_packed_bytes(self.problem) // 256) * 256 :]
+        schedule = self.schedule()
         count = int(schedule[:4].view(torch.int32).item())
         if count == tokens:  # a dense block has no order
             return torch.ones(tokens, dtype=torch.bool, device="cuda")
