@@ -177,8 +177,8 @@ cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tens
 }
 
 #if !defined(TWELL_SM90A)
-cudaError_t launch_dense_block(twell_problem const&, twell_tensors const&, uint16_t*, PartSums const&, Schedule const&,
-                               Device const&, cudaStream_t) {
+cudaError_t launch_dense_block(twell_problem const&, twell_tensors const&, uint16_t*, PartSums const&, Device const&,
+                               cudaStream_t) {
     return cudaErrorNotSupported;
 }
 #endif

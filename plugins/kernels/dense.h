@@ -61,10 +61,9 @@ PartSums part_sums_in(twell_problem const& problem, void* scratch);
 bool is_dense_block(twell_problem const& problem, Device const& device);
 
 // Enqueues kernels that compute y of all rows as a dense block does: no packed matrix. `h` is [tokens, d_ff], rows
-// spilled_stride(problem) elements apart. The schedule then says that all rows are heavy, and which have failed.
+// spilled_stride(problem) elements apart.
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               PartSums const& parts, Schedule const& schedule, Device const& device,
-                               cudaStream_t stream);
+                               PartSums const& parts, Device const& device, cudaStream_t stream);
 
 }  // namespace twell
 

@@ -17,7 +17,7 @@ struct Params {
     uint16_t const* x;        // [num_rows, d_model], up only
     uint16_t const* weights;  // up: w_up [d_ff, d_model]; down: w_down [d_ff, d_out]
     uint16_t const* bias;     // up: [d_ff] or null; down: [d_out] or null
-    uint16_t* y;              // [num_rows, d_out], down only
+    Block block;              // down only
     Gather gather;
     Schedule schedule;
     int64_t num_rows;
@@ -26,28 +26,6 @@ struct Params {
     int num_tiles;    // of neurons
     bool relu_on_up;  // dReLU
 };
-
-// Marks the rows that this thread has a sum of that is not finite.
-template <class Cfg>
-__device__ __forceinline__ void mark_all_failed(Schedule const& schedule, View const& view, int position_begin,
-                                                Accumulators<Cfg> const& accumulators) {
-#pragma unroll
-    for (int i = 0; i < Cfg::kTilesM; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            bool finite = true;
-#pragma unroll
-            for (int j = 0; j < Cfg::kTilesN; ++j) {
-                float const* const sums = &accumulators.sums[i][j][half * 2];
-                finite = finite && is_finite(sums[0]) && is_finite(sums[1]);
-            }
-            int const position = position_begin + accumulators.row_of(i, half);
-            if (!finite && position < view.count) {
-                mark_failed(schedule, view, position);
-            }
-        }
-    }
-}
 
 // Multiplies u, in shared memory, by g, and stores h. A warp has kRowsAtOnce rows at once, a lane eight neurons.
 template <class Element, class Cfg>
@@ -88,18 +66,27 @@ __device__ __forceinline__ void multiply_by_g(Params const& params, View const& 
     }
 }
 
-template <class Cfg>
+template <class Element, class Cfg>
 __device__ __forceinline__ void store_y(Params const& params, View const& view, unsigned char const* shared,
                                         int position_begin, int tile_idx) {
     int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
     int const num_rows = min(view.count - position_begin, Cfg::BLOCK_M);
     int const column = tile_idx * BLOCK_N + lane * kVector;
-    if (column >= params.num_neurons) {
-        return;
-    }
+    uint16_t const* const h = view.all ? params.gather.gate.spilled : params.gather.h_part;
     for (int i = static_cast<int>(threadIdx.x) / kWarpSize; i < num_rows; i += Cfg::kWarps) {
         int64_t const row = view.row_of(params.schedule, position_begin + i);
-        *reinterpret_cast<uint4*>(params.y + row * params.num_neurons + column) = load_result<Cfg>(shared, i);
+        bool failed = false;
+        if (column < params.num_neurons) {
+            uint4 const values = load_result<Cfg>(shared, i);
+            *reinterpret_cast<uint4*>(params.block.y + row * params.num_neurons + column) = values;
+            failed = !is_finite<Element>(values);
+        }
+        uint32_t const lanes = __ballot_sync(0xffffffffu, failed);
+        __syncwarp();  // what is stored again has been stored
+        for (uint32_t rest = (lanes | lanes >> 1) & 0x55555555u; rest != 0; rest &= rest - 1) {
+            sum_again<Element>(params.block, h + (position_begin + i) * params.gather.gate.stride(), row,
+                               tile_idx * BLOCK_N + (__ffs(rest) - 1) * kVector);
+        }
     }
 }
 
@@ -137,14 +124,13 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) dense_kernel(Params const pa
                 accumulators, shared,
                 {h + position_begin * gate.stride(), gate.stride(), num_rows, static_cast<int>(gate.stride())},
                 {params.weights + column_begin, params.num_neurons, params.depth, num_columns}, num_slices);
-            mark_all_failed<Cfg>(params.schedule, view, position_begin, accumulators);
         }
         store_result<Element, Cfg>(shared, accumulators, params.bias == nullptr ? nullptr : params.bias + column_begin,
                                    num_columns);
         if constexpr (kUp) {
             multiply_by_g<Element, Cfg>(params, view, shared, position_begin, tile_idx);
         } else {
-            store_y<Cfg>(params, view, shared, position_begin, tile_idx);
+            store_y<Element, Cfg>(params, view, shared, position_begin, tile_idx);
         }
         __syncthreads();
     }

@@ -34,18 +34,22 @@ constexpr int kNarrowPlain = 1536;
 // Sums of more products have not been tested there.
 constexpr int kMostDModel = 16384;
 
-using DownTilings =
-    sm90::Tilings<sm90::Choices<112, 128, 144, 160, 176, 208, 232, 256>, sm90::Choices<48, 64, 80, 96, 112>>;
+using UpTilings =
+    sm90::Tilings<sm90::Choices<48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 200, 208, 216, 224, 232, 240, 256>,
+                  sm90::Choices<>>;
+using DownTilings = sm90::Tilings<
+    sm90::Choices<112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256>,
+    sm90::Choices<40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
 
 // What all kernels of one call share.
 struct Launch {
     twell_problem const& problem;
     twell_tensors const& tensors;
     Gather const& gather;
-    Schedule const& schedule;
+    Schedule schedule;
     Device const& device;
     cudaStream_t stream;
-    bool all_rows;  // are dense, whatever the schedule says
+    bool all_rows;  // are dense, and there is no schedule
     PartSums parts;
 };
 
@@ -54,7 +58,7 @@ template <Projection kProjection>
 struct Shape {
     static constexpr bool kUp = kProjection == Projection::kUp;
 
-    using Tilings = std::conditional_t<kUp, sm90::TokensShared, DownTilings>;
+    using Tilings = std::conditional_t<kUp, UpTilings, DownTilings>;
 
     sm90::Product product;
     int clusters;  // that the device holds
@@ -90,11 +94,11 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
     params.parts = {launch.parts.sums, launch.parts.states};
     params.relu_on_up = problem.activation == TWELL_DRELU;
     params.all_rows = launch.all_rows;
+    params.gate = gather.gate;
+    params.h_part = gather.h_part;
     cudaError_t error = cudaSuccess;
     if constexpr (kProjection == Projection::kUp) {
         params.bias = static_cast<uint16_t const*>(launch.tensors.b_up);
-        params.gate = gather.gate;
-        params.h_part = gather.h_part;
         error = sm90::first_error({
             sm90::encode(params.weights, launch.tensors.w_up, problem.d_ff, problem.d_model, sm90::BLOCK_M,
                          problem.dtype),
@@ -105,7 +109,7 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
     } else {
         params.bias = static_cast<uint16_t const*>(launch.tensors.b_down);
         params.next_overlaps = !launch.all_rows;  // then the sparse down projection follows
-        params.y = static_cast<uint16_t*>(launch.tensors.y);
+        params.block = dense::block_of(problem, launch.tensors);
         error = sm90::first_error({
             sm90::encode(params.weights, launch.tensors.w_down, problem.d_ff, problem.d_out, sm90::BLOCK_K,
                          problem.dtype),
@@ -172,15 +176,14 @@ cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const&
 }
 
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               PartSums const& parts, Schedule const& schedule, Device const& device,
-                               cudaStream_t stream) {
-    if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, parts, schedule, device, stream);
+                               PartSums const& parts, Device const& device, cudaStream_t stream) {
+    if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, parts, device, stream);
         error != cudaSuccess) {
         return error;
     }
     Gather gather = {};
-    gather.gate.spilled = h;
-    Launch const launch = {problem, tensors, gather, schedule, device, stream, true, parts};
+    gather.gate = {nullptr, h, num_tiles(problem), words_per_tile(problem)};
+    Launch const launch = {problem, tensors, gather, {}, device, stream, true, parts};
     return problem.dtype == TWELL_BF16 ? launch_projection<Bf16, Projection::kDown>(launch)
                                        : launch_projection<Fp16, Projection::kDown>(launch);
 }

@@ -21,9 +21,9 @@ struct Params {
     Schedule schedule;
     int64_t num_rows;      // of x and y
     uint16_t const* bias;  // [num_neurons] or null
-    PackedGate gate;       // up only
-    uint16_t* h_part;      // [dense rows, gate.num_tiles * TWELL_TILE], up only
-    uint16_t* y;           // [tokens, num_neurons], down only
+    PackedGate gate;       // h of all rows will be where it was spilled; down: nothing but that
+    uint16_t* h_part;      // [dense rows, gate.num_tiles * TWELL_TILE]
+    Block block;           // down only
     int num_neurons;       // up: d_ff; down: d_out
     int num_tiles;         // of neurons
     int num_slices;
@@ -49,25 +49,37 @@ struct Piece {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Marks the rows that this thread has a sum of that is not finite.
-template <class Cfg>
-__device__ __forceinline__ void mark_all_failed(Params const& params, View const& view, int first_position,
-                                                float const (&accumulators)[Cfg::kAccumulators]) {
-    bool finite = true;
-#pragma unroll
-    for (int i = 0; i < Cfg::kAccumulators; ++i) {
-        finite = finite && is_finite(accumulators[i]);
+// Stores a warp's part of y, 16 columns from first_column on. Says whether values had to be summed again.
+template <class Element, class Cfg, class Round>
+__device__ __forceinline__ bool store_y(Params const& params, View const& view, Tokens own, uint32_t warp_bytes,
+                                        int first_column, Round round) {
+    constexpr int kTurnTokens = kWarpSize / 2;  // that pass_result has at once
+    static_assert(kWarpNeurons == kColumnsAgain && Cfg::BLOCK_N <= kTurnTokens * 32, "one mask");
+    uint32_t failed = 0;  // turns in which this lane had a value that is not finite
+    pass_result<Cfg>(warp_bytes, round, [&](int token, int chunk, uint4 values) {
+        int const column = first_column + chunk * kVector;
+        if (own.has(token) && column < params.num_neurons) {
+            int64_t const row = view.row_of(params.schedule, own.begin + token);
+            *reinterpret_cast<uint4*>(params.block.y + row * params.num_neurons + column) = values;
+            failed |= is_finite<Element>(values) ? 0 : 1u << token / kTurnTokens;
+        }
+    });
+    uint32_t turns = __reduce_or_sync(0xffffffffu, failed);
+    if (turns == 0) {
+        return false;
     }
-    if (finite) {
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < Cfg::kAccumulators; ++i) {
-        int const position = first_position + i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
-        if (!is_finite(accumulators[i]) && position < view.count) {
-            mark_failed(params.schedule, view, position);
+    for (; turns != 0; turns &= turns - 1) {
+        int const turn = __ffs(turns) - 1;
+        uint32_t const lanes = __ballot_sync(0xffffffffu, (failed >> turn & 1) != 0);
+        __syncwarp();  // what is stored again has been stored
+        for (uint32_t rest = (lanes | lanes >> 1) & 0x55555555u; rest != 0; rest &= rest - 1) {
+            int const position = own.begin + turn * kTurnTokens + (__ffs(rest) - 1) / 2;
+            uint16_t const* const h = view.all ? params.gate.spilled : params.h_part;
+            sum_again<Element>(params.block, h + position * params.gate.stride(),
+                               view.row_of(params.schedule, position), first_column);
         }
     }
+    return true;
 }
 
 // Tells which rows of its share of a block a warp will find spilled: bit i for its i-th two tokens, one mask for each
@@ -230,12 +242,12 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         int const consumer_warp = warp - kWarpgroupWarps;
         int const consumer = consumer_warp / kWarpgroupWarps;
         Ring<Cfg::kNumStages> ring;
+        float accumulators[1][Cfg::kAccumulators];
         for (int i = pieces_begin; i < pieces_end; i += pieces_step, parity ^= 1) {
             auto const [tile, slices] = Piece(params, num_blocks, i);
             int const first_neuron = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
             Tokens const own = Tokens::of<Cfg>(tile, rank, view.count);
             float2 const biases = load_biases<Element>(params.bias, first_neuron + lane / 4, params.num_neurons);
-            float accumulators[1][Cfg::kAccumulators];
             multiply<Element, Cfg, !kUp>(accumulators, shared, ring, consumer, slices.count());
 
             // Epilogue, of the up projection the first part
@@ -259,18 +271,17 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                                                         share + consumer_warp, accumulators[0])) {
                     continue;
                 }
-                mark_all_failed<Cfg>(params, view, own.begin, accumulators[0]);
-                pass_result<Cfg>(
-                    result + consumer_warp * Cfg::kBytesWarp,
-                    [&](int i) { return round_pair<Element>(accumulators[0], biases, i); },
-                    [&](int token, int chunk, uint4 values) {
-                        int const position = own.begin + token;
-                        int const column = first_neuron + chunk * kVector;
-                        if (own.has(token) && column < params.num_neurons) {
-                            int64_t const row = view.row_of(params.schedule, position);
-                            *reinterpret_cast<uint4*>(params.y + row * params.num_neurons + column) = values;
-                        }
-                    });
+                bool const summed_again =
+                    store_y<Element, Cfg>(params, view, own, result + consumer_warp * Cfg::kBytesWarp, first_neuron,
+                                          [&](int i) { return round_pair<Element>(accumulators[0], biases, i); });
+                if (summed_again) {
+                    // NOTE: else the compiler takes them for needed until the next product, also while values are
+                    // summed again, and spills.
+#pragma unroll
+                    for (int k = 0; k < Cfg::kAccumulators; ++k) {
+                        accumulators[0][k] = 0.0f;
+                    }
+                }
             }
         }
     } else {

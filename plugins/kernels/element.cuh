@@ -29,6 +29,10 @@ struct PairArithmetic {
         return __hgtu2_mask(as_pair(a), as_pair(b));
     }
     static __device__ __forceinline__ uint32_t is_not_zero2(uint32_t a) { return __hneu2_mask(as_pair(a), as_pair(0)); }
+    // All bits if infinite or NaN.
+    static __device__ __forceinline__ uint32_t is_not_finite2(uint32_t a) {
+        return __hneu2_mask(__hsub2(as_pair(a), as_pair(a)), as_pair(0));
+    }
 
   private:
     static __device__ __forceinline__ Pair as_pair(uint32_t bits) { return *reinterpret_cast<Pair*>(&bits); }

@@ -8,9 +8,13 @@ namespace {
 
 namespace sm90 = gate_sm90;
 
+using GateTilings =
+    sm90::Tilings<sm90::Choices<48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 200, 208, 216, 224, 232, 240, 248, 256>,
+                  sm90::Choices<>>;
+
 sm90::Tiling tiling_of(twell_problem const& problem, Device const& device) {
     sm90::Product const product = {problem.tokens, problem.d_ff, problem.d_model / sm90::BLOCK_K, 1, 0};
-    return sm90::choose(product, sm90::num_clusters(device), sm90::TokensShared());
+    return sm90::choose(product, sm90::num_clusters(device), GateTilings());
 }
 
 // Clusters of a launch, each of which leaves a part of the count, or 0 if they are too many.
@@ -23,7 +27,7 @@ template <class Element>
 cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, GateOutput const& output,
                    Device const& device, cudaStream_t stream) {
     sm90::Tiling const tiling = tiling_of(problem, device);
-    return sm90::with_config(tiling, sm90::TokensShared(), [&](auto tokens, auto) {
+    return sm90::with_config(tiling, GateTilings(), [&](auto tokens, auto) {
         using Cfg = sm90::Config<decltype(tokens)::value>;
         sm90::Params params = {};
         params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);

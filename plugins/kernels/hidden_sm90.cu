@@ -9,7 +9,11 @@ namespace {
 namespace sm90 = hidden_sm90;
 
 // Of a gated block a consumer holds two products, so a block has fewer tokens.
-using GatedTilings = sm90::Tilings<sm90::Choices<88, 96, 112, 128, 144, 160, 176>, sm90::Choices<64, 80, 96, 112, 128>>;
+using GatedTilings = sm90::Tilings<sm90::Choices<88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176>,
+                                   sm90::Choices<48, 56, 64, 72, 80, 88, 96>>;
+using PlainTilings =
+    sm90::Tilings<sm90::Choices<128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256>,
+                  sm90::Choices<40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
 
 // Of the down projection's weights: what its stages hold at a time.
 constexpr size_t kPrefetchedBytes = 2 << 20;
@@ -18,13 +22,12 @@ uint32_t pair_of(uint16_t bits) { return static_cast<uint32_t>(bits) << 16 | bit
 
 template <class Element, class Cfg>
 cudaError_t launch_config(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                          PartSums const& parts, Schedule const& schedule, sm90::Product const& product,
-                          sm90::Tiling const& tiling, Device const& device, cudaStream_t stream) {
+                          PartSums const& parts, sm90::Product const& product, sm90::Tiling const& tiling,
+                          Device const& device, cudaStream_t stream) {
     Activation const act = activation_of(problem);
     sm90::Params params = {};
     params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
     params.b_up = static_cast<uint16_t const*>(tensors.b_up);
-    params.schedule = schedule;
     params.part_states = parts.states;
     params.num_part_states = parts.num_states;
     params.tokens = problem.tokens;
@@ -62,31 +65,30 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
 
 template <class Element, int kProducts, class Tilings>
 cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h, PartSums const& parts,
-                   Schedule const& schedule, Device const& device, cudaStream_t stream, Tilings tilings) {
+                   Device const& device, cudaStream_t stream, Tilings tilings) {
     int const num_slices = static_cast<int>(ceil_div(problem.d_model, sm90::BLOCK_K));
     sm90::Product const product = {problem.tokens, problem.d_ff, num_slices, kProducts, 0};
     sm90::Tiling const tiling = sm90::choose(product, sm90::num_clusters(device), tilings);
     return sm90::with_config(tiling, tilings, [&](auto tokens, auto shares_weights) {
         using Cfg = sm90::Config<decltype(tokens)::value, false, kProducts, decltype(shares_weights)::value>;
-        return launch_config<Element, Cfg>(problem, tensors, h, parts, schedule, product, tiling, device, stream);
+        return launch_config<Element, Cfg>(problem, tensors, h, parts, product, tiling, device, stream);
     });
 }
 
 template <class Element>
 cudaError_t launch_variant(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                           PartSums const& parts, Schedule const& schedule, Device const& device, cudaStream_t stream) {
+                           PartSums const& parts, Device const& device, cudaStream_t stream) {
     return problem.variant == TWELL_GATED
-               ? launch<Element, 2>(problem, tensors, h, parts, schedule, device, stream, GatedTilings())
-               : launch<Element, 1>(problem, tensors, h, parts, schedule, device, stream, sm90::TokensShared());
+               ? launch<Element, 2>(problem, tensors, h, parts, device, stream, GatedTilings())
+               : launch<Element, 1>(problem, tensors, h, parts, device, stream, PlainTilings());
 }
 
 }  // namespace
 
 cudaError_t launch_hidden_sm90(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               PartSums const& parts, Schedule const& schedule, Device const& device,
-                               cudaStream_t stream) {
-    return problem.dtype == TWELL_BF16 ? launch_variant<Bf16>(problem, tensors, h, parts, schedule, device, stream)
-                                       : launch_variant<Fp16>(problem, tensors, h, parts, schedule, device, stream);
+                               PartSums const& parts, Device const& device, cudaStream_t stream) {
+    return problem.dtype == TWELL_BF16 ? launch_variant<Bf16>(problem, tensors, h, parts, device, stream)
+                                       : launch_variant<Fp16>(problem, tensors, h, parts, device, stream);
 }
 
 }  // namespace twell

@@ -6,7 +6,6 @@
 
 #include "dependent_launch.cuh"
 #include "matmul_sm90.cuh"
-#include "schedule.h"
 
 namespace twell::hidden_sm90 {
 
@@ -25,7 +24,6 @@ struct Params {
     int64_t stride;
     uint16_t const* b_gate;  // [d_ff] or null
     uint16_t const* b_up;    // [d_ff] or null
-    Schedule schedule;       // told that all rows are dense and none has failed
     uint32_t* part_states;   // [num_part_states], which become 0: see parts_sm90.cuh
     int num_part_states;
     int64_t tokens;
@@ -137,13 +135,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             int const first = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x) - kWarpSize;
             for (int i = first; i < params.num_part_states; i += static_cast<int>(gridDim.x) * threads) {
                 params.part_states[i] = 0;
-            }
-            for (int64_t row = first; row < params.tokens; row += gridDim.x * threads) {
-                params.schedule.has_failed[row] = 0;
-                if (row == 0) {
-                    params.schedule.header->heavy_count = static_cast<uint32_t>(params.tokens);
-                    params.schedule.header->rest_count = 0;
-                }
             }
         }
     }

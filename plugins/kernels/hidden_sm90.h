@@ -4,15 +4,13 @@
 
 #include "dense.h"
 #include "launch.cuh"
-#include "schedule.h"
 #include "twell/twell.h"
 
 namespace twell {
 
 // Enqueues the kernel: see launch_dense_block.
 cudaError_t launch_hidden_sm90(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               PartSums const& parts, Schedule const& schedule, Device const& device,
-                               cudaStream_t stream);
+                               PartSums const& parts, Device const& device, cudaStream_t stream);
 
 }  // namespace twell
 

@@ -65,8 +65,6 @@ struct Choices {};
 // Sharing weights pays where they are the larger operand.
 template <class TokensSharedChoices, class WeightsSharedChoices>
 struct Tilings {};
-using AllChoices = Choices<48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 216, 224, 232, 240, 256>;
-using TokensShared = Tilings<AllChoices, Choices<>>;
 
 // What a launch has to compute.
 struct Product {

@@ -17,7 +17,7 @@ constexpr int64_t kRowsPerBlock = schedule::kWarps;
 size_t schedule_bytes(twell_problem const& problem) {
     size_t const tokens = static_cast<size_t>(problem.tokens);
     return aligned(sizeof(ScheduleHeader)) + aligned(tokens * sizeof(RowWork)) +
-           4 * aligned(tokens * sizeof(uint32_t)) +
+           3 * aligned(tokens * sizeof(uint32_t)) +
            aligned(tokens * max_listed(num_tiles(problem)) * sizeof(uint32_t)) +
            aligned(tokens * max_units(num_tiles(problem)) * sizeof(Unit)) +
            aligned(schedule::kMaxBlocks * schedule::kBuckets * sizeof(uint32_t)) +
@@ -35,7 +35,6 @@ Schedule schedule_at(twell_problem const& problem, void* memory) {
     schedule.words = take<uint32_t>(next, problem.tokens * max_listed(num_tiles(problem)));
     schedule.units = take<Unit>(next, problem.tokens * max_units(num_tiles(problem)));
     schedule.rest_rows = take<uint32_t>(next, problem.tokens);
-    schedule.has_failed = take<uint32_t>(next, problem.tokens);
     schedule.counted = take<uint32_t>(next, kMostCountParts);
     return schedule;
 }

@@ -337,9 +337,6 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
             params.schedule.header->split_end = tokens;
             params.schedule.header->unit_count = 0;
         }
-        for (int64_t row = begin + threadIdx.x; row < end; row += kThreads) {
-            params.schedule.has_failed[row] = 0;
-        }
         for (int64_t row = begin + threadIdx.x / kWarpSize; row < end && gather::is_needed(params.gather, true);
              row += kWarps) {
             gather::gather_row(params.gather, true, row, row);
@@ -423,7 +420,6 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
         uint32_t const position = position_of(row);
         uint32_t const count = params.schedule.counts[row];
         params.schedule.row_order[position] = {static_cast<uint32_t>(row), count};
-        params.schedule.has_failed[row] = 0;
         if (position < heavy_count) {
             continue;
         }

@@ -56,8 +56,7 @@ struct Schedule {
     uint32_t* block_buckets;  // [blocks, kBuckets]: rows of each bucket in each block of rows
     uint32_t* words;          // [tokens, max_listed]: packed words of the rows that are listed, one after the other
     Unit* units;              // [tokens * max_units]: the first unit_count count, of the heaviest rows first
-    uint32_t* rest_rows;      // [tokens]: the first rest_count count, in any order: those that are not listed, and ...
-    uint32_t* has_failed;     // [tokens]: 1 for ... heavy rows whose y was not finite
+    uint32_t* rest_rows;      // [tokens]: the first rest_count count, in any order: those that are not listed
     uint32_t* counted;        // [kMostCountParts]: what the gate has counted, see gate.h
 };
 

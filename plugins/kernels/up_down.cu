@@ -273,16 +273,8 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
 
 cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const& tensors, void* scratch,
                               Device const& device, cudaStream_t stream) {
-    Schedule const schedule = schedule_at(problem, scratch);
-    uint16_t* const h = spilled_in(problem, scratch);
     PartSums const parts = part_sums_in(problem, dense_scratch_in(problem, scratch));
-    if (cudaError_t const error = launch_dense_block(problem, tensors, h, parts, schedule, device, stream);
-        error != cudaSuccess) {
-        return error;
-    }
-    // All tiles count as overflowed.
-    Launch const launch = {problem, tensors, nullptr, schedule, {}, {}, nullptr, device, stream};
-    return problem.dtype == TWELL_BF16 ? launch_rest<Bf16>(launch) : launch_rest<Fp16>(launch);
+    return launch_dense_block(problem, tensors, spilled_in(problem, scratch), parts, device, stream);
 }
 
 }  // namespace twell

@@ -31,17 +31,16 @@ constexpr int kMinThreads = 1024;
 #endif
 
 struct Params {
-    uint16_t const* x;       // [tokens, d_model]
-    uint16_t const* w_gate;  // [d_ff, d_model], for tiles that overflowed
-    uint16_t const* b_gate;  // [d_ff] or null
-    uint16_t const* w_up;    // [d_ff, d_model], null in a plain block
-    uint16_t const* b_up;    // [d_ff] or null
-    uint16_t const* w_down;  // [d_ff, d_out]
-    uint16_t const* b_down;  // [d_out] or null
-    uint16_t* y;             // [tokens, d_out]
-    uint32_t const* packed;  // [tokens, num_tiles * words_per_tile], or null: as if all tiles had overflowed
-    // [tokens, num_tiles * TWELL_TILE] or null, see pack.cuh; of rows that failed it may have been overwritten.
-    uint16_t const* spilled;
+    uint16_t const* x;        // [tokens, d_model]
+    uint16_t const* w_gate;   // [d_ff, d_model], for tiles that overflowed
+    uint16_t const* b_gate;   // [d_ff] or null
+    uint16_t const* w_up;     // [d_ff, d_model], null in a plain block
+    uint16_t const* b_up;     // [d_ff] or null
+    uint16_t const* w_down;   // [d_ff, d_out]
+    uint16_t const* b_down;   // [d_out] or null
+    uint16_t* y;              // [tokens, d_out]
+    uint32_t const* packed;   // [tokens, num_tiles * words_per_tile]
+    uint16_t const* spilled;  // [tokens, num_tiles * TWELL_TILE] or null, see pack.cuh
     Schedule schedule;
     int d_model;
     int d_ff;
@@ -83,59 +82,6 @@ __device__ __forceinline__ int last_at_most(int const* offset, int low, int high
     return low;
 }
 
-// sums[r] = x . matrix[rows[r], :], by one warp; every lane gets the sums. The order of each sum is the same for any
-// kRows.
-template <class Element, int kRows>
-__device__ __forceinline__ void dot_rows(float (&sums)[kRows], uint16_t const* x, uint16_t const* matrix,
-                                         int const (&rows)[kRows], int d_model) {
-    int const lane = threadIdx.x % kWarpSize;
-    uint16_t const* pointers[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        sums[r] = 0.0f;
-        pointers[r] = matrix + static_cast<int64_t>(rows[r]) * d_model;
-    }
-    // NOTE: loads are issued together, without a condition between them; else each waits for the one before.
-    constexpr int kUnroll = 4 / kRows;
-    constexpr int kStep = kWarpSize * kVector;
-    int begin = 0;
-    for (; begin + kUnroll * kStep <= d_model; begin += kUnroll * kStep) {
-        uint4 x_vectors[kUnroll];
-        uint4 w_vectors[kUnroll][kRows];
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-            int const column = begin + u * kStep + lane * kVector;
-            x_vectors[u] = load_vector(x + column);
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                w_vectors[u][r] = load_vector(pointers[r] + column);
-            }
-        }
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                accumulate<Element>(sums[r], x_vectors[u], w_vectors[u][r]);
-            }
-        }
-    }
-#pragma unroll 1
-    for (int column = begin + lane * kVector; column < d_model; column += kStep) {
-        uint4 const x_vector = load_vector(x + column);
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            accumulate<Element>(sums[r], x_vector, load_vector(pointers[r] + column));
-        }
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-            sums[r] += __shfl_xor_sync(0xffffffffu, sums[r], distance);
-        }
-    }
-}
-
 // Calls emit(i, x . matrix[row_of(i), :] + bias[row_of(i)]) once for each i < count; warps share out the indices.
 template <class Element, class Cfg, int kRows, class RowOf, class Emit>
 __device__ __forceinline__ void project_groups(uint16_t const* x, uint16_t const* matrix, uint16_t const* bias,
@@ -170,14 +116,13 @@ __device__ __forceinline__ void project(uint16_t const* x, uint16_t const* matri
     }
 }
 
-// offset[t]: entries before tile t. A tile that overflowed, or is to be taken for one, counts as more than a batch, so
-// it becomes one of its own.
+// offset[t]: entries before tile t. A tile that overflowed counts as more than a batch, so it becomes one of its own.
 template <class Cfg>
 __device__ __forceinline__ void load_offsets(SharedStorage& shared, uint32_t const* packed_row, int num_tiles,
-                                             int words_per_tile, int fewest_overflowed) {
+                                             int words_per_tile) {
     for (int t = threadIdx.x; t < num_tiles; t += Cfg::kThreads) {
-        uint32_t const count = packed_row == nullptr ? TWELL_TILE : packed_row[t * words_per_tile];
-        shared.offset[t + 1] = count < static_cast<uint32_t>(fewest_overflowed) ? static_cast<int>(count) : kBatch + 1;
+        uint32_t const count = packed_row[t * words_per_tile];
+        shared.offset[t + 1] = count < static_cast<uint32_t>(words_per_tile) ? static_cast<int>(count) : kBatch + 1;
     }
     __syncthreads();
     if (threadIdx.x < kWarpSize) {
@@ -289,18 +234,13 @@ __device__ __forceinline__ void add_rows(float (&accumulators)[Cfg::kVectors][kV
 
 template <class Element, class Cfg>
 __device__ __forceinline__ void compute_row(SharedStorage& shared, Params const& params, int64_t row_idx) {
-    bool const has_failed = params.spilled != nullptr && params.schedule.has_failed[row_idx] != 0;
     uint16_t const* const spilled_row =
-        params.spilled == nullptr || has_failed ? nullptr : params.spilled + row_idx * params.num_tiles * TWELL_TILE;
+        params.spilled == nullptr ? nullptr : params.spilled + row_idx * params.num_tiles * TWELL_TILE;
     uint16_t const* const x = params.x + row_idx * params.d_model;
     uint16_t* const y = params.y + row_idx * params.d_out;
     uint32_t const* const packed_row =
-        params.packed == nullptr
-            ? nullptr
-            : params.packed + row_idx * (static_cast<int64_t>(params.num_tiles) * params.words_per_tile);
-    // NOTE: a row that failed must not depend on whether rows beside it left it its entries.
-    int const fewest_overflowed = has_failed ? min(kFewestUnpacked, params.words_per_tile) : params.words_per_tile;
-    load_offsets<Cfg>(shared, packed_row, params.num_tiles, params.words_per_tile, fewest_overflowed);
+        params.packed + row_idx * (static_cast<int64_t>(params.num_tiles) * params.words_per_tile);
+    load_offsets<Cfg>(shared, packed_row, params.num_tiles, params.words_per_tile);
 
     // Rows of y wider than the registers hold take several passes, each of which computes h again.
     for (int pass_begin = 0; pass_begin < params.d_out; pass_begin += Cfg::kColumns) {
@@ -371,8 +311,12 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) up_down_kernel
     __shared__ SharedStorage shared;
 
     allow_dependent_launch();
+    // NOTE: the kernels before have let this one start when the schedule was there.
+    uint32_t const num_rows = __ldcg(&params.schedule.header->rest_count);
+    if (ends_early(num_rows == 0)) {
+        return;
+    }
     wait_for_previous_launch();
-    uint32_t const num_rows = params.schedule.header->rest_count;
     for (uint32_t i = blockIdx.x; i < num_rows; i += gridDim.x) {
         compute_row<Element, Cfg>(shared, params, params.schedule.rest_rows[i]);
     }

@@ -56,6 +56,59 @@ __device__ __forceinline__ void accumulate(float& sum, uint4 x_vector, uint4 w_v
     }
 }
 
+// sums[r] = x . matrix[rows[r], :], by one warp; every lane gets the sums. The order of each sum is the same for any
+// kRows.
+template <class Element, int kRows>
+__device__ __forceinline__ void dot_rows(float (&sums)[kRows], uint16_t const* x, uint16_t const* matrix,
+                                         int const (&rows)[kRows], int d_model) {
+    int const lane = threadIdx.x % kWarpSize;
+    uint16_t const* pointers[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        sums[r] = 0.0f;
+        pointers[r] = matrix + static_cast<int64_t>(rows[r]) * d_model;
+    }
+    // NOTE: loads are issued together, without a condition between them; else each waits for the one before.
+    constexpr int kUnroll = 4 / kRows;
+    constexpr int kStep = kWarpSize * kVector;
+    int begin = 0;
+    for (; begin + kUnroll * kStep <= d_model; begin += kUnroll * kStep) {
+        uint4 x_vectors[kUnroll];
+        uint4 w_vectors[kUnroll][kRows];
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+            int const column = begin + u * kStep + lane * kVector;
+            x_vectors[u] = load_vector(x + column);
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                w_vectors[u][r] = load_vector(pointers[r] + column);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                accumulate<Element>(sums[r], x_vectors[u], w_vectors[u][r]);
+            }
+        }
+    }
+#pragma unroll 1
+    for (int column = begin + lane * kVector; column < d_model; column += kStep) {
+        uint4 const x_vector = load_vector(x + column);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            accumulate<Element>(sums[r], x_vector, load_vector(pointers[r] + column));
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+            sums[r] += __shfl_xor_sync(0xffffffffu, sums[r], distance);
+        }
+    }
+}
+
 // Rounds each value once.
 template <class Element>
 __device__ __forceinline__ void store_vector(uint16_t* pointer, float const (&values)[kVector]) {

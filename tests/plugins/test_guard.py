@@ -400,6 +400,21 @@ def test_fp16_does_not_overflow_between(kernels: int, dense_rows: int) -> None:
     reference.assert_close(y, large)
 
 
+@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
+def test_active_neuron_whose_h_is_too_small_for_fp16(kernels: int, dense_rows: int) -> None:
+    """Its infinite weights reach y, though the dense path rounds its h to 0 as if it were inactive."""
+    block = make_block(Case(rows=300, d_model=128, dtype=FP16, density=0.3, biases=""), integers=False)
+    assert block.w_up is not None
+    block.w_gate[300] *= 2.0**-14
+    block.w_up[300] *= 2.0**-14
+    block.w_down[300, 5:] = float("inf")
+    y = run_dense(Call(block, 8), dense_rows, kernels)
+    active = reference.gate_values(block)[:, 300] != 0
+    assert active.any() and not active.all()
+    assert torch.isinf(y[active, 5:]).all() and torch.isfinite(y[active, :5]).all()
+    reference.assert_close(y, block)
+
+
 @pytest.mark.parametrize(
     ("kernels", "dense_rows"),
     [*paths(guard=GUARD_DECIDES, block=DENSE_BLOCK), on_sm90(CHUNKS, GUARD_DECIDES, id="chunks")],

@@ -241,6 +241,8 @@ class Call:
             self.y_buffer = self.y = torch.empty((rows, d_out), dtype=block.x.dtype, device="cuda")
             self.packed_buffer = self.packed = torch.empty((rows, words), dtype=torch.int32, device="cuda")
         self.workspace = torch.empty(self.lib.twell_workspace_bytes(self.problem), dtype=torch.uint8, device="cuda")
+        if poison:
+            self.workspace.fill_(0xFF)
         names = ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down")
         inputs = {name: getattr(block, name) for name in names}
         assert all(tensor is None or tensor.is_contiguous() for tensor in inputs.values())
@@ -312,7 +314,7 @@ class Call:
             return torch.ones(tokens, dtype=torch.bool, device="cuda")
         schedule = self.schedule()
         count = int(schedule[:4].view(torch.int32).item())
-        if count == tokens:  # a dense block has no order
+        if count in (-1, tokens):  # without a schedule, as in a dense block, or without an order
             return torch.ones(tokens, dtype=torch.bool, device="cuda")
         order = schedule[SCHEDULE_HEADER_BYTES : SCHEDULE_HEADER_BYTES + 8 * tokens].view(torch.int32)[::2].long()
         mask = torch.zeros(tokens, dtype=torch.bool, device="cuda")
