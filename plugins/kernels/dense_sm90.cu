@@ -65,9 +65,12 @@ struct Shape {
     sm90::Tiling tiling;
 
     Shape(twell_problem const& problem, int64_t most_part_sums, Device const& device)
-        : product{problem.tokens, kUp ? problem.d_ff : problem.d_out,
-                  static_cast<int>((kUp ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K), 1,
-                  most_part_sums},
+        : product{problem.tokens,
+                  kUp ? problem.d_ff : problem.d_out,
+                  static_cast<int>((kUp ? problem.d_model : spilled_stride(problem)) / sm90::BLOCK_K),
+                  1,
+                  most_part_sums,
+                  0},
           clusters(sm90::num_clusters(device)),
           tiling(sm90::choose(product, clusters, Tilings())) {}
 

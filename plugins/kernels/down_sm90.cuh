@@ -262,7 +262,7 @@ __global__ void __launch_bounds__((kThreads<kRole, Sparse, Dense>), kRole == Rol
     static_assert(Dense::kConsumerWarps * kWarpSize <= kNumThreads || kRole == Role::kSparse,
                   "a warpgroup for each tile");
     extern __shared__ __align__(1024) unsigned char dynamic[];
-    // A dense launch follows a sparse one, which lets it start when the gate has ended.
+    // A dense launch follows a sparse one, which lets it start when the gate has ended: it waits for nothing else.
     if (kRole != Role::kDense) {
         wait_for_previous_launch();
     }
@@ -286,11 +286,8 @@ __global__ void __launch_bounds__((kThreads<kRole, Sparse, Dense>), kRole == Rol
         num_pairs += counts[w];
     }
     bool const is_sparse = num_pairs <= params.max_pairs;
-    if (kRole == Role::kDense) {
-        if (ends_early(is_sparse)) {
-            return;
-        }
-        wait_for_previous_launch();
+    if (kRole == Role::kDense && ends_early(is_sparse)) {
+        return;
     }
     if (kRole != Role::kDense && is_sparse && is_sparse_cta) {
         down_few::compute<Element, Sparse>(params.sparse, *reinterpret_cast<down_few::Shared<Sparse>*>(dynamic),
@@ -298,6 +295,11 @@ __global__ void __launch_bounds__((kThreads<kRole, Sparse, Dense>), kRole == Rol
                                            end);
     } else if (kRole != Role::kSparse && !is_sparse && static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
         multiply_dense<Element, Dense, kNumThreads>(params, (matmul_sm90::shared_address(dynamic) + 1023u) & ~1023u);
+    }
+    // Either launch leaves alone what the other one works on; but who waits for the end of the dense one takes it for
+    // the end of both.
+    if (kRole == Role::kDense && blockIdx.x == 0) {
+        wait_for_previous_launch();
     }
 #endif
 }

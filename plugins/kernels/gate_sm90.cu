@@ -13,7 +13,7 @@ using GateTilings =
                   sm90::Choices<>>;
 
 sm90::Tiling tiling_of(twell_problem const& problem, Device const& device) {
-    sm90::Product const product = {problem.tokens, problem.d_ff, problem.d_model / sm90::BLOCK_K, 1, 0};
+    sm90::Product const product = {problem.tokens, problem.d_ff, problem.d_model / sm90::BLOCK_K, 1, 0, 0};
     return sm90::choose(product, sm90::num_clusters(device), GateTilings());
 }
 

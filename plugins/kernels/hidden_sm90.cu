@@ -11,9 +11,12 @@ namespace sm90 = hidden_sm90;
 // Of a gated block a consumer holds two products, so a block has fewer tokens.
 using GatedTilings = sm90::Tilings<sm90::Choices<88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176>,
                                    sm90::Choices<48, 56, 64, 72, 80, 88, 96>>;
-using PlainTilings =
-    sm90::Tilings<sm90::Choices<128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256>,
-                  sm90::Choices<40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
+using PlainTilings = sm90::Tilings<sm90::Choices<48, 64, 80, 96, 112, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200,
+                                                 208, 216, 224, 232, 240, 248, 256>,
+                                   sm90::Choices<40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
+
+// The down projection begins to load where there is no cluster of this kernel.
+constexpr int kClusterCycles = 60;
 
 // Of the down projection's weights: what its stages hold at a time.
 constexpr size_t kPrefetchedBytes = 2 << 20;
@@ -67,7 +70,7 @@ template <class Element, int kProducts, class Tilings>
 cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h, PartSums const& parts,
                    Device const& device, cudaStream_t stream, Tilings tilings) {
     int const num_slices = static_cast<int>(ceil_div(problem.d_model, sm90::BLOCK_K));
-    sm90::Product const product = {problem.tokens, problem.d_ff, num_slices, kProducts, 0};
+    sm90::Product const product = {problem.tokens, problem.d_ff, num_slices, kProducts, 0, kClusterCycles};
     sm90::Tiling const tiling = sm90::choose(product, sm90::num_clusters(device), tilings);
     return sm90::with_config(tiling, tilings, [&](auto tokens, auto shares_weights) {
         using Cfg = sm90::Config<decltype(tokens)::value, false, kProducts, decltype(shares_weights)::value>;

@@ -73,6 +73,7 @@ struct Product {
     int num_slices;
     int num_matrices;        // at once
     int64_t most_part_sums;  // that the parts of sums may leave in memory: several clusters may share a sum
+    int cluster_cycles;      // what a cluster costs that has work at all
 };
 
 // A product, cut into blocks of so many tokens.
@@ -85,19 +86,26 @@ struct Tiling {
     int tile_tokens;
     int tile_neurons;
     int64_t round_cycles;
+    int cluster_cycles;
 
     // Clusters work in rounds, one tile each. A slice takes as long as the tensor cores need for it, or as what a CTA
-    // asks for needs to come, and a round so much longer, for a tile's start and end. Measured on an H200, see
-    // benchmarks/README.md.
+    // asks for needs to come, or longer if both take about the same time; and a round so much longer, for a tile's
+    // start and end, and for parts of sums: two of large tiles cost more for each token from some number on. Measured
+    // on an H200, see benchmarks/README.md.
     static constexpr int kBytesPerCycle = 48;
     static constexpr int kCyclesOfOverhead = 4000;
     static constexpr int kCyclesOfTwoParts = 3000;
-    static constexpr int kCyclesOfFourParts = 7500;
+    static constexpr int kCyclesOfTwoPartsToken = 90;
+    static constexpr int kTokensOfTwoParts = 100;
+    static constexpr int kCyclesOfFourParts = 6500;
     // In larger blocks four parts cost more than they save, presumably as all multiprocessors then wait for memory.
     static constexpr int kMostTokensOfFourParts = 80;
 
     Tiling(Product const& product, int tokens, bool share_weights, int parts)
-        : tokens_per_block(tokens), shares_weights(share_weights), num_parts(parts) {
+        : tokens_per_block(tokens),
+          shares_weights(share_weights),
+          num_parts(parts),
+          cluster_cycles(product.cluster_cycles) {
         int const weights = product.num_matrices * BLOCK_M;
         tile_tokens = share_weights ? kClusterSize * tokens : tokens;
         tile_neurons = share_weights ? BLOCK_M : kClusterSize * BLOCK_M;
@@ -105,18 +113,23 @@ struct Tiling {
         num_tiles = static_cast<int>(ceil_div(product.num_neurons, tile_neurons));
         int const rows = share_weights ? weights / kClusterSize + tokens : weights + tokens / kClusterSize;
         int const tensor_cycles = weights / WGMMA_M * tokens * BLOCK_K / WGMMA_K / 2;
-        round_cycles =
-            ceil_div(product.num_slices, parts) * std::max(tensor_cycles, rows * kBytesRow / kBytesPerCycle) +
-            kCyclesOfOverhead +
-            (parts == 4   ? kCyclesOfFourParts
-             : parts == 2 ? kCyclesOfTwoParts
-                          : 0);
+        int const load_cycles = rows * kBytesRow / kBytesPerCycle;
+        int const longer = std::max(tensor_cycles, load_cycles);
+        int const slice_cycles = longer + std::max(40 * std::min(tensor_cycles, load_cycles) - 34 * longer, 0) / 100;
+        int const large = share_weights ? 0 : std::max(tokens - kTokensOfTwoParts, 0);
+        int const parts_cycles = parts == 4   ? kCyclesOfFourParts
+                                 : parts == 2 ? kCyclesOfTwoParts + large * kCyclesOfTwoPartsToken
+                                              : 0;
+        round_cycles = ceil_div(product.num_slices, parts) * slice_cycles + kCyclesOfOverhead + parts_cycles;
     }
 
     // Pieces of work, one to a cluster at a time.
     int64_t num_pieces() const { return num_blocks * num_tiles * num_parts; }
     int64_t num_sums() const { return num_blocks * num_tiles * tile_tokens * tile_neurons; }
-    int64_t cycles(int clusters) const { return ceil_div(num_pieces(), clusters) * round_cycles; }
+    int64_t cycles(int clusters) const {
+        return ceil_div(num_pieces(), clusters) * round_cycles +
+               std::min<int64_t>(num_pieces(), clusters) * cluster_cycles;
+    }
 };
 
 // Clusters that the device holds, one CTA a multiprocessor.
