@@ -96,6 +96,19 @@ __device__ __forceinline__ bool is_finite(uint4 vector) {
             Element::is_not_finite2(vector.w)) == 0;
 }
 
+// Bit i: element i is not finite.
+template <class Element>
+__device__ __forceinline__ uint32_t find_not_finite(uint4 vector) {
+    uint32_t const words[4] = {vector.x, vector.y, vector.z, vector.w};
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        uint32_t const found = Element::is_not_finite2(words[i]);
+        bits |= ((found & 1) | (found >> 31 << 1)) << (2 * i);
+    }
+    return bits;
+}
+
 // z or u of one neuron of a row, in fp32, by one warp.
 template <class Element>
 __device__ __forceinline__ float project(Block const& block, int64_t row, uint16_t const* weights, uint16_t const* bias,
@@ -125,22 +138,22 @@ __device__ __forceinline__ void sum_again(Block const& block, uint16_t const* h_
     int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
     int const num_columns = min(block.d_out - first_column, kColumnsAgain);
     uint32_t const all_columns = (1u << num_columns) - 1;
-    // Of this lane's neurons; and, of this lane's column, of neurons with anything that is not finite.
-    float sums[kColumnsAgain] = {};
-    float sum = 0.0f;
-    uint32_t nans = 0;  // columns whose sum is a NaN whatever else is added
+    float sums[kColumnsAgain] = {};  // over this lane's neurons
+    float sum = 0.0f;                // of this lane's column, over neurons that the warp takes one by one
+    uint32_t nans = 0;               // columns whose sum is a NaN by now, whatever else is added
     for (int begin = 0; begin < block.d_ff && nans != all_columns; begin += kWarpSize) {
         int const neuron = begin + lane;
         bool const exists = neuron < block.d_ff;
         uint16_t const bits = exists ? __ldcg(h_row + neuron) : uint16_t{0};
         float const h = Element::to_float(bits);
-        bool const has_finite_h = is_finite<Element>(make_uint4(bits, 0, 0, 0));
-        uint4 const zeros = make_uint4(0, 0, 0, 0);
         uint16_t const* const weights = block.w_down + static_cast<int64_t>(neuron) * block.d_out + first_column;
+        uint4 const zeros = make_uint4(0, 0, 0, 0);
         uint4 const vectors[2] = {exists ? load_vector(weights) : zeros,
                                   exists && num_columns > kVector ? load_vector(weights + kVector) : zeros};
-        bool const has_finite_weights = is_finite<Element>(vectors[0]) && is_finite<Element>(vectors[1]);
-        if (has_finite_h && has_finite_weights && h != 0.0f) {
+        uint32_t const bad_weights = find_not_finite<Element>(vectors[0]) | find_not_finite<Element>(vectors[1])
+                                                                                << kVector;
+        bool const is_simple = fabsf(h) < INFINITY && (bad_weights & ~nans) == 0;
+        if (is_simple && h != 0.0f) {
 #pragma unroll
             for (int v = 0; v < 2; ++v) {
                 float values[kVector];
@@ -151,23 +164,23 @@ __device__ __forceinline__ void sum_again(Block const& block, uint16_t const* h_
                 }
             }
         }
-        uint32_t rest = __ballot_sync(0xffffffffu, !has_finite_h || !has_finite_weights);
+        uint32_t rest = __ballot_sync(0xffffffffu, !is_simple);
         for (; rest != 0 && nans != all_columns; rest &= rest - 1) {
             int const owner = __ffs(rest) - 1;
             float one_h = __shfl_sync(0xffffffffu, h, owner);
-            uint16_t const* const one = block.w_down + static_cast<int64_t>(begin + owner) * block.d_out + first_column;
-            float const weight = lane < num_columns ? Element::to_float(one[lane]) : 0.0f;
-            bool const is_weight_finite = fabsf(weight) < INFINITY;
-            bool const is_known = one_h != 0.0f && fabsf(one_h) < INFINITY;
-            if (one_h == 0.0f && __all_sync(0xffffffffu, is_weight_finite || (nans >> lane & 1) != 0)) {
-                continue;  // it changes nothing
+            if (one_h == 0.0f && (__shfl_sync(0xffffffffu, bad_weights, owner) & ~nans) == 0) {
+                continue;  // it would change nothing
             }
+            // Of a plain block h is g: exact, and 0 only if inactive.
             bool is_active = one_h != 0.0f;
-            if (block.w_up != nullptr && !is_known) {
+            if (block.w_up != nullptr && !(is_active && fabsf(one_h) < INFINITY)) {
                 is_active = compute_h<Element>(one_h, block, row, begin + owner);
             }
-            sum = is_active ? fmaf(one_h, weight, sum) : sum;
-            nans = __ballot_sync(0xffffffffu, lane < num_columns && isnan(sum));
+            if (is_active && lane < num_columns) {
+                int64_t const place = static_cast<int64_t>(begin + owner) * block.d_out + first_column + lane;
+                sum = fmaf(one_h, Element::to_float(block.w_down[place]), sum);
+            }
+            nans = __ballot_sync(0xffffffffu, isnan(sum));
         }
     }
     // A lane keeps its column's.
