@@ -150,8 +150,8 @@ __device__ __forceinline__ void sum_again(Block const& block, uint16_t const* h_
         uint4 const zeros = make_uint4(0, 0, 0, 0);
         uint4 const vectors[2] = {exists ? load_vector(weights) : zeros,
                                   exists && num_columns > kVector ? load_vector(weights + kVector) : zeros};
-        uint32_t const bad_weights = find_not_finite<Element>(vectors[0]) | find_not_finite<Element>(vectors[1])
-                                                                                << kVector;
+        uint32_t bad_weights = find_not_finite<Element>(vectors[0]);
+        bad_weights |= find_not_finite<Element>(vectors[1]) << kVector;
         bool const is_simple = fabsf(h) < INFINITY && (bad_weights & ~nans) == 0;
         if (is_simple && h != 0.0f) {
 #pragma unroll

@@ -21,7 +21,7 @@ struct Params {
     Schedule schedule;
     int64_t num_rows;      // of x and y
     uint16_t const* bias;  // [num_neurons] or null
-    PackedGate gate;       // h of all rows will be where it was spilled; down: nothing but that
+    PackedGate gate;       // down: h of all rows, in the place of the spilled matrix, and nothing else
     uint16_t* h_part;      // [dense rows, gate.num_tiles * TWELL_TILE]
     Block block;           // down only
     int num_neurons;       // up: d_ff; down: d_out

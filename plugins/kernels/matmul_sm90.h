@@ -73,7 +73,7 @@ struct Product {
     int num_slices;
     int num_matrices;        // at once
     int64_t most_part_sums;  // that the parts of sums may leave in memory: several clusters may share a sum
-    int cluster_cycles;      // what a cluster costs that has work at all
+    int cluster_cycles;      // what each cluster at work costs: where there is none, the next kernel may begin
 };
 
 // A product, cut into blocks of so many tokens.
@@ -89,15 +89,15 @@ struct Tiling {
     int cluster_cycles;
 
     // Clusters work in rounds, one tile each. A slice takes as long as the tensor cores need for it, or as what a CTA
-    // asks for needs to come, or longer if both take about the same time; and a round so much longer, for a tile's
-    // start and end, and for parts of sums: two of large tiles cost more for each token from some number on. Measured
-    // on an H200, see benchmarks/README.md.
+    // asks for needs to come, and up to 6 % longer if both take about the same time. A round takes so much longer, for
+    // a tile's start and end and for parts of sums. Measured on an H200, see benchmarks/README.md.
     static constexpr int kBytesPerCycle = 48;
     static constexpr int kCyclesOfOverhead = 4000;
     static constexpr int kCyclesOfTwoParts = 3000;
-    static constexpr int kCyclesOfTwoPartsToken = 90;
-    static constexpr int kTokensOfTwoParts = 100;
     static constexpr int kCyclesOfFourParts = 6500;
+    // For each token beyond so many in a block that CTAs share: two parts.
+    static constexpr int kCyclesOfLargeParts = 90;
+    static constexpr int kTokensOfLargeParts = 100;
     // In larger blocks four parts cost more than they save, presumably as all multiprocessors then wait for memory.
     static constexpr int kMostTokensOfFourParts = 80;
 
@@ -116,9 +116,9 @@ struct Tiling {
         int const load_cycles = rows * kBytesRow / kBytesPerCycle;
         int const longer = std::max(tensor_cycles, load_cycles);
         int const slice_cycles = longer + std::max(40 * std::min(tensor_cycles, load_cycles) - 34 * longer, 0) / 100;
-        int const large = share_weights ? 0 : std::max(tokens - kTokensOfTwoParts, 0);
+        int const beyond = share_weights ? 0 : std::max(tokens - kTokensOfLargeParts, 0);
         int const parts_cycles = parts == 4   ? kCyclesOfFourParts
-                                 : parts == 2 ? kCyclesOfTwoParts + large * kCyclesOfTwoPartsToken
+                                 : parts == 2 ? kCyclesOfTwoParts + beyond * kCyclesOfLargeParts
                                               : 0;
         round_cycles = ceil_div(product.num_slices, parts) * slice_cycles + kCyclesOfOverhead + parts_cycles;
     }
