@@ -68,7 +68,7 @@ cudaError_t launch_projection(twell_problem const& problem, twell_tensors const&
     params.x = static_cast<uint16_t const*>(tensors.x);
     params.weights = static_cast<uint16_t const*>(kUp ? tensors.w_up : tensors.w_down);
     params.bias = static_cast<uint16_t const*>(kUp ? tensors.b_up : tensors.b_down);
-    params.block = dense::block_of(problem, tensors);
+    params.block = block_tensors(problem, tensors);
     params.gather = gather;
     params.schedule = schedule;
     params.num_rows = problem.tokens;

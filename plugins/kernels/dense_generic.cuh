@@ -7,6 +7,7 @@
 #include "dependent_launch.cuh"
 #include "gather.cuh"
 #include "matmul_generic.cuh"
+#include "sum_again.cuh"
 
 namespace twell::dense_generic {
 
@@ -17,7 +18,7 @@ struct Params {
     uint16_t const* x;        // [num_rows, d_model], up only
     uint16_t const* weights;  // up: w_up [d_ff, d_model]; down: w_down [d_ff, d_out]
     uint16_t const* bias;     // up: [d_ff] or null; down: [d_out] or null
-    Block block;              // down only
+    BlockTensors block;       // down only
     Gather gather;
     Schedule schedule;
     int64_t num_rows;
@@ -81,9 +82,9 @@ __device__ __forceinline__ void store_y(Params const& params, View const& view, 
             *reinterpret_cast<uint4*>(params.block.y + row * params.num_neurons + column) = values;
             failed = !is_finite<Element>(values);
         }
-        uint32_t const lanes = __ballot_sync(0xffffffffu, failed);
+        uint32_t rest = __ballot_sync(0xffffffffu, failed);
         __syncwarp();  // what is stored again has been stored
-        for (uint32_t rest = (lanes | lanes >> 1) & 0x55555555u; rest != 0; rest &= rest - 1) {
+        for (; rest != 0; rest &= rest - 1) {
             sum_again<Element>(params.block, h + (position_begin + i) * params.gather.gate.stride(), row,
                                tile_idx * BLOCK_N + (__ffs(rest) - 1) * kVector);
         }

@@ -112,7 +112,7 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
     } else {
         params.bias = static_cast<uint16_t const*>(launch.tensors.b_down);
         params.next_overlaps = !launch.all_rows;  // then the sparse down projection follows
-        params.block = dense::block_of(problem, launch.tensors);
+        params.block = block_tensors(problem, launch.tensors);
         error = sm90::first_error({
             sm90::encode(params.weights, launch.tensors.w_down, problem.d_ff, problem.d_out, sm90::BLOCK_K,
                          problem.dtype),

@@ -8,6 +8,7 @@
 #include "matmul_sm90.cuh"
 #include "parts_sm90.cuh"
 #include "schedule.h"
+#include "sum_again.cuh"
 
 namespace twell::dense_sm90 {
 
@@ -23,7 +24,7 @@ struct Params {
     uint16_t const* bias;  // [num_neurons] or null
     PackedGate gate;       // down: h of all rows, in the place of the spilled matrix, and nothing else
     uint16_t* h_part;      // [dense rows, gate.num_tiles * TWELL_TILE]
-    Block block;           // down only
+    BlockTensors block;    // down only
     int num_neurons;       // up: d_ff; down: d_out
     int num_tiles;         // of neurons
     int num_slices;
@@ -54,7 +55,7 @@ template <class Element, class Cfg, class Round>
 __device__ __forceinline__ bool store_y(Params const& params, View const& view, Tokens own, uint32_t warp_bytes,
                                         int first_column, Round round) {
     constexpr int kTurnTokens = kWarpSize / 2;  // that pass_result has at once
-    static_assert(kWarpNeurons == kColumnsAgain && Cfg::BLOCK_N <= kTurnTokens * 32, "one mask");
+    static_assert(Cfg::BLOCK_N <= kTurnTokens * 32, "one mask");
     uint32_t failed = 0;  // turns in which this lane had a value that is not finite
     pass_result<Cfg>(warp_bytes, round, [&](int token, int chunk, uint4 values) {
         int const column = first_column + chunk * kVector;
@@ -72,11 +73,12 @@ __device__ __forceinline__ bool store_y(Params const& params, View const& view, 
         int const turn = __ffs(turns) - 1;
         uint32_t const lanes = __ballot_sync(0xffffffffu, (failed >> turn & 1) != 0);
         __syncwarp();  // what is stored again has been stored
-        for (uint32_t rest = (lanes | lanes >> 1) & 0x55555555u; rest != 0; rest &= rest - 1) {
-            int const position = own.begin + turn * kTurnTokens + (__ffs(rest) - 1) / 2;
+        for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
+            int const lane = __ffs(rest) - 1;
+            int const position = own.begin + turn * kTurnTokens + lane / 2;
             uint16_t const* const h = view.all ? params.gate.spilled : params.h_part;
             sum_again<Element>(params.block, h + position * params.gate.stride(),
-                               view.row_of(params.schedule, position), first_column);
+                               view.row_of(params.schedule, position), first_column + lane % 2 * kVector);
         }
     }
     return true;

@@ -16,11 +16,13 @@ namespace twell::down_few {
 constexpr int kMaskBits = 32;
 
 struct Params {
-    float const* h;          // [tokens, d_ff], valid where a neuron is active
-    uint32_t const* masks;   // [tokens, num_mask_words]
-    uint16_t const* w_down;  // [d_ff, d_out]
-    uint16_t const* b_down;  // [d_out] or null
-    uint16_t* y;             // [tokens, d_out]
+    // Valid where a neuron is active: in fp32, or rounded to the element type.
+    float const* h;             // [tokens, d_ff]
+    uint16_t const* h_rounded;  // [tokens, num_mask_words * kMaskBits]
+    uint32_t const* masks;      // [tokens, num_mask_words]
+    uint16_t const* w_down;     // [d_ff, d_out]
+    uint16_t const* b_down;     // [d_out] or null
+    uint16_t* y;                // [tokens, d_out]
     int d_ff;
     int d_out;
     int num_mask_words;
@@ -111,14 +113,34 @@ __device__ __forceinline__ int list_active(Shared<Cfg>& shared, WordTotals const
     return count;
 }
 
+template <class Element>
+__device__ __forceinline__ float to_float(float h) {
+    return h;
+}
+
+template <class Element>
+__device__ __forceinline__ float to_float(uint16_t h) {
+    return Element::to_float(h);
+}
+
+// A token's.
+template <class H>
+__device__ __forceinline__ H const* h_of(Params const& params, int64_t token) {
+    if constexpr (sizeof(H) == sizeof(float)) {
+        return params.h + token * params.d_ff;
+    } else {
+        return params.h_rounded + token * params.num_mask_words * kMaskBits;
+    }
+}
+
 // accumulators += h[n] Wd[n, columns] for kRows neurons of this thread's slot: those at `position` of the list, at
 // position + kSlots and so on, as far as the list's `count` goes. NOTE: all loads are issued together and under no
 // condition; else the compiler delays each to its use.
-template <class Element, class Cfg, int kRows>
+template <class Element, class Cfg, int kRows, class H>
 __device__ __forceinline__ void add_rows(float (&accumulators)[kVector], Shared<Cfg> const& shared, int position,
-                                         int count, float const* h, uint16_t const* w_down, int d_out) {
+                                         int count, H const* h, uint16_t const* w_down, int d_out) {
     uint4 w_vectors[kRows];
-    float values[kRows];
+    H values[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         uint32_t const n = shared.list[min(position + r * Cfg::kSlots, count - 1)];
@@ -132,7 +154,7 @@ __device__ __forceinline__ void add_rows(float (&accumulators)[kVector], Shared<
             unpack<Element>(w_values, w_vectors[r]);
 #pragma unroll
             for (int k = 0; k < kVector; ++k) {
-                accumulators[k] = fmaf(values[r], w_values[k], accumulators[k]);
+                accumulators[k] = fmaf(to_float<Element>(values[r]), w_values[k], accumulators[k]);
             }
         }
     }
@@ -170,7 +192,7 @@ __device__ __forceinline__ bool add_shares(float2& sum, Params const& params, in
 
 // One slab of columns of one token, by one CTA or, if kIsShared, by params.num_shares. `mask`: load_mask of the first
 // pass; `end`: its scan_words(), after a __syncthreads().
-template <class Element, class Cfg, bool kIsShared = false>
+template <class Element, class Cfg, bool kIsShared = false, class H = float>
 __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& shared, WordTotals& totals, int slab,
                                         int64_t token, uint32_t mask, int end, int share = 0) {
     int const thread = threadIdx.x;
@@ -184,7 +206,7 @@ __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& share
         int count = list_active(shared, totals, mask, end);
         mask = load_mask(params, token, word_begin + kPassWords);
         int64_t const neuron_begin = static_cast<int64_t>(word_begin) * kMaskBits;
-        float const* const h = params.h + token * params.d_ff + neuron_begin;
+        H const* const h = h_of<H>(params, token) + neuron_begin;
         uint16_t const* const w_down = params.w_down + neuron_begin * params.d_out + column;
         int position = slot;
         if constexpr (kIsShared) {

@@ -18,6 +18,7 @@
 #include "down_few.cuh"
 #include "element.cuh"
 #include "matmul_sm90.cuh"
+#include "sum_again.cuh"
 #include "twell/twell.h"
 
 namespace twell::down_sm90 {
@@ -56,8 +57,9 @@ struct Dense {
 
 struct Params {
     down_few::Params sparse;
+    BlockTensors block;
     CUtensorMap w_down;    // [d_ff, d_out], boxes of [BLOCK_K, 64]
-    CUtensorMap h;         // h_rounded, boxes of [Dense::kTokens, BLOCK_K]
+    CUtensorMap h;         // sparse.h_rounded, boxes of [Dense::kTokens, BLOCK_K]
     int const* num_pairs;  // [num_gate_ctas], active ones
     float* sums;           // [blocks of tokens, blocks of columns, kShares, Dense::kTokens, Dense::kColumns]
     int* counters;         // [blocks of tokens, blocks of columns], all 0
@@ -72,19 +74,22 @@ struct Params {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// One value of y without its bias, over the active neurons only.
-template <class Element>
-__device__ __noinline__ float sum_active(down_few::Params const& params, int token, int column) {
-    float const* const h = params.h + static_cast<int64_t>(token) * params.d_ff;
-    float sum = 0.0f;
-    for (int w = 0; w < params.num_mask_words; ++w) {
-        uint32_t mask = params.masks[static_cast<int64_t>(token) * params.num_mask_words + w];
-        for (; mask != 0; mask &= mask - 1) {
-            int64_t const n = w * down_few::kMaskBits + __ffs(mask) - 1;
-            sum = fmaf(h[n], Element::to_float(params.w_down[n * params.d_out + column]), sum);
-        }
+// By a warp whose lanes have stored four columns each, from the lane's `i` on: sums again what was not finite.
+template <class Element, class Cfg>
+__device__ __forceinline__ void sum_failed_again(Params const& params, int token_begin, int column_begin, int i,
+                                                 bool failed) {
+    constexpr int kLanes = kVector / 4;  // that share what is summed together
+    constexpr int kVectors = Cfg::kColumns / 4;
+    uint32_t rest = __ballot_sync(0xffffffffu, failed);
+    __syncwarp();  // what is stored again has been stored
+    while (rest != 0) {
+        int const lane = (__ffs(rest) - 1) / kLanes * kLanes;
+        rest &= ~(((1u << kLanes) - 1) << lane);
+        int const first = i - static_cast<int>(threadIdx.x) % kWarpSize + lane;
+        int const token = token_begin + first / kVectors;
+        sum_again<Element, 1>(params.block, down_few::h_of<uint16_t>(params.sparse, token), token,
+                              column_begin + first % kVectors * 4);
     }
-    return sum;
 }
 
 // A CTA's part of the dense projection.
@@ -119,7 +124,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
             matmul_sm90::init_barrier(empty(stage), Cfg::kConsumerWarps);
         }
         matmul_sm90::publish_barriers();
-        // NOTE: h_rounded was written by ordinary stores of the kernel before.
+        // NOTE: h was written by ordinary stores of the kernel before.
         asm volatile("fence.proxy.async;" ::: "memory");
         for (int slice = 0; slice < min(Cfg::kNumStages, num_slices); ++slice) {
             load(slice, slice);
@@ -185,8 +190,10 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
         return;
     }
     constexpr int kVectors = Cfg::kColumns / 4;
+    uint32_t failed = 0;  // turns in which this thread had a value that is not finite
+    int turn = 0;
 #pragma unroll 2
-    for (int i = thread; i < Cfg::kTokens * kVectors; i += kNumThreads) {
+    for (int i = thread; i < Cfg::kTokens * kVectors; i += kNumThreads, ++turn) {
         int const token = token_begin + i / kVectors;
         int const column = column_begin + i % kVectors * 4;
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -206,18 +213,19 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
             float values[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                // NOTE: 0 times infinity is NaN, and h can be too large for the element type. Then the product says
-                // nothing.
-                if (!isfinite(values[k])) {
-                    values[k] = sum_active<Element>(params.sparse, token, column + k);
-                }
                 if (params.sparse.b_down != nullptr) {
                     values[k] += Element::to_float(params.sparse.b_down[column + k]);
                 }
+                failed |= isfinite(values[k]) ? 0 : 1u << turn;
             }
             *reinterpret_cast<uint2*>(params.sparse.y + static_cast<int64_t>(token) * params.sparse.d_out + column) =
                 make_uint2(Element::from_float2(values[0], values[1]), Element::from_float2(values[2], values[3]));
         }
+    }
+    for (uint32_t turns = __reduce_or_sync(0xffffffffu, failed); turns != 0; turns &= turns - 1) {
+        turn = __ffs(turns) - 1;
+        sum_failed_again<Element, Cfg>(params, token_begin, column_begin, thread + turn * kNumThreads,
+                                       (failed >> turn & 1) != 0);
     }
 }
 
@@ -290,9 +298,11 @@ __global__ void __launch_bounds__((kThreads<kRole, Sparse, Dense>), kRole == Rol
         return;
     }
     if (kRole != Role::kDense && is_sparse && is_sparse_cta) {
-        down_few::compute<Element, Sparse>(params.sparse, *reinterpret_cast<down_few::Shared<Sparse>*>(dynamic),
-                                           word_totals, static_cast<int>(blockIdx.x) % params.num_slabs, token, mask,
-                                           end);
+        // What gate_up_few.cuh leaves for up to 32 tokens, gate_up_sm90.cuh for more.
+        using H = std::conditional_t<Dense::kTokens <= 32, float, uint16_t>;
+        down_few::compute<Element, Sparse, false, H>(params.sparse,
+                                                     *reinterpret_cast<down_few::Shared<Sparse>*>(dynamic), word_totals,
+                                                     static_cast<int>(blockIdx.x) % params.num_slabs, token, mask, end);
     } else if (kRole != Role::kSparse && !is_sparse && static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
         multiply_dense<Element, Dense, kNumThreads>(params, (matmul_sm90::shared_address(dynamic) + 1023u) & ~1023u);
     }

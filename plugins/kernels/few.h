@@ -21,7 +21,7 @@ inline int dense_down_tokens(int64_t tokens) { return tokens <= 16 ? 16 : tokens
 // The parts of the scratch memory.
 struct FewScratch {
     uint32_t* masks;  // [tokens, num_mask_words]: see gate_up_few.cuh
-    float* h;         // [tokens, d_ff]
+    float* h;         // [tokens, d_ff]; not for more than 32 tokens on Hopper
     // For a down projection that may be dense: see down_sm90.cuh. The sums and counters also for one that CTAs share
     // out: see down_few.cuh.
     uint16_t* h_rounded;  // [dense_down_tokens, num_mask_words * 32]: rows that are not tokens are read, but not used
@@ -37,6 +37,7 @@ inline down_few::Params down_params(twell_problem const& problem, twell_tensors 
                                     FewScratch const& scratch) {
     down_few::Params params = {};
     params.h = scratch.h;
+    params.h_rounded = scratch.h_rounded;
     params.masks = scratch.masks;
     params.w_down = static_cast<uint16_t const*>(tensors.w_down);
     params.b_down = static_cast<uint16_t const*>(tensors.b_down);

@@ -57,8 +57,7 @@ cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& te
     params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
     params.b_up = static_cast<uint16_t const*>(tensors.b_up);
     params.masks = scratch.masks;
-    params.h = scratch.h;
-    params.h_rounded = scratch.h_rounded;
+    params.h = scratch.h_rounded;
     params.num_pairs = scratch.num_pairs;
     params.counters = scratch.counters;
     params.num_counters = scratch.num_counters;
@@ -131,6 +130,7 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
                         int num_gate_ctas, Device const& device, cudaStream_t stream) {
     down_sm90::Params params = {};
     params.sparse = down_params(problem, tensors, scratch);
+    params.block = block_tensors(problem, tensors);
     params.num_pairs = scratch.num_pairs;
     params.sums = scratch.sums;
     params.counters = scratch.counters;

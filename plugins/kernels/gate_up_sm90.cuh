@@ -50,9 +50,8 @@ struct Params {
     uint16_t const* b_gate;     // [d_ff] or null
     uint16_t const* b_up;       // [d_ff] or null
     uint32_t* masks;            // [tokens, num_mask_words]: see gate_up_few.cuh
-    float* h;                   // [tokens, d_ff], written where a neuron is active
-    uint16_t* h_rounded;        // [tokens, num_mask_words * kMaskBits], of the element type, 0 where none is
-    int* num_pairs;             // [CTAs], active ones
+    uint16_t* h;                // [tokens, num_mask_words * kMaskBits], rounded, 0 where no neuron is active
+    int* num_pairs;             // [CTAs], active ones; or kManyPairs
     int* counters;              // [num_counters], which become 0: see down_sm90.cuh
     int tokens;
     int tokens_per_cta;  // at most Config::kTokens
@@ -65,6 +64,10 @@ struct Params {
     bool relu_on_up;  // dReLU
     Activation act;
 };
+
+// Said of a CTA that has lost an h to rounding: more than any sparse down projection is for. The dense one sums values
+// again where that matters.
+constexpr int kManyPairs = 1 << 20;
 
 // An active neuron of a token; both are counted within the CTA's.
 struct Pair {
@@ -98,6 +101,7 @@ struct Config {
         uint16_t b_up[kNeurons];
         uint32_t prefetched[kMaskWords];  // neurons whose row of w_down is on its way
         int num_pairs;
+        int num_lost;                    // h that the element type cannot tell from infinity or 0
         Pair pairs[kTokens * kNeurons];  // in any order
     };
     static constexpr int kOffsetBarriers = kBytesStages;
@@ -275,7 +279,7 @@ __device__ __forceinline__ float finish_up(Params const& params, float sum, floa
     return params.relu_on_up && u <= 0.0f ? 0.0f : u;  // NaN is kept
 }
 
-__device__ __forceinline__ int64_t rounded_stride(Params const& params) {
+__device__ __forceinline__ int64_t h_stride(Params const& params) {
     return static_cast<int64_t>(params.num_mask_words) * gate_up_few::kMaskBits;
 }
 
@@ -302,7 +306,7 @@ struct Neurons {
     }
 };
 
-// Stores zeros where list_active() and store_pairs() store nothing: h_rounded and masks. Clears the counters, too. By
+// Stores zeros where list_active() and store_pairs() store nothing: h and masks. Clears the counters, too. By
 // the warps that neither load nor multiply.
 template <class Cfg>
 __device__ __forceinline__ void clear(Params const& params, int neuron_begin, int token_begin, int num_tokens) {
@@ -313,8 +317,8 @@ __device__ __forceinline__ void clear(Params const& params, int neuron_begin, in
     for (int i = thread; i < num_tokens * kVectors; i += kIdle) {
         int const n = neuron_begin + i % kVectors * kVector;
         int64_t const token = token_begin + i / kVectors;
-        if (n < rounded_stride(params)) {
-            *reinterpret_cast<uint4*>(params.h_rounded + token * rounded_stride(params) + n) = {};
+        if (n < h_stride(params)) {
+            *reinterpret_cast<uint4*>(params.h + token * h_stride(params) + n) = {};
         }
     }
     for (int i = thread; i < num_tokens * kMaskWords; i += kIdle) {
@@ -394,17 +398,20 @@ __device__ __forceinline__ void prefetch_down(Params const& params, Storage& sto
 }
 
 // h of a pair, where u is without its bias; 1 in a plain block.
-// NOTE: u and h stay in fp32; a dense fp16 block, which stores both, can overflow here.
 template <class Element, class Storage>
-__device__ __forceinline__ void store_pair(Params const& params, Storage const& storage, Pair pair, int neuron_begin,
+__device__ __forceinline__ void store_pair(Params const& params, Storage& storage, Pair pair, int neuron_begin,
                                            int token_begin, float sum) {
     float const bias = Element::to_float(storage.b_up[pair.neuron]);
     float const u = params.w_up_rows != nullptr ? finish_up<Element>(params, sum, bias) : 1.0f;
     float const h = Element::to_float(pair.g) * u;
     int64_t const token = token_begin + pair.token;
     int const neuron = neuron_begin + pair.neuron;
-    params.h[token * params.d_ff + neuron] = h;
-    params.h_rounded[token * rounded_stride(params) + neuron] = Element::from_float(h);
+    uint16_t const bits = Element::from_float(h);
+    float const rounded = Element::to_float(bits);
+    if ((rounded == 0.0f) != (h == 0.0f) || isinf(rounded) != isinf(h)) {
+        atomicAdd(&storage.num_lost, 1);
+    }
+    params.h[token * h_stride(params) + neuron] = bits;
 }
 
 // The same for all pairs, a thread each, with sums of the up projection in shared memory, from a column on.
@@ -455,6 +462,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         matmul_sm90::prefetch_map(params.w_gate);
         matmul_sm90::prefetch_map(params.x);
         storage.num_pairs = 0;
+        storage.num_lost = 0;
         for (int w = 0; w < kMaskWords; ++w) {
             storage.prefetched[w] = 0;
         }
@@ -499,9 +507,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
     int const num_pairs = storage.num_pairs;
-    if (thread == 0) {
-        params.num_pairs[blockIdx.x] = num_pairs;
-    }
 
     if (Cfg::kComputesAll) {
         store_pairs<Element, Cfg>(params, stages, storage, kNeurons, neuron_begin, token_begin);
@@ -535,6 +540,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         store_pairs<Element, Cfg>(params, stages, storage, 0, neuron_begin, token_begin);
     }
     matmul_sm90::sync_cluster();  // the other CTA may still arrive at this one's barriers
+    if (thread == 0) {
+        params.num_pairs[blockIdx.x] = storage.num_lost != 0 ? kManyPairs : num_pairs;
+    }
 #endif
 }
 

@@ -57,8 +57,8 @@ __device__ __forceinline__ void accumulate(float& sum, uint4 x_vector, uint4 w_v
 }
 
 // sums[r] = x . matrix[rows[r], :], by one warp; every lane gets the sums. The order of each sum is the same for any
-// kRows.
-template <class Element, int kRows>
+// kRows, and any kLoads from the rows at once.
+template <class Element, int kRows, int kLoads = 4>
 __device__ __forceinline__ void dot_rows(float (&sums)[kRows], uint16_t const* x, uint16_t const* matrix,
                                          int const (&rows)[kRows], int d_model) {
     int const lane = threadIdx.x % kWarpSize;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void dot_rows(float (&sums)[kRows], uint16_t const* x
         pointers[r] = matrix + static_cast<int64_t>(rows[r]) * d_model;
     }
     // NOTE: loads are issued together, without a condition between them; else each waits for the one before.
-    constexpr int kUnroll = 4 / kRows;
+    constexpr int kUnroll = kLoads / kRows;
     constexpr int kStep = kWarpSize * kVector;
     int begin = 0;
     for (; begin + kUnroll * kStep <= d_model; begin += kUnroll * kStep) {

@@ -525,6 +525,22 @@ def test_fp16_does_not_overflow_between(rows: int, density: float) -> None:
     reference.assert_close(y, large)
 
 
+@pytest.mark.parametrize("density", [0.02, 0.3])
+@pytest.mark.parametrize("rows", [1, 10, 40, 65, 200])
+def test_active_neuron_whose_h_is_too_small_for_fp16(rows: int, density: float) -> None:
+    """Its infinite weights reach y, also where h is rounded to 0 as if it were inactive."""
+    block = make_block(Case(rows=rows, dtype=FP16, density=density, biases=""), integers=False)
+    assert block.w_up is not None
+    block.w_gate[300] = block.x[-1].sign() * 2.0**-18
+    block.w_up[300] *= 2.0**-14
+    block.w_down[300, 5:] = float("inf")
+    y = Call(block, 8).run()
+    active = reference.gate_values(block)[:, 300] != 0
+    assert active[-1]
+    assert torch.isinf(y[active, 5:]).all() and torch.isfinite(y[active, :5]).all() and torch.isfinite(y[~active]).all()
+    reference.assert_close(y, block)
+
+
 @pytest.mark.parametrize("count", [30, 31, 32, 62, 63, 64, 126, 127, 128, 254, 255, 256])
 @pytest.mark.parametrize("compression", [1, 2, 4, 8])
 def test_counts_at_the_number_of_slots(count: int, compression: int) -> None:
