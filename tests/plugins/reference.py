@@ -96,10 +96,19 @@ def reference(block: Block) -> Tensor:
     return _down(_hidden(block, g), g != 0, block)
 
 
-def emulate(block: Block) -> Tensor:
-    """The contract of twell.h in float64: gate activations are rounded, then nothing until y."""
+def emulate(block: Block, *, rounds_h: bool = False) -> Tensor:
+    """The contract of twell.h in float64: gate activations are rounded, then nothing until y.
+
+    Args:
+        block: What to compute.
+        rounds_h: Also round h, where the element type has room for it.
+    """
     g = gate_values(block).double()
-    return _down(_hidden(block, g), g != 0, block).to(block.x.dtype)
+    h = _hidden(block, g)
+    if rounds_h:
+        rounded = h.to(block.x.dtype).double()
+        h = torch.where(rounded.isinf(), h, rounded)
+    return _down(h, g != 0, block).to(block.x.dtype)
 
 
 def plain(block: Block) -> Tensor:
