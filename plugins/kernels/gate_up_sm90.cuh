@@ -421,7 +421,7 @@ __device__ __forceinline__ void store_pairs(Params const& params, Stages<Cfg> co
                                             int token_begin) {
     int const num_pairs = storage.num_pairs;
     // Where many are active, the down projection is probably dense and reads w_down in another order.
-    bool const prefetches = num_pairs <= kNeurons;
+    bool const prefetches = num_pairs <= params.max_pairs;
     // A few are spread over the warps. Of many, mostly neighbours in memory go to neighbouring lanes.
     int const first =
         prefetches ? threadIdx.x % kWarpSize * kWarps + threadIdx.x / kWarpSize : static_cast<int>(threadIdx.x);
