@@ -58,14 +58,14 @@ struct Dense {
 struct Params {
     down_few::Params sparse;
     BlockTensors block;
-    CUtensorMap w_down;    // [d_ff, d_out], boxes of [BLOCK_K, 64]
-    CUtensorMap h;         // sparse.h_rounded, boxes of [Dense::kTokens, BLOCK_K]
-    int const* num_pairs;  // [num_gate_ctas], active ones
-    float* sums;           // [blocks of tokens, blocks of columns, kShares, Dense::kTokens, Dense::kColumns]
-    int* counters;         // [blocks of tokens, blocks of columns], all 0
+    CUtensorMap w_down;   // [d_ff, d_out], boxes of [BLOCK_K, 64]
+    CUtensorMap h;        // sparse.h_rounded, boxes of [Dense::kTokens, BLOCK_K]
+    int2 const* counted;  // [num_gate_ctas]: see few.h
+    float* sums;          // [blocks of tokens, blocks of columns, kShares, Dense::kTokens, Dense::kColumns]
+    int* counters;        // [blocks of tokens, blocks of columns], all 0
     int tokens;
     int num_gate_ctas;
-    int max_pairs;  // in all, up to which the sparse projection is taken
+    int2 most_sparse;  // in all, up to which the sparse projection is taken: likewise
     int num_column_blocks;
     int num_dense_ctas;
     int num_sparse_ctas;  // tokens x slabs of columns
@@ -229,25 +229,27 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
     }
 }
 
-// A warp's share of the active pairs. NOTE: not by way of L1, which may hold what was there when this kernel started.
+// A warp's share of what the gate's CTAs have counted. NOTE: not by way of L1, which may hold what was there when this
+// kernel started.
 template <int kThreads>
-__device__ __forceinline__ int count_pairs(Params const& params) {
-    int count = 0;
+__device__ __forceinline__ int2 sum_counted(Params const& params) {
+    int2 sum = make_int2(0, 0);
     // Loads that do not wait for each other, though the additions do.
     constexpr int kAtOnce = 2;
     for (int first = threadIdx.x; first < params.num_gate_ctas; first += kAtOnce * kThreads) {
-        int counts_of_ctas[kAtOnce];
+        int2 counts_of_ctas[kAtOnce];
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
             int const i = first + k * kThreads;
-            counts_of_ctas[k] = i < params.num_gate_ctas ? __ldcg(params.num_pairs + i) : 0;
+            counts_of_ctas[k] = i < params.num_gate_ctas ? __ldcg(params.counted + i) : make_int2(0, 0);
         }
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
-            count += counts_of_ctas[k];
+            sum.x += counts_of_ctas[k].x;
+            sum.y += counts_of_ctas[k].y;
         }
     }
-    return __reduce_add_sync(0xffffffffu, count);
+    return make_int2(__reduce_add_sync(0xffffffffu, sum.x), __reduce_add_sync(0xffffffffu, sum.y));
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
@@ -277,23 +279,24 @@ __global__ void __launch_bounds__((kThreads<kRole, Sparse, Dense>), kRole == Rol
     allow_dependent_launch();
     // What a sparse CTA needs first is fetched together with what decides.
     constexpr int kWarps = kNumThreads / kWarpSize;
-    __shared__ int counts[kWarps];
+    __shared__ int2 counts[kWarps];
     __shared__ down_few::WordTotals word_totals;
     bool const is_sparse_cta = kRole != Role::kDense && static_cast<int>(blockIdx.x) < params.num_sparse_ctas;
     int64_t const token = blockIdx.x / params.num_slabs;
     uint32_t const mask = is_sparse_cta ? down_few::load_mask(params.sparse, token, 0) : 0;
-    int const warp_count = count_pairs<kNumThreads>(params);
+    int2 const warp_count = sum_counted<kNumThreads>(params);
     int const end = is_sparse_cta ? down_few::scan_words(word_totals, mask) : 0;
     if (threadIdx.x % kWarpSize == 0) {
         counts[threadIdx.x / kWarpSize] = warp_count;
     }
     __syncthreads();
-    int num_pairs = 0;
+    int2 counted = make_int2(0, 0);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-        num_pairs += counts[w];
+        counted.x += counts[w].x;
+        counted.y += counts[w].y;
     }
-    bool const is_sparse = num_pairs <= params.max_pairs;
+    bool const is_sparse = counted.x <= params.most_sparse.x && counted.y <= params.most_sparse.y;
     if (kRole == Role::kDense && ends_early(is_sparse)) {
         return;
     }

@@ -68,7 +68,7 @@ FewScratch lay_out(twell_problem const& problem, unsigned char* memory, size_t& 
     scratch.h = reinterpret_cast<float*>(take(tokens * problem.d_ff * sizeof(float)));
     scratch.h_rounded = reinterpret_cast<uint16_t*>(
         take(static_cast<size_t>(dense_down_tokens(problem.tokens)) * row_bits * sizeof(uint16_t)));
-    scratch.num_pairs = reinterpret_cast<int*>(take(most_gate_ctas * sizeof(int)));
+    scratch.counted = reinterpret_cast<int2*>(take(most_gate_ctas * sizeof(int2)));
     scratch.sums = reinterpret_cast<float*>(take(num_sums * sizeof(float)));
     scratch.counters = reinterpret_cast<int*>(take(scratch.num_counters * sizeof(int)));
     return scratch;
@@ -161,7 +161,7 @@ cudaError_t launch_hopper(twell_problem const& problem, twell_tensors const& ten
     if (problem.tokens <= GateUp32::kTokens) {
         gate_up_few::Params params = gate_up_params(problem, tensors, scratch);
         params.h_rounded = scratch.h_rounded;
-        params.num_pairs = scratch.num_pairs;
+        params.counted = scratch.counted;
         num_gate_ctas = params.tokens <= GateUp16::kTokens ? num_gate_up_ctas<GateUp16>(params)
                                                            : num_gate_up_ctas<GateUp32Large>(params);
         static_assert(GateUp8::kNeurons == GateUp16::kNeurons, "either may be launched");

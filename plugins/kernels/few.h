@@ -25,9 +25,11 @@ struct FewScratch {
     // For a down projection that may be dense: see down_sm90.cuh. The sums and counters also for one that CTAs share
     // out: see down_few.cuh.
     uint16_t* h_rounded;  // [dense_down_tokens, num_mask_words * 32]: rows that are not tokens are read, but not used
-    int* num_pairs;       // [CTAs of the gate and up projections]
-    float* sums;          // [num_counters, kDenseDownShares, dense_down_tokens, kDenseDownColumns]
-    int* counters;        // [num_counters]: one for each block
+    // [CTAs of the gate and up projections]: its active pairs of a neuron and a token; the most that a token has of its
+    // neurons, or the sum of that over parts of them.
+    int2* counted;
+    float* sums;    // [num_counters, kDenseDownShares, dense_down_tokens, kDenseDownColumns]
+    int* counters;  // [num_counters]: one for each block
     int num_counters;
     int num_mask_words;
 };

@@ -58,7 +58,7 @@ cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& te
     params.b_up = static_cast<uint16_t const*>(tensors.b_up);
     params.masks = scratch.masks;
     params.h = scratch.h_rounded;
-    params.num_pairs = scratch.num_pairs;
+    params.counted = scratch.counted;
     params.counters = scratch.counters;
     params.num_counters = scratch.num_counters;
     params.tokens = static_cast<int>(problem.tokens);
@@ -77,12 +77,19 @@ cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& te
                                : launch(gate_up_sm90::Config<64, true, 6>());
 }
 
-// Active pairs of a neuron and a token up to which a sparse down projection takes less than a dense one. Measured with
-// d_ff 5632; larger ones have a larger w_down to read.
-int most_sparse_pairs(twell_problem const& problem) {
+// Up to where a sparse down projection takes less than a dense one: active pairs of a neuron and a token, and how many
+// of them the heaviest token has, by a bound that is the looser the more tokens there are. Measured with d_ff 5632;
+// larger ones have a larger w_down to read.
+int2 most_sparse(twell_problem const& problem) {
     constexpr int kDff = 5632;
-    int64_t const pairs = problem.tokens <= 24 ? 1500 + 120 * problem.tokens : 4000 + 16 * problem.tokens;
-    return static_cast<int>(pairs * std::max(problem.d_ff, kDff) / kDff);
+    int64_t const tokens = problem.tokens;
+    int64_t const pairs = tokens <= 24   ? 1500 + 120 * tokens
+                          : tokens <= 32 ? 4000 + 16 * tokens
+                          : tokens <= 64 ? 2500 + 32 * tokens
+                                         : 84 * tokens;
+    int64_t const of_token = tokens <= 32 ? 1500 : tokens <= 64 ? 700 : 900;
+    int64_t const d_ff = std::max(problem.d_ff, kDff);
+    return make_int2(static_cast<int>(pairs * d_ff / kDff), static_cast<int>(of_token * d_ff / kDff));
 }
 
 template <class Element, Role kRole, class Sparse, class Dense>
@@ -131,12 +138,12 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     down_sm90::Params params = {};
     params.sparse = down_params(problem, tensors, scratch);
     params.block = block_tensors(problem, tensors);
-    params.num_pairs = scratch.num_pairs;
+    params.counted = scratch.counted;
     params.sums = scratch.sums;
     params.counters = scratch.counters;
     params.tokens = static_cast<int>(problem.tokens);
     params.num_gate_ctas = num_gate_ctas;
-    params.max_pairs = most_sparse_pairs(problem);
+    params.most_sparse = most_sparse(problem);
     // The fewer tokens, the fewer columns a sparse CTA has, so that there are about two CTAs for each multiprocessor.
     using down_few::Config;
     using down_sm90::Dense;

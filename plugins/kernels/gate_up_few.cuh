@@ -56,7 +56,7 @@ struct Params {
     int num_counters;
     // For a down projection that may be dense, or null:
     uint16_t* h_rounded;  // [tokens, num_mask_words * kMaskBits], of the element type, 0 where no neuron is active
-    int* num_pairs;       // [CTAs], active ones
+    int2* counted;        // [CTAs]: see few.h
     int tokens;
     int d_model;
     int d_ff;
@@ -122,8 +122,9 @@ struct Shared {
     uint32_t neuron_any[Cfg::kTilesM];    // which of a tile's 16 neurons are active for any token
     uint32_t token_any[kMaxTokens / 32];  // which tokens have any active neuron here
     int num_pairs;
-    uint16_t pairs[kMaxPairs];   // neuron * kMaxTokens + token of active pairs
-    int neurons[Cfg::kNeurons];  // the active ones
+    int most_of_token[Cfg::kTilesM];  // of each 16 neurons
+    uint16_t pairs[kMaxPairs];        // neuron * kMaxTokens + token of active pairs
+    int neurons[Cfg::kNeurons];       // the active ones
     int tokens[Cfg::kTokens];
 };
 
@@ -407,6 +408,7 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
     int const neuron_begin = blockIdx.x * Cfg::kNeurons;
     if (thread < Cfg::kTilesM) {
         shared.neuron_any[thread] = 0;
+        shared.most_of_token[thread] = 0;
     }
     if (thread < kMaxTokens / 32) {
         shared.token_any[thread] = 0;
@@ -475,6 +477,7 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
         if (mask != 0) {
             atomicOr(&shared.neuron_any[tile], mask);
             atomicOr(&shared.token_any[token / 32], 1u << (token % 32));
+            atomicMax(&shared.most_of_token[tile], __popc(mask));
             for (int pair = atomicAdd(&shared.num_pairs, __popc(mask)); mask != 0 && pair < kMaxPairs; ++pair) {
                 shared.pairs[pair] = static_cast<uint16_t>((tile * MMA_M + __ffs(mask) - 1) * kMaxTokens + token);
                 mask &= mask - 1;
@@ -503,8 +506,13 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
     // Up projection of few pairs: a warp each. (In whatever order they were found: each has its own place in h.)
     // NOTE: u and h stay in fp32; a dense fp16 block, which stores both, can overflow here.
     int const num_pairs = shared.num_pairs;
-    if (params.num_pairs != nullptr && thread == 0) {
-        params.num_pairs[blockIdx.x] = num_pairs;
+    if (params.counted != nullptr && thread == 0) {
+        int most = 0;
+#pragma unroll
+        for (int i = 0; i < Cfg::kTilesM; ++i) {
+            most += shared.most_of_token[i];
+        }
+        params.counted[blockIdx.x] = make_int2(num_pairs, most);
     }
     if (num_pairs <= kMaxPairs) {
         int const warp = thread / kWarpSize;

@@ -51,7 +51,7 @@ struct Params {
     uint16_t const* b_up;       // [d_ff] or null
     uint32_t* masks;            // [tokens, num_mask_words]: see gate_up_few.cuh
     uint16_t* h;                // [tokens, num_mask_words * kMaskBits], rounded, 0 where no neuron is active
-    int* num_pairs;             // [CTAs], active ones; or kManyPairs
+    int2* counted;              // [CTAs]: see few.h; or kManyPairs
     int* counters;              // [num_counters], which become 0: see down_sm90.cuh
     int tokens;
     int tokens_per_cta;  // at most Config::kTokens
@@ -101,6 +101,7 @@ struct Config {
         uint16_t b_up[kNeurons];
         uint32_t prefetched[kMaskWords];  // neurons whose row of w_down is on its way
         int num_pairs;
+        int most_of_token;
         int num_lost;                    // h that the element type cannot tell from infinity or 0
         Pair pairs[kTokens * kNeurons];  // in any order
     };
@@ -374,6 +375,7 @@ __device__ __forceinline__ void list_active(Params const& params, Stages<Cfg> co
         int position = 0;
         if (lane == 0) {
             position = atomicAdd(&storage.num_pairs, total);
+            atomicMax(&storage.most_of_token, total);
         }
         position = __shfl_sync(0xffffffffu, position, 0);
 #pragma unroll
@@ -462,6 +464,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         matmul_sm90::prefetch_map(params.w_gate);
         matmul_sm90::prefetch_map(params.x);
         storage.num_pairs = 0;
+        storage.most_of_token = 0;
         storage.num_lost = 0;
         for (int w = 0; w < kMaskWords; ++w) {
             storage.prefetched[w] = 0;
@@ -541,7 +544,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     }
     matmul_sm90::sync_cluster();  // the other CTA may still arrive at this one's barriers
     if (thread == 0) {
-        params.num_pairs[blockIdx.x] = storage.num_lost != 0 ? kManyPairs : num_pairs;
+        params.counted[blockIdx.x] = make_int2(storage.num_lost != 0 ? kManyPairs : num_pairs, storage.most_of_token);
     }
 #endif
 }
