@@ -87,7 +87,7 @@ int2 most_sparse(twell_problem const& problem) {
                           : tokens <= 32 ? 4000 + 16 * tokens
                           : tokens <= 64 ? 2500 + 32 * tokens
                                          : 84 * tokens;
-    int64_t const of_token = tokens <= 32 ? 1500 : tokens <= 64 ? 700 : 900;
+    int64_t const of_token = tokens <= 32 ? 1500 : tokens <= 64 ? 400 + 3 * tokens : 900;
     int64_t const d_ff = std::max(problem.d_ff, kDff);
     return make_int2(static_cast<int>(pairs * d_ff / kDff), static_cast<int>(of_token * d_ff / kDff));
 }

@@ -387,7 +387,7 @@ def rounds_h(block: Block) -> bool:
 
 
 def may_be_dense(block: Block) -> bool:
-    """Say whether a call for few tokens may round u, or h that it may have in fp32: the kernels' rule, with a margin."""
+    """Say whether few tokens' u may be rounded, or h that is in fp32 elsewhere: the kernels' rule, with a margin."""
     rows = len(block.x)
     if rows > FEW_TOKENS_EXACT:
         return FEW_TOKENS_DENSE < rows <= FEW_TOKENS and torch.cuda.get_device_capability() == (9, 0)
