@@ -32,8 +32,8 @@ _ROTATED_BYTES = 512 << 20
 _CHECKED_ROWS = 64
 # Step 2 by itself has no guard, so that dense layers would take minutes.
 _MOST_FOR_STEP_2 = 0.02
-# So many standard deviations below zero no gate value falls, whatever else is drawn.
-_ALL_ACTIVE = -30.0
+# So many standard deviations from zero a gate value is active, or is not, whatever else is drawn.
+_CERTAIN = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +112,13 @@ def quantile(p: Tensor) -> Tensor:
 
 
 def make_inputs(
-    tokens: int, d_model: int, d_ff: int, dtype: torch.dtype, density: float, neurons: str, variant: str
+    tokens: int, d_model: int, d_ff: int, dtype: torch.dtype, density: float, neurons: str, variant: str, heavy: int = 0
 ) -> tuple[Tensor, list[Weights]]:
     """Draw x [tokens, d_model] and sets of weights.
 
     The first column of x carries how active a token is (log-normal, scaled to the density; at a density of 1, all is),
-    the second is constant: its weights carry how active a neuron is, equally or by Zipf's law.
+    the second is constant: its weights carry how active a neuron is, equally or by Zipf's law. The third one makes the
+    first `heavy` neurons active for the token in the middle.
     """
 
     def draw(*shape: int) -> Tensor:
@@ -126,8 +127,11 @@ def make_inputs(
     active = torch.exp(0.8 * draw(tokens))
     active = (active / active.mean() * density).clamp(max=0.9)
     x = draw(tokens, d_model)
-    x[:, 0] = (quantile(active) if density < 1 else _ALL_ACTIVE) * d_model**0.5
+    x[:, 0] = (quantile(active) if density < 1 else -_CERTAIN) * d_model**0.5
     x[:, 1] = d_model**0.5
+    if heavy > 0:
+        x[:, 2] = 0
+        x[tokens // 2, 2] = _CERTAIN * d_model**0.5
     count = max(2, min(12, _ROTATED_BYTES // (3 * d_model * d_ff * 2)))
     if tokens > 8192:
         count = 2
@@ -136,6 +140,9 @@ def make_inputs(
         gate = draw(d_ff, d_model) / d_model**0.5
         gate[:, 0] = -1 / d_model**0.5
         gate[:, 1] = 0
+        if heavy > 0:
+            gate[:, 2] = 0
+            gate[:heavy, 2] = 1 / d_model**0.5
         if neurons == "zipf":
             rank = torch.randperm(d_ff, device="cuda") + 1.0
             share = 1 / rank
@@ -273,11 +280,13 @@ class Setting:
     neurons: str = "equal"
     compression: int = 8
     variant: str = "gated"
+    heavy: int = 0
 
     def __str__(self) -> str:
+        heavy = f", one token with {self.heavy} active neurons" if self.heavy > 0 else ""
         return (
             f"d_model {self.d_model}, d_ff {self.d_ff}, {self.dtype}, density {self.density:g}, {self.neurons} neurons,"
-            f" {self.variant}"
+            f" {self.variant}{heavy}"
         )
 
 
@@ -285,14 +294,17 @@ class Setting:
 _FEW = (1, 2, 4, 8, 16, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256)
 _SWEEP = (*_FEW, 257, 320, 384, 448, 512, 768, 1024, 1536, 1920, 1921, 2048, 3072, 4096)
 _PLAIN = (1, 16, 32, 33, 64, 128, 256, 512, 1024, 2048, 8192)
+_DECIDED = (2, 8, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)  # by what the gate has counted
 _LARGE_MODEL = (1, 4, 16, 32, 33, 64, 128, 256, 512, 1024, 1280, 1281, 2048, 8192, 32768)
 
 # All that this project states about the kernels: token counts, the neurons' distribution, sizes of larger models, and
-# densities on both sides of break-even, up to dense layers.
+# densities on both sides of break-even, up to dense layers; one heavy token.
 SUITE = (
     Setting((*_SWEEP, 8192, 32768, 131072)),
     Setting((*_SWEEP, 8192), density=0.1),
     Setting((*_SWEEP, 8192), density=1.0),
+    Setting(_DECIDED, density=0.02),
+    Setting(_DECIDED, heavy=2816),
     Setting((2048, 8192, 32768, 131072), neurons="zipf"),
     Setting(_LARGE_MODEL, d_model=4096, d_ff=11008),
     Setting(_LARGE_MODEL, d_model=4096, d_ff=14336),
@@ -312,7 +324,14 @@ def measure(
     """Check and time one size."""
     dtype = getattr(torch, setting.dtype)
     x, sets = make_inputs(
-        tokens, setting.d_model, setting.d_ff, dtype, setting.density, setting.neurons, setting.variant
+        tokens,
+        setting.d_model,
+        setting.d_ff,
+        dtype,
+        setting.density,
+        setting.neurons,
+        setting.variant,
+        setting.heavy,
     )
     twell = Twell(x, setting.d_ff, setting.compression, setting.variant)
     errors = check(x, sets[0], twell)
@@ -347,6 +366,13 @@ def measure(
 @click.option("--neurons", type=click.Choice(["equal", "zipf"]), default="equal", show_default=True)
 @click.option("--compression", type=click.Choice(["1", "2", "4", "8"]), default="8", show_default=True)
 @click.option("--variant", type=click.Choice(["gated", "plain"]), default="gated", show_default=True)
+@click.option(
+    "--heavy",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Neurons made active for the token in the middle.",
+)
 @click.option("--suite", is_flag=True, help="Run all settings that benchmarks/README.md states, not the one above.")
 @click.option("--repeats", default=20, show_default=True)
 @click.option(
@@ -363,6 +389,7 @@ def main(
     neurons: str,
     compression: str,
     variant: str,
+    heavy: int,
     suite: bool,
     repeats: int,
     compiled: bool,
@@ -377,7 +404,7 @@ def main(
     torch.manual_seed(seed)
     random.seed(seed)
     counts = tuple(int(value) for value in tokens.split(","))
-    setting = Setting(counts, d_model, d_ff, dtype, density, neurons, int(compression), variant)
+    setting = Setting(counts, d_model, d_ff, dtype, density, neurons, int(compression), variant, heavy)
     settings = SUITE if suite else (setting,)
     report = new_report()
     compiled_dense = torch.compile(dense, dynamic=False) if compiled else None

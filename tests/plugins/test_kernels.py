@@ -200,6 +200,16 @@ def make_block(case: Case, *, integers: bool, device: str = "cuda") -> Block:
     )
 
 
+def leave_out_lost_gates(block: Block) -> None:
+    """Replace rows of x for which a neuron is active in float64, but not by contract, since z rounds to 0.
+
+    It matters where weights of the neuron are infinite. For blocks without biases.
+    """
+    exact = torch.nn.functional.linear(block.x.double(), block.w_gate.double()) > 0
+    lost = (exact != (reference.gate_values(block) != 0)).any(dim=1)
+    block.x[lost] = block.x[~lost][0]
+
+
 def guarded(shape: tuple[int, int], dtype: torch.dtype, poison: int) -> tuple[torch.Tensor, torch.Tensor]:
     """An output of a shape, within a buffer whose every 2- or 4-byte element is poison. Gives (buffer, output)."""
     carrier = torch.int32 if dtype == torch.int32 else torch.int16
@@ -545,6 +555,7 @@ def test_active_neuron_whose_h_is_too_small_for_fp16(rows: int, density: float) 
     block.w_gate[300] = block.x[-1].sign() * 2.0**-18
     block.w_up[300] *= 2.0**-14
     block.w_down[300, 5:] = float("inf")
+    leave_out_lost_gates(block)
     y = Call(block, 8).run()
     active = reference.gate_values(block)[:, 300] != 0
     assert active[-1]
