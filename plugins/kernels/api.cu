@@ -235,7 +235,7 @@ cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors
     uint32_t* const packed = static_cast<uint32_t*>(workspace);
     void* const scratch = scratch_in(workspace, problem);
     if (twell::is_dense_block(*problem, device)) {
-        return twell::launch_dense_rows(*problem, *tensors, scratch, device, stream);
+        return twell::launch_dense_rows(*problem, *tensors, scratch, true, device, stream);
     }
     if (twell::is_few(*problem)) {
         return twell::launch_few(*problem, *tensors, packed, scratch, device, stream);
@@ -250,7 +250,7 @@ cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors con
         return error;
     }
     if (dense_rows == kDenseBlock) {
-        return twell::launch_dense_rows(*problem, *tensors, scratch_in(workspace, problem), device, stream);
+        return twell::launch_dense_rows(*problem, *tensors, scratch_in(workspace, problem), false, device, stream);
     }
     return run_steps(*problem, *tensors, static_cast<uint32_t*>(workspace), scratch_in(workspace, problem), dense_rows,
                      device, stream, static_cast<twell::Kernels>(kernels));

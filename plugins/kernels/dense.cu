@@ -76,7 +76,28 @@ int num_part_states(twell_problem const& problem) {
     return static_cast<int>(most_part_sums(problem) / kFewestPartSums);
 }
 
-size_t part_state_bytes(twell_problem const& problem) { return aligned(num_part_states(problem) * sizeof(uint32_t)); }
+int num_mask_words(twell_problem const& problem) { return num_tiles(problem) * (TWELL_TILE / 32); }
+
+// What there is room for: a group has so many tokens at least, but the last ones of a launch.
+int64_t most_counts(twell_problem const& problem) {
+    constexpr int64_t kFewestOfGroup = 40;
+    constexpr int64_t kLastGroups = 2;
+    constexpr int kCountsOfTile = 2;
+    return (problem.tokens / kFewestOfGroup + kLastGroups) * num_tiles(problem) * kCountsOfTile;
+}
+
+// Takes the pieces from `memory`, which may be null: then the pointers tell sizes alone.
+BlockScratch take_block_scratch(twell_problem const& problem, unsigned char*& memory) {
+    BlockScratch scratch = {};
+    scratch.parts.most_sums = most_part_sums(problem);
+    scratch.parts.num_states = num_part_states(problem);
+    scratch.parts.states = take<uint32_t>(memory, scratch.parts.num_states);
+    scratch.parts.sums = take<float4>(memory, scratch.parts.most_sums / 4);
+    scratch.active.num_words = num_mask_words(problem);
+    scratch.active.masks = take<uint32_t>(memory, problem.tokens * scratch.active.num_words);
+    scratch.active.counted = take<uint32_t>(memory, most_counts(problem));
+    return scratch;
+}
 
 }  // namespace
 
@@ -87,18 +108,19 @@ bool dense_comes_first(twell_problem const& problem, Device const& device, Kerne
 int64_t max_dense_part(twell_problem const& problem) { return ceil_div(problem.tokens, kPartDivisor); }
 
 size_t dense_scratch_bytes(twell_problem const& problem) {
+    unsigned char* block_end = nullptr;
+    take_block_scratch(problem, block_end);
     return std::max(x_part_bytes(problem) + std::max(h_part_bytes(problem), chunk_bytes(problem)),
-                    part_state_bytes(problem) + aligned(most_part_sums(problem) * sizeof(float)));
+                    reinterpret_cast<size_t>(block_end));
 }
 
 void* chunks_in(twell_problem const& problem, void* scratch) {
     return static_cast<unsigned char*>(scratch) + x_part_bytes(problem);
 }
 
-PartSums part_sums_in(twell_problem const& problem, void* scratch) {
-    unsigned char* const states = static_cast<unsigned char*>(scratch);
-    return {reinterpret_cast<float4*>(states + part_state_bytes(problem)), reinterpret_cast<uint32_t*>(states),
-            most_part_sums(problem), num_part_states(problem)};
+BlockScratch block_scratch_in(twell_problem const& problem, void* scratch) {
+    unsigned char* memory = static_cast<unsigned char*>(scratch);
+    return take_block_scratch(problem, memory);
 }
 
 bool is_dense_block(twell_problem const& problem, Device const& device) {
@@ -177,8 +199,8 @@ cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tens
 }
 
 #if !defined(TWELL_SM90A)
-cudaError_t launch_dense_block(twell_problem const&, twell_tensors const&, uint16_t*, PartSums const&, Device const&,
-                               cudaStream_t) {
+cudaError_t launch_dense_block(twell_problem const&, twell_tensors const&, uint16_t*, BlockScratch const&, bool,
+                               Device const&, cudaStream_t) {
     return cudaErrorNotSupported;
 }
 #endif

@@ -4,6 +4,7 @@
 
 #include <stddef.h>
 
+#include "active.h"
 #include "guard.h"
 #include "launch.cuh"
 #include "schedule.h"
@@ -14,7 +15,7 @@ namespace twell {
 // Unless all rows are dense, so many may be.
 int64_t max_dense_part(twell_problem const& problem);
 
-// Bytes of scratch memory that gather_for, chunks_in and part_sums_in need; never shrinks when `tokens` grows.
+// Bytes of scratch memory that gather_for, chunks_in and block_scratch_in need; never shrinks when `tokens` grows.
 size_t dense_scratch_bytes(twell_problem const& problem);
 
 // What a device does on either path, for the guard.
@@ -53,17 +54,24 @@ struct PartSums {
     int num_states;
 };
 
+// Scratch memory of a dense block, beside h.
+struct BlockScratch {
+    PartSums parts;
+    Active active;
+};
+
 // `scratch` is what gather_for needs, too.
-PartSums part_sums_in(twell_problem const& problem, void* scratch);
+BlockScratch block_scratch_in(twell_problem const& problem, void* scratch);
 
 // Whether the problem is so small that it had better be computed as a dense block, whatever the density: the guard
 // would cost a dense layer more than skipping gains a sparse one. Only compute capability 9.0 has kernels for that.
 bool is_dense_block(twell_problem const& problem, Device const& device);
 
-// Enqueues kernels that compute y of all rows as a dense block does: no packed matrix. `h` is [tokens, d_ff], rows
-// spilled_stride(problem) elements apart.
+// Enqueues kernels that compute y of all rows as a dense block does: no packed matrix. If few neurons are active, the
+// down projection skips the others, unless it must not. `h` is [tokens, d_ff], rows spilled_stride(problem) elements
+// apart.
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               PartSums const& parts, Device const& device, cudaStream_t stream);
+                               BlockScratch const& scratch, bool skips, Device const& device, cudaStream_t stream);
 
 }  // namespace twell
 

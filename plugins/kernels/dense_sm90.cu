@@ -2,6 +2,7 @@
 
 #include "dense_sm90.cuh"
 #include "dense_sm90.h"
+#include "few.h"
 #include "hidden_sm90.h"
 #include "matmul_sm90.h"
 #include "problem.cuh"
@@ -31,6 +32,12 @@ constexpr float kMostProducts = 1920.0f * 2048 * 5632;
 constexpr int64_t kMostTokens = 1280;
 constexpr int kNarrow = 1024;
 constexpr int kNarrowPlain = 1536;
+// Of those with so many neurons and up to so many tokens the down projection may skip inactive neurons; up to so many
+// active pairs of a token and a neuron, and so many of one token, for each neuron. Measured on an H200 with d_model
+// 4096 and d_ff 11 008 to 16 384, see benchmarks/README.md.
+constexpr int64_t kMostTokensSkipping = 64;
+constexpr float kMostPairsSkipping = 0.6f;
+constexpr float kMostOfRowSkipping = 0.07f;
 // Sums of more products have not been tested there.
 constexpr int kMostDModel = 16384;
 
@@ -49,8 +56,8 @@ struct Launch {
     Schedule schedule;
     Device const& device;
     cudaStream_t stream;
-    bool all_rows;  // are dense, and there is no schedule
-    PartSums parts;
+    bool all_rows;         // are dense, and there is no schedule
+    BlockScratch scratch;  // then
 };
 
 // What a projection has to do if all rows are dense, and how it does it, whatever rows are.
@@ -81,6 +88,36 @@ struct Shape {
     }
 };
 
+// Of a dense block: the next launch computes y if it is sparse enough.
+bool may_skip(Launch const& launch) { return launch.scratch.active.masks != nullptr; }
+
+skipping_down::Decision skipping_of(Launch const& launch) {
+    float const d_ff = static_cast<float>(launch.problem.d_ff);
+    return {launch.scratch.active, static_cast<uint32_t>(kMostPairsSkipping * d_ff),
+            static_cast<uint32_t>(kMostOfRowSkipping * d_ff)};
+}
+
+template <class Element>
+cudaError_t launch_skipping_down(Launch const& launch) {
+    using Cfg = down_few::Config<32, 256>;
+    twell_problem const& problem = launch.problem;
+    FewScratch scratch = {};
+    scratch.masks = launch.scratch.active.masks;
+    scratch.num_mask_words = launch.scratch.active.num_words;
+    scratch.h_rounded = launch.gather.gate.spilled;
+    skipping_down::Params params = {};
+    params.decision = skipping_of(launch);
+    params.down = down_params(problem, launch.tensors, scratch);
+    params.down.num_slabs = static_cast<int>(ceil_div(problem.d_out, Cfg::kColumns));
+    params.block = block_tensors(problem, launch.tensors);
+    params.rows = static_cast<int>(problem.tokens);
+    // No more than find a place at once: if the launch has nothing to do, it leaves the sooner.
+    int const grid = std::min(params.rows * params.down.num_slabs,
+                              launch.device.num_multiprocessors * skipping_down::kCtasPerMultiprocessor<Cfg>);
+    return launch_dependent(skipping_down::down_kernel<Element, Cfg>, params, dim3(static_cast<unsigned>(grid)),
+                            Cfg::kThreads, 0, launch.device, launch.stream);
+}
+
 template <class Element, class Cfg, Projection kProjection>
 cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& shape) {
     twell_problem const& problem = launch.problem;
@@ -94,7 +131,7 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
     params.num_tiles = shape.tiling.num_tiles;
     params.num_slices = shape.product.num_slices;
     params.num_parts = shape.tiling.num_parts;
-    params.parts = {launch.parts.sums, launch.parts.states};
+    params.parts = {launch.scratch.parts.sums, launch.scratch.parts.states};
     params.relu_on_up = problem.activation == TWELL_DRELU;
     params.all_rows = launch.all_rows;
     params.gate = gather.gate;
@@ -111,8 +148,10 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
         });
     } else {
         params.bias = static_cast<uint16_t const*>(launch.tensors.b_down);
-        params.next_overlaps = !launch.all_rows;  // then the sparse down projection follows
+        params.next_overlaps = !launch.all_rows || may_skip(launch);  // then a sparse down projection follows
         params.block = block_tensors(problem, launch.tensors);
+        params.may_skip = may_skip(launch);
+        params.skipping = skipping_of(launch);
         error = sm90::first_error({
             sm90::encode(params.weights, launch.tensors.w_down, problem.d_ff, problem.d_out, sm90::BLOCK_K,
                          problem.dtype),
@@ -132,7 +171,7 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
 
 template <class Element, Projection kProjection>
 cudaError_t launch_projection(Launch const& launch) {
-    Shape<kProjection> const shape(launch.problem, launch.parts.most_sums, launch.device);
+    Shape<kProjection> const shape(launch.problem, launch.scratch.parts.most_sums, launch.device);
     using Tilings = typename Shape<kProjection>::Tilings;
     return sm90::with_config(shape.tiling, Tilings(), [&](auto tokens, auto shares_weights) {
         constexpr bool kUp = kProjection == Projection::kUp;
@@ -149,6 +188,16 @@ cudaError_t launch_projections(Launch const& launch) {
         }
     }
     return launch_projection<Element, Projection::kDown>(launch);
+}
+
+// Of a dense block.
+template <class Element>
+cudaError_t launch_down(Launch const& launch) {
+    if (cudaError_t const error = launch_projection<Element, Projection::kDown>(launch);
+        error != cudaSuccess || !may_skip(launch)) {
+        return error;
+    }
+    return launch_skipping_down<Element>(launch);
 }
 
 }  // namespace
@@ -179,16 +228,19 @@ cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const&
 }
 
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               PartSums const& parts, Device const& device, cudaStream_t stream) {
-    if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, parts, device, stream);
+                               BlockScratch const& scratch, bool skips, Device const& device, cudaStream_t stream) {
+    BlockScratch left = scratch;
+    if (!skips || problem.tokens > kMostTokensSkipping || problem.d_ff <= kLargeDFf) {
+        left.active.masks = nullptr;
+    }
+    if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, left.parts, left.active, device, stream);
         error != cudaSuccess) {
         return error;
     }
     Gather gather = {};
     gather.gate = {nullptr, h, num_tiles(problem), words_per_tile(problem)};
-    Launch const launch = {problem, tensors, gather, {}, device, stream, true, parts};
-    return problem.dtype == TWELL_BF16 ? launch_projection<Bf16, Projection::kDown>(launch)
-                                       : launch_projection<Fp16, Projection::kDown>(launch);
+    Launch const launch = {problem, tensors, gather, {}, device, stream, true, left};
+    return problem.dtype == TWELL_BF16 ? launch_down<Bf16>(launch) : launch_down<Fp16>(launch);
 }
 
 }  // namespace twell

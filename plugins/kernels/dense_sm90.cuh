@@ -8,6 +8,7 @@
 #include "matmul_sm90.cuh"
 #include "parts_sm90.cuh"
 #include "schedule.h"
+#include "skipping_down.cuh"
 #include "sum_again.cuh"
 
 namespace twell::dense_sm90 {
@@ -35,6 +36,9 @@ struct Params {
     // The next launch does not wait for this one if there are dense rows, but for those before: it must not start
     // earlier.
     bool next_overlaps;
+    // Of a dense block: the next launch computes y if the decision is so.
+    bool may_skip;
+    skipping_down::Decision skipping;
 };
 
 // The i-th piece of work of all clusters.
@@ -196,6 +200,16 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     uint32_t const result = shared.result();
     uint32_t const result_stored = shared.more_barrier(0);  // up only: the consumers have left it
     uint32_t const result_empty = shared.more_barrier(1);   // up only: the helpers have read it
+    // Where it may skip, whether it does; the answer is in the place of a barrier.
+    uint32_t const decided = shared.more_barrier(2);
+    uint64_t* const decision = reinterpret_cast<uint64_t*>(shared_bytes + Cfg::kOffsetMoreBarriers) + 3;
+    auto const skips = [&] {
+        if (kUp || !params.may_skip) {
+            return false;
+        }
+        wait_barrier(decided, 0);
+        return *decision != 0;
+    };
 
     int const lane = threadIdx.x % kWarpSize;
     int const warp = threadIdx.x / kWarpSize;
@@ -205,6 +219,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         shared.init_stages();
         init_barrier(result_stored, kConsumers * kWarpgroupSize);
         init_barrier(result_empty, kHelpers);
+        init_barrier(decided, 1);
         publish_barriers();
         prefetch_map(params.weights);
         prefetch_map(params.tokens[0]);
@@ -224,9 +239,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     }
     if (!params.all_rows || warp != 0) {  // else the loader waits later
         wait_for_previous_launch();
-    }
-    if (params.next_overlaps) {
-        allow_dependent_launch();
+        if (params.next_overlaps) {
+            allow_dependent_launch();
+        }
     }
     int const num_blocks = (view.count + Cfg::kTileTokens - 1) / Cfg::kTileTokens;
     int const pieces_end = num_blocks * params.num_tiles * params.num_parts;
@@ -245,7 +260,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         int const consumer = consumer_warp / kWarpgroupWarps;
         Ring<Cfg::kNumStages> ring;
         float accumulators[1][Cfg::kAccumulators];
-        for (int i = pieces_begin; i < pieces_end; i += pieces_step, parity ^= 1) {
+        int const first_piece = skips() ? pieces_end : pieces_begin;
+        for (int i = first_piece; i < pieces_end; i += pieces_step, parity ^= 1) {
             auto const [tile, slices] = Piece(params, num_blocks, i);
             int const first_neuron = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
             Tokens const own = Tokens::of<Cfg>(tile, rank, view.count);
@@ -296,15 +312,24 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 int i = pieces_begin;
                 if (params.all_rows) {
                     Piece const piece(params, num_blocks, i);
-                    loader.load_first(piece.tile, piece.slices, wait_for_previous_launch);
-                    i += pieces_step;
+                    bool const goes_on =
+                        loader.load_first(piece.tile, piece.slices, wait_for_previous_launch, [&] { return !skips(); });
+                    i = goes_on ? i + pieces_step : pieces_end;
                 }
                 for (; i < pieces_end; i += pieces_step) {
                     Piece const piece(params, num_blocks, i);
                     loader.load(piece.tile, piece.slices);
                 }
             }
-        } else if constexpr (kUp) {
+        } else if constexpr (!kUp) {
+            if (warp == 1 && params.may_skip) {
+                bool const taken = skipping_down::decide(params.skipping);
+                if (lane == 0) {
+                    *decision = taken ? 1 : 0;
+                    arrive(decided);
+                }
+            }
+        } else {
             // Helpers: epilogue, second part, of all tiles but the last
             for (int i = pieces_begin; i < pieces_end; i += pieces_step, parity ^= 1) {
                 Tile const tile(num_blocks, params.num_tiles, i);

@@ -191,9 +191,10 @@ __device__ __forceinline__ bool add_shares(float2& sum, Params const& params, in
 }
 
 // One slab of columns of one token, by one CTA or, if kIsShared, by params.num_shares. `mask`: load_mask of the first
-// pass; `end`: its scan_words(), after a __syncthreads().
+// pass; `end`: its scan_words(), after a __syncthreads(). Says whether this thread has stored a value that is not
+// finite.
 template <class Element, class Cfg, bool kIsShared = false, class H = float>
-__device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& shared, WordTotals& totals, int slab,
+__device__ __forceinline__ bool compute(Params const& params, Shared<Cfg>& shared, WordTotals& totals, int slab,
                                         int64_t token, uint32_t mask, int end, int share = 0) {
     int const thread = threadIdx.x;
     int const column_begin = slab * Cfg::kColumns;
@@ -248,7 +249,7 @@ __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& share
     int const pair = thread * 2;
     bool const stores = column_begin + pair < params.d_out;
     if (pair >= Cfg::kColumns || (!kIsShared && !stores)) {
-        return;
+        return false;
     }
     float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
@@ -259,7 +260,7 @@ __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& share
     }
     if constexpr (kIsShared) {
         if (!add_shares<Cfg>(sum, params, token * params.num_slabs + slab, share) || !stores) {
-            return;
+            return false;
         }
     }
     if (params.b_down != nullptr) {
@@ -268,8 +269,9 @@ __device__ __forceinline__ void compute(Params const& params, Shared<Cfg>& share
         sum.x += values.x;
         sum.y += values.y;
     }
-    *reinterpret_cast<uint32_t*>(params.y + token * params.d_out + column_begin + pair) =
-        Element::from_float2(sum.x, sum.y);
+    uint32_t const values = Element::from_float2(sum.x, sum.y);
+    *reinterpret_cast<uint32_t*>(params.y + token * params.d_out + column_begin + pair) = values;
+    return Element::is_not_finite2(values) != 0;
 }
 
 template <class Element, class Cfg>

@@ -25,8 +25,8 @@ uint32_t pair_of(uint16_t bits) { return static_cast<uint32_t>(bits) << 16 | bit
 
 template <class Element, class Cfg>
 cudaError_t launch_config(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                          PartSums const& parts, sm90::Product const& product, sm90::Tiling const& tiling,
-                          Device const& device, cudaStream_t stream) {
+                          PartSums const& parts, Active& active, sm90::Product const& product,
+                          sm90::Tiling const& tiling, Device const& device, cudaStream_t stream) {
     Activation const act = activation_of(problem);
     sm90::Params params = {};
     params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
@@ -37,6 +37,13 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
     params.d_ff = problem.d_ff;
     params.num_slices = product.num_slices;
     params.stride = spilled_stride(problem);
+    if (!sm90::kLeavesActive<Cfg>) {
+        active.masks = nullptr;
+    }
+    int64_t const groups = Cfg::kSharesWeights ? tiling.num_blocks * sm90::kClusterSize : tiling.num_blocks;
+    active.num_groups = static_cast<int>(groups);
+    active.counts_of_group = Cfg::kSharesWeights ? tiling.num_tiles : tiling.num_tiles * sm90::kClusterSize;
+    params.active = active;
     params.num_tiles = tiling.num_tiles;
     params.num_blocks = static_cast<int>(tiling.num_blocks);
     params.cut = pair_of(Element::round_down(act.cut));
@@ -68,30 +75,30 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
 
 template <class Element, int kProducts, class Tilings>
 cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h, PartSums const& parts,
-                   Device const& device, cudaStream_t stream, Tilings tilings) {
+                   Active& active, Device const& device, cudaStream_t stream, Tilings tilings) {
     int const num_slices = static_cast<int>(ceil_div(problem.d_model, sm90::BLOCK_K));
     sm90::Product const product = {problem.tokens, problem.d_ff, num_slices, kProducts, 0, kClusterCycles};
     sm90::Tiling const tiling = sm90::choose(product, sm90::num_clusters(device), tilings);
     return sm90::with_config(tiling, tilings, [&](auto tokens, auto shares_weights) {
         using Cfg = sm90::Config<decltype(tokens)::value, false, kProducts, decltype(shares_weights)::value>;
-        return launch_config<Element, Cfg>(problem, tensors, h, parts, product, tiling, device, stream);
+        return launch_config<Element, Cfg>(problem, tensors, h, parts, active, product, tiling, device, stream);
     });
 }
 
 template <class Element>
 cudaError_t launch_variant(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                           PartSums const& parts, Device const& device, cudaStream_t stream) {
+                           PartSums const& parts, Active& active, Device const& device, cudaStream_t stream) {
     return problem.variant == TWELL_GATED
-               ? launch<Element, 2>(problem, tensors, h, parts, device, stream, GatedTilings())
-               : launch<Element, 1>(problem, tensors, h, parts, device, stream, PlainTilings());
+               ? launch<Element, 2>(problem, tensors, h, parts, active, device, stream, GatedTilings())
+               : launch<Element, 1>(problem, tensors, h, parts, active, device, stream, PlainTilings());
 }
 
 }  // namespace
 
 cudaError_t launch_hidden_sm90(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               PartSums const& parts, Device const& device, cudaStream_t stream) {
-    return problem.dtype == TWELL_BF16 ? launch_variant<Bf16>(problem, tensors, h, parts, device, stream)
-                                       : launch_variant<Fp16>(problem, tensors, h, parts, device, stream);
+                               PartSums const& parts, Active& active, Device const& device, cudaStream_t stream) {
+    return problem.dtype == TWELL_BF16 ? launch_variant<Bf16>(problem, tensors, h, parts, active, device, stream)
+                                       : launch_variant<Fp16>(problem, tensors, h, parts, active, device, stream);
 }
 
 }  // namespace twell

@@ -4,6 +4,7 @@
 #ifndef TWELL_KERNELS_HIDDEN_SM90_CUH_
 #define TWELL_KERNELS_HIDDEN_SM90_CUH_
 
+#include "active.h"
 #include "dependent_launch.cuh"
 #include "matmul_sm90.cuh"
 
@@ -22,6 +23,7 @@ struct Params {
                              // [kWeightRowsLoaded, BLOCK_K]
     uint16_t* h;             // [tokens, d_ff], rows `stride` apart
     int64_t stride;
+    Active active;           // masks may be null: then nothing of it is left
     uint16_t const* b_gate;  // [d_ff] or null
     uint16_t const* b_up;    // [d_ff] or null
     uint32_t* part_states;   // [num_part_states], which become 0: see parts_sm90.cuh
@@ -39,17 +41,91 @@ struct Params {
     uint32_t prefetched_bytes;
 };
 
+// Whether a configuration can leave which neurons are active: blocks of more tokens are for calls that do not ask.
+template <class Cfg>
+constexpr bool kLeavesActive = Cfg::BLOCK_N <= 96;
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// h of two tokens. Where g is 0, so is h, whatever u is; NaN is kept.
-template <class Element, bool kGated>
+constexpr uint32_t kSigns = 0x80008000u;  // of a pair
+
+// h of two tokens. Where g is 0, so is h, whatever u is; NaN is kept. If kMarks, an active neuron's 0 is -0.
+template <class Element, bool kGated, bool kMarks>
 __device__ __forceinline__ uint32_t activate_and_multiply(Params const& params, uint32_t z, uint32_t u) {
     uint32_t const g = Element::multiply2(z, params.square ? z : Element::kOnes);
     uint32_t const active = Element::not_at_most2(z, params.cut) & Element::is_not_zero2(g);
     if constexpr (!kGated) {
         return g & active;
     }
-    return Element::multiply2(g, u & Element::not_at_most2(u, params.up_cut)) & active;
+    uint32_t const h = Element::multiply2(g, u & Element::not_at_most2(u, params.up_cut)) & active;
+    return kMarks ? h | (active & ~Element::is_not_zero2(h) & kSigns) : h;
+}
+
+// Bit i: element i is not +0.
+__device__ __forceinline__ uint32_t find_nonzeros(uint4 values) {
+    // The sign bits of a pair, if an element is not +0.
+    auto const find = [](uint32_t pair) { return (((pair & ~kSigns) + ~kSigns) | pair) & kSigns; };
+    uint32_t const bits = find(values.x) >> 15 | find(values.y) >> 13 | find(values.z) >> 11 | find(values.w) >> 9;
+    return (bits | bits >> 15) & 0xffu;
+}
+
+// Leaves which neurons of a CTA's part of a tile are active, by all consumers. `bits`: a lane's, of the (lane / 2 + 16
+// i)-th token in byte i % 4 of word i / 4, of half of its warp's neurons. `result`: as large as pass_result needs for
+// all warps; `counts`: [kConsumerWarps].
+template <class Cfg, int kWords>
+__device__ __forceinline__ void leave_active(Params const& params, unsigned char* result, uint32_t* counts,
+                                             int consumer_warp, uint32_t const (&bits)[kWords], Tile const& tile,
+                                             int rank, Tokens const& tokens) {
+    constexpr int kBytesToken = BLOCK_M / 8;
+    static_assert(Cfg::BLOCK_N * kBytesToken <= Cfg::kBytesResult && kBytesToken == sizeof(uint4) &&
+                      Cfg::BLOCK_N <= kConsumers * kWarpgroupSize && BLOCK_M < kMostCountedOfRow,
+                  "a thread has a token");
+    auto const sync_consumers = [] { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers * kWarpgroupSize) : "memory"); };
+    int const lane = threadIdx.x % kWarpSize;
+    sync_consumers();  // the memory is no longer in use
+#pragma unroll
+    for (int i = 0; i < Cfg::BLOCK_N / 16; ++i) {
+        result[(lane / 2 + 16 * i) * kBytesToken + consumer_warp * 2 + lane % 2] =
+            static_cast<unsigned char>(bits[i / 4] >> i % 4 * 8);
+    }
+    if (Cfg::BLOCK_N % 16 != 0 && lane < 16) {
+        constexpr int i = Cfg::BLOCK_N / 16;
+        result[(lane / 2 + 16 * i) * kBytesToken + consumer_warp * 2 + lane % 2] =
+            static_cast<unsigned char>(bits[i / 4] >> i % 4 * 8);
+    }
+    sync_consumers();
+    int const token = consumer_warp * kWarpSize + lane;
+    uint32_t active = 0;
+    if (tokens.has(token)) {
+        uint4 const mask = reinterpret_cast<uint4 const*>(result)[token];
+        active = __popc(mask.x) + __popc(mask.y) + __popc(mask.z) + __popc(mask.w);
+        int const part = tile.neuron_of<Cfg>(rank) / BLOCK_M;
+        uint4* const masks = reinterpret_cast<uint4*>(params.active.masks + static_cast<int64_t>(tokens.begin + token) *
+                                                                                params.active.num_words);
+        masks[part] = mask;
+        if (Cfg::kSharesWeights && tile.tile_idx == params.num_tiles - 1 && part % kClusterSize == 0) {
+            masks[part + 1] = make_uint4(0, 0, 0, 0);  // the rest of a tile of the packed matrix
+        }
+    }
+    uint32_t const pairs = __reduce_add_sync(0xffffffffu, active);
+    uint32_t const most = __reduce_max_sync(0xffffffffu, active);
+    if (lane == 0) {
+        counts[consumer_warp] = pairs * kMostCountedOfRow + most;
+    }
+    sync_consumers();
+    if (consumer_warp == 0 && lane == 0) {
+        uint32_t all_pairs = 0;
+        uint32_t most_of_all = 0;
+#pragma unroll
+        for (int w = 0; w < kConsumerWarps; ++w) {
+            all_pairs += counts[w] / kMostCountedOfRow;
+            most_of_all = max(most_of_all, counts[w] % kMostCountedOfRow);
+        }
+        int64_t const group = Cfg::kSharesWeights ? tile.block_idx * kClusterSize + rank : tile.block_idx;
+        int const place = Cfg::kSharesWeights ? tile.tile_idx : tile.tile_idx * kClusterSize + rank;
+        params.active.counted[group * params.active.counts_of_group + place] =
+            all_pairs * kMostCountedOfRow + most_of_all;
+    }
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
@@ -99,19 +175,30 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                                           params.num_slices);
 
             // Epilogue
+            bool const leaves_active = kLeavesActive<Cfg> && params.active.masks != nullptr;
+            uint32_t bits[(Cfg::BLOCK_N + 63) / 64] = {};
             pass_result<Cfg>(
                 shared.result() + consumer_warp * Cfg::kBytesWarp,
                 [&](int i) {
                     uint32_t const z = round_pair<Element>(accumulators[0], gate_biases, i);
                     uint32_t const u = round_pair<Element>(accumulators[Cfg::kProducts - 1], up_biases, i);
-                    return activate_and_multiply<Element, kGated>(params, z, u);
+                    return activate_and_multiply<Element, kGated, kLeavesActive<Cfg>>(params, z, u);
                 },
                 [&](int token, int chunk, uint4 values) {
                     int const column = first_neuron + chunk * kVector;
                     if (tokens.has(token) && column < params.d_ff) {
                         *reinterpret_cast<uint4*>(params.h + (first_token + token) * params.stride + column) = values;
+                        if (leaves_active) {
+                            uint32_t const there = (1u << min(params.d_ff - column, kVector)) - 1;
+                            bits[token / 64] |= (find_nonzeros(values) & there) << token / 16 % 4 * 8;
+                        }
                     }
                 });
+            if (leaves_active) {
+                leave_active<Cfg>(params, shared_bytes + Cfg::kOffsetResult,
+                                  reinterpret_cast<uint32_t*>(shared_bytes + Cfg::kOffsetMoreBarriers), consumer_warp,
+                                  bits, tile, rank, tokens);
+            }
         }
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegistersLoader));

@@ -8,9 +8,9 @@
 
 namespace twell {
 
-// Enqueues the kernel: see launch_dense_block.
+// Enqueues the kernel: see launch_dense_block. Also says how `active` is arranged.
 cudaError_t launch_hidden_sm90(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               PartSums const& parts, Device const& device, cudaStream_t stream);
+                               PartSums const& parts, Active& active, Device const& device, cudaStream_t stream);
 
 }  // namespace twell
 

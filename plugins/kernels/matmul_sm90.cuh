@@ -90,7 +90,8 @@ struct Config {
     static constexpr int kNumStages = kMostStages < 8 ? kMostStages : 8;
     static constexpr int kOffsetResult = kNumStages * kBytesStage;
     static constexpr int kOffsetBarriers = kOffsetResult + kBytesResult;
-    static constexpr int kSharedBytes = kOffsetBarriers + (2 * kNumStages + kMoreBarriers) * 8;
+    static constexpr int kOffsetMoreBarriers = kOffsetBarriers + 2 * kNumStages * 8;
+    static constexpr int kSharedBytes = kOffsetMoreBarriers + kMoreBarriers * 8;
     static_assert(kNumStages >= 3 && kSharedBytes <= kMaxSharedBytes, "what a block of sm_90 can have");
     static_assert(kBytesStage % 1024 == 0 && kBytesResultPart % 1024 == 0,
                   "swizzle patterns of 128 bytes start at multiples of 1024");
@@ -346,9 +347,10 @@ struct Loader {
         }
     }
 
-    // The same for the first tile, if its tokens must not be read before wait(): the weights come earlier.
-    template <class Wait>
-    __device__ __forceinline__ void load_first(Tile const& tile, Slices slices, Wait wait) {
+    // The same for the first tile, if its tokens must not be read before wait(): the weights come earlier. What fits in
+    // the stages is all that is loaded unless goes_on().
+    template <class Wait, class GoesOn>
+    __device__ __forceinline__ bool load_first(Tile const& tile, Slices slices, Wait wait, GoesOn goes_on) {
         int const ahead = min(slices.count(), Cfg::kNumStages);
         for (int stage = 0; stage < ahead; ++stage) {
             load_weights(tile, slices.begin + stage, stage);
@@ -357,7 +359,14 @@ struct Loader {
         for (int stage = 0; stage < ahead; ++stage, ring.advance()) {
             load_tokens(tile, slices.begin + stage, stage);
         }
+        if (!goes_on()) {
+            for (int stage = 0; stage < ahead; ++stage) {
+                wait_barrier(shared.stage_full(stage), 0);
+            }
+            return false;
+        }
         load(tile, {slices.begin + ahead, slices.end});
+        return true;
     }
 
   private:

@@ -271,10 +271,10 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
                                        : launch_projections<Fp16>(launch, guard.enabled, gather, choice);
 }
 
-cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const& tensors, void* scratch,
+cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const& tensors, void* scratch, bool skips,
                               Device const& device, cudaStream_t stream) {
-    PartSums const parts = part_sums_in(problem, dense_scratch_in(problem, scratch));
-    return launch_dense_block(problem, tensors, spilled_in(problem, scratch), parts, device, stream);
+    return launch_dense_block(problem, tensors, spilled_in(problem, scratch),
+                              block_scratch_in(problem, dense_scratch_in(problem, scratch)), skips, device, stream);
 }
 
 }  // namespace twell

@@ -19,6 +19,7 @@ from tests.plugins.test_gate_kernels import GENERIC, SM90, gate, needs_sm90
 from tests.plugins.test_kernels import (
     BF16,
     FP16,
+    MANY_NEURONS,
     POISON,
     SUCCESS,
     Call,
@@ -253,8 +254,11 @@ def test_dense_block_against_float64(case: Case) -> None:
 @pytest.mark.sm90
 @needs_sm90
 def test_small_calls_are_dense_blocks() -> None:
-    """What mlp() does with few rows, or with narrow ones, is the dense block, bit by bit; large calls are none."""
-    gated = ((129, 256, 600), (257, 256, 600), (300, 2048, 5632), (2048, 64, 600), (33, 64, 6400), (6000, 1024, 4096))
+    """What mlp() does with few rows, or with narrow ones, is the dense block, bit by bit; large calls are none.
+
+    But for few rows with many neurons, if they are sparse: see below.
+    """
+    gated = ((129, 256, 600), (257, 256, 600), (300, 2048, 5632), (2048, 64, 600), (65, 64, 6400), (6000, 1024, 4096))
     plain = ((65, 256, 600), (128, 1024, 4096), (3000, 1536, 6144))
     cases = [Case(rows, d_model, d_ff, density=0.01) for rows, d_model, d_ff in gated]
     cases += [Case(rows, d_model, d_ff, density=0.01, gated=False) for rows, d_model, d_ff in plain]
@@ -266,6 +270,46 @@ def test_small_calls_are_dense_blocks() -> None:
         large = Call(make_block(Case(9000, d_model, 2816, density=0.001, gated=is_gated), integers=False), 8)
         large.mlp()
         assert large.dense_rows().sum() == 0
+
+
+@pytest.mark.sm90
+@needs_sm90
+@pytest.mark.parametrize("gated", [True, False], ids=("gated", "plain"))
+@pytest.mark.parametrize(
+    ("rows", "d_ff", "density", "heavy", "skips"),
+    [
+        (33, MANY_NEURONS, 0.004, 0, True),
+        (50, 11008, 0.005, 0, True),
+        (64, MANY_NEURONS, 0.004, 0, True),
+        (64, MANY_NEURONS, 0.05, 0, False),
+        (64, MANY_NEURONS, 0.001, 1000, False),
+        (65, MANY_NEURONS, 0.001, 0, False),
+    ],
+)
+def test_down_projection_of_a_dense_block_skips_inactive_neurons(
+    rows: int, d_ff: int, density: float, heavy: int, skips: bool, gated: bool
+) -> None:
+    """Which one is taken shows in the last bits, since two large terms that cancel make the order of sums matter."""
+    block = make_block(Case(rows, 128, d_ff, 264, density=density, gated=gated, biases=""), integers=False)
+    block.x[:, 7] = 0
+    block.x[rows // 2, 7] = 8
+    block.w_gate[:heavy, 7] = 1
+    one, other = 100, 5000
+    block.w_gate[one] = 0
+    block.w_gate[one, 0] = 4
+    for weights in (block.w_gate, block.w_up):
+        if weights is not None:
+            weights[other] = weights[one]
+    block.w_down[one] = 1000
+    block.w_down[other] = -1000
+    call = Call(block, 8)
+    dense = run_dense(call, DENSE_BLOCK)
+    call.y.view(torch.int16).fill_(POISON)
+    call.workspace.fill_(0xFF)
+    call.mlp()
+    torch.cuda.synchronize()
+    assert torch.isfinite(call.y).all()
+    assert torch.equal(call.y, dense) != skips
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

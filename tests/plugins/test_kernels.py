@@ -35,6 +35,8 @@ FEW_TOKENS = 256
 FEW_TOKENS_DENSE = 128
 # Up to so many, h is in fp32 everywhere.
 FEW_TOKENS_EXACT = 32
+# With so many neurons, 33 to 64 tokens are a dense block there whose down projection skips inactive ones, up to 0.9 %.
+MANY_NEURONS = 6400
 MOST_COLUMNS_OF_BOX = 64  # smaller matrices have no kernels for few tokens on Hopper
 
 SCHEDULE_HEADER_BYTES = 256  # behind them, the rows in order
@@ -125,6 +127,14 @@ def table() -> Iterator[Case]:
         yield Case(rows=rows, d_model=16384, d_ff=300, d_out=16384, biases="")
         yield Case(rows=rows, d_model=20008, d_ff=300, d_out=24, dtype=FP16)
     yield Case(rows=2, d_model=65544, d_ff=300, d_out=24)  # too wide for the kernels for few tokens
+    # Dense blocks on Hopper whose down projection skips inactive neurons, or does not.
+    for rows, (gated, activation), dtype in itertools.product((33, 64), kinds, (BF16, FP16)):
+        base = Case(rows=rows, d_model=136, d_ff=6500, d_out=328, density=0.004)
+        yield dataclasses.replace(base, gated=gated, activation=activation, dtype=dtype)
+    for d_ff, gated in itertools.product((6337, 6400, 6656, 20000), (True, False)):
+        yield Case(rows=40, d_model=264, d_ff=d_ff, d_out=72, density=0.004, gated=gated, dtype=next(dtypes))
+    for rows, density in itertools.product((33, 50), densities):
+        yield Case(rows=rows, d_model=256, d_ff=11008, d_out=1032, density=density, biases="", dtype=next(dtypes))
 
 
 # Every kernel instance, every branch, few launches: these also run under compute-sanitizer.
@@ -152,6 +162,8 @@ SMALL = [
     Case(rows=130, d_model=72, d_ff=300, d_out=1032, density=0.1, biases="d", dtype=FP16),
     Case(rows=120, d_model=16, d_ff=300, d_out=2056, density=0.5, biases="u"),
     Case(rows=120, d_model=16, d_ff=1300, d_out=2056, density=0.5, gated=False, compression=1, dtype=FP16),
+    Case(rows=34, d_model=72, d_ff=6500, d_out=264, density=0.004, dtype=FP16),
+    Case(rows=64, d_model=72, d_ff=6400, d_out=72, density=0.004, gated=False),
 ]
 
 
@@ -491,10 +503,12 @@ def test_nan_and_infinity_stay_in_their_rows(rows: int, dtype: torch.dtype, gate
 
 
 @pytest.mark.parametrize("where", ["w_gate", "b_gate", "w_up", "b_up", "w_down"])
-@pytest.mark.parametrize("rows", [20, 65])
-def test_nan_in_one_neuron(where: str, rows: int) -> None:
-    block = make_block(Case(rows=rows, density=0.3), integers=False)
+@pytest.mark.parametrize(("rows", "d_ff", "density"), [(20, 600, 0.3), (65, 600, 0.3), (60, MANY_NEURONS, 0.005)])
+def test_nan_in_one_neuron(where: str, rows: int, d_ff: int, density: float) -> None:
+    block = make_block(Case(rows=rows, d_ff=d_ff, density=density), integers=False)
+    assert block.b_gate is not None
     n = 300
+    block.b_gate[n] += 0.5 if density < 0.1 else 0.0  # active in some rows
     getattr(block, where)[n] = float("nan")
     y = Call(block, 4).run()
     reference.assert_close(y, block)
@@ -504,10 +518,10 @@ def test_nan_in_one_neuron(where: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("density", [0.005, 0.3])  # without and with tiles that overflow
-@pytest.mark.parametrize("rows", [10, 40, 65, 200])
-def test_inactive_neurons_add_nothing(rows: int, density: float) -> None:
+@pytest.mark.parametrize(("rows", "d_ff"), [(10, 600), (40, 600), (65, 600), (200, 600), (50, MANY_NEURONS)])
+def test_inactive_neurons_add_nothing(rows: int, d_ff: int, density: float) -> None:
     """Where a dense block computes 0 * inf = NaN, the contract is 0."""
-    block = make_block(Case(rows=rows, density=density), integers=False)
+    block = make_block(Case(rows=rows, d_ff=d_ff, density=density), integers=False)
     assert block.b_gate is not None and block.w_up is not None
     inactive = [0, 255, 256, 599]
     block.w_gate[inactive] = 0
@@ -531,11 +545,13 @@ def test_rows_without_active_neurons(rows: int, b_down: bool) -> None:
     assert_same_bits(y, expected.contiguous())
 
 
-@pytest.mark.parametrize("density", [0.03, 1.0])
-@pytest.mark.parametrize("rows", [10, 40, 65, 200])
-def test_fp16_does_not_overflow_between(rows: int, density: float) -> None:
+@pytest.mark.parametrize(
+    ("rows", "d_ff", "density"),
+    [*((rows, 600, density) for rows in (10, 40, 65, 200) for density in (0.03, 1.0)), (50, MANY_NEURONS, 0.005)],
+)
+def test_fp16_does_not_overflow_between(rows: int, d_ff: int, density: float) -> None:
     """A dense fp16 block stores u and g * u, which do not fit here; y does."""
-    block = make_block(Case(rows=rows, dtype=FP16, density=density, biases=""), integers=False)
+    block = make_block(Case(rows=rows, d_ff=d_ff, dtype=FP16, density=density, biases=""), integers=False)
     assert block.w_up is not None
     large = dataclasses.replace(
         block, w_gate=block.w_gate * 64, w_up=block.w_up * 32768, w_down=block.w_down * 2.0**-13
@@ -546,11 +562,13 @@ def test_fp16_does_not_overflow_between(rows: int, density: float) -> None:
     reference.assert_close(y, large)
 
 
-@pytest.mark.parametrize("density", [0.02, 0.3])
-@pytest.mark.parametrize("rows", [1, 10, 40, 65, 200])
-def test_active_neuron_whose_h_is_too_small_for_fp16(rows: int, density: float) -> None:
+@pytest.mark.parametrize(
+    ("rows", "d_ff", "density"),
+    [*((rows, 600, density) for rows in (1, 10, 40, 65, 200) for density in (0.02, 0.3)), (50, MANY_NEURONS, 0.005)],
+)
+def test_active_neuron_whose_h_is_too_small_for_fp16(rows: int, d_ff: int, density: float) -> None:
     """Its infinite weights reach y, also where h is rounded to 0 as if it were inactive."""
-    block = make_block(Case(rows=rows, dtype=FP16, density=density, biases=""), integers=False)
+    block = make_block(Case(rows=rows, d_ff=d_ff, dtype=FP16, density=density, biases=""), integers=False)
     assert block.w_up is not None
     block.w_gate[300] = block.x[-1].sign() * 2.0**-18
     block.w_up[300] *= 2.0**-14
@@ -614,9 +632,11 @@ def test_batches_of_whole_tiles_beside_overflowed_ones() -> None:
 
 
 @pytest.mark.parametrize("density", [0.005, 0.3, 0.9])
-@pytest.mark.parametrize("rows", [1, 3, 14, 30, 60, 200])
-def test_bitwise_repeatable(rows: int, density: float) -> None:
-    block = make_block(Case(rows=rows, d_model=1024, d_ff=2000, d_out=1032, density=density), integers=False)
+@pytest.mark.parametrize(
+    ("rows", "d_ff"), [(1, 2000), (3, 2000), (14, 2000), (30, 2000), (60, 2000), (200, 2000), (60, MANY_NEURONS)]
+)
+def test_bitwise_repeatable(rows: int, d_ff: int, density: float) -> None:
+    block = make_block(Case(rows=rows, d_model=1024, d_ff=d_ff, d_out=1032, density=density), integers=False)
     call = Call(block, 8)
     steps, whole = call.steps(), call.run()
     packed = call.packed.clone()

@@ -1,0 +1,95 @@
+// The down projection of a dense block on Hopper (sm_90a) if few of its neurons are active: that of down_few.cuh. Both
+// it and the dense one (dense_sm90.cuh) read what the kernel of the hidden activations has counted, and one of them
+// leaves.
+#ifndef TWELL_KERNELS_SKIPPING_DOWN_CUH_
+#define TWELL_KERNELS_SKIPPING_DOWN_CUH_
+
+#include "active.h"
+#include "dependent_launch.cuh"
+#include "down_few.cuh"
+#include "sum_again.cuh"
+#include "vector.cuh"
+
+namespace twell::skipping_down {
+
+// Up to where it takes less time than the dense one.
+struct Decision {
+    Active active;
+    uint32_t most_pairs;   // active, of a row and a neuron
+    uint32_t most_of_row;  // by the bound that is counted
+};
+
+// Whether it is to be taken, by each warp for itself, once the hidden activations are there. NOTE: the counts do not
+// come by way of L1, which may hold what was there when this kernel started.
+__device__ __forceinline__ bool decide(Decision const& decision) {
+    int const lane = threadIdx.x % kWarpSize;
+    Active const& active = decision.active;
+    uint32_t pairs = 0;
+    uint32_t most = 0;
+    for (int group = 0; group < active.num_groups; ++group) {
+        uint32_t most_of_group = 0;
+        uint32_t const* const counted = active.counted + group * active.counts_of_group;
+#pragma unroll 4
+        for (int i = lane; i < active.counts_of_group; i += kWarpSize) {
+            uint32_t const count = __ldcg(counted + i);
+            pairs += count / kMostCountedOfRow;
+            most_of_group += count % kMostCountedOfRow;
+        }
+        most = max(most, __reduce_add_sync(0xffffffffu, most_of_group));
+    }
+    return __reduce_add_sync(0xffffffffu, pairs) <= decision.most_pairs && most <= decision.most_of_row;
+}
+
+struct Params {
+    Decision decision;
+    down_few::Params down;
+    BlockTensors block;
+    int rows;
+};
+
+template <class Cfg>
+constexpr int kCtasPerMultiprocessor = 1024 / Cfg::kThreads;
+
+template <class Element, class Cfg>
+__global__ void __launch_bounds__(Cfg::kThreads, kCtasPerMultiprocessor<Cfg>) down_kernel(Params const params) {
+    __shared__ down_few::Shared<Cfg> shared;
+    __shared__ down_few::WordTotals totals;
+    allow_dependent_launch();
+    // The launch before, the dense one, lets this one start when the hidden activations are there.
+    if (!decide(params.decision)) {
+        if (blockIdx.x == 0) {
+            wait_for_previous_launch();
+        }
+        return;
+    }
+    int const num_units = params.rows * params.down.num_slabs;
+    for (int unit = static_cast<int>(blockIdx.x); unit < num_units; unit += static_cast<int>(gridDim.x)) {
+        int64_t const row = unit % params.rows;
+        int const slab = unit / params.rows;
+        uint32_t const mask = down_few::load_mask(params.down, row, 0);
+        int const end = down_few::scan_words(totals, mask);
+        __syncthreads();
+        bool const failed =
+            down_few::compute<Element, Cfg, false, uint16_t>(params.down, shared, totals, slab, row, mask, end);
+        // A vector was stored by kLanes threads.
+        constexpr int kLanes = kVector / 2;
+        int const warp_begin = static_cast<int>(threadIdx.x) / kWarpSize * kWarpSize;
+        uint16_t const* const h_row = params.down.h_rounded + row * params.down.num_mask_words * down_few::kMaskBits;
+        uint32_t const lanes = __ballot_sync(0xffffffffu, failed);
+        __syncwarp();  // what is stored again has been stored
+        for (int first = 0; lanes != 0 && first < kWarpSize; first += kLanes) {
+            if ((lanes >> first & ((1u << kLanes) - 1)) != 0) {
+                sum_again<Element, 2>(params.block, h_row, row, slab * Cfg::kColumns + (warp_begin + first) * 2);
+            }
+        }
+        __syncthreads();  // the next unit uses the same memory
+    }
+    // Who waits for the end of this launch takes it for the end of those before.
+    if (blockIdx.x == 0) {
+        wait_for_previous_launch();
+    }
+}
+
+}  // namespace twell::skipping_down
+
+#endif  // TWELL_KERNELS_SKIPPING_DOWN_CUH_
