@@ -508,7 +508,7 @@ def test_nan_in_one_neuron(where: str, rows: int, d_ff: int, density: float) -> 
     block = make_block(Case(rows=rows, d_ff=d_ff, density=density), integers=False)
     assert block.b_gate is not None
     n = 300
-    block.b_gate[n] += 0.5 if density < 0.1 else 0.0  # active in some rows
+    block.b_gate[n] += 2 if density < 0.1 else 0  # active in some rows
     getattr(block, where)[n] = float("nan")
     y = Call(block, 4).run()
     reference.assert_close(y, block)
