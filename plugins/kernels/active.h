@@ -6,6 +6,9 @@
 
 namespace twell {
 
+// Calls for more tokens do not ask for it.
+constexpr int64_t kMostTokensSkipping = 64;
+
 // More than a row can have of the neurons of one count.
 constexpr uint32_t kMostCountedOfRow = 256;
 

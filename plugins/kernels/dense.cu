@@ -78,12 +78,14 @@ int num_part_states(twell_problem const& problem) {
 
 int num_mask_words(twell_problem const& problem) { return num_tiles(problem) * (TWELL_TILE / 32); }
 
+int64_t rows_skipping(twell_problem const& problem) { return std::min(problem.tokens, kMostTokensSkipping); }
+
 // What there is room for: a group has so many tokens at least, but the last ones of a launch.
 int64_t most_counts(twell_problem const& problem) {
     constexpr int64_t kFewestOfGroup = 40;
     constexpr int64_t kLastGroups = 2;
     constexpr int kCountsOfTile = 2;
-    return (problem.tokens / kFewestOfGroup + kLastGroups) * num_tiles(problem) * kCountsOfTile;
+    return (rows_skipping(problem) / kFewestOfGroup + kLastGroups) * num_tiles(problem) * kCountsOfTile;
 }
 
 // Takes the pieces from `memory`, which may be null: then the pointers tell sizes alone.
@@ -94,7 +96,7 @@ BlockScratch take_block_scratch(twell_problem const& problem, unsigned char*& me
     scratch.parts.states = take<uint32_t>(memory, scratch.parts.num_states);
     scratch.parts.sums = take<float4>(memory, scratch.parts.most_sums / 4);
     scratch.active.num_words = num_mask_words(problem);
-    scratch.active.masks = take<uint32_t>(memory, problem.tokens * scratch.active.num_words);
+    scratch.active.masks = take<uint32_t>(memory, rows_skipping(problem) * scratch.active.num_words);
     scratch.active.counted = take<uint32_t>(memory, most_counts(problem));
     return scratch;
 }

@@ -32,10 +32,10 @@ constexpr float kMostProducts = 1920.0f * 2048 * 5632;
 constexpr int64_t kMostTokens = 1280;
 constexpr int kNarrow = 1024;
 constexpr int kNarrowPlain = 1536;
-// Of those with so many neurons and up to so many tokens the down projection may skip inactive neurons; up to so many
-// active pairs of a token and a neuron, and so many of one token, for each neuron. Measured on an H200 with d_model
-// 4096 and d_ff 11 008 to 16 384, see benchmarks/README.md.
-constexpr int64_t kMostTokensSkipping = 64;
+// Of those with more than kLargeDFf neurons, twice as many in plain blocks, and up to so many tokens the down
+// projection may skip inactive neurons, beside which it does not matter that a dense layer takes 1 to 4 us longer: up
+// to so many active pairs of a token and a neuron, and so many of one token, for each neuron. Measured on an H200 with
+// d_model 2048 to 5120, see benchmarks/README.md.
 constexpr float kMostPairsSkipping = 0.6f;
 constexpr float kMostOfRowSkipping = 0.07f;
 // Sums of more products have not been tested there.
@@ -44,9 +44,9 @@ constexpr int kMostDModel = 16384;
 using UpTilings =
     sm90::Tilings<sm90::Choices<48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 200, 208, 216, 224, 232, 240, 256>,
                   sm90::Choices<>>;
-using DownTilings = sm90::Tilings<
-    sm90::Choices<112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256>,
-    sm90::Choices<40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
+using DownTilings = sm90::Tilings<sm90::Choices<40, 48, 64, 88, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192,
+                                                200, 208, 216, 224, 232, 240, 248, 256>,
+                                  sm90::Choices<40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
 
 // What all kernels of one call share.
 struct Launch {
@@ -91,15 +91,28 @@ struct Shape {
 // Of a dense block: the next launch computes y if it is sparse enough.
 bool may_skip(Launch const& launch) { return launch.scratch.active.masks != nullptr; }
 
+bool suits_skipping(twell_problem const& problem) {
+    return problem.tokens <= kMostTokensSkipping &&
+           problem.d_ff > (problem.variant == TWELL_PLAIN ? 2 * kLargeDFf : kLargeDFf);
+}
+
 skipping_down::Decision skipping_of(Launch const& launch) {
     float const d_ff = static_cast<float>(launch.problem.d_ff);
     return {launch.scratch.active, static_cast<uint32_t>(kMostPairsSkipping * d_ff),
             static_cast<uint32_t>(kMostOfRowSkipping * d_ff)};
 }
 
+template <class Element, class Cfg>
+cudaError_t launch_skipping_down(Launch const& launch, skipping_down::Params const& params, int num_slabs) {
+    return launch_dependent(skipping_down::down_kernel<Element, Cfg>, params,
+                            dim3(static_cast<unsigned>(launch.problem.tokens), static_cast<unsigned>(num_slabs)),
+                            Cfg::kThreads, 0, launch.device, launch.stream);
+}
+
 template <class Element>
 cudaError_t launch_skipping_down(Launch const& launch) {
-    using Cfg = down_few::Config<32, 256>;
+    using Narrow = down_few::Config<32, skipping_down::kThreads>;
+    using Wide = down_few::Config<64, skipping_down::kThreads>;
     twell_problem const& problem = launch.problem;
     FewScratch scratch = {};
     scratch.masks = launch.scratch.active.masks;
@@ -108,14 +121,14 @@ cudaError_t launch_skipping_down(Launch const& launch) {
     skipping_down::Params params = {};
     params.decision = skipping_of(launch);
     params.down = down_params(problem, launch.tensors, scratch);
-    params.down.num_slabs = static_cast<int>(ceil_div(problem.d_out, Cfg::kColumns));
     params.block = block_tensors(problem, launch.tensors);
-    params.rows = static_cast<int>(problem.tokens);
-    // No more than find a place at once: if the launch has nothing to do, it leaves the sooner.
-    int const grid = std::min(params.rows * params.down.num_slabs,
-                              launch.device.num_multiprocessors * skipping_down::kCtasPerMultiprocessor<Cfg>);
-    return launch_dependent(skipping_down::down_kernel<Element, Cfg>, params, dim3(static_cast<unsigned>(grid)),
-                            Cfg::kThreads, 0, launch.device, launch.stream);
+    // The fewer columns a CTA has, the more loads are in flight, but not in a second round of CTAs.
+    int const narrow_slabs = static_cast<int>(ceil_div(problem.d_out, Narrow::kColumns));
+    if (problem.tokens * narrow_slabs <= launch.device.num_multiprocessors * skipping_down::kCtasPerMultiprocessor) {
+        return launch_skipping_down<Element, Narrow>(launch, params, narrow_slabs);
+    }
+    int const wide_slabs = static_cast<int>(ceil_div(problem.d_out, Wide::kColumns));
+    return launch_skipping_down<Element, Wide>(launch, params, wide_slabs);
 }
 
 template <class Element, class Cfg, Projection kProjection>
@@ -230,7 +243,7 @@ cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const&
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
                                BlockScratch const& scratch, bool skips, Device const& device, cudaStream_t stream) {
     BlockScratch left = scratch;
-    if (!skips || problem.tokens > kMostTokensSkipping || problem.d_ff <= kLargeDFf) {
+    if (!skips || !suits_skipping(problem)) {
         left.active.masks = nullptr;
     }
     if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, left.parts, left.active, device, stream);

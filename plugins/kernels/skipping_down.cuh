@@ -44,48 +44,46 @@ struct Params {
     Decision decision;
     down_few::Params down;
     BlockTensors block;
-    int rows;
 };
 
-template <class Cfg>
-constexpr int kCtasPerMultiprocessor = 1024 / Cfg::kThreads;
+constexpr int kThreads = 256;
+constexpr int kCtasPerMultiprocessor = 4;  // at once
 
+// A CTA for each row and slab of columns.
 template <class Element, class Cfg>
-__global__ void __launch_bounds__(Cfg::kThreads, kCtasPerMultiprocessor<Cfg>) down_kernel(Params const params) {
+__global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) down_kernel(Params const params) {
     __shared__ down_few::Shared<Cfg> shared;
     __shared__ down_few::WordTotals totals;
     allow_dependent_launch();
+    bool const is_first = blockIdx.x == 0 && blockIdx.y == 0;
     // The launch before, the dense one, lets this one start when the hidden activations are there.
     if (!decide(params.decision)) {
-        if (blockIdx.x == 0) {
+        if (is_first) {
             wait_for_previous_launch();
         }
         return;
     }
-    int const num_units = params.rows * params.down.num_slabs;
-    for (int unit = static_cast<int>(blockIdx.x); unit < num_units; unit += static_cast<int>(gridDim.x)) {
-        int64_t const row = unit % params.rows;
-        int const slab = unit / params.rows;
-        uint32_t const mask = down_few::load_mask(params.down, row, 0);
-        int const end = down_few::scan_words(totals, mask);
-        __syncthreads();
-        bool const failed =
-            down_few::compute<Element, Cfg, false, uint16_t>(params.down, shared, totals, slab, row, mask, end);
-        // A vector was stored by kLanes threads.
-        constexpr int kLanes = kVector / 2;
-        int const warp_begin = static_cast<int>(threadIdx.x) / kWarpSize * kWarpSize;
-        uint16_t const* const h_row = params.down.h_rounded + row * params.down.num_mask_words * down_few::kMaskBits;
-        uint32_t const lanes = __ballot_sync(0xffffffffu, failed);
-        __syncwarp();  // what is stored again has been stored
-        for (int first = 0; lanes != 0 && first < kWarpSize; first += kLanes) {
-            if ((lanes >> first & ((1u << kLanes) - 1)) != 0) {
-                sum_again<Element, 2>(params.block, h_row, row, slab * Cfg::kColumns + (warp_begin + first) * 2);
-            }
+    int const row = static_cast<int>(blockIdx.x);
+    int const slab = static_cast<int>(blockIdx.y);
+    uint32_t const mask = down_few::load_mask(params.down, row, 0);
+    int const end = down_few::scan_words(totals, mask);
+    __syncthreads();
+    bool const failed =
+        down_few::compute<Element, Cfg, false, uint16_t>(params.down, shared, totals, slab, row, mask, end);
+    // A vector was stored by kLanes threads.
+    constexpr int kLanes = kVector / 2;
+    uint32_t const lanes = __ballot_sync(0xffffffffu, failed);
+    __syncwarp();  // what is stored again has been stored
+    for (int first = 0; lanes != 0 && first < kWarpSize; first += kLanes) {
+        if ((lanes >> first & ((1u << kLanes) - 1)) != 0) {
+            int const thread = static_cast<int>(threadIdx.x) / kWarpSize * kWarpSize + first;
+            sum_again<Element>(params.block,
+                               params.down.h_rounded + row * params.down.num_mask_words * down_few::kMaskBits, row,
+                               slab * Cfg::kColumns + thread * 2);
         }
-        __syncthreads();  // the next unit uses the same memory
     }
     // Who waits for the end of this launch takes it for the end of those before.
-    if (blockIdx.x == 0) {
+    if (is_first) {
         wait_for_previous_launch();
     }
 }

@@ -282,7 +282,7 @@ def test_small_calls_are_dense_blocks() -> None:
         (50, 11008, 0.005, 0, True),
         (64, MANY_NEURONS, 0.004, 0, True),
         (64, MANY_NEURONS, 0.05, 0, False),
-        (64, MANY_NEURONS, 0.001, 1000, False),
+        (64, MANY_NEURONS, 0.001, 2000, False),
         (65, MANY_NEURONS, 0.001, 0, False),
     ],
 )
@@ -290,6 +290,7 @@ def test_down_projection_of_a_dense_block_skips_inactive_neurons(
     rows: int, d_ff: int, density: float, heavy: int, skips: bool, gated: bool
 ) -> None:
     """Which one is taken shows in the last bits, since two large terms that cancel make the order of sums matter."""
+    d_ff *= 1 if gated else 2
     block = make_block(Case(rows, 128, d_ff, 264, density=density, gated=gated, biases=""), integers=False)
     block.x[:, 7] = 0
     block.x[rows // 2, 7] = 8
