@@ -26,16 +26,17 @@ constexpr float kCycleNs = 0.72f;
 // since packing takes longer than a product.
 constexpr int64_t kFewestTokens = 129;
 constexpr int64_t kFewestTokensLarge = 33;
+constexpr int64_t kFewestTokensSkipping = 17;
 constexpr int64_t kFewestTokensPlain = 65;
 constexpr int kLargeDFf = 6336;
 constexpr float kMostProducts = 1920.0f * 2048 * 5632;
 constexpr int64_t kMostTokens = 1280;
 constexpr int kNarrow = 1024;
 constexpr int kNarrowPlain = 1536;
-// Of those with more than kLargeDFf neurons, twice as many in plain blocks, and up to so many tokens the down
-// projection may skip inactive neurons, beside which it does not matter that a dense layer takes 1 to 4 us longer: up
-// to so many active pairs of a token and a neuron, and so many of one token, for each neuron. Measured on an H200 with
-// d_model 2048 to 5120, see benchmarks/README.md.
+// With more than kLargeDFf neurons, twice as many in plain blocks, the down projection may skip inactive ones, up to
+// kMostTokensSkipping tokens; beside what it takes it does not matter there that a dense layer takes 1 to 4 us longer.
+// It does up to so many active pairs of a token and a neuron, and so many of one token, for each neuron. Measured on an
+// H200 with d_model 2048 to 5120, see benchmarks/README.md.
 constexpr float kMostPairsSkipping = 0.6f;
 constexpr float kMostOfRowSkipping = 0.07f;
 // Sums of more products have not been tested there.
@@ -47,6 +48,10 @@ using UpTilings =
 using DownTilings = sm90::Tilings<sm90::Choices<40, 48, 64, 88, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192,
                                                 200, 208, 216, 224, 232, 240, 248, 256>,
                                   sm90::Choices<40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
+
+bool has_many_neurons(twell_problem const& problem) {
+    return problem.d_ff > (problem.variant == TWELL_PLAIN ? 2 * kLargeDFf : kLargeDFf);
+}
 
 // What all kernels of one call share.
 struct Launch {
@@ -90,11 +95,6 @@ struct Shape {
 
 // Of a dense block: the next launch computes y if it is sparse enough.
 bool may_skip(Launch const& launch) { return launch.scratch.active.masks != nullptr; }
-
-bool suits_skipping(twell_problem const& problem) {
-    return problem.tokens <= kMostTokensSkipping &&
-           problem.d_ff > (problem.variant == TWELL_PLAIN ? 2 * kLargeDFf : kLargeDFf);
-}
 
 skipping_down::Decision skipping_of(Launch const& launch) {
     float const d_ff = static_cast<float>(launch.problem.d_ff);
@@ -221,9 +221,10 @@ bool dense_sm90_supports(twell_problem const& problem) {
 
 bool dense_sm90_prefers_block(twell_problem const& problem) {
     bool const is_plain = problem.variant == TWELL_PLAIN;
-    int64_t const fewest_tokens = problem.d_ff > kLargeDFf ? kFewestTokensLarge
-                                  : is_plain               ? kFewestTokensPlain
-                                                           : kFewestTokens;
+    int64_t const fewest_tokens = has_many_neurons(problem)  ? kFewestTokensSkipping
+                                  : problem.d_ff > kLargeDFf ? kFewestTokensLarge
+                                  : is_plain                 ? kFewestTokensPlain
+                                                             : kFewestTokens;
     bool const is_narrow = std::max(problem.d_model, problem.d_out) <= (is_plain ? kNarrowPlain : kNarrow);
     return problem.tokens >= fewest_tokens && problem.d_model <= kMostDModel &&
            (is_narrow || problem.tokens <= kMostTokens || gate_products(problem) <= kMostProducts);
@@ -243,7 +244,7 @@ cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const&
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
                                BlockScratch const& scratch, bool skips, Device const& device, cudaStream_t stream) {
     BlockScratch left = scratch;
-    if (!skips || !suits_skipping(problem)) {
+    if (!skips || !has_many_neurons(problem) || problem.tokens > kMostTokensSkipping) {
         left.active.masks = nullptr;
     }
     if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, left.parts, left.active, device, stream);

@@ -278,6 +278,7 @@ def test_small_calls_are_dense_blocks() -> None:
 @pytest.mark.parametrize(
     ("rows", "d_ff", "density", "heavy", "skips"),
     [
+        (17, MANY_NEURONS, 0.004, 0, True),
         (33, MANY_NEURONS, 0.004, 0, True),
         (50, 11008, 0.005, 0, True),
         (64, MANY_NEURONS, 0.004, 0, True),

@@ -35,8 +35,9 @@ FEW_TOKENS = 256
 FEW_TOKENS_DENSE = 128
 # Up to so many, h is in fp32 everywhere.
 FEW_TOKENS_EXACT = 32
-# With so many neurons, twice as many in plain blocks, 33 to 64 tokens are a dense block there whose down projection
-# skips inactive ones, up to 0.9 %.
+FEW_TOKENS_EXACT_MANY = 16  # with many neurons
+# With so many neurons, twice as many in plain blocks, 17 to 64 tokens are a dense block there whose down projection
+# skips inactive ones, up to 0.9 % and more.
 MANY_NEURONS = 6400
 MOST_COLUMNS_OF_BOX = 64  # smaller matrices have no kernels for few tokens on Hopper
 
@@ -129,12 +130,12 @@ def table() -> Iterator[Case]:
         yield Case(rows=rows, d_model=20008, d_ff=300, d_out=24, dtype=FP16)
     yield Case(rows=2, d_model=65544, d_ff=300, d_out=24)  # too wide for the kernels for few tokens
     # Dense blocks on Hopper whose down projection skips inactive neurons, or does not.
-    for rows, (gated, activation), dtype in itertools.product((33, 64), kinds, (BF16, FP16)):
+    for rows, (gated, activation), dtype in itertools.product((17, 64), kinds, (BF16, FP16)):
         base = Case(rows=rows, d_model=136, d_ff=6500 if gated else 13000, d_out=328, density=0.004)
         yield dataclasses.replace(base, gated=gated, activation=activation, dtype=dtype)
     for d_ff, gated in itertools.product((6337, 6400, 6656, 20000), (True, False)):
         yield Case(rows=40, d_model=264, d_ff=d_ff, d_out=72, density=0.004, gated=gated, dtype=next(dtypes))
-    for rows, density in itertools.product((33, 50), densities):
+    for rows, density in itertools.product((20, 33, 50), densities):
         yield Case(rows=rows, d_model=256, d_ff=11008, d_out=1032, density=density, biases="", dtype=next(dtypes))
 
 
@@ -403,16 +404,22 @@ def test_against_float64(case: Case) -> None:
     assert (off & fits).sum() <= (2 if case.activation == "fatrelu" else 0)
 
 
+def has_many_neurons(block: Block) -> bool:
+    """Say whether few tokens, but not the fewest, are a dense block on Hopper."""
+    return len(block.w_gate) > (6336 if block.w_up is not None else 2 * 6336)
+
+
 def rounds_h(block: Block) -> bool:
     """Say whether a call for few tokens rounds h, and nothing else, on the way: some kernels of Hopper do."""
     fits = min(*block.w_gate.shape, block.w_down.shape[1]) >= MOST_COLUMNS_OF_BOX
-    return FEW_TOKENS_EXACT < len(block.x) <= FEW_TOKENS_DENSE and fits and torch.cuda.get_device_capability() == (9, 0)
+    exact = FEW_TOKENS_EXACT_MANY if has_many_neurons(block) else FEW_TOKENS_EXACT
+    return exact < len(block.x) <= FEW_TOKENS_DENSE and fits and torch.cuda.get_device_capability() == (9, 0)
 
 
 def may_be_dense(block: Block) -> bool:
     """Say whether few tokens' u may be rounded, or h that is in fp32 elsewhere: the kernels' rule, with a margin."""
     rows = len(block.x)
-    if rows > FEW_TOKENS_EXACT:
+    if rows > (FEW_TOKENS_EXACT_MANY if has_many_neurons(block) else FEW_TOKENS_EXACT):
         return FEW_TOKENS_DENSE < rows <= FEW_TOKENS and torch.cuda.get_device_capability() == (9, 0)
     active = torch.nn.functional.pad(reference.gate_values(block) != 0, (0, -len(block.w_gate) % 16))
     most = 1500 + 120 * rows if rows <= 24 else 4000 + 16 * rows
