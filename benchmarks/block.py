@@ -295,7 +295,7 @@ _FEW = (1, 2, 4, 8, 16, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256)
 _SWEEP = (*_FEW, 257, 320, 384, 448, 512, 768, 1024, 1536, 1920, 1921, 2048, 3072, 4096)
 _PLAIN = (1, 16, 32, 33, 64, 128, 256, 512, 1024, 2048, 8192)
 _DECIDED = (2, 8, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)  # by what the gate has counted
-_LARGE_MODEL = (1, 4, 16, 32, 33, 48, 64, 128, 256, 512, 1024, 1280, 1281, 2048, 8192, 32768)
+_LARGE_MODEL = (1, 4, 16, 17, 32, 33, 48, 64, 128, 256, 512, 1024, 1280, 1281, 2048, 8192, 32768)
 
 # All that this project states about the kernels: token counts, the neurons' distribution, sizes of larger models, and
 # densities on both sides of break-even, up to dense layers; one heavy token.
@@ -308,9 +308,9 @@ SUITE = (
     Setting((2048, 8192, 32768, 131072), neurons="zipf"),
     Setting(_LARGE_MODEL, d_model=4096, d_ff=11008),
     Setting(_LARGE_MODEL, d_model=4096, d_ff=14336),
-    Setting((1, 16, 32, 33, 48, 64, 256, 1024, 1280, 1281, 2048, 8192), d_model=4096, d_ff=11008, density=0.1),
-    Setting((1, 16, 33, 48, 64, 128, 2048), d_model=5120, d_ff=13824),
-    Setting((16, 33, 48, 64, 128), d_model=5120, d_ff=13824, density=0.1),
+    Setting((1, 16, 17, 32, 33, 48, 64, 256, 1024, 1280, 1281, 2048, 8192), d_model=4096, d_ff=11008, density=0.1),
+    Setting((1, 16, 17, 32, 33, 48, 64, 128, 2048), d_model=5120, d_ff=13824),
+    Setting((16, 17, 32, 33, 48, 64, 128), d_model=5120, d_ff=13824, density=0.1),
     *(Setting((2048, 8192), density=density) for density in (0.001, 0.002, 0.01, 0.02, 0.05)),
     *(
         Setting(_PLAIN, d_model, d_ff, density=density, variant="plain")
