@@ -293,7 +293,7 @@ class Setting:
 # Token counts on both sides of wherever other kernels take over.
 _FEW = (1, 2, 4, 8, 16, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256)
 _SWEEP = (*_FEW, 257, 320, 384, 448, 512, 768, 1024, 1536, 1920, 1921, 2048, 3072, 4096)
-_PLAIN = (1, 16, 32, 33, 64, 128, 256, 512, 1024, 2048, 8192)
+_PLAIN = (1, 16, 17, 32, 33, 64, 128, 256, 512, 1024, 2048, 8192)
 _DECIDED = (2, 8, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)  # by what the gate has counted
 _LARGE_MODEL = (1, 4, 16, 17, 32, 33, 48, 64, 128, 256, 512, 1024, 1280, 1281, 2048, 8192, 32768)
 
@@ -314,7 +314,7 @@ SUITE = (
     *(Setting((2048, 8192), density=density) for density in (0.001, 0.002, 0.01, 0.02, 0.05)),
     *(
         Setting(_PLAIN, d_model, d_ff, density=density, variant="plain")
-        for d_model, d_ff in ((1024, 4096), (4096, 16384))
+        for d_model, d_ff in ((1024, 4096), (2048, 8192), (4096, 16384))
         for density in (0.005, 0.1)
     ),
 )

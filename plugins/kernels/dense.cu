@@ -82,7 +82,7 @@ int64_t rows_skipping(twell_problem const& problem) { return std::min(problem.to
 
 // What there is room for: a group has so many tokens at least, but the last ones of a launch.
 int64_t most_counts(twell_problem const& problem) {
-    constexpr int64_t kFewestOfGroup = 40;
+    constexpr int64_t kFewestOfGroup = 24;
     constexpr int64_t kLastGroups = 2;
     constexpr int kCountsOfTile = 2;
     return (rows_skipping(problem) / kFewestOfGroup + kLastGroups) * num_tiles(problem) * kCountsOfTile;

@@ -25,8 +25,7 @@ constexpr float kCycleNs = 0.72f;
 // begins to cost little more than a dense block; with rows of x and y of up to so many elements there is no such place,
 // since packing takes longer than a product.
 constexpr int64_t kFewestTokens = 129;
-constexpr int64_t kFewestTokensLarge = 33;
-constexpr int64_t kFewestTokensSkipping = 17;
+constexpr int64_t kFewestTokensLarge = 17;
 constexpr int64_t kFewestTokensPlain = 65;
 constexpr int kLargeDFf = 6336;
 constexpr float kMostProducts = 1920.0f * 2048 * 5632;
@@ -45,12 +44,13 @@ constexpr int kMostDModel = 16384;
 using UpTilings =
     sm90::Tilings<sm90::Choices<48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 200, 208, 216, 224, 232, 240, 256>,
                   sm90::Choices<>>;
-using DownTilings = sm90::Tilings<sm90::Choices<40, 48, 64, 88, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184, 192,
-                                                200, 208, 216, 224, 232, 240, 248, 256>,
-                                  sm90::Choices<40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
+using DownTilings = sm90::Tilings<sm90::Choices<32, 40, 48, 64, 88, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184,
+                                                192, 200, 208, 216, 224, 232, 240, 248, 256>,
+                                  sm90::Choices<32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
 
-bool has_many_neurons(twell_problem const& problem) {
-    return problem.d_ff > (problem.variant == TWELL_PLAIN ? 2 * kLargeDFf : kLargeDFf);
+bool suits_skipping(twell_problem const& problem) {
+    return problem.tokens <= kMostTokensSkipping &&
+           problem.d_ff > (problem.variant == TWELL_PLAIN ? 2 * kLargeDFf : kLargeDFf);
 }
 
 // What all kernels of one call share.
@@ -221,10 +221,9 @@ bool dense_sm90_supports(twell_problem const& problem) {
 
 bool dense_sm90_prefers_block(twell_problem const& problem) {
     bool const is_plain = problem.variant == TWELL_PLAIN;
-    int64_t const fewest_tokens = has_many_neurons(problem)  ? kFewestTokensSkipping
-                                  : problem.d_ff > kLargeDFf ? kFewestTokensLarge
-                                  : is_plain                 ? kFewestTokensPlain
-                                                             : kFewestTokens;
+    int64_t const fewest_tokens = problem.d_ff > kLargeDFf ? kFewestTokensLarge
+                                  : is_plain               ? kFewestTokensPlain
+                                                           : kFewestTokens;
     bool const is_narrow = std::max(problem.d_model, problem.d_out) <= (is_plain ? kNarrowPlain : kNarrow);
     return problem.tokens >= fewest_tokens && problem.d_model <= kMostDModel &&
            (is_narrow || problem.tokens <= kMostTokens || gate_products(problem) <= kMostProducts);
@@ -244,7 +243,7 @@ cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const&
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
                                BlockScratch const& scratch, bool skips, Device const& device, cudaStream_t stream) {
     BlockScratch left = scratch;
-    if (!skips || !has_many_neurons(problem) || problem.tokens > kMostTokensSkipping) {
+    if (!skips || !suits_skipping(problem)) {
         left.active.masks = nullptr;
     }
     if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, left.parts, left.active, device, stream);

@@ -9,10 +9,11 @@ namespace {
 namespace sm90 = hidden_sm90;
 
 // Of a gated block a consumer holds two products, so a block has fewer tokens.
-using GatedTilings = sm90::Tilings<sm90::Choices<40, 48, 64, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176>,
-                                   sm90::Choices<48, 56, 64, 72, 80, 88, 96>>;
-using PlainTilings = sm90::Tilings<sm90::Choices<40, 48, 64, 80, 96, 112, 128, 136, 144, 152, 160, 168, 176, 184, 192,
-                                                 200, 208, 216, 224, 232, 240, 248, 256>,
+using GatedTilings =
+    sm90::Tilings<sm90::Choices<24, 32, 40, 48, 64, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176>,
+                  sm90::Choices<48, 56, 64, 72, 80, 88, 96>>;
+using PlainTilings = sm90::Tilings<sm90::Choices<24, 32, 40, 48, 64, 80, 96, 112, 128, 136, 144, 152, 160, 168, 176,
+                                                 184, 192, 200, 208, 216, 224, 232, 240, 248, 256>,
                                    sm90::Choices<40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
 
 // The down projection begins to load where there is no cluster of this kernel.

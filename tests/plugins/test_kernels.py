@@ -35,7 +35,7 @@ FEW_TOKENS = 256
 FEW_TOKENS_DENSE = 128
 # Up to so many, h is in fp32 everywhere.
 FEW_TOKENS_EXACT = 32
-FEW_TOKENS_EXACT_MANY = 16  # with many neurons
+FEW_TOKENS_EXACT_MANY = 16  # with many neurons: has_many_neurons
 # With so many neurons, twice as many in plain blocks, 17 to 64 tokens are a dense block there whose down projection
 # skips inactive ones, up to 0.9 % and more.
 MANY_NEURONS = 6400
@@ -133,8 +133,8 @@ def table() -> Iterator[Case]:
     for rows, (gated, activation), dtype in itertools.product((17, 64), kinds, (BF16, FP16)):
         base = Case(rows=rows, d_model=136, d_ff=6500 if gated else 13000, d_out=328, density=0.004)
         yield dataclasses.replace(base, gated=gated, activation=activation, dtype=dtype)
-    for d_ff, gated in itertools.product((6337, 6400, 6656, 20000), (True, False)):
-        yield Case(rows=40, d_model=264, d_ff=d_ff, d_out=72, density=0.004, gated=gated, dtype=next(dtypes))
+    for d_ff, gated, rows in itertools.product((6337, 6400, 6656, 20000), (True, False), (20, 30, 40)):
+        yield Case(rows=rows, d_model=264, d_ff=d_ff, d_out=72, density=0.004, gated=gated, dtype=next(dtypes))
     for rows, density in itertools.product((20, 33, 50), densities):
         yield Case(rows=rows, d_model=256, d_ff=11008, d_out=1032, density=density, biases="", dtype=next(dtypes))
 
@@ -406,7 +406,7 @@ def test_against_float64(case: Case) -> None:
 
 def has_many_neurons(block: Block) -> bool:
     """Say whether few tokens, but not the fewest, are a dense block on Hopper."""
-    return len(block.w_gate) > (6336 if block.w_up is not None else 2 * 6336)
+    return len(block.w_gate) > 6336
 
 
 def rounds_h(block: Block) -> bool:
