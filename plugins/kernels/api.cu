@@ -264,8 +264,8 @@ cudaError_t twell_internal_schedule(twell_problem const* problem, uint32_t const
     if (cudaError_t const error = find_device(device); error != cudaSuccess) {
         return error;
     }
-    return twell::launch_schedule(*problem, packed, nullptr, twell::schedule_at(*problem, memory), {}, {}, {}, {},
-                                  device, stream);
+    return twell::launch_schedule(*problem, packed, nullptr, twell::schedule_at(*problem, memory), {}, {}, {}, nullptr,
+                                  {}, device, stream);
 }
 
 char const* twell_version(void) { return TWELL_VERSION; }

@@ -21,6 +21,20 @@ int64_t num_runs(twell_problem const& problem) {
     return ceil_div(std::min<int64_t>(problem.tokens, kMostTokens), kRunRows);
 }
 
+int num_hot_words(twell_problem const& problem) { return static_cast<int>(ceil_div(problem.d_ff, 32)); }
+
+// Takes the pieces from `memory`, which may be null: then the pointers tell sizes alone.
+HotNeurons take_hot(twell_problem const& problem, unsigned char*& memory) {
+    HotNeurons hot = {};
+    hot.count = take<uint32_t>(memory, 1);
+    hot.neurons = take<uint32_t>(memory, kMostHot);
+    hot.num_words = num_hot_words(problem);
+    hot.words = take<HotWord>(memory, hot.num_words);
+    hot.w_up = take<uint16_t>(memory, int64_t{kMostHot} * problem.d_model);
+    hot.u = take<float>(memory, problem.tokens * kMostHot);
+    return hot;
+}
+
 int64_t block_capacity(twell_problem const& problem) {
     return num_runs(problem) * std::min(kRunChunks * num_blocks(problem), kRunChunksOfBlock);
 }
@@ -54,16 +68,19 @@ size_t chunk_bytes(twell_problem const& problem) {
         return 0;
     }
     int64_t const most_chunks = num_runs(problem) * kRunChunks * num_blocks(problem);
-    return aligned(kMostNeuronBlocks * sizeof(uint32_t)) +
-           aligned(block_capacity(problem) * num_blocks(problem) * sizeof(Chunk)) +
+    unsigned char* hot_end = nullptr;
+    take_hot(problem, hot_end);
+    return reinterpret_cast<size_t>(hot_end) + aligned(kMostBlocks * sizeof(uint32_t)) +
+           aligned(block_capacity(problem) * (num_blocks(problem) + 1) * sizeof(Chunk)) +
            aligned(most_chunks * (problem.d_model / kSlabColumns) * kChunkPairs * sizeof(float));
 }
 
 Chunks chunks_at(twell_problem const& problem, void* memory) {
     unsigned char* next = static_cast<unsigned char*>(memory);
     Chunks chunks = {};
-    chunks.counts = take<uint32_t>(next, kMostNeuronBlocks);
-    chunks.chunks = take<Chunk>(next, block_capacity(problem) * num_blocks(problem));
+    chunks.hot = take_hot(problem, next);
+    chunks.counts = take<uint32_t>(next, kMostBlocks);
+    chunks.chunks = take<Chunk>(next, block_capacity(problem) * (num_blocks(problem) + 1));
     chunks.sums = reinterpret_cast<float*>(next);
     chunks.block_capacity = static_cast<uint32_t>(block_capacity(problem));
     chunks.num_blocks = num_blocks(problem);

@@ -8,6 +8,7 @@
 #define TWELL_KERNELS_CHUNK_CUH_
 
 #include "chunk.h"
+#include "hot.cuh"
 #include "schedule.h"
 #include "sparse_rows.h"
 #include "vector.cuh"
@@ -27,22 +28,38 @@ constexpr uint32_t kIsLeft = 0xffffffffu;
 // places that stay unused are at most so many. So counting every row with at least so many covers all of these places.
 constexpr uint32_t kLeastCounted = kOctetPairs - 1;
 
-__device__ __forceinline__ uint32_t block_of(uint32_t neuron, Chunks const& chunks) {
-    return chunks.num_blocks == 1 ? 0 : __umulhi(neuron, chunks.inverse);
-}
+constexpr int kMostHotWords = kMostNeuronBlocks * kMostBlockNeurons / kWarpSize;
 
-constexpr int kBlockStride = kMostNeuronBlocks + 1;  // against bank conflicts
+constexpr int kBlockStride = kMostBlocks;
+static_assert(kBlockStride % 2 == 1, "against bank conflicts");
 
 struct Shared {
     // A row's pairs in a block; then where in its part the next one goes.
     uint32_t next[kRowsAtOnce][kBlockStride];
     // Places up to this row's; then where its first pair went, maybe with kSecondRow.
     uint32_t first[kRowsAtOnce][kBlockStride];
-    uint32_t parts[kRunsAtOnce][kParts][kMostNeuronBlocks];  // places of a part; then where they begin
-    uint32_t chunks[kRunsAtOnce][kMostNeuronBlocks];
-    uint32_t begin[kRunsAtOnce][kMostNeuronBlocks];  // the run's first chunk in the block
+    uint32_t parts[kRunsAtOnce][kParts][kMostBlocks];  // places of a part; then where they begin
+    uint32_t chunks[kRunsAtOnce][kMostBlocks];
+    uint32_t begin[kRunsAtOnce][kMostBlocks];  // the run's first chunk in the block
     bool is_in[kRowsAtOnce];
+    HotWord hot[kMostHotWords];
 };
+
+// A neuron's block, and which of its neurons it is.
+struct Member {
+    uint32_t block;
+    uint32_t neuron;
+};
+
+__device__ __forceinline__ Member member_of(Shared const& shared, Chunks const& chunks, uint32_t neuron) {
+    HotWord const hot = shared.hot[neuron / kWarpSize];
+    uint32_t const bit = 1u << neuron % kWarpSize;
+    if ((hot.bits & bit) != 0) {
+        return {static_cast<uint32_t>(chunks.num_blocks), hot.before + __popc(hot.bits & (bit - 1))};
+    }
+    uint32_t const block = chunks.num_blocks == 1 ? 0 : __umulhi(neuron, chunks.inverse);
+    return {block, neuron - block * chunks.block_neurons};
+}
 
 static_assert(kMostNeuronBlocks * kMostBlockNeurons / TWELL_TILE * kListedPerTile < 0xffff,
               "a row's list is told from kNoPair by 16 bits");
@@ -73,7 +90,7 @@ __device__ __forceinline__ void count_places(Shared& shared, int run, int block)
 __device__ __forceinline__ void admit(Shared& shared, Chunks const& chunks, int r) {
     constexpr uint32_t kMostOfBlock = kRunChunksOfBlock * kChunkPairs - kUnused;
     uint32_t const most = chunks.num_blocks * (kRunChunks * kChunkPairs - kUnused);
-    bool fits = true;
+    bool fits = shared.first[r][chunks.num_blocks] <= kMostOfBlock;
     uint32_t all = 0;
     for (int b = 0; b < chunks.num_blocks; ++b) {
         uint32_t const places = shared.first[r][b];
@@ -81,7 +98,7 @@ __device__ __forceinline__ void admit(Shared& shared, Chunks const& chunks, int 
         all += places;
     }
     shared.is_in[r] = fits && all <= most;
-    for (int b = 0; !shared.is_in[r] && b < chunks.num_blocks; ++b) {
+    for (int b = 0; !shared.is_in[r] && b <= chunks.num_blocks; ++b) {
         shared.next[r][b] = 0;
     }
 }
@@ -119,13 +136,13 @@ __device__ __forceinline__ void place_rows(Shared& shared, int run, int part, in
 __device__ __forceinline__ void take_chunks(Shared& shared, Chunks const& chunks, int run) {
     int const lane = threadIdx.x % kWarpSize;
     uint32_t places = 0;
-    for (int part = 0; part < kParts && lane < chunks.num_blocks; ++part) {
+    for (int part = 0; part < kParts && lane <= chunks.num_blocks; ++part) {
         uint32_t const of_part = shared.parts[run][part][lane];
         shared.parts[run][part][lane] = places;
         places += (of_part + kOctetPairs - 1) / kOctetPairs * kOctetPairs;
     }
     uint32_t const count = (places + kChunkPairs - 1) / kChunkPairs;
-    if (lane < chunks.num_blocks) {
+    if (lane <= chunks.num_blocks) {
         shared.chunks[run][lane] = count;
         shared.begin[run][lane] = lane * chunks.block_capacity + atomicAdd(&chunks.counts[lane], count);
     }
@@ -148,8 +165,8 @@ __device__ __forceinline__ void clear_chunk(Shared const& shared, Chunks const& 
 __device__ __forceinline__ void enter(Shared& shared, Chunks const& chunks, int r, int64_t row, uint32_t i,
                                       uint32_t word) {
     int const run = r / kRunRows;
-    uint32_t const neuron = word & 0xffffu;
-    uint32_t const b = block_of(neuron, chunks);
+    Member const member = member_of(shared, chunks, word & 0xffffu);
+    uint32_t const b = member.block;
     uint32_t const in_part = atomicAdd(&shared.next[r][b], 1u);
     uint32_t const first = shared.first[r][b];
     bool const second = (first & kSecondRow) != 0 && in_part / kOctetPairs == (first & ~kSecondRow) / kOctetPairs;
@@ -157,25 +174,32 @@ __device__ __forceinline__ void enter(Shared& shared, Chunks const& chunks, int 
     uint32_t const in_chunk = place % kChunkPairs;
     uint32_t const octet = in_chunk / kOctetPairs;
     Chunk& chunk = chunks.chunks[shared.begin[run][b] + place / kChunkPairs];
-    chunk.entries[in_chunk % kOctetPairs * kOctets + octet] =
-        (neuron - b * chunks.block_neurons) | (second ? kSecondRow : 0);
+    chunk.entries[in_chunk % kOctetPairs * kOctets + octet] = member.neuron | (second ? kSecondRow : 0);
     chunk.items[in_chunk] = i | (word & 0xffff0000u);
     chunk.rows[octet * kRowsOfOctet + (second ? 1 : 0)] = static_cast<uint32_t>(row);
 }
 
 // By a CTA of kThreads, for the rows from `begin`, a multiple of kRunRows, to `end`, whose lists it sees. count_of
-// gives the non-zeros of a row, 0 for one that is not to be in chunks.
-template <int kThreads, class CountOf>
+// gives the non-zeros of a row, 0 for one that is not to be in chunks. While few warps are at work, others do
+// meanwhile(thread), once.
+template <int kThreads, class CountOf, class Meanwhile>
 __device__ __forceinline__ void build(Chunks const& chunks, Schedule const& schedule, SparseRows const& rows,
-                                      int num_tiles, int64_t begin, int64_t end, CountOf count_of) {
+                                      int num_tiles, int64_t begin, int64_t end, CountOf count_of,
+                                      Meanwhile meanwhile) {
     __shared__ Shared shared;
     constexpr int kWarps = kThreads / kWarpSize;
     constexpr int kPerWarp = kRowsAtOnce / kWarps;
     int const lane = threadIdx.x % kWarpSize;
     int const warp = threadIdx.x / kWarpSize;
     int64_t const list_step = static_cast<int64_t>(kWarps) * max_listed(num_tiles);
+    static_assert(kMostHotWords <= kThreads, "a thread has a word");
+    if (static_cast<int>(threadIdx.x) < chunks.hot.num_words) {
+        uint2 const word = __ldcg(reinterpret_cast<uint2 const*>(chunks.hot.words) + threadIdx.x);
+        shared.hot[threadIdx.x] = {word.x, word.y};
+    }
+    bool is_first = true;
 #pragma unroll 1
-    for (; begin < end; begin += kRowsAtOnce) {
+    for (; begin < end; begin += kRowsAtOnce, is_first = false) {
         // Row j of a warp is row j * kWarps + warp of those at once. A lane has one's count.
         int64_t const counted = begin + lane * kWarps + warp;
         uint32_t const own_count = lane < kPerWarp && counted < end ? count_of(counted) : 0;
@@ -201,10 +225,11 @@ __device__ __forceinline__ void build(Chunks const& chunks, Schedule const& sche
             (&shared.next[0][0])[i] = 0;
         }
         __syncthreads();
-        for_each(
-            [&](int r, uint32_t, uint32_t pair) { atomicAdd(&shared.next[r][block_of(pair & 0xffffu, chunks)], 1u); });
+        for_each([&](int r, uint32_t, uint32_t pair) {
+            atomicAdd(&shared.next[r][member_of(shared, chunks, pair & 0xffffu).block], 1u);
+        });
         __syncthreads();
-        for (int i = warp; i < kRunsAtOnce * chunks.num_blocks; i += kWarps) {
+        for (int i = warp; i < kRunsAtOnce * (chunks.num_blocks + 1); i += kWarps) {
             count_places(shared, i % kRunsAtOnce, i / kRunsAtOnce);
         }
         __syncthreads();
@@ -212,8 +237,12 @@ __device__ __forceinline__ void build(Chunks const& chunks, Schedule const& sche
             admit(shared, chunks, static_cast<int>(threadIdx.x));
         }
         __syncthreads();
-        if (int const block = threadIdx.x / (kRunsAtOnce * kParts); block < chunks.num_blocks) {
+        constexpr int kBusy = kThreads / 2;
+        static_assert(kMostBlocks * kRunsAtOnce * kParts <= kBusy, "the others do something else");
+        if (int const block = threadIdx.x / (kRunsAtOnce * kParts); block <= chunks.num_blocks) {
             place_rows(shared, threadIdx.x / kParts % kRunsAtOnce, threadIdx.x % kParts, block);
+        } else if (is_first && static_cast<int>(threadIdx.x) >= kBusy) {
+            meanwhile(static_cast<int>(threadIdx.x) - kBusy);
         }
         __syncthreads();
         if (warp < kRunsAtOnce) {
@@ -221,7 +250,7 @@ __device__ __forceinline__ void build(Chunks const& chunks, Schedule const& sche
         }
         __syncthreads();
         for (int run = 0; run < kRunsAtOnce && begin + run * kRunRows < end; ++run) {
-            for (int block = 0; block < chunks.num_blocks; ++block) {
+            for (int block = 0; block <= chunks.num_blocks; ++block) {
                 // Other warps begin with the next block.
                 for (uint32_t i = (warp + block * 16) % kWarps; i < shared.chunks[run][block]; i += kWarps) {
                     clear_chunk(shared, chunks, run, block, i, begin + run * kRunRows);

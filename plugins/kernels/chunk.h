@@ -5,6 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "hot.h"
 #include "launch.cuh"
 #include "twell/twell.h"
 
@@ -14,6 +15,8 @@ namespace twell {
 constexpr int kSlabColumns = 64;
 constexpr int kMostBlockNeurons = 1472;
 constexpr int kMostNeuronBlocks = 16;
+// Behind the blocks of neurons that lie side by side comes one of the hot neurons, whose u are another kernel's.
+constexpr int kMostBlocks = kMostNeuronBlocks + 1;
 
 // A chunk has pairs of up to eight rows: kOctets octets with pairs of two rows each.
 constexpr int kOctetPairs = 8;
@@ -31,7 +34,7 @@ constexpr int kRunChunksOfBlock = 50;
 constexpr uint32_t kSecondRow = 1u << 31;  // in an entry: the pair is of the second of the octet's rows
 
 struct Chunk {
-    // Pair i of octet o is word i * kOctets + o: the neuron, counted from its block's first, and maybe kSecondRow.
+    // Pair i of octet o is word i * kOctets + o: which of its block's neurons, and maybe kSecondRow.
     uint32_t entries[kChunkPairs];
     uint32_t rows[kRowsOfChunk];  // of x
     // Pair i of octet o is word o * kOctetPairs + i: which of its row's list it is, in the low half, and the bits of g
@@ -46,11 +49,12 @@ static_assert(kChunkFrontBytes % sizeof(uint4) == 0 && sizeof(Chunk) % sizeof(ui
 // Where chunks lie in a piece of device memory of chunk_bytes(problem), 256-byte aligned. Without memory there are
 // none.
 struct Chunks {
-    uint32_t* counts;         // [num_blocks]: chunks of each block of neurons
-    Chunk* chunks;            // [num_blocks, block_capacity]
-    float* sums;              // [chunks of all, block by block, num_slabs, kChunkPairs]: parts of x . Wu[n]
+    uint32_t* counts;  // [num_blocks + 1]: chunks of each block of neurons
+    Chunk* chunks;     // [num_blocks + 1, block_capacity]
+    float* sums;       // [chunks of all but the last, block by block, num_slabs, kChunkPairs]: parts of x . Wu[n]
+    HotNeurons hot;    // of the last block
     uint32_t block_capacity;  // the most chunks of a block
-    int num_blocks;           // of neurons
+    int num_blocks;           // of neurons, without the last one
     int block_neurons;
     uint32_t inverse;  // of block_neurons: 2^32 / block_neurons, rounded up
     int num_slabs;

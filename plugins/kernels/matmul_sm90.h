@@ -138,7 +138,8 @@ inline int num_clusters(Device const& device) { return device.num_multiprocessor
 // The tiling that takes the least time.
 template <int... kShared, int... kOwn>
 Tiling choose(Product const& product, int clusters, Tilings<Choices<kShared...>, Choices<kOwn...>>) {
-    Tiling best(product, std::max({kShared...}), false, 1);
+    constexpr bool kOwnOnly = sizeof...(kShared) == 0;
+    Tiling best(product, kOwnOnly ? std::max({0, kOwn...}) : std::max({0, kShared...}), kOwnOnly, 1);
     auto const consider = [&](int tokens, bool share_weights) {
         bool const may_have_four = share_weights && tokens <= Tiling::kMostTokensOfFourParts;
         for (int parts = may_have_four ? kMostParts : kMostParts / 2; parts >= 1; parts /= 2) {

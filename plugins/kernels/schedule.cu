@@ -41,7 +41,8 @@ Schedule schedule_at(twell_problem const& problem, void* memory) {
 
 cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, uint16_t const* spilled,
                             Schedule const& schedule, GuardModel const& guard, Gather const& gather,
-                            Chunks const& chunks, SparseRows const& rows, Device const& device, cudaStream_t stream) {
+                            Chunks const& chunks, void const* w_up, SparseRows const& rows, Device const& device,
+                            cudaStream_t stream) {
     int64_t const most_blocks = std::min<int64_t>(ceil_div(problem.tokens, kRowsPerBlock), schedule::kMaxBlocks);
     int64_t rows_per_block = ceil_div(problem.tokens, most_blocks);
     if (chunks.counts != nullptr) {
@@ -55,6 +56,8 @@ cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed
     params.guard = guard;
     params.gather = gather;
     params.chunks = chunks;
+    params.w_up = static_cast<uint16_t const*>(w_up);
+    params.d_model = problem.d_model;
     params.rows = rows;
     params.tokens = problem.tokens;
     params.num_blocks = static_cast<int>(blocks);

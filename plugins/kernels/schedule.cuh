@@ -16,6 +16,7 @@
 #include "dependent_launch.cuh"
 #include "gather.cuh"
 #include "guard.cuh"
+#include "hot.cuh"
 #include "pack.cuh"
 #include "schedule.h"
 #include "sparse_rows.h"
@@ -91,6 +92,8 @@ struct Params {
     GuardModel guard;
     Gather gather;  // if the guard is enabled
     Chunks chunks;
+    uint16_t const* w_up;  // [d_ff, d_model], for chunks
+    int d_model;
     SparseRows rows;
     int64_t tokens;
     int num_blocks;
@@ -190,16 +193,22 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
     }
     if (blockIdx.x == params.num_blocks) {
         // One CTA more, which has no rows.
-        bool const is_early = threadIdx.x < kWarpSize && guard::all_are_dense(params.guard.count);
+        bool const is_early = guard::all_are_dense(params.guard.count);
         if (threadIdx.x == 0) {
             params.schedule.header->is_early = is_early ? 1 : 0;
             // order_kernel adds to these.
             params.schedule.header->rest_count = 0;
             params.schedule.header->left_count = 0;
-            for (int i = 0; params.chunks.counts != nullptr && i < params.chunks.num_blocks; ++i) {
+            for (int i = 0; params.chunks.counts != nullptr && i <= params.chunks.num_blocks; ++i) {
                 params.chunks.counts[i] = 0;
             }
         }
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+        if (params.chunks.counts != nullptr) {
+            hot::choose<kThreads, chunk::kMostHotWords>(params.chunks.hot, params.packed, params.tokens,
+                                                        params.num_tiles, params.words_per_tile, is_early);
+        }
+#endif
         return;
     }
     __syncthreads();
@@ -454,12 +463,16 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if (params.chunks.counts != nullptr && !all_heavy) {
         __syncthreads();  // the lists
-        chunk::build<kThreads>(params.chunks, params.schedule, params.rows, params.num_tiles, begin, end,
-                               [&](int64_t row) {
-                                   uint32_t const count = params.schedule.counts[row];
-                                   bool const is_heavy = position_of(row) < heavy_count;
-                                   return count != kNotListed && !is_heavy ? count : 0;
-                               });
+        chunk::build<kThreads>(
+            params.chunks, params.schedule, params.rows, params.num_tiles, begin, end,
+            [&](int64_t row) {
+                uint32_t const count = params.schedule.counts[row];
+                bool const is_heavy = position_of(row) < heavy_count;
+                return count != kNotListed && !is_heavy ? count : 0;
+            },
+            [&](int thread) {
+                hot::copy_weights<kThreads / 2>(params.chunks.hot, params.w_up, params.d_model, thread);
+            });
     }
 #endif
     if (heavy_count != 0 && gather::is_needed(params.gather, all_heavy)) {

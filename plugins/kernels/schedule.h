@@ -85,7 +85,8 @@ __device__ __forceinline__ bool is_early(Schedule const& schedule) { return __ld
 // which rows are marked that are in no chunk, see chunk.cuh. Same preconditions as launch_gate.
 cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, uint16_t const* spilled,
                             Schedule const& schedule, GuardModel const& guard, Gather const& gather,
-                            Chunks const& chunks, SparseRows const& rows, Device const& device, cudaStream_t stream);
+                            Chunks const& chunks, void const* w_up, SparseRows const& rows, Device const& device,
+                            cudaStream_t stream);
 
 }  // namespace twell
 

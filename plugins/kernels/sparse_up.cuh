@@ -199,16 +199,10 @@ __device__ __forceinline__ void compute(Params const& params, Share const& share
     }
 }
 
-// By one warp: h of the pairs of a chunk of a block of neurons, the i-th of all chunks, from the parts of their sums.
-template <class Element>
-__device__ __forceinline__ void add_parts(Params const& params, Chunk const& chunk, int block, uint32_t i) {
-    int const lane = threadIdx.x % kWarpSize;
-    int const octet = lane / kOctetPairs;
-    uint32_t const chunk_entry = chunk.entries[lane % kOctetPairs * kOctets + octet];
-    uint32_t const item = chunk.items[lane];
-    int64_t const row = chunk.rows[octet * kRowsOfOctet + ((chunk_entry & kSecondRow) != 0 ? 1 : 0)];
-    int const num_slabs = params.chunks.num_slabs;
-    float const* const sums = params.chunks.sums + static_cast<int64_t>(i) * num_slabs * kChunkPairs + lane;
+// By one warp: u of the pairs of a chunk, the i-th of all, from the parts of their sums.
+__device__ __forceinline__ float add_parts(Chunks const& chunks, uint32_t i) {
+    int const num_slabs = chunks.num_slabs;
+    float const* const sums = chunks.sums + static_cast<int64_t>(i) * num_slabs * kChunkPairs + threadIdx.x % kWarpSize;
     constexpr int kAtOnce = 32;
     float u = 0.0f;
     for (int slab = 0; slab < num_slabs; slab += kAtOnce) {
@@ -222,8 +216,23 @@ __device__ __forceinline__ void add_parts(Params const& params, Chunk const& chu
             u += slab + s < num_slabs ? values[s] : 0.0f;
         }
     }
+    return u;
+}
+
+// By one warp: h of the pairs of a chunk of a block of neurons, the i-th of all chunks.
+template <class Element>
+__device__ __forceinline__ void finish_chunk(Params const& params, Chunk const& chunk, int block, uint32_t i) {
+    Chunks const& chunks = params.chunks;
+    int const lane = threadIdx.x % kWarpSize;
+    int const octet = lane / kOctetPairs;
+    uint32_t const chunk_entry = chunk.entries[lane % kOctetPairs * kOctets + octet];
+    uint32_t const item = chunk.items[lane];
+    int64_t const row = chunk.rows[octet * kRowsOfOctet + ((chunk_entry & kSecondRow) != 0 ? 1 : 0)];
+    uint32_t const member = chunk_entry & ~kSecondRow;
+    bool const is_hot = block == chunks.num_blocks;
+    float const u = is_hot ? __ldcg(chunks.hot.u + row * kMostHot + member) : add_parts(chunks, i);
     if (item != kNoPair) {
-        uint32_t const neuron = block * params.chunks.block_neurons + (chunk_entry & ~kSecondRow);
+        uint32_t const neuron = is_hot ? __ldcg(chunks.hot.neurons + member) : block * chunks.block_neurons + member;
         params.rows.list(row)[item & 0xffffu] = {neuron, finish<Element>(params, neuron, item, u)};
     }
 }
@@ -283,14 +292,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) up_with_chunks_kernel(Pa
         compute_left<Element>(params);
     }
     // A lane has the end of a block's chunks among all.
-    uint32_t const count = lane < chunks.num_blocks ? chunks.counts[lane] : 0;
-    uint32_t const end = sum_up_to<kMostNeuronBlocks>(count);
-    uint32_t const all = __shfl_sync(0xffffffffu, end, kMostNeuronBlocks - 1);
+    uint32_t const count = lane <= chunks.num_blocks ? chunks.counts[lane] : 0;
+    uint32_t const end = sum_up_to<kMostBlocks>(count);
+    uint32_t const all = __shfl_sync(0xffffffffu, end, kMostBlocks - 1);
     for (uint32_t i = blockIdx.x * kWarps + threadIdx.x / kWarpSize; i < all; i += gridDim.x * kWarps) {
-        int const block = __popc(__ballot_sync(0xffffffffu, lane < chunks.num_blocks && end <= i));
+        int const block = __popc(__ballot_sync(0xffffffffu, lane <= chunks.num_blocks && end <= i));
         uint32_t const begin = __shfl_sync(0xffffffffu, end - count, block);
-        add_parts<Element>(params, chunks.chunks[static_cast<int64_t>(block) * chunks.block_capacity + i - begin],
-                           block, i);
+        finish_chunk<Element>(params, chunks.chunks[static_cast<int64_t>(block) * chunks.block_capacity + i - begin],
+                              block, i);
     }
 }
 

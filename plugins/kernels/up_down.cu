@@ -5,6 +5,9 @@
 #include "chunk.h"
 #include "chunk_up.cuh"
 #include "dense.h"
+#if defined(TWELL_SM90A)
+#include "hot_sm90.h"
+#endif
 #include "launch.cuh"
 #include "problem.cuh"
 #include "schedule.h"
@@ -199,6 +202,13 @@ cudaError_t launch_projections(Launch const& launch, bool guarded, Gather const&
         if (cudaError_t const error = launch_chunk_up<Element>(launch); error != cudaSuccess) {
             return error;
         }
+#if defined(TWELL_SM90A)
+        if (cudaError_t const error = launch_hot_sm90(launch.problem, launch.tensors, launch.chunks.hot,
+                                                      launch.schedule, launch.device, launch.stream);
+            error != cudaSuccess) {
+            return error;
+        }
+#endif
     }
     if (cudaError_t const error = launch_sparse_up<Element>(launch); error != cudaSuccess) {
         return error;
@@ -261,8 +271,8 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
     if (spilled != nullptr && has_chunks(problem, device, choice)) {
         chunks = chunks_at(problem, chunks_in(problem, dense_scratch));
     }
-    if (cudaError_t const error =
-            launch_schedule(problem, packed, spilled, schedule, guard, gather, chunks, rows, device, stream);
+    if (cudaError_t const error = launch_schedule(problem, packed, spilled, schedule, guard, gather, chunks,
+                                                  tensors.w_up, rows, device, stream);
         error != cudaSuccess) {
         return error;
     }

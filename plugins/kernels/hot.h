@@ -1,0 +1,31 @@
+// Hot neurons: where a few neurons are active in so many rows that u of all rows and all of them, a matrix product,
+// takes less time than u of those pairs that are wanted. Beside chunks only.
+#ifndef TWELL_KERNELS_HOT_H_
+#define TWELL_KERNELS_HOT_H_
+
+#include <stdint.h>
+
+namespace twell {
+
+// At most so many neurons are hot: what one CTA of the product takes.
+constexpr int kMostHot = 128;
+
+// Which of 32 neighbouring neurons are hot, and how many hot ones come before these.
+struct HotWord {
+    uint32_t bits;
+    uint32_t before;
+};
+
+// In device memory. The i-th hot neuron is the i-th of those with a bit.
+struct HotNeurons {
+    uint32_t* count;
+    uint32_t* neurons;  // [kMostHot]
+    HotWord* words;     // [num_words]
+    uint16_t* w_up;     // [kMostHot, d_model]: rows of Wu
+    float* u;           // [tokens, kMostHot], without the bias
+    int num_words;
+};
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_HOT_H_
