@@ -88,7 +88,9 @@ void* scratch_in(void* workspace, twell_problem const* problem) {
 cudaError_t run_steps(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,
                       int64_t dense_rows, Device const& device, cudaStream_t stream,
                       twell::Kernels choice = twell::Kernels::kBest) {
-    twell::GateOutput const output = {packed, twell::spilled_in(problem, scratch), twell::counted_in(problem, scratch)};
+    twell::HotNeurons const hot = twell::hot_neurons_in(problem, scratch, device, choice);
+    twell::GateOutput const output = {packed, twell::spilled_in(problem, scratch), twell::counted_in(problem, scratch),
+                                      hot.sampled, hot.sampled == nullptr ? 0 : problem.d_ff};
     if (cudaError_t const error = twell::launch_gate(problem, tensors, output, device, stream, choice);
         error != cudaSuccess) {
         return error;
@@ -114,6 +116,10 @@ TWELL_API cudaError_t twell_internal_schedule(twell_problem const* problem, uint
 // a dense block without a gate of its own; `kernels` is the caller's choice of twell::Kernels. For tests, likewise.
 TWELL_API cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                            int64_t dense_rows, int32_t kernels, cudaStream_t stream);
+
+// Where a call of twell_internal_dense leaves how many neurons are hot, in device memory, and 256 bytes behind it which
+// ones; null if there are none. For tests, likewise.
+TWELL_API uint32_t const* twell_internal_hot_neurons(twell_problem const* problem, void* workspace, int32_t kernels);
 
 char const* twell_validate(twell_problem const* problem) {
     if (problem == nullptr) {
@@ -190,7 +196,7 @@ cudaError_t twell_internal_gate(twell_problem const* problem, twell_tensors cons
     if (cudaError_t const error = find_device(device); error != cudaSuccess) {
         return error;
     }
-    return twell::launch_gate(*problem, *tensors, {packed, nullptr, nullptr}, device, stream,
+    return twell::launch_gate(*problem, *tensors, {packed, nullptr, nullptr, nullptr, 0}, device, stream,
                               static_cast<twell::Kernels>(kernel));
 }
 
@@ -254,6 +260,15 @@ cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors con
     }
     return run_steps(*problem, *tensors, static_cast<uint32_t*>(workspace), scratch_in(workspace, problem), dense_rows,
                      device, stream, static_cast<twell::Kernels>(kernels));
+}
+
+uint32_t const* twell_internal_hot_neurons(twell_problem const* problem, void* workspace, int32_t kernels) {
+    Device device = {};
+    if (find_device(device) != cudaSuccess) {
+        return nullptr;
+    }
+    return twell::hot_neurons_in(*problem, scratch_in(workspace, problem), device, static_cast<twell::Kernels>(kernels))
+        .count;
 }
 
 size_t twell_internal_schedule_bytes(twell_problem const* problem) { return twell::schedule_bytes(*problem); }

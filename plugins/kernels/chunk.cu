@@ -12,6 +12,11 @@ constexpr int64_t kFewestTokens = 4096;
 constexpr float kFewestProducts = 4096.0f * 2048 * 5632;
 // Chunks are counted in 32 bits; far beyond this their numbers would not fit.
 constexpr int64_t kMostTokens = 1 << 22;
+// To look for hot neurons, and to find none, takes a call about 5 us: it pays from so many products on, measured
+// likewise.
+constexpr float kFewestProductsHot = 24576.0f * 2048 * 5632;
+// Rows in which active neurons are counted, at most.
+constexpr int64_t kSampledRows = 512;
 // The parts of sums take memory in proportion to d_ff and d_model: with more than this, more than all else.
 constexpr int kMostDModel = 4096;
 
@@ -21,17 +26,17 @@ int64_t num_runs(twell_problem const& problem) {
     return ceil_div(std::min<int64_t>(problem.tokens, kMostTokens), kRunRows);
 }
 
-int num_hot_words(twell_problem const& problem) { return static_cast<int>(ceil_div(problem.d_ff, 32)); }
-
 // Takes the pieces from `memory`, which may be null: then the pointers tell sizes alone.
 HotNeurons take_hot(twell_problem const& problem, unsigned char*& memory) {
     HotNeurons hot = {};
+    hot.sampled = take<uint32_t>(memory, problem.d_ff);
     hot.count = take<uint32_t>(memory, 1);
     hot.neurons = take<uint32_t>(memory, kMostHot);
-    hot.num_words = num_hot_words(problem);
-    hot.words = take<HotWord>(memory, hot.num_words);
     hot.w_up = take<uint16_t>(memory, int64_t{kMostHot} * problem.d_model);
     hot.u = take<float>(memory, problem.tokens * kMostHot);
+    hot.num_words = static_cast<int>(ceil_div(problem.d_ff, 32));
+    hot.sample_step = static_cast<int>(ceil_div(problem.tokens, kSampledRows));
+    hot.num_sampled = static_cast<int>(ceil_div(problem.tokens, hot.sample_step));
     return hot;
 }
 
@@ -75,10 +80,11 @@ size_t chunk_bytes(twell_problem const& problem) {
            aligned(most_chunks * (problem.d_model / kSlabColumns) * kChunkPairs * sizeof(float));
 }
 
-Chunks chunks_at(twell_problem const& problem, void* memory) {
+Chunks chunks_at(twell_problem const& problem, Kernels choice, void* memory) {
     unsigned char* next = static_cast<unsigned char*>(memory);
     Chunks chunks = {};
-    chunks.hot = take_hot(problem, next);
+    HotNeurons const hot = take_hot(problem, next);
+    chunks.hot = choice == Kernels::kSm90 || gate_products(problem) >= kFewestProductsHot ? hot : HotNeurons{};
     chunks.counts = take<uint32_t>(next, kMostBlocks);
     chunks.chunks = take<Chunk>(next, block_capacity(problem) * (num_blocks(problem) + 1));
     chunks.sums = reinterpret_cast<float*>(next);

@@ -42,8 +42,9 @@ struct Shared {
     uint32_t chunks[kRunsAtOnce][kMostBlocks];
     uint32_t begin[kRunsAtOnce][kMostBlocks];  // the run's first chunk in the block
     bool is_in[kRowsAtOnce];
-    HotWord hot[kMostHotWords];
 };
+
+using HotShared = hot::Shared<kMostHotWords>;
 
 // A neuron's block, and which of its neurons it is.
 struct Member {
@@ -51,11 +52,13 @@ struct Member {
     uint32_t neuron;
 };
 
-__device__ __forceinline__ Member member_of(Shared const& shared, Chunks const& chunks, uint32_t neuron) {
-    HotWord const hot = shared.hot[neuron / kWarpSize];
-    uint32_t const bit = 1u << neuron % kWarpSize;
-    if ((hot.bits & bit) != 0) {
-        return {static_cast<uint32_t>(chunks.num_blocks), hot.before + __popc(hot.bits & (bit - 1))};
+__device__ __forceinline__ Member member_of(HotShared const& hot, Chunks const& chunks, uint32_t neuron) {
+    if (chunks.hot.sampled != nullptr) {
+        HotWord const word = hot.words[neuron / kWarpSize];
+        uint32_t const bit = 1u << neuron % kWarpSize;
+        if ((word.bits & bit) != 0) {
+            return {static_cast<uint32_t>(chunks.num_blocks), word.before + __popc(word.bits & (bit - 1))};
+        }
     }
     uint32_t const block = chunks.num_blocks == 1 ? 0 : __umulhi(neuron, chunks.inverse);
     return {block, neuron - block * chunks.block_neurons};
@@ -162,10 +165,10 @@ __device__ __forceinline__ void clear_chunk(Shared const& shared, Chunks const& 
 }
 
 // Enters a pair, the i-th of its row; r: the row's number among those at once.
-__device__ __forceinline__ void enter(Shared& shared, Chunks const& chunks, int r, int64_t row, uint32_t i,
-                                      uint32_t word) {
+__device__ __forceinline__ void enter(Shared& shared, HotShared const& hot, Chunks const& chunks, int r, int64_t row,
+                                      uint32_t i, uint32_t word) {
     int const run = r / kRunRows;
-    Member const member = member_of(shared, chunks, word & 0xffffu);
+    Member const member = member_of(hot, chunks, word & 0xffffu);
     uint32_t const b = member.block;
     uint32_t const in_part = atomicAdd(&shared.next[r][b], 1u);
     uint32_t const first = shared.first[r][b];
@@ -183,20 +186,15 @@ __device__ __forceinline__ void enter(Shared& shared, Chunks const& chunks, int 
 // gives the non-zeros of a row, 0 for one that is not to be in chunks. While few warps are at work, others do
 // meanwhile(thread), once.
 template <int kThreads, class CountOf, class Meanwhile>
-__device__ __forceinline__ void build(Chunks const& chunks, Schedule const& schedule, SparseRows const& rows,
-                                      int num_tiles, int64_t begin, int64_t end, CountOf count_of,
-                                      Meanwhile meanwhile) {
+__device__ __forceinline__ void build(HotShared const& hot, Chunks const& chunks, Schedule const& schedule,
+                                      SparseRows const& rows, int num_tiles, int64_t begin, int64_t end,
+                                      CountOf count_of, Meanwhile meanwhile) {
     __shared__ Shared shared;
     constexpr int kWarps = kThreads / kWarpSize;
     constexpr int kPerWarp = kRowsAtOnce / kWarps;
     int const lane = threadIdx.x % kWarpSize;
     int const warp = threadIdx.x / kWarpSize;
     int64_t const list_step = static_cast<int64_t>(kWarps) * max_listed(num_tiles);
-    static_assert(kMostHotWords <= kThreads, "a thread has a word");
-    if (static_cast<int>(threadIdx.x) < chunks.hot.num_words) {
-        uint2 const word = __ldcg(reinterpret_cast<uint2 const*>(chunks.hot.words) + threadIdx.x);
-        shared.hot[threadIdx.x] = {word.x, word.y};
-    }
     bool is_first = true;
 #pragma unroll 1
     for (; begin < end; begin += kRowsAtOnce, is_first = false) {
@@ -226,7 +224,7 @@ __device__ __forceinline__ void build(Chunks const& chunks, Schedule const& sche
         }
         __syncthreads();
         for_each([&](int r, uint32_t, uint32_t pair) {
-            atomicAdd(&shared.next[r][member_of(shared, chunks, pair & 0xffffu).block], 1u);
+            atomicAdd(&shared.next[r][member_of(hot, chunks, pair & 0xffffu).block], 1u);
         });
         __syncthreads();
         for (int i = warp; i < kRunsAtOnce * (chunks.num_blocks + 1); i += kWarps) {
@@ -260,7 +258,7 @@ __device__ __forceinline__ void build(Chunks const& chunks, Schedule const& sche
         __syncthreads();
         for_each([&](int r, uint32_t i, uint32_t pair) {
             if (shared.is_in[r]) {
-                enter(shared, chunks, r, begin + r, i, pair);
+                enter(shared, hot, chunks, r, begin + r, i, pair);
             }
         });
         // Units' first entries say which way a row goes.

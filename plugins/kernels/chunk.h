@@ -52,7 +52,7 @@ struct Chunks {
     uint32_t* counts;  // [num_blocks + 1]: chunks of each block of neurons
     Chunk* chunks;     // [num_blocks + 1, block_capacity]
     float* sums;       // [chunks of all but the last, block by block, num_slabs, kChunkPairs]: parts of x . Wu[n]
-    HotNeurons hot;    // of the last block
+    HotNeurons hot;    // of the last block; without memory there are none
     uint32_t block_capacity;  // the most chunks of a block
     int num_blocks;           // of neurons, without the last one
     int block_neurons;
@@ -69,7 +69,8 @@ float nonzeros_in_chunks(twell_problem const& problem);
 // Never shrinks when `tokens` grows; the same on every device.
 size_t chunk_bytes(twell_problem const& problem);
 
-Chunks chunks_at(twell_problem const& problem, void* memory);
+// Small calls have no hot neurons. Kernels::kSm90: all may.
+Chunks chunks_at(twell_problem const& problem, Kernels choice, void* memory);
 
 }  // namespace twell
 

@@ -12,6 +12,8 @@ struct GateOutput {
     uint32_t* packed;
     uint16_t* spilled;  // see pack.cuh
     uint32_t* counted;  // [num_count_parts]: together the non-zeros of all tiles of all rows, of each kMostCounted
+    uint32_t* cleared;  // [num_cleared]: becomes 0, for the next kernels; from the Hopper kernel alone
+    int num_cleared;
 };
 
 // Enqueues the gate kernel. The problem has been validated, has at least one row, and the pointers have been checked.

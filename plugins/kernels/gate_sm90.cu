@@ -35,6 +35,8 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, G
         params.spilled = output.spilled;
         dim3 const grid = sm90::grid_of(tiling, sm90::num_clusters(device));
         params.counted = count_parts_of(grid) != 0 ? output.counted : nullptr;
+        params.cleared = output.cleared;
+        params.num_cleared = output.num_cleared;
         params.tokens = problem.tokens;
         params.d_model = problem.d_model;
         params.d_ff = problem.d_ff;

@@ -21,6 +21,8 @@ struct Params {
     uint32_t* packed;        // [tokens, num_tiles * words_per_tile]
     uint16_t* spilled;       // [tokens, num_tiles * TWELL_TILE] or null: see pack.cuh
     uint32_t* counted;       // [clusters]: the sum of what pack_rows gives; or null
+    uint32_t* cleared;       // [num_cleared]: becomes 0
+    int num_cleared;
     int64_t tokens;
     int d_model;
     int d_ff;
@@ -202,6 +204,11 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             }
             __syncwarp();
         } else {
+            constexpr int kPackerThreads = kHelpers * kWarpSize;
+            for (int i = static_cast<int>(blockIdx.x) * kPackerThreads + static_cast<int>(threadIdx.x) - kWarpSize;
+                 i < params.num_cleared; i += static_cast<int>(gridDim.x) * kPackerThreads) {
+                params.cleared[i] = 0;
+            }
             // Packers: epilogue, second part, of all tiles but the last
             uint32_t z_parity = 0;
             uint32_t own_counted = 0;

@@ -16,14 +16,16 @@ struct HotWord {
     uint32_t before;
 };
 
-// In device memory. The i-th hot neuron is the i-th of those with a bit.
+// Pointers are to device memory. The i-th hot neuron is the i-th of those with a bit.
 struct HotNeurons {
+    uint32_t* sampled;  // [d_ff]: in how many rows of the sample a neuron is active; the gate makes it 0
     uint32_t* count;
     uint32_t* neurons;  // [kMostHot]
-    HotWord* words;     // [num_words]
     uint16_t* w_up;     // [kMostHot, d_model]: rows of Wu
     float* u;           // [tokens, kMostHot], without the bias
     int num_words;
+    int sample_step;  // of so many rows one is in the sample
+    int num_sampled;  // rows
 };
 
 }  // namespace twell

@@ -28,8 +28,9 @@ template <class Element, class Cfg>
 __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     hot_kernel(__grid_constant__ Params const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    allow_dependent_launch();
     // NOTE: read before the wait. The kernel before lets this one start when order_kernel has ended.
-    if (__ldcg(params.count) == 0 || __ldcg(&params.header->heavy_count) == static_cast<uint32_t>(params.tokens)) {
+    if (__ldcg(&params.header->heavy_count) == static_cast<uint32_t>(params.tokens) || __ldcg(params.count) == 0) {
         if (blockIdx.x == 0) {
             wait_for_previous_launch();
         }
@@ -49,7 +50,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         prefetch_map(params.w_up);
     }
     sync_cluster();
-    allow_dependent_launch();
 
     int const tiles_begin = static_cast<int>(blockIdx.x) / kClusterSize;
     int const tiles_step = static_cast<int>(gridDim.x) / kClusterSize;

@@ -58,6 +58,7 @@ cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed
     params.chunks = chunks;
     params.w_up = static_cast<uint16_t const*>(w_up);
     params.d_model = problem.d_model;
+    params.d_ff = problem.d_ff;
     params.rows = rows;
     params.tokens = problem.tokens;
     params.num_blocks = static_cast<int>(blocks);

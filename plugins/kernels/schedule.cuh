@@ -94,6 +94,7 @@ struct Params {
     Chunks chunks;
     uint16_t const* w_up;  // [d_ff, d_model], for chunks
     int d_model;
+    int d_ff;
     SparseRows rows;
     int64_t tokens;
     int num_blocks;
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
     }
     if (blockIdx.x == params.num_blocks) {
         // One CTA more, which has no rows.
-        bool const is_early = guard::all_are_dense(params.guard.count);
+        bool const is_early = threadIdx.x < kWarpSize && guard::all_are_dense(params.guard.count);
         if (threadIdx.x == 0) {
             params.schedule.header->is_early = is_early ? 1 : 0;
             // order_kernel adds to these.
@@ -203,12 +204,6 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
                 params.chunks.counts[i] = 0;
             }
         }
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-        if (params.chunks.counts != nullptr) {
-            hot::choose<kThreads, chunk::kMostHotWords>(params.chunks.hot, params.packed, params.tokens,
-                                                        params.num_tiles, params.words_per_tile, is_early);
-        }
-#endif
         return;
     }
     __syncthreads();
@@ -253,6 +248,14 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
                     for (uint32_t i = 0; i < kLightPerTile; ++i) {
                         if (i < count) {
                             words[i] = entries[i];
+                        }
+                    }
+                    if (params.chunks.hot.sampled != nullptr && (first + r) % params.chunks.hot.sample_step == 0) {
+#pragma unroll
+                        for (uint32_t i = 0; i < kLightPerTile; ++i) {
+                            if (i < count) {
+                                atomicAdd(params.chunks.hot.sampled + (entries[i] & 0xffffu), 1u);
+                            }
                         }
                     }
                 }
@@ -321,6 +324,15 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     __shared__ uint32_t unit_begin[kBuckets];        // first unit of a bucket
     __shared__ uint32_t heavy_count;
     __shared__ bool is_early;
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    __shared__ chunk::HotShared hot_neurons;
+    if (threadIdx.x < hot::kBins) {
+        hot_neurons.bins[threadIdx.x] = 0;
+    }
+    if (threadIdx.x == 0) {
+        hot_neurons.pairs = 0;
+    }
+#endif
 
     int const lane = threadIdx.x % kWarpSize;
     int64_t const begin = static_cast<int64_t>(blockIdx.x) * params.rows_per_block;
@@ -419,6 +431,14 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
             }
         }
     }
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    else if (params.chunks.hot.sampled != nullptr) {
+        hot::choose<kWarps - 1>(hot_neurons, params.chunks.hot, params.d_ff,
+                                static_cast<int>(threadIdx.x) / kWarpSize - 1, [] {
+                                    asm volatile("bar.sync 1, %0;" ::"n"(kThreads - kWarpSize) : "memory");
+                                });
+    }
+#endif
     __syncthreads();
 
     auto const position_of = [&](int64_t row) {
@@ -464,14 +484,17 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     if (params.chunks.counts != nullptr && !all_heavy) {
         __syncthreads();  // the lists
         chunk::build<kThreads>(
-            params.chunks, params.schedule, params.rows, params.num_tiles, begin, end,
+            hot_neurons, params.chunks, params.schedule, params.rows, params.num_tiles, begin, end,
             [&](int64_t row) {
                 uint32_t const count = params.schedule.counts[row];
                 bool const is_heavy = position_of(row) < heavy_count;
                 return count != kNotListed && !is_heavy ? count : 0;
             },
             [&](int thread) {
-                hot::copy_weights<kThreads / 2>(params.chunks.hot, params.w_up, params.d_model, thread);
+                if (params.chunks.hot.sampled == nullptr) {
+                    return;
+                }
+                hot::copy_weights<kThreads / 2>(hot_neurons, params.chunks.hot, params.w_up, params.d_model, thread);
             });
     }
 #endif

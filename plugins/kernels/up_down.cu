@@ -5,9 +5,6 @@
 #include "chunk.h"
 #include "chunk_up.cuh"
 #include "dense.h"
-#if defined(TWELL_SM90A)
-#include "hot_sm90.h"
-#endif
 #include "launch.cuh"
 #include "problem.cuh"
 #include "schedule.h"
@@ -16,6 +13,9 @@
 #include "sparse_up.cuh"
 #include "up_down.h"
 #include "up_down_generic.cuh"
+#if defined(TWELL_SM90A)
+#include "hot_sm90.h"
+#endif
 
 namespace twell {
 namespace {
@@ -99,6 +99,18 @@ cudaError_t launch_chunk_up(Launch const& launch) {
     return launch_dependent(chunk_up::up_kernel<Element>, params, dim3(static_cast<unsigned>(grid)), chunk_up::kThreads,
                             chunk_up::shared_bytes_for(chunks.block_neurons), launch.device, launch.stream,
                             chunk_up::kMostSharedBytes);
+}
+
+// u of hot neurons.
+cudaError_t launch_hot(Launch const& launch) {
+#if defined(TWELL_SM90A)
+    if (launch.chunks.hot.sampled != nullptr) {
+        return launch_hot_sm90(launch.problem, launch.tensors, launch.chunks.hot, launch.schedule, launch.device,
+                               launch.stream);
+    }
+#endif
+    (void)launch;
+    return cudaSuccess;
 }
 
 // Every unit has a CTA where rows have one unit each.
@@ -202,13 +214,9 @@ cudaError_t launch_projections(Launch const& launch, bool guarded, Gather const&
         if (cudaError_t const error = launch_chunk_up<Element>(launch); error != cudaSuccess) {
             return error;
         }
-#if defined(TWELL_SM90A)
-        if (cudaError_t const error = launch_hot_sm90(launch.problem, launch.tensors, launch.chunks.hot,
-                                                      launch.schedule, launch.device, launch.stream);
-            error != cudaSuccess) {
+        if (cudaError_t const error = launch_hot(launch); error != cudaSuccess) {
             return error;
         }
-#endif
     }
     if (cudaError_t const error = launch_sparse_up<Element>(launch); error != cudaSuccess) {
         return error;
@@ -233,9 +241,20 @@ void* dense_scratch_in(twell_problem const& problem, void* scratch) {
     return reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)) + spilled_bytes(problem);
 }
 
+// None without memory.
+Chunks chunks_in_scratch(twell_problem const& problem, void* scratch, Device const& device, Kernels choice) {
+    return has_chunks(problem, device, choice)
+               ? chunks_at(problem, choice, chunks_in(problem, dense_scratch_in(problem, scratch)))
+               : Chunks{};
+}
+
 }  // namespace
 
 uint32_t* counted_in(twell_problem const& problem, void* scratch) { return schedule_at(problem, scratch).counted; }
+
+HotNeurons hot_neurons_in(twell_problem const& problem, void* scratch, Device const& device, Kernels choice) {
+    return chunks_in_scratch(problem, scratch, device, choice).hot;
+}
 
 size_t up_down_scratch_bytes(twell_problem const& problem) {
     return schedule_bytes(problem) + spilled_bytes(problem) + dense_scratch_bytes(problem);
@@ -266,11 +285,8 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
     }
     SparseRows const rows = {reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)),
                              spilled_stride(problem) * static_cast<int64_t>(sizeof(uint16_t))};
-    Chunks chunks = {};
     // NOTE: step 2 alone has none; without the spilled matrix they have hardly been tested.
-    if (spilled != nullptr && has_chunks(problem, device, choice)) {
-        chunks = chunks_at(problem, chunks_in(problem, dense_scratch));
-    }
+    Chunks const chunks = spilled != nullptr ? chunks_in_scratch(problem, scratch, device, choice) : Chunks{};
     if (cudaError_t const error = launch_schedule(problem, packed, spilled, schedule, guard, gather, chunks,
                                                   tensors.w_up, rows, device, stream);
         error != cudaSuccess) {

@@ -4,6 +4,7 @@
 
 #include <stddef.h>
 
+#include "hot.h"
 #include "launch.cuh"
 #include "twell/twell.h"
 
@@ -17,6 +18,9 @@ uint16_t* spilled_in(twell_problem const& problem, void* scratch);
 
 // Where in that memory launch_gate may count.
 uint32_t* counted_in(twell_problem const& problem, void* scratch);
+
+// Where in that memory what concerns hot neurons is, or nulls if there are none. launch_gate is to clear the sample.
+HotNeurons hot_neurons_in(twell_problem const& problem, void* scratch, Device const& device, Kernels choice);
 
 // launch_up_down: how many rows take the dense path.
 constexpr int64_t kGuardDecides = -1;

@@ -34,6 +34,7 @@ def compile_kernels(source: Path, architecture: str, output: Path) -> subprocess
         ("few_sm90.cu", "90a", 8),
         ("dense_sm90.cu", "90a", 48),
         ("hidden_sm90.cu", "90a", 42),
+        ("hot_sm90.cu", "90a", 14),
     ],
 )
 def test_no_spills(source: str, architecture: str, fewest: int, tmp_path: Path) -> None:
