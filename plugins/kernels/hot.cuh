@@ -28,6 +28,18 @@ struct Shared {
     uint32_t count;
 };
 
+__device__ __forceinline__ bool is_sampled(HotNeurons const& hot, int64_t row) {
+    return hot.sampled != nullptr && static_cast<uint32_t>(row) % static_cast<uint32_t>(hot.sample_step) == 0;
+}
+
+// Counts the neurons of a tile's entries.
+__device__ __forceinline__ void sample(HotNeurons const& hot, uint32_t const* entries, uint32_t count) {
+#pragma unroll 4
+    for (uint32_t i = 0; i < count; ++i) {
+        atomicAdd(hot.sampled + (entries[i] & 0xffffu), 1u);
+    }
+}
+
 // By one warp: from how many rows of the sample on a neuron is hot, or more than there are if none is.
 __device__ __forceinline__ uint32_t choose_threshold(uint32_t const* bins, uint32_t pairs, uint32_t num_rows) {
     constexpr int kPerLane = kBins / kWarpSize;

@@ -250,16 +250,12 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
                             words[i] = entries[i];
                         }
                     }
-                    if (params.chunks.hot.sampled != nullptr && (first + r) % params.chunks.hot.sample_step == 0) {
-#pragma unroll
-                        for (uint32_t i = 0; i < kLightPerTile; ++i) {
-                            if (i < count) {
-                                atomicAdd(params.chunks.hot.sampled + (entries[i] & 0xffffu), 1u);
-                            }
-                        }
-                    }
                 }
                 sums[r] = __shfl_sync(0xffffffffu, last, kWarpSize - 1);
+                if (hot::is_sampled(params.chunks.hot, first + r) && first + r < end &&
+                    head < static_cast<uint32_t>(params.words_per_tile)) {
+                    hot::sample(params.chunks.hot, reinterpret_cast<uint32_t const*>(tiles[r]) + 1, count);
+                }
             }
         }
 #pragma unroll
