@@ -40,9 +40,7 @@ HotNeurons take_hot(twell_problem const& problem, unsigned char*& memory) {
     return hot;
 }
 
-int64_t block_capacity(twell_problem const& problem) {
-    return num_runs(problem) * std::min(kRunChunks * num_blocks(problem), kRunChunksOfBlock);
-}
+int64_t block_capacity(twell_problem const& problem) { return num_runs(problem) * kRunChunksOfBlock; }
 
 bool suits(twell_problem const& problem) {
     return problem.variant == TWELL_GATED && problem.tokens >= kFewestTokens && problem.d_model % kSlabColumns == 0 &&
