@@ -40,6 +40,19 @@ __device__ __forceinline__ void sample(HotNeurons const& hot, uint32_t const* en
     }
 }
 
+// The same, by one warp, of a tile that has been spilled.
+__device__ __forceinline__ void sample_spilled(HotNeurons const& hot, uint16_t const* spilled, int first_neuron) {
+    int const lane = threadIdx.x % kWarpSize;
+    uint4 const vector = reinterpret_cast<uint4 const*>(spilled)[lane];
+    uint32_t const pairs[kVector / 2] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+        if (is_nonzero(static_cast<uint16_t>(pairs[i / 2] >> i % 2 * 16))) {
+            atomicAdd(hot.sampled + first_neuron + lane * kVector + i, 1u);
+        }
+    }
+}
+
 // By one warp: from how many rows of the sample on a neuron is hot, or more than there are if none is.
 __device__ __forceinline__ uint32_t choose_threshold(uint32_t const* bins, uint32_t pairs, uint32_t num_rows) {
     constexpr int kPerLane = kBins / kWarpSize;

@@ -252,9 +252,17 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
                     }
                 }
                 sums[r] = __shfl_sync(0xffffffffu, last, kWarpSize - 1);
-                if (hot::is_sampled(params.chunks.hot, first + r) && first + r < end &&
-                    head < static_cast<uint32_t>(params.words_per_tile)) {
-                    hot::sample(params.chunks.hot, reinterpret_cast<uint32_t const*>(tiles[r]) + 1, count);
+                if (hot::is_sampled(params.chunks.hot, first + r) && first + r < end) {
+                    bool const has_entries = head < static_cast<uint32_t>(params.words_per_tile);
+                    if (has_entries) {
+                        hot::sample(params.chunks.hot, reinterpret_cast<uint32_t const*>(tiles[r]) + 1, count);
+                    }
+                    for (uint32_t rest = __ballot_sync(0xffffffffu, !has_entries); rest != 0; rest &= rest - 1) {
+                        int const tile_idx = tile_begin + __ffs(rest) - 1;
+                        hot::sample_spilled(params.chunks.hot,
+                                            params.spilled + ((first + r) * params.num_tiles + tile_idx) * TWELL_TILE,
+                                            tile_idx * TWELL_TILE);
+                    }
                 }
             }
         }
