@@ -495,10 +495,10 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
                 return count != kNotListed && !is_heavy ? count : 0;
             },
             [&](int thread) {
-                if (params.chunks.hot.sampled == nullptr) {
-                    return;
+                if (params.chunks.hot.sampled != nullptr) {
+                    hot::copy_weights<kThreads / 2>(hot_neurons, params.chunks.hot, params.w_up, params.d_model,
+                                                    thread);
                 }
-                hot::copy_weights<kThreads / 2>(hot_neurons, params.chunks.hot, params.w_up, params.d_model, thread);
             });
     }
 #endif

@@ -5,8 +5,8 @@
 // results are bitwise repeatable; how a unit is added up does not depend on what else is in a call. Without chunks
 // large matrices are multiplied in several launches, some columns after others.
 //
-// Where there are chunks (chunk.h), chunk_up.cuh has multiplied what they hold. A warp adds up the parts of a chunk's
-// sums; units are for the rows that are in none.
+// Where there are chunks (chunk.h), chunk_up.cuh has multiplied what they hold, and hot_sm90.cuh what is for hot
+// neurons. A warp adds up the parts of a chunk's sums; units are for the rows that are in none.
 #ifndef TWELL_KERNELS_SPARSE_UP_CUH_
 #define TWELL_KERNELS_SPARSE_UP_CUH_
 
@@ -21,7 +21,6 @@ namespace twell::sparse_up {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kMinBlocks = 6;  // a multiprocessor: the step is bound by loads in flight
-constexpr int kMinBlocksWithChunks = 7;
 // A warp's share of a unit.
 constexpr int kNeurons = static_cast<int>(kUnitNonzeros) / kWarps;
 // A launch has a multiple of so many columns, or the last ones.
@@ -220,32 +219,21 @@ __device__ __forceinline__ float add_parts(Chunks const& chunks, uint32_t i) {
     return u;
 }
 
-// What a lane needs of its pair of a chunk.
-struct Pair {
-    uint32_t entry;
-    uint32_t item;
-    uint32_t row;
-
-    __device__ __forceinline__ explicit Pair(Chunk const& chunk) {
-        int const lane = threadIdx.x % kWarpSize;
-        int const octet = lane / kOctetPairs;
-        entry = chunk.entries[lane % kOctetPairs * kOctets + octet];
-        item = chunk.items[lane];
-        row = chunk.rows[octet * kRowsOfOctet + ((entry & kSecondRow) != 0 ? 1 : 0)];
-    }
-};
-
 // By one warp: h of the pairs of a chunk of a block of neurons, the i-th of all chunks.
 template <class Element>
-__device__ __forceinline__ void finish_chunk(Params const& params, Pair const& pair, int block, uint32_t i) {
+__device__ __forceinline__ void finish_chunk(Params const& params, Chunk const& chunk, int block, uint32_t i) {
     Chunks const& chunks = params.chunks;
-    uint32_t const member = pair.entry & ~kSecondRow;
-    int64_t const row = pair.row;
+    int const lane = threadIdx.x % kWarpSize;
+    int const octet = lane / kOctetPairs;
+    uint32_t const chunk_entry = chunk.entries[lane % kOctetPairs * kOctets + octet];
+    uint32_t const item = chunk.items[lane];
+    int64_t const row = chunk.rows[octet * kRowsOfOctet + ((chunk_entry & kSecondRow) != 0 ? 1 : 0)];
+    uint32_t const member = chunk_entry & ~kSecondRow;
     bool const is_hot = block == chunks.num_blocks;
     float const u = is_hot ? __ldcg(chunks.hot.u + row * kMostHot + member) : add_parts(chunks, i);
-    if (pair.item != kNoPair) {
+    if (item != kNoPair) {
         uint32_t const neuron = is_hot ? __ldcg(chunks.hot.neurons + member) : block * chunks.block_neurons + member;
-        params.rows.list(row)[pair.item & 0xffffu] = {neuron, finish<Element>(params, neuron, pair.item, u)};
+        params.rows.list(row)[item & 0xffffu] = {neuron, finish<Element>(params, neuron, item, u)};
     }
 }
 
@@ -292,13 +280,14 @@ __device__ __forceinline__ void compute_left(Params const& params) {
 
 // up_kernel where there are chunks.
 template <class Element>
-__global__ void __launch_bounds__(kThreads, kMinBlocksWithChunks) up_with_chunks_kernel(Params const params) {
+__global__ void __launch_bounds__(kThreads, kMinBlocks) up_with_chunks_kernel(Params const params) {
     int const lane = threadIdx.x % kWarpSize;
     Chunks const& chunks = params.chunks;
     if (ends_early(is_early(params.schedule))) {
         return;
     }
-    // NOTE: before the wait, since order_kernel has ended: the kernels in between let nobody start before.
+    wait_for_previous_launch();
+    allow_dependent_launch();  // NOTE: as above
     if (params.schedule.header->left_count != 0) {
         compute_left<Element>(params);
     }
@@ -306,31 +295,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksWithChunks) up_with_chunks
     uint32_t const count = lane <= chunks.num_blocks ? chunks.counts[lane] : 0;
     uint32_t const end = sum_up_to<kMostBlocks>(count);
     uint32_t const all = __shfl_sync(0xffffffffu, end, kMostBlocks - 1);
-    auto const block_of = [&](uint32_t i) {
-        return __popc(__ballot_sync(0xffffffffu, lane <= chunks.num_blocks && end <= i));
-    };
-    auto const pair_of = [&](int block, uint32_t i) {
+    for (uint32_t i = blockIdx.x * kWarps + threadIdx.x / kWarpSize; i < all; i += gridDim.x * kWarps) {
+        int const block = __popc(__ballot_sync(0xffffffffu, lane <= chunks.num_blocks && end <= i));
         uint32_t const begin = __shfl_sync(0xffffffffu, end - count, block);
-        return Pair(chunks.chunks[static_cast<int64_t>(block) * chunks.block_capacity + i - begin]);
-    };
-    uint32_t i = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
-    if (i >= all) {
-        wait_for_previous_launch();
-        allow_dependent_launch();  // NOTE: only now, as above
-        return;
-    }
-    int block = block_of(i);
-    Pair pair = pair_of(block, i);
-    wait_for_previous_launch();
-    allow_dependent_launch();
-    while (true) {
-        finish_chunk<Element>(params, pair, block, i);
-        i += gridDim.x * kWarps;
-        if (i >= all) {
-            break;
-        }
-        block = block_of(i);
-        pair = pair_of(block, i);
+        finish_chunk<Element>(params, chunks.chunks[static_cast<int64_t>(block) * chunks.block_capacity + i - begin],
+                              block, i);
     }
 }
 
