@@ -7,6 +7,8 @@
 #ifndef TWELL_KERNELS_DOWN_FEW_CUH_
 #define TWELL_KERNELS_DOWN_FEW_CUH_
 
+#include <type_traits>
+
 #include "dependent_launch.cuh"
 #include "element.cuh"
 #include "vector.cuh"
@@ -61,10 +63,30 @@ struct Shared {
     float partial[Cfg::kPartials][Cfg::kColumns];
 };
 
+// The threads that compute a slab of columns of a token: a CTA.
+struct WholeCta {
+    int thread = static_cast<int>(threadIdx.x);
+
+    __device__ __forceinline__ void sync() const { __syncthreads(); }
+};
+
+// Or neighbouring warps of one, the index-th so many threads.
+template <int kThreads>
+struct PartOfCta {
+    int index = static_cast<int>(threadIdx.x) / kThreads;
+    int thread = static_cast<int>(threadIdx.x) % kThreads;
+
+    // Barrier 0 is the CTA's.
+    __device__ __forceinline__ void sync() const {
+        asm volatile("bar.sync %0, %1;" ::"r"(index + 1), "n"(kThreads) : "memory");
+    }
+};
+
 // A thread's mask word of the pass that begins with a word.
-__device__ __forceinline__ uint32_t load_mask(Params const& params, int64_t token, int word_begin) {
-    int const word = word_begin + static_cast<int>(threadIdx.x);
-    return threadIdx.x < kPassWords && word < params.num_mask_words ? params.masks[token * params.num_mask_words + word]
+template <class Team = WholeCta>
+__device__ __forceinline__ uint32_t load_mask(Params const& params, int64_t token, int word_begin, Team team = {}) {
+    int const word = word_begin + team.thread;
+    return team.thread < kPassWords && word < params.num_mask_words ? params.masks[token * params.num_mask_words + word]
                                                                     : 0;
 }
 
@@ -72,9 +94,10 @@ __device__ __forceinline__ uint32_t load_mask(Params const& params, int64_t toke
 using WordTotals = int[kPassWords / kWarpSize];
 
 // Counts the active neurons of a pass, from all threads' mask words: returns those of a warp's words up to the
-// thread's, and leaves the warp's in `totals`, for whoever comes after a __syncthreads().
-__device__ __forceinline__ int scan_words(WordTotals& totals, uint32_t mask) {
-    int const thread = threadIdx.x;
+// thread's, and leaves the warp's in `totals`, for whoever comes after a sync().
+template <class Team = WholeCta>
+__device__ __forceinline__ int scan_words(WordTotals& totals, uint32_t mask, Team team = {}) {
+    int const thread = team.thread;
     int end = 0;
     if (thread < kPassWords) {
         end = static_cast<int>(sum_up_to(__popc(mask)));
@@ -95,10 +118,11 @@ __device__ __forceinline__ int count_active(WordTotals const& totals) {
 }
 
 // Then the neurons go into shared.list; returns how many there are.
-template <class Cfg>
-__device__ __forceinline__ int list_active(Shared<Cfg>& shared, WordTotals const& totals, uint32_t mask, int end) {
+template <class Cfg, class Team>
+__device__ __forceinline__ int list_active(Shared<Cfg>& shared, WordTotals const& totals, uint32_t mask, int end,
+                                           Team team) {
     static_assert(Cfg::kThreads >= kPassWords, "one thread a word");
-    int const thread = threadIdx.x;
+    int const thread = team.thread;
     int before = 0;
 #pragma unroll
     for (int w = 0; w < kPassWords / kWarpSize; ++w) {
@@ -109,7 +133,7 @@ __device__ __forceinline__ int list_active(Shared<Cfg>& shared, WordTotals const
         shared.list[slot] = static_cast<uint16_t>(thread * kMaskBits + __ffs(mask) - 1);
         mask &= mask - 1;
     }
-    __syncthreads();
+    team.sync();
     return count;
 }
 
@@ -190,13 +214,13 @@ __device__ __forceinline__ bool add_shares(float2& sum, Params const& params, in
     return true;
 }
 
-// One slab of columns of one token, by one CTA or, if kIsShared, by params.num_shares. `mask`: load_mask of the first
-// pass; `end`: its scan_words(), after a __syncthreads(). Says whether this thread has stored a value that is not
-// finite.
-template <class Element, class Cfg, bool kIsShared = false, class H = float>
+// One slab of columns of one token, by a team or, if kIsShared, by params.num_shares CTAs. `mask`: load_mask of the
+// first pass; `end`: its scan_words(), after a sync(). Says whether this thread has stored a value that is not finite.
+template <class Element, class Cfg, bool kIsShared = false, class H = float, class Team = WholeCta>
 __device__ __forceinline__ bool compute(Params const& params, Shared<Cfg>& shared, WordTotals& totals, int slab,
-                                        int64_t token, uint32_t mask, int end, int share = 0) {
-    int const thread = threadIdx.x;
+                                        int64_t token, uint32_t mask, int end, int share = 0, Team team = {}) {
+    static_assert(!kIsShared || std::is_same_v<Team, WholeCta>, "see add_shares");
+    int const thread = team.thread;
     int const column_begin = slab * Cfg::kColumns;
     int const slot = thread / Cfg::kLanes;
     // Columns past the end repeat the last ones and are not stored.
@@ -204,8 +228,8 @@ __device__ __forceinline__ bool compute(Params const& params, Shared<Cfg>& share
 
     float accumulators[kVector] = {};
     for (int word_begin = 0; word_begin < params.num_mask_words; word_begin += kPassWords) {
-        int count = list_active(shared, totals, mask, end);
-        mask = load_mask(params, token, word_begin + kPassWords);
+        int count = list_active(shared, totals, mask, end, team);
+        mask = load_mask(params, token, word_begin + kPassWords, team);
         int64_t const neuron_begin = static_cast<int64_t>(word_begin) * kMaskBits;
         H const* const h = h_of<H>(params, token) + neuron_begin;
         uint16_t const* const w_down = params.w_down + neuron_begin * params.d_out + column;
@@ -224,8 +248,8 @@ __device__ __forceinline__ bool compute(Params const& params, Shared<Cfg>& share
             add_rows<Element, Cfg, 1>(accumulators, shared, position, count, h, w_down, params.d_out);
         }
         if (word_begin + kPassWords < params.num_mask_words) {
-            end = scan_words(totals, mask);
-            __syncthreads();  // the next pass also overwrites the list
+            end = scan_words(totals, mask, team);
+            team.sync();  // the next pass also overwrites the list
         }
     }
 
@@ -243,7 +267,7 @@ __device__ __forceinline__ bool compute(Params const& params, Shared<Cfg>& share
         destination[0] = make_float4(accumulators[0], accumulators[1], accumulators[2], accumulators[3]);
         destination[1] = make_float4(accumulators[4], accumulators[5], accumulators[6], accumulators[7]);
     }
-    __syncthreads();
+    team.sync();
 
     // Epilogue: bias, then the only rounding of y. A thread stores two columns.
     int const pair = thread * 2;

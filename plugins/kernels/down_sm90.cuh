@@ -1,4 +1,4 @@
-// Down projection for few tokens on Hopper (sm_90a): the sparse one of down_few.cuh, or a dense one.
+// Down projection for few tokens on Hopper (sm_90a): the sparse one of down_few.cuh, or a dense one, in one kernel.
 //
 // The sparse one reads a row of Wd for each pair of a token and an active neuron; where there are many, reading Wd once
 // takes less. All CTAs know the number of pairs from what the gate left, and so take the same one of the two.
@@ -44,9 +44,6 @@ struct Dense {
     static constexpr int kAccumulators = WGMMA_M * WGMMA_N / kWarpgroupSize;
     static constexpr int kConsumerWarps = kTokenTiles * kWarpgroupWarps;
 
-    // Of a kernel that does nothing else: more add up the shares faster.
-    static constexpr int kThreads = 1024;
-
     // Shared memory: stages of w_down, [BLOCK_K, kColumns], and of h.
     static constexpr int kBytesW = BLOCK_K * kBytesRow;
     static constexpr int kBytesStage = kBytesW + kTokens * kBytesRow;
@@ -68,7 +65,8 @@ struct Params {
     int2 most_sparse;  // in all, up to which the sparse projection is taken: likewise
     int num_column_blocks;
     int num_dense_ctas;
-    int num_sparse_ctas;  // tokens x slabs of columns
+    int num_sparse_ctas;
+    int num_units;  // of a sparse projection: tokens x slabs of columns
     int num_slabs;
 };
 
@@ -254,65 +252,70 @@ __device__ __forceinline__ int2 sum_counted(Params const& params) {
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-// Which projections a kernel can do. Each leaves the other to the next launch.
-enum class Role { kSparse, kDense, kEither };
+// A CTA is a team of the sparse projection, or so many of them side by side where the dense one needs a
+// multiprocessor's shared memory.
+template <int kTeams, class Sparse, class Dense>
+constexpr int kSharedBytes = std::max(kTeams * static_cast<int>(sizeof(down_few::Shared<Sparse>)), Dense::kSharedBytes);
 
-template <Role kRole, class Sparse, class Dense>
-constexpr int kSharedBytes = std::max(kRole == Role::kDense ? 0 : static_cast<int>(sizeof(down_few::Shared<Sparse>)),
-                                      kRole == Role::kSparse ? 0 : Dense::kSharedBytes);
-
-template <Role kRole, class Sparse, class Dense>
-constexpr int kThreads = kRole == Role::kDense ? Dense::kThreads : Sparse::kThreads;
-
-template <class Element, Role kRole, class Sparse, class Dense>
-__global__ void __launch_bounds__((kThreads<kRole, Sparse, Dense>), kRole == Role::kDense ? 1 : 1024 / Sparse::kThreads)
+template <class Element, int kTeams, class Sparse, class Dense>
+__global__ void __launch_bounds__(kTeams* Sparse::kThreads, kTeams == 1 ? 1024 / Sparse::kThreads : 1)
     down_kernel(__grid_constant__ Params const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    constexpr int kNumThreads = kThreads<kRole, Sparse, Dense>;
-    static_assert(Dense::kConsumerWarps * kWarpSize <= kNumThreads || kRole == Role::kSparse,
-                  "a warpgroup for each tile");
-    extern __shared__ __align__(1024) unsigned char dynamic[];
-    // A dense launch follows a sparse one, which lets it start when the gate has ended: it waits for nothing else.
-    if (kRole != Role::kDense) {
-        wait_for_previous_launch();
-    }
-    allow_dependent_launch();
-    // What a sparse CTA needs first is fetched together with what decides.
+    constexpr int kNumThreads = kTeams * Sparse::kThreads;
     constexpr int kWarps = kNumThreads / kWarpSize;
+    static_assert(Dense::kConsumerWarps <= kWarps && kWarps <= kWarpSize, "a warpgroup for each tile, a lane a warp");
+    using Team = std::conditional_t<kTeams == 1, down_few::WholeCta, down_few::PartOfCta<Sparse::kThreads>>;
+    extern __shared__ __align__(1024) unsigned char dynamic[];
     __shared__ int2 counts[kWarps];
-    __shared__ down_few::WordTotals word_totals;
-    bool const is_sparse_cta = kRole != Role::kDense && static_cast<int>(blockIdx.x) < params.num_sparse_ctas;
-    int64_t const token = blockIdx.x / params.num_slabs;
-    uint32_t const mask = is_sparse_cta ? down_few::load_mask(params.sparse, token, 0) : 0;
+    __shared__ down_few::WordTotals word_totals[kTeams];
+    wait_for_previous_launch();
+    allow_dependent_launch();
+    Team const team = {};
+    int const team_idx = kTeams == 1 ? 0 : static_cast<int>(threadIdx.x) / Sparse::kThreads;
+    down_few::WordTotals& totals = word_totals[team_idx];
+    int const units_step = kTeams * params.num_sparse_ctas;
+    // What a team needs first is fetched together with what decides.
+    int unit = static_cast<int>(blockIdx.x) < params.num_sparse_ctas
+                   ? static_cast<int>(blockIdx.x) + team_idx * params.num_sparse_ctas
+                   : params.num_units;
+    auto const load_mask = [&](int unit) {
+        return unit < params.num_units ? down_few::load_mask(params.sparse, unit / params.num_slabs, 0, team) : 0;
+    };
+    uint32_t mask = load_mask(unit);
     int2 const warp_count = sum_counted<kNumThreads>(params);
-    int const end = is_sparse_cta ? down_few::scan_words(word_totals, mask) : 0;
+    int end = down_few::scan_words(totals, mask, team);
     if (threadIdx.x % kWarpSize == 0) {
         counts[threadIdx.x / kWarpSize] = warp_count;
     }
     __syncthreads();
-    int2 counted = make_int2(0, 0);
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-        counted.x += counts[w].x;
-        counted.y += counts[w].y;
-    }
-    bool const is_sparse = counted.x <= params.most_sparse.x && counted.y <= params.most_sparse.y;
-    if (kRole == Role::kDense && ends_early(is_sparse)) {
-        return;
-    }
-    if (kRole != Role::kDense && is_sparse && is_sparse_cta) {
+    int const lane = threadIdx.x % kWarpSize;
+    int2 const of_warp = lane < kWarps ? counts[lane] : make_int2(0, 0);
+    int2 const counted =
+        make_int2(__reduce_add_sync(0xffffffffu, of_warp.x), __reduce_add_sync(0xffffffffu, of_warp.y));
+    if (counted.x <= params.most_sparse.x && counted.y <= params.most_sparse.y) {
         // What gate_up_few.cuh leaves for up to 32 tokens, gate_up_sm90.cuh for more.
         using H = std::conditional_t<Dense::kTokens <= 32, float, uint16_t>;
-        down_few::compute<Element, Sparse, false, H>(params.sparse,
-                                                     *reinterpret_cast<down_few::Shared<Sparse>*>(dynamic), word_totals,
-                                                     static_cast<int>(blockIdx.x) % params.num_slabs, token, mask, end);
-    } else if (kRole != Role::kSparse && !is_sparse && static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
+        auto& shared = reinterpret_cast<down_few::Shared<Sparse>*>(dynamic)[team_idx];
+        auto const compute = [&] {
+            down_few::compute<Element, Sparse, false, H>(params.sparse, shared, totals, unit % params.num_slabs,
+                                                         unit / params.num_slabs, mask, end, 0, team);
+        };
+        if constexpr (kTeams == 1) {
+            if (unit < params.num_units) {
+                compute();
+            }
+        } else {
+            while (unit < params.num_units) {
+                uint32_t const next_mask = load_mask(unit + units_step);
+                compute();
+                unit += units_step;
+                mask = next_mask;
+                end = down_few::scan_words(totals, mask, team);
+                team.sync();
+            }
+        }
+    } else if (static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
         multiply_dense<Element, Dense, kNumThreads>(params, (matmul_sm90::shared_address(dynamic) + 1023u) & ~1023u);
-    }
-    // Either launch leaves alone what the other one works on; but who waits for the end of the dense one takes it for
-    // the end of both.
-    if (kRole == Role::kDense && blockIdx.x == 0) {
-        wait_for_previous_launch();
     }
 #endif
 }

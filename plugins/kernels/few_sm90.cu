@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "down_sm90.cuh"
 #include "few_sm90.h"
@@ -12,7 +13,6 @@
 namespace twell {
 namespace {
 
-using down_sm90::Role;
 using matmul_sm90::encode;
 using matmul_sm90::first_error;
 
@@ -92,16 +92,7 @@ int2 most_sparse(twell_problem const& problem) {
     return make_int2(static_cast<int>(pairs * d_ff / kDff), static_cast<int>(of_token * d_ff / kDff));
 }
 
-template <class Element, Role kRole, class Sparse, class Dense>
-cudaError_t launch_role(down_sm90::Params const& params, Device const& device, cudaStream_t stream) {
-    int const ctas = std::max(kRole == Role::kDense ? 0 : params.num_sparse_ctas,
-                              kRole == Role::kSparse ? 0 : params.num_dense_ctas);
-    return launch_dependent(down_sm90::down_kernel<Element, kRole, Sparse, Dense>, params,
-                            dim3(static_cast<unsigned>(ctas)), down_sm90::kThreads<kRole, Sparse, Dense>,
-                            down_sm90::kSharedBytes<kRole, Sparse, Dense>, device, stream);
-}
-
-template <class Element, class Sparse, class Dense>
+template <class Element, int kTeams, class Sparse, class Dense>
 cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
                         down_sm90::Params params, Device const& device, cudaStream_t stream) {
     if (cudaError_t const error = first_error(
@@ -113,7 +104,8 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
         return error;
     }
     params.num_slabs = static_cast<int>(ceil_div(problem.d_out, Sparse::kColumns));
-    params.num_sparse_ctas = params.num_slabs * params.tokens;
+    params.num_units = params.num_slabs * params.tokens;
+    params.num_sparse_ctas = kTeams == 1 ? params.num_units : std::min(params.num_units, device.num_multiprocessors);
     params.num_column_blocks = static_cast<int>(ceil_div(problem.d_out, Dense::kColumns));
     static_assert(Dense::kColumns == kDenseDownColumns && down_sm90::kShares == kDenseDownShares,
                   "what there is scratch memory for");
@@ -121,15 +113,10 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     if (Dense::kTokens != dense_down_tokens(problem.tokens)) {
         return cudaErrorInvalidConfiguration;
     }
-    // A launch more costs a tenth of the time of a few tokens. For more, a dense CTA wants all of the shared memory.
-    if constexpr (Dense::kTokens <= 16) {
-        return launch_role<Element, Role::kEither, Sparse, Dense>(params, device, stream);
-    }
-    if (cudaError_t const error = launch_role<Element, Role::kSparse, Sparse, Dense>(params, device, stream);
-        error != cudaSuccess) {
-        return error;
-    }
-    return launch_role<Element, Role::kDense, Sparse, Dense>(params, device, stream);
+    int const ctas = std::max(params.num_sparse_ctas, params.num_dense_ctas);
+    return launch_dependent(down_sm90::down_kernel<Element, kTeams, Sparse, Dense>, params,
+                            dim3(static_cast<unsigned>(ctas)), kTeams * Sparse::kThreads,
+                            down_sm90::kSharedBytes<kTeams, Sparse, Dense>, device, stream);
 }
 
 template <class Element>
@@ -147,23 +134,25 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     // The fewer tokens, the fewer columns a sparse CTA has, so that there are about two CTAs for each multiprocessor.
     using down_few::Config;
     using down_sm90::Dense;
-    auto const launch = [&](auto sparse, auto dense) {
-        return launch_down<Element, decltype(sparse), decltype(dense)>(problem, tensors, scratch, params, device,
-                                                                       stream);
+    auto const launch = [&](auto teams, auto sparse, auto dense) {
+        return launch_down<Element, decltype(teams)::value, decltype(sparse), decltype(dense)>(
+            problem, tensors, scratch, params, device, stream);
     };
+    std::integral_constant<int, 1> const one;
+    std::integral_constant<int, 4> const four;
     if (params.tokens <= 4) {
-        return launch(Config<8, 256>(), Dense<16, 1, 4>());
+        return launch(one, Config<8, 256>(), Dense<16, 1, 4>());
     }
     if (params.tokens <= 16) {
-        return launch(Config<16, 512>(), Dense<16, 1, 4>());
+        return launch(one, Config<16, 512>(), Dense<16, 1, 4>());
     }
     if (params.tokens <= 32) {
-        return launch(Config<16, 256>(), Dense<32, 1, 12>());
+        return launch(four, Config<16, 256>(), Dense<32, 1, 12>());
     }
     if (params.tokens <= 64) {
-        return launch(Config<32, 256>(), Dense<64, 1, 10>());
+        return launch(four, Config<32, 256>(), Dense<64, 1, 10>());
     }
-    return launch(Config<32, 256>(), Dense<64, 2, 8>());
+    return launch(four, Config<32, 256>(), Dense<64, 2, 8>());
 }
 
 }  // namespace
