@@ -7,8 +7,6 @@
 #ifndef TWELL_KERNELS_DOWN_FEW_CUH_
 #define TWELL_KERNELS_DOWN_FEW_CUH_
 
-#include <type_traits>
-
 #include "dependent_launch.cuh"
 #include "element.cuh"
 #include "vector.cuh"
@@ -63,41 +61,19 @@ struct Shared {
     float partial[Cfg::kPartials][Cfg::kColumns];
 };
 
-// The threads that compute a slab of columns of a token: a CTA.
-struct WholeCta {
-    int thread = static_cast<int>(threadIdx.x);
-
-    __device__ __forceinline__ void sync() const { __syncthreads(); }
-};
-
-// Or neighbouring warps of one, the index-th so many threads.
-template <int kThreads>
-struct PartOfCta {
-    int index = static_cast<int>(threadIdx.x) / kThreads;
-    int thread = static_cast<int>(threadIdx.x) % kThreads;
-
-    // Barrier 0 is the CTA's.
-    __device__ __forceinline__ void sync() const {
-        asm volatile("bar.sync %0, %1;" ::"r"(index + 1), "n"(kThreads) : "memory");
-    }
-};
-
-// A thread's mask word of the pass that begins with a word.
-template <class Team = WholeCta>
-__device__ __forceinline__ uint32_t load_mask(Params const& params, int64_t token, int word_begin, Team team = {}) {
-    int const word = word_begin + team.thread;
-    return team.thread < kPassWords && word < params.num_mask_words ? params.masks[token * params.num_mask_words + word]
-                                                                    : 0;
+// A thread's mask word of the pass that begins with a word. Here and below `thread` is its number among those that
+// share out a pass.
+__device__ __forceinline__ uint32_t load_mask(Params const& params, int64_t token, int word_begin, int thread) {
+    int const word = word_begin + thread;
+    return thread < kPassWords && word < params.num_mask_words ? params.masks[token * params.num_mask_words + word] : 0;
 }
 
 // Active neurons of each warp's words of a pass.
 using WordTotals = int[kPassWords / kWarpSize];
 
 // Counts the active neurons of a pass, from all threads' mask words: returns those of a warp's words up to the
-// thread's, and leaves the warp's in `totals`, for whoever comes after a sync().
-template <class Team = WholeCta>
-__device__ __forceinline__ int scan_words(WordTotals& totals, uint32_t mask, Team team = {}) {
-    int const thread = team.thread;
+// thread's, and leaves the warp's in `totals`, for whoever comes after a __syncthreads().
+__device__ __forceinline__ int scan_words(WordTotals& totals, uint32_t mask, int thread) {
     int end = 0;
     if (thread < kPassWords) {
         end = static_cast<int>(sum_up_to(__popc(mask)));
@@ -117,24 +93,18 @@ __device__ __forceinline__ int count_active(WordTotals const& totals) {
     return count;
 }
 
-// Then the neurons go into shared.list; returns how many there are.
-template <class Cfg, class Team>
-__device__ __forceinline__ int list_active(Shared<Cfg>& shared, WordTotals const& totals, uint32_t mask, int end,
-                                           Team team) {
-    static_assert(Cfg::kThreads >= kPassWords, "one thread a word");
-    int const thread = team.thread;
+// Then the neurons go into a list.
+__device__ __forceinline__ void list_active(uint16_t* list, WordTotals const& totals, uint32_t mask, int end,
+                                            int thread) {
     int before = 0;
 #pragma unroll
     for (int w = 0; w < kPassWords / kWarpSize; ++w) {
         before += w < thread / kWarpSize ? totals[w] : 0;
     }
-    int const count = count_active(totals);
     for (int slot = before + end - __popc(mask); mask != 0; ++slot) {
-        shared.list[slot] = static_cast<uint16_t>(thread * kMaskBits + __ffs(mask) - 1);
+        list[slot] = static_cast<uint16_t>(thread * kMaskBits + __ffs(mask) - 1);
         mask &= mask - 1;
     }
-    team.sync();
-    return count;
 }
 
 template <class Element>
@@ -158,22 +128,22 @@ __device__ __forceinline__ H const* h_of(Params const& params, int64_t token) {
 }
 
 // accumulators += h[n] Wd[n, columns] for kRows neurons of this thread's slot: those at `position` of the list, at
-// position + kSlots and so on, as far as the list's `count` goes. NOTE: all loads are issued together and under no
+// position + slots and so on, as far as the list's `count` goes. NOTE: all loads are issued together and under no
 // condition; else the compiler delays each to its use.
-template <class Element, class Cfg, int kRows, class H>
-__device__ __forceinline__ void add_rows(float (&accumulators)[kVector], Shared<Cfg> const& shared, int position,
+template <class Element, int kRows, class H>
+__device__ __forceinline__ void add_rows(float (&accumulators)[kVector], uint16_t const* list, int position, int slots,
                                          int count, H const* h, uint16_t const* w_down, int d_out) {
     uint4 w_vectors[kRows];
     H values[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        uint32_t const n = shared.list[min(position + r * Cfg::kSlots, count - 1)];
+        uint32_t const n = list[min(position + r * slots, count - 1)];
         w_vectors[r] = load_vector(w_down + static_cast<uint64_t>(n) * static_cast<uint32_t>(d_out));
         values[r] = h[n];
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        if (position + r * Cfg::kSlots < count) {
+        if (position + r * slots < count) {
             float w_values[kVector];
             unpack<Element>(w_values, w_vectors[r]);
 #pragma unroll
@@ -182,6 +152,51 @@ __device__ __forceinline__ void add_rows(float (&accumulators)[kVector], Shared<
             }
         }
     }
+}
+
+// The same for all neurons of this thread's slot, up to kMostRows at once.
+template <class Element, int kMostRows, class H>
+__device__ __forceinline__ void add_all_rows(float (&accumulators)[kVector], uint16_t const* list, int position,
+                                             int slots, int count, H const* h, uint16_t const* w_down, int d_out) {
+    for (; position + 3 * slots < count; position += kMostRows * slots) {
+        add_rows<Element, kMostRows>(accumulators, list, position, slots, count, h, w_down, d_out);
+    }
+    if (position + slots < count) {
+        add_rows<Element, 3>(accumulators, list, position, slots, count, h, w_down, d_out);
+    } else if (position < count) {
+        add_rows<Element, 1>(accumulators, list, position, slots, count, h, w_down, d_out);
+    }
+}
+
+// Adds up the slots of each warp, and leaves the sums of its columns in `partials`, for each lane or slot.
+template <class Cfg>
+__device__ __forceinline__ void store_partial(float (&accumulators)[kVector], float* partial, int column) {
+#pragma unroll
+    for (int distance = Cfg::kLanes; distance < kWarpSize; distance *= 2) {
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) {
+            accumulators[k] += __shfl_xor_sync(0xffffffffu, accumulators[k], distance);
+        }
+    }
+    if (Cfg::kLanes >= kWarpSize || threadIdx.x % kWarpSize < Cfg::kLanes) {
+        float4* const destination = reinterpret_cast<float4*>(partial + column);
+        destination[0] = make_float4(accumulators[0], accumulators[1], accumulators[2], accumulators[3]);
+        destination[1] = make_float4(accumulators[4], accumulators[5], accumulators[6], accumulators[7]);
+    }
+}
+
+// Bias, then the only rounding of y, of two columns. Says whether a value is not finite.
+template <class Element>
+__device__ __forceinline__ bool store_sums(Params const& params, int64_t token, int column, float2 sum) {
+    if (params.b_down != nullptr) {
+        uint32_t const bias = *reinterpret_cast<uint32_t const*>(params.b_down + column);
+        float2 const values = Element::to_float2(bias);
+        sum.x += values.x;
+        sum.y += values.y;
+    }
+    uint32_t const values = Element::from_float2(sum.x, sum.y);
+    *reinterpret_cast<uint32_t*>(params.y + token * params.d_out + column) = values;
+    return Element::is_not_finite2(values) != 0;
 }
 
 // By one warp: adds up the shares' sums of two columns a lane, in their order, if this CTA is the last one to come.
@@ -214,13 +229,14 @@ __device__ __forceinline__ bool add_shares(float2& sum, Params const& params, in
     return true;
 }
 
-// One slab of columns of one token, by a team or, if kIsShared, by params.num_shares CTAs. `mask`: load_mask of the
-// first pass; `end`: its scan_words(), after a sync(). Says whether this thread has stored a value that is not finite.
-template <class Element, class Cfg, bool kIsShared = false, class H = float, class Team = WholeCta>
+// One slab of columns of one token, by one CTA or, if kIsShared, by params.num_shares. `mask`: load_mask of the first
+// pass; `end`: its scan_words(), after a __syncthreads(). Says whether this thread has stored a value that is not
+// finite.
+template <class Element, class Cfg, bool kIsShared = false, class H = float>
 __device__ __forceinline__ bool compute(Params const& params, Shared<Cfg>& shared, WordTotals& totals, int slab,
-                                        int64_t token, uint32_t mask, int end, int share = 0, Team team = {}) {
-    static_assert(!kIsShared || std::is_same_v<Team, WholeCta>, "see add_shares");
-    int const thread = team.thread;
+                                        int64_t token, uint32_t mask, int end, int share = 0) {
+    static_assert(Cfg::kThreads >= kPassWords, "one thread a word");
+    int const thread = threadIdx.x;
     int const column_begin = slab * Cfg::kColumns;
     int const slot = thread / Cfg::kLanes;
     // Columns past the end repeat the last ones and are not stored.
@@ -228,8 +244,10 @@ __device__ __forceinline__ bool compute(Params const& params, Shared<Cfg>& share
 
     float accumulators[kVector] = {};
     for (int word_begin = 0; word_begin < params.num_mask_words; word_begin += kPassWords) {
-        int count = list_active(shared, totals, mask, end, team);
-        mask = load_mask(params, token, word_begin + kPassWords, team);
+        list_active(shared.list, totals, mask, end, thread);
+        int count = count_active(totals);
+        __syncthreads();
+        mask = load_mask(params, token, word_begin + kPassWords, thread);
         int64_t const neuron_begin = static_cast<int64_t>(word_begin) * kMaskBits;
         H const* const h = h_of<H>(params, token) + neuron_begin;
         uint16_t const* const w_down = params.w_down + neuron_begin * params.d_out + column;
@@ -239,37 +257,20 @@ __device__ __forceinline__ bool compute(Params const& params, Shared<Cfg>& share
             count = count * (share + 1) / params.num_shares;
         }
         constexpr int kRowsAtOnce = kIsShared ? 4 : 6;  // as many as there are registers for
-        for (; position + 3 * Cfg::kSlots < count; position += kRowsAtOnce * Cfg::kSlots) {
-            add_rows<Element, Cfg, kRowsAtOnce>(accumulators, shared, position, count, h, w_down, params.d_out);
-        }
-        if (position + Cfg::kSlots < count) {
-            add_rows<Element, Cfg, 3>(accumulators, shared, position, count, h, w_down, params.d_out);
-        } else if (position < count) {
-            add_rows<Element, Cfg, 1>(accumulators, shared, position, count, h, w_down, params.d_out);
-        }
+        add_all_rows<Element, kRowsAtOnce>(accumulators, shared.list, position, Cfg::kSlots, count, h, w_down,
+                                           params.d_out);
         if (word_begin + kPassWords < params.num_mask_words) {
-            end = scan_words(totals, mask, team);
-            team.sync();  // the next pass also overwrites the list
+            end = scan_words(totals, mask, thread);
+            __syncthreads();  // the next pass also overwrites the list
         }
     }
 
     // The slots' sums, in a fixed order.
-#pragma unroll
-    for (int distance = Cfg::kLanes; distance < kWarpSize; distance *= 2) {
-#pragma unroll
-        for (int k = 0; k < kVector; ++k) {
-            accumulators[k] += __shfl_xor_sync(0xffffffffu, accumulators[k], distance);
-        }
-    }
-    if (Cfg::kLanes >= kWarpSize || thread % kWarpSize < Cfg::kLanes) {
-        int const partial = Cfg::kLanes < kWarpSize ? thread / kWarpSize : slot;
-        float4* const destination = reinterpret_cast<float4*>(&shared.partial[partial][thread % Cfg::kLanes * kVector]);
-        destination[0] = make_float4(accumulators[0], accumulators[1], accumulators[2], accumulators[3]);
-        destination[1] = make_float4(accumulators[4], accumulators[5], accumulators[6], accumulators[7]);
-    }
-    team.sync();
+    store_partial<Cfg>(accumulators, shared.partial[Cfg::kLanes < kWarpSize ? thread / kWarpSize : slot],
+                       thread % Cfg::kLanes * kVector);
+    __syncthreads();
 
-    // Epilogue: bias, then the only rounding of y. A thread stores two columns.
+    // A thread stores two columns.
     int const pair = thread * 2;
     bool const stores = column_begin + pair < params.d_out;
     if (pair >= Cfg::kColumns || (!kIsShared && !stores)) {
@@ -287,15 +288,7 @@ __device__ __forceinline__ bool compute(Params const& params, Shared<Cfg>& share
             return false;
         }
     }
-    if (params.b_down != nullptr) {
-        uint32_t const bias = *reinterpret_cast<uint32_t const*>(params.b_down + column_begin + pair);
-        float2 const values = Element::to_float2(bias);
-        sum.x += values.x;
-        sum.y += values.y;
-    }
-    uint32_t const values = Element::from_float2(sum.x, sum.y);
-    *reinterpret_cast<uint32_t*>(params.y + token * params.d_out + column_begin + pair) = values;
-    return Element::is_not_finite2(values) != 0;
+    return store_sums<Element>(params, token, column_begin + pair, sum);
 }
 
 template <class Element, class Cfg>
@@ -305,8 +298,9 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1024 / Cfg::kThreads) down_kern
     allow_dependent_launch();
     wait_for_previous_launch();
     int64_t const token = blockIdx.y;
-    uint32_t const mask = load_mask(params, token, 0);
-    int const end = scan_words(totals, mask);
+    int const thread = threadIdx.x;
+    uint32_t const mask = load_mask(params, token, 0, thread);
+    int const end = scan_words(totals, mask, thread);
     __syncthreads();
     // The first shares come first, for they may be all that is needed.
     int const share = static_cast<int>(blockIdx.x) / params.num_slabs;

@@ -252,38 +252,137 @@ __device__ __forceinline__ int2 sum_counted(Params const& params) {
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-// A CTA is a team of the sparse projection, or so many of them side by side where the dense one needs a
-// multiprocessor's shared memory.
-template <int kTeams, class Sparse, class Dense>
-constexpr int kSharedBytes = std::max(kTeams * static_cast<int>(sizeof(down_few::Shared<Sparse>)), Dense::kSharedBytes);
+// A CTA computes one unit of the sparse projection, a slab of columns of a token, by down_few.cuh; or several side by
+// side, where the dense projection needs a multiprocessor's shared memory. Then a team of threads lists each unit's
+// neurons, and all warps are shared out over the units by how many neurons they have: else the heaviest would decide
+// the time.
+template <int kUnits, class Sparse>
+struct SparseShared {
+    uint16_t lists[kUnits][down_few::kPassNeurons];
+    float partial[kUnits * Sparse::kWarps][Sparse::kColumns];
+};
 
-template <class Element, int kTeams, class Sparse, class Dense>
-__global__ void __launch_bounds__(kTeams* Sparse::kThreads, kTeams == 1 ? 1024 / Sparse::kThreads : 1)
+template <class Sparse>
+struct SparseShared<1, Sparse> : down_few::Shared<Sparse> {};
+
+template <int kUnits, class Sparse, class Dense>
+constexpr int kSharedBytes = std::max(static_cast<int>(sizeof(SparseShared<kUnits, Sparse>)), Dense::kSharedBytes);
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// A mask word of the first pass over a unit; without one, 0.
+__device__ __forceinline__ uint32_t load_mask(Params const& params, int unit, int thread) {
+    return unit < params.num_units ? down_few::load_mask(params.sparse, unit / params.num_slabs, 0, thread) : 0;
+}
+
+// The sparse projection of kUnits units after the other. `mask`, `end`: of the team's first unit, as for
+// down_few::compute.
+template <class Element, int kUnits, class Sparse, class H>
+__device__ __forceinline__ void multiply_sparse(Params const& params, SparseShared<kUnits, Sparse>& shared,
+                                                down_few::WordTotals (&totals)[kUnits], uint32_t mask, int end) {
+    constexpr int kWarps = kUnits * Sparse::kWarps;
+    constexpr int kTotals = down_few::kPassWords / kWarpSize;
+    static_assert(Sparse::kLanes <= kWarpSize && kUnits * kTotals == kWarpSize, "a lane has a total");
+    down_few::Params const& sparse = params.sparse;
+    int const lane = threadIdx.x % kWarpSize;
+    int const warp = threadIdx.x / kWarpSize;
+    int const team = threadIdx.x / Sparse::kThreads;
+    int const thread = threadIdx.x % Sparse::kThreads;
+    int const step = params.num_sparse_ctas;
+    for (int first = blockIdx.x; first < params.num_units; first += kUnits * step) {
+        int const own_unit = first + team * step;
+        uint32_t const next_mask = load_mask(params, own_unit + kUnits * step, thread);
+        float2 sum = make_float2(0.0f, 0.0f);
+        for (int word_begin = 0;;) {
+            down_few::list_active(shared.lists[team], totals[team], mask, end, thread);
+            // Lane i has the (i / kTotals)-th unit's number of neurons.
+            int count = totals[lane / kTotals][lane % kTotals];
+#pragma unroll
+            for (int distance = 1; distance < kTotals; distance *= 2) {
+                count += __shfl_xor_sync(0xffffffffu, count, distance);
+            }
+            int const all = __reduce_add_sync(0xffffffffu, count) / kTotals;
+            // Every unit has a warp.
+            static_assert(kUnits <= 4 && kWarps == 32, "32 (n + all / 16 + 1) is more than all + 4 (all / 16 + 1)");
+            int const weight = first + lane / kTotals * step < params.num_units ? count + all / 16 + 1 : 0;
+            int const up_to = static_cast<int>(sum_up_to(lane % kTotals == 0 ? weight : 0));
+            int const warps_end = kWarps * up_to / __shfl_sync(0xffffffffu, up_to, kWarpSize - 1);
+            int const worked = __popc(__ballot_sync(0xffffffffu, lane % kTotals == 0 && warps_end <= warp));
+            auto const begin_of = [&](int unit) {
+                int const before = __shfl_sync(0xffffffffu, warps_end, max(unit - 1, 0) * kTotals);
+                return unit == 0 ? 0 : before;
+            };
+            int const warps_begin = begin_of(worked);
+            int const num_warps = __shfl_sync(0xffffffffu, warps_end, worked * kTotals) - warps_begin;
+            int const worked_count = __shfl_sync(0xffffffffu, count, worked * kTotals);
+            int const sum_begin = begin_of(team);
+            int const sum_end = __shfl_sync(0xffffffffu, warps_end, team * kTotals);
+            __syncthreads();
+
+            int const unit = first + worked * step;
+            int const column = lane % Sparse::kLanes * kVector;
+            // Columns past the end repeat the last ones and are not stored.
+            int const from = min(unit % params.num_slabs * Sparse::kColumns + column, sparse.d_out - kVector);
+            int64_t const neuron_begin = static_cast<int64_t>(word_begin) * down_few::kMaskBits;
+            constexpr int kSlotsOfWarp = kWarpSize / Sparse::kLanes;
+            constexpr int kRowsAtOnce = 6;
+            float accumulators[kVector] = {};
+            down_few::add_all_rows<Element, kRowsAtOnce>(
+                accumulators, shared.lists[worked], (warp - warps_begin) * kSlotsOfWarp + lane / Sparse::kLanes,
+                num_warps * kSlotsOfWarp, worked_count,
+                down_few::h_of<H>(sparse, unit / params.num_slabs) + neuron_begin,
+                sparse.w_down + neuron_begin * sparse.d_out + from, sparse.d_out);
+            down_few::store_partial<Sparse>(accumulators, shared.partial[warp], column);
+            word_begin += down_few::kPassWords;
+            bool const is_last = word_begin >= sparse.num_mask_words;
+            if (!is_last) {
+                mask = own_unit < params.num_units
+                           ? down_few::load_mask(sparse, own_unit / params.num_slabs, word_begin, thread)
+                           : 0;
+                end = down_few::scan_words(totals[team], mask, thread);
+            }
+            __syncthreads();
+            for (int w = sum_begin; w < sum_end && thread * 2 < Sparse::kColumns; ++w) {
+                float2 const part = *reinterpret_cast<float2 const*>(&shared.partial[w][thread * 2]);
+                sum.x += part.x;
+                sum.y += part.y;
+            }
+            if (is_last) {
+                break;
+            }
+        }
+        int const column = own_unit % params.num_slabs * Sparse::kColumns + thread * 2;
+        if (own_unit < params.num_units && thread * 2 < Sparse::kColumns && column < sparse.d_out) {
+            down_few::store_sums<Element>(sparse, own_unit / params.num_slabs, column, sum);
+        }
+        mask = next_mask;
+        end = down_few::scan_words(totals[team], mask, thread);
+        __syncthreads();
+    }
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <class Element, int kUnits, class Sparse, class Dense>
+__global__ void __launch_bounds__(kUnits* Sparse::kThreads, kUnits == 1 ? 1024 / Sparse::kThreads : 1)
     down_kernel(__grid_constant__ Params const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    constexpr int kNumThreads = kTeams * Sparse::kThreads;
+    constexpr int kNumThreads = kUnits * Sparse::kThreads;
     constexpr int kWarps = kNumThreads / kWarpSize;
     static_assert(Dense::kConsumerWarps <= kWarps && kWarps <= kWarpSize, "a warpgroup for each tile, a lane a warp");
-    using Team = std::conditional_t<kTeams == 1, down_few::WholeCta, down_few::PartOfCta<Sparse::kThreads>>;
     extern __shared__ __align__(1024) unsigned char dynamic[];
     __shared__ int2 counts[kWarps];
-    __shared__ down_few::WordTotals word_totals[kTeams];
+    __shared__ down_few::WordTotals totals[kUnits];
     wait_for_previous_launch();
     allow_dependent_launch();
-    Team const team = {};
-    int const team_idx = kTeams == 1 ? 0 : static_cast<int>(threadIdx.x) / Sparse::kThreads;
-    down_few::WordTotals& totals = word_totals[team_idx];
-    int const units_step = kTeams * params.num_sparse_ctas;
-    // What a team needs first is fetched together with what decides.
-    int unit = static_cast<int>(blockIdx.x) < params.num_sparse_ctas
-                   ? static_cast<int>(blockIdx.x) + team_idx * params.num_sparse_ctas
-                   : params.num_units;
-    auto const load_mask = [&](int unit) {
-        return unit < params.num_units ? down_few::load_mask(params.sparse, unit / params.num_slabs, 0, team) : 0;
-    };
-    uint32_t mask = load_mask(unit);
+    // What a sparse projection needs first is fetched together with what decides.
+    bool const is_sparse_cta = static_cast<int>(blockIdx.x) < params.num_sparse_ctas;
+    int const team = kUnits == 1 ? 0 : static_cast<int>(threadIdx.x) / Sparse::kThreads;
+    int const thread = kUnits == 1 ? static_cast<int>(threadIdx.x) : static_cast<int>(threadIdx.x) % Sparse::kThreads;
+    int const unit = static_cast<int>(blockIdx.x) + team * params.num_sparse_ctas;
+    uint32_t const mask = is_sparse_cta ? load_mask(params, unit, thread) : 0;
     int2 const warp_count = sum_counted<kNumThreads>(params);
-    int end = down_few::scan_words(totals, mask, team);
+    int const end = down_few::scan_words(totals[team], mask, thread);
     if (threadIdx.x % kWarpSize == 0) {
         counts[threadIdx.x / kWarpSize] = warp_count;
     }
@@ -295,24 +394,14 @@ __global__ void __launch_bounds__(kTeams* Sparse::kThreads, kTeams == 1 ? 1024 /
     if (counted.x <= params.most_sparse.x && counted.y <= params.most_sparse.y) {
         // What gate_up_few.cuh leaves for up to 32 tokens, gate_up_sm90.cuh for more.
         using H = std::conditional_t<Dense::kTokens <= 32, float, uint16_t>;
-        auto& shared = reinterpret_cast<down_few::Shared<Sparse>*>(dynamic)[team_idx];
-        auto const compute = [&] {
-            down_few::compute<Element, Sparse, false, H>(params.sparse, shared, totals, unit % params.num_slabs,
-                                                         unit / params.num_slabs, mask, end, 0, team);
-        };
-        if constexpr (kTeams == 1) {
-            if (unit < params.num_units) {
-                compute();
+        auto& shared = *reinterpret_cast<SparseShared<kUnits, Sparse>*>(dynamic);
+        if constexpr (kUnits == 1) {
+            if (is_sparse_cta) {
+                down_few::compute<Element, Sparse, false, H>(params.sparse, shared, totals[0], unit % params.num_slabs,
+                                                             unit / params.num_slabs, mask, end);
             }
-        } else {
-            while (unit < params.num_units) {
-                uint32_t const next_mask = load_mask(unit + units_step);
-                compute();
-                unit += units_step;
-                mask = next_mask;
-                end = down_few::scan_words(totals, mask, team);
-                team.sync();
-            }
+        } else if (is_sparse_cta) {
+            multiply_sparse<Element, kUnits, Sparse, H>(params, shared, totals, mask, end);
         }
     } else if (static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
         multiply_dense<Element, Dense, kNumThreads>(params, (matmul_sm90::shared_address(dynamic) + 1023u) & ~1023u);

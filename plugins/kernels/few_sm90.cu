@@ -92,7 +92,7 @@ int2 most_sparse(twell_problem const& problem) {
     return make_int2(static_cast<int>(pairs * d_ff / kDff), static_cast<int>(of_token * d_ff / kDff));
 }
 
-template <class Element, int kTeams, class Sparse, class Dense>
+template <class Element, int kUnits, class Sparse, class Dense>
 cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
                         down_sm90::Params params, Device const& device, cudaStream_t stream) {
     if (cudaError_t const error = first_error(
@@ -105,7 +105,7 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     }
     params.num_slabs = static_cast<int>(ceil_div(problem.d_out, Sparse::kColumns));
     params.num_units = params.num_slabs * params.tokens;
-    params.num_sparse_ctas = kTeams == 1 ? params.num_units : std::min(params.num_units, device.num_multiprocessors);
+    params.num_sparse_ctas = kUnits == 1 ? params.num_units : std::min(params.num_units, device.num_multiprocessors);
     params.num_column_blocks = static_cast<int>(ceil_div(problem.d_out, Dense::kColumns));
     static_assert(Dense::kColumns == kDenseDownColumns && down_sm90::kShares == kDenseDownShares,
                   "what there is scratch memory for");
@@ -114,9 +114,9 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
         return cudaErrorInvalidConfiguration;
     }
     int const ctas = std::max(params.num_sparse_ctas, params.num_dense_ctas);
-    return launch_dependent(down_sm90::down_kernel<Element, kTeams, Sparse, Dense>, params,
-                            dim3(static_cast<unsigned>(ctas)), kTeams * Sparse::kThreads,
-                            down_sm90::kSharedBytes<kTeams, Sparse, Dense>, device, stream);
+    return launch_dependent(down_sm90::down_kernel<Element, kUnits, Sparse, Dense>, params,
+                            dim3(static_cast<unsigned>(ctas)), kUnits * Sparse::kThreads,
+                            down_sm90::kSharedBytes<kUnits, Sparse, Dense>, device, stream);
 }
 
 template <class Element>
@@ -134,8 +134,8 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     // The fewer tokens, the fewer columns a sparse CTA has, so that there are about two CTAs for each multiprocessor.
     using down_few::Config;
     using down_sm90::Dense;
-    auto const launch = [&](auto teams, auto sparse, auto dense) {
-        return launch_down<Element, decltype(teams)::value, decltype(sparse), decltype(dense)>(
+    auto const launch = [&](auto units, auto sparse, auto dense) {
+        return launch_down<Element, decltype(units)::value, decltype(sparse), decltype(dense)>(
             problem, tensors, scratch, params, device, stream);
     };
     std::integral_constant<int, 1> const one;

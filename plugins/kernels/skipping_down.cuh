@@ -65,8 +65,9 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) down_kernel(
     }
     int const row = static_cast<int>(blockIdx.x);
     int const slab = static_cast<int>(blockIdx.y);
-    uint32_t const mask = down_few::load_mask(params.down, row, 0);
-    int const end = down_few::scan_words(totals, mask);
+    int const thread = threadIdx.x;
+    uint32_t const mask = down_few::load_mask(params.down, row, 0, thread);
+    int const end = down_few::scan_words(totals, mask, thread);
     __syncthreads();
     bool const failed =
         down_few::compute<Element, Cfg, false, uint16_t>(params.down, shared, totals, slab, row, mask, end);
@@ -76,10 +77,10 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) down_kernel(
     __syncwarp();  // what is stored again has been stored
     for (int first = 0; lanes != 0 && first < kWarpSize; first += kLanes) {
         if ((lanes >> first & ((1u << kLanes) - 1)) != 0) {
-            int const thread = static_cast<int>(threadIdx.x) / kWarpSize * kWarpSize + first;
+            int const first_thread = thread / kWarpSize * kWarpSize + first;
             sum_again<Element>(params.block,
                                params.down.h_rounded + row * params.down.num_mask_words * down_few::kMaskBits, row,
-                               slab * Cfg::kColumns + thread * 2);
+                               slab * Cfg::kColumns + first_thread * 2);
         }
     }
     // Who waits for the end of this launch takes it for the end of those before.
