@@ -1,4 +1,4 @@
-// Down projection for few tokens on Hopper (sm_90a): the sparse one of down_few.cuh, or a dense one, in one kernel.
+// Down projection for few tokens on Hopper (sm_90a): the sparse one of down_few.cuh, or a dense one.
 //
 // The sparse one reads a row of Wd for each pair of a token and an active neuron; where there are many, reading Wd once
 // takes less. All CTAs know the number of pairs from what the gate left, and so take the same one of the two.
@@ -43,6 +43,9 @@ struct Dense {
     static constexpr int kNumStages = kStages;
     static constexpr int kAccumulators = WGMMA_M * WGMMA_N / kWarpgroupSize;
     static constexpr int kConsumerWarps = kTokenTiles * kWarpgroupWarps;
+
+    // Of a kernel that does nothing else: more add up the shares faster.
+    static constexpr int kThreads = 1024;
 
     // Shared memory: stages of w_down, [BLOCK_K, kColumns], and of h.
     static constexpr int kBytesW = BLOCK_K * kBytesRow;
@@ -252,10 +255,14 @@ __device__ __forceinline__ int2 sum_counted(Params const& params) {
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
+// Which projections a kernel can do. Where one can do either, there is no other launch; else each leaves the other to
+// the next one.
+enum class Role { kSparse, kDense, kEither };
+
 // A CTA computes one unit of the sparse projection, a slab of columns of a token, by down_few.cuh; or several side by
-// side, where the dense projection needs a multiprocessor's shared memory. Then a team of threads lists each unit's
-// neurons, and all warps are shared out over the units by how many neurons they have: else the heaviest would decide
-// the time.
+// side, where it can do either and the dense projection needs a multiprocessor's shared memory. Then a team of threads
+// lists each unit's neurons, and all warps are shared out over the units by how many neurons they have: else the
+// heaviest would decide the time.
 template <int kUnits, class Sparse>
 struct SparseShared {
     uint16_t lists[kUnits][down_few::kPassNeurons];
@@ -265,8 +272,13 @@ struct SparseShared {
 template <class Sparse>
 struct SparseShared<1, Sparse> : down_few::Shared<Sparse> {};
 
-template <int kUnits, class Sparse, class Dense>
-constexpr int kSharedBytes = std::max(static_cast<int>(sizeof(SparseShared<kUnits, Sparse>)), Dense::kSharedBytes);
+template <Role kRole, int kUnits, class Sparse, class Dense>
+constexpr int kSharedBytes =
+    std::max(kRole == Role::kDense ? 0 : static_cast<int>(sizeof(SparseShared<kUnits, Sparse>)),
+             kRole == Role::kSparse ? 0 : Dense::kSharedBytes);
+
+template <Role kRole, int kUnits, class Sparse, class Dense>
+constexpr int kThreads = kRole == Role::kDense ? Dense::kThreads : kUnits * Sparse::kThreads;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -363,26 +375,31 @@ __device__ __forceinline__ void multiply_sparse(Params const& params, SparseShar
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-template <class Element, int kUnits, class Sparse, class Dense>
-__global__ void __launch_bounds__(kUnits* Sparse::kThreads, kUnits == 1 ? 1024 / Sparse::kThreads : 1)
+template <class Element, Role kRole, int kUnits, class Sparse, class Dense>
+__global__ void __launch_bounds__((kThreads<kRole, kUnits, Sparse, Dense>),
+                                  kRole == Role::kDense || kUnits > 1 ? 1 : 1024 / Sparse::kThreads)
     down_kernel(__grid_constant__ Params const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    constexpr int kNumThreads = kUnits * Sparse::kThreads;
+    constexpr int kNumThreads = kThreads<kRole, kUnits, Sparse, Dense>;
     constexpr int kWarps = kNumThreads / kWarpSize;
-    static_assert(Dense::kConsumerWarps <= kWarps && kWarps <= kWarpSize, "a warpgroup for each tile, a lane a warp");
+    static_assert(Dense::kConsumerWarps <= kWarps || kRole == Role::kSparse, "a warpgroup for each tile");
+    static_assert(kWarps <= kWarpSize, "a lane for each warp");
     extern __shared__ __align__(1024) unsigned char dynamic[];
     __shared__ int2 counts[kWarps];
     __shared__ down_few::WordTotals totals[kUnits];
-    wait_for_previous_launch();
+    // A dense launch follows a sparse one, which lets it start when the gate has ended: it waits for nothing else.
+    if (kRole != Role::kDense) {
+        wait_for_previous_launch();
+    }
     allow_dependent_launch();
-    // What a sparse projection needs first is fetched together with what decides.
-    bool const is_sparse_cta = static_cast<int>(blockIdx.x) < params.num_sparse_ctas;
+    // What a sparse CTA needs first is fetched together with what decides.
     int const team = kUnits == 1 ? 0 : static_cast<int>(threadIdx.x) / Sparse::kThreads;
     int const thread = kUnits == 1 ? static_cast<int>(threadIdx.x) : static_cast<int>(threadIdx.x) % Sparse::kThreads;
     int const unit = static_cast<int>(blockIdx.x) + team * params.num_sparse_ctas;
+    bool const is_sparse_cta = kRole != Role::kDense && static_cast<int>(blockIdx.x) < params.num_sparse_ctas;
     uint32_t const mask = is_sparse_cta ? load_mask(params, unit, thread) : 0;
     int2 const warp_count = sum_counted<kNumThreads>(params);
-    int const end = down_few::scan_words(totals[team], mask, thread);
+    int const end = is_sparse_cta ? down_few::scan_words(totals[team], mask, thread) : 0;
     if (threadIdx.x % kWarpSize == 0) {
         counts[threadIdx.x / kWarpSize] = warp_count;
     }
@@ -391,20 +408,27 @@ __global__ void __launch_bounds__(kUnits* Sparse::kThreads, kUnits == 1 ? 1024 /
     int2 const of_warp = lane < kWarps ? counts[lane] : make_int2(0, 0);
     int2 const counted =
         make_int2(__reduce_add_sync(0xffffffffu, of_warp.x), __reduce_add_sync(0xffffffffu, of_warp.y));
-    if (counted.x <= params.most_sparse.x && counted.y <= params.most_sparse.y) {
+    bool const is_sparse = counted.x <= params.most_sparse.x && counted.y <= params.most_sparse.y;
+    if (kRole == Role::kDense && ends_early(is_sparse)) {
+        return;
+    }
+    if (kRole != Role::kDense && is_sparse && is_sparse_cta) {
         // What gate_up_few.cuh leaves for up to 32 tokens, gate_up_sm90.cuh for more.
         using H = std::conditional_t<Dense::kTokens <= 32, float, uint16_t>;
         auto& shared = *reinterpret_cast<SparseShared<kUnits, Sparse>*>(dynamic);
         if constexpr (kUnits == 1) {
-            if (is_sparse_cta) {
-                down_few::compute<Element, Sparse, false, H>(params.sparse, shared, totals[0], unit % params.num_slabs,
-                                                             unit / params.num_slabs, mask, end);
-            }
-        } else if (is_sparse_cta) {
+            down_few::compute<Element, Sparse, false, H>(params.sparse, shared, totals[0], unit % params.num_slabs,
+                                                         unit / params.num_slabs, mask, end);
+        } else {
             multiply_sparse<Element, kUnits, Sparse, H>(params, shared, totals, mask, end);
         }
-    } else if (static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
+    } else if (kRole != Role::kSparse && !is_sparse && static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
         multiply_dense<Element, Dense, kNumThreads>(params, (matmul_sm90::shared_address(dynamic) + 1023u) & ~1023u);
+    }
+    // Either launch leaves alone what the other one works on; but who waits for the end of the dense one takes it for
+    // the end of both.
+    if (kRole == Role::kDense && blockIdx.x == 0) {
+        wait_for_previous_launch();
     }
 #endif
 }
