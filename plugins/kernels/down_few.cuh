@@ -168,7 +168,7 @@ __device__ __forceinline__ void add_all_rows(float (&accumulators)[kVector], uin
     }
 }
 
-// Adds up the slots of each warp, and leaves the sums of its columns in `partials`, for each lane or slot.
+// Adds up the slots of each warp, and leaves the sums of its columns, from `column` on a lane's, in `partial`.
 template <class Cfg>
 __device__ __forceinline__ void store_partial(float (&accumulators)[kVector], float* partial, int column) {
 #pragma unroll

@@ -287,52 +287,77 @@ __device__ __forceinline__ uint32_t load_mask(Params const& params, int unit, in
     return unit < params.num_units ? down_few::load_mask(params.sparse, unit / params.num_slabs, 0, thread) : 0;
 }
 
+// The 32 warps of a CTA, shared out over up to four units: neighbours for each, by its number of neurons, and one at
+// least. Lane i knows the (i / kLanesOfUnit)-th unit's.
+struct WarpShares {
+    static constexpr int kWarps = 32;
+    static constexpr int kMostUnits = 4;
+    static constexpr int kLanesOfUnit = kWarpSize / kMostUnits;
+
+    int count;  // of neurons
+    int end;    // of its warps
+    int unit;   // whose neurons this warp takes
+
+    __device__ __forceinline__ WarpShares(int count, bool exists) : count(count) {
+        int const lane = threadIdx.x % kWarpSize;
+        int const all = __reduce_add_sync(0xffffffffu, count) / kLanesOfUnit;
+        // Each weight is at least the 32nd part of all weights, all + 4 (all / 16 + 1).
+        uint32_t const weight = exists && lane % kLanesOfUnit == 0 ? count + all / 16 + 1 : 0;
+        uint32_t const up_to = sum_up_to(weight);
+        end = static_cast<int>(kWarps * up_to / __shfl_sync(0xffffffffu, up_to, kWarpSize - 1));
+        int const warp = static_cast<int>(threadIdx.x) / kWarpSize;
+        unit = __popc(__ballot_sync(0xffffffffu, lane % kLanesOfUnit == 0 && end <= warp));
+    }
+
+    __device__ __forceinline__ int count_of(int unit) const {
+        return __shfl_sync(0xffffffffu, count, unit * kLanesOfUnit);
+    }
+    __device__ __forceinline__ int end_of(int unit) const { return __shfl_sync(0xffffffffu, end, unit * kLanesOfUnit); }
+    __device__ __forceinline__ int begin_of(int unit) const {
+        int const before = end_of(max(unit - 1, 0));
+        return unit == 0 ? 0 : before;
+    }
+};
+
 // The sparse projection of kUnits units after the other. `mask`, `end`: of the team's first unit, as for
 // down_few::compute.
 template <class Element, int kUnits, class Sparse, class H>
 __device__ __forceinline__ void multiply_sparse(Params const& params, SparseShared<kUnits, Sparse>& shared,
                                                 down_few::WordTotals (&totals)[kUnits], uint32_t mask, int end) {
-    constexpr int kWarps = kUnits * Sparse::kWarps;
-    constexpr int kTotals = down_few::kPassWords / kWarpSize;
-    static_assert(Sparse::kLanes <= kWarpSize && kUnits * kTotals == kWarpSize, "a lane has a total");
+    static_assert(Sparse::kLanes <= kWarpSize && kUnits == WarpShares::kMostUnits &&
+                      kUnits * Sparse::kWarps == WarpShares::kWarps &&
+                      sizeof(totals[0]) / sizeof(totals[0][0]) == WarpShares::kLanesOfUnit,
+                  "see WarpShares");
     down_few::Params const& sparse = params.sparse;
     int const lane = threadIdx.x % kWarpSize;
     int const warp = threadIdx.x / kWarpSize;
     int const team = threadIdx.x / Sparse::kThreads;
     int const thread = threadIdx.x % Sparse::kThreads;
+    int const column = lane % Sparse::kLanes * kVector;
     int const step = params.num_sparse_ctas;
     for (int first = blockIdx.x; first < params.num_units; first += kUnits * step) {
         int const own_unit = first + team * step;
+        int64_t const own_token = own_unit / params.num_slabs;
         uint32_t const next_mask = load_mask(params, own_unit + kUnits * step, thread);
-        float2 sum = make_float2(0.0f, 0.0f);
-        for (int word_begin = 0;;) {
+        float2 sum = make_float2(0.0f, 0.0f);  // of two columns of the team's unit
+        int word_begin = 0;
+        while (true) {
             down_few::list_active(shared.lists[team], totals[team], mask, end, thread);
-            // Lane i has the (i / kTotals)-th unit's number of neurons.
-            int count = totals[lane / kTotals][lane % kTotals];
+            int const lane_unit = lane / WarpShares::kLanesOfUnit;
+            int count = totals[lane_unit][lane % WarpShares::kLanesOfUnit];
 #pragma unroll
-            for (int distance = 1; distance < kTotals; distance *= 2) {
+            for (int distance = 1; distance < WarpShares::kLanesOfUnit; distance *= 2) {
                 count += __shfl_xor_sync(0xffffffffu, count, distance);
             }
-            int const all = __reduce_add_sync(0xffffffffu, count) / kTotals;
-            // Every unit has a warp.
-            static_assert(kUnits <= 4 && kWarps == 32, "32 (n + all / 16 + 1) is more than all + 4 (all / 16 + 1)");
-            int const weight = first + lane / kTotals * step < params.num_units ? count + all / 16 + 1 : 0;
-            int const up_to = static_cast<int>(sum_up_to(lane % kTotals == 0 ? weight : 0));
-            int const warps_end = kWarps * up_to / __shfl_sync(0xffffffffu, up_to, kWarpSize - 1);
-            int const worked = __popc(__ballot_sync(0xffffffffu, lane % kTotals == 0 && warps_end <= warp));
-            auto const begin_of = [&](int unit) {
-                int const before = __shfl_sync(0xffffffffu, warps_end, max(unit - 1, 0) * kTotals);
-                return unit == 0 ? 0 : before;
-            };
-            int const warps_begin = begin_of(worked);
-            int const num_warps = __shfl_sync(0xffffffffu, warps_end, worked * kTotals) - warps_begin;
-            int const worked_count = __shfl_sync(0xffffffffu, count, worked * kTotals);
-            int const sum_begin = begin_of(team);
-            int const sum_end = __shfl_sync(0xffffffffu, warps_end, team * kTotals);
+            WarpShares const shares(count, first + lane_unit * step < params.num_units);
+            int const warps_begin = shares.begin_of(shares.unit);
+            int const num_warps = shares.end_of(shares.unit) - warps_begin;
+            int const unit_count = shares.count_of(shares.unit);
+            int const sum_begin = shares.begin_of(team);
+            int const sum_end = shares.end_of(team);
             __syncthreads();
 
-            int const unit = first + worked * step;
-            int const column = lane % Sparse::kLanes * kVector;
+            int const unit = first + shares.unit * step;
             // Columns past the end repeat the last ones and are not stored.
             int const from = min(unit % params.num_slabs * Sparse::kColumns + column, sparse.d_out - kVector);
             int64_t const neuron_begin = static_cast<int64_t>(word_begin) * down_few::kMaskBits;
@@ -340,17 +365,14 @@ __device__ __forceinline__ void multiply_sparse(Params const& params, SparseShar
             constexpr int kRowsAtOnce = 6;
             float accumulators[kVector] = {};
             down_few::add_all_rows<Element, kRowsAtOnce>(
-                accumulators, shared.lists[worked], (warp - warps_begin) * kSlotsOfWarp + lane / Sparse::kLanes,
-                num_warps * kSlotsOfWarp, worked_count,
-                down_few::h_of<H>(sparse, unit / params.num_slabs) + neuron_begin,
+                accumulators, shared.lists[shares.unit], (warp - warps_begin) * kSlotsOfWarp + lane / Sparse::kLanes,
+                num_warps * kSlotsOfWarp, unit_count, down_few::h_of<H>(sparse, unit / params.num_slabs) + neuron_begin,
                 sparse.w_down + neuron_begin * sparse.d_out + from, sparse.d_out);
             down_few::store_partial<Sparse>(accumulators, shared.partial[warp], column);
             word_begin += down_few::kPassWords;
             bool const is_last = word_begin >= sparse.num_mask_words;
             if (!is_last) {
-                mask = own_unit < params.num_units
-                           ? down_few::load_mask(sparse, own_unit / params.num_slabs, word_begin, thread)
-                           : 0;
+                mask = own_unit < params.num_units ? down_few::load_mask(sparse, own_token, word_begin, thread) : 0;
                 end = down_few::scan_words(totals[team], mask, thread);
             }
             __syncthreads();
@@ -363,9 +385,9 @@ __device__ __forceinline__ void multiply_sparse(Params const& params, SparseShar
                 break;
             }
         }
-        int const column = own_unit % params.num_slabs * Sparse::kColumns + thread * 2;
-        if (own_unit < params.num_units && thread * 2 < Sparse::kColumns && column < sparse.d_out) {
-            down_few::store_sums<Element>(sparse, own_unit / params.num_slabs, column, sum);
+        int const own_column = own_unit % params.num_slabs * Sparse::kColumns + thread * 2;
+        if (own_unit < params.num_units && thread * 2 < Sparse::kColumns && own_column < sparse.d_out) {
+            down_few::store_sums<Element>(sparse, own_token, own_column, sum);
         }
         mask = next_mask;
         end = down_few::scan_words(totals[team], mask, thread);

@@ -108,7 +108,7 @@ def table() -> Iterator[Case]:
     # d_out: each up+down configuration, full, ragged, and more than one pass.
     for d_out in (8, 16, 1016, 1024, 1032, 2048, 2056, 4096, 4104, 8192, 8200, 16384, 16392, 40000):
         yield Case(rows=130, d_out=d_out, dtype=next(dtypes))
-        for rows in (3, 12, 20):
+        for rows in (3, 12, 20, 50):
             yield Case(rows=rows, d_out=d_out, dtype=next(dtypes))
     for (gated, activation), dtype, compression in itertools.product(kinds, (BF16, FP16), (1, 2, 4, 8)):
         yield Case(gated=gated, activation=activation, dtype=dtype, compression=compression, density=0.1)
@@ -128,6 +128,9 @@ def table() -> Iterator[Case]:
         yield Case(rows=rows, d_model=1024, d_ff=65536, d_out=1024, gated=False, density=0.03, biases="", dtype=FP16)
         yield Case(rows=rows, d_model=16384, d_ff=300, d_out=16384, biases="")
         yield Case(rows=rows, d_model=20008, d_ff=300, d_out=24, dtype=FP16)
+    # Several passes over the neurons; wider than dense blocks on Hopper.
+    yield Case(rows=40, d_model=16392, d_ff=8300, d_out=264, density=0.003)
+    yield Case(rows=64, d_model=16392, d_ff=8300, d_out=2600, density=0.001, dtype=FP16)
     yield Case(rows=2, d_model=65544, d_ff=300, d_out=24)  # too wide for the kernels for few tokens
     # Dense blocks on Hopper whose down projection skips inactive neurons, or does not.
     for rows, (gated, activation), dtype in itertools.product((17, 64), kinds, (BF16, FP16)):
@@ -164,6 +167,7 @@ SMALL = [
     Case(rows=130, d_model=72, d_ff=300, d_out=1032, density=0.1, biases="d", dtype=FP16),
     Case(rows=120, d_model=16, d_ff=300, d_out=2056, density=0.5, biases="u"),
     Case(rows=120, d_model=16, d_ff=1300, d_out=2056, density=0.5, gated=False, compression=1, dtype=FP16),
+    Case(rows=64, d_model=72, d_ff=300, d_out=2312, density=0.03),
     Case(rows=34, d_model=72, d_ff=6500, d_out=264, density=0.004, dtype=FP16),
     Case(rows=64, d_model=72, d_ff=12800, d_out=72, density=0.004, gated=False),
 ]
