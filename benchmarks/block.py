@@ -306,6 +306,8 @@ SUITE = (
     Setting(_DECIDED, density=0.02),
     Setting(_DECIDED, heavy=2816),
     Setting((2048, 8192, 32768, 131072), neurons="zipf"),
+    *(Setting((8192, 32768), density=density, neurons="zipf") for density in (0.01, 0.02)),
+    Setting((8192, 16384), d_model=4096, d_ff=11008, neurons="zipf"),
     Setting(_LARGE_MODEL, d_model=4096, d_ff=11008),
     Setting(_LARGE_MODEL, d_model=4096, d_ff=14336),
     Setting((1, 16, 17, 32, 33, 48, 64, 256, 1024, 1280, 1281, 2048, 8192), d_model=4096, d_ff=11008, density=0.1),
