@@ -83,13 +83,14 @@ __device__ __forceinline__ uint32_t choose_threshold(uint32_t const* bins, uint3
     return is_worth ? least : UINT32_MAX;
 }
 
-// By kWarps warps, told by `warp`, which sync() brings together: which neurons are hot.
-template <int kWarps, int kMostWords, class Sync>
-__device__ __forceinline__ void choose(Shared<kMostWords>& shared, HotNeurons const& hot, int d_ff, int warp,
-                                       Sync sync) {
+// By a CTA: which neurons are hot. NOTE: others than one warp could do this while that one decides what is dense, but
+// with a barrier of their own, compute-sanitizer's racecheck does not see the next ones.
+template <int kWarps, int kMostWords>
+__device__ __forceinline__ void choose(Shared<kMostWords>& shared, HotNeurons const& hot, int d_ff) {
     static_assert(kMostWords <= kWarps * kWarpSize && kWarps <= kWarpSize, "a thread has a word, a lane a warp's sum");
     constexpr int kWordsOfWarp = (kMostWords + kWarps - 1) / kWarps;
     int const lane = threadIdx.x % kWarpSize;
+    int const warp = threadIdx.x / kWarpSize;
     // Lane i has the i-th neuron of every kWarps-th word.
     uint32_t rows[kWordsOfWarp];
 #pragma unroll
@@ -109,7 +110,7 @@ __device__ __forceinline__ void choose(Shared<kMostWords>& shared, HotNeurons co
     if (lane == 0) {
         atomicAdd(&shared.pairs, pairs);
     }
-    sync();
+    __syncthreads();
     uint32_t const threshold = choose_threshold(shared.bins, shared.pairs, hot.num_sampled);
 #pragma unroll
     for (int i = 0; i < kWordsOfWarp; ++i) {
@@ -119,14 +120,14 @@ __device__ __forceinline__ void choose(Shared<kMostWords>& shared, HotNeurons co
             shared.words[w].bits = bits;
         }
     }
-    sync();
-    int const w = warp * kWarpSize + lane;
+    __syncthreads();
+    int const w = threadIdx.x;
     uint32_t const bits = w < hot.num_words ? shared.words[w].bits : 0;
     uint32_t const end = sum_up_to(__popc(bits));
     if (lane == kWarpSize - 1) {
         shared.of_warps[warp] = end;
     }
-    sync();
+    __syncthreads();
     uint32_t const before_warp = __reduce_add_sync(0xffffffffu, lane < warp ? shared.of_warps[lane] : 0);
     uint32_t before = before_warp + end - __popc(bits);
     if (w < hot.num_words) {

@@ -392,6 +392,11 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
         add_atomically(block_begin + lane * kBucketsPerLane, before);
     }
     __syncthreads();
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if (params.chunks.hot.sampled != nullptr) {
+        hot::choose<kWarps>(hot_neurons, params.chunks.hot, params.d_ff);
+    }
+#endif
     constexpr int kPerLane = kBucketsPerLane;
     if (threadIdx.x < kWarpSize) {
         uint32_t rows[kPerLane];
@@ -435,14 +440,6 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
             }
         }
     }
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    else if (params.chunks.hot.sampled != nullptr) {
-        hot::choose<kWarps - 1>(hot_neurons, params.chunks.hot, params.d_ff,
-                                static_cast<int>(threadIdx.x) / kWarpSize - 1, [] {
-                                    asm volatile("bar.sync 1, %0;" ::"n"(kThreads - kWarpSize) : "memory");
-                                });
-    }
-#endif
     __syncthreads();
 
     auto const position_of = [&](int64_t row) {
