@@ -23,7 +23,7 @@ constexpr int64_t kFewestTokens = 2;
 constexpr int64_t kMostTokens = 128;
 
 // Active pairs of a CTA up to which a row of w_up for each takes less than reading all of its w_up.
-constexpr int kMaxPairs = 64;
+constexpr int kMaxPairs = 50;
 static_assert(kMaxPairs / gate_up_sm90::kWarps < kWarpSize, "a lane of a warp for each of its pairs");
 
 template <class Element, class Cfg>
