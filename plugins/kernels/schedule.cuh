@@ -2,8 +2,10 @@
 // cleared beforehand.
 //
 // count_kernel   blocks of rows: each row's bucket, its rank among the block's rows of that bucket, lists of light rows
-// order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; then row_order, the
-//                units of the up projection, other lists, chunks, and what the dense path needs of the block's rows
+//                and a sample for hot neurons
+// order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; hot neurons; then
+//                row_order, the units of the up projection, other lists, chunks, and what the dense path needs of the
+//                block's rows
 //
 // Where the gate's count tells that all rows are dense, there is no order, and the sparse kernels leave at once.
 //
