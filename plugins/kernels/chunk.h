@@ -26,7 +26,7 @@ constexpr int kRowsOfOctet = 2;
 constexpr int kRowsOfChunk = kRowsOfOctet * kOctets;
 
 // So many neighbouring rows, a run, share their chunks. They have at most kRunChunks for each block of neurons on
-// average, and kRunChunksOfBlock for any.
+// average, and kRunChunksOfBlock for any; also for the hot neurons', which do not count towards the average.
 constexpr int kRunRows = 64;
 constexpr int kRunChunks = 25;
 constexpr int kRunChunksOfBlock = 50;

@@ -124,8 +124,10 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     if (Dense::kTokens != dense_down_tokens(problem.tokens)) {
         return cudaErrorInvalidConfiguration;
     }
-    // For more than a few tokens a dense CTA wants all of the shared memory. The sparse projection is then the faster
-    // for having CTAs of its own, the dense one for not having to wait until they have left, by 1 to 2 us.
+    // For more than 16 tokens a dense CTA wants all of the shared memory. In a launch of its own it has to wait until
+    // the sparse CTAs have left, 1 to 2 us; in one launch the sparse projection has larger CTAs, which from 65 tokens
+    // on take 2 to 3 us longer, in between 0.7 at most, up to 32 tokens 4 if many neurons are active. See
+    // benchmarks/README.md.
     if constexpr (Dense::kTokens <= 16 || kUnits > 1) {
         return launch_role<Element, Role::kEither, kUnits, Sparse, Dense>(params, device, stream);
     } else {
@@ -150,7 +152,8 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     params.tokens = static_cast<int>(problem.tokens);
     params.num_gate_ctas = num_gate_ctas;
     params.most_sparse = most_sparse(problem);
-    // The fewer tokens, the fewer columns a sparse CTA has, so that there are about two CTAs for each multiprocessor.
+    // The fewer tokens, the fewer columns a sparse CTA has, so that there are about two CTAs for each multiprocessor,
+    // or in between about four units.
     using down_few::Config;
     using down_sm90::Dense;
     auto const launch = [&](auto units, auto sparse, auto dense) {

@@ -8,7 +8,7 @@ namespace {
 
 namespace sm90 = hot_sm90;
 
-// Tokens of a CTA: for one round of a few thousand or of many.
+// Tokens of a CTA: few where a call has so few that each CTA takes one block.
 using HotTilings = sm90::Tilings<sm90::Choices<>, sm90::Choices<32, 48, 64, 96, 128, 192, 256>>;
 
 template <class Element>

@@ -94,7 +94,7 @@ struct Params {
     GuardModel guard;
     Gather gather;  // if the guard is enabled
     Chunks chunks;
-    uint16_t const* w_up;  // [d_ff, d_model], for chunks
+    uint16_t const* w_up;  // [d_ff, d_model], for hot neurons
     int d_model;
     int d_ff;
     SparseRows rows;
