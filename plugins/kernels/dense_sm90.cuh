@@ -310,15 +310,19 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 Loader<Cfg, !kUp> loader = {shared,     &params.weights,   tokens, static_cast<int>(rank),
                                             view.count, params.num_neurons};
                 int i = pieces_begin;
+                bool goes_on = true;
                 if (params.all_rows) {
                     Piece const piece(params, num_blocks, i);
-                    bool const goes_on =
+                    goes_on =
                         loader.load_first(piece.tile, piece.slices, wait_for_previous_launch, [&] { return !skips(); });
                     i = goes_on ? i + pieces_step : pieces_end;
                 }
                 for (; i < pieces_end; i += pieces_step) {
                     Piece const piece(params, num_blocks, i);
                     loader.load(piece.tile, piece.slices);
+                }
+                if (goes_on) {
+                    loader.wait_for_consumers();
                 }
             }
         } else if constexpr (!kUp) {
@@ -347,9 +351,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             }
         }
     }
-    // The other CTA may still signal this one's barriers.
-    __syncwarp();
-    sync_cluster();
 #endif
 }
 

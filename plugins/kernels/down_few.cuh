@@ -69,40 +69,50 @@ __device__ __forceinline__ uint32_t load_mask(Params const& params, int64_t toke
 }
 
 // Active neurons of each warp's words of a pass.
-using WordTotals = int[kPassWords / kWarpSize];
+struct alignas(16) WordTotals {
+    int warps[kPassWords / kWarpSize];
+};
 
 // Counts the active neurons of a pass, from all threads' mask words: returns those of a warp's words up to the
 // thread's, and leaves the warp's in `totals`, for whoever comes after a __syncthreads().
 __device__ __forceinline__ int scan_words(WordTotals& totals, uint32_t mask, int thread) {
     int end = 0;
     if (thread < kPassWords) {
-        end = static_cast<int>(sum_up_to(__popc(mask)));
+        if (__any_sync(0xffffffffu, mask != 0)) {
+            end = static_cast<int>(sum_up_to(__popc(mask)));
+        }
         if (thread % kWarpSize == kWarpSize - 1) {
-            totals[thread / kWarpSize] = end;
+            totals.warps[thread / kWarpSize] = end;
         }
     }
     return end;
 }
 
-__device__ __forceinline__ int count_active(WordTotals const& totals) {
+// Those of the first `end` warps; all of them.
+__device__ __forceinline__ int count_before(WordTotals const& totals, int end) {
+    constexpr int kFours = kPassWords / kWarpSize / 4;
     int count = 0;
 #pragma unroll
-    for (int w = 0; w < kPassWords / kWarpSize; ++w) {
-        count += totals[w];
+    for (int i = 0; i < kFours; ++i) {
+        int4 const four = reinterpret_cast<int4 const*>(totals.warps)[i];
+        count += (4 * i < end ? four.x : 0) + (4 * i + 1 < end ? four.y : 0) + (4 * i + 2 < end ? four.z : 0) +
+                 (4 * i + 3 < end ? four.w : 0);
     }
     return count;
 }
+__device__ __forceinline__ int count_active(WordTotals const& totals) {
+    return count_before(totals, kPassWords / kWarpSize);
+}
 
-// Then the neurons go into a list.
+// Then the neurons go into a list, as numbers within this pass, or from the pass on that began `word_begin` words
+// before.
 __device__ __forceinline__ void list_active(uint16_t* list, WordTotals const& totals, uint32_t mask, int end,
-                                            int thread) {
-    int before = 0;
-#pragma unroll
-    for (int w = 0; w < kPassWords / kWarpSize; ++w) {
-        before += w < thread / kWarpSize ? totals[w] : 0;
+                                            int thread, int word_begin = 0) {
+    if (mask == 0) {
+        return;
     }
-    for (int slot = before + end - __popc(mask); mask != 0; ++slot) {
-        list[slot] = static_cast<uint16_t>(thread * kMaskBits + __ffs(mask) - 1);
+    for (int slot = count_before(totals, thread / kWarpSize) + end - __popc(mask); mask != 0; ++slot) {
+        list[slot] = static_cast<uint16_t>((word_begin + thread) * kMaskBits + __ffs(mask) - 1);
         mask &= mask - 1;
     }
 }

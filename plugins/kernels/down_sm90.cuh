@@ -17,6 +17,8 @@
 #include "dependent_launch.cuh"
 #include "down_few.cuh"
 #include "element.cuh"
+#include "gate_up_few.cuh"
+#include "matmul_generic.cuh"
 #include "matmul_sm90.cuh"
 #include "sum_again.cuh"
 #include "twell/twell.h"
@@ -44,9 +46,6 @@ struct Dense {
     static constexpr int kAccumulators = WGMMA_M * WGMMA_N / kWarpgroupSize;
     static constexpr int kConsumerWarps = kTokenTiles * kWarpgroupWarps;
 
-    // Of a kernel that does nothing else: more add up the shares faster.
-    static constexpr int kThreads = 1024;
-
     // Shared memory: stages of w_down, [BLOCK_K, kColumns], and of h.
     static constexpr int kBytesW = BLOCK_K * kBytesRow;
     static constexpr int kBytesStage = kBytesW + kTokens * kBytesRow;
@@ -68,9 +67,10 @@ struct Params {
     int2 most_sparse;  // in all, up to which the sparse projection is taken: likewise
     int num_column_blocks;
     int num_dense_ctas;
+    // Of a sparse projection: slabs of columns x groups of tokens, each num_groups-th of them.
     int num_sparse_ctas;
-    int num_units;  // of a sparse projection: tokens x slabs of columns
     int num_slabs;
+    int num_groups;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -230,7 +230,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
     }
 }
 
-// A warp's share of what the gate's CTAs have counted. NOTE: not by way of L1, which may hold what was there when this
+// A warp's part of what the gate's CTAs have counted. NOTE: not by way of L1, which may hold what was there when this
 // kernel started.
 template <int kThreads>
 __device__ __forceinline__ int2 sum_counted(Params const& params) {
@@ -255,173 +255,269 @@ __device__ __forceinline__ int2 sum_counted(Params const& params) {
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-// Which projections a kernel can do. Where one can do either, there is no other launch; else each leaves the other to
-// the next one.
-enum class Role { kSparse, kDense, kEither };
-
 // A CTA computes one unit of the sparse projection, a slab of columns of a token, by down_few.cuh; or several side by
-// side, where it can do either and the dense projection needs a multiprocessor's shared memory. Then a team of threads
-// lists each unit's neurons, and all warps are shared out over the units by how many neurons they have: else the
-// heaviest would decide the time.
+// side, where the dense projection needs a multiprocessor's shared memory. Then teams of threads list the units'
+// neurons, and all warps are shared out over the units by how many neurons they have: else the heaviest would decide
+// the time.
+template <int kUnits>
+constexpr int kTeams = std::min(kUnits, 4);
+
+// Active neurons of a token, up to which such a sparse projection may be taken.
+constexpr int kMostListed = 2048;
+// Copies of a warp that are in flight, 16 bytes a lane.
+constexpr int kQueued = 8;
+constexpr int kBytesCopy = kWarpSize * 16;
+
 template <int kUnits, class Sparse>
 struct SparseShared {
-    uint16_t lists[kUnits][down_few::kPassNeurons];
-    float partial[kUnits * Sparse::kWarps][Sparse::kColumns];
+    alignas(16) unsigned char queues[kTeams<kUnits> * Sparse::kWarps][kQueued * kBytesCopy];
+    float partial[kTeams<kUnits> * Sparse::kWarps][Sparse::kColumns];
+    uint16_t lists[kUnits][kMostListed];
+    int counts[kUnits];    // listed neurons
+    int units[kWarpSize];  // whose neurons each warp takes
 };
 
 template <class Sparse>
 struct SparseShared<1, Sparse> : down_few::Shared<Sparse> {};
 
-template <Role kRole, int kUnits, class Sparse, class Dense>
-constexpr int kSharedBytes =
-    std::max(kRole == Role::kDense ? 0 : static_cast<int>(sizeof(SparseShared<kUnits, Sparse>)),
-             kRole == Role::kSparse ? 0 : Dense::kSharedBytes);
+template <int kUnits, class Sparse, class Dense>
+constexpr int kSharedBytes = std::max(static_cast<int>(sizeof(SparseShared<kUnits, Sparse>)), Dense::kSharedBytes);
 
-template <Role kRole, int kUnits, class Sparse, class Dense>
-constexpr int kThreads = kRole == Role::kDense ? Dense::kThreads : kUnits * Sparse::kThreads;
+template <int kUnits, class Sparse>
+constexpr int kThreads = kTeams<kUnits> * Sparse::kThreads;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// A mask word of the first pass over a unit; without one, 0.
-__device__ __forceinline__ uint32_t load_mask(Params const& params, int unit, int thread) {
-    return unit < params.num_units ? down_few::load_mask(params.sparse, unit / params.num_slabs, 0, thread) : 0;
+// As in down_few.cuh; 0 if there is no such token.
+__device__ __forceinline__ uint32_t load_mask(Params const& params, int token, int word_begin, int thread) {
+    return token < params.tokens ? down_few::load_mask(params.sparse, token, word_begin, thread) : 0;
 }
 
-// The 32 warps of a CTA, shared out over up to four units: neighbours for each, by its number of neurons, and one at
-// least. Lane i knows the (i / kLanesOfUnit)-th unit's.
-struct WarpShares {
-    static constexpr int kWarps = 32;
-    static constexpr int kMostUnits = 4;
-    static constexpr int kLanesOfUnit = kWarpSize / kMostUnits;
-
-    int count;  // of neurons
-    int end;    // of its warps
-    int unit;   // whose neurons this warp takes
-
-    __device__ __forceinline__ WarpShares(int count, bool exists) : count(count) {
-        int const lane = threadIdx.x % kWarpSize;
-        int const all = __reduce_add_sync(0xffffffffu, count) / kLanesOfUnit;
-        // Each weight is at least the 32nd part of all weights, all + 4 (all / 16 + 1).
-        uint32_t const weight = exists && lane % kLanesOfUnit == 0 ? count + all / 16 + 1 : 0;
-        uint32_t const up_to = sum_up_to(weight);
-        end = static_cast<int>(kWarps * up_to / __shfl_sync(0xffffffffu, up_to, kWarpSize - 1));
-        int const warp = static_cast<int>(threadIdx.x) / kWarpSize;
-        unit = __popc(__ballot_sync(0xffffffffu, lane % kLanesOfUnit == 0 && end <= warp));
+// Shares out a CTA's 32 warps over its units, by one warp: neighbours for each, by its number of neurons, and one at
+// least if it exists. shared.counts are those of the passes before the last one.
+template <int kUnits, class Sparse>
+__device__ __forceinline__ void share_warps(SparseShared<kUnits, Sparse>& shared,
+                                            down_few::WordTotals const (&totals)[kUnits], int num_units,
+                                            bool is_first_pass) {
+    constexpr int kWarps = kTeams<kUnits> * Sparse::kWarps;
+    static_assert(kWarps == kWarpSize && kUnits <= kWarpSize / 2, "a lane for each warp, and for each unit");
+    int const lane = threadIdx.x % kWarpSize;
+    int count = lane < num_units ? down_few::count_active(totals[lane]) : 0;
+    if (lane < num_units && !is_first_pass) {
+        count += shared.counts[lane];
     }
-
-    __device__ __forceinline__ int count_of(int unit) const {
-        return __shfl_sync(0xffffffffu, count, unit * kLanesOfUnit);
+    int const all = __reduce_add_sync(0xffffffffu, count);
+    // Each weight is at least the 32nd part of all weights.
+    int const least = all / (kWarps - kUnits) + 1;
+    uint32_t const total = all + num_units * least;
+    uint32_t const up_to = sum_up_to<kUnits>(lane < num_units ? count + least : 0);
+    int unit = 0;
+#pragma unroll
+    for (int i = 0; i + 1 < kUnits; ++i) {
+        unit += kWarps * __shfl_sync(0xffffffffu, up_to, i) < (lane + 1) * total ? 1 : 0;
     }
-    __device__ __forceinline__ int end_of(int unit) const { return __shfl_sync(0xffffffffu, end, unit * kLanesOfUnit); }
-    __device__ __forceinline__ int begin_of(int unit) const {
-        int const before = end_of(max(unit - 1, 0));
-        return unit == 0 ? 0 : before;
+    shared.units[lane] = unit;
+    if (lane < kUnits) {
+        shared.counts[lane] = count;
     }
-};
+}
 
-// The sparse projection of kUnits units after the other. `mask`, `end`: of the team's first unit, as for
+// accumulators += h[n] Wd[n, columns] for the neurons n of this lane's slot: those of the list at first + slot, and
+// every `stride` from there on. `w_down` is that of the lane's columns. By way of shared memory: as the dense
+// projection leaves little of it for L1, the loads in flight would not find a place there.
+template <class Element, class Sparse, class H>
+__device__ __forceinline__ void add_listed(float (&accumulators)[kVector], uint16_t const* list, int first, int stride,
+                                           int count, H const* h, uint16_t const* w_down, int d_out, uint32_t queue) {
+    constexpr int kSlots = kWarpSize / Sparse::kLanes;
+    constexpr int kWindow = kWarpSize / kSlots;  // rows of a slot for which each lane knows one neuron
+    constexpr int kAtOnce = kQueued / 2;
+    static_assert(kWindow % kAtOnce == 0, "a lane for each row of fetch()");
+    int const lane = threadIdx.x % kWarpSize;
+    int const slot = lane / Sparse::kLanes;
+    uint32_t const row_bytes = static_cast<uint32_t>(d_out) * 2;
+    char const* rows = reinterpret_cast<char const*>(w_down);
+    asm volatile("" : "+l"(rows));  // else each row's address takes five instructions, not one
+    queue += lane * 16;
+    for (; first < count; first += kWindow * stride) {
+        int const position = first + lane / kSlots * stride + lane % kSlots;
+        uint32_t const neuron = list[min(position, count - 1)];
+        float const value = position < count ? down_few::to_float<Element>(h[neuron]) : 0.0f;
+        // Of a slot that has one row less than the other the last row is copied again, but not added.
+        int const num_rows = (__popc(__ballot_sync(0xffffffffu, position < count)) + kSlots - 1) / kSlots;
+        auto const fetch = [&](int begin, uint32_t half) {
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                uint32_t const n = __shfl_sync(0xffffffffu, neuron, (begin + i) * kSlots + slot);
+                if (begin + i < num_rows) {
+                    matmul_generic::copy_async(half + i * kBytesCopy, rows + uint64_t{n} * row_bytes, true);
+                }
+            }
+            matmul_generic::commit_async();
+        };
+        fetch(0, queue);
+        fetch(kAtOnce, queue + kAtOnce * kBytesCopy);
+        uint32_t half = queue;
+        uint32_t other = queue + kAtOnce * kBytesCopy;
+#pragma unroll 1
+        for (int begin = 0; begin < num_rows; begin += kAtOnce) {
+            matmul_generic::wait_async<1>();
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                uint4 const w_vector = gate_up_few::load_shared(half + i * kBytesCopy);
+                float const h_value = __shfl_sync(0xffffffffu, value, (begin + i) * kSlots + slot);
+                if (begin + i < num_rows && (kSlots == 1 || first + (begin + i) * stride + slot < count)) {
+                    float w_values[kVector];
+                    unpack<Element>(w_values, w_vector);
+#pragma unroll
+                    for (int k = 0; k < kVector; ++k) {
+                        accumulators[k] = fmaf(h_value, w_values[k], accumulators[k]);
+                    }
+                }
+            }
+            fetch(begin + 2 * kAtOnce, half);
+            uint32_t const next = other;
+            other = half;
+            half = next;
+        }
+    }
+    matmul_generic::wait_async<0>();
+}
+
+// The sparse projection of a slab of columns of a group of tokens, kUnits of them at a time, of which a team lists
+// kUnits / kTeams: the team-th, the (team + kTeams)-th and so on. `masks`, `ends`: of the team's first units, as for
 // down_few::compute.
 template <class Element, int kUnits, class Sparse, class H>
 __device__ __forceinline__ void multiply_sparse(Params const& params, SparseShared<kUnits, Sparse>& shared,
-                                                down_few::WordTotals (&totals)[kUnits], uint32_t mask, int end) {
-    static_assert(Sparse::kLanes <= kWarpSize && kUnits == WarpShares::kMostUnits &&
-                      kUnits * Sparse::kWarps == WarpShares::kWarps &&
-                      sizeof(totals[0]) / sizeof(totals[0][0]) == WarpShares::kLanesOfUnit,
-                  "see WarpShares");
+                                                down_few::WordTotals (&totals)[kUnits], int slab, int group,
+                                                uint32_t (&masks)[kUnits / kTeams<kUnits>],
+                                                int (&ends)[kUnits / kTeams<kUnits>]) {
+    constexpr int kWarps = kTeams<kUnits> * Sparse::kWarps;
+    constexpr int kUnitsOfTeam = kUnits / kTeams<kUnits>;
+    constexpr int kSumThreads = Sparse::kColumns / 2;  // of a unit: two columns each
+    static_assert(
+        Sparse::kLanes <= kWarpSize && kSumThreads % kWarpSize == 0 && kUnits * kSumThreads <= kWarps * kWarpSize,
+        "lanes for columns, threads for sums");
     down_few::Params const& sparse = params.sparse;
     int const lane = threadIdx.x % kWarpSize;
     int const warp = threadIdx.x / kWarpSize;
     int const team = threadIdx.x / Sparse::kThreads;
     int const thread = threadIdx.x % Sparse::kThreads;
+    int const step = params.num_groups;
+    // Columns past the end repeat the last ones and are not stored.
     int const column = lane % Sparse::kLanes * kVector;
-    int const step = params.num_sparse_ctas;
-    for (int first = blockIdx.x; first < params.num_units; first += kUnits * step) {
-        int const own_unit = first + team * step;
-        int64_t const own_token = own_unit / params.num_slabs;
-        uint32_t const next_mask = load_mask(params, own_unit + kUnits * step, thread);
-        float2 sum = make_float2(0.0f, 0.0f);  // of two columns of the team's unit
+    int const from = min(slab * Sparse::kColumns + column, sparse.d_out - kVector);
+    int const sum_unit = static_cast<int>(threadIdx.x) / kSumThreads;
+    int const sum_column = static_cast<int>(threadIdx.x) % kSumThreads * 2;
+    for (int first = group;; first += kUnits * step) {
+        int const num_units = min((params.tokens - first + step - 1) / step, kUnits);
+        int counts[kUnitsOfTeam] = {};
         int word_begin = 0;
         while (true) {
-            down_few::list_active(shared.lists[team], totals[team], mask, end, thread);
-            int const lane_unit = lane / WarpShares::kLanesOfUnit;
-            int count = totals[lane_unit][lane % WarpShares::kLanesOfUnit];
 #pragma unroll
-            for (int distance = 1; distance < WarpShares::kLanesOfUnit; distance *= 2) {
-                count += __shfl_xor_sync(0xffffffffu, count, distance);
+            for (int i = 0; i < kUnitsOfTeam; ++i) {
+                int const listed = i * kTeams<kUnits> + team;
+                down_few::list_active(shared.lists[listed] + counts[i], totals[listed], masks[i], ends[i], thread,
+                                      word_begin);
             }
-            WarpShares const shares(count, first + lane_unit * step < params.num_units);
-            int const warps_begin = shares.begin_of(shares.unit);
-            int const num_warps = shares.end_of(shares.unit) - warps_begin;
-            int const unit_count = shares.count_of(shares.unit);
-            int const sum_begin = shares.begin_of(team);
-            int const sum_end = shares.end_of(team);
-            __syncthreads();
-
-            int const unit = first + shares.unit * step;
-            // Columns past the end repeat the last ones and are not stored.
-            int const from = min(unit % params.num_slabs * Sparse::kColumns + column, sparse.d_out - kVector);
-            int64_t const neuron_begin = static_cast<int64_t>(word_begin) * down_few::kMaskBits;
-            constexpr int kSlotsOfWarp = kWarpSize / Sparse::kLanes;
-            constexpr int kRowsAtOnce = 6;
-            float accumulators[kVector] = {};
-            down_few::add_all_rows<Element, kRowsAtOnce>(
-                accumulators, shared.lists[shares.unit], (warp - warps_begin) * kSlotsOfWarp + lane / Sparse::kLanes,
-                num_warps * kSlotsOfWarp, unit_count, down_few::h_of<H>(sparse, unit / params.num_slabs) + neuron_begin,
-                sparse.w_down + neuron_begin * sparse.d_out + from, sparse.d_out);
-            down_few::store_partial<Sparse>(accumulators, shared.partial[warp], column);
-            word_begin += down_few::kPassWords;
-            bool const is_last = word_begin >= sparse.num_mask_words;
-            if (!is_last) {
-                mask = own_unit < params.num_units ? down_few::load_mask(sparse, own_token, word_begin, thread) : 0;
-                end = down_few::scan_words(totals[team], mask, thread);
-            }
-            __syncthreads();
-            for (int w = sum_begin; w < sum_end && thread * 2 < Sparse::kColumns; ++w) {
-                float2 const part = *reinterpret_cast<float2 const*>(&shared.partial[w][thread * 2]);
-                sum.x += part.x;
-                sum.y += part.y;
-            }
-            if (is_last) {
+            if (word_begin + down_few::kPassWords >= sparse.num_mask_words) {
                 break;
             }
+#pragma unroll
+            for (int i = 0; i < kUnitsOfTeam; ++i) {
+                int const listed = i * kTeams<kUnits> + team;
+                counts[i] += down_few::count_active(totals[listed]);
+                if (thread == 0) {
+                    shared.counts[listed] = counts[i];
+                }
+            }
+            __syncthreads();
+            word_begin += down_few::kPassWords;
+#pragma unroll
+            for (int i = 0; i < kUnitsOfTeam; ++i) {
+                int const listed = i * kTeams<kUnits> + team;
+                masks[i] = load_mask(params, first + listed * step, word_begin, thread);
+                ends[i] = down_few::scan_words(totals[listed], masks[i], thread);
+            }
+            __syncthreads();
         }
-        int const own_column = own_unit % params.num_slabs * Sparse::kColumns + thread * 2;
-        if (own_unit < params.num_units && thread * 2 < Sparse::kColumns && own_column < sparse.d_out) {
-            down_few::store_sums<Element>(sparse, own_token, own_column, sum);
+        if (warp == kWarps - 1) {
+            share_warps(shared, totals, num_units, word_begin == 0);
         }
-        mask = next_mask;
-        end = down_few::scan_words(totals[team], mask, thread);
+        __syncthreads();
+
+        int const unit_of_lane = shared.units[lane];
+        int const unit = __shfl_sync(0xffffffffu, unit_of_lane, warp);
+        uint32_t const own_warps = __ballot_sync(0xffffffffu, unit_of_lane == unit);
+        constexpr int kSlotsOfWarp = kWarpSize / Sparse::kLanes;
+        float accumulators[kVector] = {};
+        add_listed<Element, Sparse>(
+            accumulators, shared.lists[unit], __popc(own_warps & ((1u << warp) - 1)) * kSlotsOfWarp,
+            __popc(own_warps) * kSlotsOfWarp, shared.counts[unit], down_few::h_of<H>(sparse, first + unit * step),
+            sparse.w_down + from, sparse.d_out, matmul_sm90::shared_address(shared.queues[warp]));
+        down_few::store_partial<Sparse>(accumulators, shared.partial[warp], column);
+        __syncthreads();
+        uint32_t const summed_warps = __ballot_sync(0xffffffffu, shared.units[lane] == sum_unit);
+        if (sum_unit < num_units && slab * Sparse::kColumns + sum_column < sparse.d_out) {
+            float2 sum = make_float2(0.0f, 0.0f);
+            float const* part = &shared.partial[__ffs(summed_warps) - 1][sum_column];
+            for (int w = __popc(summed_warps); w != 0; --w, part += Sparse::kColumns) {
+                float2 const values = *reinterpret_cast<float2 const*>(part);
+                sum.x += values.x;
+                sum.y += values.y;
+            }
+            down_few::store_sums<Element>(sparse, first + sum_unit * step, slab * Sparse::kColumns + sum_column, sum);
+        }
+        int const next = first + kUnits * step;
+        if (next >= params.tokens) {
+            break;
+        }
+#pragma unroll
+        for (int i = 0; i < kUnitsOfTeam; ++i) {
+            int const listed = i * kTeams<kUnits> + team;
+            masks[i] = load_mask(params, next + listed * step, 0, thread);
+            ends[i] = down_few::scan_words(totals[listed], masks[i], thread);
+        }
         __syncthreads();
     }
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-template <class Element, Role kRole, int kUnits, class Sparse, class Dense>
-__global__ void __launch_bounds__((kThreads<kRole, kUnits, Sparse, Dense>),
-                                  kRole == Role::kDense || kUnits > 1 ? 1 : 1024 / Sparse::kThreads)
+template <class Element, int kUnits, class Sparse, class Dense>
+__global__ void __launch_bounds__((kThreads<kUnits, Sparse>), kUnits > 1 ? 1 : 1024 / Sparse::kThreads)
     down_kernel(__grid_constant__ Params const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    constexpr int kNumThreads = kThreads<kRole, kUnits, Sparse, Dense>;
+    constexpr int kNumThreads = kThreads<kUnits, Sparse>;
     constexpr int kWarps = kNumThreads / kWarpSize;
-    static_assert(Dense::kConsumerWarps <= kWarps || kRole == Role::kSparse, "a warpgroup for each tile");
+    static_assert(Dense::kConsumerWarps <= kWarps, "a warpgroup for each tile");
     static_assert(kWarps <= kWarpSize, "a lane for each warp");
     extern __shared__ __align__(1024) unsigned char dynamic[];
     __shared__ int2 counts[kWarps];
     __shared__ down_few::WordTotals totals[kUnits];
-    // A dense launch follows a sparse one, which lets it start when the gate has ended: it waits for nothing else.
-    if (kRole != Role::kDense) {
-        wait_for_previous_launch();
-    }
-    allow_dependent_launch();
-    // What a sparse CTA needs first is fetched together with what decides.
+    constexpr int kUnitsOfTeam = kUnits / kTeams<kUnits>;
     int const team = kUnits == 1 ? 0 : static_cast<int>(threadIdx.x) / Sparse::kThreads;
     int const thread = kUnits == 1 ? static_cast<int>(threadIdx.x) : static_cast<int>(threadIdx.x) % Sparse::kThreads;
-    int const unit = static_cast<int>(blockIdx.x) + team * params.num_sparse_ctas;
-    bool const is_sparse_cta = kRole != Role::kDense && static_cast<int>(blockIdx.x) < params.num_sparse_ctas;
-    uint32_t const mask = is_sparse_cta ? load_mask(params, unit, thread) : 0;
+    int const group = static_cast<int>(blockIdx.x) / params.num_slabs;
+    int const slab = static_cast<int>(blockIdx.x) - group * params.num_slabs;
+    bool const is_sparse_cta = static_cast<int>(blockIdx.x) < params.num_sparse_ctas;
+    wait_for_previous_launch();
+    allow_dependent_launch();
+    // What a sparse CTA needs first is fetched together with what decides.
+    uint32_t masks[kUnitsOfTeam] = {};
+    int ends[kUnitsOfTeam] = {};
+    if (is_sparse_cta) {
+#pragma unroll
+        for (int i = 0; i < kUnitsOfTeam; ++i) {
+            masks[i] = load_mask(params, group + (i * kTeams<kUnits> + team) * params.num_groups, 0, thread);
+        }
+    }
     int2 const warp_count = sum_counted<kNumThreads>(params);
-    int const end = is_sparse_cta ? down_few::scan_words(totals[team], mask, thread) : 0;
+    if (is_sparse_cta) {
+#pragma unroll
+        for (int i = 0; i < kUnitsOfTeam; ++i) {
+            ends[i] = down_few::scan_words(totals[i * kTeams<kUnits> + team], masks[i], thread);
+        }
+    }
     if (threadIdx.x % kWarpSize == 0) {
         counts[threadIdx.x / kWarpSize] = warp_count;
     }
@@ -430,27 +526,20 @@ __global__ void __launch_bounds__((kThreads<kRole, kUnits, Sparse, Dense>),
     int2 const of_warp = lane < kWarps ? counts[lane] : make_int2(0, 0);
     int2 const counted =
         make_int2(__reduce_add_sync(0xffffffffu, of_warp.x), __reduce_add_sync(0xffffffffu, of_warp.y));
-    bool const is_sparse = counted.x <= params.most_sparse.x && counted.y <= params.most_sparse.y;
-    if (kRole == Role::kDense && ends_early(is_sparse)) {
-        return;
-    }
-    if (kRole != Role::kDense && is_sparse && is_sparse_cta) {
-        // What gate_up_few.cuh leaves for up to 32 tokens, gate_up_sm90.cuh for more.
-        using H = std::conditional_t<Dense::kTokens <= 32, float, uint16_t>;
-        auto& shared = *reinterpret_cast<SparseShared<kUnits, Sparse>*>(dynamic);
-        if constexpr (kUnits == 1) {
-            down_few::compute<Element, Sparse, false, H>(params.sparse, shared, totals[0], unit % params.num_slabs,
-                                                         unit / params.num_slabs, mask, end);
-        } else {
-            multiply_sparse<Element, kUnits, Sparse, H>(params, shared, totals, mask, end);
+    if (counted.x <= params.most_sparse.x && counted.y <= params.most_sparse.y) {
+        if (is_sparse_cta) {
+            // What gate_up_few.cuh leaves for up to 32 tokens, gate_up_sm90.cuh for more.
+            using H = std::conditional_t<Dense::kTokens <= 32, float, uint16_t>;
+            auto& shared = *reinterpret_cast<SparseShared<kUnits, Sparse>*>(dynamic);
+            if constexpr (kUnits == 1) {
+                down_few::compute<Element, Sparse, false, H>(params.sparse, shared, totals[0], slab, group, masks[0],
+                                                             ends[0]);
+            } else {
+                multiply_sparse<Element, kUnits, Sparse, H>(params, shared, totals, slab, group, masks, ends);
+            }
         }
-    } else if (kRole != Role::kSparse && !is_sparse && static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
+    } else if (static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
         multiply_dense<Element, Dense, kNumThreads>(params, (matmul_sm90::shared_address(dynamic) + 1023u) & ~1023u);
-    }
-    // Either launch leaves alone what the other one works on; but who waits for the end of the dense one takes it for
-    // the end of both.
-    if (kRole == Role::kDense && blockIdx.x == 0) {
-        wait_for_previous_launch();
     }
 #endif
 }

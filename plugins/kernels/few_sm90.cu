@@ -13,7 +13,6 @@
 namespace twell {
 namespace {
 
-using down_sm90::Role;
 using matmul_sm90::encode;
 using matmul_sm90::first_error;
 
@@ -24,7 +23,7 @@ constexpr int64_t kMostTokens = 128;
 
 // Active pairs of a CTA up to which a row of w_up for each takes less than reading all of its w_up.
 constexpr int kMaxPairs = 50;
-static_assert(kMaxPairs / gate_up_sm90::kWarps < kWarpSize, "a lane of a warp for each of its pairs");
+static_assert(kMaxPairs <= gate_up_sm90::kMostPairs, "what there is a list for");
 
 template <class Element, class Cfg>
 cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& tensors, gate_up_sm90::Params params,
@@ -86,20 +85,12 @@ int2 most_sparse(twell_problem const& problem) {
     int64_t const tokens = problem.tokens;
     int64_t const pairs = tokens <= 24   ? 1500 + 120 * tokens
                           : tokens <= 32 ? 4000 + 16 * tokens
-                          : tokens <= 64 ? 2500 + 32 * tokens
-                                         : 84 * tokens;
-    int64_t const of_token = tokens <= 32 ? 1500 : tokens <= 64 ? 400 + 3 * tokens : 900;
+                          : tokens <= 64 ? 2000 + 100 * tokens
+                                         : 8000 + 20 * tokens;
+    int64_t const of_token = tokens <= 32 ? 1500 : 1400;
     int64_t const d_ff = std::max(problem.d_ff, kDff);
-    return make_int2(static_cast<int>(pairs * d_ff / kDff), static_cast<int>(of_token * d_ff / kDff));
-}
-
-template <class Element, Role kRole, int kUnits, class Sparse, class Dense>
-cudaError_t launch_role(down_sm90::Params const& params, Device const& device, cudaStream_t stream) {
-    int const ctas = std::max(kRole == Role::kDense ? 0 : params.num_sparse_ctas,
-                              kRole == Role::kSparse ? 0 : params.num_dense_ctas);
-    return launch_dependent(down_sm90::down_kernel<Element, kRole, kUnits, Sparse, Dense>, params,
-                            dim3(static_cast<unsigned>(ctas)), down_sm90::kThreads<kRole, kUnits, Sparse, Dense>,
-                            down_sm90::kSharedBytes<kRole, kUnits, Sparse, Dense>, device, stream);
+    return make_int2(static_cast<int>(pairs * d_ff / kDff),
+                     static_cast<int>(std::min<int64_t>(of_token * d_ff / kDff, down_sm90::kMostListed)));
 }
 
 // kUnits: of a CTA of a sparse projection at a time.
@@ -115,8 +106,9 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
         return error;
     }
     params.num_slabs = static_cast<int>(ceil_div(problem.d_out, Sparse::kColumns));
-    params.num_units = params.num_slabs * params.tokens;
-    params.num_sparse_ctas = kUnits == 1 ? params.num_units : std::min(params.num_units, device.num_multiprocessors);
+    params.num_groups =
+        kUnits == 1 ? params.tokens : std::clamp(device.num_multiprocessors / params.num_slabs, 1, params.tokens);
+    params.num_sparse_ctas = params.num_slabs * params.num_groups;
     params.num_column_blocks = static_cast<int>(ceil_div(problem.d_out, Dense::kColumns));
     static_assert(Dense::kColumns == kDenseDownColumns && down_sm90::kShares == kDenseDownShares,
                   "what there is scratch memory for");
@@ -124,20 +116,10 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     if (Dense::kTokens != dense_down_tokens(problem.tokens)) {
         return cudaErrorInvalidConfiguration;
     }
-    // For more than 16 tokens a dense CTA wants all of the shared memory. In a launch of its own it has to wait until
-    // the sparse CTAs have left, 1 to 2 us; in one launch the sparse projection has larger CTAs, which from 65 tokens
-    // on take 2 to 3 us longer, in between 0.7 at most, up to 32 tokens 4 if many neurons are active. See
-    // benchmarks/README.md.
-    if constexpr (Dense::kTokens <= 16 || kUnits > 1) {
-        return launch_role<Element, Role::kEither, kUnits, Sparse, Dense>(params, device, stream);
-    } else {
-        if (cudaError_t const error =
-                launch_role<Element, Role::kSparse, kUnits, Sparse, Dense>(params, device, stream);
-            error != cudaSuccess) {
-            return error;
-        }
-        return launch_role<Element, Role::kDense, kUnits, Sparse, Dense>(params, device, stream);
-    }
+    int const ctas = std::max(params.num_sparse_ctas, params.num_dense_ctas);
+    return launch_dependent(down_sm90::down_kernel<Element, kUnits, Sparse, Dense>, params,
+                            dim3(static_cast<unsigned>(ctas)), down_sm90::kThreads<kUnits, Sparse>,
+                            down_sm90::kSharedBytes<kUnits, Sparse, Dense>, device, stream);
 }
 
 template <class Element>
@@ -152,8 +134,9 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     params.tokens = static_cast<int>(problem.tokens);
     params.num_gate_ctas = num_gate_ctas;
     params.most_sparse = most_sparse(problem);
-    // The fewer tokens, the fewer columns a sparse CTA has, so that there are about two CTAs for each multiprocessor,
-    // or in between about four units.
+    // The fewer tokens, the fewer columns a sparse CTA has, so that there are about two CTAs for each multiprocessor.
+    // For more than 16 tokens a dense CTA wants all of the shared memory, so that a sparse one, too, has a
+    // multiprocessor to itself, and takes about as many units as there are for each.
     using down_few::Config;
     using down_sm90::Dense;
     auto const launch = [&](auto units, auto sparse, auto dense) {
@@ -162,6 +145,7 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     };
     std::integral_constant<int, 1> const one;
     std::integral_constant<int, 4> const four;
+    std::integral_constant<int, 8> const eight;
     if (params.tokens <= 4) {
         return launch(one, Config<8, 256>(), Dense<16, 1, 4>());
     }
@@ -169,12 +153,12 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
         return launch(one, Config<16, 512>(), Dense<16, 1, 4>());
     }
     if (params.tokens <= 32) {
-        return launch(one, Config<16, 256>(), Dense<32, 1, 12>());
+        return launch(four, Config<16, 256>(), Dense<32, 1, 12>());
     }
     if (params.tokens <= 64) {
         return launch(four, Config<32, 256>(), Dense<64, 1, 10>());
     }
-    return launch(one, Config<32, 256>(), Dense<64, 2, 8>());
+    return launch(eight, Config<32, 256>(), Dense<64, 2, 8>());
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tenso
 
 // Parts of the count that the kernel leaves, kMostCountParts at most; 0: it does not count.
 int num_count_parts(twell_problem const& problem, Device const& device, Kernels choice);
-constexpr int kMostCountParts = 128;
+constexpr int kMostCountParts = 160;
 
 }  // namespace twell
 

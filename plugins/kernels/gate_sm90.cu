@@ -17,10 +17,10 @@ sm90::Tiling tiling_of(twell_problem const& problem, Device const& device) {
     return sm90::choose(product, sm90::num_clusters(device), GateTilings());
 }
 
-// Clusters of a launch, each of which leaves a part of the count, or 0 if they are too many.
+// CTAs of a launch, each of which leaves a part of the count, or 0 if they are too many.
 int count_parts_of(dim3 grid) {
-    int const clusters = static_cast<int>(grid.x) / sm90::kClusterSize;
-    return clusters <= kMostCountParts ? clusters : 0;
+    int const ctas = static_cast<int>(grid.x);
+    return ctas <= kMostCountParts ? ctas : 0;
 }
 
 template <class Element>

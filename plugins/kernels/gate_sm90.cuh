@@ -20,7 +20,7 @@ struct Params {
     uint16_t const* b_gate;  // [d_ff] or null
     uint32_t* packed;        // [tokens, num_tiles * words_per_tile]
     uint16_t* spilled;       // [tokens, num_tiles * TWELL_TILE] or null: see pack.cuh
-    uint32_t* counted;       // [clusters]: the sum of what pack_rows gives; or null
+    uint32_t* counted;       // [CTAs]: the sum of what pack_rows gives; or null
     uint32_t* cleared;       // [num_cleared]: becomes 0
     int num_cleared;
     int64_t tokens;
@@ -103,8 +103,8 @@ __device__ __forceinline__ uint32_t pack_block(Params const& params, int i, uint
     return counted;
 }
 
-__device__ __forceinline__ void add_in_cluster(uint32_t address, uint32_t value) {
-    asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+__device__ __forceinline__ void add_to_shared_word(uint32_t address, uint32_t value) {
+    asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_word(uint32_t address, uint32_t value) {
@@ -131,7 +131,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     uint32_t const z_stored = shared.more_barrier(0);
     uint32_t const z_full = shared.more_barrier(1);
     uint32_t const z_empty = shared.more_barrier(2);
-    uint32_t const counted = address_in_cta(shared.more_barrier(3), 0);  // a word for both CTAs
+    uint32_t const counted = shared.more_barrier(3);  // a word in the place of a barrier
 
     int const lane = threadIdx.x % kWarpSize;
     int const warp = threadIdx.x / kWarpSize;
@@ -142,7 +142,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         init_barrier(z_stored, kConsumers * kWarpgroupSize);
         init_barrier(z_full, kClusterSize);
         init_barrier(z_empty, kClusterSize * kHelpers);
-        store_shared_word(shared.more_barrier(3), 0);
+        store_shared_word(counted, 0);
         publish_barriers();
         prefetch_map(params.x);
         prefetch_map(params.w_gate);
@@ -188,7 +188,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         uint32_t const own_counted = pack_block<Element, Cfg, kClusterSize * kConsumerWarps>(
             params, i, z, static_cast<int>(rank) * kConsumerWarps + consumer_warp);
         if (lane == 0) {
-            add_in_cluster(counted, own_counted);
+            add_to_shared_word(counted, own_counted);
         }
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegistersFirst));
@@ -201,6 +201,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
                     loader.load(Tile(params.num_blocks, params.num_tiles, i), {0, num_slices});
                 }
+                loader.wait_for_consumers();
             }
             __syncwarp();
         } else {
@@ -229,17 +230,16 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 }
             }
             if (lane == 0) {
-                add_in_cluster(counted, own_counted);
+                add_to_shared_word(counted, own_counted);
             }
         }
-        sync_cluster();
+        meet_cluster();
     }
-    // The other CTA may still read this one's z and signal its barriers.
-    __syncwarp();
-    sync_cluster();
-    if (params.counted != nullptr && rank == 0 && threadIdx.x == 0) {
-        params.counted[blockIdx.x / kClusterSize] = load_shared_word(shared.more_barrier(3));
+    __syncthreads();
+    if (params.counted != nullptr && threadIdx.x == 0) {
+        params.counted[blockIdx.x] = load_shared_word(counted);
     }
+    meet_cluster();  // the other CTA may still read this one's z
 #endif
 }
 

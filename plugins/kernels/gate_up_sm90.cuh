@@ -75,6 +75,16 @@ struct Pair {
     uint8_t token;
     uint16_t g;
 };
+// As many as a CTA may take one by one.
+constexpr int kMostPairs = 64;
+
+// In the epilogues a thread has four neighbouring neurons of every kTokensAtOnce-th token.
+constexpr int kQuad = 4;
+constexpr int kQuads = kNeurons / kQuad;
+constexpr int kQuadsOfWord = gate_up_few::kMaskBits / kQuad;
+constexpr int kTokensAtOnce = kThreads / kQuads;
+static_assert(kThreads % kQuads == 0 && kQuads % kQuadsOfWord == 0 && kWarpSize % kQuadsOfWord == 0,
+              "neighbouring lanes have a mask word");
 
 // CTAs of kMaxTokens tokens; kUpAlways: u of all neurons is computed, active or not.
 template <int kMaxTokens, bool kUpAlways, int kStages>
@@ -98,13 +108,15 @@ struct Config {
     // Sums of a token. Padded, so that the 8 x 4 pairs of a fragment fall into different banks.
     static constexpr int kStrideSums = BLOCK_N + 8;
     struct Storage {
+        alignas(8) uint16_t b_gate[kNeurons];
         uint16_t b_up[kNeurons];
-        uint32_t prefetched[kMaskWords];  // neurons whose row of w_down is on its way
-        int num_pairs;
-        int most_of_token;
-        int num_lost;                    // h that the element type cannot tell from infinity or 0
-        Pair pairs[kTokens * kNeurons];  // in any order
+        uint2 g[kComputesAll ? 1 : kTokens * kQuads];
+        uint32_t active[kMaskWords];  // neurons, of any token
+        int pairs_of_token[kTokens];
+        int num_listed;
+        Pair pairs[kComputesAll ? 1 : kMostPairs];  // in any order
     };
+    static_assert(kTokens % kTokensAtOnce == 0, "sums are read of all of them");
     static constexpr int kOffsetBarriers = kBytesStages;
     static constexpr int kOffsetStorage = kOffsetBarriers + 2 * kNumStages * 8;
     static constexpr int kSharedBytes = kOffsetStorage + static_cast<int>(sizeof(Storage));
@@ -284,49 +296,18 @@ __device__ __forceinline__ int64_t h_stride(Params const& params) {
     return static_cast<int64_t>(params.num_mask_words) * gate_up_few::kMaskBits;
 }
 
-__device__ __forceinline__ float load_sum(uint32_t address) {
-    float sum;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(sum) : "r"(address) : "memory");
-    return sum;
-}
-
-// What a lane knows of its neurons, the lane-th of each 32 of the cluster's.
-struct Neurons {
-    bool valid[kMaskWords];  // whether there is such a neuron
-    float b_gate[kMaskWords];
-
-    template <class Element>
-    __device__ __forceinline__ void load(Params const& params, int neuron_begin) {
-        int const lane = threadIdx.x % kWarpSize;
-#pragma unroll
-        for (int w = 0; w < kMaskWords; ++w) {
-            int const n = neuron_begin + w * kWarpSize + lane;
-            valid[w] = n < params.d_ff;
-            b_gate[w] = params.b_gate != nullptr && valid[w] ? Element::to_float(params.b_gate[n]) : 0.0f;
-        }
-    }
-};
-
-// Stores zeros where list_active() and store_pairs() store nothing: h and masks. Clears the counters, too. By
-// the warps that neither load nor multiply.
+// Clears counters, and h where not all of it will be stored. By the warps that neither load nor multiply.
 template <class Cfg>
 __device__ __forceinline__ void clear(Params const& params, int neuron_begin, int token_begin, int num_tokens) {
     constexpr int kFirst = Cfg::kConsumerWarps * kWarpSize;
     constexpr int kIdle = kLoader * kWarpSize - kFirst;
     constexpr int kVectors = kNeurons / kVector;
     int const thread = static_cast<int>(threadIdx.x) - kFirst;
-    for (int i = thread; i < num_tokens * kVectors; i += kIdle) {
+    for (int i = thread; !Cfg::kComputesAll && i < num_tokens * kVectors; i += kIdle) {
         int const n = neuron_begin + i % kVectors * kVector;
         int64_t const token = token_begin + i / kVectors;
         if (n < h_stride(params)) {
             *reinterpret_cast<uint4*>(params.h + token * h_stride(params) + n) = {};
-        }
-    }
-    for (int i = thread; i < num_tokens * kMaskWords; i += kIdle) {
-        int const word = neuron_begin / kWarpSize + i % kMaskWords;
-        int64_t const token = token_begin + i / kMaskWords;
-        if (word < params.num_mask_words) {
-            params.masks[token * params.num_mask_words + word] = 0;
         }
     }
     for (int i = blockIdx.x * kIdle + thread; i < params.num_counters; i += gridDim.x * kIdle) {
@@ -334,109 +315,205 @@ __device__ __forceinline__ void clear(Params const& params, int neuron_begin, in
     }
 }
 
-// Lists the active pairs, by the gate's sums, and stores the masks. A warp takes a token, each lane its neurons. NOTE:
-// code that runs once costs its fetching, so that a short loop over all warps is faster than the consumers with their
-// registers, and what can wait for the list does.
+// A thread's neurons, from `first` of the cluster's on.
+struct Quad {
+    int first;
+    int neuron;   // of all
+    int token;    // the thread's first one
+    uint2 valid;  // all bits of those that there are
+
+    __device__ __forceinline__ Quad(Params const& params, int neuron_begin) {
+        first = static_cast<int>(threadIdx.x) % kQuads * kQuad;
+        token = static_cast<int>(threadIdx.x) / kQuads;
+        neuron = neuron_begin + first;
+        auto const bits = [&](int i) {
+            return (neuron + i < params.d_ff ? 0xffffu : 0u) | (neuron + i + 1 < params.d_ff ? 0xffff0000u : 0u);
+        };
+        valid = make_uint2(bits(0), bits(2));
+    }
+};
+
+__device__ __forceinline__ float4 load_sums(uint32_t address) {
+    float4 sums;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(sums.x), "=f"(sums.y), "=f"(sums.z), "=f"(sums.w)
+                 : "r"(address)
+                 : "memory");
+    return sums;
+}
+
+template <class Element>
+__device__ __forceinline__ float4 add_biases(float4 sums, uint16_t const* biases) {
+    uint2 const pairs = *reinterpret_cast<uint2 const*>(biases);
+    float2 const low = Element::to_float2(pairs.x);
+    float2 const high = Element::to_float2(pairs.y);
+    return make_float4(sums.x + low.x, sums.y + low.y, sums.z + high.x, sums.w + high.y);
+}
+
+// The activated gate values of a token, by its sums; 0 where there is no such neuron or token.
 template <class Element, class Cfg>
-__device__ __forceinline__ void list_active(Params const& params, Stages<Cfg> const& stages,
-                                            typename Cfg::Storage& storage, Neurons const& neurons, int neuron_begin,
-                                            int token_begin, int num_tokens) {
-    int const lane = threadIdx.x % kWarpSize;
-    int const word = neuron_begin / kWarpSize + lane;
-    bool const stores_mask = lane < kMaskWords && word < params.num_mask_words;
-#pragma unroll 1
-    for (int t = threadIdx.x / kWarpSize; t < num_tokens; t += kWarps) {
-        float z[kMaskWords];
-        bool maybe_active = false;
+__device__ __forceinline__ uint2 activate_quad(Params const& params, Stages<Cfg> const& stages,
+                                               typename Cfg::Storage const& storage, Quad const& quad, int token,
+                                               bool exists) {
+    float4 z = load_sums(stages.sums(token, quad.first));
+    if (params.b_gate != nullptr) {
+        z = add_biases<Element>(z, storage.b_gate + quad.first);
+    }
+    return exists ? make_uint2(activate2<Element>(z.x, z.y, params.act) & quad.valid.x,
+                               activate2<Element>(z.z, z.w, params.act) & quad.valid.y)
+                  : make_uint2(0, 0);
+}
+
+// Of a pair of values, all bits of those that are not 0.
+__device__ __forceinline__ uint32_t nonzero_bits(uint32_t pair) {
+    return ((pair & 0xffffu) != 0 ? 0xffffu : 0u) | (pair > 0xffffu ? 0xffff0000u : 0u);
+}
+
+// A bit for each value of a quad that is not 0.
+__device__ __forceinline__ uint32_t find_nonzeros(uint2 values) {
+    return ((values.x & 0xffffu) != 0 ? 1u : 0u) | (values.x > 0xffffu ? 2u : 0u) |
+           ((values.y & 0xffffu) != 0 ? 4u : 0u) | (values.y > 0xffffu ? 8u : 0u);
+}
+
+// Brings the row of w_down that the next kernel needs for a neuron into L2. NOTE: by TMA, since the units that load and
+// store are busy until a prefetch of theirs has found its place.
+__device__ __forceinline__ void prefetch_down(Params const& params, int neuron) {
+    matmul_sm90::prefetch_bytes(params.w_down + int64_t{neuron} * params.d_out,
+                                static_cast<uint32_t>(params.d_out) * 2);
+}
+
+// Where more lanes of a warp have an active neuron, the down projection is probably dense and reads w_down in another
+// order.
+constexpr int kMostPrefetching = 4;
+
+// Stores the mask word of neighbouring lanes' quads of a token, and counts its neurons.
+template <bool kPrefetches, class Storage>
+__device__ __forceinline__ void store_mask(Params const& params, Storage& storage, Quad const& quad, int token_begin,
+                                           int token, bool exists, uint32_t active) {
+    bool const prefetches = kPrefetches && __popc(__ballot_sync(0xffffffffu, active != 0)) <= kMostPrefetching;
+    uint32_t word = active << quad.first % gate_up_few::kMaskBits;
 #pragma unroll
-        for (int w = 0; w < kMaskWords; ++w) {
-            z[w] = load_sum(stages.sums(t, w * kWarpSize + lane)) + neurons.b_gate[w];
-            maybe_active |= neurons.valid[w] && !(z[w] <= 0.0f);
-        }
-        // Mostly none is. (Every activation is 0 where z <= 0.)
-        if (!__any_sync(0xffffffffu, maybe_active)) {
-            continue;
-        }
-        uint16_t g[kMaskWords];
-        int before[kMaskWords];
-        uint32_t mine = 0;
-        int total = 0;
-#pragma unroll
-        for (int w = 0; w < kMaskWords; ++w) {
-            g[w] = neurons.valid[w] ? activate<Element>(z[w], params.act) : static_cast<uint16_t>(0);
-            uint32_t const mask = __ballot_sync(0xffffffffu, is_nonzero(g[w]));
-            mine = lane == w ? mask : mine;
-            before[w] = total + __popc(mask & ((1u << lane) - 1u));
-            total += __popc(mask);
-        }
-        if (stores_mask) {
-            params.masks[static_cast<int64_t>(token_begin + t) * params.num_mask_words + word] = mine;
-        }
-        int position = 0;
-        if (lane == 0) {
-            position = atomicAdd(&storage.num_pairs, total);
-            atomicMax(&storage.most_of_token, total);
-        }
-        position = __shfl_sync(0xffffffffu, position, 0);
-#pragma unroll
-        for (int w = 0; w < kMaskWords; ++w) {
-            if (is_nonzero(g[w])) {
-                storage.pairs[position + before[w]] = {static_cast<uint8_t>(w * kWarpSize + lane),
-                                                       static_cast<uint8_t>(t), g[w]};
+    for (int distance = 1; distance < kQuadsOfWord; distance *= 2) {
+        word |= __shfl_xor_sync(0xffffffffu, word, distance);
+    }
+    int const index = quad.neuron / gate_up_few::kMaskBits;
+    if (threadIdx.x % kQuadsOfWord == 0 && exists && index < params.num_mask_words) {
+        params.masks[static_cast<int64_t>(token_begin + token) * params.num_mask_words + index] = word;
+        if (word != 0) {
+            atomicAdd(&storage.pairs_of_token[token], __popc(word));
+            uint32_t const before = atomicOr(&storage.active[quad.first / gate_up_few::kMaskBits], word);
+            for (uint32_t rest = prefetches ? word & ~before : 0; rest != 0; rest &= rest - 1) {
+                prefetch_down(params, quad.neuron + __ffs(rest) - 1);
             }
         }
     }
 }
 
-// Brings the row of w_down that the next kernel needs for a pair into L2, unless it is on its way. NOTE: by TMA, since
-// the units that load and store are busy until a prefetch of theirs has found its place.
+// The number of pairs of a CTA, and the most that a token has, by a warp.
 template <class Storage>
-__device__ __forceinline__ void prefetch_down(Params const& params, Storage& storage, Pair pair, int neuron_begin) {
-    uint32_t const bit = 1u << pair.neuron % kWarpSize;
-    if ((atomicOr(&storage.prefetched[pair.neuron / kWarpSize], bit) & bit) == 0) {
-        int64_t const row = neuron_begin + pair.neuron;
-        matmul_sm90::prefetch_bytes(params.w_down + row * params.d_out, static_cast<uint32_t>(params.d_out) * 2);
+__device__ __forceinline__ int2 count_pairs(Storage const& storage) {
+    constexpr int kTokens = sizeof(storage.pairs_of_token) / sizeof(storage.pairs_of_token[0]);
+    int pairs = 0;
+    int most = 0;
+#pragma unroll
+    for (int t = 0; t < kTokens; t += kWarpSize) {
+        int const of_token = storage.pairs_of_token[t + threadIdx.x % kWarpSize];
+        pairs += of_token;
+        most = max(most, of_token);
     }
+    return make_int2(__reduce_add_sync(0xffffffffu, pairs), __reduce_max_sync(0xffffffffu, most));
 }
 
-// h of a pair, where u is without its bias; 1 in a plain block.
-template <class Element, class Storage>
-__device__ __forceinline__ void store_pair(Params const& params, Storage& storage, Pair pair, int neuron_begin,
-                                           int token_begin, float sum) {
-    float const bias = Element::to_float(storage.b_up[pair.neuron]);
-    float const u = params.w_up_rows != nullptr ? finish_up<Element>(params, sum, bias) : 1.0f;
-    float const h = Element::to_float(pair.g) * u;
-    int64_t const token = token_begin + pair.token;
-    int const neuron = neuron_begin + pair.neuron;
-    uint16_t const bits = Element::from_float(h);
-    float const rounded = Element::to_float(bits);
-    if ((rounded == 0.0f) != (h == 0.0f) || isinf(rounded) != isinf(h)) {
-        atomicAdd(&storage.num_lost, 1);
-    }
-    params.h[token * h_stride(params) + neuron] = bits;
-}
-
-// The same for all pairs, a thread each, with sums of the up projection in shared memory, from a column on.
+// Stores the masks, keeps g, and lists the active pairs as far as there is place.
 template <class Element, class Cfg>
-__device__ __forceinline__ void store_pairs(Params const& params, Stages<Cfg> const& stages,
-                                            typename Cfg::Storage& storage, int first_column, int neuron_begin,
-                                            int token_begin) {
-    int const num_pairs = storage.num_pairs;
-    // Where many are active, the down projection is probably dense and reads w_down in another order.
-    bool const prefetches = num_pairs <= params.max_pairs;
-    // A few are spread over the warps. Of many, mostly neighbours in memory go to neighbouring lanes.
-    int const first =
-        prefetches ? threadIdx.x % kWarpSize * kWarps + threadIdx.x / kWarpSize : static_cast<int>(threadIdx.x);
+__device__ __forceinline__ void list_active(Params const& params, Stages<Cfg> const& stages,
+                                            typename Cfg::Storage& storage, int neuron_begin, int token_begin,
+                                            int num_tokens) {
+    Quad const quad(params, neuron_begin);
+    int const lane = threadIdx.x % kWarpSize;
 #pragma unroll 1
-    for (int i = first; i < num_pairs; i += kThreads) {
-        Pair const pair = storage.pairs[i];
-        bool const has_up = params.w_up_rows != nullptr;
-        float const sum = has_up ? load_sum(stages.sums(pair.token, first_column + pair.neuron)) : 1.0f;
-        store_pair<Element>(params, storage, pair, neuron_begin, token_begin, sum);
-        if (prefetches) {
-            prefetch_down(params, storage, pair, neuron_begin);
+    for (int first = 0; first < num_tokens; first += kTokensAtOnce) {
+        int const t = first + quad.token;
+        bool const exists = t < num_tokens;
+        uint2 const g = activate_quad<Element>(params, stages, storage, quad, t, exists);
+        storage.g[t * kQuads + quad.first / kQuad] = g;
+        uint32_t const active = find_nonzeros(g);
+        store_mask<false>(params, storage, quad, token_begin, t, exists, active);
+        if (!__any_sync(0xffffffffu, active != 0)) {
+            continue;
+        }
+        int const count = __popc(active);
+        int const up_to = static_cast<int>(sum_up_to(count));
+        int position = 0;
+        if (lane == kWarpSize - 1) {
+            position = atomicAdd(&storage.num_listed, up_to);
+        }
+        position = __shfl_sync(0xffffffffu, position, kWarpSize - 1) + up_to - count;
+        for (uint32_t rest = active; rest != 0 && position < kMostPairs; rest &= rest - 1, ++position) {
+            int const i = __ffs(rest) - 1;
+            uint32_t const values = i < 2 ? g.x : g.y;
+            storage.pairs[position] = {static_cast<uint8_t>(quad.first + i), static_cast<uint8_t>(t),
+                                       static_cast<uint16_t>(i % 2 == 0 ? values : values >> 16)};
         }
     }
+}
+
+// Whether rounding has made an h infinite or 0.
+__device__ __forceinline__ bool is_lost(float h, float rounded) {
+    return (rounded == 0.0f) != (h == 0.0f) || isinf(rounded) != isinf(h);
+}
+
+// h of a pair, where u is without its bias. Says whether it is lost.
+template <class Element, class Storage>
+__device__ __forceinline__ bool store_pair(Params const& params, Storage const& storage, Pair pair, int neuron_begin,
+                                           int token_begin, float sum) {
+    float const u = finish_up<Element>(params, sum, Element::to_float(storage.b_up[pair.neuron]));
+    float const h = Element::to_float(pair.g) * u;
+    uint16_t const bits = Element::from_float(h);
+    params.h[(token_begin + pair.token) * h_stride(params) + neuron_begin + pair.neuron] = bits;
+    return is_lost(h, Element::to_float(bits));
+}
+
+// h of all neurons of a token, with g and sums of the up projection in shared memory, from a column on. Says whether
+// one is lost.
+template <class Element, class Cfg>
+__device__ __forceinline__ bool store_quad(Params const& params, Stages<Cfg> const& stages,
+                                           typename Cfg::Storage const& storage, Quad const& quad, int first_column,
+                                           int token_begin, int token, bool exists, uint2 g) {
+    uint2 bits = make_uint2(0, 0);
+    bool lost = false;
+    // Mostly none is active.
+    if (__any_sync(0xffffffffu, (g.x | g.y) != 0)) {
+        float2 const g_low = Element::to_float2(g.x);
+        float2 const g_high = Element::to_float2(g.y);
+        float4 h = make_float4(g_low.x, g_low.y, g_high.x, g_high.y);
+        if (params.w_up_rows != nullptr) {
+            float4 u = load_sums(stages.sums(token, first_column + quad.first));
+            if (params.b_up != nullptr) {
+                u = add_biases<Element>(u, storage.b_up + quad.first);
+            }
+            if (params.relu_on_up) {  // NaN is kept
+                u = make_float4(u.x <= 0.0f ? 0.0f : u.x, u.y <= 0.0f ? 0.0f : u.y, u.z <= 0.0f ? 0.0f : u.z,
+                                u.w <= 0.0f ? 0.0f : u.w);
+            }
+            h = make_float4(h.x * u.x, h.y * u.y, h.z * u.z, h.w * u.w);
+        }
+        uint2 const active = make_uint2(nonzero_bits(g.x), nonzero_bits(g.y));
+        bits = make_uint2(Element::from_float2(h.x, h.y) & active.x, Element::from_float2(h.z, h.w) & active.y);
+        auto const maybe_lost = [](uint32_t pair, uint32_t active) {
+            return (Element::is_not_finite2(pair) | ~Element::is_not_zero2(pair)) & active;
+        };
+        if ((maybe_lost(bits.x, active.x) | maybe_lost(bits.y, active.y)) != 0) {
+            float2 const low = Element::to_float2(bits.x);
+            float2 const high = Element::to_float2(bits.y);
+            lost = ((active.x & 0xffffu) != 0 && is_lost(h.x, low.x)) | (active.x > 0xffffu && is_lost(h.y, low.y)) |
+                   ((active.y & 0xffffu) != 0 && is_lost(h.z, high.x)) | (active.y > 0xffffu && is_lost(h.w, high.y));
+        }
+    }
+    if (exists && quad.neuron < h_stride(params)) {
+        *reinterpret_cast<uint2*>(params.h + (token_begin + token) * h_stride(params) + quad.neuron) = bits;
+    }
+    return lost;
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
@@ -463,11 +540,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         stages.init();
         matmul_sm90::prefetch_map(params.w_gate);
         matmul_sm90::prefetch_map(params.x);
-        storage.num_pairs = 0;
-        storage.most_of_token = 0;
-        storage.num_lost = 0;
+        storage.num_listed = 0;
         for (int w = 0; w < kMaskWords; ++w) {
-            storage.prefetched[w] = 0;
+            storage.active[w] = 0;
         }
     }
     matmul_sm90::sync_cluster();
@@ -477,10 +552,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     matmul_sm90::Tokens const loaded(token_begin, Cfg::kTokens, params.tokens);
     bool const has_up = params.w_up_rows != nullptr;
     float accumulators[Cfg::kAccumulators];  // of those that multiply
-    Neurons neurons;
-    if (warp != kLoader) {
-        neurons.template load<Element>(params, neuron_begin);
-    }
     if (loads) {
         load_slices<Pass::kShared>(stages, ring, params, neuron_begin, loaded.begin);
     } else if (multiplies) {
@@ -490,12 +561,13 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         int const idle = thread - Cfg::kConsumerWarps * kWarpSize;
         for (int m = idle; m < kNeurons; m += kIdleThreads) {
             int const n = neuron_begin + m;
+            storage.b_gate[m] = params.b_gate != nullptr && n < params.d_ff ? params.b_gate[n] : 0;
             storage.b_up[m] = params.b_up != nullptr && n < params.d_ff ? params.b_up[n] : 0;
         }
+        for (int t = idle; t < Cfg::kTokens; t += kIdleThreads) {
+            storage.pairs_of_token[t] = 0;
+        }
         clear<Cfg>(params, neuron_begin, token_begin, num_tokens);
-    }
-    if (warp == kLoader) {
-        neurons.template load<Element>(params, neuron_begin);
     }
     // NOTE: a barrier of the consumers alone would do, but then compute-sanitizer's racecheck does not see the next
     // one.
@@ -504,47 +576,71 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         store_sums(stages, loaded.skipped, num_tokens, accumulators);
     }
     __syncthreads();
-    list_active<Element, Cfg>(params, stages, storage, neurons, neuron_begin, token_begin, num_tokens);
-    if constexpr (!Cfg::kComputesAll) {
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA may take the place of the sums
-    }
-    __syncthreads();
-    int const num_pairs = storage.num_pairs;
-
-    if (Cfg::kComputesAll) {
-        store_pairs<Element, Cfg>(params, stages, storage, kNeurons, neuron_begin, token_begin);
-    } else if (has_up && num_pairs <= params.max_pairs) {
-        // A warp each.
-        int const count = (num_pairs - warp + kWarps - 1) / kWarps;
-        auto const pair_of = [&](int i) { return storage.pairs[warp + i * kWarps]; };
-        if (lane < count) {
-            prefetch_down(params, storage, pair_of(lane), neuron_begin);
+    Quad const quad(params, neuron_begin);
+    bool lost = false;
+    if constexpr (Cfg::kComputesAll) {
+#pragma unroll 1
+        for (int first = 0; first < num_tokens; first += kTokensAtOnce) {
+            int const t = first + quad.token;
+            bool const exists = t < num_tokens;
+            uint2 const g = activate_quad<Element>(params, stages, storage, quad, t, exists);
+            store_mask<true>(params, storage, quad, token_begin, t, exists, find_nonzeros(g));
+            lost |= store_quad<Element>(params, stages, storage, quad, kNeurons, token_begin, t, exists, g);
         }
-        gate_up_few::dot_products<Element, Cfg::kDotSlots>(
-            count, params.d_model, stages.base + warp * (Cfg::kDotSlots * gate_up_few::kBytesDot),
-            [&](int i) { return params.x_rows + int64_t{token_begin + pair_of(i).token} * params.d_model; },
-            [&](int i) { return params.w_up_rows + int64_t{neuron_begin + pair_of(i).neuron} * params.d_model; },
-            [&](int i, float sum) {
-                store_pair<Element>(params, storage, pair_of(i), neuron_begin, token_begin, sum);
-            });
     } else {
-        if (has_up) {
-            if (loads) {
-                load_slices<Pass::kUpAlone>(stages, ring, params, neuron_begin, loaded.begin);
-            } else if (multiplies) {
-                multiply<Pass::kUpAlone, Element, Cfg>(stages, ring, params.d_model, accumulators);
+        list_active<Element, Cfg>(params, stages, storage, neuron_begin, token_begin, num_tokens);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA may take the place of the sums
+        __syncthreads();
+        int const num_pairs = count_pairs(storage).x;
+        if (has_up && num_pairs <= params.max_pairs) {
+            int const n = lane * kWarps + warp;
+            if (n < kNeurons && (storage.active[n / kWarpSize] >> n % kWarpSize & 1u) != 0) {
+                prefetch_down(params, neuron_begin + n);
             }
-            __syncthreads();
-            if (multiplies) {
-                store_sums(stages, loaded.skipped, num_tokens, accumulators);
+            // A warp each.
+            int const count = (num_pairs - warp + kWarps - 1) / kWarps;
+            auto const pair_of = [&](int i) { return storage.pairs[warp + i * kWarps]; };
+            gate_up_few::dot_products<Element, Cfg::kDotSlots>(
+                count, params.d_model, stages.base + warp * (Cfg::kDotSlots * gate_up_few::kBytesDot),
+                [&](int i) { return params.x_rows + int64_t{token_begin + pair_of(i).token} * params.d_model; },
+                [&](int i) { return params.w_up_rows + int64_t{neuron_begin + pair_of(i).neuron} * params.d_model; },
+                [&](int i, float sum) {
+                    lost |= store_pair<Element>(params, storage, pair_of(i), neuron_begin, token_begin, sum);
+                });
+        } else {
+            if (has_up) {
+                if (loads) {
+                    load_slices<Pass::kUpAlone>(stages, ring, params, neuron_begin, loaded.begin);
+                } else if (multiplies) {
+                    multiply<Pass::kUpAlone, Element, Cfg>(stages, ring, params.d_model, accumulators);
+                }
+                __syncthreads();
+                if (multiplies) {
+                    store_sums(stages, loaded.skipped, num_tokens, accumulators);
+                }
+                __syncthreads();
             }
-            __syncthreads();
+#pragma unroll 1
+            for (int first = 0; first < num_tokens; first += kTokensAtOnce) {
+                int const t = first + quad.token;
+                lost |= store_quad<Element>(params, stages, storage, quad, 0, token_begin, t, t < num_tokens,
+                                            storage.g[t * kQuads + quad.first / kQuad]);
+            }
         }
-        store_pairs<Element, Cfg>(params, stages, storage, 0, neuron_begin, token_begin);
     }
-    matmul_sm90::sync_cluster();  // the other CTA may still arrive at this one's barriers
+    // END
+    if (loads) {
+        // Then the other CTA does not signal this one's barriers any more, so that it may end. (To meet the other one
+        // takes longer, for that waits for what both have stored.)
+        for (int i = 0; i < Cfg::kNumStages; ++i) {
+            matmul_sm90::wait_barrier(stages.empty(ring.stage), ring.parity ^ 1);
+            ring.advance();
+        }
+    }
+    bool const any_lost = __syncthreads_or(lost) != 0;
+    int2 const counted = count_pairs(storage);
     if (thread == 0) {
-        params.counted[blockIdx.x] = make_int2(storage.num_lost != 0 ? kManyPairs : num_pairs, storage.most_of_token);
+        params.counted[blockIdx.x] = make_int2(any_lost ? kManyPairs : counted.x, counted.y);
     }
 #endif
 }

@@ -216,6 +216,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                     prefetch_bytes(static_cast<unsigned char const*>(params.w_down) + begin,
                                    min(share, params.prefetched_bytes - begin));
                 }
+                loader.wait_for_consumers();
             }
         } else {
             int const threads = kHelpers * kWarpSize;
@@ -225,9 +226,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             }
         }
     }
-    // The other CTA may still signal this one's barriers.
-    __syncwarp();
-    sync_cluster();
 #endif
 }
 

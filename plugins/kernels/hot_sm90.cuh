@@ -87,11 +87,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             for (int i = tiles_begin; i < params.num_blocks; i += tiles_step) {
                 loader.load(Tile(params.num_blocks, kTiles, i), {0, params.num_slices});
             }
+            loader.wait_for_consumers();
         }
     }
-    // The other CTA may still signal this one's barriers.
-    __syncwarp();
-    sync_cluster();
     // Nobody may take the end of this launch for the end of those before.
     wait_for_previous_launch();
 #endif

@@ -239,6 +239,15 @@ __device__ __forceinline__ void sync_cluster() {
             : "memory");
 }
 
+// The same for who has nothing to tell the other CTA: that would have to wait until all that it has stored in memory is
+// there.
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile(
+        "barrier.cluster.arrive.relaxed;\n"
+        "barrier.cluster.wait;\n" ::
+            : "memory");
+}
+
 // TMA. Rows and columns outside the matrix become zeros and count as bytes that came.
 
 __device__ __forceinline__ void prefetch_map(CUtensorMap const& map) {
@@ -367,6 +376,15 @@ struct Loader {
         }
         load(tile, {slices.begin + ahead, slices.end});
         return true;
+    }
+
+    // When both CTAs' consumers are done with all that was loaded, nobody signals this one's barriers any more, so that
+    // it may end.
+    __device__ __forceinline__ void wait_for_consumers() {
+        for (int i = 0; i < Cfg::kNumStages; ++i) {
+            wait_barrier(shared.stage_empty(ring.stage), ring.parity ^ 1);
+            ring.advance();
+        }
     }
 
   private:

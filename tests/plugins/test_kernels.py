@@ -131,6 +131,11 @@ def table() -> Iterator[Case]:
     # Several passes over the neurons; wider than dense blocks on Hopper.
     yield Case(rows=40, d_model=16392, d_ff=8300, d_out=264, density=0.003)
     yield Case(rows=64, d_model=16392, d_ff=8300, d_out=2600, density=0.001, dtype=FP16)
+    yield Case(rows=25, d_model=16392, d_ff=8300, d_out=520, density=0.002, dtype=FP16)
+    yield Case(rows=100, d_model=16392, d_ff=17000, d_out=520, density=0.001)
+    # More tokens than a CTA of the sparse down projection takes at once, on Hopper.
+    for rows, d_out in ((100, 8200), (128, 4104), (90, 40000)):
+        yield Case(rows=rows, d_model=264, d_ff=2000, d_out=d_out, density=0.004, dtype=next(dtypes))
     yield Case(rows=2, d_model=65544, d_ff=300, d_out=24)  # too wide for the kernels for few tokens
     # Dense blocks on Hopper whose down projection skips inactive neurons, or does not.
     for rows, (gated, activation), dtype in itertools.product((17, 64), kinds, (BF16, FP16)):
@@ -168,6 +173,8 @@ SMALL = [
     Case(rows=120, d_model=16, d_ff=300, d_out=2056, density=0.5, biases="u"),
     Case(rows=120, d_model=16, d_ff=1300, d_out=2056, density=0.5, gated=False, compression=1, dtype=FP16),
     Case(rows=64, d_model=72, d_ff=300, d_out=2312, density=0.03),
+    Case(rows=100, d_model=72, d_ff=300, d_out=4360, density=0.01),
+    Case(rows=17, d_model=16392, d_ff=8224, d_out=72, density=0.0005),
     Case(rows=34, d_model=72, d_ff=6500, d_out=264, density=0.004, dtype=FP16),
     Case(rows=64, d_model=72, d_ff=12800, d_out=72, density=0.004, gated=False),
 ]
@@ -593,7 +600,7 @@ def test_active_neuron_whose_h_is_too_small_for_fp16(rows: int, d_ff: int, densi
     reference.assert_close(y, block)
 
 
-@pytest.mark.parametrize("active", [100, 1000, 2816])
+@pytest.mark.parametrize("active", [100, 1000, 1300, 2816])
 @pytest.mark.parametrize("rows", [2, 12, 20, 40, 100])
 def test_one_heavy_token(rows: int, active: int) -> None:
     """A token with many active neurons among others with few, on either side of where the whole call becomes dense."""
