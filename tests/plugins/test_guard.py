@@ -42,7 +42,7 @@ GUARD_DECIDES = -1
 DENSE_BLOCK = -3
 EARLY = -4  # all rows, as if the gate's count had told so
 
-MOST_COUNT_PARTS = 128  # twell::kMostCountParts: words at the end of the schedule
+MOST_COUNT_PARTS = 160  # twell::kMostCountParts: words at the end of the schedule
 
 
 def on_sm90(*values: object, id: str | None = None) -> object:
