@@ -93,7 +93,37 @@ __device__ __forceinline__ void sum_failed_again(Params const& params, int token
     }
 }
 
-// A CTA's part of the dense projection.
+// A CTA's part of a dense projection.
+template <class Cfg>
+struct Part {
+    int share;
+    int block;
+    int column_begin;
+    int token_begin;
+    int slice_begin;
+    int num_slices;
+
+    __device__ __forceinline__ explicit Part(Params const& params) {
+        share = static_cast<int>(blockIdx.x) % kShares;
+        block = static_cast<int>(blockIdx.x) / kShares;
+        column_begin = block % params.num_column_blocks * Cfg::kColumns;
+        token_begin = block / params.num_column_blocks * Cfg::kTokens;
+        int const all_slices = (params.sparse.num_mask_words * down_few::kMaskBits + BLOCK_K - 1) / BLOCK_K;
+        slice_begin = all_slices * share / kShares;
+        num_slices = all_slices * (share + 1) / kShares - slice_begin;
+    }
+};
+
+// Brings some of its w_down to L2 while memory is idle, which helps a sparse projection, too. (More is in the way.)
+template <class Cfg>
+__device__ __forceinline__ void prefetch_dense(Params const& params) {
+    constexpr int kSlices = 4;
+    Part<Cfg> const part(params);
+    for (int slice = 0; slice < min(kSlices, part.num_slices); ++slice) {
+        matmul_sm90::prefetch_box(params.w_down, part.column_begin, (part.slice_begin + slice) * BLOCK_K);
+    }
+}
+
 template <class Element, class Cfg, int kNumThreads>
 __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t base) {
     __shared__ uint64_t barriers[2 * Cfg::kNumStages];
@@ -101,23 +131,17 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
     int const thread = threadIdx.x;
     int const lane = thread % kWarpSize;
     int const warp = thread / kWarpSize;
-    int const share = static_cast<int>(blockIdx.x) % kShares;
-    int const block = static_cast<int>(blockIdx.x) / kShares;
-    int const column_begin = block % params.num_column_blocks * Cfg::kColumns;
-    int const token_begin = block / params.num_column_blocks * Cfg::kTokens;
-    int const all_slices = (params.sparse.num_mask_words * down_few::kMaskBits + BLOCK_K - 1) / BLOCK_K;
-    int const slice_begin = all_slices * share / kShares;
-    int const num_slices = all_slices * (share + 1) / kShares - slice_begin;
-    float* const sums = params.sums + static_cast<int64_t>(block) * (kShares * Cfg::kSums);
+    Part<Cfg> const part(params);
+    float* const sums = params.sums + static_cast<int64_t>(part.block) * (kShares * Cfg::kSums);
     auto const full = [&](int stage) { return matmul_sm90::shared_address(&barriers[stage]); };
     auto const empty = [&](int stage) { return matmul_sm90::shared_address(&barriers[Cfg::kNumStages + stage]); };
     auto const stage_w = [&](int stage) { return base + stage * Cfg::kBytesStage; };
     auto const stage_h = [&](int stage) { return stage_w(stage) + Cfg::kBytesW; };
     auto const load = [&](int slice, int stage) {
-        int const neuron = (slice_begin + slice) * BLOCK_K;
+        int const neuron = (part.slice_begin + slice) * BLOCK_K;
         matmul_sm90::arrive_and_expect(full(stage), Cfg::kBytesStage);
-        matmul_sm90::load_box(stage_w(stage), params.w_down, full(stage), column_begin, neuron);
-        matmul_sm90::load_box(stage_h(stage), params.h, full(stage), neuron, token_begin);
+        matmul_sm90::load_box(stage_w(stage), params.w_down, full(stage), part.column_begin, neuron);
+        matmul_sm90::load_box(stage_h(stage), params.h, full(stage), neuron, part.token_begin);
     };
     if (thread == 0) {
         for (int stage = 0; stage < Cfg::kNumStages; ++stage) {
@@ -127,7 +151,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
         matmul_sm90::publish_barriers();
         // NOTE: h was written by ordinary stores of the kernel before.
         asm volatile("fence.proxy.async;" ::: "memory");
-        for (int slice = 0; slice < min(Cfg::kNumStages, num_slices); ++slice) {
+        for (int slice = 0; slice < min(Cfg::kNumStages, part.num_slices); ++slice) {
             load(slice, slice);
         }
     }
@@ -139,7 +163,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
         int stage_before = 0;
         uint32_t parity_before = 0;
         int const token_tile = warp / kWarpgroupWarps;
-        for (int slice = 0; slice < num_slices; ++slice) {
+        for (int slice = 0; slice < part.num_slices; ++slice) {
             matmul_sm90::wait_barrier(full(ring.stage), ring.parity);
             uint64_t const a = matmul_sm90::describe(stage_w(ring.stage));
             uint64_t const b = matmul_sm90::describe(stage_h(ring.stage) + token_tile * (Cfg::WGMMA_N * kBytesRow));
@@ -156,7 +180,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
                 if (lane == 0) {
                     matmul_sm90::arrive(empty(stage_before));
                 }
-                if (thread == 0 && slice - 1 + Cfg::kNumStages < num_slices) {
+                if (thread == 0 && slice - 1 + Cfg::kNumStages < part.num_slices) {
                     matmul_sm90::wait_barrier(empty(stage_before), parity_before);
                     load(slice - 1 + Cfg::kNumStages, stage_before);
                 }
@@ -174,7 +198,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
         // Fragments: columns lane / 4 and lane / 4 + 8 of a warp's 16, tokens lane % 4 * 2 and the next of each 8.
         int const column = warp % kWarpgroupWarps * 16 + lane / 4;
         int const token = token_tile * Cfg::WGMMA_N + lane % 4 * 2;
-        float* const mine = sums + share * Cfg::kSums + token * Cfg::kColumns + column;
+        float* const mine = sums + part.share * Cfg::kSums + token * Cfg::kColumns + column;
 #pragma unroll
         for (int k = 0; k < Cfg::kAccumulators; ++k) {
             __stcg(mine + (k / 4 * kOctet + k % 2) * Cfg::kColumns + k / 2 % 2 * 8, accumulators[k]);
@@ -183,7 +207,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
     }
     __syncthreads();
     if (thread == 0) {
-        is_last = atomicAdd(&params.counters[block], 1) == kShares - 1;
+        is_last = atomicAdd(&params.counters[part.block], 1) == kShares - 1;
         __threadfence();
     }
     __syncthreads();
@@ -195,8 +219,8 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
     int turn = 0;
 #pragma unroll 2
     for (int i = thread; i < Cfg::kTokens * kVectors; i += kNumThreads, ++turn) {
-        int const token = token_begin + i / kVectors;
-        int const column = column_begin + i % kVectors * 4;
+        int const token = part.token_begin + i / kVectors;
+        int const column = part.column_begin + i % kVectors * 4;
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         float4 parts[kShares];
 #pragma unroll
@@ -225,7 +249,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
     }
     for (uint32_t turns = __reduce_or_sync(0xffffffffu, failed); turns != 0; turns &= turns - 1) {
         turn = __ffs(turns) - 1;
-        sum_failed_again<Element, Cfg>(params, token_begin, column_begin, thread + turn * kNumThreads,
+        sum_failed_again<Element, Cfg>(params, part.token_begin, part.column_begin, thread + turn * kNumThreads,
                                        (failed >> turn & 1) != 0);
     }
 }
@@ -500,6 +524,10 @@ __global__ void __launch_bounds__((kThreads<kUnits, Sparse>), kUnits > 1 ? 1 : 1
     int const group = static_cast<int>(blockIdx.x) / params.num_slabs;
     int const slab = static_cast<int>(blockIdx.x) - group * params.num_slabs;
     bool const is_sparse_cta = static_cast<int>(blockIdx.x) < params.num_sparse_ctas;
+    constexpr bool kPrefetches = kUnits > 1 && Dense::kTokens <= 64;  // with more tokens that gains nothing
+    if (kPrefetches && threadIdx.x == 0 && static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
+        prefetch_dense<Dense>(params);
+    }
     wait_for_previous_launch();
     allow_dependent_launch();
     // What a sparse CTA needs first is fetched together with what decides.

@@ -84,14 +84,11 @@ __device__ __forceinline__ void leave_active(Params const& params, unsigned char
     int const lane = threadIdx.x % kWarpSize;
     sync_consumers();  // the memory is no longer in use
 #pragma unroll
-    for (int i = 0; i < Cfg::BLOCK_N / 16; ++i) {
-        result[(lane / 2 + 16 * i) * kBytesToken + consumer_warp * 2 + lane % 2] =
-            static_cast<unsigned char>(bits[i / 4] >> i % 4 * 8);
-    }
-    if (Cfg::BLOCK_N % 16 != 0 && lane < 16) {
-        constexpr int i = Cfg::BLOCK_N / 16;
-        result[(lane / 2 + 16 * i) * kBytesToken + consumer_warp * 2 + lane % 2] =
-            static_cast<unsigned char>(bits[i / 4] >> i % 4 * 8);
+    for (int i = 0; i < (Cfg::BLOCK_N + 15) / 16; ++i) {
+        if (i < Cfg::BLOCK_N / 16 || lane < 16) {
+            result[(lane / 2 + 16 * i) * kBytesToken + consumer_warp * 2 + lane % 2] =
+                static_cast<unsigned char>(bits[i / 4] >> i % 4 * 8);
+        }
     }
     sync_consumers();
     int const token = consumer_warp * kWarpSize + lane;

@@ -263,7 +263,13 @@ __device__ __forceinline__ void load_box(uint32_t destination, CUtensorMap const
         : "memory");
 }
 
-// The same into all CTAs of the cluster: at the same place, signalled at the same barrier of each.
+// Brings what load_box would load to L2.
+__device__ __forceinline__ void prefetch_box(CUtensorMap const& map, int column, int row) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row)
+                 : "memory");
+}
+
+// load_box into all CTAs of the cluster: at the same place, signalled at the same barrier of each.
 __device__ __forceinline__ void load_box_for_all(uint32_t destination, CUtensorMap const& map, uint32_t barrier,
                                                  int column, int row) {
     uint16_t const ctas = (1 << kClusterSize) - 1;
