@@ -42,7 +42,7 @@ GUARD_DECIDES = -1
 DENSE_BLOCK = -3
 EARLY = -4  # all rows, as if the gate's count had told so
 
-MOST_COUNT_PARTS = 160  # twell::kMostCountParts: words at the end of the schedule
+COUNT_BYTES = 768  # of twell::kMostCountParts words at the end of the schedule, up to the next multiple of 256
 
 
 def on_sm90(*values: object, id: str | None = None) -> object:
@@ -202,7 +202,7 @@ def test_count_of_the_gate(rows: int, d_ff: int, density: float) -> None:
     torch.cuda.synchronize()
     schedule_bytes = call.lib.twell_internal_schedule_bytes
     schedule_bytes.restype, schedule_bytes.argtypes = ctypes.c_size_t, call.lib.twell_packed_bytes.argtypes
-    counted = call.schedule()[: schedule_bytes(call.problem)][-4 * MOST_COUNT_PARTS :].view(torch.int32)
+    counted = call.schedule()[: schedule_bytes(call.problem)][-COUNT_BYTES:].view(torch.int32)
     assert counted.sum() == counts.clamp(max=8).sum()
 
 

@@ -192,9 +192,9 @@ def test_fp16_does_not_overflow_between() -> None:
 
 def test_rows_that_are_dense_by_the_guard() -> None:
     """All rows, where nothing is to be multiplied, and a part of them."""
-    for full in (1.0, 0.04):
-        block = unequal_block(8192, full, 0.002)
-        make_active(block, choose(2816, 100), 0.4)
+    for full in (1.0, 0.01):
+        block = unequal_block(8192, full, 0.001)
+        make_active(block, choose(2816, 100), 0.3)
         call = Call(block, 8)
         if full < 1.0:
             run(call)  # with no row on the dense path, which takes the memory of hot neurons
