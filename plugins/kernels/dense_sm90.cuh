@@ -321,7 +321,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                     Piece const piece(params, num_blocks, i);
                     loader.load(piece.tile, piece.slices);
                 }
-                if (goes_on) {
+                if (goes_on) {  // else nobody signals a barrier
                     loader.wait_for_consumers();
                 }
             }
@@ -350,6 +350,10 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 }
             }
         }
+    }
+    if (skips()) {
+        __syncwarp();
+        meet_cluster();  // the other CTA may still wait for what this one has sent for
     }
 #endif
 }

@@ -13,11 +13,11 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "dependent_launch.cuh"
 #include "down_few.cuh"
 #include "element.cuh"
-#include "gate_up_few.cuh"
 #include "matmul_generic.cuh"
 #include "matmul_sm90.cuh"
 #include "sum_again.cuh"
@@ -114,7 +114,8 @@ struct Part {
     }
 };
 
-// Brings some of its w_down to L2 while memory is idle, which helps a sparse projection, too. (More is in the way.)
+// Brings some of its w_down to L2 while memory is idle, which helps a sparse projection, too. (More is in the way.) May
+// be called before wait_for_previous_launch(), as nothing gets to L1.
 template <class Cfg>
 __device__ __forceinline__ void prefetch_dense(Params const& params) {
     constexpr int kSlices = 4;
@@ -254,8 +255,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
     }
 }
 
-// A warp's part of what the gate's CTAs have counted. NOTE: not by way of L1, which may hold what was there when this
-// kernel started.
+// A warp's part of what the gate's CTAs have counted.
 template <int kThreads>
 __device__ __forceinline__ int2 sum_counted(Params const& params) {
     int2 sum = make_int2(0, 0);
@@ -387,7 +387,7 @@ __device__ __forceinline__ void add_listed(float (&accumulators)[kVector], uint1
             matmul_generic::wait_async<1>();
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                uint4 const w_vector = gate_up_few::load_shared(half + i * kBytesCopy);
+                uint4 const w_vector = matmul_sm90::load_chunk(half + i * kBytesCopy);
                 float const h_value = __shfl_sync(0xffffffffu, value, (begin + i) * kSlots + slot);
                 if (begin + i < num_rows && (kSlots == 1 || first + (begin + i) * stride + slot < count)) {
                     float w_values[kVector];
@@ -525,7 +525,8 @@ __global__ void __launch_bounds__((kThreads<kUnits, Sparse>), kUnits > 1 ? 1 : 1
     int const slab = static_cast<int>(blockIdx.x) - group * params.num_slabs;
     bool const is_sparse_cta = static_cast<int>(blockIdx.x) < params.num_sparse_ctas;
     constexpr bool kPrefetches = kUnits > 1 && Dense::kTokens <= 64;  // with more tokens that gains nothing
-    if (kPrefetches && threadIdx.x == 0 && static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
+    // Those that come first, for later memory is not idle.
+    if (kPrefetches && threadIdx.x == 0 && is_sparse_cta && static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
         prefetch_dense<Dense>(params);
     }
     wait_for_previous_launch();

@@ -89,8 +89,10 @@ int2 most_sparse(twell_problem const& problem) {
                                          : 8000 + 20 * tokens;
     int64_t const of_token = tokens <= 32 ? 1500 : 1400;
     int64_t const d_ff = std::max(problem.d_ff, kDff);
-    return make_int2(static_cast<int>(pairs * d_ff / kDff),
-                     static_cast<int>(std::min<int64_t>(of_token * d_ff / kDff, down_sm90::kMostListed)));
+    int64_t const most_of_token = of_token * d_ff / kDff;
+    return make_int2(
+        static_cast<int>(pairs * d_ff / kDff),
+        static_cast<int>(tokens <= 16 ? most_of_token : std::min<int64_t>(most_of_token, down_sm90::kMostListed)));
 }
 
 // kUnits: of a CTA of a sparse projection at a time.

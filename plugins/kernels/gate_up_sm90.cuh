@@ -369,7 +369,7 @@ __device__ __forceinline__ uint32_t nonzero_bits(uint32_t pair) {
     return ((pair & 0xffffu) != 0 ? 0xffffu : 0u) | (pair > 0xffffu ? 0xffff0000u : 0u);
 }
 
-// A bit for each value of a quad that is not 0.
+// A bit for each value of a quad that is not 0. (-0 does not come out of activations.)
 __device__ __forceinline__ uint32_t find_nonzeros(uint2 values) {
     return ((values.x & 0xffffu) != 0 ? 1u : 0u) | (values.x > 0xffffu ? 2u : 0u) |
            ((values.y & 0xffffu) != 0 ? 4u : 0u) | (values.y > 0xffffu ? 8u : 0u);
@@ -463,7 +463,7 @@ __device__ __forceinline__ bool is_lost(float h, float rounded) {
     return (rounded == 0.0f) != (h == 0.0f) || isinf(rounded) != isinf(h);
 }
 
-// h of a pair, where u is without its bias. Says whether it is lost.
+// h of a pair, where `sum` is u without its bias. Says whether it is lost.
 template <class Element, class Storage>
 __device__ __forceinline__ bool store_pair(Params const& params, Storage const& storage, Pair pair, int neuron_begin,
                                            int token_begin, float sum) {
@@ -474,8 +474,8 @@ __device__ __forceinline__ bool store_pair(Params const& params, Storage const& 
     return is_lost(h, Element::to_float(bits));
 }
 
-// h of all neurons of a token, with g and sums of the up projection in shared memory, from a column on. Says whether
-// one is lost.
+// h of a quad of a token, with g, and sums of the up projection in shared memory, from a column on. Says whether one is
+// lost.
 template <class Element, class Cfg>
 __device__ __forceinline__ bool store_quad(Params const& params, Stages<Cfg> const& stages,
                                            typename Cfg::Storage const& storage, Quad const& quad, int first_column,
@@ -628,7 +628,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             }
         }
     }
-    // END
     if (loads) {
         // Then the other CTA does not signal this one's barriers any more, so that it may end. (To meet the other one
         // takes longer, for that waits for what both have stored.)

@@ -133,6 +133,8 @@ def table() -> Iterator[Case]:
     yield Case(rows=64, d_model=16392, d_ff=8300, d_out=2600, density=0.001, dtype=FP16)
     yield Case(rows=25, d_model=16392, d_ff=8300, d_out=520, density=0.002, dtype=FP16)
     yield Case(rows=100, d_model=16392, d_ff=17000, d_out=520, density=0.001)
+    yield Case(rows=128, d_model=16392, d_ff=8300, d_out=4104, density=0.001, dtype=FP16)
+    yield Case(rows=100, d_model=16392, d_ff=300, d_out=264, gated=False)
     # More tokens than a CTA of the sparse down projection takes at once, on Hopper.
     for rows, d_out in ((100, 8200), (128, 4104), (90, 40000)):
         yield Case(rows=rows, d_model=264, d_ff=2000, d_out=d_out, density=0.004, dtype=next(dtypes))
@@ -612,6 +614,18 @@ def test_one_heavy_token(rows: int, active: int) -> None:
     block.w_gate[:active, 7] = 1
     counts = (reference.gate_values(block) != 0).sum(dim=1)
     assert counts[heavy] >= 0.9 * active and counts.median() < 50
+    reference.assert_close(Call(block, 8).run(), block)
+
+
+@pytest.mark.parametrize("rows", [20, 40, 100])
+def test_long_list(rows: int) -> None:
+    """About as many active neurons of a token as a sparse down projection lists on Hopper, over two passes."""
+    block = make_block(Case(rows=rows, d_model=16392, d_ff=8300, d_out=264, density=0.0002), integers=False)
+    block.x[:, 7] = 0
+    block.x[rows // 2, 7] = 8
+    block.w_gate[6500:, 7] = 100
+    counts = (reference.gate_values(block) != 0).sum(dim=1)
+    assert 1700 < counts[rows // 2] < 1900 and counts.median() < 20
     reference.assert_close(Call(block, 8).run(), block)
 
 
