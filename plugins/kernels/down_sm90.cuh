@@ -125,6 +125,7 @@ __device__ __forceinline__ void prefetch_dense(Params const& params) {
     }
 }
 
+// By a CTA: its part.
 template <class Element, class Cfg, int kNumThreads>
 __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t base) {
     __shared__ uint64_t barriers[2 * Cfg::kNumStages];

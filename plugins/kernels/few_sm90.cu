@@ -89,10 +89,7 @@ int2 most_sparse(twell_problem const& problem) {
                                          : 8000 + 20 * tokens;
     int64_t const of_token = tokens <= 32 ? 1500 : 1400;
     int64_t const d_ff = std::max(problem.d_ff, kDff);
-    int64_t const most_of_token = of_token * d_ff / kDff;
-    return make_int2(
-        static_cast<int>(pairs * d_ff / kDff),
-        static_cast<int>(tokens <= 16 ? most_of_token : std::min<int64_t>(most_of_token, down_sm90::kMostListed)));
+    return make_int2(static_cast<int>(pairs * d_ff / kDff), static_cast<int>(of_token * d_ff / kDff));
 }
 
 // kUnits: of a CTA of a sparse projection at a time.
@@ -106,6 +103,9 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
                     problem.dtype)});
         error != cudaSuccess) {
         return error;
+    }
+    if (kUnits > 1) {
+        params.most_sparse.y = std::min(params.most_sparse.y, down_sm90::kMostListed);
     }
     params.num_slabs = static_cast<int>(ceil_div(problem.d_out, Sparse::kColumns));
     params.num_groups =
