@@ -303,11 +303,13 @@ __device__ __forceinline__ void clear(Params const& params, int neuron_begin, in
     constexpr int kIdle = kLoader * kWarpSize - kFirst;
     constexpr int kVectors = kNeurons / kVector;
     int const thread = static_cast<int>(threadIdx.x) - kFirst;
-    for (int i = thread; !Cfg::kComputesAll && i < num_tokens * kVectors; i += kIdle) {
-        int const n = neuron_begin + i % kVectors * kVector;
-        int64_t const token = token_begin + i / kVectors;
-        if (n < h_stride(params)) {
-            *reinterpret_cast<uint4*>(params.h + token * h_stride(params) + n) = {};
+    if constexpr (!Cfg::kComputesAll) {
+        for (int i = thread; i < num_tokens * kVectors; i += kIdle) {
+            int const n = neuron_begin + i % kVectors * kVector;
+            int64_t const token = token_begin + i / kVectors;
+            if (n < h_stride(params)) {
+                *reinterpret_cast<uint4*>(params.h + token * h_stride(params) + n) = {};
+            }
         }
     }
     for (int i = blockIdx.x * kIdle + thread; i < params.num_counters; i += gridDim.x * kIdle) {
