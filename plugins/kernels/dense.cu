@@ -160,17 +160,26 @@ GuardModel guard_model(twell_problem const& problem, Device const& device, Kerne
     if (!gated) {
         model.up.round_ns = 0.0f;
     }
-    // Of the count a part as large as may be takes at most so much off the sparse path. If what is left takes longer
-    // than the dense path for all rows, decide() will choose that; the margin is for what floats lose there.
-    constexpr float kMargin = 1.01f;
+    // Of the count a part as large as may be takes at most so much off the sparse path, and about its share of the
+    // dense path's time for all rows. If what is left takes longer than what is left of that, decide() will choose all;
+    // the margin is for what floats lose there. Without chunks the schedule takes more than the best part could gain
+    // from a little less on, and layers whose rows differ as the suite's do are dense, or nearly, from kSomeSparseTo
+    // on.
+    float const margin = with_chunks ? 1.01f : 0.9f;
+    constexpr float kSomeSparseTo = 0.72f;
     float const most_of_row = static_cast<float>(num_tiles(problem)) * kMostCounted;
     uint32_t const tokens = static_cast<uint32_t>(problem.tokens);
     float const all_ns = guard::cost_of(model.up, tokens) + guard::cost_of(model.down, tokens);
-    float const all_from =
-        kMargin * (most_of_row * static_cast<float>(model.max_part) + all_ns / model.nonzero_ns) + 1.0f;
+    float const part = static_cast<float>(model.max_part) / static_cast<float>(tokens);
+    float const bound =
+        most_of_row * static_cast<float>(model.max_part) + (1.0f - part) * all_ns / model.nonzero_ns + 1.0f;
     if (most_of_row * static_cast<float>(tokens) < static_cast<float>(UINT32_MAX)) {
         model.count.num_parts = num_count_parts(problem, device, choice);
-        model.count.all_dense_from = static_cast<uint32_t>(std::min(all_from, static_cast<float>(UINT32_MAX / 2)));
+        auto const limit = [&](float share) {
+            return static_cast<uint32_t>(std::min(share * bound, static_cast<float>(UINT32_MAX / 2)));
+        };
+        model.count.all_dense_from = limit(margin);
+        model.count.some_sparse_to = limit(kSomeSparseTo);
     }
     return model;
 }

@@ -196,7 +196,7 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
         }
     } else {
         if (cudaError_t const error =
-                launch_gate(problem, tensors, {packed, nullptr, nullptr, nullptr, 0}, device, stream);
+                launch_gate(problem, tensors, {packed, nullptr, nullptr, nullptr, nullptr, 0}, device, stream);
             error != cudaSuccess) {
             return error;
         }

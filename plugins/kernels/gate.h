@@ -10,9 +10,10 @@ namespace twell {
 // Where the gate's results go. What is null is not written.
 struct GateOutput {
     uint32_t* packed;
-    uint16_t* spilled;  // see pack.cuh
-    uint32_t* counted;  // [num_count_parts]: together the non-zeros of all tiles of all rows, of each kMostCounted
-    uint32_t* cleared;  // [num_cleared]: becomes 0, for the next kernels; from the Hopper kernel alone
+    uint16_t* spilled;      // see pack.cuh
+    uint16_t* tile_counts;  // [tokens, num_tiles]: non-zeros of each tile; from the Hopper kernel alone
+    uint32_t* counted;      // [num_count_parts]: together the non-zeros of all tiles of all rows, of each kMostCounted
+    uint32_t* cleared;      // [num_cleared]: becomes 0, for the next kernels; from the Hopper kernel alone
     int num_cleared;
 };
 

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gate_kernel(Params const par
         }
         pack_rows(octets, (num_rows - begin + kWarps - 1) / kWarps, words + begin * words_per_row,
                   kWarps * words_per_row, spilled == nullptr ? nullptr : spilled + begin * spilled_per_row,
-                  kWarps * spilled_per_row, column_begin, params.words_per_tile - 1);
+                  kWarps * spilled_per_row, column_begin, params.words_per_tile - 1, [](uint32_t const*, int) {});
     }
 }
 

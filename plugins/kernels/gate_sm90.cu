@@ -43,6 +43,15 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, G
         params.num_tiles = tiling.num_tiles;
         params.num_blocks = static_cast<int>(tiling.num_blocks);
         params.words_per_tile = words_per_tile(problem);
+        if (output.tile_counts != nullptr) {
+            // For so many bytes of the packed matrix there is one of counts.
+            int const bytes = params.words_per_tile * static_cast<int>(sizeof(uint32_t) / sizeof(uint16_t));
+            while (1 << params.counts_shift < bytes) {
+                ++params.counts_shift;
+            }
+            params.counts_bias = reinterpret_cast<uint64_t>(output.tile_counts) -
+                                 (reinterpret_cast<uint64_t>(output.packed) >> params.counts_shift);
+        }
         params.act = activation_of(problem);
         if (cudaError_t const error = sm90::first_error({
                 sm90::encode(params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kRowsLoaded, problem.dtype),

@@ -20,8 +20,11 @@ struct Params {
     uint16_t const* b_gate;  // [d_ff] or null
     uint32_t* packed;        // [tokens, num_tiles * words_per_tile]
     uint16_t* spilled;       // [tokens, num_tiles * TWELL_TILE] or null: see pack.cuh
-    uint32_t* counted;       // [CTAs]: the sum of what pack_rows gives; or null
-    uint32_t* cleared;       // [num_cleared]: becomes 0
+    // Where a tile's number of non-zeros goes, 16 bits: counts_bias plus the address of its words >> counts_shift,
+    // which takes fewer registers than two pointers. 0: nowhere.
+    uint64_t counts_bias;
+    uint32_t* counted;  // [CTAs]: the sum of what pack_rows gives; or null
+    uint32_t* cleared;  // [num_cleared]: becomes 0
     int num_cleared;
     int64_t tokens;
     int d_model;
@@ -29,6 +32,7 @@ struct Params {
     int num_tiles;
     int num_blocks;  // of tokens
     int words_per_tile;
+    int counts_shift;
     Activation act;
 };
 
@@ -95,10 +99,16 @@ __device__ __forceinline__ uint32_t pack_block(Params const& params, int i, uint
         for (int r = 0; r < kRowsAtOnce; ++r) {
             octets[r] = activate_octet<Element>(chunks[r], num_columns, params.act);
         }
-        counted += pack_rows(octets, (tokens.end - begin + kStep - 1) / kStep, block_words + begin * words_per_row,
-                             kStep * words_per_row,
-                             block_spilled == nullptr ? nullptr : block_spilled + begin * spilled_per_row,
-                             kStep * spilled_per_row, column_begin, params.words_per_tile - 1);
+        counted += pack_rows(
+            octets, (tokens.end - begin + kStep - 1) / kStep, block_words + begin * words_per_row,
+            kStep * words_per_row, block_spilled == nullptr ? nullptr : block_spilled + begin * spilled_per_row,
+            kStep * spilled_per_row, column_begin, params.words_per_tile - 1, [&](uint32_t const* words, int count) {
+                if (params.counts_bias != 0) {
+                    *reinterpret_cast<uint16_t*>(params.counts_bias +
+                                                 (reinterpret_cast<uint64_t>(words) >> params.counts_shift)) =
+                        static_cast<uint16_t>(count);
+                }
+            });
     }
     return counted;
 }

@@ -13,20 +13,22 @@ __host__ __device__ __forceinline__ float cost_of(DenseRounds const& dense, uint
     return (overlaps ? rounds : ceilf(rounds)) * dense.round_ns;
 }
 
-// By a warp: whether the gate's count tells that `decide` will call all rows dense. NOTE: the gate has ended before any
-// kernel behind count_kernel starts, so that may ask before wait_for_previous_launch().
-__device__ __forceinline__ bool all_are_dense(GateCount const& count) {
+// By a warp: the sum of what the gate has counted. NOTE: the gate has ended before any kernel behind count_kernel
+// starts, so that may ask before wait_for_previous_launch().
+__device__ __forceinline__ uint32_t sum_of(GateCount const& count) {
     constexpr int kWarpSize = 32;
-    if (count.num_parts == 0) {
-        return false;
-    }
     uint32_t sum = 0;
 #pragma unroll
     for (int begin = 0; begin < kMostCountParts; begin += kWarpSize) {
         int const i = begin + static_cast<int>(threadIdx.x) % kWarpSize;
         sum += i < count.num_parts ? __ldcg(count.parts + i) : 0;
     }
-    return __reduce_add_sync(0xffffffffu, sum) >= count.all_dense_from;
+    return __reduce_add_sync(0xffffffffu, sum);
+}
+
+// By a warp: whether `decide` will call all rows dense, as the count tells.
+__device__ __forceinline__ bool all_are_dense(GateCount const& count) {
+    return count.num_parts != 0 && sum_of(count) >= count.all_dense_from;
 }
 
 // By one warp. Rows are ordered by buckets, the heaviest first: those of bucket b have the places
@@ -44,30 +46,22 @@ __device__ __forceinline__ uint32_t decide(GuardModel const& model, uint32_t con
     // All rows; then the sparse path has nothing to do.
     float best_cost = cost_of(model.up, tokens) + cost_of(model.down, tokens);
     uint32_t best = tokens;
-    // A lane has kPerLane neighbouring buckets. nonzeros[i]: of these from the i-th on, later with all lighter ones.
-    constexpr int kPerLane = kBuckets / kWarpSize;
-    float nonzeros[kPerLane];
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = kPerLane - 1; i >= 0; --i) {
-        int const bucket = lane * kPerLane + i;
-        uint32_t const rows = bucket_begin[bucket + 1] - bucket_begin[bucket];
-        sum += static_cast<float>(rows) * static_cast<float>(most_of(bucket));
-        nonzeros[i] = sum;
-    }
-#pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        float const lighter = __shfl_down_sync(0xffffffffu, sum, distance);
-        sum += lane + distance < kWarpSize ? lighter : 0.0f;
-    }
-    float const next = __shfl_down_sync(0xffffffffu, sum, 1);
-    float const lighter = lane + 1 < kWarpSize ? next : 0.0f;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
+    // Lanes have neighbouring buckets, the lightest ones first. NOTE: no loop is unrolled: this runs once, and to fetch
+    // more instructions takes longer than to run these.
+    float lighter = 0.0f;
+#pragma unroll 1
+    for (int end = kBuckets; end > 0; end -= kWarpSize) {
         // The choice that this bucket and the lighter ones are sparse.
-        int const bucket = lane * kPerLane + i;
+        int const bucket = end - 1 - lane;
         uint32_t const heavy = bucket_begin[bucket];
-        float const all = nonzeros[i] + lighter;
+        float all = static_cast<float>(bucket_begin[bucket + 1] - heavy) * static_cast<float>(most_of(bucket));
+#pragma unroll 1
+        for (int distance = 1; distance < kWarpSize; distance *= 2) {
+            float const below = __shfl_up_sync(0xffffffffu, all, distance);
+            all += lane >= distance ? below : 0.0f;
+        }
+        all += lighter;
+        lighter = __shfl_sync(0xffffffffu, all, kWarpSize - 1);
         float const excess = fmaxf(all - static_cast<float>(tokens - heavy) * model.excess_begin, 0.0f);
         float const sum_cost = all * model.nonzero_ns + excess * model.excess_ns;
         float const heaviest_cost = static_cast<float>(most_of(bucket)) * model.heaviest_ns;
@@ -84,7 +78,7 @@ __device__ __forceinline__ uint32_t decide(GuardModel const& model, uint32_t con
             best = heavy;
         }
     }
-#pragma unroll
+#pragma unroll 1
     for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
         float const other_cost = __shfl_xor_sync(0xffffffffu, best_cost, distance);
         uint32_t const other = __shfl_xor_sync(0xffffffffu, best, distance);

@@ -13,11 +13,13 @@ struct DenseRounds {
     float round_ns;
 };
 
-// What the gate has counted, see gate.h. The sum tells that all rows are dense if it comes to all_dense_from.
+// What the gate has counted, see gate.h. The sum tells that all rows are dense if it comes to all_dense_from, and that
+// they may well be if it comes to some_sparse_to.
 struct GateCount {
     uint32_t const* parts;
     int num_parts;  // 0: it has not
     uint32_t all_dense_from;
+    uint32_t some_sparse_to;
 };
 
 // What the decision needs beside the rows' non-zeros.

@@ -49,11 +49,13 @@ inline cudaError_t query_device(Device& device) {
 // Launches a kernel that begins with wait_for_previous_launch (dependent_launch.cuh), so that its CTAs may be placed
 // while the kernel before still runs.
 //
+// cluster: CTAs of one, from compute capability 9.0 on, unless the kernel says so itself.
 // most_shared_bytes: of any launch of this kernel, if its launches differ. Launches by several threads set the same
 // attribute, which must do for all of them.
 template <class Params>
 cudaError_t launch_dependent(void (*kernel)(Params), Params const& params, dim3 grid, int threads, int shared_bytes,
-                             Device const& device, cudaStream_t stream, int most_shared_bytes = 0) {
+                             Device const& device, cudaStream_t stream, int most_shared_bytes = 0,
+                             unsigned cluster = 0) {
     // Set at each launch, not once: the attribute belongs to the current device, and the call is cheap, idempotent,
     // thread-safe and allowed during stream capture.
     if (cudaError_t const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -61,16 +63,18 @@ cudaError_t launch_dependent(void (*kernel)(Params), Params const& params, dim3 
         error != cudaSuccess) {
         return error;
     }
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {cluster, 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = device.major >= 9 ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = device.major < 9 ? 0 : cluster == 0 ? 1 : 2;
     return cudaLaunchKernelEx(&config, kernel, params);
 }
 

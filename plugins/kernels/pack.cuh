@@ -35,13 +35,13 @@ struct Octet {
 
 // Packs rows of a tile with one warp, several at once, since each alone would wait for its own latencies. Lane i has
 // the columns from 8 i on. `words` and `spilled` are the first row's parts of those matrices, the next ones' are so
-// many words or elements on; the second may be null. Only the first num_rows exist. Lanes are told by ballots where
-// their non-zeros go, so these come out in ascending order, without atomics. Gives the sum of the rows' non-zeros, of
-// each kMostCounted at most.
-template <int kRows>
+// many words or elements on; the second may be null. One lane calls count_tile(row_words, count) for a row. Only the
+// first num_rows exist. Lanes are told by ballots where their non-zeros go, so these come out in ascending order,
+// without atomics. Gives the sum of the rows' non-zeros, of each kMostCounted at most.
+template <int kRows, class CountTile>
 __device__ __forceinline__ uint32_t pack_rows(Octet const (&octets)[kRows], int num_rows, uint32_t* words,
                                               int words_step, uint16_t* spilled, int spilled_step, int first_column,
-                                              int num_slots) {
+                                              int num_slots, CountTile count_tile) {
     int const lane = threadIdx.x % kWarpSize;
     uint32_t const lanes_below = (1u << lane) - 1;
     uint32_t masks[kRows] = {};  // bit i: column i of this lane is a non-zero
@@ -71,6 +71,18 @@ __device__ __forceinline__ uint32_t pack_rows(Octet const (&octets)[kRows], int 
         all += r < num_rows ? totals[r] : 0;
     }
     bool const are_dense = spilled != nullptr && all >= kRows * kDenseTotal;
+    // The first lanes store a count each.
+    int own_total = totals[0];
+#pragma unroll
+    for (int r = 1; r < kRows; ++r) {
+        own_total = lane == r ? totals[r] : own_total;
+    }
+    if (lane < min(kRows, num_rows)) {
+        uint32_t* const row_words = words + lane * words_step;
+        row_words[0] =
+            static_cast<uint32_t>(own_total) | (are_dense && own_total >= kFewestUnpacked ? kHasNoEntries : 0);
+        count_tile(row_words, own_total);
+    }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         if (r >= num_rows) {
@@ -80,9 +92,6 @@ __device__ __forceinline__ uint32_t pack_rows(Octet const (&octets)[kRows], int 
         uint32_t* const row_words = words + r * words_step;
         bool const is_spilled = spilled != nullptr && totals[r] > static_cast<int>(kMostUnspilled);
         bool const has_no_entries = are_dense && totals[r] >= kFewestUnpacked;
-        if (lane == 0) {
-            row_words[0] = static_cast<uint32_t>(totals[r]) | (has_no_entries ? kHasNoEntries : 0);
-        }
         if (is_spilled) {
             reinterpret_cast<uint4*>(spilled + r * spilled_step)[lane] =
                 make_uint4(octets[r].pairs[0], octets[r].pairs[1], octets[r].pairs[2], octets[r].pairs[3]);

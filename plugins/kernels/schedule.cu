@@ -26,7 +26,7 @@ size_t schedule_bytes(twell_problem const& problem) {
 
 Schedule schedule_at(twell_problem const& problem, void* memory) {
     unsigned char* next = static_cast<unsigned char*>(memory);
-    Schedule schedule;
+    Schedule schedule = {};
     schedule.header = take<ScheduleHeader>(next, 1);
     schedule.row_order = take<RowWork>(next, problem.tokens);
     schedule.place = take<uint32_t>(next, problem.tokens);
@@ -34,21 +34,46 @@ Schedule schedule_at(twell_problem const& problem, void* memory) {
     schedule.counts = take<uint32_t>(next, problem.tokens);
     schedule.words = take<uint32_t>(next, problem.tokens * max_listed(num_tiles(problem)));
     schedule.units = take<Unit>(next, problem.tokens * max_units(num_tiles(problem)));
+    schedule.tile_counts = reinterpret_cast<uint16_t*>(schedule.units);
     schedule.rest_rows = take<uint32_t>(next, problem.tokens);
     schedule.counted = take<uint32_t>(next, kMostCountParts);
     return schedule;
 }
 
+bool has_direct_rows(twell_problem const& problem, Device const& device, Kernels choice) {
+    return problem.variant == TWELL_GATED && !has_chunks(problem, device, choice) &&
+           num_count_parts(problem, device, choice) != 0;
+}
+
+void set_direct(Schedule& schedule, twell_problem const& problem) {
+    // As many as find a place for their list of h.
+    int64_t const most = max_listed(num_tiles(problem)) * sizeof(uint32_t) / sizeof(SparseEntry);
+    schedule.listed_from = schedule::kExactLevels;
+    while (2 * schedule.listed_from <= most) {
+        schedule.listed_from *= 2;
+    }
+    // More than twice the non-zeros of a row at 0.5 %, but so few that one CTA does not take long.
+    schedule.direct_below = 2 * static_cast<int>(kUnitNonzeros);
+    while (schedule.direct_below < 2 * num_tiles(problem)) {
+        schedule.direct_below *= 2;
+    }
+    schedule.direct_below = std::min(schedule.direct_below, schedule.listed_from);
+}
+static_assert(kMostDirectBelow >= 2 * TWELL_MAX_D_FF / TWELL_TILE, "of the widest layer");
+
 cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, uint16_t const* spilled,
                             Schedule const& schedule, GuardModel const& guard, Gather const& gather,
                             Chunks const& chunks, void const* w_up, SparseRows const& rows, Device const& device,
                             cudaStream_t stream) {
-    int64_t const most_blocks = std::min<int64_t>(ceil_div(problem.tokens, kRowsPerBlock), schedule::kMaxBlocks);
+    bool const by_cluster = schedule.direct_below != 0;
+    int64_t const most_blocks = by_cluster
+                                    ? schedule::kClusterBlocks
+                                    : std::min<int64_t>(ceil_div(problem.tokens, kRowsPerBlock), schedule::kMaxBlocks);
     int64_t rows_per_block = ceil_div(problem.tokens, most_blocks);
     if (chunks.counts != nullptr) {
         rows_per_block = ceil_div(rows_per_block, kRunRows) * kRunRows;  // rows that share chunks are in one block
     }
-    int64_t const blocks = ceil_div(problem.tokens, rows_per_block);
+    int64_t const blocks = by_cluster ? schedule::kClusterBlocks : ceil_div(problem.tokens, rows_per_block);
     schedule::Params params = {};
     params.packed = packed;
     params.spilled = spilled;
@@ -66,6 +91,10 @@ cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed
     params.num_tiles = num_tiles(problem);
     params.words_per_tile = words_per_tile(problem);
     unsigned const grid = static_cast<unsigned>(blocks);
+    if (by_cluster) {
+        return launch_dependent(schedule::cluster_kernel, params, dim3(grid), schedule::kThreads, 0, device, stream, 0,
+                                grid);
+    }
     if (cudaError_t const error =
             launch_dependent(schedule::count_kernel, params, dim3(grid + 1), schedule::kThreads, 0, device, stream);
         error != cudaSuccess) {

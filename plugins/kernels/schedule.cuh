@@ -1,11 +1,14 @@
-// Bucket sort of the rows by their non-zeros, for every GPU from sm_80 on, in two launches and without anything to be
-// cleared beforehand.
+// Bucket sort of the rows by their non-zeros, for every GPU from sm_80 on, without anything to be cleared beforehand,
+// in two launches:
 //
 // count_kernel   blocks of rows: each row's bucket, its rank among the block's rows of that bucket, lists of light rows
 //                and a sample for hot neurons
 // order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; hot neurons; then
 //                row_order, the units of the up projection, other lists, chunks, and what the dense path needs of the
 //                block's rows
+//
+// Where rows may be direct (schedule.h), cluster_kernel does both, from what the gate has counted for each tile, while
+// the up projection is at those rows.
 //
 // Where the gate's count tells that all rows are dense, there is no order, and the sparse kernels leave at once.
 //
@@ -19,6 +22,7 @@
 #include "gather.cuh"
 #include "guard.cuh"
 #include "hot.cuh"
+#include "list.cuh"
 #include "pack.cuh"
 #include "schedule.h"
 #include "sparse_rows.h"
@@ -29,6 +33,8 @@ namespace twell::schedule {
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kMaxBlocks = 128;
+// Of cluster_kernel. Few, since they take the place of others that compute.
+constexpr int kClusterBlocks = 8;
 
 // Levels of non-zeros: exact below 16, then eight to an octave, up to 65536.
 constexpr int kExactLevels = 16;
@@ -68,9 +74,10 @@ __host__ __device__ __forceinline__ int most_of_bucket(int bucket) {
 static_assert((kSplitNonzeros & (kSplitNonzeros - 1)) == 0 && kSplitNonzeros > kExactLevels, "a bucket begins there");
 
 // The units of a row of a bucket, some of which may have nothing to do.
-__host__ __device__ __forceinline__ int units_of_bucket(int bucket, int num_tiles) {
-    return (min(most_of_bucket(bucket), max_listed(num_tiles)) + static_cast<int>(kUnitNonzeros) - 1) /
-           static_cast<int>(kUnitNonzeros);
+__host__ __device__ __forceinline__ int units_of_bucket(int bucket, int num_tiles, int direct_below) {
+    constexpr int kUnit = static_cast<int>(kUnitNonzeros);
+    int const most = most_of_bucket(bucket);
+    return most < direct_below ? 0 : (min(most, max_listed(num_tiles)) + kUnit - 1) / kUnit;
 }
 
 // `place` of a row: bucket and rank, and whether count_kernel has listed the row.
@@ -83,9 +90,6 @@ __device__ __forceinline__ int bucket_of_place(uint32_t place) {
 }
 
 __device__ __forceinline__ uint32_t rank_of_place(uint32_t place) { return place & ((1u << kRankBits) - 1); }
-
-// Light rows have at most so many non-zeros in each tile: with the count, one sector of memory.
-constexpr uint32_t kLightPerTile = 7;
 
 struct Params {
     uint32_t const* packed;   // [tokens, num_tiles * words_per_tile]
@@ -104,47 +108,6 @@ struct Params {
     int num_tiles;
     int words_per_tile;
 };
-
-// Copies a tile's entries.
-__device__ __forceinline__ void list_tile(uint32_t* words, uint32_t const* entries, uint32_t count) {
-    constexpr uint32_t kAtOnce = 4;
-    for (uint32_t begin = 0; begin < count; begin += kAtOnce) {
-        uint32_t more[kAtOnce];
-#pragma unroll
-        for (uint32_t i = 0; i < kAtOnce; ++i) {
-            more[i] = entries[min(begin + i, count - 1)];
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < kAtOnce; ++i) {
-            if (begin + i < count) {
-                words[begin + i] = more[i];
-            }
-        }
-    }
-}
-
-// The same, by one warp, from a tile that has been spilled.
-__device__ __forceinline__ void list_spilled_tile(uint32_t* words, uint16_t const* spilled, int64_t first_tile,
-                                                  int tile_idx) {
-    int const lane = threadIdx.x % kWarpSize;
-    uint4 const vector = reinterpret_cast<uint4 const*>(spilled + (first_tile + tile_idx) * TWELL_TILE)[lane];
-    uint32_t const pairs[kVector / 2] = {vector.x, vector.y, vector.z, vector.w};
-    auto const element = [&](int i) { return static_cast<uint16_t>(pairs[i / 2] >> (i % 2 * 16)); };
-    uint32_t count = 0;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-        count += is_nonzero(element(i)) ? 1 : 0;
-    }
-    uint32_t slot = sum_up_to(count) - count;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-        if (is_nonzero(element(i))) {
-            words[slot] = static_cast<uint32_t>(tile_idx * TWELL_TILE + lane * kVector + i) |
-                          static_cast<uint32_t>(element(i)) << 16;
-            ++slot;
-        }
-    }
-}
 
 // By one warp: the lists of the rows of which `wanted` is true.
 template <int kRows>
@@ -172,16 +135,88 @@ __device__ __forceinline__ void list_rows(Params const& params, int64_t const (&
             uint32_t const last = before[r] + sum_up_to(count);
             uint32_t* const words = params.schedule.words + rows[r] * max_listed(params.num_tiles);
             if (!overflowed) {
-                list_tile(words + last - count, tiles[r] + 1, count);
+                list_tile(AllPlaces{words + last - count}, count, [&](uint32_t i) { return tiles[r][1 + i]; });
             }
             for (uint32_t rest = __ballot_sync(0xffffffffu, overflowed); rest != 0; rest &= rest - 1) {
                 int const owner = __ffs(rest) - 1;
-                list_spilled_tile(words + __shfl_sync(0xffffffffu, last - count, owner), params.spilled,
+                list_spilled_tile(AllPlaces{words + __shfl_sync(0xffffffffu, last - count, owner)}, params.spilled,
                                   rows[r] * params.num_tiles, tile_begin + owner);
             }
             before[r] = __shfl_sync(0xffffffffu, last, kWarpSize - 1);
         }
     }
+}
+
+// By one warp: whether the gate's count tells that all rows are dense, for the CTA, after a __syncthreads().
+__device__ __forceinline__ void ask_gate(bool& is_early, Params const& params) {
+    bool const all_are_dense = guard::all_are_dense(params.guard.count);
+    if (threadIdx.x % kWarpSize == 0) {
+        is_early = all_are_dense;
+    }
+}
+
+// By one thread of the launch, before any row is ordered.
+__device__ __forceinline__ void begin_header(Params const& params, bool is_early) {
+    params.schedule.header->is_early = is_early ? 1 : 0;
+    params.schedule.header->rest_count = 0;
+    params.schedule.header->left_count = 0;
+    for (int i = 0; params.chunks.counts != nullptr && i <= params.chunks.num_blocks; ++i) {
+        params.chunks.counts[i] = 0;
+    }
+}
+
+// Enters a row with so many non-zeros into its bucket; whether a tile overflows, and the row has been listed.
+__device__ __forceinline__ void enter_row(Params const& params, uint32_t* bucket_rows, int64_t row, uint32_t count,
+                                          bool overflows, bool has_list) {
+    uint32_t const bucket = static_cast<uint32_t>(bucket_of(static_cast<int>(count)));
+    uint32_t const rank = atomicAdd(&bucket_rows[bucket], 1u);
+    params.schedule.place[row] = (has_list ? kHasList : 0) | bucket << kRankBits | rank;
+    bool const listed =
+        static_cast<int>(count) <= max_listed(params.num_tiles) && (!overflows || params.spilled != nullptr);
+    params.schedule.counts[row] = listed ? count : kNotListed;
+}
+
+__device__ __forceinline__ void store_buckets(Params const& params, uint32_t const* bucket_rows) {
+    __syncthreads();
+    if (threadIdx.x < kBuckets) {
+        params.schedule.block_buckets[blockIdx.x * kBuckets + threadIdx.x] = bucket_rows[threadIdx.x];
+    }
+}
+
+// By a CTA, where rows may be direct: its rows' buckets.
+__device__ __forceinline__ void count_direct_rows(Params const& params) {
+    __shared__ uint32_t bucket_rows[kBuckets];
+    if (threadIdx.x < kBuckets) {
+        bucket_rows[threadIdx.x] = 0;
+    }
+    __syncthreads();
+    int const lane = threadIdx.x % kWarpSize;
+    int64_t const begin = static_cast<int64_t>(blockIdx.x) * params.rows_per_block;
+    int64_t const end = min(begin + params.rows_per_block, params.tokens);
+    constexpr int kRows = 8;  // whose loads a warp issues together
+#pragma unroll 1
+    for (int64_t first = begin + threadIdx.x / kWarpSize * kRows; first < end; first += kWarps * kRows) {
+        uint32_t own_count = 0;
+#pragma unroll 1
+        for (int tile_begin = 0; tile_begin < params.num_tiles; tile_begin += kWarpSize) {
+            int const t = tile_begin + lane;
+            uint32_t counts[kRows];
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                int64_t const row = min(first + r, end - 1);
+                counts[r] = t < params.num_tiles ? params.schedule.tile_counts[row * params.num_tiles + t] : 0;
+            }
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                uint32_t const sum = __reduce_add_sync(0xffffffffu, counts[r]);
+                own_count += lane == r ? sum : 0;
+            }
+        }
+        if (lane < kRows && first + lane < end) {
+            enter_row(params, bucket_rows, first + lane, own_count, false, false);  // tiles that overflow are spilled
+        }
+    }
+    store_buckets(params, bucket_rows);
 }
 
 __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params) {
@@ -198,22 +233,16 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
         // One CTA more, which has no rows.
         bool const is_early = threadIdx.x < kWarpSize && guard::all_are_dense(params.guard.count);
         if (threadIdx.x == 0) {
-            params.schedule.header->is_early = is_early ? 1 : 0;
-            // order_kernel adds to these.
-            params.schedule.header->rest_count = 0;
-            params.schedule.header->left_count = 0;
-            for (int i = 0; params.chunks.counts != nullptr && i <= params.chunks.num_blocks; ++i) {
-                params.chunks.counts[i] = 0;
-            }
+            begin_header(params, is_early);
         }
         return;
     }
     __syncthreads();
 
+    constexpr int kRows = 2;  // whose loads a warp issues together
     int64_t const begin = static_cast<int64_t>(blockIdx.x) * params.rows_per_block;
     int64_t const end = min(begin + params.rows_per_block, params.tokens);
     int64_t const words_per_row = static_cast<int64_t>(params.num_tiles) * params.words_per_tile;
-    constexpr int kRows = 2;  // whose loads a warp issues together
     for (int64_t first = begin + threadIdx.x / kWarpSize * kRows; first < end; first += kWarps * kRows) {
         uint32_t sums[kRows] = {};
         bool overflows[kRows] = {};
@@ -238,20 +267,13 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
                 uint32_t const count = count_of(head);
                 uint32_t const last = sums[r] + sum_up_to(count);
                 overflows[r] |= __any_sync(0xffffffffu, head >= static_cast<uint32_t>(params.words_per_tile));
-                light[r] &= __all_sync(0xffffffffu, head <= kLightPerTile);
+                light[r] &= __all_sync(0xffffffffu, head <= kFrontEntries);
                 if (light[r]) {
                     // Few tiles have so many: a load costs time for each line of memory that it touches.
                     uint4 const more = count > kMostUnspilled ? tiles[r][1] : uint4{};
-                    uint32_t const entries[kLightPerTile] = {heads[r].y, heads[r].z, heads[r].w, more.x,
-                                                             more.y,     more.z,     more.w};
-                    uint32_t* const words =
-                        params.schedule.words + (first + r) * max_listed(params.num_tiles) + last - count;
-#pragma unroll
-                    for (uint32_t i = 0; i < kLightPerTile; ++i) {
-                        if (i < count) {
-                            words[i] = entries[i];
-                        }
-                    }
+                    TileFront{heads[r], more}.list(
+                        AllPlaces{params.schedule.words + (first + r) * max_listed(params.num_tiles) + last - count},
+                        count);
                 }
                 sums[r] = __shfl_sync(0xffffffffu, last, kWarpSize - 1);
                 if (hot::is_sampled(params.chunks.hot, first + r) && first + r < end) {
@@ -271,21 +293,11 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             if (lane == r && first + r < end) {
-                int const count = static_cast<int>(sums[r]);
-                int const bucket = bucket_of(count);
-                uint32_t const rank = atomicAdd(&bucket_rows[bucket], 1u);
-                params.schedule.place[first + r] =
-                    (light[r] ? kHasList : 0) | static_cast<uint32_t>(bucket) << kRankBits | rank;
-                bool const listed =
-                    count <= max_listed(params.num_tiles) && (!overflows[r] || params.spilled != nullptr);
-                params.schedule.counts[first + r] = listed ? sums[r] : kNotListed;
+                enter_row(params, bucket_rows, first + r, sums[r], overflows[r], light[r]);
             }
         }
     }
-    __syncthreads();
-    if (threadIdx.x < kBuckets) {
-        params.schedule.block_buckets[blockIdx.x * kBuckets + threadIdx.x] = bucket_rows[threadIdx.x];
-    }
+    store_buckets(params, bucket_rows);
 }
 
 // By one warp: for each of a lane's values the sum of those before it, in this lane and the ones below. Gives the sum
@@ -307,7 +319,7 @@ __device__ __forceinline__ uint32_t sums_before(uint32_t (&sums)[kPerLane], uint
 }
 
 constexpr int kBucketsPerLane = kBuckets / kWarpSize;  // neighbouring ones
-static_assert(kBucketsPerLane == 4 && kMaxBlocks % kWarps == 0, "loaded in vectors");
+static_assert(kBucketsPerLane == 4 && kMaxBlocks % kWarps == 0 && kClusterBlocks <= kWarps, "loaded in vectors");
 
 __device__ __forceinline__ void add(uint4& sums, uint4 values) {
     sums.x += values.x;
@@ -323,65 +335,66 @@ __device__ __forceinline__ void add_atomically(uint32_t* shared_sums, uint4 valu
     atomicAdd(shared_sums + 3, values.w);
 }
 
-__global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params) {
+// Where all rows are dense, by a CTA: the header, and what the dense path needs of the CTA's rows.
+template <bool kDirect>
+__device__ __forceinline__ void leave_early(Params const& params) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        uint32_t const tokens = static_cast<uint32_t>(params.tokens);
+        params.schedule.header->heavy_count = tokens;
+        params.schedule.header->split_end = tokens;
+        params.schedule.header->unit_count = 0;
+    }
+    if (kDirect) {
+        return;  // no plain block
+    }
+    int64_t const begin = static_cast<int64_t>(blockIdx.x) * params.rows_per_block;
+    int64_t const end = min(begin + params.rows_per_block, params.tokens);
+    for (int64_t row = begin + threadIdx.x / kWarpSize; row < end && gather::is_needed(params.gather, true);
+         row += kWarps) {
+        gather::gather_row(params.gather, true, row, row);
+    }
+}
+
+// By a CTA: its rows' places and all else, when all CTAs have counted theirs.
+template <bool kDirect>
+__device__ __forceinline__ void order_rows(Params const& params) {
     __shared__ uint32_t bucket_rows[kBuckets];       // of all blocks
     __shared__ uint32_t block_begin[kBuckets];       // place of the block's first row of a bucket
     __shared__ uint32_t bucket_begin[kBuckets + 1];  // place of a bucket
     __shared__ uint32_t unit_begin[kBuckets];        // first unit of a bucket
     __shared__ uint32_t heavy_count;
-    __shared__ bool is_early;
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    __shared__ chunk::HotShared hot_neurons;
-    if (threadIdx.x < hot::kBins) {
-        hot_neurons.bins[threadIdx.x] = 0;
-    }
-    if (threadIdx.x == 0) {
-        hot_neurons.pairs = 0;
-    }
-#endif
 
     int const lane = threadIdx.x % kWarpSize;
+    int const direct_below = kDirect ? params.schedule.direct_below : 0;
     int64_t const begin = static_cast<int64_t>(blockIdx.x) * params.rows_per_block;
     int64_t const end = min(begin + params.rows_per_block, params.tokens);
     if (threadIdx.x < kBuckets) {
         bucket_rows[threadIdx.x] = 0;
         block_begin[threadIdx.x] = 0;
     }
-    // As count_kernel puts into the header, but to read that after the wait would take longer.
-    if (threadIdx.x < kWarpSize) {
-        bool const all_are_dense = guard::all_are_dense(params.guard.count);
-        if (lane == 0) {
-            is_early = all_are_dense;
-        }
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    __shared__ chunk::HotShared hot_neurons;
+    if (!kDirect && threadIdx.x < hot::kBins) {
+        hot_neurons.bins[threadIdx.x] = 0;
     }
-    wait_for_previous_launch();
-    allow_dependent_launch();  // NOTE: only now, since the next kernel begins with header->is_early
+    if (!kDirect && threadIdx.x == 0) {
+        hot_neurons.pairs = 0;
+    }
+#endif
     __syncthreads();
-    if (is_early) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) {
-            uint32_t const tokens = static_cast<uint32_t>(params.tokens);
-            params.schedule.header->heavy_count = tokens;
-            params.schedule.header->split_end = tokens;
-            params.schedule.header->unit_count = 0;
-        }
-        for (int64_t row = begin + threadIdx.x / kWarpSize; row < end && gather::is_needed(params.gather, true);
-             row += kWarps) {
-            gather::gather_row(params.gather, true, row, row);
-        }
-        return;
-    }
     {
         // Four buckets a lane, every kWarps-th block a warp.
         uint4 all = {};
         uint4 before = {};
-        constexpr int kAtOnce = kMaxBlocks / kWarps;
+        constexpr int kAtOnce = kDirect ? 1 : kMaxBlocks / kWarps;
         uint4 rows[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             unsigned const block = threadIdx.x / kWarpSize + i * kWarps;
-            rows[i] = block < gridDim.x
-                          ? reinterpret_cast<uint4 const*>(params.schedule.block_buckets)[block * kWarpSize + lane]
-                          : make_uint4(0, 0, 0, 0);
+            rows[i] =
+                block < gridDim.x
+                    ? __ldcg(reinterpret_cast<uint4 const*>(params.schedule.block_buckets) + block * kWarpSize + lane)
+                    : make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
@@ -395,7 +408,7 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
     }
     __syncthreads();
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if (params.chunks.hot.sampled != nullptr) {
+    if (!kDirect && params.chunks.hot.sampled != nullptr) {
         hot::choose<kWarps>(hot_neurons, params.chunks.hot, params.d_ff);
     }
 #endif
@@ -427,7 +440,7 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
             uint32_t const sparse_begin = max(begins[i], heavy);
             uint32_t const sparse_end = max(begins[i] + rows[i], heavy);
             units[i] = (sparse_end - sparse_begin) *
-                       static_cast<uint32_t>(units_of_bucket(lane * kPerLane + i, params.num_tiles));
+                       static_cast<uint32_t>(units_of_bucket(lane * kPerLane + i, params.num_tiles, direct_below));
         }
         uint32_t const unit_count = sums_before(begins, units);
 #pragma unroll
@@ -459,21 +472,25 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
             params.schedule.rest_rows[atomicAdd(&params.schedule.header->rest_count, 1u)] = static_cast<uint32_t>(row);
         }
         int const own_bucket = bucket_of_place(params.schedule.place[row]);
-        uint32_t const num_units = static_cast<uint32_t>(units_of_bucket(own_bucket, params.num_tiles));
+        uint32_t const num_units = static_cast<uint32_t>(units_of_bucket(own_bucket, params.num_tiles, direct_below));
         Unit* const units = params.schedule.units + unit_begin[own_bucket] +
                             (position - max(bucket_begin[own_bucket], heavy_count)) * num_units;
         for (uint32_t i = 0; i < num_units; ++i) {
             uint32_t const unit_first = i * kUnitNonzeros;
             bool const is_empty = count == kNotListed || unit_first >= count;
             uint32_t const in_unit = min(count - unit_first, kUnitNonzeros);
-            units[i] = {static_cast<uint32_t>(row), is_empty ? kNoRange : unit_first + in_unit - 1};
+            uint32_t const is_listed =
+                kDirect && static_cast<int>(count) >= params.schedule.listed_from ? Unit::kIsListed : 0;
+            units[i] = {static_cast<uint32_t>(row), is_empty ? kNoRange : unit_first + in_unit - 1 + is_listed};
         }
     }
     bool const all_heavy = heavy_count == params.tokens;
     for (int64_t first = begin + threadIdx.x / kWarpSize; !all_heavy && first < end; first += kThreads) {
         int64_t const row = first + lane * kWarps;
-        bool const wanted = row < end && (params.schedule.place[row] & kHasList) == 0 &&
-                            params.schedule.counts[row] != kNotListed && position_of(row) >= heavy_count;
+        bool const wanted =
+            row < end && (params.schedule.place[row] & kHasList) == 0 && params.schedule.counts[row] != kNotListed &&
+            (!kDirect || params.schedule.counts[row] >= static_cast<uint32_t>(params.schedule.listed_from)) &&
+            position_of(row) >= heavy_count;
         uint32_t rest = __ballot_sync(0xffffffffu, wanted);
         while (rest != 0) {
             int64_t const one = first + (__ffs(rest) - 1) * kWarps;
@@ -484,7 +501,7 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
         }
     }
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if (params.chunks.counts != nullptr && !all_heavy) {
+    if (!kDirect && params.chunks.counts != nullptr && !all_heavy) {
         __syncthreads();  // the lists
         chunk::build<kThreads>(
             hot_neurons, params.chunks, params.schedule, params.rows, params.num_tiles, begin, end,
@@ -501,7 +518,8 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
             });
     }
 #endif
-    if (heavy_count != 0 && gather::is_needed(params.gather, all_heavy)) {
+    // Where rows may be direct, the up projection has more CTAs for that.
+    if (!kDirect && heavy_count != 0 && gather::is_needed(params.gather, all_heavy)) {
         for (int64_t row = begin + threadIdx.x / kWarpSize; row < end; row += kWarps) {
             uint32_t const position = position_of(row);
             if (position < heavy_count) {
@@ -509,6 +527,48 @@ __global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params)
             }
         }
     }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) order_kernel(Params const params) {
+    // As count_kernel puts into the header, but to read that after the wait would take longer.
+    __shared__ bool is_early;
+    if (threadIdx.x < kWarpSize) {
+        ask_gate(is_early, params);
+    }
+    wait_for_previous_launch();
+    allow_dependent_launch();  // NOTE: only now, since the next kernel begins with header->is_early
+    __syncthreads();
+    if (is_early) {
+        leave_early<false>(params);
+    } else {
+        order_rows<false>(params);
+    }
+}
+
+// Both where rows may be direct, by a cluster, beside their up projection. On compute capability 9.0 alone.
+__global__ void __launch_bounds__(kThreads, 1) cluster_kernel(Params const params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    __shared__ bool is_early;
+    wait_for_previous_launch();
+    allow_dependent_launch();  // NOTE: only now, as in count_kernel
+    if (threadIdx.x < kWarpSize) {
+        ask_gate(is_early, params);
+    }
+    __syncthreads();
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        begin_header(params, is_early);
+    }
+    if (is_early) {
+        leave_early<true>(params);
+        return;
+    }
+    count_direct_rows(params);
+    asm volatile(
+        "barrier.cluster.arrive.release;\n"
+        "barrier.cluster.wait.acquire;\n" ::
+            : "memory");
+    order_rows<true>(params);
+#endif
 }
 
 }  // namespace twell::schedule

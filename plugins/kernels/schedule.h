@@ -39,10 +39,14 @@ constexpr uint32_t kNotListed = 0xffffffffu;
 // A piece of work of the sparse up projection: neighbouring non-zeros of a row.
 constexpr uint32_t kUnitNonzeros = 32;
 struct Unit {
-    uint32_t row;
-    uint32_t range;  // the first one, a multiple of kUnitNonzeros, plus how many, less one; or kNoRange
+    static constexpr uint32_t kIsListed = 1u << 31;
 
-    __device__ __forceinline__ int begin() const { return static_cast<int>(range & ~(kUnitNonzeros - 1)); }
+    uint32_t row;
+    // The first one, a multiple of kUnitNonzeros, plus how many, less one, plus kIsListed if rows may be direct, but
+    // this one has a list of words; or kNoRange.
+    uint32_t range;
+
+    __device__ __forceinline__ int begin() const { return static_cast<int>(range & ~(kUnitNonzeros - 1) & ~kIsListed); }
     __device__ __forceinline__ int count() const { return static_cast<int>(range % kUnitNonzeros) + 1; }
 };
 constexpr uint32_t kNoRange = 0xffffffffu;  // nothing to do
@@ -56,9 +60,16 @@ struct Schedule {
     uint32_t* block_buckets;  // [blocks, kBuckets]: rows of each bucket in each block of rows
     uint32_t* words;          // [tokens, max_listed]: packed words of the rows that are listed, one after the other
     Unit* units;              // [tokens * max_units]: the first unit_count count, of the heaviest rows first
-    uint32_t* rest_rows;      // [tokens]: the first rest_count count, in any order: those that are not listed
-    uint32_t* counted;        // [kMostCountParts]: what the gate has counted, see gate.h
+    uint16_t* tile_counts;  // [tokens, num_tiles]: where rows may be direct, their non-zeros; in the place of the units
+    uint32_t* rest_rows;    // [tokens]: the first rest_count count, in any order: those that are not listed
+    uint32_t* counted;      // [kMostCountParts]: what the gate has counted, see gate.h
+    // Where rows may be direct: the up projection takes those with fewer non-zeros than direct_below without waiting
+    // for the schedule. Those with fewer than listed_from need no list of words, since it takes them as the gate has
+    // left them; their list of h is in the place of that. Buckets begin at both. Else 0.
+    int direct_below;
+    int listed_from;
 };
+constexpr int kMostDirectBelow = 512;
 
 // The most words of a row.
 __host__ __device__ inline int max_listed(int num_tiles) { return num_tiles * kListedPerTile; }
@@ -72,7 +83,13 @@ static_assert(kListedPerTile % kUnitNonzeros == 0, "max_units rounds down");
 // Never shrinks when `tokens` grows.
 size_t schedule_bytes(twell_problem const& problem);
 
+// No row may be direct.
 Schedule schedule_at(twell_problem const& problem, void* memory);
+
+// Whether rows may be direct: not with chunks, in a plain block, or where the gate does not count.
+bool has_direct_rows(twell_problem const& problem, Device const& device, Kernels choice);
+
+void set_direct(Schedule& schedule, twell_problem const& problem);
 
 struct SparseRows;
 

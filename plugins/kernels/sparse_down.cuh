@@ -26,6 +26,7 @@ struct Params {
     uint16_t* y;             // [tokens, d_out]
     Schedule schedule;
     SparseRows rows;
+    int num_tiles;
     int d_out;
     uint32_t tokens;
     uint32_t warps_per_row;
@@ -120,6 +121,12 @@ __device__ __forceinline__ void reduce(float (&sums)[kVector]) {
     }
 }
 
+__device__ __forceinline__ SparseEntry const* list_of(Params const& params, RowWork work) {
+    return work.count < static_cast<uint32_t>(params.schedule.listed_from)
+               ? list_in_words(params.schedule, params.num_tiles, work.row)
+               : params.rows.list(work.row);
+}
+
 template <class Element>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(Params const params) {
     uint32_t const lane = threadIdx.x % kWarpSize;
@@ -157,10 +164,10 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(
         bool const listed = work.count != kNotListed;
         uint32_t const begin = split && listed ? work.count * warp / warps : 0;
         uint32_t const end = split && listed ? work.count * (warp + 1) / warps : work.count;
-        SparseEntry const* list = params.rows.list(work.row) + begin;
+        SparseEntry const* list = list_of(params, work) + begin;
         int count = static_cast<int>(end - begin);
         SparseEntry entry = load_entry(list, 0, count);
-        SparseEntry const next_entry = load_entry(params.rows.list(next.row), 0, static_cast<int>(next.count));
+        SparseEntry const next_entry = load_entry(list_of(params, next), 0, static_cast<int>(next.count));
 #pragma unroll 1
         for (int k = 0; k < 2; ++k) {
             if (work.count != kNotListed) {
@@ -175,7 +182,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(
             }
             // What the second row begins with came meanwhile.
             work = next;
-            list = params.rows.list(work.row);
+            list = list_of(params, work);
             count = static_cast<int>(next.count);
             entry = next_entry;
         }

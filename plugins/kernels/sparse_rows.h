@@ -22,6 +22,11 @@ struct SparseRows {
     }
 };
 
+// The list of h of a row that needs no list of words. NOTE: not where the spilled matrix is, which is still to be read.
+__device__ __forceinline__ SparseEntry* list_in_words(Schedule const& schedule, int num_tiles, int64_t row) {
+    return reinterpret_cast<SparseEntry*>(schedule.words + row * max_listed(num_tiles));
+}
+
 static_assert(kListedPerTile * sizeof(SparseEntry) <= TWELL_TILE * sizeof(uint16_t),
               "a list fits a row's spilled part");
 

@@ -34,6 +34,8 @@ struct Launch {
     Schedule const& schedule;
     Chunks chunks;
     SparseRows rows;
+    GateCount count;
+    Gather gather;
     uint16_t const* spilled;  // null: not to be read
     Device const& device;
     cudaStream_t stream;
@@ -113,7 +115,6 @@ cudaError_t launch_hot(Launch const& launch) {
     return cudaSuccess;
 }
 
-// Every unit has a CTA where rows have one unit each.
 template <class Element>
 cudaError_t launch_sparse_up(Launch const& launch) {
     twell_problem const& problem = launch.problem;
@@ -121,11 +122,16 @@ cudaError_t launch_sparse_up(Launch const& launch) {
     params.x = static_cast<uint16_t const*>(launch.tensors.x);
     params.w_up = static_cast<uint16_t const*>(launch.tensors.w_up);
     params.b_up = static_cast<uint16_t const*>(launch.tensors.b_up);
+    params.packed = launch.packed;
+    params.spilled = launch.spilled;
     params.schedule = launch.schedule;
+    params.count = launch.count;
+    params.gather = launch.gather;
     params.rows = launch.rows;
     params.chunks = launch.chunks;
     params.d_model = problem.d_model;
     params.num_tiles = num_tiles(problem);
+    params.words_per_tile = words_per_tile(problem);
     params.relu_on_up = problem.activation == TWELL_DRELU;
     if (launch.chunks.counts != nullptr) {
         params.column_end = problem.d_model;
@@ -133,13 +139,19 @@ cudaError_t launch_sparse_up(Launch const& launch) {
                                 dim3(static_cast<unsigned>(ceil_div(problem.tokens, sparse_up::kWarps))),
                                 sparse_up::kThreads, 0, launch.device, launch.stream);
     }
+    // CTAs for units stay where rows may be direct; else every unit has one where rows have one unit each.
+    bool const direct = launch.schedule.direct_below != 0;
+    params.num_direct = direct ? static_cast<uint32_t>(problem.tokens) : 0;
+    unsigned const grid =
+        static_cast<unsigned>(problem.tokens) +
+        (direct ? static_cast<unsigned>(sparse_up::kMinBlocksDirect * launch.device.num_multiprocessors) : 0);
+    auto const kernel = direct ? sparse_up::up_direct_kernel<Element> : sparse_up::up_kernel<Element>;
     int const columns = up_slab_columns(problem, launch.device);
     for (int begin = 0; begin < problem.d_model; begin += columns) {
         params.column_begin = begin;
         params.column_end = std::min(begin + columns, problem.d_model);
         if (cudaError_t const error =
-                launch_dependent(sparse_up::up_kernel<Element>, params, dim3(static_cast<unsigned>(problem.tokens)),
-                                 sparse_up::kThreads, 0, launch.device, launch.stream);
+                launch_dependent(kernel, params, dim3(grid), sparse_up::kThreads, 0, launch.device, launch.stream);
             error != cudaSuccess) {
             return error;
         }
@@ -159,6 +171,7 @@ cudaError_t launch_sparse_down(Launch const& launch, bool overlaps) {
     params.y = static_cast<uint16_t*>(launch.tensors.y);
     params.schedule = launch.schedule;
     params.rows = launch.rows;
+    params.num_tiles = num_tiles(problem);
     params.d_out = problem.d_out;
     params.tokens = static_cast<uint32_t>(problem.tokens);
     params.warps_per_row = warps_per_row;
@@ -250,6 +263,10 @@ Chunks chunks_in_scratch(twell_problem const& problem, void* scratch, Device con
 
 }  // namespace
 
+uint16_t* tile_counts_in(twell_problem const& problem, void* scratch, Device const& device, Kernels choice) {
+    return has_direct_rows(problem, device, choice) ? schedule_at(problem, scratch).tile_counts : nullptr;
+}
+
 uint32_t* counted_in(twell_problem const& problem, void* scratch) { return schedule_at(problem, scratch).counted; }
 
 HotNeurons hot_neurons_in(twell_problem const& problem, void* scratch, Device const& device, Kernels choice) {
@@ -268,7 +285,7 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
                            void* scratch, int64_t dense_rows, Device const& device, cudaStream_t stream,
                            Kernels choice) {
     uint16_t* const spilled = dense_rows == kGuardOff ? nullptr : spilled_in(problem, scratch);
-    Schedule const schedule = schedule_at(problem, scratch);
+    Schedule schedule = schedule_at(problem, scratch);
     void* const dense_scratch = dense_scratch_in(problem, scratch);
     GuardModel guard = {};
     Gather gather = {};
@@ -278,8 +295,10 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
         guard.count.parts = schedule.counted;
         if (dense_rows == kGuardEarly) {
             guard.count.all_dense_from = 0;
+            guard.count.some_sparse_to = 0;
         } else if (guard.forced >= 0) {
-            guard.count.num_parts = 0;
+            guard.count.all_dense_from = UINT32_MAX;
+            guard.count.some_sparse_to = guard.forced == 0 ? UINT32_MAX : 0;
         }
         gather = gather_for(problem, tensors, packed, spilled, dense_scratch);
     }
@@ -287,12 +306,16 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
                              spilled_stride(problem) * static_cast<int64_t>(sizeof(uint16_t))};
     // NOTE: step 2 alone has none; without the spilled matrix they have hardly been tested.
     Chunks const chunks = spilled != nullptr ? chunks_in_scratch(problem, scratch, device, choice) : Chunks{};
+    if (guard.count.num_parts != 0 && has_direct_rows(problem, device, choice)) {
+        set_direct(schedule, problem);
+    }
     if (cudaError_t const error = launch_schedule(problem, packed, spilled, schedule, guard, gather, chunks,
                                                   tensors.w_up, rows, device, stream);
         error != cudaSuccess) {
         return error;
     }
-    Launch const launch = {problem, tensors, packed, schedule, chunks, rows, spilled, device, stream};
+    Launch const launch = {problem,     tensors, packed,  schedule, chunks, rows,
+                           guard.count, gather,  spilled, device,   stream};
     return problem.dtype == TWELL_BF16 ? launch_projections<Bf16>(launch, guard.enabled, gather, choice)
                                        : launch_projections<Fp16>(launch, guard.enabled, gather, choice);
 }

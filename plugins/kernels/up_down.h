@@ -16,6 +16,9 @@ size_t up_down_scratch_bytes(twell_problem const& problem);
 // Where in that memory launch_gate may spill: see pack.cuh.
 uint16_t* spilled_in(twell_problem const& problem, void* scratch);
 
+// Where in that memory launch_gate may leave the tiles' numbers of non-zeros, or null if it need not.
+uint16_t* tile_counts_in(twell_problem const& problem, void* scratch, Device const& device, Kernels choice);
+
 // Where in that memory launch_gate may count.
 uint32_t* counted_in(twell_problem const& problem, void* scratch);
 
