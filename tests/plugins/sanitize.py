@@ -25,8 +25,8 @@ def run(tool: str) -> bool:
         command += ["--padding", "64"]
     if tool != "initcheck":  # which has to see the writes of all kernels
         command += ["--kernel-name", "kns=twell"]
-    names = ("test_kernels.py", "test_gate_kernels.py", "test_guard.py", "test_chunks.py", "test_hot.py")
-    tests = [f"{Path(__file__).with_name(name)}::test_sanitize" for name in names]
+    names = ("kernels", "gate_kernels", "guard", "direct", "chunks", "hot")
+    tests = [f"{Path(__file__).with_name(f'test_{name}.py')}::test_sanitize" for name in names]
     command += [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TWELLC_REQUIRE_GPU": "1"}
     result = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
