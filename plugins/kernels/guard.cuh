@@ -14,7 +14,7 @@ __host__ __device__ __forceinline__ float cost_of(DenseRounds const& dense, uint
 }
 
 // By a warp: the sum of what the gate has counted. NOTE: the gate has ended before any kernel behind count_kernel
-// starts, so that may ask before wait_for_previous_launch().
+// or cluster_kernel starts, so that may ask before wait_for_previous_launch().
 __device__ __forceinline__ uint32_t sum_of(GateCount const& count) {
     constexpr int kWarpSize = 32;
     uint32_t sum = 0;
@@ -26,7 +26,7 @@ __device__ __forceinline__ uint32_t sum_of(GateCount const& count) {
     return __reduce_add_sync(0xffffffffu, sum);
 }
 
-// By a warp: whether `decide` will call all rows dense, as the count tells.
+// By a warp: whether all rows are dense, as the count tells: see guard_model.
 __device__ __forceinline__ bool all_are_dense(GateCount const& count) {
     return count.num_parts != 0 && sum_of(count) >= count.all_dense_from;
 }

@@ -46,8 +46,8 @@ inline cudaError_t query_device(Device& device) {
     return cudaSuccess;
 }
 
-// Launches a kernel that begins with wait_for_previous_launch (dependent_launch.cuh), so that its CTAs may be placed
-// while the kernel before still runs.
+// Launches a kernel that knows when to call wait_for_previous_launch (dependent_launch.cuh), mostly at once, so that
+// its CTAs may be placed while the kernel before still runs.
 //
 // cluster: CTAs of one, from compute capability 9.0 on, unless the kernel says so itself.
 // most_shared_bytes: of any launch of this kernel, if its launches differ. Launches by several threads set the same

@@ -41,8 +41,8 @@ Schedule schedule_at(twell_problem const& problem, void* memory) {
 }
 
 bool has_direct_rows(twell_problem const& problem, Device const& device, Kernels choice) {
-    return problem.variant == TWELL_GATED && !has_chunks(problem, device, choice) &&
-           num_count_parts(problem, device, choice) != 0;
+    return problem.variant == TWELL_GATED && problem.tokens <= schedule::kMostTokensOfCluster &&
+           !has_chunks(problem, device, choice) && num_count_parts(problem, device, choice) != 0;
 }
 
 void set_direct(Schedule& schedule, twell_problem const& problem) {

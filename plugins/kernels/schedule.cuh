@@ -8,7 +8,7 @@
 //                block's rows
 //
 // Where rows may be direct (schedule.h), cluster_kernel does both, from what the gate has counted for each tile, while
-// the up projection is at those rows.
+// the up projection is at those rows, which also gathers what the dense path needs.
 //
 // Where the gate's count tells that all rows are dense, there is no order, and the sparse kernels leave at once.
 //
@@ -84,6 +84,7 @@ __host__ __device__ __forceinline__ int units_of_bucket(int bucket, int num_tile
 constexpr int kRankBits = 24;
 constexpr uint32_t kHasList = 1u << 31;
 static_assert(TWELL_MAX_TOKENS / kMaxBlocks < 1 << kRankBits && kBuckets <= 1 << (31 - kRankBits), "fit 31 bits");
+constexpr int64_t kMostTokensOfCluster = int64_t{kClusterBlocks} << kRankBits;
 
 __device__ __forceinline__ int bucket_of_place(uint32_t place) {
     return static_cast<int>((place & ~kHasList) >> kRankBits);
@@ -550,7 +551,7 @@ __global__ void __launch_bounds__(kThreads, 1) cluster_kernel(Params const param
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     __shared__ bool is_early;
     wait_for_previous_launch();
-    allow_dependent_launch();  // NOTE: only now, as in count_kernel
+    allow_dependent_launch();  // NOTE: only now, as the next kernel reads what the gate has left without a wait
     if (threadIdx.x < kWarpSize) {
         ask_gate(is_early, params);
     }
