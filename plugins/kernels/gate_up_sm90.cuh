@@ -547,7 +547,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             storage.active[w] = 0;
         }
     }
-    matmul_sm90::sync_cluster();
+    sync_cluster();
     wait_for_previous_launch();
 
     int const num_tokens = token_end - token_begin;

@@ -14,6 +14,7 @@
 
 #include <cuda.h>
 
+#include "cluster.cuh"
 #include "element.cuh"
 #include "pack.cuh"
 #include "twell/twell.h"
@@ -224,28 +225,6 @@ __device__ __forceinline__ void wait_for_cluster(uint32_t barrier, uint32_t pari
 
 __device__ __forceinline__ void arrive_and_expect(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-    uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ void sync_cluster() {
-    asm volatile(
-        "barrier.cluster.arrive.release;\n"
-        "barrier.cluster.wait.acquire;\n" ::
-            : "memory");
-}
-
-// The same for who has nothing to tell the other CTA: that would have to wait until all that it has stored in memory is
-// there.
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile(
-        "barrier.cluster.arrive.relaxed;\n"
-        "barrier.cluster.wait;\n" ::
-            : "memory");
 }
 
 // TMA. Rows and columns outside the matrix become zeros and count as bytes that came.

@@ -18,6 +18,7 @@
 #define TWELL_KERNELS_SCHEDULE_CUH_
 
 #include "chunk.cuh"
+#include "cluster.cuh"
 #include "dependent_launch.cuh"
 #include "gather.cuh"
 #include "guard.cuh"
@@ -564,10 +565,7 @@ __global__ void __launch_bounds__(kThreads, 1) cluster_kernel(Params const param
         return;
     }
     count_direct_rows(params);
-    asm volatile(
-        "barrier.cluster.arrive.release;\n"
-        "barrier.cluster.wait.acquire;\n" ::
-            : "memory");
+    sync_cluster();  // what all CTAs have counted
     order_rows<true>(params);
 #endif
 }
