@@ -89,18 +89,14 @@ struct Fp16 : PairArithmetic<__half2> {
 
 // Every activation is: 0 where z <= cut, else z or z^2. NaN compares false, so it is kept.
 struct Activation {
-    float cut;
+    uint32_t cut;  // twice, as a pair: the largest element that is no larger than the cut
     bool square;
 };
 
 // Bits of act(z) for two neighbouring elements.
 template <class Element>
-__device__ __forceinline__ uint32_t activate_pair(uint32_t pair, Activation act) {
-    float2 const z = Element::to_float2(pair);
-    if (act.square) {
-        pair = Element::from_float2(z.x * z.x, z.y * z.y);
-    }
-    return pair & ((z.x <= act.cut ? 0u : 0xffffu) | (z.y <= act.cut ? 0u : 0xffff0000u));
+__device__ __forceinline__ uint32_t activate_pair(uint32_t z, Activation act) {
+    return (act.square ? Element::multiply2(z, z) : z) & Element::not_at_most2(z, act.cut);
 }
 
 // The same for z in fp32, which is first rounded to the element type: what a dense block would have stored.
@@ -112,6 +108,25 @@ __device__ __forceinline__ uint32_t activate2(float low, float high, Activation 
 template <class Element>
 __device__ __forceinline__ uint16_t activate(float pre_activation, Activation act) {
     return static_cast<uint16_t>(activate2<Element>(pre_activation, 0.0f, act));
+}
+
+constexpr uint32_t kSigns = 0x80008000u;  // of a pair
+
+// The sign bits of a pair, of those elements that are not +0.
+__device__ __forceinline__ uint32_t signs_of_nonzeros(uint32_t pair) {
+    return (((pair & ~kSigns) + ~kSigns) | pair) & kSigns;
+}
+
+// Bit i: element i is not +0.
+__device__ __forceinline__ uint32_t find_nonzeros(uint2 values) {
+    uint32_t const bits = signs_of_nonzeros(values.x) >> 15 | signs_of_nonzeros(values.y) >> 13;
+    return (bits | bits >> 15) & 0xfu;
+}
+
+__device__ __forceinline__ uint32_t find_nonzeros(uint4 values) {
+    uint32_t const bits = signs_of_nonzeros(values.x) >> 15 | signs_of_nonzeros(values.y) >> 13 |
+                          signs_of_nonzeros(values.z) >> 11 | signs_of_nonzeros(values.w) >> 9;
+    return (bits | bits >> 15) & 0xffu;
 }
 
 // A squared value can round to zero and is then no non-zero; -0 cannot come out of activate().

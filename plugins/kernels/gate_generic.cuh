@@ -39,6 +39,7 @@ __device__ __forceinline__ Octet activate_octet(uint4 z, Activation act, int cou
         uint32_t const mask = (2 * i < count ? 0xffffu : 0u) | (2 * i + 1 < count ? 0xffff0000u : 0u);
         octet.pairs[i] = activate_pair<Element>(pairs[i], act) & mask;
     }
+    octet.mask = find_nonzeros(make_uint4(octet.pairs[0], octet.pairs[1], octet.pairs[2], octet.pairs[3]));
     return octet;
 }
 

@@ -14,6 +14,11 @@ using namespace matmul_sm90;
 
 constexpr int kRowsAtOnce = 4;  // that a warp packs
 
+// Packers need more registers than other helpers, consumers fewer than elsewhere.
+constexpr int kRegistersPacker = 120;
+constexpr int kRegistersGateConsumer = 192;
+static_assert(registers_suffice(kRegistersPacker, kRegistersGateConsumer), "setmaxnreg.inc would wait for ever");
+
 struct Params {
     CUtensorMap x;           // [tokens, d_model], boxes of [kRowsLoaded, BLOCK_K]
     CUtensorMap w_gate;      // [d_ff, d_model], boxes of [BLOCK_M, BLOCK_K]
@@ -54,17 +59,36 @@ __device__ __forceinline__ uint4 load_chunk_of_cluster(uint32_t address) {
     return chunk;
 }
 
-// Activates what a lane has of a row. NOTE: a NaN or infinity in x makes even zero-filled weights give NaN, so columns
-// outside are masked by index.
-template <class Element>
-__device__ __forceinline__ Octet activate_octet(uint4 chunk, int num_columns, Activation act) {
-    int const columns_left = num_columns - static_cast<int>(threadIdx.x % kWarpSize) * kVector;
-    Octet octet = {chunk.x, chunk.y, chunk.z, chunk.w};
+// Which of a lane's columns of a tile exist. NOTE: a NaN or infinity in x makes even zero-filled weights give NaN, so
+// columns outside are masked by index.
+struct Columns {
+    uint32_t pairs[kVector / 2];
+    uint32_t mask;  // bit i: the i-th
+
+    __device__ __forceinline__ explicit Columns(int num_columns) {
+        int const left = max(num_columns - static_cast<int>(threadIdx.x % kWarpSize) * kVector, 0);
+        mask = (1u << min(left, kVector)) - 1;
+#pragma unroll
+        for (int i = 0; i < kVector / 2; ++i) {
+            pairs[i] = 2 * i + 1 < left ? 0xffffffffu : 2 * i < left ? 0xffffu : 0u;
+        }
+    }
+};
+
+// Activates what a lane has of a row. kSquare: z^2, which may be 0; z itself is not, where z > cut.
+template <class Element, bool kSquare>
+__device__ __forceinline__ Octet activate_octet(uint4 chunk, Columns const& columns, uint32_t cut) {
+    uint32_t const z[kVector / 2] = {chunk.x, chunk.y, chunk.z, chunk.w};
+    Octet octet;
+    uint32_t bits = 0;
 #pragma unroll
     for (int i = 0; i < kVector / 2; ++i) {
-        uint32_t const mask = 2 * i + 1 < columns_left ? 0xffffffffu : 2 * i < columns_left ? 0xffffu : 0u;
-        octet.pairs[i] = activate_pair<Element>(octet.pairs[i], act) & mask;
+        uint32_t const active = Element::not_at_most2(z[i], cut);
+        octet.pairs[i] = (kSquare ? Element::multiply2(z[i], z[i]) : z[i]) & active & columns.pairs[i];
+        bits |= active & 0x10001u << 2 * i;
     }
+    octet.mask = kSquare ? find_nonzeros(make_uint4(octet.pairs[0], octet.pairs[1], octet.pairs[2], octet.pairs[3]))
+                         : (bits | bits >> 15) & columns.mask;
     return octet;
 }
 
@@ -76,7 +100,7 @@ __device__ __forceinline__ uint32_t pack_block(Params const& params, int i, uint
     Tile const tile(params.num_blocks, params.num_tiles, i);
     int const lane = threadIdx.x % kWarpSize;
     int const column_begin = tile.tile_idx * TWELL_TILE;
-    int const num_columns = min(params.d_ff - column_begin, TWELL_TILE);
+    Columns const columns(params.d_ff - column_begin);
     int const words_per_row = params.num_tiles * params.words_per_tile;
     int const spilled_per_row = params.num_tiles * TWELL_TILE;
     Tokens const tokens = Tokens::of<Cfg>(tile, 0, static_cast<int>(params.tokens));
@@ -85,6 +109,14 @@ __device__ __forceinline__ uint32_t pack_block(Params const& params, int i, uint
     uint16_t* const block_spilled =
         params.spilled == nullptr ? nullptr : params.spilled + token_begin * spilled_per_row + column_begin;
     uint32_t const source = address_in_cta(z, lane / kChunksPerToken);
+    // The first rows' places; the next ones' have the same offsets from these, up to the last row.
+    static_assert(kStep * kRowsAtOnce % kRowsPerSwizzle == 0, "rows of the same swizzle");
+    uint32_t sources[kRowsAtOnce];
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+        sources[r] = source + chunk_offset<Cfg>(tokens.skipped + first + r * kStep, lane % kChunksPerToken);
+    }
+    uint32_t const last = source + chunk_offset<Cfg>(N - 1, lane % kChunksPerToken);
     uint32_t counted = 0;
 #pragma unroll 1
     for (int begin = tokens.skipped + first; begin < tokens.end; begin += kStep * kRowsAtOnce) {
@@ -92,12 +124,19 @@ __device__ __forceinline__ uint32_t pack_block(Params const& params, int i, uint
         uint4 chunks[kRowsAtOnce];
 #pragma unroll
         for (int r = 0; r < kRowsAtOnce; ++r) {
-            int const row = begin + r * kStep;
-            chunks[r] = load_chunk_of_cluster(source + chunk_offset<Cfg>(min(row, N - 1), lane % kChunksPerToken));
+            chunks[r] = load_chunk_of_cluster(min(sources[r], last));
+            sources[r] += kStep * kRowsAtOnce * kBytesRow;
         }
+        if (params.act.square) {
 #pragma unroll
-        for (int r = 0; r < kRowsAtOnce; ++r) {
-            octets[r] = activate_octet<Element>(chunks[r], num_columns, params.act);
+            for (int r = 0; r < kRowsAtOnce; ++r) {
+                octets[r] = activate_octet<Element, true>(chunks[r], columns, params.act.cut);
+            }
+        } else {
+#pragma unroll
+            for (int r = 0; r < kRowsAtOnce; ++r) {
+                octets[r] = activate_octet<Element, false>(chunks[r], columns, params.act.cut);
+            }
         }
         counted += pack_rows(
             octets, (tokens.end - begin + kStep - 1) / kStep, block_words + begin * words_per_row,
@@ -166,9 +205,11 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     int const tiles_begin = static_cast<int>(blockIdx.x) / kClusterSize;
     int const tiles_step = static_cast<int>(gridDim.x) / kClusterSize;
 
+    int last = 0;  // tile
+    uint32_t own_counted = 0;
     if (warp >= kWarpgroupWarps) {
         // Consumers
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegistersConsumer));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegistersGateConsumer));
         int const consumer_warp = warp - kWarpgroupWarps;
         Ring<Cfg::kNumStages> ring;
         uint32_t z_parity = 0;
@@ -193,15 +234,10 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             i += tiles_step;
             z_parity ^= 1;
         }
-        // There is nothing more to multiply, so the consumers pack the last tile.
+        last = i;
         sync_cluster();
-        uint32_t const own_counted = pack_block<Element, Cfg, kClusterSize * kConsumerWarps>(
-            params, i, z, static_cast<int>(rank) * kConsumerWarps + consumer_warp);
-        if (lane == 0) {
-            add_to_shared_word(counted, own_counted);
-        }
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegistersFirst));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegistersPacker));
         if (warp == 0) {
             // Loader
             if (lane == 0) {
@@ -222,8 +258,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             }
             // Packers: epilogue, second part, of all tiles but the last
             uint32_t z_parity = 0;
-            uint32_t own_counted = 0;
-            for (int i = tiles_begin; i + tiles_step < tiles_end; i += tiles_step, z_parity ^= 1) {
+            int i = tiles_begin;
+            for (; i + tiles_step < tiles_end; i += tiles_step, z_parity ^= 1) {
                 if (warp == 1) {
                     wait_barrier(z_stored, z_parity);
                     if (lane < kClusterSize) {
@@ -239,11 +275,18 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                     arrive_at_cta(z_empty, lane);
                 }
             }
-            if (lane == 0) {
-                add_to_shared_word(counted, own_counted);
-            }
+            last = i;
         }
         meet_cluster();
+    }
+    // There is nothing more to multiply, so all but the loader pack the last tile.
+    constexpr int kLastPackers = kHelpers + kConsumerWarps;
+    if (warp != 0) {
+        own_counted += pack_block<Element, Cfg, kClusterSize * kLastPackers>(
+            params, last, z, static_cast<int>(rank) * kLastPackers + warp - 1);
+        if (lane == 0) {
+            add_to_shared_word(counted, own_counted);
+        }
     }
     __syncthreads();
     if (params.counted != nullptr && threadIdx.x == 0) {

@@ -366,17 +366,6 @@ __device__ __forceinline__ uint2 activate_quad(Params const& params, Stages<Cfg>
                   : make_uint2(0, 0);
 }
 
-// Of a pair of values, all bits of those that are not 0.
-__device__ __forceinline__ uint32_t nonzero_bits(uint32_t pair) {
-    return ((pair & 0xffffu) != 0 ? 0xffffu : 0u) | (pair > 0xffffu ? 0xffff0000u : 0u);
-}
-
-// A bit for each value of a quad that is not 0. (-0 does not come out of activations.)
-__device__ __forceinline__ uint32_t find_nonzeros(uint2 values) {
-    return ((values.x & 0xffffu) != 0 ? 1u : 0u) | (values.x > 0xffffu ? 2u : 0u) |
-           ((values.y & 0xffffu) != 0 ? 4u : 0u) | (values.y > 0xffffu ? 8u : 0u);
-}
-
 // Brings the row of w_down that the next kernel needs for a neuron into L2. NOTE: by TMA, since the units that load and
 // store are busy until a prefetch of theirs has found its place.
 __device__ __forceinline__ void prefetch_down(Params const& params, int neuron) {
@@ -500,7 +489,7 @@ __device__ __forceinline__ bool store_quad(Params const& params, Stages<Cfg> con
             }
             h = make_float4(h.x * u.x, h.y * u.y, h.z * u.z, h.w * u.w);
         }
-        uint2 const active = make_uint2(nonzero_bits(g.x), nonzero_bits(g.y));
+        uint2 const active = make_uint2(Element::is_not_zero2(g.x), Element::is_not_zero2(g.y));
         bits = make_uint2(Element::from_float2(h.x, h.y) & active.x, Element::from_float2(h.z, h.w) & active.y);
         auto const maybe_lost = [](uint32_t pair, uint32_t active) {
             return (Element::is_not_finite2(pair) | ~Element::is_not_zero2(pair)) & active;

@@ -22,13 +22,10 @@ constexpr int kClusterCycles = 60;
 // Of the down projection's weights: what its stages hold at a time.
 constexpr size_t kPrefetchedBytes = 2 << 20;
 
-uint32_t pair_of(uint16_t bits) { return static_cast<uint32_t>(bits) << 16 | bits; }
-
 template <class Element, class Cfg>
 cudaError_t launch_config(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
                           PartSums const& parts, Active& active, sm90::Product const& product,
                           sm90::Tiling const& tiling, Device const& device, cudaStream_t stream) {
-    Activation const act = activation_of(problem);
     sm90::Params params = {};
     params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
     params.b_up = static_cast<uint16_t const*>(tensors.b_up);
@@ -47,9 +44,8 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
     params.active = active;
     params.num_tiles = tiling.num_tiles;
     params.num_blocks = static_cast<int>(tiling.num_blocks);
-    params.cut = pair_of(Element::round_down(act.cut));
+    params.act = activation_of(problem);
     params.up_cut = problem.activation == TWELL_DRELU ? 0 : Element::kNaNs;
-    params.square = act.square;
     params.h = h;
     params.w_down = tensors.w_down;
     params.prefetched_bytes = static_cast<uint32_t>(

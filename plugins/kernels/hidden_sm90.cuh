@@ -33,10 +33,8 @@ struct Params {
     int num_slices;
     int num_tiles;
     int num_blocks;  // of tokens
-    // Bits of pairs of elements: g is 0 where z <= cut, else z times z or 1; u is 0 where u <= up_cut, a NaN if never.
-    uint32_t cut;
-    uint32_t up_cut;
-    bool square;
+    Activation act;
+    uint32_t up_cut;     // a pair of elements: u is 0 where u <= up_cut, a NaN if never
     void const* w_down;  // the next kernel's; its first bytes are brought to L2
     uint32_t prefetched_bytes;
 };
@@ -47,26 +45,16 @@ constexpr bool kLeavesActive = Cfg::BLOCK_N <= 96;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-constexpr uint32_t kSigns = 0x80008000u;  // of a pair
-
 // h of two tokens. Where g is 0, so is h, whatever u is; NaN is kept. If kMarks, an active neuron's 0 is -0.
 template <class Element, bool kGated, bool kMarks>
 __device__ __forceinline__ uint32_t activate_and_multiply(Params const& params, uint32_t z, uint32_t u) {
-    uint32_t const g = Element::multiply2(z, params.square ? z : Element::kOnes);
-    uint32_t const active = Element::not_at_most2(z, params.cut) & Element::is_not_zero2(g);
+    uint32_t const g = Element::multiply2(z, params.act.square ? z : Element::kOnes);
+    uint32_t const active = Element::not_at_most2(z, params.act.cut) & Element::is_not_zero2(g);
     if constexpr (!kGated) {
         return g & active;
     }
     uint32_t const h = Element::multiply2(g, u & Element::not_at_most2(u, params.up_cut)) & active;
     return kMarks ? h | (active & ~Element::is_not_zero2(h) & kSigns) : h;
-}
-
-// Bit i: element i is not +0.
-__device__ __forceinline__ uint32_t find_nonzeros(uint4 values) {
-    // The sign bits of a pair, if an element is not +0.
-    auto const find = [](uint32_t pair) { return (((pair & ~kSigns) + ~kSigns) | pair) & kSigns; };
-    uint32_t const bits = find(values.x) >> 15 | find(values.y) >> 13 | find(values.z) >> 11 | find(values.w) >> 9;
-    return (bits | bits >> 15) & 0xffu;
 }
 
 // Leaves which neurons of a CTA's part of a tile are active, by all consumers. `bits`: a lane's, of the (lane / 2 + 16

@@ -77,18 +77,14 @@ __device__ __forceinline__ void list_spilled_tile(Places places, uint16_t const*
     int const lane = threadIdx.x % kWarpSize;
     uint4 const vector = __ldcg(reinterpret_cast<uint4 const*>(spilled + (first_tile + tile_idx) * TWELL_TILE) + lane);
     uint32_t const pairs[kVector / 2] = {vector.x, vector.y, vector.z, vector.w};
-    auto const element = [&](int i) { return static_cast<uint16_t>(pairs[i / 2] >> (i % 2 * 16)); };
-    uint32_t count = 0;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-        count += is_nonzero(element(i)) ? 1 : 0;
-    }
+    uint32_t const mask = find_nonzeros(vector);
+    uint32_t const count = __popc(mask);
     uint32_t slot = sum_up_to(count) - count;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-        if (is_nonzero(element(i))) {
-            places.store(slot, static_cast<uint32_t>(tile_idx * TWELL_TILE + lane * kVector + i) |
-                                   static_cast<uint32_t>(element(i)) << 16);
+        if ((mask >> i & 1) != 0) {
+            uint32_t const bits = i % 2 != 0 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16;
+            places.store(slot, static_cast<uint32_t>(tile_idx * TWELL_TILE + lane * kVector + i) | bits);
             ++slot;
         }
     }

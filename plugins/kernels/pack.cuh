@@ -31,6 +31,7 @@ constexpr uint32_t kMostCounted = 8;
 // Eight neighbouring activated elements, two a word, the lower index in the low half.
 struct Octet {
     uint32_t pairs[kVector / 2];
+    uint32_t mask;  // bit i: the i-th is a non-zero
 };
 
 // Packs rows of a tile with one warp, several at once, since each alone would wait for its own latencies. Lane i has
@@ -44,25 +45,34 @@ __device__ __forceinline__ uint32_t pack_rows(Octet const (&octets)[kRows], int 
                                               int num_slots, CountTile count_tile) {
     int const lane = threadIdx.x % kWarpSize;
     uint32_t const lanes_below = (1u << lane) - 1;
-    uint32_t masks[kRows] = {};  // bit i: column i of this lane is a non-zero
-    int slots[kRows] = {};       // where this lane's non-zeros go
+    uint32_t masks[kRows];
+    int slots[kRows] = {};  // where this lane's non-zeros go
     int totals[kRows] = {};
     uint32_t counted = 0;
+    bool has_several = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
+        masks[r] = octets[r].mask;
+        has_several |= (masks[r] & (masks[r] - 1)) != 0;
+    }
+    if (!__any_sync(0xffffffffu, has_several)) {
 #pragma unroll
-        for (int i = 0; i < kVector / 2; ++i) {
-            uint32_t const pair = octets[r].pairs[i];
-            masks[r] |= (is_nonzero(static_cast<uint16_t>(pair)) ? 1u : 0u) << (2 * i);
-            masks[r] |= (is_nonzero(static_cast<uint16_t>(pair >> 16)) ? 2u : 0u) << (2 * i);
+        for (int r = 0; r < kRows; ++r) {
+            uint32_t const lanes = __ballot_sync(0xffffffffu, masks[r] != 0);
+            slots[r] = __popc(lanes & lanes_below);
+            totals[r] = __popc(lanes);
         }
+    } else {
         // The lanes' counts, 0 to 8, are summed bit by bit: one ballot a bit, none of which waits for another.
-        uint32_t const count = __popc(masks[r]);
 #pragma unroll
-        for (int bit = 0; bit < 4; ++bit) {
-            uint32_t const lanes = __ballot_sync(0xffffffffu, (count >> bit & 1) != 0);
-            slots[r] += __popc(lanes & lanes_below) << bit;
-            totals[r] += __popc(lanes) << bit;
+        for (int r = 0; r < kRows; ++r) {
+            uint32_t const count = __popc(masks[r]);
+#pragma unroll
+            for (int bit = 0; bit < 4; ++bit) {
+                uint32_t const lanes = __ballot_sync(0xffffffffu, (count >> bit & 1) != 0);
+                slots[r] += __popc(lanes & lanes_below) << bit;
+                totals[r] += __popc(lanes) << bit;
+            }
         }
     }
     int all = 0;

@@ -46,7 +46,9 @@ inline size_t spilled_bytes(twell_problem const& problem) {
 }
 
 inline Activation activation_of(twell_problem const& problem) {
-    return {problem.activation == TWELL_FATRELU ? problem.threshold : 0.0f, problem.activation == TWELL_RELU2};
+    float const cut = problem.activation == TWELL_FATRELU ? problem.threshold : 0.0f;
+    uint32_t const bits = problem.dtype == TWELL_BF16 ? Bf16::round_down(cut) : Fp16::round_down(cut);
+    return {bits << 16 | bits, problem.activation == TWELL_RELU2};
 }
 
 }  // namespace twell

@@ -174,6 +174,31 @@ def test_nan_and_infinity_stay_in_their_rows(dtype: torch.dtype, activation: str
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=("bf16", "fp16"))
+@pytest.mark.parametrize(
+    ("activation", "threshold"), [("relu", 0.0), ("relu2", 0.0), *(("fatrelu", t) for t in (0.0, 1e-40, 0.1, 0.5, 1e6))]
+)
+def test_every_value_is_activated_exactly(activation: str, threshold: float, dtype: torch.dtype, kernel: int) -> None:
+    """Row i of z is the element with the bits i: all numbers, also subnormal ones, infinities and NaNs."""
+    z = torch.arange(1 << 16, device="cuda").to(torch.int16).view(dtype)
+    x = torch.zeros(len(z), 64, dtype=dtype, device="cuda")
+    x[:, 3] = z
+    w_gate = torch.zeros(5, 64, dtype=dtype, device="cuda")
+    w_gate[:, 3] = 1
+    w_down = torch.zeros(5, 8, dtype=dtype, device="cuda")
+    block = reference.Block(x, w_gate, None, w_down, activation=activation, threshold=threshold)
+    call = Call(block, 8)
+    gate(call, kernel)
+    stored = torch.from_numpy(call.decoded().bits.view(np.int16)).cuda().view(dtype)
+    expected = reference.gate_values(block)
+    assert torch.equal(expected[:, 0].isnan(), z.isnan())
+    torch.testing.assert_close(stored, expected, rtol=0, atol=0, equal_nan=True)
+    counts = torch.from_numpy(call.decoded().counts).cuda()
+    assert torch.equal(counts[:, 0], (expected != 0).sum(dim=1))
+    assert_guards(call.packed_buffer)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_nan_weights_stay_in_their_neurons(kernel: int) -> None:
     block = make_block(Case(rows=300, d_model=128, d_ff=600, density=0.05), integers=True)
     assert block.b_gate is not None
