@@ -88,13 +88,7 @@ void* scratch_in(void* workspace, twell_problem const* problem) {
 cudaError_t run_steps(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,
                       int64_t dense_rows, Device const& device, cudaStream_t stream,
                       twell::Kernels choice = twell::Kernels::kBest) {
-    twell::HotNeurons const hot = twell::hot_neurons_in(problem, scratch, device, choice);
-    twell::GateOutput const output = {packed,
-                                      twell::spilled_in(problem, scratch),
-                                      twell::tile_counts_in(problem, scratch, device, choice),
-                                      twell::counted_in(problem, scratch),
-                                      hot.sampled,
-                                      hot.sampled == nullptr ? 0 : problem.d_ff};
+    twell::GateOutput const output = twell::gate_output_in(problem, packed, scratch, device, choice);
     if (cudaError_t const error = twell::launch_gate(problem, tensors, output, device, stream, choice);
         error != cudaSuccess) {
         return error;
@@ -200,8 +194,7 @@ cudaError_t twell_internal_gate(twell_problem const* problem, twell_tensors cons
     if (cudaError_t const error = find_device(device); error != cudaSuccess) {
         return error;
     }
-    return twell::launch_gate(*problem, *tensors, {packed, nullptr, nullptr, nullptr, nullptr, 0}, device, stream,
-                              static_cast<twell::Kernels>(kernel));
+    return twell::launch_gate(*problem, *tensors, {packed}, device, stream, static_cast<twell::Kernels>(kernel));
 }
 
 cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* tensors, uint32_t const* packed,

@@ -195,9 +195,7 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
             return error;
         }
     } else {
-        if (cudaError_t const error =
-                launch_gate(problem, tensors, {packed, nullptr, nullptr, nullptr, nullptr, 0}, device, stream);
-            error != cudaSuccess) {
+        if (cudaError_t const error = launch_gate(problem, tensors, {packed}, device, stream); error != cudaSuccess) {
             return error;
         }
         up_few::Params params = {};

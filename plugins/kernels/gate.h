@@ -9,12 +9,13 @@ namespace twell {
 
 // Where the gate's results go. What is null is not written.
 struct GateOutput {
-    uint32_t* packed;
-    uint16_t* spilled;      // see pack.cuh
-    uint16_t* tile_counts;  // [tokens, num_tiles]: non-zeros of each tile; from the Hopper kernel alone
-    uint32_t* counted;      // [num_count_parts]: together the non-zeros of all tiles of all rows, of each kMostCounted
-    uint32_t* cleared;      // [num_cleared]: becomes 0, for the next kernels; from the Hopper kernel alone
-    int num_cleared;
+    uint32_t* packed = nullptr;
+    uint16_t* spilled = nullptr;      // see pack.cuh
+    uint16_t* tile_counts = nullptr;  // [tokens, num_tiles]: non-zeros of each tile; from the Hopper kernel alone
+    // [num_count_parts]: together the non-zeros of all tiles of all rows, of each kMostCounted.
+    uint32_t* counted = nullptr;
+    uint32_t* cleared = nullptr;  // [num_cleared]: becomes 0, for the next kernels; from the Hopper kernel alone
+    int num_cleared = 0;
 };
 
 // Enqueues the gate kernel. The problem has been validated, has at least one row, and the pointers have been checked.

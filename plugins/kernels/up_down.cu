@@ -249,6 +249,11 @@ cudaError_t launch_projections(Launch const& launch, bool guarded, Gather const&
     return launch_rest<Element>(launch);
 }
 
+// Where launch_gate spills: see pack.cuh.
+uint16_t* spilled_in(twell_problem const& problem, void* scratch) {
+    return reinterpret_cast<uint16_t*>(static_cast<unsigned char*>(scratch) + schedule_bytes(problem));
+}
+
 // The dense path's scratch memory, behind the spilled matrix.
 void* dense_scratch_in(twell_problem const& problem, void* scratch) {
     return reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)) + spilled_bytes(problem);
@@ -263,12 +268,6 @@ Chunks chunks_in_scratch(twell_problem const& problem, void* scratch, Device con
 
 }  // namespace
 
-uint16_t* tile_counts_in(twell_problem const& problem, void* scratch, Device const& device, Kernels choice) {
-    return has_direct_rows(problem, device, choice) ? schedule_at(problem, scratch).tile_counts : nullptr;
-}
-
-uint32_t* counted_in(twell_problem const& problem, void* scratch) { return schedule_at(problem, scratch).counted; }
-
 HotNeurons hot_neurons_in(twell_problem const& problem, void* scratch, Device const& device, Kernels choice) {
     return chunks_in_scratch(problem, scratch, device, choice).hot;
 }
@@ -277,8 +276,21 @@ size_t up_down_scratch_bytes(twell_problem const& problem) {
     return schedule_bytes(problem) + spilled_bytes(problem) + dense_scratch_bytes(problem);
 }
 
-uint16_t* spilled_in(twell_problem const& problem, void* scratch) {
-    return reinterpret_cast<uint16_t*>(static_cast<unsigned char*>(scratch) + schedule_bytes(problem));
+GateOutput gate_output_in(twell_problem const& problem, uint32_t* packed, void* scratch, Device const& device,
+                          Kernels choice) {
+    Schedule const schedule = schedule_at(problem, scratch);
+    GateOutput output;
+    output.packed = packed;
+    output.spilled = spilled_in(problem, scratch);
+    output.counted = schedule.counted;
+    if (has_direct_rows(problem, device, choice)) {
+        output.tile_counts = schedule.tile_counts;
+    }
+    if (HotNeurons const hot = hot_neurons_in(problem, scratch, device, choice); hot.sampled != nullptr) {
+        output.cleared = hot.sampled;
+        output.num_cleared = problem.d_ff;
+    }
+    return output;
 }
 
 cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,

@@ -4,6 +4,7 @@
 
 #include <stddef.h>
 
+#include "gate.h"
 #include "hot.h"
 #include "launch.cuh"
 #include "twell/twell.h"
@@ -13,14 +14,9 @@ namespace twell {
 // Bytes of scratch memory that launch_up_down needs; never shrinks when `tokens` grows.
 size_t up_down_scratch_bytes(twell_problem const& problem);
 
-// Where in that memory launch_gate may spill: see pack.cuh.
-uint16_t* spilled_in(twell_problem const& problem, void* scratch);
-
-// Where in that memory launch_gate may leave the tiles' numbers of non-zeros, or null if it need not.
-uint16_t* tile_counts_in(twell_problem const& problem, void* scratch, Device const& device, Kernels choice);
-
-// Where in that memory launch_gate may count.
-uint32_t* counted_in(twell_problem const& problem, void* scratch);
+// What launch_gate is to leave for launch_up_down: beside `packed`, in that memory.
+GateOutput gate_output_in(twell_problem const& problem, uint32_t* packed, void* scratch, Device const& device,
+                          Kernels choice);
 
 // Where in that memory what concerns hot neurons is, or nulls if there are none. launch_gate is to clear the sample.
 HotNeurons hot_neurons_in(twell_problem const& problem, void* scratch, Device const& device, Kernels choice);
