@@ -26,7 +26,6 @@ int64_t num_runs(twell_problem const& problem) {
     return ceil_div(std::min<int64_t>(problem.tokens, kMostTokens), kRunRows);
 }
 
-// Takes the pieces from `memory`, which may be null: then the pointers tell sizes alone.
 HotNeurons take_hot(twell_problem const& problem, unsigned char*& memory) {
     HotNeurons hot = {};
     hot.sampled = take<uint32_t>(memory, problem.d_ff);
@@ -40,7 +39,20 @@ HotNeurons take_hot(twell_problem const& problem, unsigned char*& memory) {
     return hot;
 }
 
-int64_t block_capacity(twell_problem const& problem) { return num_runs(problem) * kRunChunksOfBlock; }
+Chunks take_chunks(twell_problem const& problem, unsigned char*& memory) {
+    int64_t const most_chunks = num_runs(problem) * kRunChunks * num_blocks(problem);  // that have parts of sums
+    Chunks chunks = {};
+    chunks.num_blocks = num_blocks(problem);
+    chunks.block_neurons = static_cast<int>(ceil_div(problem.d_ff, chunks.num_blocks));
+    chunks.inverse = static_cast<uint32_t>(ceil_div(int64_t{1} << 32, chunks.block_neurons));
+    chunks.num_slabs = problem.d_model / kSlabColumns;
+    chunks.block_capacity = static_cast<uint32_t>(num_runs(problem) * kRunChunksOfBlock);
+    chunks.hot = take_hot(problem, memory);
+    chunks.counts = take<uint32_t>(memory, kMostBlocks);
+    chunks.chunks = take<Chunk>(memory, int64_t{chunks.block_capacity} * (chunks.num_blocks + 1));
+    chunks.sums = take<float>(memory, most_chunks * chunks.num_slabs * kChunkPairs);
+    return chunks;
+}
 
 bool suits(twell_problem const& problem) {
     return problem.variant == TWELL_GATED && problem.tokens >= kFewestTokens && problem.d_model % kSlabColumns == 0 &&
@@ -67,30 +79,15 @@ float nonzeros_in_chunks(twell_problem const& problem) {
 }
 
 size_t chunk_bytes(twell_problem const& problem) {
-    if (!suits(problem)) {
-        return 0;
-    }
-    int64_t const most_chunks = num_runs(problem) * kRunChunks * num_blocks(problem);
-    unsigned char* hot_end = nullptr;
-    take_hot(problem, hot_end);
-    return reinterpret_cast<size_t>(hot_end) + aligned(kMostBlocks * sizeof(uint32_t)) +
-           aligned(block_capacity(problem) * (num_blocks(problem) + 1) * sizeof(Chunk)) +
-           aligned(most_chunks * (problem.d_model / kSlabColumns) * kChunkPairs * sizeof(float));
+    return suits(problem) ? bytes_taken([&](unsigned char*& memory) { take_chunks(problem, memory); }) : 0;
 }
 
 Chunks chunks_at(twell_problem const& problem, Kernels choice, void* memory) {
     unsigned char* next = static_cast<unsigned char*>(memory);
-    Chunks chunks = {};
-    HotNeurons const hot = take_hot(problem, next);
-    chunks.hot = choice == Kernels::kSm90 || gate_products(problem) >= kFewestProductsHot ? hot : HotNeurons{};
-    chunks.counts = take<uint32_t>(next, kMostBlocks);
-    chunks.chunks = take<Chunk>(next, block_capacity(problem) * (num_blocks(problem) + 1));
-    chunks.sums = reinterpret_cast<float*>(next);
-    chunks.block_capacity = static_cast<uint32_t>(block_capacity(problem));
-    chunks.num_blocks = num_blocks(problem);
-    chunks.block_neurons = static_cast<int>(ceil_div(problem.d_ff, chunks.num_blocks));
-    chunks.inverse = static_cast<uint32_t>(ceil_div(int64_t{1} << 32, chunks.block_neurons));
-    chunks.num_slabs = problem.d_model / kSlabColumns;
+    Chunks chunks = take_chunks(problem, next);
+    if (choice != Kernels::kSm90 && gate_products(problem) < kFewestProductsHot) {
+        chunks.hot = {};
+    }
     return chunks;
 }
 

@@ -88,7 +88,6 @@ int64_t most_counts(twell_problem const& problem) {
     return (rows_skipping(problem) / kFewestOfGroup + kLastGroups) * num_tiles(problem) * kCountsOfTile;
 }
 
-// Takes the pieces from `memory`, which may be null: then the pointers tell sizes alone.
 BlockScratch take_block_scratch(twell_problem const& problem, unsigned char*& memory) {
     BlockScratch scratch = {};
     scratch.parts.most_sums = most_part_sums(problem);
@@ -110,10 +109,8 @@ bool dense_comes_first(twell_problem const& problem, Device const& device, Kerne
 int64_t max_dense_part(twell_problem const& problem) { return ceil_div(problem.tokens, kPartDivisor); }
 
 size_t dense_scratch_bytes(twell_problem const& problem) {
-    unsigned char* block_end = nullptr;
-    take_block_scratch(problem, block_end);
     return std::max(x_part_bytes(problem) + std::max(h_part_bytes(problem), chunk_bytes(problem)),
-                    reinterpret_cast<size_t>(block_end));
+                    bytes_taken([&](unsigned char*& memory) { take_block_scratch(problem, memory); }));
 }
 
 void* chunks_in(twell_problem const& problem, void* scratch) {

@@ -48,29 +48,19 @@ int num_mask_words(twell_problem const& problem) {
     return static_cast<int>(ceil_div(problem.d_ff, gate_up_few::kMaskBits));
 }
 
-// The parts of the scratch memory, from `memory` on; `bytes` is their size.
-FewScratch lay_out(twell_problem const& problem, unsigned char* memory, size_t& bytes) {
-    bytes = 0;
-    auto const take = [&](size_t size) {
-        unsigned char* const part = memory + bytes;
-        bytes += aligned(size);
-        return part;
-    };
+FewScratch take_scratch(twell_problem const& problem, unsigned char*& memory) {
     FewScratch scratch = {};
-    size_t const tokens = static_cast<size_t>(problem.tokens);
     scratch.num_mask_words = num_mask_words(problem);
     scratch.num_counters = static_cast<int>(ceil_div(problem.d_out, kDenseDownColumns));
-    size_t const num_sums = static_cast<size_t>(scratch.num_counters) * kDenseDownShares *
-                            dense_down_tokens(problem.tokens) * kDenseDownColumns;
-    size_t const row_bits = static_cast<size_t>(scratch.num_mask_words) * gate_up_few::kMaskBits;
-    size_t const most_gate_ctas = scratch.num_mask_words * (gate_up_few::kMaskBits / MMA_M);
-    scratch.masks = reinterpret_cast<uint32_t*>(take(tokens * row_bits / 8));
-    scratch.h = reinterpret_cast<float*>(take(tokens * problem.d_ff * sizeof(float)));
-    scratch.h_rounded = reinterpret_cast<uint16_t*>(
-        take(static_cast<size_t>(dense_down_tokens(problem.tokens)) * row_bits * sizeof(uint16_t)));
-    scratch.counted = reinterpret_cast<int2*>(take(most_gate_ctas * sizeof(int2)));
-    scratch.sums = reinterpret_cast<float*>(take(num_sums * sizeof(float)));
-    scratch.counters = reinterpret_cast<int*>(take(scratch.num_counters * sizeof(int)));
+    int64_t const row_bits = int64_t{scratch.num_mask_words} * gate_up_few::kMaskBits;
+    int64_t const dense_tokens = dense_down_tokens(problem.tokens);
+    scratch.masks = take<uint32_t>(memory, problem.tokens * scratch.num_mask_words);
+    scratch.h = take<float>(memory, problem.tokens * problem.d_ff);
+    scratch.h_rounded = take<uint16_t>(memory, dense_tokens * row_bits);
+    scratch.counted = take<int2>(memory, row_bits / MMA_M);  // of as many CTAs as there may be
+    scratch.sums =
+        take<float>(memory, int64_t{scratch.num_counters} * kDenseDownShares * dense_tokens * kDenseDownColumns);
+    scratch.counters = take<int>(memory, scratch.num_counters);
     return scratch;
 }
 
@@ -180,8 +170,8 @@ template <class Element>
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* memory,
                        Device const& device, cudaStream_t stream) {
     int const tokens = static_cast<int>(problem.tokens);
-    size_t bytes = 0;
-    FewScratch const scratch = lay_out(problem, static_cast<unsigned char*>(memory), bytes);
+    unsigned char* next = static_cast<unsigned char*>(memory);
+    FewScratch const scratch = take_scratch(problem, next);
 #if defined(TWELL_SM90A)
     if (device.major == 9 && device.minor == 0 && few_sm90_supports(problem)) {
         return launch_hopper<Element>(problem, tensors, scratch, device, stream);
@@ -241,9 +231,7 @@ size_t few_scratch_bytes(twell_problem const& problem) {
     }
     twell_problem largest = problem;
     largest.tokens = std::min(problem.tokens, kMaxTokens);
-    size_t bytes = 0;
-    lay_out(largest, nullptr, bytes);
-    return bytes;
+    return bytes_taken([&](unsigned char*& end) { take_scratch(largest, end); });
 }
 
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,

@@ -41,6 +41,14 @@ T* take(unsigned char*& memory, int64_t count) {
     return piece;
 }
 
+// What take_all(memory) takes of a memory, in all.
+template <class TakeAll>
+size_t bytes_taken(TakeAll take_all) {
+    unsigned char* end = nullptr;
+    take_all(end);
+    return reinterpret_cast<size_t>(end);
+}
+
 inline size_t spilled_bytes(twell_problem const& problem) {
     return aligned(static_cast<size_t>(problem.tokens) * spilled_stride(problem) * sizeof(uint16_t));
 }

@@ -12,32 +12,31 @@ namespace {
 // A warp of a block then has a row, up to the most blocks.
 constexpr int64_t kRowsPerBlock = schedule::kWarps;
 
+Schedule take_schedule(twell_problem const& problem, unsigned char*& memory) {
+    int const tiles = num_tiles(problem);
+    Schedule schedule = {};
+    schedule.header = take<ScheduleHeader>(memory, 1);
+    schedule.row_order = take<RowWork>(memory, problem.tokens);
+    schedule.place = take<uint32_t>(memory, problem.tokens);
+    schedule.block_buckets = take<uint32_t>(memory, schedule::kMaxBlocks * schedule::kBuckets);
+    schedule.counts = take<uint32_t>(memory, problem.tokens);
+    schedule.words = take<uint32_t>(memory, problem.tokens * max_listed(tiles));
+    schedule.units = take<Unit>(memory, problem.tokens * max_units(tiles));
+    schedule.tile_counts = reinterpret_cast<uint16_t*>(schedule.units);
+    schedule.rest_rows = take<uint32_t>(memory, problem.tokens);
+    schedule.counted = take<uint32_t>(memory, kMostCountParts);
+    return schedule;
+}
+
 }  // namespace
 
 size_t schedule_bytes(twell_problem const& problem) {
-    size_t const tokens = static_cast<size_t>(problem.tokens);
-    return aligned(sizeof(ScheduleHeader)) + aligned(tokens * sizeof(RowWork)) +
-           3 * aligned(tokens * sizeof(uint32_t)) +
-           aligned(tokens * max_listed(num_tiles(problem)) * sizeof(uint32_t)) +
-           aligned(tokens * max_units(num_tiles(problem)) * sizeof(Unit)) +
-           aligned(schedule::kMaxBlocks * schedule::kBuckets * sizeof(uint32_t)) +
-           aligned(kMostCountParts * sizeof(uint32_t));
+    return bytes_taken([&](unsigned char*& memory) { take_schedule(problem, memory); });
 }
 
 Schedule schedule_at(twell_problem const& problem, void* memory) {
     unsigned char* next = static_cast<unsigned char*>(memory);
-    Schedule schedule = {};
-    schedule.header = take<ScheduleHeader>(next, 1);
-    schedule.row_order = take<RowWork>(next, problem.tokens);
-    schedule.place = take<uint32_t>(next, problem.tokens);
-    schedule.block_buckets = take<uint32_t>(next, schedule::kMaxBlocks * schedule::kBuckets);
-    schedule.counts = take<uint32_t>(next, problem.tokens);
-    schedule.words = take<uint32_t>(next, problem.tokens * max_listed(num_tiles(problem)));
-    schedule.units = take<Unit>(next, problem.tokens * max_units(num_tiles(problem)));
-    schedule.tile_counts = reinterpret_cast<uint16_t*>(schedule.units);
-    schedule.rest_rows = take<uint32_t>(next, problem.tokens);
-    schedule.counted = take<uint32_t>(next, kMostCountParts);
-    return schedule;
+    return take_schedule(problem, next);
 }
 
 bool has_direct_rows(twell_problem const& problem, Device const& device, Kernels choice) {
