@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 import torch
+from torch.fx import Node
 
 from twellc.errors import UserError
 from twellc.passes.find_ffn import FfnBlock
@@ -60,11 +61,18 @@ def decide(blocks: list[FfnBlock], layers: str) -> list[Layer]:
         if blocks and not any(pattern.search(block.module) for block in blocks):
             modules = ", ".join(block.module for block in blocks[:4]) + (", …" if len(blocks) > 4 else "")
             raise UserError("--layers", "matches no feed-forward block", got=repr(layers), expected=f"one of {modules}")
-    return [_decide(block, layers, pattern) for block in blocks]
+    result: list[Layer] = []
+    taken: dict[Node, str] = {}  # projections of the blocks that TwELL runs
+    for block in blocks:
+        layer = _decide(block, layers, pattern, taken)
+        if layer.decision == "twell":
+            taken[block.down.node] = block.module
+        result.append(layer)
+    return result
 
 
-def _decide(block: FfnBlock, layers: str, pattern: re.Pattern[str] | None) -> Layer:
-    refusal = block.refusal or _limits(block)
+def _decide(block: FfnBlock, layers: str, pattern: re.Pattern[str] | None, taken: dict[Node, str]) -> Layer:
+    refusal = block.refusal or _limits(block) or _conflict(block, taken)
     if refusal:
         decision, reason = "dense", refusal
     elif layers == "none":
@@ -96,3 +104,12 @@ def _limits(block: FfnBlock) -> str:
         if width % 8:
             return f"{name} is {width}; the kernels need a multiple of 8 (16-byte rows)"
     return ""
+
+
+def _conflict(block: FfnBlock, taken: dict[Node, str]) -> str:
+    """Return which block has one of this one's projections already, or an empty string.
+
+    In a stack of linears and ReLUs every inner projection is the down of one block and the up of the next.
+    """
+    owner = next((taken[part.node] for part in (block.gate, block.up) if part and part.node in taken), None)
+    return f"it shares a projection with the block {owner}" if owner else ""

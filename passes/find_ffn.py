@@ -10,8 +10,8 @@ clone, contiguous, alias, dropout in eval, views of the leading dimensions.
 
 A block is *refused*, with a reason, when it has this shape but cannot be rewritten exactly: its activation is not of
 the ReLU family, its hidden tensor has another reader, gate and up read different tensors, the up projection's weight is
-not a constant, a projection is broadcast, or the hidden tensor is cast or normalised on its way. What does not have
-this shape is no block at all and is not reported.
+not a constant, a projection is broadcast, or the hidden tensor is cast, scaled or normalised on its way. What does not
+have this shape is no block at all and is not reported.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ from twellc.passes.program import constants_of
 
 aten = torch.ops.aten
 
-# What a normalisation of the hidden tensor is made of.
-_NORMALISATION = frozenset(
-    (aten.mul, aten.div, aten.add, aten.sub, aten.pow, aten.square, aten.mean, aten.rsqrt, aten.sqrt, aten.rms_norm,
-     aten.layer_norm, aten.native_layer_norm, *CASTS)
-)  # fmt: skip
+# What a normalisation of the hidden tensor is made of: at least one of these, and arithmetic, which alone may scale it.
+_STATISTICS = frozenset((aten.mean, aten.rsqrt, aten.sqrt, aten.rms_norm, aten.layer_norm, aten.native_layer_norm))
+_NORMALISATION = _STATISTICS | {aten.mul, aten.div, aten.add, aten.sub, aten.pow, aten.square, *CASTS}
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,6 @@ def find_blocks(graph: Graph, constants: dict[Node, str]) -> list[FfnBlock]:
     finder = _Finder(constants)
     blocks: list[FfnBlock] = []
     seen: dict[str, int] = {}
-    taken: dict[Node, str] = {}
     for node in graph.nodes:
         block = finder.match(node)
         if block is None:
@@ -89,13 +86,6 @@ def find_blocks(graph: Graph, constants: dict[Node, str]) -> list[FfnBlock]:
         count = seen[block.module] = seen.get(block.module, 0) + 1
         if count > 1:
             block = replace(block, module=f"{block.module}#{count}")
-        if not block.refusal:
-            # In a stack of linears and ReLUs every inner projection is the down of one block and the up of the next.
-            owner = next((taken[part.node] for part in (block.gate, block.up) if part and part.node in taken), None)
-            if owner is None:
-                taken[block.down.node] = block.module
-            else:
-                block = replace(block, refusal=f"it shares a projection with the block {owner}")
         blocks.append(block)
     return blocks
 
@@ -118,9 +108,9 @@ class _Finder:
         while packet(hidden) in CASTS:
             hidden = strip(operand(hidden))
         parts = self._gated(hidden) or self._plain(hidden)
-        was_normalised = parts is None
+        computed_on = ""
         if parts is None:
-            parts = self._behind_normalisation(hidden)
+            parts, computed_on = self._behind_arithmetic(hidden)
         if parts is None:
             return None
         activation, gate, up, others = parts
@@ -132,8 +122,8 @@ class _Finder:
                 raise _RefusedError(f"{kind} is {activation.name}; TwELL needs a ReLU family")
             if up is None:
                 raise _RefusedError("the other factor of the gate is not a linear projection with constant weights")
-            if was_normalised:
-                raise _RefusedError("a normalisation stands between the hidden tensor and the down projection")
+            if computed_on:
+                raise _RefusedError(computed_on)
             if was_cast:
                 raise _RefusedError("the hidden tensor is cast before the down projection")
             self._check_types(gate, up, down)
@@ -192,21 +182,25 @@ class _Finder:
                 return Activation(name, 0.0, activation.pre, activation.nodes), gate, up, (hidden,)
         return None
 
-    def _behind_normalisation(self, node: Node) -> _Parts | None:
-        """Look for a block behind an RMSNorm or LayerNorm of the hidden tensor, as in BitNet."""
+    def _behind_arithmetic(self, node: Node) -> tuple[_Parts | None, str]:
+        """Look for a block whose hidden tensor is scaled, or normalised as in BitNet; and say which of the two."""
         pending: list[Node] = [node]
         visited: set[Node] = set()
+        found: _Parts | None = None
         while pending and len(visited) < 16:
             node = pending.pop(0)
             if node in visited or packet(node) not in _NORMALISATION:
                 continue
             visited.add(node)
-            # Only what would match without the normalisation: behind one there may stand anything.
+            # Only what would match without the arithmetic: behind it there may stand anything.
             parts = self._gated(node) if packet(node) is aten.mul else None
             if parts is not None and (parts[0].sparse or parts[0].name == "drelu"):
-                return parts
-            pending.extend(map(strip, node.all_input_nodes))
-        return None
+                found = found or parts
+            else:
+                pending.extend(map(strip, node.all_input_nodes))
+        if any(packet(node) in _STATISTICS for node in visited):
+            return found, "a normalisation stands between the hidden tensor and the down projection"
+        return found, "the hidden tensor is scaled, or otherwise computed on, before the down projection"
 
     def _check_types(self, *parts: Linear) -> None:
         dtypes = {

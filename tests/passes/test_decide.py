@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -99,3 +101,26 @@ def test_a_model_beyond_the_limits() -> None:
     assert narrow.reason.startswith("d_model is 12")
     (wide,) = decide(blocks_of(Gated(), torch.randn(2, 16)), "auto")
     assert wide.reason.startswith("computes in float32")
+
+
+def stack(*widths: int) -> list[FfnBlock]:
+    """Linear layers with a ReLU between each two: every inner one is the down of one block and the up of the next."""
+    layers = [nn.Sequential(nn.Linear(d_in, d_out), nn.ReLU()) for d_in, d_out in pairwise(widths)]
+    return blocks_of(nn.Sequential(*layers).bfloat16(), torch.randn(5, widths[0]).bfloat16())
+
+
+def test_stacked_projections_are_shared_by_one_block_at_most() -> None:
+    result = decide(stack(16, 24, 40, 16, 8), "auto")
+    shared = f"it shares a projection with the block {result[0].module}"
+    assert [(row.decision, row.matched, row.reason) for row in result] == [
+        ("twell", True, "matches"),
+        ("dense", False, shared),
+        ("twell", True, "matches"),
+    ]
+
+
+@pytest.mark.parametrize(("widths", "layers"), [((30, 96, 64, 32), "auto"), ((16, 96, 64, 32), "1.0")])
+def test_a_block_that_stays_dense_takes_no_projection(widths: tuple[int, ...], layers: str) -> None:
+    first, second = stack(*widths)
+    chosen = layers if layers == "auto" else f"^{re.escape(second.module)}$"
+    assert [row.decision for row in decide([first, second], chosen)] == ["dense", "twell"]
