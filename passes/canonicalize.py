@@ -1,21 +1,30 @@
 """Functionalise the graph, drop what computes nothing, and put the neurons of feed-forward blocks last.
 
 Before: aten ops as traced, in-place ones included, with assertions on dtypes after every cast and on dimensions.
-After:  the same ops without aliasing and without assertions; `aten.linear` and the rest stay whole, except for what
-        `fold_weights` and `feature_last` change.
+After:  the same ops without aliasing and without assertions, each view and cast of a tensor there once, and constants
+        of one number as `aten.full`; `aten.linear` and the rest stay whole, except for what `fold_weights` and
+        `feature_last` change.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
 
 from twellc.errors import UserError, first_line
+from twellc.passes.activations import packet
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_weights import fold_weights
-from twellc.passes.program import editable, finish, quiet_torch
+from twellc.passes.linear import CASTS, PERMUTATIONS, VALUE_PRESERVING
+from twellc.passes.program import constants_of, editable, finish, quiet_torch, replace_node, tensor_of
 
 aten = torch.ops.aten
+
+_VIEWS = VALUE_PRESERVING | PERMUTATIONS | CASTS
 
 
 def canonicalize(program: ExportedProgram) -> ExportedProgram:
@@ -24,7 +33,7 @@ def canonicalize(program: ExportedProgram) -> ExportedProgram:
 
 
 def functionalize(program: ExportedProgram) -> ExportedProgram:
-    """Return the program functionalised, with no decomposition and without assertions; nothing else changes.
+    """Return the program functionalised, with no decomposition; nothing else changes but what the module's text says.
 
     Raises:
         UserError: torch cannot trace the program again, as where its parts contradict each other.
@@ -39,7 +48,49 @@ def functionalize(program: ExportedProgram) -> ExportedProgram:
     for target in (aten._assert_tensor_metadata.default, aten._assert_scalar.default):
         for node in program.graph.find_nodes(op="call_function", target=target):
             program.graph.erase_node(node)
+    _write_numbers(program)
+    _merge_views(program)
     return finish(program)
+
+
+def _write_numbers(program: ExportedProgram) -> None:
+    """Replace floating-point constants of no dimension, which a graph holds for `torch.tensor(0.0)` in the code."""
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    first = next(node for node in program.graph.nodes if node.op != "placeholder")
+    for node, name in constants_of(program).items():
+        value = node.meta["val"]
+        if kinds[node.name] != InputKind.CONSTANT_TENSOR or value.dim() != 0 or not value.is_floating_point():
+            continue
+        with program.graph.inserting_before(first):
+            number = program.graph.call_function(
+                aten.full.default, ([], tensor_of(program, name).item()), {"dtype": value.dtype}
+            )
+        number.meta = dict(node.meta)
+        for reader in (node, *(user for user in node.users if packet(user) is aten.clone)):
+            replace_node(program, reader, number)
+
+
+def _merge_views(program: ExportedProgram) -> None:
+    """Let equal views and casts of a tensor be one: exporters make one for each projection that reads it."""
+    known: dict[tuple[object, ...], Node] = {}
+    for node in program.graph.nodes:
+        if packet(node) not in _VIEWS:
+            continue
+        key = (node.target, _key(node.args), _key(node.kwargs))
+        first = known.setdefault(key, node)
+        if first is not node:
+            replace_node(program, node, first, where=lambda user: user.op != "output")
+
+
+def _key(argument: Any) -> object:
+    """Return something hashable that differs where arguments do, also where 1, 1.0 and True are compared."""
+    if isinstance(argument, Node):
+        return argument
+    if isinstance(argument, list | tuple):
+        return tuple(map(_key, argument))
+    if isinstance(argument, dict):
+        return tuple((name, _key(value)) for name, value in sorted(argument.items()))
+    return type(argument), repr(argument)
 
 
 def rearrange(program: ExportedProgram) -> ExportedProgram:

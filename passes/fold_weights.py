@@ -1,7 +1,7 @@
 """Compute the weights that the graph computes from constants alone.
 
-    before   linear(x, div(W, 2))          linear(x, mul(V, div(g, norm(V))))
-    after    linear(x, W')                 linear(x, W')
+    before   linear(x, div(W, 2))          linear(x, mul(V, div(g, norm(V))))          linear(x, chunk(W, 2)[0])
+    after    linear(x, W')                 linear(x, W')                               linear(x, W')
 
 Such weights come from weight normalisation, from scales that a model applies to its own weights, and from weights that
 are stored as integers. They are computed as the model computes them, so no value changes. Only what a matrix product
@@ -9,6 +9,8 @@ reads as its weight is folded; a mere view or cast of a constant stays in the gr
 """
 
 from __future__ import annotations
+
+import operator
 
 import torch
 from torch.export import ExportedProgram
@@ -63,8 +65,10 @@ def fold_weights(program: ExportedProgram) -> ExportedProgram:
 
 
 def _is_pure(node: Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
         return False
+    if node.target is operator.getitem:
+        return True
     return isinstance(node.target, torch._ops.OpOverload) and (
         torch.Tag.nondeterministic_seeded not in node.target.tags and not node.target._schema.is_mutable
     )
@@ -77,7 +81,7 @@ def _is_view(node: Node) -> bool:
 
 def _is_weight(node: Node) -> bool:
     """Whether a product reads the node, directly or through views."""
-    if not node.meta["val"].is_floating_point():
+    if not isinstance(node.meta["val"], torch.Tensor) or not node.meta["val"].is_floating_point():
         return False
     return any(packet(user) in PRODUCTS or (_is_view(user) and _is_weight(user)) for user in node.users)
 

@@ -2,7 +2,8 @@
 
 linear(x, W, b)      mm, matmul(x, W^T)      addmm(b, x, W^T)      bmm(x, expand(W^T))      baddbmm(b, x, expand(W^T))
 inner(x, W)          tensordot(x, W^T)       einsum("btd,fd->btf")
-any of them + b      slices, chunks and splits of the last dimension of any of them: the rows of a packed weight
+any of them + b      slices, chunks and splits of the last dimension of any of them, or parts of a view that cuts it in
+                     two: the rows of a packed weight
 """
 
 from __future__ import annotations
@@ -136,6 +137,9 @@ class LinearReader:
             weight = self.weight(w)
             if weight is None or len(w_letters) != 2 or not arrow or not x_letters:
                 continue
+            named = x_letters.replace("...", "")
+            if len(set(named)) < len(named):
+                continue  # a diagonal of x
             summed = x_letters[-1]
             new = w_letters.replace(summed, "", 1)
             if len(new) == 1 and new not in x_letters and result == x_letters[:-1] + new:
@@ -146,22 +150,23 @@ class LinearReader:
         """Read tensordot(x, W) over the last dimension of x and one of W's two."""
         x, w, of_x, of_w = arguments(node)
         weight = self.weight(w)
-        if weight is None or len(of_x) != 1 or of_x[0] % x.meta["val"].dim() != x.meta["val"].dim() - 1:
+        last = x.meta["val"].dim() - 1
+        if weight is None or len(of_x) != 1 or of_x[0] % (last + 1) != last or w.meta["val"].dim() != 2:
             return None
         return self._product(node, x, weight if of_w[0] % 2 == 1 else _flip(weight))
 
     def _part(self, node: Node) -> Linear | None:
         """Read a slice of the last dimension of a product: some rows of a packed weight."""
-        source, rows = _last_dimension_slice(node)
-        if source is None or rows is None:
+        found = _last_dimension_slice(node) or _slice_by_view(node)
+        if found is None:
             return None
+        source, rows, between = found
         whole = self.linear(strip(source))
         if whole is None or whole.weight.rows is not None or width(whole.node) != width(source):
             return None
         if whole.bias is not None and width(whole.bias.node) != width(whole.node):
             return None
         bias = None if whole.bias is None else replace(whole.bias, rows=rows)
-        between = (node,) if packet(node) is aten.slice else (node, arguments(node)[0])
         return Linear(node, whole.x, replace(whole.weight, rows=rows), bias, (*between, *whole.nodes))
 
     def weight(self, argument: object) -> Weight | None:
@@ -254,30 +259,62 @@ def _cast_source(node: Node) -> Node | None:
     return original if original.meta["val"].dtype == dtype else None
 
 
-def _last_dimension_slice(node: Node) -> tuple[Node | None, tuple[int, int, int] | None]:
-    """Return the tensor of which `node` is a static slice along the last dimension, and (start, stop, step)."""
+# A tensor, which part of its last dimension is meant, as (start, stop, step), and the nodes that take it.
+_Slice = tuple[Node, tuple[int, int, int], tuple[Node, ...]]
+
+
+def _last_dimension_slice(node: Node) -> _Slice | None:
+    """Read `node` as a static slice along the last dimension, or as an item of a split."""
     if packet(node) is aten.slice:
         source = operand(node)
         given = arguments(node)[1:]
         dim, start, stop, by = given + (0, None, None, 1)[len(given) :]
         last = source.meta["val"].dim() - 1
         if dim % (last + 1) != last or not all(isinstance(bound, int | None) for bound in (start, stop)):
-            return None, None
-        return source, slice(start, stop, by).indices(width(source))
+            return None
+        return source, slice(start, stop, by).indices(width(source)), (node,)
     if node.target is not operator.getitem or not isinstance(arguments(node)[0], Node):
-        return None, None
+        return None
     split, index = arguments(node)
     if packet(split) not in _SPLITS:
-        return None, None
+        return None
     source = operand(split)
     dim = split.kwargs.get("dim", arguments(split)[2] if len(arguments(split)) > 2 else 0)
     last = source.meta["val"].dim() - 1
     parts = split.meta.get("val")
     if dim % (last + 1) != last or not isinstance(parts, list | tuple):
-        return None, None
+        return None
     sizes = [int(part.shape[-1]) for part in parts]
     start = sum(sizes[:index])
-    return source, (start, start + sizes[index], 1)
+    return source, (start, start + sizes[index], 1), (node, split)
+
+
+def _slice_by_view(node: Node) -> _Slice | None:
+    """Read `node` as one of the parts of a last dimension that a view has cut in two: [..., 2, F] or [..., F, 2]."""
+    if packet(node) is aten.select:
+        view, dim, index = operand(node), *arguments(node)[1:]
+        between: tuple[Node, ...] = (node, view)
+    elif node.target is operator.getitem and packet(operand(node)) is aten.unbind:
+        unbind, index = arguments(node)
+        view, dim = operand(unbind), (*arguments(unbind)[1:], 0)[0]
+        between = (node, unbind, view)
+    else:
+        return None
+    if packet(view) not in VALUE_PRESERVING or not isinstance(index, int):
+        return None
+    sizes = view.meta["val"].shape
+    if len(sizes) < 2 or not all(isinstance(size, int) for size in sizes[-2:]):
+        return None
+    parts, size = sizes[-2:]
+    source = operand(view)
+    if source.meta["val"].dim() == 0 or width(source) != parts * size:
+        return None
+    if dim % len(sizes) == len(sizes) - 2:
+        first = index % parts * size
+        return source, (first, first + size, 1), between
+    if dim % len(sizes) == len(sizes) - 1:
+        return source, (index % size, parts * size, size), between
+    return None
 
 
 def _is_batched(node: Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.export import ExportedProgram
+from transformers.pytorch_utils import Conv1D
 
 from tests import models
 from tests.models import D_FF, D_MODEL, Gated, Plain, Written, blocks_of, calls, canonical, eager, rewrite, run
-from tests.tolerance import assert_same
+from tests.tolerance import assert_as_accurate, assert_same
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.find_ffn import find_ffn_blocks
+from twellc.passes.precision import lower
 
 Form = Callable[[nn.Module, Tensor], Tensor]
 
@@ -186,6 +190,48 @@ def test_decomposed_form(form: str) -> None:
     assert_same(run(result)[0], eager(module, x)[0])
 
 
+class Normed(nn.Module):
+    """A gated block behind a norm; `make` makes its projections from their widths."""
+
+    def __init__(self, make: Callable[[int, int], nn.Module] = nn.Linear) -> None:
+        super().__init__()
+        self.norm, self.ffn = nn.LayerNorm(D_MODEL), Gated(biases="gud")
+        for name, widths in {"gate": (D_MODEL, D_FF), "up": (D_MODEL, D_FF), "down": (D_FF, D_MODEL)}.items():
+            setattr(self.ffn, name, make(*widths))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ffn(self.norm(x))
+
+
+def autocast_export(module: nn.Module, x: Tensor) -> ExportedProgram:
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.export.export(module, (x,))
+
+
+REPEATED: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], ExportedProgram]]] = {
+    "decomposed": (Normed(), lambda module, x: torch.export.export(module, (x,)).run_decompositions()),
+    "transformers' Conv1D": (
+        Normed(lambda d_in, d_out: Conv1D(d_out, d_in)),
+        lambda module, x: torch.export.export(module, (x,)),
+    ),
+    "autocast": (Normed(), autocast_export),
+}
+
+
+@pytest.mark.parametrize("case", REPEATED)
+def test_each_projection_has_a_view_of_its_own(case: str) -> None:
+    """Where a model in float32 is brought to bfloat16, these views are cast, and must still be the same tensor."""
+    module, export = REPEATED[case]
+    x = torch.randn(8, 16, D_MODEL)
+    dense = lower(canonicalize(export(module.eval(), x)), torch.bfloat16)
+    (block,) = find_ffn_blocks(dense)
+    assert (block.variant, block.dtype, block.refusal) == ("gated", torch.bfloat16, "")
+    result = rewrite(dense)
+    assert calls(result)["gated_mlp"] == 1
+    truth = eager(copy.deepcopy(module).double(), x.double())[0]
+    assert_as_accurate(run(result, x)[0], run(dense, x)[0], truth)
+
+
 @pytest.mark.parametrize("biases", ["", "g", "u", "d", "gud"])
 @pytest.mark.parametrize("swap", [False, True])
 def test_gated(biases: str, swap: bool) -> None:
@@ -267,6 +313,12 @@ PACKED: dict[str, Form] = {
     "interleaved": lambda m, h: gated_down(m, h[..., ::2], h[..., 1::2]),
     "narrow": lambda m, h: gated_down(m, h.narrow(-1, 0, D_FF), h.narrow(-1, D_FF, D_FF)),
     "overlapping": lambda m, h: gated_down(m, h[..., :D_FF], h[..., 20 : 20 + D_FF]),
+    "a view and select": lambda m, h: gated_down(m, h.view(2, 3, 2, D_FF)[:, :, 0], h.view(2, 3, 2, D_FF)[:, :, 1]),
+    "a view and unbind": lambda m, h: gated_down(m, *h.unflatten(-1, (2, D_FF)).unbind(-2)),
+    "interleaved, a view and select": lambda m, h: gated_down(
+        m, h.view(2, 3, D_FF, 2)[..., -1], h.view(2, 3, D_FF, 2)[..., 0]
+    ),
+    "interleaved, a view and unbind": lambda m, h: gated_down(m, *h.reshape(2, 3, D_FF, 2).unbind(-1)),
 }
 
 
@@ -413,6 +465,14 @@ REFUSALS: dict[str, tuple[nn.Module, str]] = {
         Gated(between=lambda t: t * torch.rsqrt(t.square().mean(-1, keepdim=True) + 1e-6)),
         "a normalisation stands between the hidden tensor and the down projection",
     ),
+    "the hidden tensor is scaled": (
+        Gated(between=lambda t: t * 0.5),
+        "the hidden tensor is scaled, or otherwise computed on, before the down projection",
+    ),
+    "the hidden tensor is squared": (
+        Gated(between=torch.square),
+        "the hidden tensor is scaled, or otherwise computed on, before the down projection",
+    ),
     "the rows are repeated": (
         Written(repeated_rows, ffn=Plain()),
         "the output has other leading dimensions than the input",
@@ -482,20 +542,6 @@ def test_broadcast_projections_are_refused() -> None:
     assert block.refusal == "the bias one is broadcast"
 
 
-def test_stacked_projections_are_shared_by_one_block_at_most() -> None:
-    """linear, relu, linear, relu, linear: the middle one can be the down of one block or the up of another."""
-    module = nn.Sequential(
-        nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 16), nn.ReLU(), nn.Linear(16, 8)
-    )
-    x = torch.randn(5, 16)
-    program = canonical(module, x)
-    blocks = find_ffn_blocks(program)
-    assert [block.refusal for block in blocks] == ["", "it shares a projection with the block 2", ""]
-    result = rewrite(program)
-    assert calls(result) == {"mlp": 2, "relu": 1}
-    assert_same(run(result)[0], eager(module, x)[0])
-
-
 # ---- what is no block ----
 
 
@@ -528,6 +574,16 @@ NO_BLOCKS: dict[str, nn.Module] = {
         lambda s, x: torch.einsum("bft,fd->btd", torch.relu(s.ffn.up(x)).mT, s.weight),
         ffn=Plain(),
         weight=torch.randn(D_FF, 16),
+    ),
+    "an einsum over a diagonal": Written(
+        lambda s, x: torch.einsum("...dd,fd->...df", x[:, :, :3], s.w).relu() @ s.down,
+        w=torch.randn(5, 3),
+        down=torch.randn(5, 16),
+    ),
+    "a tensordot over the last of a weight's three dimensions": Written(
+        lambda s, x: torch.tensordot(x, s.w, ([2], [2])).squeeze(2).relu() @ s.down,
+        w=torch.randn(1, 16, 16),
+        down=torch.randn(16, 16),
     ),
     "a convolution": nn.Sequential(nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Conv1d(8, 3, 1)),
     "a convolution with a stride": nn.Sequential(nn.Conv1d(3, 8, 1, stride=2), nn.ReLU(), nn.Conv1d(8, 3, 1)),

@@ -50,6 +50,11 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     ),
     "weight normalisation": weight_norm,
     "integers": stored_as_integers,
+    "chunks of a packed weight": lambda: Written(
+        lambda self, x: self.ffn.down(torch.relu(F.linear(x, self.packed.chunk(2)[1]))),
+        ffn=Plain(),
+        packed=torch.randn(80, 16) / 4,
+    ),
 }
 
 
