@@ -97,9 +97,9 @@ def _parse_simple(node: Node) -> Activation | None:
     pre = arguments(node)[0]
     if op is aten.relu:
         return Activation("relu", 0.0, pre, (node,))
-    if op in (aten.clamp, aten.clamp_min, aten.hardtanh):
+    if op in (aten.clamp, aten.clip, aten.clamp_min, aten.hardtanh):
         return _parse_clamp(node, pre)
-    if op is aten.maximum:
+    if op is aten.maximum or node.target is aten.max.other:
         return _parse_maximum(node)
     if op is aten.threshold and len(arguments(node)) == 3:
         return _parse_threshold(node, pre)
@@ -118,7 +118,7 @@ def _parse_clamp(node: Node, pre: Node) -> Activation | None:
         for i, name in enumerate(names)
     ]
     low, high = bounds
-    if isinstance(low, Node) or isinstance(high, Node) or low != 0:
+    if not _is_zero(low) or isinstance(high, Node):
         return None
     if high is None or high == math.inf:
         return Activation("relu", 0.0, pre, (node,))
