@@ -96,6 +96,12 @@ def _compute(
     return project(h, w_down.t(), b_down).to(x.dtype)
 
 
+def _as_read(tensor: Tensor) -> Tensor:
+    """Return the tensor as the kernels read it: contiguous, and in memory from a multiple of 16 bytes on."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 def _launch(
     x: Tensor,
     w_gate: Tensor,
@@ -114,7 +120,7 @@ def _launch(
     if dtype not in library.DTYPES:
         raise TypeError(f"twell: the CUDA kernels take {' or '.join(library.DTYPES)}, got {dtype}")
     inputs = {
-        name: None if tensor is None else tensor.contiguous()
+        name: None if tensor is None else _as_read(tensor)
         for name, tensor in zip(_TENSORS, (x, w_gate, b_gate, w_up, b_up, w_down, b_down), strict=True)
     }
     for name, tensor in inputs.items():
