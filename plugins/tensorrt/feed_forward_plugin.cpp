@@ -295,7 +295,8 @@ bool FeedForwardPlugin::supportsFormatCombination(int32_t pos, DynamicPluginTens
     return desc.format == TensorFormat::kLINEAR && is_supported(desc.type) && desc.type == in_out[0].desc.type;
 }
 
-// The problem at the largest extents of the profile: the one with the largest workspace.
+// The problem with the most tokens of the profile: the one with the largest workspace. The weights' extents must be
+// fixed, since the workspace may shrink where these grow.
 twell_problem FeedForwardPlugin::largest_problem(DynamicPluginTensorDesc const* inputs, int32_t input_count) const {
     check_input_count(input_count);
     Shapes shapes{};
@@ -305,6 +306,16 @@ twell_problem FeedForwardPlugin::largest_problem(DynamicPluginTensorDesc const* 
         types[i] = inputs[i].desc.type;
     }
     check_types(types.data());
+    for (int32_t role = 0; role < kRoles; ++role) {
+        if (role == kX || slots_[role] < 0) {
+            continue;
+        }
+        DynamicPluginTensorDesc const& weight = inputs[slots_[role]];
+        if (!std::equal(weight.max.d, weight.max.d + weight.max.nbDims, weight.min.d)) {
+            throw Refusal("input " + std::string(role_name(static_cast<Role>(role))) + " has shapes from " +
+                          text_of(weight.min) + " to " + text_of(weight.max) + "; expected a fixed shape");
+        }
+    }
     return problem_of(shapes, types[slots_[kX]]);
 }
 

@@ -38,7 +38,10 @@ def create(trt: Any, registry: Any, case: dict[str, Any]) -> bool:
 
 
 def make_onnx(case: dict[str, Any]) -> bytes:
-    """Build an ONNX graph with one twell node over random weights, between two plain nodes."""
+    """Build an ONNX graph with one twell node over random weights, between two plain nodes.
+
+    A weight of `case["dynamic"]` is an input of the graph, with the extents that stand there.
+    """
     from onnx import TensorProto, helper
 
     dtypes = {"bf16": TensorProto.BFLOAT16, "fp16": TensorProto.FLOAT16, "fp32": TensorProto.FLOAT}
@@ -58,7 +61,10 @@ def make_onnx(case: dict[str, Any]) -> bytes:
 
     rng = np.random.default_rng(0)
     weights = []
+    dynamic: dict[str, list[Any]] = case.get("dynamic", {})
     for name, shape in shapes.items():
+        if name in dynamic:
+            continue
         values = rng.standard_normal(shape, dtype=np.float32)
         kind = case.get("dtypes", {}).get(name, case["dtype"])
         if kind == "bf16":  # the upper half of a float32
@@ -82,7 +88,10 @@ def make_onnx(case: dict[str, Any]) -> bytes:
     graph = helper.make_graph(
         [helper.make_node("Neg", ["x"], ["h"]), node, helper.make_node("Neg", ["z"], ["y"])],
         "block",
-        [helper.make_tensor_value_info("x", dtype, [*leading, case.get("x_columns", d_model)])],
+        [
+            helper.make_tensor_value_info("x", dtype, [*leading, case.get("x_columns", d_model)]),
+            *(helper.make_tensor_value_info(name, dtype, extents) for name, extents in dynamic.items()),
+        ],
         [helper.make_tensor_value_info("y", dtype, [*leading, d_out])],
         weights,
     )
@@ -106,6 +115,9 @@ def build(trt: Any, logger: Any, case: dict[str, Any]) -> dict[str, Any]:
         profile = builder.create_optimization_profile()
         sizes = [(extent,) * dynamic + (case["d_model"],) for extent in (1, 4, 64)]
         profile.set_shape("x", *sizes)
+        for name, extents in case.get("dynamic", {}).items():
+            shapes = [tuple(size if isinstance(size, int) else extent for size in extents) for extent in (8, 16, 64)]
+            profile.set_shape(name, *shapes)
         config.add_optimization_profile(profile)
     plan = builder.build_serialized_network(network, config)
     output = network.get_output(0)

@@ -383,6 +383,10 @@ NOT_BUILT: dict[str, tuple[dict[str, Any], str]] = {
         block(PLAIN, biases=["down"], attributes={"down_bias": 0}),
         "got 4 inputs; expected 3: x, w_up, w_down",
     ),
+    "a weight whose shape varies": (
+        block(PLAIN, dynamic={"w_down": [300, "d_out"]}),
+        "input w_down has shapes from [300, 8] to [300, 64]; expected a fixed shape",
+    ),
     "float32": (block(PLAIN, dtype="fp32"), "input x is float32; all inputs must be bf16, or all fp16"),
     "mixed-types": (
         block(GATED, dtypes={"w_down": "fp16"}),
