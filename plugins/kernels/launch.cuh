@@ -46,6 +46,19 @@ inline cudaError_t query_device(Device& device) {
     return cudaSuccess;
 }
 
+// Whether the code that the device runs waits in wait_for_previous_launch(). Code from PTX of an older architecture
+// does not: of compute_80 on 10.0, for which there is no other.
+inline bool knows_dependent_launch(Device const& device) {
+    constexpr int kFirst = 900;
+    int const version = device.major * 100 + device.minor * 10;
+    for (int const compiled : {__CUDA_ARCH_LIST__}) {
+        if (compiled >= kFirst && compiled / 100 == device.major && compiled <= version) {
+            return true;
+        }
+    }
+    return false;
+}
+
 // Launches a kernel that knows when to call wait_for_previous_launch (dependent_launch.cuh), mostly at once, so that
 // its CTAs may be placed while the kernel before still runs.
 //
@@ -74,7 +87,7 @@ cudaError_t launch_dependent(void (*kernel)(Params), Params const& params, dim3 
     config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = device.major < 9 ? 0 : cluster == 0 ? 1 : 2;
+    config.numAttrs = !knows_dependent_launch(device) ? 0 : cluster == 0 ? 1 : 2;
     return cudaLaunchKernelEx(&config, kernel, params);
 }
 
