@@ -295,13 +295,16 @@ def _output(candidate: Path, reference: Reference, runs: Runs, ours: list[Output
         return _stack([result[index] for result in results])
 
     name = reference.outputs[index]
+    for got, expected in zip(ours, runs.plain, strict=True):
+        if got[index].shape != expected[index].shape:
+            raise UserError(
+                str(candidate), f"output {name} has another shape than the model's",
+                got=str(tuple(got[index].shape)), expected=str(tuple(expected[index].shape)),
+            )  # fmt: skip
     mine, plain, truth = stacked(ours), stacked(runs.plain), stacked(runs.truth)
-    if mine.shape != plain.shape:
-        raise UserError(
-            str(candidate), f"output {name} has another shape than the model's",
-            got=str(tuple(ours[0][index].shape)), expected=str(tuple(runs.plain[0][index].shape)),
-        )  # fmt: skip
-    result = measure(name, mine, plain, truth, language_model=reference.language_model and index == 0)
+    # A row whose length varies with the input is no row of logits over a vocabulary.
+    language_model = reference.language_model and index == 0 and len({_width(each[index]) for each in runs.plain}) == 1
+    result = measure(name, mine, plain, truth, language_model)
     if not runs.spliced:
         return result
     rewritten, original = stacked(runs.rewritten), stacked(runs.original)
@@ -318,5 +321,11 @@ def _block(module: str, runs: BlockRuns) -> BlockAccuracy:
 
 
 def _stack(outputs: Outputs) -> torch.Tensor:
-    """Join the samples' outputs, of different leading dimensions, row by row."""
-    return torch.cat([output.reshape(-1, output.shape[-1] if output.dim() else 1) for output in outputs])
+    """Join the samples' outputs row by row, or element by element where the lengths of their rows differ."""
+    widths = {_width(output) for output in outputs}
+    width = widths.pop() if len(widths) == 1 else 1
+    return torch.cat([output.reshape(-1, width) for output in outputs])
+
+
+def _width(output: torch.Tensor) -> int:
+    return output.shape[-1] if output.dim() else 1

@@ -276,6 +276,53 @@ def test_seed_decides_the_inputs(archive: Path, archive_graph: Path) -> None:
     assert first.outputs[0].candidate != other.outputs[0].candidate
 
 
+# ---- outputs of other forms ----
+
+
+class Channels(nn.Module):
+    """A plain block over channels, as convolutions: the last dimension is the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv1d(16, 40, 1), nn.Conv1d(40, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def test_last_dimension_varies(tmp_path: Path) -> None:
+    """Errors are taken element by element, so rows of different lengths can be joined."""
+    model = tmp_path / "m.pt2"
+    program = export(Channels().bfloat16(), torch.randn(2, 16, 9).bfloat16(), dynamic=({2: Dim("time", max=64)},))
+    torch.export.save(program, model)
+    result = run_check(model, graph_of(model, tmp_path / "m.onnx"))
+    assert [tuple(sample["x"].shape) for sample in samples_of(load_model(model, False))] == [
+        (2, 16, 1), (2, 16, 9), (2, 16, 27),
+    ]  # fmt: skip
+    (output,) = result.outputs
+    assert result.within and 0 < output.plain.relative < 0.01
+    assert output.separation is not None and output.separation.rewrite.relative < 1e-13
+    damaged = onnx.load(tmp_path / "m.onnx")
+    damaged.graph.output[0].name = "scaled"
+    damaged.graph.initializer.append(helper.make_tensor("scale", TensorProto.BFLOAT16, [], [1.1]))
+    damaged.graph.node.append(helper.make_node("Mul", ["output", "scale"], ["scaled"]))
+    onnx.save(damaged, tmp_path / "d.onnx")
+    result = run_check(model, tmp_path / "d.onnx")
+    assert (result.within, result.causes) == (False, ["rest"])
+
+
+def test_scores_over_the_text_are_no_language_model(tmp_path: Path) -> None:
+    """An output called logits with one score for each token of the input: there is no vocabulary to compare over."""
+    make = GraphMaker("bf16")
+    hidden = make.node("Relu", make.linear("x", "block.fc1", 16, 40))
+    score = make.linear(make.linear(hidden, "block.fc2", 40, 16), "score", 16, 1)
+    make.nodes.append(helper.make_node("Squeeze", [score, make.integers(-1)], ["logits"]))
+    onnx.save(make.model("logits", rank=2), tmp_path / "m.onnx")
+    (output,) = run_check(tmp_path / "m.onnx", graph_of(tmp_path / "m.onnx", tmp_path / "g.onnx")).outputs
+    assert output.within
+    assert (output.name, output.top1, output.kl) == ("logits", None, None)
+
+
 # ---- blocks, and where the error comes from ----
 
 
