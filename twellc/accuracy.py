@@ -17,6 +17,9 @@ _FACTOR = 2.0
 # relative error in the Euclidean norm. One rounding of the output costs at most 0.5 and about 0.2 of them.
 _FLOOR_MAX = 1.0
 _FLOOR_RELATIVE = 0.1
+# Floor for outputs of integers and booleans, in units of the root of their number: a model that is wrong in elements at
+# random is rejected by the count of an equally accurate one in at most one of 1000 cases.
+_FLOOR_DIFFERING = 2.0
 # What the order of sums may change in float64, relative to the result, with room for many layers.
 _REASSOCIATION = 1e-10
 
@@ -121,6 +124,32 @@ class OutputAccuracy:
         )
 
 
+@dataclass(frozen=True)
+class DiscreteAccuracy:
+    """Accuracy of one output of integers or booleans, such as the place of the largest logit.
+
+    A rounding error changes such an element to any other one or not at all, so that elements are counted.
+
+    Attributes:
+        name: Name of the output.
+        elements: Number of its elements.
+        differing: In how many of them the candidate differs from float64.
+        plain_differing: The same of the plain low-precision model: the yardstick.
+        tolerance: What `differing` may reach.
+    """
+
+    name: str
+    elements: int
+    differing: int
+    plain_differing: int
+    tolerance: int
+
+    @property
+    def within(self) -> bool:
+        """Whether the candidate is within tolerance."""
+        return self.differing <= self.tolerance
+
+
 def measure(
     name: str,
     candidate: torch.Tensor,
@@ -128,7 +157,7 @@ def measure(
     truth: torch.Tensor,
     language_model: bool,
 ) -> OutputAccuracy:
-    """Measure one output.
+    """Measure one output of floating-point numbers.
 
     Args:
         name: Name of the output.
@@ -137,7 +166,7 @@ def measure(
         truth: The output in float64.
         language_model: Whether rows are logits over a vocabulary.
     """
-    epsilon = torch.finfo(plain.dtype).eps if plain.dtype.is_floating_point else 0.0
+    epsilon = torch.finfo(plain.dtype).eps
     ours, theirs = candidate.double(), plain.double()
     usable = theirs.isfinite() & truth.isfinite()
     alike = (ours.isfinite() & theirs.isfinite()) | (ours == theirs) | (ours.isnan() & theirs.isnan())
@@ -159,6 +188,18 @@ def measure(
         plain_kl=plain_kl,
         max_tolerance=_FACTOR * plain_error.max + _FLOOR_MAX * epsilon * largest,
         relative_tolerance=_FACTOR * plain_error.relative + _FLOOR_RELATIVE * epsilon,
+    )
+
+
+def measure_discrete(name: str, candidate: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> DiscreteAccuracy:
+    """Measure one output of integers or booleans; see `measure`."""
+    elements, plain_differing = truth.numel(), int((plain != truth).sum())
+    return DiscreteAccuracy(
+        name=name,
+        elements=elements,
+        differing=int((candidate != truth).sum()),
+        plain_differing=plain_differing,
+        tolerance=int(_FACTOR * plain_differing + _FLOOR_DIFFERING * elements**0.5),
     )
 
 

@@ -13,7 +13,15 @@ from typing import Any
 import onnx
 import torch
 
-from twellc.accuracy import OutputAccuracy, TextAccuracy, measure, separate, text_bits
+from twellc.accuracy import (
+    DiscreteAccuracy,
+    OutputAccuracy,
+    TextAccuracy,
+    measure,
+    measure_discrete,
+    separate,
+    text_bits,
+)
 from twellc.config import CheckOptions, CompileOptions
 from twellc.errors import UserError, first_line
 from twellc.export.evaluator import OnnxEvaluator, plugin_nodes, runs_kernels
@@ -68,7 +76,7 @@ class CheckResult:
     note: str
     inputs: str
     notes: list[str]
-    outputs: list[OutputAccuracy]
+    outputs: list[OutputAccuracy | DiscreteAccuracy]
     blocks: list[BlockAccuracy]
     text: TextAccuracy | None
 
@@ -85,7 +93,8 @@ class CheckResult:
     @property
     def causes(self) -> list[str]:
         """What put the candidate outside of tolerance, of `rewrite`, `kernels` and `rest`; empty where not known."""
-        measured = [*self.outputs, *(block.accuracy for block in self.blocks)]
+        outputs = [output for output in self.outputs if isinstance(output, OutputAccuracy)]
+        measured = [*outputs, *(block.accuracy for block in self.blocks)]
         separations = [each.separation for each in measured if each.separation is not None]
         if self.within or not separations:
             return []
@@ -290,7 +299,9 @@ def _graph(candidate: _Candidate, reference: Reference) -> tuple[CandidateGraph 
 # ---- accuracy ----
 
 
-def _output(candidate: Path, reference: Reference, runs: Runs, ours: list[Outputs], index: int) -> OutputAccuracy:
+def _output(
+    candidate: Path, reference: Reference, runs: Runs, ours: list[Outputs], index: int
+) -> OutputAccuracy | DiscreteAccuracy:
     def stacked(results: list[Outputs]) -> torch.Tensor:
         return _stack([result[index] for result in results])
 
@@ -302,6 +313,8 @@ def _output(candidate: Path, reference: Reference, runs: Runs, ours: list[Output
                 got=str(tuple(got[index].shape)), expected=str(tuple(expected[index].shape)),
             )  # fmt: skip
     mine, plain, truth = stacked(ours), stacked(runs.plain), stacked(runs.truth)
+    if not plain.is_floating_point():
+        return measure_discrete(name, mine, plain, truth)
     # A row whose length varies with the input is no row of logits over a vocabulary.
     language_model = reference.language_model and index == 0 and len({_width(each[index]) for each in runs.plain}) == 1
     result = measure(name, mine, plain, truth, language_model)

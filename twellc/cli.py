@@ -425,7 +425,7 @@ def _print_cost(cost: dict[str, Any]) -> None:
 
 
 def _print_accuracy(result: CheckResult) -> None:
-    from twellc.accuracy import perplexity
+    from twellc.accuracy import DiscreteAccuracy, perplexity
 
     console = _console()
     for note in filter(None, (result.note, *result.notes)):
@@ -433,6 +433,12 @@ def _print_accuracy(result: CheckResult) -> None:
     console.print(f"Executed: {result.executed}", soft_wrap=True)
     console.print(f"Inputs: {result.inputs}", soft_wrap=True)
     for output in result.outputs:
+        if isinstance(output, DiscreteAccuracy):
+            console.print(
+                f"output {output.name}: {output.differing} of {output.elements} elements differ from float64 (plain "
+                f"{output.plain_differing}, tolerance {output.tolerance})"
+            )
+            continue
         table = Table("against", "max error", "mean error", "relative error", "cosine", title=f"output {output.name}")
         rows = (
             ("candidate - float64", output.candidate),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twellc.accuracy import OutputAccuracy, Separation, measure, perplexity, separate, text_bits
+from twellc.accuracy import OutputAccuracy, Separation, measure, measure_discrete, perplexity, separate, text_bits
 
 LOW = [torch.bfloat16, torch.float16]
 
@@ -99,13 +99,51 @@ def test_minus_infinity_in_all_three() -> None:
     assert not judge(other, plain, truth).within
 
 
-def test_integers_must_be_equal() -> None:
-    """Token ids, or positions: outputs without an epsilon."""
-    plain = torch.randint(0, 100, (16, 1))
-    assert judge(plain.clone(), plain, plain.double()).within
-    other = plain.clone()
-    other[3] += 1
-    assert not judge(other, plain, plain.double()).within
+DISCRETE: dict[str, Callable[[Tensor], Tensor]] = {
+    "argmax": lambda y: y.argmax(-1, keepdim=True),
+    "comparisons": lambda y: y > 0.5,
+}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("of", DISCRETE)
+def test_discrete_outputs(of: str, dtype: torch.dtype) -> None:
+    plain, other, truth = (DISCRETE[of](each) for each in projected(dtype, rows=4096))
+    result = measure_discrete("y", other, plain, truth)
+    assert 0 < result.plain_differing == int((plain != truth).sum()) < truth.numel() / 50
+    assert 0 < result.differing == int((other != truth).sum()) <= result.tolerance < truth.numel() / 15
+    assert result.within
+    assert measure_discrete("y", truth, plain, truth).differing == 0
+    wrong = (torch.zeros_like(other), other.flip(0), other.roll(1, 0))
+    assert not any(measure_discrete("y", each, plain, truth).within for each in wrong)
+
+
+def test_figures_of_a_discrete_output() -> None:
+    """Twice the plain model's count and twice the root of the number: 2 * 3 + 2 * 10."""
+    truth = torch.arange(100)
+    plain, candidate = truth.clone(), truth.clone()
+    plain[:3] += 50
+    candidate[10:36] -= 1
+    result = measure_discrete("y", candidate, plain, truth)
+    assert (result.elements, result.plain_differing, result.differing, result.tolerance) == (100, 3, 26, 26)
+    assert result.within
+    candidate[40] = 0
+    assert not measure_discrete("y", candidate, plain, truth).within
+
+
+def test_discrete_outputs_of_no_elements() -> None:
+    empty = torch.zeros(0, 8, dtype=torch.int64)
+    assert measure_discrete("y", empty, empty, empty).within
+
+
+@pytest.mark.parametrize("elements", [1, 5, 16, 300, 2000])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.15, 0.5])
+def test_equally_accurate_models_agree(elements: int, share: float) -> None:
+    """Models that differ from the truth equally often, at random, reject each other in one of 1000 cases at most."""
+    truth = torch.zeros(elements, dtype=torch.bool)
+    draws = torch.rand(2000, 2, elements) < share
+    rejected = sum(not measure_discrete("y", candidate, plain, truth).within for candidate, plain in draws)
+    assert rejected <= 2
 
 
 def test_nothing_to_compare() -> None:

@@ -311,6 +311,45 @@ def test_last_dimension_varies(tmp_path: Path) -> None:
     assert (result.within, result.causes) == (False, ["rest"])
 
 
+class Labels(nn.Module):
+    """A classifier of tokens that returns labels, and which of its scores are positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Residual(Gated()), nn.Linear(16, 24)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.head(self.block(x))
+        return scores.argmax(-1), scores > 0
+
+
+def test_outputs_of_integers_and_booleans(cli: Cli, tmp_path: Path) -> None:
+    model, graph = tmp_path / "m.pt2", tmp_path / "m.onnx"
+    x = torch.randn(2, 100, 16).bfloat16()
+    torch.export.save(export(Labels().bfloat16(), x, dynamic=({0: Dim("batch", min=1, max=8)},)), model)
+    assert cli("compile", model, "--backend", "none", "--onnx", graph).exit_code == 0
+    found = cli("check", model, graph)
+    assert found.exit_code == 0, found.output
+    found = json.loads(cli("check", model, graph, "--json").stdout)
+    labels, positive = found["outputs"]
+    assert (labels["name"], labels["elements"], positive["elements"]) == ("output_0", 900, 900 * 24)
+    assert labels["tolerance"] == 2 * labels["plain_differing"] + 60
+    assert 0 < positive["plain_differing"] < 0.02 * positive["elements"]
+    assert positive["differing"] <= 2 * positive["plain_differing"]
+    assert [block["module"] for block in found["blocks"]] == ["block.ffn"]
+    shown = cli("check", model, graph).stdout
+    assert f"output output_1: {positive['differing']} of 21600 elements differ from float64 (plain " in shown
+    # A head with wrong weights: every block is right, and the labels are not.
+    wrong = onnx.load(graph)
+    (head,) = (tensor for tensor in wrong.graph.initializer if sorted(tensor.dims) == [16, 24])
+    values = to_torch(onnx.numpy_helper.to_array(head)).flip(0)
+    head.raw_data = values.contiguous().view(torch.int16).numpy().tobytes()
+    onnx.save(wrong, tmp_path / "wrong.onnx")
+    shown = cli("check", model, tmp_path / "wrong.onnx")
+    assert shown.exit_code == 1
+    assert "OUTSIDE TOLERANCE; every rewritten block is within tolerance by itself" in shown.stdout
+
+
 def test_scores_over_the_text_are_no_language_model(tmp_path: Path) -> None:
     """An output called logits with one score for each token of the input: there is no vocabulary to compare over."""
     make = GraphMaker("bf16")
