@@ -17,17 +17,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
+from torch.utils._pytree import tree_leaves
 
-from tests.models import Gated, Residual, export
+from tests.models import Gated, Residual, Written, export
+from twellc.checking import check
+from twellc.config import CheckOptions, CompileOptions
 from twellc.errors import UserError
-from twellc.loaders.archive import output_names
+from twellc.loaders.archive import keep_tensor_outputs
 from twellc.loaders.model import load_model
-from twellc.passes.canonicalize import canonicalize
+from twellc.passes.canonicalize import canonicalize, functionalize
 from twellc.passes.execution import example_inputs, run_program
+from twellc.translation import translate_to_file
 
 Records = dict[str, bytes]
 Json = dict[str, Any]
@@ -169,6 +174,12 @@ def test_programs_that_torch_export_writes(case: str, tmp_path: Path) -> None:
         assert torch.equal(actual, wanted)
 
 
+def output_names(program: ExportedProgram) -> list[str]:
+    names, notes = keep_tensor_outputs(Path("m.pt2"), program)
+    assert notes == []
+    return names
+
+
 def test_output_names() -> None:
     x = torch.randn(4, 6)
     assert output_names(export(Nested(), {"x": x, "rest": [x]}, x)) == ["sum", "first"]
@@ -180,6 +191,67 @@ def test_output_names() -> None:
             return x + 1, x + 2
 
     assert output_names(export(Two(), x)) == ["output_0", "output_1"]
+
+
+RETURNED: dict[str, tuple[Callable[[Tensor], Any], list[str], list[str]]] = {
+    "None behind": (lambda y: (y, None), ["output_0"], ["output_1"]),
+    "None before": (lambda y: (None, y, y + 1), ["output_1", "output_2"], ["output_0"]),
+    "numbers": (lambda y: (3, y, 1.5, True), ["output_1"], ["output_0", "output_2", "output_3"]),
+    "a size": (lambda y: (y.shape[0], y), ["output_1"], ["output_0"]),
+    "a dictionary": (lambda y: {"count": 3, "y": y, "none": None}, ["y"], ["count", "none"]),
+    "nested": (lambda y: {"a": (y, None), "b": y + 1}, ["output_0", "output_2"], ["output_1"]),
+    "a tensor twice": (lambda y: (y, None, y), ["output_0", "output_2"], ["output_1"]),
+}
+
+
+@pytest.mark.parametrize("case", RETURNED)
+def test_results_that_are_no_tensors(case: str, tmp_path: Path) -> None:
+    """Model, ONNX graph and their names agree: without what is no tensor."""
+    change, names, removed = RETURNED[case]
+    module = Written(lambda self, x: change(self.ffn(x)), ffn=Gated())
+    path, x = tmp_path / "m.pt2", torch.randn(4, 3, 16)
+    torch.export.save(export(module, x, dynamic=(({0: Dim("b", max=8)},),)), path)
+    model = load_model(path, trust_model=False)
+    assert model.output_names == names
+    assert model.notes == [f"results of the model that are no tensors are left out of the plan: {', '.join(removed)}"]
+    wanted = [leaf for leaf in tree_leaves(module(x)) if isinstance(leaf, Tensor)]
+    program = functionalize(model.program)
+    assert [node.op for node in program.graph.output_node().args[0]] == ["call_function"] * len(names)
+    assert not program.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int)
+    for each in (model.program, program):
+        for actual, expected in zip(run_program(each, example_inputs(each)), wanted, strict=True):
+            assert torch.equal(actual, expected)
+    summary = translate_to_file(CompileOptions(model=path, backend="none"), tmp_path / "m.onnx", lambda step: None)
+    assert model.notes[0] in summary.notes
+    assert [value.name for value in onnx.load(tmp_path / "m.onnx").graph.output] == names
+    result = check(CheckOptions(path, tmp_path / "m.onnx"), lambda step: None)
+    assert ([output.name for output in result.outputs], result.within) == (names, True)
+
+
+def test_no_tensor_at_all(tmp_path: Path) -> None:
+    torch.export.save(export(Written(lambda self, x: (x.shape[0], None)), torch.randn(4, 6)), tmp_path / "m.pt2")
+    with pytest.raises(UserError, match=r"m\.pt2: the model returns no tensor; expected one at least"):
+        load_model(tmp_path / "m.pt2", trust_model=False)
+
+
+def test_a_buffer_that_the_model_writes_stays(tmp_path: Path) -> None:
+    """What is left out is told from a buffer's new value, which stands among the outputs of the graph, too."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> tuple[None, Tensor]:
+            self.calls += 1
+            return None, x * self.calls
+
+    path, x = tmp_path / "m.pt2", torch.randn(4, 6)
+    torch.export.save(export(Counting(), x), path)
+    model = load_model(path, trust_model=False)
+    assert model.output_names == ["output_1"]
+    assert list(functionalize(model.program).graph_signature.buffers_to_mutate.values()) == ["calls"]
+    assert torch.equal(run_program(model.program, {"x": x})[0], x)
 
 
 # ---- what must not ----

@@ -8,6 +8,7 @@ operators and plain integer expressions is loaded; any other needs the user's wo
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.export.pt2_archive._package import load_pt2
+from torch.utils import _pytree as pytree
 
 from twellc.errors import UserError, first_line
 from twellc.loaders.model import LoadedModel
@@ -64,7 +67,8 @@ def load_archive(path: Path, trust_model: bool) -> LoadedModel:
             fix="Export it again, with this version of torch.",
         ) from error  # fmt: skip
     _forget_ranges_of_expressions(program)
-    return LoadedModel(path, "torch.export archive", program, output_names(program))
+    names, notes = keep_tensor_outputs(path, program)
+    return LoadedModel(path, "torch.export archive", program, names, notes=notes)
 
 
 def _forget_ranges_of_expressions(program: ExportedProgram) -> None:
@@ -81,7 +85,38 @@ def _forget_ranges_of_expressions(program: ExportedProgram) -> None:
             return
 
 
-def output_names(program: ExportedProgram) -> list[str]:
+def keep_tensor_outputs(path: Path, program: ExportedProgram) -> tuple[list[str], list[str]]:
+    """Remove from a program, in place, what it returns besides tensors: None, sizes and other numbers.
+
+    Args:
+        path: Where it came from, for the message.
+        program: The program as it was traced.
+
+    Returns:
+        The names of its tensor outputs, and a note on what was removed.
+
+    Raises:
+        UserError: It returns no tensor.
+    """
+    specs, output, names = program.graph_signature.output_specs, program.graph.output_node(), _output_names(program)
+    results = [spec for spec in specs if spec.kind == OutputKind.USER_OUTPUT]
+    kept = [name for name, spec in zip(names, results, strict=True) if isinstance(spec.arg, TensorArgument)]
+    removed = [name for name in names if name not in kept]
+    if not kept:
+        raise UserError(str(path), "the model returns no tensor", expected="one at least")
+    if not removed:
+        return names, []
+    stays = [spec.kind != OutputKind.USER_OUTPUT or isinstance(spec.arg, TensorArgument) for spec in specs]
+    program.graph_signature.output_specs = list(itertools.compress(specs, stays))
+    output.args = (tuple(itertools.compress(output.args[0], stays)),)
+    program.graph_module.recompile()
+    call = program.module_call_graph[0].signature
+    assert call is not None
+    call.out_spec = pytree.tree_structure(tuple(kept))
+    return kept, [f"results of the model that are no tensors are left out of the plan: {', '.join(removed)}"]
+
+
+def _output_names(program: ExportedProgram) -> list[str]:
     """Return the keys of a program that returns a dictionary or a model output, else `output` or numbered ones."""
     spec = program.call_spec.out_spec
     count = len(program.graph_signature.user_outputs)

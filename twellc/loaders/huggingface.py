@@ -11,7 +11,7 @@ import torch
 
 from twellc.errors import UserError, first_line
 from twellc.loaders import sparselm
-from twellc.loaders.archive import output_names
+from twellc.loaders.archive import keep_tensor_outputs
 from twellc.loaders.model import LoadedModel
 from twellc.loaders.tracing import trace
 
@@ -156,16 +156,18 @@ def _trace(path: Path, model: Any, config: dict[str, Any]) -> LoadedModel:
             symbol = str(node.meta["val"].shape[axis])
             names[symbol] = dimension.__name__
             ranges[symbol] = _DEFAULT_BATCH if dimension is batch else default
-    logits = output_names(program)[0] == "logits"
+    outputs, notes = keep_tensor_outputs(path, program)
     vocabulary = getattr(model.config, "vocab_size", None)
     return LoadedModel(
         path=path,
         kind="Hugging Face directory",
         program=program,
-        output_names=output_names(program),
+        output_names=outputs,
         dimension_names=names,
         dimension_ranges=ranges,
         vocabulary=vocabulary,
         declared_activation=str(config.get("hidden_act") or config.get("activation_function") or ""),
-        language_model=logits and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")),
+        language_model=outputs[0] == "logits"
+        and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")),
+        notes=notes,
     )

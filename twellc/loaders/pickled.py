@@ -9,7 +9,7 @@ import torch
 
 from twellc.errors import UserError, first_line
 from twellc.inputs import InputDeclaration
-from twellc.loaders.archive import output_names
+from twellc.loaders.archive import keep_tensor_outputs
 from twellc.loaders.model import LoadedModel
 from twellc.loaders.tracing import trace
 
@@ -74,4 +74,5 @@ def _trace(path: Path, module: torch.nn.Module, inputs: tuple[InputDeclaration, 
     for node in program.graph.find_nodes(op="placeholder"):
         for axis, dim in shapes.get(node.name, {}).items():
             symbols[str(node.meta["val"].shape[axis])] = dim.__name__
-    return LoadedModel(path, "pickled module", program, output_names(program), dimension_names=symbols)
+    names, notes = keep_tensor_outputs(path, program)
+    return LoadedModel(path, "pickled module", program, names, dimension_names=symbols, notes=notes)
