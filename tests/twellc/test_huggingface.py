@@ -71,6 +71,42 @@ def test_encoder_decoder(t5: Path, load_once: Callable[..., LoadedModel]) -> Non
     torch.testing.assert_close(logits_of(model, **inputs), own)
 
 
+def tiny(name: str, **changes: Any) -> Any:
+    """Make a model of transformers with the sizes that most of its configurations call alike, of 66 positions."""
+    options = {**models.SMALL, "num_hidden_layers": 1, "intermediate_size": 64, "max_position_embeddings": 66}
+    model_class = getattr(transformers, name)
+    return model_class(model_class.config_class(**{**options, **changes})).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "longest"),
+    [
+        ("RobertaForMaskedLM", {}, 64),
+        ("XLMRobertaForSequenceClassification", {}, 64),
+        ("CamembertModel", {}, 64),
+        ("MPNetForMaskedLM", {}, 64),
+        ("IBertForMaskedLM", {}, 64),  # its table is no torch.nn.Embedding
+        ("RobertaModel", {"pad_token_id": 4}, 61),
+        # Positions from 0 on, beside a table of words with padding and as many rows; or a table with more rows.
+        ("BertForMaskedLM", {"max_position_embeddings": 96}, 96),
+        ("BigBirdForMaskedLM", {}, 66),
+        ("XGLMForCausalLM", {"d_model": 32, "attention_heads": 4, "num_layers": 1, "ffn_dim": 64}, 66),
+    ],
+)
+def test_longest_sequence(name: str, changes: dict[str, Any], longest: int, tmp_path: Path) -> None:
+    """The model itself takes as many tokens as the profile says; some take no more."""
+    model = load_model(models.save(tiny(name, **changes), tmp_path, torch.float32), trust_model=False)
+    (sequence,) = (key for key, value in model.dimension_names.items() if value == "sequence")
+    assert model.dimension_ranges[sequence] == (1, longest, longest)
+    inputs = tokens(1, longest)
+    inputs["input_ids"].clamp_(min=5)  # no padding
+    assert logits_of(model, **inputs).isfinite().all()
+    if longest < 66:
+        eager = tiny(name, **changes)
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
+            eager(**{key: torch.cat([value, value[:, :1]], 1) for key, value in inputs.items()})
+
+
 def test_the_precision_of_the_weights(opt: Path, load_once: Callable[..., LoadedModel]) -> None:
     model = load_once(opt, False, ())
     assert {p.dtype for p in model.program.state_dict.values()} == {torch.float32}

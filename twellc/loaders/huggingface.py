@@ -114,6 +114,18 @@ def _load_weights(model_class: Any, path: Path, **instead: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
+def _longest(model: Any, config: dict[str, Any]) -> int:
+    """Return how many tokens the model takes at most."""
+    longest = next((int(config[key]) for key in ("max_position_embeddings", "n_positions") if config.get(key)), 1 << 20)
+    for name, module in model.named_modules():
+        padding = getattr(module, "padding_idx", None)
+        # RoBERTa and its like count positions from behind that of padding, in a table of max_position_embeddings rows.
+        # Tables called embed_positions (M2M100) have more rows, or grow.
+        if name.endswith("position_embeddings") and padding is not None:
+            longest = min(longest, module.weight.shape[0] - padding - 1)
+    return longest
+
+
 def _trace(path: Path, model: Any, config: dict[str, Any]) -> LoadedModel:
     if model.main_input_name != "input_ids":
         raise UserError(
@@ -124,7 +136,7 @@ def _trace(path: Path, model: Any, config: dict[str, Any]) -> LoadedModel:
     for module in model.modules():
         if hasattr(module, "config"):
             module.config.use_cache = False
-    longest = next((int(config[key]) for key in ("max_position_embeddings", "n_positions") if config.get(key)), 1 << 20)
+    longest = _longest(model, config)
     length = min(_TRACED_SEQUENCE, longest)
     ids = torch.ones(_TRACED_BATCH, length, dtype=torch.int64)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
