@@ -212,6 +212,39 @@ def test_model_without_tokens(tmp_path: Path) -> None:
         load_model(tmp_path, trust_model=False)
 
 
+BART = {"d_model": 32, "num_layers": 1} | {
+    f"{part}_{key}": value
+    for part in ("encoder", "decoder")
+    for key, value in {"layers": 1, "ffn_dim": 64, "attention_heads": 4}.items()
+}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+UNTRACEABLE: dict[str, tuple[str, dict[str, Any], str, bool]] = {
+    "control flow": (
+        "FSMTForConditionalGeneration",
+        {**BART, "langs": ["en", "de"], "src_vocab_size": 96, "tgt_vocab_size": 96},
+        "Could not guard on data-dependent expression",
+        False,
+    ),
+    "lengths": ("BartForSequenceClassification", BART, "Constraints violated (decoder_sequence)!", False),
+    "a length": ("XLNetLMHeadModel", {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 64}, "(sequence)!", False),
+    "experts": ("SwitchTransformersForConditionalGeneration", {**T5, "num_experts": 4}, "cannot trace", True),
+}
+
+
+@pytest.mark.parametrize("case", UNTRACEABLE)
+def test_models_that_cannot_be_traced(case: str, tmp_path: Path) -> None:
+    """Mixture-of-experts is a reason only for those that are one."""
+    name, options, reason, experts = UNTRACEABLE[case]
+    model_class = getattr(transformers, name)
+    models.save(model_class(model_class.config_class(vocab_size=96, **options)), tmp_path, torch.float32)
+    with pytest.raises(UserError) as refusal:
+        load_model(tmp_path, trust_model=False)
+    message = str(refusal.value)
+    assert message.startswith(f"{tmp_path}: torch.export cannot trace the model (") and reason in message
+    assert ("Mixture-of-experts models cannot be exported as they are." in message) == experts
+    assert "Where only a size must not vary, export the model at one size with torch.export.save" in message
+
+
 def test_mixture_of_experts(tmp_path: Path) -> None:
     """It can be traced, but its experts are an operation that ONNX does not have."""
     config = transformers.MixtralConfig(

@@ -148,9 +148,11 @@ def _trace(path: Path, model: Any, config: dict[str, Any]) -> LoadedModel:
         inputs["decoder_input_ids"] = ids[:, : length // 2]
         shapes["decoder_input_ids"] = {0: batch, 1: torch.export.Dim("decoder_sequence", min=1, max=longest)}
     fix = (
-        "Mixture-of-experts and other data-dependent models cannot be exported as they are. A model that loops over its"
-        " tokens can, at one length: export it with torch.export.save, and compile that archive."
+        "Control flow that depends on values cannot be exported. Where only a size must not vary, export the model at"
+        " one size with torch.export.save, and compile that archive."
     )
+    if any("expert" in f"{name} {type(module).__name__}".lower() for name, module in model.named_modules()):
+        fix = f"Mixture-of-experts models cannot be exported as they are. {fix}"
     program = trace(path, model, inputs, shapes, fix)
     experts = next((node for node in program.graph.nodes if "grouped_mm" in str(node.target)), None)
     if experts is not None:
