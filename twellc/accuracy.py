@@ -20,6 +20,8 @@ _FLOOR_RELATIVE = 0.1
 # Floor for outputs of integers and booleans, in units of the root of their number: a model that is wrong in elements at
 # random is rejected by the count of an equally accurate one in at most one of 1000 cases.
 _FLOOR_DIFFERING = 2.0
+# Error of the plain model, relative or as a share of elements, from which on twice as much says little.
+COARSE = 0.1
 # What the order of sums may change in float64, relative to the result, with room for many layers.
 _REASSOCIATION = 1e-10
 
@@ -123,6 +125,11 @@ class OutputAccuracy:
             and self.candidate.relative <= self.relative_tolerance
         )
 
+    @property
+    def coarse(self) -> bool:
+        """Whether the plain model is so far from the truth that being within tolerance says little."""
+        return self.plain.relative > COARSE
+
 
 @dataclass(frozen=True)
 class DiscreteAccuracy:
@@ -148,6 +155,11 @@ class DiscreteAccuracy:
     def within(self) -> bool:
         """Whether the candidate is within tolerance."""
         return self.differing <= self.tolerance
+
+    @property
+    def coarse(self) -> bool:
+        """Whether the plain model is so far from the truth that being within tolerance says little."""
+        return self.plain_differing > COARSE * self.elements
 
 
 def measure(

@@ -14,6 +14,7 @@ import onnx
 import torch
 
 from twellc.accuracy import (
+    COARSE,
     DiscreteAccuracy,
     OutputAccuracy,
     TextAccuracy,
@@ -198,12 +199,16 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         ids = [sample["input_ids"].long() for sample in samples]
         bits = [text_bits([outputs[0] for outputs in each], ids) for each in (ours, runs.plain, runs.truth)]
         text = TextAccuracy(bits[0][0], *(each for _, each in bits)) if bits[0][0] else None
+    outputs = [_output(candidate_path, reference, runs, ours, index) for index in range(len(reference.outputs))]
+    coarse = ", ".join(output.name for output in outputs if output.coarse)
+    if coarse:
+        notes.append(f"within tolerance says little: low precision alone is more than {COARSE:.0%} off in {coarse}")
     return CheckResult(
         executed=candidate.executed,
         note=candidate.note,
         inputs=described,
         notes=notes,
-        outputs=[_output(candidate_path, reference, runs, ours, index) for index in range(len(reference.outputs))],
+        outputs=outputs,
         blocks=[_block(layer.module, block) for layer, block in zip(reference.layers, runs.blocks, strict=False)],
         text=text,
     )

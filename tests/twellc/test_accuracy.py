@@ -131,6 +131,18 @@ def test_figures_of_a_discrete_output() -> None:
     assert not measure_discrete("y", candidate, plain, truth).within
 
 
+def test_coarse() -> None:
+    """More than 10 % off by low precision alone; the candidate has no part in it."""
+    truth = torch.ones(100, 1, dtype=torch.float64)
+    for plain, coarse in ((1.09, False), (1.11, True)):
+        result = judge(truth * 3, truth.float() * plain, truth)
+        assert (result.coarse, result.within) == (coarse, False)
+    for count, coarse in ((10, False), (11, True)):
+        plain = truth > 0
+        plain[:count] = False
+        assert measure_discrete("y", truth > 0, plain, truth > 0).coarse == coarse
+
+
 def test_discrete_outputs_of_no_elements() -> None:
     empty = torch.zeros(0, 8, dtype=torch.int64)
     assert measure_discrete("y", empty, empty, empty).within

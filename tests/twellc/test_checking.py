@@ -350,6 +350,31 @@ def test_outputs_of_integers_and_booleans(cli: Cli, tmp_path: Path) -> None:
     assert "OUTSIDE TOLERANCE; every rewritten block is within tolerance by itself" in shown.stdout
 
 
+class Cancelling(nn.Module):
+    """Two results, in one of which bfloat16 loses nearly all of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Gated()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        coarse = self.block(x + 400 - 400)
+        return {"good": self.block(x), "bad": coarse, "signs": coarse > 0}
+
+
+def test_a_model_that_low_precision_spoils(cli: Cli, tmp_path: Path) -> None:
+    model, graph = tmp_path / "m.pt2", tmp_path / "m.onnx"
+    torch.export.save(export(Cancelling().bfloat16(), torch.randn(40, 16).bfloat16()), model)
+    result = run_check(model, graph_of(model, graph))
+    assert result.within, "no fault of the candidate"
+    assert [output.coarse for output in result.outputs] == [False, True, True]
+    assert result.outputs[0].plain.relative < 0.02 < 0.1 < result.outputs[1].plain.relative
+    note = "within tolerance says little: low precision alone is more than 10% off in bad, signs"
+    assert result.notes == [note]
+    shown = cli("check", model, graph)
+    assert (shown.exit_code, shown.stdout.count(f"Note: {note}\n")) == (0, 1)
+
+
 def test_scores_over_the_text_are_no_language_model(tmp_path: Path) -> None:
     """An output called logits with one score for each token of the input: there is no vocabulary to compare over."""
     make = GraphMaker("bf16")
