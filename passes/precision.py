@@ -171,10 +171,10 @@ def _replace_explicit_dtypes(node: Node, replacement: dict[torch.dtype, torch.dt
 
 def _fit_numbers(node: Node) -> None:
     """Bring finite numbers among the arguments into the range of the result's dtype."""
-    dtype = node.meta["val"].dtype
-    if not dtype.is_floating_point:
-        return
-    largest = torch.finfo(dtype).max
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return  # where(condition) gives a list of indices
+    largest = torch.finfo(value.dtype).max
 
     def fit(argument: Any) -> Any:
         is_finite = isinstance(argument, float) and math.isfinite(argument)

@@ -150,6 +150,13 @@ def test_numbers_beyond_the_range(forward: Callable[..., Tensor], dtype: torch.d
     torch.testing.assert_close(y, eager(module, x)[0], rtol=0.05, atol=0.05)
 
 
+def test_where_that_gives_indices() -> None:
+    module = Written(lambda self, x: self.linear(x).sum(-1)[torch.where(x[..., 0] > 0)], linear=nn.Linear(16, 16))
+    x = torch.randn(2, 3, 16)
+    (y,) = run(lower(canonical(module, x), torch.bfloat16))
+    torch.testing.assert_close(y, eager(module, x)[0], rtol=0.05, atol=0.05)
+
+
 def test_batch_norm() -> None:
     module, x = nn.Sequential(nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4)), torch.randn(2, 4, 10)
     (y,) = run(lower(canonical(module, x), torch.bfloat16))
