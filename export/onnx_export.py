@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from torch.export import ExportedProgram
 from twellc.errors import UserError, first_line
 from twellc.export.attention import scale_queries
 from twellc.files import external_data
+from twellc.passes.program import quiet_torch
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import BIASES, GATED, PLAIN, node_attributes
 from twellc.plugins.ops import GATED_MLP, MLP
@@ -47,12 +46,8 @@ def export_onnx(
     Raises:
         UserError: An operation has no ONNX form.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        exporter_log = logging.getLogger("torch.onnx")
-        level = exporter_log.level
-        exporter_log.setLevel(logging.ERROR)
-        try:
+    try:
+        with quiet_torch():
             exported = torch.onnx.export(
                 scale_queries(program),
                 (),
@@ -63,13 +58,11 @@ def export_onnx(
                 verbose=False,
                 custom_translation_table={GATED_MLP: _gated_mlp, MLP: _mlp},
             )
-        except torch.onnx.errors.OnnxExporterError as error:
-            raise UserError(
-                "ONNX export", f"the model cannot be written as ONNX ({_cause(error)})",
-                fix="Replace the operation in the model, or export a part of the model.",
-            ) from error  # fmt: skip
-        finally:
-            exporter_log.setLevel(level)
+    except torch.onnx.errors.OnnxExporterError as error:
+        raise UserError(
+            "ONNX export", f"the model cannot be written as ONNX ({_cause(error)})",
+            fix="Replace the operation in the model, or export a part of the model.",
+        ) from error  # fmt: skip
     assert exported is not None
     model = exported.model
     model.graph.metadata_props.clear()

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from twellc.errors import UserError, first_line
 from twellc.passes.activations import is_squared_relu
-from twellc.passes.program import constants_of, editable, finish, tensor_of, user_inputs
+from twellc.passes.program import constants_of, editable, finish, quiet_torch, tensor_of, user_inputs
 
 aten = torch.ops.aten
 
@@ -55,6 +55,7 @@ def parameter_dtypes(program: ExportedProgram) -> set[torch.dtype]:
     return {dtype for dtype in dtypes if dtype.is_floating_point}
 
 
+@quiet_torch()
 def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
     """Return the program with its parameters and products in `dtype`, bfloat16 or float16.
 
@@ -90,6 +91,7 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
     return finish(program)
 
 
+@quiet_torch()
 def widen(program: ExportedProgram) -> ExportedProgram:
     """Return the program in float64 throughout, inputs and outputs included."""
     program = editable(program)

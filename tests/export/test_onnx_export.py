@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,18 @@ def test_unsupported_operation() -> None:
 
     with pytest.raises(UserError, match=r"ONNX export: the model cannot be written as ONNX \(.*eigh.*\)"):
         export_onnx(canonical(Inverse(), torch.randn(4, 4)), ["x"], ["y"], {})
+
+
+def test_failure_leaves_no_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch logs what it fails to decompose, with a traceback of many lines, and raises too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        log.error("failed while attempting to run meta")
+        raise torch.onnx.errors.OnnxExporterError("dtypes differ")
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    with pytest.raises(UserError, match=r"ONNX export: the model cannot be written as ONNX \(dtypes differ\)"):
+        export_onnx(canonical(Gated()), ["x"], ["y"], {})
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -176,6 +177,17 @@ def test_control_flow_is_a_user_error() -> None:
     program = canonical(Written(forward, linear=nn.Linear(16, 16)), torch.randn(5, 16))
     with pytest.raises(UserError, match="cannot change its precision"):
         lower(program, torch.bfloat16)
+
+
+def test_refusal_leaves_no_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch tells what cannot run on shapes, with a traceback of many lines, and raises too."""
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handlers", [caplog.handler])
+    program = canonical(
+        Written(lambda self, x: torch.linalg.inv(self.linear(x)), linear=nn.Linear(16, 16)), torch.eye(16)
+    )
+    with pytest.raises(UserError, match=r"operation linalg_inv .* Low precision dtypes not supported"):
+        lower(program, torch.bfloat16)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 SQUARES: dict[str, Callable[[Tensor], Tensor]] = {
