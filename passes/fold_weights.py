@@ -5,7 +5,8 @@
 
 Such weights come from weight normalisation, from scales that a model applies to its own weights, and from weights that
 are stored as integers. They are computed as the model computes them, so no value changes. Only what a matrix product
-reads as its weight is folded; a mere view or cast of a constant stays in the graph.
+reads as its weight is folded; a mere view or cast of a constant stays in the graph. What no parameter takes part in
+becomes a buffer, since it may be no weight of the model: rotary frequencies that are scaled, say.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import operator
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -27,7 +29,7 @@ _VIEWS = VALUE_PRESERVING | PERMUTATIONS | CASTS | {aten.expand}
 
 
 def fold_weights(program: ExportedProgram) -> ExportedProgram:
-    """Return the program with computed weights as parameters; itself where it has none."""
+    """Return the program with computed weights as constants; itself where it has none."""
     constants = constants_of(program)
     computed: list[Node] = []  # from constants alone, in graph order
     known = set(constants)
@@ -51,13 +53,15 @@ def fold_weights(program: ExportedProgram) -> ExportedProgram:
             values[node] = node.target(*args, **kwargs)
         return values[node]
 
-    names = constants_of(program)
+    names, parameters = constants_of(program), set(program.graph_signature.parameters)
     first = next(iter(names))
     with torch.no_grad():
         for name in weights:
             node = copies[name]
-            source = next(placeholder for placeholder in _sources(node) if placeholder in names)
-            folded = add_parameter(program, f"{names[source]}_folded", value(node).detach().clone(), like=first)
+            sources = [names[source] for source in _sources(node) if source in names]
+            kind = InputKind.BUFFER if parameters.isdisjoint(sources) else InputKind.PARAMETER
+            tensor = value(node).detach().clone()
+            folded = add_parameter(program, f"{sources[0]}_folded", tensor, like=first, kind=kind)
             folded.meta = {**node.meta, "val": folded.meta["val"]}
             replace_node(program, node, folded)
             values.clear()

@@ -3,7 +3,8 @@
 `lower` turns a program into a strongly typed bfloat16 or float16 one, by the policy of torch's autocast: products run
 in the low precision, reductions and transcendental functions in float32, everything else in the widest dtype of its
 operands. Parameters are stored in the low precision, buffers (rotary frequencies, masks) stay as they are, and the
-inputs and outputs of the program keep their dtypes.
+inputs and outputs of the program keep their dtypes. What is computed from buffers and integers alone is no data of the
+model: its products, such as rotary angles, which would be wrong by whole turns, stay as they are, too.
 
     x: f32 ─ linear(W: f32) ─ layer_norm ─ y: f32
     x: f32 ─ cast bf16 ─ linear(W: bf16) ─ cast f32 ─ layer_norm(f32) ─ y: f32
@@ -46,6 +47,10 @@ _FLOAT32_OPS = frozenset(
 )  # fmt: skip
 # Their numbers become elements of the result, so these must fit: masks are filled with the least float32, for example.
 _FILLING_OPS = frozenset((aten.masked_fill, aten.where, aten.clamp, aten.clamp_min, aten.clamp_max, aten.full_like))
+# They take the shape of their operand, not its values.
+_SHAPED_LIKE = frozenset(
+    (aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full)
+)  # fmt: skip
 
 
 def parameter_dtypes(program: ExportedProgram) -> set[torch.dtype]:
@@ -66,12 +71,15 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
     explicit = {torch.float64: torch.float32, torch.bfloat16: dtype, torch.float16: dtype}
     outputs = [node.meta["val"].dtype for node in _output_tensors(program)]
     _convert_constants(program, set(program.graph_signature.parameters), dtype)
+    data = _data(program)
     caster = _Caster(program.graph)
     for node in list(program.graph.nodes):
         if node.op != "call_function":
             continue
         packet = getattr(node.target, "overloadpacket", None)
-        wanted = dtype if packet in _LOW_PRECISION_OPS else torch.float32 if packet in _FLOAT32_OPS else None
+        wanted = torch.float32 if packet in _FLOAT32_OPS else None
+        if packet in _LOW_PRECISION_OPS and node in data:
+            wanted = dtype
         if packet is aten.pow and is_squared_relu(node):
             wanted = None  # squared and rounded once, like `square` and like the op that may replace it
         if wanted is not None:
@@ -135,6 +143,24 @@ class _Caster:
             return self.cast(operand, dtype, before=node)
 
         node.args, node.kwargs = map_arg(node.args, convert), map_arg(node.kwargs, convert)
+
+
+def _data(program: ExportedProgram) -> set[Node]:
+    """Return the nodes whose floats derive from parameters, floating-point inputs or embeddings."""
+    parameters = set(program.graph_signature.parameters)
+    found = {node for node, name in constants_of(program).items() if name in parameters} | set(user_inputs(program))
+    found = {node for node in found if _has_floats(node)}
+    for node in program.graph.nodes:
+        packet = getattr(node.target, "overloadpacket", None)
+        derives = packet is aten.embedding or not found.isdisjoint(node.all_input_nodes)
+        if derives and packet not in _SHAPED_LIKE and _has_floats(node):
+            found.add(node)
+    return found
+
+
+def _has_floats(node: Node) -> bool:
+    results = pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in results)
 
 
 def _convert_constants(program: ExportedProgram, names: set[str], dtype: torch.dtype) -> None:

@@ -54,8 +54,18 @@ def tensor_of(program: ExportedProgram, name: str) -> torch.Tensor:
     return tensor
 
 
-def add_parameter(program: ExportedProgram, name: str, tensor: torch.Tensor, like: Node) -> Node:
-    """Add a parameter called `name` (made unique) that holds `tensor`, right before the placeholder `like`."""
+def add_parameter(
+    program: ExportedProgram, name: str, tensor: torch.Tensor, like: Node, kind: InputKind = InputKind.PARAMETER
+) -> Node:
+    """Add a parameter, or a buffer, called `name` (made unique) that holds `tensor`, right before `like`.
+
+    Args:
+        program: The program to change.
+        name: The name of the tensor.
+        tensor: Its values.
+        like: The placeholder of another constant.
+        kind: `PARAMETER` or `BUFFER`.
+    """
     taken = set(program.state_dict) | set(program.constants)
     unique, count = name, 1
     while unique in taken:
@@ -66,10 +76,11 @@ def add_parameter(program: ExportedProgram, name: str, tensor: torch.Tensor, lik
         node: Node = graph.placeholder("p_" + unique.replace(".", "_"))
     fake_mode = like.meta["val"].fake_mode
     node.meta["val"] = fake_mode.from_tensor(tensor, static_shapes=True)
-    program.state_dict[unique] = torch.nn.Parameter(tensor, requires_grad=False)
+    is_buffer = kind == InputKind.BUFFER
+    program.state_dict[unique] = tensor if is_buffer else torch.nn.Parameter(tensor, requires_grad=False)
     specs = program.graph_signature.input_specs
     position = next(i for i, spec in enumerate(specs) if spec.arg.name == like.name)
-    specs.insert(position, InputSpec(InputKind.PARAMETER, TensorArgument(node.name), unique))
+    specs.insert(position, InputSpec(kind, TensorArgument(node.name), unique, is_buffer or None))
     return node
 
 

@@ -68,6 +68,15 @@ def test_computed_weights(case: str) -> None:
     assert torch.equal(run(program)[0], eager(module, x)[0]), "folding changes no bit"
 
 
+def test_parameters_make_parameters_and_buffers_make_buffers() -> None:
+    module = Written(lambda self, x: F.linear(x, self.up.weight * self.scale) @ (self.table / 3), up=nn.Linear(16, 40))
+    module.register_buffer("scale", torch.rand(40, 1))
+    module.register_buffer("table", torch.randn(40, 8))
+    signature = canonical(module, torch.randn(5, 16)).graph_signature
+    assert list(signature.parameters) == ["up.weight_folded"]
+    assert list(signature.buffers) == ["table_folded"]
+
+
 def test_what_depends_on_the_input_is_not_folded() -> None:
     module = Written(lambda self, x: self.ffn.down(torch.relu(F.linear(x, self.ffn.up.weight * x.mean()))), ffn=Plain())
     assert blocks_of(module) == []

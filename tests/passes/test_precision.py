@@ -105,6 +105,68 @@ def test_parameter_dtypes_ignores_buffers() -> None:
     assert parameter_dtypes(canonical(module, INPUTS[0].half(), INPUTS[1])) == {torch.float16}
 
 
+# ---- rotary angles ----
+
+
+def multiplied(inverse: Tensor, positions: Tensor, x: Tensor) -> Tensor:
+    """As transformers does it."""
+    return (inverse[None, :, None].expand(positions.shape[0], -1, 1) @ positions[:, None, :].float()).mT
+
+
+def by_einsum(inverse: Tensor, positions: Tensor, x: Tensor) -> Tensor:
+    return torch.einsum("bi,j->bij", positions.float(), inverse)
+
+
+def scaled(inverse: Tensor, positions: Tensor, x: Tensor) -> Tensor:
+    """A weight computed from a buffer, to be folded."""
+    return 8 * multiplied(inverse / 8, positions, x)
+
+
+def counted(inverse: Tensor, positions: Tensor, x: Tensor) -> Tensor:
+    """Positions that take the shape of data, but not its values."""
+    return by_einsum(inverse, torch.ones_like(x[..., 0]).cumsum(1) + 959, x)
+
+
+@pytest.mark.parametrize("angles", [multiplied, by_einsum, scaled, counted])
+def test_rotary_angles_stay_in_float32(angles: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """In bfloat16 the angle of position 1000 would be off by up to 2 radians."""
+
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.ffn = nn.Linear(16, 16), Gated()
+            self.register_buffer("inverse", 1 / 10000 ** (torch.arange(0, 16, 2) / 16))
+
+        def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+            angles_ = angles(self.inverse, positions, x)
+            twice = torch.cat((angles_, angles_), -1)
+            q = self.linear(x)
+            return self.ffn(q * twice.cos() + torch.cat((-q[..., 8:], q[..., :8]), -1) * twice.sin())
+
+    x, positions = torch.randn(1, 64, 16), torch.arange(960, 1024)[None]
+    program = canonical(Rotary(), x, positions)
+    lowered = lower(program, torch.bfloat16)
+    assert [(b.dtype, b.refusal) for b in find_ffn_blocks(lowered)] == [(torch.bfloat16, "")]
+    (y,), (truth,) = run(lowered), run(widen(program), x.double(), positions)
+    assert (y - truth).norm() < 0.02 * truth.norm()
+
+
+def test_embedding_in_a_buffer_is_data() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.register_buffer("table", torch.randn(8, 16))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            h = nn.functional.embedding(ids, self.table)
+            return self.linear(h @ h.mT @ h)
+
+    result = lower(canonical(Model(), torch.randint(0, 8, (2, 3))), torch.bfloat16)
+    assert dtype_of(result, torch.ops.aten.matmul) == {torch.bfloat16}
+    assert result.state_dict["table"].dtype == torch.float32, "buffers stay"
+
+
 # ---- what may go wrong ----
 
 
