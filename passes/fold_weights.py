@@ -37,7 +37,7 @@ def fold_weights(program: ExportedProgram) -> ExportedProgram:
         if _is_pure(node) and node.all_input_nodes and known.issuperset(node.all_input_nodes):
             known.add(node)
             computed.append(node)
-    weights = [node.name for node in computed if not _is_view(node) and _is_weight(node)]
+    weights = [node.name for node in computed if not is_view(node) and _is_weight(node)]
     if not weights:
         return program
     program = editable(program)
@@ -78,7 +78,7 @@ def _is_pure(node: Node) -> bool:
     )
 
 
-def _is_view(node: Node) -> bool:
+def is_view(node: Node) -> bool:
     """Whether a node only shows its operand in another shape or floating-point type."""
     return packet(node) in _VIEWS and node.all_input_nodes[0].meta["val"].is_floating_point()
 
@@ -87,7 +87,7 @@ def _is_weight(node: Node) -> bool:
     """Whether a product reads the node, directly or through views."""
     if not isinstance(node.meta["val"], torch.Tensor) or not node.meta["val"].is_floating_point():
         return False
-    return any(packet(user) in PRODUCTS or (_is_view(user) and _is_weight(user)) for user in node.users)
+    return any(packet(user) in PRODUCTS or (is_view(user) and _is_weight(user)) for user in node.users)
 
 
 def _sources(node: Node) -> list[Node]:

@@ -2,9 +2,10 @@
 
 `lower` turns a program into a strongly typed bfloat16 or float16 one, by the policy of torch's autocast: products run
 in the low precision, reductions and transcendental functions in float32, everything else in the widest dtype of its
-operands. Parameters are stored in the low precision, buffers (rotary frequencies, masks) stay as they are, and the
-inputs and outputs of the program keep their dtypes. What is computed from buffers and integers alone is no data of the
-model: its products, such as rotary angles, which would be wrong by whole turns, stay as they are, too.
+operands. Parameters are stored in the low precision, buffers (rotary frequencies, masks) stay as they are, except for
+those that hold weights, and the inputs and outputs of the program keep their dtypes. What is computed from buffers and
+integers alone is no data of the model: its products, such as rotary angles, which would be wrong by whole turns, stay
+as they are, too.
 
     x: f32 ─ linear(W: f32) ─ layer_norm ─ y: f32
     x: f32 ─ cast bf16 ─ linear(W: bf16) ─ cast f32 ─ layer_norm(f32) ─ y: f32
@@ -26,7 +27,9 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from twellc.errors import UserError, first_line
-from twellc.passes.activations import is_squared_relu
+from twellc.passes.activations import arguments, is_squared_relu, packet
+from twellc.passes.fold_weights import is_view
+from twellc.passes.linear import PRODUCTS, LinearReader
 from twellc.passes.program import constants_of, editable, finish, quiet_torch, tensor_of, user_inputs
 
 aten = torch.ops.aten
@@ -54,10 +57,11 @@ _SHAPED_LIKE = frozenset(
 
 
 def parameter_dtypes(program: ExportedProgram) -> set[torch.dtype]:
-    """Return the floating-point dtypes of the parameters that the graph reads."""
+    """Return the floating-point dtypes of the parameters that the graph reads; if there are none, of its products."""
     parameters = set(program.graph_signature.parameters)
     dtypes = {tensor_of(program, name).dtype for name in constants_of(program).values() if name in parameters}
-    return {dtype for dtype in dtypes if dtype.is_floating_point}
+    found = {dtype for dtype in dtypes if dtype.is_floating_point}
+    return found or {node.meta["val"].dtype for node in _data(program) if packet(node) in PRODUCTS}
 
 
 @quiet_torch()
@@ -70,23 +74,23 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
     program = editable(program)
     explicit = {torch.float64: torch.float32, torch.bfloat16: dtype, torch.float16: dtype}
     outputs = [node.meta["val"].dtype for node in _output_tensors(program)]
-    _convert_constants(program, set(program.graph_signature.parameters), dtype)
     data = _data(program)
+    _convert_constants(program, set(program.graph_signature.parameters) | _weights(program, data), dtype)
     caster = _Caster(program.graph)
     for node in list(program.graph.nodes):
         if node.op != "call_function":
             continue
-        packet = getattr(node.target, "overloadpacket", None)
-        wanted = torch.float32 if packet in _FLOAT32_OPS else None
-        if packet in _LOW_PRECISION_OPS and node in data:
+        op = packet(node)
+        wanted = torch.float32 if op in _FLOAT32_OPS else None
+        if op in _LOW_PRECISION_OPS and node in data:
             wanted = dtype
-        if packet is aten.pow and is_squared_relu(node):
+        if op is aten.pow and is_squared_relu(node):
             wanted = None  # squared and rounded once, like `square` and like the op that may replace it
         if wanted is not None:
             caster.cast_operands(node, wanted)
         _replace_explicit_dtypes(node, explicit)
         _infer_again(node)
-        if packet in _FILLING_OPS:
+        if op in _FILLING_OPS:
             _fit_numbers(node)
     output = program.graph.output_node()
     for source, original in zip(_output_tensors(program), outputs, strict=True):
@@ -151,11 +155,32 @@ def _data(program: ExportedProgram) -> set[Node]:
     found = {node for node, name in constants_of(program).items() if name in parameters} | set(user_inputs(program))
     found = {node for node in found if _has_floats(node)}
     for node in program.graph.nodes:
-        packet = getattr(node.target, "overloadpacket", None)
-        derives = packet is aten.embedding or not found.isdisjoint(node.all_input_nodes)
-        if derives and packet not in _SHAPED_LIKE and _has_floats(node):
+        derives = packet(node) is aten.embedding or not found.isdisjoint(node.all_input_nodes)
+        if derives and packet(node) not in _SHAPED_LIKE and _has_floats(node):
             found.add(node)
     return found
+
+
+def _weights(program: ExportedProgram, data: set[Node]) -> set[str]:
+    """Return the names of the constants that only products with data read, or that are added to one as its bias."""
+    constants = constants_of(program)
+    reader = LinearReader(constants)
+
+    def only_weighs(node: Node, constant: Node) -> bool:
+        return all(
+            only_weighs(user, constant) if is_view(user) else user in data and is_weight_of(node, user, constant)
+            for user in node.users
+        )
+
+    def is_weight_of(node: Node, user: Node, constant: Node) -> bool:
+        linear = reader.linear(user)
+        if linear is not None and linear.bias is not None and linear.bias.node is constant:
+            return True
+        # What these add to a product may be a mask.
+        adds = packet(user) in (aten.addmm, aten.baddbmm) and arguments(user)[0] is node
+        return packet(user) in PRODUCTS and not adds
+
+    return {name for node, name in constants.items() if only_weighs(node, node)}
 
 
 def _has_floats(node: Node) -> bool:
@@ -170,8 +195,9 @@ def _convert_constants(program: ExportedProgram, names: set[str], dtype: torch.d
             continue
         converted = tensor.detach().to(dtype)
         if dtype == torch.float16 and not torch.equal(converted.isfinite(), tensor.isfinite()):
+            kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
             raise UserError(
-                f"parameter {name}", "its values overflow float16", expected="at most 65504", fix="Use --dtype bf16."
+                f"{kind} {name}", "its values overflow float16", expected="at most 65504", fix="Use --dtype bf16."
             )
         if isinstance(tensor, torch.nn.Parameter):
             converted = torch.nn.Parameter(converted, requires_grad=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
@@ -165,6 +166,70 @@ def test_embedding_in_a_buffer_is_data() -> None:
     result = lower(canonical(Model(), torch.randint(0, 8, (2, 3))), torch.bfloat16)
     assert dtype_of(result, torch.ops.aten.matmul) == {torch.bfloat16}
     assert result.state_dict["table"].dtype == torch.float32, "buffers stay"
+
+
+# ---- weights in buffers ----
+
+
+def buffered(function: Callable[..., Any], **buffers: Tensor) -> nn.Module:
+    module = Written(function, ffn=Plain(biases="ud"))
+    for name, tensor in buffers.items():
+        module.register_buffer(name, tensor)
+    return module
+
+
+UP, DOWN, BIAS = torch.randn(40, 16) / 4, torch.randn(16, 40) / 6, torch.randn(40)
+ALL = {"up": UP, "down": DOWN, "bias": BIAS}
+BUFFERED: dict[str, Callable[[], nn.Module]] = {
+    "all": lambda: buffered(lambda s, x: F.linear(torch.relu(F.linear(x, s.up, s.bias)), s.down), **ALL),
+    "views": lambda: buffered(lambda s, x: torch.relu(x @ s.up.T) @ s.down.view(16, 40).mT, up=UP, down=DOWN),
+    "addmm": lambda: buffered(lambda s, x: torch.relu(torch.addmm(s.bias, x, s.up.T)) @ s.down.T, **ALL),
+    "down": lambda: buffered(lambda s, x: F.linear(torch.relu(s.ffn.up(x)), s.down), down=DOWN),
+    "a bias": lambda: buffered(lambda s, x: s.ffn.down(torch.relu(F.linear(x, s.ffn.up.weight) + s.bias)), bias=BIAS),
+    "a tensor of the code": lambda: buffered(lambda s, x: F.linear(torch.relu(s.ffn.up(x)), DOWN)),
+    "computed": lambda: buffered(lambda s, x: F.linear(torch.relu(s.ffn.up(x)), s.down / 3), down=DOWN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("case", BUFFERED)
+def test_weights_in_buffers(case: str, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 16)
+    program = canonical(BUFFERED[case](), x)
+    assert parameter_dtypes(program) == {torch.float32}
+    lowered = lower(program, dtype)
+    assert parameter_dtypes(lowered) == {dtype}
+    assert [(b.variant, b.dtype, b.refusal) for b in find_ffn_blocks(lowered)] == [("plain", dtype, "")]
+    assert {tensor.dtype for tensor in (lowered.state_dict | lowered.constants).values()} == {dtype}
+    (truth,) = run(widen(program), x.double())
+    for result in (lowered, models.rewrite(lowered)):
+        assert (run(result)[0] - truth).norm() < 0.01 * truth.norm()
+
+
+def test_a_buffer_that_is_more_than_a_weight_stays() -> None:
+    module = buffered(
+        lambda s, x: (x @ s.table, x @ s.shared, s.shared.exp()), table=torch.eye(16), shared=torch.eye(16)
+    )
+    result = lower(canonical(module, torch.randn(5, 16)), torch.bfloat16)
+    assert [result.state_dict[name].dtype for name in ("table", "shared")] == [torch.bfloat16, torch.float32]
+    assert dtype_of(result, torch.ops.aten.matmul) == {torch.bfloat16}
+
+
+def test_frequencies_and_masks_are_no_weights() -> None:
+    least = torch.finfo(torch.float32).min
+    module = buffered(
+        lambda s, x, t: torch.baddbmm(s.mask, x, x.mT) + (t[:, None].float() @ s.inverse).sin().sum(),
+        mask=torch.full((3, 3), least).triu(1).expand(2, 3, 3),
+        inverse=torch.rand(1, 8),
+    )
+    result = lower(canonical(module, torch.randn(2, 3, 16), torch.arange(900, 903)), torch.float16)
+    assert [result.state_dict[name].dtype for name in ("mask", "inverse")] == [torch.float32] * 2
+
+
+def test_buffer_that_overflows_float16() -> None:
+    program = canonical(buffered(lambda s, x: F.linear(x, s.up), up=UP * 1e6), torch.randn(5, 16))
+    with pytest.raises(UserError, match=r"buffer up: its values overflow float16"):
+        lower(program, torch.float16)
 
 
 # ---- what may go wrong ----
