@@ -15,6 +15,7 @@ as they are, too.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -34,10 +35,10 @@ from twellc.passes.program import constants_of, editable, finish, quiet_torch, t
 
 aten = torch.ops.aten
 
-_LOW_PRECISION_OPS = frozenset(
+_LOW_PRECISION_OPS = PRODUCTS | frozenset(
     (
-        aten.linear, aten.mm, aten.addmm, aten.matmul, aten.bmm, aten.baddbmm, aten.einsum, aten.convolution,
-        aten.conv1d, aten.conv2d, aten.conv3d, aten.scaled_dot_product_attention,
+        aten.addbmm, aten.mv, aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d, aten.lstm, aten.gru,
+        aten.rnn_tanh, aten.rnn_relu, aten.scaled_dot_product_attention,
     )
 )  # fmt: skip
 _FLOAT32_OPS = frozenset(
@@ -45,9 +46,13 @@ _FLOAT32_OPS = frozenset(
         aten.pow, aten.rsqrt, aten.sqrt, aten.exp, aten.log, aten.mean, aten.sum, aten.var, aten.std, aten.cumsum,
         aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.logsumexp, aten.norm,
         aten.linalg_vector_norm, aten.layer_norm, aten.native_layer_norm, aten.group_norm, aten.batch_norm,
-        aten._native_batch_norm_legit_no_training, aten.rms_norm, aten.sin, aten.cos, aten.reciprocal,
+        aten._native_batch_norm_legit_no_training, aten.instance_norm, aten.rms_norm, aten.sin, aten.cos,
+        aten.reciprocal,
     )
 )  # fmt: skip
+# Operators that bring operands of several dtypes to the widest by themselves: these and the elementwise ones, but two.
+_PROMOTING_OPS = frozenset((aten.cat, aten.stack, aten.where, aten.masked_fill))
+_NOT_PROMOTING_OPS = frozenset((aten.lerp, aten.heaviside))
 # Their numbers become elements of the result, so these must fit: masks are filled with the least float32, for example.
 _FILLING_OPS = frozenset((aten.masked_fill, aten.where, aten.clamp, aten.clamp_min, aten.clamp_max, aten.full_like))
 # They take the shape of their operand, not its values.
@@ -81,7 +86,7 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
         if node.op != "call_function":
             continue
         op = packet(node)
-        wanted = torch.float32 if op in _FLOAT32_OPS else None
+        wanted = torch.float32 if op in _FLOAT32_OPS else None if _promotes(node) else _widest(node)
         if op in _LOW_PRECISION_OPS and node in data:
             wanted = dtype
         if op is aten.pow and is_squared_relu(node):
@@ -203,6 +208,20 @@ def _convert_constants(program: ExportedProgram, names: set[str], dtype: torch.d
             converted = torch.nn.Parameter(converted, requires_grad=False)
         (program.state_dict if name in program.state_dict else program.constants)[name] = converted
         node.meta["val"] = node.meta["val"].to(dtype)
+
+
+def _promotes(node: Node) -> bool:
+    op = packet(node)
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return op in _PROMOTING_OPS or (pointwise and op not in _NOT_PROMOTING_OPS)
+
+
+def _widest(node: Node) -> torch.dtype | None:
+    """Return the widest floating-point dtype of the operands; a tensor without dimensions widens none that has some."""
+    values = [operand.meta.get("val") for operand in node.all_input_nodes]
+    floats = [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    dtypes = [value.dtype for value in floats if value.dim()] or [value.dtype for value in floats]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
 def _output_tensors(program: ExportedProgram) -> list[Node]:

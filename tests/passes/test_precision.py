@@ -17,7 +17,7 @@ from tests.models import Gated, Plain, Residual, Written, canonical, eager, run
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.errors import UserError
 from twellc.passes.canonicalize import canonicalize
-from twellc.passes.execution import run_program
+from twellc.passes.execution import example_inputs, run_program
 from twellc.passes.find_ffn import find_ffn_blocks
 from twellc.passes.precision import lower, parameter_dtypes, widen
 from twellc.passes.program import user_inputs
@@ -104,6 +104,78 @@ def test_parameter_dtypes_ignores_buffers() -> None:
     module = Mixture().half()
     module.scale = module.scale.float()
     assert parameter_dtypes(canonical(module, INPUTS[0].half(), INPUTS[1])) == {torch.float16}
+
+
+# ---- operators that need operands of one dtype ----
+
+
+def put(self: Any, x: Tensor) -> Tensor:
+    y = torch.zeros(2, 3, 16)
+    y[:, torch.tensor([2, 0, 1])] = self.ffn(x)
+    return y
+
+
+ROWS = torch.tensor([2, 0, 1])
+ELEMENTS = ROWS[None, :, None].expand(2, 3, 16)
+# By name: what it computes, and what it needs besides a feed-forward block and a matrix.
+PICKY: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module]]] = {
+    "conv_transpose1d": (lambda s, x: s.other(x.mT), lambda: nn.ConvTranspose1d(16, 16, 3)),
+    "conv_transpose2d": (lambda s, x: s.other(x.mT[..., None]), lambda: nn.ConvTranspose2d(16, 16, 3)),
+    "conv_transpose3d": (lambda s, x: s.other(x.mT[..., None, None]), lambda: nn.ConvTranspose3d(16, 16, 3)),
+    "lstm": (lambda s, x: s.other(x)[0], lambda: nn.LSTM(16, 16, batch_first=True)),
+    "gru": (lambda s, x: s.other(x)[0], lambda: nn.GRU(16, 16, batch_first=True)),
+    "rnn_tanh": (lambda s, x: s.other(x)[0], lambda: nn.RNN(16, 16, batch_first=True)),
+    "rnn_relu": (lambda s, x: s.other(x)[0], lambda: nn.RNN(16, 16, batch_first=True, nonlinearity="relu")),
+    "instance_norm": (lambda s, x: s.other(x), lambda: nn.InstanceNorm1d(3, affine=True)),
+    "bilinear": (lambda s, x: s.other(x, s.ffn(x)), lambda: nn.Bilinear(16, 16, 16)),
+    "prelu": (lambda s, x: s.other(x), nn.PReLU),
+    "addbmm": (lambda s, x: torch.addbmm(x[0].exp(), s.ffn(x)[..., :3], x), nn.Identity),
+    "inner": (lambda s, x: torch.inner(x, s.matrix), nn.Identity),
+    "tensordot": (lambda s, x: torch.tensordot(x, s.matrix, 1), nn.Identity),
+    "mv": (lambda s, x: torch.mv(s.matrix, x[0, 0]), nn.Identity),
+    "dot": (lambda s, x: torch.dot(s.matrix[0], x[0, 0]), nn.Identity),
+    "lerp": (lambda s, x: torch.lerp(x, s.ffn(x), s.matrix[0].sigmoid()), nn.Identity),
+    "lerp by a number": (lambda s, x: torch.lerp(x, s.ffn(x), 0.3), nn.Identity),
+    "heaviside": (lambda s, x: torch.heaviside(torch.relu(x), s.ffn(x)), nn.Identity),
+    "index_add": (lambda s, x: torch.zeros(2, 3, 16).index_add(1, ROWS, s.ffn(x)), nn.Identity),
+    "index_put": (put, nn.Identity),
+    "scatter": (lambda s, x: torch.zeros(2, 3, 16).scatter(1, ELEMENTS, s.ffn(x)), nn.Identity),
+    "scatter_add": (lambda s, x: torch.zeros(2, 3, 16).scatter_add(1, ELEMENTS, s.ffn(x)), nn.Identity),
+    "masked_scatter": (lambda s, x: x.masked_scatter(x > 0, s.ffn(x)), nn.Identity),
+}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("case", PICKY)
+def test_operands_get_one_dtype(case: str, dtype: torch.dtype) -> None:
+    forward, other = PICKY[case]
+    module = Written(forward, ffn=Plain(), matrix=torch.randn(16, 16) / 4, other=other())
+    x = torch.randn(2, 3, 16)
+    lowered = lower(canonical(module, x), dtype)
+    said = {node.name: node.meta["val"].dtype for node in lowered.graph.nodes if hasattr(node.meta.get("val"), "dtype")}
+    done: dict[str, Any] = {}
+    (y,) = run_program(lowered, example_inputs(lowered), lambda name, value: done.setdefault(name, value))
+    wrong = {name for name, dtype in said.items() if name in done and done[name].dtype != dtype}
+    assert not wrong, "what the graph says is what it computes"
+    (truth,) = eager(module, x)
+    assert (y - truth).norm() < 0.02 * truth.norm()
+
+
+def test_products_of_the_matcher_run_in_low_precision() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        inner = torch.inner(torch.relu(torch.inner(x, self.up)), self.down)
+        return inner + torch.tensordot(torch.relu(torch.tensordot(x, self.up.T, 1)), self.down.T, 1)
+
+    module = Written(forward, up=torch.randn(40, 16), down=torch.randn(16, 40))
+    blocks = find_ffn_blocks(lower(canonical(module, torch.randn(5, 16)), torch.bfloat16))
+    assert [(b.dtype, b.refusal) for b in blocks] == [(torch.bfloat16, "")] * 2
+
+
+def test_a_tensor_without_dimensions_widens_none_that_has_some() -> None:
+    """As torch has it: here a float32 number is put into a bfloat16 tensor."""
+    module = Written(lambda self, x: self.linear(x).index_put((ROWS,), x.sum()), linear=nn.Linear(16, 16))
+    result = lower(canonical(module, torch.randn(5, 16)), torch.bfloat16)
+    assert dtype_of(result, torch.ops.aten.index_put) == {torch.bfloat16}
 
 
 # ---- rotary angles ----
