@@ -31,7 +31,7 @@ from twellc.errors import UserError, first_line
 from twellc.passes.activations import arguments, is_squared_relu, packet
 from twellc.passes.fold_weights import is_view
 from twellc.passes.linear import PRODUCTS, LinearReader
-from twellc.passes.program import constants_of, editable, finish, quiet_torch, tensor_of, user_inputs
+from twellc.passes.program import constants_of, editable, finish, quiet_torch, replace_node, tensor_of, user_inputs
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ _FLOAT32_OPS = frozenset(
         aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.logsumexp, aten.norm,
         aten.linalg_vector_norm, aten.layer_norm, aten.native_layer_norm, aten.group_norm, aten.batch_norm,
         aten._native_batch_norm_legit_no_training, aten.instance_norm, aten.rms_norm, aten.sin, aten.cos,
-        aten.reciprocal,
+        aten.reciprocal, aten.view_as_complex, aten.complex, aten.polar,  # complex numbers have no bfloat16
     )
 )  # fmt: skip
 # Operators that bring operands of several dtypes to the widest by themselves: these and the elementwise ones, but two.
@@ -113,15 +113,30 @@ def widen(program: ExportedProgram) -> ExportedProgram:
     """Return the program in float64 throughout, inputs and outputs included."""
     program = editable(program)
     explicit = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64)
+    explicit[torch.complex64] = torch.complex128
     _convert_constants(program, set(constants_of(program).values()), torch.float64)
     for node in user_inputs(program):
         if node.meta["val"].dtype.is_floating_point:
             node.meta["val"] = node.meta["val"].to(torch.float64)
-    for node in program.graph.nodes:
+    caster = _Caster(program.graph)
+    for node in list(program.graph.nodes):
         if node.op == "call_function":
             _replace_explicit_dtypes(node, explicit)
             _infer_again(node)
+            if getattr(node.meta.get("val"), "dtype", None) == torch.float32:
+                _widen_result(program, node, caster)
     return finish(program)
+
+
+def _widen_result(program: ExportedProgram, node: Node, caster: _Caster) -> None:
+    """Make a result float64 whose dtype is not that of an operand: it is made of nothing, or of integers."""
+    operator = node.target
+    if isinstance(operator, torch._ops.OpOverload) and any(a.name == "dtype" for a in operator._schema.arguments):
+        node.kwargs = {**node.kwargs, "dtype": torch.float64}
+        _infer_again(node)
+    else:
+        cast = caster.cast(node, torch.float64, before=node)
+        replace_node(program, node, cast, where=lambda user: user is not cast)
 
 
 class _Caster:
@@ -261,7 +276,7 @@ def _infer_again(node: Node) -> None:
     """Recompute the dtype of the node's result from its operands; shapes cannot have changed."""
     value = node.meta.get("val")
     results = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, FakeTensor)]
-    if not any(result.is_floating_point() for result in results):
+    if not any(result.is_floating_point() or result.is_complex() for result in results):
         return
     if node.target is aten.view.default:
         # Kernels of another precision may lay their results out differently (attention does): a view may need a copy.

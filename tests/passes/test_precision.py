@@ -17,7 +17,7 @@ from tests.models import Gated, Plain, Residual, Written, canonical, eager, run
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.errors import UserError
 from twellc.passes.canonicalize import canonicalize
-from twellc.passes.execution import example_inputs, run_program
+from twellc.passes.execution import run_program
 from twellc.passes.find_ffn import find_ffn_blocks
 from twellc.passes.precision import lower, parameter_dtypes, widen
 from twellc.passes.program import user_inputs
@@ -48,6 +48,16 @@ def dtype_of(program: ExportedProgram, operation: Any) -> set[torch.dtype]:
         for node in program.graph.nodes
         if getattr(node.target, "overloadpacket", None) is operation
     }
+
+
+def run_as_typed(program: ExportedProgram, x: Tensor) -> Tensor:
+    """Return the only output, and check that each operation computes in the dtype that the graph says."""
+    said = {node.name: node.meta["val"].dtype for node in program.graph.nodes if hasattr(node.meta.get("val"), "dtype")}
+    done: dict[str, Any] = {}
+    (x_name,) = (node.name for node in user_inputs(program))
+    (y,) = run_program(program, {x_name: x}, lambda name, value: done.setdefault(name, value))
+    assert {name: dtype for name, dtype in said.items() if name in done and done[name].dtype != dtype} == {}
+    return y
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -115,6 +125,11 @@ def put(self: Any, x: Tensor) -> Tensor:
     return y
 
 
+def turned(self: Any, x: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(self.ffn(x).view(2, 3, 8, 2))
+    return torch.view_as_real(pairs * torch.polar(torch.ones(3, 8), self.matrix[:3, :8])).flatten(2)
+
+
 ROWS = torch.tensor([2, 0, 1])
 ELEMENTS = ROWS[None, :, None].expand(2, 3, 16)
 # By name: what it computes, and what it needs besides a feed-forward block and a matrix.
@@ -137,6 +152,7 @@ PICKY: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module]]] = {
     "lerp": (lambda s, x: torch.lerp(x, s.ffn(x), s.matrix[0].sigmoid()), nn.Identity),
     "lerp by a number": (lambda s, x: torch.lerp(x, s.ffn(x), 0.3), nn.Identity),
     "heaviside": (lambda s, x: torch.heaviside(torch.relu(x), s.ffn(x)), nn.Identity),
+    "complex numbers": (turned, nn.Identity),
     "index_add": (lambda s, x: torch.zeros(2, 3, 16).index_add(1, ROWS, s.ffn(x)), nn.Identity),
     "index_put": (put, nn.Identity),
     "scatter": (lambda s, x: torch.zeros(2, 3, 16).scatter(1, ELEMENTS, s.ffn(x)), nn.Identity),
@@ -152,11 +168,7 @@ def test_operands_get_one_dtype(case: str, dtype: torch.dtype) -> None:
     module = Written(forward, ffn=Plain(), matrix=torch.randn(16, 16) / 4, other=other())
     x = torch.randn(2, 3, 16)
     lowered = lower(canonical(module, x), dtype)
-    said = {node.name: node.meta["val"].dtype for node in lowered.graph.nodes if hasattr(node.meta.get("val"), "dtype")}
-    done: dict[str, Any] = {}
-    (y,) = run_program(lowered, example_inputs(lowered), lambda name, value: done.setdefault(name, value))
-    wrong = {name for name, dtype in said.items() if name in done and done[name].dtype != dtype}
-    assert not wrong, "what the graph says is what it computes"
+    y = run_as_typed(lowered, x)
     (truth,) = eager(module, x)
     assert (y - truth).norm() < 0.02 * truth.norm()
 
@@ -432,6 +444,30 @@ def test_widen_removes_explicit_casts() -> None:
     x = torch.randn(5, 16)
     (y,) = run(widen(canonical(module, x)), x.double())
     assert_same(y, eager(module.ffn.double(), x.double())[0])
+
+
+FROM_NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
+    "ones": lambda x: torch.tril(torch.ones(3, 3)) @ x / 3,
+    "zeros": lambda x: torch.zeros(2, 3, 16).index_add(1, torch.tensor([2, 0, 1]), x),
+    "full": lambda x: torch.full((3, 3), 0.1) @ x,
+    "eye": lambda x: torch.eye(3) @ x,
+    "linspace": lambda x: torch.linspace(0, 1, 9).view(3, 3) @ x,
+    "arange": lambda x: torch.arange(0, 0.9, 0.1).view(3, 3) @ x,
+    "scalar_tensor": lambda x: torch.scalar_tensor(0.1).expand(3, 3) @ x,
+    "integers divided": lambda x: (torch.arange(9).view(3, 3) / 9) @ x,
+    "integers multiplied": lambda x: (torch.arange(9).view(3, 3) * 0.25) @ x,
+    "integers in a function": lambda x: torch.sin(torch.arange(9).view(3, 3)) @ x,
+    "an output": lambda x: torch.ones(3) / 3,
+    "polar": lambda x: torch.view_as_real(torch.polar(torch.ones(2, 3, 16), x).mT @ x.to(torch.complex64)),
+}
+
+
+@pytest.mark.parametrize("case", FROM_NOTHING)
+def test_widen_reaches_what_is_made_without_floats(case: str) -> None:
+    module, x = Written(lambda self, x: FROM_NOTHING[case](x)), torch.randn(2, 3, 16)
+    y = run_as_typed(widen(canonical(module, x)), x.double())
+    assert y.dtype == torch.float64
+    torch.testing.assert_close(y, FROM_NOTHING[case](x).double(), rtol=1e-5, atol=1e-5)
 
 
 # ---- Hugging Face models ----
