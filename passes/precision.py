@@ -62,11 +62,14 @@ _SHAPED_LIKE = frozenset(
 
 
 def parameter_dtypes(program: ExportedProgram) -> set[torch.dtype]:
-    """Return the floating-point dtypes of the parameters that the graph reads; if there are none, of its products."""
+    """Return the floating-point dtypes of the parameters that the graph reads; if there are none, of other weights."""
     parameters = set(program.graph_signature.parameters)
     dtypes = {tensor_of(program, name).dtype for name in constants_of(program).values() if name in parameters}
-    found = {dtype for dtype in dtypes if dtype.is_floating_point}
-    return found or {node.meta["val"].dtype for node in _data(program) if packet(node) in PRODUCTS}
+    if not any(dtype.is_floating_point for dtype in dtypes):
+        data = _data(program)
+        operands = {operand for node in data if packet(node) in PRODUCTS for operand in node.all_input_nodes} - data
+        dtypes = {_viewed(operand).meta["val"].dtype for operand in operands if _has_floats(operand)}
+    return {dtype for dtype in dtypes if dtype.is_floating_point}
 
 
 @quiet_torch()
@@ -201,6 +204,12 @@ def _weights(program: ExportedProgram, data: set[Node]) -> set[str]:
         return packet(user) in PRODUCTS and not adds
 
     return {name for node, name in constants.items() if only_weighs(node, node)}
+
+
+def _viewed(node: Node) -> Node:
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _has_floats(node: Node) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from tests import models
-from tests.models import Gated, Plain, Residual, Written, canonical, eager, run
+from tests.models import Gated, Plain, Residual, Written, canonical, eager, export, run
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.errors import UserError
 from twellc.passes.canonicalize import canonicalize
@@ -288,6 +288,23 @@ def test_weights_in_buffers(case: str, dtype: torch.dtype) -> None:
     (truth,) = run(widen(program), x.double())
     for result in (lowered, models.rewrite(lowered)):
         assert (run(result)[0] - truth).norm() < 0.01 * truth.norm()
+
+
+def test_products_that_a_model_widens_are_not_its_precision() -> None:
+    module = buffered(
+        lambda s, x: (y := F.linear(x, s.up).float()) @ y.mT @ F.linear(x, s.up).float(), up=UP.bfloat16()
+    )
+    assert parameter_dtypes(canonical(module, torch.randn(5, 16).bfloat16())) == {torch.bfloat16}
+    module = buffered(lambda s, x: F.linear(x.float(), s.up.float()), up=UP.bfloat16())
+    assert parameter_dtypes(canonical(module, torch.randn(5, 16).bfloat16())) == {torch.bfloat16}
+
+
+def test_dtype_of_weights_that_are_stored_as_integers() -> None:
+    module = buffered(
+        lambda s, x: F.linear(x, s.up.float() * 0.25), up=torch.randint(-8, 8, (40, 16), dtype=torch.int8)
+    )
+    program = export(module, torch.randn(5, 16))
+    assert parameter_dtypes(program) == parameter_dtypes(canonicalize(program)) == {torch.float32}
 
 
 def test_a_buffer_that_is_more_than_a_weight_stays() -> None:
