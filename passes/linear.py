@@ -298,6 +298,12 @@ def _slice_by_view(node: Node) -> _Slice | None:
         unbind, index = arguments(node)
         view, dim = operand(unbind), (*arguments(unbind)[1:], 0)[0]
         between = (node, unbind, view)
+    elif packet(node) is aten.slice and len(arguments(node)) > 2:
+        # What decompositions make of unbind; behind it the dimension of size 1 is dropped.
+        view, dim, index = operand(node), *arguments(node)[1:3]
+        if dim % view.meta["val"].dim() == view.meta["val"].dim() - 1 or not _is_one(node.meta["val"].shape[dim]):
+            return None
+        between = (node, view)
     else:
         return None
     if packet(view) not in VALUE_PRESERVING or not isinstance(index, int):

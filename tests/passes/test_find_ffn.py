@@ -334,6 +334,14 @@ def test_packed(form: str) -> None:
     assert_same(run(result)[0], eager(module, x)[0])
 
 
+def test_packed_and_decomposed() -> None:
+    module, x = Packed(PACKED["a view and unbind"]), torch.randn(2, 3, 16)
+    program = canonicalize(torch.export.export(module.eval(), (x,)).run_decompositions())
+    (block,) = find_ffn_blocks(program)
+    assert (block.variant, block.refusal) == ("gated", "")
+    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+
+
 def test_packed_with_a_part_that_is_read_elsewhere() -> None:
     def three(module: nn.Module, h: Tensor) -> Tensor:
         gate, up, rest = h.chunk(3, -1)
