@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from twellc.config import CompileOptions
 from twellc.errors import UserError
 from twellc.export.tensorrt_host import choose_host
 from twellc.export.triton import CONFIG_NAME, model_config
-from twellc.files import Outputs
+from twellc.files import Outputs, external_data
 from twellc.isolation import run_isolated
 from twellc.manifest import make_manifest, manifest_path
 
@@ -22,6 +23,7 @@ EMBEDDED_NOTE = (
 TRITON_WARNING = (
     "Triton's TensorRT backend runs plans of TensorRT, not of TensorRT-RTX: compile with --backend tensorrt"
 )
+_WEIGHTS = "weights of --onnx"
 
 
 def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -48,9 +50,10 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
             assert options.output is not None
             onnx_path = outputs.scratch(options.output.with_name(f"{options.output.stem}.onnx"))
         translation = run_isolated("twellc.translation:translate_to_file", options, onnx_path, progress=progress)
+        _refuse_model_files(options, translation.external_data)
         if options.onnx is not None:
             for extra in map(options.onnx.with_name, translation.files[1:]):
-                outputs.check("--onnx", extra)
+                outputs.check(_WEIGHTS, extra)
                 outputs.stage(extra)
         plan = plan_file = None
         if backend is not None and options.output is not None:
@@ -74,24 +77,47 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
 
 
 def _check_outputs(options: CompileOptions, outputs: Outputs) -> None:
-    if options.dump_graphs is not None:
-        outputs.check_folder("--dump-graphs", options.dump_graphs)
-    if options.output is not None:
-        outputs.check("--output", options.output)  # the root has no name, so no manifest beside it
-    destinations = {
-        "--output": options.output,
-        "--onnx": options.onnx,
-        "--report": options.report,
-        "--triton": options.triton and options.triton / CONFIG_NAME,
-        "manifest": options.output and manifest_path(options.output),
-    }
-    taken: dict[Path, str] = {}
-    for option, path in destinations.items():
-        if path is None:
-            continue
-        outputs.check(option, path)
-        twin = taken.setdefault(path.resolve(), option)
+    taken: dict[str, str] = {}
+    for option, path in _destinations(options):
+        if option == "--dump-graphs":
+            outputs.check_folder(option, path)
+        elif option != _WEIGHTS:  # which stand in the ONNX file as long as they are small
+            outputs.check(option, path)
+        twin = taken.setdefault(os.path.realpath(path), option)
         if twin != option:
             raise UserError(f"{option} {path}", f"is the same file as {twin}")
-        if path.resolve() == options.model.resolve():
-            raise UserError(f"{option} {path}", "is the model itself")
+    folder = options.model.iterdir() if options.model.is_dir() else ()
+    _refuse_model_files(options, [options.model, *filter(Path.is_file, folder)])
+
+
+def _refuse_model_files(options: CompileOptions, files: list[Path]) -> None:
+    places = {place for file in files for place in _places(file)}
+    for option, path in _destinations(options):
+        if places & _places(path):
+            raise UserError(
+                f"{option} {path}", "belongs to the model, or stands among its files", fix="Write to another place."
+            )
+
+
+def _places(path: Path) -> set[Path]:
+    """Return where a file is: a link both where it stands and where it leads."""
+    return {Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name)}
+
+
+def _destinations(options: CompileOptions) -> Iterator[tuple[str, Path]]:
+    """Yield what is written, with the option that asks for it; names made of another come after that one.
+
+    The root has no name: whoever checks it never gets to the file beside it.
+    """
+    if options.output is not None:
+        yield "--output" if options.triton is None else "--triton", options.output
+        yield "manifest", manifest_path(options.output)
+    if options.triton is not None:
+        yield "--triton", options.triton / CONFIG_NAME
+    if options.onnx is not None:
+        yield "--onnx", options.onnx
+        yield _WEIGHTS, external_data(options.onnx)
+    if options.report is not None:
+        yield "--report", options.report
+    if options.dump_graphs is not None:
+        yield "--dump-graphs", options.dump_graphs

@@ -19,7 +19,7 @@ from twellc.export.profiles import ModelInputs, input_specs, program_inputs, res
 from twellc.export.shapes import Profile
 from twellc.files import digest, writing
 from twellc.loaders.model import DimensionRange, LoadedModel, dtype_name, fingerprint, load_model
-from twellc.loaders.onnx_file import looks_like_onnx
+from twellc.loaders.onnx_file import external_files, looks_like_onnx
 from twellc.passes.decide import Layer
 from twellc.passes.pipeline import Rewritten, run_passes
 from twellc.passes.precision import parameter_dtypes
@@ -83,6 +83,7 @@ class TranslationSummary:
         profiles: The optimization profiles.
         files: Names of the files that were written: the graph, and its weights where they stand apart.
         digest: SHA-256 of these files.
+        external_data: The files beside an ONNX model that hold its weights.
     """
 
     model: dict[str, str]
@@ -93,6 +94,7 @@ class TranslationSummary:
     profiles: list[Profile]
     files: list[str]
     digest: str
+    external_data: list[Path]
 
 
 def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callable[[str], None]) -> TranslationSummary:
@@ -115,6 +117,7 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
         profiles=profiles,
         files=[path.name for path in written],
         digest=digest(*written),
+        external_data=external_files(options.model) if looks_like_onnx(options.model) else [],
     )
 
 

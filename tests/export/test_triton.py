@@ -134,7 +134,8 @@ def test_plugins_are_in_the_plan(repository: Path) -> None:
 def test_existing_model_is_kept(repository: Path, archive: Path) -> None:
     done = twellc("compile", archive, "--backend", "tensorrt-rtx", "--triton", repository)
     assert done.returncode == 2
-    assert "the file exists already. Add --overwrite" in done.stderr
+    plan = repository / "gated" / "1" / "model.plan"
+    assert f"--triton {plan}: the file exists already. Add --overwrite" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -19,8 +20,10 @@ from torch import nn
 
 from tests.conftest import Cli
 from tests.models import Gated, Residual, export
+from tests.onnx_graphs import gated, save_external
 from tests.processes import TWELLC, environment
 from twellc.errors import UserError
+from twellc.loaders.onnx_file import external_files
 
 
 def sha256(path: Path) -> str:
@@ -201,7 +204,11 @@ def options_that_fail(folder: Path, model: Path) -> dict[str, tuple[list[object]
         "output is a folder": (["-o", folder], "is a folder"),
         "same file twice": (["-o", plan, "--onnx", plan], "is the same file as --output"),
         "report is the manifest": (["-o", plan, "--report", folder / "m.plan.json"], "is the same file as"),
-        "output is the model": (["-o", model, "--overwrite"], "is the model itself"),
+        "output is the model": (["-o", model, "--overwrite"], "belongs to the model"),
+        "report is the weights": (
+            ["-o", plan, "--onnx", graph, "--report", folder / "m.onnx.data"], "is the same file as weights of --onnx"
+        ),
+        "graphs are the plan": (["-o", plan, "--dump-graphs", plan], "is the same file as --output"),
         "bad profile": (["-o", plan, "--profile", "x"], "--profile: not a profile"),
         "profile of another input": (["-o", plan, "--profile", "y:1:1:1"], "the model has no such input"),
         "profile out of range": (["-o", plan, "--profile", "x:1x3x16:1x3x16:65x3x16"], "leaves the range"),
@@ -210,7 +217,7 @@ def options_that_fail(folder: Path, model: Path) -> dict[str, tuple[list[object]
         "inputs of an archive": (["-o", plan, "--input", "x:float32[3]"], "only a pickled module needs"),
         "bad choice": (["-o", plan, "--dtype", "fp32"], "--dtype"),
         "bad compression": (["-o", plan, "--compression", "3"], "--compression"),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", options_that_fail(Path(), Path()))
@@ -240,6 +247,40 @@ def test_overwrite(cli: Cli, archive: Path, tmp_path: Path) -> None:
     after = files_in(tmp_path)
     assert sorted(after) == ["m.onnx", "m.plan", "m.plan.json"]
     assert b"old" not in after.values()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "README.md", "link/model.safetensors"])
+def test_files_of_a_folder_are_not_overwritten(cli: Cli, bytelm: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(bytelm, tmp_path / "model")
+    (tmp_path / "model" / "link").symlink_to(".")
+    output = tmp_path / "model" / name
+    before = files_in(tmp_path)
+    arguments = ["--backend", "none", "--onnx", output, "--overwrite"]
+    failed(cli("compile", tmp_path / "model", *arguments), f"--onnx {output}: belongs to the model")
+    assert files_in(tmp_path) == before
+
+
+def test_blobs_behind_links_are_not_overwritten(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
+    """The cache of Hugging Face keeps a model's files elsewhere, and links in its folder."""
+    shutil.copytree(bytelm, tmp_path / "blobs")
+    (tmp_path / "model").mkdir()
+    for blob in (tmp_path / "blobs").iterdir():
+        (tmp_path / "model" / blob.name).symlink_to(blob)
+    for folder in ("blobs", "model"):
+        output = tmp_path / folder / "model.safetensors"
+        arguments = ["--backend", "none", "--onnx", output, "--overwrite"]
+        failed(cli("compile", tmp_path / "model", *arguments), f"--onnx {output}: belongs to the model")
+    assert (tmp_path / "model" / "model.safetensors").is_symlink()
+
+
+@pytest.mark.parametrize("option", ["--onnx", "--report"])
+def test_external_data_is_not_overwritten(cli: Cli, tmp_path: Path, option: str) -> None:
+    model = save_external(gated(), tmp_path / "m.onnx")
+    (data,) = external_files(model)
+    before = files_in(tmp_path)
+    arguments = ["-o", tmp_path / "m.plan", option, data, "--overwrite"]
+    failed(cli("compile", model, *arguments), f"{option} {data}: belongs to the model")
+    assert files_in(tmp_path) == before
 
 
 def test_failed_build_keeps_old_outputs(
