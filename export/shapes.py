@@ -9,6 +9,9 @@ from twellc.errors import UserError
 
 Shape = tuple[int, ...]
 
+# TensorRT counts in 32 bits.
+LARGEST_SIZE = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class ShapeRange:
@@ -23,20 +26,27 @@ class ShapeRange:
 Profile = dict[str, ShapeRange]
 
 
+def parse_size(digits: str) -> int:
+    """Return the size that decimal digits stand for; of sizes above the largest the first, since int() has a limit."""
+    return int(min(float(digits), LARGEST_SIZE + 1))
+
+
 def parse_profile(text: str) -> tuple[str, ShapeRange]:
     """Parse `NAME:MIN:OPT:MAX`.
 
     Raises:
-        UserError: The text does not have this form, or MIN <= OPT <= MAX does not hold.
+        UserError: The text does not have this form, MIN <= OPT <= MAX does not hold, or a size is too large.
     """
     name, *shapes = text.rsplit(":", 3)
-    if len(shapes) != 3 or not name or not all(re.fullmatch(r"\d+(x\d+)*", shape) for shape in shapes):
+    if len(shapes) != 3 or not name or not all(re.fullmatch(r"[0-9]+(x[0-9]+)*", shape) for shape in shapes):
         raise UserError(
             "--profile", "not a profile", got=repr(text), expected="NAME:MIN:OPT:MAX with shapes such as 1x128"
         )
-    low, opt, high = (tuple(int(dim) for dim in shape.split("x")) for shape in shapes)
+    low, opt, high = (tuple(parse_size(dim) for dim in shape.split("x")) for shape in shapes)
     if not len(low) == len(opt) == len(high) or any(
-        not 1 <= a <= b <= c for a, b, c in zip(low, opt, high, strict=True)
+        not 1 <= a <= b <= c <= LARGEST_SIZE for a, b, c in zip(low, opt, high, strict=True)
     ):
-        raise UserError("--profile", "the shapes are not ordered", got=repr(text), expected="1 <= MIN <= OPT <= MAX")
+        raise UserError(
+            "--profile", "the shapes are no range", got=repr(text), expected=f"1 <= MIN <= OPT <= MAX <= {LARGEST_SIZE}"
+        )
     return name, ShapeRange(low, opt, high)

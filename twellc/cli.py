@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import io
 import json
+import math
 import signal
 import sys
 import traceback
@@ -23,6 +24,7 @@ from rich.text import Text
 
 from twellc import __version__
 from twellc.errors import UserError
+from twellc.export.shapes import LARGEST_SIZE
 from twellc.files import ENDING_SIGNALS
 from twellc.inputs import parse_input
 
@@ -94,6 +96,19 @@ class _Path(click.Path):
         except UnicodeEncodeError:
             self.fail(f"{value!a} is no UTF-8, which some libraries insist on. Rename it.", parameter, context)
         return super().convert(value, parameter, context)
+
+
+class _Share(click.FloatRange):
+    """A number from 0 to 1. Any range of click's takes NaN."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
+        share: float = super().convert(value, parameter, context)
+        if math.isnan(share):
+            self.fail(f"{value} is not in the range 0<=x<=1.", parameter, context)
+        return share
 
 
 _trust_model = click.option("--trust-model", is_flag=True, help="Load a pickle, or an archive that could execute code.")
@@ -255,12 +270,12 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Precision to judge a model in; default as in compile.")
 @click.option(
-    "--density", type=click.FloatRange(0, 1), default=0.005, show_default=True, metavar="SHARE",
+    "--density", type=_Share(), default=0.005, show_default=True, metavar="SHARE",
     help="Share of gate activations that are not zero, from 0 to 1, to count operations and bytes at; it is assumed, "
     "not measured.",
 )  # fmt: skip
 @click.option(
-    "--tokens", type=click.IntRange(1), default=2048, show_default=True, metavar="N",
+    "--tokens", type=click.IntRange(1, LARGEST_SIZE), default=2048, show_default=True, metavar="N",
     help="Tokens in a call to count operations and bytes of.",
 )  # fmt: skip
 @_trust_model
@@ -303,7 +318,10 @@ def inspect(
 @main.command(cls=_Command)
 @click.argument("model", type=_Path())
 @click.argument("candidate", type=_Path())
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of random inputs.")
+@click.option(
+    "--seed", type=click.IntRange(-(2**63), 2**64 - 1), default=0, show_default=True,
+    metavar="N", help="Seed of random inputs.",
+)  # fmt: skip
 @click.option(
     "--inputs", "arrays", type=_Path(), metavar="FILE.npz",
     help="Run on these arrays, named as the model's inputs, instead of random inputs.",

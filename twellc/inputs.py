@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from twellc.errors import UserError
+from twellc.export.shapes import LARGEST_SIZE, parse_size
 
 DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
 
@@ -31,8 +32,8 @@ def parse_input(text: str) -> InputDeclaration:
             "--input", "not an input", got=repr(text),
             expected=f"NAME:DTYPE[DIM,...] with a dtype of {', '.join(DTYPES)} and dims that are sizes or names",
         )  # fmt: skip
-    dims = [dim.strip() for dim in found[3].split(",") if dim.strip()]
-    shape = tuple(int(dim) if dim.isdigit() else dim for dim in dims)
-    if any(dim == 0 or (isinstance(dim, str) and not dim.isidentifier()) for dim in shape):
-        raise UserError("--input", "not a shape", got=repr(text), expected="sizes from 1, or names")
+    dims = [dim.strip() for dim in found[3].split(",")] if found[3].strip() else []
+    shape = tuple(parse_size(dim) if re.fullmatch("[0-9]+", dim) else dim for dim in dims)
+    if not all(dim.isidentifier() if isinstance(dim, str) else 1 <= dim <= LARGEST_SIZE for dim in shape):
+        raise UserError("--input", "not a shape", got=repr(text), expected=f"sizes from 1 to {LARGEST_SIZE}, or names")
     return InputDeclaration(found[1], found[2], shape)

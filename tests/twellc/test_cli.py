@@ -329,6 +329,20 @@ def test_weights_of_a_large_model(cli: Cli, archive: Path, tmp_path: Path, monke
     assert files_in(tmp_path) == {"m.onnx.data": b"precious"}
 
 
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("inspect", ["--density", "nan"]),
+        ("inspect", ["--tokens", "1" + "0" * 400]),
+        ("check", ["--seed", 2**64]),
+        ("check", ["--seed", -(2**63) - 1]),
+    ],
+)
+def test_numbers_out_of_range(cli: Cli, archive: Path, command: str, options: list[object]) -> None:
+    operands = [archive] if command == "inspect" else [archive, archive]
+    failed(cli(command, *operands, *options), f"Invalid value for '{options[0]}'", "range")
+
+
 def test_bad_models(cli: Cli, tmp_path: Path) -> None:
     plan = tmp_path / "m.plan"
     failed(cli("compile", tmp_path / "nothing", "-o", plan), "there is no such file or folder")

@@ -88,6 +88,22 @@ def test_inputs_of_another_kind_of_model(llama: Path) -> None:
 def test_parse_input() -> None:
     assert parse_input("x:float32[batch, 3]") == InputDeclaration("x", "float32", ("batch", 3))
     assert parse_input("n:int64[]") == InputDeclaration("n", "int64", ())
-    for text in ("x", "x:float32", "x:f32[2]", "x:float32[0]", "x:float32[a b]", ":float32[2]", "x:float32[2]y"):
-        with pytest.raises(UserError, match="--input: not"):
-            parse_input(text)
+    assert parse_input("x:bool[2147483647]") == InputDeclaration("x", "bool", (2**31 - 1,))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x", "x:float32", "x:f32[2]", "x:float32[0]", "x:float32[a b]", ":float32[2]", "x:float32[2]y",
+        "x:float32[b,,16]", "x:float32[b,]", "x:float32[²,16]", "x:float32[2147483648]",
+        pytest.param(f"x:float32[{'9' * 5000}]", id="5000 digits"),
+    ],
+)  # fmt: skip
+def test_parse_input_refuses(text: str) -> None:
+    with pytest.raises(UserError, match="--input: not"):
+        parse_input(text)
+
+
+def test_input_that_no_memory_holds(pickled: Path) -> None:
+    with pytest.raises(UserError, match=r"--input: input is too large to trace the model with; got 2147483647x2147"):
+        load_model(pickled, True, (parse_input("input:float32[2147483647,2147483647,16]"),))

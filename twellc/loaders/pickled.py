@@ -62,11 +62,17 @@ def _trace(path: Path, module: torch.nn.Module, inputs: tuple[InputDeclaration, 
     examples, shapes = {}, {}
     for declared in inputs:
         shape = [sizes[dim] if isinstance(dim, str) else dim for dim in declared.shape]
-        # Zeros and ones are valid token ids and masks in every model.
-        values = torch.randint(0, 2, shape, generator=generator)
-        if declared.dtype.startswith(("float", "bfloat")):
-            values = torch.randn(shape, generator=generator)
-        examples[declared.name] = values.to(getattr(torch, declared.dtype))
+        try:
+            # Zeros and ones are valid token ids and masks in every model.
+            values = torch.randint(0, 2, shape, generator=generator)
+            if declared.dtype.startswith(("float", "bfloat")):
+                values = torch.randn(shape, generator=generator)
+            examples[declared.name] = values.to(getattr(torch, declared.dtype))
+        except RuntimeError as error:
+            raise UserError(
+                "--input", f"{declared.name} is too large to trace the model with", got="x".join(map(str, shape)),
+                expected="a shape that fits into memory", fix="Declare large dimensions as dynamic, by a name.",
+            ) from error  # fmt: skip
         shapes[declared.name] = {axis: dims[dim] for axis, dim in enumerate(declared.shape) if isinstance(dim, str)}
     fix = "Check the inputs' shapes and dtypes; declare a dimension with its size if it cannot vary."
     program = trace(path, module, examples, shapes, fix)
