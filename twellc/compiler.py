@@ -48,7 +48,7 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
             onnx_path = outputs.stage(options.onnx)
         else:
             assert options.output is not None
-            onnx_path = outputs.scratch(options.output.with_name(f"{options.output.stem}.onnx"))
+            onnx_path = outputs.scratch(options.output, f"{options.output.stem}.onnx")
         translation = run_isolated("twellc.translation:translate_to_file", options, onnx_path, progress=progress)
         _refuse_model_files(options, translation.external_data)
         if options.onnx is not None:

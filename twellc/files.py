@@ -18,7 +18,9 @@ from twellc.errors import UserError
 
 # Signals that ask a program to end: Ctrl-C, kill, and a terminal that closes.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# In the hidden folder `.twellc-…` beside the output NAME there are `staged/NAME` and `scratch/NAME/…`.
 _STAGING = ".twellc-"
+_STAGED, _SCRATCH = "staged", "scratch"
 
 
 class Outputs:
@@ -67,7 +69,7 @@ class Outputs:
             raise UserError(f"{option} {path}", "is a folder", expected="a file")
         if path.exists() and not path.is_file():
             raise UserError(f"{option} {path}", "is a device or a pipe", expected="a file")
-        if path.exists() and not self._overwrite:
+        if (path.exists() or path.is_symlink()) and not self._overwrite:
             raise UserError(f"{option} {path}", "the file exists already", fix="Add --overwrite to replace it.")
 
     def check_folder(self, option: str, path: Path) -> None:
@@ -85,23 +87,25 @@ class Outputs:
 
     def stage(self, path: Path) -> Path:
         """Return a path, of the same name and on the same file system, to write the future `path` to."""
-        temporary = self._folder(path) / path.name
+        temporary = self._folder(path, _STAGED) / path.name
         self._staged.append((temporary, path))
         return temporary
 
-    def scratch(self, path: Path) -> Path:
-        """Return a path, of the same name, to write something to that is only needed until `path` would be there."""
-        folder = self._folder(path) / "scratch"
+    def scratch(self, path: Path, name: str) -> Path:
+        """Return a path to write a file to that is only needed until the future `path` is made of it."""
+        folder = self._folder(path, _SCRATCH) / path.name
         with writing(path):
             folder.mkdir(exist_ok=True)
-        return folder / path.name
+        return folder / name
 
-    def _folder(self, path: Path) -> Path:
+    def _folder(self, path: Path, kind: str) -> Path:
         with _uninterrupted(), writing(path):
             folder = self._folders.get(path.parent)
             if folder is None:
                 folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=path.parent))
                 self._folders[path.parent] = folder
+            folder = folder / kind
+            folder.mkdir(exist_ok=True)
         return folder
 
     def write(self, path: Path, text: str) -> None:
@@ -144,7 +148,7 @@ def writing(path: Path) -> Iterator[None]:
     """Name the file where the system, as of a full disk, only says what went wrong.
 
     Args:
-        path: The file; of a staged one the message names its destination.
+        path: The file; of a staged one, or one that an output is made of, the message names the output.
 
     Raises:
         UserError: It cannot be written.
@@ -152,8 +156,10 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        staging = next((folder for folder in path.parents if folder.name.startswith(_STAGING)), path)
-        path = staging.with_name(path.name)
+        for folder in path.parents:
+            if folder.name in (_STAGED, _SCRATCH) and folder.parent.name.startswith(_STAGING):
+                path = folder.parent.with_name(path.relative_to(folder).parts[0])
+                break
         raise UserError(
             str(path), f"cannot be written: {error.strerror or error}",
             fix="Make room, or write to another place.",

@@ -102,12 +102,15 @@ def server(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield running
 
 
-@pytest.mark.parametrize(("limit", "name"), [(4 << 10, "m.onnx"), (100 << 10, "m.plan")])
-def test_file_that_cannot_grow(server: ForkServer, archive: Path, tmp_path: Path, limit: int, name: str) -> None:
-    """A limit of file size stands for a disk that fills up at another step: the calls fail with another number."""
+@pytest.mark.parametrize("limit", [4 << 10, 100 << 10])
+def test_file_that_cannot_grow(server: ForkServer, archive: Path, tmp_path: Path, limit: int) -> None:
+    """A limit of file size stands for a disk that fills up at another step: the calls fail with another number.
+
+    The smaller one stops at the graph, which nobody asked for: the message names the plan all the same.
+    """
     run = server.run("compile", archive, "-o", "m.plan", folder=tmp_path, file_size=limit)
     assert run.status == 2, run.stderr
-    assert f"Error: {name}: cannot be written: File too large. Make room" in run.stderr.replace(f"{tmp_path}/", "")
+    assert "Error: m.plan: cannot be written: File too large. Make room" in run.stderr.replace(f"{tmp_path}/", "")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -283,6 +283,23 @@ def test_external_data_is_not_overwritten(cli: Cli, tmp_path: Path, option: str)
     assert files_in(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", ["scratch", "staged", "m.onnx"])
+def test_any_name_of_an_output(cli: Cli, archive: Path, tmp_path: Path, name: str) -> None:
+    """Files that are only needed for a while stand apart from those that are kept, whatever these are called."""
+    result = cli("compile", archive, "-o", tmp_path / name)
+    assert result.exit_code == 0, result.output
+    assert sorted(files_in(tmp_path)) == [name, f"{name}.json"]
+    assert sha256(tmp_path / name) == json.loads((tmp_path / f"{name}.json").read_text())["plan"]["sha256"]
+
+
+def test_link_that_leads_nowhere_is_kept(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    link = tmp_path / "m.plan"
+    link.symlink_to("nowhere")
+    failed(cli("compile", archive, "-o", link), f"--output {link}: the file exists already. Add --overwrite")
+    assert link.is_symlink()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_failed_build_keeps_old_outputs(
     cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
