@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import io
 import json
 import math
+import os
 import signal
 import sys
 import traceback
@@ -50,16 +50,67 @@ def _interrupt(number: int, _: FrameType | None) -> None:
     raise _InterruptedError(number)
 
 
+def _open_closed_streams() -> None:
+    """Open the null device as a standard stream that is closed, as by `>&-`, for this process and its children."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w"))
+
+
+def _discard_output() -> None:
+    """Send what could not be written nowhere: Python would try, and fail, again at its end."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(null, stream.fileno())
+
+
+@contextmanager
+def _ended_by_broken_pipe() -> Iterator[None]:
+    """End with the status of SIGPIPE, which Python ignores, where nobody reads on. click would end with 1."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        _discard_output()
+        raise SystemExit(128 + signal.SIGPIPE) from error
+
+
+@contextmanager
+def _never_failing() -> Iterator[None]:
+    """Print what may get lost: the command has done what it was to do."""
+    try:
+        yield
+    except OSError:
+        _discard_output()
+
+
+class _Console(Console):
+    """A console that leaves the status after a broken pipe to others."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # what rich has caught where it calls this
+
+
 class _Group(click.Group):
     """The commands. A fault of twellc itself is a traceback and an exit status of its own."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        _open_closed_streams()
         try:
             return super().main(*args, **kwargs)
         except Exception:
             traceback.print_exc()
             click.echo("This is a fault of twellc. Please report it, with the lines above.", err=True)
             sys.exit(_FAULT)
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _ended_by_broken_pipe():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, context: click.Context) -> Any:
+        with _ended_by_broken_pipe():
+            return super().invoke(context)
 
 
 class _Command(click.Command):
@@ -70,8 +121,10 @@ class _Command(click.Command):
             return super().invoke(context)
         except UserError as error:
             raise click.UsageError(str(error), ctx=None) from error
+        except BrokenPipeError:
+            raise
         except OSError as error:
-            if error.errno is None or error.errno == errno.EPIPE:
+            if error.errno is None:
                 raise
             where = error.filename or "reading or writing"
             raise click.UsageError(f"{where}: {error.strerror}.", ctx=None) from error
@@ -210,21 +263,8 @@ def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str
             ),
             progress,
         )  # fmt: skip
-    for warning in manifest["warnings"]:
-        _say("Warning:", f"{warning}.", "bold yellow")
-    for note in manifest["notes"]:
-        _say("Note:", f"{note}.")
-    _print_layers(manifest["layers"])
-    console = _console()
-    if manifest["plan"]:
-        size = manifest["plan"]["bytes"] / 1e6
-        console.print(
-            f"{output}: {size:.1f} MB, {manifest['backend']['name']} {manifest['backend']['version']}, "
-            f"{manifest['settings']['dtype']}, {len(manifest['plan']['plugin_layers'])} plugin layers",
-            soft_wrap=True,
-        )
-    else:
-        console.print(f"{onnx}: ONNX, {manifest['settings']['dtype']}; no plan was built", soft_wrap=True)
+    with _never_failing():
+        _print_manifest(manifest, output or onnx)
 
 
 @main.command(cls=_Command)
@@ -395,11 +435,27 @@ def _console(stderr: bool = False) -> Console:
     """Return a console that prints names as they are: without markup, and without symbols for words between colons."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else 140
-    return Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
+    return _Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
 
 
 def _say(kind: str, message: str, style: str = "") -> None:
     _console(stderr=True).print(Text(kind, style), message, soft_wrap=True)
+
+
+def _print_manifest(manifest: dict[str, Any], written: Path) -> None:
+    for warning in manifest["warnings"]:
+        _say("Warning:", f"{warning}.", "bold yellow")
+    for note in manifest["notes"]:
+        _say("Note:", f"{note}.")
+    _print_layers(manifest["layers"])
+    if manifest["plan"]:
+        size = manifest["plan"]["bytes"] / 1e6
+        backend, plugins = manifest["backend"], manifest["plan"]["plugin_layers"]
+        result = f"{size:.1f} MB, {backend['name']} {backend['version']}, {manifest['settings']['dtype']}"
+        result += f", {len(plugins)} plugin layers"
+    else:
+        result = f"ONNX, {manifest['settings']['dtype']}; no plan was built"
+    _console().print(f"{written}: {result}", soft_wrap=True)
 
 
 def _print_layers(layers: list[dict[str, Any]]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 from twellc.errors import UserError
 
@@ -114,19 +115,26 @@ class Outputs:
             self.stage(path).write_text(text)
 
     def commit(self) -> None:
-        """Move every staged file that was written to its destination."""
-        with _uninterrupted():
+        """Move every staged file that was written to its destination.
+
+        What the command was to do is done then: signals that would end the program come too late and are ignored.
+        """
+        with _uninterrupted() as handlers:
             for temporary, path in self._staged:
                 if temporary.exists():
                     with writing(path):
                         temporary.replace(path)
+            handlers.update(dict.fromkeys(handlers, signal.SIG_IGN))
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold signals that would end the program back until a step is done that must not be left halfway."""
+def _uninterrupted() -> Iterator[dict[signal.Signals, Any]]:
+    """Hold signals that would end the program back until a step is done that must not be left halfway.
+
+    Yields the handlers that the signals get back after it.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals are handled in the main thread
+        yield {}  # signals are handled in the main thread
         return
     held: list[int] = []
 
@@ -135,7 +143,7 @@ def _uninterrupted() -> Iterator[None]:
 
     handlers = {number: signal.signal(number, hold) for number in ENDING_SIGNALS}
     try:
-        yield
+        yield handlers
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

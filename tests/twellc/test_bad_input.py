@@ -123,6 +123,44 @@ def test_full_standard_output(archive: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def in_shell(script: str, *arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a bash script on twellc's command line with arguments."""
+    command = ["bash", "-c", script, "bash", *TWELLC, *map(str, arguments)]
+    return subprocess.run(
+        command, env=environment(), cwd=folder, capture_output=True, text=True, check=False, timeout=200
+    )
+
+
+@pytest.mark.parametrize("arguments", [["plugins"], ["inspect", "m.pt2"], ["--help"]])
+def test_pipe_that_nobody_reads(archive: Path, tmp_path: Path, arguments: list[str]) -> None:
+    """Status 1 would say that a check failed."""
+    (tmp_path / "m.pt2").write_bytes(archive.read_bytes())
+    done = in_shell('"$@" | true; exit ${PIPESTATUS[0]}', *arguments, folder=tmp_path)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "script", ['"$@" > /dev/full', '"$@" | true; exit ${PIPESTATUS[0]}', '"$@" >&-', '"$@" >&- 2>&-']
+)
+def test_summary_that_cannot_be_printed(archive: Path, tmp_path: Path, script: str) -> None:
+    """The outputs are there by then, so the command did what it was to do."""
+    done = in_shell(script, "compile", archive, "-o", "m.plan", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert sorted(files_in(tmp_path)) == ["m.plan", "m.plan.json"]
+    manifest = json.loads((tmp_path / "m.plan.json").read_text())
+    assert manifest["plan"]["bytes"] == (tmp_path / "m.plan").stat().st_size
+
+
+@pytest.mark.parametrize("script", ['"$@" >&-', '"$@" 2>&-', '"$@" <&- >&- 2>&-'])
+def test_closed_streams(archive: Path, tmp_path: Path, script: str) -> None:
+    done = in_shell(script, "inspect", archive, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert ("1 of 1 feed-forward blocks rewritten" in done.stdout) == (">&-" not in script.replace("2>&-", ""))
+
+
 def test_device_is_not_replaced(cli: Cli, archive: Path, tmp_path: Path) -> None:
     """Root could rename a file to /dev/null; a pipe of our own stands for it."""
     pipe = tmp_path / "m.plan"

@@ -23,6 +23,7 @@ from tests.models import Gated, Residual, export
 from tests.onnx_graphs import gated, save_external
 from tests.processes import TWELLC, environment
 from twellc.errors import UserError
+from twellc.files import ENDING_SIGNALS, Outputs
 from twellc.loaders.onnx_file import external_files
 
 
@@ -410,6 +411,44 @@ def test_user_error_of_a_child_process(tmp_path: Path) -> None:
     assert "Error: " in errors and "not a model that twellc reads" in errors
     assert "Traceback" not in errors
     assert sorted(files_in(tmp_path)) == ["m.pt2"]
+
+
+def test_signal_behind_the_last_step(archive: Path, tmp_path: Path) -> None:
+    """Once an output is there the command ends with 0, whatever signal comes then, until the process is gone."""
+    process = twellc("compile", archive, "--backend", "none", "--onnx", tmp_path / "m.onnx")
+    while not (tmp_path / "m.onnx").exists():
+        assert process.poll() is None, process.communicate()
+    while process.poll() is None:
+        for number in ENDING_SIGNALS:
+            process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "Ended by" not in errors
+    assert sorted(files_in(tmp_path)) == ["m.onnx"]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_signal_while_outputs_are_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes too late: what is moved is complete."""
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    replace = Path.replace
+
+    def interrupted(source: Path, destination: Path) -> Path:
+        signal.raise_signal(signal.SIGTERM)
+        return replace(source, destination)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    try:
+        with Outputs(overwrite=False) as outputs:
+            for name in ("a", "b"):
+                outputs.write(tmp_path / name, name)
+            outputs.commit()
+            signal.raise_signal(signal.SIGINT)
+        assert files_in(tmp_path) == {"a": b"a", "b": b"b"}
+        assert len(list(tmp_path.iterdir())) == 2
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def test_version_and_help() -> None:
