@@ -42,7 +42,7 @@ class Outputs:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with _uninterrupted():
+        with uninterrupted():
             for folder in self._folders.values():
                 shutil.rmtree(folder, ignore_errors=True)
             for folder in self._created:
@@ -51,7 +51,7 @@ class Outputs:
 
     def make_folder(self, path: Path) -> None:
         """Create a folder and those above it; without outputs in them they are removed again."""
-        with _uninterrupted():
+        with uninterrupted():
             self._created += [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(parents=True, exist_ok=True)
 
@@ -100,7 +100,7 @@ class Outputs:
         return folder / name
 
     def _folder(self, path: Path, kind: str) -> Path:
-        with _uninterrupted(), writing(path):
+        with uninterrupted(), writing(path):
             folder = self._folders.get(path.parent)
             if folder is None:
                 folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=path.parent))
@@ -119,7 +119,7 @@ class Outputs:
 
         What the command was to do is done then: signals that would end the program come too late and are ignored.
         """
-        with _uninterrupted() as handlers:
+        with uninterrupted() as handlers:
             for temporary, path in self._staged:
                 if temporary.exists():
                     with writing(path):
@@ -128,7 +128,7 @@ class Outputs:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[dict[signal.Signals, Any]]:
+def uninterrupted() -> Iterator[dict[signal.Signals, Any]]:
     """Hold signals that would end the program back until a step is done that must not be left halfway.
 
     Yields the handlers that the signals get back after it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import traceback
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from twellc.errors import UserError
-from twellc.files import ENDING_SIGNALS
+from twellc.files import ENDING_SIGNALS, uninterrupted
 
 _SECONDS_TO_END = 30
 
@@ -50,7 +51,7 @@ def run_isolated(target: str, *arguments: Any, progress: Callable[[str], None]) 
     step, answer = "starting", None
     try:
         while answer is None:
-            kind, content = receiver.recv()
+            kind, content = _receive(receiver)
             if kind == "step":
                 step = content
                 progress(step)
@@ -75,6 +76,13 @@ def run_isolated(target: str, *arguments: Any, progress: Callable[[str], None]) 
     if kind == "fault":
         raise RuntimeError(f"{step}: {content}")
     return content
+
+
+def _receive(receiver: Connection) -> tuple[str, Any]:
+    message = receiver.recv_bytes()
+    with uninterrupted():  # unpickling imports what it needs, and native modules do not survive an interrupt
+        answer: tuple[str, Any] = pickle.loads(message)
+    return answer
 
 
 @contextmanager
