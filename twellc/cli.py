@@ -247,10 +247,11 @@ def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str
             if options[option]:
                 raise UserError(f"--{option.replace('_', '-')}", "no plan is built", got="--backend none")
         if onnx is None and output is not None and output.suffix == ".onnx":
-            onnx = output
+            onnx, output = output, None
         if onnx is None:
             raise UserError("--backend none", "stops at ONNX, and no ONNX file is named", fix="Add --onnx FILE.")
-        output = None
+        if output is not None:
+            raise UserError("--output", "no plan is built", got="--backend none", fix="Leave one out.")
     elif output is None:
         raise UserError("--output", "no plan to write", fix="Add -o FILE, or stop at --backend none --onnx FILE.")
     with _progress() as progress:

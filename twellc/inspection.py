@@ -12,7 +12,7 @@ from twellc.errors import UserError
 from twellc.inputs import InputDeclaration
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import looks_like_onnx
-from twellc.manifest import manifest_path, read_manifest
+from twellc.manifest import has_manifest, read_manifest
 from twellc.onnx_models import inspect_onnx
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import decide
@@ -57,7 +57,7 @@ def _describe(
 ) -> dict[str, Any]:
     if not target.exists():
         raise UserError(str(target), "there is no such file or folder", expected="a model or a plan")
-    if target.is_file() and manifest_path(target).is_file():
+    if target.is_file() and has_manifest(target):
         progress("reading the manifest")
         return {"kind": "plan", **read_manifest(target)}
     if looks_like_onnx(target):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -47,6 +48,16 @@ _FORM: dict[str, Any] = {
 def manifest_path(plan: Path) -> Path:
     """Return where the manifest of a plan stands: `model.plan` has `model.plan.json`."""
     return plan.with_name(plan.name + ".json")
+
+
+def has_manifest(file: Path) -> bool:
+    """Say whether a manifest stands beside a file. Names end at 255 bytes, and none can be longer."""
+    try:
+        return manifest_path(file).is_file()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise
 
 
 def make_manifest(

@@ -201,6 +201,9 @@ def options_that_fail(folder: Path, model: Path) -> dict[str, tuple[list[object]
     return {
         "no output": ([], "--output: no plan to write"),
         "no ONNX file": (["--backend", "none"], "stops at ONNX, and no ONNX file is named"),
+        "plan without a backend": (
+            ["--backend", "none", "-o", plan, "--onnx", graph], "--output: no plan is built; got --backend none"
+        ),
         "missing folder": (["-o", folder / "no" / "m.plan"], "the output folder does not exist"),
         "output is a folder": (["-o", folder], "is a folder"),
         "same file twice": (["-o", plan, "--onnx", plan], "is the same file as --output"),
@@ -282,6 +285,17 @@ def test_external_data_is_not_overwritten(cli: Cli, tmp_path: Path, option: str)
     arguments = ["-o", tmp_path / "m.plan", option, data, "--overwrite"]
     failed(cli("compile", model, *arguments), f"{option} {data}: belongs to the model")
     assert files_in(tmp_path) == before
+
+
+def test_longest_name(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    """A manifest beside the model would have a name that is too long."""
+    model = tmp_path / ("m" * 251 + ".pt2")
+    model.write_bytes(archive.read_bytes())
+    result = cli("inspect", model)
+    assert result.exit_code == 0, result.output
+    assert "1 of 1 feed-forward blocks rewritten" in result.stdout
+    failed(cli("compile", model, "-o", tmp_path / ("m" * 255)), "File name too long")
+    assert list(tmp_path.iterdir()) == [model]
 
 
 @pytest.mark.parametrize("name", ["scratch", "staged", "m.onnx"])
