@@ -45,7 +45,7 @@ def choose_host(backend: str) -> str:
     """
     names = [backend] if backend != "auto" else ["tensorrt", "tensorrt-rtx"]
     for name in names:
-        if _module_name(name) is None or (backend == "auto" and name == "tensorrt" and not has_gpu()):
+        if python_module(name) is None or (backend == "auto" and name == "tensorrt" and not has_gpu()):
             continue
         if name == "tensorrt" and not has_gpu():
             raise UserError(
@@ -65,7 +65,7 @@ def load_host(name: str) -> Host:
     Raises:
         UserError: It is not installed, or cannot be imported.
     """
-    module_name = _module_name(name)
+    module_name = python_module(name)
     if module_name is None:
         raise UserError(name, "is not installed")
     try:
@@ -75,7 +75,8 @@ def load_host(name: str) -> Host:
     return Host(name, module, str(module.__version__))
 
 
-def _module_name(name: str) -> str | None:
+def python_module(name: str) -> str | None:
+    """Return the Python module of `tensorrt` or `tensorrt-rtx`, or None if it is not installed."""
     return next((module for module in _MODULES[name] if importlib.util.find_spec(module) is not None), None)
 
 

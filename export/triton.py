@@ -49,7 +49,8 @@ def model_config(name: str, plan: Plan, manifest: dict[str, Any]) -> str:
     """
     lines = [f"# Written by twellc {__version__}."]
     if manifest["plugins"]["names"]:
-        lines += [f"# The plan {NEEDS_PLUGINS}:", f"#   {how_to_register(PLAN_NAME)['triton']}"]
+        command = how_to_register(PLAN_NAME, "tensorrt")["triton"]
+        lines += [f"# The plan {NEEDS_PLUGINS}:", f"#   {command}"]
     lines += [f"name: {json.dumps(name)}", 'backend: "tensorrt"', "max_batch_size: 0"]
     lines += [_tensor("input", tensor) for tensor in plan.inputs]
     lines += [_tensor("output", tensor) for tensor in plan.outputs]

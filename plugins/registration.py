@@ -75,15 +75,21 @@ def register(module: ModuleType | None = None) -> list[Registration]:
     return [_register_in(found) for found in modules]
 
 
-def how_to_register(plan: str) -> dict[str, str]:
-    """Return what makes the plugins known before a plan of this file name is opened, by kind of host."""
+def how_to_register(plan: str, module: str) -> dict[str, str]:
+    """Return what makes the plugins known before a plan is opened, by kind of host.
+
+    Args:
+        plan: File name of the plan.
+        module: Name of the Python module of the TensorRT that opens it.
+    """
     library = "libtwell_plugins.so"
     return {
         "find": "twellc plugins",
-        "python": "import twellc.plugins; twellc.plugins.register()",
+        "python": f"import {module}, twellc.plugins; twellc.plugins.register()",
         "trtexec": f"trtexec --dynamicPlugins={library} --loadEngine={plan}",
         "triton": f"tritonserver --backend-config=tensorrt,plugins={library}",
         "c++": f'dlopen("{library}", RTLD_NOW), once TensorRT is loaded',
+        "any program": f"LD_PRELOAD={library}",
     }
 
 

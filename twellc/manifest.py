@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from twellc import __version__
 from twellc.config import DTYPES, CompileOptions
 from twellc.errors import UserError
+from twellc.export.tensorrt_host import python_module
 from twellc.files import digest
 from twellc.plugins.library import COMPRESSIONS, PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION
 from twellc.plugins.registration import how_to_register
@@ -88,7 +89,9 @@ def make_manifest(
         manifest["backend"] = description.pop("backend")
         if used:
             manifest["plugins"]["embedded"] = options.embed_plugins
-            manifest["plugins"]["register"] = how_to_register(plan_file.name)
+            module = python_module(plan.backend["name"])
+            assert module is not None  # it built the plan
+            manifest["plugins"]["register"] = how_to_register(plan_file.name, module)
         manifest["plan"] = {
             "file": plan_file.name,
             "bytes": plan_file.stat().st_size,

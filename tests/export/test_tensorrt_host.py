@@ -19,7 +19,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Pretend:
 
     def pretend(*installed: str, capability: tuple[int, int] | None = None) -> None:
         modules = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-        monkeypatch.setattr(tensorrt_host, "_module_name", lambda name: modules[name] if name in installed else None)
+        monkeypatch.setattr(tensorrt_host, "python_module", lambda name: modules[name] if name in installed else None)
         monkeypatch.setattr(tensorrt_host, "has_gpu", lambda: capability is not None)
         monkeypatch.setattr(tensorrt_host, "compute_capability", lambda: capability)
 

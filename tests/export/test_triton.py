@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,10 @@ def test_plan_says_what_it_needs(repository: Path) -> None:
     assert plugins["names"] == ["TwellGatedMlp"]
     assert plugins["register"]["trtexec"] == "trtexec --dynamicPlugins=libtwell_plugins.so --loadEngine=model.plan"
     assert plugins["register"]["find"] == "twellc plugins"
+    assert plugins["register"]["any program"] == "LD_PRELOAD=libtwell_plugins.so"
+    python = [sys.executable, "-P", "-c", plugins["register"]["python"]]
+    done = subprocess.run(python, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_plugins_are_in_the_plan(repository: Path) -> None:

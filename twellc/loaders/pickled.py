@@ -34,7 +34,7 @@ def load_pickle(path: Path, trust_model: bool, inputs: tuple[InputDeclaration, .
     except Exception as error:  # unpickling raises whatever the file's classes raise
         raise UserError(
             str(path), f"cannot be unpickled ({first_line(error)})",
-            fix="The module's classes must be importable here.",
+            fix="The module's classes must be importable here: name the folder of their source in PYTHONPATH.",
         ) from error  # fmt: skip
     if not isinstance(module, torch.nn.Module):
         raise UserError(
