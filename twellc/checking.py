@@ -32,7 +32,7 @@ from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.files import digest
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx, looks_like_onnx
-from twellc.manifest import manifest_path, read_manifest, refuse_other_plugins
+from twellc.manifest import UNKEPT_GRAPH, has_manifest, read_manifest, refuse_other_plugins
 from twellc.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
 from twellc.samples import Limits, Sample, draw_samples, read_arrays, read_text
 from twellc.translation import METADATA_KEY, translate_any
@@ -154,7 +154,7 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         raise UserError("--inputs", "the inputs are given twice", got="--text, too", fix="Leave one out.")
     if not candidate_path.is_file():
         raise UserError(str(candidate_path), "there is no such file", expected="an ONNX file or a plan")
-    if manifest_path(candidate_path).is_file() and candidate_path.suffix != ".onnx":
+    if has_manifest(candidate_path) and candidate_path.suffix != ".onnx":
         candidate = _open_plan(options, folder, progress)
     else:
         progress("reading the candidate")
@@ -253,7 +253,8 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     manifest = read_manifest(plan)
     settings, profile = manifest["settings"], manifest["profiles"][0]
     backend, expected = manifest["backend"]["name"], manifest["onnx"]["sha256"]
-    kept = plan.parent / str(manifest["onnx"]["file"])
+    kept_name = manifest["onnx"]["file"]
+    kept = plan.parent / str(kept_name)
     data = kept.with_name(kept.name + ".data")
     is_kept = kept.is_file() and digest(kept, *([data] if data.is_file() else [])) == expected
     obstacle = why_not_here(backend)
@@ -273,7 +274,8 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
         compilation = CompileOptions(
             options.model, backend="none", trust_model=options.trust_model, inputs=options.inputs, **settings
         )
-        written = save_onnx(translate_any(compilation, progress).graph, folder / "model.onnx")
+        # Its name is in the graph where weights stand in a file of their own.
+        written = save_onnx(translate_any(compilation, progress).graph, folder / (kept_name or UNKEPT_GRAPH))
         if digest(*written) != expected:
             raise UserError(
                 str(plan), f"was not built from {options.model} by this version of twellc",

@@ -14,7 +14,7 @@ from twellc.export.tensorrt_host import choose_host
 from twellc.export.triton import CONFIG_NAME, model_config
 from twellc.files import Outputs, external_data
 from twellc.isolation import run_isolated
-from twellc.manifest import make_manifest, manifest_path
+from twellc.manifest import UNKEPT_GRAPH, make_manifest, manifest_path
 
 EMBEDDED_NOTE = (
     "the plan carries the plugin library, which is native code: TensorRT loads it only where the program sets "
@@ -48,7 +48,7 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
             onnx_path = outputs.stage(options.onnx)
         else:
             assert options.output is not None
-            onnx_path = outputs.scratch(options.output, f"{options.output.stem}.onnx")
+            onnx_path = outputs.scratch(options.output, UNKEPT_GRAPH)
         translation = run_isolated("twellc.translation:translate_to_file", options, onnx_path, progress=progress)
         _refuse_model_files(options, translation.external_data)
         if options.onnx is not None:

@@ -46,6 +46,10 @@ _FORM: dict[str, Any] = {
 }  # fmt: skip
 
 
+# File name of the graph that a plan is built from where it is not kept.
+UNKEPT_GRAPH = "model.onnx"
+
+
 def manifest_path(plan: Path) -> Path:
     """Return where the manifest of a plan stands: `model.plan` has `model.plan.json`."""
     return plan.with_name(plan.name + ".json")

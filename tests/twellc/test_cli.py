@@ -354,6 +354,12 @@ def test_weights_of_a_large_model(cli: Cli, archive: Path, tmp_path: Path, monke
     assert sorted(files_in(tmp_path)) == ["m.onnx", "m.onnx.data", "m.plan", "m.plan.json"]
     result = cli("check", archive, tmp_path / "m.plan", "--json")
     assert json.loads(result.stdout)["executed"].startswith("m.onnx, the ONNX graph that it was built from")
+    for name in ("m.onnx", "m.onnx.data"):
+        (tmp_path / name).unlink()
+    assert cli("compile", archive, "-o", tmp_path / "other.plan").exit_code == 0
+    for plan in ("m.plan", "other.plan"):
+        result = cli("check", archive, tmp_path / plan, "--json")
+        assert "the ONNX graph that it was built from, made again" in json.loads(result.stdout)["executed"]
     for path in tmp_path.iterdir():
         path.unlink()
     (tmp_path / "m.onnx.data").write_text("precious")
