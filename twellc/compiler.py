@@ -24,6 +24,8 @@ TRITON_WARNING = (
     "Triton's TensorRT backend runs plans of TensorRT, not of TensorRT-RTX: compile with --backend tensorrt"
 )
 _WEIGHTS = "weights of --onnx"
+# What an earlier run may have written into a model's folder, and may be written again.
+_COMPILED = ("*.plan", "*.plan.json", "*.onnx", "*.onnx.data")
 
 
 def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -87,7 +89,8 @@ def _check_outputs(options: CompileOptions, outputs: Outputs) -> None:
         if twin != option:
             raise UserError(f"{option} {path}", f"is the same file as {twin}")
     folder = options.model.iterdir() if options.model.is_dir() else ()
-    _refuse_model_files(options, [options.model, *filter(Path.is_file, folder)])
+    files = [file for file in folder if file.is_file() and not any(map(file.match, _COMPILED))]
+    _refuse_model_files(options, [options.model, *files])
 
 
 def _refuse_model_files(options: CompileOptions, files: list[Path]) -> None:

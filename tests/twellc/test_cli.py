@@ -264,6 +264,13 @@ def test_files_of_a_folder_are_not_overwritten(cli: Cli, bytelm: Path, tmp_path:
     assert files_in(tmp_path) == before
 
 
+def test_a_plan_in_the_folder_of_its_model_is_made_again(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
+    shutil.copytree(bytelm, tmp_path / "model")
+    for _ in range(2):
+        arguments = ["-o", tmp_path / "model" / "m.plan", "--onnx", tmp_path / "model" / "m.onnx", "--overwrite"]
+        assert cli("compile", tmp_path / "model", *arguments).exit_code == 0
+
+
 def test_blobs_behind_links_are_not_overwritten(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     """The cache of Hugging Face keeps a model's files elsewhere, and links in its folder."""
     shutil.copytree(bytelm, tmp_path / "blobs")
