@@ -1,14 +1,15 @@
-"""Functions in processes of their own."""
+"""What other processes answer."""
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 from typing import Any
 
 import pytest
 
 from twellc.files import ENDING_SIGNALS
-from twellc.isolation import run_isolated
+from twellc.isolation import _receive
 
 steps: list[str] = []
 
@@ -26,20 +27,18 @@ def _unpickled() -> str:
     return "result"
 
 
-def interrupting(progress: Any) -> Interrupting:
-    return Interrupting()
-
-
 def test_signal_while_a_result_is_unpickled() -> None:
     """Native modules that are imported then do not survive an interrupt, so it waits."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    sender.send(("result", Interrupting()))
     handlers = {number: signal.signal(number, interrupt) for number in ENDING_SIGNALS}
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_isolated(f"{__name__}:interrupting", progress=lambda step: None)
+            _receive(receiver)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
