@@ -19,12 +19,10 @@ from twellc.errors import UserError, first_line
 from twellc.passes.activations import packet
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_weights import fold_weights
-from twellc.passes.linear import CASTS, PERMUTATIONS, VALUE_PRESERVING
+from twellc.passes.linear import VIEWS
 from twellc.passes.program import constants_of, editable, finish, quiet_torch, replace_node, tensor_of
 
 aten = torch.ops.aten
-
-_VIEWS = VALUE_PRESERVING | PERMUTATIONS | CASTS
 
 
 def canonicalize(program: ExportedProgram) -> ExportedProgram:
@@ -74,7 +72,7 @@ def _merge_views(program: ExportedProgram) -> None:
     """Let equal views and casts of a tensor be one: exporters make one for each projection that reads it."""
     known: dict[tuple[object, ...], Node] = {}
     for node in program.graph.nodes:
-        if packet(node) not in _VIEWS:
+        if packet(node) not in VIEWS:
             continue
         key = (node.target, _key(node.args), _key(node.kwargs))
         first = known.setdefault(key, node)

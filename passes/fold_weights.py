@@ -20,12 +20,10 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from twellc.passes.activations import packet
-from twellc.passes.linear import CASTS, PERMUTATIONS, PRODUCTS, VALUE_PRESERVING
+from twellc.passes.linear import PRODUCTS, VIEWS
 from twellc.passes.program import add_parameter, constants_of, editable, finish, replace_node, tensor_of
 
 aten = torch.ops.aten
-
-_VIEWS = VALUE_PRESERVING | PERMUTATIONS | CASTS | {aten.expand}
 
 
 def fold_weights(program: ExportedProgram) -> ExportedProgram:
@@ -80,7 +78,7 @@ def _is_pure(node: Node) -> bool:
 
 def is_view(node: Node) -> bool:
     """Whether a node only shows its operand in another shape or floating-point type."""
-    return packet(node) in _VIEWS and node.all_input_nodes[0].meta["val"].is_floating_point()
+    return packet(node) in VIEWS | {aten.expand} and node.all_input_nodes[0].meta["val"].is_floating_point()
 
 
 def _is_weight(node: Node) -> bool:

@@ -24,6 +24,7 @@ VALUE_PRESERVING = frozenset(
 )  # fmt: skip
 CASTS = frozenset((aten._to_copy, aten.to))
 PERMUTATIONS = frozenset((aten.t, aten.numpy_T, aten.mT, aten.transpose, aten.permute))
+VIEWS = VALUE_PRESERVING | PERMUTATIONS | CASTS
 PRODUCTS = frozenset(
     (aten.linear, aten.mm, aten.matmul, aten.bmm, aten.addmm, aten.baddbmm, aten.inner, aten.tensordot, aten.einsum,
      aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -11,10 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models import Gated, Plain, Residual, blocks_of
+from tests.models import Gated, Plain, Residual, blocks_of, calls, eager, export, run
+from tests.tolerance import assert_as_accurate
 from twellc.errors import UserError
 from twellc.passes.decide import decide
 from twellc.passes.find_ffn import FfnBlock
+from twellc.passes.pipeline import run_passes
 from twellc.plugins.library import MAX_D_FF
 
 X = torch.randn(2, 3, 16).bfloat16()
@@ -103,24 +106,30 @@ def test_a_model_beyond_the_limits() -> None:
     assert wide.reason.startswith("computes in float32")
 
 
-def stack(*widths: int) -> list[FfnBlock]:
+def stack(*widths: int) -> nn.Module:
     """Linear layers with a ReLU between each two: every inner one is the down of one block and the up of the next."""
     layers = [nn.Sequential(nn.Linear(d_in, d_out), nn.ReLU()) for d_in, d_out in pairwise(widths)]
-    return blocks_of(nn.Sequential(*layers).bfloat16(), torch.randn(5, widths[0]).bfloat16())
+    return nn.Sequential(*layers).bfloat16()
 
 
 def test_stacked_projections_are_shared_by_one_block_at_most() -> None:
-    result = decide(stack(16, 24, 40, 16, 8), "auto")
+    module, x = stack(16, 24, 40, 16, 8), torch.randn(64, 16).bfloat16()
+    passed = run_passes(export(module, x), torch.bfloat16, "auto", 8)
+    result = passed.layers
     shared = f"it shares a projection with the block {result[0].module}"
     assert [(row.decision, row.matched, row.reason) for row in result] == [
         ("twell", True, "matches"),
         ("dense", False, shared),
         ("twell", True, "matches"),
     ]
+    assert calls(passed.program) == {"mlp": 2, "relu": 2}, "one behind each block"
+    truth = eager(copy.deepcopy(module).double(), x.double())[0]
+    assert_as_accurate(run(passed.program, x)[0], run(passed.dense, x)[0], truth)
 
 
-@pytest.mark.parametrize(("widths", "layers"), [((30, 96, 64, 32), "auto"), ((16, 96, 64, 32), "1.0")])
-def test_a_block_that_stays_dense_takes_no_projection(widths: tuple[int, ...], layers: str) -> None:
-    first, second = stack(*widths)
-    chosen = layers if layers == "auto" else f"^{re.escape(second.module)}$"
-    assert [row.decision for row in decide([first, second], chosen)] == ["dense", "twell"]
+@pytest.mark.parametrize(("d_model", "named"), [(30, False), (16, True)])
+def test_a_block_that_stays_dense_takes_no_projection(d_model: int, named: bool) -> None:
+    """Neither for its width nor as it is not named."""
+    first, second = blocks_of(stack(d_model, 96, 64, 32), torch.randn(5, d_model).bfloat16())
+    layers = f"^{re.escape(second.module)}$" if named else "auto"
+    assert [row.decision for row in decide([first, second], layers)] == ["dense", "twell"]
