@@ -12,6 +12,8 @@ constexpr int64_t kFewestTokens = 4096;
 constexpr float kFewestProducts = 4096.0f * 2048 * 5632;
 // Chunks are counted in 32 bits; far beyond this their numbers would not fit.
 constexpr int64_t kMostTokens = 1 << 22;
+static_assert(kMostTokens / kRunRows * kRunChunksOfBlock * kMostBlocks * kChunkPairs < int64_t{1} << 31,
+              "places are told from kSecondRow");
 // To look for hot neurons, and to find none, takes a call about 5 us: it pays from so many products on, measured
 // likewise.
 constexpr float kFewestProductsHot = 24576.0f * 2048 * 5632;

@@ -31,39 +31,59 @@ __device__ __forceinline__ bool all_are_dense(GateCount const& count) {
     return count.num_parts != 0 && sum_of(count) >= count.all_dense_from;
 }
 
-// By one warp. Rows are ordered by buckets, the heaviest first: those of bucket b have the places
-// [bucket_begin[b], bucket_begin[b + 1]) and at most most_of(b) non-zeros. Gives the number of places, from 0 on, that
-// the dense path should take: whole buckets.
+// What the warps of decide() find, each for its buckets.
+template <int kBuckets>
+struct Votes {
+    static constexpr int kWarps = kBuckets / 32;
+
+    float nonzeros[kWarps];
+    float costs[kWarps];
+    uint32_t choices[kWarps];
+};
+
+// By a CTA of at least kBuckets threads. Rows are ordered by buckets, the heaviest first: those of bucket b have the
+// places [bucket_begin[b], bucket_begin[b + 1]) and at most most_of(b) non-zeros. Gives the number of places, from 0
+// on, that the dense path should take: whole buckets.
 template <int kBuckets, class MostOf>
-__device__ __forceinline__ uint32_t decide(GuardModel const& model, uint32_t const* bucket_begin, MostOf most_of) {
+__device__ __forceinline__ uint32_t decide(Votes<kBuckets>& votes, GuardModel const& model,
+                                           uint32_t const* bucket_begin, MostOf most_of) {
     constexpr int kWarpSize = 32;
+    constexpr int kWarps = Votes<kBuckets>::kWarps;
     static_assert(kBuckets % kWarpSize == 0, "buckets are taken by the warp");
     if (!model.enabled || model.forced >= 0) {
         return model.enabled ? static_cast<uint32_t>(model.forced) : 0;
     }
     int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    int const warp = static_cast<int>(threadIdx.x) / kWarpSize;
     uint32_t const tokens = bucket_begin[kBuckets];
     // All rows; then the sparse path has nothing to do.
     float best_cost = cost_of(model.up, tokens) + cost_of(model.down, tokens);
     uint32_t best = tokens;
-    // Lanes have neighbouring buckets, the lightest ones first. NOTE: no loop is unrolled: this runs once, and to fetch
-    // more instructions takes longer than to run these.
-    float lighter = 0.0f;
-#pragma unroll 1
-    for (int end = kBuckets; end > 0; end -= kWarpSize) {
-        // The choice that this bucket and the lighter ones are sparse.
-        int const bucket = end - 1 - lane;
-        uint32_t const heavy = bucket_begin[bucket];
-        float all = static_cast<float>(bucket_begin[bucket + 1] - heavy) * static_cast<float>(most_of(bucket));
-#pragma unroll 1
+    // A thread has the choice that this bucket and the lighter ones are sparse, the first thread the lightest.
+    int const bucket = kBuckets - 1 - static_cast<int>(threadIdx.x);
+    float nonzeros = 0.0f;
+    if (warp < kWarps) {
+        nonzeros =
+            static_cast<float>(bucket_begin[bucket + 1] - bucket_begin[bucket]) * static_cast<float>(most_of(bucket));
+#pragma unroll
         for (int distance = 1; distance < kWarpSize; distance *= 2) {
-            float const below = __shfl_up_sync(0xffffffffu, all, distance);
-            all += lane >= distance ? below : 0.0f;
+            float const below = __shfl_up_sync(0xffffffffu, nonzeros, distance);
+            nonzeros += lane >= distance ? below : 0.0f;
         }
-        all += lighter;
-        lighter = __shfl_sync(0xffffffffu, all, kWarpSize - 1);
-        float const excess = fmaxf(all - static_cast<float>(tokens - heavy) * model.excess_begin, 0.0f);
-        float const sum_cost = all * model.nonzero_ns + excess * model.excess_ns;
+        if (lane == kWarpSize - 1) {
+            votes.nonzeros[warp] = nonzeros;
+        }
+    }
+    __syncthreads();
+    if (warp < kWarps) {
+        float lighter = 0.0f;
+        for (int w = 0; w < warp; ++w) {
+            lighter += votes.nonzeros[w];
+        }
+        nonzeros += lighter;
+        uint32_t const heavy = bucket_begin[bucket];
+        float const excess = fmaxf(nonzeros - static_cast<float>(tokens - heavy) * model.excess_begin, 0.0f);
+        float const sum_cost = nonzeros * model.nonzero_ns + excess * model.excess_ns;
         float const heaviest_cost = static_cast<float>(most_of(bucket)) * model.heaviest_ns;
         // Throughput and latency overlap, the less the nearer they are: measured, the root of the sum of squares.
         float cost = sqrtf(sum_cost * sum_cost + heaviest_cost * heaviest_cost);
@@ -77,14 +97,27 @@ __device__ __forceinline__ uint32_t decide(GuardModel const& model, uint32_t con
             best_cost = cost;
             best = heavy;
         }
+#pragma unroll
+        for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+            float const other_cost = __shfl_xor_sync(0xffffffffu, best_cost, distance);
+            uint32_t const other = __shfl_xor_sync(0xffffffffu, best, distance);
+            if (other_cost < best_cost || (other_cost == best_cost && other < best)) {
+                best_cost = other_cost;
+                best = other;
+            }
+        }
+        if (lane == 0) {
+            votes.costs[warp] = best_cost;
+            votes.choices[warp] = best;
+        }
     }
-#pragma unroll 1
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-        float const other_cost = __shfl_xor_sync(0xffffffffu, best_cost, distance);
-        uint32_t const other = __shfl_xor_sync(0xffffffffu, best, distance);
-        if (other_cost < best_cost || (other_cost == best_cost && other < best)) {
-            best_cost = other_cost;
-            best = other;
+    __syncthreads();
+    best_cost = votes.costs[0];
+    best = votes.choices[0];
+    for (int w = 1; w < kWarps; ++w) {
+        if (votes.costs[w] < best_cost || (votes.costs[w] == best_cost && votes.choices[w] < best)) {
+            best_cost = votes.costs[w];
+            best = votes.choices[w];
         }
     }
     return best;

@@ -22,6 +22,7 @@ template <int kMostWords>
 struct Shared {
     uint32_t bins[kBins];  // neurons that are active in so many rows of the sample, from kFewestRows on; 0 at first
     uint32_t pairs;        // of the sample; 0 at first
+    uint32_t threshold;    // from so many rows of the sample on a neuron is hot
     uint32_t of_warps[kWarpSize];
     HotWord words[kMostWords];
     uint32_t neurons[kMostHot];
@@ -111,7 +112,14 @@ __device__ __forceinline__ void choose(Shared<kMostWords>& shared, HotNeurons co
         atomicAdd(&shared.pairs, pairs);
     }
     __syncthreads();
-    uint32_t const threshold = choose_threshold(shared.bins, shared.pairs, hot.num_sampled);
+    if (warp == 0) {
+        uint32_t const threshold = choose_threshold(shared.bins, shared.pairs, hot.num_sampled);
+        if (lane == 0) {
+            shared.threshold = threshold;
+        }
+    }
+    __syncthreads();
+    uint32_t const threshold = shared.threshold;
 #pragma unroll
     for (int i = 0; i < kWordsOfWarp; ++i) {
         int const w = warp + i * kWarps;

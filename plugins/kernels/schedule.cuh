@@ -5,10 +5,13 @@
 //                and a sample for hot neurons
 // order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; hot neurons; then
 //                row_order, the units of the up projection, other lists, chunks, and what the dense path needs of the
-//                block's rows
+//                block's rows: with chunks the up projection does that, just before it is read
 //
 // Where rows may be direct (schedule.h), cluster_kernel does both, from what the gate has counted for each tile, while
 // the up projection is at those rows, which also gathers what the dense path needs.
+//
+// Much of this runs once in a CTA, where 32 warps share four schedulers: what all of them do costs eight cycles an
+// instruction.
 //
 // Where the gate's count tells that all rows are dense, there is no order, and the sparse kernels leave at once.
 //
@@ -49,10 +52,11 @@ __host__ __device__ __forceinline__ int level_of(int count) {
     if (count < kExactLevels) {
         return count;
     }
-    int octave = 4;
-    while (count >> (octave + 1) != 0) {
-        ++octave;
-    }
+#if defined(__CUDA_ARCH__)
+    int const octave = 31 - __clz(count);
+#else
+    int const octave = 31 - __builtin_clz(static_cast<unsigned>(count));
+#endif
     return kExactLevels + (octave - 4) * kLevelsPerOctave + (count >> (octave - 3)) % kLevelsPerOctave;
 }
 
@@ -245,7 +249,17 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
     int64_t const begin = static_cast<int64_t>(blockIdx.x) * params.rows_per_block;
     int64_t const end = min(begin + params.rows_per_block, params.tokens);
     int64_t const words_per_row = static_cast<int64_t>(params.num_tiles) * params.words_per_tile;
-    for (int64_t first = begin + threadIdx.x / kWarpSize * kRows; first < end; first += kWarps * kRows) {
+    auto const tile_at = [&](int64_t row, int tile_begin) {
+        return reinterpret_cast<uint4 const*>(params.packed + min(row, end - 1) * words_per_row +
+                                              min(tile_begin + lane, params.num_tiles - 1) * params.words_per_tile);
+    };
+    int64_t const own_begin = begin + threadIdx.x / kWarpSize * kRows;
+    uint4 next_heads[kRows];  // loaded while those before are looked at
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        next_heads[r] = *tile_at(own_begin + r, 0);
+    }
+    for (int64_t first = own_begin; first < end; first += kWarps * kRows) {
         uint32_t sums[kRows] = {};
         bool overflows[kRows] = {};
         bool light[kRows];
@@ -254,25 +268,34 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
             light[r] = first + r < end;
         }
         for (int tile_begin = 0; tile_begin < params.num_tiles; tile_begin += kWarpSize) {
-            uint4 const* tiles[kRows];
+            bool const is_last = tile_begin + kWarpSize >= params.num_tiles;
+            int64_t const next_first = first + (is_last ? kWarps * kRows : 0);
             uint4 heads[kRows];
-            int const t = min(tile_begin + lane, params.num_tiles - 1);
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
-                tiles[r] = reinterpret_cast<uint4 const*>(params.packed + min(first + r, end - 1) * words_per_row +
-                                                          t * params.words_per_tile);
-                heads[r] = tiles[r][0];
+                heads[r] = next_heads[r];
+                if (next_first < end) {
+                    next_heads[r] = *tile_at(next_first + r, is_last ? 0 : tile_begin + kWarpSize);
+                }
             }
+            uint32_t head_words[kRows];
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
-                uint32_t const head = tile_begin + lane < params.num_tiles ? heads[r].x : 0;
+                head_words[r] = tile_begin + lane < params.num_tiles ? heads[r].x : 0;
+            }
+            // Both rows' at once, in 16 bits each.
+            static_assert(kRows == 2 && kWarpSize * TWELL_TILE < 1 << 16, "sums fit");
+            uint32_t const ends = sum_up_to(count_of(head_words[0]) | count_of(head_words[1]) << 16);
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                uint32_t const head = head_words[r];
                 uint32_t const count = count_of(head);
-                uint32_t const last = sums[r] + sum_up_to(count);
+                uint32_t const last = sums[r] + (r == 0 ? ends & 0xffffu : ends >> 16);
                 overflows[r] |= __any_sync(0xffffffffu, head >= static_cast<uint32_t>(params.words_per_tile));
                 light[r] &= __all_sync(0xffffffffu, head <= kFrontEntries);
                 if (light[r]) {
                     // Few tiles have so many: a load costs time for each line of memory that it touches.
-                    uint4 const more = count > kMostUnspilled ? tiles[r][1] : uint4{};
+                    uint4 const more = count > kMostUnspilled ? tile_at(first + r, tile_begin)[1] : uint4{};
                     TileFront{heads[r], more}.list(
                         AllPlaces{params.schedule.words + (first + r) * max_listed(params.num_tiles) + last - count},
                         count);
@@ -281,7 +304,8 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
                 if (hot::is_sampled(params.chunks.hot, first + r) && first + r < end) {
                     bool const has_entries = head < static_cast<uint32_t>(params.words_per_tile);
                     if (has_entries) {
-                        hot::sample(params.chunks.hot, reinterpret_cast<uint32_t const*>(tiles[r]) + 1, count);
+                        hot::sample(params.chunks.hot,
+                                    reinterpret_cast<uint32_t const*>(tile_at(first + r, tile_begin)) + 1, count);
                     }
                     for (uint32_t rest = __ballot_sync(0xffffffffu, !has_entries); rest != 0; rest &= rest - 1) {
                         int const tile_idx = tile_begin + __ffs(rest) - 1;
@@ -292,11 +316,10 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
                 }
             }
         }
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            if (lane == r && first + r < end) {
-                enter_row(params, bucket_rows, first + r, sums[r], overflows[r], light[r]);
-            }
+        if (lane < kRows && first + lane < end) {
+            bool const one = lane == 0;
+            enter_row(params, bucket_rows, first + lane, one ? sums[0] : sums[1], one ? overflows[0] : overflows[1],
+                      one ? light[0] : light[1]);
         }
     }
     store_buckets(params, bucket_rows);
@@ -364,7 +387,7 @@ __device__ __forceinline__ void order_rows(Params const& params) {
     __shared__ uint32_t block_begin[kBuckets];       // place of the block's first row of a bucket
     __shared__ uint32_t bucket_begin[kBuckets + 1];  // place of a bucket
     __shared__ uint32_t unit_begin[kBuckets];        // first unit of a bucket
-    __shared__ uint32_t heavy_count;
+    __shared__ guard::Votes<kBuckets> votes;
 
     int const lane = threadIdx.x % kWarpSize;
     int const direct_below = kDirect ? params.schedule.direct_below : 0;
@@ -376,6 +399,8 @@ __device__ __forceinline__ void order_rows(Params const& params) {
     }
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     __shared__ chunk::HotShared hot_neurons;
+    __shared__ chunk::Shared chunk_shared;
+    bool const has_chunks = !kDirect && params.chunks.counts != nullptr;
     if (!kDirect && threadIdx.x < hot::kBins) {
         hot_neurons.bins[threadIdx.x] = 0;
     }
@@ -415,9 +440,9 @@ __device__ __forceinline__ void order_rows(Params const& params) {
     }
 #endif
     constexpr int kPerLane = kBucketsPerLane;
+    uint32_t rows[kPerLane];
+    uint32_t begins[kPerLane];
     if (threadIdx.x < kWarpSize) {
-        uint32_t rows[kPerLane];
-        uint32_t begins[kPerLane];
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
             rows[i] = bucket_rows[lane * kPerLane + i];
@@ -431,16 +456,15 @@ __device__ __forceinline__ void order_rows(Params const& params) {
         if (lane == kWarpSize - 1) {
             bucket_begin[kBuckets] = end;
         }
-        __syncwarp();
-        uint32_t const heavy = guard::decide<kBuckets>(params.guard, bucket_begin, most_of_bucket);
-        if (lane == 0 && blockIdx.x == 0) {
-            params.schedule.header->split_end = max(bucket_begin[bucket_of(kSplitNonzeros) + 1], heavy);
-        }
+    }
+    __syncthreads();
+    uint32_t const heavy_count = guard::decide(votes, params.guard, bucket_begin, most_of_bucket);
+    if (threadIdx.x < kWarpSize) {
         uint32_t units[kPerLane];
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
-            uint32_t const sparse_begin = max(begins[i], heavy);
-            uint32_t const sparse_end = max(begins[i] + rows[i], heavy);
+            uint32_t const sparse_begin = max(begins[i], heavy_count);
+            uint32_t const sparse_end = max(begins[i] + rows[i], heavy_count);
             units[i] = (sparse_end - sparse_begin) *
                        static_cast<uint32_t>(units_of_bucket(lane * kPerLane + i, params.num_tiles, direct_below));
         }
@@ -449,14 +473,17 @@ __device__ __forceinline__ void order_rows(Params const& params) {
         for (int i = 0; i < kPerLane; ++i) {
             unit_begin[lane * kPerLane + i] = begins[i];
         }
-        if (lane == kWarpSize - 1) {
-            heavy_count = heavy;
-            if (blockIdx.x == 0) {
-                params.schedule.header->heavy_count = heavy;
-                params.schedule.header->unit_count = unit_count;
-            }
+        if (lane == kWarpSize - 1 && blockIdx.x == 0) {
+            params.schedule.header->heavy_count = heavy_count;
+            params.schedule.header->split_end = max(bucket_begin[bucket_of(kSplitNonzeros) + 1], heavy_count);
+            params.schedule.header->unit_count = unit_count;
         }
     }
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    else if (has_chunks) {
+        chunk::clear_counts<kThreads - kWarpSize>(chunk_shared, static_cast<int>(threadIdx.x) - kWarpSize);
+    }
+#endif
     __syncthreads();
 
     auto const position_of = [&](int64_t row) {
@@ -503,10 +530,10 @@ __device__ __forceinline__ void order_rows(Params const& params) {
         }
     }
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if (!kDirect && params.chunks.counts != nullptr && !all_heavy) {
+    if (has_chunks && !all_heavy) {
         __syncthreads();  // the lists
         chunk::build<kThreads>(
-            hot_neurons, params.chunks, params.schedule, params.rows, params.num_tiles, begin, end,
+            chunk_shared, hot_neurons, params.chunks, params.schedule, params.rows, params.num_tiles, begin, end,
             [&](int64_t row) {
                 uint32_t const count = params.schedule.counts[row];
                 bool const is_heavy = position_of(row) < heavy_count;
@@ -520,8 +547,9 @@ __device__ __forceinline__ void order_rows(Params const& params) {
             });
     }
 #endif
-    // Where rows may be direct, the up projection has more CTAs for that.
-    if (!kDirect && heavy_count != 0 && gather::is_needed(params.gather, all_heavy)) {
+    // Where there are chunks or rows may be direct, the up projection has more CTAs for that.
+    if (!kDirect && params.chunks.counts == nullptr && heavy_count != 0 &&
+        gather::is_needed(params.gather, all_heavy)) {
         for (int64_t row = begin + threadIdx.x / kWarpSize; row < end; row += kWarps) {
             uint32_t const position = position_of(row);
             if (position < heavy_count) {

@@ -98,9 +98,9 @@ struct SparseRows;
 __device__ __forceinline__ bool is_early(Schedule const& schedule) { return __ldcg(&schedule.header->is_early) != 0; }
 
 // Enqueues the schedule of a packed matrix and, unless it is null, the spilled one. What the dense path needs of the
-// heavy rows is gathered, unless rows may be direct; chunks are built unless they have no memory: `rows` says where the
-// lists of h will be, in which rows are marked that are in no chunk, see chunk.cuh; the hot neurons' rows of w_up are
-// copied. Same preconditions as launch_gate.
+// heavy rows is gathered, unless the up projection does that: with chunks, or where rows may be direct. Chunks are
+// built unless they have no memory: `rows` says where the lists of h will be, in which rows are marked that are in no
+// chunk, see chunk.cuh; the hot neurons' rows of w_up are copied. Same preconditions as launch_gate.
 cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed, uint16_t const* spilled,
                             Schedule const& schedule, GuardModel const& guard, Gather const& gather,
                             Chunks const& chunks, void const* w_up, SparseRows const& rows, Device const& device,

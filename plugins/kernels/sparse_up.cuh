@@ -46,6 +46,7 @@ struct Params {
     int column_end;
     int num_tiles;
     int words_per_tile;
+    uint32_t tokens;
     uint32_t num_direct;  // rows that may be direct: all or none
     bool relu_on_up;      // dReLU
 };
@@ -348,7 +349,7 @@ __device__ __forceinline__ void compute_unit(Params const& params, Unit unit) {
 // By the CTAs behind those that have a row: what the dense path needs of its rows.
 __device__ __forceinline__ void gather_rows(Params const& params) {
     uint32_t const dense_rows = params.schedule.header->heavy_count;
-    if (dense_rows == params.num_direct) {
+    if (dense_rows == params.tokens) {
         return;  // all: they stay where they are
     }
     uint32_t const warps = (gridDim.x - params.num_direct) * kWarps;
@@ -433,6 +434,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) up_with_chunks_kernel(Pa
     }
     wait_for_previous_launch();
     allow_dependent_launch();  // NOTE: as above
+    gather_rows(params);
     if (params.schedule.header->left_count != 0) {
         compute_left<Element>(params);
     }

@@ -132,6 +132,7 @@ cudaError_t launch_sparse_up(Launch const& launch) {
     params.d_model = problem.d_model;
     params.num_tiles = num_tiles(problem);
     params.words_per_tile = words_per_tile(problem);
+    params.tokens = static_cast<uint32_t>(problem.tokens);
     params.relu_on_up = problem.activation == TWELL_DRELU;
     if (launch.chunks.counts != nullptr) {
         params.column_end = problem.d_model;
