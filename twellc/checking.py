@@ -29,7 +29,7 @@ from twellc.export.evaluator import OnnxEvaluator, plugin_nodes, runs_kernels
 from twellc.export.onnx_export import save_onnx
 from twellc.export.runner import run_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
-from twellc.files import digest
+from twellc.files import digest, external_data
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx, looks_like_onnx
 from twellc.manifest import UNKEPT_GRAPH, has_manifest, read_manifest, refuse_other_plugins
@@ -154,7 +154,7 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         raise UserError("--inputs", "the inputs are given twice", got="--text, too", fix="Leave one out.")
     if not candidate_path.is_file():
         raise UserError(str(candidate_path), "there is no such file", expected="an ONNX file or a plan")
-    if has_manifest(candidate_path) and candidate_path.suffix != ".onnx":
+    if has_manifest(candidate_path) and not looks_like_onnx(candidate_path):
         candidate = _open_plan(options, folder, progress)
     else:
         progress("reading the candidate")
@@ -255,7 +255,7 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     backend, expected = manifest["backend"]["name"], manifest["onnx"]["sha256"]
     kept_name = manifest["onnx"]["file"]
     kept = plan.parent / str(kept_name)
-    data = kept.with_name(kept.name + ".data")
+    data = external_data(kept)
     is_kept = kept.is_file() and digest(kept, *([data] if data.is_file() else [])) == expected
     obstacle = why_not_here(backend)
     if not obstacle:

@@ -57,12 +57,12 @@ def _describe(
 ) -> dict[str, Any]:
     if not target.exists():
         raise UserError(str(target), "there is no such file or folder", expected="a model or a plan")
-    if target.is_file() and has_manifest(target):
-        progress("reading the manifest")
-        return {"kind": "plan", **read_manifest(target)}
     if looks_like_onnx(target):
         progress("loading the model")
         return inspect_onnx(target, dtype, inputs)
+    if target.is_file() and has_manifest(target):
+        progress("reading the manifest")
+        return {"kind": "plan", **read_manifest(target)}
     progress("loading and tracing the model")
     model = load_model(target, trust_model, inputs)
     chosen, notes = choose_dtype(model, dtype)

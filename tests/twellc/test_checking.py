@@ -183,6 +183,15 @@ def test_plan_without_a_gpu(cli: Cli, archive: Path, tmp_path: Path, monkeypatch
     assert "made again" in cli("check", archive, plan).stdout
 
 
+def test_plan_called_as_a_graph(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a candidate is, its content says."""
+    monkeypatch.setattr("twellc.checking.why_not_here", lambda backend: "there is no GPU on this machine")
+    assert cli("compile", archive, "-o", tmp_path / "m.onnx").exit_code == 0
+    result = cli("check", archive, tmp_path / "m.onnx")
+    assert result.exit_code == 0, result.output
+    assert "the plan itself was NOT run" in result.stdout
+
+
 def test_plan_that_runs(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and shares come from the graph beside the plan.
 

@@ -125,6 +125,17 @@ def test_inspect_counts_in_every_kind_of_file(cli: Cli, tmp_path: Path) -> None:
     assert "at an assumed density of 0.5 %" in cli("inspect", graph).stdout
 
 
+def test_graph_with_its_report_beside_it(cli: Cli, tmp_path: Path) -> None:
+    """The report has the name that the manifest of a plan called so would have."""
+    onnx.save(gated(), tmp_path / "m.onnx")
+    graph = tmp_path / "g.onnx"
+    options = ["--backend", "none", "--onnx", graph, "--report", tmp_path / "g.onnx.json"]
+    assert cli("compile", tmp_path / "m.onnx", *options).exit_code == 0
+    result = cli("inspect", graph, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["kind"] == "rewritten ONNX file"
+
+
 def test_inspect_shows_the_fields_of_plugin_nodes(cli: Cli, tmp_path: Path) -> None:
     onnx.save(gated("fp16", biases=True), tmp_path / "m.onnx")
     graph = tmp_path / "g.onnx"
