@@ -23,17 +23,15 @@ from rich.table import Table
 from rich.text import Text
 
 from twellc import __version__
+from twellc.config import BACKENDS, DEFAULT_COMPRESSION, DTYPES
 from twellc.errors import UserError
 from twellc.export.shapes import LARGEST_SIZE
 from twellc.files import ENDING_SIGNALS
 from twellc.inputs import parse_input
+from twellc.plugins.library import COMPRESSIONS
 
 if TYPE_CHECKING:
     from twellc.checking import BlockAccuracy, CheckResult
-
-_DTYPES = ("bf16", "fp16")
-_COMPRESSIONS = ("1", "2", "4", "8")
-
 
 _FAULT = 70  # EX_SOFTWARE of sysexits.h
 
@@ -195,10 +193,10 @@ def main() -> None:
 @click.option("-o", "--output", type=_Path(), help="The plan to write; its manifest goes beside it.")
 @click.option("--onnx", type=_Path(), help="Also keep the rewritten graph as ONNX.")
 @click.option(
-    "--backend", type=click.Choice(("auto", "tensorrt", "tensorrt-rtx", "none")), default="auto", show_default=True,
+    "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True,
     help="auto: TensorRT where it is installed beside a GPU, else TensorRT-RTX, which needs none. none stops at ONNX.",
 )  # fmt: skip
-@click.option("--dtype", type=click.Choice(_DTYPES), help="Precision; default: the model's own, else bf16.")
+@click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision; default: the model's own, else bf16.")
 @click.option(
     "--profile", "profiles", multiple=True, metavar="NAME:MIN:OPT:MAX",
     help="Shapes of an input, such as input_ids:1x1:1x128:8x2048. Inputs that share a dimension follow. Given again "
@@ -209,9 +207,10 @@ def main() -> None:
     help="Which matching blocks to rewrite; REGEX is searched in their module paths.",
 )  # fmt: skip
 @click.option(
-    "--compression", type=click.Choice(_COMPRESSIONS), default="8", show_default=True,
+    "--compression", type=click.Choice(tuple(map(str, COMPRESSIONS))), default=str(DEFAULT_COMPRESSION),
+    show_default=True,
     help="TwELL compression factor: a tile of 256 neurons keeps 256/N - 1 activations of a token; more of them are "
-    "recomputed. It changes speed and memory, never results.",
+    "kept apart or recomputed. It changes speed and memory, never results.",
 )  # fmt: skip
 @click.option("--strict", is_flag=True, help="Fail when nothing matches, or a block that looks like one is refused.")
 @click.option("--dump-graphs", type=_Path(), help="Folder for the graph after each pass.")
@@ -309,7 +308,7 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
 @main.command(cls=_Command)
 @click.argument("target", type=_Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--dtype", type=click.Choice(_DTYPES), help="Precision to judge a model in; default as in compile.")
+@click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision to judge a model in; default as in compile.")
 @click.option(
     "--density", type=_Share(), default=0.005, show_default=True, metavar="SHARE",
     help="Share of gate activations that are not zero, from 0 to 1, to count operations and bytes at; it is assumed, "

@@ -26,8 +26,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from twellc.plugins.library import TILE
+
 BYTES_PER_ELEMENT = 2
-_TILE = 256
 _WORD = 4
 
 
@@ -56,7 +57,7 @@ def sparse_cost(layer: dict[str, Any], tokens: int, density: float) -> Cost:
     neuron = (_inputs(layer) - 1) * d_model + d_out
     active = tokens * density * d_ff
     distinct = d_ff * -math.expm1(tokens * math.log1p(-density)) if density < 1 else d_ff
-    packed = _WORD * (active + tokens * -(-d_ff // _TILE))
+    packed = _WORD * (active + tokens * -(-d_ff // TILE))
     elements = tokens * (d_model + d_out) + d_model * d_ff + distinct * neuron
     return Cost(
         flops=round(2 * tokens * d_model * d_ff + 2 * active * neuron),
