@@ -22,7 +22,7 @@ class LoadedModel:
 
     Attributes:
         path: The file or folder that it came from.
-        kind: `torch.export archive` or `Hugging Face directory`.
+        kind: `torch.export archive`, `Hugging Face directory` or `pickled module`.
         program: The traced program, in the precision of its source.
         output_names: Names of its outputs, in order.
         dimension_names: Names of its symbolic dimensions, by symbol.
@@ -87,7 +87,8 @@ def _sniff(path: Path) -> str:
     if path.stat().st_size == 0:
         return "the file is empty"
     if not zipfile.is_zipfile(path):
-        head = path.read_bytes()[:8] if path.stat().st_size < 8 else path.open("rb").read(8)
+        with path.open("rb") as stream:
+            head = stream.read(2)
         if head.startswith(b"\x80"):
             return "pickle"
         if head.startswith(b"PK"):
