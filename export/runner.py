@@ -15,6 +15,8 @@ _TORCH_DTYPES = {
     "FLOAT": torch.float32,
     "HALF": torch.float16,
     "BF16": torch.bfloat16,
+    "INT8": torch.int8,
+    "UINT8": torch.uint8,
     "INT32": torch.int32,
     "INT64": torch.int64,
     "BOOL": torch.bool,
