@@ -67,7 +67,7 @@ def input_specs(program: ExportedProgram) -> list[InputSpec]:
 
 
 def resolve_profiles(
-    source: ExportedProgram | ModelInputs,
+    inputs: ModelInputs,
     requested: list[tuple[str, ShapeRange]],
     defaults: dict[str, tuple[int, int, int]],
 ) -> tuple[list[Profile], list[str]]:
@@ -78,7 +78,7 @@ def resolve_profiles(
     belongs to the k-th profile.
 
     Args:
-        source: The program whose inputs these are, or the inputs themselves.
+        inputs: The inputs of the model.
         requested: Ranges by input name, as a user gives them.
         defaults: (min, opt, max) by symbol.
 
@@ -88,7 +88,6 @@ def resolve_profiles(
     Raises:
         UserError: A name is unknown, or a range contradicts the model, another range or the export's bounds.
     """
-    inputs = source if isinstance(source, ModelInputs) else program_inputs(source)
     specs = {spec.name: spec for spec in inputs.specs}
     numbered: list[dict[str, ShapeRange]] = []
     for name, given in requested:

@@ -12,7 +12,7 @@ from torch.export import Dim, ExportedProgram
 
 from tests.models import canonical
 from twellc.errors import UserError
-from twellc.export.profiles import input_specs, resolve_profiles
+from twellc.export.profiles import input_specs, program_inputs, resolve_profiles
 from twellc.export.shapes import ShapeRange, parse_profile
 
 Range = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -68,7 +68,7 @@ def masked() -> ExportedProgram:
 
 
 def resolve(program: ExportedProgram, *texts: str, **defaults: Any) -> tuple[list[dict[str, Range]], list[str]]:
-    profiles, notes = resolve_profiles(program, list(map(parse_profile, texts)), defaults)
+    profiles, notes = resolve_profiles(program_inputs(program), list(map(parse_profile, texts)), defaults)
     return [{name: (r.min, r.opt, r.max) for name, r in profile.items()} for profile in profiles], notes
 
 
