@@ -24,13 +24,27 @@ def test_ci_runs_the_two_commands() -> None:
         assert end.split(" -o ")[0] in script
 
 
+def options_of(command: str) -> list[click.Option]:
+    return [each for each in main.commands[command].params if isinstance(each, click.Option)]
+
+
 @pytest.mark.parametrize("command", sorted(main.commands))
 def test_every_option_is_documented(command: str) -> None:
     assert f"twellc {command}" in README
-    for parameter in main.commands[command].params:
-        if isinstance(parameter, click.Option):
-            assert max(parameter.opts, key=len) in README, f"{command} {parameter.opts}"
-            assert parameter.help, f"{command} {parameter.opts}"
+    for parameter in options_of(command):
+        name = max(parameter.opts, key=len)
+        assert re.search(rf"{name}(?![\w-])", README), f"{command} {name}"
+        assert parameter.help, f"{command} {name}"
+
+
+def test_the_table_of_options_is_that_of_compile() -> None:
+    rows = re.findall(r"^\| `(?:-\w, )?(--[\w-]+)([^`]*)` \|", README, re.MULTILINE)
+    options = {max(option.opts, key=len): option for option in options_of("compile")}
+    assert sorted(name for name, _ in rows) == sorted(options)
+    for name, values in rows:
+        kind = options[name].type
+        if isinstance(kind, click.Choice):
+            assert values == " " + r"\|".join(kind.choices)
 
 
 @pytest.mark.parametrize(
