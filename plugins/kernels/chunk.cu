@@ -10,7 +10,7 @@ namespace {
 // Wu into shared memory about as long as reading it from memory.
 constexpr int64_t kFewestTokens = 4096;
 constexpr float kFewestProducts = 4096.0f * 2048 * 5632;
-// Chunks are counted in 32 bits; far beyond this their numbers would not fit.
+// Places in chunks are counted in 31 bits; beyond this they might not fit.
 constexpr int64_t kMostTokens = 1 << 22;
 static_assert(kMostTokens / kRunRows * kRunChunksOfBlock * kMostBlocks * kChunkPairs < int64_t{1} << 31,
               "places are told from kSecondRow");

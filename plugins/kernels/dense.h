@@ -29,7 +29,7 @@ struct PathCosts {
 // What the guard has to know.
 GuardModel guard_model(twell_problem const& problem, Device const& device, Kernels choice);
 
-// What the schedule, or the up projection of direct rows, has to gather; `scratch` is 256-byte aligned.
+// What the schedule or the sparse up projection has to gather, see launch_schedule; `scratch` is 256-byte aligned.
 Gather gather_for(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed, uint16_t* spilled,
                   void* scratch);
 

@@ -84,8 +84,8 @@ __device__ __forceinline__ uint32_t choose_threshold(uint32_t const* bins, uint3
     return is_worth ? least : UINT32_MAX;
 }
 
-// By a CTA: which neurons are hot. NOTE: others than one warp could do this while that one decides what is dense, but
-// with a barrier of their own, compute-sanitizer's racecheck does not see the next ones.
+// By a CTA: which neurons are hot. NOTE: other warps could do this while some decide what is dense, but with a barrier
+// of their own, compute-sanitizer's racecheck does not see the next ones.
 template <int kWarps, int kMostWords>
 __device__ __forceinline__ void choose(Shared<kMostWords>& shared, HotNeurons const& hot, int d_ff) {
     static_assert(kMostWords <= kWarps * kWarpSize && kWarps <= kWarpSize, "a thread has a word, a lane a warp's sum");

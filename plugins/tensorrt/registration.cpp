@@ -1,15 +1,13 @@
 // How the plugins get into a TensorRT. Three ways, one library:
 //
-//   1. TensorRT opens it itself: IPluginRegistry::loadLibrary, trtexec --dynamicPlugins, a plan that embeds it.
-//   TensorRT
-//      then calls setLoggerFinder and getCreators.
+//   1. TensorRT opens it itself: IPluginRegistry::loadLibrary, trtexec --dynamicPlugins, a plan that embeds it. It then
+//      calls setLoggerFinder and getCreators.
 //   2. Somebody else opens it in a process where TensorRT is already (trtexec --staticPlugins, Triton's plugins=,
 //      Polygraphy, ctypes, LD_PRELOAD into a program linked with TensorRT): its constructor adds the plugins to every
 //      TensorRT that it finds.
 //   3. It is there before TensorRT: with LD_PRELOAD, or opened with RTLD_GLOBAL. Its hooks stand in front of the
-//   functions
-//      with which a program first reaches TensorRT, and add the plugins there. Opened with RTLD_LOCAL before TensorRT
-//      it is never called; then initLibTwellPlugins is left.
+//      functions with which a program first reaches TensorRT, and add the plugins there. Opened with RTLD_LOCAL before
+//      TensorRT it is never called; then initLibTwellPlugins is left.
 //
 // All of them may happen in one process, in any order and more than once.
 #include <NvInferRuntime.h>

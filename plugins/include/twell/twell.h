@@ -94,7 +94,7 @@ TWELL_API cudaError_t twell_up_down(twell_problem const* problem, twell_tensors 
 // The whole block; `workspace` as for twell_up_down. From 257 tokens on these are the two steps, with what lies between
 // them in the workspace, and the guard: rows with so many non-zeros that a dense product is faster take one; each
 // stored value of theirs is rounded to the element type, as in a dense block. On compute capability 9.0 a problem so
-// small or so narrow that skipping neurons cannot pay is computed as a dense block, all of it, from 33 tokens on; and
+// small or so narrow that skipping neurons cannot pay is computed as a dense block, all of it, from 17 tokens on; and
 // from 4096 tokens on the dot products of the up projection may be added up in parts, of a row or not, which its
 // neighbours can decide. Up to 256 tokens other kernels, unless it is a dense block, spread each token over the device:
 // they keep the contract of the two steps but take sums in another order, which may depend on the number of tokens and
