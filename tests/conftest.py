@@ -33,6 +33,15 @@ def _seed() -> None:
     torch.manual_seed(20)
 
 
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """Give signals their handlers back: a command ignores those that would end it once its outputs are there."""
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def bytelm() -> Path:
     """The trained example model."""
@@ -100,7 +109,7 @@ def remembered_models(load_once: Callable[..., Any], monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cli]:
+def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Return a function that runs the command line in this process, and what it would do in others, too."""
     from twellc.cli import main
 
@@ -109,7 +118,6 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cli]:
         return getattr(importlib.import_module(module), name)(*arguments, progress)
 
     monkeypatch.setattr("twellc.compiler.run_isolated", run_here)
-    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
 
     def run(*arguments: object) -> click.testing.Result:
         result = click.testing.CliRunner().invoke(main, [str(argument) for argument in arguments])
@@ -117,6 +125,4 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cli]:
             raise result.exception
         return result
 
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return run

@@ -38,13 +38,10 @@ def test_signal_while_a_result_is_unpickled() -> None:
 
     receiver, sender = multiprocessing.Pipe(duplex=False)
     sender.send(("result", Interrupting()))
-    handlers = {number: signal.signal(number, interrupt) for number in ENDING_SIGNALS}
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            _receive(receiver)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    for number in ENDING_SIGNALS:
+        signal.signal(number, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        _receive(receiver)
     assert steps == ["complete"]
 
 
