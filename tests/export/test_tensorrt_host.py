@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from twellc.errors import UserError
 from twellc.export import tensorrt_host
-from twellc.export.tensorrt_host import choose_host, load_host, why_not_here
+from twellc.export.tensorrt_host import Host, choose_host, load_host, why_not_here, write_plan
 
 Pretend = Callable[..., None]
 
@@ -80,3 +81,16 @@ def test_what_is_installed_here() -> None:
     host = load_host(choose_host("tensorrt-rtx"))
     assert host.name == "tensorrt-rtx"
     assert host.version == str(host.module.__version__)
+
+
+@pytest.mark.parametrize("plan", [b"a plan", None])
+def test_builder_that_writes_no_stream(plan: bytes | None, tmp_path: Path) -> None:
+    """As of older TensorRTs, which give the whole plan, or nothing where they refuse the network."""
+
+    class Builder:
+        def build_serialized_network(self, network: object, config: object) -> bytes | None:
+            return plan
+
+    host = Host("tensorrt", None, "10.0")
+    assert write_plan(host, Builder(), None, None, tmp_path / "m.plan") == (plan is not None)
+    assert (tmp_path / "m.plan").read_bytes() == (plan or b"")
