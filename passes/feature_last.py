@@ -21,7 +21,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from twellc.passes.activations import arguments, packet
-from twellc.passes.linear import PERMUTATIONS, LinearReader, Weight, permutation
+from twellc.passes.linear import PERMUTATIONS, LinearReader, Weight, permutation, same_sizes
 from twellc.passes.program import constants_of, editable, finish, replace_node
 
 aten = torch.ops.aten
@@ -148,7 +148,7 @@ def _elementwise_axis(node: Node, axes: dict[Node, int]) -> int | None:
     shape = node.meta["val"].shape
     tensors = [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
     found = {axes.get(arg) for arg in tensors if arg.meta["val"].dim() > 0}
-    same = all(arg.meta["val"].shape == shape for arg in tensors if arg.meta["val"].dim() > 0)
+    same = all(same_sizes(arg.meta["val"].shape, shape) for arg in tensors if arg.meta["val"].dim() > 0)
     return found.pop() if len(found) == 1 and same else None
 
 

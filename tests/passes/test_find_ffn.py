@@ -284,6 +284,44 @@ def test_sizes_known_only_at_run_time() -> None:
         assert_same(run(rewrite(program), rows_in)[0], eager(module, rows_in)[0])
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda s, x, m: s.ffn(x) + m[:, 1:].sum() - m[:, :-1].mean(),
+        lambda s, x, m: s.ffn(x) + m.chunk(2, -1)[1].sum(),
+    ],
+)
+def test_dynamic_dimensions_stay_dynamic(form: Callable[..., Tensor]) -> None:
+    """Reading a graph must not give a dimension the size that it was traced with."""
+    module = Written(form, ffn=Gated())
+    dynamic = (({0: torch.export.Dim("tokens")}, {1: 2 * torch.export.Dim("half", min=2)}),)
+    result = rewrite(canonical(module, torch.randn(5, 16), torch.randn(2, 8), dynamic=dynamic))
+    assert calls(result)["gated_mlp"] == 1
+    inputs = torch.randn(3, 16), torch.randn(2, 12)
+    assert_same(run(result, *inputs)[0], eager(module, *inputs)[0])
+
+
+def chosen(x: Tensor) -> Tensor:
+    return torch.nonzero(x[:, 0] > 0).squeeze(-1)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda s, x: s.ffn(x) + torch.nonzero(x[:, 0] > 0).t()[:, :1].sum(),
+        lambda s, x: s.ffn(x) + (chosen(x).unsqueeze(-1) + 1).sum(),
+        lambda s, x: s.ffn(x[chosen(x)] + s.ffn.down.weight[:1, :16]),
+        lambda s, x: s.ffn(torch.masked_select(x, x[:, :1] > 0).view(-1, 16)),
+        lambda s, x: (x[:, :8] @ s.ffn(x[chosen(x)]).view(-1, 8).t()).sum(-1),
+    ],
+)
+def test_operations_on_sizes_known_only_at_run_time(form: Form) -> None:
+    module, x = Written(form, ffn=Gated()), torch.randn(9, 16)
+    program = canonical(module, x)
+    assert [block.refusal for block in find_ffn_blocks(program)] == [""]
+    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+
+
 # ---- packed gate and up ----
 
 
