@@ -204,6 +204,8 @@ class LinearReader:
         node = strip(argument)
         if node not in self.constants or node.meta["val"].dim() != 1:
             return None
+        if width(node) != width(argument):
+            return None  # a column: a number for each row
         return Weight(node, self.constants[node])
 
 
