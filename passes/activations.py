@@ -122,7 +122,8 @@ def _parse_clamp(node: Node, pre: Node) -> Activation | None:
         return None
     if high is None or high == math.inf:
         return Activation("relu", 0.0, pre, (node,))
-    return Activation(f"relu{high:g}", 0.0, pre, (node,))
+    # Not relu2, which is the square, for a bound of 2.
+    return Activation("relu6" if high == 6 else f"relu up to {high:g}", 0.0, pre, (node,))
 
 
 def _parse_maximum(node: Node) -> Activation | None:

@@ -98,6 +98,8 @@ def _limits(block: FfnBlock) -> str:
     """Return the limit of the kernels that the block exceeds, or an empty string."""
     if block.dtype not in _KERNEL_DTYPES:
         return f"computes in {str(block.dtype).removeprefix('torch.')}; the kernels take bfloat16 and float16"
+    if 0 in (block.d_model, block.d_ff, block.d_out):
+        return "one of its widths is 0"
     if block.d_ff > MAX_D_FF:
         return f"d_ff is {block.d_ff}; the format holds at most {MAX_D_FF} neurons"
     for name, width in (("d_model", block.d_model), ("the output width", block.d_out)):
@@ -109,7 +111,9 @@ def _limits(block: FfnBlock) -> str:
 def _conflict(block: FfnBlock, taken: dict[Node, str]) -> str:
     """Return which block has one of this one's projections already, or an empty string.
 
-    In a stack of linears and ReLUs every inner projection is the down of one block and the up of the next.
+    In a stack of linears and ReLUs every inner projection is the down of one block and the up of the next, or the
+    packed gate and up.
     """
-    owner = next((taken[part.node] for part in (block.gate, block.up) if part and part.node in taken), None)
+    nodes = (node for part in (block.gate, block.up) if part for node in part.nodes)
+    owner = next((taken[node] for node in nodes if node in taken), None)
     return f"it shares a projection with the block {owner}" if owner else ""

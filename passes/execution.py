@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from twellc.passes.program import user_inputs
+from twellc.passes.program import mutated_constants, tensor_of, user_inputs
 
 
 def example_inputs(program: ExportedProgram) -> dict[str, torch.Tensor]:
@@ -24,22 +24,29 @@ def run_program(
 ) -> list[torch.Tensor]:
     """Return the tensor outputs of a program, in order, for inputs by name.
 
+    What the program writes to its inputs and buffers is undone: each run computes from the same values.
+
     Args:
         program: The program.
         inputs: Its tensor inputs.
         visit: Receives the name and the value of each node, and returns the value to go on with.
     """
     leaves, spec = pytree.tree_flatten(program.example_inputs)
-    tensors = iter(inputs[node.name] for node in user_inputs(program))
+    tensors = iter(inputs[node.name].clone() for node in user_inputs(program))
     values = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     module = program.module(check_guards=False)
+    state = {tensor: tensor.clone() for tensor in (tensor_of(program, name) for name in mutated_constants(program))}
     with torch.no_grad():
-        if visit is None:
-            args, kwargs = pytree.tree_unflatten(values, spec)
-            result = module(*args, **kwargs)
-        else:
-            assert isinstance(module, GraphModule)
-            result = _Visited(module, visit).run(*values, enable_io_processing=False)
+        try:
+            if visit is None:
+                args, kwargs = pytree.tree_unflatten(values, spec)
+                result = module(*args, **kwargs)
+            else:
+                assert isinstance(module, GraphModule)
+                result = _Visited(module, visit).run(*values, enable_io_processing=False)
+        finally:
+            for tensor, value in state.items():
+                tensor.copy_(value)
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 

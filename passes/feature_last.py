@@ -21,7 +21,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from twellc.passes.activations import arguments, packet
-from twellc.passes.linear import PERMUTATIONS, LinearReader, Weight, permutation
+from twellc.passes.linear import PERMUTATIONS, LinearReader, Weight, matrix_sizes, permutation, same_sizes
 from twellc.passes.program import constants_of, editable, finish, replace_node
 
 aten = torch.ops.aten
@@ -97,6 +97,9 @@ class _Rewriter:
                 with self._program.graph.inserting_after(twin):
                     twin = self._call(aten.permute.default, twin, order, like=node)
             replace_node(self._program, node, twin, where=lambda user: user.name not in self._twins)
+        # What is permuted lies in memory in another order, of which a view may need a copy.
+        for view in self._program.graph.find_nodes(op="call_function", target=aten.view.default):
+            view.target = aten.reshape.default
         return finish(self._program)
 
     def _make_twin(self, node: Node) -> Node:
@@ -148,7 +151,7 @@ def _elementwise_axis(node: Node, axes: dict[Node, int]) -> int | None:
     shape = node.meta["val"].shape
     tensors = [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
     found = {axes.get(arg) for arg in tensors if arg.meta["val"].dim() > 0}
-    same = all(arg.meta["val"].shape == shape for arg in tensors if arg.meta["val"].dim() > 0)
+    same = all(same_sizes(arg.meta["val"].shape, shape) for arg in tensors if arg.meta["val"].dim() > 0)
     return found.pop() if len(found) == 1 and same else None
 
 
@@ -190,6 +193,8 @@ def _left_matmul(node: Node, reader: LinearReader) -> _Product | None:
     dims = x.meta["val"].dim()
     if weight is None or dims < 2 or node.meta["val"].dim() != dims or x in reader.constants:
         return None
+    if not same_sizes(matrix_sizes(w), [node.meta["val"].shape[-2], x.meta["val"].shape[-2]]):
+        return None  # a weight of its own for each batch
     return _Product(x, dims - 2, dims - 2, weight, None)
 
 

@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
 from twellc.passes.activations import Activation, arguments, packet, parse_activation
-from twellc.passes.linear import CASTS, Linear, LinearReader, operand, step, strip, width
+from twellc.passes.linear import CASTS, Linear, LinearReader, operand, same_sizes, step, strip, width
 from twellc.passes.program import constants_of
 
 aten = torch.ops.aten
@@ -224,12 +224,12 @@ class _Finder:
 
     def _common_input(self, gate: Linear, up: Linear, down: Linear) -> Node:
         """Return the node to read x from: the same values for gate and up, and the leading dimensions of y."""
-        if strip(gate.x) is not strip(up.x):
+        if strip(gate.x) is not strip(up.x) or width(gate.x) != width(up.x):
             raise _RefusedError("gate and up projections read different tensors")
-        leading = tuple(down.node.meta["val"].shape[:-1])
+        wanted = (*down.node.meta["val"].shape[:-1], width(up.x))
         node = up.x
         while True:
-            if tuple(node.meta["val"].shape[:-1]) == leading:
+            if same_sizes(node.meta["val"].shape, wanted):
                 return node
             source = step(node)
             if source is None:

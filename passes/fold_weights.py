@@ -53,16 +53,18 @@ def fold_weights(program: ExportedProgram) -> ExportedProgram:
 
     names, parameters = constants_of(program), set(program.graph_signature.parameters)
     first = next(iter(names))
+    folds: list[tuple[Node, list[str], torch.Tensor]] = []  # complete before the first: one may be made of another
     with torch.no_grad():
         for name in weights:
             node = copies[name]
             sources = [names[source] for source in _sources(node) if source in names]
-            kind = InputKind.BUFFER if parameters.isdisjoint(sources) else InputKind.PARAMETER
-            tensor = value(node).detach().clone()
-            folded = add_parameter(program, f"{sources[0]}_folded", tensor, like=first, kind=kind)
-            folded.meta = {**node.meta, "val": folded.meta["val"]}
-            replace_node(program, node, folded)
+            folds.append((node, sources, value(node).detach().clone()))
             values.clear()
+    for node, sources, tensor in folds:
+        kind = InputKind.BUFFER if parameters.isdisjoint(sources) else InputKind.PARAMETER
+        folded = add_parameter(program, f"{sources[0]}_folded", tensor, like=first, kind=kind)
+        folded.meta = {**node.meta, "val": folded.meta["val"]}
+        replace_node(program, node, folded)
     return finish(program)
 
 

@@ -9,10 +9,12 @@ any of them + b      slices, chunks and splits of the last dimension of any of t
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from twellc.passes.activations import arguments, packet
 
@@ -181,7 +183,7 @@ class LinearReader:
                 node, transposed = operand(node), transposed != (order != sorted(order))
             elif packet(node) in VALUE_PRESERVING | CASTS:
                 source = step(node) if packet(node) in CASTS else operand(node)
-                if source is None or matrix_sizes(source) != matrix_sizes(node):
+                if source is None or not same_sizes(matrix_sizes(source), matrix_sizes(node)):
                     return None
                 node = source
             else:
@@ -202,6 +204,8 @@ class LinearReader:
         node = strip(argument)
         if node not in self.constants or node.meta["val"].dim() != 1:
             return None
+        if width(node) != width(argument):
+            return None  # a column: a number for each row
         return Weight(node, self.constants[node])
 
 
@@ -236,8 +240,8 @@ def step(node: Node) -> Node | None:
         return None
     # A view keeps rows apart if it keeps their size; behind it may stand dimensions of size 1.
     sizes = [[size for size in value.shape if not _is_one(size)][-1:] for value in (before, after)]
-    whole = len(sizes[0]) == 1 and isinstance(sizes[0][0], int) and sizes[0] == sizes[1]
-    return source if whole or before.shape[-1] == after.shape[-1] else None
+    whole = len(sizes[0]) == 1 and isinstance(sizes[0][0], int) and same_sizes(*sizes)
+    return source if whole or same_sizes(before.shape[-1:], after.shape[-1:]) else None
 
 
 def strip(node: Node) -> Node:
@@ -273,6 +277,8 @@ def _last_dimension_slice(node: Node) -> _Slice | None:
         last = source.meta["val"].dim() - 1
         if dim % (last + 1) != last or not all(isinstance(bound, int | None) for bound in (start, stop)):
             return None
+        if not isinstance(source.meta["val"].shape[last], int):
+            return None
         return source, slice(start, stop, by).indices(width(source)), (node,)
     if node.target is not operator.getitem or not isinstance(arguments(node)[0], Node):
         return None
@@ -285,7 +291,9 @@ def _last_dimension_slice(node: Node) -> _Slice | None:
     parts = split.meta.get("val")
     if dim % (last + 1) != last or not isinstance(parts, list | tuple):
         return None
-    sizes = [int(part.shape[-1]) for part in parts]
+    sizes = [part.shape[-1] for part in parts]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
     start = sum(sizes[:index])
     return source, (start, start + sizes[index], 1), (node, split)
 
@@ -314,7 +322,7 @@ def _slice_by_view(node: Node) -> _Slice | None:
         return None
     parts, size = sizes[-2:]
     source = operand(view)
-    if source.meta["val"].dim() == 0 or width(source) != parts * size:
+    if not same_sizes(source.meta["val"].shape[-1:], [parts * size]):
         return None
     if dim % len(sizes) == len(sizes) - 2:
         first = index % parts * size
@@ -327,11 +335,16 @@ def _slice_by_view(node: Node) -> _Slice | None:
 def _is_batched(node: Node) -> bool:
     """Whether a view keeps the last two dimensions."""
     before, after = operand(node).meta["val"].shape, node.meta["val"].shape
-    return len(before) >= 2 and len(after) >= 2 and tuple(before[-2:]) == tuple(after[-2:])
+    return len(before) >= 2 and len(after) >= 2 and same_sizes(before[-2:], after[-2:])
 
 
 def _is_one(size: int | torch.SymInt) -> bool:
     return isinstance(size, int) and size == 1
+
+
+def same_sizes(first: Sequence[int | torch.SymInt], second: Sequence[int | torch.SymInt]) -> bool:
+    """Whether sizes are known to be equal. Comparing them with == would give dynamic ones the value that they have."""
+    return len(first) == len(second) and all(statically_known_true(a == b) for a, b in zip(first, second, strict=True))
 
 
 def matrix_sizes(node: Node) -> list[int | torch.SymInt]:

@@ -38,13 +38,19 @@ def editable(program: ExportedProgram) -> ExportedProgram:
 def constants_of(program: ExportedProgram) -> dict[Node, str]:
     """Return the name of the tensor behind each placeholder that holds an unmutated parameter, buffer or constant."""
     signature = program.graph_signature
-    mutated = {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
+    mutated = mutated_constants(program)
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     return {
         placeholders[spec.arg.name]: str(spec.target)
         for spec in signature.input_specs
         if spec.kind in _CONSTANT_KINDS and isinstance(spec.arg, TensorArgument) and spec.target not in mutated
     }
+
+
+def mutated_constants(program: ExportedProgram) -> set[str]:
+    """Return the names of the parameters and buffers that the program writes to."""
+    signature = program.graph_signature
+    return {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
 
 
 def tensor_of(program: ExportedProgram, name: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir
 import torch
+from torch.export import ExportedProgram
 
 from twellc import __version__
 from twellc.config import DTYPES, CompileOptions
@@ -23,6 +24,7 @@ from twellc.loaders.onnx_file import external_files, looks_like_onnx
 from twellc.passes.decide import Layer
 from twellc.passes.pipeline import Rewritten, run_passes
 from twellc.passes.precision import parameter_dtypes
+from twellc.passes.program import mutated_constants
 
 if TYPE_CHECKING:
     from twellc.onnx_models import OnnxTranslation
@@ -140,7 +142,7 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     progress("rewriting feed-forward blocks")
     rewritten = run_passes(model.program, torch_dtype(dtype), options.layers, options.compression, options.dump_graphs)
     warnings = check_matches(rewritten.layers, options)
-    notes = [*notes, *activation_notes(model, rewritten.layers)]
+    notes = [*notes, *activation_notes(model, rewritten.layers), *state_notes(rewritten.program)]
     progress("exporting to ONNX")
     names = [spec.name for spec in input_specs(rewritten.program)]
     graph = export_onnx(rewritten.program, names, model.output_names, model.dimension_names)
@@ -180,6 +182,14 @@ def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:
     return [
         f"config.json says the activation is {model.declared_activation}, but the graph computes {', '.join(found)}"
     ]
+
+
+def state_notes(program: ExportedProgram) -> list[str]:
+    """Point out what the model writes to, inputs or buffers."""
+    written = sorted(mutated_constants(program) | set(program.graph_signature.user_inputs_to_mutate.values()))
+    if not written:
+        return []
+    return [f"the model writes to {', '.join(written)}; the plan has no state and leaves them as they are"]
 
 
 def check_matches(layers: list[Layer], options: CompileOptions) -> list[str]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.models import Gated, Plain, Residual, blocks_of, calls, eager, export, run
+from tests.models import Gated, Plain, Residual, Written, blocks_of, calls, eager, export, run
 from tests.tolerance import assert_as_accurate
 from twellc.errors import UserError
 from twellc.passes.decide import decide
@@ -80,6 +80,9 @@ LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({"dtype": torch.float32}, "computes in float32; the kernels take bfloat16 and float16"),
     "float64": ({"dtype": torch.float64}, "computes in float64; the kernels take bfloat16 and float16"),
     "d_ff": ({"d_ff": MAX_D_FF + 1}, "d_ff is 65537; the format holds at most 65536 neurons"),
+    "no neurons": ({"d_ff": 0}, "one of its widths is 0"),
+    "no inputs": ({"d_model": 0}, "one of its widths is 0"),
+    "no outputs": ({"d_out": 0}, "one of its widths is 0"),
     "d_model": ({"d_model": 12}, "d_model is 12; the kernels need a multiple of 8 (16-byte rows)"),
     "d_out": ({"d_out": 20}, "the output width is 20; the kernels need a multiple of 8 (16-byte rows)"),
 }
@@ -125,6 +128,22 @@ def test_stacked_projections_are_shared_by_one_block_at_most() -> None:
     assert calls(passed.program) == {"mlp": 2, "relu": 2}, "one behind each block"
     truth = eager(copy.deepcopy(module).double(), x.double())[0]
     assert_as_accurate(run(passed.program, x)[0], run(passed.dense, x)[0], truth)
+
+
+def test_a_packed_projection_is_shared_by_one_block_at_most() -> None:
+    """The down projection of the first block is gate and up of the second."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        gate, up = self.first(x).chunk(2, -1)
+        return self.down(torch.relu(gate) * up)
+
+    module = Written(forward, first=Plain(d_out=80), down=nn.Linear(40, 16)).bfloat16()
+    passed = run_passes(export(module, X), torch.bfloat16, "auto", 8)
+    assert [(row.decision, row.reason) for row in passed.layers] == [
+        ("twell", "matches"),
+        ("dense", "it shares a projection with the block first"),
+    ]
+    assert calls(passed.program)["mlp"] == 1
 
 
 @pytest.mark.parametrize(("d_model", "named"), [(30, False), (16, True)])

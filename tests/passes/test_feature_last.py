@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from tests.models import calls, canonical, eager, rewrite, run
+from tests.models import Written, calls, canonical, eager, rewrite, run
 from tests.tolerance import assert_same
 from twellc.passes.find_ffn import find_ffn_blocks
 
@@ -98,6 +98,23 @@ def test_dynamic_dimensions() -> None:
     assert calls(result)["gated_mlp"] == 1
     x = torch.randn(3, CHANNELS, 7)
     assert_same(run(result, x)[0], eager(module, x)[0])
+
+
+def test_a_view_of_the_result() -> None:
+    """What was contiguous is permuted now."""
+    module, x = Channels(lambda m, x: m.down(torch.relu(m.up(x))).view(2, -1)), torch.randn(2, CHANNELS, 5)
+    program = canonical(module, x)
+    assert [block.refusal for block in find_ffn_blocks(program)] == [""]
+    assert_same(run(program)[0], eager(module, x)[0])
+    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+
+
+def test_a_weight_of_its_own_for_each_batch_stays() -> None:
+    module = Written(lambda m, x: m.down @ torch.relu(m.up @ x), up=torch.randn(6, 1, CHANNELS), down=torch.randn(8, 1))
+    x = torch.randn(6, CHANNELS, 5)
+    program = canonical(module, x)
+    assert find_ffn_blocks(program) == []
+    assert_same(run(program)[0], eager(module, x)[0])
 
 
 def test_what_is_read_elsewhere_stays_right() -> None:

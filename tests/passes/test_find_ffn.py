@@ -284,6 +284,61 @@ def test_sizes_known_only_at_run_time() -> None:
         assert_same(run(rewrite(program), rows_in)[0], eager(module, rows_in)[0])
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda s, x, m: s.ffn(x) + m[:, 1:].sum() - m[:, :-1].mean(),
+        lambda s, x, m: s.ffn(x) + m.chunk(2, -1)[1].sum(),
+    ],
+)
+def test_dynamic_dimensions_stay_dynamic(form: Callable[..., Tensor]) -> None:
+    """Reading a graph must not give a dimension the size that it was traced with."""
+    module = Written(form, ffn=Gated())
+    dynamic = (({0: torch.export.Dim("tokens")}, {1: 2 * torch.export.Dim("half", min=2)}),)
+    result = rewrite(canonical(module, torch.randn(5, 16), torch.randn(2, 8), dynamic=dynamic))
+    assert calls(result)["gated_mlp"] == 1
+    inputs = torch.randn(3, 16), torch.randn(2, 12)
+    assert_same(run(result, *inputs)[0], eager(module, *inputs)[0])
+
+
+def chosen(x: Tensor) -> Tensor:
+    return torch.nonzero(x[:, 0] > 0).squeeze(-1)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda s, x: s.ffn(x) + torch.nonzero(x[:, 0] > 0).t()[:, :1].sum(),
+        lambda s, x: s.ffn(x) + (chosen(x).unsqueeze(-1) + 1).sum(),
+        lambda s, x: s.ffn(x[chosen(x)] + s.ffn.down.weight[:1, :16]),
+        lambda s, x: s.ffn(torch.masked_select(x, x[:, :1] > 0).view(-1, 16)),
+        lambda s, x: (x[:, :8] @ s.ffn(x[chosen(x)]).view(-1, 8).t()).sum(-1),
+    ],
+)
+def test_operations_on_sizes_known_only_at_run_time(form: Form) -> None:
+    module, x = Written(form, ffn=Gated()), torch.randn(9, 16)
+    program = canonical(module, x)
+    assert [block.refusal for block in find_ffn_blocks(program)] == [""]
+    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "form"),
+    [
+        (D_FF, lambda m, x: F.linear(torch.relu(F.linear(x, m.up) + m.b_up[:, None]), m.down)),
+        (D_MODEL, lambda m, x: F.linear(torch.relu(F.linear(x, m.up)), m.down) + m.b_down.view(D_MODEL, 1)),
+        (D_MODEL, lambda m, x: torch.addmm(m.b_down[:, None], torch.relu(x @ m.up_t), m.down_t)),
+    ],
+)
+def test_a_number_for_each_row_is_no_bias(rows: int, form: Form) -> None:
+    """Not even where there are as many rows as neurons."""
+    module, x = Weights(form), torch.randn(rows, D_MODEL)
+    program = canonical(module, x)
+    blocks = find_ffn_blocks(program)
+    assert all(part is None or part.bias is None for block in blocks for part in (block.up, block.down))
+    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+
+
 # ---- packed gate and up ----
 
 
@@ -421,6 +476,10 @@ def two_inputs(self: nn.Module, x: Tensor) -> Tensor:
     return self.ffn.down(torch.relu(self.ffn.gate(x)) * self.ffn.up(x + 1))
 
 
+def up_of_each_number(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.relu(self.ffn.gate(x)).unsqueeze(-2) * self.each(x.unsqueeze(-1)))
+
+
 def scaled_up_weight(self: nn.Module, x: Tensor) -> Tensor:
     return self.ffn.down(torch.relu(self.ffn.gate(x)) * F.linear(x, self.ffn.up.weight * x.mean()))
 
@@ -450,6 +509,10 @@ REFUSALS: dict[str, tuple[nn.Module, str]] = {
     "a view has a second reader": (Written(view_read_twice, ffn=Plain()), "is also read by sum"),
     "gate and up read different tensors": (
         Written(two_inputs, ffn=Gated()),
+        "gate and up projections read different tensors",
+    ),
+    "up reads each number of x by itself": (
+        Written(up_of_each_number, ffn=Gated(), each=nn.Linear(1, D_FF)),
         "gate and up projections read different tensors",
     ),
     "up's weight is computed": (

@@ -25,6 +25,14 @@ def weight_norm() -> nn.Module:
     return block
 
 
+def made_of_another() -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        up = self.weight * 2
+        return torch.relu(F.linear(x, up)) @ (up + 1)
+
+    return Written(forward, weight=torch.randn(40, 16) / 9)
+
+
 def stored_as_integers() -> nn.Module:
     def forward(self: Any, x: Tensor) -> Tensor:
         up, down = (w.to(torch.float32) * s for w, s in ((self.up_q, self.up_s), (self.down_q, self.down_s)))
@@ -48,6 +56,13 @@ CASES: dict[str, Callable[[], nn.Module]] = {
         ffn=Plain(),
         delta=torch.randn(40, 16) / 9,
     ),
+    "a product of two, one of them computed": lambda: Written(
+        lambda self, x: self.ffn.down(torch.relu(F.linear(x, self.ffn.up.weight + self.b * 0.5 @ self.a))),
+        ffn=Plain(),
+        a=torch.randn(4, 16) / 4,
+        b=torch.randn(40, 4) / 4,
+    ),
+    "one made of another": made_of_another,
     "weight normalisation": weight_norm,
     "integers": stored_as_integers,
     "chunks of a packed weight": lambda: Written(

@@ -142,6 +142,25 @@ def test_user_inputs_are_tensors_in_order() -> None:
     assert torch.equal(y, torch.ones(16)), "0 * w * 2 + 2 - 1"
 
 
+def test_each_run_computes_from_the_same_values() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x.add_(1)
+            self.count.add_(1)
+            return x * 2, self.count + 0
+
+    program = canonical(Writing(), torch.zeros(4))
+    x = torch.zeros(4)
+    for _ in range(2):
+        y, count = run_program(program, {"x": x})
+        assert (y.tolist(), count.item()) == ([2] * 4, 1)
+    assert x.tolist() == [0] * 4
+
+
 def test_a_visitor_sees_and_replaces_values() -> None:
     class Chain(nn.Module):
         def forward(self, x: Tensor, scale: float, pair: dict[str, Tensor]) -> dict[str, Tensor]:

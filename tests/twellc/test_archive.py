@@ -193,6 +193,22 @@ def test_output_names() -> None:
     assert output_names(export(Two(), x)) == ["output_0", "output_1"]
 
 
+def test_what_the_model_writes_to_is_told(tmp_path: Path) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.ffn(x + self.state)
+        self.state.add_(1)
+        x.mul_(2)
+        return y
+
+    module = Written(forward, ffn=Gated())
+    module.register_buffer("state", torch.zeros(16))
+    path = tmp_path / "m.pt2"
+    torch.export.save(export(module, torch.randn(4, 3, 16)), path)
+    summary = translate_to_file(CompileOptions(model=path, backend="none"), tmp_path / "m.onnx", lambda step: None)
+    assert "the model writes to inputs_0, state; the plan has no state and leaves them as they are" in summary.notes
+    assert check(CheckOptions(path, tmp_path / "m.onnx"), lambda step: None).within
+
+
 RETURNED: dict[str, tuple[Callable[[Tensor], Any], list[str], list[str]]] = {
     "None behind": (lambda y: (y, None), ["output_0"], ["output_1"]),
     "None before": (lambda y: (None, y, y + 1), ["output_1", "output_2"], ["output_0"]),
