@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from twellc.passes.program import mutated_constants, tensor_of, user_inputs
+from twellc.passes.program import written_tensors, tensor_of, user_inputs
 
 
 def example_inputs(program: ExportedProgram) -> dict[str, torch.Tensor]:
@@ -35,7 +35,7 @@ def run_program(
     tensors = iter(inputs[node.name].clone() for node in user_inputs(program))
     values = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     module = program.module(check_guards=False)
-    state = {tensor: tensor.clone() for tensor in (tensor_of(program, name) for name in mutated_constants(program))}
+    state = {tensor: tensor.clone() for tensor in (tensor_of(program, name) for name in written_tensors(program))}
     with torch.no_grad():
         try:
             if visit is None:

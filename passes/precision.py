@@ -31,7 +31,16 @@ from twellc.errors import UserError, first_line
 from twellc.passes.activations import arguments, is_squared_relu, packet
 from twellc.passes.fold_weights import is_view
 from twellc.passes.linear import PRODUCTS, LinearReader
-from twellc.passes.program import constants_of, editable, finish, quiet_torch, replace_node, tensor_of, user_inputs
+from twellc.passes.program import (
+    constants_of,
+    editable,
+    finish,
+    quiet_torch,
+    replace_node,
+    stored_tensors,
+    tensor_of,
+    user_inputs,
+)
 
 aten = torch.ops.aten
 
@@ -83,7 +92,7 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
     explicit = {torch.float64: torch.float32, torch.bfloat16: dtype, torch.float16: dtype}
     outputs = [node.meta["val"].dtype for node in _output_tensors(program)]
     data = _data(program)
-    _convert_constants(program, set(program.graph_signature.parameters) | _weights(program, data), dtype)
+    _convert_stored(program, set(program.graph_signature.parameters) | _weights(program, data), dtype)
     caster = _Caster(program.graph)
     for node in list(program.graph.nodes):
         if node.op != "call_function":
@@ -117,7 +126,7 @@ def widen(program: ExportedProgram) -> ExportedProgram:
     program = editable(program)
     explicit = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64)
     explicit[torch.complex64] = torch.complex128
-    _convert_constants(program, set(constants_of(program).values()), torch.float64)
+    _convert_stored(program, set(stored_tensors(program).values()), torch.float64)
     for node in user_inputs(program):
         if node.meta["val"].dtype.is_floating_point:
             node.meta["val"] = node.meta["val"].to(torch.float64)
@@ -217,8 +226,8 @@ def _has_floats(node: Node) -> bool:
     return any(isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in results)
 
 
-def _convert_constants(program: ExportedProgram, names: set[str], dtype: torch.dtype) -> None:
-    for node, name in constants_of(program).items():
+def _convert_stored(program: ExportedProgram, names: set[str], dtype: torch.dtype) -> None:
+    for node, name in stored_tensors(program).items():
         tensor = tensor_of(program, name)
         if name not in names or not tensor.is_floating_point() or tensor.dtype == dtype:
             continue

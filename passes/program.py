@@ -35,22 +35,26 @@ def editable(program: ExportedProgram) -> ExportedProgram:
     )
 
 
-def constants_of(program: ExportedProgram) -> dict[Node, str]:
-    """Return the name of the tensor behind each placeholder that holds an unmutated parameter, buffer or constant."""
-    signature = program.graph_signature
-    mutated = mutated_constants(program)
+def stored_tensors(program: ExportedProgram) -> dict[Node, str]:
+    """Return the name of the tensor behind each placeholder that holds a parameter, buffer or constant."""
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     return {
         placeholders[spec.arg.name]: str(spec.target)
-        for spec in signature.input_specs
-        if spec.kind in _CONSTANT_KINDS and isinstance(spec.arg, TensorArgument) and spec.target not in mutated
+        for spec in program.graph_signature.input_specs
+        if spec.kind in _CONSTANT_KINDS and isinstance(spec.arg, TensorArgument)
     }
 
 
-def mutated_constants(program: ExportedProgram) -> set[str]:
+def written_tensors(program: ExportedProgram) -> set[str]:
     """Return the names of the parameters and buffers that the program writes to."""
     signature = program.graph_signature
     return {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
+
+
+def constants_of(program: ExportedProgram) -> dict[Node, str]:
+    """Return the stored tensors that the program does not write to."""
+    written = written_tensors(program)
+    return {node: name for node, name in stored_tensors(program).items() if name not in written}
 
 
 def tensor_of(program: ExportedProgram, name: str) -> torch.Tensor:

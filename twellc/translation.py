@@ -24,7 +24,7 @@ from twellc.loaders.onnx_file import external_files, looks_like_onnx
 from twellc.passes.decide import Layer
 from twellc.passes.pipeline import Rewritten, run_passes
 from twellc.passes.precision import parameter_dtypes
-from twellc.passes.program import mutated_constants
+from twellc.passes.program import written_tensors
 
 if TYPE_CHECKING:
     from twellc.onnx_models import OnnxTranslation
@@ -141,8 +141,8 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     dtype, notes = choose_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
     rewritten = run_passes(model.program, torch_dtype(dtype), options.layers, options.compression, options.dump_graphs)
-    warnings = check_matches(rewritten.layers, options)
-    notes = [*notes, *activation_notes(model, rewritten.layers), *state_notes(rewritten.program)]
+    warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
+    notes = [*notes, *activation_notes(model, rewritten.layers)]
     progress("exporting to ONNX")
     names = [spec.name for spec in input_specs(rewritten.program)]
     graph = export_onnx(rewritten.program, names, model.output_names, model.dimension_names)
@@ -184,12 +184,13 @@ def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:
     ]
 
 
-def state_notes(program: ExportedProgram) -> list[str]:
-    """Point out what the model writes to, inputs or buffers."""
-    written = sorted(mutated_constants(program) | set(program.graph_signature.user_inputs_to_mutate.values()))
+def state_warnings(program: ExportedProgram) -> list[str]:
+    """Point out what the model writes to, buffers or inputs: a plan has no state."""
+    written = sorted(written_tensors(program) | set(program.graph_signature.user_inputs_to_mutate.values()))
     if not written:
         return []
-    return [f"the model writes to {', '.join(written)}; the plan has no state and leaves them as they are"]
+    names = ", ".join(written[:3]) + (f" and {len(written) - 3} more" if written[3:] else "")
+    return [f"the model writes to {names}; the plan does not, so nothing stays from one call to the next"]
 
 
 def check_matches(layers: list[Layer], options: CompileOptions) -> list[str]:
