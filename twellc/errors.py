@@ -33,8 +33,12 @@ class UserError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error for a message of ours, or the error's name where it says nothing."""
-    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+    """Return the first line of a library's error for a message of ours, or the error's name where it says nothing.
+
+    A line that ends in a colon announces the next one.
+    """
+    lines = [line for line in map(str.strip, str(error).splitlines()) if line]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
 
 
 def _restore(message: str) -> UserError:

@@ -122,6 +122,14 @@ def test_sharded_safetensors(llama: Path, tmp_path: Path, load_once: Callable[..
     )
 
 
+def test_weights_that_the_model_has_no_place_for(folder: Path) -> None:
+    """Layers that the configuration does not count would be missed in silence."""
+    edit_config(folder, num_hidden_layers=1)
+    (note,) = load_model(folder, trust_model=False).notes
+    assert note.startswith("9 tensors of the checkpoint have no place in the model: model.layers.1.input_layernorm")
+    assert note.endswith(", …")
+
+
 # ---- what is refused ----
 
 
@@ -175,6 +183,12 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "remote code": (configuring(auto_map={"AutoModel": "x.Y"}), "the model needs remote code (auto_map)"),
     "no weights": (without("model.safetensors"), "model.safetensors: the weights are missing"),
     "pickled weights": (leave_a_pickle_instead, "model.safetensors: the weights are missing"),
+    "one position": (configuring(max_position_embeddings=1), "too few tokens to trace it; got at most 1; expected 2"),
+    "less than no position": (configuring(max_position_embeddings=-1), "too few tokens to trace it; got at most -1"),
+    "a number as text": (
+        configuring(max_position_embeddings="64"),
+        "Validation error for field 'max_position_embeddings': TypeError",
+    ),
     "truncated weights": (truncate, "transformers cannot load the model"),
     "a weight is missing": (lose_a_weight, "1 weights are missing; got model.layers.1.mlp.up_proj.weight"),
     "other shapes": (configuring(intermediate_size=64), "cannot load the model|other shapes"),

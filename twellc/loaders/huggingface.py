@@ -37,8 +37,8 @@ def load_directory(path: Path) -> LoadedModel:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if config.get("model_type") == sparselm.MODEL_TYPE:
-        model = _load_weights(transformers.LlamaForCausalLM, path, **sparselm.as_llama(config, files))
-        return _trace(path, model, config)
+        model, notes = _load_weights(transformers.LlamaForCausalLM, path, **sparselm.as_llama(config, files))
+        return _trace(path, model, config, notes)
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     model_class = getattr(transformers, str(architecture), None)
@@ -49,8 +49,8 @@ def load_directory(path: Path) -> LoadedModel:
             got=repr(architecture),
             expected="the name of a transformers class under `architectures`",
         )
-    model = _load_weights(model_class, path)
-    return _trace(path, model, config)
+    model, notes = _load_weights(model_class, path)
+    return _trace(path, model, config, notes)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -90,8 +90,8 @@ def _weight_files(path: Path) -> list[Path]:
     return [path / str(name) for name in sorted(files)]
 
 
-def _load_weights(model_class: Any, path: Path, **instead: Any) -> Any:
-    """Load a model from its folder, or from a configuration and tensors given `instead` of what is there."""
+def _load_weights(model_class: Any, path: Path, **instead: Any) -> tuple[Any, list[str]]:
+    """Load a model from its folder, or from a configuration and tensors given `instead`; and say what was left out."""
     source = {"pretrained_model_name_or_path": None if instead else path, "dtype": "auto", **instead}
     try:
         with warnings.catch_warnings():
@@ -111,7 +111,10 @@ def _load_weights(model_class: Any, path: Path, **instead: Any) -> Any:
             str(path), what, got=", ".join(map(str, (missing or info["mismatched_keys"])[:3])),
             fix="Check that config.json and the weights belong together.",
         )  # fmt: skip
-    return model.eval().requires_grad_(False)
+    unused = sorted(info["unexpected_keys"])
+    names = ", ".join(unused[:3]) + (", …" if unused[3:] else "")
+    notes = [f"{len(unused)} tensors of the checkpoint have no place in the model: {names}"] if unused else []
+    return model.eval().requires_grad_(False), notes
 
 
 def _longest(model: Any, config: dict[str, Any]) -> int:
@@ -126,7 +129,7 @@ def _longest(model: Any, config: dict[str, Any]) -> int:
     return longest
 
 
-def _trace(path: Path, model: Any, config: dict[str, Any]) -> LoadedModel:
+def _trace(path: Path, model: Any, config: dict[str, Any], notes: list[str]) -> LoadedModel:
     if model.main_input_name != "input_ids":
         raise UserError(
             str(path), "twellc does not know the inputs of this architecture",
@@ -137,6 +140,11 @@ def _trace(path: Path, model: Any, config: dict[str, Any]) -> LoadedModel:
         if hasattr(module, "config"):
             module.config.use_cache = False
     longest = _longest(model, config)
+    if longest < 2:
+        raise UserError(
+            str(path), "the model takes too few tokens to trace it", got=f"at most {longest}", expected="2 at least",
+            fix="Check max_position_embeddings in config.json.",
+        )  # fmt: skip
     length = min(_TRACED_SEQUENCE, longest)
     ids = torch.ones(_TRACED_BATCH, length, dtype=torch.int64)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -170,7 +178,7 @@ def _trace(path: Path, model: Any, config: dict[str, Any]) -> LoadedModel:
             symbol = str(node.meta["val"].shape[axis])
             names[symbol] = dimension.__name__
             ranges[symbol] = _DEFAULT_BATCH if dimension is batch else default
-    outputs, notes = keep_tensor_outputs(path, program)
+    outputs, left_out = keep_tensor_outputs(path, program)
     vocabulary = getattr(model.config, "vocab_size", None)
     return LoadedModel(
         path=path,
@@ -183,5 +191,5 @@ def _trace(path: Path, model: Any, config: dict[str, Any]) -> LoadedModel:
         declared_activation=str(config.get("hidden_act") or config.get("activation_function") or ""),
         language_model=outputs[0] == "logits"
         and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")),
-        notes=notes,
+        notes=notes + left_out,
     )
