@@ -51,7 +51,9 @@ def program_inputs(program: ExportedProgram) -> ModelInputs:
                 symbols, size = dim.node.expr.free_symbols, int(dim.node.hint)
                 for symbol in symbols:
                     hints.setdefault(str(symbol), symbol_value(dim.node.expr, size) or size)
-    bounds = {str(symbol): (int(r.lower), r.upper) for symbol, r in program.range_constraints.items()}
+    # Symbols of values, such as of a tensor's item, have ranges without a lower end.
+    ranges = {str(symbol): sizes for symbol, sizes in program.range_constraints.items() if str(symbol) in hints}
+    bounds = {symbol: (int(sizes.lower), sizes.upper) for symbol, sizes in ranges.items()}
     return ModelInputs(input_specs(program), bounds, hints)
 
 

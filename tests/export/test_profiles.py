@@ -139,6 +139,18 @@ def test_static_model() -> None:
         resolve(program, "input:1x16:5x16:5x16")
 
 
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return x * lengths.max().item()
+
+
+def test_numbers_without_bounds() -> None:
+    """XLM takes the largest of its lengths out of a tensor."""
+    inputs = torch.randn(3, 4), torch.tensor([1, 2])
+    program = canonical(Scaled(), *inputs, dynamic=({0: Dim("rows", min=2, max=9)}, None))
+    assert resolve(program)[0] == [{"x": ((2, 4), (3, 4), (9, 4)), "lengths": ((2,), (2,), (2,))}]
+
+
 class Paired(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0] // 2, 2, -1).sum(1)
