@@ -461,7 +461,7 @@ def _print_manifest(manifest: dict[str, Any], written: Path) -> None:
 def _print_layers(layers: list[dict[str, Any]]) -> None:
     console = _console()
     if not layers:
-        console.print("no feed-forward blocks")
+        console.print("no feed-forward blocks with an activation that twellc knows")
         return
     table = Table("block", "variant", "activation", "d_model", "d_ff", "result", "why")
     for layer in layers:

@@ -32,13 +32,17 @@ class UserError(Exception):
         return _restore, (str(self),)
 
 
+_LONGEST_LINE = 1000
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's error for a message of ours, or the error's name where it says nothing.
 
-    A line that ends in a colon announces the next one.
+    A line that ends in a colon announces the next one. Very long lines, such as torch's of all parameters, are cut off.
     """
     lines = [line for line in map(str.strip, str(error).splitlines()) if line]
-    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
+    shown = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
+    return shown if len(shown) <= _LONGEST_LINE else shown[:_LONGEST_LINE] + "…"
 
 
 def _restore(message: str) -> UserError:

@@ -1,0 +1,25 @@
+"""What a message of ours quotes of a library's error."""
+
+from __future__ import annotations
+
+import pytest
+
+from twellc.errors import first_line
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", "ValueError"),
+        ("\n  one\ntwo", "one"),
+        (
+            "Validation error for field 'x':\n    TypeError: expected int\nmore",
+            "Validation error for field 'x': TypeError: expected int",
+        ),
+        ("nothing follows:", "nothing follows:"),
+        ("x" * 1000, "x" * 1000),
+        ("x" * 1001, "x" * 1000 + "…"),
+    ],
+)
+def test_first_line(text: str, shown: str) -> None:
+    assert first_line(ValueError(text)) == shown
