@@ -107,6 +107,19 @@ def test_longest_sequence(name: str, changes: dict[str, Any], longest: int, tmp_
             eager(**{key: torch.cat([value, value[:, :1]], 1) for key, value in inputs.items()})
 
 
+def test_longest_sequence_by_other_names(tmp_path: Path) -> None:
+    """What config.json leaves out is what transformers takes for it; MPT calls it max_seq_len."""
+    bert = models.save(tiny("BertForMaskedLM", max_position_embeddings=512), tmp_path / "bert", torch.float32)
+    config = json.loads((bert / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (bert / "config.json").write_text(json.dumps(config))
+    mpt_config = transformers.MptConfig(d_model=32, n_heads=4, n_layers=1, max_seq_len=64, vocab_size=96)
+    mpt = models.save(transformers.MptForCausalLM(mpt_config), tmp_path / "mpt", torch.float32)
+    for folder, longest in ((bert, 512), (mpt, 64)):
+        model = load_model(folder, trust_model=False)
+        assert (1, min(longest, 128), longest) in model.dimension_ranges.values()
+
+
 def test_the_precision_of_the_weights(opt: Path, load_once: Callable[..., LoadedModel]) -> None:
     model = load_once(opt, False, ())
     assert {p.dtype for p in model.program.state_dict.values()} == {torch.float32}

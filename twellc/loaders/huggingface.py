@@ -117,9 +117,10 @@ def _load_weights(model_class: Any, path: Path, **instead: Any) -> tuple[Any, li
     return model.eval().requires_grad_(False), notes
 
 
-def _longest(model: Any, config: dict[str, Any]) -> int:
+def _longest(model: Any) -> int:
     """Return how many tokens the model takes at most."""
-    longest = next((int(config[key]) for key in ("max_position_embeddings", "n_positions") if config.get(key)), 1 << 20)
+    limits = (getattr(model.config, key, None) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    longest = next((limit for limit in limits if isinstance(limit, int) and limit), 1 << 20)
     for name, module in model.named_modules():
         padding = getattr(module, "padding_idx", None)
         # RoBERTa and its like count positions from behind that of padding, in a table of max_position_embeddings rows.
@@ -139,7 +140,7 @@ def _trace(path: Path, model: Any, config: dict[str, Any], notes: list[str]) -> 
     for module in model.modules():
         if hasattr(module, "config"):
             module.config.use_cache = False
-    longest = _longest(model, config)
+    longest = _longest(model)
     if longest < 2:
         raise UserError(
             str(path), "the model takes too few tokens to trace it", got=f"at most {longest}", expected="2 at least",
