@@ -284,11 +284,30 @@ def test_sizes_known_only_at_run_time() -> None:
         assert_same(run(rewrite(program), rows_in)[0], eager(module, rows_in)[0])
 
 
+def test_sizes_beside_a_block_known_only_at_run_time() -> None:
+    """DeBERTa reshapes and slices a table of positions whose size depends on values."""
+
+    def forward(self: nn.Module, x: Tensor, count: Tensor) -> Tensor:
+        size = count.item()
+        torch._check(size >= 2)
+        torch._check(size <= 8)
+        table = torch.zeros(3, size) + torch.arange(size)
+        shown = table.reshape(size, 3).view(3, -1).unbind(0)[1] + table.view(-1, 3).reshape(3, size)
+        return self.ffn(x) + table[:, 1:].sum() + shown.sum() + (table @ table.view(3, size).t()).sum()
+
+    module, inputs = Written(forward, ffn=Gated()), (torch.randn(9, 16), torch.tensor(3))
+    program = canonical(module, *inputs)
+    assert [block.refusal for block in find_ffn_blocks(program)] == [""]
+    x = torch.randn(9, 16)
+    assert_same(run(rewrite(program), x, torch.tensor(5))[0], eager(module, x, torch.tensor(5))[0])
+
+
 @pytest.mark.parametrize(
     "form",
     [
         lambda s, x, m: s.ffn(x) + m[:, 1:].sum() - m[:, :-1].mean(),
         lambda s, x, m: s.ffn(x) + m.chunk(2, -1)[1].sum(),
+        lambda s, x, m: s.ffn(x) + torch.split(m, m.shape[1] - 1, 1)[0].sum(),
     ],
 )
 def test_dynamic_dimensions_stay_dynamic(form: Callable[..., Tensor]) -> None:
