@@ -135,7 +135,7 @@ def _parse_maximum(node: Node) -> Activation | None:
 
 def _parse_threshold(node: Node, pre: Node) -> Activation | None:
     _, threshold, value = arguments(node)
-    if not isinstance(threshold, int | float) or value != 0 or threshold < 0:
+    if not isinstance(threshold, int | float) or value != 0 or not 0 <= threshold < math.inf:
         return None
     return Activation("fatrelu" if threshold else "relu", float(threshold), pre, (node,))
 
@@ -153,7 +153,7 @@ def _parse_where(node: Node) -> Activation | None:
     op, threshold = packet(condition), arguments(condition)[1]
     if isinstance(threshold, Node) and _is_zero(threshold):
         threshold = 0
-    if pre is None or arguments(condition)[0] is not pre or not isinstance(threshold, int | float) or threshold < 0:
+    if pre is None or arguments(condition)[0] is not pre or not isinstance(threshold, int | float):
         return None
     if op not in (strict, loose):
         return None
@@ -161,6 +161,8 @@ def _parse_where(node: Node) -> Activation | None:
     dtype = pre.meta["val"].dtype
     # The comparison rounds its number to the tensor's dtype, the op does not.
     threshold = torch.tensor(threshold, dtype=torch.float64).to(dtype).item()
+    if not 0 <= threshold < math.inf:
+        return None
     if op is loose and threshold > 0:
         # x >= t is x > the float32 before t, for every x of float32 or a narrower type.
         if dtype == torch.float64:

@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from twellc.passes.program import written_tensors, tensor_of, user_inputs
+from twellc.passes.program import tensor_of, user_inputs, written_tensors
 
 
 def example_inputs(program: ExportedProgram) -> dict[str, torch.Tensor]:
