@@ -35,6 +35,7 @@ from twellc.passes.program import (
     constants_of,
     editable,
     finish,
+    has_inner_graphs,
     quiet_torch,
     replace_node,
     stored_tensors,
@@ -304,9 +305,10 @@ def _infer_again(node: Node) -> None:
         args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
         with results[0].fake_mode, enable_python_dispatcher():
             node.meta["val"] = node.target(*args, **kwargs)
-    except (RuntimeError, TypeError, KeyError) as error:  # KeyError: a graph in the graph has no value
+    except (RuntimeError, TypeError, KeyError) as error:
+        why = "it has graphs of its own" if has_inner_graphs(node) else first_line(error)
         raise UserError(
             f"operation {node.name} ({node.target})",
-            f"cannot change its precision ({first_line(error)})",
+            f"cannot change its precision ({why})",
             fix="Export the model in bfloat16 or float16.",
         ) from error

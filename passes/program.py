@@ -35,6 +35,11 @@ def editable(program: ExportedProgram) -> ExportedProgram:
     )
 
 
+def has_inner_graphs(node: Node) -> bool:
+    """Whether an operation runs graphs of its own, as torch.cond and while_loop do; tensors are placeholders here."""
+    return any(operand.op == "get_attr" for operand in node.all_input_nodes)
+
+
 def stored_tensors(program: ExportedProgram) -> dict[Node, str]:
     """Return the name of the tensor behind each placeholder that holds a parameter, buffer or constant."""
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}

@@ -24,7 +24,7 @@ from twellc.loaders.onnx_file import external_files, looks_like_onnx
 from twellc.passes.decide import Layer
 from twellc.passes.pipeline import Rewritten, run_passes
 from twellc.passes.precision import parameter_dtypes
-from twellc.passes.program import written_tensors
+from twellc.passes.program import has_inner_graphs, written_tensors
 
 if TYPE_CHECKING:
     from twellc.onnx_models import OnnxTranslation
@@ -142,7 +142,7 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     progress("rewriting feed-forward blocks")
     rewritten = run_passes(model.program, torch_dtype(dtype), options.layers, options.compression, options.dump_graphs)
     warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
-    notes = [*notes, *activation_notes(model, rewritten.layers)]
+    notes = [*notes, *activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
     progress("exporting to ONNX")
     names = [spec.name for spec in input_specs(rewritten.program)]
     graph = export_onnx(rewritten.program, names, model.output_names, model.dimension_names)
@@ -182,6 +182,12 @@ def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:
     return [
         f"config.json says the activation is {model.declared_activation}, but the graph computes {', '.join(found)}"
     ]
+
+
+def inner_graph_notes(program: ExportedProgram) -> list[str]:
+    """Point out the operations in whose graphs no pass looks."""
+    operations = sorted({str(node.target) for node in program.graph.nodes if has_inner_graphs(node)})
+    return [f"blocks within {operation} stay dense and are not listed" for operation in operations]
 
 
 def state_warnings(program: ExportedProgram) -> list[str]:

@@ -281,6 +281,18 @@ def test_what_the_model_writes_is_not_kept(tmp_path: Path) -> None:
     assert result.within and output.plain.relative < 0.01
 
 
+def test_blocks_within_a_condition_are_not_listed(tmp_path: Path) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, self.ffn, lambda y: y * 2.0, (x,)) + self.other(x)
+
+    module = Written(forward, ffn=Gated(), other=Gated()).to(torch.bfloat16)
+    path = tmp_path / "m.pt2"
+    torch.export.save(export(module, torch.randn(4, 3, 16, dtype=torch.bfloat16)), path)
+    summary = translate_to_file(CompileOptions(model=path, backend="none"), tmp_path / "m.onnx", lambda step: None)
+    assert [layer.module for layer in summary.layers] == ["other"]
+    assert "blocks within cond stay dense and are not listed" in summary.notes
+
+
 # ---- what must not ----
 
 
