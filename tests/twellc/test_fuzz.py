@@ -75,7 +75,7 @@ def judge(run: Run, before: set[Path], folder: Path, *, may_differ: bool) -> Non
     assert run.status in ((0, 1, 2) if may_differ else (0, 2)), said
     assert "Traceback" not in run.stderr, said
     if run.status == 2:
-        assert run.stderr.count("Error: ") == 1, said
+        assert [line.startswith("Error: ") for line in run.stderr.splitlines()].count(True) == 1, said
     left = set(folder.rglob("*")) - before
     hidden = [path for path in left if path.name.startswith(".")]
     # Graphs are dumped so that a failure can be looked at.

@@ -197,7 +197,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "no weights": (without("model.safetensors"), "model.safetensors: the weights are missing"),
     "pickled weights": (leave_a_pickle_instead, "model.safetensors: the weights are missing"),
     "one position": (configuring(max_position_embeddings=1), "too few tokens to trace it; got at most 1; expected 2"),
-    "less than no position": (configuring(max_position_embeddings=-1), "too few tokens to trace it; got at most -1"),
     "a number as text": (
         configuring(max_position_embeddings="64"),
         "Validation error for field 'max_position_embeddings': TypeError",

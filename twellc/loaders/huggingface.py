@@ -118,9 +118,9 @@ def _load_weights(model_class: Any, path: Path, **instead: Any) -> tuple[Any, li
 
 
 def _longest(model: Any) -> int:
-    """Return how many tokens the model takes at most."""
+    """Return how many tokens the model takes at most. XLNet says -1 for any number."""
     limits = (getattr(model.config, key, None) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
-    longest = next((limit for limit in limits if isinstance(limit, int) and limit), 1 << 20)
+    longest = next((limit for limit in limits if isinstance(limit, int) and limit > 0), 1 << 20)
     for name, module in model.named_modules():
         padding = getattr(module, "padding_idx", None)
         # RoBERTa and its like count positions from behind that of padding, in a table of max_position_embeddings rows.
