@@ -196,11 +196,13 @@ def test_weights_that_the_call_before_writes() -> None:
         assert_same_bits(call.y, expected)
 
 
-# Few launches for compute-sanitizer: with and without rows that the chunks do not hold, several blocks of neurons.
+# Few launches for compute-sanitizer: with and without rows that the chunks do not hold, several blocks of neurons, more
+# rows than a block of the schedule takes at once.
 SMALL = [
     Case(rows=4100, d_model=64, d_ff=300, d_out=136, density=0.02),
     Case(rows=4100, d_model=128, d_ff=300, d_out=72, density=0.2, dtype=FP16, activation="drelu"),
     Case(rows=4096, d_model=64, d_ff=3000, d_out=8, density=0.01, biases=""),
+    Case(rows=33000, d_model=64, d_ff=40, d_out=8, density=0.03, biases=""),
 ]
 
 
