@@ -16,7 +16,7 @@ static_assert(kMostTokens / kRunRows * kRunChunksOfBlock * kMostBlocks * kChunkP
               "places are told from kSecondRow");
 // To look for hot neurons, and to find none, takes a call about 5 us: it pays from so many products on, measured
 // likewise.
-constexpr float kFewestProductsHot = 24576.0f * 2048 * 5632;
+constexpr float kFewestProductsHot = 16384.0f * 2048 * 5632;
 // Rows in which active neurons are counted, at most.
 constexpr int64_t kSampledRows = 512;
 // The parts of sums take memory in proportion to d_ff and d_model: with more than this, more than all else.

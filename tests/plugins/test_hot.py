@@ -132,7 +132,7 @@ def test_small_calls_do_not_look_for_them() -> None:
 
 
 def test_large_calls_have_them() -> None:
-    block = make_block(Case(rows=24576, d_model=2048, d_ff=5632, d_out=136, density=0.003), integers=False)
+    block = make_block(Case(rows=16384, d_model=2048, d_ff=5632, d_out=136, density=0.003), integers=False)
     chosen = choose(5632, 100)
     make_active(block, chosen, 0.2)
     by_itself, forced = Call(block, 8), Call(block, 8)
