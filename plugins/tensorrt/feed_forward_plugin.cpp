@@ -385,7 +385,7 @@ int32_t FeedForwardPlugin::enqueue(PluginTensorDesc const* input_desc, PluginTen
         if (status != cudaSuccess) {
             std::string message =
                 std::string("the kernels failed: ") + cudaGetErrorName(status) + ", " + cudaGetErrorString(status);
-            if (status == cudaErrorNoKernelImageForDevice) {
+            if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
                 message += ". This library was built without code for this GPU; rebuild it with TWELL_CUDA_ARCHS";
             }
             throw Refusal(message);
