@@ -129,8 +129,14 @@ char const* twell_validate(twell_problem const* problem) {
     if (problem->d_model <= 0 || problem->d_model % twell::kVector != 0) {
         return "d_model must be a positive multiple of 8";
     }
+    if (problem->d_model > TWELL_MAX_WIDTH) {
+        return "d_model must be at most 1073741824 (2^30)";
+    }
     if (problem->d_out <= 0 || problem->d_out % twell::kVector != 0) {
         return "d_out must be a positive multiple of 8";
+    }
+    if (problem->d_out > TWELL_MAX_WIDTH) {
+        return "d_out must be at most 1073741824 (2^30)";
     }
     if (problem->d_ff < 1 || problem->d_ff > TWELL_MAX_D_FF) {
         return "d_ff must be 1 to 65536";

@@ -224,21 +224,20 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
     int64_t tokens = 1;
     for (int32_t i = 0; i < x.nbDims - 1; ++i) {
         if (x.d[i] != kAny && __builtin_mul_overflow(tokens, x.d[i], &tokens)) {
-            throw Refusal("input x has shape " + text_of(x) + ": too many tokens");
-        }
-    }
-    for (int64_t const extent : {d_ff, d_model, d_out}) {
-        if (extent > std::numeric_limits<int32_t>::max()) {
-            throw Refusal("an extent of " + std::to_string(extent) + " is too large");
+            tokens = std::numeric_limits<int64_t>::max();
         }
     }
 
+    // What 32 bits do not hold is beyond every limit. Placeholders for what is not known are the smallest good values.
+    auto const narrow = [](int64_t extent, int32_t placeholder) {
+        constexpr int64_t kBeyondLimits = std::numeric_limits<int32_t>::max() / 8 * 8;
+        return extent == kAny ? placeholder : static_cast<int32_t>(std::min(extent, kBeyondLimits));
+    };
     twell_problem problem{};
     problem.tokens = tokens;
-    // Placeholders for what is not known are the smallest good values.
-    problem.d_model = d_model == kAny ? 8 : static_cast<int32_t>(d_model);
-    problem.d_ff = d_ff == kAny ? 1 : static_cast<int32_t>(d_ff);
-    problem.d_out = d_out == kAny ? 8 : static_cast<int32_t>(d_out);
+    problem.d_model = narrow(d_model, 8);
+    problem.d_ff = narrow(d_ff, 1);
+    problem.d_out = narrow(d_out, 8);
     problem.compression = options_.compression;
     problem.dtype = type == DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
     problem.variant = variant_;
@@ -385,7 +384,7 @@ int32_t FeedForwardPlugin::enqueue(PluginTensorDesc const* input_desc, PluginTen
         if (status != cudaSuccess) {
             std::string message =
                 std::string("the kernels failed: ") + cudaGetErrorName(status) + ", " + cudaGetErrorString(status);
-            if (status == cudaErrorNoKernelImageForDevice) {
+            if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
                 message += ". This library was built without code for this GPU; rebuild it with TWELL_CUDA_ARCHS";
             }
             throw Refusal(message);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <string>
 #include <string_view>
@@ -197,7 +198,9 @@ float read_threshold(int32_t activation, FieldReader& fields, TensorRTPhase phas
     float const value = fields.number(kThreshold, allowed);
     bool const good = activation == TWELL_FATRELU ? std::isfinite(value) && value >= 0.0F : value == 0.0F;
     if (!good) {
-        refuse(kThreshold, std::to_string(value), allowed);
+        char got[32];
+        std::snprintf(got, sizeof(got), "%g", static_cast<double>(value));  // std::to_string makes 1e-7 a 0
+        refuse(kThreshold, got, allowed);
     }
     return value;
 }

@@ -117,13 +117,19 @@ REFUSED: dict[str, tuple[str, str, list[Field], str]] = {
         GATED,
         "BUILD",
         fields(GATED, threshold=["FLOAT32", 0.5]),
-        "field 'threshold': got 0.500000; allowed: 0, because only fatrelu takes a threshold",
+        "field 'threshold': got 0.5; allowed: 0, because only fatrelu takes a threshold",
+    ),
+    "threshold-tiny": (
+        PLAIN,
+        "BUILD",
+        fields(PLAIN, threshold=["FLOAT32", 1e-7]),
+        "field 'threshold': got 1e-07; allowed: 0, because only fatrelu takes a threshold",
     ),
     "threshold-negative": (
         GATED,
         "BUILD",
         fields(GATED, activation=["CHAR", "fatrelu"], threshold=["FLOAT32", -1.0]),
-        "field 'threshold': got -1.000000; allowed: finite and at least 0",
+        "field 'threshold': got -1; allowed: finite and at least 0",
     ),
     "threshold-nan": (
         GATED,

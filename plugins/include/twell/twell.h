@@ -27,6 +27,8 @@ extern "C" {
 #define TWELL_MAX_D_FF 65536
 // Rows in one call: the grid of (row block, tile) pairs has to fit CUDA's launch limits.
 #define TWELL_MAX_TOKENS 536870912
+// Columns of x, and of y: they are counted, and rounded up, in 31 bits.
+#define TWELL_MAX_WIDTH 1073741824
 
 typedef enum { TWELL_BF16 = 0, TWELL_FP16 = 1 } twell_dtype;
 
@@ -42,9 +44,9 @@ typedef enum {
 
 typedef struct {
     int64_t tokens;       // rows of x and y: 0 to TWELL_MAX_TOKENS; 0 does nothing
-    int32_t d_model;      // columns of x: a positive multiple of 8
+    int32_t d_model;      // columns of x: a positive multiple of 8, up to TWELL_MAX_WIDTH
     int32_t d_ff;         // neurons: 1 to TWELL_MAX_D_FF
-    int32_t d_out;        // columns of y: a positive multiple of 8
+    int32_t d_out;        // columns of y: likewise
     int32_t compression;  // 1, 2, 4 or 8: a tile of a row owns TWELL_TILE / compression words
     int32_t dtype;        // twell_dtype of every tensor
     int32_t variant;      // twell_variant
