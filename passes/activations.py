@@ -77,6 +77,22 @@ def is_squared_relu(node: Node) -> bool:
     return activation is not None and activation.name == "relu2"
 
 
+def masked_by_sign(node: Node) -> Node | None:
+    """Return x where `node` computes x * (x > 0), which is relu(x) except that an x of -inf gives NaN."""
+    if packet(node) is not aten.mul:
+        return None
+    for x, mask in (arguments(node), reversed(arguments(node))):
+        if not isinstance(x, Node) or not isinstance(mask, Node):
+            return None
+        if packet(mask) in (aten._to_copy, aten.to):
+            mask = arguments(mask)[0]
+        if packet(mask) not in (aten.gt, aten.ge) or arguments(mask)[0] is not x or not _is_zero(arguments(mask)[1]):
+            continue
+        value, product = x.meta["val"], node.meta["val"]
+        return x if value.is_floating_point() and value.dtype == product.dtype else None
+    return None
+
+
 def _square_of(node: Node) -> Node | None:
     """Return t where `node` computes t * t."""
     op, operands = packet(node), arguments(node)

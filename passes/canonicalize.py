@@ -1,9 +1,9 @@
 """Functionalise the graph, drop what computes nothing, and put the neurons of feed-forward blocks last.
 
 Before: aten ops as traced, in-place ones included, with assertions on dtypes after every cast and on dimensions.
-After:  the same ops without aliasing and without assertions, each view and cast of a tensor there once, and constants
-        of one number as `aten.full`; `aten.linear` and the rest stay whole, except for what `fold_weights` and
-        `feature_last` change.
+After:  the same ops without aliasing and without assertions, each view and cast of a tensor there once, constants
+        of one number as `aten.full`, and x * (x > 0) as `aten.relu`; `aten.linear` and the rest stay whole, except for
+        what `fold_weights` and `feature_last` change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from twellc.errors import UserError, first_line
-from twellc.passes.activations import packet
+from twellc.passes.activations import masked_by_sign, packet
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.linear import VIEWS
@@ -48,6 +48,7 @@ def functionalize(program: ExportedProgram) -> ExportedProgram:
             program.graph.erase_node(node)
     _write_numbers(program)
     _merge_views(program)
+    _name_relus(program)
     return finish(program)
 
 
@@ -78,6 +79,18 @@ def _merge_views(program: ExportedProgram) -> None:
         first = known.setdefault(key, node)
         if first is not node:
             replace_node(program, node, first, where=lambda user: user.op != "output")
+
+
+def _name_relus(program: ExportedProgram) -> None:
+    """Replace x * (x > 0) by relu(x), whose mask, cast or not, would keep its own precision."""
+    for node in program.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        x = masked_by_sign(node)
+        if x is None:
+            continue
+        with program.graph.inserting_before(node):
+            relu = program.graph.call_function(aten.relu.default, (x,))
+        relu.meta = dict(node.meta)
+        replace_node(program, node, relu)
 
 
 def _key(argument: Any) -> object:

@@ -10,13 +10,13 @@ clone, contiguous, alias, dropout in eval, views of the leading dimensions.
 
 A block is *refused*, with a reason, when it has this shape but cannot be rewritten exactly: its activation is not of
 the ReLU family, its hidden tensor has another reader, gate and up read different tensors, the up projection's weight is
-not a constant, a projection is broadcast, or the hidden tensor is cast, scaled or normalised on its way. What does not
-have this shape is no block at all and is not reported.
+not a constant, a projection is broadcast, the hidden tensor is cast, scaled or normalised on its way, or a projection
+is cast, scaled or added to before a ReLU. What does not have this shape is no block at all and is not reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +32,8 @@ aten = torch.ops.aten
 # What a normalisation of the hidden tensor is made of: at least one of these, and arithmetic, which alone may scale it.
 _STATISTICS = frozenset((aten.mean, aten.rsqrt, aten.sqrt, aten.rms_norm, aten.layer_norm, aten.native_layer_norm))
 _NORMALISATION = _STATISTICS | {aten.mul, aten.div, aten.add, aten.sub, aten.pow, aten.square, *CASTS}
+# What may stand between a projection and a ReLU, so that the block is one to report, though refused.
+_ADJUSTMENT = frozenset((aten.mul, aten.div, aten.add, aten.sub)) | CASTS
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,14 @@ class _Finder:
         down = self._reader.linear(node)
         if down is None or down.weight.rows is not None or self._reader.is_part_of_larger(node):
             return None  # of a sliced down projection the whole is the anchor
-        hidden = strip(down.x)
-        was_cast = packet(hidden) in CASTS
-        while packet(hidden) in CASTS:
-            hidden = strip(operand(hidden))
+        was_cast = packet(strip(down.x)) in CASTS
+        hidden = _behind_casts(down.x)
         parts = self._gated(hidden) or self._plain(hidden)
         computed_on = ""
         if parts is None:
             parts, computed_on = self._behind_arithmetic(hidden)
+        if parts is None:
+            parts, computed_on = self._adjusted(hidden)
         if parts is None:
             return None
         activation, gate, up, others = parts
@@ -120,10 +122,10 @@ class _Finder:
             if not activation.sparse and activation.name != "drelu":
                 kind = "gate activation" if gate is not None and gate is not up else "activation"
                 raise _RefusedError(f"{kind} is {activation.name}; TwELL needs a ReLU family")
-            if up is None:
-                raise _RefusedError("the other factor of the gate is not a linear projection with constant weights")
             if computed_on:
                 raise _RefusedError(computed_on)
+            if up is None:
+                raise _RefusedError("the other factor of the gate is not a linear projection with constant weights")
             if was_cast:
                 raise _RefusedError("the hidden tensor is cast before the down projection")
             self._check_types(gate, up, down)
@@ -151,29 +153,31 @@ class _Finder:
             x=x,
         )
 
-    def _plain(self, hidden: Node) -> _Parts | None:
-        activation = parse_activation(hidden, strip)
+    def _plain(self, hidden: Node, adjusted: bool = False) -> _Parts | None:
+        look, read = self._reading(adjusted)
+        activation = parse_activation(hidden, look)
         if activation is None or activation.name == "sigmoid":
             return None
-        up = self._reader.linear(strip(activation.pre))
+        up = read(look(activation.pre))
         return None if up is None else (activation, up, up, ())
 
-    def _gated(self, hidden: Node) -> _Parts | None:
+    def _gated(self, hidden: Node, adjusted: bool = False) -> _Parts | None:
         if packet(hidden) is not aten.mul or not all(isinstance(arg, Node) for arg in arguments(hidden)):
             return None
-        left, right = (strip(operand(hidden, i)) for i in (0, 1))
+        look, read = self._reading(adjusted)
+        left, right = (look(operand(hidden, i)) for i in (0, 1))
         if left is right:
             return None
         for gate_side, up_side in ((left, right), (right, left)):
-            activation = parse_activation(gate_side, strip)
-            gate = None if activation is None else self._reader.linear(strip(activation.pre))
+            activation = parse_activation(gate_side, look)
+            gate = None if activation is None else read(look(activation.pre))
             if activation is None or gate is None:
                 continue
-            other = parse_activation(up_side, strip)
+            other = parse_activation(up_side, look)
             if other is None:
-                up = self._reader.linear(up_side)
+                up = read(up_side)
                 return (activation, gate, up, (hidden,)) if up is not None or activation.sparse else None
-            up = self._reader.linear(strip(other.pre))
+            up = read(look(other.pre))
             if activation.name == other.name == "relu":
                 both = Activation("drelu", 0.0, activation.pre, activation.nodes + other.nodes)
                 return both, gate, up, (hidden,)
@@ -181,6 +185,31 @@ class _Finder:
                 name = f"{activation.name} times {other.name}"
                 return Activation(name, 0.0, activation.pre, activation.nodes), gate, up, (hidden,)
         return None
+
+    def _reading(self, adjusted: bool) -> tuple[Callable[[Node], Node], Callable[[Node], Linear | None]]:
+        """Return what to look through, and how to read a projection; `adjusted` ones only to refuse them."""
+        return (_behind_casts, self._adjusted_linear) if adjusted else (strip, self._reader.linear)
+
+    def _adjusted(self, hidden: Node) -> tuple[_Parts | None, str]:
+        """Look for a ReLU block with a projection that something is computed on before the activation."""
+        parts = self._gated(hidden, adjusted=True) or self._plain(hidden, adjusted=True)
+        if parts is not None and not parts[0].sparse and parts[0].name != "drelu":
+            parts = None
+        return parts, "a projection is cast, scaled or added to (as by an unmerged LoRA) before the activation"
+
+    def _adjusted_linear(self, node: Node) -> Linear | None:
+        """Read what arithmetic makes of nothing but projections and constants as the widest of these projections."""
+        found: list[Linear] = []
+        nodes = [node]
+        for node in nodes:
+            linear = self._reader.linear(node)
+            if linear is not None:
+                found.append(linear)
+            elif packet(node) in _ADJUSTMENT and len(nodes) < 16:
+                nodes.extend(source for source in map(strip, node.all_input_nodes) if source not in nodes)
+            elif node not in self._reader.constants:
+                return None
+        return max(found, key=lambda linear: width(linear.x), default=None)
 
     def _behind_arithmetic(self, node: Node) -> tuple[_Parts | None, str]:
         """Look for a block whose hidden tensor is scaled, or normalised as in BitNet; and say which of the two."""
@@ -244,6 +273,13 @@ class _Finder:
                 break
             common.append(names[0])
         return ".".join(common or paths[-1]) or node.name
+
+
+def _behind_casts(node: Node) -> Node:
+    node = strip(node)
+    while packet(node) in CASTS:
+        node = strip(operand(node))
+    return node
 
 
 def _interior(inside: set[Node], down: Linear, x: Node) -> Iterator[Node]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 
 import torch
 from torch.export import ExportedProgram
@@ -158,12 +159,12 @@ def user_inputs(program: ExportedProgram) -> Iterator[Node]:
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Keep torch's warnings and its log, with the tracebacks in it, from the user: a failure raises, too."""
+    """Keep from the user what torch warns of, logs with tracebacks, and prints of a graph: a failure raises, too."""
     log = logging.getLogger("torch")
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

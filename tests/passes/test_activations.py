@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.models import Function, Gated, Plain, Written, blocks_of, calls, canonical, eager, rewrite, run
 from tests.tolerance import assert_same
 from twellc.passes.find_ffn import FfnBlock, find_ffn_blocks
+from twellc.passes.precision import lower
 from twellc.plugins.ops import GATED_MLP, MLP
 
 
@@ -56,6 +57,11 @@ SPELLINGS: dict[str, tuple[str, float, Function]] = {
     "where, zeros": ("relu", 0, lambda t: torch.where(t > 0, t, torch.zeros(()))),
     "where, a constant": ("relu", 0, lambda t: torch.where(t > 0, t, torch.tensor(0.0))),
     "where, compared with zeros": ("relu", 0, lambda t: torch.where(t > torch.zeros_like(t), t, torch.zeros_like(t))),
+    "x * (x > 0)": ("relu", 0, lambda t: t * (t > 0)),
+    "(x >= 0) * x": ("relu", 0, lambda t: (t >= 0) * t),
+    "x * (x > 0), a mask that is cast": ("relu", 0, lambda t: t * (t > 0).to(t.dtype)),
+    "x * (x > 0), a mask of floats": ("relu", 0, lambda t: (t > torch.zeros_like(t)).float() * t),
+    "square of x * (x > 0)": ("relu2", 0, lambda t: (t * (t > 0)).square()),
     "square": ("relu2", 0, lambda t: torch.relu(t).square()),
     "** 2": ("relu2", 0, lambda t: torch.relu(t) ** 2),
     "pow 2.0": ("relu2", 0, lambda t: torch.pow(torch.relu(t), 2.0)),
@@ -127,6 +133,14 @@ def test_nothing_else_is_left(matched: Exported) -> None:
     for op in (GATED_MLP, MLP):
         nodes = matched.rewritten.graph.find_nodes(op="call_function", target=op)
         assert [node.args[-3:] for node in nodes] == wanted
+
+
+def test_a_mask_keeps_no_precision_of_its_own() -> None:
+    """In a float32 model that is brought to bfloat16, its mask would stay float32 and make the hidden tensor so."""
+    module = Gated(lambda t: t * (t > 0).float())
+    dense = lower(canonical(module), torch.bfloat16)
+    (block,) = find_ffn_blocks(dense)
+    assert (block.activation, block.dtype, block.refusal) == ("relu", torch.bfloat16, "")
 
 
 def test_drelu() -> None:
@@ -249,6 +263,10 @@ NO_BLOCK: dict[str, Function] = {
     "where keeps another tensor": lambda t: torch.where(t > 0, t + 1, 0.0),
     "where above infinity": lambda t: torch.where(t > math.inf, t, 0.0),
     "where above NaN": lambda t: torch.where(t > math.nan, t, 0.0),
+    "x * (x < 0)": lambda t: t * (t < 0),
+    "x * (y > 0)": lambda t: t * (t + 1 > 0),
+    "x * (x > 1)": lambda t: t * (t > 1),
+    "x * (x > 0) in a wider precision": lambda t: (t * (t > 0).double()).float(),
     "where with ones": lambda t: torch.where(t > 0, t, torch.ones_like(t)),
     "relu cubed": lambda t: torch.relu(t) ** 3,
     "relu to the power 0.5": lambda t: torch.relu(t) ** 0.5,

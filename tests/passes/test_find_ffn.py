@@ -515,6 +515,24 @@ def repeated_rows(self: nn.Module, x: Tensor) -> Tensor:
     return self.ffn.down(torch.maximum(self.ffn.up(x), torch.zeros(4, 1, 1, 1)))
 
 
+def with_adapter(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.relu(self.b(self.a(x)) * 2 + self.ffn.up(x)))
+
+
+def with_adapters(self: nn.Module, x: Tensor) -> Tensor:
+    adapter = self.b(self.a(x))
+    return self.ffn.down(torch.relu(self.ffn.gate(x) + adapter) * (self.ffn.up(x) + adapter))
+
+
+def subtracted_bias(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.relu(F.linear(x, self.ffn.up.weight) - self.ffn.up.bias))
+
+
+def wide_product(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down((torch.relu(self.ffn.gate(x).double()) * self.ffn.up(x).double()).float())
+
+
+ADJUSTED = "a projection is cast, scaled or added to (as by an unmerged LoRA) before the activation"
 REFUSALS: dict[str, tuple[nn.Module, str]] = {
     "the hidden tensor is an output": (
         Written(second_output, ffn=Gated()),
@@ -563,6 +581,23 @@ REFUSALS: dict[str, tuple[nn.Module, str]] = {
         Gated(between=torch.square),
         "the hidden tensor is scaled, or otherwise computed on, before the down projection",
     ),
+    "a row statistic scales the hidden tensor": (  # as in ConvNeXt V2
+        Plain(between=lambda t: t * t.mean(-1, keepdim=True) + t),
+        "the hidden tensor is scaled, or otherwise computed on, before the down projection",
+    ),
+    "an adapter that is not merged": (
+        Written(with_adapter, ffn=Plain(biases="u"), a=nn.Linear(16, 8), b=nn.Linear(8, D_FF)),
+        ADJUSTED,
+    ),
+    "adapters that are not merged": (
+        Written(with_adapters, ffn=Gated(), a=nn.Linear(16, 8), b=nn.Linear(8, D_FF)),
+        ADJUSTED,
+    ),
+    "the projection is scaled": (Gated(lambda t: torch.relu(t / 3)), ADJUSTED),
+    "the projection is shifted": (Plain(lambda t: torch.relu(t - 1).square()), ADJUSTED),
+    "a vector is subtracted": (Written(subtracted_bias, ffn=Plain(biases="u")), ADJUSTED),
+    "the activation is computed in another precision": (Plain(lambda t: torch.relu(t.double()).float()), ADJUSTED),
+    "gate and up are multiplied in another precision": (Written(wide_product, ffn=Gated()), ADJUSTED),
     "the rows are repeated": (
         Written(repeated_rows, ffn=Plain()),
         "the output has other leading dimensions than the input",
@@ -581,6 +616,7 @@ def test_refusal(case: str) -> None:
     program = canonical(module, x)
     (block,) = find_ffn_blocks(program)
     assert reason in block.refusal
+    assert reason != ADJUSTED or (block.d_model, block.d_ff, block.d_out) == (16, D_FF, 16)
     assert "mlp" not in "".join(calls(rewrite(program)))
 
 
@@ -641,6 +677,12 @@ NO_BLOCKS: dict[str, nn.Module] = {
         lambda s, x: s.ffn.down(torch.relu(s.ffn.gate(x)) + s.ffn.up(x)), ffn=Gated()
     ),
     "a gate without activation": Written(lambda s, x: s.ffn.down(s.ffn.gate(x) * s.ffn.up(x)), ffn=Gated()),
+    "an adapter beside another activation": Written(
+        lambda s, x: s.ffn.down(torch.tanh(s.ffn.up(x) + s.a(x))), ffn=Plain(), a=nn.Linear(16, D_FF)
+    ),
+    "a residual before the activation": Written(
+        lambda s, x: s.down(torch.relu(x + s.up(x))), up=nn.Linear(16, 16), down=nn.Linear(16, 16)
+    ),
     "two linears": nn.Sequential(nn.Linear(16, 40), nn.Linear(40, 16)),
     "a norm before the activation": Plain(lambda t: torch.relu(F.layer_norm(t, (D_FF,)))),
     "the last dimension is split": Plain(between=lambda t: t.view(2, 3, 4, 10).transpose(2, 3).reshape(2, 3, D_FF)),

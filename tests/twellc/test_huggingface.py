@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests import models
 from twellc.errors import UserError
 from twellc.loaders.model import LoadedModel, load_model
-from twellc.passes.execution import run_program
+from twellc.passes.execution import example_inputs, run_program
 
 
 def logits_of(model: LoadedModel, **inputs: torch.Tensor) -> torch.Tensor:
@@ -69,6 +69,26 @@ def test_encoder_decoder(t5: Path, load_once: Callable[..., LoadedModel]) -> Non
     inputs = tokens(3, 7) | {"decoder_input_ids": torch.randint(2, 96, (3, 12))}
     own = models.t5()(**inputs, use_cache=False).logits
     torch.testing.assert_close(logits_of(model, **inputs), own)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "inputs"),
+    [
+        # Its config is that of an encoder-decoder model.
+        ("UMT5EncoderModel", {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 1},
+         ["input_ids", "attention_mask"]),
+        ("FNetModel", {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}, ["input_ids"]),
+    ],
+)  # fmt: skip
+def test_models_without_some_of_the_inputs(
+    name: str, options: dict[str, Any], inputs: list[str], tmp_path: Path
+) -> None:
+    model_class = getattr(transformers, name)
+    eager = model_class(model_class.config_class(vocab_size=96, **options)).eval()
+    model = load_model(models.save(eager, tmp_path, torch.float32), trust_model=False)
+    assert list(example_inputs(model.program)) == inputs
+    given = {key: value for key, value in tokens(3, 7).items() if key in inputs}
+    torch.testing.assert_close(logits_of(model, **given), eager(**given).last_hidden_state)
 
 
 def tiny(name: str, **changes: Any) -> Any:
@@ -258,13 +278,15 @@ UNTRACEABLE: dict[str, tuple[str, dict[str, Any], str, bool]] = {
 
 
 @pytest.mark.parametrize("case", UNTRACEABLE)
-def test_models_that_cannot_be_traced(case: str, tmp_path: Path) -> None:
-    """Mixture-of-experts is a reason only for those that are one."""
+def test_models_that_cannot_be_traced(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Mixture-of-experts is a reason only for those that are one, and the graph so far is no part of the message."""
     name, options, reason, experts = UNTRACEABLE[case]
     model_class = getattr(transformers, name)
     models.save(model_class(model_class.config_class(vocab_size=96, **options)), tmp_path, torch.float32)
+    capsys.readouterr()
     with pytest.raises(UserError) as refusal:
         load_model(tmp_path, trust_model=False)
+    assert "".join(capsys.readouterr()) == ""
     message = str(refusal.value)
     assert message.startswith(f"{tmp_path}: torch.export cannot trace the model (") and reason in message
     assert ("Mixture-of-experts models cannot be exported as they are." in message) == experts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import warnings
 from pathlib import Path
@@ -24,7 +25,7 @@ _TRACED_BATCH, _TRACED_SEQUENCE = 2, 16
 def load_directory(path: Path) -> LoadedModel:
     """Load and trace a model from config.json and safetensors, in the precision of its weights.
 
-    The program takes `input_ids` and `attention_mask`, int64 [batch, sequence], and for encoder-decoder models
+    The program takes `input_ids` and, if the model does, `attention_mask`, int64 [batch, sequence], and
     `decoder_input_ids`, int64 [batch, decoder_sequence]; it keeps no key-value cache.
 
     Raises:
@@ -148,11 +149,14 @@ def _trace(path: Path, model: Any, config: dict[str, Any], notes: list[str]) -> 
         )  # fmt: skip
     length = min(_TRACED_SEQUENCE, longest)
     ids = torch.ones(_TRACED_BATCH, length, dtype=torch.int64)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    taken = inspect.signature(model.forward).parameters
+    inputs = {"input_ids": ids}
+    if "attention_mask" in taken:
+        inputs["attention_mask"] = torch.ones_like(ids)
     batch = torch.export.Dim("batch", min=1, max=_LARGEST_BATCH)
     sequence = torch.export.Dim("sequence", min=1, max=longest)
     shapes = {name: {0: batch, 1: sequence} for name in inputs}
-    if model.config.is_encoder_decoder:
+    if "decoder_input_ids" in taken:
         # Another length than the encoder's: torch.export gives equal sizes one symbol.
         inputs["decoder_input_ids"] = ids[:, : length // 2]
         shapes["decoder_input_ids"] = {0: batch, 1: torch.export.Dim("decoder_sequence", min=1, max=longest)}
