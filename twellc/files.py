@@ -152,7 +152,7 @@ class Outputs:
 
 
 def _leads_to_open_file(path: Path) -> bool:
-    """Whether this is a link such as /dev/stdout: it must stay, even if the file that it leads to now is a plain one."""
+    """Whether this is a link such as /dev/stdout. It must stay, even if it leads to a plain file now."""
     return path.is_symlink() and path.readlink().is_relative_to("/proc")
 
 

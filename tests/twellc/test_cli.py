@@ -380,7 +380,7 @@ def test_the_first_of_two_runs_keeps_its_output(tmp_path: Path) -> None:
             outputs.check("--output", tmp_path / "m.plan")
             outputs.write(tmp_path / "m.plan", text)
         first.commit()
-        with pytest.raises(UserError, match="the file exists already. Add --overwrite"):
+        with pytest.raises(UserError, match=r"the file exists already\. Add --overwrite"):
             second.commit()
     assert files_in(tmp_path) == {"m.plan": b"first"}
     assert len(list(tmp_path.iterdir())) == 1
