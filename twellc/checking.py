@@ -32,7 +32,7 @@ from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.files import digest, external_data
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx, looks_like_onnx
-from twellc.manifest import UNKEPT_GRAPH, has_manifest, read_manifest, refuse_other_plugins
+from twellc.manifest import UNKEPT_GRAPH, has_manifest, looks_like_plan, read_manifest, refuse_other_plugins
 from twellc.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
 from twellc.samples import Limits, Sample, draw_samples, read_arrays, read_text
 from twellc.translation import METADATA_KEY, translate_any
@@ -154,11 +154,13 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         raise UserError("--inputs", "the inputs are given twice", got="--text, too", fix="Leave one out.")
     if not candidate_path.is_file():
         raise UserError(str(candidate_path), "there is no such file", expected="an ONNX file or a plan")
-    if has_manifest(candidate_path) and not looks_like_onnx(candidate_path):
-        candidate = _open_plan(options, folder, progress)
-    else:
+    if looks_like_onnx(candidate_path):
         progress("reading the candidate")
         candidate = _open_onnx(candidate_path)
+    elif has_manifest(candidate_path) or looks_like_plan(candidate_path):
+        candidate = _open_plan(options, folder, progress)
+    else:
+        raise UserError(str(candidate_path), "is neither an ONNX file nor a plan with its manifest beside it")
     reference: Reference
     if looks_like_onnx(options.model):
         progress("loading the model")

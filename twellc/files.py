@@ -117,7 +117,7 @@ class Outputs:
     def write(self, path: Path, text: str) -> None:
         """Stage a text file."""
         with writing(path):
-            self.stage(path).write_text(text)
+            self.stage(path).write_text(text, encoding="utf-8")
 
     def commit(self) -> None:
         """Move every staged file that was written to its destination: all of them, or none where one cannot be moved.

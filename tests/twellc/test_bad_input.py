@@ -7,14 +7,17 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 from tests.conftest import Cli
 from tests.fork_server import ForkServer
+from tests.onnx_graphs import gated
 from tests.processes import TWELLC, environment
 from tests.twellc.test_cli import failed, files_in, group_lives, twellc
 from twellc import __version__
@@ -187,6 +190,27 @@ def test_name_that_is_no_text(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "is no UTF-8" in errors
+
+
+def test_text_in_any_locale(tmp_path: Path) -> None:
+    """Python without UTF-8, as in an old locale: files are in UTF-8 all the same."""
+    model = gated()
+    model.graph.name = "größe"
+    onnx.save(model, tmp_path / "m.onnx")
+    (tmp_path / "config.json").write_text('{"name": "größe"}', encoding="utf-8")
+    settings = environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            command, env=settings, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(*TWELLC, "compile", "m.onnx", "--backend", "none", "--onnx", "n.onnx", "--dump-graphs", "graphs")
+    assert "größe" in (tmp_path / "graphs" / "1-source.txt").read_text(encoding="utf-8")
+    read = "import pathlib, twellc.loaders.huggingface as loader; print(ascii(loader._read_config(pathlib.Path())))"
+    assert run(sys.executable, "-P", "-c", read) == r"{'name': 'gr\xf6\xdfe'}" + "\n"
 
 
 # ---- the plugin library ----

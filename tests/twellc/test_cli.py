@@ -255,15 +255,15 @@ def test_overwrite(cli: Cli, archive: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["model.safetensors", "config.json", "README.md", "link/model.safetensors", "original/params.json", "original/link"],
+    ["model.safetensors", "config.json", "README.md", "link/model.safetensors", "folder/params.json", "folder/link"],
 )
 def test_files_of_a_folder_are_not_overwritten(cli: Cli, bytelm: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(bytelm, tmp_path / "model")
     (tmp_path / "model" / "link").symlink_to(".")
-    (tmp_path / "model" / "original").mkdir()
-    (tmp_path / "model" / "original" / "params.json").write_text("{}")
+    (tmp_path / "model" / "folder").mkdir()
+    (tmp_path / "model" / "folder" / "params.json").write_text("{}")
     (tmp_path / "elsewhere").write_text("{}")
-    (tmp_path / "model" / "original" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "model" / "folder" / "link").symlink_to(tmp_path / "elsewhere")
     output = tmp_path / "model" / name
     before = files_in(tmp_path)
     arguments = ["--backend", "none", "--onnx", output, "--overwrite"]

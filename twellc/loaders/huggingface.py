@@ -58,7 +58,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(str(path), "no config.json in this folder", expected="a Hugging Face directory")
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UserError(str(file), f"cannot be read as JSON ({error})") from error
     if not isinstance(config, dict):
@@ -78,7 +78,7 @@ def _weight_files(path: Path) -> list[Path]:
     files = {"model.safetensors"}
     if index.is_file():
         try:
-            files = set(json.loads(index.read_text())["weight_map"].values())
+            files = set(json.loads(index.read_bytes())["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise UserError(str(index), f"is not an index of weights ({error!r})") from error
     for name in sorted(map(str, files)):
@@ -87,6 +87,7 @@ def _weight_files(path: Path) -> list[Path]:
             raise UserError(str(index), "names a file outside of its folder", got=repr(name))
         if not file.is_file():
             raise UserError(str(file), "the weights are missing", expected="safetensors")
+        file.open("rb").close()  # safetensors says of a file that may not be read that it is missing
     return [path / str(name) for name in sorted(files)]
 
 
