@@ -97,10 +97,16 @@ class _Group(click.Group):
         _open_closed_streams()
         try:
             return super().main(*args, **kwargs)
-        except Exception:
-            traceback.print_exc()
-            click.echo("This is a fault of twellc. Please report it, with the lines above.", err=True)
-            sys.exit(_FAULT)
+        except Exception as error:
+            # Of the system only what came up while something was printed: the commands look after all else.
+            status = 2 if isinstance(error, OSError) and error.errno is not None else _FAULT
+            with _never_failing():
+                if status == _FAULT:
+                    traceback.print_exc()
+                    click.echo("This is a fault of twellc. Please report it, with the lines above.", err=True)
+                else:
+                    click.echo(f"Error: the output cannot be printed: {error.strerror}.", err=True)
+            sys.exit(status)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with _ended_by_broken_pipe():

@@ -126,6 +126,18 @@ def test_full_standard_output(archive: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "script", ['"$@" --help > /dev/full', '"$@" inspect m.pt2 2> /dev/full', '"$@" inspect nothing 2> /dev/full']
+)
+def test_full_standard_error(archive: Path, tmp_path: Path, script: str) -> None:
+    """Status 1, Python's own, would say that a check failed; 70, that twellc has a fault."""
+    (tmp_path / "m.pt2").write_bytes(archive.read_bytes())
+    done = in_shell(script, folder=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert ("cannot be printed: No space left on device" in done.stderr) == ("2>" not in script)
+
+
 def in_shell(script: str, *arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a bash script on twellc's command line with arguments."""
     command = ["bash", "-c", script, "bash", *TWELLC, *map(str, arguments)]
