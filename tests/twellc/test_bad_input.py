@@ -197,6 +197,25 @@ def test_names_are_printed_as_they_are(cli: Cli, archive: Path, tmp_path: Path) 
     failed(cli("compile", archive, "-o", tmp_path / "m.plan", "--layers", "[/]"), "[/]")
 
 
+def test_terminal_does_not_obey_names(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    """Names in a model or its path may hold what clears a screen, or what looks like a line of ours."""
+    evil, shown = "m\x1b[2J\x9b1m\r\nNote: x\x07ö", r"m\x1b[2J\x9b1m\r\nNote: x\x07ö"
+    graph = tmp_path / "m.onnx"
+    assert cli("compile", archive, "--backend", "none", "--onnx", graph).exit_code == 0
+    model = onnx.load(graph)
+    for node in model.graph.node:
+        node.name = evil
+    del model.metadata_props[:]
+    onnx.save(model, tmp_path / evil)
+    result = cli("inspect", tmp_path / evil)
+    assert result.exit_code == 0
+    refusal = cli("compile", tmp_path / evil, "-o", tmp_path / "m.plan")
+    failed(refusal, f"{tmp_path / shown}: is rewritten already")
+    assert f"│ {shown} │" in result.stdout and f"{shown}: TwellGatedMlp" in result.stdout
+    for text in (result.output, refusal.output):
+        assert not set(text) & {*map(chr, range(10)), *map(chr, range(11, 32)), *map(chr, range(127, 160))}
+
+
 def test_name_that_is_no_text(tmp_path: Path) -> None:
     process = twellc("inspect", os.fsdecode(b"/tmp/\xff.pt2"))
     _, errors = process.communicate(timeout=60)
