@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from twellc.errors import UserError, first_line
+from twellc.errors import UserError, first_few, first_line
 from twellc.loaders import sparselm
 from twellc.loaders.archive import keep_tensor_outputs
 from twellc.loaders.model import LoadedModel
@@ -109,13 +109,12 @@ def _load_weights(model_class: Any, path: Path, **instead: Any) -> tuple[Any, li
     if missing or info["mismatched_keys"]:
         what = f"{len(missing)} weights are missing" if missing else "weights have other shapes than the config says"
         raise UserError(
-            str(path), what, got=", ".join(map(str, (missing or info["mismatched_keys"])[:3])),
+            str(path), what, got=first_few(missing or sorted(info["mismatched_keys"])),
             fix="Check that config.json and the weights belong together.",
         )  # fmt: skip
     unused = sorted(info["unexpected_keys"])
-    names = ", ".join(unused[:3]) + (", …" if unused[3:] else "")
-    notes = [f"{len(unused)} tensors of the checkpoint have no place in the model: {names}"] if unused else []
-    return model.eval().requires_grad_(False), notes
+    note = f"{len(unused)} tensors of the checkpoint have no place in the model: {first_few(unused)}"
+    return model.eval().requires_grad_(False), [note] if unused else []
 
 
 def _longest(model: Any) -> int:
