@@ -206,8 +206,8 @@ def main() -> None:
 
 @main.command(cls=_Command)
 @click.argument("model", type=_Path())
-@click.option("-o", "--output", type=_Path(), help="The plan to write; its manifest goes beside it.")
-@click.option("--onnx", type=_Path(), help="Also keep the rewritten graph as ONNX.")
+@click.option("-o", "--output", type=_Path(), metavar="FILE", help="The plan to write; its manifest stands beside it.")
+@click.option("--onnx", type=_Path(), metavar="FILE", help="Also keep the rewritten graph as ONNX.")
 @click.option(
     "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True,
     help="auto: TensorRT where it is installed beside a GPU, else TensorRT-RTX, which needs none. none stops at ONNX.",
@@ -229,8 +229,8 @@ def main() -> None:
     "kept apart or recomputed. It changes speed and memory, never results.",
 )  # fmt: skip
 @click.option("--strict", is_flag=True, help="Fail when nothing matches, or a block that looks like one is refused.")
-@click.option("--dump-graphs", type=_Path(), help="Folder for the graph after each pass.")
-@click.option("--report", type=_Path(), help="Write what was done as JSON.")
+@click.option("--dump-graphs", type=_Path(), metavar="DIR", help="Folder for the graph after each pass.")
+@click.option("--report", type=_Path(), metavar="FILE.json", help="Write what was done as JSON.")
 @click.option("--overwrite", is_flag=True, help="Replace existing output files.")
 @_trust_model
 @_inputs
