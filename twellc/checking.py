@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from twellc.export.evaluator import OnnxEvaluator, plugin_nodes, runs_kernels
 from twellc.export.onnx_export import save_onnx
 from twellc.export.runner import run_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
-from twellc.files import digest, external_data
+from twellc.files import digest, external_data, temporary_folder
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx, looks_like_onnx
 from twellc.manifest import UNKEPT_GRAPH, has_manifest, looks_like_plan, read_manifest, refuse_other_plugins
@@ -144,8 +143,8 @@ def check(options: CheckOptions, progress: Callable[[str], None]) -> CheckResult
     Raises:
         UserError: Something cannot be read, or model, candidate and inputs do not belong together.
     """
-    with tempfile.TemporaryDirectory(prefix="twellc-") as folder:
-        return _check(options, Path(folder), progress)
+    with temporary_folder() as folder:
+        return _check(options, folder, progress)
 
 
 def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None]) -> CheckResult:

@@ -181,6 +181,20 @@ def uninterrupted() -> Iterator[dict[signal.Signals, Any]]:
 
 
 @contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder and remove it at the end, which no signal keeps it from."""
+    folder = None
+    try:
+        with uninterrupted():
+            folder = Path(tempfile.mkdtemp(prefix="twellc-"))
+        yield folder
+    finally:
+        with uninterrupted():
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Name the file where the system, as of a full disk, only says what went wrong.
 

@@ -21,6 +21,8 @@ from tests.onnx_graphs import gated
 from tests.processes import TWELLC, environment
 from tests.twellc.test_cli import failed, files_in, group_lives, twellc
 from twellc import __version__
+from twellc.checking import check
+from twellc.config import CheckOptions
 from twellc.errors import UserError
 from twellc.manifest import manifest_path, read_manifest, refuse_other_plugins
 from twellc.plugins.elf import expected_size
@@ -60,6 +62,27 @@ def test_signal_in_any_stage(archive: Path, tmp_path: Path, stage: str) -> None:
     while time.monotonic() < deadline and group_lives(process.pid):
         time.sleep(0.1)
     assert not group_lives(process.pid), "a child goes on"
+
+
+def test_signal_while_a_check_tidies_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_graph(_: object, folder: Path, __: object) -> None:
+        (folder / "m.onnx").touch()
+
+    def remove(*arguments: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        rmtree(*arguments, **options)
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    rmtree = shutil.rmtree
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("twellc.checking._check", make_graph)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    signal.signal(signal.SIGTERM, end)
+    with pytest.raises(KeyboardInterrupt):
+        check(CheckOptions(tmp_path, tmp_path), print)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- disks ----
