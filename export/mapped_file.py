@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ def pages_given_back(path: Path) -> Iterator[None]:
 def _mappings(path: Path) -> list[tuple[int, int]]:
     """Return start and length of each mapping of a file in this process."""
     found = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines():
         addresses, *_, name = line.split(maxsplit=5)
         if name == str(path):
             start, end = (int(address, 16) for address in addresses.split("-"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from twellc.errors import UserError
+from twellc.errors import UserError, first_few
 from twellc.passes.find_ffn import FfnBlock
 from twellc.plugins.library import MAX_D_FF
 
@@ -59,7 +59,7 @@ def decide(blocks: list[FfnBlock], layers: str) -> list[Layer]:
                 "--layers", f"not a regular expression ({error})", got=repr(layers), expected="auto, all, none or REGEX"
             ) from error
         if blocks and not any(pattern.search(block.module) for block in blocks):
-            modules = ", ".join(block.module for block in blocks[:4]) + (", …" if len(blocks) > 4 else "")
+            modules = first_few([block.module for block in blocks])
             raise UserError("--layers", "matches no feed-forward block", got=repr(layers), expected=f"one of {modules}")
     result: list[Layer] = []
     taken: dict[Node, str] = {}  # projections of the blocks that TwELL runs

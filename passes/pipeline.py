@@ -51,7 +51,8 @@ def run_passes(
         if dump is not None:
             with writing(dump / f"{step}.txt"):
                 dump.mkdir(parents=True, exist_ok=True)
-                (dump / f"{step}.txt").write_text(f"{result.graph_module.print_readable(print_output=False)}\n")
+                text = f"{result.graph_module.print_readable(print_output=False)}\n"
+                (dump / f"{step}.txt").write_text(text, encoding="utf-8")
         return result
 
     dense = keep("1-canonical", canonicalize(program))

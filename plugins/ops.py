@@ -47,6 +47,9 @@ def _check(
     b_down: Tensor | None,
     activation: str,
 ) -> None:
+    for name, weight in (("the first weight", w_gate), ("w_down", w_down)):
+        if weight.dim() != 2:
+            raise ValueError(f"twell: {name} must have two dimensions, got {tuple(weight.shape)}")
     (d_ff, d_model), d_out = w_gate.shape, w_down.shape[1]
     expected = {
         "x": (x, (*x.shape[:-1], d_model)),

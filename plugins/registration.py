@@ -103,7 +103,8 @@ def _register_in(module: ModuleType) -> Registration:
     version = str(getattr(module, "__version__", ""))
     get_registry = getattr(module, "get_plugin_registry", None)
     if get_registry is None:
-        raise UserError("twellc.plugins.register", f"{module.__name__} is no TensorRT: it has no plugin registry")
+        name = getattr(module, "__name__", repr(module))
+        raise UserError("twellc.plugins.register", f"{name} is no TensorRT: it has no plugin registry")
     registry = get_registry()
     if registry is None:
         raise UserError(f"{module.__name__} {version}", "has no plugin registry")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,10 +28,10 @@ from twellc.export.evaluator import OnnxEvaluator, plugin_nodes, runs_kernels
 from twellc.export.onnx_export import save_onnx
 from twellc.export.runner import run_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
-from twellc.files import digest, external_data
+from twellc.files import digest, external_data, temporary_folder
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx, looks_like_onnx
-from twellc.manifest import UNKEPT_GRAPH, has_manifest, read_manifest, refuse_other_plugins
+from twellc.manifest import UNKEPT_GRAPH, has_manifest, looks_like_plan, read_manifest, refuse_other_plugins
 from twellc.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
 from twellc.samples import Limits, Sample, draw_samples, read_arrays, read_text
 from twellc.translation import METADATA_KEY, translate_any
@@ -144,8 +143,8 @@ def check(options: CheckOptions, progress: Callable[[str], None]) -> CheckResult
     Raises:
         UserError: Something cannot be read, or model, candidate and inputs do not belong together.
     """
-    with tempfile.TemporaryDirectory(prefix="twellc-") as folder:
-        return _check(options, Path(folder), progress)
+    with temporary_folder() as folder:
+        return _check(options, folder, progress)
 
 
 def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None]) -> CheckResult:
@@ -154,11 +153,13 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         raise UserError("--inputs", "the inputs are given twice", got="--text, too", fix="Leave one out.")
     if not candidate_path.is_file():
         raise UserError(str(candidate_path), "there is no such file", expected="an ONNX file or a plan")
-    if has_manifest(candidate_path) and not looks_like_onnx(candidate_path):
-        candidate = _open_plan(options, folder, progress)
-    else:
+    if looks_like_onnx(candidate_path):
         progress("reading the candidate")
         candidate = _open_onnx(candidate_path)
+    elif has_manifest(candidate_path) or looks_like_plan(candidate_path):
+        candidate = _open_plan(options, folder, progress)
+    else:
+        raise UserError(str(candidate_path), "is neither an ONNX file nor a plan with its manifest beside it")
     reference: Reference
     if looks_like_onnx(options.model):
         progress("loading the model")

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 import traceback
@@ -83,8 +84,16 @@ def _never_failing() -> Iterator[None]:
         _discard_output()
 
 
+def _plain(text: str) -> str:
+    """Spell out control characters: a terminal would obey them, and a name may come from anybody's file."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
+
+
 class _Console(Console):
-    """A console that leaves the status after a broken pipe to others."""
+    """A console that spells out control characters, and leaves the status after a broken pipe to others."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(_plain(text), **options)
 
     def on_broken_pipe(self) -> None:
         raise  # what rich has caught where it calls this
@@ -97,10 +106,17 @@ class _Group(click.Group):
         _open_closed_streams()
         try:
             return super().main(*args, **kwargs)
-        except Exception:
-            traceback.print_exc()
-            click.echo("This is a fault of twellc. Please report it, with the lines above.", err=True)
-            sys.exit(_FAULT)
+        except Exception as error:
+            status = _FAULT
+            with _never_failing():
+                if isinstance(error, OSError) and error.errno is not None:
+                    # It came up while something was printed: the commands look after all else.
+                    status = 2
+                    click.echo(f"Error: the output cannot be printed: {error.strerror}.", err=True)
+                else:
+                    traceback.print_exc()
+                    click.echo("This is a fault of twellc. Please report it, with the lines above.", err=True)
+            sys.exit(status)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with _ended_by_broken_pipe():
@@ -118,14 +134,14 @@ class _Command(click.Command):
         try:
             return super().invoke(context)
         except UserError as error:
-            raise click.UsageError(str(error), ctx=None) from error
+            raise click.UsageError(_plain(str(error)), ctx=None) from error
         except BrokenPipeError:
             raise
         except OSError as error:
             if error.errno is None:
                 raise
             where = error.filename or "reading or writing"
-            raise click.UsageError(f"{where}: {error.strerror}.", ctx=None) from error
+            raise click.UsageError(_plain(f"{where}: {error.strerror}."), ctx=None) from error
         except MemoryError as error:
             raise click.UsageError("memory ran out. Use a machine with more memory.", ctx=None) from error
         except _InterruptedError as end:
@@ -190,8 +206,8 @@ def main() -> None:
 
 @main.command(cls=_Command)
 @click.argument("model", type=_Path())
-@click.option("-o", "--output", type=_Path(), help="The plan to write; its manifest goes beside it.")
-@click.option("--onnx", type=_Path(), help="Also keep the rewritten graph as ONNX.")
+@click.option("-o", "--output", type=_Path(), metavar="FILE", help="The plan to write; its manifest stands beside it.")
+@click.option("--onnx", type=_Path(), metavar="FILE", help="Also keep the rewritten graph as ONNX.")
 @click.option(
     "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True,
     help="auto: TensorRT where it is installed beside a GPU, else TensorRT-RTX, which needs none. none stops at ONNX.",
@@ -213,8 +229,8 @@ def main() -> None:
     "kept apart or recomputed. It changes speed and memory, never results.",
 )  # fmt: skip
 @click.option("--strict", is_flag=True, help="Fail when nothing matches, or a block that looks like one is refused.")
-@click.option("--dump-graphs", type=_Path(), help="Folder for the graph after each pass.")
-@click.option("--report", type=_Path(), help="Write what was done as JSON.")
+@click.option("--dump-graphs", type=_Path(), metavar="DIR", help="Folder for the graph after each pass.")
+@click.option("--report", type=_Path(), metavar="FILE.json", help="Write what was done as JSON.")
 @click.option("--overwrite", is_flag=True, help="Replace existing output files.")
 @_trust_model
 @_inputs
@@ -351,8 +367,8 @@ def inspect(
         _print_cost(found["cost"])
     for node in found.get("nodes", ()):
         weights = ", ".join(f"{name} {shape}" for name, shape in node["weights"].items())
-        click.echo(f"{node['name']}: {node['type']}, {node['dtype']}, {weights}")
-        click.echo("    " + ", ".join(f"{name}={value}" for name, value in node["fields"].items()))
+        click.echo(_plain(f"{node['name']}: {node['type']}, {node['dtype']}, {weights}"))
+        click.echo(_plain("    " + ", ".join(f"{name}={value}" for name, value in node["fields"].items())))
 
 
 @main.command(cls=_Command)
@@ -428,7 +444,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield show
         return
     with console.status("starting") as status:
-        yield lambda step: status.update(Text(step))
+        yield lambda step: status.update(Text(_plain(step)))
 
 
 def _console(stderr: bool = False) -> Console:

@@ -88,8 +88,10 @@ def _check_outputs(options: CompileOptions, outputs: Outputs) -> None:
         twin = taken.setdefault(os.path.realpath(path), option)
         if twin != option:
             raise UserError(f"{option} {path}", f"is the same file as {twin}")
-    folder = options.model.iterdir() if options.model.is_dir() else ()
-    files = [file for file in folder if file.is_file() and not any(map(file.match, _COMPILED))]
+    files = list(options.model.iterdir()) if options.model.is_dir() else []
+    folder = Path(os.path.realpath(options.model))
+    files += [path for _, path in _destinations(options) if any(folder in place.parents for place in _places(path))]
+    files = [file for file in files if file.is_file() and not any(map(file.match, _COMPILED))]
     _refuse_model_files(options, [options.model, *files])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -33,6 +34,7 @@ class UserError(Exception):
 
 
 _LONGEST_LINE = 1000
+_FEW = 3
 
 
 def first_line(error: BaseException) -> str:
@@ -43,6 +45,11 @@ def first_line(error: BaseException) -> str:
     lines = [line for line in map(str.strip, str(error).splitlines()) if line]
     shown = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
     return shown if len(shown) <= _LONGEST_LINE else shown[:_LONGEST_LINE] + "…"
+
+
+def first_few(things: Sequence[object], separator: str = ", ") -> str:
+    """Join the first three of some things for a message of ours; an ellipsis stands for the others."""
+    return separator.join([*map(str, things[:_FEW]), *(["…"] if things[_FEW:] else [])])
 
 
 def _restore(message: str) -> UserError:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -19,9 +20,10 @@ from twellc.errors import UserError
 
 # Signals that ask a program to end: Ctrl-C, kill, and a terminal that closes.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# In the hidden folder `.twellc-…` beside the output NAME there are `staged/NAME` and `scratch/NAME/…`.
+# In the hidden folder `.twellc-…` beside the output NAME there are `staged/NAME` and `scratch/NAME/…`, and at the end
+# `replaced/NAME`, an existing file until all outputs are in their places.
 _STAGING = ".twellc-"
-_STAGED, _SCRATCH = "staged", "scratch"
+_STAGED, _SCRATCH, _REPLACED = "staged", "scratch", "replaced"
 
 
 class Outputs:
@@ -68,10 +70,13 @@ class Outputs:
             raise UserError(f"{option} {path}", "the output folder is not writable", got=str(folder))
         if path.is_dir():
             raise UserError(f"{option} {path}", "is a folder", expected="a file")
-        if path.exists() and not path.is_file():
+        if (path.exists() and not path.is_file()) or _leads_to_open_file(path):
             raise UserError(f"{option} {path}", "is a device or a pipe", expected="a file")
-        if (path.exists() or path.is_symlink()) and not self._overwrite:
-            raise UserError(f"{option} {path}", "the file exists already", fix="Add --overwrite to replace it.")
+        self._refuse_existing(f"{option} {path}", path)
+
+    def _refuse_existing(self, where: str, path: Path) -> None:
+        if os.path.lexists(path) and not self._overwrite:
+            raise UserError(where, "the file exists already", fix="Add --overwrite to replace it.")
 
     def check_folder(self, option: str, path: Path) -> None:
         """Fail now if a folder cannot be made at `path`, or files of one that is there would be overwritten.
@@ -112,19 +117,43 @@ class Outputs:
     def write(self, path: Path, text: str) -> None:
         """Stage a text file."""
         with writing(path):
-            self.stage(path).write_text(text)
+            self.stage(path).write_text(text, encoding="utf-8")
 
     def commit(self) -> None:
-        """Move every staged file that was written to its destination.
+        """Move every staged file that was written to its destination: all of them, or none where one cannot be moved.
 
         What the command was to do is done then: signals that would end the program come too late and are ignored.
+
+        Raises:
+            UserError: A file cannot be moved, or another program has put one there since the check.
         """
-        with uninterrupted() as handlers:
+        with uninterrupted() as handlers, contextlib.ExitStack() as undo:
             for temporary, path in self._staged:
                 if temporary.exists():
+                    self._refuse_existing(str(path), path)
                     with writing(path):
+                        undo.callback(self._keep(path))
                         temporary.replace(path)
+            undo.pop_all()
             handlers.update(dict.fromkeys(handlers, signal.SIG_IGN))
+
+    def _keep(self, path: Path) -> Callable[[], object]:
+        """Keep what is at `path` in the hidden folder, and return what puts it back."""
+        if not os.path.lexists(path):
+            return functools.partial(path.unlink, missing_ok=True)
+        kept = self._folder(path, _REPLACED) / path.name
+        try:
+            os.link(path, kept, follow_symlinks=False)
+        except OSError:
+            if path.is_dir():
+                raise
+            path.rename(kept)  # a file system without hard links
+        return functools.partial(kept.replace, path)
+
+
+def _leads_to_open_file(path: Path) -> bool:
+    """Whether this is a link such as /dev/stdout. It must stay, even if it leads to a plain file now."""
+    return path.is_symlink() and path.readlink().is_relative_to("/proc")
 
 
 @contextmanager
@@ -149,6 +178,20 @@ def uninterrupted() -> Iterator[dict[signal.Signals, Any]]:
             signal.signal(number, handler)
         if held:
             signal.raise_signal(held[0])
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder and remove it at the end, which no signal keeps it from."""
+    folder = None
+    try:
+        with uninterrupted():
+            folder = Path(tempfile.mkdtemp(prefix="twellc-"))
+        yield folder
+    finally:
+        with uninterrupted():
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

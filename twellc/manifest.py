@@ -65,6 +65,14 @@ def has_manifest(file: Path) -> bool:
         raise
 
 
+def looks_like_plan(file: Path) -> bool:
+    """Say whether a file starts as the plans of TensorRT and TensorRT-RTX do."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        return stream.read(4) in (b"ftrt", b"vtrt")
+
+
 def make_manifest(
     options: CompileOptions,
     translation: TranslationSummary,
@@ -112,13 +120,13 @@ def read_manifest(plan: Path) -> dict[str, Any]:
         UserError: There is none, it is damaged, of another schema, or belongs to another plan.
     """
     path = manifest_path(plan)
-    if not path.is_file():
+    if not has_manifest(plan):
         raise UserError(
-            str(plan), "the plan has no manifest beside it", expected=path.name,
+            str(plan), "has no manifest beside it, as a plan must", expected=path.name,
             fix="Keep both files of `twellc compile` together.",
         )  # fmt: skip
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UserError(
             str(path), f"is no manifest of twellc: it cannot be read as JSON ({error})", fix=_FIX

@@ -238,4 +238,5 @@ def _dump(folder: Path | None, models: dict[str, onnx.ModelProto]) -> None:
     for name, model in models.items():
         with writing(folder / f"{name}.txt"):
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{name}.txt").write_text(onnx.helper.printable_graph(model.graph) + "\n")
+            text = onnx.helper.printable_graph(model.graph) + "\n"
+            (folder / f"{name}.txt").write_text(text, encoding="utf-8")

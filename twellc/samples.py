@@ -279,7 +279,7 @@ def read_text(path: Path, model: Path, language_model: bool, limits: Limits) -> 
         raise UserError(f"--text {path}", f"is no UTF-8 at byte {error.start}", expected="a text in UTF-8") from error
     if not text:
         raise UserError(f"--text {path}", "the file is empty")
-    config = json.loads((model / "config.json").read_text())
+    config = json.loads((model / "config.json").read_bytes())
     ids, notes = _token_ids(path, model, text, config, limits.token_ids)
     if max(ids) >= limits.token_ids:
         raise UserError(

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from twellc import __version__
 from twellc.config import DTYPES, CompileOptions
-from twellc.errors import UserError
+from twellc.errors import UserError, first_few
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.profiles import ModelInputs, input_specs, program_inputs, resolve_profiles
 from twellc.export.shapes import Profile
@@ -195,8 +195,7 @@ def state_warnings(program: ExportedProgram) -> list[str]:
     written = sorted(written_tensors(program) | set(program.graph_signature.user_inputs_to_mutate.values()))
     if not written:
         return []
-    names = ", ".join(written[:3]) + (f" and {len(written) - 3} more" if written[3:] else "")
-    return [f"the model writes to {names}; the plan does not, so nothing stays from one call to the next"]
+    return [f"the model writes to {first_few(written)}; the plan does not, so nothing stays from one call to the next"]
 
 
 def check_matches(layers: list[Layer], options: CompileOptions) -> list[str]:
@@ -212,7 +211,6 @@ def check_matches(layers: list[Layer], options: CompileOptions) -> list[str]:
     warnings += [f"layer {layer.module}: {layer.reason}. Left dense" for layer in refused]
     if warnings and options.strict:
         raise UserError(
-            str(options.model), "; ".join(warnings[:3]) + (f"; and {len(warnings) - 3} more" if warnings[3:] else ""),
-            fix="--strict was given; without it such blocks stay dense.",
-        )  # fmt: skip
+            str(options.model), first_few(warnings, "; "), fix="--strict was given; without it such blocks stay dense."
+        )
     return warnings

@@ -174,6 +174,15 @@ def test_wrong_shape(name: str, device: str) -> None:
         GATED_MLP(*operands, "relu", 0.0, 8)
 
 
+@pytest.mark.parametrize(("slot", "name"), [(1, "the first weight"), (5, "w_down")])
+@pytest.mark.parametrize("shape", [(D_FF,), (1, D_FF, D_MODEL)])
+def test_weight_that_is_no_matrix(slot: int, name: str, shape: tuple[int, ...]) -> None:
+    operands = tensors()
+    operands[slot] = torch.randn(shape)
+    with pytest.raises(ValueError, match=f"twell: {name} must have two dimensions, got "):
+        GATED_MLP(*operands, "relu", 0.0, 8)
+
+
 @pytest.mark.parametrize("slot", [0, 2, 3, 4, 5, 6])
 def test_wrong_dtype(slot: int) -> None:
     operands = tensors()

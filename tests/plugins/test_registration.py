@@ -224,6 +224,8 @@ def test_register_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         registration.register(tensorrt(has=False, takes=False))
     with pytest.raises(UserError, match=r"json is no TensorRT: it has no plugin registry"):
         registration.register(json)
+    with pytest.raises(UserError, match=r"'tensorrt' is no TensorRT: it has no plugin registry"):
+        registration.register("tensorrt")  # type: ignore[arg-type]
     monkeypatch.setattr(registration, "imported_modules", list)
     with pytest.raises(UserError, match=r"no TensorRT is imported; expected tensorrt or .*Import it first"):
         registration.register()

@@ -535,3 +535,14 @@ def test_flipped_bytes_never_give_a_traceback(harmless: Path, tmp_path: Path) ->
         path.write_bytes(damaged)
         with contextlib.suppress(UserError):
             load_model(path, trust_model=False)
+
+
+@pytest.mark.parametrize("trust_model", [False, True])
+def test_flipped_weight_is_noticed(harmless: Path, tmp_path: Path, trust_model: bool) -> None:
+    """Torch reads records without a look at their checksums."""
+    content, path = bytearray(harmless.read_bytes()), tmp_path / "model.pt2"
+    content[content.index(read_records(harmless)["data/weights/weight_0"])] ^= 1
+    path.write_bytes(content)
+    assert torch.export.load(path), "torch notices by itself: the check is not needed"
+    with pytest.raises(UserError, match=r"data/weights/weight_0' does not have its checksum\. Copy it again"):
+        load_model(path, trust_model)

@@ -7,17 +7,22 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 from tests.conftest import Cli
 from tests.fork_server import ForkServer
+from tests.onnx_graphs import gated
 from tests.processes import TWELLC, environment
 from tests.twellc.test_cli import failed, files_in, group_lives, twellc
 from twellc import __version__
+from twellc.checking import check
+from twellc.config import CheckOptions
 from twellc.errors import UserError
 from twellc.manifest import manifest_path, read_manifest, refuse_other_plugins
 from twellc.plugins.elf import expected_size
@@ -57,6 +62,27 @@ def test_signal_in_any_stage(archive: Path, tmp_path: Path, stage: str) -> None:
     while time.monotonic() < deadline and group_lives(process.pid):
         time.sleep(0.1)
     assert not group_lives(process.pid), "a child goes on"
+
+
+def test_signal_while_a_check_tidies_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_graph(_: object, folder: Path, __: object) -> None:
+        (folder / "m.onnx").touch()
+
+    def remove(*arguments: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        rmtree(*arguments, **options)
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    rmtree = shutil.rmtree
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("twellc.checking._check", make_graph)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    signal.signal(signal.SIGTERM, end)
+    with pytest.raises(KeyboardInterrupt):
+        check(CheckOptions(tmp_path, tmp_path), print)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- disks ----
@@ -123,6 +149,18 @@ def test_full_standard_output(archive: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "script", ['"$@" --help > /dev/full', '"$@" inspect m.pt2 2> /dev/full', '"$@" inspect nothing 2> /dev/full']
+)
+def test_full_standard_error(archive: Path, tmp_path: Path, script: str) -> None:
+    """Status 1, Python's own, would say that a check failed; 70, that twellc has a fault."""
+    (tmp_path / "m.pt2").write_bytes(archive.read_bytes())
+    done = in_shell(script, folder=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert ("cannot be printed: No space left on device" in done.stderr) == ("2>" not in script)
+
+
 def in_shell(script: str, *arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a bash script on twellc's command line with arguments."""
     command = ["bash", "-c", script, "bash", *TWELLC, *map(str, arguments)]
@@ -182,11 +220,51 @@ def test_names_are_printed_as_they_are(cli: Cli, archive: Path, tmp_path: Path) 
     failed(cli("compile", archive, "-o", tmp_path / "m.plan", "--layers", "[/]"), "[/]")
 
 
+def test_terminal_does_not_obey_names(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    """Names in a model or its path may hold what clears a screen, or what looks like a line of ours."""
+    evil, shown = "m\x1b[2J\x9b1m\r\nNote: x\x07ö", r"m\x1b[2J\x9b1m\r\nNote: x\x07ö"
+    graph = tmp_path / "m.onnx"
+    assert cli("compile", archive, "--backend", "none", "--onnx", graph).exit_code == 0
+    model = onnx.load(graph)
+    for node in model.graph.node:
+        node.name = evil
+    del model.metadata_props[:]
+    onnx.save(model, tmp_path / evil)
+    result = cli("inspect", tmp_path / evil)
+    assert result.exit_code == 0
+    refusal = cli("compile", tmp_path / evil, "-o", tmp_path / "m.plan")
+    failed(refusal, f"{tmp_path / shown}: is rewritten already")
+    assert f"│ {shown} │" in result.stdout and f"{shown}: TwellGatedMlp" in result.stdout
+    for text in (result.output, refusal.output):
+        assert not set(text) & {*map(chr, range(10)), *map(chr, range(11, 32)), *map(chr, range(127, 160))}
+
+
 def test_name_that_is_no_text(tmp_path: Path) -> None:
     process = twellc("inspect", os.fsdecode(b"/tmp/\xff.pt2"))
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "is no UTF-8" in errors
+
+
+def test_text_in_any_locale(tmp_path: Path) -> None:
+    """Python without UTF-8, as in an old locale: files are in UTF-8 all the same."""
+    model = gated()
+    model.graph.name = "größe"
+    onnx.save(model, tmp_path / "m.onnx")
+    (tmp_path / "config.json").write_text('{"name": "größe"}', encoding="utf-8")
+    settings = environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            command, env=settings, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(*TWELLC, "compile", "m.onnx", "--backend", "none", "--onnx", "n.onnx", "--dump-graphs", "graphs")
+    assert "größe" in (tmp_path / "graphs" / "1-source.txt").read_text(encoding="utf-8")
+    read = "import pathlib, twellc.loaders.huggingface as loader; print(ascii(loader._read_config(pathlib.Path())))"
+    assert run(sys.executable, "-P", "-c", read) == r"{'name': 'gr\xf6\xdfe'}" + "\n"
 
 
 # ---- the plugin library ----

@@ -791,13 +791,15 @@ def test_damaged_plans(cli: Cli, archive: Path, plan: Path, tmp_path: Path) -> N
     manifest.write_text(json.dumps(json.loads(content) | {"schema": 99}))
     refused("the manifest is of another version; got 99; expected 1")
     manifest.unlink()
-    result = cli("check", archive, plan)
-    assert result.exit_code == 2
+    refused(f"{plan}: has no manifest beside it, as a plan must; expected m.plan.json")
 
 
 def test_garbage(cli: Cli, archive: Path, tmp_path: Path) -> None:
-    (tmp_path / "m.onnx").write_bytes(b"garbage")
-    assert cli("check", archive, tmp_path / "m.onnx").exit_code == 2
+    for content in (b"garbage", b""):
+        (tmp_path / "m.onnx").write_bytes(content)
+        result = cli("check", archive, tmp_path / "m.onnx")
+        assert result.exit_code == 2
+        assert "m.onnx: is neither an ONNX file nor a plan with its manifest beside it" in result.stderr
     (tmp_path / "m.plan").write_bytes(b"garbage")
     assert cli("check", archive, tmp_path / "m.plan").exit_code == 2
     assert cli("check", tmp_path / "m.plan", tmp_path / "m.onnx").exit_code == 2

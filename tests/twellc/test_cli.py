@@ -253,10 +253,17 @@ def test_overwrite(cli: Cli, archive: Path, tmp_path: Path) -> None:
     assert b"old" not in after.values()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "README.md", "link/model.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "config.json", "README.md", "link/model.safetensors", "folder/params.json", "folder/link"],
+)
 def test_files_of_a_folder_are_not_overwritten(cli: Cli, bytelm: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(bytelm, tmp_path / "model")
     (tmp_path / "model" / "link").symlink_to(".")
+    (tmp_path / "model" / "folder").mkdir()
+    (tmp_path / "model" / "folder" / "params.json").write_text("{}")
+    (tmp_path / "elsewhere").write_text("{}")
+    (tmp_path / "model" / "folder" / "link").symlink_to(tmp_path / "elsewhere")
     output = tmp_path / "model" / name
     before = files_in(tmp_path)
     arguments = ["--backend", "none", "--onnx", output, "--overwrite"]
@@ -340,6 +347,61 @@ def test_failed_build_keeps_old_outputs(
     failed(cli("compile", archive, *arguments), "the builder refuses the network")
     assert files_in(tmp_path) == before
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_all_outputs_are_moved_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    """Where one cannot be moved, as onto a folder that somebody made meanwhile, the others are as they were."""
+
+    def no_links(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    (tmp_path / "old").write_text("precious")
+    (tmp_path / "link").symlink_to("old")
+    names = ("new", "old", "link", "folder", "last")
+    with Outputs(overwrite=True) as outputs:
+        for name in names:
+            outputs.check("--report", tmp_path / name)
+            outputs.write(tmp_path / name, "written")
+        (tmp_path / "folder").mkdir()
+        with pytest.raises(UserError, match="folder: cannot be written"):
+            outputs.commit()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "old"]
+    assert files_in(tmp_path) == {"old": b"precious", "link": b"precious"}
+    assert (tmp_path / "link").is_symlink()
+    (tmp_path / "folder").rmdir()
+    with Outputs(overwrite=True) as outputs:
+        for name in names:
+            outputs.write(tmp_path / name, name)
+        outputs.commit()
+    assert files_in(tmp_path) == {name: name.encode() for name in names}
+    assert len(list(tmp_path.iterdir())) == len(names)
+
+
+def test_the_first_of_two_runs_keeps_its_output(tmp_path: Path) -> None:
+    """Neither found a file when it started, and the second was not told to overwrite one."""
+    with Outputs(overwrite=False) as first, Outputs(overwrite=False) as second:
+        for outputs, text in ((first, "first"), (second, "second")):
+            outputs.check("--output", tmp_path / "m.plan")
+            outputs.write(tmp_path / "m.plan", text)
+        first.commit()
+        with pytest.raises(UserError, match=r"the file exists already\. Add --overwrite"):
+            second.commit()
+    assert files_in(tmp_path) == {"m.plan": b"first"}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_link_to_an_open_file_is_not_replaced(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    """As /dev/stdout while that goes to a file: root could rename a file over the link."""
+    with (tmp_path / "log").open("w") as log:
+        link = tmp_path / "stdout"
+        link.symlink_to(f"/proc/self/fd/{log.fileno()}")
+        assert link.is_file()
+        arguments = ["--backend", "none", "--onnx", link, "--overwrite"]
+        failed(cli("compile", archive, *arguments), "is a device or a pipe; expected a file")
+    assert link.is_symlink()
 
 
 def test_fault_of_ours_is_a_traceback(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from twellc.errors import first_line
+from twellc.errors import first_few, first_line
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,9 @@ from twellc.errors import first_line
 )
 def test_first_line(text: str, shown: str) -> None:
     assert first_line(ValueError(text)) == shown
+
+
+def test_first_few() -> None:
+    assert first_few([]) == ""
+    assert first_few(["a", "b", "c"]) == "a, b, c"
+    assert first_few([1, 2, 3, 4, 5], "; ") == "1; 2; 3; …"

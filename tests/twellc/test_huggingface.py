@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import models
 from twellc.errors import UserError
+from twellc.loaders.huggingface import _weight_files
 from twellc.loaders.model import LoadedModel, load_model
 from twellc.passes.execution import example_inputs, run_program
 
@@ -302,3 +303,14 @@ def test_mixture_of_experts(tmp_path: Path) -> None:
     models.save(transformers.MixtralForCausalLM(config), tmp_path)
     with pytest.raises(UserError, match=r"mixture-of-experts models cannot be compiled.*batched_mm"):
         load_model(tmp_path, trust_model=False)
+
+
+def test_weights_that_may_not_be_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read all; safetensors says that such a file is missing."""
+
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(PermissionError, match=r"model\.safetensors"):
+        _weight_files(llama)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -59,6 +60,12 @@ def test_what_is_no_model(kind: str, tmp_path: Path) -> None:
         load_model(path, trust_model=False)
     assert str(refusal.value).startswith(str(path))
     assert reason in str(refusal.value)
+
+
+def test_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.pt2")
+    with pytest.raises(UserError, match="it is a device or a pipe"):
+        load_model(tmp_path / "model.pt2", trust_model=False)
 
 
 def test_missing_file(tmp_path: Path) -> None:

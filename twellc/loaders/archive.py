@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import re
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ _GUARDED_DIMENSION = re.compile(r"L(\[('\w+'|\d+)\])+\.(size|stride)\(\)\[\d+\]"
 # Descriptions of input and output containers, JSON in strings, and what makes pytree import a module there.
 _CONTAINERS = ("in_spec", "out_spec", "context")
 _IMPORTS = ("__enum__", "default_factory_module")
+_AGAIN = "Copy it again, or export the model again."
 _OPERATORS = re.compile(r"torch\.ops\.[\w.]+|_operator\.\w+|math\.\w+|torch\.sym_\w+")
 
 
@@ -57,6 +59,7 @@ def load_archive(path: Path, trust_model: bool) -> LoadedModel:
     """
     if not trust_model:
         _refuse_code(path)
+    _refuse_damage(path)
     try:
         with quiet_torch():
             # Not torch.export.load: after a failure that looks for pickles of older formats, which no scan saw.
@@ -126,12 +129,23 @@ def _output_names(program: ExportedProgram) -> list[str]:
     return ["output"] if count == 1 else [f"output_{i}" for i in range(count)]
 
 
+def _refuse_damage(path: Path) -> None:
+    """Compare every record with its checksum, which torch does not."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except Exception as error:  # zipfile raises what it likes for a damaged archive
+        raise UserError(str(path), f"the archive is damaged ({first_line(error)})", fix=_AGAIN) from error
+    if damaged is not None:
+        raise UserError(str(path), f"the archive is damaged: {damaged!r} does not have its checksum", fix=_AGAIN)
+
+
 def _refuse_code(path: Path) -> None:
     try:
         # The reader that torch.export.load uses: a crafted file can show other records to Python's zipfile.
         reason = next(_code_in(torch._C.PyTorchFileReader(str(path))), None)
     except (RuntimeError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(str(path), f"the archive is damaged ({first_line(error)})") from error
+        raise UserError(str(path), f"the archive is damaged ({first_line(error)})", fix=_AGAIN) from error
     if reason is not None:
         raise UserError(
             str(path), f"loading this archive could execute code: {reason}",

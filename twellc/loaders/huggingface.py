@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from twellc.errors import UserError, first_line
+from twellc.errors import UserError, first_few, first_line
 from twellc.loaders import sparselm
 from twellc.loaders.archive import keep_tensor_outputs
 from twellc.loaders.model import LoadedModel
@@ -59,7 +59,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(str(path), "no config.json in this folder", expected="a Hugging Face directory")
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UserError(str(file), f"cannot be read as JSON ({error})") from error
     if not isinstance(config, dict):
@@ -79,7 +79,7 @@ def _weight_files(path: Path) -> list[Path]:
     files = {"model.safetensors"}
     if index.is_file():
         try:
-            files = set(json.loads(index.read_text())["weight_map"].values())
+            files = set(json.loads(index.read_bytes())["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise UserError(str(index), f"is not an index of weights ({error!r})") from error
     for name in sorted(map(str, files)):
@@ -88,6 +88,7 @@ def _weight_files(path: Path) -> list[Path]:
             raise UserError(str(index), "names a file outside of its folder", got=repr(name))
         if not file.is_file():
             raise UserError(str(file), "the weights are missing", expected="safetensors")
+        file.open("rb").close()  # safetensors says of a file that may not be read that it is missing
     return [path / str(name) for name in sorted(files)]
 
 
@@ -109,13 +110,12 @@ def _load_weights(model_class: Any, path: Path, **instead: Any) -> tuple[Any, li
     if missing or info["mismatched_keys"]:
         what = f"{len(missing)} weights are missing" if missing else "weights have other shapes than the config says"
         raise UserError(
-            str(path), what, got=", ".join(map(str, (missing or info["mismatched_keys"])[:3])),
+            str(path), what, got=first_few(missing or sorted(info["mismatched_keys"])),
             fix="Check that config.json and the weights belong together.",
         )  # fmt: skip
     unused = sorted(info["unexpected_keys"])
-    names = ", ".join(unused[:3]) + (", …" if unused[3:] else "")
-    notes = [f"{len(unused)} tensors of the checkpoint have no place in the model: {names}"] if unused else []
-    return model.eval().requires_grad_(False), notes
+    note = f"{len(unused)} tensors of the checkpoint have no place in the model: {first_few(unused)}"
+    return model.eval().requires_grad_(False), [note] if unused else []
 
 
 def _longest(model: Any) -> int:

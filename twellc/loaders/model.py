@@ -84,6 +84,8 @@ _EXPECTED = (
 
 def _sniff(path: Path) -> str:
     """Return `archive` or `pickle`, or say what the file is instead."""
+    if not path.is_file():
+        return "it is a device or a pipe"
     if path.stat().st_size == 0:
         return "the file is empty"
     if not zipfile.is_zipfile(path):
