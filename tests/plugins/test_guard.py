@@ -80,11 +80,7 @@ def start_dense(call: Call, rows: int, kernels: int = BEST) -> None:
 
 def run_poisoned(call: Call, rows: int, kernels: int = BEST) -> torch.Tensor:
     """Run start_dense() where nothing has been written before."""
-    call.y.view(torch.int16).fill_(POISON)
-    call.workspace.fill_(0xFF)
-    start_dense(call, rows, kernels)
-    torch.cuda.synchronize()
-    return call.y.clone()
+    return call.poisoned(lambda: start_dense(call, rows, kernels))
 
 
 def run_dense(call: Call, rows: int, kernels: int = BEST) -> torch.Tensor:

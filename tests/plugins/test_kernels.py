@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -317,22 +317,27 @@ class Call:
         torch.cuda.synchronize()
         return self.y.clone()
 
+    def poisoned(self, start: Callable[[], None]) -> torch.Tensor:
+        """Run what start() enqueues where nothing has been written before."""
+        self.y.view(torch.int16).fill_(POISON)
+        # What an earlier call left in the workspace must not matter: all bits set is a NaN and says "active".
+        self.workspace.fill_(0xFF)
+        start()
+        torch.cuda.synchronize()
+        return self.y.clone()
+
     def run(self) -> torch.Tensor:
         """Both steps in one call, after the steps one by one. The results must be the same bits, or just as good.
 
         Rows on the dense path, and all rows of few tokens, are summed in another order.
         """
         steps = self.steps()
-        self.y.view(torch.int16).fill_(POISON)
-        # What an earlier call left in the workspace must not matter: all bits set is a NaN and says "active".
-        self.workspace.fill_(0xFF)
-        self.mlp()
-        torch.cuda.synchronize()
+        y = self.poisoned(self.mlp)
         same = self.rows_of_steps()
-        assert_same_bits(self.y[same], steps[same])
+        assert_same_bits(y[same], steps[same])
         if not same.all():
             reference.assert_close(steps, self.block)
-        return self.y.clone()
+        return y
 
     def rows_of_steps(self) -> torch.Tensor:
         """Mark the rows that mlp() computes as the two steps do, once both have run: [tokens], bool.

@@ -21,7 +21,6 @@ from tests.plugins.test_guard import BEST, DENSE_BLOCK, GUARD_DECIDES, run_poiso
 from tests.plugins.test_kernels import (
     BF16,
     FP16,
-    POISON,
     Call,
     Case,
     assert_guards,
@@ -107,14 +106,6 @@ def disturb(rng: random.Random, block: Block) -> list[str]:
     return done
 
 
-def mlp(call: Call) -> torch.Tensor:
-    call.y.view(torch.int16).fill_(POISON)
-    call.workspace.fill_(0xFF)
-    call.mlp()
-    torch.cuda.synchronize()
-    return call.y.clone()
-
-
 def ways(call: Call) -> dict[str, Callable[[], torch.Tensor]]:
     """All ways to y, each from poisoned memory: what the C API chooses, and what can be forced.
 
@@ -122,7 +113,7 @@ def ways(call: Call) -> dict[str, Callable[[], torch.Tensor]]:
     """
     result: dict[str, Callable[[], torch.Tensor]] = {
         "steps": call.steps,
-        "mlp": functools.partial(mlp, call),
+        "mlp": functools.partial(call.poisoned, call.mlp),
         "generic": functools.partial(run_poisoned, call, GUARD_DECIDES, GENERIC),
     }
     if ON_SM90:
