@@ -31,7 +31,7 @@ from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.files import digest, external_data, temporary_folder
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx, looks_like_onnx
-from twellc.manifest import UNKEPT_GRAPH, has_manifest, looks_like_plan, read_manifest, refuse_other_plugins
+from twellc.manifest import UNKEPT_GRAPH, is_plan, read_manifest, refuse_other_plugins
 from twellc.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
 from twellc.samples import Limits, Sample, draw_samples, read_arrays, read_text
 from twellc.translation import METADATA_KEY, translate_any
@@ -156,7 +156,7 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
     if looks_like_onnx(candidate_path):
         progress("reading the candidate")
         candidate = _open_onnx(candidate_path)
-    elif has_manifest(candidate_path) or looks_like_plan(candidate_path):
+    elif is_plan(candidate_path):
         candidate = _open_plan(options, folder, progress)
     else:
         raise UserError(str(candidate_path), "is neither an ONNX file nor a plan with its manifest beside it")

@@ -12,7 +12,7 @@ from twellc.errors import UserError
 from twellc.inputs import InputDeclaration
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import looks_like_onnx
-from twellc.manifest import has_manifest, looks_like_plan, read_manifest
+from twellc.manifest import is_plan, read_manifest
 from twellc.onnx_models import inspect_onnx
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import decide
@@ -60,7 +60,7 @@ def _describe(
     if looks_like_onnx(target):
         progress("loading the model")
         return inspect_onnx(target, dtype, inputs)
-    if looks_like_plan(target) or (target.is_file() and has_manifest(target)):
+    if is_plan(target):
         progress("reading the manifest")
         return {"kind": "plan", **read_manifest(target)}
     progress("loading and tracing the model")

@@ -65,10 +65,12 @@ def has_manifest(file: Path) -> bool:
         raise
 
 
-def looks_like_plan(file: Path) -> bool:
-    """Say whether a file starts as the plans of TensorRT and TensorRT-RTX do."""
+def is_plan(file: Path) -> bool:
+    """Say whether this is a file that has a manifest, or starts as the plans of TensorRT and TensorRT-RTX do."""
     if not file.is_file():
         return False
+    if has_manifest(file):
+        return True
     with file.open("rb") as stream:
         return stream.read(4) in (b"ftrt", b"vtrt")
 
