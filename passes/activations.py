@@ -84,15 +84,15 @@ def masked_relu(node: Node) -> Activation | None:
     for x, mask in (arguments(node), reversed(arguments(node))):
         if not isinstance(x, Node) or not isinstance(mask, Node):
             return None
-        if packet(mask) in (aten._to_copy, aten.to):
-            mask = arguments(mask)[0]
+        casts = (mask,) if packet(mask) in (aten._to_copy, aten.to) else ()
+        mask = arguments(mask)[0] if casts else mask
         if packet(mask) not in (aten.gt, aten.ge) or arguments(mask)[0] is not x:
             continue
         value, product = x.meta["val"], node.meta["val"]
         threshold = _threshold(mask)
         if threshold is None or not value.is_floating_point() or value.dtype != product.dtype:
             return None
-        return Activation("fatrelu" if threshold else "relu", threshold, x, (node,))
+        return Activation("fatrelu" if threshold else "relu", threshold, x, (node, mask, *casts))
     return None
 
 
@@ -124,6 +124,8 @@ def _parse_simple(node: Node) -> Activation | None:
         return _parse_threshold(node, pre)
     if op in (aten.where, aten.masked_fill):
         return _parse_where(node)
+    if op is aten.mul:
+        return masked_relu(node)
     if op in _OTHER:
         return Activation(_OTHER[op], 0.0, pre, (node,))
     return None

@@ -60,6 +60,11 @@ def _where(make: GraphMaker, z: str, comparison: str, threshold: float) -> str:
     return make.node("Where", condition, *((z, zero) if comparison.startswith("Greater") else (zero, z)))
 
 
+def _masked(make: GraphMaker, z: str, threshold: float) -> str:
+    mask = make.node("Cast", make.node("Greater", z, make.constant(threshold)), to=make.onnx_dtype)
+    return make.node("Mul", mask, z)
+
+
 def _squared(make: GraphMaker, z: str) -> str:
     r = make.node("Relu", z)
     return make.node("Mul", r, r)
@@ -76,6 +81,8 @@ ACTIVATIONS: dict[str, tuple[str, float, Callable[[GraphMaker, str], str]]] = {
     "Where-gt-t": ("fatrelu", 0.25, lambda make, z: _where(make, z, "Greater", 0.25)),
     "Where-lt-t": ("fatrelu", float(np.nextafter(np.float32(0.25), np.float32(0))),
                    lambda make, z: _where(make, z, "Less", 0.25)),
+    "Mul-mask": ("relu", 0, lambda make, z: _masked(make, z, 0)),
+    "Mul-mask-t": ("fatrelu", 0.25, lambda make, z: _masked(make, z, 0.25)),
     "ThresholdedRelu": ("fatrelu", 0.25, lambda make, z: make.node("ThresholdedRelu", z, alpha=0.25)),
     "Pow": ("relu2", 0, lambda make, z: make.node("Pow", make.node("Relu", z), make.constant(2.0))),
     "Mul": ("relu2", 0, _squared),
