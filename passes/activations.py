@@ -190,15 +190,13 @@ def _threshold(comparison: Node) -> float | None:
         return None
     dtype = x.meta["val"].dtype
     # The comparison rounds its number to the tensor's dtype, the op does not.
-    threshold = torch.tensor(threshold, dtype=torch.float64).to(dtype).item()
-    if not 0 <= threshold < math.inf:
+    rounded = float(torch.tensor(threshold, dtype=torch.float64).to(dtype))
+    if not 0 <= rounded < math.inf:
         return None
-    if op in (aten.ge, aten.lt) and threshold > 0:
-        # x >= t is x > the float32 before t, for every x of float32 or a narrower type.
-        if dtype == torch.float64:
-            return None
-        threshold = float(np.nextafter(np.float32(threshold), np.float32(0)))
-    return threshold
+    if op in (aten.gt, aten.le) or rounded == 0:
+        return rounded
+    # x >= t is x > the float32 before t, for every x of float32 or a narrower type.
+    return None if dtype == torch.float64 else float(np.nextafter(np.float32(rounded), np.float32(0)))
 
 
 def _zeros_shaped_like(argument: object, pre: Node) -> tuple[Node, ...]:

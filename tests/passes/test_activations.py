@@ -282,9 +282,6 @@ NO_BLOCK: dict[str, Function] = {
     "x * (x > -1)": lambda t: t * (t > -1),
     "x * (x > 0) in a wider precision": lambda t: (t * (t > 0).double()).float(),
     "where with ones": lambda t: torch.where(t > 0, t, torch.ones_like(t)),
-    "relu cubed": lambda t: torch.relu(t) ** 3,
-    "relu to the power 0.5": lambda t: torch.relu(t) ** 0.5,
-    "scaled relu": lambda t: 2 * torch.relu(t),
     "shifted relu": lambda t: torch.relu(t) + 1,
 }
 
