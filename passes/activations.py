@@ -77,19 +77,22 @@ def is_squared_relu(node: Node) -> bool:
     return activation is not None and activation.name == "relu2"
 
 
-def masked_by_sign(node: Node) -> Node | None:
-    """Return x where `node` computes x * (x > 0), which is relu(x) except that an x of -inf gives NaN."""
+def masked_relu(node: Node) -> Activation | None:
+    """Read x * (x > t) or x * (x >= t), which is relu or fatrelu except that an x of -inf gives NaN."""
     if packet(node) is not aten.mul:
         return None
     for x, mask in (arguments(node), reversed(arguments(node))):
         if not isinstance(x, Node) or not isinstance(mask, Node):
             return None
-        if packet(mask) in (aten._to_copy, aten.to):
-            mask = arguments(mask)[0]
-        if packet(mask) not in (aten.gt, aten.ge) or arguments(mask)[0] is not x or not _is_zero(arguments(mask)[1]):
+        casts = (mask,) if packet(mask) in (aten._to_copy, aten.to) else ()
+        mask = arguments(mask)[0] if casts else mask
+        if packet(mask) not in (aten.gt, aten.ge) or arguments(mask)[0] is not x:
             continue
         value, product = x.meta["val"], node.meta["val"]
-        return x if value.is_floating_point() and value.dtype == product.dtype else None
+        threshold = _threshold(mask)
+        if threshold is None or not value.is_floating_point() or value.dtype != product.dtype:
+            return None
+        return Activation("fatrelu" if threshold else "relu", threshold, x, (node, mask, *casts))
     return None
 
 
@@ -121,6 +124,8 @@ def _parse_simple(node: Node) -> Activation | None:
         return _parse_threshold(node, pre)
     if op in (aten.where, aten.masked_fill):
         return _parse_where(node)
+    if op is aten.mul:
+        return masked_relu(node)
     if op in _OTHER:
         return Activation(_OTHER[op], 0.0, pre, (node,))
     return None
@@ -166,26 +171,32 @@ def _parse_where(node: Node) -> Activation | None:
     keeps_pre = _is_zero(other)
     pre = chosen if keeps_pre else other if _is_zero(chosen) else None
     strict, loose = (aten.gt, aten.ge) if keeps_pre else (aten.le, aten.lt)
-    op, threshold = packet(condition), arguments(condition)[1]
-    if isinstance(threshold, Node) and _is_zero(threshold):
-        threshold = 0
-    if pre is None or arguments(condition)[0] is not pre or not isinstance(threshold, int | float):
-        return None
-    if op not in (strict, loose):
+    if pre is None or arguments(condition)[0] is not pre or packet(condition) not in (strict, loose):
         return None
     assert isinstance(pre, Node)
-    dtype = pre.meta["val"].dtype
-    # The comparison rounds its number to the tensor's dtype, the op does not.
-    threshold = torch.tensor(threshold, dtype=torch.float64).to(dtype).item()
-    if not 0 <= threshold < math.inf:
+    threshold = _threshold(condition)
+    if threshold is None:
         return None
-    if op is loose and threshold > 0:
-        # x >= t is x > the float32 before t, for every x of float32 or a narrower type.
-        if dtype == torch.float64:
-            return None
-        threshold = float(np.nextafter(np.float32(threshold), np.float32(0)))
     zeros = (node for zero in (chosen, other, arguments(condition)[1]) for node in _zeros_shaped_like(zero, pre))
     return Activation("fatrelu" if threshold else "relu", threshold, pre, (node, condition, *zeros))
+
+
+def _threshold(comparison: Node) -> float | None:
+    """Return the t >= 0 that makes x > t mean what the comparison of a tensor with a number says, or its inverse."""
+    op, (x, threshold) = packet(comparison), arguments(comparison)
+    if isinstance(threshold, Node) and _is_zero(threshold):
+        threshold = 0
+    if not isinstance(threshold, int | float):
+        return None
+    dtype = x.meta["val"].dtype
+    # The comparison rounds its number to the tensor's dtype, the op does not.
+    rounded = float(torch.tensor(threshold, dtype=torch.float64).to(dtype))
+    if not 0 <= rounded < math.inf:
+        return None
+    if op in (aten.gt, aten.le) or rounded == 0:
+        return rounded
+    # x >= t is x > the float32 before t, for every x of float32 or a narrower type.
+    return None if dtype == torch.float64 else float(np.nextafter(np.float32(rounded), np.float32(0)))
 
 
 def _zeros_shaped_like(argument: object, pre: Node) -> tuple[Node, ...]:

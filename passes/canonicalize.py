@@ -2,8 +2,8 @@
 
 Before: aten ops as traced, in-place ones included, with assertions on dtypes after every cast and on dimensions.
 After:  the same ops without aliasing and without assertions, each view and cast of a tensor there once, constants
-        of one number as `aten.full`, and x * (x > 0) as `aten.relu`; `aten.linear` and the rest stay whole, except for
-        what `fold_weights` and `feature_last` change.
+        of one number as `aten.full`, x * (x > 0) as `aten.relu` and x * (x > t) as `aten.threshold`; `aten.linear` and
+        the rest stay whole, except for what `fold_weights` and `feature_last` change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from twellc.errors import UserError, first_line
-from twellc.passes.activations import masked_by_sign, packet
+from twellc.passes.activations import masked_relu, packet
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.linear import VIEWS
@@ -82,13 +82,16 @@ def _merge_views(program: ExportedProgram) -> None:
 
 
 def _name_relus(program: ExportedProgram) -> None:
-    """Replace x * (x > 0) by relu(x), whose mask, cast or not, would keep its own precision."""
+    """Replace x * (x > t) by relu(x) or threshold(x, t, 0): a mask, cast or not, would keep its own precision."""
     for node in program.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
-        x = masked_by_sign(node)
-        if x is None:
+        found = masked_relu(node)
+        if found is None:
             continue
         with program.graph.inserting_before(node):
-            relu = program.graph.call_function(aten.relu.default, (x,))
+            if found.threshold:
+                relu = program.graph.call_function(aten.threshold.default, (found.pre, found.threshold, 0.0))
+            else:
+                relu = program.graph.call_function(aten.relu.default, (found.pre,))
         relu.meta = dict(node.meta)
         replace_node(program, node, relu)
 

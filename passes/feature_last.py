@@ -21,12 +21,19 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from twellc.passes.activations import arguments, packet
-from twellc.passes.linear import PERMUTATIONS, LinearReader, Weight, matrix_sizes, permutation, same_sizes
+from twellc.passes.linear import (
+    CONVOLUTIONS,
+    PERMUTATIONS,
+    LinearReader,
+    Weight,
+    matrix_sizes,
+    permutation,
+    same_sizes,
+)
 from twellc.passes.program import constants_of, editable, finish, replace_node
 
 aten = torch.ops.aten
 
-_CONVOLUTIONS = frozenset((aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution))
 # Elementwise, though not tagged so.
 _ELEMENTWISE = frozenset((aten.clone, aten.contiguous, aten.alias, aten.detach, aten.dropout, aten._to_copy, aten.to))
 
@@ -161,7 +168,7 @@ def _read(node: Node, reader: LinearReader) -> _Product | None:
         aten.matmul: _left_matmul, aten.mm: _left_matmul, aten.bmm: _left_matmul,
         aten.einsum: _einsum, aten.tensordot: _tensordot,
     }  # fmt: skip
-    read = _convolution if op in _CONVOLUTIONS else readers.get(op)
+    read = _convolution if op in CONVOLUTIONS else readers.get(op)
     product = None if read is None else read(node, reader)
     if product is None:
         return None

@@ -11,7 +11,8 @@ clone, contiguous, alias, dropout in eval, views of the leading dimensions.
 A block is *refused*, with a reason, when it has this shape but cannot be rewritten exactly: its activation is not of
 the ReLU family, its hidden tensor has another reader, gate and up read different tensors, the up projection's weight is
 not a constant, a projection is broadcast, the hidden tensor is cast, scaled or normalised on its way, or a projection
-is cast, scaled or added to before a ReLU. What does not have this shape is no block at all and is not reported.
+is cast, scaled or added to before a ReLU. So is what seems to be a block of another shape (see `unread_ffn.py`). All
+else is no block at all and is not reported.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.fx import Graph, Node
 from twellc.passes.activations import Activation, arguments, packet, parse_activation
 from twellc.passes.linear import CASTS, Linear, LinearReader, operand, same_sizes, step, strip, width
 from twellc.passes.program import constants_of
+from twellc.passes.unread_ffn import UnreadForm, UnreadForms
 
 aten = torch.ops.aten
 
@@ -78,11 +80,18 @@ def find_ffn_blocks(program: ExportedProgram) -> list[FfnBlock]:
 
 def find_blocks(graph: Graph, constants: dict[Node, str]) -> list[FfnBlock]:
     """Return the blocks of a graph whose nodes have their values in `meta`; `constants` names its constant tensors."""
-    finder = _Finder(constants)
+    finder, forms = _Finder(constants), UnreadForms(graph, constants)
+    matched = {node: block for node in graph.nodes if (block := finder.match(node)) is not None}
+    reported = {node for block in matched.values() for part in (block.gate, block.up) if part for node in part.nodes}
     blocks: list[FfnBlock] = []
     seen: dict[str, int] = {}
     for node in graph.nodes:
-        block = finder.match(node)
+        block, form = matched.get(node), None
+        if block is None:
+            form = forms.ending_at(node)
+        if form is not None and form.up.node not in reported:
+            reported.add(form.up.node)
+            block = _refused(form)
         if block is None:
             continue
         count = seen[block.module] = seen.get(block.module, 0) + 1
@@ -90,6 +99,25 @@ def find_blocks(graph: Graph, constants: dict[Node, str]) -> list[FfnBlock]:
             block = replace(block, module=f"{block.module}#{count}")
         blocks.append(block)
     return blocks
+
+
+def _refused(form: UnreadForm) -> FfnBlock:
+    d_model, d_ff, d_out = form.widths
+    return FfnBlock(
+        module=_module(form.down.node, [form.up, form.down]),
+        variant="gated" if form.gated else "plain",
+        activation=form.activation.name,
+        threshold=form.activation.threshold,
+        d_model=d_model,
+        d_ff=d_ff,
+        d_out=d_out,
+        dtype=form.down.x.meta["val"].dtype,
+        refusal=f"no form that twellc rewrites: {', '.join(form.operations)}",
+        gate=form.up if form.gated else None,
+        up=None if form.gated else form.up,
+        down=form.down,
+        x=form.up.x,
+    )
 
 
 # Activation, gate (of a plain block: up), up if it is a projection, and the other nodes in between.
@@ -138,7 +166,7 @@ class _Finder:
         plain = gate is up
         some = gate if up is None else up
         return FfnBlock(
-            module=self._module(node, [part for part in (gate, up, down) if part is not None]),
+            module=_module(node, [part for part in (gate, up, down) if part is not None]),
             variant="plain" if plain else "gated",
             activation=activation.name,
             threshold=activation.threshold,
@@ -265,14 +293,15 @@ class _Finder:
                 raise _RefusedError("the output has other leading dimensions than the input")
             node = source
 
-    def _module(self, node: Node, parts: list[Linear]) -> str:
-        paths = [part.weight.name.split(".")[:-1] for part in parts]
-        common: list[str] = []
-        for names in zip(*paths, strict=False):
-            if len(set(names)) > 1:
-                break
-            common.append(names[0])
-        return ".".join(common or paths[-1]) or node.name
+
+def _module(node: Node, parts: list[Linear]) -> str:
+    paths = [part.weight.name.split(".")[:-1] for part in parts]
+    common: list[str] = []
+    for names in zip(*paths, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common or paths[-1]) or node.name
 
 
 def _behind_casts(node: Node) -> Node:

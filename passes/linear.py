@@ -27,10 +27,10 @@ VALUE_PRESERVING = frozenset(
 CASTS = frozenset((aten._to_copy, aten.to))
 PERMUTATIONS = frozenset((aten.t, aten.numpy_T, aten.mT, aten.transpose, aten.permute))
 VIEWS = VALUE_PRESERVING | PERMUTATIONS | CASTS
-PRODUCTS = frozenset(
-    (aten.linear, aten.mm, aten.matmul, aten.bmm, aten.addmm, aten.baddbmm, aten.inner, aten.tensordot, aten.einsum,
-     aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution)
-)  # fmt: skip
+CONVOLUTIONS = frozenset((aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution))
+PRODUCTS = CONVOLUTIONS | {
+    aten.linear, aten.mm, aten.matmul, aten.bmm, aten.addmm, aten.baddbmm, aten.inner, aten.tensordot, aten.einsum
+}  # fmt: skip
 _SPLITS = frozenset((aten.chunk, aten.split, aten.split_with_sizes, aten.tensor_split))
 # Dtypes by the values that they can hold: a cast to a later one and back changes nothing.
 _WIDENING = {

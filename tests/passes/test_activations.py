@@ -72,6 +72,8 @@ SPELLINGS: dict[str, tuple[str, float, Function]] = {
     "where <= threshold": ("fatrelu", 0.25, lambda t: torch.where(t <= 0.25, 0.0, t)),
     "where >= threshold": ("fatrelu", BELOW, lambda t: torch.where(t >= 0.25, t, 0.0)),
     "where < threshold": ("fatrelu", BELOW, lambda t: torch.where(t < 0.25, 0.0, t)),
+    "x * (x > threshold)": ("fatrelu", 0.25, lambda t: t * (t > 0.25)),
+    "(x >= threshold) * x, a mask that is cast": ("fatrelu", BELOW, lambda t: (t >= 0.25).to(t.dtype) * t),
     "masked_fill": ("relu", 0, lambda t: t.masked_fill(t <= 0, 0.0)),
     "masked_fill threshold": ("fatrelu", 0.25, lambda t: t.masked_fill(t <= 0.25, 0.0)),
     "masked_fill_": ("relu", 0, masked_in_place),
@@ -135,12 +137,22 @@ def test_nothing_else_is_left(matched: Exported) -> None:
         assert [node.args[-3:] for node in nodes] == wanted
 
 
-def test_a_mask_keeps_no_precision_of_its_own() -> None:
+@pytest.mark.parametrize(("threshold", "name"), [(0, "relu"), (0.25, "fatrelu")])
+def test_a_mask_keeps_no_precision_of_its_own(threshold: float, name: str) -> None:
     """In a float32 model that is brought to bfloat16, its mask would stay float32 and make the hidden tensor so."""
-    module = Gated(lambda t: t * (t > 0).float())
+    module = Gated(lambda t: t * (t > threshold).float())
     dense = lower(canonical(module), torch.bfloat16)
     (block,) = find_ffn_blocks(dense)
-    assert (block.activation, block.dtype, block.refusal) == ("relu", torch.bfloat16, "")
+    assert (block.activation, block.dtype, block.refusal) == (name, torch.bfloat16, "")
+
+
+@pytest.mark.parametrize("threshold", [0, 0.25])
+def test_a_mask_lets_what_is_not_a_number_through(threshold: float) -> None:
+    module, x = Plain(lambda t: t * (t > threshold)), torch.randn(5, 16)
+    x[2, 3] = math.nan
+    expected, (actual,) = eager(module, x)[0], run(rewrite(canonical(module, x)))
+    assert torch.equal(actual.isnan(), expected.isnan()) and actual.isnan().any() and not actual.isnan().all()
+    assert_same(actual[~actual.isnan()], expected[~expected.isnan()])
 
 
 def test_drelu() -> None:
@@ -174,6 +186,8 @@ def test_threshold_between_two_low_precision_numbers(dtype: torch.dtype, thresho
         "where >": lambda t: torch.where(t > threshold, t, 0.0),
         "where >=": lambda t: torch.where(t >= threshold, t, 0.0),
         "masked_fill <": lambda t: t.masked_fill(t < threshold, 0.0),
+        "x * (x > t)": lambda t: t * (t > threshold),
+        "x * (x >= t)": lambda t: t * (t >= threshold),
     }
     module = Table(functions).to(dtype)
     for block in module.plain:
@@ -265,12 +279,9 @@ NO_BLOCK: dict[str, Function] = {
     "where above NaN": lambda t: torch.where(t > math.nan, t, 0.0),
     "x * (x < 0)": lambda t: t * (t < 0),
     "x * (y > 0)": lambda t: t * (t + 1 > 0),
-    "x * (x > 1)": lambda t: t * (t > 1),
+    "x * (x > -1)": lambda t: t * (t > -1),
     "x * (x > 0) in a wider precision": lambda t: (t * (t > 0).double()).float(),
     "where with ones": lambda t: torch.where(t > 0, t, torch.ones_like(t)),
-    "relu cubed": lambda t: torch.relu(t) ** 3,
-    "relu to the power 0.5": lambda t: torch.relu(t) ** 0.5,
-    "scaled relu": lambda t: 2 * torch.relu(t),
     "shifted relu": lambda t: torch.relu(t) + 1,
 }
 

@@ -684,9 +684,6 @@ NO_BLOCKS: dict[str, nn.Module] = {
         lambda s, x: s.down(torch.relu(x + s.up(x))), up=nn.Linear(16, 16), down=nn.Linear(16, 16)
     ),
     "two linears": nn.Sequential(nn.Linear(16, 40), nn.Linear(40, 16)),
-    "a norm before the activation": Plain(lambda t: torch.relu(F.layer_norm(t, (D_FF,)))),
-    "the last dimension is split": Plain(between=lambda t: t.view(2, 3, 4, 10).transpose(2, 3).reshape(2, 3, D_FF)),
-    "rows are mixed": Plain(between=lambda t: t.flip(1)),
     "an added tensor": Plain(between=lambda t: t + 1),
     "no down projection": Written(lambda s, x: torch.relu(s.ffn.gate(x)) * s.ffn.up(x), ffn=Gated()),
     "no up projection": Written(lambda s, x: s.ffn.down(torch.relu(x.repeat(1, 1, 3)[..., :D_FF])), ffn=Gated()),
@@ -699,28 +696,7 @@ NO_BLOCKS: dict[str, nn.Module] = {
     "a product of activations": Written(
         lambda s, x: torch.relu(s.ffn.gate(x)) @ torch.relu(s.ffn.up(x)).mT, ffn=Gated()
     ),
-    "a weight of its own for each batch": Written(
-        lambda s, x: torch.relu(s.up(x)) @ s.weights.view(2, 20, 16), up=nn.Linear(16, 20), weights=torch.randn(40, 16)
-    ),
-    "an einsum that sums over something else": Written(
-        lambda s, x: torch.einsum("bft,fd->btd", torch.relu(s.ffn.up(x)).mT, s.weight),
-        ffn=Plain(),
-        weight=torch.randn(D_FF, 16),
-    ),
-    "an einsum over a diagonal": Written(
-        lambda s, x: torch.einsum("...dd,fd->...df", x[:, :, :3], s.w).relu() @ s.down,
-        w=torch.randn(5, 3),
-        down=torch.randn(5, 16),
-    ),
-    "a tensordot over the last of a weight's three dimensions": Written(
-        lambda s, x: torch.tensordot(x, s.w, ([2], [2])).squeeze(2).relu() @ s.down,
-        w=torch.randn(1, 16, 16),
-        down=torch.randn(16, 16),
-    ),
     "a convolution": nn.Sequential(nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Conv1d(8, 3, 1)),
-    "a convolution with a stride": nn.Sequential(nn.Conv1d(3, 8, 1, stride=2), nn.ReLU(), nn.Conv1d(8, 3, 1)),
-    "a convolution of groups": nn.Sequential(nn.Conv1d(3, 9, 1, groups=3), nn.ReLU(), nn.Conv1d(9, 3, 1)),
-    "a padded convolution": nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), nn.Conv1d(8, 3, 1, padding=1)),
     "sigmoid attention over a projection": Plain(torch.sigmoid),
 }
 

@@ -102,7 +102,8 @@ def test_random_weights_are_not_folded() -> None:
         lambda self, x: self.ffn.down(torch.relu(F.linear(x, torch.bernoulli(torch.sigmoid(self.ffn.up.weight))))),
         ffn=Plain(),
     )
-    assert blocks_of(module) == []
+    (block,) = blocks_of(module)
+    assert block.refusal == "no form that twellc rewrites: linear (its weight: bernoulli), relu, linear"
 
 
 def test_a_plain_constant_stays_in_place() -> None:

@@ -60,6 +60,11 @@ def _where(make: GraphMaker, z: str, comparison: str, threshold: float) -> str:
     return make.node("Where", condition, *((z, zero) if comparison.startswith("Greater") else (zero, z)))
 
 
+def _masked(make: GraphMaker, z: str, threshold: float) -> str:
+    mask = make.node("Cast", make.node("Greater", z, make.constant(threshold)), to=make.onnx_dtype)
+    return make.node("Mul", mask, z)
+
+
 def _squared(make: GraphMaker, z: str) -> str:
     r = make.node("Relu", z)
     return make.node("Mul", r, r)
@@ -76,6 +81,8 @@ ACTIVATIONS: dict[str, tuple[str, float, Callable[[GraphMaker, str], str]]] = {
     "Where-gt-t": ("fatrelu", 0.25, lambda make, z: _where(make, z, "Greater", 0.25)),
     "Where-lt-t": ("fatrelu", float(np.nextafter(np.float32(0.25), np.float32(0))),
                    lambda make, z: _where(make, z, "Less", 0.25)),
+    "Mul-mask": ("relu", 0, lambda make, z: _masked(make, z, 0)),
+    "Mul-mask-t": ("fatrelu", 0.25, lambda make, z: _masked(make, z, 0.25)),
     "ThresholdedRelu": ("fatrelu", 0.25, lambda make, z: make.node("ThresholdedRelu", z, alpha=0.25)),
     "Pow": ("relu2", 0, lambda make, z: make.node("Pow", make.node("Relu", z), make.constant(2.0))),
     "Mul": ("relu2", 0, _squared),
@@ -236,8 +243,7 @@ def test_limits_of_the_kernels() -> None:
     assert layer.reason == "the output width is 12; the kernels need a multiple of 8 (16-byte rows)"
 
 
-@pytest.mark.parametrize("change", ["alpha", "transA", "domain", "weight", "training"])
-def test_what_merely_resembles_a_block_is_none(change: str) -> None:
+def _resembling(change: str) -> onnx.ModelProto:
     make = GraphMaker(x_shape=(D_MODEL, D_MODEL))
     options = {"alpha": {"alpha": 2.0}, "transA": {"transA": 1}}.get(change, {})
     weight = make.weight("fc1", D_MODEL, D_FF)
@@ -250,7 +256,22 @@ def test_what_merely_resembles_a_block_is_none(change: str) -> None:
     model = make.model(make.node("Gemm", hidden, make.weight("fc2", D_FF, D_OUT)), rank=2)
     if change == "domain":
         model.opset_import.append(helper.make_opsetid("com.example", 1))
-    assert layers_of(model) == []
+    return model
+
+
+@pytest.mark.parametrize("change", ["alpha", "transA", "domain"])
+def test_what_merely_resembles_a_block_is_none(change: str) -> None:
+    assert layers_of(_resembling(change)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "form"),
+    [("weight", "mm (its weight: neg_0_0), relu, mm"), ("training", "mm, relu, dropout_2_0, mm")],
+)
+def test_a_form_that_is_not_read_is_reported(change: str, form: str) -> None:
+    (layer,) = layers_of(_resembling(change))
+    assert (layer.decision, layer.reason) == ("dense", f"no form that twellc rewrites: {form}")
+    assert (layer.d_model, layer.d_ff, layer.d_out) == (D_MODEL, D_FF, D_OUT)
 
 
 # ---- the graph around ----
