@@ -463,11 +463,12 @@ def test_bad_models(cli: Cli, tmp_path: Path) -> None:
 # ---- in processes of its own, as a user runs it ----
 
 
-def twellc(*arguments: object, **options: Any) -> subprocess.Popen[str]:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+def twellc(*arguments: object, **settings: str) -> subprocess.Popen[str]:
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     # What runs in the background of a shell ignores interrupts, and would hand that down.
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen([*TWELLC, *map(str, arguments)], env=environment(), preexec_fn=listen, **pipes, **options)
+    command = [*TWELLC, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment(**settings), preexec_fn=listen, **options)
 
 
 def test_another_process_makes_the_same_graph(cli: Cli, archive: Path, tmp_path: Path) -> None:
