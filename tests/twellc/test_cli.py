@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +392,37 @@ def test_the_first_of_two_runs_keeps_its_output(tmp_path: Path) -> None:
             second.commit()
     assert files_in(tmp_path) == {"m.plan": b"first"}
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_two_runs_do_not_mix_their_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second may overwrite what the first writes, and comes when that has moved one file of two."""
+    replace, one_moved, all_moved = Path.replace, threading.Event(), threading.Event()
+
+    def write(text: str) -> None:
+        with Outputs(overwrite=True) as outputs:
+            for name in ("m.plan", "link/m.plan.json"):
+                outputs.write(tmp_path / name, text)
+            outputs.commit()
+
+    def write_second() -> None:
+        one_moved.wait()
+        write("second")
+        all_moved.set()
+
+    def slow(source: Path, destination: Path) -> Path:
+        moved = replace(source, destination)
+        if not one_moved.is_set():
+            one_moved.set()
+            assert not all_moved.wait(0.5)
+        return moved
+
+    (tmp_path / "link").symlink_to(".")
+    monkeypatch.setattr(Path, "replace", slow)
+    second = threading.Thread(target=write_second)
+    second.start()
+    write("first")
+    second.join()
+    assert {file.read_text() for file in tmp_path.glob("m.*")} == {"second"}
 
 
 def test_link_to_an_open_file_is_not_replaced(cli: Cli, archive: Path, tmp_path: Path) -> None:
