@@ -37,3 +37,13 @@ def parse_input(text: str) -> InputDeclaration:
     if not all(dim.isidentifier() if isinstance(dim, str) else 1 <= dim <= LARGEST_SIZE for dim in shape):
         raise UserError("--input", "not a shape", got=repr(text), expected=f"sizes from 1 to {LARGEST_SIZE}, or names")
     return InputDeclaration(found[1], found[2], shape)
+
+
+def refuse_inputs(declared: tuple[InputDeclaration, ...], target: str) -> None:
+    """Fail if inputs are declared for something that knows its own.
+
+    Raises:
+        UserError: There are some.
+    """
+    if declared:
+        raise UserError("--input", "only a pickled module needs its inputs declared", got=target, fix="Leave it out.")

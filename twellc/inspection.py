@@ -9,7 +9,7 @@ from typing import Any
 
 from twellc.cost import count_costs
 from twellc.errors import UserError
-from twellc.inputs import InputDeclaration
+from twellc.inputs import InputDeclaration, refuse_inputs
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import looks_like_onnx
 from twellc.manifest import is_plan, read_manifest
@@ -18,7 +18,7 @@ from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import decide
 from twellc.passes.find_ffn import find_ffn_blocks
 from twellc.passes.precision import lower, parameter_dtypes
-from twellc.translation import activation_notes, choose_dtype, torch_dtype
+from twellc.translation import activation_notes, choose_dtype, refuse_dtype, torch_dtype
 
 
 def inspect_target(
@@ -42,7 +42,7 @@ def inspect_target(
         progress: Receives the name of each step.
 
     Raises:
-        UserError: It is neither a model nor a plan.
+        UserError: It is neither a model nor a plan, or not one that `dtype` or `inputs` are for.
     """
     found = _describe(target, dtype, trust_model, inputs, progress)
     return {**found, "cost": count_costs(found["layers"], tokens, density)}
@@ -61,6 +61,8 @@ def _describe(
         progress("loading the model")
         return inspect_onnx(target, dtype, inputs)
     if is_plan(target):
+        refuse_inputs(inputs, f"{target}, a plan")
+        refuse_dtype(dtype, f"{target}, a plan")
         progress("reading the manifest")
         return {"kind": "plan", **read_manifest(target)}
     progress("loading and tracing the model")

@@ -17,7 +17,7 @@ from twellc.config import DTYPES, CompileOptions
 from twellc.errors import UserError
 from twellc.export.profiles import InputSpec, ModelInputs
 from twellc.files import digest, writing
-from twellc.inputs import InputDeclaration
+from twellc.inputs import InputDeclaration, refuse_inputs
 from twellc.loaders.model import DimensionRange, dtype_name
 from twellc.loaders.onnx_file import external_files, load_onnx
 from twellc.passes.decide import Layer
@@ -25,7 +25,7 @@ from twellc.passes.onnx_ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
 from twellc.passes.onnx_graph import torch_dtype as dtype_of
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import GATED
-from twellc.translation import AUTO_NOTE, METADATA_KEY, check_matches, torch_dtype
+from twellc.translation import AUTO_NOTE, METADATA_KEY, check_matches, refuse_dtype, torch_dtype
 
 KIND = "ONNX file"
 _FLOATS = {onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16", onnx.TensorProto.FLOAT: ""}
@@ -81,8 +81,7 @@ def open_model(path: Path, declared: tuple[InputDeclaration, ...]) -> onnx.Model
     Raises:
         UserError: There are some, or it cannot be loaded.
     """
-    if declared:
-        raise UserError("--input", "only a pickled module needs its inputs declared", got=f"{path}, an {KIND}")
+    refuse_inputs(declared, f"{path}, an {KIND}")
     return load_onnx(path)
 
 
@@ -91,6 +90,7 @@ def inspect_onnx(path: Path, dtype: str | None, declared: tuple[InputDeclaration
     model = open_model(path, declared)
     nodes = twell_nodes(model)
     if nodes:
+        refuse_dtype(dtype, f"{path}, a rewritten graph")
         settings, layers = _metadata(model)
         layers = layers or [_layer_of(node) for node in nodes]
         notes = [f"{path.name} is a rewritten graph: {len(nodes)} of its nodes are plugins"]

@@ -173,6 +173,19 @@ def choose_dtype(model: LoadedModel, requested: str | None) -> tuple[str, list[s
     return "bf16", [f"the model is in {own}; compiled in bfloat16 (--dtype changes it)"]
 
 
+def refuse_dtype(requested: str | None, target: str) -> None:
+    """Fail if a dtype is asked for of something that is compiled already.
+
+    Raises:
+        UserError: It is.
+    """
+    if requested is not None:
+        raise UserError(
+            f"--dtype {requested}", "what is compiled keeps its precision", got=target, expected="a model",
+            fix="Leave it out.",
+        )  # fmt: skip
+
+
 def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:
     """Point out a config whose activation is not the one that the graph computes; the graph is what counts."""
     declared = _SAME_ACTIVATION.get(model.declared_activation, model.declared_activation)
