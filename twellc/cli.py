@@ -375,8 +375,7 @@ def inspect(
 @click.argument("model", type=_Path())
 @click.argument("candidate", type=_Path())
 @click.option(
-    "--seed", type=click.IntRange(-(2**63), 2**64 - 1), default=0, show_default=True,
-    metavar="N", help="Seed of random inputs.",
+    "--seed", type=click.IntRange(-(2**63), 2**64 - 1), metavar="N", help="Seed of random inputs; default: 0.",
 )  # fmt: skip
 @click.option(
     "--inputs", "arrays", type=_Path(), metavar="FILE.npz",
@@ -395,7 +394,7 @@ def check(
     context: click.Context,
     model: Path,
     candidate: Path,
-    seed: int,
+    seed: int | None,
     arrays: Path | None,
     text: Path | None,
     as_json: bool,
