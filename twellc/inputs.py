@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from twellc.errors import UserError
 from twellc.export.shapes import LARGEST_SIZE, parse_size
 
-DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
+_DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ def parse_input(text: str) -> InputDeclaration:
         UserError: The text does not have this form.
     """
     found = re.fullmatch(r"([A-Za-z_]\w*):(\w+)\[([\w, ]*)\]", text)
-    if found is None or found[2] not in DTYPES:
+    if found is None or found[2] not in _DTYPES:
         raise UserError(
             "--input", "not an input", got=repr(text),
-            expected=f"NAME:DTYPE[DIM,...] with a dtype of {', '.join(DTYPES)} and dims that are sizes or names",
+            expected=f"NAME:DTYPE[DIM,...] with a dtype of {', '.join(_DTYPES)} and dims that are sizes or names",
         )  # fmt: skip
     dims = [dim.strip() for dim in found[3].split(",")] if found[3].strip() else []
     shape = tuple(parse_size(dim) if re.fullmatch("[0-9]+", dim) else dim for dim in dims)

@@ -17,7 +17,7 @@ from twellc.onnx_models import inspect_onnx
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import decide
 from twellc.passes.find_ffn import find_ffn_blocks
-from twellc.passes.precision import lower, parameter_dtypes
+from twellc.passes.precision import in_precision
 from twellc.translation import activation_notes, choose_dtype, refuse_dtype, torch_dtype
 
 
@@ -69,10 +69,7 @@ def _describe(
     model = load_model(target, trust_model, inputs)
     chosen, notes = choose_dtype(model, dtype)
     progress("looking for feed-forward blocks")
-    program = canonicalize(model.program)
-    dtype_found = torch_dtype(chosen)
-    if parameter_dtypes(program) - {dtype_found}:
-        program = lower(program, dtype_found)
+    program = in_precision(canonicalize(model.program), torch_dtype(chosen))
     layers = decide(find_ffn_blocks(program), "auto")
     return {
         "kind": model.kind,

@@ -21,7 +21,7 @@ from twellc.loaders.model import dtype_name
 from twellc.loaders.onnx_file import load_onnx
 from twellc.passes.decide import Layer
 from twellc.passes.onnx_ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
-from twellc.passes.onnx_graph import torch_dtype as dtype_of
+from twellc.passes.onnx_graph import dtype_of
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import GATED
 from twellc.translation import METADATA_KEY, Translation, annotate, check_matches, refuse_dtype, torch_dtype
