@@ -65,7 +65,7 @@ def functionalize(program: ExportedProgram) -> ExportedProgram:
 
 
 def _register_written_constants(program: ExportedProgram) -> None:
-    """Make buffers of constants that the program writes to: torch.export finds caches of transformers to be some."""
+    """Make buffers of constants that are written to: as such torch.export may take the caches of transformers."""
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node in program.graph.find_nodes(op="placeholder"):
         spec = specs[node.name]

@@ -143,7 +143,7 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
 def annotate(
     graph: onnx_ir.Model, layers: list[Layer], dtype: str, options: CompileOptions
 ) -> tuple[dict[str, Any], list[str]]:
-    """Write into a graph what was done, and return the settings that decide what the graph is, and a note on them."""
+    """Write into a graph what was done, and return the settings that decide what it is, with what to say of them."""
     settings = {"dtype": dtype, "layers": options.layers, "compression": options.compression}
     done = {"twellc": __version__, "settings": settings, "layers": [asdict(layer) for layer in layers]}
     graph.metadata_props[METADATA_KEY] = json.dumps(done)
