@@ -69,7 +69,7 @@ def decide(blocks: list[FfnBlock], layers: str) -> list[Layer]:
         layer = _decide(block, layers, pattern, taken)
         weights = tuple(part.weight for part in (block.gate, block.up, block.down) if part)
         owner = owners.setdefault(weights, block.module)
-        if owner != block.module:
+        if owner != block.module and block.up is not None:  # without it not all of the weights are known
             layer = replace(layer, reason=f"{layer.reason}; it has the weights of {owner}")
         if layer.decision == "twell":
             taken[block.down.node] = block.module
