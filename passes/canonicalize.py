@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
@@ -20,7 +21,15 @@ from twellc.passes.activations import masked_relu, packet
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.linear import VIEWS
-from twellc.passes.program import constants_of, editable, finish, quiet_torch, replace_node, tensor_of
+from twellc.passes.program import (
+    constants_of,
+    drop_unused_constants,
+    editable,
+    finish,
+    quiet_torch,
+    replace_node,
+    tensor_of,
+)
 
 aten = torch.ops.aten
 
@@ -38,6 +47,9 @@ def functionalize(program: ExportedProgram) -> ExportedProgram:
     """
     try:
         with quiet_torch():
+            program = editable(program)
+            _register_written_constants(program)
+            drop_unused_constants(program)  # torch stumbles over a second name of a tensor that is written to
             decomposed = program.run_decompositions({})
     except Exception as error:  # torch runs every operator on shapes, and each raises what it likes
         what = f"torch {torch.__version__} cannot run it on shapes ({first_line(error)})"
@@ -50,6 +62,16 @@ def functionalize(program: ExportedProgram) -> ExportedProgram:
     _merge_views(program)
     _name_relus(program)
     return finish(program)
+
+
+def _register_written_constants(program: ExportedProgram) -> None:
+    """Make buffers of constants that are written to: as such torch.export may take the caches of transformers."""
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    for node in program.graph.find_nodes(op="placeholder"):
+        spec = specs[node.name]
+        written = any(isinstance(user.target, OpOverload) and user.target._schema.is_mutable for user in node.users)
+        if written and spec.kind == InputKind.CONSTANT_TENSOR:
+            spec.kind, spec.persistent = InputKind.BUFFER, False
 
 
 def _write_numbers(program: ExportedProgram) -> None:

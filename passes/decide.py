@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
 from twellc.errors import UserError, first_few
 from twellc.passes.find_ffn import FfnBlock
+from twellc.passes.linear import Weight
 from twellc.plugins.library import MAX_D_FF
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -63,8 +64,13 @@ def decide(blocks: list[FfnBlock], layers: str) -> list[Layer]:
             raise UserError("--layers", "matches no feed-forward block", got=repr(layers), expected=f"one of {modules}")
     result: list[Layer] = []
     taken: dict[Node, str] = {}  # projections of the blocks that TwELL runs
+    owners: dict[tuple[Weight, ...], str] = {}  # first blocks with these weights
     for block in blocks:
         layer = _decide(block, layers, pattern, taken)
+        weights = tuple(part.weight for part in (block.gate, block.up, block.down) if part)
+        owner = owners.setdefault(weights, block.module)
+        if owner != block.module and block.up is not None:  # without it not all of the weights are known
+            layer = replace(layer, reason=f"{layer.reason}; it has the weights of {owner}")
         if layer.decision == "twell":
             taken[block.down.node] = block.module
         result.append(layer)

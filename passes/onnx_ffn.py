@@ -30,6 +30,7 @@ from twellc.passes.decide import Layer, decide
 from twellc.passes.find_ffn import FfnBlock, find_blocks
 from twellc.passes.linear import Weight
 from twellc.passes.onnx_graph import Shadow, constant_values, shadow_of
+from twellc.passes.precision import convert
 from twellc.passes.rewrite_ffn import arranged_copy
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import GATED, PLAIN, node_attributes
@@ -221,7 +222,7 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
             if not same:
                 suffix, values = arranged_copy(values, weight, in_out)
             name = unique(f"{tensor.name}{suffix}")
-            arranged[key] = gs.Constant(name, to_numpy(_convert(values, dtype, tensor.name)))
+            arranged[key] = gs.Constant(name, to_numpy(convert(values, dtype, f"initializer {tensor.name}")))
         return arranged[key]
 
     for found_block, judged, layer in zip(blocks, found.blocks, found.layers, strict=True):
@@ -268,12 +269,3 @@ def _operands(
 def _cast(source: gs.Tensor | None, target: gs.Tensor, dtype: torch.dtype) -> gs.Node:
     to = _ONNX_TYPES.get(dtype, onnx.TensorProto.FLOAT)
     return gs.Node("Cast", f"{target.name}/Cast", {"to": to}, [source], [target])
-
-
-def _convert(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    converted = tensor.to(dtype)
-    if dtype == torch.float16 and not torch.equal(converted.isfinite(), tensor.isfinite()):
-        raise UserError(
-            f"initializer {name}", "its values overflow float16", expected="at most 65504", fix="Use --dtype bf16."
-        )
-    return converted

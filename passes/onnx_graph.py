@@ -72,7 +72,7 @@ class _UnknownError(Exception):
     """A node is not one of the translated forms."""
 
 
-def torch_dtype(onnx_type: Any) -> torch.dtype | None:
+def dtype_of(onnx_type: Any) -> torch.dtype | None:
     """Return the torch dtype of an ONNX element type, or of what graphsurgeon makes of one; None for others."""
     if onnx_type is None:
         return None
@@ -228,9 +228,9 @@ class _Builder:
             values = constant_values(tensor)
             if values is None:
                 raise _UnknownError
-            dtype, shape = torch_dtype(values.dtype), values.shape
+            dtype, shape = dtype_of(values.dtype), values.shape
         else:
-            dtype, shape = torch_dtype(tensor.dtype), tensor.shape
+            dtype, shape = dtype_of(tensor.dtype), tensor.shape
         if dtype is None:
             raise _UnknownError
         made = self._register(tensor, self._first(), torch.empty(tuple(shape), dtype=dtype, device="meta"))
@@ -291,7 +291,7 @@ class _Builder:
 
     def _inferred(self, tensor: gs.Tensor) -> torch.Tensor | None:
         """Return what shape inference found; None where it did not find the rank or the dtype."""
-        dtype = torch_dtype(tensor.dtype)
+        dtype = dtype_of(tensor.dtype)
         if dtype is None or tensor.shape is None:
             return None
         shape = [dim if isinstance(dim, int) and dim > 0 else self._size(dim) for dim in tensor.shape]
@@ -385,7 +385,7 @@ class _Builder:
         self._emit(node, aten.alias.default, self._operand(node, 0))
 
     def _on_cast(self, node: gs.Node) -> None:
-        dtype = torch_dtype(node.attrs.get("to"))
+        dtype = dtype_of(node.attrs.get("to"))
         if dtype is None:
             raise _UnknownError
         self._emit(node, aten._to_copy.default, self._operand(node, 0), dtype=dtype)

@@ -12,7 +12,7 @@ from twellc.files import writing
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import Layer, decide
 from twellc.passes.find_ffn import find_ffn_blocks
-from twellc.passes.precision import lower, parameter_dtypes
+from twellc.passes.precision import in_precision
 from twellc.passes.rewrite_ffn import rewrite_ffn
 
 
@@ -56,8 +56,9 @@ def run_passes(
         return result
 
     dense = keep("1-canonical", canonicalize(program))
-    if parameter_dtypes(dense) - {dtype}:
-        dense = keep("2-lowered", lower(dense, dtype))
+    lowered = in_precision(dense, dtype)
+    if lowered is not dense:
+        dense = keep("2-lowered", lowered)
     blocks = find_ffn_blocks(dense)
     decisions = decide(blocks, layers)
     chosen = [block for block, layer in zip(blocks, decisions, strict=True) if layer.decision == "twell"]

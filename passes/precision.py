@@ -82,6 +82,11 @@ def parameter_dtypes(program: ExportedProgram) -> set[torch.dtype]:
     return {dtype for dtype in dtypes if dtype.is_floating_point}
 
 
+def in_precision(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
+    """Return the program lowered to `dtype`; itself where its parameters are in that already. See `lower`."""
+    return lower(program, dtype) if parameter_dtypes(program) - {dtype} else program
+
+
 @quiet_torch()
 def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
     """Return the program with its parameters and products in `dtype`, bfloat16 or float16.
@@ -232,16 +237,24 @@ def _convert_stored(program: ExportedProgram, names: set[str], dtype: torch.dtyp
         tensor = tensor_of(program, name)
         if name not in names or not tensor.is_floating_point() or tensor.dtype == dtype:
             continue
-        converted = tensor.detach().to(dtype)
-        if dtype == torch.float16 and not torch.equal(converted.isfinite(), tensor.isfinite()):
-            kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
-            raise UserError(
-                f"{kind} {name}", "its values overflow float16", expected="at most 65504", fix="Use --dtype bf16."
-            )
-        if isinstance(tensor, torch.nn.Parameter):
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        converted = convert(tensor.detach(), dtype, f"{'parameter' if is_parameter else 'buffer'} {name}")
+        if is_parameter:
             converted = torch.nn.Parameter(converted, requires_grad=False)
         (program.state_dict if name in program.state_dict else program.constants)[name] = converted
         node.meta["val"] = node.meta["val"].to(dtype)
+
+
+def convert(tensor: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Tensor:
+    """Return a constant in another dtype.
+
+    Raises:
+        UserError: Its values do not fit into float16; the message says `where` they stand.
+    """
+    converted = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.equal(converted.isfinite(), tensor.isfinite()):
+        raise UserError(where, "its values overflow float16", expected="at most 65504", fix="Use --dtype bf16.")
+    return converted
 
 
 def _promotes(node: Node) -> bool:

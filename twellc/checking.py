@@ -149,8 +149,10 @@ def check(options: CheckOptions, progress: Callable[[str], None]) -> CheckResult
 
 def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None]) -> CheckResult:
     candidate_path = options.candidate
-    if options.arrays is not None and options.text is not None:
-        raise UserError("--inputs", "the inputs are given twice", got="--text, too", fix="Leave one out.")
+    sources = {"--inputs": options.arrays, "--text": options.text, "--seed": options.seed}
+    given = [option for option, value in sources.items() if value is not None]
+    if len(given) > 1:
+        raise UserError(given[0], "the inputs are given twice", got=f"{given[1]}, too", fix="Leave one out.")
     if not candidate_path.is_file():
         raise UserError(str(candidate_path), "there is no such file", expected="an ONNX file or a plan")
     if looks_like_onnx(candidate_path):
@@ -227,8 +229,9 @@ def _samples(
         tokens = sum(sample["input_ids"].numel() for sample in text.samples)
         described = f"{options.text.name}: {tokens} tokens in {len(text.samples)} windows"
         return text.samples, described, text.notes, text.predicts_next
-    samples = draw_samples(limits, reference.integers, options.seed)
-    return samples, f"random inputs of {len(samples)} shapes, seed {options.seed}", [], False
+    seed = options.seed or 0
+    samples = draw_samples(limits, reference.integers, seed)
+    return samples, f"random inputs of {len(samples)} shapes, seed {seed}", [], False
 
 
 # ---- the candidate ----

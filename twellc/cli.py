@@ -27,7 +27,7 @@ from twellc import __version__
 from twellc.config import BACKENDS, DEFAULT_COMPRESSION, DTYPES
 from twellc.errors import UserError
 from twellc.export.shapes import LARGEST_SIZE
-from twellc.files import ENDING_SIGNALS
+from twellc.files import ENDING_SIGNALS, uninterrupted
 from twellc.inputs import parse_input
 from twellc.plugins.library import COMPRESSIONS
 
@@ -353,7 +353,8 @@ def inspect(
     neurons are computed, at an assumed density: counts, no prediction of time.
     """
     with _progress() as progress:
-        from twellc.inspection import inspect_target
+        with uninterrupted():  # native modules do not survive an interrupt while they are imported
+            from twellc.inspection import inspect_target
 
         declared = tuple(map(parse_input, inputs))
         found = inspect_target(target, dtype, trust_model, declared, tokens, density, progress)
@@ -375,8 +376,7 @@ def inspect(
 @click.argument("model", type=_Path())
 @click.argument("candidate", type=_Path())
 @click.option(
-    "--seed", type=click.IntRange(-(2**63), 2**64 - 1), default=0, show_default=True,
-    metavar="N", help="Seed of random inputs.",
+    "--seed", type=click.IntRange(-(2**63), 2**64 - 1), metavar="N", help="Seed of random inputs; default: 0.",
 )  # fmt: skip
 @click.option(
     "--inputs", "arrays", type=_Path(), metavar="FILE.npz",
@@ -395,7 +395,7 @@ def check(
     context: click.Context,
     model: Path,
     candidate: Path,
-    seed: int,
+    seed: int | None,
     arrays: Path | None,
     text: Path | None,
     as_json: bool,
@@ -416,8 +416,9 @@ def check(
     Exit status: 0 within tolerance, 1 outside, 2 for bad input.
     """
     with _progress() as progress:
-        from twellc.checking import check
-        from twellc.config import CheckOptions
+        with uninterrupted():  # see inspect
+            from twellc.checking import check
+            from twellc.config import CheckOptions
 
         declared = tuple(map(parse_input, inputs))
         result = check(CheckOptions(model, candidate, seed, arrays, text, trust_model, declared), progress)

@@ -62,7 +62,7 @@ class CheckOptions:
     Attributes:
         model: The model, as `twellc compile` takes it.
         candidate: A rewritten ONNX file, or a plan with its manifest.
-        seed: Seed of random inputs.
+        seed: Seed of random inputs; None takes 0.
         arrays: An `.npz` file with the inputs, instead of random ones.
         text: A text to make the inputs from, instead of random ones.
         trust_model: Load a pickle, or an archive that could execute code.
@@ -71,7 +71,7 @@ class CheckOptions:
 
     model: Path
     candidate: Path
-    seed: int = 0
+    seed: int | None = None
     arrays: Path | None = None
     text: Path | None = None
     trust_model: bool = False

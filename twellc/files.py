@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -10,7 +11,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -122,12 +123,13 @@ class Outputs:
     def commit(self) -> None:
         """Move every staged file that was written to its destination: all of them, or none where one cannot be moved.
 
-        What the command was to do is done then: signals that would end the program come too late and are ignored.
+        Of two runs that write the same files one moves all of its own before the other starts to. What the command was
+        to do is done then: signals that would end the program come too late and are ignored.
 
         Raises:
             UserError: A file cannot be moved, or another program has put one there since the check.
         """
-        with uninterrupted() as handlers, contextlib.ExitStack() as undo:
+        with _locked(self._folders), uninterrupted() as handlers, contextlib.ExitStack() as undo:
             for temporary, path in self._staged:
                 if temporary.exists():
                     self._refuse_existing(str(path), path)
@@ -149,6 +151,19 @@ class Outputs:
                 raise
             path.rename(kept)  # a file system without hard links
         return functools.partial(kept.replace, path)
+
+
+@contextmanager
+def _locked(folders: Iterable[Path]) -> Iterator[None]:
+    """Let no other run into this part of the program for one of the same folders; runs wait in the order of inodes."""
+    with contextlib.ExitStack() as opened:
+        places = {(status.st_dev, status.st_ino): folder for folder in folders for status in [folder.stat()]}
+        for _, folder in sorted(places.items()):
+            with contextlib.suppress(OSError):  # a folder that may not be read, or a file system without locks
+                descriptor = os.open(folder, os.O_RDONLY)
+                opened.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def _leads_to_open_file(path: Path) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from twellc.errors import UserError
 from twellc.export.shapes import LARGEST_SIZE, parse_size
 
-DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
+_DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,23 @@ def parse_input(text: str) -> InputDeclaration:
         UserError: The text does not have this form.
     """
     found = re.fullmatch(r"([A-Za-z_]\w*):(\w+)\[([\w, ]*)\]", text)
-    if found is None or found[2] not in DTYPES:
+    if found is None or found[2] not in _DTYPES:
         raise UserError(
             "--input", "not an input", got=repr(text),
-            expected=f"NAME:DTYPE[DIM,...] with a dtype of {', '.join(DTYPES)} and dims that are sizes or names",
+            expected=f"NAME:DTYPE[DIM,...] with a dtype of {', '.join(_DTYPES)} and dims that are sizes or names",
         )  # fmt: skip
     dims = [dim.strip() for dim in found[3].split(",")] if found[3].strip() else []
     shape = tuple(parse_size(dim) if re.fullmatch("[0-9]+", dim) else dim for dim in dims)
     if not all(dim.isidentifier() if isinstance(dim, str) else 1 <= dim <= LARGEST_SIZE for dim in shape):
         raise UserError("--input", "not a shape", got=repr(text), expected=f"sizes from 1 to {LARGEST_SIZE}, or names")
     return InputDeclaration(found[1], found[2], shape)
+
+
+def refuse_inputs(declared: tuple[InputDeclaration, ...], target: str) -> None:
+    """Fail if inputs are declared for something that knows its own.
+
+    Raises:
+        UserError: There are some.
+    """
+    if declared:
+        raise UserError("--input", "only a pickled module needs its inputs declared", got=target, fix="Leave it out.")

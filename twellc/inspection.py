@@ -9,7 +9,7 @@ from typing import Any
 
 from twellc.cost import count_costs
 from twellc.errors import UserError
-from twellc.inputs import InputDeclaration
+from twellc.inputs import InputDeclaration, refuse_inputs
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import looks_like_onnx
 from twellc.manifest import is_plan, read_manifest
@@ -17,8 +17,8 @@ from twellc.onnx_models import inspect_onnx
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import decide
 from twellc.passes.find_ffn import find_ffn_blocks
-from twellc.passes.precision import lower, parameter_dtypes
-from twellc.translation import activation_notes, choose_dtype, torch_dtype
+from twellc.passes.precision import in_precision
+from twellc.translation import activation_notes, choose_dtype, refuse_dtype, torch_dtype
 
 
 def inspect_target(
@@ -42,7 +42,7 @@ def inspect_target(
         progress: Receives the name of each step.
 
     Raises:
-        UserError: It is neither a model nor a plan.
+        UserError: It is neither a model nor a plan, or not one that `dtype` or `inputs` are for.
     """
     found = _describe(target, dtype, trust_model, inputs, progress)
     return {**found, "cost": count_costs(found["layers"], tokens, density)}
@@ -61,16 +61,15 @@ def _describe(
         progress("loading the model")
         return inspect_onnx(target, dtype, inputs)
     if is_plan(target):
+        refuse_inputs(inputs, f"{target}, a plan")
+        refuse_dtype(dtype, f"{target}, a plan")
         progress("reading the manifest")
         return {"kind": "plan", **read_manifest(target)}
     progress("loading and tracing the model")
     model = load_model(target, trust_model, inputs)
     chosen, notes = choose_dtype(model, dtype)
     progress("looking for feed-forward blocks")
-    program = canonicalize(model.program)
-    dtype_found = torch_dtype(chosen)
-    if parameter_dtypes(program) - {dtype_found}:
-        program = lower(program, dtype_found)
+    program = in_precision(canonicalize(model.program), torch_dtype(chosen))
     layers = decide(find_ffn_blocks(program), "auto")
     return {
         "kind": model.kind,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,19 @@ import onnx
 import onnx_ir
 import sympy
 
-from twellc import __version__
 from twellc.config import DTYPES, CompileOptions
 from twellc.errors import UserError
 from twellc.export.profiles import InputSpec, ModelInputs
-from twellc.files import digest, writing
-from twellc.inputs import InputDeclaration
-from twellc.loaders.model import DimensionRange, dtype_name
-from twellc.loaders.onnx_file import external_files, load_onnx
+from twellc.files import writing
+from twellc.inputs import InputDeclaration, refuse_inputs
+from twellc.loaders.model import dtype_name
+from twellc.loaders.onnx_file import load_onnx
 from twellc.passes.decide import Layer
 from twellc.passes.onnx_ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
-from twellc.passes.onnx_graph import torch_dtype as dtype_of
+from twellc.passes.onnx_graph import dtype_of
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import GATED
-from twellc.translation import AUTO_NOTE, METADATA_KEY, check_matches, torch_dtype
+from twellc.translation import METADATA_KEY, Translation, annotate, check_matches, refuse_dtype, torch_dtype
 
 KIND = "ONNX file"
 _FLOATS = {onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16", onnx.TensorProto.FLOAT: ""}
@@ -33,22 +32,7 @@ _FLOATS = {onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16", 
 _BATCH_HINT, _HINT = 1, 128
 
 
-@dataclass(frozen=True)
-class OnnxTranslation:
-    """An ONNX model rewritten; the attributes that `twellc.translation.Translation` has, too."""
-
-    layers: list[Layer]
-    inputs: ModelInputs
-    graph: onnx_ir.Model
-    settings: dict[str, Any]
-    notes: list[str]
-    warnings: list[str]
-    digest: str
-    kind: str = KIND
-    ranges: dict[str, DimensionRange] = field(default_factory=dict)
-
-
-def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> OnnxTranslation:
+def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> Translation:
     """Load an ONNX model and rewrite it.
 
     Raises:
@@ -64,15 +48,10 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     rewritten = rewrite_onnx(found, options.compression)
     _dump(options.dump_graphs, {"1-source": model, "2-rewritten": rewritten})
     warnings = check_matches(found.layers, options)
-    notes = cast_notes(found, dtype)
-    if options.layers == "auto" and any(layer.decision == "twell" for layer in found.layers):
-        notes.append(AUTO_NOTE)
-    settings = {"dtype": dtype, "layers": options.layers, "compression": options.compression}
-    layers = [asdict(layer) for layer in found.layers]
     graph = onnx_ir.serde.deserialize_model(rewritten)
-    graph.metadata_props[METADATA_KEY] = json.dumps({"twellc": __version__, "settings": settings, "layers": layers})
-    sha256 = digest(options.model, *external_files(options.model))
-    return OnnxTranslation(found.layers, inputs, graph, settings, notes, warnings, sha256)
+    settings, auto = annotate(graph, found.layers, dtype, options)
+    notes = [*cast_notes(found, dtype), *auto]
+    return Translation(KIND, inputs, {}, found.layers, graph, settings, notes, warnings)
 
 
 def open_model(path: Path, declared: tuple[InputDeclaration, ...]) -> onnx.ModelProto:
@@ -81,8 +60,7 @@ def open_model(path: Path, declared: tuple[InputDeclaration, ...]) -> onnx.Model
     Raises:
         UserError: There are some, or it cannot be loaded.
     """
-    if declared:
-        raise UserError("--input", "only a pickled module needs its inputs declared", got=f"{path}, an {KIND}")
+    refuse_inputs(declared, f"{path}, an {KIND}")
     return load_onnx(path)
 
 
@@ -91,6 +69,7 @@ def inspect_onnx(path: Path, dtype: str | None, declared: tuple[InputDeclaration
     model = open_model(path, declared)
     nodes = twell_nodes(model)
     if nodes:
+        refuse_dtype(dtype, f"{path}, a rewritten graph")
         settings, layers = _metadata(model)
         layers = layers or [_layer_of(node) for node in nodes]
         notes = [f"{path.name} is a rewritten graph: {len(nodes)} of its nodes are plugins"]

@@ -29,7 +29,7 @@ from twellc.passes.find_ffn import find_ffn_blocks
 from twellc.passes.onnx_ffn import find_onnx_blocks, lower_onnx
 from twellc.passes.onnx_part import part_of
 from twellc.passes.onnx_precision import widen_onnx
-from twellc.passes.precision import lower, parameter_dtypes, widen
+from twellc.passes.precision import in_precision, widen
 from twellc.passes.program import editable, finish
 from twellc.samples import Sample
 from twellc.translation import choose_dtype, torch_dtype
@@ -154,9 +154,9 @@ class TorchReference:
         self._source = functionalize(model.program)
         name = settings.get("dtype")
         dtype = torch_dtype(name if name in DTYPES else choose_dtype(model, None)[0])
-        self._plain = _in_precision(self._source, dtype)
+        self._plain = in_precision(self._source, dtype)
         rearranged = rearrange(self._source)
-        self._with_blocks = self._plain if rearranged is self._source else _in_precision(rearranged, dtype)
+        self._with_blocks = self._plain if rearranged is self._source else in_precision(rearranged, dtype)
         self.inputs = program_inputs(self._source)
         self.integers = integer_ranges(model)
         self.token_ids = model.vocabulary
@@ -211,10 +211,6 @@ class TorchReference:
         wide = widen(self._source)
         runs.truth.extend(run_program(wide, widen_sample(sample)) for sample in samples)
         return runs
-
-
-def _in_precision(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
-    return lower(program, dtype) if parameter_dtypes(program) - {dtype} else program
 
 
 def _round_thresholds(program: ExportedProgram) -> ExportedProgram:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx_ir
 import torch
@@ -22,14 +22,11 @@ from twellc.files import digest, writing
 from twellc.loaders.model import DimensionRange, LoadedModel, dtype_name, fingerprint, load_model
 from twellc.loaders.onnx_file import external_files, looks_like_onnx
 from twellc.passes.decide import Layer
-from twellc.passes.pipeline import Rewritten, run_passes
+from twellc.passes.pipeline import run_passes
 from twellc.passes.precision import parameter_dtypes
 from twellc.passes.program import has_inner_graphs, written_tensors
 
-if TYPE_CHECKING:
-    from twellc.onnx_models import OnnxTranslation
-
-AUTO_NOTE = "--layers auto rewrites every match: no sparsity was measured, so speed is not known"
+_AUTO_NOTE = "--layers auto rewrites every match: no sparsity was measured, so speed is not known"
 METADATA_KEY = "twellc"
 # Other names of activations in Hugging Face configs.
 _SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "squared_relu": "relu2"}
@@ -37,39 +34,27 @@ _SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "g
 
 @dataclass(frozen=True)
 class Translation:
-    """A model rewritten and translated to ONNX, with the notes and warnings that came up."""
+    """A model rewritten and translated to ONNX.
 
-    model: LoadedModel
-    rewritten: Rewritten
+    Attributes:
+        kind: The kind of model.
+        inputs: The inputs of the graph.
+        ranges: (min, opt, max) of the default optimization profile, by symbol.
+        layers: What became of each feed-forward block.
+        graph: The graph.
+        settings: The settings that decide what the graph is.
+        notes: What the user should know.
+        warnings: What the user should worry about.
+    """
+
+    kind: str
+    inputs: ModelInputs
+    ranges: dict[str, DimensionRange]
+    layers: list[Layer]
     graph: onnx_ir.Model
     settings: dict[str, Any]
     notes: list[str]
     warnings: list[str]
-
-    @property
-    def kind(self) -> str:
-        """The kind of model."""
-        return self.model.kind
-
-    @property
-    def layers(self) -> list[Layer]:
-        """What became of each feed-forward block."""
-        return self.rewritten.layers
-
-    @property
-    def inputs(self) -> ModelInputs:
-        """The inputs of the graph."""
-        return program_inputs(self.rewritten.program)
-
-    @property
-    def ranges(self) -> dict[str, DimensionRange]:
-        """(min, opt, max) of the default optimization profile, by symbol."""
-        return self.model.dimension_ranges
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the model's files."""
-        return fingerprint(self.model.path)
 
 
 @dataclass(frozen=True)
@@ -110,8 +95,11 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
     progress("writing the ONNX graph")
     with writing(onnx_path):
         written = save_onnx(translation.graph, onnx_path)
+    is_onnx = looks_like_onnx(options.model)
+    external_data = external_files(options.model) if is_onnx else []
+    sha256 = digest(options.model, *external_data) if is_onnx else fingerprint(options.model)
     return TranslationSummary(
-        model={"name": options.model.name, "kind": translation.kind, "sha256": translation.digest},
+        model={"name": options.model.name, "kind": translation.kind, "sha256": sha256},
         settings=translation.settings,
         layers=translation.layers,
         notes=translation.notes + notes,
@@ -119,11 +107,11 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
         profiles=profiles,
         files=[path.name for path in written],
         digest=digest(*written),
-        external_data=external_files(options.model) if looks_like_onnx(options.model) else [],
+        external_data=external_data,
     )
 
 
-def translate_any(options: CompileOptions, progress: Callable[[str], None]) -> Translation | OnnxTranslation:
+def translate_any(options: CompileOptions, progress: Callable[[str], None]) -> Translation:
     """Load a model of any kind and rewrite it; see `translate` and `translate_onnx`."""
     from twellc.onnx_models import translate_onnx
 
@@ -146,12 +134,21 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     progress("exporting to ONNX")
     names = [spec.name for spec in input_specs(rewritten.program)]
     graph = export_onnx(rewritten.program, names, model.output_names, model.dimension_names)
-    if options.layers == "auto" and any(layer.decision == "twell" for layer in rewritten.layers):
-        notes = [*notes, AUTO_NOTE]
+    inputs = program_inputs(rewritten.program)
+    settings, auto = annotate(graph, rewritten.layers, dtype, options)
+    notes = [*model.notes, *notes, *auto]
+    return Translation(model.kind, inputs, model.dimension_ranges, rewritten.layers, graph, settings, notes, warnings)
+
+
+def annotate(
+    graph: onnx_ir.Model, layers: list[Layer], dtype: str, options: CompileOptions
+) -> tuple[dict[str, Any], list[str]]:
+    """Write into a graph what was done, and return the settings that decide what it is, with what to say of them."""
     settings = {"dtype": dtype, "layers": options.layers, "compression": options.compression}
-    layers = [asdict(layer) for layer in rewritten.layers]
-    graph.metadata_props[METADATA_KEY] = json.dumps({"twellc": __version__, "settings": settings, "layers": layers})
-    return Translation(model, rewritten, graph, settings, model.notes + notes, warnings)
+    done = {"twellc": __version__, "settings": settings, "layers": [asdict(layer) for layer in layers]}
+    graph.metadata_props[METADATA_KEY] = json.dumps(done)
+    automatic = options.layers == "auto" and any(layer.decision == "twell" for layer in layers)
+    return settings, [_AUTO_NOTE] if automatic else []
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -171,6 +168,19 @@ def choose_dtype(model: LoadedModel, requested: str | None) -> tuple[str, list[s
     if requested is not None:
         return requested, [f"the model is in {own}; compiled in {DTYPES[requested]} as asked"]
     return "bf16", [f"the model is in {own}; compiled in bfloat16 (--dtype changes it)"]
+
+
+def refuse_dtype(requested: str | None, target: str) -> None:
+    """Fail if a dtype is asked for of something that is compiled already.
+
+    Raises:
+        UserError: It is.
+    """
+    if requested is not None:
+        raise UserError(
+            f"--dtype {requested}", "what is compiled keeps its precision", got=target, expected="a model",
+            fix="Leave it out.",
+        )  # fmt: skip
 
 
 def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:

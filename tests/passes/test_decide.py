@@ -146,6 +146,22 @@ def test_a_packed_projection_is_shared_by_one_block_at_most() -> None:
     assert calls(passed.program)["mlp"] == 1
 
 
+def test_a_second_call_of_a_module_has_the_weights_of_the_first() -> None:
+    """Unlike a second block in a module."""
+
+    def two_blocks(self: Any, x: Tensor) -> Tensor:
+        return self.fc4(torch.relu(self.fc3(self.fc2(torch.relu(self.fc1(x))))))
+
+    pair = Written(two_blocks, **{f"fc{number}": nn.Linear(16, 16) for number in range(1, 5)})
+    module = Written(lambda self, x: self.pair(self.ffn(self.ffn(x))), ffn=Gated(), pair=pair)
+    assert [(row.module, row.reason) for row in decide(blocks_of(module.bfloat16(), X), "auto")] == [
+        ("ffn", "matches"),
+        ("ffn#2", "matches; it has the weights of ffn"),
+        ("pair", "matches"),
+        ("pair#2", "matches"),
+    ]
+
+
 @pytest.mark.parametrize(("d_model", "named"), [(30, False), (16, True)])
 def test_a_block_that_stays_dense_takes_no_projection(d_model: int, named: bool) -> None:
     """Neither for its width nor as it is not named."""

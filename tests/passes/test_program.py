@@ -23,6 +23,7 @@ from twellc.passes.program import (
     tensor_of,
     user_inputs,
     verify,
+    written_tensors,
 )
 
 
@@ -159,6 +160,27 @@ def test_each_run_computes_from_the_same_values() -> None:
         y, count = run_program(program, {"x": x})
         assert (y.tolist(), count.item()) == ([2] * 4, 1)
     assert x.tolist() == [0] * 4
+
+
+def test_a_constant_that_is_written_to() -> None:
+    """As the caches of transformers: they are buffers, and the code has them from elsewhere."""
+
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(4), persistent=False)
+            self.layers = [self.cache]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.layers[0].add_(x)
+            return self.layers[0] * 2
+
+    exported = export(Cached(), torch.zeros(4))
+    assert not written_tensors(exported)
+    program = canonicalize(exported)
+    assert len(written_tensors(program)) == 1
+    for _ in range(2):
+        assert run_program(program, {"x": torch.ones(4)})[0].tolist() == [2] * 4
 
 
 def test_a_visitor_sees_and_replaces_values() -> None:

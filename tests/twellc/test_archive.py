@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_leaves
 
-from tests.models import Gated, Residual, Written, export
+from tests.models import Gated, Residual, Written, export, llama
 from twellc.accuracy import OutputAccuracy
 from twellc.checking import check
 from twellc.config import CheckOptions, CompileOptions
@@ -279,6 +279,25 @@ def test_what_the_model_writes_is_not_kept(tmp_path: Path) -> None:
     (output,) = result.outputs
     assert isinstance(output, OutputAccuracy)
     assert result.within and output.plain.relative < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [True, False])
+def test_static_cache_of_transformers(tmp_path: Path, strict: bool) -> None:
+    """Traced in two ways, its cache is a buffer, or a constant under another name than the buffer's."""
+    from transformers import GenerationConfig
+    from transformers.integrations.executorch import convert_and_export_with_cache
+
+    model = llama()
+    cache = {"batch_size": 1, "max_cache_len": 16}
+    model.generation_config = GenerationConfig(use_cache=True, cache_implementation="static", cache_config=cache)
+    path, graph = tmp_path / "m.pt2", tmp_path / "m.onnx"
+    torch.export.save(convert_and_export_with_cache(model, strict=strict), path)
+    summary = translate_to_file(CompileOptions(model=path, backend="none"), graph, lambda step: None)
+    assert {layer.decision for layer in summary.layers} == {"twell"}
+    (warning,) = summary.warnings
+    assert "nothing stays from one call to the next" in warning
+    assert check(CheckOptions(path, graph), lambda step: None).within
 
 
 def test_blocks_within_a_condition_are_not_listed(tmp_path: Path) -> None:

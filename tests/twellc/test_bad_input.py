@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import Cli
 from tests.fork_server import ForkServer
 from tests.onnx_graphs import gated
-from tests.processes import TWELLC, environment
+from tests.processes import PACKAGE_FOLDER, TWELLC, environment
 from tests.twellc.test_cli import failed, files_in, group_lives, twellc
 from twellc import __version__
 from twellc.checking import check
@@ -62,6 +62,25 @@ def test_signal_in_any_stage(archive: Path, tmp_path: Path, stage: str) -> None:
     while time.monotonic() < deadline and group_lives(process.pid):
         time.sleep(0.1)
     assert not group_lives(process.pid), "a child goes on"
+
+
+def test_interrupt_while_modules_are_imported(tmp_path: Path) -> None:
+    """Nothing has begun yet: it ends as a program without a handler does, by the signal itself and without a word."""
+    (tmp_path / "click.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    process = twellc("--help", PYTHONPATH=f"{tmp_path}{os.pathsep}{PACKAGE_FOLDER}")
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("command", ["inspect", "check"])
+def test_interrupt_while_torch_is_imported(tmp_path: Path, command: str) -> None:
+    """Native modules do not survive it in the middle, so it waits."""
+    (tmp_path / "torch.py").write_text("import signal; signal.raise_signal(signal.SIGINT); print('imported')")
+    files = ["m"] if command == "inspect" else ["m", "n"]
+    process = twellc(command, *files, PYTHONPATH=f"{tmp_path}{os.pathsep}{PACKAGE_FOLDER}")
+    output, errors = process.communicate(timeout=60)
+    assert (output, process.returncode) == ("imported\n", 130)
+    assert errors == "Ended by SIGINT. Nothing was left half-written.\n"
 
 
 def test_signal_while_a_check_tidies_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

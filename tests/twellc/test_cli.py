@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -393,6 +394,37 @@ def test_the_first_of_two_runs_keeps_its_output(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_two_runs_do_not_mix_their_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second may overwrite what the first writes, and comes when that has moved one file of two."""
+    replace, one_moved, all_moved = Path.replace, threading.Event(), threading.Event()
+
+    def write(text: str) -> None:
+        with Outputs(overwrite=True) as outputs:
+            for name in ("m.plan", "link/m.plan.json"):
+                outputs.write(tmp_path / name, text)
+            outputs.commit()
+
+    def write_second() -> None:
+        one_moved.wait()
+        write("second")
+        all_moved.set()
+
+    def slow(source: Path, destination: Path) -> Path:
+        moved = replace(source, destination)
+        if not one_moved.is_set():
+            one_moved.set()
+            assert not all_moved.wait(0.5)
+        return moved
+
+    (tmp_path / "link").symlink_to(".")
+    monkeypatch.setattr(Path, "replace", slow)
+    second = threading.Thread(target=write_second)
+    second.start()
+    write("first")
+    second.join()
+    assert {file.read_text() for file in tmp_path.glob("m.*")} == {"second"}
+
+
 def test_link_to_an_open_file_is_not_replaced(cli: Cli, archive: Path, tmp_path: Path) -> None:
     """As /dev/stdout while that goes to a file: root could rename a file over the link."""
     with (tmp_path / "log").open("w") as log:
@@ -463,11 +495,12 @@ def test_bad_models(cli: Cli, tmp_path: Path) -> None:
 # ---- in processes of its own, as a user runs it ----
 
 
-def twellc(*arguments: object, **options: Any) -> subprocess.Popen[str]:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+def twellc(*arguments: object, **settings: str) -> subprocess.Popen[str]:
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     # What runs in the background of a shell ignores interrupts, and would hand that down.
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen([*TWELLC, *map(str, arguments)], env=environment(), preexec_fn=listen, **pipes, **options)
+    command = [*TWELLC, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment(**settings), preexec_fn=listen, **options)
 
 
 def test_another_process_makes_the_same_graph(cli: Cli, archive: Path, tmp_path: Path) -> None:

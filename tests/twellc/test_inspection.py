@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.conftest import Cli
 from tests.models import Gated, Plain, Residual, export
 from tests.onnx_graphs import gated
+from tests.twellc.test_cli import failed
 from twellc.cost import Cost, count_costs, dense_cost, sparse_cost
 
 D_MODEL, D_FF, D_OUT = 32, 600, 48
@@ -123,6 +124,14 @@ def test_inspect_counts_in_every_kind_of_file(cli: Cli, tmp_path: Path) -> None:
     assert "no prediction of time" in shown
     assert "0.000215" in shown  # GFLOP, dense: 2 · 7 · 3 · 16 · 320
     assert "at an assumed density of 0.5 %" in cli("inspect", graph).stdout
+
+
+def test_what_is_compiled_takes_no_dtype_and_no_inputs(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
+    assert cli("compile", archive, "-o", plan, "--onnx", graph).exit_code == 0
+    for target, kind in ((plan, "a plan"), (graph, "a rewritten graph")):
+        failed(cli("inspect", target, "--dtype", "bf16"), "--dtype bf16: what is compiled keeps", f"{target}, {kind}")
+        failed(cli("inspect", target, "--input", "x:float32[2]"), "--input: only a pickled module needs", str(target))
 
 
 def test_graph_with_its_report_beside_it(cli: Cli, tmp_path: Path) -> None:

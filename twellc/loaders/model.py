@@ -11,7 +11,7 @@ import torch
 from torch.export import ExportedProgram
 
 from twellc.errors import UserError
-from twellc.inputs import InputDeclaration
+from twellc.inputs import InputDeclaration, refuse_inputs
 
 DimensionRange = tuple[int, int, int]
 
@@ -65,10 +65,7 @@ def load_model(path: Path, trust_model: bool, inputs: tuple[InputDeclaration, ..
     kind = "directory" if path.is_dir() else _sniff(path)
     if kind == "pickle":
         return load_pickle(path, trust_model, inputs)
-    if inputs:
-        raise UserError(
-            "--input", "only a pickled module needs its inputs declared", got=f"{path}, another kind of model"
-        )
+    refuse_inputs(inputs, f"{path}, another kind of model")
     if kind == "directory":
         return load_directory(path)
     if kind == "archive":
