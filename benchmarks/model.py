@@ -225,8 +225,13 @@ class EnergyMeter:
         return (self.joules() - before) / count
 
 
-def feed_forward_calls(dense: Any, ours: Any, inputs: tuple[Tensor, ...]) -> dict[str, Callable[[], Any]]:
-    """Return calls that run nothing but the feed-forward blocks of all layers, on what they see in the dense model."""
+def feed_forward_calls(
+    dense: Any, ours: Any, inputs: tuple[Tensor, ...], compiled: bool
+) -> dict[str, Callable[[], Any]]:
+    """Return calls that run nothing but the feed-forward blocks of all layers, on what they see in the dense model.
+
+    If `compiled`, the dense model's blocks are: all by one program, since they differ in nothing but their weights.
+    """
     xs: list[Tensor] = []
     blocks = [layer.mlp for layer in dense.model.model.layers]
     hooks = [block.register_forward_pre_hook(lambda _, args: xs.append(args[0].clone())) for block in blocks]
@@ -237,10 +242,15 @@ def feed_forward_calls(dense: Any, ours: Any, inputs: tuple[Tensor, ...]) -> dic
     def value(operand: Any) -> Any:
         return operator.attrgetter(str(operand.target))(ours) if isinstance(operand, torch.fx.Node) else operand
 
+    def run_block(weights: dict[str, Tensor], x: Tensor) -> Any:
+        return torch.func.functional_call(blocks[0], weights, (x,))
+
+    run = torch.compile(run_block, dynamic=False) if compiled else run_block
+    weights = [dict(block.named_parameters()) for block in blocks]
     nodes = [node for node in ours.graph.nodes if str(node.target).startswith("twell.")]
     ops = [(node.target, [value(operand) for operand in node.args[1:]]) for node in nodes]
     return {
-        "dense": lambda: [block(x) for block, x in zip(blocks, xs, strict=True)],
+        "dense": lambda: [run(own, x) for own, x in zip(weights, xs, strict=True)],
         "twell": lambda: [op(x, *operands) for (op, operands), x in zip(ops, xs, strict=True)],
     }
 
@@ -267,7 +277,8 @@ def measure_setting(
         for kind in ("dense", "twell")
     }
     medians = {kind: times[label]["median_us"] for kind, label in best.items()}
-    blocks = {kind: prepare(call) for kind, call in feed_forward_calls(dense, ours, inputs).items()}
+    parts = feed_forward_calls(dense, ours, inputs, compiled=best["dense"] == "dense compiled")
+    blocks = {kind: prepare(call) for kind, call in parts.items()}
     feed_forward = {kind: spread(values)["median_us"] for kind, values in time_all(blocks, repeats).items()}
     meter = EnergyMeter()
     tokens = inputs[0].numel()
