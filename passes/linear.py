@@ -29,7 +29,8 @@ PERMUTATIONS = frozenset((aten.t, aten.numpy_T, aten.mT, aten.transpose, aten.pe
 VIEWS = VALUE_PRESERVING | PERMUTATIONS | CASTS
 CONVOLUTIONS = frozenset((aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution))
 PRODUCTS = CONVOLUTIONS | {
-    aten.linear, aten.mm, aten.matmul, aten.bmm, aten.addmm, aten.baddbmm, aten.inner, aten.tensordot, aten.einsum
+    aten.linear, aten.mm, aten.matmul, aten.bmm, aten.addmm, aten.baddbmm, aten._grouped_mm, aten.inner, aten.tensordot,
+    aten.einsum,
 }  # fmt: skip
 _SPLITS = frozenset((aten.chunk, aten.split, aten.split_with_sizes, aten.tensor_split))
 # Dtypes by the values that they can hold: a cast to a later one and back changes nothing.

@@ -87,9 +87,12 @@ class UnreadForms:
 
     def _product(self, node: Node) -> Linear | None:
         """Read a product of a tensor with a constant that has two dimensions or more."""
-        fixed = [arg for arg in node.all_input_nodes if arg in self._fixed]
-        others = [arg for arg in node.all_input_nodes if arg not in self._fixed]
-        if packet(node) not in PRODUCTS or not fixed or not others:
+        if packet(node) not in PRODUCTS:
+            return None
+        factors = [arg for arg in node.all_input_nodes if arg.meta["val"].is_floating_point()]
+        fixed = [arg for arg in factors if arg in self._fixed]
+        others = [arg for arg in factors if arg not in self._fixed]
+        if not fixed or not others:
             return None
         weight = max(fixed, key=lambda arg: arg.meta["val"].dim())  # the rest are biases
         sizes = weight.meta["val"].shape
@@ -148,4 +151,4 @@ def _product_name(product: Linear) -> str:
 
 
 def _name(node: Node) -> str:
-    return getattr(packet(node), "__name__", node.name)
+    return getattr(packet(node) or node.target, "__name__", node.name)

@@ -168,6 +168,20 @@ def test_unread(case: str) -> None:
     assert "mlp" not in "".join(calls(rewrite(program)))
 
 
+def test_experts() -> None:
+    """As in Hugging Face's mixtures: each multiplies some of the rows, which torch can in bfloat16 alone."""
+
+    def form(self: nn.Module, x: Tensor) -> Tensor:
+        ends = torch.arange(2, 7, 2, dtype=torch.int32)
+        gate, up = torch._grouped_mm(x, self.gate_up, offs=ends).chunk(2, -1)
+        return torch._grouped_mm(torch.relu(gate) * up, self.down, offs=ends)
+
+    module = Written(form, gate_up=drawn(3, D_MODEL, 2 * D_FF), down=drawn(3, D_FF, D_MODEL)).bfloat16()
+    (block,) = blocks_of(module, torch.randn(6, D_MODEL).bfloat16())
+    assert (block.variant, block.d_model, block.d_ff, block.d_out) == ("gated", D_MODEL, D_FF, D_MODEL)
+    assert block.refusal.endswith("_grouped_mm, split, getitem, relu, mul, _grouped_mm")
+
+
 def test_names_and_order() -> None:
     module = nn.Sequential(Plain(), Plain(between=lambda t: t.flip(-1)), Gated(), Gated(between=lambda t: t.flip(-1)))
     assert [(block.module, bool(block.refusal)) for block in blocks_of(module)] == [
