@@ -151,4 +151,5 @@ def _product_name(product: Linear) -> str:
 
 
 def _name(node: Node) -> str:
-    return getattr(packet(node) or node.target, "__name__", node.name)
+    op = node.target if node.target is operator.getitem else packet(node)
+    return getattr(op, "__name__", node.name)
