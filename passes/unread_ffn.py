@@ -78,7 +78,7 @@ class UnreadForms:
                 continue
             up = self._product(before[-1])
             assert up is not None
-            factors = [arg for each in way if packet(each) is aten.mul for arg in each.all_input_nodes]
+            factors = [arg for each in way if packet(each) is aten.mul for arg in _sources(each)]
             gated = any(self._projected(factor) for factor in factors if factor not in way)
             between = [*map(_name, before[-2::-1]), activation.name, *map(_name, way[-2::-1])]
             operations = [_product_name(up), *between, _product_name(down)]
@@ -89,7 +89,7 @@ class UnreadForms:
         """Read a product of a tensor with a constant that has two dimensions or more."""
         if packet(node) not in PRODUCTS:
             return None
-        factors = [arg for arg in node.all_input_nodes if arg.meta["val"].is_floating_point()]
+        factors = [arg for arg in _sources(node) if arg.meta["val"].is_floating_point()]
         fixed = [arg for arg in factors if arg in self._fixed]
         others = [arg for arg in factors if arg not in self._fixed]
         if not fixed or not others:
@@ -111,11 +111,17 @@ class UnreadForms:
         return products[0] if len(products) == 1 and not unknown and len(ways) < _MOST_NODES else None
 
 
+def _sources(node: Node) -> list[Node]:
+    """Return the operands of a node that are tensors or lists of them, no sizes and other numbers."""
+    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return [source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), numbers)]
+
+
 def _ways(node: Node, passes: Callable[[Node, Node], bool]) -> list[_Way]:
     """Return the shortest way to each source of `node` that can be reached by steps from a node to its source."""
     ways, seen = [[node]], {node}
     for way in ways:
-        for source in way[-1].all_input_nodes:
+        for source in _sources(way[-1]):
             if source not in seen and len(ways) < _MOST_NODES and passes(way[-1], source):
                 seen.add(source)
                 ways.append([*way, source])

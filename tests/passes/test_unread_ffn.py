@@ -221,6 +221,30 @@ def test_dynamic_dimensions() -> None:
     assert [isinstance(size, torch.SymInt) for size in sizes] == [True, True, False]
 
 
+@pytest.mark.parametrize("case", ["padding", "a view before the activation", "a view behind it", "a factor"])
+def test_sizes_that_are_computed(case: str) -> None:
+    """A number that depends on the input's sizes, but not on its values, is an operand of one of the operations."""
+
+    def form(self: nn.Module, x: Tensor) -> Tensor:
+        if case == "padding":
+            x = F.conv1d(x.mT, self.mix, padding=x.shape[1] // 2).mT
+        hidden = self.up(x)
+        if case == "a view before the activation":
+            hidden = hidden.view(*x.shape[:2], 4, 10).transpose(2, 3)
+        hidden = torch.relu(hidden)
+        if case == "a view behind it":
+            hidden = hidden.view(*x.shape[:2], 4, 10).transpose(2, 3)
+        if case == "a factor":
+            hidden = hidden * x.shape[1]
+        return self.down(hidden.flatten(2).flip(-1))
+
+    module = Written(form, mix=drawn(D_MODEL, D_MODEL, 3), **projections(up=(D_MODEL, D_FF), down=(D_FF, D_MODEL)))
+    dynamic = (({0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", min=4, max=64)},),)
+    (block,) = find_ffn_blocks(canonical(module, torch.randn(2, 6, D_MODEL), dynamic=dynamic))
+    assert (block.variant, block.d_model, block.d_ff, block.d_out) == ("plain", D_MODEL, D_FF, D_MODEL)
+    assert block.refusal.startswith("no form that twellc rewrites: linear, ")
+
+
 def test_a_square_projection() -> None:
     module = Written(lambda s, x: s.down @ torch.relu(s.up @ x.mT).flip(0), up=drawn(16, 16), down=drawn(16, 16))
     (block,) = blocks_of(module, torch.randn(16, 16))
