@@ -7,6 +7,7 @@
 #include "gate.h"
 #include "gate_up_few.cuh"
 #include "launch.cuh"
+#include "one_token.cuh"
 #include "problem.cuh"
 #include "up_few.cuh"
 #if defined(TWELL_SM90A)
@@ -62,6 +63,23 @@ FewScratch take_scratch(twell_problem const& problem, unsigned char*& memory) {
         take<float>(memory, int64_t{scratch.num_counters} * kDenseDownShares * dense_tokens * kDenseDownColumns);
     scratch.counters = take<int>(memory, scratch.num_counters);
     return scratch;
+}
+
+// Whether there may be kernels for one token alone, if the device is large enough.
+bool suits_one_token(twell_problem const& problem) {
+    return std::max(problem.d_model, problem.d_out) <= one_token::kMostColumns &&
+           problem.d_ff <= one_token::kMostCtas * one_token::kNeurons;
+}
+
+// What the CTAs contribute.
+one_token::Params take_contributions(twell_problem const& problem, unsigned char*& memory) {
+    one_token::Params params = {};
+    if (suits_one_token(problem)) {
+        int64_t const most_ctas = std::min(problem.d_ff, one_token::kMostCtas);
+        params.contributions = take<float>(memory, most_ctas * problem.d_out);
+        params.contributes = take<uint32_t>(memory, most_ctas * one_token::kCopies);
+    }
+    return params;
 }
 
 template <class Cfg>
@@ -166,9 +184,58 @@ cudaError_t launch_hopper(twell_problem const& problem, twell_tensors const& ten
 }
 #endif
 
+// As many for each multiprocessor as its share of the neurons needs, so that none has more to read than another.
+int num_one_token_ctas(twell_problem const& problem, Device const& device) {
+    int const multiprocessors = std::min(device.num_multiprocessors, one_token::kMostCtas);
+    int const needed = static_cast<int>(ceil_div(problem.d_ff, multiprocessors * one_token::kNeurons));
+    int const of_each =
+        std::min({needed, one_token::kCtasPerMultiprocessor, one_token::kMostCtas / multiprocessors});
+    return std::min(problem.d_ff, multiprocessors * of_each);
+}
+
+bool is_one_token(twell_problem const& problem, Device const& device) {
+    return problem.tokens == 1 && suits_one_token(problem) &&
+           problem.d_ff <= num_one_token_ctas(problem, device) * one_token::kNeurons;
+}
+
+template <class Element>
+cudaError_t launch_one_token(twell_problem const& problem, twell_tensors const& tensors, void* memory,
+                             Device const& device, cudaStream_t stream) {
+    unsigned char* next = static_cast<unsigned char*>(memory);
+    one_token::Params params = take_contributions(problem, next);
+    params.x = static_cast<uint16_t const*>(tensors.x);
+    params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
+    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
+    params.w_up = static_cast<uint16_t const*>(tensors.w_up);
+    params.b_up = static_cast<uint16_t const*>(tensors.b_up);
+    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
+    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
+    params.y = static_cast<uint16_t*>(tensors.y);
+    params.num_ctas = num_one_token_ctas(problem, device);
+    params.neurons_each = problem.d_ff / params.num_ctas;
+    params.neurons_left = problem.d_ff % params.num_ctas;
+    params.d_model = problem.d_model;
+    params.d_ff = problem.d_ff;
+    params.d_out = problem.d_out;
+    params.relu_on_up = problem.activation == TWELL_DRELU;
+    params.act = activation_of(problem);
+    if (cudaError_t const error = launch_dependent(one_token::contribute_kernel<Element>, params,
+                                                   dim3(static_cast<unsigned>(params.num_ctas)), one_token::kThreads,
+                                                   one_token::kSharedBytes, device, stream);
+        error != cudaSuccess) {
+        return error;
+    }
+    return launch_dependent(one_token::add_kernel<Element>, params,
+                            dim3(static_cast<unsigned>(ceil_div(problem.d_out, one_token::kAddColumns))),
+                            one_token::kAddThreads, 0, device, stream);
+}
+
 template <class Element>
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* memory,
                        Device const& device, cudaStream_t stream) {
+    if (is_one_token(problem, device)) {
+        return launch_one_token<Element>(problem, tensors, memory, device, stream);
+    }
     int const tokens = static_cast<int>(problem.tokens);
     unsigned char* next = static_cast<unsigned char*>(memory);
     FewScratch const scratch = take_scratch(problem, next);
@@ -231,7 +298,8 @@ size_t few_scratch_bytes(twell_problem const& problem) {
     }
     twell_problem largest = problem;
     largest.tokens = std::min(problem.tokens, kMaxTokens);
-    return bytes_taken([&](unsigned char*& end) { take_scratch(largest, end); });
+    size_t const bytes = bytes_taken([&](unsigned char*& end) { take_scratch(largest, end); });
+    return std::max(bytes, bytes_taken([&](unsigned char*& end) { take_contributions(problem, end); }));
 }
 
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,
