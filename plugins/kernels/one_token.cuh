@@ -78,7 +78,6 @@ __device__ __forceinline__ void multiply_up(Params const& params, int neuron_beg
     int const k = static_cast<int>(threadIdx.x) * kVector;
     bool const exists = k < params.d_model;
     uint16_t const* const w_up = params.w_up + static_cast<int64_t>(neuron_begin) * params.d_model + k;
-    uint4 const x = exists ? __ldcg(reinterpret_cast<uint4 const*>(params.x + k)) : uint4{};
     while (set != 0) {
         uint4 weights[kRows];
         uint32_t rest = set;
@@ -87,6 +86,7 @@ __device__ __forceinline__ void multiply_up(Params const& params, int neuron_beg
             weights[r] =
                 load_vector_if(w_up + static_cast<int64_t>(__ffs(rest) - 1) * params.d_model, exists && rest != 0);
         }
+        uint4 const x = __ldcg(reinterpret_cast<uint4 const*>(params.x + min(k, params.d_model - kVector)));
         float sums[kRows] = {};
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
