@@ -2,12 +2,12 @@
 
 #include <algorithm>
 
+#include "contribute_few.cuh"
 #include "down_few.cuh"
 #include "few.h"
 #include "gate.h"
 #include "gate_up_few.cuh"
 #include "launch.cuh"
-#include "one_token.cuh"
 #include "problem.cuh"
 #include "up_few.cuh"
 #if defined(TWELL_SM90A)
@@ -65,19 +65,19 @@ FewScratch take_scratch(twell_problem const& problem, unsigned char*& memory) {
     return scratch;
 }
 
-// Whether there may be kernels for one token alone, if the device is large enough.
-bool suits_one_token(twell_problem const& problem) {
-    return std::max(problem.d_model, problem.d_out) <= one_token::kMostColumns &&
-           problem.d_ff <= one_token::kMostCtas * one_token::kNeurons;
+// Whether CTAs may contribute to y (contribute_few.cuh), if the device has enough of them.
+bool suits_contributing(twell_problem const& problem) {
+    return std::max(problem.d_model, problem.d_out) <= contribute_few::kMostColumns &&
+           problem.d_ff <= contribute_few::kMostCtas * contribute_few::kNeurons;
 }
 
-// What the CTAs contribute.
-one_token::Params take_contributions(twell_problem const& problem, unsigned char*& memory) {
-    one_token::Params params = {};
-    if (suits_one_token(problem)) {
-        int64_t const most_ctas = std::min(problem.d_ff, one_token::kMostCtas);
-        params.contributions = take<float>(memory, most_ctas * problem.d_out);
-        params.contributes = take<uint32_t>(memory, most_ctas * one_token::kCopies);
+contribute_few::Params take_contributions(twell_problem const& problem, unsigned char*& memory) {
+    contribute_few::Params params = {};
+    if (suits_contributing(problem)) {
+        int64_t const rows = std::min(problem.tokens, int64_t{contribute_few::kMostTokens}) *
+                             std::min(problem.d_ff, contribute_few::kMostCtas);
+        params.contributions = take<float>(memory, rows * problem.d_out);
+        params.contributes = take<uint32_t>(memory, rows * contribute_few::kCopies);
     }
     return params;
 }
@@ -185,24 +185,24 @@ cudaError_t launch_hopper(twell_problem const& problem, twell_tensors const& ten
 #endif
 
 // As many for each multiprocessor as its share of the neurons needs, so that none has more to read than another.
-int num_one_token_ctas(twell_problem const& problem, Device const& device) {
-    int const multiprocessors = std::min(device.num_multiprocessors, one_token::kMostCtas);
-    int const needed = static_cast<int>(ceil_div(problem.d_ff, multiprocessors * one_token::kNeurons));
-    int const of_each =
-        std::min({needed, one_token::kCtasPerMultiprocessor, one_token::kMostCtas / multiprocessors});
+int num_contributing_ctas(twell_problem const& problem, Device const& device) {
+    using contribute_few::kMostCtas;
+    int const multiprocessors = std::min(device.num_multiprocessors, kMostCtas);
+    int const needed = static_cast<int>(ceil_div(problem.d_ff, multiprocessors * contribute_few::kNeurons));
+    int const of_each = std::min({needed, contribute_few::kCtasPerMultiprocessor, kMostCtas / multiprocessors});
     return std::min(problem.d_ff, multiprocessors * of_each);
 }
 
-bool is_one_token(twell_problem const& problem, Device const& device) {
-    return problem.tokens == 1 && suits_one_token(problem) &&
-           problem.d_ff <= num_one_token_ctas(problem, device) * one_token::kNeurons;
+bool contributes(twell_problem const& problem, Device const& device) {
+    return problem.tokens <= contribute_few::kMostTokens && suits_contributing(problem) &&
+           problem.d_ff <= num_contributing_ctas(problem, device) * contribute_few::kNeurons;
 }
 
 template <class Element>
-cudaError_t launch_one_token(twell_problem const& problem, twell_tensors const& tensors, void* memory,
-                             Device const& device, cudaStream_t stream) {
+cudaError_t launch_contributing(twell_problem const& problem, twell_tensors const& tensors, void* memory,
+                                Device const& device, cudaStream_t stream) {
     unsigned char* next = static_cast<unsigned char*>(memory);
-    one_token::Params params = take_contributions(problem, next);
+    contribute_few::Params params = take_contributions(problem, next);
     params.x = static_cast<uint16_t const*>(tensors.x);
     params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
     params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
@@ -211,7 +211,7 @@ cudaError_t launch_one_token(twell_problem const& problem, twell_tensors const& 
     params.w_down = static_cast<uint16_t const*>(tensors.w_down);
     params.b_down = static_cast<uint16_t const*>(tensors.b_down);
     params.y = static_cast<uint16_t*>(tensors.y);
-    params.num_ctas = num_one_token_ctas(problem, device);
+    params.num_ctas = num_contributing_ctas(problem, device);
     params.neurons_each = problem.d_ff / params.num_ctas;
     params.neurons_left = problem.d_ff % params.num_ctas;
     params.d_model = problem.d_model;
@@ -219,22 +219,26 @@ cudaError_t launch_one_token(twell_problem const& problem, twell_tensors const& 
     params.d_out = problem.d_out;
     params.relu_on_up = problem.activation == TWELL_DRELU;
     params.act = activation_of(problem);
-    if (cudaError_t const error = launch_dependent(one_token::contribute_kernel<Element>, params,
-                                                   dim3(static_cast<unsigned>(params.num_ctas)), one_token::kThreads,
-                                                   one_token::kSharedBytes, device, stream);
+    static_assert(contribute_few::kMostTokens == 2, "one of two kernels");
+    auto const kernel = problem.tokens == 1 ? contribute_few::contribute_kernel<Element, 1>
+                                            : contribute_few::contribute_kernel<Element, 2>;
+    if (cudaError_t const error =
+            launch_dependent(kernel, params, dim3(static_cast<unsigned>(params.num_ctas)), contribute_few::kThreads,
+                             contribute_few::kSharedBytes, device, stream);
         error != cudaSuccess) {
         return error;
     }
-    return launch_dependent(one_token::add_kernel<Element>, params,
-                            dim3(static_cast<unsigned>(ceil_div(problem.d_out, one_token::kAddColumns))),
-                            one_token::kAddThreads, 0, device, stream);
+    dim3 const grid(static_cast<unsigned>(ceil_div(problem.d_out, contribute_few::kAddColumns)),
+                    static_cast<unsigned>(problem.tokens));
+    return launch_dependent(contribute_few::add_kernel<Element>, params, grid, contribute_few::kAddThreads, 0, device,
+                            stream);
 }
 
 template <class Element>
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* memory,
                        Device const& device, cudaStream_t stream) {
-    if (is_one_token(problem, device)) {
-        return launch_one_token<Element>(problem, tensors, memory, device, stream);
+    if (contributes(problem, device)) {
+        return launch_contributing<Element>(problem, tensors, memory, device, stream);
     }
     int const tokens = static_cast<int>(problem.tokens);
     unsigned char* next = static_cast<unsigned char*>(memory);
