@@ -21,6 +21,8 @@ using gate_up_few::kWarps;
 constexpr int kMostTokens = 2;
 constexpr int kNeurons = MMA_M;  // of a CTA, at most
 constexpr int kCtasPerMultiprocessor = 3;
+// Registers are kept free for one more, so that a CTA that adds up has a place beside them, and they beside it.
+constexpr int kMinBlocks = 4;
 constexpr int kMostColumns = kThreads * kVector;  // of a matrix: a thread has a vector of each row
 constexpr int kNumStages = 3;
 constexpr int kBytesQueue = kNumStages * gate_up_few::kBytesWarpStage<1, 1>;  // of a warp
@@ -122,7 +124,7 @@ __device__ __forceinline__ void multiply_up(Params const& params, int neuron_beg
 
 // What each CTA's neurons contribute to y.
 template <class Element, int kTokens>
-__global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) contribute_kernel(Params const params) {
+__global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params const params) {
     static_assert(kTokens * kNeurons <= kWarpSize && kTokens <= kMostTokens, "a lane has a neuron of a token");
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ float gate_parts[kWarps][kTokens][kNeurons];

@@ -96,8 +96,19 @@ def table() -> Iterator[Case]:
         yield Case(rows=rows, d_model=1032, d_ff=1111, d_out=1032, density=density, dtype=dtype)
     for rows, density in itertools.product((1, 16, 64, 100, 200), densities):
         yield Case(rows=rows, d_model=2048, d_ff=5632, d_out=2048, density=density, biases="", dtype=next(dtypes))
+    # Up to what CTAs contribute to y for one or two tokens (on 132 multiprocessors), and beyond.
+    for rows, (d_model, d_ff, d_out), density in itertools.product(
+        (1, 2), ((2048, 6336, 2048), (2048, 6337, 72), (2056, 700, 72), (72, 700, 2056)), (0.005, 0.3, 1.0)
+    ):
+        for gated in (True, False):
+            yield Case(
+                rows=rows, d_model=d_model, d_ff=d_ff, d_out=d_out, density=density, gated=gated, dtype=next(dtypes)
+            )
+    for rows, (gated, activation), density in itertools.product((1, 2), kinds, (0.002, 0.1, 0.6)):
+        base = Case(rows=rows, d_model=1544, d_ff=4100, d_out=1544, density=density, dtype=next(dtypes))
+        yield dataclasses.replace(base, gated=gated, activation=activation)
     # One token with so many active neurons that CTAs share them out: in one pass over them or more, all or a part of
-    # them shared, and as many CTAs as d_out leaves.
+    # them shared, and as many CTAs as d_out leaves; with few neurons and columns CTAs contribute.
     for d_ff, density in ((1100, 1.0), (2000, 0.7), (8192, 1.0), (8300, 0.5), (20000, 0.3)):
         for d_out, gated in itertools.product((8, 72, 136, 2048, 4104, 8200), (True, False)):
             yield Case(rows=1, d_model=72, d_ff=d_ff, d_out=d_out, density=density, gated=gated, dtype=next(dtypes))
@@ -152,7 +163,12 @@ def table() -> Iterator[Case]:
 # Every kernel instance, every branch, few launches: these also run under compute-sanitizer.
 SMALL = [
     Case(rows=1, d_model=8, d_ff=1, d_out=8, density=1.0),
-    Case(rows=1, d_model=16, d_ff=1300, d_out=72, density=1.0, dtype=FP16),
+    Case(rows=1, d_model=16, d_ff=1300, d_out=2056, density=1.0, dtype=FP16),
+    Case(rows=1, d_model=520, d_ff=1300, d_out=72, density=0.1, dtype=FP16),
+    Case(rows=1, d_model=2048, d_ff=300, d_out=1032, density=1.0, gated=False),
+    Case(rows=2, d_model=1032, d_ff=2300, d_out=264, density=0.01),
+    Case(rows=2, d_model=72, d_ff=700, d_out=2048, density=0.6, dtype=FP16, activation="drelu"),
+    Case(rows=2, d_model=264, d_ff=200, d_out=8, density=0.05, gated=False, dtype=FP16),
     Case(rows=8, d_model=520, d_ff=100, d_out=72, density=0.1, dtype=FP16),
     Case(rows=20, d_model=1096, d_ff=100, d_out=264, density=0.05),
     Case(rows=64, d_model=1544, d_ff=200, d_out=264, density=0.01),
