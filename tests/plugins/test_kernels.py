@@ -105,7 +105,7 @@ def table() -> Iterator[Case]:
                 rows=rows, d_model=d_model, d_ff=d_ff, d_out=d_out, density=density, gated=gated, dtype=next(dtypes)
             )
     for rows, (gated, activation), density in itertools.product((1, 2), kinds, (0.002, 0.1, 0.6)):
-        base = Case(rows=rows, d_model=1544, d_ff=4100, d_out=1544, density=density, dtype=next(dtypes))
+        base = Case(rows=rows, d_model=72, d_ff=4100, d_out=1544, density=density, dtype=next(dtypes))
         yield dataclasses.replace(base, gated=gated, activation=activation)
     # One token with so many active neurons that CTAs share them out: in one pass over them or more, all or a part of
     # them shared, and as many CTAs as d_out leaves; with few neurons and columns CTAs contribute.
