@@ -29,8 +29,8 @@ from twellc.accuracy import OutputAccuracy
 from twellc.checking import check
 from twellc.config import CheckOptions, CompileOptions
 from twellc.errors import UserError
-from twellc.loaders.archive import keep_tensor_outputs
 from twellc.loaders.model import load_model
+from twellc.loaders.tracing import keep_tensor_outputs
 from twellc.passes.canonicalize import canonicalize, functionalize
 from twellc.passes.execution import example_inputs, run_program
 from twellc.translation import translate_to_file

@@ -8,7 +8,6 @@ operators and plain integer expressions is loaded; any other needs the user's wo
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import re
 import zipfile
@@ -19,12 +18,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.export.pt2_archive._package import load_pt2
-from torch.utils import _pytree as pytree
 
 from twellc.errors import UserError, first_line
 from twellc.loaders.model import LoadedModel
+from twellc.loaders.tracing import keep_tensor_outputs
 from twellc.passes.program import quiet_torch
 
 _PLAIN_RECORDS = re.compile(
@@ -86,47 +84,6 @@ def _forget_ranges_of_expressions(program: ExportedProgram) -> None:
             for expression in [key for key in shape_env.var_to_range if not key.is_Symbol]:
                 del shape_env.var_to_range[expression]
             return
-
-
-def keep_tensor_outputs(path: Path, program: ExportedProgram) -> tuple[list[str], list[str]]:
-    """Remove from a program, in place, what it returns besides tensors: None, sizes and other numbers.
-
-    Args:
-        path: Where it came from, for the message.
-        program: The program as it was traced.
-
-    Returns:
-        The names of its tensor outputs, and a note on what was removed.
-
-    Raises:
-        UserError: It returns no tensor.
-    """
-    specs, output, names = program.graph_signature.output_specs, program.graph.output_node(), _output_names(program)
-    results = [spec for spec in specs if spec.kind == OutputKind.USER_OUTPUT]
-    kept = [name for name, spec in zip(names, results, strict=True) if isinstance(spec.arg, TensorArgument)]
-    removed = [name for name in names if name not in kept]
-    if not kept:
-        raise UserError(str(path), "the model returns no tensor", expected="one at least")
-    if not removed:
-        return names, []
-    stays = [spec.kind != OutputKind.USER_OUTPUT or isinstance(spec.arg, TensorArgument) for spec in specs]
-    program.graph_signature.output_specs = list(itertools.compress(specs, stays))
-    output.args = (tuple(itertools.compress(output.args[0], stays)),)
-    program.graph_module.recompile()
-    call = program.module_call_graph[0].signature
-    assert call is not None
-    call.out_spec = pytree.tree_structure(tuple(kept))
-    return kept, [f"results of the model that are no tensors are left out of the plan: {', '.join(removed)}"]
-
-
-def _output_names(program: ExportedProgram) -> list[str]:
-    """Return the keys of a program that returns a dictionary or a model output, else `output` or numbered ones."""
-    spec = program.call_spec.out_spec
-    count = len(program.graph_signature.user_outputs)
-    keys = spec.context if spec is not None and isinstance(spec.context, list) else []
-    if len(keys) == count and all(isinstance(key, str) for key in keys):
-        return list(keys)
-    return ["output"] if count == 1 else [f"output_{i}" for i in range(count)]
 
 
 def _refuse_damage(path: Path) -> None:

@@ -12,9 +12,8 @@ import torch
 
 from twellc.errors import UserError, first_few, first_line
 from twellc.loaders import sparselm
-from twellc.loaders.archive import keep_tensor_outputs
 from twellc.loaders.model import LoadedModel
-from twellc.loaders.tracing import trace
+from twellc.loaders.tracing import keep_tensor_outputs, trace
 
 _LARGEST_BATCH = 65536
 _DEFAULT_BATCH = (1, 1, 8)

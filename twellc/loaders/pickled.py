@@ -9,9 +9,8 @@ import torch
 
 from twellc.errors import UserError, first_line
 from twellc.inputs import InputDeclaration
-from twellc.loaders.archive import keep_tensor_outputs
 from twellc.loaders.model import LoadedModel
-from twellc.loaders.tracing import trace
+from twellc.loaders.tracing import keep_tensor_outputs, trace
 
 # Sizes to trace dynamic dimensions with: all different, since torch.export gives equal sizes one symbol; not 1, which
 # it would take for a constant.

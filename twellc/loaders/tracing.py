@@ -1,12 +1,15 @@
-"""Trace modules with torch.export."""
+"""Trace modules with torch.export, and what every traced program needs."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, TensorArgument
+from torch.utils import _pytree as pytree
 
 from twellc.errors import UserError, first_line
 from twellc.passes.program import quiet_torch
@@ -40,3 +43,44 @@ def trace(
             )
     except Exception as error:  # torch.export raises what the module's code raises
         raise UserError(str(path), f"torch.export cannot trace the model ({first_line(error)})", fix=fix) from error
+
+
+def keep_tensor_outputs(path: Path, program: ExportedProgram) -> tuple[list[str], list[str]]:
+    """Remove from a program, in place, what it returns besides tensors: None, sizes and other numbers.
+
+    Args:
+        path: Where it came from, for the message.
+        program: The program as it was traced.
+
+    Returns:
+        The names of its tensor outputs, and a note on what was removed.
+
+    Raises:
+        UserError: It returns no tensor.
+    """
+    specs, output, names = program.graph_signature.output_specs, program.graph.output_node(), _output_names(program)
+    results = [spec for spec in specs if spec.kind == OutputKind.USER_OUTPUT]
+    kept = [name for name, spec in zip(names, results, strict=True) if isinstance(spec.arg, TensorArgument)]
+    removed = [name for name in names if name not in kept]
+    if not kept:
+        raise UserError(str(path), "the model returns no tensor", expected="one at least")
+    if not removed:
+        return names, []
+    stays = [spec.kind != OutputKind.USER_OUTPUT or isinstance(spec.arg, TensorArgument) for spec in specs]
+    program.graph_signature.output_specs = list(itertools.compress(specs, stays))
+    output.args = (tuple(itertools.compress(output.args[0], stays)),)
+    program.graph_module.recompile()
+    call = program.module_call_graph[0].signature
+    assert call is not None
+    call.out_spec = pytree.tree_structure(tuple(kept))
+    return kept, [f"results of the model that are no tensors are left out of the plan: {', '.join(removed)}"]
+
+
+def _output_names(program: ExportedProgram) -> list[str]:
+    """Return the keys of a program that returns a dictionary or a model output, else `output` or numbered ones."""
+    spec = program.call_spec.out_spec
+    count = len(program.graph_signature.user_outputs)
+    keys = spec.context if spec is not None and isinstance(spec.context, list) else []
+    if len(keys) == count and all(isinstance(key, str) for key in keys):
+        return list(keys)
+    return ["output"] if count == 1 else [f"output_{i}" for i in range(count)]
