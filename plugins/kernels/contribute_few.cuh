@@ -94,7 +94,8 @@ __device__ __forceinline__ void multiply_up(Params const& params, int neuron_beg
         float sums[kTokens][kRows] = {};
 #pragma unroll
         for (int t = 0; t < kTokens; ++t) {
-            uint4 const values = __ldcg(reinterpret_cast<uint4 const*>(x + t * params.d_model));
+            uint4 const loaded = __ldcg(reinterpret_cast<uint4 const*>(x + t * params.d_model));
+            uint4 const values = exists ? loaded : uint4{};  // whatever it is, infinity times 0 would be a NaN
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
                 accumulate<Element>(sums[t][r], values, weights[r]);

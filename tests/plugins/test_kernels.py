@@ -545,6 +545,28 @@ def test_nan_and_infinity_stay_in_their_rows(rows: int, dtype: torch.dtype, gate
     assert_guards(call.packed_buffer)
 
 
+def make_one_infinity(rows: int, d_model: int, device: str = "cuda") -> tuple[Block, torch.Tensor]:
+    """Draw a block in which infinity ends the first row of x and reaches one neuron; also y of that row."""
+    case = Case(rows=rows, d_model=d_model, d_ff=600, d_out=72, density=0.3, biases="")
+    block = make_block(case, integers=False, device=device)
+    assert block.w_up is not None
+    block.x[0, -1] = float("inf")
+    block.w_gate[:, -1] = -1.0
+    block.w_gate[300, -1] = 1.0
+    block.w_up[300, -1] = 1.0
+    return block, torch.sign(block.w_down[300]) * float("inf")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 40])
+@pytest.mark.parametrize("d_model", [72, 1032, 2048])
+def test_infinity_is_not_multiplied_by_absent_weights(rows: int, d_model: int) -> None:
+    block, expected = make_one_infinity(rows, d_model)
+    call = Call(block, 8)
+    y = call.poisoned(call.mlp)
+    assert_same_bits(y[0], expected)
+    assert torch.isfinite(y[1:]).all()
+
+
 @pytest.mark.parametrize("where", ["w_gate", "b_gate", "w_up", "b_up", "w_down"])
 @pytest.mark.parametrize(("rows", "d_ff", "density"), [(20, 600, 0.3), (65, 600, 0.3), (60, MANY_NEURONS, 0.005)])
 def test_nan_in_one_neuron(where: str, rows: int, d_ff: int, density: float) -> None:
