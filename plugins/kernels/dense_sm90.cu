@@ -186,9 +186,9 @@ template <class Element, Projection kProjection>
 cudaError_t launch_projection(Launch const& launch) {
     Shape<kProjection> const shape(launch.problem, launch.scratch.parts.most_sums, launch.device);
     using Tilings = typename Shape<kProjection>::Tilings;
-    return sm90::with_config(shape.tiling, Tilings(), [&](auto tokens, auto shares_weights) {
+    return sm90::with_config(shape.tiling, Tilings(), [&](auto tokens, auto layout) {
         constexpr bool kUp = kProjection == Projection::kUp;
-        using Cfg = sm90::Config<decltype(tokens)::value, kUp, 1, decltype(shares_weights)::value>;
+        using Cfg = sm90::Config<decltype(tokens)::value, kUp, 1, decltype(layout)::value>;
         return launch_projection<Element, Cfg, kProjection>(launch, shape);
     });
 }

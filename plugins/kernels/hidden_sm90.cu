@@ -8,10 +8,11 @@ namespace {
 
 namespace sm90 = hidden_sm90;
 
-// Of a gated block a consumer holds two products, so a block has fewer tokens.
+// Of a gated block a consumer holds two products, so a block has fewer tokens. Tall tiles are for 193 to 256 tokens, or
+// some more than a multiple of that, and fill one or two rounds of clusters in popular layers.
 using GatedTilings =
     sm90::Tilings<sm90::Choices<24, 32, 40, 48, 64, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176>,
-                  sm90::Choices<48, 56, 64, 72, 80, 88, 96>>;
+                  sm90::Choices<48, 56, 64, 72, 80, 88, 96>, sm90::Choices<64, 88, 112, 128, 152, 168, 176>>;
 using PlainTilings = sm90::Tilings<sm90::Choices<24, 32, 40, 48, 64, 80, 96, 112, 128, 136, 144, 152, 160, 168, 176,
                                                  184, 192, 200, 208, 216, 224, 232, 240, 248, 256>,
                                    sm90::Choices<40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
@@ -76,8 +77,8 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, u
     int const num_slices = static_cast<int>(ceil_div(problem.d_model, sm90::BLOCK_K));
     sm90::Product const product = {problem.tokens, problem.d_ff, num_slices, kProducts, 0, kClusterCycles};
     sm90::Tiling const tiling = sm90::choose(product, sm90::num_clusters(device), tilings);
-    return sm90::with_config(tiling, tilings, [&](auto tokens, auto shares_weights) {
-        using Cfg = sm90::Config<decltype(tokens)::value, false, kProducts, decltype(shares_weights)::value>;
+    return sm90::with_config(tiling, tilings, [&](auto block, auto layout) {
+        using Cfg = sm90::Config<decltype(block)::value, false, kProducts, decltype(layout)::value>;
         return launch_config<Element, Cfg>(problem, tensors, h, parts, active, product, tiling, device, stream);
     });
 }

@@ -41,7 +41,7 @@ struct Params {
 
 // Whether a configuration can leave which neurons are active: blocks of more tokens are for calls that do not ask.
 template <class Cfg>
-constexpr bool kLeavesActive = Cfg::BLOCK_N <= 96;
+constexpr bool kLeavesActive = !Cfg::kIsTall && Cfg::BLOCK_N <= 96;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -149,12 +149,19 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         Ring<Cfg::kNumStages> ring;
         for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
             Tile const tile(params.num_blocks, params.num_tiles, i);
-            int const first_neuron = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
+            // Of a tile a warp has 16 neurons, if tall 16 tokens.
+            int const first_neuron =
+                tile.neuron_of<Cfg>(rank) + (Cfg::kIsTall ? 0 : consumer_warp * kWarpNeurons);
+            int const first_of_warp = Cfg::kIsTall ? consumer_warp * kWarpNeurons : 0;
             Tokens const tokens = Tokens::of<Cfg>(tile, rank, static_cast<int>(params.tokens));
             int64_t const first_token = tokens.begin;
             int const neuron = first_neuron + lane / 4;
-            float2 const gate_biases = load_biases<Element>(params.b_gate, neuron, params.d_ff);
-            float2 const up_biases = load_biases<Element>(kGated ? params.b_up : nullptr, neuron, params.d_ff);
+            float2 gate_biases = {};
+            float2 up_biases = {};
+            if constexpr (!Cfg::kIsTall) {
+                gate_biases = load_biases<Element>(params.b_gate, neuron, params.d_ff);
+                up_biases = load_biases<Element>(kGated ? params.b_up : nullptr, neuron, params.d_ff);
+            }
             float accumulators[Cfg::kProducts][Cfg::kAccumulators];
             multiply<Element, Cfg, false>(accumulators, shared, ring, consumer_warp / kWarpgroupWarps,
                                           params.num_slices);
@@ -165,11 +172,20 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             pass_result<Cfg>(
                 shared.result() + consumer_warp * Cfg::kBytesWarp,
                 [&](int i) {
-                    uint32_t const z = round_pair<Element>(accumulators[0], gate_biases, i);
-                    uint32_t const u = round_pair<Element>(accumulators[Cfg::kProducts - 1], up_biases, i);
+                    auto const round = [&](int product, float2 biases, uint16_t const* bias) {
+                        if constexpr (Cfg::kIsTall) {
+                            int const of_pair = first_neuron + i / 4 * kVector + lane % 4 * 2;
+                            return round_neurons<Element>(accumulators[product], bias, of_pair, params.d_ff, i);
+                        } else {
+                            return round_pair<Element>(accumulators[product], biases, i);
+                        }
+                    };
+                    uint32_t const z = round(0, gate_biases, params.b_gate);
+                    uint32_t const u = round(Cfg::kProducts - 1, up_biases, params.b_up);
                     return activate_and_multiply<Element, kGated, kLeavesActive<Cfg>>(params, z, u);
                 },
-                [&](int token, int chunk, uint4 values) {
+                [&](int token_of_warp, int chunk, uint4 values) {
+                    int const token = first_of_warp + token_of_warp;
                     int const column = first_neuron + chunk * kVector;
                     if (tokens.has(token) && column < params.d_ff) {
                         *reinterpret_cast<uint4*>(params.h + (first_token + token) * params.stride + column) = values;

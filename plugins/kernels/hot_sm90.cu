@@ -18,7 +18,7 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, H
     sm90::Product const product = {problem.tokens, kMostHot, problem.d_model / sm90::BLOCK_K, 1, 0, 0};
     sm90::Tiling const tiling = sm90::choose(product, clusters, HotTilings());
     return sm90::with_config(tiling, HotTilings(), [&](auto tokens, auto) {
-        using Cfg = sm90::Config<decltype(tokens)::value, false, 1, true>;
+        using Cfg = sm90::Config<decltype(tokens)::value, false, 1, sm90::Layout::kSharesWeights>;
         sm90::Params params = {};
         params.u = hot.u;
         params.count = hot.count;

@@ -3,7 +3,8 @@
 // The products are computed transposed, neurons x tokens, because the tensor cores' second extent is free: any multiple
 // of 8 up to 256. So a launch can cut the tokens into blocks that fill its last round of tiles. A pair of CTAs, a
 // cluster, computes [one tile of 2 x 128 neurons, one block of tokens] at a time; both need the same tokens, so each
-// loads half of them for both. Or the tile is [128 neurons, two blocks of tokens], and weights are what they share.
+// loads half of them for both. Or the tile is [128 neurons, two blocks of tokens], and weights are what they share. Or
+// the product is not transposed: the tile is [block of neurons, 2 x 128 tokens], where the neurons can be cut freely.
 // ("Neurons" are the columns of the result, also where these are d_out.) The kernels have
 //   a loader       which brings slices of the weights and the tokens into the stages, across the boundaries of tiles;
 //   two consumers  warpgroups, of 64 neurons each, which multiply and leave the rounded result in shared memory;
@@ -56,33 +57,47 @@ constexpr int kGroupBlocks = 8;
 
 constexpr int kMaxSharedBytes = 227 * 1024;
 
-// Tokens in a block; a multiple of 8, at most 256. Either there is room for the whole result, which helpers carry on,
-// or each consumer warp has a little and carries it on itself. So many weight matrices are multiplied at once.
-template <int kTokens, bool kResultInShared = true, int kMatrices = 1, bool kShareWeights = false>
+// How a cluster's two CTAs divide a tile, and what they share.
+enum class Layout {
+    kSharesTokens,   // [2 x 128 neurons, a block of tokens]
+    kSharesWeights,  // [128 neurons, 2 blocks of tokens]
+    kTall,           // [a block of neurons, 2 x 128 tokens], sharing weights: the product is not transposed
+};
+
+// Tokens in a block, if tall neurons; a multiple of 8, at most 256. Either there is room for the whole result, which
+// helpers carry on, or each consumer warp has a little and carries it on itself. So many weight matrices are multiplied
+// at once.
+template <int kBlock, bool kResultInShared = true, int kMatrices = 1, Layout kTileLayout = Layout::kSharesTokens>
 struct Config {
-    static constexpr int BLOCK_N = kTokens;
+    static constexpr int BLOCK_N = kBlock;
     static constexpr int kProducts = kMatrices;
     static constexpr int kAccumulators = WGMMA_M * BLOCK_N / kWarpgroupSize;  // of one product
-    // What the two CTAs of a cluster share, and their tile.
-    static constexpr bool kSharesWeights = kShareWeights;
-    static constexpr int kTileNeurons = kSharesWeights ? BLOCK_M : kClusterSize * BLOCK_M;
-    static constexpr int kTileTokens = kSharesWeights ? kClusterSize * BLOCK_N : BLOCK_N;
+    static constexpr bool kSharesWeights = kTileLayout == Layout::kSharesWeights;
+    static constexpr bool kIsTall = kTileLayout == Layout::kTall;
+    static constexpr int kTileNeurons = kIsTall ? BLOCK_N : kSharesWeights ? BLOCK_M : kClusterSize * BLOCK_M;
+    static constexpr int kTokens = kIsTall ? BLOCK_M : BLOCK_N;  // of a CTA
+    static constexpr int kTileTokens = kTileLayout == Layout::kSharesTokens ? kTokens : kClusterSize * kTokens;
     // Each CTA loads that many tokens: its own, or half of a shared block, whole swizzle patterns. The halves may
     // overlap by one.
     static constexpr int kRowsLoaded =
-        kSharesWeights ? BLOCK_N : (BLOCK_N / kClusterSize + kRowsPerSwizzle - 1) / kRowsPerSwizzle * kRowsPerSwizzle;
-    static constexpr int kWeightRowsLoaded = kSharesWeights ? BLOCK_M / kClusterSize : BLOCK_M;
+        kTileLayout == Layout::kSharesTokens
+            ? (BLOCK_N / kClusterSize + kRowsPerSwizzle - 1) / kRowsPerSwizzle * kRowsPerSwizzle
+            : kTokens;
+    // And of each matrix that many weights: half of a shared block; if tall, one of two matrices.
+    static constexpr int kWeightRowsLoaded = kIsTall ? BLOCK_N : kSharesWeights ? BLOCK_M / kClusterSize : BLOCK_M;
     static_assert(BLOCK_N % 8 == 0 && BLOCK_N >= 16 && BLOCK_N <= 256, "what wgmma can do");
+    static_assert(!kIsTall || kProducts == kClusterSize, "each CTA loads a matrix");
 
-    // Shared memory: stages of A (weights), 128 neurons of each matrix, and B (tokens) [BLOCK_N, BLOCK_K], swizzled by
-    // TMA; the rounded result, [BLOCK_N, 64 neurons] of each consumer or twice [16 tokens, 16 neurons] of each warp;
-    // barriers.
-    static constexpr int kBytesMatrix = BLOCK_M * BLOCK_K * 2;
-    static constexpr int kBytesA = kProducts * kBytesMatrix;
-    static constexpr int kBytesB = BLOCK_N * BLOCK_K * 2;
+    // Shared memory: stages of A (weights), 128 neurons of each matrix, and B (tokens) [BLOCK_N, BLOCK_K], or if tall of
+    // A (tokens) and B (weights), [BLOCK_N, BLOCK_K] of each matrix, swizzled by TMA; the rounded result, [BLOCK_N, 64
+    // neurons] of each consumer or twice [16 tokens, 16 neurons] of each warp; barriers.
+    static constexpr int kBytesMatrix = (kIsTall ? BLOCK_N : BLOCK_M) * BLOCK_K * 2;
+    static constexpr int kBytesTokens = kTokens * BLOCK_K * 2;
+    static constexpr int kBytesA = kIsTall ? kBytesTokens : kProducts * kBytesMatrix;
+    static constexpr int kBytesB = kIsTall ? kProducts * kBytesMatrix : kBytesTokens;
     static constexpr int kBytesStage = kBytesA + kBytesB;
-    static constexpr int kBytesLoaded =
-        kBytesA + (kSharesWeights ? 1 : kClusterSize) * kRowsLoaded * BLOCK_K * 2;  // into a stage
+    static constexpr int kBytesLoaded =  // into a stage
+        kProducts * kBytesMatrix + (kTileLayout == Layout::kSharesTokens ? kClusterSize : 1) * kRowsLoaded * BLOCK_K * 2;
     static constexpr int kBytesResultPart = BLOCK_N * kBytesRow;
     static constexpr int kBytesWarp = 2 * 2 * kRowsPerSwizzle * kBytesWarpRow;
     static constexpr int kBytesResult = kResultInShared ? kConsumers * kBytesResultPart : kConsumerWarps * kBytesWarp;
@@ -123,12 +138,12 @@ struct Tile {
     // The first of a CTA's part.
     template <class Cfg>
     __device__ __forceinline__ int neuron_of(int rank) const {
-        return tile_idx * Cfg::kTileNeurons + (Cfg::kSharesWeights ? 0 : rank * BLOCK_M);
+        return tile_idx * Cfg::kTileNeurons + (Cfg::kSharesWeights || Cfg::kIsTall ? 0 : rank * BLOCK_M);
     }
 
     template <class Cfg>
     __device__ __forceinline__ int token_of(int rank) const {
-        return block_idx * Cfg::kTileTokens + (Cfg::kSharesWeights ? rank * Cfg::BLOCK_N : 0);
+        return block_idx * Cfg::kTileTokens + (Cfg::kSharesWeights || Cfg::kIsTall ? rank * Cfg::kTokens : 0);
     }
 };
 
@@ -146,7 +161,7 @@ struct Tokens {
     // Those of a CTA's part of a tile.
     template <class Cfg>
     __device__ __forceinline__ static Tokens of(Tile const& tile, int rank, int num_tokens) {
-        return Tokens(tile.token_of<Cfg>(rank), Cfg::BLOCK_N, num_tokens);
+        return Tokens(tile.token_of<Cfg>(rank), Cfg::kTokens, num_tokens);
     }
 
     // Whether its i-th token is one of its own.
@@ -322,14 +337,14 @@ struct Shared {
     __device__ __forceinline__ uint32_t barrier(int i) const { return base + Cfg::kOffsetBarriers + i * 8; }
 };
 
-// Loads the slices of tiles, by one thread of each CTA. A is one or several [neurons, K] in boxes of
-// [kWeightRowsLoaded, BLOCK_K], or, if transposed, [K, neurons] in boxes of [BLOCK_K, WGMMA_M]; B is [tokens, K] in
-// boxes of [kRowsLoaded, BLOCK_K].
+// Loads the slices of tiles, by one thread of each CTA. The weights are one or several [neurons, K] in boxes of
+// [kWeightRowsLoaded, BLOCK_K], or, if transposed, [K, neurons] in boxes of [BLOCK_K, WGMMA_M]; the tokens are
+// [tokens, K] in boxes of [kRowsLoaded, BLOCK_K].
 template <class Cfg, bool kTransposedA>
 struct Loader {
     Shared<Cfg> const& shared;
-    CUtensorMap const* a;  // [kProducts]
-    CUtensorMap const& b;
+    CUtensorMap const* weights;  // [kProducts]
+    CUtensorMap const& tokens;
     int rank;
     int num_tokens;
     int num_neurons;
@@ -390,19 +405,25 @@ struct Loader {
         arrive_and_expect(full, Cfg::kBytesLoaded);
 #pragma unroll
         for (int product = 0; product < Cfg::kProducts; ++product) {
-            uint32_t const destination = shared.stage_a(stage) + product * Cfg::kBytesMatrix;
-            if constexpr (Cfg::kSharesWeights) {
+            uint32_t const destination =
+                (Cfg::kIsTall ? shared.stage_b(stage) : shared.stage_a(stage)) + product * Cfg::kBytesMatrix;
+            if constexpr (Cfg::kIsTall) {
+                // Either CTA brings one.
+                if (product == rank) {
+                    load_box_for_all(destination, weights[product], full, slice * BLOCK_K, neuron);
+                }
+            } else if constexpr (Cfg::kSharesWeights) {
                 // Either CTA brings a half, which is a consumer's.
                 int const first = box_at(neuron + rank * WGMMA_M);
-                load_box_for_all(destination + rank * (Cfg::kBytesMatrix / kClusterSize), a[product], full,
+                load_box_for_all(destination + rank * (Cfg::kBytesMatrix / kClusterSize), weights[product], full,
                                  kTransposedA ? first : slice * BLOCK_K, kTransposedA ? slice * BLOCK_K : first);
             } else if constexpr (kTransposedA) {
                 for (int consumer = 0; consumer < kConsumers; ++consumer) {
-                    load_box(destination + consumer * (BLOCK_K * kBytesRow), a[product], full,
+                    load_box(destination + consumer * (BLOCK_K * kBytesRow), weights[product], full,
                              box_at(neuron + consumer * WGMMA_M), slice * BLOCK_K);
                 }
             } else {
-                load_box(destination, a[product], full, slice * BLOCK_K, box_at(neuron));
+                load_box(destination, weights[product], full, slice * BLOCK_K, box_at(neuron));
             }
         }
     }
@@ -410,11 +431,13 @@ struct Loader {
     __device__ __forceinline__ void load_tokens(Tile const& tile, int slice, int stage) const {
         uint32_t const full = shared.stage_full(stage);
         int const token = Tokens::of<Cfg>(tile, rank, num_tokens).begin;
-        if constexpr (Cfg::kSharesWeights) {
-            load_box(shared.stage_b(stage), b, full, slice * BLOCK_K, token);
+        if constexpr (Cfg::kIsTall) {
+            load_box(shared.stage_a(stage), tokens, full, slice * BLOCK_K, token);
+        } else if constexpr (Cfg::kSharesWeights) {
+            load_box(shared.stage_b(stage), tokens, full, slice * BLOCK_K, token);
         } else {
             int const half = rank == 0 ? 0 : Cfg::BLOCK_N - Cfg::kRowsLoaded;
-            load_box_for_all(shared.stage_b(stage) + half * kBytesRow, b, full, slice * BLOCK_K, token + half);
+            load_box_for_all(shared.stage_b(stage) + half * kBytesRow, tokens, full, slice * BLOCK_K, token + half);
         }
     }
 };
@@ -427,6 +450,9 @@ __device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][C
     int const lane = threadIdx.x % kWarpSize;
     // An M-major A has 16 whole rows for each step along K, else a step moves along the rows.
     constexpr int kStepA = kTransposedA ? WGMMA_K * kBytesRow : WGMMA_K * 2;
+    // From one product's operands to the next one's.
+    constexpr int kProductA = Cfg::kIsTall ? 0 : Cfg::kBytesMatrix;
+    constexpr int kProductB = Cfg::kIsTall ? Cfg::kBytesMatrix : 0;
     int stage_before = 0;
     for (int slice = 0; slice < num_slices; ++slice) {
         wait_barrier(shared.stage_full(ring.stage), ring.parity);
@@ -438,8 +464,8 @@ __device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][C
 #pragma unroll
             for (int product = 0; product < Cfg::kProducts; ++product) {
                 Wgmma<Element, Cfg::BLOCK_N>::template run<kTransposedA>(
-                    accumulators[product], a + (product * Cfg::kBytesMatrix + k * kStepA >> 4),
-                    b + (k * (WGMMA_K * 2) >> 4), (slice | k) != 0);
+                    accumulators[product], a + (product * kProductA + k * kStepA >> 4),
+                    b + (product * kProductB + k * (WGMMA_K * 2) >> 4), (slice | k) != 0);
             }
         }
         commit_wgmma();
@@ -478,6 +504,18 @@ constexpr int kChunksPerToken = BLOCK_M / kVector;
 __device__ __forceinline__ void store_transposed_x4(uint32_t address, uint32_t const (&fragment)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                  "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_x4(uint32_t address, uint32_t const (&fragment)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(fragment[0]),
+                 "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_x2(uint32_t address, uint32_t fragment0, uint32_t fragment1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(fragment0),
+                 "r"(fragment1)
                  : "memory");
 }
 
@@ -520,6 +558,18 @@ __device__ __forceinline__ uint32_t round_pair(float const (&accumulators)[kAccu
     return Element::from_float2(accumulators[i] + bias, accumulators[i + 1] + bias);
 }
 
+// The same where a pair are neighbouring neurons of one token, `neuron` and the next one.
+template <class Element, int kAccumulators>
+__device__ __forceinline__ uint32_t round_neurons(float const (&accumulators)[kAccumulators], uint16_t const* bias,
+                                                  int neuron, int num_neurons, int i) {
+    float2 biases = make_float2(0.0f, 0.0f);
+    if (bias != nullptr) {
+        biases.x = neuron < num_neurons ? Element::to_float(bias[neuron]) : 0.0f;
+        biases.y = neuron + 1 < num_neurons ? Element::to_float(bias[neuron + 1]) : 0.0f;
+    }
+    return Element::from_float2(accumulators[i] + biases.x, accumulators[i + 1] + biases.y);
+}
+
 // Leaves what round(i) makes of a consumer's i-th and next accumulators, for every even i, in the result. A warp has 16
 // neurons: two chunks of each token's row.
 template <class Cfg, class Round>
@@ -540,7 +590,7 @@ __device__ __forceinline__ void store_result(uint32_t result, int first_chunk, R
 }
 
 // The same, but passes the result on at once, by way of 2 x 512 bytes of the warp: calls store(token, chunk, values)
-// with eight neurons of a token, chunk 0 or 1 of the warp's 16.
+// with eight neurons of a token, chunk 0 or 1 of the warp's 16; if tall, with any chunk of one of the warp's 16 tokens.
 template <class Cfg, class Round, class Store>
 __device__ __forceinline__ void pass_result(uint32_t warp_bytes, Round round, Store store) {
     constexpr int N = Cfg::BLOCK_N;
@@ -550,20 +600,28 @@ __device__ __forceinline__ void pass_result(uint32_t warp_bytes, Round round, St
         return static_cast<uint32_t>(token * kBytesWarpRow + ((chunk ^ (token >> 2 & 1)) << 4));
     };
     uint32_t const source = warp_bytes + offset(lane / 2, lane % 2);
-    uint32_t const destination = warp_bytes + offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    uint32_t const destination = warp_bytes + (Cfg::kIsTall ? offset(lane / 8 % 2 * 8 + lane % 8, lane / 16)
+                                                            : offset(lane / 16 * 8 + lane % 8, lane / 8 % 2));
 #pragma unroll
     for (int j = 0; j < N / 8; j += 2) {
-        uint32_t const buffer = j / 2 % 2 * (Cfg::kBytesWarp / 2);
-        if (j + 1 < N / 8) {
+        bool const is_whole = j + 1 < N / 8;  // else lanes from 16 on give no address
+        uint32_t const buffer = destination + j / 2 % 2 * (Cfg::kBytesWarp / 2);
+        if (is_whole) {
             uint32_t const fragment[4] = {round(j * 4), round(j * 4 + 2), round(j * 4 + 4), round(j * 4 + 6)};
-            store_transposed_x4(destination + buffer, fragment);
+            Cfg::kIsTall ? store_x4(buffer, fragment) : store_transposed_x4(buffer, fragment);
+        } else if (Cfg::kIsTall) {
+            store_x2(buffer, round(j * 4), round(j * 4 + 2));
         } else {
-            // Lanes from 16 on give no address.
-            store_transposed_x2(destination + buffer, round(j * 4), round(j * 4 + 2));
+            store_transposed_x2(buffer, round(j * 4), round(j * 4 + 2));
         }
         __syncwarp();
-        if (j + 1 < N / 8 || lane < 16) {
-            store(j * 8 + lane / 2, lane % 2, load_chunk(source + buffer));
+        if (is_whole || (Cfg::kIsTall ? lane % 2 == 0 : lane < 16)) {
+            uint4 const values = load_chunk(source + j / 2 % 2 * (Cfg::kBytesWarp / 2));
+            if (Cfg::kIsTall) {
+                store(lane / 2, j + lane % 2, values);
+            } else {
+                store(j * 8 + lane / 2, lane % 2, values);
+            }
         }
     }
 }

@@ -61,9 +61,9 @@ inline cudaError_t encode(CUtensorMap& map, void const* matrix, int64_t rows, in
 template <int... kTokens>
 struct Choices {};
 
-// The tilings of a product that there are kernels for: where the CTAs of a cluster share tokens, and where weights.
-// Sharing weights pays where they are the larger operand.
-template <class TokensSharedChoices, class WeightsSharedChoices>
+// The tilings of a product that there are kernels for: where the CTAs of a cluster share tokens, where weights, and of
+// tall tiles, whose choices are neurons. Sharing weights pays where they are the larger operand.
+template <class TokensSharedChoices, class WeightsSharedChoices, class TallChoices = Choices<>>
 struct Tilings {};
 
 // What a launch has to compute.
@@ -76,10 +76,10 @@ struct Product {
     int cluster_cycles;      // what each cluster at work costs: where there is none, the next kernel may begin
 };
 
-// A product, cut into blocks of so many tokens.
+// A product, cut into blocks of so many tokens, if tall neurons.
 struct Tiling {
-    int tokens_per_block;
-    bool shares_weights;
+    int block;
+    Layout layout;
     int num_parts;  // of each sum, each a cluster's
     int64_t num_blocks;
     int num_tiles;  // of neurons
@@ -98,29 +98,34 @@ struct Tiling {
     // For each token beyond so many in a block that CTAs share: two parts.
     static constexpr int kCyclesOfLargeParts = 90;
     static constexpr int kTokensOfLargeParts = 100;
+    // For a round of tall tiles of more neurons than that.
+    static constexpr int kCyclesOfLargeTall = 4000;
+    static constexpr int kNeuronsOfLargeTall = 128;
     // In larger blocks four parts cost more than they save, presumably as all multiprocessors then wait for memory.
     static constexpr int kMostTokensOfFourParts = 80;
 
-    Tiling(Product const& product, int tokens, bool share_weights, int parts)
-        : tokens_per_block(tokens),
-          shares_weights(share_weights),
-          num_parts(parts),
-          cluster_cycles(product.cluster_cycles) {
-        int const weights = product.num_matrices * BLOCK_M;
-        tile_tokens = share_weights ? kClusterSize * tokens : tokens;
-        tile_neurons = share_weights ? BLOCK_M : kClusterSize * BLOCK_M;
+    Tiling(Product const& product, int block_size, Layout tile_layout, int parts)
+        : block(block_size), layout(tile_layout), num_parts(parts), cluster_cycles(product.cluster_cycles) {
+        bool const is_tall = layout == Layout::kTall;
+        bool const shares_tokens = layout == Layout::kSharesTokens;
+        int const tokens = is_tall ? BLOCK_M : block;  // of a CTA, and of weights
+        int const weights = product.num_matrices * (is_tall ? block : BLOCK_M);
+        tile_tokens = shares_tokens ? tokens : kClusterSize * tokens;
+        tile_neurons = is_tall ? block : shares_tokens ? kClusterSize * BLOCK_M : BLOCK_M;
         num_blocks = ceil_div(product.tokens, tile_tokens);
         num_tiles = static_cast<int>(ceil_div(product.num_neurons, tile_neurons));
-        int const rows = share_weights ? weights / kClusterSize + tokens : weights + tokens / kClusterSize;
-        int const tensor_cycles = weights / WGMMA_M * tokens * BLOCK_K / WGMMA_K / 2;
+        int const rows = shares_tokens ? weights + tokens / kClusterSize : weights / kClusterSize + tokens;
+        int const tensor_cycles = weights * tokens / WGMMA_M * BLOCK_K / WGMMA_K / 2;
         int const load_cycles = rows * kBytesRow / kBytesPerCycle;
         int const longer = std::max(tensor_cycles, load_cycles);
         int const slice_cycles = longer + std::max(40 * std::min(tensor_cycles, load_cycles) - 34 * longer, 0) / 100;
-        int const beyond = share_weights ? 0 : std::max(tokens - kTokensOfLargeParts, 0);
+        int const beyond = shares_tokens ? std::max(tokens - kTokensOfLargeParts, 0) : 0;
         int const parts_cycles = parts == 4   ? kCyclesOfFourParts
                                  : parts == 2 ? kCyclesOfTwoParts + beyond * kCyclesOfLargeParts
                                               : 0;
-        round_cycles = ceil_div(product.num_slices, parts) * slice_cycles + kCyclesOfOverhead + parts_cycles;
+        int const tall_cycles = is_tall && block > kNeuronsOfLargeTall ? kCyclesOfLargeTall : 0;
+        round_cycles =
+            ceil_div(product.num_slices, parts) * slice_cycles + kCyclesOfOverhead + parts_cycles + tall_cycles;
     }
 
     // Pieces of work, one to a cluster at a time.
@@ -136,22 +141,27 @@ struct Tiling {
 inline int num_clusters(Device const& device) { return device.num_multiprocessors / kClusterSize; }
 
 // The tiling that takes the least time.
-template <int... kShared, int... kOwn>
-Tiling choose(Product const& product, int clusters, Tilings<Choices<kShared...>, Choices<kOwn...>>) {
+template <int... kShared, int... kOwn, int... kTall>
+Tiling choose(Product const& product, int clusters, Tilings<Choices<kShared...>, Choices<kOwn...>, Choices<kTall...>>) {
     constexpr bool kOwnOnly = sizeof...(kShared) == 0;
-    Tiling best(product, kOwnOnly ? std::max({0, kOwn...}) : std::max({0, kShared...}), kOwnOnly, 1);
-    auto const consider = [&](int tokens, bool share_weights) {
-        bool const may_have_four = share_weights && tokens <= Tiling::kMostTokensOfFourParts;
+    Tiling best(product, kOwnOnly ? std::max({0, kOwn...}) : std::max({0, kShared...}),
+                kOwnOnly ? Layout::kSharesWeights : Layout::kSharesTokens, 1);
+    auto const consider = [&](int block, Layout layout) {
+        if (layout == Layout::kTall && product.tokens < BLOCK_M) {
+            return;  // rows would be loaded that are not there
+        }
+        bool const may_have_four = layout == Layout::kSharesWeights && block <= Tiling::kMostTokensOfFourParts;
         for (int parts = may_have_four ? kMostParts : kMostParts / 2; parts >= 1; parts /= 2) {
-            Tiling const tiling(product, tokens, share_weights, parts);
+            Tiling const tiling(product, block, layout, parts);
             bool const fits = parts <= product.num_slices && (parts - 1) * tiling.num_sums() <= product.most_part_sums;
             if (fits && tiling.cycles(clusters) <= best.cycles(clusters)) {
                 best = tiling;
             }
         }
     };
-    (consider(kOwn, true), ...);
-    (consider(kShared, false), ...);
+    (consider(kTall, Layout::kTall), ...);
+    (consider(kOwn, Layout::kSharesWeights), ...);
+    (consider(kShared, Layout::kSharesTokens), ...);
     return best;
 }
 
@@ -160,17 +170,19 @@ inline dim3 grid_of(Tiling const& tiling, int clusters) {
     return dim3(static_cast<unsigned>(std::min<int64_t>(clusters, tiling.num_pieces()) * kClusterSize));
 }
 
-// Calls launch(tokens, shares_weights) with the tiling's, as types std::integral_constant.
-template <class Launch, int... kShared, int... kOwn>
-cudaError_t with_config(Tiling const& tiling, Tilings<Choices<kShared...>, Choices<kOwn...>>, Launch launch) {
+// Calls launch(block, layout) with the tiling's, as types std::integral_constant.
+template <class Launch, int... kShared, int... kOwn, int... kTall>
+cudaError_t with_config(Tiling const& tiling, Tilings<Choices<kShared...>, Choices<kOwn...>, Choices<kTall...>>,
+                        Launch launch) {
     cudaError_t result = cudaErrorInvalidValue;
-    auto const try_one = [&](auto tokens, auto shares_weights) {
-        if (tiling.tokens_per_block == tokens && tiling.shares_weights == shares_weights) {
-            result = launch(tokens, shares_weights);
+    auto const try_one = [&](auto block, auto layout) {
+        if (tiling.block == block && tiling.layout == layout) {
+            result = launch(block, layout);
         }
     };
-    (try_one(std::integral_constant<int, kShared>(), std::false_type()), ...);
-    (try_one(std::integral_constant<int, kOwn>(), std::true_type()), ...);
+    (try_one(std::integral_constant<int, kShared>(), std::integral_constant<Layout, Layout::kSharesTokens>()), ...);
+    (try_one(std::integral_constant<int, kOwn>(), std::integral_constant<Layout, Layout::kSharesWeights>()), ...);
+    (try_one(std::integral_constant<int, kTall>(), std::integral_constant<Layout, Layout::kTall>()), ...);
     return result;
 }
 
