@@ -8,11 +8,12 @@ namespace {
 
 namespace sm90 = hidden_sm90;
 
-// Of a gated block a consumer holds two products, so a block has fewer tokens. Tall tiles are for 193 to 256 tokens, or
-// some more than a multiple of that, and fill one or two rounds of clusters in popular layers.
+// Of a gated block a consumer holds two products, so a block has fewer tokens. Tall tiles have as many neurons as fill
+// one or two rounds of clusters in popular layers.
 using GatedTilings =
     sm90::Tilings<sm90::Choices<24, 32, 40, 48, 64, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176>,
-                  sm90::Choices<48, 56, 64, 72, 80, 88, 96>, sm90::Choices<64, 88, 112, 128, 152, 168, 176>>;
+                  sm90::Choices<48, 56, 64, 72, 80, 88, 96>,
+                  sm90::Choices<88, 96, 104, 112, 120, 136, 144, 152, 160, 168>>;
 using PlainTilings = sm90::Tilings<sm90::Choices<24, 32, 40, 48, 64, 80, 96, 112, 128, 136, 144, 152, 160, 168, 176,
                                                  184, 192, 200, 208, 216, 224, 232, 240, 248, 256>,
                                    sm90::Choices<40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;

@@ -1,5 +1,5 @@
 // The hidden activations of a dense block on Hopper (sm_90a): h = act(x Wg^T + bg) * (x Wu^T + bu) for all rows, in one
-// kernel. See matmul_sm90.cuh for the product; here a consumer multiplies the same tokens by 64 neurons of both
+// kernel. See matmul_sm90.cuh for the product; here a consumer multiplies the same tokens by the same neurons of both
 // matrices, so that it has both factors of h in its registers.
 #ifndef TWELL_KERNELS_HIDDEN_SM90_CUH_
 #define TWELL_KERNELS_HIDDEN_SM90_CUH_
@@ -150,8 +150,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
             Tile const tile(params.num_blocks, params.num_tiles, i);
             // Of a tile a warp has 16 neurons, if tall 16 tokens.
-            int const first_neuron =
-                tile.neuron_of<Cfg>(rank) + (Cfg::kIsTall ? 0 : consumer_warp * kWarpNeurons);
+            int const first_neuron = tile.neuron_of<Cfg>(rank) + (Cfg::kIsTall ? 0 : consumer_warp * kWarpNeurons);
             int const first_of_warp = Cfg::kIsTall ? consumer_warp * kWarpNeurons : 0;
             Tokens const tokens = Tokens::of<Cfg>(tile, rank, static_cast<int>(params.tokens));
             int64_t const first_token = tokens.begin;

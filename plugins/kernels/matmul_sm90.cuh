@@ -7,7 +7,7 @@
 // the product is not transposed: the tile is [block of neurons, 2 x 128 tokens], where the neurons can be cut freely.
 // ("Neurons" are the columns of the result, also where these are d_out.) The kernels have
 //   a loader       which brings slices of the weights and the tokens into the stages, across the boundaries of tiles;
-//   two consumers  warpgroups, of 64 neurons each, which multiply and leave the rounded result in shared memory;
+//   two consumers  warpgroups, of 64 neurons (if tall, tokens) each, which multiply and round;
 //   helpers        three warps, which carry that result on while the consumers are at the next tile.
 // A kernel may multiply the same tokens by several weight matrices at once.
 #ifndef TWELL_KERNELS_MATMUL_SM90_CUH_
@@ -24,14 +24,14 @@
 namespace twell::matmul_sm90 {
 
 constexpr int kClusterSize = 2;
-constexpr int BLOCK_M = TWELL_TILE / kClusterSize;  // neurons of a CTA
+constexpr int BLOCK_M = TWELL_TILE / kClusterSize;  // neurons of a CTA, if tall tokens
 constexpr int BLOCK_K = 64;
 constexpr int WGMMA_M = 64;
 constexpr int WGMMA_K = 16;
 constexpr int kRowsPerSwizzle = 8;
 constexpr int kRowElements = 64;  // in a row of shared memory, as long as the swizzle pattern
 constexpr int kBytesRow = kRowElements * 2;
-constexpr int kWarpNeurons = 16;  // of a consumer warp
+constexpr int kWarpNeurons = 16;  // of a consumer warp, or tokens
 constexpr int kBytesWarpRow = kWarpNeurons * 2;
 static_assert(BLOCK_K == kRowElements && WGMMA_M == kRowElements, "a row lies along K or along M");
 
@@ -88,16 +88,17 @@ struct Config {
     static_assert(BLOCK_N % 8 == 0 && BLOCK_N >= 16 && BLOCK_N <= 256, "what wgmma can do");
     static_assert(!kIsTall || kProducts == kClusterSize, "each CTA loads a matrix");
 
-    // Shared memory: stages of A (weights), 128 neurons of each matrix, and B (tokens) [BLOCK_N, BLOCK_K], or if tall of
-    // A (tokens) and B (weights), [BLOCK_N, BLOCK_K] of each matrix, swizzled by TMA; the rounded result, [BLOCK_N, 64
-    // neurons] of each consumer or twice [16 tokens, 16 neurons] of each warp; barriers.
+    // Shared memory: stages of A (weights), 128 neurons of each matrix, and B (tokens) [BLOCK_N, BLOCK_K], or if tall
+    // of A (tokens) and B (weights), [BLOCK_N, BLOCK_K] of each matrix, swizzled by TMA; the rounded result, [BLOCK_N,
+    // 64 neurons] of each consumer or twice [16 tokens, 16 neurons] of each warp; barriers.
     static constexpr int kBytesMatrix = (kIsTall ? BLOCK_N : BLOCK_M) * BLOCK_K * 2;
     static constexpr int kBytesTokens = kTokens * BLOCK_K * 2;
     static constexpr int kBytesA = kIsTall ? kBytesTokens : kProducts * kBytesMatrix;
     static constexpr int kBytesB = kIsTall ? kProducts * kBytesMatrix : kBytesTokens;
     static constexpr int kBytesStage = kBytesA + kBytesB;
     static constexpr int kBytesLoaded =  // into a stage
-        kProducts * kBytesMatrix + (kTileLayout == Layout::kSharesTokens ? kClusterSize : 1) * kRowsLoaded * BLOCK_K * 2;
+        kProducts * kBytesMatrix +
+        (kTileLayout == Layout::kSharesTokens ? kClusterSize : 1) * kRowsLoaded * BLOCK_K * 2;
     static constexpr int kBytesResultPart = BLOCK_N * kBytesRow;
     static constexpr int kBytesWarp = 2 * 2 * kRowsPerSwizzle * kBytesWarpRow;
     static constexpr int kBytesResult = kResultInShared ? kConsumers * kBytesResultPart : kConsumerWarps * kBytesWarp;

@@ -242,6 +242,12 @@ def block_table() -> Iterator[Case]:
         d_model = 1032 if d_out == 4096 else 200
         yield Case(rows, d_model, 600, d_out, density=0.3, biases="", gated=False, dtype=next(dtypes))
     yield Case(2800, 200, 600, 4096, density=0.3, biases="", dtype=next(dtypes))
+    # Tall tiles of every number of neurons, by the cost of tilings; d_ff is no multiple of any.
+    for d_ff in (2185, 4405, 5293, 6033, 6958, 8475, 8993, 9511, 10066, 10621):
+        for biases in ("", "gud"):
+            yield Case(250, 200, d_ff, 264, density=0.3, biases=biases, dtype=next(dtypes))
+    for rows, d_ff in ((193, 10621), (500, 1038), (513, 6033)):
+        yield Case(rows, 200, d_ff, 264, density=0.3, dtype=next(dtypes))
 
 
 @pytest.mark.sm90
@@ -252,6 +258,25 @@ def test_dense_block_against_float64(case: Case) -> None:
     call = Call(block, case.compression)
     reference.assert_close(run_dense(call, DENSE_BLOCK), block)
     assert_guards(call.y_buffer)
+
+
+@pytest.mark.sm90
+@needs_sm90
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=("bf16", "fp16"))
+@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu", "drelu"])
+def test_tall_tiles(activation: str, dtype: torch.dtype) -> None:
+    """Of them there is but one kernel for all activations; NaN and infinity stay in their rows."""
+    case = Case(250, 200, 2185, 264, density=0.3, activation=activation, dtype=dtype)
+    block = make_block(case, integers=False)
+    x = block.x.clone()
+    x[3, 71] = float("nan")
+    x[130, 5] = float("inf")
+    x[249, 0] = -float("inf")
+    dirty = dataclasses.replace(block, x=x)
+    y = run_dense(Call(dirty, 8), DENSE_BLOCK)
+    assert torch.isnan(y[3]).all()
+    reference.assert_close(y, dirty)
+    assert torch.isfinite(y[[row for row in range(250) if row not in (3, 130, 249)]]).all()
 
 
 @pytest.mark.sm90
@@ -332,6 +357,8 @@ SMALL = [
     Case(rows=150, d_model=128, d_ff=130, d_out=8, density=0.5, activation="drelu"),
     # Four parts of sums.
     Case(rows=70, d_model=64, d_ff=5632, d_out=136, density=0.2, biases=""),
+    # Tall tiles.
+    Case(rows=200, d_model=192, d_ff=2185, d_out=72, density=0.2),
 ]
 
 
