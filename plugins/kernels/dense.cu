@@ -19,7 +19,7 @@ namespace {
 // has to be gathered.
 constexpr int64_t kPartDivisor = 4;
 
-// For the guard, measured on an H200, see benchmarks/README.md: how long each non-zero of the heaviest row takes; how
+// For the guard, measured on an H200, see benchmarks/LOG.md: how long each non-zero of the heaviest row takes; how
 // much longer both paths take than one, by their order; and which part of the sparse path's time is its down
 // projection.
 constexpr float kHeaviestNonzeroNs = 100.0f;

@@ -16,7 +16,7 @@ using Cfg = generic::Config<128, 2, 4, 4>;
 
 // What a multiprocessor does, in its cycles: how long it multiplies a slice; how many bytes of weights the sparse path
 // gathers, from L2 and from memory, while all others do so too. Those of 9.0 were measured on an H200, see
-// benchmarks/README.md; the others are estimates from data sheets. Of 8.6, 8.9 and 12.0, GeForce boards multiply at
+// benchmarks/LOG.md; the others are estimates from data sheets. Of 8.6, 8.9 and 12.0, GeForce boards multiply at
 // half the rate assumed here: they may take the dense path where the sparse one is up to twice as fast.
 struct Rates {
     float slice_cycles;

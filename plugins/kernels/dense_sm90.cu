@@ -13,7 +13,7 @@ namespace {
 namespace sm90 = dense_sm90;
 using sm90::Projection;
 
-// For the guard, measured on an H200 at d_model 2048 and d_ff 5632, see benchmarks/README.md: how fast the sparse path
+// For the guard, measured on an H200 at d_model 2048 and d_ff 5632, see benchmarks/LOG.md: how fast the sparse path
 // gathers weights, how fast rows are copied; and how long a cycle is under load.
 constexpr float kGatheredBytesPerNs = 8400.0f;
 constexpr float kGatheredBytesPerNsChunks = 10240.0f;
@@ -35,7 +35,7 @@ constexpr int kNarrowPlain = 1536;
 // With more than kLargeDFf neurons, twice as many in plain blocks, the down projection may skip inactive ones, up to
 // kMostTokensSkipping tokens; beside what it takes it does not matter there that a dense layer takes 1 to 4 us longer.
 // It does up to so many active pairs of a token and a neuron, and so many of one token, for each neuron. Measured on an
-// H200 with d_model 2048 to 5120, see benchmarks/README.md.
+// H200 with d_model 2048 to 5120, see benchmarks/LOG.md.
 constexpr float kMostPairsSkipping = 0.6f;
 constexpr float kMostOfRowSkipping = 0.07f;
 // Sums of more products have not been tested there.

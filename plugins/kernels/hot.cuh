@@ -12,7 +12,7 @@ namespace twell::hot {
 constexpr uint32_t kFewestRows = 8;
 // The product is worth its time if the sample's rows have so many pairs with hot neurons on average, and these are such
 // a part of all pairs: by chance some neurons are in the sample more often than others. Measured on an H200, see
-// benchmarks/README.md.
+// benchmarks/LOG.md.
 constexpr uint32_t kWorthPairs = 5;
 constexpr uint32_t kWorthPart = 4;
 

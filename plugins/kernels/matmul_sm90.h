@@ -90,7 +90,7 @@ struct Tiling {
 
     // Clusters work in rounds, one tile each. A slice takes as long as the tensor cores need for it, or as what a CTA
     // asks for needs to come, and up to 6 % longer if both take about the same time. A round takes so much longer, for
-    // a tile's start and end and for parts of sums. Measured on an H200, see benchmarks/README.md.
+    // a tile's start and end and for parts of sums. Measured on an H200, see benchmarks/LOG.md.
     static constexpr int kBytesPerCycle = 48;
     static constexpr int kCyclesOfOverhead = 4000;
     static constexpr int kCyclesOfTwoParts = 3000;
