@@ -305,17 +305,13 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(Params const params) {
     float4 sum = {};
 #pragma unroll
     for (int r = 0; r < kAddLanes; ++r) {
-        sum.x += values[r].x;
-        sum.y += values[r].y;
-        sum.z += values[r].z;
-        sum.w += values[r].w;
+        add(sum, values[r]);
     }
 #pragma unroll
     for (int distance = kAddLanes; distance < kWarpSize; distance *= 2) {
-        sum.x += __shfl_xor_sync(0xffffffffu, sum.x, distance);
-        sum.y += __shfl_xor_sync(0xffffffffu, sum.y, distance);
-        sum.z += __shfl_xor_sync(0xffffffffu, sum.z, distance);
-        sum.w += __shfl_xor_sync(0xffffffffu, sum.w, distance);
+        add(sum,
+            make_float4(__shfl_xor_sync(0xffffffffu, sum.x, distance), __shfl_xor_sync(0xffffffffu, sum.y, distance),
+                        __shfl_xor_sync(0xffffffffu, sum.z, distance), __shfl_xor_sync(0xffffffffu, sum.w, distance)));
     }
     if (lane < kAddLanes) {
         *reinterpret_cast<float4*>(&parts[warp][lane * 4]) = sum;

@@ -231,10 +231,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
         }
 #pragma unroll
         for (int s = 0; s < kShares; ++s) {
-            total.x += parts[s].x;
-            total.y += parts[s].y;
-            total.z += parts[s].z;
-            total.w += parts[s].w;
+            add(total, parts[s]);
         }
         if (token < params.tokens && column < params.sparse.d_out) {
             float values[4] = {total.x, total.y, total.z, total.w};

@@ -203,22 +203,10 @@ cudaError_t launch_contributing(twell_problem const& problem, twell_tensors cons
                                 Device const& device, cudaStream_t stream) {
     unsigned char* next = static_cast<unsigned char*>(memory);
     contribute_few::Params params = take_contributions(problem, next);
-    params.x = static_cast<uint16_t const*>(tensors.x);
-    params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
-    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
-    params.w_up = static_cast<uint16_t const*>(tensors.w_up);
-    params.b_up = static_cast<uint16_t const*>(tensors.b_up);
-    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
-    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
-    params.y = static_cast<uint16_t*>(tensors.y);
+    set_block(params, problem, tensors);
     params.num_ctas = num_contributing_ctas(problem, device);
     params.neurons_each = problem.d_ff / params.num_ctas;
     params.neurons_left = problem.d_ff % params.num_ctas;
-    params.d_model = problem.d_model;
-    params.d_ff = problem.d_ff;
-    params.d_out = problem.d_out;
-    params.relu_on_up = problem.activation == TWELL_DRELU;
-    params.act = activation_of(problem);
     static_assert(contribute_few::kMostTokens == 2, "one of two kernels");
     auto const kernel = problem.tokens == 1 ? contribute_few::contribute_kernel<Element, 1>
                                             : contribute_few::contribute_kernel<Element, 2>;

@@ -155,32 +155,29 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             Tokens const tokens = Tokens::of<Cfg>(tile, rank, static_cast<int>(params.tokens));
             int64_t const first_token = tokens.begin;
             int const neuron = first_neuron + lane / 4;
-            float2 gate_biases = {};
-            float2 up_biases = {};
-            if constexpr (!Cfg::kIsTall) {
-                gate_biases = load_biases<Element>(params.b_gate, neuron, params.d_ff);
-                up_biases = load_biases<Element>(kGated ? params.b_up : nullptr, neuron, params.d_ff);
-            }
+            // Of a tall tile a thread has too many neurons: it loads their biases when it needs them.
+            float2 const gate_biases = load_biases<Element>(params.b_gate, neuron, params.d_ff);
+            float2 const up_biases = load_biases<Element>(kGated ? params.b_up : nullptr, neuron, params.d_ff);
             float accumulators[Cfg::kProducts][Cfg::kAccumulators];
             multiply<Element, Cfg, false>(accumulators, shared, ring, consumer_warp / kWarpgroupWarps,
                                           params.num_slices);
 
             // Epilogue
+            auto const round = [&](int product, float2 biases, uint16_t const* bias, int i) {
+                if constexpr (Cfg::kIsTall) {
+                    int const of_pair = first_neuron + i / 4 * kVector + lane % 4 * 2;
+                    return round_neurons<Element>(accumulators[product], bias, of_pair, params.d_ff, i);
+                } else {
+                    return round_pair<Element>(accumulators[product], biases, i);
+                }
+            };
             bool const leaves_active = kLeavesActive<Cfg> && params.active.masks != nullptr;
             uint32_t bits[(Cfg::BLOCK_N + 63) / 64] = {};
             pass_result<Cfg>(
                 shared.result() + consumer_warp * Cfg::kBytesWarp,
                 [&](int i) {
-                    auto const round = [&](int product, float2 biases, uint16_t const* bias) {
-                        if constexpr (Cfg::kIsTall) {
-                            int const of_pair = first_neuron + i / 4 * kVector + lane % 4 * 2;
-                            return round_neurons<Element>(accumulators[product], bias, of_pair, params.d_ff, i);
-                        } else {
-                            return round_pair<Element>(accumulators[product], biases, i);
-                        }
-                    };
-                    uint32_t const z = round(0, gate_biases, params.b_gate);
-                    uint32_t const u = round(Cfg::kProducts - 1, up_biases, params.b_up);
+                    uint32_t const z = round(0, gate_biases, params.b_gate, i);
+                    uint32_t const u = round(Cfg::kProducts - 1, up_biases, params.b_up, i);
                     return activate_and_multiply<Element, kGated, kLeavesActive<Cfg>>(params, z, u);
                 },
                 [&](int token_of_warp, int chunk, uint4 values) {

@@ -7,7 +7,8 @@
 // the product is not transposed: the tile is [block of neurons, 2 x 128 tokens], where the neurons can be cut freely.
 // ("Neurons" are the columns of the result, also where these are d_out.) The kernels have
 //   a loader       which brings slices of the weights and the tokens into the stages, across the boundaries of tiles;
-//   two consumers  warpgroups, of 64 neurons (if tall, tokens) each, which multiply and round;
+//   two consumers  warpgroups, of 64 neurons (if tall, tokens) each, which multiply and leave the rounded result in
+//                  shared memory;
 //   helpers        three warps, which carry that result on while the consumers are at the next tile.
 // A kernel may multiply the same tokens by several weight matrices at once.
 #ifndef TWELL_KERNELS_MATMUL_SM90_CUH_
@@ -72,17 +73,16 @@ struct Config {
     static constexpr int BLOCK_N = kBlock;
     static constexpr int kProducts = kMatrices;
     static constexpr int kAccumulators = WGMMA_M * BLOCK_N / kWarpgroupSize;  // of one product
+    static constexpr bool kSharesTokens = kTileLayout == Layout::kSharesTokens;
     static constexpr bool kSharesWeights = kTileLayout == Layout::kSharesWeights;
     static constexpr bool kIsTall = kTileLayout == Layout::kTall;
-    static constexpr int kTileNeurons = kIsTall ? BLOCK_N : kSharesWeights ? BLOCK_M : kClusterSize * BLOCK_M;
+    static constexpr int kTileNeurons = kIsTall ? BLOCK_N : kSharesTokens ? kClusterSize * BLOCK_M : BLOCK_M;
     static constexpr int kTokens = kIsTall ? BLOCK_M : BLOCK_N;  // of a CTA
-    static constexpr int kTileTokens = kTileLayout == Layout::kSharesTokens ? kTokens : kClusterSize * kTokens;
+    static constexpr int kTileTokens = kSharesTokens ? kTokens : kClusterSize * kTokens;
     // Each CTA loads that many tokens: its own, or half of a shared block, whole swizzle patterns. The halves may
     // overlap by one.
     static constexpr int kRowsLoaded =
-        kTileLayout == Layout::kSharesTokens
-            ? (BLOCK_N / kClusterSize + kRowsPerSwizzle - 1) / kRowsPerSwizzle * kRowsPerSwizzle
-            : kTokens;
+        kSharesTokens ? (BLOCK_N / kClusterSize + kRowsPerSwizzle - 1) / kRowsPerSwizzle * kRowsPerSwizzle : kTokens;
     // And of each matrix that many weights: half of a shared block; if tall, one of two matrices.
     static constexpr int kWeightRowsLoaded = kIsTall ? BLOCK_N : kSharesWeights ? BLOCK_M / kClusterSize : BLOCK_M;
     static_assert(BLOCK_N % 8 == 0 && BLOCK_N >= 16 && BLOCK_N <= 256, "what wgmma can do");
@@ -97,8 +97,7 @@ struct Config {
     static constexpr int kBytesB = kIsTall ? kProducts * kBytesMatrix : kBytesTokens;
     static constexpr int kBytesStage = kBytesA + kBytesB;
     static constexpr int kBytesLoaded =  // into a stage
-        kProducts * kBytesMatrix +
-        (kTileLayout == Layout::kSharesTokens ? kClusterSize : 1) * kRowsLoaded * BLOCK_K * 2;
+        kProducts * kBytesMatrix + (kSharesTokens ? kClusterSize : 1) * kRowsLoaded * BLOCK_K * 2;
     static constexpr int kBytesResultPart = BLOCK_N * kBytesRow;
     static constexpr int kBytesWarp = 2 * 2 * kRowsPerSwizzle * kBytesWarpRow;
     static constexpr int kBytesResult = kResultInShared ? kConsumers * kBytesResultPart : kConsumerWarps * kBytesWarp;
@@ -139,12 +138,12 @@ struct Tile {
     // The first of a CTA's part.
     template <class Cfg>
     __device__ __forceinline__ int neuron_of(int rank) const {
-        return tile_idx * Cfg::kTileNeurons + (Cfg::kSharesWeights || Cfg::kIsTall ? 0 : rank * BLOCK_M);
+        return tile_idx * Cfg::kTileNeurons + (Cfg::kSharesTokens ? rank * BLOCK_M : 0);
     }
 
     template <class Cfg>
     __device__ __forceinline__ int token_of(int rank) const {
-        return block_idx * Cfg::kTileTokens + (Cfg::kSharesWeights || Cfg::kIsTall ? rank * Cfg::kTokens : 0);
+        return block_idx * Cfg::kTileTokens + (Cfg::kSharesTokens ? 0 : rank * Cfg::kTokens);
     }
 };
 
@@ -320,6 +319,12 @@ struct Shared {
 
     __device__ __forceinline__ uint32_t stage_a(int stage) const { return base + stage * Cfg::kBytesStage; }
     __device__ __forceinline__ uint32_t stage_b(int stage) const { return stage_a(stage) + Cfg::kBytesA; }
+    __device__ __forceinline__ uint32_t stage_weights(int stage) const {
+        return Cfg::kIsTall ? stage_b(stage) : stage_a(stage);
+    }
+    __device__ __forceinline__ uint32_t stage_tokens(int stage) const {
+        return Cfg::kIsTall ? stage_a(stage) : stage_b(stage);
+    }
     __device__ __forceinline__ uint32_t result() const { return base + Cfg::kOffsetResult; }
     __device__ __forceinline__ uint32_t stage_full(int stage) const { return barrier(stage); }
     __device__ __forceinline__ uint32_t stage_empty(int stage) const { return barrier(Cfg::kNumStages + stage); }
@@ -406,8 +411,7 @@ struct Loader {
         arrive_and_expect(full, Cfg::kBytesLoaded);
 #pragma unroll
         for (int product = 0; product < Cfg::kProducts; ++product) {
-            uint32_t const destination =
-                (Cfg::kIsTall ? shared.stage_b(stage) : shared.stage_a(stage)) + product * Cfg::kBytesMatrix;
+            uint32_t const destination = shared.stage_weights(stage) + product * Cfg::kBytesMatrix;
             if constexpr (Cfg::kIsTall) {
                 // Either CTA brings one.
                 if (product == rank) {
@@ -432,13 +436,12 @@ struct Loader {
     __device__ __forceinline__ void load_tokens(Tile const& tile, int slice, int stage) const {
         uint32_t const full = shared.stage_full(stage);
         int const token = Tokens::of<Cfg>(tile, rank, num_tokens).begin;
-        if constexpr (Cfg::kIsTall) {
-            load_box(shared.stage_a(stage), tokens, full, slice * BLOCK_K, token);
-        } else if constexpr (Cfg::kSharesWeights) {
-            load_box(shared.stage_b(stage), tokens, full, slice * BLOCK_K, token);
+        if constexpr (!Cfg::kSharesTokens) {
+            load_box(shared.stage_tokens(stage), tokens, full, slice * BLOCK_K, token);
         } else {
             int const half = rank == 0 ? 0 : Cfg::BLOCK_N - Cfg::kRowsLoaded;
-            load_box_for_all(shared.stage_b(stage) + half * kBytesRow, tokens, full, slice * BLOCK_K, token + half);
+            load_box_for_all(shared.stage_tokens(stage) + half * kBytesRow, tokens, full, slice * BLOCK_K,
+                             token + half);
         }
     }
 };
@@ -609,7 +612,11 @@ __device__ __forceinline__ void pass_result(uint32_t warp_bytes, Round round, St
         uint32_t const buffer = destination + j / 2 % 2 * (Cfg::kBytesWarp / 2);
         if (is_whole) {
             uint32_t const fragment[4] = {round(j * 4), round(j * 4 + 2), round(j * 4 + 4), round(j * 4 + 6)};
-            Cfg::kIsTall ? store_x4(buffer, fragment) : store_transposed_x4(buffer, fragment);
+            if (Cfg::kIsTall) {
+                store_x4(buffer, fragment);
+            } else {
+                store_transposed_x4(buffer, fragment);
+            }
         } else if (Cfg::kIsTall) {
             store_x2(buffer, round(j * 4), round(j * 4 + 2));
         } else {

@@ -108,7 +108,7 @@ struct Tiling {
         : block(block_size), layout(tile_layout), num_parts(parts), cluster_cycles(product.cluster_cycles) {
         bool const is_tall = layout == Layout::kTall;
         bool const shares_tokens = layout == Layout::kSharesTokens;
-        int const tokens = is_tall ? BLOCK_M : block;  // of a CTA, and of weights
+        int const tokens = is_tall ? BLOCK_M : block;  // of a CTA
         int const weights = product.num_matrices * (is_tall ? block : BLOCK_M);
         tile_tokens = shares_tokens ? tokens : kClusterSize * tokens;
         tile_neurons = is_tall ? block : shares_tokens ? kClusterSize * BLOCK_M : BLOCK_M;

@@ -59,6 +59,24 @@ inline Activation activation_of(twell_problem const& problem) {
     return {bits << 16 | bits, problem.activation == TWELL_RELU2};
 }
 
+// Sets what the parameters of a kernel that computes y hold of the whole block.
+template <class Params>
+void set_block(Params& params, twell_problem const& problem, twell_tensors const& tensors) {
+    params.x = static_cast<uint16_t const*>(tensors.x);
+    params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
+    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
+    params.w_up = static_cast<uint16_t const*>(tensors.w_up);
+    params.b_up = static_cast<uint16_t const*>(tensors.b_up);
+    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
+    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
+    params.y = static_cast<uint16_t*>(tensors.y);
+    params.d_model = problem.d_model;
+    params.d_ff = problem.d_ff;
+    params.d_out = problem.d_out;
+    params.relu_on_up = problem.activation == TWELL_DRELU;
+    params.act = activation_of(problem);
+}
+
 }  // namespace twell
 
 #endif  // TWELL_KERNELS_PROBLEM_CUH_

@@ -346,13 +346,6 @@ __device__ __forceinline__ uint32_t sums_before(uint32_t (&sums)[kPerLane], uint
 constexpr int kBucketsPerLane = kBuckets / kWarpSize;  // neighbouring ones
 static_assert(kBucketsPerLane == 4 && kMaxBlocks % kWarps == 0 && kClusterBlocks <= kWarps, "loaded in vectors");
 
-__device__ __forceinline__ void add(uint4& sums, uint4 values) {
-    sums.x += values.x;
-    sums.y += values.y;
-    sums.z += values.z;
-    sums.w += values.w;
-}
-
 __device__ __forceinline__ void add_atomically(uint32_t* shared_sums, uint4 values) {
     atomicAdd(shared_sums, values.x);
     atomicAdd(shared_sums + 1, values.y);

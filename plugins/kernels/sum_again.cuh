@@ -31,20 +31,9 @@ struct BlockTensors {
 };
 
 inline BlockTensors block_tensors(twell_problem const& problem, twell_tensors const& tensors) {
-    auto const elements = [](void const* pointer) { return static_cast<uint16_t const*>(pointer); };
-    return {elements(tensors.x),
-            elements(tensors.w_gate),
-            elements(tensors.b_gate),
-            elements(tensors.w_up),
-            elements(tensors.b_up),
-            elements(tensors.w_down),
-            elements(tensors.b_down),
-            static_cast<uint16_t*>(tensors.y),
-            problem.d_model,
-            problem.d_ff,
-            problem.d_out,
-            problem.activation == TWELL_DRELU,
-            activation_of(problem)};
+    BlockTensors block = {};
+    set_block(block, problem, tensors);
+    return block;
 }
 
 template <class Element>

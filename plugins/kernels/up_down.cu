@@ -187,26 +187,13 @@ cudaError_t launch_sparse_down(Launch const& launch, bool overlaps) {
 template <class Element, class Cfg>
 cudaError_t launch_rest(Launch const& launch) {
     twell_problem const& problem = launch.problem;
-    twell_tensors const& tensors = launch.tensors;
     generic::Params params = {};
-    params.x = static_cast<uint16_t const*>(tensors.x);
-    params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
-    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
-    params.w_up = static_cast<uint16_t const*>(tensors.w_up);
-    params.b_up = static_cast<uint16_t const*>(tensors.b_up);
-    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
-    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
-    params.y = static_cast<uint16_t*>(tensors.y);
+    set_block(params, problem, launch.tensors);
     params.packed = launch.packed;
     params.schedule = launch.schedule;
     params.spilled = launch.spilled;
-    params.d_model = problem.d_model;
-    params.d_ff = problem.d_ff;
-    params.d_out = problem.d_out;
     params.num_tiles = num_tiles(problem);
     params.words_per_tile = words_per_tile(problem);
-    params.relu_on_up = problem.activation == TWELL_DRELU;
-    params.act = activation_of(problem);
     // Often there is no such row, and CTAs that find nothing cost time.
     constexpr int kCtasPerMultiprocessor = 4;
     int64_t const grid = std::min<int64_t>(problem.tokens, launch.device.num_multiprocessors * kCtasPerMultiprocessor);

@@ -109,6 +109,15 @@ __device__ __forceinline__ void dot_rows(float (&sums)[kRows], uint16_t const* x
     }
 }
 
+// Of four: uint4, float4.
+template <class Four>
+__device__ __forceinline__ void add(Four& sum, Four values) {
+    sum.x += values.x;
+    sum.y += values.y;
+    sum.z += values.z;
+    sum.w += values.w;
+}
+
 // Rounds each value once.
 template <class Element>
 __device__ __forceinline__ void store_vector(uint16_t* pointer, float const (&values)[kVector]) {

@@ -90,6 +90,20 @@ def run_dense(call: Call, rows: int, kernels: int = BEST) -> torch.Tensor:
     return y
 
 
+def assert_rows_stay_apart(case: Case, dense_rows: int, kernels: int, dirty_rows: tuple[int, int, int]) -> None:
+    """Put NaN, infinity and -infinity into a row of x each, and look for them in all rows of y."""
+    block = make_block(case, integers=False)
+    x = block.x.clone()
+    for row, column, value in zip(dirty_rows, (71, 5, 0), ("nan", "inf", "-inf"), strict=True):
+        x[row, column] = float(value)
+    dirty = dataclasses.replace(block, x=x)
+    y = run_dense(Call(dirty, 8), dense_rows, kernels)
+    assert torch.isnan(y[dirty_rows[0]]).all()
+    reference.assert_close(y, dirty)
+    clean = [row for row in range(case.rows) if row not in dirty_rows]
+    assert torch.isfinite(y[clean]).all()
+
+
 def table() -> Iterator[Case]:
     """Cases for the dense path: d_model is a multiple of 64 wherever there is an up projection."""
     dtypes = itertools.cycle((BF16, FP16))
@@ -267,16 +281,7 @@ def test_dense_block_against_float64(case: Case) -> None:
 def test_tall_tiles(activation: str, dtype: torch.dtype) -> None:
     """Of them there is but one kernel for all activations; NaN and infinity stay in their rows."""
     case = Case(250, 200, 2185, 264, density=0.3, activation=activation, dtype=dtype)
-    block = make_block(case, integers=False)
-    x = block.x.clone()
-    x[3, 71] = float("nan")
-    x[130, 5] = float("inf")
-    x[249, 0] = -float("inf")
-    dirty = dataclasses.replace(block, x=x)
-    y = run_dense(Call(dirty, 8), DENSE_BLOCK)
-    assert torch.isnan(y[3]).all()
-    reference.assert_close(y, dirty)
-    assert torch.isfinite(y[[row for row in range(250) if row not in (3, 130, 249)]]).all()
+    assert_rows_stay_apart(case, DENSE_BLOCK, BEST, dirty_rows=(3, 130, 249))
 
 
 @pytest.mark.sm90
@@ -437,17 +442,7 @@ def test_nan_and_infinity_stay_in_their_rows(
     gated: bool, activation: str, dtype: torch.dtype, kernels: int, dense_rows: int
 ) -> None:
     case = Case(rows=300, d_model=128, d_ff=600, d_out=136, dtype=dtype, gated=gated, activation=activation)
-    block = make_block(case, integers=False)
-    x = block.x.clone()
-    x[0, 71] = float("nan")
-    x[133, 5] = float("inf")
-    x[299, 0] = -float("inf")
-    dirty = dataclasses.replace(block, x=x)
-    y = run_dense(Call(dirty, 8), dense_rows, kernels)
-    assert torch.isnan(y[0]).all()
-    reference.assert_close(y, dirty)
-    clean = [row for row in range(300) if row not in (0, 133, 299)]
-    assert torch.isfinite(y[clean]).all()
+    assert_rows_stay_apart(case, dense_rows, kernels, dirty_rows=(0, 133, 299))
 
 
 @pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
