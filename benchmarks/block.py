@@ -312,13 +312,15 @@ SUITE = (
     Setting(_LARGE_MODEL, d_model=4096, d_ff=14336),
     Setting((1, 16, 17, 32, 33, 48, 64, 256, 1024, 1280, 1281, 2048, 8192), d_model=4096, d_ff=11008, density=0.1),
     Setting((1, 16, 17, 32, 33, 48, 64, 128, 2048), d_model=5120, d_ff=13824),
-    Setting((16, 17, 32, 33, 48, 64, 128), d_model=5120, d_ff=13824, density=0.1),
+    Setting((8, 16, 17, 32, 33, 48, 64, 128), d_model=5120, d_ff=13824, density=0.1),
+    *(Setting((1, 4, 8, 16, 17, 32, 64), d_model=2048, d_ff=8192, density=density) for density in (0.005, 0.1)),
     *(Setting((2048, 8192), density=density) for density in (0.001, 0.002, 0.01, 0.02, 0.05)),
     *(
         Setting(_PLAIN, d_model, d_ff, density=density, variant="plain")
         for d_model, d_ff in ((1024, 4096), (2048, 8192), (4096, 16384))
         for density in (0.005, 0.1)
     ),
+    *(Setting((1, 4, 16, 17, 32, 64), d_model, 4 * d_model, density=1.0, variant="plain") for d_model in (1024, 2048)),
 )
 
 

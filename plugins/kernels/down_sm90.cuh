@@ -3,10 +3,10 @@
 // The sparse one reads a row of Wd for each pair of a token and an active neuron; where there are many, reading Wd once
 // takes less. All CTAs know the number of pairs from what the gate left, and so take the same one of the two.
 //
-// The dense one is a matrix product by wgmma, transposed (columns x tokens). The CTAs of a block of columns and tokens
-// share out the neurons; the last one to finish adds up what all have left in memory, in a fixed order. (In clusters,
-// by distributed shared memory, that takes less. But clusters of four leave a tenth of the multiprocessors to
-// themselves, and then the sparse projection needs a second round of CTAs.)
+// The dense one is a matrix product by wgmma, transposed (columns x tokens). The CTAs of a block of columns share out
+// the neurons; the last one to finish adds up what all have left in memory, in a fixed order. (In clusters, by
+// distributed shared memory, that takes less. But clusters of four leave a tenth of the multiprocessors to themselves,
+// and then the sparse projection needs a second round of CTAs.)
 #ifndef TWELL_KERNELS_DOWN_SM90_CUH_
 #define TWELL_KERNELS_DOWN_SM90_CUH_
 
@@ -33,15 +33,13 @@ using matmul_sm90::WGMMA_K;
 using matmul_sm90::WGMMA_M;
 
 constexpr int kOctet = 8;
-// Shares of the neurons of a dense projection.
-constexpr int kShares = 4;
-
-// A CTA's block of columns and tokens in a dense projection.
+// A CTA's block of columns in a dense projection.
 template <int kTokensOfWarpgroup, int kTokenTiles, int kStages>
 struct Dense {
     static constexpr int kColumns = WGMMA_M;
     static constexpr int WGMMA_N = kTokensOfWarpgroup;
     static constexpr int kTokens = kTokenTiles * WGMMA_N;
+    static constexpr int kMostShares = kTokens <= 64 ? 8 : 4;  // of the neurons
     static constexpr int kNumStages = kStages;
     static constexpr int kAccumulators = WGMMA_M * WGMMA_N / kWarpgroupSize;
     static constexpr int kConsumerWarps = kTokenTiles * kWarpgroupWarps;
@@ -60,13 +58,18 @@ struct Params {
     CUtensorMap w_down;   // [d_ff, d_out], boxes of [BLOCK_K, 64]
     CUtensorMap h;        // sparse.h_rounded, boxes of [Dense::kTokens, BLOCK_K]
     int2 const* counted;  // [num_gate_ctas]: see few.h
-    float* sums;          // [blocks of tokens, blocks of columns, kShares, Dense::kTokens, Dense::kColumns]
-    int* counters;        // [blocks of tokens, blocks of columns], all 0
+    float* sums;          // [blocks of columns, num_shares, Dense::kTokens, Dense::kColumns]
+    int* counters;        // [blocks of columns], all 0
     int tokens;
     int num_gate_ctas;
     int2 most_sparse;  // in all, up to which the sparse projection is taken: likewise
-    int num_column_blocks;
+    // Of a dense projection: blocks of columns x shares of the neurons. The first slices_left shares have a slice of
+    // BLOCK_K more than the others.
     int num_dense_ctas;
+    int num_column_blocks;
+    int num_shares;
+    int slices_each;
+    int slices_left;
     // Of a sparse projection: slabs of columns x groups of tokens, each num_groups-th of them.
     int num_sparse_ctas;
     int num_slabs;
@@ -77,8 +80,7 @@ struct Params {
 
 // By a warp whose lanes have stored four columns each, from the lane's `i` on: sums again what was not finite.
 template <class Element, class Cfg>
-__device__ __forceinline__ void sum_failed_again(Params const& params, int token_begin, int column_begin, int i,
-                                                 bool failed) {
+__device__ __forceinline__ void sum_failed_again(Params const& params, int column_begin, int i, bool failed) {
     constexpr int kLanes = kVector / 4;  // that share what is summed together
     constexpr int kVectors = Cfg::kColumns / 4;
     uint32_t rest = __ballot_sync(0xffffffffu, failed);
@@ -87,7 +89,7 @@ __device__ __forceinline__ void sum_failed_again(Params const& params, int token
         int const lane = (__ffs(rest) - 1) / kLanes * kLanes;
         rest &= ~(((1u << kLanes) - 1) << lane);
         int const first = i - static_cast<int>(threadIdx.x) % kWarpSize + lane;
-        int const token = token_begin + first / kVectors;
+        int const token = first / kVectors;
         sum_again<Element, 1>(params.block, down_few::h_of<uint16_t>(params.sparse, token), token,
                               column_begin + first % kVectors * 4);
     }
@@ -99,18 +101,18 @@ struct Part {
     int share;
     int block;
     int column_begin;
-    int token_begin;
     int slice_begin;
     int num_slices;
 
     __device__ __forceinline__ explicit Part(Params const& params) {
-        share = static_cast<int>(blockIdx.x) % kShares;
-        block = static_cast<int>(blockIdx.x) / kShares;
-        column_begin = block % params.num_column_blocks * Cfg::kColumns;
-        token_begin = block / params.num_column_blocks * Cfg::kTokens;
-        int const all_slices = (params.sparse.num_mask_words * down_few::kMaskBits + BLOCK_K - 1) / BLOCK_K;
-        slice_begin = all_slices * share / kShares;
-        num_slices = all_slices * (share + 1) / kShares - slice_begin;
+        share = 0;
+        block = static_cast<int>(blockIdx.x);
+        for (; block >= params.num_column_blocks; block -= params.num_column_blocks) {
+            ++share;  // a division takes longer
+        }
+        column_begin = block * Cfg::kColumns;
+        slice_begin = share * params.slices_each + min(share, params.slices_left);
+        num_slices = params.slices_each + (share < params.slices_left ? 1 : 0);
     }
 };
 
@@ -134,7 +136,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
     int const lane = thread % kWarpSize;
     int const warp = thread / kWarpSize;
     Part<Cfg> const part(params);
-    float* const sums = params.sums + static_cast<int64_t>(part.block) * (kShares * Cfg::kSums);
+    float* const sums = params.sums + static_cast<int64_t>(part.block) * (params.num_shares * Cfg::kSums);
     auto const full = [&](int stage) { return matmul_sm90::shared_address(&barriers[stage]); };
     auto const empty = [&](int stage) { return matmul_sm90::shared_address(&barriers[Cfg::kNumStages + stage]); };
     auto const stage_w = [&](int stage) { return base + stage * Cfg::kBytesStage; };
@@ -143,7 +145,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
         int const neuron = (part.slice_begin + slice) * BLOCK_K;
         matmul_sm90::arrive_and_expect(full(stage), Cfg::kBytesStage);
         matmul_sm90::load_box(stage_w(stage), params.w_down, full(stage), part.column_begin, neuron);
-        matmul_sm90::load_box(stage_h(stage), params.h, full(stage), neuron, part.token_begin);
+        matmul_sm90::load_box(stage_h(stage), params.h, full(stage), neuron, 0);
     };
     if (thread == 0) {
         for (int stage = 0; stage < Cfg::kNumStages; ++stage) {
@@ -209,7 +211,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
     }
     __syncthreads();
     if (thread == 0) {
-        is_last = atomicAdd(&params.counters[part.block], 1) == kShares - 1;
+        is_last = atomicAdd(&params.counters[part.block], 1) == params.num_shares - 1;
         __threadfence();
     }
     __syncthreads();
@@ -217,21 +219,26 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
         return;
     }
     constexpr int kVectors = Cfg::kColumns / 4;
+    constexpr int kTurns = (Cfg::kTokens * kVectors + kNumThreads - 1) / kNumThreads;
     uint32_t failed = 0;  // turns in which this thread had a value that is not finite
-    int turn = 0;
 #pragma unroll 2
-    for (int i = thread; i < Cfg::kTokens * kVectors; i += kNumThreads, ++turn) {
-        int const token = part.token_begin + i / kVectors;
+    for (int turn = 0; turn < kTurns; ++turn) {
+        int const i = thread + turn * kNumThreads;
+        if (i >= Cfg::kTokens * kVectors) {
+            break;
+        }
+        int const token = i / kVectors;
         int const column = part.column_begin + i % kVectors * 4;
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        float4 parts[kShares];
+        float4 shares[Cfg::kMostShares];
 #pragma unroll
-        for (int s = 0; s < kShares; ++s) {
-            parts[s] = __ldcg(reinterpret_cast<float4 const*>(sums + s * Cfg::kSums) + i);
+        for (int s = 0; s < Cfg::kMostShares; ++s) {
+            shares[s] = s < params.num_shares ? __ldcg(reinterpret_cast<float4 const*>(sums + s * Cfg::kSums) + i)
+                                              : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
 #pragma unroll
-        for (int s = 0; s < kShares; ++s) {
-            add(total, parts[s]);
+        for (int s = 0; s < Cfg::kMostShares; ++s) {
+            add(total, shares[s]);
         }
         if (token < params.tokens && column < params.sparse.d_out) {
             float values[4] = {total.x, total.y, total.z, total.w};
@@ -246,9 +253,9 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
                 make_uint2(Element::from_float2(values[0], values[1]), Element::from_float2(values[2], values[3]));
         }
     }
-    for (uint32_t turns = __reduce_or_sync(0xffffffffu, failed); turns != 0; turns &= turns - 1) {
-        turn = __ffs(turns) - 1;
-        sum_failed_again<Element, Cfg>(params, part.token_begin, part.column_begin, thread + turn * kNumThreads,
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        sum_failed_again<Element, Cfg>(params, part.column_begin, thread + turn * kNumThreads,
                                        (failed >> turn & 1) != 0);
     }
 }
@@ -555,7 +562,7 @@ __global__ void __launch_bounds__((kThreads<kUnits, Sparse>), kUnits > 1 ? 1 : 1
         make_int2(__reduce_add_sync(0xffffffffu, of_warp.x), __reduce_add_sync(0xffffffffu, of_warp.y));
     if (counted.x <= params.most_sparse.x && counted.y <= params.most_sparse.y) {
         if (is_sparse_cta) {
-            // What gate_up_few.cuh leaves for up to 32 tokens, gate_up_sm90.cuh for more.
+            // What gate_up_few.cuh leaves for up to 32 tokens, gate_up_sm90.cuh for others.
             using H = std::conditional_t<Dense::kTokens <= 32, float, uint16_t>;
             auto& shared = *reinterpret_cast<SparseShared<kUnits, Sparse>*>(dynamic);
             if constexpr (kUnits == 1) {

@@ -27,6 +27,9 @@ constexpr int kMaxDModel = 65536;
 // Up to 16 tokens only the weights' way through memory counts: small CTAs, three a multiprocessor.
 using GateUp8 = gate_up_few::Config<1, 1, 2, 3>;
 using GateUp16 = gate_up_few::Config<1, 2, 2, 3>;
+// Where CTAs of twice as many neurons, two a multiprocessor, leave less of their last round empty.
+using GateUp8Large = gate_up_few::Config<2, 1, 2, 2>;
+using GateUp16Large = gate_up_few::Config<2, 2, 2, 2>;
 // From there on x is read over and over from L2. A CTA takes more neurons where shared memory allows, about as many as
 // there are for each multiprocessor.
 using GateUp32 = gate_up_few::Config<1, 4, 2, 1>;
@@ -38,8 +41,9 @@ static_assert(GateUp32::kSharedBytes <= 98 * 1024 && GateUp64::kSharedBytes <= 9
 
 // The fewer tokens, the fewer columns a CTA has, so that there are CTAs enough. One token's are large, for it may have
 // many active neurons and no other path.
-using Down1 = down_few::Config<8, 1024, kDenseDownShares>;
-static_assert(Down1::kColumns == kDenseDownColumns, "there is scratch memory for its shares");
+using Down1 = down_few::Config<8, 1024, 4>;
+static_assert(Down1::kColumns == kDenseDownColumns && Down1::kMostShares <= kDenseDownTokens[0],
+              "there is scratch memory for its shares");
 using Down4 = down_few::Config<8, 256>;
 using Down16 = down_few::Config<16, 512>;
 using Down64 = down_few::Config<16, 256>;
@@ -49,18 +53,28 @@ int num_mask_words(twell_problem const& problem) {
     return static_cast<int>(ceil_div(problem.d_ff, gate_up_few::kMaskBits));
 }
 
+// Rows of sums that there is memory for in each block of columns: never fewer for more tokens.
+int num_summed(twell_problem const& problem) {
+    int most = 0;
+    for (int const tokens : kDenseDownTokens) {
+        if (tokens <= dense_down_tokens(problem)) {
+            most = std::max(most, dense_down_shares(problem.d_out, tokens) * tokens);
+        }
+    }
+    return most;
+}
+
 FewScratch take_scratch(twell_problem const& problem, unsigned char*& memory) {
     FewScratch scratch = {};
     scratch.num_mask_words = num_mask_words(problem);
     scratch.num_counters = static_cast<int>(ceil_div(problem.d_out, kDenseDownColumns));
     int64_t const row_bits = int64_t{scratch.num_mask_words} * gate_up_few::kMaskBits;
-    int64_t const dense_tokens = dense_down_tokens(problem.tokens);
+    int64_t const dense_tokens = dense_down_tokens(problem);
     scratch.masks = take<uint32_t>(memory, problem.tokens * scratch.num_mask_words);
     scratch.h = take<float>(memory, problem.tokens * problem.d_ff);
     scratch.h_rounded = take<uint16_t>(memory, dense_tokens * row_bits);
     scratch.counted = take<int2>(memory, row_bits / MMA_M);  // of as many CTAs as there may be
-    scratch.sums =
-        take<float>(memory, int64_t{scratch.num_counters} * kDenseDownShares * dense_tokens * kDenseDownColumns);
+    scratch.sums = take<float>(memory, int64_t{scratch.num_counters} * num_summed(problem) * kDenseDownColumns);
     scratch.counters = take<int>(memory, scratch.num_counters);
     return scratch;
 }
@@ -95,21 +109,35 @@ cudaError_t launch_gate_up(gate_up_few::Params const& params, Device const& devi
                             Cfg::kSharedBytes, device, stream);
 }
 
+// How much of the rounds of its CTAs a launch fills.
+template <class Cfg>
+double filled_share(gate_up_few::Params const& params, Device const& device) {
+    int const places = device.num_multiprocessors * Cfg::kMinBlocks;
+    int const ctas = num_gate_up_ctas<Cfg>(params);
+    return static_cast<double>(ctas) / static_cast<double>(ceil_div(ctas, places) * places);
+}
+
+// Calls use(config) with the configuration that suits the problem and the device.
+template <class Use>
+auto with_gate_up_config(gate_up_few::Params const& params, Device const& device, Use use) {
+    bool const large = device.max_shared_bytes >= 227 * 1024;
+    if (params.tokens <= GateUp16::kTokens) {
+        bool const eight = params.tokens <= GateUp8::kTokens;
+        if (large && filled_share<GateUp16Large>(params, device) > filled_share<GateUp16>(params, device)) {
+            return eight ? use(GateUp8Large()) : use(GateUp16Large());
+        }
+        return eight ? use(GateUp8()) : use(GateUp16());
+    }
+    if (params.tokens <= GateUp32::kTokens) {
+        return large ? use(GateUp32Large()) : use(GateUp32());
+    }
+    return large ? use(GateUp64Large()) : use(GateUp64());
+}
+
 template <class Element>
 cudaError_t launch_gate_up(gate_up_few::Params const& params, Device const& device, cudaStream_t stream) {
-    if (params.tokens <= GateUp8::kTokens) {
-        return launch_gate_up<Element, GateUp8>(params, device, stream);
-    }
-    if (params.tokens <= GateUp16::kTokens) {
-        return launch_gate_up<Element, GateUp16>(params, device, stream);
-    }
-    bool const large = device.max_shared_bytes >= 227 * 1024;
-    if (params.tokens <= GateUp32::kTokens) {
-        return large ? launch_gate_up<Element, GateUp32Large>(params, device, stream)
-                     : launch_gate_up<Element, GateUp32>(params, device, stream);
-    }
-    return large ? launch_gate_up<Element, GateUp64Large>(params, device, stream)
-                 : launch_gate_up<Element, GateUp64>(params, device, stream);
+    return with_gate_up_config(
+        params, device, [&](auto config) { return launch_gate_up<Element, decltype(config)>(params, device, stream); });
 }
 
 template <class Element, class Cfg>
@@ -166,13 +194,12 @@ template <class Element>
 cudaError_t launch_hopper(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
                           Device const& device, cudaStream_t stream) {
     int num_gate_ctas = 0;
-    if (problem.tokens <= GateUp32::kTokens) {
+    if (dense_down_tokens(problem) <= GateUp32::kTokens) {
         gate_up_few::Params params = gate_up_params(problem, tensors, scratch);
         params.h_rounded = scratch.h_rounded;
         params.counted = scratch.counted;
-        num_gate_ctas = params.tokens <= GateUp16::kTokens ? num_gate_up_ctas<GateUp16>(params)
-                                                           : num_gate_up_ctas<GateUp32Large>(params);
-        static_assert(GateUp8::kNeurons == GateUp16::kNeurons, "either may be launched");
+        num_gate_ctas = with_gate_up_config(params, device,
+                                            [&](auto config) { return num_gate_up_ctas<decltype(config)>(params); });
         if (cudaError_t const error = launch_gate_up<Element>(params, device, stream); error != cudaSuccess) {
             return error;
         }

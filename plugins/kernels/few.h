@@ -4,19 +4,34 @@
 
 #include <stddef.h>
 
+#include <algorithm>
+
 #include "down_few.cuh"
 #include "launch.cuh"
+#include "problem.cuh"
 #include "twell/twell.h"
 
 namespace twell {
 
-// A dense down projection is cut into blocks of so many columns and all tokens. So many CTAs share out a block's
-// neurons.
+// A dense down projection is cut into blocks of so many columns.
 constexpr int kDenseDownColumns = 64;
-constexpr int kDenseDownShares = 4;
 
-// The tokens of a block, as kernels are compiled for them; more are not computed so.
-inline int dense_down_tokens(int64_t tokens) { return tokens <= 16 ? 16 : tokens <= 32 ? 32 : tokens <= 64 ? 64 : 128; }
+// The tokens of a block, as kernels are compiled for them; more are not computed so. Plain blocks have none for 17 to
+// 32 tokens: those for 64 are faster there, unless very few neurons are active.
+constexpr int kDenseDownTokens[] = {16, 32, 64, 128};
+inline int dense_down_tokens(twell_problem const& problem) {
+    bool const is_plain = problem.variant == TWELL_PLAIN;
+    return problem.tokens <= 16 ? 16 : problem.tokens <= 32 && !is_plain ? 32 : problem.tokens <= 64 ? 64 : 128;
+}
+
+// So many CTAs share out a block's neurons: as many as an H200 has places for, two a multiprocessor up to 16 tokens and
+// then one. But the more tokens there are, the longer it takes to add up shares.
+constexpr int most_dense_down_shares(int block_tokens) { return block_tokens <= 64 ? 8 : 4; }
+inline int dense_down_shares(int d_out, int block_tokens) {
+    int64_t const places = block_tokens <= 16 ? 264 : 132;
+    return static_cast<int>(
+        std::clamp<int64_t>(places / ceil_div(d_out, kDenseDownColumns), 1, most_dense_down_shares(block_tokens)));
+}
 
 // The parts of the scratch memory.
 struct FewScratch {
@@ -28,7 +43,7 @@ struct FewScratch {
     // [CTAs of the gate and up projections]: its active pairs of a neuron and a token; the most that a token has of its
     // neurons, or the sum of that over parts of them.
     int2* counted;
-    float* sums;    // [num_counters, kDenseDownShares, dense_down_tokens, kDenseDownColumns]
+    float* sums;    // [num_counters, dense_down_shares, dense_down_tokens, kDenseDownColumns]
     int* counters;  // [num_counters]: one for each block
     int num_counters;
     int num_mask_words;

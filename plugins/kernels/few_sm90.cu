@@ -83,11 +83,11 @@ cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& te
 int2 most_sparse(twell_problem const& problem) {
     constexpr int kDff = 5632;
     int64_t const tokens = problem.tokens;
-    int64_t const pairs = tokens <= 24   ? 1500 + 120 * tokens
-                          : tokens <= 32 ? 4000 + 16 * tokens
-                          : tokens <= 64 ? 2000 + 100 * tokens
-                                         : 8000 + 20 * tokens;
-    int64_t const of_token = tokens <= 32 ? 1500 : 1400;
+    int const block_tokens = dense_down_tokens(problem);
+    int64_t const pairs = block_tokens <= 32   ? (tokens <= 24 ? 1500 + 120 * tokens : 4000 + 16 * tokens)
+                          : block_tokens <= 64 ? 2000 + 100 * tokens
+                                               : 8000 + 20 * tokens;
+    int64_t const of_token = block_tokens <= 32 ? 1500 : 1400;
     int64_t const d_ff = std::max(problem.d_ff, kDff);
     return make_int2(static_cast<int>(pairs * d_ff / kDff), static_cast<int>(of_token * d_ff / kDff));
 }
@@ -111,13 +111,14 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     params.num_groups =
         kUnits == 1 ? params.tokens : std::clamp(device.num_multiprocessors / params.num_slabs, 1, params.tokens);
     params.num_sparse_ctas = params.num_slabs * params.num_groups;
-    params.num_column_blocks = static_cast<int>(ceil_div(problem.d_out, Dense::kColumns));
-    static_assert(Dense::kColumns == kDenseDownColumns && down_sm90::kShares == kDenseDownShares,
+    static_assert(Dense::kColumns == kDenseDownColumns && Dense::kMostShares == most_dense_down_shares(Dense::kTokens),
                   "what there is scratch memory for");
-    params.num_dense_ctas = params.num_column_blocks * down_sm90::kShares;
-    if (Dense::kTokens != dense_down_tokens(problem.tokens)) {
-        return cudaErrorInvalidConfiguration;
-    }
+    params.num_column_blocks = static_cast<int>(ceil_div(problem.d_out, Dense::kColumns));
+    params.num_shares = dense_down_shares(problem.d_out, Dense::kTokens);
+    params.num_dense_ctas = params.num_column_blocks * params.num_shares;
+    int const slices = static_cast<int>(ceil_div(scratch.num_mask_words * gate_up_few::kMaskBits, down_sm90::BLOCK_K));
+    params.slices_each = slices / params.num_shares;
+    params.slices_left = slices % params.num_shares;
     int const ctas = std::max(params.num_sparse_ctas, params.num_dense_ctas);
     return launch_dependent(down_sm90::down_kernel<Element, kUnits, Sparse, Dense>, params,
                             dim3(static_cast<unsigned>(ctas)), down_sm90::kThreads<kUnits, Sparse>,
@@ -154,13 +155,14 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     if (params.tokens <= 16) {
         return launch(one, Config<16, 512>(), Dense<16, 1, 4>());
     }
-    if (params.tokens <= 32) {
-        return launch(four, Config<16, 256>(), Dense<32, 1, 12>());
+    switch (dense_down_tokens(problem)) {
+        case 32:
+            return launch(four, Config<16, 256>(), Dense<32, 1, 12>());
+        case 64:
+            return launch(four, Config<32, 256>(), Dense<64, 1, 10>());
+        default:
+            return launch(eight, Config<32, 256>(), Dense<64, 2, 8>());
     }
-    if (params.tokens <= 64) {
-        return launch(four, Config<32, 256>(), Dense<64, 1, 10>());
-    }
-    return launch(eight, Config<32, 256>(), Dense<64, 2, 8>());
 }
 
 }  // namespace

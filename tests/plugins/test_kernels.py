@@ -156,6 +156,15 @@ def table() -> Iterator[Case]:
         yield dataclasses.replace(base, gated=gated, activation=activation, dtype=dtype)
     for d_ff, gated, rows in itertools.product((6337, 6400, 6656, 20000), (True, False), (20, 30, 40)):
         yield Case(rows=rows, d_model=264, d_ff=d_ff, d_out=72, density=0.004, gated=gated, dtype=next(dtypes))
+    # A dense down projection, of whose neurons one to eight CTAs have a share, by its width and the tokens.
+    for rows, d_out in itertools.product((12, 24, 48, 100), (520, 1032, 1544, 2312, 4104, 8712, 17000)):
+        for gated in (True, False):
+            yield Case(rows=rows, d_model=72, d_ff=700, d_out=d_out, density=0.6, gated=gated, dtype=next(dtypes))
+    # CTAs of 32 neurons fill their rounds better than those of 16, on 132 multiprocessors.
+    for rows, density, gated in itertools.product((1, 3, 8, 9, 16), (0.003, 0.1, 1.0), (True, False)):
+        yield Case(
+            rows=rows, d_model=264, d_ff=8192, d_out=136, density=density, gated=gated, biases="", dtype=next(dtypes)
+        )
     for rows, density in itertools.product((20, 33, 50), densities):
         yield Case(rows=rows, d_model=256, d_ff=11008, d_out=1032, density=density, biases="", dtype=next(dtypes))
 
@@ -181,7 +190,10 @@ SMALL = [
     Case(rows=33, d_model=72, d_ff=300, d_out=264, density=1.0, dtype=FP16, activation="drelu"),
     Case(rows=5, d_model=16, d_ff=8200, d_out=16, density=0.5, gated=False),
     Case(rows=16, d_model=16, d_ff=8200, d_out=136, density=0.01, gated=False, dtype=FP16),
+    Case(rows=7, d_model=72, d_ff=8200, d_out=72, density=0.3, dtype=FP16),
     Case(rows=17, d_model=40, d_ff=300, d_out=24, density=0.3, dtype=FP16),
+    Case(rows=25, d_model=72, d_ff=300, d_out=136, density=0.01, gated=False),
+    Case(rows=25, d_model=72, d_ff=300, d_out=1544, density=0.6, gated=False, dtype=FP16),
     Case(rows=17, d_model=264, d_ff=257, d_out=24, density=1.0, gated=False, activation="relu2", biases=""),
     Case(rows=2, d_model=72, d_ff=600, d_out=8200, activation="drelu", dtype=FP16, compression=4),
     Case(rows=2, d_model=72, d_ff=600, d_out=8200, activation="fatrelu", density=0.3, compression=1),
