@@ -102,6 +102,21 @@ def test_sizes(compression: int) -> None:
         before = workspace
 
 
+@pytest.mark.parametrize("variant", [0, 1], ids=("gated", "plain"))
+@pytest.mark.parametrize("d_ff", [1, 60, 5632, 16384])
+@pytest.mark.parametrize("d_out", [8, 136, 1024, 2048, 2560, 5120, 17000, 40000])
+def test_workspace_never_shrinks(d_out: int, d_ff: int, variant: int) -> None:
+    """A plan has the workspace of its largest call: all smaller ones must do with that."""
+    lib = library.load()
+    edges = (1, 2, 8, 16, 24, 32, 64, 128, 192, 256, 768, 1280, 2048, 4096, 8192, 16384)
+    counts = sorted({tokens for edge in edges for tokens in (edge - 1, edge, edge + 1)})
+    sizes = [
+        lib.twell_workspace_bytes(problem(tokens=tokens, d_model=1024, d_ff=d_ff, d_out=d_out, variant=variant))
+        for tokens in counts
+    ]
+    assert sizes == sorted(sizes)
+
+
 def test_header_says_the_same() -> None:
     text = HEADER.read_text()
     assert f"#define TWELL_TILE {library.TILE}\n" in text
