@@ -19,21 +19,23 @@ constexpr float kGatheredBytesPerNs = 8400.0f;
 constexpr float kGatheredBytesPerNsChunks = 10240.0f;
 constexpr float kCopiedBytesPerNs = 450.0f;
 constexpr float kCycleNs = 0.72f;
-// Dense blocks: from so many tokens on, since below kernels for few tokens skip much of w_up and w_down; but with more
-// neurons these take more than one round (of 66 clusters with 96 each, on an H200), and gain little or lose; and of a
-// plain block there is less to skip. Up to so many products of the gate's, or tokens, where the guard's dense path
-// begins to cost little more than a dense block; with rows of x and y of up to so many elements there is no such place,
-// since packing takes longer than a product.
+// Dense blocks: from so many tokens on, since below kernels for few tokens skip much of w_up and w_down. With more
+// neurons than one round of their small clusters has (66 with 96 each, on an H200) they gain less from 65 tokens on,
+// with more than one of their largest (224) at any number, and of a plain block there is less to skip. Up to so many
+// products of the gate's, or tokens, where the guard's dense path begins to cost little more than a dense block; with
+// rows of x and y of up to so many elements there is no such place, since packing takes longer than a product.
 constexpr int64_t kFewestTokens = 129;
-constexpr int64_t kFewestTokensLarge = 17;
+constexpr int64_t kFewestTokensLarge = 65;
 constexpr int64_t kFewestTokensPlain = 65;
+constexpr int64_t kFewestTokensVeryLarge = 17;
 constexpr int kLargeDFf = 6336;
+constexpr int kVeryLargeDFf = 14784;
 constexpr float kMostProducts = 1920.0f * 2048 * 5632;
 constexpr int64_t kMostTokens = 1280;
 constexpr int kNarrow = 1024;
 constexpr int kNarrowPlain = 1536;
-// With more than kLargeDFf neurons, twice as many in plain blocks, the down projection may skip inactive ones, up to
-// kMostTokensSkipping tokens; beside what it takes it does not matter there that a dense layer takes 1 to 4 us longer.
+// With more than kVeryLargeDFf neurons the down projection may skip inactive ones, up to kMostTokensSkipping tokens;
+// beside what it takes it does not matter there that a dense layer takes 1 to 4 us longer.
 // It does up to so many active pairs of a token and a neuron, and so many of one token, for each neuron. Measured on an
 // H200 with d_model 2048 to 5120, see benchmarks/LOG.md.
 constexpr float kMostPairsSkipping = 0.6f;
@@ -49,8 +51,7 @@ using DownTilings = sm90::Tilings<sm90::Choices<32, 40, 48, 64, 88, 112, 120, 12
                                   sm90::Choices<32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
 
 bool suits_skipping(twell_problem const& problem) {
-    return problem.tokens <= kMostTokensSkipping &&
-           problem.d_ff > (problem.variant == TWELL_PLAIN ? 2 * kLargeDFf : kLargeDFf);
+    return problem.tokens <= kMostTokensSkipping && problem.d_ff > kVeryLargeDFf;
 }
 
 // What all kernels of one call share.
@@ -221,9 +222,10 @@ bool dense_sm90_supports(twell_problem const& problem) {
 
 bool dense_sm90_prefers_block(twell_problem const& problem) {
     bool const is_plain = problem.variant == TWELL_PLAIN;
-    int64_t const fewest_tokens = problem.d_ff > kLargeDFf ? kFewestTokensLarge
-                                  : is_plain               ? kFewestTokensPlain
-                                                           : kFewestTokens;
+    int64_t const fewest_tokens = problem.d_ff > kVeryLargeDFf ? kFewestTokensVeryLarge
+                                  : problem.d_ff > kLargeDFf   ? kFewestTokensLarge
+                                  : is_plain                   ? kFewestTokensPlain
+                                                               : kFewestTokens;
     bool const is_narrow = std::max(problem.d_model, problem.d_out) <= (is_plain ? kNarrowPlain : kNarrow);
     return problem.tokens >= fewest_tokens && problem.d_model <= kMostDModel &&
            (is_narrow || problem.tokens <= kMostTokens || gate_products(problem) <= kMostProducts);

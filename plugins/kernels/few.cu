@@ -57,7 +57,7 @@ int num_mask_words(twell_problem const& problem) {
 int num_summed(twell_problem const& problem) {
     int most = 0;
     for (int const tokens : kDenseDownTokens) {
-        if (tokens <= dense_down_tokens(problem)) {
+        if (tokens <= dense_down_tokens(problem.tokens)) {
             most = std::max(most, dense_down_shares(problem.d_out, tokens) * tokens);
         }
     }
@@ -69,7 +69,7 @@ FewScratch take_scratch(twell_problem const& problem, unsigned char*& memory) {
     scratch.num_mask_words = num_mask_words(problem);
     scratch.num_counters = static_cast<int>(ceil_div(problem.d_out, kDenseDownColumns));
     int64_t const row_bits = int64_t{scratch.num_mask_words} * gate_up_few::kMaskBits;
-    int64_t const dense_tokens = dense_down_tokens(problem);
+    int64_t const dense_tokens = dense_down_tokens(problem.tokens);
     scratch.masks = take<uint32_t>(memory, problem.tokens * scratch.num_mask_words);
     scratch.h = take<float>(memory, problem.tokens * problem.d_ff);
     scratch.h_rounded = take<uint16_t>(memory, dense_tokens * row_bits);
@@ -194,7 +194,7 @@ template <class Element>
 cudaError_t launch_hopper(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
                           Device const& device, cudaStream_t stream) {
     int num_gate_ctas = 0;
-    if (dense_down_tokens(problem) <= GateUp32::kTokens) {
+    if (problem.tokens <= GateUp16::kTokens) {
         gate_up_few::Params params = gate_up_params(problem, tensors, scratch);
         params.h_rounded = scratch.h_rounded;
         params.counted = scratch.counted;

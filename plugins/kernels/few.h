@@ -16,27 +16,31 @@ namespace twell {
 // A dense down projection is cut into blocks of so many columns.
 constexpr int kDenseDownColumns = 64;
 
-// The tokens of a block, as kernels are compiled for them; more are not computed so. Plain blocks have none for 17 to
-// 32 tokens: those for 64 are faster there, unless very few neurons are active.
-constexpr int kDenseDownTokens[] = {16, 32, 64, 128};
-inline int dense_down_tokens(twell_problem const& problem) {
-    bool const is_plain = problem.variant == TWELL_PLAIN;
-    return problem.tokens <= 16 ? 16 : problem.tokens <= 32 && !is_plain ? 32 : problem.tokens <= 64 ? 64 : 128;
-}
+// The tokens of a block, as kernels are compiled for them; more are not computed so.
+constexpr int kDenseDownTokens[] = {16, 64, 128};
+inline int dense_down_tokens(int64_t tokens) { return tokens <= 16 ? 16 : tokens <= 64 ? 64 : 128; }
 
-// So many CTAs share out a block's neurons: as many as an H200 has places for, two a multiprocessor up to 16 tokens and
-// then one. But the more tokens there are, the longer it takes to add up shares.
+// So many CTAs share out a block's neurons that their rounds on an H200 take the least time, with two CTAs a
+// multiprocessor up to 16 tokens and then one. But the more tokens there are, the longer it takes to add up shares.
 constexpr int most_dense_down_shares(int block_tokens) { return block_tokens <= 64 ? 8 : 4; }
 inline int dense_down_shares(int d_out, int block_tokens) {
-    int64_t const places = block_tokens <= 16 ? 264 : 132;
-    return static_cast<int>(
-        std::clamp<int64_t>(places / ceil_div(d_out, kDenseDownColumns), 1, most_dense_down_shares(block_tokens)));
+    int const places = block_tokens <= 16 ? 264 : 132;
+    int64_t const blocks = ceil_div(d_out, kDenseDownColumns);
+    // A share of a block's time; what a CTA takes besides is about a tenth of it.
+    auto const cost = [&](int shares) {
+        return static_cast<double>(ceil_div(blocks * shares, places)) * (1.0 / shares + 0.1);
+    };
+    int best = 1;
+    for (int shares = 2; shares <= most_dense_down_shares(block_tokens); ++shares) {
+        best = cost(shares) < cost(best) ? shares : best;
+    }
+    return best;
 }
 
 // The parts of the scratch memory.
 struct FewScratch {
     uint32_t* masks;  // [tokens, num_mask_words]: see gate_up_few.cuh
-    float* h;         // [tokens, d_ff]; not for more than 32 tokens on Hopper
+    float* h;         // [tokens, d_ff]; not for more than 16 tokens on Hopper
     // For a down projection that may be dense: see down_sm90.cuh. The sums and counters also for one that CTAs share
     // out: see down_few.cuh.
     uint16_t* h_rounded;  // [dense_down_tokens, num_mask_words * 32]: rows that are not tokens are read, but not used

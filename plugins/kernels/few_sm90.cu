@@ -16,14 +16,10 @@ namespace {
 using matmul_sm90::encode;
 using matmul_sm90::first_error;
 
-// One token reads no row twice, so a dense path would not gain. From the last number on, and with many neurons or
-// in plain blocks before, blocks are dense anyway, unless d_model is very large: see dense_sm90_prefers_block.
+// One token reads no row twice, so a dense path would not gain. From the last number on, and in plain blocks or with
+// many neurons before, blocks are dense anyway, unless d_model is very large: see dense_sm90_prefers_block.
 constexpr int64_t kFewestTokens = 2;
 constexpr int64_t kMostTokens = 128;
-
-// Active pairs of a CTA up to which a row of w_up for each takes less than reading all of its w_up.
-constexpr int kMaxPairs = 50;
-static_assert(kMaxPairs <= gate_up_sm90::kMostPairs, "what there is a list for");
 
 template <class Element, class Cfg>
 cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& tensors, gate_up_sm90::Params params,
@@ -41,7 +37,7 @@ cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& te
     }
     // CTAs cover whole mask words, also where d_ff ends within one.
     int const neurons = params.num_mask_words * gate_up_few::kMaskBits;
-    num_ctas = static_cast<int>(ceil_div(neurons, gate_up_sm90::kNeurons)) * gate_up_sm90::kClusterSize;
+    num_ctas = static_cast<int>(ceil_div(neurons, Cfg::kNeurons)) * gate_up_sm90::kClusterSize;
     return launch_dependent(gate_up_sm90::gate_up_kernel<Element, Cfg>, params, dim3(static_cast<unsigned>(num_ctas)),
                             gate_up_sm90::kThreads, Cfg::kSharedBytes, device, stream);
 }
@@ -66,30 +62,35 @@ cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& te
     params.d_ff = problem.d_ff;
     params.d_out = problem.d_out;
     params.num_mask_words = scratch.num_mask_words;
-    params.max_pairs = kMaxPairs;
     params.relu_on_up = problem.activation == TWELL_DRELU;
     params.act = activation_of(problem);
     auto const launch = [&](auto config) {
         return launch_gate_up<Element, decltype(config)>(problem, tensors, params, num_ctas, device, stream);
     };
-    // From there on most neurons are active for some token.
-    return params.tokens <= 64 ? launch(gate_up_sm90::Config<32, false, 12>())
-                               : launch(gate_up_sm90::Config<64, true, 6>());
+    using gate_up_sm90::Config;
+    if (params.tokens > 64) {
+        // From there on most neurons are active for some token.
+        return launch(Config<96, 64, true, 6>());
+    }
+    // So few neurons a cluster that as many of them as possible have some; but all find a place at once.
+    int64_t const neurons = ceil_div(problem.d_ff, device.num_multiprocessors / gate_up_sm90::kClusterSize);
+    return neurons <= 64    ? launch(Config<64, 32, false, 16>())
+           : neurons <= 96  ? launch(Config<96, 32, false, 12>())
+           : neurons <= 128 ? launch(Config<128, 32, false, 10>())
+           : neurons <= 160 ? launch(Config<160, 32, false, 8>())
+           : neurons <= 192 ? launch(Config<192, 32, false, 7>())
+                            : launch(Config<224, 32, false, 6>());
 }
 
 // Up to where a sparse down projection takes less than a dense one: active pairs of a neuron and a token, and how many
 // of them the heaviest token has, by a bound that is the looser the more tokens there are. Measured with d_ff 5632;
-// larger ones have a larger w_down to read.
+// what there is to read of w_down grows with it.
 int2 most_sparse(twell_problem const& problem) {
     constexpr int kDff = 5632;
     int64_t const tokens = problem.tokens;
-    int const block_tokens = dense_down_tokens(problem);
-    int64_t const pairs = block_tokens <= 32   ? (tokens <= 24 ? 1500 + 120 * tokens : 4000 + 16 * tokens)
-                          : block_tokens <= 64 ? 2000 + 100 * tokens
-                                               : 8000 + 20 * tokens;
-    int64_t const of_token = block_tokens <= 32 ? 1500 : 1400;
-    int64_t const d_ff = std::max(problem.d_ff, kDff);
-    return make_int2(static_cast<int>(pairs * d_ff / kDff), static_cast<int>(of_token * d_ff / kDff));
+    int64_t const pairs = tokens <= 16 ? 1500 + 120 * tokens : tokens <= 64 ? 2000 + 100 * tokens : 8000 + 20 * tokens;
+    int64_t const of_token = tokens <= 16 ? 1500 : 1400;
+    return make_int2(static_cast<int>(pairs * problem.d_ff / kDff), static_cast<int>(of_token * problem.d_ff / kDff));
 }
 
 // kUnits: of a CTA of a sparse projection at a time.
@@ -155,14 +156,8 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     if (params.tokens <= 16) {
         return launch(one, Config<16, 512>(), Dense<16, 1, 4>());
     }
-    switch (dense_down_tokens(problem)) {
-        case 32:
-            return launch(four, Config<16, 256>(), Dense<32, 1, 12>());
-        case 64:
-            return launch(four, Config<32, 256>(), Dense<64, 1, 10>());
-        default:
-            return launch(eight, Config<32, 256>(), Dense<64, 2, 8>());
-    }
+    return params.tokens <= 64 ? launch(four, Config<32, 256>(), Dense<64, 1, 10>())
+                               : launch(eight, Config<32, 256>(), Dense<64, 2, 8>());
 }
 
 }  // namespace

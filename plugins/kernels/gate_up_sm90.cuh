@@ -1,15 +1,15 @@
-// Gate and up projections for 33 to 128 tokens on Hopper (sm_90a): h[t, n] of the active neurons n of each token t.
+// Gate and up projections for 17 to 128 tokens on Hopper (sm_90a): h[t, n] of the active neurons n of each token t.
 //
-// A cluster of two CTAs owns 96 neurons and all of d_model, so that the weights come from memory once, and nobody waits
-// for another's sums. Each CTA has half of the tokens: with all tokens in each, reading x over and over would take
-// longer than reading the weights. Warpgroups multiply tokens x neurons by wgmma, from a queue of slices that one
+// A cluster of two CTAs owns some neurons and all of d_model, so that the weights come from memory once, and nobody
+// waits for another's sums. Each CTA has half of the tokens: with all tokens in each, reading x over and over would
+// take longer than reading the weights. Warpgroups multiply tokens x neurons by wgmma, from a queue of slices that one
 // warp fills by TMA. Clusters begin at different places of d_model, or all would read the same lines of x at the same
 // time.
 //
 // Up to 64 tokens whoever finds a neuron active computes its up projection at once: if a CTA has few active pairs of a
-// neuron and a token, a warp takes one after the other; if it has many, the CTA multiplies w_up as it did w_gate. For
-// more tokens most neurons are active for some token, so w_up is multiplied together with w_gate. CTAs leave the number
-// of their active pairs for the down projection, which is dense if there are many (down_sm90.cuh).
+// neuron and a token, a warp takes one after the other; if one of a cluster has many, both multiply w_up as they did
+// w_gate. For more tokens most neurons are active for some token, so w_up is multiplied together with w_gate. CTAs
+// leave the number of their active pairs for the down projection, which is dense if there are many (down_sm90.cuh).
 #ifndef TWELL_KERNELS_GATE_UP_SM90_CUH_
 #define TWELL_KERNELS_GATE_UP_SM90_CUH_
 
@@ -35,10 +35,6 @@ constexpr int kWarps = 12;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kLoader = kWarps - 1;  // this warp loads; the first warpgroups multiply
 constexpr int kClusterSize = 2;
-// Of a cluster. 5632 or 11 008 neurons make 118 or 230 CTAs for 132 multiprocessors.
-constexpr int kNeurons = 96;
-constexpr int kMaskWords = kNeurons / gate_up_few::kMaskBits;
-static_assert(kNeurons % gate_up_few::kMaskBits == 0 && gate_up_few::kMaskBits == kWarpSize, "a lane for each bit");
 
 struct Params {
     CUtensorMap x;              // [tokens, d_model], boxes of [Config::kTokens, BLOCK_K]
@@ -60,7 +56,6 @@ struct Params {
     int d_out;
     int num_mask_words;
     int num_counters;
-    int max_pairs;    // of a CTA, up to which it takes them one by one
     bool relu_on_up;  // dReLU
     Activation act;
 };
@@ -75,21 +70,28 @@ struct Pair {
     uint8_t token;
     uint16_t g;
 };
-// As many as a CTA may take one by one.
-constexpr int kMostPairs = 64;
 
 // In the epilogues a thread has four neighbouring neurons of every kTokensAtOnce-th token.
 constexpr int kQuad = 4;
-constexpr int kQuads = kNeurons / kQuad;
 constexpr int kQuadsOfWord = gate_up_few::kMaskBits / kQuad;
-constexpr int kTokensAtOnce = kThreads / kQuads;
-static_assert(kThreads % kQuads == 0 && kQuads % kQuadsOfWord == 0 && kWarpSize % kQuadsOfWord == 0,
-              "neighbouring lanes have a mask word");
+static_assert(gate_up_few::kMaskBits == kWarpSize, "a lane for each bit");
 
-// CTAs of kMaxTokens tokens; kUpAlways: u of all neurons is computed, active or not.
-template <int kMaxTokens, bool kUpAlways, int kStages>
+// Clusters of so many neurons; CTAs of kMaxTokens tokens; kUpAlways: u of all neurons is computed, active or not.
+template <int kNeuronsOfCluster, int kMaxTokens, bool kUpAlways, int kStages>
 struct Config {
+    static constexpr int kNeurons = kNeuronsOfCluster;
+    static constexpr int kMaskWords = kNeurons / gate_up_few::kMaskBits;
+    static_assert(kNeurons % gate_up_few::kMaskBits == 0, "whole mask words");
+    static constexpr int kQuads = kNeurons / kQuad;
+    static constexpr int kTokensAtOnce = kThreads / kQuads;
+    static_assert(kQuads % kQuadsOfWord == 0 && kWarpSize % kQuadsOfWord == 0, "neighbouring lanes have a mask word");
+    // Of a CTA, up to which a row of w_up for each takes less than reading all of the cluster's w_up. Measured with
+    // d_model 2048, and for more neurons with 2048 to 5120.
+    static constexpr int kMostPairs = kNeurons <= 96 ? kNeurons / 2 + 2 : kNeurons * 3 / 10;
+
     static constexpr int kTokens = kMaxTokens;
+    // Of which sums are read.
+    static constexpr int kTokensRead = kTokens + kThreads / kQuads;
     static constexpr bool kComputesAll = kUpAlways;
     static constexpr int kNumStages = kStages;
     static constexpr int BLOCK_N = kNeurons * (kComputesAll ? 2 : 1);
@@ -114,11 +116,11 @@ struct Config {
         uint32_t active[kMaskWords];  // neurons, of any token
         int pairs_of_token[kTokens];
         int num_listed;
+        int other_pairs;                            // of the other CTA
         Pair pairs[kComputesAll ? 1 : kMostPairs];  // in any order
     };
-    static_assert(kTokens % kTokensAtOnce == 0, "sums are read of all of them");
     static constexpr int kOffsetBarriers = kBytesStages;
-    static constexpr int kOffsetStorage = kOffsetBarriers + 2 * kNumStages * 8;
+    static constexpr int kOffsetStorage = kOffsetBarriers + (2 * kNumStages + 1) * 8;
     static constexpr int kSharedBytes = kOffsetStorage + static_cast<int>(sizeof(Storage));
     static_assert(kSharedBytes <= kMaxSharedBytes, "what a block of sm_90 can have");
     static_assert(kComputesAll || kWarps * kDotSlots * gate_up_few::kBytesDot <= kBytesStages,
@@ -127,7 +129,7 @@ struct Config {
                   "swizzle patterns of 128 bytes start at multiples of 1024");
     // NOTE: for tokens that are not there it multiplies whatever lies behind x; their rows of the result are not used.
     static_assert(kBytesStage >= kConsumerWarps / kWarpgroupWarps * WGMMA_M * kBytesRow, "reads beyond the stages");
-    static_assert(kTokens * kStrideSums * 4 <= kBytesStages, "sums take the stages' place");
+    static_assert(kTokensRead * kStrideSums * 4 <= kBytesStages, "sums take the stages' place");
     static_assert(kNeurons <= 256 && kTokens <= 256, "what a pair's word can hold");
 };
 
@@ -145,6 +147,9 @@ struct Stages {
     __device__ __forceinline__ uint32_t full(int stage) const { return base + Cfg::kOffsetBarriers + stage * 8; }
     __device__ __forceinline__ uint32_t empty(int stage) const { return full(Cfg::kNumStages + stage); }
 
+    // When the other CTA has told its number of pairs.
+    __device__ __forceinline__ uint32_t told() const { return full(2 * Cfg::kNumStages); }
+
     __device__ __forceinline__ uint32_t sums(int token, int neuron) const {
         return base + (token * Cfg::kStrideSums + neuron) * 4;
     }
@@ -155,15 +160,30 @@ struct Stages {
             matmul_sm90::init_barrier(full(stage), 1);
             matmul_sm90::init_barrier(empty(stage), kClusterSize * Cfg::kConsumerWarps);
         }
+        matmul_sm90::init_barrier(told(), 1);
         matmul_sm90::publish_barriers();
+        matmul_sm90::arrive_and_expect(told(), sizeof(int));
     }
 };
 
-// Which matrices a pass over d_model multiplies, and who loads them.
+// What a pass over d_model multiplies; each CTA loads its part for the whole cluster.
 enum class Pass {
-    kShared,  // w_gate, and w_up if the kernel computes all: each CTA loads its part for the whole cluster
-    kUpAlone  // w_up, by a CTA for itself
+    kGate,  // w_gate, and w_up if the kernel computes all
+    kUp
 };
+
+// Leaves a word in shared memory of the cluster's other CTA, with a barrier there.
+__device__ __forceinline__ void tell_other(uint32_t address, int value, uint32_t barrier) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote, remote_barrier;\n"
+        "mapa.shared::cluster.u32 remote, %0, %3;\n"
+        "mapa.shared::cluster.u32 remote_barrier, %2, %3;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [remote], %1, [remote_barrier];\n"
+        "}\n" ::"r"(address),
+        "r"(value), "r"(barrier), "r"(cluster_rank() ^ 1)
+        : "memory");
+}
 
 // Weights leave L2 first: no other CTA reads them, and what the next kernel needs should stay.
 __device__ __forceinline__ uint64_t evict_first() {
@@ -193,24 +213,19 @@ __device__ __forceinline__ void load_slices(Stages<Cfg> const& stages, matmul_sm
     int const cluster = static_cast<int>(blockIdx.x) / kClusterSize;
     int slice = static_cast<int>(static_cast<int64_t>(num_slices) * cluster / num_clusters);
     bool const has_up = Cfg::kComputesAll && params.w_up_rows != nullptr;
-    constexpr int kBoxesOfGate = kNeurons / Cfg::kBoxNeurons;
+    constexpr int kBoxesOfGate = Cfg::kNeurons / Cfg::kBoxNeurons;
     uint64_t const policy = evict_first();
-    int const num_boxes = kPass == Pass::kShared && has_up ? 2 * kBoxesOfGate : kBoxesOfGate;
+    int const num_boxes = kPass == Pass::kGate && has_up ? 2 * kBoxesOfGate : kBoxesOfGate;
     for (int i = 0; i < num_slices; ++i) {
         matmul_sm90::wait_barrier(stages.empty(ring.stage), ring.parity ^ 1);
         if (threadIdx.x % kWarpSize == 0) {
             uint32_t const full = stages.full(ring.stage);
             int const column = slice * BLOCK_K;
             matmul_sm90::arrive_and_expect(full, num_boxes * Cfg::kBytesBox + Cfg::kBytesX);
-            if constexpr (kPass == Pass::kUpAlone) {
-                for (int box = 0; box < num_boxes; ++box) {
-                    matmul_sm90::load_box(stages.w(ring.stage) + box * Cfg::kBytesBox, params.w_up, full, column,
-                                          neuron_begin + box * Cfg::kBoxNeurons);
-                }
-            } else if (rank < num_boxes) {
-                load_weights(stages.w(ring.stage) + rank * Cfg::kBytesBox,
-                             rank < kBoxesOfGate ? params.w_gate : params.w_up, full, column,
-                             neuron_begin + rank % kBoxesOfGate * Cfg::kBoxNeurons, policy);
+            if (rank < num_boxes) {
+                bool const is_gate = kPass == Pass::kGate && rank < kBoxesOfGate;
+                load_weights(stages.w(ring.stage) + rank * Cfg::kBytesBox, is_gate ? params.w_gate : params.w_up, full,
+                             column, neuron_begin + rank % kBoxesOfGate * Cfg::kBoxNeurons, policy);
             }
             matmul_sm90::load_box(stages.x(ring.stage), params.x, full, column, token_begin);
         }
@@ -221,17 +236,16 @@ __device__ __forceinline__ void load_slices(Stages<Cfg> const& stages, matmul_sm
 }
 
 // Multiplies them, by the first warpgroups.
-template <Pass kPass, class Element, class Cfg>
+template <class Element, class Cfg>
 __device__ __forceinline__ void multiply(Stages<Cfg> const& stages, matmul_sm90::Ring<Cfg::kNumStages>& ring,
                                          int d_model, float (&accumulators)[Cfg::kAccumulators]) {
     int const lane = threadIdx.x % kWarpSize;
     int const num_slices = (d_model + BLOCK_K - 1) / BLOCK_K;
     uint32_t const rows = threadIdx.x / kWarpgroupSize * (WGMMA_M * kBytesRow);
-    // Both CTAs' consumers say when a stage is empty, for both load into it; or each says so twice.
-    uint32_t const rank = blockIdx.x % kClusterSize;
+    // Both CTAs' consumers say when a stage is empty, for both load into it.
     auto const release = [&](int stage) {
         if (lane < kClusterSize) {
-            matmul_sm90::arrive_at_cta(stages.empty(stage), kPass == Pass::kUpAlone ? rank : lane);
+            matmul_sm90::arrive_at_cta(stages.empty(stage), lane);
         }
     };
     int stage_before = 0;
@@ -301,7 +315,7 @@ template <class Cfg>
 __device__ __forceinline__ void clear(Params const& params, int neuron_begin, int token_begin, int num_tokens) {
     constexpr int kFirst = Cfg::kConsumerWarps * kWarpSize;
     constexpr int kIdle = kLoader * kWarpSize - kFirst;
-    constexpr int kVectors = kNeurons / kVector;
+    constexpr int kVectors = Cfg::kNeurons / kVector;
     int const thread = static_cast<int>(threadIdx.x) - kFirst;
     if constexpr (!Cfg::kComputesAll) {
         for (int i = thread; i < num_tokens * kVectors; i += kIdle) {
@@ -318,15 +332,21 @@ __device__ __forceinline__ void clear(Params const& params, int neuron_begin, in
 }
 
 // A thread's neurons, from `first` of the cluster's on.
+template <class Cfg>
 struct Quad {
     int first;
     int neuron;   // of all
     int token;    // the thread's first one
     uint2 valid;  // all bits of those that there are
 
+    // Whether this is a thread's token, of those that the CTA looks at from `first_token` on.
+    __device__ __forceinline__ bool has(int first_token, int num_tokens) const {
+        return first_token + token < num_tokens && token < Cfg::kTokensAtOnce;
+    }
+
     __device__ __forceinline__ Quad(Params const& params, int neuron_begin) {
-        first = static_cast<int>(threadIdx.x) % kQuads * kQuad;
-        token = static_cast<int>(threadIdx.x) / kQuads;
+        first = static_cast<int>(threadIdx.x) % Cfg::kQuads * kQuad;
+        token = static_cast<int>(threadIdx.x) / Cfg::kQuads;
         neuron = neuron_begin + first;
         auto const bits = [&](int i) {
             return (neuron + i < params.d_ff ? 0xffffu : 0u) | (neuron + i + 1 < params.d_ff ? 0xffff0000u : 0u);
@@ -355,7 +375,7 @@ __device__ __forceinline__ float4 add_biases(float4 sums, uint16_t const* biases
 // The activated gate values of a token, by its sums; 0 where there is no such neuron or token.
 template <class Element, class Cfg>
 __device__ __forceinline__ uint2 activate_quad(Params const& params, Stages<Cfg> const& stages,
-                                               typename Cfg::Storage const& storage, Quad const& quad, int token,
+                                               typename Cfg::Storage const& storage, Quad<Cfg> const& quad, int token,
                                                bool exists) {
     float4 z = load_sums(stages.sums(token, quad.first));
     if (params.b_gate != nullptr) {
@@ -378,9 +398,9 @@ __device__ __forceinline__ void prefetch_down(Params const& params, int neuron) 
 constexpr int kMostPrefetching = 4;
 
 // Stores the mask word of neighbouring lanes' quads of a token, and counts its neurons.
-template <bool kPrefetches, class Storage>
-__device__ __forceinline__ void store_mask(Params const& params, Storage& storage, Quad const& quad, int token_begin,
-                                           int token, bool exists, uint32_t active) {
+template <bool kPrefetches, class Cfg>
+__device__ __forceinline__ void store_mask(Params const& params, typename Cfg::Storage& storage, Quad<Cfg> const& quad,
+                                           int token_begin, int token, bool exists, uint32_t active) {
     bool const prefetches = kPrefetches && __popc(__ballot_sync(0xffffffffu, active != 0)) <= kMostPrefetching;
     uint32_t word = active << quad.first % gate_up_few::kMaskBits;
 #pragma unroll
@@ -420,16 +440,18 @@ template <class Element, class Cfg>
 __device__ __forceinline__ void list_active(Params const& params, Stages<Cfg> const& stages,
                                             typename Cfg::Storage& storage, int neuron_begin, int token_begin,
                                             int num_tokens) {
-    Quad const quad(params, neuron_begin);
+    Quad<Cfg> const quad(params, neuron_begin);
     int const lane = threadIdx.x % kWarpSize;
 #pragma unroll 1
-    for (int first = 0; first < num_tokens; first += kTokensAtOnce) {
+    for (int first = 0; first < num_tokens; first += Cfg::kTokensAtOnce) {
         int const t = first + quad.token;
-        bool const exists = t < num_tokens;
+        bool const exists = quad.has(first, num_tokens);
         uint2 const g = activate_quad<Element>(params, stages, storage, quad, t, exists);
-        storage.g[t * kQuads + quad.first / kQuad] = g;
+        if (exists) {
+            storage.g[t * Cfg::kQuads + quad.first / kQuad] = g;
+        }
         uint32_t const active = find_nonzeros(g);
-        store_mask<false>(params, storage, quad, token_begin, t, exists, active);
+        store_mask<false, Cfg>(params, storage, quad, token_begin, t, exists, active);
         if (!__any_sync(0xffffffffu, active != 0)) {
             continue;
         }
@@ -440,7 +462,7 @@ __device__ __forceinline__ void list_active(Params const& params, Stages<Cfg> co
             position = atomicAdd(&storage.num_listed, up_to);
         }
         position = __shfl_sync(0xffffffffu, position, kWarpSize - 1) + up_to - count;
-        for (uint32_t rest = active; rest != 0 && position < kMostPairs; rest &= rest - 1, ++position) {
+        for (uint32_t rest = active; rest != 0 && position < Cfg::kMostPairs; rest &= rest - 1, ++position) {
             int const i = __ffs(rest) - 1;
             uint32_t const values = i < 2 ? g.x : g.y;
             storage.pairs[position] = {static_cast<uint8_t>(quad.first + i), static_cast<uint8_t>(t),
@@ -469,8 +491,8 @@ __device__ __forceinline__ bool store_pair(Params const& params, Storage const& 
 // lost.
 template <class Element, class Cfg>
 __device__ __forceinline__ bool store_quad(Params const& params, Stages<Cfg> const& stages,
-                                           typename Cfg::Storage const& storage, Quad const& quad, int first_column,
-                                           int token_begin, int token, bool exists, uint2 g) {
+                                           typename Cfg::Storage const& storage, Quad<Cfg> const& quad,
+                                           int first_column, int token_begin, int token, bool exists, uint2 g) {
     uint2 bits = make_uint2(0, 0);
     bool lost = false;
     // Mostly none is active.
@@ -521,7 +543,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     int const lane = thread % kWarpSize;
     int const warp = thread / kWarpSize;
     int const rank = static_cast<int>(blockIdx.x) % kClusterSize;
-    int const neuron_begin = static_cast<int>(blockIdx.x) / kClusterSize * kNeurons;
+    int const neuron_begin = static_cast<int>(blockIdx.x) / kClusterSize * Cfg::kNeurons;
     int const token_begin = rank * params.tokens_per_cta;
     int const token_end = min(token_begin + params.tokens_per_cta, params.tokens);
     bool const multiplies = warp < Cfg::kConsumerWarps;
@@ -532,7 +554,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         matmul_sm90::prefetch_map(params.w_gate);
         matmul_sm90::prefetch_map(params.x);
         storage.num_listed = 0;
-        for (int w = 0; w < kMaskWords; ++w) {
+        for (int w = 0; w < Cfg::kMaskWords; ++w) {
             storage.active[w] = 0;
         }
     }
@@ -544,13 +566,13 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     bool const has_up = params.w_up_rows != nullptr;
     float accumulators[Cfg::kAccumulators];  // of those that multiply
     if (loads) {
-        load_slices<Pass::kShared>(stages, ring, params, neuron_begin, loaded.begin);
+        load_slices<Pass::kGate>(stages, ring, params, neuron_begin, loaded.begin);
     } else if (multiplies) {
-        multiply<Pass::kShared, Element, Cfg>(stages, ring, params.d_model, accumulators);
+        multiply<Element, Cfg>(stages, ring, params.d_model, accumulators);
     } else {
         constexpr int kIdleThreads = (kLoader - Cfg::kConsumerWarps) * kWarpSize;
         int const idle = thread - Cfg::kConsumerWarps * kWarpSize;
-        for (int m = idle; m < kNeurons; m += kIdleThreads) {
+        for (int m = idle; m < Cfg::kNeurons; m += kIdleThreads) {
             int const n = neuron_begin + m;
             storage.b_gate[m] = params.b_gate != nullptr && n < params.d_ff ? params.b_gate[n] : 0;
             storage.b_up[m] = params.b_up != nullptr && n < params.d_ff ? params.b_up[n] : 0;
@@ -567,25 +589,35 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         store_sums(stages, loaded.skipped, num_tokens, accumulators);
     }
     __syncthreads();
-    Quad const quad(params, neuron_begin);
+    Quad<Cfg> const quad(params, neuron_begin);
     bool lost = false;
     if constexpr (Cfg::kComputesAll) {
 #pragma unroll 1
-        for (int first = 0; first < num_tokens; first += kTokensAtOnce) {
+        for (int first = 0; first < num_tokens; first += Cfg::kTokensAtOnce) {
             int const t = first + quad.token;
-            bool const exists = t < num_tokens;
+            bool const exists = quad.has(first, num_tokens);
             uint2 const g = activate_quad<Element>(params, stages, storage, quad, t, exists);
-            store_mask<true>(params, storage, quad, token_begin, t, exists, find_nonzeros(g));
-            lost |= store_quad<Element>(params, stages, storage, quad, kNeurons, token_begin, t, exists, g);
+            store_mask<true, Cfg>(params, storage, quad, token_begin, t, exists, find_nonzeros(g));
+            lost |= store_quad<Element>(params, stages, storage, quad, Cfg::kNeurons, token_begin, t, exists, g);
         }
     } else {
         list_active<Element, Cfg>(params, stages, storage, neuron_begin, token_begin, num_tokens);
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA may take the place of the sums
         __syncthreads();
         int const num_pairs = count_pairs(storage).x;
-        if (has_up && num_pairs <= params.max_pairs) {
+        bool few = false;
+        if (has_up) {
+            // Both CTAs multiply w_up as a whole, or neither does. NOTE: told after both's sums have been read, whose
+            // place it takes.
+            if (thread == 0) {
+                tell_other(shared_address(&storage.other_pairs), num_pairs, stages.told());
+            }
+            matmul_sm90::wait_for_cluster(stages.told(), 0);
+            few = max(num_pairs, storage.other_pairs) <= Cfg::kMostPairs;
+        }
+        if (few) {
             int const n = lane * kWarps + warp;
-            if (n < kNeurons && (storage.active[n / kWarpSize] >> n % kWarpSize & 1u) != 0) {
+            if (n < Cfg::kNeurons && (storage.active[n / kWarpSize] >> n % kWarpSize & 1u) != 0) {
                 prefetch_down(params, neuron_begin + n);
             }
             // A warp each.
@@ -601,9 +633,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         } else {
             if (has_up) {
                 if (loads) {
-                    load_slices<Pass::kUpAlone>(stages, ring, params, neuron_begin, loaded.begin);
+                    load_slices<Pass::kUp>(stages, ring, params, neuron_begin, loaded.begin);
                 } else if (multiplies) {
-                    multiply<Pass::kUpAlone, Element, Cfg>(stages, ring, params.d_model, accumulators);
+                    multiply<Element, Cfg>(stages, ring, params.d_model, accumulators);
                 }
                 __syncthreads();
                 if (multiplies) {
@@ -612,10 +644,11 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 __syncthreads();
             }
 #pragma unroll 1
-            for (int first = 0; first < num_tokens; first += kTokensAtOnce) {
+            for (int first = 0; first < num_tokens; first += Cfg::kTokensAtOnce) {
                 int const t = first + quad.token;
-                lost |= store_quad<Element>(params, stages, storage, quad, 0, token_begin, t, t < num_tokens,
-                                            storage.g[t * kQuads + quad.first / kQuad]);
+                bool const exists = quad.has(first, num_tokens);
+                uint2 const g = exists ? storage.g[t * Cfg::kQuads + quad.first / kQuad] : make_uint2(0, 0);
+                lost |= store_quad<Element>(params, stages, storage, quad, 0, token_begin, t, exists, g);
             }
         }
     }

@@ -34,11 +34,10 @@ FEW_TOKENS = 256
 # Up to so many they may take a dense path on Hopper. There, more are computed as a dense block.
 FEW_TOKENS_DENSE = 128
 # Up to so many, h is in fp32 everywhere.
-FEW_TOKENS_EXACT = 32
-FEW_TOKENS_EXACT_MANY = 16  # with many neurons: has_many_neurons
-# With so many neurons, twice as many in plain blocks, 17 to 64 tokens are a dense block there whose down projection
-# skips inactive ones, up to 0.9 % and more.
-MANY_NEURONS = 6400
+FEW_TOKENS_EXACT = 16
+# With so many neurons 17 to 64 tokens are a dense block there whose down projection skips inactive ones, up to 0.9 %
+# and more.
+MANY_NEURONS = 14800
 MOST_COLUMNS_OF_BOX = 64  # smaller matrices have no kernels for few tokens on Hopper
 
 SCHEDULE_HEADER_BYTES = 256  # behind them, the rows in order
@@ -152,9 +151,9 @@ def table() -> Iterator[Case]:
     yield Case(rows=2, d_model=65544, d_ff=300, d_out=24)  # too wide for the kernels for few tokens
     # Dense blocks on Hopper whose down projection skips inactive neurons, or does not.
     for rows, (gated, activation), dtype in itertools.product((17, 64), kinds, (BF16, FP16)):
-        base = Case(rows=rows, d_model=136, d_ff=6500 if gated else 13000, d_out=328, density=0.004)
+        base = Case(rows=rows, d_model=136, d_ff=MANY_NEURONS, d_out=328, density=0.004)
         yield dataclasses.replace(base, gated=gated, activation=activation, dtype=dtype)
-    for d_ff, gated, rows in itertools.product((6337, 6400, 6656, 20000), (True, False), (20, 30, 40)):
+    for d_ff, gated, rows in itertools.product((14784, 14785, 20000), (True, False), (20, 30, 40)):
         yield Case(rows=rows, d_model=264, d_ff=d_ff, d_out=72, density=0.004, gated=gated, dtype=next(dtypes))
     # A dense down projection, of whose neurons one to eight CTAs have a share, by its width and the tokens.
     for rows, d_out in itertools.product((12, 24, 48, 100), (520, 1032, 1544, 2312, 4104, 8712, 17000)):
@@ -167,6 +166,10 @@ def table() -> Iterator[Case]:
         )
     for rows, density in itertools.product((20, 33, 50), densities):
         yield Case(rows=rows, d_model=256, d_ff=11008, d_out=1032, density=density, biases="", dtype=next(dtypes))
+    # Clusters of each size, by the number of neurons, on 132 multiprocessors.
+    for d_ff, gated in itertools.product((4224, 4225, 6337, 8200, 10561, 12673), (True, False)):
+        for rows, density in itertools.product((17, 33, 64), (0.004, 0.05, 1.0)):
+            yield Case(rows=rows, d_model=264, d_ff=d_ff, d_out=136, density=density, gated=gated, dtype=next(dtypes))
 
 
 # Every kernel instance, every branch, few launches: these also run under compute-sanitizer.
@@ -207,6 +210,12 @@ SMALL = [
     Case(rows=17, d_model=16392, d_ff=8224, d_out=72, density=0.0005),
     Case(rows=34, d_model=72, d_ff=6500, d_out=264, density=0.004, dtype=FP16),
     Case(rows=64, d_model=72, d_ff=12800, d_out=72, density=0.004, gated=False),
+    Case(rows=40, d_model=72, d_ff=5600, d_out=72, density=0.3),
+    Case(rows=20, d_model=72, d_ff=10240, d_out=136, density=0.004),
+    Case(rows=50, d_model=72, d_ff=12288, d_out=72, density=0.1, dtype=FP16),
+    Case(rows=33, d_model=72, d_ff=14336, d_out=136, density=0.004, activation="drelu"),
+    Case(rows=64, d_model=72, d_ff=14784, d_out=72, density=0.2, dtype=FP16),
+    Case(rows=34, d_model=72, d_ff=MANY_NEURONS, d_out=264, density=0.004, gated=False),
 ]
 
 
@@ -450,29 +459,21 @@ def test_against_float64(case: Case) -> None:
     assert (off & fits).sum() <= (2 if case.activation == "fatrelu" else 0)
 
 
-def has_many_neurons(block: Block) -> bool:
-    """Say whether few tokens, but not the fewest, are a dense block on Hopper."""
-    d_ff, d_model = block.w_gate.shape
-    return d_ff > 6336 and d_model <= 16384
-
-
 def rounds_h(block: Block) -> bool:
     """Say whether a call for few tokens rounds h, and nothing else, on the way: some kernels of Hopper do."""
     fits = min(*block.w_gate.shape, block.w_down.shape[1]) >= MOST_COLUMNS_OF_BOX
-    exact = FEW_TOKENS_EXACT_MANY if has_many_neurons(block) else FEW_TOKENS_EXACT
-    return exact < len(block.x) <= FEW_TOKENS_DENSE and fits and torch.cuda.get_device_capability() == (9, 0)
+    return FEW_TOKENS_EXACT < len(block.x) <= FEW_TOKENS_DENSE and fits and torch.cuda.get_device_capability() == (9, 0)
 
 
 def may_be_dense(block: Block) -> bool:
     """Say whether few tokens' u may be rounded, or h that is in fp32 elsewhere: the kernels' rule, with a margin."""
     rows = len(block.x)
-    if rows > (FEW_TOKENS_EXACT_MANY if has_many_neurons(block) else FEW_TOKENS_EXACT):
+    if rows > FEW_TOKENS_EXACT:
         return FEW_TOKENS_DENSE < rows <= FEW_TOKENS and torch.cuda.get_device_capability() == (9, 0)
     active = torch.nn.functional.pad(reference.gate_values(block) != 0, (0, -len(block.w_gate) % 16))
-    most = 1500 + 120 * rows if rows <= 24 else 4000 + 16 * rows
     of_token = active.view(rows, -1, 16).sum(dim=2).amax(dim=0).sum()
-    scale = 0.9 * max(len(block.w_gate) / 5632, 1)
-    return rows > 1 and (int(active.sum()) > scale * most or int(of_token) > scale * 1500)
+    scale = 0.9 * len(block.w_gate) / 5632
+    return rows > 1 and (int(active.sum()) > scale * (1500 + 120 * rows) or int(of_token) > scale * 1500)
 
 
 @pytest.mark.parametrize("case", [*table(), *SMALL], ids=str)
@@ -580,7 +581,9 @@ def test_infinity_is_not_multiplied_by_absent_weights(rows: int, d_model: int) -
 
 
 @pytest.mark.parametrize("where", ["w_gate", "b_gate", "w_up", "b_up", "w_down"])
-@pytest.mark.parametrize(("rows", "d_ff", "density"), [(20, 600, 0.3), (65, 600, 0.3), (60, MANY_NEURONS, 0.005)])
+@pytest.mark.parametrize(
+    ("rows", "d_ff", "density"), [(20, 600, 0.3), (65, 600, 0.3), (60, 11008, 0.005), (60, MANY_NEURONS, 0.005)]
+)
 def test_nan_in_one_neuron(where: str, rows: int, d_ff: int, density: float) -> None:
     block = make_block(Case(rows=rows, d_ff=d_ff, density=density), integers=False)
     assert block.b_gate is not None
@@ -722,7 +725,8 @@ def test_batches_of_whole_tiles_beside_overflowed_ones() -> None:
 
 @pytest.mark.parametrize("density", [0.005, 0.3, 0.9])
 @pytest.mark.parametrize(
-    ("rows", "d_ff"), [(1, 2000), (3, 2000), (14, 2000), (30, 2000), (60, 2000), (200, 2000), (60, MANY_NEURONS)]
+    ("rows", "d_ff"),
+    [(1, 2000), (3, 2000), (14, 2000), (30, 2000), (60, 2000), (200, 2000), (50, 11008), (60, MANY_NEURONS)],
 )
 def test_bitwise_repeatable(rows: int, d_ff: int, density: float) -> None:
     block = make_block(Case(rows=rows, d_model=1024, d_ff=d_ff, d_out=1032, density=density), integers=False)
