@@ -35,9 +35,9 @@ constexpr int64_t kMostTokens = 1280;
 constexpr int kNarrow = 1024;
 constexpr int kNarrowPlain = 1536;
 // With more than kVeryLargeDFf neurons the down projection may skip inactive ones, up to kMostTokensSkipping tokens;
-// beside what it takes it does not matter there that a dense layer takes 1 to 4 us longer.
-// It does up to so many active pairs of a token and a neuron, and so many of one token, for each neuron. Measured on an
-// H200 with d_model 2048 to 5120, see benchmarks/LOG.md.
+// beside what it takes it does not matter there that a dense layer takes 1 to 4 us longer. It does up to so many active
+// pairs of a token and a neuron, and so many of one token, for each neuron. Measured on an H200 with d_model 2048 to
+// 5120, see benchmarks/LOG.md.
 constexpr float kMostPairsSkipping = 0.6f;
 constexpr float kMostOfRowSkipping = 0.07f;
 // Sums of more products have not been tested there.

@@ -116,7 +116,7 @@ struct Config {
         uint32_t active[kMaskWords];  // neurons, of any token
         int pairs_of_token[kTokens];
         int num_listed;
-        int other_pairs;                            // of the other CTA
+        int other_pairs;                            // that the other CTA has
         Pair pairs[kComputesAll ? 1 : kMostPairs];  // in any order
     };
     static constexpr int kOffsetBarriers = kBytesStages;

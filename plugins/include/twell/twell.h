@@ -101,7 +101,7 @@ TWELL_API cudaError_t twell_up_down(twell_problem const* problem, twell_tensors 
 // neighbours can decide. Up to 256 tokens other kernels, unless it is a dense block, spread each token over the device:
 // they keep the contract of the two steps but take sums in another order, which may depend on the number of tokens and
 // on how many neurons are active. From 2 to 128 tokens, on compute capability 9.0, they have a dense path too, which
-// rounds h.
+// rounds h; from 17 tokens on both paths do.
 TWELL_API cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                 size_t workspace_bytes, cudaStream_t stream);
 
