@@ -314,6 +314,9 @@ SUITE = (
     Setting((1, 16, 17, 32, 33, 48, 64, 128, 2048), d_model=5120, d_ff=13824),
     Setting((8, 16, 17, 32, 33, 48, 64, 128), d_model=5120, d_ff=13824, density=0.1),
     *(Setting((1, 4, 8, 16, 17, 32, 64), d_model=2048, d_ff=8192, density=density) for density in (0.005, 0.1)),
+    *(Setting((17, 32, 64), d_model=2560, d_ff=6912, density=density) for density in (0.005, 0.1)),
+    *(Setting((17, 32, 64), d_model=2560, d_ff=10240, density=density, variant="plain") for density in (0.005, 0.1)),
+    *(Setting((17, 32, 48, 64), d_model=4096, d_ff=14336, density=density) for density in (0.02, 0.1)),
     *(Setting((2048, 8192), density=density) for density in (0.001, 0.002, 0.01, 0.02, 0.05)),
     *(
         Setting(_PLAIN, d_model, d_ff, density=density, variant="plain")
