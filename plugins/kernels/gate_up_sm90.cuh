@@ -90,8 +90,8 @@ struct Config {
     static constexpr int kMostPairs = kNeurons <= 96 ? kNeurons / 2 + 2 : kNeurons * 3 / 10;
 
     static constexpr int kTokens = kMaxTokens;
-    // Of which sums are read.
-    static constexpr int kTokensRead = kTokens + kThreads / kQuads;
+    // Rows from which sums are read, also where there is no such token.
+    static constexpr int kTokensRead = kTokens + kTokensAtOnce;
     static constexpr bool kComputesAll = kUpAlways;
     static constexpr int kNumStages = kStages;
     static constexpr int BLOCK_N = kNeurons * (kComputesAll ? 2 : 1);
@@ -339,11 +339,6 @@ struct Quad {
     int token;    // the thread's first one
     uint2 valid;  // all bits of those that there are
 
-    // Whether this is a thread's token, of those that the CTA looks at from `first_token` on.
-    __device__ __forceinline__ bool has(int first_token, int num_tokens) const {
-        return first_token + token < num_tokens && token < Cfg::kTokensAtOnce;
-    }
-
     __device__ __forceinline__ Quad(Params const& params, int neuron_begin) {
         first = static_cast<int>(threadIdx.x) % Cfg::kQuads * kQuad;
         token = static_cast<int>(threadIdx.x) / Cfg::kQuads;
@@ -352,6 +347,12 @@ struct Quad {
             return (neuron + i < params.d_ff ? 0xffffu : 0u) | (neuron + i + 1 < params.d_ff ? 0xffff0000u : 0u);
         };
         valid = make_uint2(bits(0), bits(2));
+    }
+
+    // Whether there is such a token for this thread, of those that the CTA looks at from `first_token` on. Threads that
+    // are left when all quads have their share have none.
+    __device__ __forceinline__ bool has(int first_token, int num_tokens) const {
+        return first_token + token < num_tokens && token < Cfg::kTokensAtOnce;
     }
 };
 
@@ -605,17 +606,17 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA may take the place of the sums
         __syncthreads();
         int const num_pairs = count_pairs(storage).x;
-        bool few = false;
+        bool by_pairs = false;
         if (has_up) {
-            // Both CTAs multiply w_up as a whole, or neither does. NOTE: told after both's sums have been read, whose
-            // place it takes.
+            // Both CTAs multiply w_up as a whole, or neither does. NOTE: a CTA tells when its sums have been read, for
+            // the other one may then load w_up into their place.
             if (thread == 0) {
                 tell_other(shared_address(&storage.other_pairs), num_pairs, stages.told());
             }
             matmul_sm90::wait_for_cluster(stages.told(), 0);
-            few = max(num_pairs, storage.other_pairs) <= Cfg::kMostPairs;
+            by_pairs = max(num_pairs, storage.other_pairs) <= Cfg::kMostPairs;
         }
-        if (few) {
+        if (by_pairs) {
             int const n = lane * kWarps + warp;
             if (n < Cfg::kNeurons && (storage.active[n / kWarpSize] >> n % kWarpSize & 1u) != 0) {
                 prefetch_down(params, neuron_begin + n);
