@@ -20,20 +20,30 @@ from onnxscript import values
 from torch.export import ExportedProgram
 
 from twellc.errors import UserError, first_line
-from twellc.export.attention import scale_queries
 from twellc.files import external_data
+from twellc.passes.attention import OPERATOR
 from twellc.passes.program import quiet_torch
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import BIASES, GATED, PLAIN, node_attributes
 from twellc.plugins.ops import GATED_MLP, MLP
 
-OPSET = 20
+# The first with the operators of our graphs, and the first with Attention.
+_OPSET, _ATTENTION_OPSET = 20, 23
 # Protobuf ends at 2 GiB a message; weights of larger models go into a file beside the model.
 _LARGEST_SINGLE_FILE = 2**30
 
 
+def opset_of(forms: tuple[str, ...]) -> int:
+    """Return the opset that forms of attention need."""
+    return _ATTENTION_OPSET if OPERATOR in forms else _OPSET
+
+
 def export_onnx(
-    program: ExportedProgram, input_names: list[str], output_names: list[str], dimension_names: dict[str, str]
+    program: ExportedProgram,
+    input_names: list[str],
+    output_names: list[str],
+    dimension_names: dict[str, str],
+    opset: int = _OPSET,
 ) -> onnx_ir.Model:
     """Translate a program.
 
@@ -42,6 +52,7 @@ def export_onnx(
         input_names: Names for the graph's inputs, in the program's order.
         output_names: Names for the graph's outputs, in the program's order.
         dimension_names: Names for the program's symbolic dimensions, by symbol.
+        opset: The version of ONNX's operators.
 
     Raises:
         UserError: An operation has no ONNX form.
@@ -49,11 +60,11 @@ def export_onnx(
     try:
         with quiet_torch():
             exported = torch.onnx.export(
-                scale_queries(program),
+                program,
                 (),
                 input_names=input_names,
                 output_names=output_names,
-                opset_version=OPSET,
+                opset_version=opset,
                 dynamo=True,
                 verbose=False,
                 custom_translation_table={GATED_MLP: _gated_mlp, MLP: _mlp},
@@ -129,8 +140,8 @@ def _schema(op_type: str) -> onnx.defs.OpSchema:
     )
 
 
-_OPSET = values.Opset(PLUGIN_NAMESPACE, 1)
-_NODES: dict[str, Callable[..., Any]] = {name: values.Op(_OPSET, name, _schema(name)) for name in (GATED, PLAIN)}
+_TWELL = values.Opset(PLUGIN_NAMESPACE, 1)
+_NODES: dict[str, Callable[..., Any]] = {name: values.Op(_TWELL, name, _schema(name)) for name in (GATED, PLAIN)}
 
 
 def _gated_mlp(

@@ -9,6 +9,7 @@ import torch
 from torch.export import ExportedProgram
 
 from twellc.files import writing
+from twellc.passes.attention import Attention, rewrite_attention
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import Layer, decide
 from twellc.passes.find_ffn import find_ffn_blocks
@@ -24,15 +25,22 @@ class Rewritten:
         dense: The canonical program in the target dtype, not rewritten.
         program: The same with `twell` ops.
         layers: What became of each feed-forward block.
+        attention: What became of each attention block; empty where none was to be rewritten.
     """
 
     dense: ExportedProgram
     program: ExportedProgram
     layers: list[Layer]
+    attention: list[Attention]
 
 
 def run_passes(
-    program: ExportedProgram, dtype: torch.dtype, layers: str, compression: int, dump: Path | None = None
+    program: ExportedProgram,
+    dtype: torch.dtype,
+    layers: str,
+    compression: int,
+    dump: Path | None = None,
+    attention: tuple[str, ...] = (),
 ) -> Rewritten:
     """Run every pass.
 
@@ -42,6 +50,7 @@ def run_passes(
         layers: See `decide`.
         compression: The TwELL compression factor: 1, 2, 4 or 8.
         dump: A folder that receives the graph after each pass.
+        attention: The forms to write attention in, see `rewrite_attention`; none leaves it as it is.
 
     Raises:
         UserError: See `lower` and `decide`.
@@ -63,4 +72,8 @@ def run_passes(
     decisions = decide(blocks, layers)
     chosen = [block for block, layer in zip(blocks, decisions, strict=True) if layer.decision == "twell"]
     rewritten = keep("3-rewritten", rewrite_ffn(dense, chosen, compression))
-    return Rewritten(dense, rewritten, decisions)
+    found: list[Attention] = []
+    if attention:
+        rewritten, found = rewrite_attention(rewritten, attention)
+        keep("4-attention", rewritten)
+    return Rewritten(dense, rewritten, decisions, found)

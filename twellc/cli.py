@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from twellc import __version__
-from twellc.config import BACKENDS, DEFAULT_COMPRESSION, DTYPES
-from twellc.errors import UserError
+from twellc.config import ATTENTIONS, BACKENDS, DEFAULT_COMPRESSION, DTYPES
+from twellc.errors import UserError, first_few
 from twellc.export.shapes import LARGEST_SIZE
 from twellc.files import ENDING_SIGNALS, uninterrupted
 from twellc.inputs import parse_input
@@ -238,6 +239,11 @@ def main() -> None:
     "--triton", type=_Path(), metavar="DIR",
     help="Write the plan into a Triton model repository, with its config.pbtxt, instead of to --output.",
 )  # fmt: skip
+@click.option(
+    "--attention", type=click.Choice(ATTENTIONS), default="auto", show_default=True,
+    help="Who computes attention: tensorrt, or cudnn by a plugin, which takes causal and unmasked attention and leaves "
+    "other to TensorRT. auto: cudnn where it is at hand and was measured faster, which is TensorRT on Hopper.",
+)  # fmt: skip
 @click.option("--embed-plugins", is_flag=True, help="Put the plugin library into the plan.")
 def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str, **options: Any) -> None:
     """Compile MODEL into a TensorRT plan.
@@ -364,6 +370,7 @@ def inspect(
     for note in found["notes"]:
         _say("Note:", f"{note}.")
     _print_layers(found["layers"])
+    _print_attention(found.get("attention", []))
     if found["layers"]:
         _print_cost(found["cost"])
     for node in found.get("nodes", ()):
@@ -465,6 +472,7 @@ def _print_manifest(manifest: dict[str, Any], written: Path) -> None:
     for note in manifest["notes"]:
         _say("Note:", f"{note}.")
     _print_layers(manifest["layers"])
+    _print_attention(manifest["attention"])
     if manifest["plan"]:
         size = manifest["plan"]["bytes"] / 1e6
         backend, plugins = manifest["backend"], manifest["plan"]["plugin_layers"]
@@ -490,6 +498,35 @@ def _print_layers(layers: list[dict[str, Any]]) -> None:
     console.print(table)
     count = sum(layer["decision"] == "twell" for layer in layers)
     console.print(f"{count} of {len(layers)} feed-forward blocks rewritten")
+
+
+def _print_attention(blocks: list[dict[str, Any]]) -> None:
+    """Say how many attention blocks have a form that TensorRT fuses or cuDNN computes, and why others have not."""
+    if not blocks:
+        return
+    console = _console()
+    forms = Counter(block["form"] for block in blocks)
+    written = forms.pop("as written", 0)
+    counts = ", ".join(f"{count} {_FORMS[form]}" for form, count in forms.items())
+    console.print(f"{len(blocks) - written} of {len(blocks)} attention blocks rewritten{': ' if counts else ''}{counts}")
+    for reason, modules in _by_reason(blocks).items():
+        console.print(f"  {reason}: {first_few(modules)}", soft_wrap=True)
+
+
+def _by_reason(blocks: list[dict[str, Any]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for block in blocks:
+        if block["reason"]:
+            found.setdefault(f"{_FORMS[block['form']]}, since {block['reason']}", []).append(block["module"])
+    return found
+
+
+_FORMS = {
+    "cudnn": "by cuDNN's plugin",
+    "operator": "as ONNX's Attention",
+    "matmul": "as products that TensorRT fuses",
+    "as written": "as the model has them",
+}
 
 
 def _print_cost(cost: dict[str, Any]) -> None:

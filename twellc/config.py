@@ -10,6 +10,7 @@ from twellc.inputs import InputDeclaration
 
 # Names of the options and of torch's dtypes.
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+ATTENTIONS = ("auto", "tensorrt", "cudnn")
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx", "none")
 DEFAULT_COMPRESSION = 8
 
@@ -35,6 +36,9 @@ class CompileOptions:
         inputs: The inputs of a pickled module.
         triton: The folder of the model in a Triton model repository; `output` lies in it.
         embed_plugins: Whether the plan carries the plugin library.
+        attention: `auto`, `tensorrt` or `cudnn`: who computes attention.
+        attention_forms: The forms that this comes to on the TensorRT at hand, see `passes/attention.py`; empty until
+            it has been asked.
     """
 
     model: Path
@@ -53,6 +57,8 @@ class CompileOptions:
     inputs: tuple[InputDeclaration, ...] = ()
     triton: Path | None = None
     embed_plugins: bool = False
+    attention: str = "auto"
+    attention_forms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

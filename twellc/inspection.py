@@ -14,6 +14,7 @@ from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import looks_like_onnx
 from twellc.manifest import is_plan, read_manifest
 from twellc.onnx_models import inspect_onnx
+from twellc.passes.attention import MATMUL, rewrite_attention
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import decide
 from twellc.passes.find_ffn import find_ffn_blocks
@@ -75,5 +76,6 @@ def _describe(
         "kind": model.kind,
         "dtype": chosen,
         "layers": [asdict(layer) for layer in layers],
+        "attention": [asdict(block) for block in rewrite_attention(program, (MATMUL,))[1]],
         "notes": model.notes + notes + activation_notes(model, layers),
     }

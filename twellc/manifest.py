@@ -29,12 +29,15 @@ _TENSOR = {"name": str, "dtype": str, "shape": [int]}
 _FORM: dict[str, Any] = {
     "twellc": str,
     "model": {"name": str, "kind": str, "sha256": str},
-    "settings": {"dtype": str, "layers": str, "compression": int},
+    "settings": {"dtype": str, "layers": str, "compression": int, "attention_forms": [str]},
     "layers": [
         {
             "module": str, "variant": str, "activation": str, "d_model": int, "d_ff": int, "d_out": int,
             "matched": bool, "decision": str, "reason": str,
         }
+    ],
+    "attention": [
+        {"module": str, "heads": int, "kv_heads": int, "width": int, "mask": str, "form": str, "reason": str}
     ],
     "notes": [str],
     "warnings": [str],
@@ -90,6 +93,7 @@ def make_manifest(
         "model": translation.model,
         "settings": translation.settings,
         "layers": [asdict(layer) for layer in translation.layers],
+        "attention": [asdict(block) for block in translation.attention],
         "notes": translation.notes,
         "warnings": translation.warnings,
         "plugins": {"namespace": PLUGIN_NAMESPACE, "version": PLUGIN_VERSION, "names": used, "embedded": False},

@@ -38,6 +38,11 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     Raises:
         UserError: The model cannot be loaded or rewritten as asked (`strict`, `layers`, `dtype`).
     """
+    if options.attention != "auto":
+        raise UserError(
+            f"--attention {options.attention}", "attention in an ONNX file stays as it is", got=str(options.model),
+            expected="a torch.export archive or a Hugging Face directory", fix="Leave it out.",
+        )  # fmt: skip
     progress("loading the model")
     model = open_model(options.model, options.inputs)
     refuse_rewritten(options.model, model)
@@ -51,7 +56,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     graph = onnx_ir.serde.deserialize_model(rewritten)
     settings, auto = annotate(graph, found.layers, dtype, options)
     notes = [*cast_notes(found, dtype), *auto]
-    return Translation(KIND, inputs, {}, found.layers, graph, settings, notes, warnings)
+    return Translation(KIND, inputs, {}, found.layers, [], graph, settings, notes, warnings)
 
 
 def open_model(path: Path, declared: tuple[InputDeclaration, ...]) -> onnx.ModelProto:

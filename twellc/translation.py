@@ -15,12 +15,14 @@ from torch.export import ExportedProgram
 from twellc import __version__
 from twellc.config import DTYPES, CompileOptions
 from twellc.errors import UserError, first_few
-from twellc.export.onnx_export import export_onnx, save_onnx
+from twellc.export.attention_forms import choose_forms
+from twellc.export.onnx_export import export_onnx, opset_of, save_onnx
 from twellc.export.profiles import ModelInputs, input_specs, program_inputs, resolve_profiles
 from twellc.export.shapes import Profile
 from twellc.files import digest, writing
 from twellc.loaders.model import DimensionRange, LoadedModel, dtype_name, fingerprint, load_model
 from twellc.loaders.onnx_file import external_files, looks_like_onnx
+from twellc.passes.attention import Attention
 from twellc.passes.decide import Layer
 from twellc.passes.pipeline import run_passes
 from twellc.passes.precision import parameter_dtypes
@@ -41,6 +43,7 @@ class Translation:
         inputs: The inputs of the graph.
         ranges: (min, opt, max) of the default optimization profile, by symbol.
         layers: What became of each feed-forward block.
+        attention: What became of each attention block.
         graph: The graph.
         settings: The settings that decide what the graph is.
         notes: What the user should know.
@@ -51,6 +54,7 @@ class Translation:
     inputs: ModelInputs
     ranges: dict[str, DimensionRange]
     layers: list[Layer]
+    attention: list[Attention]
     graph: onnx_ir.Model
     settings: dict[str, Any]
     notes: list[str]
@@ -65,6 +69,7 @@ class TranslationSummary:
         model: Name, kind and SHA-256 of the model.
         settings: The settings that decide what the graph is.
         layers: What became of each feed-forward block.
+        attention: What became of each attention block.
         notes: What the user should know.
         warnings: What the user should worry about.
         profiles: The optimization profiles.
@@ -76,6 +81,7 @@ class TranslationSummary:
     model: dict[str, str]
     settings: dict[str, Any]
     layers: list[Layer]
+    attention: list[Attention]
     notes: list[str]
     warnings: list[str]
     profiles: list[Profile]
@@ -102,6 +108,7 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
         model={"name": options.model.name, "kind": translation.kind, "sha256": sha256},
         settings=translation.settings,
         layers=translation.layers,
+        attention=translation.attention,
         notes=translation.notes + notes,
         warnings=translation.warnings,
         profiles=profiles,
@@ -128,23 +135,29 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     model = load_model(options.model, options.trust_model, options.inputs)
     dtype, notes = choose_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
-    rewritten = run_passes(model.program, torch_dtype(dtype), options.layers, options.compression, options.dump_graphs)
+    forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention)
+    rewritten = run_passes(
+        model.program, torch_dtype(dtype), options.layers, options.compression, options.dump_graphs, forms
+    )
     warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
     notes = [*notes, *activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
     progress("exporting to ONNX")
     names = [spec.name for spec in input_specs(rewritten.program)]
-    graph = export_onnx(rewritten.program, names, model.output_names, model.dimension_names)
+    graph = export_onnx(rewritten.program, names, model.output_names, model.dimension_names, opset_of(forms))
     inputs = program_inputs(rewritten.program)
-    settings, auto = annotate(graph, rewritten.layers, dtype, options)
+    settings, auto = annotate(graph, rewritten.layers, dtype, options, forms)
     notes = [*model.notes, *notes, *auto]
-    return Translation(model.kind, inputs, model.dimension_ranges, rewritten.layers, graph, settings, notes, warnings)
+    return Translation(
+        model.kind, inputs, model.dimension_ranges, rewritten.layers, rewritten.attention, graph, settings, notes, warnings
+    )
 
 
 def annotate(
-    graph: onnx_ir.Model, layers: list[Layer], dtype: str, options: CompileOptions
+    graph: onnx_ir.Model, layers: list[Layer], dtype: str, options: CompileOptions, forms: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], list[str]]:
     """Write into a graph what was done, and return the settings that decide what it is, with what to say of them."""
     settings = {"dtype": dtype, "layers": options.layers, "compression": options.compression}
+    settings |= {"attention_forms": list(forms)}
     done = {"twellc": __version__, "settings": settings, "layers": [asdict(layer) for layer in layers]}
     graph.metadata_props[METADATA_KEY] = json.dumps(done)
     automatic = options.layers == "auto" and any(layer.decision == "twell" for layer in layers)

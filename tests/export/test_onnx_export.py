@@ -18,7 +18,7 @@ from tests.models import Gated, Plain, Residual, canonical, rewrite
 from twellc.errors import UserError
 from twellc.export import onnx_export
 from twellc.export.evaluator import OnnxEvaluator
-from twellc.export.onnx_export import OPSET, export_onnx, save_onnx
+from twellc.export.onnx_export import export_onnx, save_onnx
 
 
 def written(program: ExportedProgram, path: Path, names: dict[str, str] | None = None) -> onnx.ModelProto:
@@ -107,7 +107,7 @@ def test_no_dense_projection_is_left(tmp_path: Path) -> None:
     assert sorted(node.op_type for node in model.graph.node) == ["Add"] * 4 + ["TwellGatedMlp", "TwellMlp"]
     weights = [tensor for tensor in model.graph.initializer if len(tensor.dims) == 2]
     assert len(weights) == 5
-    assert {entry.domain: entry.version for entry in model.opset_import} == {"": OPSET, "twell": 1}
+    assert {entry.domain: entry.version for entry in model.opset_import} == {"": 20, "twell": 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
