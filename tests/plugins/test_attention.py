@@ -58,9 +58,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int] | None, scale: flo
     group = q.shape[2] // k.shape[2]
     q, k, v = q.transpose(1, 2), *(t.transpose(1, 2).repeat_interleave(group, 1) for t in (k, v))
     scores = q @ k.transpose(-1, -2) * scale
-    places = torch.arange(k.shape[2])
+    places = torch.arange(k.shape[2], device=q.device)
     if lengths is not None:
-        counts = torch.tensor(lengths).clamp(1, k.shape[2])
+        counts = torch.tensor(lengths, device=q.device).clamp(1, k.shape[2])
         scores = scores.masked_fill(places >= counts[:, None, None, None], -math.inf)
     if causal:
         scores = scores.masked_fill(places > places[:, None], -math.inf)
@@ -116,6 +116,14 @@ def test_low_precision_is_rounded_once(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(y, wide.to(dtype))
     expected = truth(*tensors, lengths, 0.3, causal)
     assert_as_accurate(y, plain(*tensors, lengths, 0.3, causal).contiguous(), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_yardstick_means_the_same(name: str) -> None:
+    # In float64 it is the reference of the GPU tests.
+    extents, lengths, causal = CASES[name]
+    tensors = operands(*extents, dtype=torch.float64)
+    assert_same(plain(*tensors, lengths, 0.3, causal), truth(*tensors, lengths, 0.3, causal))
 
 
 def test_strided_operands() -> None:
