@@ -92,21 +92,23 @@ def register(module: ModuleType | None = None) -> list[Registration]:
     return [_register_in(found) for found in modules]
 
 
-def how_to_register(plan: str, module: str) -> dict[str, str]:
+def how_to_register(plan: str, module: str, attention: bool = False) -> dict[str, str]:
     """Return what makes the plugins known before a plan is opened, by kind of host.
 
     Args:
         plan: File name of the plan.
         module: Name of the Python module of the TensorRT that opens it.
+        attention: Whether the plan needs TwellAttention, too.
     """
-    library = "libtwell_plugins.so"
+    libraries = ["libtwell_plugins.so", *(["libtwell_attention.so"] if attention else [])]
+    quote = "'" if attention else ""  # a shell ends a command at a semicolon
     return {
         "find": "twellc plugins",
         "python": f"import {module}, twellc.plugins; twellc.plugins.register()",
-        "trtexec": f"trtexec --dynamicPlugins={library} --loadEngine={plan}",
-        "triton": f"tritonserver --backend-config=tensorrt,plugins={library}",
-        "c++": f'dlopen("{library}", RTLD_NOW), once TensorRT is loaded',
-        "any program": f"LD_PRELOAD={library}",
+        "trtexec": f"trtexec {' '.join(f'--dynamicPlugins={each}' for each in libraries)} --loadEngine={plan}",
+        "triton": f"tritonserver {quote}--backend-config=tensorrt,plugins={';'.join(libraries)}{quote}",
+        "c++": ", ".join(f'dlopen("{each}", RTLD_NOW)' for each in libraries) + ", once TensorRT is loaded",
+        "any program": f"LD_PRELOAD={':'.join(libraries)}",
     }
 
 

@@ -191,8 +191,8 @@ class Attention::Plan {
         auto const q = graph_.tensor(strided("q", kQ, p.batch, p.heads, p.tokens, p.width));
         auto const k = graph_.tensor(strided("k", kK, p.batch, p.kv_heads, p.keys, p.width));
         auto const v = graph_.tensor(strided("v", kV, p.batch, p.kv_heads, p.keys, p.width));
-        auto options = fe::graph::SDPA_attributes().set_name("attention").set_generate_stats(false).set_attn_scale(
-            p.scale);
+        auto options =
+            fe::graph::SDPA_attributes().set_name("attention").set_generate_stats(false).set_attn_scale(p.scale);
         // One query of one key sees it either way, and not every cuDNN takes a mask for a single query.
         if (p.causal == 1 && p.tokens > 1) {
             options.set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT).set_diagonal_band_right_bound(0);

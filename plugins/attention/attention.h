@@ -14,8 +14,8 @@ struct ProblemOrder {
     bool operator()(twell_attention_problem const& a, twell_attention_problem const& b) const;
 };
 
-// A cuDNN handle and the plans that were built with it. To be used by one thread at a time, on the device that was current
-// when it was made. Must outlive the CUDA graphs that were captured from it.
+// A cuDNN handle and the plans that were built with it. To be used by one thread at a time, on the device that was
+// current when it was made. Must outlive the CUDA graphs that were captured from it.
 class Attention {
   public:
     // Loads cuDNN, once a process. Throws Refusal if there is none.

@@ -100,8 +100,7 @@ class AttentionPlugin : public nvinfer1::IPluginV3,
     void check_input_count(int64_t count) const;
     void check_types(nvinfer1::DataType const* types) const;
     twell_attention_problem problem_of(Shapes const& inputs, nvinfer1::DataType type) const;
-    twell_attention_problem largest_problem(nvinfer1::DynamicPluginTensorDesc const* inputs,
-                                            int32_t input_count) const;
+    twell_attention_problem largest_problem(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t input_count) const;
     twell_attention_problem runtime_problem(nvinfer1::PluginTensorDesc const* inputs) const;
 
     std::string const layer_;

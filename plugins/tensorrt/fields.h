@@ -76,7 +76,8 @@ class FieldReader {
     // ONNX strings arrive with their final NUL counted; hosts that build fields by hand may leave it out.
     std::string text(char const* name, std::string const& allowed) {
         nvinfer1::PluginField const& field = take(name, allowed);
-        if (field.type != nvinfer1::PluginFieldType::kCHAR || field.length < 0 || (field.length > 0 && field.data == nullptr)) {
+        if (field.type != nvinfer1::PluginFieldType::kCHAR || field.length < 0 ||
+            (field.length > 0 && field.data == nullptr)) {
             refuse(name, describe(field), "a string, " + allowed);
         }
         std::string value(static_cast<char const*>(field.data), static_cast<size_t>(field.length));

@@ -135,8 +135,8 @@ extern "C" {
 TWELL_API void setLoggerFinder(nvinfer1::ILoggerFinder* finder) noexcept { twell::host::set_logger_finder(finder); }
 
 TWELL_API nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) noexcept {
-    static auto const& all = *new std::vector<nvinfer1::IPluginCreatorInterface*>(twell::creators().begin(),
-                                                                                  twell::creators().end());
+    static auto const& all =
+        *new std::vector<nvinfer1::IPluginCreatorInterface*>(twell::creators().begin(), twell::creators().end());
     count = static_cast<int32_t>(all.size());
     return all.data();
 }

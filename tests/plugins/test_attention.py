@@ -343,6 +343,22 @@ def test_registering_brings_the_cudnn_of_this_python() -> None:
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_both_libraries_can_be_preloaded(swapped: bool) -> None:
+    # A program's call reaches the hooks of the first library only.
+    pytest.importorskip("tensorrt_rtx_bindings")
+    paths = [str(library.library_path()), str(attention_library())]
+    code = (
+        "import tensorrt_rtx_bindings as trt; from twellc.plugins import library\n"
+        "names = *library.PLUGIN_NAMES, library.ATTENTION_NAME\n"
+        "get = trt.get_plugin_registry().get_creator\n"
+        "print([get(name, library.PLUGIN_VERSION, 'twell') is not None for name in names])"
+    )
+    settings = environment(LD_PRELOAD=":".join(reversed(paths) if swapped else paths))
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=settings)
+    assert (done.returncode, done.stdout) == (0, "[True, True, True]\n"), done.stderr
+
+
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf (binutils)")
 def test_exports_and_needs() -> None:
     path = attention_library()

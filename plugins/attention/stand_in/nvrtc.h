@@ -1,5 +1,5 @@
-// The names of NVRTC that the headers of cudnn-frontend mention. They are for its own normalization kernels, which are not
-// used here; the real header comes in a wheel of 90 MB.
+// The names of NVRTC that the headers of cudnn-frontend mention. They are for its own normalization kernels, which are
+// not used here; the real header comes in a wheel of 90 MB.
 #pragma once
 
 #include <stddef.h>

@@ -1,9 +1,10 @@
 // C API of libtwell_attention.so: attention by cuDNN, without TensorRT, for tests and for programs of one's own.
 //
-//     y[b, i, h] = sum over j of softmax over j of (scale * q[b, i, h] . k[b, j, g]) * v[b, j, g],  g = h * kv_heads / heads
+//     y[b, i, h] = sum over j of softmax over j of (scale * q[b, i, h] . k[b, j, g]) * v[b, j, g],  g = h * kv_heads /
+//     heads
 //
-// j runs over the keys that query i sees: of the sequence's first `lengths[b]` keys (all without lengths), those up to i
-// if causal. Tensors are contiguous, on the current device and start at multiples of 16 bytes. Everything between the
+// j runs over the keys that query i sees: of the sequence's first `lengths[b]` keys (all without lengths), those up to
+// i if causal. Tensors are contiguous, on the current device and start at multiples of 16 bytes. Everything between the
 // products is in fp32, and the result is rounded once.
 #ifndef TWELL_ATTENTION_H_
 #define TWELL_ATTENTION_H_
