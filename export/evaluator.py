@@ -21,7 +21,8 @@ from onnx.reference.ops import load_op
 
 from twellc.errors import UserError, first_line
 from twellc.passes.arrays import BFLOAT16, Array, to_numpy, to_torch
-from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
+from twellc.plugins.attention_op import ATTENTION
+from twellc.plugins.library import ATTENTION_NAME, PLUGIN_NAMES, PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import BIASES, GATED
 from twellc.plugins.ops import GATED_MLP, MLP, activate
 
@@ -51,7 +52,7 @@ class OnnxEvaluator:
             self.outputs = [value.name for value in model.graph.output]
             self.metadata = {entry.key: entry.value for entry in model.metadata_props}
             known = [node for node in model.graph.node if node.domain == PLUGIN_NAMESPACE]
-            unknown = sorted({node.op_type for node in known} - set(PLUGIN_NAMES))
+            unknown = sorted({node.op_type for node in known} - {*PLUGIN_NAMES, ATTENTION_NAME})
             if not model.graph.node or unknown:
                 raise ValueError(f"unknown twell nodes {unknown}" if unknown else "it has no nodes")
             self._evaluator = ReferenceEvaluator(model, new_ops=[*_OPERATORS, *_widened_operators(model)])
@@ -171,6 +172,19 @@ class TwellMlp(OpRun):
         return (to_numpy(_run_op(MLP, tensors, activation, threshold, compression)),)
 
 
+class TwellAttention(OpRun):
+    """Attention through the torch op."""
+
+    op_domain = PLUGIN_NAMESPACE
+
+    def _run(
+        self, *operands: Array, scale: float, causal: int, lengths: int, plugin_version: str, plugin_namespace: str
+    ) -> tuple[Array]:
+        q, k, v, *rest = [to_torch(array) for array in operands]
+        (counts,) = rest if lengths else (None,)
+        return (to_numpy(_run_where_it_is_fast(ATTENTION, [q, k, v, counts], float(scale), bool(causal))),)
+
+
 def _with_absent_biases(operands: list[torch.Tensor], biases: tuple[int, ...]) -> list[torch.Tensor | None]:
     """Return x, then each weight followed by its bias or None."""
     remaining = iter(operands)
@@ -188,11 +202,16 @@ def runs_kernels() -> bool:
 def _run_op(
     op: torch._ops.OpOverload, tensors: list[torch.Tensor | None], activation: str, threshold: float, compression: int
 ) -> torch.Tensor:
-    x = tensors[0]
-    assert x is not None
-    device = "cuda" if runs_kernels() and x.dtype in (torch.bfloat16, torch.float16) else "cpu"
+    return _run_where_it_is_fast(op, tensors, activation, float(threshold), int(compression))
+
+
+def _run_where_it_is_fast(op: torch._ops.OpOverload, tensors: list[torch.Tensor | None], *options: Any) -> torch.Tensor:
+    """Run an op on the GPU, if there is one and the first tensor is of a type that its kernels take."""
+    first = tensors[0]
+    assert first is not None
+    device = "cuda" if runs_kernels() and first.dtype in (torch.bfloat16, torch.float16) else "cpu"
     moved = [None if tensor is None else tensor.to(device) for tensor in tensors]
-    y: torch.Tensor = op(*moved, activation, float(threshold), int(compression))
+    y: torch.Tensor = op(*moved, *options)
     return y.cpu()
 
 
@@ -246,7 +265,7 @@ class PluginNode:
 
 
 def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode]:
-    """Return the `twell` nodes of a graph in order.
+    """Return the feed-forward blocks among the `twell` nodes of a graph, in order.
 
     Raises:
         ValueError: One of them has weights that are no constants, or not the fields that twellc gives it.
@@ -254,7 +273,7 @@ def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode]:
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     nodes = []
     for node in model.graph.node:
-        if node.domain != PLUGIN_NAMESPACE:
+        if node.domain != PLUGIN_NAMESPACE or node.op_type == ATTENTION_NAME:
             continue
         computed = [name for name in node.input[1:] if name not in constants]
         if computed:
@@ -276,4 +295,4 @@ def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode]:
 _AS_THEY_ARE = frozenset(
     ("Cast", "CastLike", "Constant", "ConstantOfShape", "QuantizeLinear", "DequantizeLinear", "If", "Loop", "Scan")
 )
-_OPERATORS: list[Any] = [TwellGatedMlp, TwellMlp]
+_OPERATORS: list[Any] = [TwellGatedMlp, TwellMlp, TwellAttention]

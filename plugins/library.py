@@ -1,6 +1,6 @@
-"""Find and load the native library, and call its C API.
+"""Find and load the native libraries, and call their C API.
 
-`plugins/include/twell/twell.h` documents the functions; the structures here mirror its structures.
+`plugins/include/twell/twell.h` and `attention.h` document the functions; the structures here mirror their structures.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ import ctypes
 import functools
 import os
 from pathlib import Path
+from typing import Any
 
 from twellc import __version__
 from twellc.errors import UserError
 from twellc.plugins.elf import expected_size
 
 PLUGIN_NAMESPACE = "twell"
-PLUGIN_VERSION = "1"
+# In what TensorRT prints where it does not find the plugins, only this names twellc.
+PLUGIN_VERSION = "twellc-2"
 PLUGIN_NAMES = ("TwellGatedMlp", "TwellMlp")
+# In a library of its own, which is not everywhere.
+ATTENTION_NAME = "TwellAttention"
 
 DTYPES = {"bfloat16": 0, "float16": 1}
 VARIANTS = {"gated": 0, "plain": 1}
@@ -53,6 +57,29 @@ class Tensors(ctypes.Structure):
     )
 
 
+class AttentionProblem(ctypes.Structure):
+    """Mirror of `twell_attention_problem`."""
+
+    _fields_ = (
+        ("batch", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("keys", ctypes.c_int64),
+        ("heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("width", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("causal", ctypes.c_int32),
+        ("lengths", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+    )
+
+
+class AttentionTensors(ctypes.Structure):
+    """Mirror of `twell_attention_tensors`."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("q", "k", "v", "lengths", "y"))
+
+
 def library_path() -> Path:
     """Return the path of `libtwell_plugins.so`: $TWELLC_LIBRARY if set, else the one that was built with this package.
 
@@ -71,6 +98,16 @@ def rtx_shim_path() -> Path:
         UserError: There is no such file, or it is cut off.
     """
     return _whole(library_path().with_name("libtensorrt_rtx.so"))
+
+
+def attention_library_path() -> Path | None:
+    """Return the path of `libtwell_attention.so`, beside the plugin library; None where it was not built.
+
+    Raises:
+        UserError: The plugin library is missing, or one of the two is cut off.
+    """
+    path = library_path().with_name("libtwell_attention.so")
+    return _whole(path) if path.exists() else None
 
 
 def _whole(path: Path, origin: str = "") -> Path:
@@ -92,17 +129,7 @@ def load() -> ctypes.CDLL:
     Raises:
         UserError: The library is missing, cannot be loaded, or is of another version than this package.
     """
-    path = library_path()
-    try:
-        library = ctypes.CDLL(str(path))
-        library.twell_version.restype = ctypes.c_char_p
-    except (OSError, AttributeError) as error:
-        raise UserError(str(path), f"cannot load the plugin library ({error})", fix=_REINSTALL) from error
-    found = library.twell_version().decode()
-    if found != __version__:
-        raise UserError(
-            str(path), "the plugin library is of another version", got=found, expected=__version__, fix=_REINSTALL
-        )
+    library = _open(library_path(), "twell_version")
     problem, tensors, pointer = ctypes.POINTER(Problem), ctypes.POINTER(Tensors), ctypes.c_void_p
     for name, restype, argtypes in (
         ("twell_validate", ctypes.c_char_p, [problem]),
@@ -114,4 +141,45 @@ def load() -> ctypes.CDLL:
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = restype, argtypes
+    return library
+
+
+@functools.cache
+def load_attention() -> ctypes.CDLL | None:
+    """Load the attention library once a process and declare its functions; None where it was not built.
+
+    Raises:
+        UserError: The library cannot be loaded, or is of another version than this package.
+    """
+    path = attention_library_path()
+    if path is None:
+        return None
+    library = _open(path, "twell_attention_version")
+    problem, tensors, pointer = ctypes.POINTER(AttentionProblem), ctypes.POINTER(AttentionTensors), ctypes.c_void_p
+    message = [ctypes.c_char_p, ctypes.c_size_t]
+    for name, restype, argtypes in (
+        ("twell_attention_validate", ctypes.c_char_p, [problem]),
+        ("twell_attention_create", pointer, [problem, *message]),
+        ("twell_attention_destroy", None, [pointer]),
+        ("twell_attention_workspace_bytes", ctypes.c_size_t, [pointer]),
+        ("twell_attention_run", ctypes.c_int32, [pointer, tensors, pointer, pointer, *message]),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = restype, argtypes
+    return library
+
+
+def _open(path: Path, version: str) -> ctypes.CDLL:
+    """Load a library, whose function `version` must say that of this package."""
+    try:
+        library = ctypes.CDLL(str(path))
+        ask: Any = getattr(library, version)
+    except (OSError, AttributeError) as error:
+        raise UserError(str(path), f"cannot load the plugin library ({error})", fix=_REINSTALL) from error
+    ask.restype = ctypes.c_char_p
+    found = ask().decode()
+    if found != __version__:
+        raise UserError(
+            str(path), "the plugin library is of another version", got=found, expected=__version__, fix=_REINSTALL
+        )
     return library

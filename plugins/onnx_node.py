@@ -2,16 +2,21 @@
 
     twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down])
     twell::TwellMlp(x, w_up, [b_up], w_down, [b_down])
+    twell::TwellAttention(q, k, v, [lengths])
 
 Absent biases are left out of the inputs, and the attributes `gate_bias`, `up_bias` and `down_bias` say which are there.
+Likewise `lengths` of TwellAttention, whose values must be 1 to the number of keys: a graph that cannot promise that
+clamps them before, since the plugin has no kernel of its own to do it.
+
 TensorRT's parser finds the plugin by the node's type and its attributes `plugin_version` and `plugin_namespace`.
 """
 
 from __future__ import annotations
 
-from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from twellc.plugins.library import ATTENTION_NAME, PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION
 
 GATED, PLAIN = PLUGIN_NAMES
+ATTENTION = ATTENTION_NAME
 BIASES = {GATED: ("gate_bias", "up_bias", "down_bias"), PLAIN: ("up_bias", "down_bias")}
 
 
@@ -24,6 +29,17 @@ def node_attributes(
         "threshold": float(threshold),
         "compression": compression,
         **{name: int(there) for name, there in zip(BIASES[op_type], present, strict=True)},
+        "plugin_version": PLUGIN_VERSION,
+        "plugin_namespace": PLUGIN_NAMESPACE,
+    }
+
+
+def attention_attributes(scale: float, causal: bool, lengths: bool) -> dict[str, str | int | float]:
+    """Return the attributes of an attention node; `lengths` says whether that input is there."""
+    return {
+        "scale": float(scale),
+        "causal": int(causal),
+        "lengths": int(lengths),
         "plugin_version": PLUGIN_VERSION,
         "plugin_namespace": PLUGIN_NAMESPACE,
     }

@@ -1,10 +1,11 @@
-"""Register the TwELL plugins in the TensorRTs of a process, and find out on which of a machine that works.
+"""Register the plugins in the TensorRTs of a process, and find out on which of a machine that works.
 
 Importing this imports neither torch nor a TensorRT.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -12,11 +13,22 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from twellc.errors import UserError
-from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION, library_path, load, rtx_shim_path
+from twellc.plugins.library import (
+    ATTENTION_NAME,
+    PLUGIN_NAMES,
+    PLUGIN_NAMESPACE,
+    PLUGIN_VERSION,
+    attention_library_path,
+    library_path,
+    load,
+    load_attention,
+    rtx_shim_path,
+)
 
 # The Python modules of each TensorRT. The second is there alone where only its wheels are, without NVIDIA's
 # meta-package; the first imports the second.
@@ -33,6 +45,8 @@ LIBRARIES = (
 )
 
 NEEDS_PLUGINS = "needs the TensorRT plugins in libtwell_plugins.so; `twellc plugins` says where it is"
+
+CUDNN = "libcudnn.so.9"
 
 _CHECK_SECONDS = 120
 
@@ -57,6 +71,9 @@ class Registration:
 def register(module: ModuleType | None = None) -> list[Registration]:
     """Register the plugins in TensorRT; does nothing where they are registered already.
 
+    With the attention plugin, where its library was built, comes cuDNN, where it is installed in this Python: the
+    plugin takes the one that is in the process.
+
     Args:
         module: A TensorRT, such as the module `tensorrt`. Without it, every TensorRT that is imported.
 
@@ -75,21 +92,23 @@ def register(module: ModuleType | None = None) -> list[Registration]:
     return [_register_in(found) for found in modules]
 
 
-def how_to_register(plan: str, module: str) -> dict[str, str]:
+def how_to_register(plan: str, module: str, attention: bool = False) -> dict[str, str]:
     """Return what makes the plugins known before a plan is opened, by kind of host.
 
     Args:
         plan: File name of the plan.
         module: Name of the Python module of the TensorRT that opens it.
+        attention: Whether the plan needs TwellAttention, too.
     """
-    library = "libtwell_plugins.so"
+    libraries = ["libtwell_plugins.so", *(["libtwell_attention.so"] if attention else [])]
+    quote = "'" if attention else ""  # a shell ends a command at a semicolon
     return {
         "find": "twellc plugins",
         "python": f"import {module}, twellc.plugins; twellc.plugins.register()",
-        "trtexec": f"trtexec --dynamicPlugins={library} --loadEngine={plan}",
-        "triton": f"tritonserver --backend-config=tensorrt,plugins={library}",
-        "c++": f'dlopen("{library}", RTLD_NOW), once TensorRT is loaded',
-        "any program": f"LD_PRELOAD={library}",
+        "trtexec": f"trtexec {' '.join(f'--dynamicPlugins={each}' for each in libraries)} --loadEngine={plan}",
+        "triton": f"tritonserver {quote}--backend-config=tensorrt,plugins={';'.join(libraries)}{quote}",
+        "c++": ", ".join(f'dlopen("{each}", RTLD_NOW)' for each in libraries) + ", once TensorRT is loaded",
+        "any program": f"LD_PRELOAD={':'.join(libraries)}",
     }
 
 
@@ -108,30 +127,59 @@ def _register_in(module: ModuleType) -> Registration:
     registry = get_registry()
     if registry is None:
         raise UserError(f"{module.__name__} {version}", "has no plugin registry")
-    state = "already registered"
-    if not _has_plugins(registry):
-        state = "registered"
-        path = library_path()
-        # None says nothing: it is returned, too, where the plugins got in on another way.
-        registry.load_library(str(path))
-        if not _has_plugins(registry):
-            try:
-                ctypes.CDLL(str(path))
-            except OSError as error:
-                raise UserError(str(path), f"cannot load the plugin library ({error})") from error
-        if not _has_plugins(registry):
-            raise UserError(
-                str(path), f"the plugins do not register in {module.__name__} {version}",
-                expected="TensorRT 10, TensorRT 11, or TensorRT-RTX from 1.5 on",
-            )  # fmt: skip
+    host = f"{module.__name__} {version}"
+    is_new = _add_library(registry, host, library_path(), PLUGIN_NAMES)
     load()  # says so if it is the library of another version
+    attention = attention_library_path()
+    if attention is not None:
+        _load_cudnn()
+        is_new |= _add_library(registry, host, attention, (ATTENTION_NAME,))
+        load_attention()
     if module.__name__.startswith("tensorrt_rtx"):
         _load_rtx_shim()
-    return Registration(module.__name__, version, state)
+    return Registration(module.__name__, version, "registered" if is_new else "already registered")
 
 
-def _has_plugins(registry: Any) -> bool:
-    return all(registry.get_creator(name, PLUGIN_VERSION, PLUGIN_NAMESPACE) is not None for name in PLUGIN_NAMES)
+def _add_library(registry: Any, host: str, path: Path, names: tuple[str, ...]) -> bool:
+    """Add the plugins of a library to a registry; return whether they were missing."""
+    if _has_plugins(registry, names):
+        return False
+    # None says nothing: it is returned, too, where the plugins got in on another way.
+    registry.load_library(str(path))
+    if not _has_plugins(registry, names):
+        try:
+            ctypes.CDLL(str(path))
+        except OSError as error:
+            raise UserError(str(path), f"cannot load the plugin library ({error})") from error
+    if not _has_plugins(registry, names):
+        raise UserError(
+            str(path), f"the plugins do not register in {host}",
+            expected="TensorRT 10, TensorRT 11, or TensorRT-RTX from 1.5 on",
+        )  # fmt: skip
+    return True
+
+
+def _has_plugins(registry: Any, names: tuple[str, ...]) -> bool:
+    return all(registry.get_creator(name, PLUGIN_VERSION, PLUGIN_NAMESPACE) is not None for name in names)
+
+
+def _load_cudnn() -> None:
+    """Load the cuDNN that is installed in this Python, such as torch's, unless another one is to be used.
+
+    Without it nothing fails yet: a plan with attention says so when it is opened.
+    """
+    if os.environ.get("TWELLC_CUDNN"):
+        return
+    try:
+        ctypes.CDLL(CUDNN, os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        packages = importlib.util.find_spec("nvidia")
+        folders = [] if packages is None else list(packages.submodule_search_locations or [])
+        candidates = [Path(folder, name, "lib", CUDNN) for name in ("cudnn", "cudnn_jit") for folder in folders]
+        for path in filter(Path.is_file, candidates):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(path))
+                return
 
 
 def _load_rtx_shim() -> None:
@@ -196,9 +244,15 @@ def check_one(host: str) -> Registration | None:
     number = library.getInferLibVersion()
     version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     try:
-        plugins = ctypes.CDLL(str(library_path()))
-        plugins.initLibTwellPlugins.restype = ctypes.c_bool
-        good = plugins.initLibTwellPlugins(None, b"")
+        libraries = {library_path(): "initLibTwellPlugins", attention_library_path(): "initLibTwellAttention"}
+        good = all(_initialise(path, name) for path, name in libraries.items() if path is not None)
     except (UserError, OSError, AttributeError) as error:
         return Registration(host, version, str(error), good=False)
     return Registration(host, version, "registered" if good else "refuses the plugins", good)
+
+
+def _initialise(path: Path, name: str) -> bool:
+    """Open a plugin library and call its function that registers its plugins everywhere."""
+    function: Any = getattr(ctypes.CDLL(str(path)), name)
+    function.restype = ctypes.c_bool
+    return bool(function(None, b""))

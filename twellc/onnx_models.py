@@ -22,7 +22,7 @@ from twellc.loaders.onnx_file import load_onnx
 from twellc.passes.decide import Layer
 from twellc.passes.onnx_ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
 from twellc.passes.onnx_graph import dtype_of
-from twellc.plugins.library import PLUGIN_NAMESPACE
+from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import GATED
 from twellc.translation import METADATA_KEY, Translation, annotate, check_matches, refuse_dtype, torch_dtype
 
@@ -76,7 +76,7 @@ def inspect_onnx(path: Path, dtype: str | None, declared: tuple[InputDeclaration
     if nodes:
         refuse_dtype(dtype, f"{path}, a rewritten graph")
         settings, layers = _metadata(model)
-        layers = layers or [_layer_of(node) for node in nodes]
+        layers = layers or [_layer_of(node) for node in nodes if node["type"] in PLUGIN_NAMES]
         notes = [f"{path.name} is a rewritten graph: {len(nodes)} of its nodes are plugins"]
         return {"kind": "rewritten ONNX file", **settings, "layers": layers, "notes": notes, "nodes": nodes}
     chosen = choose_onnx_dtype(model, dtype)

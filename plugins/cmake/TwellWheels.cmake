@@ -3,6 +3,18 @@
 # Installs PyPI wheels, without their dependencies, into a folder of the build tree, once. `what` and `hint` go into the
 # message of a failure: what was wanted, and what to set to do without it.
 function(twell_install_wheels folder what hint)
+    twell_try_to_install_wheels("${folder}" "${what}" fault ${ARGN})
+    if(fault)
+        list(JOIN ARGN " " printed)
+        message(FATAL_ERROR "Could not install ${what} from PyPI (${printed}).\n${hint}\n${fault}")
+    endif()
+endfunction()
+
+# twell_try_to_install_wheels(<folder> <what> <result> <requirement>...)
+#
+# The same, but says in <result> why it failed, or "" if it did not.
+function(twell_try_to_install_wheels folder what result)
+    set(${result} "" PARENT_SCOPE)
     set(stamp "${folder}/requirements.txt")
     list(JOIN ARGN "\n" requirements)
     if(EXISTS "${stamp}")
@@ -26,8 +38,8 @@ function(twell_install_wheels folder what hint)
         ERROR_VARIABLE output)
     if(NOT status EQUAL 0)
         string(STRIP "${output}" output)
-        message(FATAL_ERROR "Could not install ${what} from PyPI (${printed}).\n${hint}\n"
-                            "${Python_EXECUTABLE} -m pip said:\n${output}")
+        set(${result} "${Python_EXECUTABLE} -m pip said:\n${output}" PARENT_SCOPE)
+        return()
     endif()
     file(WRITE "${stamp}" "${requirements}")
 endfunction()

@@ -1,13 +1,10 @@
 #include "feed_forward_plugin.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
-#include <exception>
 #include <limits>
 #include <utility>
 
-#include "host.h"
+#include "common.h"
 
 namespace twell {
 namespace {
@@ -21,82 +18,9 @@ using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 using nvinfer1::TensorRTPhase;
 
-// An extent that is not known before run time.
-constexpr int64_t kAny = -1;
-// Compute capability 8.0: the oldest with bf16 tensor cores and cp.async.
-constexpr int32_t kOldestMajor = 8;
-
-// Runs `body`. An exception becomes a message in the host's log and `failure`: none may reach the host.
 template <typename Result, typename Body>
 Result guarded(twell_variant variant, char const* layer, Result failure, Body&& body) noexcept {
-    try {
-        return body();
-    } catch (std::exception const& error) {
-        try {
-            std::string const message = std::string(plugin_name(variant)) + " '" + layer + "': " + error.what();
-            host::log(host::Severity::kError, message.c_str());
-        } catch (...) {
-            host::log(host::Severity::kError, error.what());
-        }
-    } catch (...) {
-        host::log(host::Severity::kError, "unknown exception in a twell plugin");
-    }
-    return failure;
-}
-
-std::string text_of(Dims const& dims) {
-    std::string out = "[";
-    for (int32_t i = 0; i < dims.nbDims; ++i) {
-        out += (i == 0 ? "" : ", ") + (dims.d[i] == kAny ? std::string("?") : std::to_string(dims.d[i]));
-    }
-    return out + "]";
-}
-
-char const* text_of(DataType type) {
-    switch (type) {
-        case DataType::kFLOAT:
-            return "float32";
-        case DataType::kHALF:
-            return "fp16";
-        case DataType::kBF16:
-            return "bf16";
-        case DataType::kINT8:
-            return "int8";
-        case DataType::kINT32:
-            return "int32";
-        case DataType::kINT64:
-            return "int64";
-        case DataType::kBOOL:
-            return "bool";
-        case DataType::kUINT8:
-            return "uint8";
-        case DataType::kFP8:
-            return "fp8";
-        default:
-            return "another type";
-    }
-}
-
-bool is_supported(DataType type) { return type == DataType::kBF16 || type == DataType::kHALF; }
-
-void check_device() {
-    int device = 0;
-    int major = 0;
-    int minor = 0;
-    cudaError_t status = cudaGetDevice(&device);
-    if (status == cudaSuccess) {
-        status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    }
-    if (status == cudaSuccess) {
-        status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    }
-    if (status != cudaSuccess) {
-        throw Refusal(std::string("no usable GPU: ") + cudaGetErrorString(status));
-    }
-    if (major < kOldestMajor) {
-        throw Refusal("GPU " + std::to_string(device) + " has compute capability " + std::to_string(major) + "." +
-                      std::to_string(minor) + "; the kernels need 8.0 or newer");
-    }
+    return guarded(plugin_name(variant), layer, failure, std::forward<Body>(body));
 }
 
 }  // namespace
@@ -270,10 +194,7 @@ int32_t FeedForwardPlugin::getOutputShapes(DimsExprs const* inputs, int32_t inpu
         check_input_count(input_count);
         Shapes shapes{};
         for (int32_t i = 0; i < input_count; ++i) {
-            shapes[i].nbDims = inputs[i].nbDims;
-            for (int32_t k = 0; k < inputs[i].nbDims; ++k) {
-                shapes[i].d[k] = inputs[i].d[k]->isConstant() ? inputs[i].d[k]->getConstantValue() : kAny;
-            }
+            shapes[i] = known_dims(inputs[i]);
         }
         problem_of(shapes, DataType::kBF16);  // the dtype is not known here and no limit depends on it
         DimsExprs const& x = inputs[slots_[kX]];

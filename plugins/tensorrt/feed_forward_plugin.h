@@ -12,14 +12,12 @@
 #include <string>
 #include <vector>
 
+#include "names.h"
 #include "options.h"
 
 namespace twell {
 
 // ---- names and versions ----
-
-constexpr char const* kPluginNamespace = "twell";
-constexpr char const* kPluginVersion = "1";
 
 constexpr char const* plugin_name(twell_variant variant) {
     return variant == TWELL_GATED ? "TwellGatedMlp" : "TwellMlp";

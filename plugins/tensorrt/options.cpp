@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <string>
-#include <string_view>
+
+#include "fields.h"
 
 namespace twell {
 namespace {
@@ -37,135 +37,6 @@ constexpr ActivationName kActivations[] = {
 };
 
 int32_t activation_count(twell_variant variant) { return variant == TWELL_GATED ? 4 : 3; }
-
-// Text from a node or a plan, safe to print: short and without control characters.
-std::string printable(std::string_view text) {
-    constexpr size_t kLongest = 64;
-    std::string out(text.substr(0, kLongest));
-    std::replace_if(out.begin(), out.end(), [](unsigned char c) { return c < 0x20 || c > 0x7e; }, '?');
-    return text.size() > kLongest ? out + "..." : out;
-}
-
-char const* type_name(PluginFieldType type) {
-    constexpr char const* kNames[] = {"float16", "float32", "float64",  "int8",  "int16", "int32", "char",
-                                      "dims",    "unknown", "bfloat16", "int64", "fp8",   "int4",  "fp4"};
-    auto const index = static_cast<size_t>(type);
-    return index < std::size(kNames) ? kNames[index] : "an unknown type";
-}
-
-// "a, b or c"
-std::string one_of(std::vector<std::string> const& items) {
-    std::string out;
-    for (size_t i = 0; i < items.size(); ++i) {
-        out += i == 0 ? "" : i + 1 == items.size() ? " or " : ", ";
-        out += items[i];
-    }
-    return out;
-}
-
-[[noreturn]] void refuse(char const* field, std::string const& got, std::string const& allowed) {
-    throw Refusal("field '" + std::string(field) + "': got " + got + "; allowed: " + allowed);
-}
-
-// The fields of a collection, each of which must be taken exactly once.
-class FieldReader {
-  public:
-    explicit FieldReader(PluginFieldCollection const* collection) {
-        if (collection == nullptr || collection->nbFields < 0 ||
-            (collection->nbFields > 0 && collection->fields == nullptr)) {
-            throw Refusal("the host passed no field collection");
-        }
-        for (int32_t i = 0; i < collection->nbFields; ++i) {
-            PluginField const& field = collection->fields[i];
-            if (field.name == nullptr) {
-                throw Refusal("the host passed a field without a name");
-            }
-            for (PluginField const* other : left_) {
-                if (std::strcmp(other->name, field.name) == 0) {
-                    throw Refusal("field '" + printable(field.name) + "' is given twice");
-                }
-            }
-            left_.push_back(&field);
-        }
-    }
-
-    bool has(char const* name) const { return find(name) != left_.end(); }
-
-    int32_t integer(char const* name, std::vector<int32_t> const& allowed) {
-        std::vector<std::string> names;
-        std::transform(allowed.begin(), allowed.end(), std::back_inserter(names),
-                       [](int32_t value) { return std::to_string(value); });
-        auto const value = scalar<int32_t>(name, PluginFieldType::kINT32, one_of(names));
-        if (std::find(allowed.begin(), allowed.end(), value) == allowed.end()) {
-            refuse(name, std::to_string(value), one_of(names));
-        }
-        return value;
-    }
-
-    float number(char const* name, std::string const& allowed) {
-        return scalar<float>(name, PluginFieldType::kFLOAT32, allowed);
-    }
-
-    // ONNX strings arrive with their final NUL counted; hosts that build fields by hand may leave it out.
-    std::string text(char const* name, std::string const& allowed) {
-        PluginField const& field = take(name, allowed);
-        if (field.type != PluginFieldType::kCHAR || field.length < 0 || (field.length > 0 && field.data == nullptr)) {
-            refuse(name, describe(field), "a string, " + allowed);
-        }
-        std::string value(static_cast<char const*>(field.data), static_cast<size_t>(field.length));
-        if (!value.empty() && value.back() == '\0') {
-            value.pop_back();
-        }
-        return value;
-    }
-
-    void reject_rest(std::vector<PluginField> const& known) const {
-        if (left_.empty()) {
-            return;
-        }
-        std::string names;
-        for (PluginField const& field : known) {
-            names += (names.empty() ? "" : ", ") + std::string(field.name);
-        }
-        throw Refusal("field '" + printable(left_.front()->name) + "' is unknown; allowed: " + names);
-    }
-
-  private:
-    std::vector<PluginField const*>::const_iterator find(char const* name) const {
-        return std::find_if(left_.begin(), left_.end(),
-                            [name](PluginField const* field) { return std::strcmp(field->name, name) == 0; });
-    }
-
-    PluginField const& take(char const* name, std::string const& allowed) {
-        auto const found = find(name);
-        if (found == left_.end()) {
-            throw Refusal("field '" + std::string(name) + "' is missing; allowed: " + allowed);
-        }
-        PluginField const& field = **found;
-        left_.erase(found);
-        return field;
-    }
-
-    template <typename T>
-    T scalar(char const* name, PluginFieldType type, std::string const& allowed) {
-        PluginField const& field = take(name, allowed);
-        if (field.type != type || field.length != 1 || field.data == nullptr) {
-            refuse(name, describe(field), std::string("one ") + type_name(type) + ", " + allowed);
-        }
-        T value{};
-        std::memcpy(&value, field.data, sizeof(value));  // a host's field data need not be aligned
-        return value;
-    }
-
-    static std::string describe(PluginField const& field) {
-        if (field.data == nullptr) {
-            return "no data";
-        }
-        return std::to_string(field.length) + " of type " + type_name(field.type);
-    }
-
-    std::vector<PluginField const*> left_;
-};
 
 int32_t read_activation(twell_variant variant, FieldReader& fields, TensorRTPhase phase) {
     auto const count = static_cast<size_t>(activation_count(variant));
@@ -240,16 +111,8 @@ std::vector<PluginField> field_names(twell_variant variant) {
 }
 
 Options read_options(twell_variant variant, PluginFieldCollection const* collection, TensorRTPhase phase) {
-    try {
-        return read_fields(variant, collection, phase);
-    } catch (Refusal const& refusal) {
-        if (phase != TensorRTPhase::kRUNTIME) {
-            throw;
-        }
-        throw Refusal(std::string(refusal.what()) + ". The plan is damaged, or built for another libtwell_plugins.so " +
-                      "than this one of version " + twell_version() +
-                      ": use that of the twellc that built it, which the plan's manifest names, or compile again");
-    }
+    return read_with_advice(phase, "libtwell_plugins.so", twell_version(),
+                            [&] { return read_fields(variant, collection, phase); });
 }
 
 Serialized::Serialized(twell_variant variant, Options const& options) : threshold_(options.threshold) {

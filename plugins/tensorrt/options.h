@@ -6,16 +6,9 @@
 
 #include <array>
 #include <cstdint>
-#include <stdexcept>
 #include <vector>
 
 namespace twell {
-
-// Something that a user or a plan got wrong; what() is the whole message.
-class Refusal : public std::runtime_error {
-  public:
-    using std::runtime_error::runtime_error;
-};
 
 struct Options {
     int32_t activation = TWELL_RELU;  // twell_activation

@@ -1,4 +1,4 @@
-// How the plugins get into a TensorRT. Three ways, one library:
+// How the plugins of a library get into a TensorRT. Three ways:
 //
 //   1. TensorRT opens it itself: IPluginRegistry::loadLibrary, trtexec --dynamicPlugins, a plan that embeds it. It then
 //      calls setLoggerFinder and getCreators.
@@ -7,10 +7,11 @@
 //      TensorRT that it finds.
 //   3. It is there before TensorRT: with LD_PRELOAD, or opened with RTLD_GLOBAL. Its hooks stand in front of the
 //      functions with which a program first reaches TensorRT, and add the plugins there. Opened with RTLD_LOCAL before
-//      TensorRT it is never called; then initLibTwellPlugins is left.
+//      TensorRT it is never called; then initLibTwellPlugins (initLibTwellAttention) is left.
 //
 // All of them may happen in one process, in any order and more than once.
-#include <NvInferRuntime.h>
+#include "registration.h"
+
 #include <dlfcn.h>
 #include <twell/twell.h>
 #include <unwind.h>
@@ -20,18 +21,11 @@
 #include <cstdio>
 #include <cstring>
 
-#include "feed_forward_plugin.h"
 #include "host.h"
+#include "names.h"
 
 namespace twell {
 namespace {
-
-// Never destroyed: a host may still hold the creators when static objects are taken down at exit.
-FeedForwardCreator& creator_of(twell_variant variant) {
-    static auto* const gated = new FeedForwardCreator(TWELL_GATED);
-    static auto* const plain = new FeedForwardCreator(TWELL_PLAIN);
-    return variant == TWELL_GATED ? *gated : *plain;
-}
 
 // A host keeps pointers into this library, so the dlclose of whoever opened it must not unload it.
 void stay_loaded() {
@@ -60,9 +54,8 @@ bool add_to_all_hosts() noexcept {
                 continue;
             }
             stay_loaded();
-            for (auto const variant : {TWELL_GATED, TWELL_PLAIN}) {
-                good &= host::add_creator(target, creator_of(variant), plugin_name(variant), kPluginVersion,
-                                          kPluginNamespace);
+            for (nvinfer1::IPluginCreatorV3One* creator : creators()) {
+                good &= host::add_creator(target, *creator, creator->getPluginName(), kPluginVersion, kPluginNamespace);
             }
             host::use_logger_of(target);
         }
@@ -113,7 +106,28 @@ Function* behind_hook(char const* name, void const* caller) {
     return reinterpret_cast<Function*>(symbol == nullptr ? dlsym(RTLD_DEFAULT, name) : symbol);
 }
 
+// A program's call reaches the hooks of one library only, the first; so that one serves the other, too.
+void on_hook() noexcept {
+    add_to_all_hosts();
+    for (char const* name : {"initLibTwellPlugins", "initLibTwellAttention"}) {
+        if (auto* const init = reinterpret_cast<bool (*)(void*, char const*)>(dlsym(RTLD_DEFAULT, name))) {
+            init(nullptr, kPluginNamespace);
+        }
+    }
+}
+
 }  // namespace
+
+bool initialise(char const* plugin_namespace) noexcept {
+    if (plugin_namespace != nullptr && *plugin_namespace != '\0' &&
+        std::strcmp(plugin_namespace, kPluginNamespace) != 0) {
+        host::log(host::Severity::kError,
+                  "initLibTwell: the plugins have the namespace 'twell'; pass it, or an empty one");
+        return false;
+    }
+    return add_to_all_hosts();
+}
+
 }  // namespace twell
 
 extern "C" {
@@ -121,29 +135,16 @@ extern "C" {
 TWELL_API void setLoggerFinder(nvinfer1::ILoggerFinder* finder) noexcept { twell::host::set_logger_finder(finder); }
 
 TWELL_API nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) noexcept {
-    static nvinfer1::IPluginCreatorInterface* const creators[] = {&twell::creator_of(TWELL_GATED),
-                                                                  &twell::creator_of(TWELL_PLAIN)};
-    count = 2;
-    return creators;
-}
-
-// Adds the plugins to every TensorRT in this process, where they are missing; returns whether there is one, and all
-// have them. The names are those of initLibNvInferPlugins, but messages go to the logger of TensorRT itself, and plans
-// name one namespace: empty, null and "twell" all stand for it, and any other is refused.
-TWELL_API bool initLibTwellPlugins(void* /*logger*/, char const* plugin_namespace) noexcept {
-    if (plugin_namespace != nullptr && *plugin_namespace != '\0' &&
-        std::strcmp(plugin_namespace, twell::kPluginNamespace) != 0) {
-        twell::host::log(twell::host::Severity::kError,
-                         "initLibTwellPlugins: the plugins have the namespace 'twell'; pass it, or an empty one");
-        return false;
-    }
-    return twell::add_to_all_hosts();
+    static auto const& all =
+        *new std::vector<nvinfer1::IPluginCreatorInterface*>(twell::creators().begin(), twell::creators().end());
+    count = static_cast<int32_t>(all.size());
+    return all.data();
 }
 
 // ---- hooks: see exports.map ----
 
 TWELL_API void* hook_create_builder(void* logger, int32_t version) noexcept {
-    twell::add_to_all_hosts();
+    twell::on_hook();
     auto* const create =
         twell::behind_hook<void*(void*, int32_t)>("createInferBuilder_INTERNAL", __builtin_return_address(0));
     return create == nullptr ? nullptr : create(logger, version);
@@ -151,7 +152,7 @@ TWELL_API void* hook_create_builder(void* logger, int32_t version) noexcept {
 __asm__(".symver hook_create_builder, createInferBuilder_INTERNAL@TWELL_HOOKS");
 
 TWELL_API void* hook_create_runtime(void* logger, int32_t version) noexcept {
-    twell::add_to_all_hosts();
+    twell::on_hook();
     auto* const create =
         twell::behind_hook<void*(void*, int32_t)>("createInferRuntime_INTERNAL", __builtin_return_address(0));
     return create == nullptr ? nullptr : create(logger, version);
@@ -159,7 +160,7 @@ TWELL_API void* hook_create_runtime(void* logger, int32_t version) noexcept {
 __asm__(".symver hook_create_runtime, createInferRuntime_INTERNAL@TWELL_HOOKS");
 
 TWELL_API void* hook_get_registry() noexcept {
-    twell::add_to_all_hosts();
+    twell::on_hook();
     auto* const get = twell::behind_hook<void*()>("getPluginRegistry", __builtin_return_address(0));
     return get == nullptr ? nullptr : get();
 }

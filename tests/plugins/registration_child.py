@@ -18,7 +18,7 @@ import os
 import sys
 from typing import Any
 
-from twellc.plugins.library import PLUGIN_NAMES, library_path
+from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION, library_path
 
 modules: dict[str, Any] = {}
 CORES = {"rtx": "libtensorrt_rtx.so.1", "lean10": "libnvinfer_lean.so.10", "lean11": "libnvinfer_lean.so.11"}
@@ -92,16 +92,17 @@ def take(step: str) -> Any:
             library.initLibTwellPlugins.restype = ctypes.c_bool
             return library.initLibTwellPlugins(None, argument.encode())
         case "show":
+            identity = (PLUGIN_VERSION, PLUGIN_NAMESPACE)
             return [
                 name
                 for name in modules
-                if all(call_registry(name, (14, 10), ctypes.c_void_p, each, "1", "twell") for each in PLUGIN_NAMES)
+                if all(call_registry(name, (14, 10), ctypes.c_void_p, each, *identity) for each in PLUGIN_NAMES)
             ]
         case "log":
             builder = builder or make_builder()
             messages.clear()
             trt = modules["rtx"]
-            creator = trt.get_plugin_registry().get_creator("TwellMlp", "1", "twell")
+            creator = trt.get_plugin_registry().get_creator("TwellMlp", PLUGIN_VERSION, PLUGIN_NAMESPACE)
             creator.create_plugin("layer0", trt.PluginFieldCollection([]), trt.TensorRTPhase.BUILD)
             return list(messages)
         case _:

@@ -18,7 +18,7 @@ from tests.processes import TWELLC, environment
 from tests.runtimes import LEAN_VERSIONS
 from twellc.errors import UserError
 from twellc.plugins import registration
-from twellc.plugins.library import library_path
+from twellc.plugins.library import attention_library_path, library_path
 
 HERE = Path(__file__).resolve().parent
 RUNTIMES = ("rtx", *LEAN_VERSIONS)
@@ -108,7 +108,7 @@ int main(void) {
     void* registry = getPluginRegistry();
     int slot = getInferLibVersion() / 10000 == 10 ? 14 : 10;
     typedef void* (*Get)(void*, char const*, char const*, char const*);
-    puts((*(Get**)registry)[slot](registry, "TwellMlp", "1", "twell") ? "there" : "missing");
+    puts((*(Get**)registry)[slot](registry, "TwellMlp", "twellc-2", "twell") ? "there" : "missing");
     return 0;
 }
 """
@@ -181,7 +181,7 @@ class Registry:
         self.has, self.takes = has, takes
 
     def get_creator(self, name: str, version: str, namespace: str) -> object | None:
-        assert (version, namespace) == ("1", "twell")
+        assert (version, namespace) == ("twellc-2", "twell")
         return object() if self.has else None
 
     def load_library(self, path: str) -> None:
@@ -253,19 +253,27 @@ def plugins_command(*options: str, folder: str | Path = "", **settings: str) -> 
 def test_plugins_prints_what_the_library_is() -> None:
     done = plugins_command()
     assert (done.returncode, done.stderr) == (0, "")
+    attention = attention_library_path()
     assert done.stdout.splitlines() == [
         f"library    {library_path()}",
+        *([f"attention  {attention}"] if attention else []),
         "version    0.1.0",
         "namespace  twell",
-        "plugin     TwellGatedMlp, version 1",
-        "plugin     TwellMlp, version 1",
+        "plugin     TwellGatedMlp, version twellc-2",
+        "plugin     TwellMlp, version twellc-2",
+        *(["plugin     TwellAttention, version twellc-2"] if attention else []),
     ]
     found = json.loads(plugins_command("--json").stdout)
     assert found == {
         "library": str(library_path()),
+        "attention_library": attention and str(attention),
         "version": "0.1.0",
         "namespace": "twell",
-        "plugins": [{"name": "TwellGatedMlp", "version": "1"}, {"name": "TwellMlp", "version": "1"}],
+        "plugins": [
+            {"name": "TwellGatedMlp", "version": "twellc-2"},
+            {"name": "TwellMlp", "version": "twellc-2"},
+            *([{"name": "TwellAttention", "version": "twellc-2"}] if attention else []),
+        ],
     }
 
 

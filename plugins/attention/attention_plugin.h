@@ -1,0 +1,128 @@
+// Attention as a TensorRT layer: TwellAttention. See README.md beside this file for inputs, fields and limits.
+#pragma once
+
+#include <NvInferRuntime.h>
+#include <twell/attention.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+
+namespace twell {
+
+// ---- names ----
+
+constexpr char const* kAttentionName = "TwellAttention";
+
+// ---- tensor slots ----
+
+enum AttentionSlot : int32_t { kSlotQ, kSlotK, kSlotV, kSlotLengths, kAttentionSlots };
+
+// ---- fields ----
+
+struct AttentionOptions {
+    float scale = 1.0F;
+    bool causal = false;
+    bool lengths = false;  // whether that input is there
+    // What a plan's builder was asked for, in MiB. No field of a node.
+    int32_t workspace_mib = 0;
+};
+
+// Options as plan fields, led by the version of this set of fields. `collection` points into the object.
+class SerializedAttention {
+  public:
+    explicit SerializedAttention(AttentionOptions const& options);
+    SerializedAttention(SerializedAttention const&) = delete;
+    SerializedAttention& operator=(SerializedAttention const&) = delete;
+
+    nvinfer1::PluginFieldCollection const* collection() const { return &collection_; }
+
+  private:
+    std::array<int32_t, 4> integers_;
+    float scale_;
+    std::vector<nvinfer1::PluginField> fields_;
+    nvinfer1::PluginFieldCollection collection_{};
+};
+
+class AttentionPlugin : public nvinfer1::IPluginV3,
+                        public nvinfer1::IPluginV3OneCore,
+                        public nvinfer1::IPluginV3OneBuild,
+                        public nvinfer1::IPluginV3OneRuntime {
+  public:
+    AttentionPlugin(std::string layer, AttentionOptions const& options);
+    // Without the plans: each context has its own.
+    AttentionPlugin(AttentionPlugin const& other);
+    AttentionPlugin& operator=(AttentionPlugin const&) = delete;
+
+    // ---- capability ----
+    nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override;
+    nvinfer1::IPluginV3* clone() noexcept override;
+    char const* getPluginName() const noexcept override;
+    char const* getPluginVersion() const noexcept override;
+    char const* getPluginNamespace() const noexcept override;
+
+    // ---- build ----
+    int32_t getNbOutputs() const noexcept override;
+    int32_t getOutputDataTypes(nvinfer1::DataType* output_types, int32_t output_count,
+                               nvinfer1::DataType const* input_types, int32_t input_count) const noexcept override;
+    int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t input_count,
+                            nvinfer1::DimsExprs const* shape_inputs, int32_t shape_input_count,
+                            nvinfer1::DimsExprs* outputs, int32_t output_count,
+                            nvinfer1::IExprBuilder& builder) noexcept override;
+    bool supportsFormatCombination(int32_t pos, nvinfer1::DynamicPluginTensorDesc const* in_out, int32_t input_count,
+                                   int32_t output_count) noexcept override;
+    int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const* in, int32_t input_count,
+                            nvinfer1::DynamicPluginTensorDesc const* out, int32_t output_count) noexcept override;
+    size_t getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t input_count,
+                            nvinfer1::DynamicPluginTensorDesc const* outputs,
+                            int32_t output_count) const noexcept override;
+
+    // ---- runtime ----
+    nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext* context) noexcept override;
+    int32_t onShapeChange(nvinfer1::PluginTensorDesc const* in, int32_t input_count,
+                          nvinfer1::PluginTensorDesc const* out, int32_t output_count) noexcept override;
+    int32_t enqueue(nvinfer1::PluginTensorDesc const* input_desc, nvinfer1::PluginTensorDesc const* output_desc,
+                    void const* const* inputs, void* const* outputs, void* workspace,
+                    cudaStream_t stream) noexcept override;
+
+    // ---- serialisation ----
+    nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override;
+
+  private:
+    using Shapes = std::array<nvinfer1::Dims, kAttentionSlots>;
+
+    int32_t input_count() const { return options_.lengths ? kAttentionSlots : kSlotLengths; }
+    void check_input_count(int64_t count) const;
+    void check_types(nvinfer1::DataType const* types) const;
+    twell_attention_problem problem_of(Shapes const& inputs, nvinfer1::DataType type) const;
+    twell_attention_problem largest_problem(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t input_count) const;
+    twell_attention_problem runtime_problem(nvinfer1::PluginTensorDesc const* inputs) const;
+
+    std::string const layer_;
+    AttentionOptions options_;
+    std::unique_ptr<Attention> attention_;  // of a plugin that is attached to a context
+    std::unique_ptr<SerializedAttention> serialized_;
+};
+
+class AttentionCreator final : public nvinfer1::IPluginCreatorV3One {
+  public:
+    AttentionCreator();
+
+    nvinfer1::IPluginV3* createPlugin(char const* name, nvinfer1::PluginFieldCollection const* fields,
+                                      nvinfer1::TensorRTPhase phase) noexcept override;
+    nvinfer1::PluginFieldCollection const* getFieldNames() noexcept override;
+    char const* getPluginName() const noexcept override;
+    char const* getPluginVersion() const noexcept override;
+    char const* getPluginNamespace() const noexcept override;
+
+  private:
+    std::vector<nvinfer1::PluginField> const fields_;
+    nvinfer1::PluginFieldCollection const collection_;
+};
+
+}  // namespace twell

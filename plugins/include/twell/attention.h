@@ -1,0 +1,71 @@
+// C API of libtwell_attention.so: attention by cuDNN, without TensorRT, for tests and for programs of one's own.
+//
+//     y[b, i, h] = sum over j of softmax over j of (scale * q[b, i, h] . k[b, j, g]) * v[b, j, g],  g = h * kv_heads /
+//     heads
+//
+// j runs over the keys that query i sees: of the sequence's first `lengths[b]` keys (all without lengths), those up to
+// i if causal. Tensors are contiguous, on the current device and start at multiples of 16 bytes. Everything between the
+// products is in fp32, and the result is rounded once.
+#ifndef TWELL_ATTENTION_H_
+#define TWELL_ATTENTION_H_
+
+#include <twell/twell.h>
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+#define TWELL_MAX_HEAD_WIDTH 256
+
+typedef struct {
+    int64_t batch;     // sequences: at least 0
+    int64_t tokens;    // queries of a sequence: at least 0
+    int64_t keys;      // keys of a sequence: at least 1; equal to tokens if causal
+    int32_t heads;     // of q: a multiple of kv_heads
+    int32_t kv_heads;  // of k and v: at least 1
+    int32_t width;     // of a head: a multiple of 8, up to TWELL_MAX_HEAD_WIDTH
+    int32_t dtype;     // twell_dtype of q, k, v and y
+    int32_t causal;    // 0 or 1: whether query i sees keys 0 to i only
+    int32_t lengths;   // 0 or 1: whether there are lengths
+    float scale;       // finite
+} twell_attention_problem;
+
+typedef struct {
+    void const* q;           // [batch, tokens, heads, width]
+    void const* k;           // [batch, keys, kv_heads, width]
+    void const* v;           // [batch, keys, kv_heads, width]
+    int32_t const* lengths;  // [batch], each 1 to keys; read if the problem has lengths
+    void* y;                 // [batch, tokens, heads, width]
+} twell_attention_tensors;
+
+// A problem made ready for the device that was current when it was made, with a cuDNN handle of its own: to be used by
+// one thread at a time. It must outlive the CUDA graphs that were captured from it.
+typedef struct twell_attention_plan twell_attention_plan;
+
+// Returns null for a good problem, else what is wrong with it, as static text.
+TWELL_API char const* twell_attention_validate(twell_attention_problem const* problem);
+
+// Returns a plan, or null with the reason in message[0 .. message_bytes), cut to fit and ended by a NUL. Loads cuDNN if
+// no libcudnn.so.9 is in the process: $TWELLC_CUDNN, else the one that the dynamic linker finds.
+TWELL_API twell_attention_plan* twell_attention_create(twell_attention_problem const* problem, char* message,
+                                                       size_t message_bytes);
+
+// Null is allowed.
+TWELL_API void twell_attention_destroy(twell_attention_plan* plan);
+
+// Bytes of device memory that a run needs, from a multiple of 256 on.
+TWELL_API size_t twell_attention_workspace_bytes(twell_attention_plan const* plan);
+
+// Puts the work on `stream` and returns 0; else 1, with the reason in message. Allocates nothing, waits for nothing and
+// may be captured into a CUDA graph.
+TWELL_API int32_t twell_attention_run(twell_attention_plan* plan, twell_attention_tensors const* tensors,
+                                      void* workspace, cudaStream_t stream, char* message, size_t message_bytes);
+
+// The version of the library, such as "0.1.0".
+TWELL_API char const* twell_attention_version(void);
+
+#if defined(__cplusplus)
+}  // extern "C"
+#endif
+
+#endif  // TWELL_ATTENTION_H_

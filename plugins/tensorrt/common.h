@@ -1,0 +1,54 @@
+// What every plugin class needs: refusals, and the printing and checking of what a host passes.
+#pragma once
+
+#include <NvInferRuntime.h>
+
+#include <cstdint>
+#include <exception>
+#include <stdexcept>
+#include <string>
+
+#include "host.h"
+
+namespace twell {
+
+// Something that a user or a plan got wrong; what() is the whole message.
+class Refusal : public std::runtime_error {
+  public:
+    using std::runtime_error::runtime_error;
+};
+
+// An extent that is not known before run time.
+constexpr int64_t kAny = -1;
+
+std::string text_of(nvinfer1::Dims const& dims);
+char const* text_of(nvinfer1::DataType type);
+
+// Whether the plugins take tensors of this type.
+bool is_supported(nvinfer1::DataType type);
+
+// Extents as they are known while a network is built; kAny for the others.
+nvinfer1::Dims known_dims(nvinfer1::DimsExprs const& expressions);
+
+// Throws Refusal unless the current GPU can run the plugins. Returns its compute capability, 90 for 9.0.
+int32_t check_device();
+
+// Runs `body`. An exception becomes a message in the host's log and `failure`: none may reach the host.
+template <typename Result, typename Body>
+Result guarded(char const* plugin, char const* layer, Result failure, Body&& body) noexcept {
+    try {
+        return body();
+    } catch (std::exception const& error) {
+        try {
+            std::string const message = std::string(plugin) + " '" + layer + "': " + error.what();
+            host::log(host::Severity::kError, message.c_str());
+        } catch (...) {
+            host::log(host::Severity::kError, error.what());
+        }
+    } catch (...) {
+        host::log(host::Severity::kError, "unknown exception in a twell plugin");
+    }
+    return failure;
+}
+
+}  // namespace twell

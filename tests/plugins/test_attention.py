@@ -1,0 +1,585 @@
+"""The attention op, and the attention library in real TensorRT registries and builders on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from onnx import helper
+from torch import Tensor
+
+from tests.processes import environment
+from tests.tolerance import assert_as_accurate, assert_same
+from twellc.export.evaluator import OnnxEvaluator, plugin_nodes
+from twellc.export.plan import build_plan
+from twellc.export.shapes import ShapeRange
+from twellc.plugins import library
+from twellc.plugins.attention_op import ATTENTION
+from twellc.plugins.onnx_node import attention_attributes
+
+HERE = Path(__file__).resolve().parent
+BF16, FP16 = torch.bfloat16, torch.float16
+Report = dict[str, Any]
+
+
+def operands(
+    batch: int, tokens: int, keys: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (batch, tokens, heads, width), (batch, keys, kv_heads, width), (batch, keys, kv_heads, width)
+    q, k, v = (torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes)
+    return q, k, v
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, lengths: list[int] | None, scale: float, causal: bool) -> Tensor:
+    """Compute attention in float64, query by query, from the keys that it sees and no others."""
+    q, k, v = q.double(), k.double(), v.double()
+    y = torch.empty_like(q)
+    group = q.shape[2] // k.shape[2]
+    for b, i, h in itertools.product(*map(range, q.shape[:3])):
+        count = k.shape[1] if lengths is None else min(max(lengths[b], 1), k.shape[1])
+        seen = slice(0, min(count, i + 1) if causal else count)
+        weights = torch.softmax(scale * (k[b, seen, h // group] @ q[b, i, h]), 0)
+        y[b, i, h] = weights @ v[b, seen, h // group]
+    return y
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int] | None, scale: float, causal: bool) -> Tensor:
+    """Compute attention with every step rounded to the low precision: the yardstick of errors."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = q.transpose(1, 2), *(t.transpose(1, 2).repeat_interleave(group, 1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) * scale
+    places = torch.arange(k.shape[2], device=q.device)
+    if lengths is not None:
+        counts = torch.tensor(lengths, device=q.device).clamp(1, k.shape[2])
+        scores = scores.masked_fill(places >= counts[:, None, None, None], -math.inf)
+    if causal:
+        scores = scores.masked_fill(places > places[:, None], -math.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+# batch, tokens, keys, heads, kv_heads, width; lengths; causal
+CASES: dict[str, tuple[tuple[int, ...], list[int] | None, bool]] = {
+    "mha": ((2, 5, 5, 3, 3, 16), None, False),
+    "mha-causal": ((2, 7, 7, 2, 2, 8), None, True),
+    "gqa": ((1, 9, 9, 6, 2, 24), None, False),
+    "gqa-causal": ((2, 9, 9, 6, 2, 24), None, True),
+    "mqa-causal": ((1, 13, 13, 5, 1, 40), None, True),
+    "other-keys": ((2, 3, 11, 4, 2, 16), None, False),
+    "lengths": ((4, 6, 6, 4, 2, 16), [6, 1, 4, 2], False),
+    "lengths-causal": ((4, 6, 6, 4, 2, 16), [6, 1, 4, 2], True),
+    "lengths-out-of-range": ((4, 5, 5, 2, 1, 16), [0, -3, 5, 9], True),
+    "lengths-other-keys": ((2, 3, 11, 4, 4, 16), [11, 7], False),
+    "one-token": ((2, 1, 1, 4, 2, 64), None, True),
+    "one-query": ((2, 1, 17, 4, 2, 64), [17, 3], False),
+    "width-256": ((1, 3, 3, 2, 1, 256), None, True),
+}
+
+
+def run(tensors: tuple[Tensor, Tensor, Tensor], lengths: list[int] | None, causal: bool, scale: float = 0.3) -> Tensor:
+    counts = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    y: Tensor = ATTENTION(*tensors, counts, scale, causal)
+    return y
+
+
+# ---- the meaning ----
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_meaning(name: str, dtype: torch.dtype) -> None:
+    extents, lengths, causal = CASES[name]
+    tensors = operands(*extents, dtype=dtype)
+    y = run(tensors, lengths, causal)
+    assert y.is_contiguous()
+    assert_same(y, truth(*tensors, lengths, 0.3, causal).to(dtype))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_low_precision_is_rounded_once(name: str, dtype: torch.dtype) -> None:
+    extents, lengths, causal = CASES[name]
+    tensors = operands(*extents, dtype=dtype)
+    wide = ATTENTION(
+        *(t.float() for t in tensors), None if lengths is None else torch.tensor(lengths).int(), 0.3, causal
+    )
+    y = run(tensors, lengths, causal)
+    assert torch.equal(y, wide.to(dtype))
+    expected = truth(*tensors, lengths, 0.3, causal)
+    assert_as_accurate(y, plain(*tensors, lengths, 0.3, causal).contiguous(), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_yardstick_means_the_same(name: str) -> None:
+    # In float64 it is the reference of the GPU tests.
+    extents, lengths, causal = CASES[name]
+    tensors = operands(*extents, dtype=torch.float64)
+    assert_same(plain(*tensors, lengths, 0.3, causal), truth(*tensors, lengths, 0.3, causal))
+
+
+def test_strided_operands() -> None:
+    # As the projections of a model give them: one tensor, cut.
+    both = torch.randn(2, 5, 3 * 32)
+    q, k, v = (part.unflatten(-1, (2, 16)) for part in both.chunk(3, -1))
+    assert_same(run((q, k, v), None, True), truth(q, k, v, None, 0.3, True).float())
+
+
+@pytest.mark.parametrize("slot", [0, 1, 2])
+def test_nan_reaches_the_result(slot: int) -> None:
+    tensors = operands(2, 5, 5, 4, 2, 16)
+    tensors[slot][1, 0, 0, 0] = math.nan
+    y = run(tensors, None, True)
+    heads = slice(0, 1 if slot == 0 else 2)
+    if slot == 0:
+        assert y[1, 0, heads].isnan().all()
+    else:
+        assert y[1, :, heads].isnan().any(-1).all()
+    assert y[0].isfinite().all()
+    assert y[1, :, 2:].isfinite().all()
+
+
+def test_no_tokens() -> None:
+    assert run(operands(0, 4, 4, 2, 1, 8), None, True).shape == (0, 4, 2, 8)
+    assert run(operands(2, 0, 4, 2, 1, 8), None, False).shape == (2, 0, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("extents", "message"),
+    [
+        ((1, 4, 5, 2, 1, 8), "causal attention needs as many keys as tokens, got 5 and 4"),
+        ((1, 4, 4, 3, 2, 8), "heads must be a positive multiple of kv_heads, got 4, 3 and 2"),
+        ((1, 0, 0, 2, 1, 8), "there must be keys"),
+    ],
+)
+def test_wrong_extents(extents: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(operands(*extents), None, True)
+
+
+def test_wrong_operands() -> None:
+    q, k, v = operands(2, 4, 4, 2, 1, 8)
+    with pytest.raises(ValueError, match=r"q must have four dimensions, got \(2, 4, 16\)"):
+        ATTENTION(q.flatten(2), k, v, None, 1.0, False)
+    with pytest.raises(ValueError, match=r"v must have shape \(2, 4, 1, 8\), got \(2, 3, 1, 8\)"):
+        ATTENTION(q, k, v[:, :3], None, 1.0, False)
+    with pytest.raises(TypeError, match=r"k must be torch\.float32 like q, got torch\.float16"):
+        ATTENTION(q, k.half(), v, None, 1.0, False)
+    with pytest.raises(TypeError, match="must be of a floating point type"):
+        ATTENTION(q.int(), k.int(), v.int(), None, 1.0, False)
+    with pytest.raises(ValueError, match=r"lengths must be int32 of shape \(2,\), got torch\.int64 \(2,\)"):
+        ATTENTION(q, k, v, torch.tensor([1, 2]), 1.0, False)
+    with pytest.raises(ValueError, match=r"lengths must be int32 of shape \(2,\), got torch\.int32 \(1,\)"):
+        ATTENTION(q, k, v, torch.tensor([1]).int(), 1.0, False)
+
+
+@pytest.mark.parametrize("name", ["gqa-causal", "lengths-causal", "other-keys"])
+def test_opcheck(name: str) -> None:
+    extents, lengths, causal = CASES[name]
+    counts = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    utilities = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(ATTENTION, (*operands(*extents), counts, 0.3, causal), test_utils=utilities)
+
+
+def test_meta_gives_shape_and_dtype() -> None:
+    q, k, v = (t.to("meta") for t in operands(2, 5, 7, 4, 2, 16, FP16))
+    y = ATTENTION(q, k, v, None, 0.3, False)
+    assert (y.shape, y.dtype, y.device.type) == ((2, 5, 4, 16), FP16, "meta")
+
+
+# ---- the ONNX node ----
+
+
+def node_model(
+    q: Tensor, k: Tensor, lengths: bool, causal: bool, dtype: int = onnx.TensorProto.BFLOAT16, batch: Any = "batch"
+) -> onnx.ModelProto:
+    names = ["q", "k", "v", *(["lengths"] if lengths else [])]
+    shapes = {"q": q.shape, "k": k.shape, "v": k.shape}
+    values = [helper.make_tensor_value_info(n, dtype, [batch, "tokens", *s[2:]]) for n, s in shapes.items()]
+    if lengths:
+        values.append(helper.make_tensor_value_info("lengths", onnx.TensorProto.INT32, [batch]))
+    attributes = attention_attributes(0.3, causal, lengths)
+    node = helper.make_node("TwellAttention", names, ["y"], name="a0", domain="twell", **attributes)
+    y = helper.make_tensor_value_info("y", dtype, [batch, "tokens", *q.shape[2:]])
+    graph = helper.make_graph([node], "attention", values, [y])
+    return helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 20), helper.make_opsetid("twell", 1)], ir_version=10
+    )
+
+
+@pytest.mark.parametrize("name", ["gqa", "gqa-causal", "lengths-causal"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_evaluator_runs_the_op(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    extents, lengths, causal = CASES[name]
+    q, k, v = operands(*extents, dtype=dtype)
+    kind = {BF16: onnx.TensorProto.BFLOAT16, FP16: onnx.TensorProto.FLOAT16}[dtype]
+    model = node_model(q, k, lengths is not None, causal, kind)
+    inputs = {"q": q, "k": k, "v": v}
+    if lengths is not None:
+        inputs["lengths"] = torch.tensor(lengths, dtype=torch.int32)
+    (y,) = OnnxEvaluator(tmp_path / "m.onnx", model).run(inputs)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    expected = ATTENTION(*(t.to(device) for t in (q, k, v)), None if lengths is None else inputs["lengths"].to(device),
+                         0.3, causal)  # fmt: skip
+    assert torch.equal(y, expected.cpu())
+    assert plugin_nodes(model) == []
+
+
+# ---- the library: without a GPU ----
+
+
+def attention_library() -> Path:
+    path = library.attention_library_path()
+    if path is None:
+        pytest.skip("the attention library was not built")
+    return path
+
+
+def problem(**changes: float) -> library.AttentionProblem:
+    extents = {"batch": 2, "tokens": 16, "keys": 16, "heads": 4, "kv_heads": 2, "width": 64}
+    good: dict[str, float] = extents | {"dtype": 0, "causal": 1, "lengths": 0, "scale": 0.125}
+    return library.AttentionProblem(**(good | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"batch": 0}, {"tokens": 0, "causal": 0}, {"keys": 3, "causal": 0}, {"width": 256}, {"width": 8},
+     {"heads": 4, "kv_heads": 4}, {"kv_heads": 1}, {"dtype": 1}, {"lengths": 1}, {"scale": -1.0}],
+    ids=str,
+)  # fmt: skip
+def test_validate_accepts(changes: dict[str, float]) -> None:
+    attention_library()
+    lib = library.load_attention()
+    assert lib is not None
+    assert lib.twell_attention_validate(problem(**changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": -1}, "batch and tokens"),
+        ({"tokens": 2**31, "keys": 2**31}, "batch and tokens"),
+        ({"keys": 0, "causal": 0}, "keys must be"),
+        ({"keys": 17}, "tokens and keys must be equal"),
+        ({"kv_heads": 3}, "heads must be a positive multiple"),
+        ({"kv_heads": 0}, "heads must be a positive multiple"),
+        ({"heads": 0}, "heads must be a positive multiple"),
+        ({"width": 12}, "width must be a positive multiple of 8"),
+        ({"width": 0}, "width must be a positive multiple of 8"),
+        ({"width": 264}, "up to 256"),
+        ({"dtype": 2}, "dtype"),
+        ({"causal": 2}, "causal and lengths"),
+        ({"lengths": -1}, "causal and lengths"),
+        ({"scale": math.nan}, "scale must be finite"),
+        ({"scale": math.inf}, "scale must be finite"),
+    ],
+    ids=str,
+)
+def test_validate_refuses(changes: dict[str, float], message: str) -> None:
+    attention_library()
+    lib = library.load_attention()
+    assert lib is not None
+    assert message in lib.twell_attention_validate(problem(**changes)).decode()
+
+
+CREATE = """
+import ctypes, sys
+from twellc.plugins import library
+lib = library.load_attention()
+problem = library.AttentionProblem(2, 16, 16, 4, 2, 64, 0, 1, 0, 0.125)
+message = ctypes.create_string_buffer(1000)
+assert not lib.twell_attention_create(problem, message, 1000)
+print(message.value.decode())
+"""
+
+
+def create_without_cudnn(code: str, path: str) -> str:
+    """Run a program in which there is no cuDNN but the one that $TWELLC_CUDNN names; return what it prints."""
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(TWELLC_CUDNN=path))
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/nowhere/libcudnn.so.9", r"cannot load cuDNN 9 \(.*/nowhere/libcudnn\.so\.9.*\). Install it, such as by "
+         r"`pip install nvidia-cudnn-cu13` for Python, or set TWELLC_CUDNN to the path of libcudnn\.so\.9"),
+        ("libc.so.6", r"libc\.so\.6 is no cuDNN 9: it has no function cudnnGetVersion"),
+    ],
+)  # fmt: skip
+def test_without_cudnn_there_is_one_message(path: str, message: str) -> None:
+    attention_library()
+    settings = environment(TWELLC_CUDNN=path)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", CREATE], capture_output=True, text=True, check=True, env=settings
+    )
+    assert re.fullmatch(message, done.stdout.strip()), done.stdout
+
+
+def test_a_message_is_cut_to_fit() -> None:
+    attention_library()
+    assert create_without_cudnn(CREATE.replace("1000)", "12)"), "/nowhere/libcudnn.so.9") == "cannot load"
+
+
+def test_registering_brings_the_cudnn_of_this_python() -> None:
+    attention_library()
+    pytest.importorskip("tensorrt_rtx_bindings")
+    if next(iter(Path(torch.__file__).parents[1].glob("nvidia/cudnn*/lib/libcudnn.so.9")), None) is None:
+        pytest.skip("no wheel of cuDNN is installed")
+    code = (
+        "import ctypes, os, sys, tensorrt_rtx_bindings, twellc.plugins; twellc.plugins.register()\n"
+        "ctypes.CDLL('libcudnn.so.9', os.RTLD_NOLOAD | os.RTLD_NOW); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment())
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_both_libraries_can_be_preloaded(swapped: bool) -> None:
+    # A program's call reaches the hooks of the first library only.
+    pytest.importorskip("tensorrt_rtx_bindings")
+    paths = [str(library.library_path()), str(attention_library())]
+    code = (
+        "import tensorrt_rtx_bindings as trt; from twellc.plugins import library\n"
+        "names = *library.PLUGIN_NAMES, library.ATTENTION_NAME\n"
+        "get = trt.get_plugin_registry().get_creator\n"
+        "print([get(name, library.PLUGIN_VERSION, 'twell') is not None for name in names])"
+    )
+    settings = environment(LD_PRELOAD=":".join(reversed(paths) if swapped else paths))
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=settings)
+    assert (done.returncode, done.stdout) == (0, "[True, True, True]\n"), done.stderr
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf (binutils)")
+def test_exports_and_needs() -> None:
+    path = attention_library()
+    header = Path(library.__file__).resolve().parent / "include" / "twell" / "attention.h"
+    api = set(re.findall(r"^TWELL_API [^;(]*?\b(twell_\w+)\(", header.read_text(), flags=re.MULTILINE))
+    assert len(api) == 6
+    table = subprocess.run(["readelf", "-W", "--dyn-syms", path], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in table.splitlines() if re.match(r"\s*\d+:", line)]
+    defined = {row[7].split("@")[0] for row in rows if len(row) > 7 and row[6] != "UND" and "TWELL_1" in row[7]}
+    assert defined - {"TWELL_1"} == api | {"getCreators", "setLoggerFinder", "initLibTwellAttention"}
+    assert [
+        row[7] for row in rows if len(row) > 7 and row[6] == "UND" and re.search("nvinfer|cuda|cudnn", row[7])
+    ] == []
+    dynamic = subprocess.run(["readelf", "-W", "-d", path], capture_output=True, text=True, check=True).stdout
+    allowed = r"(libstdc\+\+|libgcc_s|libc|libm|libdl|librt|libpthread|ld-linux-[\w-]+)\.so\.\d+"
+    assert [name for name in re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic) if not re.fullmatch(allowed, name)] == []
+    assert "RPATH" not in dynamic
+    assert "RUNPATH" not in dynamic
+
+
+# ---- TensorRT's registries ----
+
+Field = list[Any]
+
+
+def fields(phase: str = "BUILD", **changes: Field | None) -> list[Field]:
+    good: dict[str, Field | None] = {"scale": ["FLOAT32", 0.5], "causal": ["INT32", 1], "lengths": ["INT32", 0]}
+    if phase == "RUNTIME":
+        good |= {"schema": ["INT32", 1], "workspace_mib": ["INT32", 32]}
+    return [[name, *value] for name, value in (good | changes).items() if value is not None]
+
+
+ACCEPTED: dict[str, tuple[str, list[Field]]] = {
+    "node": ("BUILD", fields()),
+    "plan": ("RUNTIME", fields("RUNTIME")),
+    "lengths": ("BUILD", fields(lengths=["INT32", 1], causal=["INT32", 0], scale=["FLOAT32", -2.0])),
+}
+REFUSED: dict[str, tuple[str, list[Field], str]] = {
+    "scale-missing": ("BUILD", fields(scale=None), "field 'scale' is missing; allowed: finite"),
+    "scale-nan": ("BUILD", fields(scale=["FLOAT32", math.nan]), "field 'scale': got nan; allowed: finite"),
+    "scale-infinite": ("BUILD", fields(scale=["FLOAT32", -math.inf]), "field 'scale': got infinity; allowed: finite"),
+    "scale-integer": ("BUILD", fields(scale=["INT32", 1]), "field 'scale': got 1 of type int32; allowed: one float32"),
+    "causal-two": ("BUILD", fields(causal=["INT32", 2]), "field 'causal': got 2; allowed: 0 or 1"),
+    "causal-missing": ("BUILD", fields(causal=None), "field 'causal' is missing; allowed: 0 or 1"),
+    "lengths-list": ("BUILD", fields(lengths=["INT32", [0, 1]]), "field 'lengths': got 2 of type int32"),
+    "unknown": ("BUILD", fields(window=["INT32", 4]), "field 'window' is unknown; allowed: scale, causal, lengths"),
+    "plan-field-in-node": ("BUILD", fields(workspace_mib=["INT32", 4]), "field 'workspace_mib' is unknown"),
+    "plan-of-another-schema": (
+        "RUNTIME",
+        fields("RUNTIME", schema=["INT32", 2]),
+        "field 'schema': got 2; allowed: 1. The plan is damaged, or built for another libtwell_attention.so than this "
+        "one of version 0.1.0",
+    ),
+    "plan-without-workspace": ("RUNTIME", fields("RUNTIME", workspace_mib=None), "field 'workspace_mib' is missing"),
+    "plan-workspace": ("RUNTIME", fields("RUNTIME", workspace_mib=["INT32", -1]), "field 'workspace_mib': got -1"),
+}
+
+
+def talk(runtime: str, request: dict[str, Any], folder: Path | None = None) -> Report:
+    """Run attention_child.py and return its report, with what it wrote to stderr under "stderr"."""
+    command = [sys.executable, "-P", str(HERE / "attention_child.py"), runtime, str(attention_library())]
+    if folder is not None:
+        command += ["--path", str(folder)]
+    done = subprocess.run(
+        command, input=json.dumps(request), capture_output=True, text=True, check=False, timeout=300, env=environment()
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    report: Report = json.loads(done.stdout)
+    report["stderr"] = done.stderr
+    return report
+
+
+def loud(result: Report) -> list[str]:
+    return [text for severity, text in result["log"] if severity in ("WARNING", "ERROR", "INTERNAL_ERROR")]
+
+
+@pytest.fixture(scope="module", params=["rtx", "lean10", "lean11"])
+def created(request: pytest.FixtureRequest, lean_folder: Any) -> tuple[str, Report]:
+    order = {"create": [*ACCEPTED.values(), *(case[:2] for case in REFUSED.values())]}
+    is_rtx = request.param == "rtx"
+    report = talk("rtx", order) if is_rtx else talk("lean", order, lean_folder(request.param))
+    report["results"] = dict(zip([*ACCEPTED, *REFUSED], report["results"], strict=True))
+    return request.param, report
+
+
+def test_creator_is_registered(created: tuple[str, Report]) -> None:
+    assert created[1]["loaded"]
+    version = library.PLUGIN_VERSION
+    assert created[1]["creators"] == [["TwellAttention", version, "twell", ["scale", "causal", "lengths"]]]
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_good_fields_are_accepted(created: tuple[str, Report], name: str) -> None:
+    result = created[1]["results"][name]
+    assert result["created"]
+    assert not loud(result)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_fields_are_refused_with_a_reason(created: tuple[str, Report], name: str) -> None:
+    runtime, report = created
+    result = report["results"][name]
+    expected = f"TwellAttention 'layer0': {REFUSED[name][2]}"
+    assert not result["created"]
+    if runtime == "rtx":
+        assert [text.startswith(expected) for text in loud(result)] == [True], loud(result)
+    else:
+        # No logger without a Runtime, which needs a GPU: then errors go to stderr.
+        assert any(expected in line for line in report["stderr"].splitlines())
+
+
+# ---- ONNX to plan ----
+
+
+def node(dtype: str = "bf16", lengths: bool = False, causal: bool = True, **changes: Any) -> dict[str, Any]:
+    """Return a build case for attention_child.py; a change replaces an input's [dtype, extents]."""
+    inputs: dict[str, Any] = {
+        "q": [dtype, ["batch", "tokens", 4, 64]],
+        "k": [dtype, ["batch", "tokens", 2, 64]],
+        "v": [dtype, ["batch", "tokens", 2, 64]],
+    }
+    if lengths:
+        inputs["lengths"] = ["int32", ["batch"]]
+    attributes = {"scale": 0.125, "causal": int(causal), "lengths": int(lengths)}
+    attributes |= changes.pop("attributes", {})
+    profiles = changes.pop("profiles", 1)
+    inputs |= changes
+    return {"inputs": [[name, *each] for name, each in inputs.items()], "attributes": attributes, "profiles": profiles}
+
+
+BUILT: dict[str, dict[str, Any]] = {
+    "bf16": node(),
+    "fp16": node("fp16"),
+    "lengths": node(lengths=True),
+    "not-causal": node("fp16", causal=False),
+    "not-causal-lengths": node(causal=False, lengths=True),
+    "other-keys": node(causal=False, k=["bf16", ["batch", "keys", 2, 64]], v=["bf16", ["batch", "keys", 2, 64]]),
+    "width-256": node(**{n: ["bf16", ["batch", "tokens", 2, 256]] for n in "qkv"}),
+    "fixed": node(**{n: ["bf16", [2, 40, 2, 64]] for n in "qkv"}),
+    "profiles": node(profiles=3, lengths=True),
+}
+NOT_BUILT: dict[str, tuple[dict[str, Any], str]] = {
+    "rank": (
+        node(k=["bf16", ["batch", "tokens", 128]]),
+        "input k has shape [?, ?, 128]; expected [batch, keys, kv_heads, width] = [?, ?, ?, 64]",
+    ),
+    "width": (
+        node(**{n: ["bf16", ["batch", "tokens", 2, 60]] for n in "qkv"}),
+        "width must be a positive multiple of 8",
+    ),
+    "wide": (
+        node(**{n: ["bf16", ["batch", "tokens", 2, 264]] for n in "qkv"}),
+        "width must be a positive multiple of 8",
+    ),
+    "heads": (
+        node(q=["bf16", ["batch", "tokens", 3, 64]]),
+        "heads must be a positive multiple of kv_heads (q [?, ?, 3, 64], k [?, ?, 2, 64])",
+    ),
+    "v-of-other-heads": (
+        node(v=["bf16", ["batch", "tokens", 4, 64]]),
+        "input v has shape [?, ?, 4, 64]; expected [batch, keys, kv_heads, width] = [?, ?, 2, 64]",
+    ),
+    "causal-other-keys": (
+        node(**{n: ["bf16", [1, 8 if n == "q" else 9, 2, 64]] for n in "qkv"}),
+        "input k has shape [1, 9, 2, 64]; expected [batch, keys, kv_heads, width] = [1, 8, ?, 64]",
+    ),
+    "float32": (node("fp32"), "input q is float32; q, k and v must all be bf16, or all fp16 (q is float32)"),
+    "mixed": (
+        node(v=["fp16", ["batch", "tokens", 2, 64]]),
+        "input v is fp16; q, k and v must all be bf16, or all fp16 (q is bf16)",
+    ),
+    "lengths-int64": (
+        node(lengths=True) | {"inputs": [*node()["inputs"], ["lengths", "int64", ["batch"]]]},
+        "input lengths is int64; expected int32",
+    ),
+    "lengths-not-said": (node(lengths=True, attributes={"lengths": 0}), "got 4 inputs; expected 3: q, k, v"),
+    "lengths-missing": (node(attributes={"lengths": 1}), "got 3 inputs; expected 4: q, k, v, lengths"),
+    "lengths-of-rank-two": (
+        node(lengths=True) | {"inputs": [*node()["inputs"], ["lengths", "int32", ["batch", 1]]]},
+        "input lengths has shape [?, 1]; expected [batch] = [?]",
+    ),
+    "causal": (node(attributes={"causal": 3}), "field 'causal': got 3; allowed: 0 or 1"),
+}
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, Report]:
+    """Parse and build every case in one TensorRT-RTX process."""
+    report = talk("rtx", {"build": [*BUILT.values(), *(case for case, _ in NOT_BUILT.values())]})
+    return dict(zip([*BUILT, *NOT_BUILT], report["results"], strict=True))
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_engine_is_built(built: dict[str, Report], name: str) -> None:
+    result, case = built[name], BUILT[name]
+    assert result["plan_bytes"] > 0, loud(result)
+    assert result["in_plan"]
+    assert not loud(result)
+    _, dtype, extents = case["inputs"][0]
+    assert result["dtype"] == {"bf16": "BF16", "fp16": "HALF"}[dtype]
+    assert result["shape"] == [size if isinstance(size, int) else -1 for size in extents]
+
+
+@pytest.mark.parametrize("name", NOT_BUILT)
+def test_bad_node_is_refused_with_a_reason(built: dict[str, Report], name: str) -> None:
+    result, text = built[name], NOT_BUILT[name][1]
+    assert result["plan_bytes"] == 0
+    assert any(message.startswith(f"TwellAttention 'attention0': {text}") for message in loud(result)), loud(result)
+
+
+def test_plan_through_the_compiler(tmp_path: Path) -> None:
+    attention_library()
+    pytest.importorskip("tensorrt_rtx_bindings")
+    q, k, _ = operands(1, 4, 4, 4, 2, 64)
+    path = tmp_path / "m.onnx"
+    onnx.save(node_model(q, k, lengths=True, causal=True), path)
+    shapes = {name: [(b, t, heads, 64) for b, t in ((1, 1), (1, 16), (4, 64))] for name, heads in (("q", 4), ("k", 2))}
+    profile = {
+        "q": ShapeRange(*shapes["q"]), "k": ShapeRange(*shapes["k"]), "v": ShapeRange(*shapes["k"]),
+        "lengths": ShapeRange((1,), (1,), (4,)),
+    }  # fmt: skip
+    plan = build_plan("tensorrt-rtx", path, tmp_path / "m.plan", [profile], False, lambda phase: None)
+    assert [each.name for each in plan.inputs] == ["q", "k", "v", "lengths"]
+    assert b"TwellAttention" in (tmp_path / "m.plan").read_bytes()
