@@ -15,7 +15,8 @@ from twellc.errors import UserError
 from twellc.plugins.elf import expected_size
 
 PLUGIN_NAMESPACE = "twell"
-PLUGIN_VERSION = "1"
+# In what TensorRT prints where it does not find the plugins, only this names twellc.
+PLUGIN_VERSION = "twellc-2"
 PLUGIN_NAMES = ("TwellGatedMlp", "TwellMlp")
 
 DTYPES = {"bfloat16": 0, "float16": 1}
@@ -49,7 +50,8 @@ class Tensors(ctypes.Structure):
     """Mirror of `twell_tensors`."""
 
     _fields_ = tuple(
-        (name, ctypes.c_void_p) for name in ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "y")
+        (name, ctypes.c_void_p)
+        for name in ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual", "y")
     )
 
 

@@ -18,8 +18,9 @@ namespace twell {
 
 // ---- names and versions ----
 
+// TensorRT names all three where it does not find the plugins; of these the version alone says twellc.
 constexpr char const* kPluginNamespace = "twell";
-constexpr char const* kPluginVersion = "1";
+constexpr char const* kPluginVersion = "twellc-2";
 
 constexpr char const* plugin_name(twell_variant variant) {
     return variant == TWELL_GATED ? "TwellGatedMlp" : "TwellMlp";
@@ -27,8 +28,8 @@ constexpr char const* plugin_name(twell_variant variant) {
 
 // ---- tensor slots ----
 
-// What a tensor is to the kernels; which input it is depends on the variant and on which biases there are.
-enum Role { kX, kWGate, kBGate, kWUp, kBUp, kWDown, kBDown, kRoles };
+// What a tensor is to the kernels; which input it is depends on the variant and on which optional inputs there are.
+enum Role { kX, kWGate, kBGate, kWUp, kBUp, kWDown, kBDown, kResidual, kRoles };
 
 // The two blocks differ in name, inputs and fields only, so they are one class with a variant.
 class FeedForwardPlugin : public nvinfer1::IPluginV3,
@@ -84,6 +85,7 @@ class FeedForwardPlugin : public nvinfer1::IPluginV3,
     void check_types(nvinfer1::DataType const* types) const;
     void check_shape(Shapes const& inputs, Role role, std::array<int64_t, 2> const& expected,
                      char const* meaning) const;
+    void check_residual(Shapes const& inputs) const;
     twell_problem problem_of(Shapes const& inputs, nvinfer1::DataType type) const;
     twell_problem largest_problem(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t input_count) const;
     twell_problem runtime_problem(nvinfer1::PluginTensorDesc const* inputs) const;

@@ -100,7 +100,7 @@ def test_activation(name: str, dtype: str) -> None:
     fields = {each.name: helper.get_attribute_value(each) for each in node.attribute}
     assert fields == {
         "activation": activation.encode(), "threshold": threshold, "compression": 8, "up_bias": 1, "down_bias": 1,
-        "plugin_version": b"1", "plugin_namespace": b"twell",
+        "residual": 0, "plugin_version": b"twellc-2", "plugin_namespace": b"twell",
     }  # fmt: skip
 
 
@@ -344,6 +344,6 @@ def test_a_rewritten_node_computes_the_torch_op() -> None:
     model = make.model(y)
     x = torch.randn(2, 3, D_MODEL).half()
     up, down = (torch.tensor(onnx.numpy_helper.to_array(tensor)) for tensor in model.graph.initializer)
-    expected = MLP(x, up.t().contiguous(), None, down, None, "relu", 0.0, 8)
+    expected = MLP(x, up.t().contiguous(), None, down, None, None, "relu", 0.0, 8)
     rewritten = rewrite_onnx(find_onnx_blocks(model, torch.bfloat16, "auto"), 8)
     assert torch.equal(evaluate(rewritten, x), expected)

@@ -181,7 +181,7 @@ class Registry:
         self.has, self.takes = has, takes
 
     def get_creator(self, name: str, version: str, namespace: str) -> object | None:
-        assert (version, namespace) == ("1", "twell")
+        assert (version, namespace) == ("twellc-2", "twell")
         return object() if self.has else None
 
     def load_library(self, path: str) -> None:
@@ -265,7 +265,7 @@ def test_plugins_prints_what_the_library_is() -> None:
         "library": str(library_path()),
         "version": "0.1.0",
         "namespace": "twell",
-        "plugins": [{"name": "TwellGatedMlp", "version": "1"}, {"name": "TwellMlp", "version": "1"}],
+        "plugins": [{"name": "TwellGatedMlp", "version": "twellc-2"}, {"name": "TwellMlp", "version": "twellc-2"}],
     }
 
 
