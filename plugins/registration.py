@@ -76,7 +76,7 @@ def register(module: ModuleType | None = None) -> list[Registration]:
 
 
 def how_to_register(plan: str, module: str) -> dict[str, str]:
-    """Return what makes the plugins known before a plan is opened, by kind of host.
+    """Return what makes the plugins known before a plan is opened, by kind of host, and what TensorRT says without.
 
     Args:
         plan: File name of the plan.
@@ -84,6 +84,10 @@ def how_to_register(plan: str, module: str) -> dict[str, str]:
     """
     library = "libtwell_plugins.so"
     return {
+        "missing": (
+            f"TensorRT prints «Cannot find plugin: {PLUGIN_NAMES[0]}{PLUGIN_NAMESPACE}, version: {PLUGIN_VERSION}, "
+            f"namespace:{PLUGIN_NAMESPACE}.», or {PLUGIN_NAMES[1]} instead, where they are not registered"
+        ),
         "find": "twellc plugins",
         "python": f"import {module}, twellc.plugins; twellc.plugins.register()",
         "trtexec": f"trtexec --dynamicPlugins={library} --loadEngine={plan}",
