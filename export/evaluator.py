@@ -23,7 +23,7 @@ from twellc.errors import UserError, first_line
 from twellc.passes.arrays import BFLOAT16, Array, to_numpy, to_torch
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.library import ATTENTION_NAME, PLUGIN_NAMES, PLUGIN_NAMESPACE
-from twellc.plugins.onnx_node import BIASES, GATED
+from twellc.plugins.onnx_node import BIASES, GATED, RESIDUAL
 from twellc.plugins.ops import GATED_MLP, MLP, activate
 
 
@@ -153,9 +153,9 @@ class TwellGatedMlp(OpRun):
 
     def _run(
         self, *operands: Array, activation: str, threshold: float, compression: int,
-        gate_bias: int, up_bias: int, down_bias: int, plugin_version: str, plugin_namespace: str,
+        gate_bias: int, up_bias: int, down_bias: int, residual: int, plugin_version: str, plugin_namespace: str,
     ) -> tuple[Array]:  # fmt: skip
-        tensors = _with_absent_biases([to_torch(array) for array in operands], (gate_bias, up_bias, down_bias))
+        tensors = _with_absent([to_torch(array) for array in operands], (gate_bias, up_bias, down_bias), residual)
         return (to_numpy(_run_op(GATED_MLP, tensors, activation, threshold, compression)),)
 
 
@@ -166,9 +166,9 @@ class TwellMlp(OpRun):
 
     def _run(
         self, *operands: Array, activation: str, threshold: float, compression: int,
-        up_bias: int, down_bias: int, plugin_version: str, plugin_namespace: str,
+        up_bias: int, down_bias: int, residual: int, plugin_version: str, plugin_namespace: str,
     ) -> tuple[Array]:  # fmt: skip
-        tensors = _with_absent_biases([to_torch(array) for array in operands], (up_bias, down_bias))
+        tensors = _with_absent([to_torch(array) for array in operands], (up_bias, down_bias), residual)
         return (to_numpy(_run_op(MLP, tensors, activation, threshold, compression)),)
 
 
@@ -185,13 +185,13 @@ class TwellAttention(OpRun):
         return (to_numpy(_run_where_it_is_fast(ATTENTION, [q, k, v, counts], float(scale), bool(causal))),)
 
 
-def _with_absent_biases(operands: list[torch.Tensor], biases: tuple[int, ...]) -> list[torch.Tensor | None]:
-    """Return x, then each weight followed by its bias or None."""
+def _with_absent(operands: list[torch.Tensor], biases: tuple[int, ...], residual: int) -> list[torch.Tensor | None]:
+    """Return x, then each weight followed by its bias or None, then the residual or None."""
     remaining = iter(operands)
     arguments: list[torch.Tensor | None] = [next(remaining)]
     for bias in biases:
         arguments += [next(remaining), next(remaining) if bias else None]
-    return arguments
+    return [*arguments, next(remaining) if residual else None]
 
 
 def runs_kernels() -> bool:
@@ -222,11 +222,13 @@ class PluginNode:
     Attributes:
         op_type: TwellGatedMlp or TwellMlp.
         weights: Each weight, followed by its bias or None, in the order of the node's inputs.
+        residual: Whether it has a residual as its last input.
         activation, threshold, compression: Its fields.
     """
 
     op_type: str
     weights: list[onnx.TensorProto | None]
+    residual: bool
     activation: str
     threshold: float
     compression: int
@@ -245,11 +247,11 @@ class PluginNode:
         assert first is not None and last is not None
         return first.dims[1], first.dims[0], last.dims[1]
 
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """Return y, in the dtype of x: in float64 for a float64 x, else x has the dtype of the weights."""
-        operands = [x, *(None if weight is None else weight.to(x.dtype) for weight in self._load(len(self.weights)))]
+    def run(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return y, in the dtype of x and residual: both are in float64, or in the dtype of the weights."""
+        weights = (None if weight is None else weight.to(x.dtype) for weight in self._load(len(self.weights)))
         op = GATED_MLP if self.op_type == GATED else MLP
-        return _run_op(op, operands, self.activation, self.threshold, self.compression)
+        return _run_op(op, [x, *weights, residual], self.activation, self.threshold, self.compression)
 
     def active(self, x: torch.Tensor) -> int:
         """Return how many activations of the gate (of a plain block: of the hidden tensor) are not zero for x."""
@@ -275,19 +277,21 @@ def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode]:
     for node in model.graph.node:
         if node.domain != PLUGIN_NAMESPACE or node.op_type == ATTENTION_NAME:
             continue
-        computed = [name for name in node.input[1:] if name not in constants]
+        fields = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+        stored = node.input[1:-1] if fields.get(RESIDUAL) else node.input[1:]
+        computed = [name for name in stored if name not in constants]
         if computed:
             raise ValueError(f"{computed[0]}, a weight of the plugin node {node.name}, is no constant")
-        fields = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
-        remaining = iter(constants[name] for name in node.input[1:])
+        remaining = iter(constants[name] for name in stored)
         weights: list[onnx.TensorProto | None] = []
         try:
             for bias in BIASES[node.op_type]:
                 weights += [next(remaining), next(remaining) if fields[bias] else None]
             options = fields["activation"].decode(), float(fields["threshold"]), int(fields["compression"])
+            residual = bool(fields[RESIDUAL])
         except (KeyError, StopIteration) as error:
             raise ValueError(f"the plugin node {node.name} has not the fields and inputs of one") from error
-        nodes.append(PluginNode(node.op_type, weights, *options))
+        nodes.append(PluginNode(node.op_type, weights, residual, *options))
     return nodes
 
 

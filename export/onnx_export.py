@@ -1,7 +1,7 @@
 """Write an ExportedProgram with `twell` ops as an ONNX file with nodes of the `twell` domain.
 
-    torch.ops.twell.gated_mlp  ->  twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down])
-    torch.ops.twell.mlp        ->  twell::TwellMlp(x, w_up, [b_up], w_down, [b_down])
+    torch.ops.twell.gated_mlp  ->  twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual])
+    torch.ops.twell.mlp        ->  twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual])
 
 `twellc.plugins.onnx_node` documents inputs and attributes.
 """
@@ -24,7 +24,7 @@ from twellc.files import external_data
 from twellc.passes.attention import OPERATOR
 from twellc.passes.program import quiet_torch
 from twellc.plugins.library import PLUGIN_NAMESPACE
-from twellc.plugins.onnx_node import BIASES, GATED, PLAIN, node_attributes
+from twellc.plugins.onnx_node import BIASES, GATED, PLAIN, RESIDUAL, node_attributes
 from twellc.plugins.ops import GATED_MLP, MLP
 
 # The first with the operators of our graphs, and the first with Attention.
@@ -133,7 +133,7 @@ def _schema(op_type: str) -> onnx.defs.OpSchema:
             attribute("activation", kinds.STRING),
             attribute("threshold", kinds.FLOAT),
             attribute("compression", kinds.INT),
-            *(attribute(name, kinds.INT) for name in BIASES[op_type]),
+            *(attribute(name, kinds.INT) for name in (*BIASES[op_type], RESIDUAL)),
             attribute("plugin_version", kinds.STRING),
             attribute("plugin_namespace", kinds.STRING),
         ],
@@ -145,20 +145,22 @@ _NODES: dict[str, Callable[..., Any]] = {name: values.Op(_TWELL, name, _schema(n
 
 
 def _gated_mlp(
-    x: Any, w_gate: Any, b_gate: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any,
+    x: Any, w_gate: Any, b_gate: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any, residual: Any,
     activation: str, threshold: float, compression: int,
 ) -> Any:  # fmt: skip
     operands = [x, w_gate, b_gate, w_up, b_up, w_down, b_down]
-    return _emit(GATED, operands, activation, threshold, compression)
+    return _emit(GATED, operands, residual, activation, threshold, compression)
 
 
 def _mlp(
-    x: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any, activation: str, threshold: float, compression: int
-) -> Any:
-    return _emit(PLAIN, [x, w_up, b_up, w_down, b_down], activation, threshold, compression)
+    x: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any, residual: Any,
+    activation: str, threshold: float, compression: int,
+) -> Any:  # fmt: skip
+    return _emit(PLAIN, [x, w_up, b_up, w_down, b_down], residual, activation, threshold, compression)
 
 
-def _emit(op_type: str, operands: list[Any], activation: str, threshold: float, compression: int) -> Any:
+def _emit(op_type: str, operands: list[Any], residual: Any, activation: str, threshold: float, compression: int) -> Any:
     present = [bias is not None for bias in operands[2::2]]
-    attributes = node_attributes(op_type, present, activation, threshold, compression)
-    return _NODES[op_type](*(operand for operand in operands if operand is not None), **attributes)
+    attributes = node_attributes(op_type, present, residual is not None, activation, threshold, compression)
+    inputs = [operand for operand in (*operands, residual) if operand is not None]
+    return _NODES[op_type](*inputs, **attributes)

@@ -28,6 +28,7 @@ class Layer:
         matched: Whether it can be rewritten exactly.
         decision: `twell` or `dense`.
         reason: Why.
+        residual: Whether it also adds its result to what this was added to, if TwELL runs it.
     """
 
     module: str
@@ -39,6 +40,7 @@ class Layer:
     matched: bool
     decision: str
     reason: str
+    residual: bool
 
 
 def decide(blocks: list[FfnBlock], layers: str) -> list[Layer]:
@@ -97,6 +99,7 @@ def _decide(block: FfnBlock, layers: str, pattern: re.Pattern[str] | None, taken
         matched=not refusal,
         decision=decision,
         reason=reason,
+        residual=decision == "twell" and block.residual is not None,
     )
 
 

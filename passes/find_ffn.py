@@ -7,6 +7,7 @@
 `linear` stands for any product with a constant weight (see `linear.py`), packed gate and up weights included. The order
 of mul's operands is free. Between the nodes there may be operations that change no value and keep rows apart:
 clone, contiguous, alias, dropout in eval, views of the leading dimensions.
+`residual.py` finds what the result is added to.
 
 A block is *refused*, with a reason, when it has this shape but cannot be rewritten exactly: its activation is not of
 the ReLU family, its hidden tensor has another reader, gate and up read different tensors, the up projection's weight is
@@ -25,8 +26,9 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
 from twellc.passes.activations import Activation, arguments, packet, parse_activation
-from twellc.passes.linear import CASTS, Linear, LinearReader, operand, same_sizes, step, strip, width
+from twellc.passes.linear import CASTS, Linear, LinearReader, operand, source_with_sizes, step, strip, width
 from twellc.passes.program import constants_of
+from twellc.passes.residual import Residual, find_residual
 from twellc.passes.unread_ffn import UnreadForm, UnreadForms
 
 aten = torch.ops.aten
@@ -51,7 +53,8 @@ class FfnBlock:
         dtype: Element type of the down projection's input.
         refusal: Why it cannot be rewritten; empty when it can.
         gate, up, down: Its projections; a plain block has no gate, and a refused one may lack up.
-        x: The node to read x from, with the same leading dimensions as y.
+        x: The node to read x from, with the same leading dimensions as `y`.
+        residual: What its result is added to, if the sum belongs to the block; a refused block has none.
     """
 
     module: str
@@ -67,6 +70,12 @@ class FfnBlock:
     up: Linear | None
     down: Linear
     x: Node
+    residual: Residual | None = None
+
+    @property
+    def y(self) -> Node:
+        """The node whose value the block computes: its down projection, or the sum with its residual."""
+        return self.down.node if self.residual is None else self.residual.sum
 
 
 class _RefusedError(Exception):
@@ -85,6 +94,7 @@ def find_blocks(graph: Graph, constants: dict[Node, str]) -> list[FfnBlock]:
     reported = {node for block in matched.values() for part in (block.gate, block.up) if part for node in part.nodes}
     blocks: list[FfnBlock] = []
     seen: dict[str, int] = {}
+    sums: set[Node] = set()  # of two blocks that are added one gets the sum
     for node in graph.nodes:
         block, form = matched.get(node), None
         if block is None:
@@ -94,6 +104,10 @@ def find_blocks(graph: Graph, constants: dict[Node, str]) -> list[FfnBlock]:
             block = _refused(form)
         if block is None:
             continue
+        residual = None if block.refusal else find_residual(block.x, block.down, constants)
+        if residual is not None and residual.sum not in sums:
+            sums.add(residual.sum)
+            block = replace(block, x=residual.x, residual=residual)
         count = seen[block.module] = seen.get(block.module, 0) + 1
         if count > 1:
             block = replace(block, module=f"{block.module}#{count}")
@@ -284,14 +298,10 @@ class _Finder:
         if strip(gate.x) is not strip(up.x) or width(gate.x) != width(up.x):
             raise _RefusedError("gate and up projections read different tensors")
         wanted = (*down.node.meta["val"].shape[:-1], width(up.x))
-        node = up.x
-        while True:
-            if same_sizes(node.meta["val"].shape, wanted):
-                return node
-            source = step(node)
-            if source is None:
-                raise _RefusedError("the output has other leading dimensions than the input")
-            node = source
+        node = source_with_sizes(up.x, wanted)
+        if node is None:
+            raise _RefusedError("the output has other leading dimensions than the input")
+        return node
 
 
 def _module(node: Node, parts: list[Linear]) -> str:

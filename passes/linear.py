@@ -252,6 +252,14 @@ def strip(node: Node) -> Node:
     return node
 
 
+def source_with_sizes(node: Node, sizes: Sequence[int | torch.SymInt]) -> Node | None:
+    """Return the node with these sizes that `node` takes its values from unchanged, or itself; None without one."""
+    found: Node | None = node
+    while found is not None and not same_sizes(found.meta["val"].shape, sizes):
+        found = step(found)
+    return found
+
+
 def _cast_source(node: Node) -> Node | None:
     """Look through a cast that changes no value: to the same dtype, or back from a wider one."""
     source, dtype = operand(node), node.meta["val"].dtype

@@ -4,7 +4,8 @@
                 └─ MatMul(Wu) ────────┘
     after    x ─ TwellGatedMlp(Wg [d_ff, d_model], Wu [d_ff, d_model], Wd [d_ff, d_out]) ─ y
 
-A block in float32 gets a cast before and behind, and its weights are converted; the rest of the graph stays as it is:
+A block with a residual takes in the Add behind y (see `residual.py`). A block in float32 gets a cast before and behind,
+and its weights are converted; the rest of the graph stays as it is:
 
     after    x ─ Cast(bfloat16) ─ TwellGatedMlp(…) ─ Cast(float32) ─ y
 
@@ -42,6 +43,15 @@ _ONNX_TYPES = {torch.bfloat16: onnx.TensorProto.BFLOAT16, torch.float16: onnx.Te
 
 
 @dataclass(frozen=True)
+class Ends:
+    """Names of what a block reads and computes in a graph; it may have no residual."""
+
+    x: str
+    residual: str | None
+    y: str
+
+
+@dataclass(frozen=True)
 class OnnxBlocks:
     """The feed-forward blocks of an ONNX graph.
 
@@ -49,14 +59,14 @@ class OnnxBlocks:
         model: The model, not changed.
         blocks: The blocks; one in float32 that can be rewritten has the dtype that it will be rewritten in.
         layers: What becomes of each.
-        ends: Names of the tensors x and y of each.
+        ends: Names of the tensors of each.
         casts: Whether some of those that are rewritten compute in float32 in the model.
     """
 
     model: onnx.ModelProto
     blocks: list[FfnBlock]
     layers: list[Layer]
-    ends: list[tuple[str, str]]
+    ends: list[Ends]
     casts: bool
 
 
@@ -72,7 +82,11 @@ def find_onnx_blocks(model: onnx.ModelProto, dtype: torch.dtype, layers: str) ->
         UserError: See `decide`.
     """
     (_, shadow), blocks = _open(model)
-    ends = [(shadow.tensors[block.x].name, shadow.tensors[block.down.node].name) for block in blocks]
+    names = {node: tensor.name for node, tensor in shadow.tensors.items()}
+    ends = [
+        Ends(names[block.x], names[block.residual.other] if block.residual else None, names[block.y])
+        for block in blocks
+    ]
     given = [block.dtype for block in blocks]
     blocks = [replace(block, dtype=dtype) if block.dtype == torch.float32 else block for block in blocks]
     decisions = decide(blocks, layers)
@@ -89,11 +103,14 @@ def rewrite_onnx(found: OnnxBlocks, compression: int) -> onnx.ModelProto:
         UserError: A weight does not fit into float16.
     """
 
-    def make(block: FfnBlock, operands: list[gs.Tensor | None], y: gs.Tensor, _: Any) -> list[gs.Node]:
+    def make(
+        block: FfnBlock, operands: list[gs.Tensor | None], residual: gs.Tensor | None, y: gs.Tensor, _: Any
+    ) -> list[gs.Node]:
         op_type = PLAIN if block.gate is None else GATED
         present = [bias is not None for bias in operands[2::2]]
-        attributes = node_attributes(op_type, present, block.activation, block.threshold, compression)
-        inputs = [operand for operand in operands if operand is not None]
+        has_residual = residual is not None
+        attributes = node_attributes(op_type, present, has_residual, block.activation, block.threshold, compression)
+        inputs = [operand for operand in (*operands, residual) if operand is not None]
         return [gs.Node(op_type, f"{block.module}/{op_type}", attributes, inputs, [y], domain=PLUGIN_NAMESPACE)]
 
     return _replace(found, make, always=True)
@@ -105,7 +122,9 @@ def lower_onnx(found: OnnxBlocks) -> onnx.ModelProto:
     What remains between it and the rewritten model is the kernels' doing.
     """
 
-    def make(block: FfnBlock, operands: list[gs.Tensor | None], y: gs.Tensor, temporary: Any) -> list[gs.Node]:
+    def make(
+        block: FfnBlock, operands: list[gs.Tensor | None], residual: None, y: gs.Tensor, temporary: Any
+    ) -> list[gs.Node]:
         nodes: list[gs.Node] = []
 
         def emit(op: str, *inputs: gs.Tensor, out: gs.Tensor | None = None, **attributes: Any) -> gs.Tensor:
@@ -189,8 +208,9 @@ def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
     return light
 
 
-# Makes the nodes of a block from x, its weights and biases, and y; gets a factory of temporary tensors.
-_Make = Callable[[FfnBlock, list[gs.Tensor | None], gs.Tensor, Callable[[], gs.Tensor]], list[gs.Node]]
+# Makes the nodes of a block from x, its weights and biases, its residual, which a block between casts never has, and y;
+# gets a factory of temporary tensors.
+_Make = Callable[[FfnBlock, list[gs.Tensor | None], Any, gs.Tensor, Callable[[], gs.Tensor]], list[gs.Node]]
 
 
 def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto:
@@ -230,7 +250,7 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
         if layer.decision != "twell" or not (casts or always):
             continue
         block = replace(found_block, dtype=judged.dtype)
-        y = shadow.tensors[block.down.node]
+        y = shadow.tensors[block.y]
         temporary = functools.partial(_temporary, f"{y.name}/twell", unique)
         operands = _operands(block, shadow.tensors[block.x], arrange)
         position = next(index for index, node in enumerate(graph.nodes) if node is y.inputs[0])
@@ -241,7 +261,8 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
             low, result = temporary(), temporary()
             nodes.append(_cast(operands[0], low, block.dtype))
             operands[0] = low
-        nodes += make(block, operands, result, temporary)
+        residual = shadow.tensors[block.residual.other] if block.residual else None
+        nodes += make(block, operands, residual, result, temporary)
         if casts:
             nodes.append(_cast(result, y, found_block.dtype))
         graph.nodes[position:position] = nodes

@@ -1,4 +1,4 @@
-"""Cut the part of an ONNX graph that computes one tensor from another.
+"""Cut the part of an ONNX graph that computes one tensor from others.
 
 a ─ … ─ x ─ MatMul ─ Relu ─ MatMul ─ y ─ … ─ b        ->        x ─ MatMul ─ Relu ─ MatMul ─ y
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import onnx
 
 
-def part_of(model: onnx.ModelProto, x: str, y: str) -> onnx.ModelProto:
-    """Return a model with the output `y` and the inputs `x` and those of `model` that `y` needs besides.
+def part_of(model: onnx.ModelProto, inputs: list[str], y: str) -> onnx.ModelProto:
+    """Return a model with the output `y` and the inputs `inputs` and those of `model` that `y` needs besides.
 
     It is for onnx's reference evaluator: its inputs and outputs have no shapes. Weights are shared with `model` only as
     far as protobuf shares them.
@@ -17,7 +17,7 @@ def part_of(model: onnx.ModelProto, x: str, y: str) -> onnx.ModelProto:
     producers = {name: node for node in model.graph.node for name in node.output if name}
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     graph = onnx.GraphProto(name="part")
-    needed, pending = {x}, [y]
+    needed, pending = set(inputs), [y]
     nodes = set()
     while pending:
         name = pending.pop()
@@ -31,8 +31,8 @@ def part_of(model: onnx.ModelProto, x: str, y: str) -> onnx.ModelProto:
             nodes.add(node.output[0])
             pending += [*node.input, *_captured(node)]
     graph.node.extend(node for node in model.graph.node if node.output and node.output[0] in nodes)
-    given = [value for value in model.graph.input if value.name in needed - {x} and value.name not in weights]
-    graph.input.extend([onnx.ValueInfoProto(name=x), *given])
+    given = [value for value in model.graph.input if value.name in needed - set(inputs) and value.name not in weights]
+    graph.input.extend([*(onnx.ValueInfoProto(name=name) for name in inputs), *given])
     graph.output.append(onnx.ValueInfoProto(name=y))
     part = onnx.ModelProto(ir_version=model.ir_version, graph=graph)
     part.opset_import.extend(model.opset_import)

@@ -2,8 +2,9 @@
 
     before   x ─┬─ linear(Wg, bg) ─ relu ─┬─ mul ─ linear(Wd [d_out, d_ff], bd) ─ y
                 └─ linear(Wu, bu) ────────┘
-    after    x ─ twell.gated_mlp(Wg [d_ff, d_model], bg, Wu [d_ff, d_model], bu, Wd' [d_ff, d_out], bd) ─ y
+    after    x ─ twell.gated_mlp(Wg [d_ff, d_model], bg, Wu [d_ff, d_model], bu, Wd' [d_ff, d_out], bd, residual) ─ y
 
+A block with a residual takes in the Add behind y, and stands in its place.
 Wd' is Wd transposed, a new parameter: the kernels read the weights of one neuron as one row. A parameter that nothing
 reads any more is dropped from the program.
 """
@@ -59,11 +60,12 @@ def rewrite_ffn(program: ExportedProgram, blocks: list[FfnBlock], compression: i
     for block in blocks:
         assert not block.refusal and block.up is not None
         down, up, gate = block.down, block.up, block.gate
-        anchor = nodes[down.node.name]
+        anchor = nodes[block.y.name]
         operands: list[Node | None] = [nodes[block.x.name]]
         for linear in (gate, up) if gate else (up,):
             operands += [arrange(linear.weight, in_out=False), bias(linear)]
         operands += [arrange(down.weight, in_out=True), bias(down)]
+        operands.append(nodes[block.residual.other.name] if block.residual else None)
         options = (block.activation, block.threshold, compression)
         with rewritten.graph.inserting_before(anchor):
             op = rewritten.graph.call_function(GATED_MLP if gate else MLP, (*operands, *options))

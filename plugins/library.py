@@ -28,6 +28,7 @@ ACTIVATIONS = {"relu": 0, "relu2": 1, "fatrelu": 2, "drelu": 3}
 COMPRESSIONS = (1, 2, 4, 8)
 TILE = 256
 MAX_D_FF = 65536
+LARGEST_HEAD = 256
 
 _ENVIRONMENT_VARIABLE = "TWELLC_LIBRARY"
 _REINSTALL = "Install twellc with pip again, or in a source tree run: cmake -S . -B build && cmake --build build"
@@ -53,7 +54,8 @@ class Tensors(ctypes.Structure):
     """Mirror of `twell_tensors`."""
 
     _fields_ = tuple(
-        (name, ctypes.c_void_p) for name in ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "y")
+        (name, ctypes.c_void_p)
+        for name in ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual", "y")
     )
 
 

@@ -1,11 +1,11 @@
 """The ONNX form of the plugins: node types, inputs and attributes, as TensorRT's parser takes them.
 
-    twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down])
-    twell::TwellMlp(x, w_up, [b_up], w_down, [b_down])
+    twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual])
+    twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual])
     twell::TwellAttention(q, k, v, [lengths])
 
-Absent biases are left out of the inputs, and the attributes `gate_bias`, `up_bias` and `down_bias` say which are there.
-Likewise `lengths` of TwellAttention, whose values must be 1 to the number of keys: a graph that cannot promise that
+What is in brackets is left out of the inputs where it is absent; the attributes `gate_bias`, `up_bias`, `down_bias`,
+`residual` and `lengths` say what is there. The lengths must be 1 to the number of keys: a graph that cannot promise that
 clamps them before, since the plugin has no kernel of its own to do it.
 
 TensorRT's parser finds the plugin by the node's type and its attributes `plugin_version` and `plugin_namespace`.
@@ -17,11 +17,13 @@ from twellc.plugins.library import ATTENTION_NAME, PLUGIN_NAMES, PLUGIN_NAMESPAC
 
 GATED, PLAIN = PLUGIN_NAMES
 ATTENTION = ATTENTION_NAME
+# Attributes that say which optional inputs there are.
+RESIDUAL = "residual"
 BIASES = {GATED: ("gate_bias", "up_bias", "down_bias"), PLAIN: ("up_bias", "down_bias")}
 
 
 def node_attributes(
-    op_type: str, present: list[bool], activation: str, threshold: float, compression: int
+    op_type: str, present: list[bool], residual: bool, activation: str, threshold: float, compression: int
 ) -> dict[str, str | int | float]:
     """Return the attributes of a node; `present` says of each bias in `BIASES[op_type]` whether it is there."""
     return {
@@ -29,6 +31,7 @@ def node_attributes(
         "threshold": float(threshold),
         "compression": compression,
         **{name: int(there) for name, there in zip(BIASES[op_type], present, strict=True)},
+        RESIDUAL: int(residual),
         "plugin_version": PLUGIN_VERSION,
         "plugin_namespace": PLUGIN_NAMESPACE,
     }

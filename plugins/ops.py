@@ -1,10 +1,11 @@
 """The `twell` torch ops: what a rewritten program calls.
 
-    torch.ops.twell.gated_mlp   y = (act(x Wg^T + bg) * (x Wu^T + bu)) Wd + bd
-    torch.ops.twell.mlp         y =  act(x Wu^T + bu)                  Wd + bd
+    torch.ops.twell.gated_mlp   y = residual + (act(x Wg^T + bg) * (x Wu^T + bu)) Wd + bd
+    torch.ops.twell.mlp         y = residual +  act(x Wu^T + bu)                  Wd + bd
 
 Shapes: x [..., d_model], w_gate and w_up [d_ff, d_model], w_down [d_ff, d_out] (neuron-major: the transpose of
-`torch.nn.Linear.weight`), biases [d_ff], [d_ff], [d_out], y [..., d_out]. All tensors share one dtype.
+`torch.nn.Linear.weight`), biases [d_ff], [d_ff], [d_out], residual and y [..., d_out]. All tensors share one dtype;
+biases and residual may be None.
 
 The CPU implementation is the semantics: the pre-activation is rounded to the element type, everything after it is
 accumulated in float32 (or in float64 for float64 input) and rounded once. A neuron whose activation is 0 contributes
@@ -45,6 +46,7 @@ def _check(
     b_up: Tensor | None,
     w_down: Tensor,
     b_down: Tensor | None,
+    residual: Tensor | None,
     activation: str,
 ) -> None:
     for name, weight in (("the first weight", w_gate), ("w_down", w_down)):
@@ -58,6 +60,7 @@ def _check(
         "b_gate": (b_gate, (d_ff,)),
         "b_up": (b_up, (d_ff,)),
         "b_down": (b_down, (d_out,)),
+        "residual": (residual, (*x.shape[:-1], d_out)),
     }
     for name, (tensor, shape) in expected.items():
         if tensor is None:
@@ -79,12 +82,13 @@ def _compute(
     b_up: Tensor | None,
     w_down: Tensor,
     b_down: Tensor | None,
+    residual: Tensor | None,
     activation: str,
     threshold: float,
     compression: int,
 ) -> Tensor:
     """Compute the block with dense torch operations: the meaning of the op, and its CPU implementation."""
-    _check(x, w_gate, b_gate, w_up, b_up, w_down, b_down, activation)
+    _check(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, activation)
     math_dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
     def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -96,7 +100,8 @@ def _compute(
     if w_up is not None:
         up = project(x, w_up, b_up)
         h = torch.where(g == 0, torch.zeros_like(g), g * (torch.relu(up) if activation == "drelu" else up))
-    return project(h, w_down.t(), b_down).to(x.dtype)
+    y = project(h, w_down.t(), b_down)
+    return (y if residual is None else residual.to(math_dtype) + y).to(x.dtype)
 
 
 def _as_read(tensor: Tensor) -> Tensor:
@@ -113,18 +118,19 @@ def _launch(
     b_up: Tensor | None,
     w_down: Tensor,
     b_down: Tensor | None,
+    residual: Tensor | None,
     activation: str,
     threshold: float,
     compression: int,
 ) -> Tensor:
     """Run the block on the GPU through the C API, on the current stream."""
-    _check(x, w_gate, b_gate, w_up, b_up, w_down, b_down, activation)
+    _check(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, activation)
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in library.DTYPES:
         raise TypeError(f"twell: the CUDA kernels take {' or '.join(library.DTYPES)}, got {dtype}")
     inputs = {
         name: None if tensor is None else _as_read(tensor)
-        for name, tensor in zip(_TENSORS, (x, w_gate, b_gate, w_up, b_up, w_down, b_down), strict=True)
+        for name, tensor in zip(_TENSORS, (x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual), strict=True)
     }
     for name, tensor in inputs.items():
         if tensor is not None and tensor.device != x.device:
@@ -167,25 +173,26 @@ def _infer(
     b_up: Tensor | None,
     w_down: Tensor,
     b_down: Tensor | None,
+    residual: Tensor | None,
     activation: str,
     threshold: float,
     compression: int,
 ) -> Tensor:
     """Give the shape and dtype of the result, for tracing."""
-    _check(x, w_gate, b_gate, w_up, b_up, w_down, b_down, activation)
+    _check(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, activation)
     return x.new_empty((*x.shape[:-1], w_down.shape[1]))
 
 
-_TENSORS = ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down")
+_TENSORS = ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual")
 _OPTIONS = "str activation, float threshold, int compression"
 _LIBRARY = torch.library.Library("twell", "DEF")
 _LIBRARY.define(
     "gated_mlp(Tensor x, Tensor w_gate, Tensor? b_gate, Tensor w_up, Tensor? b_up, Tensor w_down, Tensor? b_down, "
-    f"{_OPTIONS}) -> Tensor",
+    f"Tensor? residual, {_OPTIONS}) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _LIBRARY.define(
-    f"mlp(Tensor x, Tensor w_up, Tensor? b_up, Tensor w_down, Tensor? b_down, {_OPTIONS}) -> Tensor",
+    f"mlp(Tensor x, Tensor w_up, Tensor? b_up, Tensor w_down, Tensor? b_down, Tensor? residual, {_OPTIONS}) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -197,12 +204,13 @@ def _without_gate(
     b_up: Tensor | None,
     w_down: Tensor,
     b_down: Tensor | None,
+    residual: Tensor | None,
     activation: str,
     threshold: float,
     compression: int,
 ) -> Tensor:
     """Call `run` for a plain block: the projection whose output is activated stands in the place of the gate."""
-    return run(x, w_up, b_up, None, None, w_down, b_down, activation, threshold, compression)
+    return run(x, w_up, b_up, None, None, w_down, b_down, residual, activation, threshold, compression)
 
 
 for _key, _run in (("CPU", _compute), ("CUDA", _launch), ("Meta", _infer)):

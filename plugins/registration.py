@@ -93,7 +93,7 @@ def register(module: ModuleType | None = None) -> list[Registration]:
 
 
 def how_to_register(plan: str, module: str, attention: bool = False) -> dict[str, str]:
-    """Return what makes the plugins known before a plan is opened, by kind of host.
+    """Return what makes the plugins known before a plan is opened, by kind of host, and what TensorRT says without.
 
     Args:
         plan: File name of the plan.
@@ -103,6 +103,10 @@ def how_to_register(plan: str, module: str, attention: bool = False) -> dict[str
     libraries = ["libtwell_plugins.so", *(["libtwell_attention.so"] if attention else [])]
     quote = "'" if attention else ""  # a shell ends a command at a semicolon
     return {
+        "missing": (
+            f"TensorRT prints «Cannot find plugin: {PLUGIN_NAMES[0]}{PLUGIN_NAMESPACE}, version: {PLUGIN_VERSION}, "
+            f"namespace:{PLUGIN_NAMESPACE}.», or {PLUGIN_NAMES[1]} instead, where they are not registered"
+        ),
         "find": "twellc plugins",
         "python": f"import {module}, twellc.plugins; twellc.plugins.register()",
         "trtexec": f"trtexec {' '.join(f'--dynamicPlugins={each}' for each in libraries)} --loadEngine={plan}",
@@ -132,7 +136,7 @@ def _register_in(module: ModuleType) -> Registration:
     load()  # says so if it is the library of another version
     attention = attention_library_path()
     if attention is not None:
-        _load_cudnn()
+        load_cudnn()
         is_new |= _add_library(registry, host, attention, (ATTENTION_NAME,))
         load_attention()
     if module.__name__.startswith("tensorrt_rtx"):
@@ -163,7 +167,7 @@ def _has_plugins(registry: Any, names: tuple[str, ...]) -> bool:
     return all(registry.get_creator(name, PLUGIN_VERSION, PLUGIN_NAMESPACE) is not None for name in names)
 
 
-def _load_cudnn() -> None:
+def load_cudnn() -> None:
     """Load the cuDNN that is installed in this Python, such as torch's, unless another one is to be used.
 
     Without it nothing fails yet: a plan with attention says so when it is opened.

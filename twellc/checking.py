@@ -300,9 +300,10 @@ def _graph(candidate: _Candidate, reference: Reference) -> tuple[CandidateGraph 
         nodes = plugin_nodes(model)
     except ValueError as error:
         return None, str(error)
-    widths = [(layer.d_model, layer.d_ff, layer.d_out) for layer in reference.layers]
-    if [node.widths for node in nodes] != widths:
-        blocks = "blocks of the same shapes" if len(nodes) == len(widths) else f"{len(widths)} such blocks"
+    wanted = [((layer.d_model, layer.d_ff, layer.d_out), layer.residual) for layer in reference.layers]
+    if [(node.widths, node.residual) for node in nodes] != wanted:
+        same = "blocks of the same shapes, with and without a residual"
+        blocks = same if len(nodes) == len(wanted) else f"{len(wanted)} such blocks"
         return None, f"the candidate has {len(nodes)} plugin nodes, and the model not {blocks}"
     return CandidateGraph(path, model, nodes), ""
 

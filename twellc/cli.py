@@ -501,7 +501,8 @@ def _print_layers(layers: list[dict[str, Any]]) -> None:
         rewritten = layer["decision"] == "twell"
         table.add_row(
             layer["module"], layer["variant"], layer["activation"], str(layer["d_model"]), str(layer["d_ff"]),
-            Text("rewritten", "green") if rewritten else "dense", layer["reason"],
+            Text(f"rewritten{' + residual' if layer['residual'] else ''}", "green") if rewritten else "dense",
+            layer["reason"],
         )  # fmt: skip
     console.print(table)
     count = sum(layer["decision"] == "twell" for layer in layers)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from twellc.export.plan import Plan
     from twellc.translation import TranslationSummary
 
-SCHEMA = 1
+SCHEMA = 2
 
 _SHAPES = {"min": [int], "opt": [int], "max": [int]}
 _TENSOR = {"name": str, "dtype": str, "shape": [int]}
@@ -33,7 +33,7 @@ _FORM: dict[str, Any] = {
     "layers": [
         {
             "module": str, "variant": str, "activation": str, "d_model": int, "d_ff": int, "d_out": int,
-            "matched": bool, "decision": str, "reason": str,
+            "matched": bool, "decision": str, "reason": str, "residual": bool,
         }
     ],
     "attention": [

@@ -23,7 +23,7 @@ from twellc.passes.decide import Layer
 from twellc.passes.onnx_ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
 from twellc.passes.onnx_graph import dtype_of
 from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
-from twellc.plugins.onnx_node import GATED
+from twellc.plugins.onnx_node import GATED, RESIDUAL
 from twellc.translation import METADATA_KEY, Translation, annotate, check_matches, refuse_dtype, torch_dtype
 
 KIND = "ONNX file"
@@ -185,6 +185,7 @@ def _layer_of(node: dict[str, Any]) -> dict[str, Any]:
         variant="gated" if node["type"] == GATED else "plain",
         activation=str(node["fields"].get("activation")),
         d_model=d_model, d_ff=d_ff, d_out=d_out, matched=True, decision="twell", reason="is a plugin node",
+        residual=node["fields"].get(RESIDUAL) == 1,
     )  # fmt: skip
     return asdict(layer)
 

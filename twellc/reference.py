@@ -26,7 +26,7 @@ from twellc.passes.canonicalize import functionalize, rearrange
 from twellc.passes.decide import Layer, decide
 from twellc.passes.execution import example_inputs, run_program
 from twellc.passes.find_ffn import find_ffn_blocks
-from twellc.passes.onnx_ffn import find_onnx_blocks, lower_onnx
+from twellc.passes.onnx_ffn import Ends, find_onnx_blocks, lower_onnx
 from twellc.passes.onnx_part import part_of
 from twellc.passes.onnx_precision import widen_onnx
 from twellc.passes.precision import in_precision, widen
@@ -67,17 +67,17 @@ class BlockRuns:
     active: list[int] = field(default_factory=list)
     activations: list[int] = field(default_factory=list)
 
-    def add_low(self, node: PluginNode, x: torch.Tensor, plain: torch.Tensor) -> None:
-        """Run the node on an input of the block, in low precision."""
+    def add_low(self, node: PluginNode, x: torch.Tensor, residual: torch.Tensor | None, plain: torch.Tensor) -> None:
+        """Run the node on what the block reads, in low precision."""
         self.plain.append(plain)
-        self.ours.append(node.run(x))
+        self.ours.append(node.run(x, residual))
         self.active.append(node.active(x))
         self.activations.append(x.numel() // node.widths[0] * node.widths[1])
 
-    def add_wide(self, node: PluginNode, x: torch.Tensor, exact: torch.Tensor) -> None:
-        """Run the node on an input of the block, in float64."""
+    def add_wide(self, node: PluginNode, x: torch.Tensor, residual: torch.Tensor | None, exact: torch.Tensor) -> None:
+        """Run the node on what the block reads, in float64."""
         self.exact.append(exact)
-        self.rewritten.append(node.run(x.double()))
+        self.rewritten.append(node.run(x.double(), None if residual is None else residual.double()))
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,10 @@ class TorchReference:
         blocks = find_ffn_blocks(self._with_blocks)
         chosen = [(block, layer) for block, layer in zip(blocks, _decide(blocks, settings), strict=True)
                   if layer.decision == "twell"]  # fmt: skip
-        self._ends = [(block.x.name, block.down.node.name) for block, _ in chosen]
+        self._ends = [
+            Ends(block.x.name, block.residual.other.name if block.residual else None, block.y.name)
+            for block, _ in chosen
+        ]
         self.layers = [layer for _, layer in chosen]
 
     def run(
@@ -181,16 +184,16 @@ class TorchReference:
         ends = self._ends if graph else []
         blocks = [BlockRuns() for _ in nodes]
         runs = Runs([], [], blocks=blocks, exact=self._with_blocks is self._plain)
-        inputs: list[dict[int, torch.Tensor]] = []
+        inputs: list[dict[str, torch.Tensor]] = []
         for sample in samples:
             runs.plain.append(run_program(self._plain, sample))
             if graph is None:
                 continue
             visitor = _Visitor(ends)
             run_program(self._with_blocks, sample, visitor)
-            inputs.append(visitor.x)
+            inputs.append(visitor.read)
             for index, node in enumerate(nodes):
-                blocks[index].add_low(node, visitor.x[index], visitor.y[index])
+                blocks[index].add_low(node, *_read_by(ends[index], visitor.read), visitor.y[index])
             runs.spliced.append(run_program(self._with_blocks, sample, _Visitor(ends, nodes)))
         progress("running the model in float64")
         wide = widen(_round_thresholds(self._plain))
@@ -201,10 +204,10 @@ class TorchReference:
         for sample, given in zip(samples, inputs, strict=False):  # without a graph there are no inputs of blocks
             widened = widen_sample(sample)
             runs.rewritten.append(run_program(wide, widened, _Visitor(ends, nodes)))
-            visitor = _Visitor(ends, given={index: x.double() for index, x in given.items()})
+            visitor = _Visitor(ends, given={name: value.double() for name, value in given.items()})
             run_program(wide, widened, visitor)
             for index, node in enumerate(nodes):
-                blocks[index].add_wide(node, given[index], visitor.y[index])
+                blocks[index].add_wide(node, *_read_by(ends[index], given), visitor.y[index])
         if self._plain is self._source:
             return replace(runs, truth=runs.original)
         del wide
@@ -225,32 +228,37 @@ def _round_thresholds(program: ExportedProgram) -> ExportedProgram:
     return finish(program)
 
 
+def _read_by(ends: Ends, values: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return x and residual of a block."""
+    return values[ends.x], None if ends.residual is None else values[ends.residual]
+
+
 class _Visitor:
-    """Notes inputs and outputs of blocks while a program runs.
+    """Notes what blocks read and compute while a program runs.
 
     Attributes:
-        x, y: Input and output of each block, by its number.
+        read: What blocks read, by name.
+        y: The output of each block, by its number.
     """
 
     def __init__(
         self,
-        ends: list[tuple[str, str]],
+        ends: list[Ends],
         nodes: list[PluginNode] | None = None,
-        given: dict[int, torch.Tensor] | None = None,
+        given: dict[str, torch.Tensor] | None = None,
     ) -> None:
         """Prepare a run.
 
         Args:
-            ends: Names of x and y of each block.
+            ends: Names of what each block reads and computes.
             nodes: What gives the output of each block instead.
-            given: The input of each block instead of the one that the program computes.
+            given: What blocks read instead of what the program computes.
         """
-        self._readers: dict[str, list[int]] = {}
-        for index, (x, _) in enumerate(ends):
-            self._readers.setdefault(x, []).append(index)
-        self._writers = {y: index for index, (_, y) in enumerate(ends)}
+        self._ends = ends
+        self._names = {name for each in ends for name in (each.x, each.residual)}
+        self._writers = {each.y: index for index, each in enumerate(ends)}
         self._nodes, self._given = nodes, given
-        self.x: dict[int, torch.Tensor] = {}
+        self.read: dict[str, torch.Tensor] = {}
         self.y: dict[int, torch.Tensor] = {}
 
     def __call__(self, name: str, value: Any) -> Any:
@@ -258,11 +266,11 @@ class _Visitor:
         if writer is not None:
             self.y[writer] = value
             if self._nodes is not None:
-                value = self._nodes[writer].run(self.x[writer])
-        for reader in self._readers.get(name, ()):
+                value = self._nodes[writer].run(*_read_by(self._ends[writer], self.read))
+        if name in self._names:
             if self._given is not None:
-                value = self._given[reader]
-            self.x[reader] = value
+                value = self._given[name]
+            self.read[name] = value
         return value
 
 
@@ -329,24 +337,28 @@ class OnnxReference:
         ends = self._ends if graph else []
         blocks = [BlockRuns() for _ in nodes]
         runs = Runs([], [], blocks=blocks)
-        inputs: list[list[torch.Tensor]] = []
+        inputs: list[list[dict[str, torch.Tensor]]] = []
+        read = [[name for name in (each.x, each.residual) if name is not None] for each in ends]
         evaluator = OnnxEvaluator(self._path, self._plain)
         for sample in samples:
-            found = evaluator.run_to(sample, {*self.outputs, *(name for pair in ends for name in pair)})
+            needed = {*self.outputs, *(name for names in read for name in names), *(each.y for each in ends)}
+            found = evaluator.run_to(sample, needed)
             runs.plain.append([found[name] for name in self.outputs])
             # Of a block in float32 the plugin node reads x behind a cast, and its result is cast back.
-            inputs.append([found[x].to(node.dtype) for (x, _), node in zip(ends, nodes, strict=True)])
-            for block, node, (_, y), given in zip(blocks, nodes, ends, inputs[-1], strict=True):
-                block.add_low(node, given, found[y].to(node.dtype))
+            inputs.append(
+                [{name: found[name].to(node.dtype) for name in names} for names, node in zip(read, nodes, strict=True)]
+            )
+            for block, node, each, given in zip(blocks, nodes, ends, inputs[-1], strict=True):
+                block.add_low(node, *_read_by(each, given), found[each.y].to(node.dtype))
         progress("running the model in float64")
         wide = widen_onnx(self._plain)
         evaluator = OnnxEvaluator(self._path, wide)
         runs.original.extend(evaluator.run(widen_sample(sample)) for sample in samples)
-        for index, (block, node, (x, y)) in enumerate(zip(blocks, nodes, ends, strict=True)):
-            part = OnnxEvaluator(self._path, part_of(wide, x, y))
+        for index, (block, node, each) in enumerate(zip(blocks, nodes, ends, strict=True)):
+            part = OnnxEvaluator(self._path, part_of(wide, list(dict.fromkeys(read[index])), each.y))
             for sample, all_given in zip(samples, inputs, strict=True):
-                (exact,) = part.run({**widen_sample(sample), x: all_given[index].double()})
-                block.add_wide(node, all_given[index], exact)
+                (exact,) = part.run({**widen_sample(sample), **widen_sample(all_given[index])})
+                block.add_wide(node, *_read_by(each, all_given[index]), exact)
         if graph is not None:
             evaluator = OnnxEvaluator(graph.path, graph.model)
             runs.spliced.extend(outputs or [evaluator.run(sample) for sample in samples])

@@ -39,7 +39,7 @@ cudaError_t check_required(void const* pointer, size_t alignment = kAlignment) {
     return is_aligned(pointer, alignment) ? cudaSuccess : cudaErrorMisalignedAddress;
 }
 
-// Biases, which may be null.
+// Biases and residual, which may be null.
 cudaError_t check_optional(void const* pointer) {
     return is_aligned(pointer, kAlignment) ? cudaSuccess : cudaErrorMisalignedAddress;
 }
@@ -57,11 +57,23 @@ cudaError_t check_gate_tensors(twell_tensors const& tensors) {
     return first_error({check_required(tensors.x), check_required(tensors.w_gate), check_optional(tensors.b_gate)});
 }
 
+// y is stored before all of the residual has been read.
+bool overlaps_y(twell_problem const& problem, twell_tensors const& tensors) {
+    auto const residual = reinterpret_cast<uintptr_t>(tensors.residual);
+    auto const y = reinterpret_cast<uintptr_t>(tensors.y);
+    uintptr_t const bytes = static_cast<uintptr_t>(problem.tokens) * problem.d_out * sizeof(uint16_t);
+    return residual != 0 && residual < y + bytes && y < residual + bytes;
+}
+
 cudaError_t check_up_down_tensors(twell_problem const& problem, twell_tensors const& tensors) {
-    if (cudaError_t const error = first_error({check_gate_tensors(tensors), check_required(tensors.w_down),
-                                               check_optional(tensors.b_down), check_required(tensors.y)});
+    if (cudaError_t const error =
+            first_error({check_gate_tensors(tensors), check_required(tensors.w_down), check_optional(tensors.b_down),
+                         check_optional(tensors.residual), check_required(tensors.y)});
         error != cudaSuccess) {
         return error;
+    }
+    if (overlaps_y(problem, tensors)) {
+        return cudaErrorInvalidValue;
     }
     if (problem.variant == TWELL_PLAIN) {
         return tensors.w_up == nullptr && tensors.b_up == nullptr ? cudaSuccess : cudaErrorInvalidValue;

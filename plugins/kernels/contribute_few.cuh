@@ -9,6 +9,7 @@
 
 #include "dependent_launch.cuh"
 #include "element.cuh"
+#include "epilogue.cuh"
 #include "gate_up_few.cuh"
 #include "vector.cuh"
 
@@ -35,16 +36,17 @@ static_assert(kOffsetUp + kNeurons * kWarps * 4 <= kBytesQueue && kMostTokens <=
 constexpr int kCopies = 8;
 
 struct Params {
-    uint16_t const* x;       // [tokens, d_model]
-    uint16_t const* w_gate;  // [d_ff, d_model]
-    uint16_t const* b_gate;  // [d_ff] or null
-    uint16_t const* w_up;    // [d_ff, d_model], null in a plain block
-    uint16_t const* b_up;    // [d_ff] or null
-    uint16_t const* w_down;  // [d_ff, d_out]
-    uint16_t const* b_down;  // [d_out] or null
-    uint16_t* y;             // [tokens, d_out]
-    float* contributions;    // [tokens, num_ctas, d_out], written by those that contribute
-    uint32_t* contributes;   // [kCopies, tokens, num_ctas]: 0 if it does not
+    uint16_t const* x;         // [tokens, d_model]
+    uint16_t const* w_gate;    // [d_ff, d_model]
+    uint16_t const* b_gate;    // [d_ff] or null
+    uint16_t const* w_up;      // [d_ff, d_model], null in a plain block
+    uint16_t const* b_up;      // [d_ff] or null
+    uint16_t const* w_down;    // [d_ff, d_out]
+    uint16_t const* b_down;    // [d_out] or null
+    uint16_t const* residual;  // [tokens, d_out] or null
+    uint16_t* y;               // [tokens, d_out]
+    float* contributions;      // [tokens, num_ctas, d_out], written by those that contribute
+    uint32_t* contributes;     // [kCopies, tokens, num_ctas]: 0 if it does not
     int num_ctas;
     int neurons_each;  // of a CTA
     int neurons_left;  // so many CTAs have one more
@@ -302,6 +304,13 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(Params const params) {
         values[r] = load_if(contribution + static_cast<int64_t>(r * kAddRows) * params.d_out,
                             (there >> r * kAddRows & 1) != 0 && column < params.d_out);
     }
+    // Comes together with the contributions.
+    float y[1] = {};
+    int const stored = slab * kAddColumns + thread;
+    bool const stores = thread < kAddColumns && stored < params.d_out;
+    if (stores) {
+        add_bias_and_residual<Element>(y, params, token, stored);
+    }
     float4 sum = {};
 #pragma unroll
     for (int r = 0; r < kAddLanes; ++r) {
@@ -317,14 +326,12 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(Params const params) {
         *reinterpret_cast<float4*>(&parts[warp][lane * 4]) = sum;
     }
     __syncthreads();
-    int const stored = slab * kAddColumns + thread;
-    if (thread < kAddColumns && stored < params.d_out) {
-        float y = params.b_down == nullptr ? 0.0f : Element::to_float(params.b_down[stored]);
+    if (stores) {
 #pragma unroll
         for (int w = 0; w < kAddWarps; ++w) {
-            y += parts[w][thread];
+            y[0] += parts[w][thread];
         }
-        params.y[token * params.d_out + stored] = Element::from_float(y);
+        params.y[token * params.d_out + stored] = Element::from_float(y[0]);
     }
 }
 

@@ -61,10 +61,27 @@ __device__ __forceinline__ void multiply_by_g(Params const& params, View const& 
         for (int r = 0; r < kRows; ++r) {
             if (begin + r * Cfg::kWarps < num_rows) {
                 *reinterpret_cast<uint4*>(h + index(r) * gate.stride()) =
-                    multiply_chunk<Element>(g[r], load_result<Cfg>(shared, index(r)), params.relu_on_up);
+                    multiply_chunk<Element>(g[r], *result_of<Cfg>(shared, index(r)), params.relu_on_up);
             }
         }
     }
+}
+
+// Copies the residual of a tile to the place of its result. Columns from num_neurons on get zeros.
+template <class Cfg>
+__device__ __forceinline__ void load_residual(Params const& params, View const& view, unsigned char const* shared,
+                                              int position_begin, int tile_idx) {
+    int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    int const num_rows = min(view.count - position_begin, Cfg::BLOCK_M);
+    int const column = tile_idx * BLOCK_N + lane * kVector;
+    for (int i = static_cast<int>(threadIdx.x) / kWarpSize; i < num_rows; i += Cfg::kWarps) {
+        int64_t const row = view.row_of(params.schedule, position_begin + i);
+        copy_async(shared_address(result_of<Cfg>(shared, i)), params.block.residual + row * params.num_neurons + column,
+                   column < params.num_neurons);
+    }
+    commit_async();
+    wait_async<0>();
+    __syncthreads();
 }
 
 template <class Element, class Cfg>
@@ -78,7 +95,7 @@ __device__ __forceinline__ void store_y(Params const& params, View const& view, 
         int64_t const row = view.row_of(params.schedule, position_begin + i);
         bool failed = false;
         if (column < params.num_neurons) {
-            uint4 const values = load_result<Cfg>(shared, i);
+            uint4 const values = *result_of<Cfg>(shared, i);
             *reinterpret_cast<uint4*>(params.block.y + row * params.num_neurons + column) = values;
             failed = !is_finite<Element>(values);
         }
@@ -126,8 +143,13 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) dense_kernel(Params const pa
                 {h + position_begin * gate.stride(), gate.stride(), num_rows, static_cast<int>(gate.stride())},
                 {params.weights + column_begin, params.num_neurons, params.depth, num_columns}, num_slices);
         }
-        store_result<Element, Cfg>(shared, accumulators, params.bias == nullptr ? nullptr : params.bias + column_begin,
-                                   num_columns);
+        uint16_t const* const bias = params.bias == nullptr ? nullptr : params.bias + column_begin;
+        if (!kUp && params.block.residual != nullptr) {
+            load_residual<Cfg>(params, view, shared, position_begin, tile_idx);
+            store_result<Element, Cfg, true>(shared, accumulators, bias, num_columns);
+        } else {
+            store_result<Element, Cfg>(shared, accumulators, bias, num_columns);
+        }
         if constexpr (kUp) {
             multiply_by_g<Element, Cfg>(params, view, shared, position_begin, tile_idx);
         } else {

@@ -54,6 +54,20 @@ struct Piece {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// Adds a warp's part of the residual, 16 columns from first_column on, to its sums.
+template <class Element, class Cfg>
+__device__ __forceinline__ void add_residual(float (&sums)[Cfg::kAccumulators], Params const& params, View const& view,
+                                             Tokens own, uint32_t warp_bytes, int first_column) {
+    add_rows<Element, Cfg>(sums, warp_bytes, [&](int token, int chunk) {
+        int const column = first_column + chunk * kVector;
+        if (!own.has(token) || column >= params.num_neurons) {
+            return make_uint4(0, 0, 0, 0);
+        }
+        int64_t const row = view.row_of(params.schedule, own.begin + token);
+        return load_vector(params.block.residual + row * params.num_neurons + column);
+    });
+}
+
 // Stores a warp's part of y, 16 columns from first_column on. Says whether values had to be summed again.
 template <class Element, class Cfg, class Round>
 __device__ __forceinline__ bool store_y(Params const& params, View const& view, Tokens own, uint32_t warp_bytes,
@@ -289,8 +303,12 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                                                         share + consumer_warp, accumulators[0])) {
                     continue;
                 }
+                uint32_t const warp_bytes = result + consumer_warp * Cfg::kBytesWarp;
+                if (params.block.residual != nullptr) {
+                    add_residual<Element, Cfg>(accumulators[0], params, view, own, warp_bytes, first_neuron);
+                }
                 bool const summed_again =
-                    store_y<Element, Cfg>(params, view, own, result + consumer_warp * Cfg::kBytesWarp, first_neuron,
+                    store_y<Element, Cfg>(params, view, own, warp_bytes, first_neuron,
                                           [&](int i) { return round_pair<Element>(accumulators[0], biases, i); });
                 if (summed_again) {
                     // NOTE: else the compiler takes them for needed until the next product, also while values are

@@ -9,6 +9,7 @@
 
 #include "dependent_launch.cuh"
 #include "element.cuh"
+#include "epilogue.cuh"
 #include "vector.cuh"
 
 namespace twell::down_few {
@@ -22,6 +23,7 @@ struct Params {
     uint32_t const* masks;      // [tokens, num_mask_words]
     uint16_t const* w_down;     // [d_ff, d_out]
     uint16_t const* b_down;     // [d_out] or null
+    uint16_t const* residual;   // [tokens, d_out] or null
     uint16_t* y;                // [tokens, d_out]
     int d_ff;
     int d_out;
@@ -195,16 +197,12 @@ __device__ __forceinline__ void store_partial(float (&accumulators)[kVector], fl
     }
 }
 
-// Bias, then the only rounding of y, of two columns. Says whether a value is not finite.
+// Bias and residual, then the only rounding of y, of two columns. Says whether a value is not finite.
 template <class Element>
 __device__ __forceinline__ bool store_sums(Params const& params, int64_t token, int column, float2 sum) {
-    if (params.b_down != nullptr) {
-        uint32_t const bias = *reinterpret_cast<uint32_t const*>(params.b_down + column);
-        float2 const values = Element::to_float2(bias);
-        sum.x += values.x;
-        sum.y += values.y;
-    }
-    uint32_t const values = Element::from_float2(sum.x, sum.y);
+    float sums[2] = {sum.x, sum.y};
+    add_bias_and_residual<Element>(sums, params, token, column);
+    uint32_t const values = Element::from_float2(sums[0], sums[1]);
     *reinterpret_cast<uint32_t*>(params.y + token * params.d_out + column) = values;
     return Element::is_not_finite2(values) != 0;
 }

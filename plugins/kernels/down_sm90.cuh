@@ -18,6 +18,7 @@
 #include "dependent_launch.cuh"
 #include "down_few.cuh"
 #include "element.cuh"
+#include "epilogue.cuh"
 #include "matmul_generic.cuh"
 #include "matmul_sm90.cuh"
 #include "sum_again.cuh"
@@ -229,24 +230,28 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
         }
         int const token = i / kVectors;
         int const column = part.column_begin + i % kVectors * 4;
-        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        bool const exists = token < params.tokens && column < params.sparse.d_out;
         float4 shares[Cfg::kMostShares];
 #pragma unroll
         for (int s = 0; s < Cfg::kMostShares; ++s) {
             shares[s] = s < params.num_shares ? __ldcg(reinterpret_cast<float4 const*>(sums + s * Cfg::kSums) + i)
                                               : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
+        // Comes together with the shares.
+        float values[4] = {};
+        if (exists) {
+            add_bias_and_residual<Element>(values, params.sparse, token, column);
+        }
 #pragma unroll
         for (int s = 0; s < Cfg::kMostShares; ++s) {
-            add(total, shares[s]);
+            values[0] += shares[s].x;
+            values[1] += shares[s].y;
+            values[2] += shares[s].z;
+            values[3] += shares[s].w;
         }
-        if (token < params.tokens && column < params.sparse.d_out) {
-            float values[4] = {total.x, total.y, total.z, total.w};
+        if (exists) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                if (params.sparse.b_down != nullptr) {
-                    values[k] += Element::to_float(params.sparse.b_down[column + k]);
-                }
                 failed |= isfinite(values[k]) ? 0 : 1u << turn;
             }
             *reinterpret_cast<uint2*>(params.sparse.y + static_cast<int64_t>(token) * params.sparse.d_out + column) =

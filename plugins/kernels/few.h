@@ -62,6 +62,7 @@ inline down_few::Params down_params(twell_problem const& problem, twell_tensors 
     params.masks = scratch.masks;
     params.w_down = static_cast<uint16_t const*>(tensors.w_down);
     params.b_down = static_cast<uint16_t const*>(tensors.b_down);
+    params.residual = static_cast<uint16_t const*>(tensors.residual);
     params.y = static_cast<uint16_t*>(tensors.y);
     params.d_ff = problem.d_ff;
     params.d_out = problem.d_out;

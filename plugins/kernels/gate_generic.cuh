@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gate_kernel(Params const par
         Octet octets[kRowsAtOnce];
 #pragma unroll
         for (int r = 0; r < kRowsAtOnce; ++r) {
-            octets[r] = activate_octet<Element>(load_result<Cfg>(shared, begin + r * kWarps), params.act, count);
+            octets[r] = activate_octet<Element>(*result_of<Cfg>(shared, begin + r * kWarps), params.act, count);
         }
         pack_rows(octets, (num_rows - begin + kWarps - 1) / kWarps, words + begin * words_per_row,
                   kWarps * words_per_row, spilled == nullptr ? nullptr : spilled + begin * spilled_per_row,

@@ -306,8 +306,9 @@ __device__ __forceinline__ void multiply(Accumulators<Cfg>& accumulators, unsign
     __syncthreads();
 }
 
-// Adds the bias and leaves the rounded result in shared memory. Only columns that have one read the bias.
-template <class Element, class Cfg>
+// Adds the bias, and if kAddsResult what is in the place of the result, and leaves the rounded result in shared memory.
+// Only columns that have one read the bias.
+template <class Element, class Cfg, bool kAddsResult = false>
 __device__ __forceinline__ void store_result(unsigned char* shared, Accumulators<Cfg> const& accumulators,
                                              uint16_t const* bias, int num_columns) {
     uint16_t* const result = reinterpret_cast<uint16_t*>(shared);
@@ -326,8 +327,15 @@ __device__ __forceinline__ void store_result(unsigned char* shared, Accumulators
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float const* const sums = &accumulators.sums[i][j][half * 2];
-                *reinterpret_cast<uint32_t*>(result + accumulators.row_of(i, half) * Cfg::kResultStride + column) =
-                    Element::from_float2(sums[0] + biases[0], sums[1] + biases[1]);
+                uint32_t* const place =
+                    reinterpret_cast<uint32_t*>(result + accumulators.row_of(i, half) * Cfg::kResultStride + column);
+                float2 values = make_float2(sums[0] + biases[0], sums[1] + biases[1]);
+                if constexpr (kAddsResult) {
+                    float2 const before = Element::to_float2(*place);
+                    values.x += before.x;
+                    values.y += before.y;
+                }
+                *place = Element::from_float2(values.x, values.y);
             }
         }
     }
@@ -336,10 +344,10 @@ __device__ __forceinline__ void store_result(unsigned char* shared, Accumulators
 
 // This lane's eight columns of a row of the result.
 template <class Cfg>
-__device__ __forceinline__ uint4 load_result(unsigned char const* shared, int row) {
+__device__ __forceinline__ uint4 const* result_of(unsigned char const* shared, int row) {
     int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    return *reinterpret_cast<uint4 const*>(reinterpret_cast<uint16_t const*>(shared) + row * Cfg::kResultStride +
-                                           lane * kVector);
+    return reinterpret_cast<uint4 const*>(reinterpret_cast<uint16_t const*>(shared) + row * Cfg::kResultStride +
+                                          lane * kVector);
 }
 
 }  // namespace twell::matmul_generic

@@ -18,6 +18,7 @@
 
 #include "cluster.cuh"
 #include "element.cuh"
+#include "matmul_generic.cuh"
 #include "pack.cuh"
 #include "twell/twell.h"
 #include "wgmma.cuh"
@@ -538,6 +539,12 @@ __device__ __forceinline__ uint4 load_chunk(uint32_t address) {
     return chunk;
 }
 
+__device__ __forceinline__ void store_chunk(uint32_t address, uint4 chunk) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z),
+                 "r"(chunk.w)
+                 : "memory");
+}
+
 // Brings a line of memory to L2.
 __device__ __forceinline__ void prefetch_line(void const* pointer) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory");
@@ -593,19 +600,21 @@ __device__ __forceinline__ void store_result(uint32_t result, int first_chunk, R
     }
 }
 
+// Where a token's chunk lies among the 16 tokens that a warp passes on at a time, 512 bytes. The XOR makes 8 tokens'
+// chunks fall into different banks.
+__device__ __forceinline__ uint32_t passed_offset(int token, int chunk) {
+    return static_cast<uint32_t>(token * kBytesWarpRow + ((chunk ^ (token >> 2 & 1)) << 4));
+}
+
 // The same, but passes the result on at once, by way of 2 x 512 bytes of the warp: calls store(token, chunk, values)
 // with eight neurons of a token, chunk 0 or 1 of the warp's 16; if tall, with any chunk of one of the warp's 16 tokens.
 template <class Cfg, class Round, class Store>
 __device__ __forceinline__ void pass_result(uint32_t warp_bytes, Round round, Store store) {
     constexpr int N = Cfg::BLOCK_N;
     int const lane = threadIdx.x % kWarpSize;
-    // The XOR makes 8 tokens' chunks fall into different banks.
-    auto const offset = [](int token, int chunk) {
-        return static_cast<uint32_t>(token * kBytesWarpRow + ((chunk ^ (token >> 2 & 1)) << 4));
-    };
-    uint32_t const source = warp_bytes + offset(lane / 2, lane % 2);
-    uint32_t const destination = warp_bytes + (Cfg::kIsTall ? offset(lane / 8 % 2 * 8 + lane % 8, lane / 16)
-                                                            : offset(lane / 16 * 8 + lane % 8, lane / 8 % 2));
+    uint32_t const source = warp_bytes + passed_offset(lane / 2, lane % 2);
+    uint32_t const destination = warp_bytes + (Cfg::kIsTall ? passed_offset(lane / 8 % 2 * 8 + lane % 8, lane / 16)
+                                                            : passed_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2));
 #pragma unroll
     for (int j = 0; j < N / 8; j += 2) {
         bool const is_whole = j + 1 < N / 8;  // else lanes from 16 on give no address
@@ -632,6 +641,51 @@ __device__ __forceinline__ void pass_result(uint32_t warp_bytes, Round round, St
             }
         }
     }
+}
+
+// The way back, if not tall: adds rows to a consumer's accumulators, by way of the same memory. load(token, chunk)
+// gives eight neurons of a token, chunk 0 or 1 of the warp's 16.
+template <class Element, class Cfg, class Load>
+__device__ __forceinline__ void add_rows(float (&accumulators)[Cfg::kAccumulators], uint32_t warp_bytes, Load load) {
+    static_assert(!Cfg::kIsTall, "a warp has 16 neurons");
+    constexpr int kTurnTokens = kWarpSize / 2;
+    constexpr int kTurns = (Cfg::BLOCK_N + kTurnTokens - 1) / kTurnTokens;
+    constexpr int kAtOnce = 4;  // loads under way; more take too many registers
+    int const lane = threadIdx.x % kWarpSize;
+    uint32_t const destination = warp_bytes + passed_offset(lane / 2, lane % 2);
+    uint32_t const source = warp_bytes + passed_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+#pragma unroll
+    for (int begin = 0; begin < kTurns; begin += kAtOnce) {
+        uint4 chunks[kAtOnce];
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+            if (begin + r < kTurns) {
+                chunks[r] = load((begin + r) * kTurnTokens + lane / 2, lane % 2);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+            int const turn = begin + r;
+            if (turn >= kTurns) {
+                break;
+            }
+            uint32_t const buffer = turn % 2 * (Cfg::kBytesWarp / 2);
+            store_chunk(destination + buffer, chunks[r]);
+            __syncwarp();
+            uint32_t fragment[4];
+            matmul_generic::load_matrix_x4<true>(fragment, source + buffer);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                int const i = turn * 8 + k * 2;
+                if (i < Cfg::kAccumulators) {
+                    float2 const pair = Element::to_float2(fragment[k]);
+                    accumulators[i] += pair.x;
+                    accumulators[i + 1] += pair.y;
+                }
+            }
+        }
+    }
+    __syncwarp();  // the memory may be written again
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL

@@ -69,6 +69,7 @@ void set_block(Params& params, twell_problem const& problem, twell_tensors const
     params.b_up = static_cast<uint16_t const*>(tensors.b_up);
     params.w_down = static_cast<uint16_t const*>(tensors.w_down);
     params.b_down = static_cast<uint16_t const*>(tensors.b_down);
+    params.residual = static_cast<uint16_t const*>(tensors.residual);
     params.y = static_cast<uint16_t*>(tensors.y);
     params.d_model = problem.d_model;
     params.d_ff = problem.d_ff;

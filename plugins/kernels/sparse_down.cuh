@@ -10,6 +10,7 @@
 
 #include "dependent_launch.cuh"
 #include "element.cuh"
+#include "epilogue.cuh"
 #include "sparse_rows.h"
 #include "vector.cuh"
 
@@ -21,9 +22,10 @@ constexpr int kRowsAtOnce = 8;  // of Wd, whose loads are issued together
 constexpr int kRowsAtEnd = 4;   // the same, for what is left over
 
 struct Params {
-    uint16_t const* w_down;  // [d_ff, d_out]
-    uint16_t const* b_down;  // [d_out] or null
-    uint16_t* y;             // [tokens, d_out]
+    uint16_t const* w_down;    // [d_ff, d_out]
+    uint16_t const* b_down;    // [d_out] or null
+    uint16_t const* residual;  // [tokens, d_out] or null
+    uint16_t* y;               // [tokens, d_out]
     Schedule schedule;
     SparseRows rows;
     int num_tiles;
@@ -85,20 +87,13 @@ __device__ __forceinline__ void add_list(float (&sums)[kVector], Params const& p
     }
 }
 
-// Adds the bias and rounds y, once.
+// Adds bias and residual and rounds y, once.
 template <class Element>
 __device__ __forceinline__ void store_y(Params const& params, int64_t row, int column, float (&sums)[kVector]) {
     if (column >= params.d_out) {
         return;
     }
-    if (params.b_down != nullptr) {
-        float bias[kVector];
-        unpack<Element>(bias, load_vector(params.b_down + column));
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            sums[i] += bias[i];
-        }
-    }
+    add_bias_and_residual<Element>(sums, params, row, column);
     store_vector<Element>(params.y + row * params.d_out + column, sums);
 }
 

@@ -7,6 +7,7 @@
 #define TWELL_KERNELS_SUM_AGAIN_CUH_
 
 #include "element.cuh"
+#include "epilogue.cuh"
 #include "problem.cuh"
 #include "twell/twell.h"
 #include "vector.cuh"
@@ -15,14 +16,15 @@ namespace twell {
 
 // What y is computed from.
 struct BlockTensors {
-    uint16_t const* x;       // [tokens, d_model]
-    uint16_t const* w_gate;  // [d_ff, d_model]
-    uint16_t const* b_gate;  // [d_ff] or null
-    uint16_t const* w_up;    // [d_ff, d_model], null in a plain block
-    uint16_t const* b_up;    // [d_ff] or null
-    uint16_t const* w_down;  // [d_ff, d_out]
-    uint16_t const* b_down;  // [d_out] or null
-    uint16_t* y;             // [tokens, d_out]
+    uint16_t const* x;         // [tokens, d_model]
+    uint16_t const* w_gate;    // [d_ff, d_model]
+    uint16_t const* b_gate;    // [d_ff] or null
+    uint16_t const* w_up;      // [d_ff, d_model], null in a plain block
+    uint16_t const* b_up;      // [d_ff] or null
+    uint16_t const* w_down;    // [d_ff, d_out]
+    uint16_t const* b_down;    // [d_out] or null
+    uint16_t const* residual;  // [tokens, d_out] or null
+    uint16_t* y;               // [tokens, d_out]
     int d_model;
     int d_ff;
     int d_out;
@@ -135,8 +137,9 @@ __device__ __forceinline__ void sum_again(BlockTensors const& block, uint16_t co
     }
     if (lane < kVector) {
         int const column = first_column + lane;
-        sum += block.b_down == nullptr ? 0.0f : Element::to_float(block.b_down[column]);
-        block.y[row * block.d_out + column] = Element::from_float(sum);
+        float value[1] = {sum};
+        add_bias_and_residual<Element>(value, block, row, column);
+        block.y[row * block.d_out + column] = Element::from_float(value[0]);
     }
 }
 

@@ -169,6 +169,7 @@ cudaError_t launch_sparse_down(Launch const& launch, bool overlaps) {
     sparse_down::Params params = {};
     params.w_down = static_cast<uint16_t const*>(launch.tensors.w_down);
     params.b_down = static_cast<uint16_t const*>(launch.tensors.b_down);
+    params.residual = static_cast<uint16_t const*>(launch.tensors.residual);
     params.y = static_cast<uint16_t*>(launch.tensors.y);
     params.schedule = launch.schedule;
     params.rows = launch.rows;

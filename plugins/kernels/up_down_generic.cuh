@@ -10,6 +10,7 @@
 
 #include "dependent_launch.cuh"
 #include "element.cuh"
+#include "epilogue.cuh"
 #include "pack.cuh"
 #include "schedule.h"
 #include "twell/twell.h"
@@ -31,16 +32,17 @@ constexpr int kMinThreads = 1024;
 #endif
 
 struct Params {
-    uint16_t const* x;        // [tokens, d_model]
-    uint16_t const* w_gate;   // [d_ff, d_model], for tiles that overflowed
-    uint16_t const* b_gate;   // [d_ff] or null
-    uint16_t const* w_up;     // [d_ff, d_model], null in a plain block
-    uint16_t const* b_up;     // [d_ff] or null
-    uint16_t const* w_down;   // [d_ff, d_out]
-    uint16_t const* b_down;   // [d_out] or null
-    uint16_t* y;              // [tokens, d_out]
-    uint32_t const* packed;   // [tokens, num_tiles * words_per_tile]
-    uint16_t const* spilled;  // [tokens, num_tiles * TWELL_TILE] or null, see pack.cuh
+    uint16_t const* x;         // [tokens, d_model]
+    uint16_t const* w_gate;    // [d_ff, d_model], for tiles that overflowed
+    uint16_t const* b_gate;    // [d_ff] or null
+    uint16_t const* w_up;      // [d_ff, d_model], null in a plain block
+    uint16_t const* b_up;      // [d_ff] or null
+    uint16_t const* w_down;    // [d_ff, d_out]
+    uint16_t const* b_down;    // [d_out] or null
+    uint16_t const* residual;  // [tokens, d_out] or null
+    uint16_t* y;               // [tokens, d_out]
+    uint32_t const* packed;    // [tokens, num_tiles * words_per_tile]
+    uint16_t const* spilled;   // [tokens, num_tiles * TWELL_TILE] or null, see pack.cuh
     Schedule schedule;
     int d_model;
     int d_ff;
@@ -287,20 +289,13 @@ __device__ __forceinline__ void compute_row(SharedStorage& shared, Params const&
             __syncthreads();  // the next batch overwrites this one
         }
 
-        // Epilogue: bias, then the only rounding of y.
+        // Epilogue: bias and residual, then the only rounding of y.
 #pragma unroll
         for (int v = 0; v < Cfg::kVectors; ++v) {
             if (columns[v] >= params.d_out) {
                 continue;
             }
-            if (params.b_down != nullptr) {
-                float bias[kVector];
-                unpack<Element>(bias, load_vector(params.b_down + columns[v]));
-#pragma unroll
-                for (int k = 0; k < kVector; ++k) {
-                    accumulators[v][k] += bias[k];
-                }
-            }
+            add_bias_and_residual<Element>(accumulators[v], params, row_idx, columns[v]);
             store_vector<Element>(y + columns[v], accumulators[v]);
         }
     }

@@ -30,7 +30,8 @@ Result guarded(twell_variant variant, char const* layer, Result failure, Body&& 
 FeedForwardPlugin::FeedForwardPlugin(twell_variant variant, std::string layer, Options const& options)
     : variant_(variant), layer_(std::move(layer)), options_(options) {
     bool const gated = variant == TWELL_GATED;
-    bool const present[kRoles] = {true, true, options.b_gate, gated, gated && options.b_up, true, options.b_down};
+    bool const present[kRoles] = {true, true,           options.b_gate,  gated, gated && options.b_up,
+                                  true, options.b_down, options.residual};
     for (int32_t role = 0; role < kRoles; ++role) {
         slots_[role] = present[role] ? input_count_++ : -1;
     }
@@ -65,9 +66,9 @@ char const* FeedForwardPlugin::getPluginNamespace() const noexcept { return kPlu
 // ---- checks shared by build and runtime ----
 
 char const* FeedForwardPlugin::role_name(Role role) const {
-    constexpr char const* kGatedNames[] = {"x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down"};
+    constexpr char const* kGatedNames[] = {"x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual"};
     // The kernels call the only projection before the activation "gate", whatever the block.
-    constexpr char const* kPlainNames[] = {"x", "w_up", "b_up", "", "", "w_down", "b_down"};
+    constexpr char const* kPlainNames[] = {"x", "w_up", "b_up", "", "", "w_down", "b_down", "residual"};
     return variant_ == TWELL_GATED ? kGatedNames[role] : kPlainNames[role];
 }
 
@@ -123,6 +124,24 @@ void FeedForwardPlugin::check_shape(Shapes const& inputs, Role role, std::array<
     }
 }
 
+// Holds the residual against the shape of y: the leading extents of x, and d_out.
+void FeedForwardPlugin::check_residual(Shapes const& inputs) const {
+    if (slots_[kResidual] < 0) {
+        return;
+    }
+    Dims const& dims = inputs[slots_[kResidual]];
+    Dims expected = inputs[slots_[kX]];
+    expected.d[expected.nbDims - 1] = inputs[slots_[kWDown]].d[1];
+    bool good = dims.nbDims == expected.nbDims;
+    for (int32_t i = 0; good && i < dims.nbDims; ++i) {
+        good = dims.d[i] == kAny || expected.d[i] == kAny || dims.d[i] == expected.d[i];
+    }
+    if (!good) {
+        throw Refusal("input residual has shape " + text_of(dims) +
+                      "; expected that of y, [..., d_out] = " + text_of(expected));
+    }
+}
+
 // The problem that these input shapes pose. Extents may be kAny; then only what is known is checked, and the result
 // holds placeholders.
 twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type) const {
@@ -145,6 +164,7 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
         throw Refusal("input x has shape " + text_of(x) + "; its last extent must be d_model = " +
                       std::to_string(d_model) + ", as in " + role_name(kWGate) + " [d_ff, d_model]");
     }
+    check_residual(inputs);
     int64_t tokens = 1;
     for (int32_t i = 0; i < x.nbDims - 1; ++i) {
         if (x.d[i] != kAny && __builtin_mul_overflow(tokens, x.d[i], &tokens)) {
@@ -227,7 +247,7 @@ twell_problem FeedForwardPlugin::largest_problem(DynamicPluginTensorDesc const* 
     }
     check_types(types.data());
     for (int32_t role = 0; role < kRoles; ++role) {
-        if (role == kX || slots_[role] < 0) {
+        if (role == kX || role == kResidual || slots_[role] < 0) {
             continue;
         }
         DynamicPluginTensorDesc const& weight = inputs[slots_[role]];
@@ -300,6 +320,7 @@ int32_t FeedForwardPlugin::enqueue(PluginTensorDesc const* input_desc, PluginTen
         tensors.b_up = input(kBUp);
         tensors.w_down = input(kWDown);
         tensors.b_down = input(kBDown);
+        tensors.residual = input(kResidual);
         tensors.y = outputs[0];
         cudaError_t const status = twell_mlp(&problem, &tensors, workspace, twell_workspace_bytes(&problem), stream);
         if (status != cudaSuccess) {

@@ -25,8 +25,8 @@ constexpr char const* plugin_name(twell_variant variant) {
 
 // ---- tensor slots ----
 
-// What a tensor is to the kernels; which input it is depends on the variant and on which biases there are.
-enum Role { kX, kWGate, kBGate, kWUp, kBUp, kWDown, kBDown, kRoles };
+// What a tensor is to the kernels; which input it is depends on the variant and on which optional inputs there are.
+enum Role { kX, kWGate, kBGate, kWUp, kBUp, kWDown, kBDown, kResidual, kRoles };
 
 // The two blocks differ in name, inputs and fields only, so they are one class with a variant.
 class FeedForwardPlugin : public nvinfer1::IPluginV3,
@@ -82,6 +82,7 @@ class FeedForwardPlugin : public nvinfer1::IPluginV3,
     void check_types(nvinfer1::DataType const* types) const;
     void check_shape(Shapes const& inputs, Role role, std::array<int64_t, 2> const& expected,
                      char const* meaning) const;
+    void check_residual(Shapes const& inputs) const;
     twell_problem problem_of(Shapes const& inputs, nvinfer1::DataType type) const;
     twell_problem largest_problem(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t input_count) const;
     twell_problem runtime_problem(nvinfer1::PluginTensorDesc const* inputs) const;

@@ -21,9 +21,10 @@ constexpr char const* kCompression = "compression";
 constexpr char const* kGateBias = "gate_bias";
 constexpr char const* kUpBias = "up_bias";
 constexpr char const* kDownBias = "down_bias";
+constexpr char const* kResidualField = "residual";
 // In plans only: raised whenever the meaning of the plan fields changes.
 constexpr char const* kSchema = "schema";
-constexpr int32_t kSchemaVersion = 1;
+constexpr int32_t kSchemaVersion = 2;
 
 struct ActivationName {
     char const* name;
@@ -92,6 +93,7 @@ Options read_fields(twell_variant variant, PluginFieldCollection const* collecti
         options.b_gate = fields.integer(kUpBias, {0, 1}) == 1;
     }
     options.b_down = fields.integer(kDownBias, {0, 1}) == 1;
+    options.residual = fields.integer(kResidualField, {0, 1}) == 1;
     fields.reject_rest(field_names(variant));
     return options;
 }
@@ -102,7 +104,7 @@ std::vector<PluginField> field_names(twell_variant variant) {
     std::vector<PluginField> fields{
         {kActivation, nullptr, PluginFieldType::kCHAR, 1},   {kThreshold, nullptr, PluginFieldType::kFLOAT32, 1},
         {kCompression, nullptr, PluginFieldType::kINT32, 1}, {kUpBias, nullptr, PluginFieldType::kINT32, 1},
-        {kDownBias, nullptr, PluginFieldType::kINT32, 1},
+        {kDownBias, nullptr, PluginFieldType::kINT32, 1},    {kResidualField, nullptr, PluginFieldType::kINT32, 1},
     };
     if (variant == TWELL_GATED) {
         fields.emplace_back(kGateBias, nullptr, PluginFieldType::kINT32, 1);
@@ -133,6 +135,7 @@ Serialized::Serialized(twell_variant variant, Options const& options) : threshol
         add(kUpBias, options.b_gate ? 1 : 0);
     }
     add(kDownBias, options.b_down ? 1 : 0);
+    add(kResidualField, options.residual ? 1 : 0);
     collection_.nbFields = static_cast<int32_t>(fields_.size());
     collection_.fields = fields_.data();
 }

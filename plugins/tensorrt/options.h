@@ -14,11 +14,11 @@ struct Options {
     int32_t activation = TWELL_RELU;  // twell_activation
     float threshold = 0.0F;           // TWELL_FATRELU only
     int32_t compression = 8;          // 1, 2, 4 or 8
-    // Whether these bias inputs are present. A plain block has no gate: its `b_gate` is the field up_bias, as in
-    // twell.h.
+    // Whether these inputs are present. A plain block has no gate: its `b_gate` is the field up_bias, as in twell.h.
     bool b_gate = false;
     bool b_up = false;
     bool b_down = false;
+    bool residual = false;
 };
 
 // The fields that a node of this variant may have, for IPluginCreatorV3One::getFieldNames.
@@ -40,7 +40,7 @@ class Serialized {
     nvinfer1::PluginFieldCollection const* collection() const { return &collection_; }
 
   private:
-    std::array<int32_t, 6> integers_{};
+    std::array<int32_t, 7> integers_{};
     float threshold_ = 0.0F;
     std::vector<nvinfer1::PluginField> fields_;
     nvinfer1::PluginFieldCollection collection_{};

@@ -166,11 +166,29 @@ def test_a_node_by_itself(dtype: torch.dtype, tmp_path: Path) -> None:
     whole = OnnxEvaluator(tmp_path / "m.onnx").run({"x": x})
     for node, block, y in zip(nodes, module.blocks, whole, strict=True):
         assert (node.dtype, node.widths) == (dtype, (16, 300, 16))
-        assert torch.equal(node.run(x), y)
+        assert torch.equal(node.run(x, None), y)
         first = block.gate if isinstance(block, Gated) else block.up
         with torch.no_grad():
             assert node.active(x) == int((first(x) > 0).sum())
-            assert_same(node.run(x.double()), copy.deepcopy(block).double()(x.double()))
+            assert_same(node.run(x.double(), None), copy.deepcopy(block).double()(x.double()))
+
+
+@pytest.mark.parametrize("build", [Gated, Plain])
+def test_a_node_with_a_residual(build: Any, tmp_path: Path) -> None:
+    module = Residual(build(biases="gud" if build is Gated else "ud")).bfloat16()
+    program = rewrite(canonical(module, torch.randn(4, 16).bfloat16(), dynamic=({0: Dim("n")},)))
+    save_onnx(export_onnx(program, ["x"], ["y"], {}), tmp_path / "m.onnx")
+    graph = onnx.load(tmp_path / "m.onnx")
+    assert [node.op_type for node in graph.graph.node].count("Add") == 1, "x + 1"
+    (node,) = plugin_nodes(graph)
+    assert node.residual
+    x = torch.randn(5, 16).bfloat16()
+    (whole,) = OnnxEvaluator(tmp_path / "m.onnx").run({"x": x})
+    assert torch.equal(node.run(x + 1, x), whole)
+    with torch.no_grad():
+        assert_same(
+            node.run((x + 1).double(), x.double()), x.double() + copy.deepcopy(module.ffn).double()((x + 1).double())
+        )
 
 
 def test_nodes_that_are_none_of_ours(tmp_path: Path) -> None:
@@ -189,7 +207,7 @@ def test_nodes_that_are_none_of_ours(tmp_path: Path) -> None:
     def drop(name: str) -> Callable[[onnx.NodeProto, onnx.GraphProto], Any]:
         return lambda node, _: node.attribute.remove(next(each for each in node.attribute if each.name == name))
 
-    for change in (drop("down_bias"), drop("activation"), lambda node, _: node.input.pop()):
+    for change in (drop("down_bias"), drop("activation"), drop("residual"), lambda node, _: node.input.pop()):
         with pytest.raises(ValueError, match="has not the fields and inputs of one"):
             plugin_nodes(changed(change))
     with pytest.raises(ValueError, match=r"negated, a weight of the plugin node .* is no constant"):

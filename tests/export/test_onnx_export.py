@@ -60,7 +60,8 @@ def test_gated_nodes(tmp_path: Path) -> None:
             "gate_bias": int("g" in biases),
             "up_bias": int("u" in biases),
             "down_bias": int("d" in biases),
-            "plugin_version": "1",
+            "residual": 0,
+            "plugin_version": "twellc-2",
             "plugin_namespace": "twell",
         }
         gate, up, down = block.ffn.gate, block.ffn.up, block.ffn.down
@@ -87,7 +88,8 @@ def test_plain_nodes(tmp_path: Path) -> None:
             "compression": 8,
             "up_bias": int("u" in biases),
             "down_bias": int("d" in biases),
-            "plugin_version": "1",
+            "residual": 0,
+            "plugin_version": "twellc-2",
             "plugin_namespace": "twell",
         }
         wanted = [shapes[name] for name in ("up", "u", "down", "d") if name in ("up", "down") or name in biases]

@@ -100,7 +100,7 @@ def test_activation(name: str, dtype: str) -> None:
     fields = {each.name: helper.get_attribute_value(each) for each in node.attribute}
     assert fields == {
         "activation": activation.encode(), "threshold": threshold, "compression": 8, "up_bias": 1, "down_bias": 1,
-        "plugin_version": b"1", "plugin_namespace": b"twell",
+        "residual": 0, "plugin_version": b"twellc-2", "plugin_namespace": b"twell",
     }  # fmt: skip
 
 
@@ -344,6 +344,75 @@ def test_a_rewritten_node_computes_the_torch_op() -> None:
     model = make.model(y)
     x = torch.randn(2, 3, D_MODEL).half()
     up, down = (torch.tensor(onnx.numpy_helper.to_array(tensor)) for tensor in model.graph.initializer)
-    expected = MLP(x, up.t().contiguous(), None, down, None, "relu", 0.0, 8)
+    expected = MLP(x, up.t().contiguous(), None, down, None, None, "relu", 0.0, 8)
     rewritten = rewrite_onnx(find_onnx_blocks(model, torch.bfloat16, "auto"), 8)
     assert torch.equal(evaluate(rewritten, x), expected)
+
+
+# ---- residuals ----
+
+
+def with_residual(
+    dtype: str, add: Callable[[GraphMaker, str, str], list[str]]
+) -> tuple[onnx.ModelProto, onnx.NodeProto]:
+    """Return a model, rewritten, whose outputs `add` makes of tanh(x) and of a block's result; and its twell node."""
+    make = GraphMaker(dtype)
+    other = make.node("Tanh", "x")
+    hidden = make.node("Relu", make.linear(make.node("Add", "x", make.constant(1.0)), "mlp.up", D_MODEL, D_FF, True))
+    y = make.linear(hidden, "mlp.down", D_FF, D_MODEL, True)
+    model = make.model(*add(make, other, y))
+    rewritten = check_rewrite(model, dtype)
+    (node,) = (node for node in rewritten.graph.node if node.domain == "twell")
+    return rewritten, node
+
+
+def field(node: onnx.NodeProto, name: str) -> int:
+    (found,) = (each for each in node.attribute if each.name == name)
+    return found.i
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("swap", [False, True])
+def test_residual_is_taken_in(dtype: str, swap: bool) -> None:
+    model, node = with_residual(dtype, lambda make, other, y: [make.node("Add", *((y, other) if swap else (other, y)))])
+    assert field(node, "residual") == 1
+    (tanh,) = (each for each in model.graph.node if each.op_type == "Tanh")
+    assert node.input[-1] == tanh.output[0]
+    assert node.output[0] == model.graph.output[0].name
+    assert [each.op_type for each in model.graph.node].count("Add") == 1
+
+
+def test_residual_that_is_computed_after_the_block() -> None:
+    """Nodes must stay in an order in which they can run; check_rewrite runs onnx's checker."""
+
+    def add(make: GraphMaker, other: str, y: str) -> list[str]:
+        return [make.node("Add", make.node("Sigmoid", other), y)]
+
+    _, node = with_residual("bf16", add)
+    assert field(node, "residual") == 1
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        pytest.param(lambda make, other, y: [make.node("Add", other, y), y], id="y is an output"),
+        pytest.param(
+            lambda make, other, y: [make.node("Add", make.node("Add", other, y), make.node("Neg", y))], id="two"
+        ),
+        pytest.param(lambda make, other, y: [make.node("Sub", other, y)], id="difference"),
+        pytest.param(lambda make, other, y: [make.node("Add", y, y)], id="y itself"),
+        pytest.param(
+            lambda make, other, y: [make.node("Add", make.node("ReduceMean", other, make.integers(1)), y)],
+            id="broadcast",
+        ),
+    ],
+)
+def test_residual_is_left(add: Callable[[GraphMaker, str, str], list[str]]) -> None:
+    _, node = with_residual("bf16", add)
+    assert field(node, "residual") == 0
+
+
+def test_sum_of_a_float32_graph_keeps_its_precision() -> None:
+    model, node = with_residual("fp32", lambda make, other, y: [make.node("Add", other, y)])
+    assert field(node, "residual") == 0
+    assert model.graph.node[-1].op_type == "Add"

@@ -124,8 +124,9 @@ void round_trip(Creator* creator) {
                            {"compression", &compression, kInt32, 1},
                            {"gate_bias", &no, kInt32, 1},
                            {"up_bias", &yes, kInt32, 1},
-                           {"down_bias", &yes, kInt32, 1}};
-    Fields const fields{6, given};
+                           {"down_bias", &yes, kInt32, 1},
+                           {"residual", &yes, kInt32, 1}};
+    Fields const fields{7, given};
     Plugin* built = creator->createPlugin("layer0", &fields, kBuild);
     Plugin* cloned = built->clone();
     delete built;

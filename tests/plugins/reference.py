@@ -26,7 +26,8 @@ _FLOOR_ROUNDINGS = {"relu": 1.0, "fatrelu": 1.0, "drelu": 1.0, "relu2": 3.0}
 class Block:
     """One feed-forward block and its input, all tensors in bfloat16 or float16.
 
-    x [rows, d_model], w_gate and w_up [d_ff, d_model], w_down [d_ff, d_out]; a block without w_up is plain.
+    x [rows, d_model], w_gate and w_up [d_ff, d_model], w_down [d_ff, d_out], residual [rows, d_out]; a block without
+    w_up is plain.
     """
 
     x: Tensor
@@ -36,6 +37,7 @@ class Block:
     b_gate: Tensor | None = None
     b_up: Tensor | None = None
     b_down: Tensor | None = None
+    residual: Tensor | None = None
     activation: str = "relu"
     threshold: float = 0.0
 
@@ -61,14 +63,17 @@ def _activate(z: Tensor, block: Block) -> Tensor:
 
 
 def _down(h: Tensor, active: Tensor, block: Block) -> Tensor:
-    """h Wd + bd over active neurons only, so that an inactive one adds 0 even where its weights are not finite."""
+    """residual + h Wd + bd over active neurons only: an inactive one adds 0 even where its weights are not finite."""
     w_down = block.w_down.to(h.dtype)
     h = torch.where(active, h, torch.zeros_like(h))
     if torch.isfinite(w_down).all():
         y = h @ w_down
     else:
         y = torch.stack([row[used] @ w_down[used] for row, used in zip(h, active, strict=True)])
-    return y if block.b_down is None else y + block.b_down.to(h.dtype)
+    for added in (block.b_down, block.residual):
+        if added is not None:
+            y = y + added.to(h.dtype)
+    return y
 
 
 def gate_values(block: Block) -> Tensor:
@@ -112,7 +117,10 @@ def emulate(block: Block, *, rounds_h: bool = False) -> Tensor:
 
 
 def plain(block: Block) -> Tensor:
-    """The best a dense low-precision block does: fp32 sums, one rounding for every tensor that it stores."""
+    """The best a dense low-precision block does: fp32 sums, one rounding for every tensor that it stores.
+
+    The sum with the residual is stored, and y alone is not.
+    """
     dtype = block.x.dtype
     z = _linear(block.x.float(), block.w_gate, block.b_gate).to(dtype)
     h = g = _activate(z, block)
@@ -230,6 +238,8 @@ def is_exact(block: Block) -> bool:
 
     hidden = _hidden(block, gate_values(block).double())
     sums = [magnitude(block.x, block.w_gate, block.b_gate), magnitude(hidden, block.w_down.t(), block.b_down)]
+    if block.residual is not None:
+        sums[-1] += float(block.residual.abs().max())
     if block.w_up is not None:
         sums.append(magnitude(block.x, block.w_up, block.b_up))
     return max(sums) < 2**24 and all(

@@ -42,7 +42,8 @@ def create(trt: Any, registry: Any, case: dict[str, Any]) -> bool:
 def make_onnx(case: dict[str, Any]) -> bytes:
     """Build an ONNX graph with one twell node over random weights, between two plain nodes.
 
-    A weight of `case["dynamic"]` is an input of the graph, with the extents that stand there.
+    A weight of `case["dynamic"]` is an input of the graph, with the extents that stand there; so is the residual of
+    `case["residual"]`, true for one of the shape of y.
     """
     from onnx import TensorProto, helper
 
@@ -75,10 +76,13 @@ def make_onnx(case: dict[str, Any]) -> bytes:
             values = values.astype(np.float16)
         weights.append(helper.make_tensor(name, dtypes[kind], shape, values.tobytes(), raw=True))
     attributes: dict[str, Any] = {f"{name}_bias": int(name in biases) for name in [*projections, "down"]}
-    attributes |= {"activation": "relu", "threshold": 0.0, "compression": 8} | case.get("attributes", {})
+    leading = case.get("leading", ["batch", "sequence"])
+    residual = residual_shape(case)
+    attributes |= {"activation": "relu", "threshold": 0.0, "compression": 8, "residual": int(residual is not None)}
+    attributes |= case.get("attributes", {})
     node = helper.make_node(
         case["plugin"],
-        ["h", *shapes],
+        ["h", *shapes, *(["residual"] if residual is not None else [])],
         ["z"],
         name="block0",
         domain="twell",
@@ -86,13 +90,14 @@ def make_onnx(case: dict[str, Any]) -> bytes:
         plugin_namespace="twell",
         **attributes,
     )
-    leading = case.get("leading", ["batch", "sequence"])
+    kind = dtypes[case.get("dtypes", {}).get("residual", case["dtype"])]
     graph = helper.make_graph(
         [helper.make_node("Neg", ["x"], ["h"]), node, helper.make_node("Neg", ["z"], ["y"])],
         "block",
         [
             helper.make_tensor_value_info("x", dtype, [*leading, case.get("x_columns", d_model)]),
             *(helper.make_tensor_value_info(name, dtype, extents) for name, extents in dynamic.items()),
+            *([] if residual is None else [helper.make_tensor_value_info("residual", kind, residual)]),
         ],
         [helper.make_tensor_value_info("y", dtype, [*leading, d_out])],
         weights,
@@ -100,6 +105,14 @@ def make_onnx(case: dict[str, Any]) -> bytes:
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("twell", 1)]
     model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
     return model
+
+
+def residual_shape(case: dict[str, Any]) -> list[Any] | None:
+    """Return the extents of the residual, None where there is none."""
+    residual = case.get("residual", False)
+    if isinstance(residual, bool):
+        return [*case.get("leading", ["batch", "sequence"]), case["d_out"]] if residual else None
+    return list(residual)
 
 
 def build(trt: Any, logger: Any, case: dict[str, Any]) -> dict[str, Any]:
@@ -120,6 +133,9 @@ def build(trt: Any, logger: Any, case: dict[str, Any]) -> dict[str, Any]:
         for name, extents in case.get("dynamic", {}).items():
             shapes = [tuple(size if isinstance(size, int) else extent for size in extents) for extent in (8, 16, 64)]
             profile.set_shape(name, *shapes)
+        if (residual := residual_shape(case)) is not None:
+            shapes = [tuple(size if isinstance(size, int) else extent for size in residual) for extent in (1, 4, 64)]
+            profile.set_shape("residual", *shapes)
         config.add_optimization_profile(profile)
     plan = builder.build_serialized_network(network, config)
     output = network.get_output(0)

@@ -25,6 +25,7 @@ from tests.plugins.test_kernels import (
     assert_guards,
     assert_same_bits,
     make_block,
+    with_residual,
 )
 from tests.plugins.test_schedule import level
 
@@ -59,7 +60,7 @@ def table() -> Iterator[Case]:
 
 
 @pytest.mark.parametrize("dense", [0.0, 0.1], ids=("none", "part"))
-@pytest.mark.parametrize("case", list(table()), ids=str)
+@pytest.mark.parametrize("case", [*table(), *with_residual(table(), share=0.3)], ids=str)
 def test_against_float64(case: Case, dense: float) -> None:
     block = make_block(case, integers=False)
     reference.assert_close(run(block, case.compression, int(case.rows * dense)), block)
@@ -203,6 +204,7 @@ SMALL = [
     Case(rows=4100, d_model=128, d_ff=300, d_out=72, density=0.2, dtype=FP16, activation="drelu"),
     Case(rows=4096, d_model=64, d_ff=3000, d_out=8, density=0.01, biases=""),
     Case(rows=33000, d_model=64, d_ff=40, d_out=8, density=0.03, biases=""),
+    Case(rows=4100, d_model=64, d_ff=300, d_out=136, density=0.02, residual=True),
 ]
 
 

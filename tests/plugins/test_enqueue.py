@@ -89,6 +89,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 class Block:
     gated: bool
     biases: tuple[str, ...] = ()
+    residual: bool = False
     activation: str = "relu"
     threshold: float = 0.0
     compression: int = 8
@@ -106,6 +107,8 @@ class Block:
         shapes["w_down"] = (self.d_ff, self.d_out)
         if "down" in self.biases:
             shapes["b_down"] = (self.d_out,)
+        if self.residual:
+            shapes["residual"] = (*leading, self.d_out)
         return shapes
 
     def problem(self, tokens: int, dtype: int) -> library.Problem:
@@ -128,6 +131,7 @@ class Block:
         values: dict[str, ctypes.c_int32 | ctypes.c_float] = {
             name: ctypes.c_int32(bias in self.biases) for name, bias in (bias_fields | {"down_bias": "down"}).items()
         }
+        values["residual"] = ctypes.c_int32(self.residual)
         values["compression"] = ctypes.c_int32(self.compression)
         values["threshold"] = ctypes.c_float(self.threshold)
         text = ctypes.create_string_buffer(self.activation.encode())
@@ -149,6 +153,9 @@ BLOCKS = [
     Block(gated=False, d_model=8, d_ff=512),
     Block(gated=False, biases=("gate",), activation="relu2"),
     Block(gated=False, biases=("gate", "down")),
+    Block(gated=True, residual=True),
+    Block(gated=True, biases=("gate", "up", "down"), residual=True, d_out=64),
+    Block(gated=False, biases=("down",), residual=True),
 ]
 
 
@@ -229,6 +236,29 @@ def test_bad_shapes_at_run_time_are_refused(
     plugin = block.create(host)
     inputs = descs(block, (4,), BF16)
     inputs[slot] = make_desc(shape, dtype)
+    assert host.shape_change(plugin, inputs, len(inputs), None) != 0
+    host.destroy(plugin)
+    assert f"log 1 TwellGatedMlp 'layer0': {message}" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((4, 64), BF16, "input residual has shape [4, 64]; expected that of y, [..., d_out] = [4, 32]"),
+        ((5, 32), BF16, "input residual has shape [5, 32]; expected that of y, [..., d_out] = [4, 32]"),
+        ((2, 2, 32), BF16, "input residual has shape [2, 2, 32]; expected that of y, [..., d_out] = [4, 32]"),
+        ((32,), BF16, "input residual has shape [32]; expected that of y, [..., d_out] = [4, 32]"),
+        ((4, 32), FP16, "input residual is fp16; all inputs must be bf16, or all fp16 (x is bf16)"),
+    ],
+)
+def test_bad_residual_at_run_time_is_refused(
+    host: ctypes.CDLL, capfd: pytest.CaptureFixture[str], shape: tuple[int, ...], dtype: int, message: str
+) -> None:
+    block = Block(gated=True, residual=True)
+    plugin = block.create(host)
+    inputs = descs(block, (4,), BF16)
+    assert host.shape_change(plugin, inputs, len(inputs), None) == 0
+    inputs[4] = make_desc(shape, dtype)
     assert host.shape_change(plugin, inputs, len(inputs), None) != 0
     host.destroy(plugin)
     assert f"log 1 TwellGatedMlp 'layer0': {message}" in capfd.readouterr().out

@@ -28,6 +28,7 @@ from tests.plugins.test_kernels import (
     assert_same_bits,
     leave_out_lost_gates,
     make_block,
+    with_residual,
 )
 
 pytestmark = pytest.mark.gpu
@@ -104,7 +105,7 @@ def assert_rows_stay_apart(case: Case, dense_rows: int, kernels: int, dirty_rows
     assert torch.isfinite(y[clean]).all()
 
 
-def table() -> Iterator[Case]:
+def without_residual() -> Iterator[Case]:
     """Cases for the dense path: d_model is a multiple of 64 wherever there is an up projection."""
     dtypes = itertools.cycle((BF16, FP16))
     base = Case(rows=300, d_model=192, d_ff=600, d_out=136)
@@ -138,6 +139,12 @@ def table() -> Iterator[Case]:
         yield Case(rows=rows, d_model=256, d_ff=5632, d_out=2048, density=0.3, biases="", dtype=next(dtypes))
     yield Case(rows=2048, d_model=2048, d_ff=5632, d_out=2048, density=0.9, biases="")
     yield Case(rows=600, d_model=4096, d_ff=11008, d_out=4096, density=0.05, biases="", dtype=FP16)
+
+
+def table() -> Iterator[Case]:
+    """Cases for the dense path, with and without a residual."""
+    yield from without_residual()
+    yield from with_residual(without_residual(), share=0.4)
 
 
 def any_d_model_table() -> Iterator[Case]:
@@ -262,6 +269,10 @@ def block_table() -> Iterator[Case]:
             yield Case(250, 200, d_ff, 264, density=0.3, biases=biases, dtype=next(dtypes))
     for rows, d_ff in ((193, 10621), (500, 1038), (513, 6033)):
         yield Case(rows, 200, d_ff, 264, density=0.3, dtype=next(dtypes))
+        yield Case(rows, 200, d_ff, 264, density=0.3, dtype=next(dtypes), residual=True)
+    # Parts of sums, with a residual.
+    for rows, gated in itertools.product((1, 25, 41, 65, 97, 129, 161, 225, 513, 1585), (True, False)):
+        yield Case(rows, 200, 5632, 1000, density=0.3, biases="d", dtype=next(dtypes), gated=gated, residual=True)
 
 
 @pytest.mark.sm90
@@ -364,6 +375,7 @@ SMALL = [
     # Tall tiles.
     Case(rows=200, d_model=192, d_ff=2185, d_out=72, density=0.2),
 ]
+SMALL += with_residual(SMALL)
 
 
 @pytest.mark.parametrize(("kernels", "share"), paths(all=1.0, part=0.25, none=0.0, block=DENSE_BLOCK, early=EARLY))

@@ -84,6 +84,7 @@ def table() -> Iterator[tuple[Case, int]]:
         ("relu", "relu2", "fatrelu", "drelu"), (BF16, FP16), ("", "gud")
     ):
         yield dataclasses.replace(BASE, activation=activation, dtype=dtype, biases=biases), 60
+        yield dataclasses.replace(BASE, activation=activation, dtype=dtype, biases=biases, residual=True), 60
 
 
 def case_id(value: object) -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import random
 import statistics
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -67,18 +68,31 @@ class Case:
     activation: str = "relu"
     density: float = 0.03
     biases: str = "gud"
+    residual: bool = False
 
     def __str__(self) -> str:
         kind = ("gated" if self.gated else "plain") + "-" + self.activation
         dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"{self.rows}x{self.d_model}-{self.d_ff}-{self.d_out}-C{self.compression}-{dtype}-{kind}"
-            f"-{self.density:g}-bias[{self.biases}]"
+            f"-{self.density:g}-bias[{self.biases}]{'-residual' if self.residual else ''}"
         )
+
+
+def with_residual(cases: Iterable[Case], share: float = 1.0) -> list[Case]:
+    """The cases, or a share of them, always the same ones, with a residual."""
+    rng = random.Random(0)
+    return [dataclasses.replace(case, residual=True) for case in cases if rng.random() < share]
 
 
 def table() -> Iterator[Case]:
     """All cases that run against the reference."""
+    yield from without_residual()
+    yield from with_residual(without_residual(), share=0.5)
+
+
+def without_residual() -> Iterator[Case]:
+    """Cases of every route."""
     dtypes = itertools.cycle((BF16, FP16))
     kinds = [(True, name) for name in ("relu", "relu2", "fatrelu", "drelu")]
     kinds += [(False, name) for name in ("relu", "relu2", "fatrelu")]
@@ -217,6 +231,7 @@ SMALL = [
     Case(rows=64, d_model=72, d_ff=14784, d_out=72, density=0.2, dtype=FP16),
     Case(rows=34, d_model=72, d_ff=MANY_NEURONS, d_out=264, density=0.004, gated=False),
 ]
+SMALL += with_residual(SMALL)
 
 
 def make_block(case: Case, *, integers: bool, device: str = "cuda") -> Block:
@@ -259,6 +274,7 @@ def make_block(case: Case, *, integers: bool, device: str = "cuda") -> Block:
         b_gate=b_gate.to(case.dtype) if "g" in case.biases else None,
         b_up=draw(case.d_ff, scale=0.5).to(case.dtype) if case.gated and "u" in case.biases else None,
         b_down=draw(case.d_out, scale=0.5).to(case.dtype) if "d" in case.biases else None,
+        residual=draw(case.rows, case.d_out).to(case.dtype) if case.residual else None,
         activation=case.activation,
         threshold=0.0 if case.activation != "fatrelu" else (1.0 if integers else 0.05),
     )
@@ -320,7 +336,7 @@ class Call:
         self.workspace = torch.empty(self.lib.twell_workspace_bytes(self.problem), dtype=torch.uint8, device="cuda")
         if poison:
             self.workspace.fill_(0xFF)
-        names = ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down")
+        names = ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual")
         inputs = {name: getattr(block, name) for name in names}
         assert all(tensor is None or tensor.is_contiguous() for tensor in inputs.values())
         self.tensors = library.Tensors(
@@ -861,7 +877,7 @@ def test_more_than_2_31_elements(rows: int, d_model: int, d_ff: int, d_out: int,
 
 @pytest.fixture
 def call() -> Call:
-    return Call(make_block(Case(), integers=False), 8)
+    return Call(make_block(Case(residual=True), integers=False), 8)
 
 
 def status_of(call: Call) -> tuple[int, int, int]:
@@ -875,7 +891,7 @@ def status_of(call: Call) -> tuple[int, int, int]:
     )
 
 
-@pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down", "y", "b_gate", "b_up", "b_down"])
+@pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down", "y", "b_gate", "b_up", "b_down", "residual"])
 def test_bad_pointers(call: Call, name: str) -> None:
     assert status_of(call) == (SUCCESS,) * 3
     gate_reads = name in ("x", "w_gate", "b_gate")
@@ -884,8 +900,16 @@ def test_bad_pointers(call: Call, name: str) -> None:
     wrong = MISALIGNED_ADDRESS
     assert status_of(call) == (wrong if gate_reads else SUCCESS, wrong, wrong)
     setattr(call.tensors, name, None)
-    wrong = SUCCESS if name.startswith("b_") else INVALID_VALUE
+    wrong = SUCCESS if name.startswith("b_") or name == "residual" else INVALID_VALUE
     assert status_of(call) == (wrong if gate_reads else SUCCESS, wrong, wrong)
+    torch.cuda.synchronize()
+
+
+def test_residual_must_not_overlap_y(call: Call) -> None:
+    y, size = call.y.data_ptr(), call.y.numel() * call.y.element_size()
+    for residual in (y, y + size - 16, y - size + 16):
+        call.tensors.residual = residual
+        assert status_of(call) == (SUCCESS, INVALID_VALUE, INVALID_VALUE)
     torch.cuda.synchronize()
 
 

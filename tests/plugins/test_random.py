@@ -66,6 +66,7 @@ def draw_case(rng: random.Random) -> Case:
         activation=rng.choice(["relu", "relu", "relu2", "fatrelu", *(["drelu"] if gated else [])]),
         density=rng.choice([0.0, 0.001, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 0.6, 1.0]),
         biases="".join(name for name in ("gud" if gated else "gd") if rng.random() < 0.4),
+        residual=rng.random() < 0.5,
     )
 
 
@@ -96,6 +97,8 @@ def disturb(rng: random.Random, block: Block) -> list[str]:
         w_gate[chosen, 0] = w_gate[:, 0].abs().max()
     if happens("a value that is not finite", 0.15):
         x[rng.randrange(rows), rng.randrange(x.shape[1])] = rng.choice([math.nan, math.inf, -math.inf])
+    if block.residual is not None and happens("a residual that is not finite", 0.15):
+        block.residual[rng.randrange(rows), rng.randrange(block.residual.shape[1])] = rng.choice([math.nan, math.inf])
     if happens("a neuron that nothing activates", 0.1):
         neuron = rng.randrange(d_ff)
         w_gate[neuron] = 0

@@ -57,6 +57,7 @@ def fields(plugin: str, **changes: Field | None) -> list[Field]:
         "compression": ["INT32", 8],
         "up_bias": ["INT32", 0],
         "down_bias": ["INT32", 1],
+        "residual": ["INT32", 0],
     }
     if plugin == "TwellGatedMlp":
         good["gate_bias"] = ["INT32", 0]
@@ -65,7 +66,7 @@ def fields(plugin: str, **changes: Field | None) -> list[Field]:
 
 def plan_fields(plugin: str, **changes: Field | None) -> list[Field]:
     """Return good fields as a plan holds them."""
-    return fields(plugin, **({"schema": ["INT32", 1], "activation": ["INT32", 0]} | changes))
+    return fields(plugin, **({"schema": ["INT32", 2], "activation": ["INT32", 0]} | changes))
 
 
 GATED, PLAIN = PLUGINS
@@ -177,12 +178,19 @@ REFUSED: dict[str, tuple[str, str, list[Field], str]] = {
         "field 'gate_bias' is missing; allowed: 0 or 1",
     ),
     "up-bias-two": (GATED, "BUILD", fields(GATED, up_bias=["INT32", 2]), "field 'up_bias': got 2; allowed: 0 or 1"),
+    "residual-missing": (GATED, "BUILD", fields(GATED, residual=None), "field 'residual' is missing"),
+    "residual-other": (
+        PLAIN,
+        "BUILD",
+        fields(PLAIN, residual=["INT32", 2]),
+        "field 'residual': got 2; allowed: 0 or 1",
+    ),
     "down-bias-missing": (PLAIN, "BUILD", fields(PLAIN, down_bias=None), "field 'down_bias' is missing"),
     "gate-bias-without-gate": (
         PLAIN,
         "BUILD",
         fields(PLAIN, gate_bias=["INT32", 0]),
-        "field 'gate_bias' is unknown; allowed: activation, threshold, compression, up_bias, down_bias",
+        "field 'gate_bias' is unknown; allowed: activation, threshold, compression, up_bias, down_bias, residual",
     ),
     "unknown": (GATED, "BUILD", fields(GATED, tile=["INT32", 256]), "field 'tile' is unknown; allowed: activation,"),
     "schema-at-build": (GATED, "BUILD", fields(GATED, schema=["INT32", 1]), "field 'schema' is unknown"),
@@ -191,8 +199,8 @@ REFUSED: dict[str, tuple[str, str, list[Field], str]] = {
     "plan-of-another-schema": (
         GATED,
         "RUNTIME",
-        plan_fields(GATED, schema=["INT32", 2]),
-        "field 'schema': got 2; allowed: 1. The plan is damaged, or built for another libtwell_plugins.so",
+        plan_fields(GATED, schema=["INT32", 1]),
+        "field 'schema': got 1; allowed: 2. The plan is damaged, or built for another libtwell_plugins.so",
     ),
     "plan-without-schema": (PLAIN, "RUNTIME", plan_fields(PLAIN, schema=None), "field 'schema' is missing"),
     "plan-activation-range": (
@@ -243,6 +251,7 @@ def test_both_creators_are_registered(created: tuple[str, Report]) -> None:
         "compression": "INT32",
         "up_bias": "INT32",
         "down_bias": "INT32",
+        "residual": "INT32",
     }
     assert found[PLAIN]["fields"] == common
     assert found[GATED]["fields"] == common | {"gate_bias": "INT32"}
@@ -324,13 +333,14 @@ def test_logger_and_plan_fields_in_every_host(
     assert [line for line in lines if not line.startswith("log ")] == [
         "creators 2",
         "refused 1",
-        "field schema 1",
+        "field schema 2",
         "field activation 2",
         "field threshold 0.25",
         "field compression 4",
         "field gate_bias 0",
         "field up_bias 1",
         "field down_bias 1",
+        "field residual 1",
         "attached 0",
     ]
 
@@ -351,6 +361,13 @@ BUILT: dict[str, dict[str, Any]] = {
         for dtype in ("bf16", "fp16")
         for biases in ([], ALL_BIASES[plugin])
     },
+    **{
+        f"{plugin}-residual-{'biases' if biases else 'no-biases'}": block(plugin, biases=biases, residual=True)
+        for plugin in PLUGINS
+        for biases in ([], ALL_BIASES[plugin])
+    },
+    "residual-of-one-token": block(PLAIN, leading=[], residual=True, d_out=8),
+    "residual-of-rank-five": block(GATED, "fp16", leading=["a", "b", "c", "d"], residual=True),
     "some-biases": block(GATED, biases=["up"]),
     "one-neuron": block(GATED, d_ff=1),
     "whole-tiles": block(PLAIN, d_ff=512),
@@ -391,6 +408,26 @@ NOT_BUILT: dict[str, tuple[dict[str, Any], str]] = {
     "bias-not-said": (
         block(PLAIN, biases=["down"], attributes={"down_bias": 0}),
         "got 4 inputs; expected 3: x, w_up, w_down",
+    ),
+    "residual-not-given": (
+        block(PLAIN, attributes={"residual": 1}),
+        "got 3 inputs; expected 4: x, w_up, w_down, residual",
+    ),
+    "residual-not-said": (
+        block(GATED, residual=True, attributes={"residual": 0}),
+        "got 5 inputs; expected 4: x, w_gate, w_up, w_down",
+    ),
+    "residual-of-other-width": (
+        block(PLAIN, residual=["batch", "sequence", 32]),
+        "input residual has shape [?, ?, 32]; expected that of y, [..., d_out] = [?, ?, 64]",
+    ),
+    "residual-of-other-rank": (
+        block(PLAIN, residual=["sequence", 64]),
+        "input residual has shape [?, 64]; expected that of y, [..., d_out] = [?, ?, 64]",
+    ),
+    "residual-of-other-type": (
+        block(GATED, residual=True, dtypes={"residual": "fp16"}),
+        "input residual is fp16; all inputs must be bf16, or all fp16 (x is bf16)",
     ),
     "a weight whose shape varies": (
         block(PLAIN, dynamic={"w_down": [300, "d_out"]}),

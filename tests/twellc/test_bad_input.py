@@ -329,14 +329,14 @@ def manifest() -> dict[str, Any]:
     layer = {"module": "m", "variant": "gated", "activation": "relu", "matched": True, "decision": "twell"}
     tensor = {"name": "x", "dtype": "bf16", "shape": [-1, 16]}
     return {
-        "schema": 1,
+        "schema": 2,
         "twellc": "9.0.0",
         "model": {"name": "m", "kind": "k", "sha256": ""},
         "settings": {"dtype": "bf16", "layers": "auto", "compression": 8},
-        "layers": [{**layer, "d_model": 16, "d_ff": 40, "d_out": 16, "reason": ""}],
+        "layers": [{**layer, "d_model": 16, "d_ff": 40, "d_out": 16, "reason": "", "residual": False}],
         "notes": [],
         "warnings": [],
-        "plugins": {"namespace": "twell", "version": "2", "names": ["TwellGatedMlp"], "embedded": False},
+        "plugins": {"namespace": "twell", "version": "twellc-3", "names": ["TwellGatedMlp"], "embedded": False},
         "onnx": {"file": None, "sha256": ""},
         "profiles": [{"x": {"min": [1, 16], "opt": [2, 16], "max": [4, 16]}}],
         "backend": {"name": "tensorrt-rtx", "version": "1.7.1.116"},
@@ -353,16 +353,17 @@ def manifest() -> dict[str, Any]:
 def test_plan_for_newer_plugins(manifest: dict[str, Any], tmp_path: Path) -> None:
     """A check says so before it opens the plan on a GPU."""
     with pytest.raises(
-        UserError, match=r"got plugin version 1; expected plugin version 2, of twellc 9\.0\.0\. Install"
+        UserError, match=r"got plugin version twellc-2; expected plugin version twellc-3, of twellc 9\.0\.0\. Install"
     ):
         refuse_other_plugins(tmp_path / "m.plan", manifest)
-    refuse_other_plugins(tmp_path / "m.plan", manifest | {"plugins": manifest["plugins"] | {"version": "1"}})
+    refuse_other_plugins(tmp_path / "m.plan", manifest | {"plugins": manifest["plugins"] | {"version": "twellc-2"}})
     refuse_other_plugins(tmp_path / "m.plan", manifest | {"plugins": manifest["plugins"] | {"names": []}})
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no schema": ({"schema": None}, "it names no schema"),
-    "newer": ({"schema": 2}, "of another version; got 2; expected 1"),
+    "newer": ({"schema": 3}, "of another version; got 3; expected 2"),
+    "older": ({"schema": 1}, "of another version; got 1; expected 2"),
     "no layers": ({"layers": None}, "damaged: layers is no list"),
     "layer of no layer": ({"layers": [3]}, r"damaged: layers\[0\] is no object"),
     "layer without a width": ({"layers": [{"module": "m"}]}, r"damaged: layers\[0\] has no variant"),

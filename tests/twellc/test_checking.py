@@ -264,6 +264,28 @@ def test_damaged_trained_model(case: str, bytelm: Path, bytelm_plan: Path, tmp_p
     assert not run_check(bytelm, candidate).within
 
 
+def test_residual_is_part_of_the_block(archive: Path, archive_graph: Path, tmp_path: Path) -> None:
+    """The block's result is the sum; a candidate whose node takes in another tensor, or none, is found out."""
+    result = run_check(archive, archive_graph)
+    assert [block.module for block in result.blocks] == ["ffn"]
+    assert result.within
+    model = onnx.load(archive_graph)
+    (node,) = (node for node in model.graph.node if node.domain == "twell")
+    (field,) = (each for each in node.attribute if each.name == "residual")
+    assert field.i == 1
+    node.input[-1] = node.input[0]
+    onnx.save(model, tmp_path / "other.onnx")
+    other = run_check(archive, tmp_path / "other.onnx")
+    assert not other.within
+    assert other.first_divergence is None, "the block by itself is right: it is given the right residual"
+    field.i = 0
+    node.input.pop()
+    onnx.save(model, tmp_path / "none.onnx")
+    without = run_check(archive, tmp_path / "none.onnx")
+    assert not without.within
+    assert "with and without a residual" in "".join(without.notes)
+
+
 def test_exit_statuses(cli: Cli, archive: Path, archive_graph: Path, tmp_path: Path) -> None:
     bad = damage(archive_graph, tmp_path / "bad.onnx", WITH_BIASES, "w_down", lambda w: w.zero_())
     good = cli("check", archive, archive_graph)
@@ -852,7 +874,7 @@ def test_inspect_a_model(cli: Cli, bytelm: Path) -> None:
     assert found["layers"] == [
         {
             "module": f"model.layers.{i}.mlp", "variant": "gated", "activation": "relu", "d_model": 192, "d_ff": 1024,
-            "d_out": 192, "matched": True, "decision": "twell", "reason": "matches",
+            "d_out": 192, "matched": True, "decision": "twell", "reason": "matches", "residual": True,
         }
         for i in range(4)
     ]  # fmt: skip

@@ -153,7 +153,7 @@ def test_inspect_shows_the_fields_of_plugin_nodes(cli: Cli, tmp_path: Path) -> N
     (node,) = json.loads(cli("inspect", graph, "--json").stdout)["nodes"]
     assert node["fields"] == {
         "activation": "relu", "threshold": 0.0, "compression": 4, "gate_bias": 1, "up_bias": 1, "down_bias": 1,
-        "plugin_version": "1", "plugin_namespace": "twell",
+        "residual": 0, "plugin_version": "twellc-2", "plugin_namespace": "twell",
     }  # fmt: skip
     shown = cli("inspect", graph).stdout
     for name, value in node["fields"].items():

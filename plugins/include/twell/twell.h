@@ -1,8 +1,8 @@
 // C API of the TwELL kernels: raw device pointers, dimensions and a stream. No torch, no TensorRT.
 //
 // One feed-forward block over `tokens` rows:
-//   gated:  y = (act(x Wg^T + bg) * (x Wu^T + bu)) Wd + bd
-//   plain:  y =  act(x Wg^T + bg)                  Wd + bd
+//   gated:  y = residual + (act(x Wg^T + bg) * (x Wu^T + bu)) Wd + bd
+//   plain:  y = residual +  act(x Wg^T + bg)                  Wd + bd
 // All matrices are row-major and contiguous. `w_down` is stored neuron-major, [d_ff, d_out]: the transpose of
 // torch.nn.Linear.weight. For a plain block `w_gate`/`b_gate` are the up projection, whose output is activated.
 //
@@ -54,16 +54,18 @@ typedef struct {
     float threshold;      // TWELL_FATRELU only, >= 0
 } twell_problem;
 
-// Device pointers, 16-byte aligned. Biases may be null. `w_up` and `b_up` are null for TWELL_PLAIN.
+// Device pointers, 16-byte aligned. Biases and residual may be null. `w_up` and `b_up` are null for TWELL_PLAIN.
+// Inputs may overlap each other; the residual may be x. None may overlap y.
 typedef struct {
-    void const* x;       // [tokens, d_model]
-    void const* w_gate;  // [d_ff, d_model]
-    void const* b_gate;  // [d_ff]
-    void const* w_up;    // [d_ff, d_model]
-    void const* b_up;    // [d_ff]
-    void const* w_down;  // [d_ff, d_out]
-    void const* b_down;  // [d_out]
-    void* y;             // [tokens, d_out]
+    void const* x;         // [tokens, d_model]
+    void const* w_gate;    // [d_ff, d_model]
+    void const* b_gate;    // [d_ff]
+    void const* w_up;      // [d_ff, d_model]
+    void const* b_up;      // [d_ff]
+    void const* w_down;    // [d_ff, d_out]
+    void const* b_down;    // [d_out]
+    void const* residual;  // [tokens, d_out]: added to y in fp32, before y is rounded
+    void* y;               // [tokens, d_out]
 } twell_tensors;
 
 // Says what is wrong with the dimensions or options, or returns null when the problem can be run.
@@ -75,9 +77,10 @@ TWELL_API size_t twell_packed_bytes(twell_problem const* problem);
 // Bytes of device workspace that twell_up_down and twell_mlp need; it never shrinks when `tokens` grows.
 TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 
-// The three functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer
-// or too small a workspace, cudaErrorMisalignedAddress for a misaligned pointer, cudaErrorNotSupported on a device
-// below compute capability 8.0, and else what the launch returned. The current device must be the stream's.
+// The three functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer,
+// a residual that overlaps y or too small a workspace, cudaErrorMisalignedAddress for a misaligned pointer,
+// cudaErrorNotSupported on a device below compute capability 8.0, and else what the launch returned. The current device
+// must be the stream's.
 
 // Step 1: packed = TwELL(act(x Wg^T + bg)). Reads x, w_gate and b_gate. `packed` is 16-byte aligned.
 // Word 0 of a (row, tile) is the true number of non-zeros, of the rounded values; a NaN counts. The other
