@@ -1,6 +1,7 @@
 """Write an ExportedProgram with `twell` ops as an ONNX file with nodes of the `twell` domain.
 
     torch.ops.twell.gated_mlp  ->  twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual])
+    torch.ops.twell.attention  ->  twell::TwellAttention(q, k, v, [lengths])
     torch.ops.twell.mlp        ->  twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual])
 
 `twellc.plugins.onnx_node` documents inputs and attributes.
@@ -23,8 +24,10 @@ from twellc.errors import UserError, first_line
 from twellc.files import external_data
 from twellc.passes.attention import OPERATOR
 from twellc.passes.program import quiet_torch
+from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.library import PLUGIN_NAMESPACE
-from twellc.plugins.onnx_node import BIASES, GATED, PLAIN, RESIDUAL, node_attributes
+from twellc.plugins.onnx_node import ATTENTION as ATTENTION_NODE
+from twellc.plugins.onnx_node import BIASES, GATED, PLAIN, RESIDUAL, attention_attributes, node_attributes
 from twellc.plugins.ops import GATED_MLP, MLP
 
 # The first with the operators of our graphs, and the first with Attention.
@@ -67,7 +70,7 @@ def export_onnx(
                 opset_version=opset,
                 dynamo=True,
                 verbose=False,
-                custom_translation_table={GATED_MLP: _gated_mlp, MLP: _mlp},
+                custom_translation_table={GATED_MLP: _gated_mlp, MLP: _mlp, ATTENTION: _attention},
             )
     except torch.onnx.errors.OnnxExporterError as error:
         raise UserError(
@@ -118,30 +121,40 @@ def _cause(error: BaseException) -> str:
     return first_line(error)
 
 
-def _schema(op_type: str) -> onnx.defs.OpSchema:
-    parameter = onnx.defs.OpSchema.FormalParameter
-    attribute = onnx.defs.OpSchema.Attribute
-    kinds = onnx.defs.OpSchema.AttrType
+_KINDS = onnx.defs.OpSchema.AttrType
+_OPTIONS = {
+    **{
+        name: {"activation": _KINDS.STRING, "threshold": _KINDS.FLOAT, "compression": _KINDS.INT,
+               **dict.fromkeys((*biases, RESIDUAL), _KINDS.INT)}
+        for name, biases in BIASES.items()
+    },
+    ATTENTION_NODE: {"scale": _KINDS.FLOAT, "causal": _KINDS.INT, "lengths": _KINDS.INT},
+}  # fmt: skip
+
+
+def _schema(op_type: str, options: dict[str, Any]) -> onnx.defs.OpSchema:
+    parameter, parameter_option = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.FormalParameterOption
+    types = ("float16", "bfloat16", "float", "double")
+    options = {**options, "plugin_version": _KINDS.STRING, "plugin_namespace": _KINDS.STRING}
     return onnx.defs.OpSchema(
         op_type,
         PLUGIN_NAMESPACE,
         1,
-        inputs=[parameter("operands", "T", param_option=onnx.defs.OpSchema.FormalParameterOption.Variadic)],
+        # Not all of one type: lengths are integers.
+        inputs=[parameter("operands", "I", param_option=parameter_option.Variadic, is_homogeneous=False)],
         outputs=[parameter("y", "T")],
-        type_constraints=[("T", ["tensor(float16)", "tensor(bfloat16)", "tensor(float)", "tensor(double)"], "")],
-        attributes=[
-            attribute("activation", kinds.STRING),
-            attribute("threshold", kinds.FLOAT),
-            attribute("compression", kinds.INT),
-            *(attribute(name, kinds.INT) for name in (*BIASES[op_type], RESIDUAL)),
-            attribute("plugin_version", kinds.STRING),
-            attribute("plugin_namespace", kinds.STRING),
+        type_constraints=[
+            ("T", [f"tensor({name})" for name in types], ""),
+            ("I", [f"tensor({name})" for name in (*types, "int32")], ""),
         ],
+        attributes=[onnx.defs.OpSchema.Attribute(name, kind) for name, kind in options.items()],
     )
 
 
 _TWELL = values.Opset(PLUGIN_NAMESPACE, 1)
-_NODES: dict[str, Callable[..., Any]] = {name: values.Op(_TWELL, name, _schema(name)) for name in (GATED, PLAIN)}
+_NODES: dict[str, Callable[..., Any]] = {
+    name: values.Op(_TWELL, name, _schema(name, options)) for name, options in _OPTIONS.items()
+}
 
 
 def _gated_mlp(
@@ -157,6 +170,11 @@ def _mlp(
     activation: str, threshold: float, compression: int,
 ) -> Any:  # fmt: skip
     return _emit(PLAIN, [x, w_up, b_up, w_down, b_down], residual, activation, threshold, compression)
+
+
+def _attention(q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool) -> Any:
+    inputs = [operand for operand in (q, k, v, lengths) if operand is not None]
+    return _NODES[ATTENTION_NODE](*inputs, **attention_attributes(scale, causal, lengths is not None))
 
 
 def _emit(op_type: str, operands: list[Any], residual: Any, activation: str, threshold: float, compression: int) -> Any:

@@ -12,7 +12,6 @@ from twellc.export.mapped_file import pages_given_back
 from twellc.export.shapes import Profile
 from twellc.export.tensorrt_host import Host, create_network, load_host, make_logger, write_plan
 from twellc.files import external_data
-from twellc.plugins.library import library_path
 from twellc.plugins.registration import NEEDS_PLUGINS, register
 
 
@@ -47,7 +46,7 @@ def build_plan(
     onnx_path: Path,
     plan_path: Path,
     profiles: list[Profile],
-    embed_plugins: bool,
+    embedded: list[Path],
     progress: Callable[[str], None],
 ) -> Plan:
     """Build a plan and write it.
@@ -57,7 +56,7 @@ def build_plan(
         onnx_path: An ONNX file; external data is read from its folder.
         plan_path: Where to write the plan.
         profiles: Optimization profiles.
-        embed_plugins: Put the plugin library into the plan.
+        embedded: Plugin libraries to put into the plan.
         progress: Receives the name of each phase of the build.
 
     Raises:
@@ -79,8 +78,8 @@ def build_plan(
         )  # fmt: skip
     config = builder.create_builder_config()
     config.progress_monitor = _monitor(host, progress)
-    if embed_plugins:
-        config.plugins_to_serialize = [str(library_path())]
+    if embedded:
+        config.plugins_to_serialize = list(map(str, embedded))
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     if any(-1 in tensor.shape for tensor in inputs):
         for ranges in profiles:

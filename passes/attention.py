@@ -9,10 +9,10 @@ Keys and values of a group that are repeated for each of its queries' heads are 
 depends on positions alone and keeps all keys, or those up to the query's own place, is no tensor any more
 (`causal_mask.py`). Each block then takes the first of the forms that were asked for and that can express it:
 
-    cudnn      twell.attention(q, k, v, None, scale, causal), [batch, tokens, heads, width] in and out: a plugin over cuDNN
+    cudnn      twell.attention(q, k, v, None, scale, causal), a plugin over cuDNN: [batch, tokens, heads, width] both ways
     operator   scaled_dot_product_attention, which becomes ONNX's Attention
-    matmul     matmul ─ + mask ─ softmax ─ matmul, which TensorRT 10 fuses: with k transposed once, the queries of a group
-               as rows of one product, and no guard for rows that are masked whole, whose scores are low, not -inf
+    matmul     matmul ─ + mask ─ softmax ─ matmul, which TensorRT 10 fuses: with k transposed once, the queries of a
+               group as rows of one product, and no guard for rows that are masked whole: their scores are low, not -inf
 
 Queries are scaled before the product, in float32 with one rounding: a scale in bfloat16 would be off by up to 0.25 %.
 Masks are made once for all blocks that share them.
@@ -34,7 +34,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from twellc.passes.activations import arguments, packet
 from twellc.passes.causal_mask import positions_kept
-from twellc.passes.linear import CASTS
+from twellc.passes.linear import CASTS, same_sizes
 from twellc.passes.program import editable, finish, replace_node
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.library import LARGEST_HEAD
@@ -78,7 +78,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class _Block:
-    """Attention in the graph: `node` is its result; k and v have as many heads as the model gives them, in any dtype."""
+    """Attention in the graph: `node` is its result; k and v have the heads that the model gives them, in any dtype."""
 
     node: Node
     q: Node
@@ -189,7 +189,7 @@ def _exchanges_heads_and_tokens(node: Node) -> bool:
 
 
 def _copy_where_needed(result: Node) -> None:
-    """Let what reads the result through transpositions copy it: its layout may not be the one that views were made for."""
+    """Let what reads the result through transpositions copy it: views may have been made for another layout."""
     pending = [result]
     for node in pending:
         for user in node.users:
@@ -236,9 +236,7 @@ def _read_products(node: Node, weights: Node) -> _Parts | None:
     return node, q, k, arguments(node)[1], mask, False, scale
 
 
-def _checked(
-    node: Node, q: Node, k: Node, v: Node, mask: Node | None, causal: bool, scale: float
-) -> _Block:
+def _checked(node: Node, q: Node, k: Node, v: Node, mask: Node | None, causal: bool, scale: float) -> _Block:
     dtypes = {each.meta["val"].dtype for each in (q, k, v, node)}
     if len(dtypes) > 1:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -272,8 +270,7 @@ def _behind(node: Any, *operators: object) -> Node:
 
 
 def _same_shape(left: Node, right: Node) -> bool:
-    a, b = left.meta["val"].shape, right.meta["val"].shape
-    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+    return same_sizes(left.meta["val"].shape, right.meta["val"].shape)
 
 
 def _is_between(node: object) -> bool:
@@ -322,11 +319,8 @@ def _ungrouped(node: Node) -> Node:
         return node
     source = _as_node(arguments(single)[0])
     batch, heads, group, keys, width = wide.meta["val"].shape
-    expected = (batch, heads * group, keys, width)
-    original = source.meta["val"].shape
-    same = all(map(statically_known_true, (a == b for a, b in zip(expected, merged.meta["val"].shape, strict=True))))
-    whole = all(map(statically_known_true, (a == b for a, b in zip((batch, heads, keys, width), original, strict=True))))
-    return source if same and whole else node
+    repeated = same_sizes(merged.meta["val"].shape, (batch, heads * group, keys, width))
+    return source if repeated and same_sizes(source.meta["val"].shape, (batch, heads, keys, width)) else node
 
 
 def _refuse_cudnn(block: _Block) -> str:
@@ -477,7 +471,7 @@ class _Writer:
 
     def _for_groups(self, bias: Node, kv_heads: int, group: int, rows: Any) -> Node:
         """Return a bias [batch, heads, queries, keys] for scores [batch, kv_heads, group · queries, keys]."""
-        batch, heads, queries, keys = bias.meta["val"].shape
+        _, heads, queries, _ = bias.meta["val"].shape
         if group == 1 or (heads == 1 and statically_known_true(queries == 1)):
             return bias
         if statically_known_true(queries == 1):  # one row a head: as many as there are queries

@@ -3,8 +3,9 @@
 Exporters write a causal mask as arithmetic on ranges, `arange(t) <= arange(t)[:, None]`, often with more around it:
 indices into expanded ranges, a search for packed sequences in positions that are never packed, `where(…, 0, -inf)`.
 Here every tensor of such a graph is read as a function of its own coordinates i0, i1, …: an integer one as an affine
-function c + a0·i0 + a1·i1 + …, a boolean one as a set of such functions that must all be at least 0. What is not of this
-kind is unknown, and a mask that needs it stays as it is. So the answer holds for all sizes, not for some that were tried.
+function c + a0·i0 + a1·i1 + …, a boolean one as a set of such functions that must all be at least 0. What is not of
+this kind is unknown, and a mask that needs it stays as it is. So the answer holds for all sizes, not only for some that
+were tried.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class _Reader:
 
 
 def _range(_: _Reader, node: Node) -> _Value:
-    numbers = [a for a in arguments(node)]
+    numbers = arguments(node)
     if node.target is aten.arange.default:
         start, step = 0, 1
     else:

@@ -5,8 +5,8 @@
     twell::TwellAttention(q, k, v, [lengths])
 
 What is in brackets is left out of the inputs where it is absent; the attributes `gate_bias`, `up_bias`, `down_bias`,
-`residual` and `lengths` say what is there. The lengths must be 1 to the number of keys: a graph that cannot promise that
-clamps them before, since the plugin has no kernel of its own to do it.
+`residual` and `lengths` say what is there. The lengths must be 1 to the number of keys: a graph that cannot promise
+that clamps them before, since the plugin has no kernel of its own to do it.
 
 TensorRT's parser finds the plugin by the node's type and its attributes `plugin_version` and `plugin_namespace`.
 """

@@ -517,7 +517,9 @@ def _print_attention(blocks: list[dict[str, Any]]) -> None:
     forms = Counter(block["form"] for block in blocks)
     written = forms.pop("as written", 0)
     counts = ", ".join(f"{count} {_FORMS[form]}" for form, count in forms.items())
-    console.print(f"{len(blocks) - written} of {len(blocks)} attention blocks rewritten{': ' if counts else ''}{counts}")
+    console.print(
+        f"{len(blocks) - written} of {len(blocks)} attention blocks rewritten{': ' if counts else ''}{counts}"
+    )
     for reason, modules in _by_reason(blocks).items():
         console.print(f"  {reason}: {first_few(modules)}", soft_wrap=True)
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twellc.config import CompileOptions
 from twellc.errors import UserError
@@ -14,7 +14,11 @@ from twellc.export.tensorrt_host import choose_host
 from twellc.export.triton import CONFIG_NAME, model_config
 from twellc.files import Outputs, external_data
 from twellc.isolation import run_isolated
-from twellc.manifest import UNKEPT_GRAPH, make_manifest, manifest_path
+from twellc.manifest import UNKEPT_GRAPH, by_cudnn, make_manifest, manifest_path
+from twellc.plugins.library import attention_library_path, library_path
+
+if TYPE_CHECKING:
+    from twellc.translation import TranslationSummary
 
 EMBEDDED_NOTE = (
     "the plan carries the plugin library, which is native code: TensorRT loads it only where the program sets "
@@ -62,7 +66,7 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
             plan_file = outputs.stage(options.output)
             plan = run_isolated(
                 "twellc.export.plan:build_plan", backend, onnx_path, plan_file, translation.profiles,
-                options.embed_plugins, progress=lambda phase: progress(f"building the plan: {phase}"),
+                _embedded(options, translation), progress=lambda phase: progress(f"building the plan: {phase}"),
             )  # fmt: skip
         manifest = make_manifest(options, translation, plan, plan_file)
         manifest["notes"] += [EMBEDDED_NOTE] if manifest["plugins"]["embedded"] else []
@@ -76,6 +80,14 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
             outputs.write(options.triton / CONFIG_NAME, model_config(options.triton.name, plan, manifest))
         outputs.commit()
     return manifest
+
+
+def _embedded(options: CompileOptions, translation: TranslationSummary) -> list[Path]:
+    """Return the plugin libraries that the plan is to carry."""
+    if not options.embed_plugins:
+        return []
+    attention = attention_library_path() if by_cudnn(translation.attention) else None
+    return [library_path(), *([attention] if attention is not None else [])]
 
 
 def _check_outputs(options: CompileOptions, outputs: Outputs) -> None:

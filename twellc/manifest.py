@@ -13,11 +13,12 @@ from twellc.config import DTYPES, CompileOptions
 from twellc.errors import UserError
 from twellc.export.tensorrt_host import python_module
 from twellc.files import digest
-from twellc.plugins.library import COMPRESSIONS, PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from twellc.plugins.library import ATTENTION_NAME, COMPRESSIONS, PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION
 from twellc.plugins.registration import how_to_register
 
 if TYPE_CHECKING:
     from twellc.export.plan import Plan
+    from twellc.passes.attention import Attention
     from twellc.translation import TranslationSummary
 
 SCHEMA = 2
@@ -78,6 +79,11 @@ def is_plan(file: Path) -> bool:
         return stream.read(4) in (b"ftrt", b"vtrt")
 
 
+def by_cudnn(attention: list[Attention]) -> bool:
+    """Whether a plan needs the attention plugin, and so cuDNN where it runs."""
+    return any(block.form == "cudnn" for block in attention)
+
+
 def make_manifest(
     options: CompileOptions,
     translation: TranslationSummary,
@@ -87,6 +93,7 @@ def make_manifest(
     """Return the manifest of a plan, or the report of a run that stopped before one."""
     rewritten = {layer.variant for layer in translation.layers if layer.decision == "twell"}
     used = [name for name, variant in zip(PLUGIN_NAMES, ("gated", "plain"), strict=True) if variant in rewritten]
+    used += [ATTENTION_NAME] if by_cudnn(translation.attention) else []
     manifest: dict[str, Any] = {
         "schema": SCHEMA,
         "twellc": __version__,
@@ -109,7 +116,7 @@ def make_manifest(
             manifest["plugins"]["embedded"] = options.embed_plugins
             module = python_module(plan.backend["name"])
             assert module is not None  # it built the plan
-            manifest["plugins"]["register"] = how_to_register(plan_file.name, module)
+            manifest["plugins"]["register"] = how_to_register(plan_file.name, module, ATTENTION_NAME in used)
         manifest["plan"] = {
             "file": plan_file.name,
             "bytes": plan_file.stat().st_size,

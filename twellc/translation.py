@@ -148,8 +148,9 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     settings, auto = annotate(graph, rewritten.layers, dtype, options, forms)
     notes = [*model.notes, *notes, *auto]
     return Translation(
-        model.kind, inputs, model.dimension_ranges, rewritten.layers, rewritten.attention, graph, settings, notes, warnings
-    )
+        model.kind, inputs, model.dimension_ranges, rewritten.layers, rewritten.attention, graph, settings, notes,
+        warnings,
+    )  # fmt: skip
 
 
 def annotate(

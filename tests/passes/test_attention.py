@@ -33,7 +33,8 @@ class _Layer(nn.Module):
             return y.view(*y.shape[:2], heads, self.width).transpose(1, 2)
 
         q, k, v = split(self.q(x), self.heads), split(self.k(x), self.kv_heads), split(self.v(x), self.kv_heads)
-        y: Tensor = self.out(self.attend(q, k, v, *(() if mask is None else (mask,))).transpose(1, 2).reshape(*x.shape[:2], -1))
+        masks = () if mask is None else (mask,)
+        y: Tensor = self.out(self.attend(q, k, v, *masks).transpose(1, 2).reshape(*x.shape[:2], -1))
         return y
 
 
@@ -98,6 +99,7 @@ def _rewritten(
     result, (block,) = rewrite_attention(program, forms)
     names = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
     for batch, tokens in ((3, 9), (1, 1)):
+
         def resized(mask: Tensor, batch: int = batch, tokens: int = tokens) -> Tensor:
             sizes = [batch if mask.shape[0] == BATCH else 1, mask.shape[1], *(
                 tokens if size == TOKENS else 1 for size in mask.shape[2:])]  # fmt: skip
@@ -134,9 +136,7 @@ def test_the_operator_in_every_form(forms: tuple[str, ...], kv_heads: int, causa
         assert found["aten.matmul.default"] == 2 and found["aten.expand.default"] == 0
         assert "aten.scaled_dot_product_attention.default" not in found
     else:
-        (node,) = program.graph.find_nodes(
-            op="call_function", target=aten.scaled_dot_product_attention.default
-        )
+        (node,) = program.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
         assert node.args[3] is None and node.args[5] is causal
         assert node.kwargs == {"scale": 1.0, "enable_gqa": kv_heads != 4}
 
@@ -215,7 +215,7 @@ def test_the_scale_is_rounded_once(width: int, exact: bool) -> None:
     ("attend", "reason"),
     [
         (_capped, "stands between its products"),
-        (lambda q, k, v: (torch.softmax(q @ k.flip(1).transpose(2, 3).abs(), -1) @ v), "not transposed right before"),
+        (lambda q, k, v: torch.softmax(q @ k.flip(1).transpose(2, 3).abs(), -1) @ v, "not transposed right before"),
         (_operator(dropout_p=0.1), "it has dropout"),
     ],
 )
