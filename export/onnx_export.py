@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 
 from twellc.errors import UserError, first_line
 from twellc.export.attention import scale_queries
+from twellc.export.onnx_optimizer import optimize_exactly
 from twellc.files import external_data
 from twellc.passes.program import quiet_torch
 from twellc.plugins.library import PLUGIN_NAMESPACE
@@ -55,6 +56,7 @@ def export_onnx(
                 output_names=output_names,
                 opset_version=OPSET,
                 dynamo=True,
+                optimize=False,
                 verbose=False,
                 custom_translation_table={GATED_MLP: _gated_mlp, MLP: _mlp},
             )
@@ -65,6 +67,7 @@ def export_onnx(
         ) from error  # fmt: skip
     assert exported is not None
     model = exported.model
+    optimize_exactly(model)
     model.graph.metadata_props.clear()
     for node in model.graph:
         # The exporter notes stack traces of the machine that it ran on.

@@ -11,6 +11,8 @@ from twellc.inputs import InputDeclaration
 # Names of the options and of torch's dtypes.
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx", "none")
+PADDINGS = ("none", "mask")
+LOGITS = ("all", "last")
 DEFAULT_COMPRESSION = 8
 
 
@@ -35,6 +37,9 @@ class CompileOptions:
         inputs: The inputs of a pickled module.
         triton: The folder of the model in a Triton model repository; `output` lies in it.
         embed_plugins: Whether the plan carries the plugin library.
+        padding: Whether a causal Hugging Face model takes no `attention_mask` (`none`) or one (`mask`); None takes the
+            default of the model, `none` where it is causal.
+        logits: The places whose logits a causal Hugging Face model computes: `all` or the `last` one.
     """
 
     model: Path
@@ -53,6 +58,8 @@ class CompileOptions:
     inputs: tuple[InputDeclaration, ...] = ()
     triton: Path | None = None
     embed_plugins: bool = False
+    padding: str | None = None
+    logits: str = "all"
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,6 @@ def test_trained_model(bytelm: Path, bytelm_plan: Path, monkeypatch: pytest.Monk
     assert [layer["module"] for layer in manifest["layers"]] == [f"model.layers.{i}.mlp" for i in range(4)]
     assert {tensor["name"]: tensor["shape"] for tensor in manifest["plan"]["inputs"]} == {
         "input_ids": [-1, -1],
-        "attention_mask": [-1, -1],
     }
     assert manifest["profiles"][0]["input_ids"] == {"min": [1, 1], "opt": [1, 128], "max": [8, 1024]}
     monkeypatch.setattr("twellc.checking.why_not_here", lambda backend: "there is no GPU on this machine")
@@ -810,7 +809,7 @@ def test_garbage(cli: Cli, archive: Path, tmp_path: Path) -> None:
 
 
 def test_samples(llama: Path) -> None:
-    model = load_model(llama, False)
+    model = load_model(llama, False, padding="mask")
     samples = samples_of(model)
     assert [tuple(sample["input_ids"].shape) for sample in samples] == [(1, 1), (2, 16), (6, 48)]
     for sample in samples:
