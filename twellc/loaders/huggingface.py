@@ -143,15 +143,14 @@ def _is_causal(model: Any) -> bool:
     """Say whether a model is a decoder alone, so that no token sees a later one, by the registers of transformers."""
     from transformers.models.auto import modeling_auto
 
-    config = model.config
-    kind = config.model_type
-    decoder = getattr(config, "is_decoder", kind not in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
-    return bool(
-        kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        and decoder
-        and not config.is_encoder_decoder
-        and getattr(config, "is_causal", True)
-    )
+    config, kind = model.config, model.config.model_type
+    if kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.is_encoder_decoder:
+        return False
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        return False
+    base = str(modeling_auto.MODEL_MAPPING_NAMES.get(kind))
+    may_be_an_encoder = kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or base.endswith("Encoder")
+    return bool(getattr(config, "is_decoder", False)) or not may_be_an_encoder
 
 
 def _settings(path: Path, model: Any, padding: str | None, logits: str) -> dict[str, str]:
