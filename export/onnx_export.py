@@ -21,6 +21,7 @@ from onnxscript import values
 from torch.export import ExportedProgram
 
 from twellc.errors import UserError, first_line
+from twellc.export.onnx_optimizer import optimize_exactly
 from twellc.files import external_data
 from twellc.passes.attention import OPERATOR
 from twellc.passes.program import quiet_torch
@@ -69,6 +70,7 @@ def export_onnx(
                 output_names=output_names,
                 opset_version=opset,
                 dynamo=True,
+                optimize=False,
                 verbose=False,
                 custom_translation_table={GATED_MLP: _gated_mlp, MLP: _mlp, ATTENTION: _attention},
             )
@@ -79,6 +81,7 @@ def export_onnx(
         ) from error  # fmt: skip
     assert exported is not None
     model = exported.model
+    optimize_exactly(model)
     model.graph.metadata_props.clear()
     for node in model.graph:
         # The exporter notes stack traces of the machine that it ran on.

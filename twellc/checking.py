@@ -22,14 +22,14 @@ from twellc.accuracy import (
     separate,
     text_bits,
 )
-from twellc.config import CheckOptions, CompileOptions
+from twellc.config import LOGITS, PADDINGS, CheckOptions, CompileOptions
 from twellc.errors import UserError, first_line
 from twellc.export.evaluator import OnnxEvaluator, plugin_nodes, runs_kernels
 from twellc.export.onnx_export import save_onnx
 from twellc.export.runner import run_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.files import digest, external_data, temporary_folder
-from twellc.loaders.model import load_model
+from twellc.loaders.model import LoadedModel, NoChoiceError, load_model
 from twellc.loaders.onnx_file import load_onnx, looks_like_onnx
 from twellc.manifest import UNKEPT_GRAPH, is_plan, read_manifest, refuse_other_plugins
 from twellc.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
@@ -168,8 +168,7 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         reference = OnnxReference(options.model, candidate.settings, options.inputs)
     else:
         progress("loading and tracing the model")
-        model = load_model(options.model, options.trust_model, options.inputs)
-        reference = TorchReference(model, candidate.settings)
+        reference = TorchReference(_load_as_compiled(options, candidate.settings), candidate.settings)
     specs = reference.inputs.specs
     if sorted(candidate.inputs) != sorted(spec.name for spec in specs):
         raise UserError(
@@ -177,6 +176,9 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
             got=", ".join(candidate.inputs), expected=", ".join(spec.name for spec in specs),
         )  # fmt: skip
     samples, described, notes, predicts_next = _samples(options, reference, candidate.profile)
+    if predicts_next and candidate.settings.get("logits") == "last":
+        predicts_next = False
+        notes.append("how well the text is predicted is not measured: --logits last computes one place of a window")
     ours = []
     for index, sample in enumerate(samples):
         progress(f"running the candidate: sample {index + 1} of {len(samples)}")
@@ -215,6 +217,25 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         blocks=[_block(layer.module, block) for layer, block in zip(reference.layers, runs.blocks, strict=False)],
         text=text,
     )
+
+
+def _load_as_compiled(options: CheckOptions, settings: dict[str, Any]) -> LoadedModel:
+    """Load the model as the compilation of the candidate did, by its settings.
+
+    Raises:
+        UserError: The model cannot be loaded, or leaves no such settings.
+    """
+    padding, logits = settings.get("padding"), settings.get("logits")
+    try:
+        return load_model(
+            options.model, options.trust_model, options.inputs,
+            padding if padding in PADDINGS else None, logits if logits in LOGITS else LOGITS[0],
+        )  # fmt: skip
+    except NoChoiceError as error:
+        raise UserError(
+            str(options.candidate), "does not belong to the model: it is of a causal Hugging Face model",
+            got=str(options.model),
+        ) from error  # fmt: skip
 
 
 def _samples(

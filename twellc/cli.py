@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from twellc import __version__
-from twellc.config import ATTENTIONS, BACKENDS, DEFAULT_COMPRESSION, DTYPES
+from twellc.config import ATTENTIONS, BACKENDS, DEFAULT_COMPRESSION, DTYPES, LOGITS, PADDINGS
 from twellc.errors import UserError, first_few
 from twellc.export.shapes import LARGEST_SIZE
 from twellc.files import ENDING_SIGNALS, uninterrupted
@@ -218,6 +218,17 @@ def main() -> None:
     "--profile", "profiles", multiple=True, metavar="NAME:MIN:OPT:MAX",
     help="Shapes of an input, such as input_ids:1x1:1x128:8x2048. Inputs that share a dimension follow. Given again "
     "for the same input, it starts the next optimization profile.",
+)  # fmt: skip
+@click.option(
+    "--padding", type=click.Choice(PADDINGS),
+    help="Of a causal Hugging Face model. none, the default: its only input is input_ids. It is causal by structure, "
+    "so prompts may be padded on the right, and what it gives for padding has no meaning. mask: attention_mask is an "
+    "input, too, for padding on the left.",
+)  # fmt: skip
+@click.option(
+    "--logits", type=click.Choice(LOGITS), default="all", show_default=True,
+    help="Of a causal Hugging Face model. last: compute the logits of the last place of the sequence axis only, "
+    "[batch, 1, vocabulary]; a prompt padded on the right has padding there.",
 )  # fmt: skip
 @click.option(
     "--layers", default="auto", show_default=True, metavar="auto|all|none|REGEX",

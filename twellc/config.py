@@ -12,6 +12,8 @@ from twellc.inputs import InputDeclaration
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 ATTENTIONS = ("auto", "tensorrt", "cudnn")
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx", "none")
+PADDINGS = ("none", "mask")
+LOGITS = ("all", "last")
 DEFAULT_COMPRESSION = 8
 
 
@@ -39,6 +41,9 @@ class CompileOptions:
         attention: `auto`, `tensorrt` or `cudnn`: who computes attention.
         attention_forms: The forms that this comes to on the TensorRT at hand, see `passes/attention.py`; empty until
             it has been asked.
+        padding: Whether a causal Hugging Face model takes no `attention_mask` (`none`) or one (`mask`); None takes the
+            default of the model, `none` where it is causal.
+        logits: The places whose logits a causal Hugging Face model computes: `all` or the `last` one.
     """
 
     model: Path
@@ -59,6 +64,8 @@ class CompileOptions:
     embed_plugins: bool = False
     attention: str = "auto"
     attention_forms: tuple[str, ...] = ()
+    padding: str | None = None
+    logits: str = "all"
 
 
 @dataclass(frozen=True)

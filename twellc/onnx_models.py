@@ -17,7 +17,7 @@ from twellc.errors import UserError
 from twellc.export.profiles import InputSpec, ModelInputs
 from twellc.files import writing
 from twellc.inputs import InputDeclaration, refuse_inputs
-from twellc.loaders.model import dtype_name
+from twellc.loaders.model import dtype_name, refuse_choices
 from twellc.loaders.onnx_file import load_onnx
 from twellc.passes.decide import Layer
 from twellc.passes.onnx_ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
@@ -44,6 +44,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
             expected="a torch.export archive or a Hugging Face directory", fix="Leave it out.",
         )  # fmt: skip
     progress("loading the model")
+    refuse_choices(options.padding, options.logits, f"{options.model}, an {KIND}")
     model = open_model(options.model, options.inputs)
     refuse_rewritten(options.model, model)
     inputs = model_inputs(options.model, model)
@@ -54,7 +55,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     _dump(options.dump_graphs, {"1-source": model, "2-rewritten": rewritten})
     warnings = check_matches(found.layers, options)
     graph = onnx_ir.serde.deserialize_model(rewritten)
-    settings, auto = annotate(graph, found.layers, dtype, options)
+    settings, auto = annotate(graph, found.layers, dtype, options, {"attention_forms": []})
     notes = [*cast_notes(found, dtype), *auto]
     return Translation(KIND, inputs, {}, found.layers, [], graph, settings, notes, warnings)
 

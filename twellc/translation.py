@@ -132,7 +132,7 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
         UserError: The model cannot be loaded, rewritten as asked (`strict`, `layers`) or translated.
     """
     progress("loading and tracing the model")
-    model = load_model(options.model, options.trust_model, options.inputs)
+    model = load_model(options.model, options.trust_model, options.inputs, options.padding, options.logits)
     dtype, notes = choose_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
     forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention)
@@ -145,7 +145,8 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     names = [spec.name for spec in input_specs(rewritten.program)]
     graph = export_onnx(rewritten.program, names, model.output_names, model.dimension_names, opset_of(forms))
     inputs = program_inputs(rewritten.program)
-    settings, auto = annotate(graph, rewritten.layers, dtype, options, forms)
+    traced_by = {**model.settings, "attention_forms": list(forms)}
+    settings, auto = annotate(graph, rewritten.layers, dtype, options, traced_by)
     notes = [*model.notes, *notes, *auto]
     return Translation(
         model.kind, inputs, model.dimension_ranges, rewritten.layers, rewritten.attention, graph, settings, notes,
@@ -154,11 +155,18 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
 
 
 def annotate(
-    graph: onnx_ir.Model, layers: list[Layer], dtype: str, options: CompileOptions, forms: tuple[str, ...] = ()
+    graph: onnx_ir.Model, layers: list[Layer], dtype: str, options: CompileOptions, traced_by: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Write into a graph what was done, and return the settings that decide what it is, with what to say of them."""
-    settings = {"dtype": dtype, "layers": options.layers, "compression": options.compression}
-    settings |= {"attention_forms": list(forms)}
+    """Write into a graph what was done, and return the settings that decide what it is, with what to say of them.
+
+    Args:
+        graph: The graph.
+        layers: What became of each feed-forward block.
+        dtype: `bf16` or `fp16`.
+        options: See `CompileOptions`.
+        traced_by: The settings that the model was traced by, and the forms of its attention.
+    """
+    settings = {"dtype": dtype, "layers": options.layers, "compression": options.compression, **traced_by}
     done = {"twellc": __version__, "settings": settings, "layers": [asdict(layer) for layer in layers]}
     graph.metadata_props[METADATA_KEY] = json.dumps(done)
     automatic = options.layers == "auto" and any(layer.decision == "twell" for layer in layers)

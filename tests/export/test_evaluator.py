@@ -89,12 +89,12 @@ def test_float32_program(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("remembered_models")
 def test_language_model_with_padding(llama: Path, load_once: Callable[..., LoadedModel], tmp_path: Path) -> None:
     """Real tokens get the logits that torch gives; what stands at padding is nobody's business."""
-    translation = translate(CompileOptions(model=llama, backend="none"), lambda step: None)
+    translation = translate(CompileOptions(model=llama, backend="none", padding="mask"), lambda step: None)
     save_onnx(translation.graph, tmp_path / "m.onnx")
     evaluator = OnnxEvaluator(tmp_path / "m.onnx")
     assert sorted(evaluator.inputs) == ["attention_mask", "input_ids"]
     assert evaluator.outputs == ["logits"]
-    program = canonicalize(load_once(llama, False, ()).program)
+    program = canonicalize(load_once(llama, False, (), "mask", "all").program)
     truth = widen(program)
     ids = torch.randint(2, 96, (3, 11))
     for side in ("left", "right", "none"):

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import transformers
 from onnx import TensorProto, helper
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -130,7 +131,6 @@ def test_trained_model(bytelm: Path, bytelm_plan: Path, monkeypatch: pytest.Monk
     assert [layer["module"] for layer in manifest["layers"]] == [f"model.layers.{i}.mlp" for i in range(4)]
     assert {tensor["name"]: tensor["shape"] for tensor in manifest["plan"]["inputs"]} == {
         "input_ids": [-1, -1],
-        "attention_mask": [-1, -1],
     }
     assert manifest["profiles"][0]["input_ids"] == {"min": [1, 1], "opt": [1, 128], "max": [8, 1024]}
     monkeypatch.setattr("twellc.checking.why_not_here", lambda backend: "there is no GPU on this machine")
@@ -828,11 +828,38 @@ def test_garbage(cli: Cli, archive: Path, tmp_path: Path) -> None:
     assert cli("check", tmp_path, tmp_path / "m.onnx").exit_code == 2
 
 
+# ---- inputs and logits of causal models ----
+
+
+@pytest.mark.parametrize(("padding", "logits"), [("mask", "all"), ("none", "last")])
+def test_the_model_is_traced_as_it_was_compiled(padding: str, logits: str, tmp_path: Path) -> None:
+    """Its inputs and outputs are the candidate's, by the settings in the graph; one place predicts no text."""
+    model = models.save(models.llama(vocab_size=256), tmp_path / "model")
+    options = CompileOptions(model=model, backend="none", padding=padding, logits=logits)
+    summary = translate_to_file(options, tmp_path / "m.onnx", lambda step: None)
+    assert (summary.settings["padding"], summary.settings["logits"]) == (padding, logits)
+    (tmp_path / "t").write_bytes(b"one text" * 20)
+    result = check(CheckOptions(model, tmp_path / "m.onnx", text=tmp_path / "t"), lambda step: None)
+    assert result.within
+    assert (result.text is None) == (logits == "last")
+    assert any("--logits last computes one place" in note for note in result.notes) == (logits == "last")
+
+
+def test_the_candidate_of_a_causal_model_and_an_encoder(llama: Path, tmp_path: Path) -> None:
+    candidate = graph_of(llama, tmp_path / "m.onnx")
+    config = transformers.BertConfig(**models.SMALL, intermediate_size=64)
+    encoder = models.save(transformers.BertForMaskedLM(config), tmp_path / "bert")
+    with pytest.raises(
+        UserError, match="does not belong to the model: it is of a causal Hugging Face model; got .*bert"
+    ):
+        run_check(encoder, candidate)
+
+
 # ---- samples ----
 
 
 def test_samples(llama: Path) -> None:
-    model = load_model(llama, False)
+    model = load_model(llama, False, padding="mask")
     samples = samples_of(model)
     assert [tuple(sample["input_ids"].shape) for sample in samples] == [(1, 1), (2, 16), (6, 48)]
     for sample in samples:

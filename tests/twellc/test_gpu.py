@@ -34,7 +34,7 @@ def test_example_model(dtype: torch.dtype, compression: int) -> None:
     result = run_passes(model.program, dtype, "all", compression)
     assert [layer.decision for layer in result.layers] == ["twell"] * 4
     ids = torch.frombuffer(bytearray(TEXT * 3), dtype=torch.uint8).long().repeat(2, 1)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = {"input_ids": ids}
     # One token alone, too. Moving a program to the GPU moves its weights: the truth comes first.
     one = {name: tensor[:1, :1] for name, tensor in inputs.items()}
     wide = widen(result.dense)

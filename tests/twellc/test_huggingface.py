@@ -54,7 +54,7 @@ def test_llama(llama: Path, load_once: Callable[..., LoadedModel]) -> None:
 
 def test_padding_is_masked(llama: Path, load_once: Callable[..., LoadedModel]) -> None:
     """Left-padded rows give the logits that they have without padding."""
-    model, inputs = load_once(llama, False, ()), tokens(2, 9)
+    model, inputs = load_once(llama, False, (), "mask"), tokens(2, 9)
     padded = {
         "input_ids": torch.nn.functional.pad(inputs["input_ids"], (4, 0), value=5),
         "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (4, 0)),

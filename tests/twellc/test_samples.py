@@ -185,6 +185,14 @@ def test_bytes(bytelm: Path, tmp_path: Path) -> None:
         assert text.predicts_next
 
 
+def test_models_without_a_mask(bytelm: Path, tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(b"x" * 99)
+    limits = text_limits(256)
+    limits.inputs.specs.pop()
+    (sample,) = read_text(tmp_path / "t", bytelm, True, limits).samples
+    assert list(sample) == ["input_ids"]
+
+
 def test_a_window_below_the_profile_is_left_out(bytelm: Path, tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(b"x" * 99)
     text = read_text(tmp_path / "t", bytelm, True, text_limits(256, shortest=40, longest=40))

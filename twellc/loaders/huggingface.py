@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import warnings
@@ -10,9 +11,11 @@ from typing import Any
 
 import torch
 
+from twellc.config import PADDINGS
 from twellc.errors import UserError, first_few, first_line
 from twellc.loaders import sparselm
-from twellc.loaders.model import LoadedModel
+from twellc.loaders.attention import traced_attention
+from twellc.loaders.model import LoadedModel, NoChoiceError, refuse_choices
 from twellc.loaders.tracing import keep_tensor_outputs, trace
 
 _LARGEST_BATCH = 65536
@@ -21,14 +24,20 @@ _DEFAULT_SEQUENCE = 2048
 _TRACED_BATCH, _TRACED_SEQUENCE = 2, 16
 
 
-def load_directory(path: Path) -> LoadedModel:
+def load_directory(path: Path, padding: str | None = None, logits: str = "all") -> LoadedModel:
     """Load and trace a model from config.json and safetensors, in the precision of its weights.
 
-    The program takes `input_ids` and, if the model does, `attention_mask`, int64 [batch, sequence], and
-    `decoder_input_ids`, int64 [batch, decoder_sequence]; it keeps no key-value cache.
+    The program takes `input_ids` and, if the model does and may be padded on the left, `attention_mask`, int64
+    [batch, sequence], and `decoder_input_ids`, int64 [batch, decoder_sequence]; it keeps no key-value cache.
+
+    Args:
+        path: The directory.
+        padding: `mask` gives a causal model an `attention_mask`, and `none` none; None is `none` for causal models.
+        logits: `last` computes the logits of the last place of a causal model only, [batch, 1, vocabulary].
 
     Raises:
-        UserError: The directory is incomplete, needs remote code, or holds a model that cannot be traced.
+        UserError: The directory is incomplete, needs remote code, or holds a model that cannot be traced, or that
+            leaves no choice of `padding` or `logits`.
     """
     config = _read_config(path)
     files = _weight_files(path)
@@ -38,7 +47,7 @@ def load_directory(path: Path) -> LoadedModel:
     transformers.logging.disable_progress_bar()
     if config.get("model_type") == sparselm.MODEL_TYPE:
         model, notes = _load_weights(transformers.LlamaForCausalLM, path, **sparselm.as_llama(config, files))
-        return _trace(path, model, config, notes)
+        return _trace(path, model, config, notes, padding, logits)
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     model_class = getattr(transformers, str(architecture), None)
@@ -50,7 +59,7 @@ def load_directory(path: Path) -> LoadedModel:
             expected="the name of a transformers class under `architectures`",
         )
     model, notes = _load_weights(model_class, path)
-    return _trace(path, model, config, notes)
+    return _trace(path, model, config, notes, padding, logits)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -130,7 +139,65 @@ def _longest(model: Any) -> int:
     return longest
 
 
-def _trace(path: Path, model: Any, config: dict[str, Any], notes: list[str]) -> LoadedModel:
+def _is_causal(model: Any) -> bool:
+    """Say whether a model is a decoder alone, so that no token sees a later one, by the registers of transformers."""
+    from transformers.models.auto import modeling_auto
+
+    config, kind = model.config, model.config.model_type
+    if kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.is_encoder_decoder:
+        return False
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        return False
+    base = str(modeling_auto.MODEL_MAPPING_NAMES.get(kind))
+    may_be_an_encoder = kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or base.endswith("Encoder")
+    return bool(getattr(config, "is_decoder", False)) or not may_be_an_encoder
+
+
+def _settings(path: Path, model: Any, padding: str | None, logits: str) -> dict[str, str]:
+    """Return what a model is traced by, with defaults filled in.
+
+    Raises:
+        NoChoiceError: The model leaves no choice of `padding` or `logits`, and one is made.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name, taken = type(model).__name__, inspect.signature(model.forward).parameters
+    if not _is_causal(model):
+        refuse_choices(padding, logits, f"{path}, a {name}")
+        return {}
+    settings = {"logits": logits}
+    if "attention_mask" in taken:
+        settings["padding"] = padding or PADDINGS[0]
+    elif padding is not None:
+        raise NoChoiceError(
+            f"--padding {padding}", "the model takes no attention_mask", got=f"{path}, a {name}", fix="Leave it out."
+        )
+    language_model = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if logits != "all" and not (language_model and "logits_to_keep" in taken):
+        raise NoChoiceError(
+            f"--logits {logits}", "the model cannot compute the logits of some places only", got=f"{path}, a {name}",
+            expected="a causal language model of transformers whose forward takes logits_to_keep", fix="Leave it out.",
+        )  # fmt: skip
+    return settings
+
+
+def _fix_arguments(model: Any, settings: dict[str, str]) -> None:
+    """Give the model's forward the arguments that are no inputs of the program."""
+    forward, fixed = model.forward, {"logits_to_keep": 1} if settings.get("logits") == "last" else {}
+
+    def unpadded(input_ids: torch.Tensor) -> Any:
+        # Without any mask transformers looks for packed sequences, by operations on tokens x tokens.
+        return forward(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **fixed)
+
+    if settings.get("padding") == "none":
+        model.forward = unpadded
+    elif fixed:
+        model.forward = functools.partial(forward, **fixed)
+
+
+def _trace(
+    path: Path, model: Any, config: dict[str, Any], notes: list[str], padding: str | None, logits: str
+) -> LoadedModel:
     if model.main_input_name != "input_ids":
         raise UserError(
             str(path), "twellc does not know the inputs of this architecture",
@@ -140,6 +207,7 @@ def _trace(path: Path, model: Any, config: dict[str, Any], notes: list[str]) -> 
     for module in model.modules():
         if hasattr(module, "config"):
             module.config.use_cache = False
+    settings = _settings(path, model, padding, logits)
     longest = _longest(model)
     if longest < 2:
         raise UserError(
@@ -150,7 +218,7 @@ def _trace(path: Path, model: Any, config: dict[str, Any], notes: list[str]) -> 
     ids = torch.ones(_TRACED_BATCH, length, dtype=torch.int64)
     taken = inspect.signature(model.forward).parameters
     inputs = {"input_ids": ids}
-    if "attention_mask" in taken:
+    if "attention_mask" in taken and settings.get("padding") != "none":
         inputs["attention_mask"] = torch.ones_like(ids)
     batch = torch.export.Dim("batch", min=1, max=_LARGEST_BATCH)
     sequence = torch.export.Dim("sequence", min=1, max=longest)
@@ -165,7 +233,9 @@ def _trace(path: Path, model: Any, config: dict[str, Any], notes: list[str]) -> 
     )
     if any("expert" in f"{name} {type(module).__name__}".lower() for name, module in model.named_modules()):
         fix = f"Mixture-of-experts models cannot be exported as they are. {fix}"
-    program = trace(path, model, inputs, shapes, fix)
+    _fix_arguments(model, settings)
+    with traced_attention(padded="attention_mask" in inputs, longest=longest):
+        program = trace(path, model, inputs, shapes, fix)
     experts = next((node for node in program.graph.nodes if "grouped_mm" in str(node.target)), None)
     if experts is not None:
         raise UserError(
@@ -196,4 +266,5 @@ def _trace(path: Path, model: Any, config: dict[str, Any], notes: list[str]) -> 
         language_model=outputs[0] == "logits"
         and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")),
         notes=notes + left_out,
+        settings=settings,
     )

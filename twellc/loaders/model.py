@@ -31,6 +31,8 @@ class LoadedModel:
         language_model: Whether its first output holds logits over the vocabulary.
         declared_activation: The activation that a config.json names; empty without one.
         notes: What the user should hear about how it was loaded.
+        settings: The choices that it was traced by, of `padding` and `logits` of `CompileOptions`; empty for a model
+            that leaves none.
     """
 
     path: Path
@@ -43,18 +45,27 @@ class LoadedModel:
     language_model: bool = False
     declared_activation: str = ""
     notes: list[str] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
 
 
-def load_model(path: Path, trust_model: bool, inputs: tuple[InputDeclaration, ...] = ()) -> LoadedModel:
+def load_model(
+    path: Path,
+    trust_model: bool,
+    inputs: tuple[InputDeclaration, ...] = (),
+    padding: str | None = None,
+    logits: str = "all",
+) -> LoadedModel:
     """Load a model of any supported kind; files are told apart by their content, not by their names.
 
     Args:
         path: A torch.export archive, a Hugging Face directory or a pickled module.
         trust_model: Load a pickle, or an archive that could execute code, too.
         inputs: The inputs of a pickled module.
+        padding: Whether a causal Hugging Face model takes an `attention_mask`; see `CompileOptions`.
+        logits: The places whose logits a causal Hugging Face model computes; see `CompileOptions`.
 
     Raises:
-        UserError: There is no such model, or it cannot be loaded.
+        UserError: There is no such model, it cannot be loaded, or it leaves no choice of `padding` or `logits`.
     """
     from twellc.loaders.archive import load_archive
     from twellc.loaders.huggingface import load_directory
@@ -63,14 +74,34 @@ def load_model(path: Path, trust_model: bool, inputs: tuple[InputDeclaration, ..
     if not path.exists():
         raise UserError(str(path), "there is no such file or folder", expected=_EXPECTED)
     kind = "directory" if path.is_dir() else _sniff(path)
+    if kind == "directory":
+        refuse_inputs(inputs, f"{path}, another kind of model")
+        return load_directory(path, padding, logits)
+    refuse_choices(padding, logits, f"{path}, another kind of model")
     if kind == "pickle":
         return load_pickle(path, trust_model, inputs)
     refuse_inputs(inputs, f"{path}, another kind of model")
-    if kind == "directory":
-        return load_directory(path)
     if kind == "archive":
         return load_archive(path, trust_model)
     raise UserError(str(path), f"not a model that twellc reads ({kind})", expected=_EXPECTED)
+
+
+class NoChoiceError(UserError):
+    """A choice of `padding` or `logits` was made, and the model leaves none."""
+
+
+def refuse_choices(padding: str | None, logits: str, target: str) -> None:
+    """Fail if a choice is made that only causal Hugging Face models leave.
+
+    Raises:
+        NoChoiceError: It is.
+    """
+    chosen = [f"--padding {padding}"] if padding is not None else []
+    chosen += [f"--logits {logits}"] if logits != "all" else []
+    if chosen:
+        raise NoChoiceError(
+            chosen[0], "only a causal Hugging Face model leaves the choice", got=target, fix="Leave it out."
+        )
 
 
 _EXPECTED = (

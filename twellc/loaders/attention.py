@@ -1,0 +1,143 @@
+"""Attention and masks of transformers' models in the form that compiles well, while they are traced.
+
+transformers dispatches both by name. What it registers for `sdpa` and `eager` is right for every use, with caches and
+packed sequences, and costs much in a graph: masks by gathers over tokens x tokens, keys and values of a group copied.
+
+    mask is causal only     none; scaled_dot_product_attention(..., is_causal=True)
+    mask of padding         attention_mask[:, None, None, :], bool [batch, 1, 1, keys]
+    both                    (keys <= queries) & attention_mask[:, None, None, :], bool [batch, 1, queries, keys]
+    windows, chunks         the mask's own comparisons of indices, in place of keys <= queries
+    all else                as transformers has it
+
+Keys and values of a group stay [batch, groups, keys, width].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def traced_attention(padded: bool, longest: int) -> Iterator[None]:
+    """Replace how models of transformers compute attention and masks, in this context.
+
+    Args:
+        padded: Whether rows may be padded; else the attention mask that a model is given says nothing.
+        longest: The longest sequence; windows that hold it are none.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = _attention
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = partial(_mask, padded, longest)
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = partial(_additive_mask, padded, longest)
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS.pop("sdpa")
+        ALL_MASK_ATTENTION_FUNCTIONS.pop("sdpa")
+        ALL_MASK_ATTENTION_FUNCTIONS.pop("eager")
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as transformers' `sdpa` does.
+
+    Args:
+        module: The layer, whose `is_causal` counts where the argument is None.
+        query: [batch, heads, queries, width].
+        key: [batch, groups, keys, width].
+        value: [batch, groups, keys, value width].
+        attention_mask: Broadcastable to [batch, heads, queries, keys], bool or added to the logits.
+        dropout: Without meaning: models are in eval mode.
+        scaling: Scale of the logits.
+        is_causal: Whether to mask later keys; a mask given besides holds that already.
+        kwargs: What the layer passes to any implementation.
+
+    Returns:
+        [batch, queries, heads, value width], and no weights.
+    """
+    if kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    result = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        is_causal=is_causal and attention_mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return result.transpose(1, 2).contiguous(), None
+
+
+def _mask(padded: bool, longest: int, **request: Any) -> Tensor | None:
+    """Make a mask for scaled_dot_product_attention; None where `is_causal` of the layer says all.
+
+    `request` is what transformers passes to `sdpa_mask`, which documents it.
+    """
+    return _comparisons(padded, longest, request.get("allow_is_causal_skip", True), request)
+
+
+def _additive_mask(padded: bool, longest: int, **request: Any) -> Tensor | None:
+    """Make a mask that is added to the logits: 0 or the lowest finite value. See `eager_mask` of transformers."""
+    mask = _comparisons(padded, longest, False, request)
+    if mask is None:
+        return None
+    dtype = request["dtype"]
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
+
+
+def _comparisons(padded: bool, longest: int, causal_is_optional: bool, request: dict[str, Any]) -> Tensor | None:
+    """Make a boolean mask, True where a query sees a key; None where it would be causal and is optional, or all True.
+
+    Returns:
+        The mask, broadcastable to [batch, 1, queries, keys].
+    """
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+    seen, device = request["mask_function"], request.get("device", "cpu")
+    padding = request["attention_mask"] if padded else None
+    window = request.get("local_size")
+    # Both are False where anything was added to the usual function.
+    usual_causal = request.get("allow_is_causal_skip", True)
+    usual_full = request.get("allow_is_bidirectional_skip", False)
+    if window is not None and longest <= window and (usual_causal or usual_full):
+        seen = causal_mask_function if usual_causal else bidirectional_mask_function
+    full = seen is bidirectional_mask_function
+    offsets = (request.get("q_offset", 0), request.get("kv_offset", 0))
+    if request.get("use_vmap") or any(not isinstance(offset, int) or offset for offset in offsets):
+        made: Tensor = sdpa_mask(**{**request, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+        return made
+    if padding is None and ((causal_is_optional and seen is causal_mask_function) or (usual_full and full)):
+        return None
+    visible = None if padding is None else padding[:, None, None, :].to(torch.bool)
+    if full and usual_full:
+        return visible
+    queries = torch.arange(request["q_length"], device=device)[None, None, :, None]
+    keys = torch.arange(request["kv_length"], device=device)[None, None, None, :]
+    batch = torch.arange(request["batch_size"], device=device)[:, None, None, None]
+    mask: Tensor = seen(batch, torch.zeros_like(batch[:1]), queries, keys)
+    mask = mask if visible is None else mask & visible
+    # A model that insists on a mask may do more with it than attention does.
+    insists = not usual_causal and not usual_full
+    return mask.expand(request["batch_size"], -1, request["q_length"], request["kv_length"]) if insists else mask
