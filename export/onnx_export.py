@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from twellc.plugins.onnx_node import BIASES, GATED, PLAIN, node_attributes
 from twellc.plugins.ops import GATED_MLP, MLP
 
 OPSET = 20
+_SCOPES = "pkg.torch.onnx.name_scopes"
 # Protobuf ends at 2 GiB a message; weights of larger models go into a file beside the model.
 _LARGEST_SINGLE_FILE = 2**30
 
@@ -67,6 +69,7 @@ def export_onnx(
     model = exported.model
     model.graph.metadata_props.clear()
     for node in model.graph:
+        _name_by_module(node)
         # The exporter notes stack traces of the machine that it ran on.
         node.metadata_props.clear()
         node.doc_string = None
@@ -86,6 +89,13 @@ def save_onnx(model: onnx_ir.Model, path: Path) -> list[Path]:
     data = external_data(path)
     onnx_ir.save(model, path, external_data=data.name)
     return [path, data]
+
+
+def _name_by_module(node: onnx_ir.Node) -> None:
+    """Name a node `<module path>/<operation>/<name>`: TensorRT's layers bear the names of nodes."""
+    # The modules from the outermost one on, each with its whole path, and the name of the operation in torch's graph.
+    scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+    node.name = "/".join([*scopes[-2:], node.name or node.op_type])
 
 
 def _rename_dimensions(value: onnx_ir.Value, names: dict[str, str]) -> None:
