@@ -97,7 +97,7 @@ def test_page(engine: Any) -> None:
         values = {names[name]: 1e3 * value for name, value in milliseconds.items()}
         return {label: {"median_us": value, "p10_us": value, "p90_us": value} for label, value in values.items()}
 
-    kinds = {kind: 100.0 for kind in engine.TABLE_KINDS}
+    kinds = dict.fromkeys(engine.TABLE_KINDS, 100.0)
     results = [
         {
             "shape": "1x512", "times": times(ours=2, plan=3, user=4, best=2.5), "errors": {"plan twell": 0.0051},
