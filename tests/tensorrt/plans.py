@@ -1,13 +1,18 @@
-"""Build plans from torch modules on twellc's own path, and run them."""
+"""Build plans on twellc's own paths, and run them."""
 
 from __future__ import annotations
 
+import copy
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from tests.models import export
+from tests.processes import TWELLC, environment
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.plan import build_plan
 from twellc.export.profiles import input_specs
@@ -15,6 +20,24 @@ from twellc.export.runner import OpenPlan, open_plan, prepare
 from twellc.export.shapes import Profile
 from twellc.export.tensorrt_host import Host
 from twellc.passes.pipeline import run_passes
+
+# What other processes need to find: PYTHONPATH may have more than twellc.
+MODULE_PATH = [folder for folder in sys.path if folder]
+
+
+def twellc(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own."""
+    command = [*TWELLC, *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment(*MODULE_PATH), timeout=500
+    )
+
+
+def compiled(model: Path, plan: Path, *options: str) -> Path:
+    done = twellc("compile", model, "-o", plan, "--backend", "tensorrt", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return plan
+
 
 def build(
     host: Host, module: nn.Module, folder: Path, dtype: torch.dtype, inputs: list[Tensor], dynamic: object,
@@ -38,6 +61,14 @@ def run(plan: OpenPlan, inputs: dict[str, Tensor], profile: int = 0) -> list[Ten
     execution.enqueue()
     torch.cuda.synchronize()
     return [tensor.cpu() for tensor in execution.outputs]
+
+
+def yardsticks(module: nn.Module, *inputs: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return each output of a module in its own precision and in float64, computed on the GPU by torch."""
+    on_gpu = copy.deepcopy(module).cuda()
+    plain = tree_leaves(on_gpu(*(tensor.cuda() for tensor in inputs)))
+    truth = tree_leaves(on_gpu.double()(*(tensor.cuda().double() for tensor in inputs)))
+    return [(mine.cpu(), exact.cpu()) for mine, exact in zip(plain, truth, strict=True)]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

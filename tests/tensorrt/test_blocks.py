@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from tests.models import Function, Gated, Plain
-from tests.tensorrt.plans import build, run
+from tests.tensorrt.plans import build, run, yardsticks
 from tests.tolerance import assert_as_accurate
 from twellc.export.runner import OpenPlan
 from twellc.export.shapes import ShapeRange
@@ -117,12 +116,10 @@ def test_against_float64(engine: tuple[Blocks, OpenPlan], tokens: int, shift: fl
     x, residual = (torch.randn(tokens, WIDEST).to(dtype) for _ in range(2))
     x[:, 0] = shift
     ours = run(plan, {"x": x, "residual": residual})
-    plain = module(x, residual)
-    truth = copy.deepcopy(module).double()(x.double(), residual.double())
     wrong = {}
-    for case, *results in zip(CASES, ours, plain, truth, strict=True):
+    for case, y, (plain, truth) in zip(CASES, ours, yardsticks(module, x, residual), strict=True):
         try:
-            assert_as_accurate(*results)
+            assert_as_accurate(y, plain, truth)
         except AssertionError as error:
             wrong[case] = str(error)
     assert not wrong

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import Gated, Plain, Residual
-from tests.tensorrt.plans import build, run, same_bits
+from tests.tensorrt.plans import build, run, same_bits, yardsticks
 from tests.tolerance import assert_as_accurate
 from twellc.errors import UserError
 from twellc.export.runner import OpenPlan, prepare
@@ -63,7 +62,8 @@ def result(plan: OpenPlan, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_every_profile_and_size(plan: OpenPlan, module: nn.Module, tokens: int) -> None:
     x = inputs(tokens)
-    assert_as_accurate(result(plan, x), module(x), copy.deepcopy(module).double()(x.double()))
+    ((plain, truth),) = yardsticks(module, x)
+    assert_as_accurate(result(plan, x), plain, truth)
 
 
 def test_size_outside_of_a_profile(plan: OpenPlan) -> None:
