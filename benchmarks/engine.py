@@ -460,7 +460,10 @@ def main(
         report["failed"] |= unopened
         for shape in chosen:
             click.echo(f"measuring {shape_name(shape)}", err=True)
-            report["results"].append(measure_shape(model, opened, shape, repeats))
+            try:
+                report["results"].append(measure_shape(model, opened, shape, repeats))
+            except Exception as error:  # whatever it is, other shapes go on
+                report["failed"][shape_name(shape)] = f"{type(error).__name__}: {first_line(error)}"
             gc.collect()
             torch.cuda.empty_cache()
             if json_path is not None:  # after every shape, so that an interrupted run leaves what it has
