@@ -162,5 +162,5 @@ def engine_layers(execution: Execution) -> list[dict[str, Any]]:
     inspector = execution.plan.engine.create_engine_inspector()
     inspector.execution_context = execution.context
     text = inspector.get_engine_information(execution.plan.host.module.LayerInformationFormat.JSON)
-    layers: list[dict[str, Any]] = json.loads(text)["Layers"]
+    layers: list[dict[str, Any]] = json.loads(text, strict=False)["Layers"]  # control characters between names
     return layers

@@ -19,7 +19,7 @@ from twellc.export.runner import OpenPlan
 from twellc.export.shapes import ShapeRange
 from twellc.export.tensorrt_host import Host
 
-pytestmark = pytest.mark.tensorrt
+pytestmark = [pytest.mark.tensorrt, pytest.mark.xdist_group("blocks")]
 
 TOKENS = (1, 2, 3, 17, 65, 300, 2100)
 WIDEST = 256
