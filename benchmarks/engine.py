@@ -226,7 +226,8 @@ def times_by_kind(execution: Execution) -> dict[str, Any]:
     for name, microseconds in times_by_layer(execution).items():
         kind = kind_of(name, nodes.get(name, []))
         kinds[kind] += microseconds
-        layers.append({"name": name, "nodes": nodes.get(name, []), "kind": kind, "us": microseconds})
+        unknown = {"nodes": nodes.get(name, [])} if kind == REST else {}
+        layers.append({"name": name, "kind": kind, "us": microseconds, **unknown})
     layers.sort(key=lambda layer: -layer["us"])
     return {"kinds_us": kinds, "sum_us": sum(kinds.values()), "layers": layers}
 
