@@ -232,8 +232,9 @@ def machine() -> dict[str, str]:
 
 
 def new_report() -> dict[str, Any]:
-    """What a script that runs under click writes down first: machine and arguments, but not where it writes."""
-    arguments = {name: value for name, value in click.get_current_context().params.items() if name != "json_path"}
+    """What a script that runs under click writes down first: machine and arguments, but no paths."""
+    given = click.get_current_context().params
+    arguments = {name: value for name, value in given.items() if name not in ("json_path", "plans")}
     return {"machine": machine(), "arguments": arguments, "results": []}
 
 

@@ -35,7 +35,7 @@ from twellc.accuracy import measure
 from twellc.passes.pipeline import run_passes
 from twellc.passes.precision import widen
 
-_ATTENTION = "benchmark"
+CAUSAL = "benchmark"
 _DECODED = "cached_benchmark"
 _CHECKED_TOKENS = 64
 _ENERGY_SECONDS = 3.0
@@ -47,7 +47,9 @@ Call = Callable[[], Any]
 
 def causal_attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     """Attend within the sequence: torch's own fused kernel, and no mask, as every token counts."""
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous(), None
+    grouped = q.shape[1] != k.shape[1]
+    y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return y.transpose(1, 2).contiguous(), None
 
 
 @torch.library.custom_op("benchmark::cached_attention", mutates_args=())
@@ -69,14 +71,26 @@ def cached_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__
     return cached_attention_op(q, k, v, module.layer_idx), None
 
 
-def make_model(layers: int, d_model: int, d_ff: int, density: float, neurons: str, vocabulary: int = 32000) -> Any:
-    """Make the model in bfloat16 on the GPU, with random weights and sparse gates."""
+def make_model(
+    layers: int,
+    d_model: int,
+    d_ff: int,
+    density: float,
+    neurons: str,
+    vocabulary: int = 32000,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+) -> Any:
+    """Make the model in bfloat16 on the GPU, with random weights and sparse gates; with heads of width 128 by default.
+
+    `kv_heads` is the number of heads of keys and values; by default as many as there are heads.
+    """
     config: Any = transformers.LlamaConfig(
         vocab_size=vocabulary, hidden_size=d_model, intermediate_size=d_ff, num_hidden_layers=layers,
-        num_attention_heads=d_model // 128, hidden_act="relu", max_position_embeddings=4096, use_cache=False,
-        tie_word_embeddings=False,
+        num_attention_heads=heads or d_model // 128, num_key_value_heads=kv_heads, hidden_act="relu",
+        max_position_embeddings=4096, use_cache=False, tie_word_embeddings=False,
     )  # fmt: skip
-    config._attn_implementation = _ATTENTION
+    config._attn_implementation = CAUSAL
     with torch.device("cuda"):
         model: Any = transformers.LlamaForCausalLM(config)
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
@@ -110,7 +124,7 @@ class Logits(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Return logits [batch, tokens, vocabulary]."""
         logits: Tensor = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
         return logits
@@ -322,7 +336,7 @@ def main(
         raise click.ClickException("there is no CUDA device")
     torch.manual_seed(seed)
     random.seed(seed)
-    transformers.AttentionInterface.register(_ATTENTION, causal_attention)
+    transformers.AttentionInterface.register(CAUSAL, causal_attention)
     transformers.AttentionInterface.register(_DECODED, cached_attention)
     model = Logits(make_model(layers, d_model, d_ff, density, neurons))
     vocabulary = model.model.config.vocab_size

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,7 @@ from twellc.plugins.ops import GATED_MLP, MLP
 
 # The first with the operators of our graphs, and the first with Attention.
 _OPSET, _ATTENTION_OPSET = 20, 23
+_SCOPES = "pkg.torch.onnx.name_scopes"
 # Protobuf ends at 2 GiB a message; weights of larger models go into a file beside the model.
 _LARGEST_SINGLE_FILE = 2**30
 
@@ -84,6 +86,7 @@ def export_onnx(
     optimize_exactly(model)
     model.graph.metadata_props.clear()
     for node in model.graph:
+        _name_by_module(node)
         # The exporter notes stack traces of the machine that it ran on.
         node.metadata_props.clear()
         node.doc_string = None
@@ -103,6 +106,13 @@ def save_onnx(model: onnx_ir.Model, path: Path) -> list[Path]:
     data = external_data(path)
     onnx_ir.save(model, path, external_data=data.name)
     return [path, data]
+
+
+def _name_by_module(node: onnx_ir.Node) -> None:
+    """Name a node `<module path>/<operation>/<name>`: TensorRT's layers bear the names of nodes."""
+    # The modules from the outermost one on, each with its whole path, and the name of the operation in torch's graph.
+    scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+    node.name = "/".join([*scopes[-2:], node.name or node.op_type])
 
 
 def _rename_dimensions(value: onnx_ir.Value, names: dict[str, str]) -> None:

@@ -78,6 +78,8 @@ def build_plan(
         )  # fmt: skip
     config = builder.create_builder_config()
     config.progress_monitor = _monitor(host, progress)
+    # Layers of a plan can then be told by the nodes that they were made of; see `runner.engine_layers`.
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if embedded:
         config.plugins_to_serialize = list(map(str, embedded))
     inputs = [network.get_input(i) for i in range(network.num_inputs)]

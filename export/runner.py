@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,8 +26,115 @@ _TORCH_DTYPES = {
 }
 
 
+@dataclass(frozen=True)
+class OpenPlan:
+    """A plan that TensorRT has opened.
+
+    Attributes:
+        host: The TensorRT.
+        path: The plan's file.
+        engine: TensorRT's engine.
+        messages: What TensorRT has said of errors; grows.
+    """
+
+    host: Host
+    path: Path
+    engine: Any
+    messages: list[str]
+
+    def names(self, mode: str) -> list[str]:
+        """Return the names of its tensors in order; `mode` is `INPUT` or `OUTPUT`."""
+        names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
+        return [name for name in names if self.engine.get_tensor_mode(name).name == mode]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A plan with tensors on the GPU for inputs of given shapes.
+
+    Attributes:
+        plan: The plan.
+        context: TensorRT's execution context.
+        tensors: Its inputs and outputs by name, where the plan reads and writes them.
+    """
+
+    plan: OpenPlan
+    context: Any
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """The outputs in the engine's order; each call of `enqueue` writes to them."""
+        return [self.tensors[name] for name in self.plan.names("OUTPUT")]
+
+    def enqueue(self) -> None:
+        """Enqueue the plan on torch's current stream.
+
+        Raises:
+            UserError: TensorRT refuses.
+        """
+        if not self.context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
+            raise UserError(str(self.plan.path), f"the plan fails ({reasons(self.plan.messages)})")
+
+
+def open_plan(host: Host, path: Path, built_with: str) -> OpenPlan:
+    """Open a plan, with the plugins registered.
+
+    Args:
+        host: The TensorRT to run it with.
+        path: The plan.
+        built_with: The version of this TensorRT that built it, for the message where it does not open.
+
+    Raises:
+        UserError: TensorRT refuses the plan, or torch sees no GPU.
+    """
+    register(host.module)
+    messages: list[str] = []
+    runtime = host.module.Runtime(make_logger(host, messages))
+    engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    if engine is None:
+        raise UserError(
+            str(path), f"the plan cannot be opened ({reasons(messages)})", got=f"{host.name} {host.version}",
+            expected=f"{host.name} {built_with}, which built it, on a GPU that it was built for",
+            fix="Compile the model again with this TensorRT, or install the other. If a plugin is missing, `twellc "
+            "plugins --check` says whether this TensorRT takes the plugins.",
+        )  # fmt: skip
+    if not torch.cuda.is_available():
+        raise UserError(str(path), "this torch was built without CUDA", fix="Install a CUDA build of torch.")
+    return OpenPlan(host, path, engine, messages)
+
+
+def prepare(plan: OpenPlan, inputs: dict[str, torch.Tensor], profile: int = 0) -> Execution:
+    """Make an execution context for inputs of given shapes.
+
+    Args:
+        plan: The plan.
+        inputs: Inputs by name; those that are on the GPU are used in place, others are copied there.
+        profile: Index of the optimization profile.
+
+    Raises:
+        UserError: TensorRT refuses the shapes.
+    """
+    context = plan.engine.create_execution_context()
+    if context is None:
+        raise UserError(str(plan.path), f"there is no room to run the plan ({reasons(plan.messages)})")
+    if profile and not context.set_optimization_profile_async(profile, torch.cuda.current_stream().cuda_stream):
+        raise UserError(str(plan.path), f"has no optimization profile {profile} ({reasons(plan.messages)})")
+    tensors: dict[str, torch.Tensor] = {}
+    for name in plan.names("INPUT"):
+        tensors[name] = inputs[name].cuda().contiguous()
+        if not context.set_input_shape(name, tuple(tensors[name].shape)):
+            raise UserError(str(plan.path), f"refuses the shape of {name} ({reasons(plan.messages)})")
+    for name in plan.names("OUTPUT"):
+        dtype = _TORCH_DTYPES[plan.engine.get_tensor_dtype(name).name]
+        tensors[name] = torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype, device="cuda")
+    for name, tensor in tensors.items():
+        context.set_tensor_address(name, tensor.data_ptr())
+    return Execution(plan, context, tensors)
+
+
 def run_plan(host: Host, path: Path, built_with: str, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Run a plan on this machine's GPU.
+    """Run a plan on this machine's GPU, in its first optimization profile.
 
     Args:
         host: The TensorRT to run it with.
@@ -38,35 +148,19 @@ def run_plan(host: Host, path: Path, built_with: str, inputs: dict[str, torch.Te
     Raises:
         UserError: TensorRT refuses the plan or the shapes, or torch sees no GPU.
     """
-    trt = host.module
-    register(host.module)
-    messages: list[str] = []
-    runtime = trt.Runtime(make_logger(host, messages))
-    engine = runtime.deserialize_cuda_engine(path.read_bytes())
-    if engine is None:
-        raise UserError(
-            str(path), f"the plan cannot be opened ({reasons(messages)})", got=f"{host.name} {host.version}",
-            expected=f"{host.name} {built_with}, which built it, on a GPU that it was built for",
-            fix="Compile the model again with this TensorRT, or install the other. If a plugin is missing, `twellc "
-            "plugins --check` says whether this TensorRT takes the plugins.",
-        )  # fmt: skip
-    if not torch.cuda.is_available():
-        raise UserError(str(path), "this torch was built without CUDA", fix="Install a CUDA build of torch.")
-    context = engine.create_execution_context()
-    names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
-    tensors: dict[str, torch.Tensor] = {}
-    for name in (name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT):
-        tensors[name] = inputs[name].cuda().contiguous()
-        if not context.set_input_shape(name, tuple(tensors[name].shape)):
-            raise UserError(str(path), f"refuses the shape of {name} ({reasons(messages)})")
-    outputs = [name for name in names if name not in tensors]
-    for name in outputs:
-        dtype = _TORCH_DTYPES[engine.get_tensor_dtype(name).name]
-        tensors[name] = torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype, device="cuda")
-    for name, tensor in tensors.items():
-        context.set_tensor_address(name, tensor.data_ptr())
-    stream = torch.cuda.current_stream()
-    if not context.execute_async_v3(stream.cuda_stream):
-        raise UserError(str(path), f"the plan fails ({reasons(messages)})")
-    stream.synchronize()
-    return [tensors[name].cpu() for name in outputs]
+    execution = prepare(open_plan(host, path, built_with), inputs)
+    execution.enqueue()
+    torch.cuda.current_stream().synchronize()
+    return [tensor.cpu() for tensor in execution.outputs]
+
+
+def engine_layers(execution: Execution) -> list[dict[str, Any]]:
+    """Return what TensorRT made of the network: its layers for the execution's profile, as its inspector names them.
+
+    `Name` is that under which a profiler reports a layer, `Metadata` names the ONNX nodes that it was made of.
+    """
+    inspector = execution.plan.engine.create_engine_inspector()
+    inspector.execution_context = execution.context
+    text = inspector.get_engine_information(execution.plan.host.module.LayerInformationFormat.JSON)
+    layers: list[dict[str, Any]] = json.loads(text, strict=False)["Layers"]  # control characters between names
+    return layers

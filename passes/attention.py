@@ -9,7 +9,7 @@ Keys and values of a group that are repeated for each of its queries' heads are 
 depends on positions alone and keeps all keys, or those up to the query's own place, is no tensor any more
 (`causal_mask.py`). Each block then takes the first of the forms that were asked for and that can express it:
 
-    cudnn      twell.attention(q, k, v, None, scale, causal), a plugin over cuDNN: [batch, tokens, heads, width] both ways
+    cudnn      twell.attention(q, k, v, None, scale, causal) over [batch, tokens, heads, width], a plugin over cuDNN
     operator   scaled_dot_product_attention, which becomes ONNX's Attention
     matmul     matmul ─ + mask ─ softmax ─ matmul, which TensorRT 10 fuses: with k transposed once, the queries of a
                group as rows of one product, and no guard for rows that are masked whole: their scores are low, not -inf

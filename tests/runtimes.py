@@ -1,16 +1,25 @@
-"""TensorRTs that can be registered in without a GPU: the lean runtimes of 10 and 11, from PyPI into pytest's cache."""
+"""TensorRTs and the host program in C++, as fixtures.
+
+TensorRTs that can be registered in without a GPU are the lean runtimes of 10 and 11, from PyPI into pytest's cache.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
+
+from tests.processes import environment
+from twellc.export.tensorrt_host import Host, load_host, python_module
 
 LEAN_VERSIONS = {"lean10": "10.16.1.11", "lean11": "11.4.0.106"}
 
@@ -47,3 +56,39 @@ def lean_folder(request: pytest.FixtureRequest) -> Callable[[str], Path]:
         return install(request, f"tensorrt-lean-{version}", *packages)
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def tensorrt() -> Host:
+    """Full TensorRT; skips the test where it or a GPU is missing, or fails it where TWELLC_REQUIRE_TENSORRT=1."""
+    reason = ""
+    if python_module("tensorrt") is None:
+        reason = "full TensorRT is not installed: there is no Python module tensorrt"
+    elif not torch.cuda.is_available():
+        reason = "torch sees no GPU"
+    if reason and os.environ.get("TWELLC_REQUIRE_TENSORRT") == "1":
+        pytest.fail(f"TWELLC_REQUIRE_TENSORRT=1, but {reason}")
+    if reason:
+        pytest.skip(reason)
+    return load_host("tensorrt")
+
+
+@pytest.fixture(scope="session")
+def cpp_host(request: pytest.FixtureRequest) -> Path:
+    """The C++ host, built as its README says; in pytest's cache, so that it is built once.
+
+    TWELLC_CPP_HOST names one that was built elsewhere, for machines without a compiler.
+    """
+    if built := os.environ.get("TWELLC_CPP_HOST"):
+        return Path(built)
+    if importlib.util.find_spec("cmake") is None and shutil.which("cmake") is None:
+        pytest.skip("no cmake")
+    source = Path(__file__).resolve().parents[1] / "examples" / "hosts" / "cpp"
+    folder = Path(request.config.cache.mkdir("hosts-cpp"))  # type: ignore[union-attr]
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    for command in (["cmake", "-S", source, "-B", folder, *generator], ["cmake", "--build", folder]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=300)
+        if "Could not install" in done.stdout + done.stderr:
+            pytest.skip("no TensorRT headers, no CUDA, and no package index")
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "run_plan"

@@ -1,3 +1,3 @@
-from tests.runtimes import lean_folder
+from tests.runtimes import cpp_host, lean_folder
 
-__all__ = ["lean_folder"]
+__all__ = ["cpp_host", "lean_folder"]

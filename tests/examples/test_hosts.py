@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,21 +46,6 @@ def test_python_host_without_its_tensorrt(tmp_path: Path) -> None:
 
 
 # ---- C++ ----
-
-
-@pytest.fixture(scope="module")
-def cpp_host(request: pytest.FixtureRequest) -> Path:
-    """The C++ host, built as its README says; in pytest's cache, so that it is built once."""
-    if importlib.util.find_spec("cmake") is None and shutil.which("cmake") is None:
-        pytest.skip("no cmake")
-    folder = Path(request.config.cache.mkdir("hosts-cpp"))  # type: ignore[union-attr]
-    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    for command in (["cmake", "-S", HOSTS / "cpp", "-B", folder, *generator], ["cmake", "--build", folder]):
-        done = run(*command)
-        if "Could not install" in done.stdout + done.stderr:
-            pytest.skip("no TensorRT headers, no CUDA, and no package index")
-        assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "run_plan"
 
 
 @pytest.mark.parametrize(("runtime", "version"), [("rtx", "1.7.1"), ("lean10", "10.16.1"), ("lean11", "11.4.0")])

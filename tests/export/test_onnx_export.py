@@ -144,6 +144,15 @@ def test_names_and_dimensions(tmp_path: Path) -> None:
         assert (value.name, dims) == ("x" if value.name == "x" else "y", ["batch", "sequence", 16])
 
 
+def test_nodes_are_named_by_module(tmp_path: Path) -> None:
+    """TensorRT names layers after nodes, and a profiler of a plan shows these names."""
+    program = rewrite(canonical(nn.Sequential(nn.Linear(16, 16), Residual(Gated()))))
+    names = [node.name for node in written(program, tmp_path / "m.onnx").graph.node]
+    assert len(set(names)) == len(names)
+    scopes = [name.rpartition("/")[0] for name in names]
+    assert "0/linear" in scopes and "1.ffn.down/gated_mlp" in scopes, names
+
+
 def test_same_bytes_for_the_same_model(tmp_path: Path) -> None:
     """`twellc check` makes the graph of a plan again, and compares its digest."""
     torch.manual_seed(3)

@@ -1,7 +1,7 @@
 """The build and runtime methods of the plugins, called as an engine calls them, by a stand-in for TensorRT.
 
-TensorRT-RTX runs no engine on compute capability 9.0 and none at all without a GPU, so this is where `enqueue` is
-checked: against the C API on the same tensors, bit for bit. The C API itself is checked in test_kernels.py.
+Machines without full TensorRT check `enqueue` here: against the C API on the same tensors, bit for bit. tests/tensorrt
+runs it in real engines; the C API itself is checked in test_kernels.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,479 @@
+"""Time a whole ReLU Llama in TensorRT, as plans of twellc, against torch: prefill of several shapes, and one token.
+
+python benchmarks/engine.py --json results.json --plans build/plans
+
+The model is that of model.py, with fewer layers. Contestants are two plans of the same export, one with all
+feed-forward blocks rewritten (twell) and one with none (dense), in each form of attention that is asked for; and torch,
+eager and compiled, dense and rewritten, with two kinds of attention: `sdpa` is transformers' own, whose mask keeps
+torch from its causal kernel where the model is compiled or exported; `causal` is that kernel, without a mask.
+
+Everything runs in CUDA graphs, in turns, in a new order in each repetition. Before that, the logits of each contestant
+at tokens drawn at random are compared with float64: a contestant may be twice as wrong as dense eager torch. One that
+is more wrong, or that fails, is named and left out, and the exit status is 1.
+
+The plans' times by kind of layer come from TensorRT's profiler, which runs one kernel at a time: their sum is longer
+than a plan takes in a CUDA graph, and is shown beside it.
+
+Needs full TensorRT. Plans are built on the GPU that is measured; with --plans they are kept, and used again by a later
+call with the same model.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import transformers
+from block import new_report, spread
+from model import CAUSAL, Logits, capture, causal_attention, gate_density, make_model, rewrite, time_all
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from twellc.accuracy import measure
+from twellc.errors import UserError, first_line
+from twellc.export.runner import Execution, OpenPlan, engine_layers, open_plan, prepare
+from twellc.export.tensorrt_host import Host, load_host
+from twellc.manifest import manifest_path
+from twellc.passes.precision import widen
+
+Shape = tuple[int, int]
+
+_CHECKED_TOKENS = 512
+_PROFILED_RUNS = 20
+_KINDS = {"twell": "all", "dense": "none"}  # values of --layers
+_TORCH_ATTENTION = {"sdpa": "sdpa", "causal": CAUSAL}
+_YARDSTICK = "torch dense eager, sdpa"
+
+# Kinds of layers, by the names of the ONNX nodes that a layer was made of or by its own: the first one that is found.
+# twellc names nodes <module path>/<operation of torch>/<node>. "rotary" is what Q and K go through before attention,
+# the scale of Q included; all else in the module of attention, but for its projections, is "attention".
+LAYER_KINDS = (
+    ("feed-forward", r"\.mlp[./]"),
+    ("logits", r"^lm_head/"),
+    ("projections", r"\.self_attn\.[qkvo]_proj/"),
+    ("attention", r"mha_|TwellAttention"),
+    ("rotary", r"rotary_emb/|(?i:rotaryembedding)|\.self_attn/(mul|neg|cat|slice)"),
+    ("attention", r"\.self_attn/"),
+    ("norms", r"norm/"),
+)
+REST = "rest"
+TABLE_KINDS = ("feed-forward", "attention", "projections", "norms", "rotary", "logits", REST)
+
+
+def parse_shapes(text: str) -> list[Shape]:
+    """Parse `1x512,4x2048`: sequences and tokens a sequence.
+
+    Raises:
+        click.BadParameter: The text is something else.
+    """
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", text):
+        raise click.BadParameter(f"{text!r} is no list of shapes such as 1x512,4x2048")
+    return [(int(batch), int(length)) for batch, length in (shape.split("x") for shape in text.split(","))]
+
+
+def shape_name(shape: Shape) -> str:
+    """Return `1x512`."""
+    return f"{shape[0]}x{shape[1]}"
+
+
+# ---- plans ----
+
+
+def plan_label(kind: str, attention: str) -> str:
+    """Name a plan among the contestants."""
+    return f"plan {kind}" + (f", {attention}" if attention else "")
+
+
+def profile_of(plan: Path, shape: Shape) -> int | None:
+    """Return the optimization profile of a plan that is for this shape alone; None without one, or without a plan."""
+    manifest = manifest_path(plan)
+    if not (plan.exists() and manifest.exists()):
+        return None
+    wanted = {which: list(shape) for which in ("min", "opt", "max")}
+    profiles = [profile["input_ids"] for profile in json.loads(manifest.read_text())["profiles"]]
+    return profiles.index(wanted) if wanted in profiles else None
+
+
+def build_plans(
+    model: Any, made: dict[str, Any], folder: Path, attentions: list[str], shapes: list[Shape]
+) -> tuple[dict[str, Path], dict[str, str]]:
+    """Build the plans that are not there yet.
+
+    Args:
+        model: The model.
+        made: What it was made with.
+        folder: Where the plans are, and the file that says which model they are of.
+        attentions: Values of --attention of `twellc compile`; an empty one leaves the option out.
+        shapes: A plan has an optimization profile for each of them.
+
+    Returns:
+        The plans by the contestants' names, and why others could not be built.
+
+    Raises:
+        click.ClickException: The folder has plans of another model.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp = folder / "model.json"
+    if stamp.exists() and json.loads(stamp.read_text()) != made:
+        raise click.ClickException(f"{folder} holds plans of another model, see {stamp}: name another folder")
+    stamp.write_text(json.dumps(made) + "\n")
+    plans, failed = {}, {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for attention in attentions:
+            for kind, layers in _KINDS.items():
+                label = plan_label(kind, attention)
+                path = folder / f"{'-'.join(filter(None, (kind, attention)))}.plan"
+                if all(profile_of(path, shape) is not None for shape in shapes):
+                    plans[label] = path
+                    continue
+                source = Path(scratch) / "model"
+                if not source.exists():
+                    model.save_pretrained(source)
+                click.echo(f"building {path}", err=True)
+                command = [sys.executable, "-m", "twellc", "compile", str(source), "-o", str(path), "--overwrite"]
+                command += ["--backend", "tensorrt", "--layers", layers]
+                command += ["--attention", attention] if attention else []
+                for name in map(shape_name, shapes):
+                    command += ["--profile", f"input_ids:{name}:{name}:{name}"]
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode == 0:
+                    plans[label] = path
+                else:
+                    failed[label] = f"twellc compile: exit status {done.returncode}: {done.stderr.strip()[-600:]}"
+    return plans, failed
+
+
+def open_plans(host: Host, paths: dict[str, Path]) -> tuple[dict[str, OpenPlan], dict[str, str]]:
+    """Open plans; return them, and why others do not open."""
+    plans, failed = {}, {}
+    for label, path in paths.items():
+        try:
+            plans[label] = open_plan(host, path, host.version)
+        except UserError as error:
+            failed[label] = str(error)
+    return plans, failed
+
+
+def execution_of(plan: OpenPlan, ids: Tensor) -> Execution:
+    """Return a plan made ready for token ids [batch, tokens]; where it reads a padding mask, nothing is padded."""
+    profile = profile_of(plan.path, (ids.shape[0], ids.shape[1]))
+    assert profile is not None, plan.path  # it was built with one
+    inputs = {name: ids if name == "input_ids" else torch.ones_like(ids) for name in plan.names("INPUT")}
+    return prepare(plan, inputs, profile)
+
+
+# ---- time by kind of layer ----
+
+
+def kind_of(name: str, nodes: list[str]) -> str:
+    """Return the kind of a layer from its name and those of the ONNX nodes that it was made of; see `LAYER_KINDS`."""
+    texts = [name, *nodes]
+    return next((kind for kind, pattern in LAYER_KINDS if any(re.search(pattern, text) for text in texts)), REST)
+
+
+def onnx_nodes(metadata: str) -> list[str]:
+    """Return the names of ONNX nodes from a layer's metadata, where TensorRT's parser writes them."""
+    return re.findall(r"\[ONNX Layer: ([^\]]*)\]", metadata)
+
+
+def _bare(name: str) -> str:
+    """Drop what TensorRT appends to the names of layers of its second and later profiles."""
+    return re.sub(r" *\[profile \d+\]$", "", name)
+
+
+def times_by_layer(execution: Execution) -> dict[str, float]:
+    """Run a plan under TensorRT's profiler; return the median time of each layer in microseconds."""
+
+    class Profiler(execution.plan.host.module.IProfiler):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.run: dict[str, float] = {}
+
+        def report_layer_time(self, layer_name: str, ms: float) -> None:
+            name = _bare(layer_name)
+            self.run[name] = self.run.get(name, 0.0) + ms * 1e3
+
+    profiler = Profiler()
+    execution.enqueue()
+    torch.cuda.synchronize()
+    execution.context.profiler = profiler
+    runs = []
+    for _ in range(_PROFILED_RUNS):
+        profiler.run = {}
+        execution.enqueue()
+        torch.cuda.synchronize()
+        runs.append(profiler.run)
+    return {name: statistics.median(run.get(name, 0.0) for run in runs) for name in runs[-1]}
+
+
+def times_by_kind(execution: Execution) -> dict[str, Any]:
+    """Return a plan's time by kind of layer, and its layers from the longest on."""
+    nodes = {_bare(layer["Name"]): onnx_nodes(layer.get("Metadata", "")) for layer in engine_layers(execution)}
+    kinds = dict.fromkeys(TABLE_KINDS, 0.0)
+    layers = []
+    for name, microseconds in times_by_layer(execution).items():
+        kind = kind_of(name, nodes.get(name, []))
+        kinds[kind] += microseconds
+        unknown = {"nodes": nodes.get(name, [])} if kind == REST else {}
+        layers.append({"name": name, "kind": kind, "us": microseconds, **unknown})
+    layers.sort(key=lambda layer: -layer["us"])
+    return {"kinds_us": kinds, "sum_us": sum(kinds.values()), "layers": layers}
+
+
+# ---- one shape ----
+
+
+class Contest:
+    """All contestants at one shape: each is recorded, checked and kept, or named with what is wrong with it."""
+
+    def __init__(self, model: Logits, ids: Tensor) -> None:
+        self.ids = ids
+        self.rows = torch.randperm(ids.numel(), device="cuda")[:_CHECKED_TOKENS]
+        model.model.set_attn_implementation(CAUSAL)
+        _, program = rewrite(model, (ids,))
+        self.truth = self.drawn(widen(program).module(check_guards=False)(ids))
+        self.plain: Tensor | None = None
+        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self.errors: dict[str, float] = {}
+        self.failed: dict[str, str] = {}
+        self._kept: list[Any] = []  # what the graphs read and write
+
+    def drawn(self, logits: Any) -> Tensor:
+        """Return logits [batch, tokens, vocabulary] at the tokens that are checked: [checked, vocabulary]."""
+        tensor: Tensor = pytree.tree_leaves(logits)[0]
+        return tensor.reshape(-1, tensor.shape[-1])[self.rows].clone()
+
+    def add(self, label: str, call: Callable[[], Any], *kept: Any) -> None:
+        """Record a call that returns logits; check what the recording computes."""
+        results: list[Any] = []
+
+        def keep_result() -> None:
+            results[:] = [call()]
+
+        try:
+            graph = capture(keep_result)
+            graph.replay()
+            logits = self.drawn(results)
+            if label == _YARDSTICK:
+                self.plain = logits
+            assert self.plain is not None, "the yardstick failed"
+            accuracy = measure("logits", logits, self.plain, self.truth, language_model=True)
+            self.errors[label] = accuracy.candidate.relative
+            if not accuracy.within:
+                self.failed[label] = f"its logits are off: {accuracy.candidate}, where torch has {accuracy.plain}"
+                return
+        except Exception as error:  # whatever it is, the others go on
+            self.failed[label] = f"{type(error).__name__}: {first_line(error)}"
+            return
+        self.graphs[label] = graph
+        self._kept += [results, *kept]
+
+
+def add_torch(contest: Contest, model: Logits) -> None:
+    """Add dense and rewritten torch, eager and compiled, with each kind of attention; the yardstick comes first."""
+    for attention, implementation in _TORCH_ATTENTION.items():
+        model.model.set_attn_implementation(implementation)
+        torch._dynamo.reset()  # or it would compile for several shapes at once
+        modules: dict[str, Any] = {"dense": model}
+        try:
+            modules["twell"], _ = rewrite(model, (contest.ids,))
+        except Exception as error:  # whatever it is, the others go on
+            contest.failed[f"torch twell, {attention}"] = f"{type(error).__name__}: {first_line(error)}"
+        for kind, module in modules.items():
+            for how, function in {"eager": module, "compiled": torch.compile(module, dynamic=False)}.items():
+                call = functools.partial(function, contest.ids)
+                contest.add(f"torch {kind} {how}, {attention}", call, module)
+
+
+def add_plans(contest: Contest, plans: dict[str, OpenPlan]) -> None:
+    """Add plans."""
+    for label, plan in plans.items():
+        try:
+            execution = execution_of(plan, contest.ids)
+        except (UserError, KeyError) as error:
+            contest.failed[label] = str(error)
+            continue
+
+        def call(execution: Execution = execution) -> Any:
+            execution.enqueue()
+            return execution.outputs
+
+        contest.add(label, call, execution)
+
+
+def measure_shape(model: Logits, plans: dict[str, OpenPlan], shape: Shape, repeats: int) -> dict[str, Any]:
+    """Check and time all contestants at one shape."""
+    contest = Contest(model, torch.randint(0, model.model.config.vocab_size, shape, device="cuda"))
+    gc.collect()
+    torch.cuda.empty_cache()  # of the model in float64
+    add_torch(contest, model)
+    add_plans(contest, plans)
+    calls = {label: graph.replay for label, graph in contest.graphs.items()}
+    times = {label: spread(values) for label, values in time_all(calls, repeats).items()}
+    profiled = {}
+    for label in filter(calls.__contains__, plans):
+        try:
+            profiled[label] = times_by_kind(execution_of(plans[label], contest.ids))
+        except Exception as error:  # its time is known all the same
+            contest.failed[f"{label}, profiled"] = f"{type(error).__name__}: {first_line(error)}"
+    return {
+        "shape": shape_name(shape), "checked_tokens": len(contest.rows), "errors": contest.errors, "times": times,
+        "layers": profiled, "failed": contest.failed,
+    }  # fmt: skip
+
+
+# ---- the page ----
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Write a report's tables as Markdown."""
+    results = {result["shape"]: result for result in report["results"]}
+    labels = list(dict.fromkeys(label for result in results.values() for label in result["times"]))
+    blocks = [f"{report['machine']}\n\n{report['parameters'] / 1e9:.2f} billion parameters; gates: {report['density']}"]
+    rows = [[label, *(_time(result["times"].get(label)) for result in results.values())] for label in labels]
+    blocks.append("Milliseconds, median (10th to 90th percentile):\n\n" + _table(["", *results], rows))
+    rows = [
+        [f"{ours} over {name}", *(_ratio(result["times"], ours, theirs) for result in results.values())]
+        for ours in labels if ours.startswith("plan twell")
+        for name, theirs in _rivals(ours, labels).items()
+    ]  # fmt: skip
+    blocks.append("Speed-up:\n\n" + _table(["", *results], rows))
+    for shape, result in results.items():
+        if result["layers"]:
+            names = list(result["layers"])
+            rows = [
+                [kind, *(f"{result['layers'][name]['kinds_us'][kind]:.1f}" for name in names)] for kind in TABLE_KINDS
+            ]
+            rows.append(["sum", *(f"{result['layers'][name]['sum_us']:.1f}" for name in names)])
+            rows.append(["in a CUDA graph", *(f"{result['times'][name]['median_us']:.1f}" for name in names)])
+            blocks.append(f"{shape}, microseconds by kind of layer:\n\n" + _table(["", *names], rows))
+    wrong = {shape: result["errors"] for shape, result in results.items()}
+    rows = [
+        [label, *(f"{errors[label]:.4f}" if label in errors else "-" for errors in wrong.values())]
+        for label in dict.fromkeys(label for errors in wrong.values() for label in errors)
+    ]
+    blocks.append("Relative error of the logits against float64:\n\n" + _table(["", *results], rows))
+    failed = {f"{shape}: {label}": why for shape, result in results.items() for label, why in result["failed"].items()}
+    failed |= report["failed"]
+    if failed:
+        blocks.append("Failed:\n\n" + "\n".join(f"- {label}: {why}" for label, why in failed.items()))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _rivals(ours: str, labels: list[str]) -> dict[str, list[str]]:
+    """Return what a twell plan is compared with: labels by name, of which the fastest counts."""
+    dense = [label for label in labels if label.startswith("torch dense")]
+    return {
+        "the dense plan": [ours.replace("twell", "dense", 1)],
+        "compiled dense torch, sdpa": ["torch dense compiled, sdpa"],
+        "the fastest dense torch": dense,
+    }
+
+
+def _ratio(times: dict[str, dict[str, float]], ours: str, theirs: list[str]) -> str:
+    known = [times[label]["median_us"] for label in theirs if label in times]
+    return f"{min(known) / times[ours]['median_us']:.2f}" if known and ours in times else "-"
+
+
+def _time(time: dict[str, float] | None) -> str:
+    if time is None:
+        return "-"
+    return f"{time['median_us'] / 1e3:.3f} ({time['p10_us'] / 1e3:.3f} to {time['p90_us'] / 1e3:.3f})"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def commit() -> str:
+    """Return the commit of the source tree, if it is one."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+@click.command()
+@click.option("--layers", default=8, show_default=True)
+@click.option("--d-model", default=2048, show_default=True)
+@click.option("--d-ff", default=5632, show_default=True)
+@click.option("--heads", default=16, show_default=True)
+@click.option("--kv-heads", type=int, help="Heads of keys and values; default: as many as heads.")
+@click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations.")
+@click.option("--shapes", default="1x1,1x512,1x2048,4x2048", show_default=True, help="Sequences and their tokens.")
+@click.option("--attention", default="", help="Values of twellc compile's --attention, with commas; default: its own.")
+@click.option("--repeats", default=20, show_default=True)
+@click.option("--plans", type=click.Path(file_okay=False, path_type=Path), help="Keep the plans here, or take them.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here, and a page beside it.")
+@torch.no_grad()
+def main(
+    layers: int,
+    d_model: int,
+    d_ff: int,
+    heads: int,
+    kv_heads: int | None,
+    density: float,
+    shapes: str,
+    attention: str,
+    repeats: int,
+    plans: Path | None,
+    json_path: Path | None,
+) -> None:
+    """Print Markdown tables: milliseconds, speed-ups, microseconds by kind of layer, and errors of the logits."""
+    chosen = parse_shapes(shapes)
+    if not torch.cuda.is_available():
+        raise click.ClickException("there is no CUDA device")
+    try:
+        host = load_host("tensorrt")
+    except UserError as error:
+        raise click.ClickException(f"full TensorRT is needed: {error}") from error
+    sizes = {"layers": layers, "d_model": d_model, "d_ff": d_ff, "heads": heads, "kv_heads": kv_heads}
+    torch.manual_seed(0)
+    random.seed(0)
+    transformers.AttentionInterface.register(CAUSAL, causal_attention)
+    llama = make_model(layers, d_model, d_ff, density, "equal", heads=heads, kv_heads=kv_heads)
+    llama.set_attn_implementation("sdpa")
+    llama.config.dtype = torch.bfloat16
+    model = Logits(llama)
+    report = new_report()
+    report["machine"] |= {"transformers": transformers.__version__, "tensorrt": host.version, "commit": commit()}
+    report["density"] = gate_density(model, (torch.randint(0, llama.config.vocab_size, (4, 512), device="cuda"),))
+    report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    with tempfile.TemporaryDirectory() as scratch:
+        paths, report["failed"] = build_plans(
+            llama, sizes | {"density": density}, plans or Path(scratch), attention.split(","), chosen
+        )
+        opened, unopened = open_plans(host, paths)
+        report["failed"] |= unopened
+        for shape in chosen:
+            click.echo(f"measuring {shape_name(shape)}", err=True)
+            try:
+                report["results"].append(measure_shape(model, opened, shape, repeats))
+            except Exception as error:  # whatever it is, other shapes go on
+                report["failed"][shape_name(shape)] = f"{type(error).__name__}: {first_line(error)}"
+            gc.collect()
+            torch.cuda.empty_cache()
+            if json_path is not None:  # after every shape, so that an interrupted run leaves what it has
+                json_path.write_text(json.dumps(report, indent=1) + "\n")
+                json_path.with_suffix(".md").write_text(markdown(report))
+    click.echo(markdown(report))
+    if report["failed"] or any(result["failed"] for result in report["results"]):
+        raise click.ClickException("some contestants failed, see above")
+
+
+if __name__ == "__main__":
+    main()
