@@ -206,7 +206,8 @@ def test_register_in_what_is_imported(lean_folder: Folder) -> None:
     # In one process, register() meets the plugins of a plain dlopen and a fresh TensorRT.
     code = (
         "import ctypes, os, sys, tensorrt_rtx_bindings; from twellc.plugins import register\n"
-        "from twellc.plugins.library import library_path; ctypes.CDLL(str(library_path()))\n"
+        "from twellc.plugins.library import attention_library_path, library_path\n"
+        "for path in filter(None, (library_path(), attention_library_path())): ctypes.CDLL(str(path))\n"
         "sys.path.insert(0, os.environ['LEAN11']); import tensorrt_lean_bindings\n"
         "print(*((r.host, r.state) for r in register()), 'torch' in sys.modules, flush=True); os._exit(0)"
     )
