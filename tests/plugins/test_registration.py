@@ -242,6 +242,19 @@ def test_register_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         registration.register(module)
 
 
+def test_how_to_register_names_what_a_plan_needs() -> None:
+    assert registration.how_to_register("m.plan", "tensorrt", attention=True) == {
+        "find": "twellc plugins",
+        "python": "import tensorrt, twellc.plugins; twellc.plugins.register()",
+        "trtexec": "trtexec --dynamicPlugins=libtwell_plugins.so --dynamicPlugins=libtwell_attention.so "
+        "--loadEngine=m.plan",
+        "triton": "tritonserver '--backend-config=tensorrt,plugins=libtwell_plugins.so;libtwell_attention.so'",
+        "c++": 'dlopen("libtwell_plugins.so", RTLD_NOW), dlopen("libtwell_attention.so", RTLD_NOW), '
+        "once TensorRT is loaded",
+        "any program": "LD_PRELOAD=libtwell_plugins.so:libtwell_attention.so",
+    }
+
+
 # ---- twellc plugins ----
 
 
