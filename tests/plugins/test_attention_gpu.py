@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.plugins.test_attention import BF16, CASES, FP16, plain
+from tests.plugins.attention_reference import BF16, CASES, FP16, plain
 from tests.plugins.test_enqueue import BF16 as KIND_BF16
 from tests.plugins.test_enqueue import Desc, DynamicDesc, Field, Fields, host, make_desc, make_dims
 from tests.tolerance import assert_as_accurate
 from twellc.plugins import library
+from twellc.plugins.attention_op import ATTENTION
 
 __all__ = ["host"]
 
@@ -155,7 +156,7 @@ def test_result_is_as_accurate_as_torch(make_plan: MakePlan, name: str, dtype: t
 def test_the_op_on_a_gpu_means_the_same(name: str, dtype: torch.dtype) -> None:
     extents, lengths, causal = CASES[name]
     q, k, v = random_operands(*extents, dtype=dtype)
-    y = torch.ops.twell.attention(q, k, v, on_gpu(lengths), SCALE, causal)
+    y = ATTENTION(q, k, v, on_gpu(lengths), SCALE, causal)
     assert y.is_contiguous()
     assert_right(y, (q, k, v), lengths, causal)
 
