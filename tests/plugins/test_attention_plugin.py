@@ -126,7 +126,9 @@ def test_only_linear_tensors_of_the_right_types_are_supported(host: ctypes.CDLL)
     host.destroy(plugin)
 
 
-def test_a_build_without_a_gpu_asks_for_the_least_workspace(host: ctypes.CDLL) -> None:
+def test_a_build_without_a_gpu_asks_for_the_least_workspace(
+    host: ctypes.CDLL, capfd: pytest.CaptureFixture[str]
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, which may want more")
     plugin = create(host, has_lengths=True, causal=True)
@@ -136,9 +138,15 @@ def test_a_build_without_a_gpu_asks_for_the_least_workspace(host: ctypes.CDLL) -
             for (least, kind), (most, _) in zip(shapes_of(1, True), shapes_of(4096, True), strict=True)
         )
     )
+    # Of a computed tensor TensorRT may know a bound only, other than that of q.
+    ranges[1].max = make_dims((5, 9000, 2, 64))
     assert host.configure(plugin, ranges, 4, None) == 0
     assert host.workspace_size(plugin, ranges, 4, None) == 32 << 20
+    ranges[2].max = make_dims((2, 4096, 2, 60))
+    assert host.configure(plugin, ranges, 4, None) != 0
     host.destroy(plugin)
+    said = "width must be a positive multiple of 8, up to 256 (q up to [2, 4096, 4, 64], k up to [5, 9000, 2, 64])"
+    assert f"log 1 TwellAttention 'layer0': {said}" in capfd.readouterr().out
 
 
 # ---- on a GPU ----
