@@ -8,8 +8,8 @@ keys of each sequence count; without it all do. A length below 1 counts as 1 and
 query has a result, also one in the padding. If causal, query i sees keys 0 to i only, and tokens must equal keys.
 
 The CPU implementation is the meaning: float32 (float64 for float64 input), rounded once. The CUDA implementation is
-torch's own `scaled_dot_product_attention`. A NaN or an infinity in a query, or in a key or value that it sees, reaches
-its result; from a key that it does not see it may or may not.
+torch's own `scaled_dot_product_attention`, which rounds the weights, too, before they meet v. A NaN or an infinity in a
+query, or in a key or value that it sees, reaches its result; from a key that it does not see it may or may not.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 #include <cudnn_frontend.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <string>
@@ -68,8 +69,10 @@ void check(cudaError_t status, char const* what) {
 
 void check(fe::error_t error, char const* what) {
     if (error.is_bad()) {
+        std::string message = error.get_message();
+        std::replace(message.begin(), message.end(), '\n', ' ');  // a log has lines of its own
         throw Refusal(std::string("cuDNN ") + std::to_string(fe::detail::get_backend_version()) + " " + what + ": " +
-                      error.get_message());
+                      message);
     }
 }
 
@@ -179,46 +182,21 @@ class Attention::Handle {
 class Attention::Plan {
   public:
     Plan(Handle const& handle, twell_attention_problem const& problem) {
-        auto const& p = problem;
-        graph_.set_io_data_type(p.dtype == TWELL_FP16 ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16)
-            .set_intermediate_data_type(fe::DataType_t::FLOAT)
-            .set_compute_data_type(fe::DataType_t::FLOAT)
-            // Said, not asked: the front end would look for a libcudart.so, which a process need not have.
-            .set_sm_version(handle.compute_capability())
-            // This plan outlives the CUDA graphs that are captured from it, so these need not hold on to it. That, too,
-            // would need a libcudart.so.
-            .set_cuda_graph_retention(fe::CudaGraphRetention_t::NONE);
-        auto const q = graph_.tensor(strided("q", kQ, p.batch, p.heads, p.tokens, p.width));
-        auto const k = graph_.tensor(strided("k", kK, p.batch, p.kv_heads, p.keys, p.width));
-        auto const v = graph_.tensor(strided("v", kV, p.batch, p.kv_heads, p.keys, p.width));
-        auto options =
-            fe::graph::SDPA_attributes().set_name("attention").set_generate_stats(false).set_attn_scale(p.scale);
-        // One query of one key sees it either way, and not every cuDNN takes a mask for a single query.
-        if (p.causal == 1 && p.tokens > 1) {
-            options.set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT).set_diagonal_band_right_bound(0);
+        if (problem.lengths == 1) {
+            query_lengths_ = std::make_unique<Constant>(problem.batch, static_cast<int32_t>(problem.tokens));
         }
-        if (p.lengths == 1) {
-            // Padding is of the keys alone: every query has a result.
-            query_lengths_ = std::make_unique<Constant>(p.batch, static_cast<int32_t>(p.tokens));
-            options.set_padding_mask(true)
-                .set_seq_len_q(graph_.tensor(per_sequence("query_lengths", kQueryLengths, p.batch)))
-                .set_seq_len_kv(graph_.tensor(per_sequence("lengths", kKeyLengths, p.batch)));
+        // The composite form is in every cuDNN 9 and is what frameworks run; the unified one may do what it does not.
+        try {
+            build(handle, problem, fe::AttentionImplementation_t::COMPOSITE);
+        } catch (Refusal const& refusal) {
+            try {
+                build(handle, problem, fe::AttentionImplementation_t::UNIFIED);
+            } catch (Refusal const&) {
+                throw refusal;
+            }
         }
-        auto const y = graph_.sdpa(q, k, v, options)[0];
-        int64_t const row = int64_t{p.heads} * p.width;
-        y->set_output(true)
-            .set_uid(kY)
-            .set_dim({p.batch, p.heads, p.tokens, p.width})
-            .set_stride({p.tokens * row, p.width, row, 1});
-
-        char const* const refused = "does not do this attention";
-        check(graph_.validate(), refused);
-        check(graph_.build_operation_graph(handle.get()), refused);
-        check(graph_.create_execution_plans({fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}), refused);
-        check(graph_.check_support(), refused);
-        check(graph_.build_plans(), "cannot build its plan");
         int64_t bytes = 0;
-        check(graph_.get_workspace_size(bytes), "does not say what workspace it needs");
+        check(graph_->get_workspace_size(bytes), "does not say what workspace it needs");
         workspace_bytes_ = static_cast<size_t>(bytes);
         // Looks for functions of the driver once a process; now, not in a capture.
         fe::detail::has_current_context();
@@ -237,11 +215,51 @@ class Attention::Plan {
             pointers[kQueryLengths] = query_lengths_->data();
             pointers[kKeyLengths] = const_cast<int32_t*>(tensors.lengths);
         }
-        check(graph_.execute(handle.get(), pointers, workspace), "failed");
+        check(graph_->execute(handle.get(), pointers, workspace), "failed");
     }
 
   private:
-    fe::graph::Graph graph_;
+    void build(Handle const& handle, twell_attention_problem const& p, fe::AttentionImplementation_t implementation) {
+        graph_ = std::make_unique<fe::graph::Graph>();
+        graph_->set_io_data_type(p.dtype == TWELL_FP16 ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16)
+            .set_intermediate_data_type(fe::DataType_t::FLOAT)
+            .set_compute_data_type(fe::DataType_t::FLOAT)
+            // Said, not asked: the front end would look for a libcudart.so, which a process need not have.
+            .set_sm_version(handle.compute_capability())
+            // This plan outlives the CUDA graphs that are captured from it, so these need not hold on to it. That, too,
+            // would need a libcudart.so.
+            .set_cuda_graph_retention(fe::CudaGraphRetention_t::NONE);
+        auto const q = graph_->tensor(strided("q", kQ, p.batch, p.heads, p.tokens, p.width));
+        auto const k = graph_->tensor(strided("k", kK, p.batch, p.kv_heads, p.keys, p.width));
+        auto const v = graph_->tensor(strided("v", kV, p.batch, p.kv_heads, p.keys, p.width));
+        auto options = fe::graph::SDPA_attributes();
+        options.set_name("attention").set_generate_stats(false).set_attn_scale(p.scale);
+        options.set_implementation(implementation);
+        // One query of one key sees it either way, and not every cuDNN takes a mask for a single query.
+        if (p.causal == 1 && p.tokens > 1) {
+            options.set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT).set_diagonal_band_right_bound(0);
+        }
+        if (p.lengths == 1) {
+            // Padding is of the keys alone: every query has a result.
+            options.set_padding_mask(true)
+                .set_seq_len_q(graph_->tensor(per_sequence("query_lengths", kQueryLengths, p.batch)))
+                .set_seq_len_kv(graph_->tensor(per_sequence("lengths", kKeyLengths, p.batch)));
+        }
+        auto const y = graph_->sdpa(q, k, v, options)[0];
+        int64_t const row = int64_t{p.heads} * p.width;
+        y->set_output(true)
+            .set_uid(kY)
+            .set_dim({p.batch, p.heads, p.tokens, p.width})
+            .set_stride({p.tokens * row, p.width, row, 1});
+        char const* const refused = "does not do this attention";
+        check(graph_->validate(), refused);
+        check(graph_->build_operation_graph(handle.get()), refused);
+        check(graph_->create_execution_plans({fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}), refused);
+        check(graph_->check_support(), refused);
+        check(graph_->build_plans(), "cannot build its plan");
+    }
+
+    std::unique_ptr<fe::graph::Graph> graph_;
     std::unique_ptr<Constant> query_lengths_;
     size_t workspace_bytes_ = 0;
 };

@@ -238,17 +238,37 @@ bool AttentionPlugin::supportsFormatCombination(int32_t pos, DynamicPluginTensor
     return is_supported(desc.type) && desc.type == in_out[kSlotQ].desc.type;
 }
 
+// The problem with the largest extents of the profile. Those of computed tensors are bounds that need not agree, so the
+// least of them holds.
 twell_attention_problem AttentionPlugin::largest_problem(DynamicPluginTensorDesc const* inputs,
                                                          int32_t input_count) const {
     check_input_count(input_count);
     Shapes shapes{};
     std::array<DataType, kAttentionSlots> types{};
     for (int32_t i = 0; i < input_count; ++i) {
-        shapes[i] = inputs[i].max;
+        shapes[i] = inputs[i].desc.dims;
         types[i] = inputs[i].desc.type;
     }
     check_types(types.data());
-    return problem_of(shapes, types[kSlotQ]);
+    twell_attention_problem problem = problem_of(shapes, types[kSlotQ]);
+    auto const least = [inputs](std::vector<AttentionSlot> const& slots, int32_t axis) {
+        int64_t bound = std::numeric_limits<int32_t>::max();
+        for (AttentionSlot const slot : slots) {
+            bound = std::min(bound, inputs[slot].max.d[axis]);
+        }
+        return bound;
+    };
+    problem.batch = least({kSlotQ, kSlotK, kSlotV}, 0);
+    problem.tokens = least(options_.causal ? std::vector{kSlotQ, kSlotK, kSlotV} : std::vector{kSlotQ}, 1);
+    problem.keys = options_.causal ? problem.tokens : least({kSlotK, kSlotV}, 1);
+    problem.heads = static_cast<int32_t>(least({kSlotQ}, 2));
+    problem.kv_heads = static_cast<int32_t>(least({kSlotK, kSlotV}, 2));
+    problem.width = static_cast<int32_t>(least({kSlotQ, kSlotK, kSlotV}, 3));
+    if (char const* const complaint = twell_attention_validate(&problem); complaint != nullptr) {
+        throw Refusal(std::string(complaint) + " (q up to " + text_of(inputs[kSlotQ].max) + ", k up to " +
+                      text_of(inputs[kSlotK].max) + ")");
+    }
+    return problem;
 }
 
 int32_t AttentionPlugin::configurePlugin(DynamicPluginTensorDesc const* in, int32_t input_count,

@@ -3,8 +3,8 @@
 
 namespace twell {
 
+// TensorRT names all three where it does not find a plugin: these and the plugin's; the version alone says twellc.
 constexpr char const* kPluginNamespace = "twell";
-// Not a plain number: hosts print it where the plugin is missing, and it should lead to this project.
 constexpr char const* kPluginVersion = "twellc-2";
 
 }  // namespace twell

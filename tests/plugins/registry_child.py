@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from twellc.plugins.library import PLUGIN_NAMESPACE, PLUGIN_VERSION
-
 
 def create(trt: Any, registry: Any, case: dict[str, Any]) -> bool:
     """Ask the creator of `case["plugin"]` for a plugin with `case["fields"]`: [name, type, value] each."""
@@ -34,7 +32,7 @@ def create(trt: Any, registry: Any, case: dict[str, Any]) -> bool:
         trt.PluginField(name, values, getattr(trt.PluginFieldType, kind))
         for (name, kind, _), values in zip(case["fields"], data, strict=True)
     ]
-    creator = registry.get_creator(case["plugin"], PLUGIN_VERSION, PLUGIN_NAMESPACE)
+    creator = registry.get_creator(case["plugin"], "twellc-2", "twell")
     phase = getattr(trt.TensorRTPhase, case.get("phase", "BUILD"))
     return creator.create_plugin("layer0", trt.PluginFieldCollection(fields), phase) is not None
 
@@ -86,7 +84,7 @@ def make_onnx(case: dict[str, Any]) -> bytes:
         ["z"],
         name="block0",
         domain="twell",
-        plugin_version=PLUGIN_VERSION,
+        plugin_version="twellc-2",
         plugin_namespace="twell",
         **attributes,
     )

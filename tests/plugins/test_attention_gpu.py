@@ -1,4 +1,4 @@
-"""The attention library on a GPU: its C API against float64, and its plugin, called as an engine calls it.
+"""The C API of the attention library on a GPU, against float64.
 
 Importing torch brings the cuDNN that the library takes, where it is a CUDA build.
 """
@@ -9,19 +9,15 @@ import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.plugins.test_attention import BF16, CASES, FP16, plain
-from tests.plugins.test_enqueue import BF16 as KIND_BF16
-from tests.plugins.test_enqueue import Desc, DynamicDesc, Field, Fields, host, make_desc, make_dims
+from tests.plugins.attention_reference import BF16, CASES, FP16, plain
 from tests.tolerance import assert_as_accurate
 from twellc.plugins import library
-
-__all__ = ["host"]
+from twellc.plugins.attention_op import ATTENTION
 
 pytestmark = pytest.mark.gpu
 
@@ -155,7 +151,7 @@ def test_result_is_as_accurate_as_torch(make_plan: MakePlan, name: str, dtype: t
 def test_the_op_on_a_gpu_means_the_same(name: str, dtype: torch.dtype) -> None:
     extents, lengths, causal = CASES[name]
     q, k, v = random_operands(*extents, dtype=dtype)
-    y = torch.ops.twell.attention(q, k, v, on_gpu(lengths), SCALE, causal)
+    y = ATTENTION(q, k, v, on_gpu(lengths), SCALE, causal)
     assert y.is_contiguous()
     assert_right(y, (q, k, v), lengths, causal)
 
@@ -305,88 +301,3 @@ def test_a_pointer_off_16_bytes_is_refused(make_plan: MakePlan) -> None:
     assert plan.launch((shifted, k, v), None, torch.empty_like(q)) == 1
     assert "16-byte alignment" in plan.message.value.decode()
     assert_right(plan.run((q, k, v), None), (q, k, v), None, True)
-
-
-# ---- the plugin, by a stand-in for TensorRT ----
-
-
-def create(host: ctypes.CDLL, has_lengths: bool, causal: bool) -> Any:
-    path = library.attention_library_path()
-    assert path is not None
-    values: dict[str, ctypes.c_int32 | ctypes.c_float] = {
-        "scale": ctypes.c_float(SCALE),
-        "causal": ctypes.c_int32(causal),
-        "lengths": ctypes.c_int32(has_lengths),
-    }
-    items = [
-        Field(name.encode(), ctypes.addressof(value), 1 if isinstance(value, ctypes.c_float) else 5, 1)
-        for name, value in values.items()
-    ]
-    plugin = host.create(host.load(str(path).encode(), 0), Fields(len(items), (Field * len(items))(*items)))
-    assert plugin
-    return plugin
-
-
-def shapes_of(tokens: int, has_lengths: bool) -> list[tuple[tuple[int, ...], int]]:
-    int32 = 3
-    rows = [((2, tokens, heads, 64), KIND_BF16) for heads in (4, 2, 2)]
-    return [*rows, ((2,), int32)] if has_lengths else rows
-
-
-def descs(tokens: int, has_lengths: bool) -> Any:
-    items = [make_desc(shape, kind) for shape, kind in shapes_of(tokens, has_lengths)]
-    return (Desc * len(items))(*items)
-
-
-def enqueue(host: ctypes.CDLL, plugin: Any, tensors: list[Tensor], y: Tensor, workspace: Tensor) -> int:
-    inputs = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
-    outputs = (ctypes.c_void_p * 1)(y.data_ptr())
-    output, stream = make_desc(y.shape, KIND_BF16), torch.cuda.current_stream().cuda_stream
-    given = descs(y.shape[1], len(tensors) == 4)
-    status: int = host.enqueue(plugin, given, ctypes.byref(output), inputs, outputs, workspace.data_ptr(), stream)
-    return status
-
-
-@pytest.mark.parametrize("has_lengths", [False, True])
-def test_plugin(lib: ctypes.CDLL, host: ctypes.CDLL, make_plan: MakePlan, has_lengths: bool) -> None:
-    plugin = create(host, has_lengths, causal=True)
-    ranges = [
-        DynamicDesc(make_desc((-1,) * len(least), kind), make_dims(least), make_dims(most), make_dims(least))
-        for (least, kind), (most, _) in zip(shapes_of(1, has_lengths), shapes_of(500, has_lengths), strict=True)
-    ]
-    array = (DynamicDesc * len(ranges))(*ranges)
-    assert host.configure(plugin, array, len(ranges), None) == 0
-    size = host.workspace_size(plugin, array, len(ranges), None)
-    assert size >= 32 << 20
-    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
-    lengths = [on_gpu([7, 1])] if has_lengths else []
-    # Back and forth: the plans of shapes that come again are kept.
-    for tokens in (7, 500, 1, 7, 499, 500):
-        operands = random_operands(2, tokens, tokens, 4, 2, 64)
-        if has_lengths:
-            lengths = [on_gpu([tokens, 1])]
-        given = descs(tokens, has_lengths)
-        assert host.shape_change(plugin, given, len(given), None) == 0
-        y = torch.full_like(operands[0], math.nan)
-        assert enqueue(host, plugin, [*operands, *(t for t in lengths if t is not None)], y, workspace) == 0
-        torch.cuda.synchronize()
-        assert_right(y, operands, [tokens, 1] if has_lengths else None, True)
-        expected = make_plan(operands, has_lengths, True).run(operands, lengths[0] if lengths else None)
-        assert torch.equal(y, expected)
-    host.destroy(plugin)
-
-
-def test_plugin_runs_no_shapes_that_were_not_set(
-    lib: ctypes.CDLL, host: ctypes.CDLL, capfd: pytest.CaptureFixture[str]
-) -> None:
-    plugin = create(host, has_lengths=False, causal=True)
-    workspace = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
-    operands = random_operands(2, 9, 9, 4, 2, 64)
-    assert enqueue(host, plugin, list(operands), torch.empty_like(operands[0]), workspace) != 0
-    given = descs(8, has_lengths=False)
-    assert host.shape_change(plugin, given, len(given), None) == 0
-    assert enqueue(host, plugin, list(operands), torch.empty_like(operands[0]), workspace) != 0
-    host.destroy(plugin)
-    said = capfd.readouterr().out
-    assert "log 1 TwellAttention 'layer0': run before its shapes were set" in said
-    assert "log 1 TwellAttention 'layer0': run with shapes that were not set before" in said

@@ -206,7 +206,8 @@ def test_register_in_what_is_imported(lean_folder: Folder) -> None:
     # In one process, register() meets the plugins of a plain dlopen and a fresh TensorRT.
     code = (
         "import ctypes, os, sys, tensorrt_rtx_bindings; from twellc.plugins import register\n"
-        "from twellc.plugins.library import library_path; ctypes.CDLL(str(library_path()))\n"
+        "from twellc.plugins.library import attention_library_path, library_path\n"
+        "for path in filter(None, (library_path(), attention_library_path())): ctypes.CDLL(str(path))\n"
         "sys.path.insert(0, os.environ['LEAN11']); import tensorrt_lean_bindings\n"
         "print(*((r.host, r.state) for r in register()), 'torch' in sys.modules, flush=True); os._exit(0)"
     )
@@ -239,6 +240,19 @@ def test_register_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("TWELLC_LIBRARY", str(tmp_path / "none.so"))
     with pytest.raises(UserError, match=r"none.so: the plugin library is missing \(named by \$TWELLC_LIBRARY\)"):
         registration.register(module)
+
+
+def test_how_to_register_names_what_a_plan_needs() -> None:
+    assert registration.how_to_register("m.plan", "tensorrt", attention=True) == {
+        "find": "twellc plugins",
+        "python": "import tensorrt, twellc.plugins; twellc.plugins.register()",
+        "trtexec": "trtexec --dynamicPlugins=libtwell_plugins.so --dynamicPlugins=libtwell_attention.so "
+        "--loadEngine=m.plan",
+        "triton": "tritonserver '--backend-config=tensorrt,plugins=libtwell_plugins.so;libtwell_attention.so'",
+        "c++": 'dlopen("libtwell_plugins.so", RTLD_NOW), dlopen("libtwell_attention.so", RTLD_NOW), '
+        "once TensorRT is loaded",
+        "any program": "LD_PRELOAD=libtwell_plugins.so:libtwell_attention.so",
+    }
 
 
 # ---- twellc plugins ----

@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.processes import environment
 from tests.runtimes import LEAN_VERSIONS
-from twellc.plugins.library import PLUGIN_VERSION, library_path
+from twellc.plugins.library import library_path
 
 HERE = Path(__file__).resolve().parent
 PLUGINS = ("TwellGatedMlp", "TwellMlp")
@@ -30,9 +29,7 @@ def talk(runtime: str, request: dict[str, Any], folder: Path | None = None) -> R
     command = [sys.executable, str(HERE / "registry_child.py"), runtime, str(library_path())]
     if folder is not None:
         command += ["--path", str(folder)]
-    done = subprocess.run(
-        command, input=json.dumps(request), capture_output=True, text=True, check=False, timeout=300, env=environment()
-    )
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     report: Report = json.loads(done.stdout)
     report["stderr"] = done.stderr
@@ -255,7 +252,7 @@ def test_both_creators_are_registered(created: tuple[str, Report]) -> None:
     }
     assert found[PLAIN]["fields"] == common
     assert found[GATED]["fields"] == common | {"gate_bias": "INT32"}
-    assert {(creator["version"], creator["namespace"]) for creator in found.values()} == {(PLUGIN_VERSION, "twell")}
+    assert {(creator["version"], creator["namespace"]) for creator in found.values()} == {("twellc-2", "twell")}
 
 
 def test_loading_again_does_no_harm(created: tuple[str, Report]) -> None:

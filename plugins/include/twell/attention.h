@@ -4,8 +4,8 @@
 //     heads
 //
 // j runs over the keys that query i sees: of the sequence's first `lengths[b]` keys (all without lengths), those up to
-// i if causal. Tensors are contiguous, on the current device and start at multiples of 16 bytes. Everything between the
-// products is in fp32, and the result is rounded once.
+// i if causal. Tensors are contiguous, on the current device and start at multiples of 16 bytes. Scores and
+// sums are in fp32; the weights are rounded to the element type before they meet v.
 #ifndef TWELL_ATTENTION_H_
 #define TWELL_ATTENTION_H_
 
