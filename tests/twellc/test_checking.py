@@ -828,7 +828,7 @@ def test_the_candidate_of_a_causal_model_and_an_encoder(llama: Path, tmp_path: P
     config = transformers.BertConfig(**models.SMALL, intermediate_size=64)
     encoder = models.save(transformers.BertForMaskedLM(config), tmp_path / "bert")
     with pytest.raises(
-        UserError, match="does not belong to the model: it is of a causal Hugging Face model; got .*bert"
+        UserError, match=r"does not belong to the model: it is of a causal Hugging Face model; got .*bert"
     ):
         run_check(encoder, candidate)
 
