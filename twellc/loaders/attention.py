@@ -104,7 +104,9 @@ def _additive_mask(padded: bool, longest: int, **request: Any) -> Tensor | None:
     if mask is None:
         return None
     dtype = request["dtype"]
-    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
+    added = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
+    # Models with attention of their own may check the whole shape.
+    return added.expand(request["batch_size"], 1, request["q_length"], request["kv_length"])
 
 
 def _comparisons(padded: bool, longest: int, causal_is_optional: bool, request: dict[str, Any]) -> Tensor | None:
