@@ -128,7 +128,8 @@ def _comparisons(padded: bool, longest: int, causal_is_optional: bool, request: 
     full = seen is bidirectional_mask_function
     offsets = (request.get("q_offset", 0), request.get("kv_offset", 0))
     if request.get("use_vmap") or any(not isinstance(offset, int) or offset for offset in offsets):
-        made: Tensor | None = sdpa_mask(**{**request, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+        request = {**request, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        made: Tensor | None = sdpa_mask(**request)
         return made
     if padding is None and ((causal_is_optional and seen is causal_mask_function) or (usual_full and full)):
         return None
