@@ -104,7 +104,9 @@ def _additive_mask(padded: bool, longest: int, **request: Any) -> Tensor | None:
     if mask is None:
         return None
     dtype = request["dtype"]
-    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
+    added = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
+    # Models with attention of their own may check the whole shape.
+    return added.expand(request["batch_size"], 1, request["q_length"], request["kv_length"])
 
 
 def _comparisons(padded: bool, longest: int, causal_is_optional: bool, request: dict[str, Any]) -> Tensor | None:
@@ -126,7 +128,8 @@ def _comparisons(padded: bool, longest: int, causal_is_optional: bool, request: 
     full = seen is bidirectional_mask_function
     offsets = (request.get("q_offset", 0), request.get("kv_offset", 0))
     if request.get("use_vmap") or any(not isinstance(offset, int) or offset for offset in offsets):
-        made: Tensor = sdpa_mask(**{**request, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+        request = {**request, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        made: Tensor | None = sdpa_mask(**request)
         return made
     if padding is None and ((causal_is_optional and seen is causal_mask_function) or (usual_full and full)):
         return None
