@@ -57,24 +57,6 @@ struct Params {
     Activation act;
 };
 
-// load_vector, or zeros.
-__device__ __forceinline__ uint4 load_vector_if(uint16_t const* pointer, bool exists) {
-    uint4 vector;
-    asm volatile(
-        "{\n"
-        ".reg .pred exists;\n"
-        "setp.ne.s32 exists, %5, 0;\n"
-        "mov.b32 %0, 0;\n"
-        "mov.b32 %1, 0;\n"
-        "mov.b32 %2, 0;\n"
-        "mov.b32 %3, 0;\n"
-        "@exists ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-        "}\n"
-        : "=&r"(vector.x), "=&r"(vector.y), "=&r"(vector.z), "=&r"(vector.w)
-        : "l"(pointer), "r"(static_cast<int>(exists)));
-    return vector;
-}
-
 // Multiplies x by rows of w_up, those of a set of the neurons from `neuron_begin` on, kRows at once, and leaves each
 // warp's part of the sums: parts(token) is [kNeurons][kWarps].
 template <class Element, int kTokens, int kRows, class Parts>

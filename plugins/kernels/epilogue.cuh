@@ -32,23 +32,31 @@ __device__ __forceinline__ void load_elements(float (&values)[kCount], uint16_t 
     }
 }
 
-// Adds what `params` has of both to sums of a row of y, those of `column` and its neighbours, before they are rounded.
+template <class Element, int kCount>
+__device__ __forceinline__ void add_elements(float (&sums)[kCount], uint16_t const* pointer) {
+    float values[kCount];
+    load_elements<Element>(values, pointer);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+        sums[k] += values[k];
+    }
+}
+
+// Adds what `params` has of it to sums of a row of y, those of `column` and its neighbours, before they are rounded.
+template <class Element, int kCount, class Params>
+__device__ __forceinline__ void add_bias(float (&sums)[kCount], Params const& params, int column) {
+    if (params.b_down != nullptr) {
+        add_elements<Element>(sums, params.b_down + column);
+    }
+}
+
+// The same with the residual.
 template <class Element, int kCount, class Params>
 __device__ __forceinline__ void add_bias_and_residual(float (&sums)[kCount], Params const& params, int64_t row,
                                                       int column) {
-    auto const add = [&](uint16_t const* pointer) {
-        float values[kCount];
-        load_elements<Element>(values, pointer);
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-            sums[k] += values[k];
-        }
-    };
-    if (params.b_down != nullptr) {
-        add(params.b_down + column);
-    }
+    add_bias<Element>(sums, params, column);
     if (params.residual != nullptr) {
-        add(params.residual + row * params.d_out + column);
+        add_elements<Element>(sums, params.residual + row * params.d_out + column);
     }
 }
 

@@ -650,7 +650,7 @@ __device__ __forceinline__ void add_rows(float (&accumulators)[Cfg::kAccumulator
     static_assert(!Cfg::kIsTall, "a warp has 16 neurons");
     constexpr int kTurnTokens = kWarpSize / 2;
     constexpr int kTurns = (Cfg::BLOCK_N + kTurnTokens - 1) / kTurnTokens;
-    constexpr int kAtOnce = 4;  // loads under way; more take too many registers
+    constexpr int kAtOnce = 8;  // loads under way
     int const lane = threadIdx.x % kWarpSize;
     uint32_t const destination = warp_bytes + passed_offset(lane / 2, lane % 2);
     uint32_t const source = warp_bytes + passed_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);

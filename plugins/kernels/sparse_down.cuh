@@ -87,13 +87,22 @@ __device__ __forceinline__ void add_list(float (&sums)[kVector], Params const& p
     }
 }
 
-// Adds bias and residual and rounds y, once.
+// Adds bias and residual, which has been loaded, and rounds y, once.
 template <class Element>
-__device__ __forceinline__ void store_y(Params const& params, int64_t row, int column, float (&sums)[kVector]) {
+__device__ __forceinline__ void store_y(Params const& params, int64_t row, int column, float (&sums)[kVector],
+                                        uint4 residual) {
     if (column >= params.d_out) {
         return;
     }
-    add_bias_and_residual<Element>(sums, params, row, column);
+    add_bias<Element>(sums, params, column);
+    if (params.residual != nullptr) {
+        float values[kVector];
+        unpack<Element>(values, residual);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            sums[i] += values[i];
+        }
+    }
     store_vector<Element>(params.y + row * params.d_out + column, sums);
 }
 
@@ -166,13 +175,18 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(
 #pragma unroll 1
         for (int k = 0; k < 2; ++k) {
             if (work.count != kNotListed) {
+                bool const stores = !split || warp == 0;
+                // It comes while rows of Wd do.
+                bool const adds = params.residual != nullptr && stores && column < params.d_out;
+                uint4 const residual =
+                    load_vector_if(params.residual + static_cast<int64_t>(work.row) * params.d_out + column, adds);
                 float sums[kVector] = {};
                 add_list<Element>(sums, params, list, count, entry, column);
                 if (split) {
                     reduce(sums);
                 }
-                if (!split || warp == 0) {
-                    store_y<Element>(params, work.row, column, sums);
+                if (stores) {
+                    store_y<Element>(params, work.row, column, sums, residual);
                 }
             }
             // What the second row begins with came meanwhile.

@@ -32,6 +32,24 @@ __device__ __forceinline__ uint4 load_vector(uint16_t const* pointer) {
     return vector;
 }
 
+// load_vector, or zeros.
+__device__ __forceinline__ uint4 load_vector_if(uint16_t const* pointer, bool exists) {
+    uint4 vector;
+    asm volatile(
+        "{\n"
+        ".reg .pred exists;\n"
+        "setp.ne.s32 exists, %5, 0;\n"
+        "mov.b32 %0, 0;\n"
+        "mov.b32 %1, 0;\n"
+        "mov.b32 %2, 0;\n"
+        "mov.b32 %3, 0;\n"
+        "@exists ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+        "}\n"
+        : "=&r"(vector.x), "=&r"(vector.y), "=&r"(vector.z), "=&r"(vector.w)
+        : "l"(pointer), "r"(static_cast<int>(exists)));
+    return vector;
+}
+
 template <class Element>
 __device__ __forceinline__ void unpack(float (&values)[kVector], uint4 vector) {
     uint32_t const words[4] = {vector.x, vector.y, vector.z, vector.w};

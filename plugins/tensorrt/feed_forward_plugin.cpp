@@ -242,7 +242,8 @@ twell_problem FeedForwardPlugin::largest_problem(DynamicPluginTensorDesc const* 
     Shapes shapes{};
     std::array<DataType, kRoles> types{};
     for (int32_t i = 0; i < input_count; ++i) {
-        shapes[i] = inputs[i].max;
+        // The largest extents of a residual may be an estimate, other than those of x.
+        shapes[i] = i == slots_[kResidual] ? inputs[i].desc.dims : inputs[i].max;
         types[i] = inputs[i].desc.type;
     }
     check_types(types.data());

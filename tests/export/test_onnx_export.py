@@ -51,6 +51,7 @@ def test_gated_nodes(tmp_path: Path) -> None:
     program = canonical(module, torch.randn(5, 16).bfloat16())
     model = written(rewrite(program, compression=4), tmp_path / "m.onnx")
     known = initializers(model)
+    before = "x"
     for node, biases, block in zip(twell_nodes(model), combinations, module, strict=True):
         assert node.op_type == "TwellGatedMlp"
         assert attributes(node) == {
@@ -60,7 +61,7 @@ def test_gated_nodes(tmp_path: Path) -> None:
             "gate_bias": int("g" in biases),
             "up_bias": int("u" in biases),
             "down_bias": int("d" in biases),
-            "residual": 0,
+            "residual": 1,
             "plugin_version": "twellc-2",
             "plugin_namespace": "twell",
         }
@@ -68,8 +69,9 @@ def test_gated_nodes(tmp_path: Path) -> None:
         parts = [(gate.weight, gate.bias), (up.weight, up.bias), (down.weight.t(), down.bias)]
         expected = [tensor for part in parts for tensor in part if tensor is not None]
         assert node.input[0] not in known, "x comes first"
-        assert len(node.input) == 1 + len(expected)
-        for name, tensor in zip(node.input[1:], expected, strict=True):
+        assert node.input[-1] == before, "the residual comes last"
+        before = node.output[0]
+        for name, tensor in zip(node.input[1:-1], expected, strict=True):
             assert known[name].data_type == onnx.TensorProto.BFLOAT16
             assert tuple(known[name].dims) == tuple(tensor.shape)
             assert known[name].raw_data == bits(tensor)
@@ -88,12 +90,12 @@ def test_plain_nodes(tmp_path: Path) -> None:
             "compression": 8,
             "up_bias": int("u" in biases),
             "down_bias": int("d" in biases),
-            "residual": 0,
+            "residual": 1,
             "plugin_version": "twellc-2",
             "plugin_namespace": "twell",
         }
         wanted = [shapes[name] for name in ("up", "u", "down", "d") if name in ("up", "down") or name in biases]
-        assert [tuple(initializers(model)[name].dims) for name in node.input[1:]] == wanted
+        assert [tuple(initializers(model)[name].dims) for name in node.input[1:-1]] == wanted
 
 
 def test_activation_attributes(tmp_path: Path) -> None:
@@ -102,6 +104,7 @@ def test_activation_attributes(tmp_path: Path) -> None:
     model = written(rewrite(canonical(nn.Sequential(squared, above))), tmp_path / "m.onnx")
     found = [(attributes(node)["activation"], attributes(node)["threshold"]) for node in model.graph.node]
     assert found == [("relu2", 0.0), ("fatrelu", 0.25)]
+    assert [attributes(node)["residual"] for node in model.graph.node] == [0, 0]
 
 
 def test_no_dense_projection_is_left(tmp_path: Path) -> None:
