@@ -15,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir
 import torch
-from onnxscript import values
+from onnxscript import opset20, values
 from torch.export import ExportedProgram
 
 from twellc.errors import UserError, first_line
@@ -186,6 +187,10 @@ def _mlp(
 
 
 def _attention(q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool) -> Any:
+    if lengths is not None:  # the op's own meaning; the plugin takes 1 to the number of keys
+        keys = opset20.Cast(opset20.Shape(k, start=1, end=2), to=onnx.TensorProto.INT32)
+        one = opset20.Constant(value=onnx.numpy_helper.from_array(np.ones(1, np.int32)))
+        lengths = opset20.Min(opset20.Max(lengths, one), keys)
     inputs = [operand for operand in (q, k, v, lengths) if operand is not None]
     return _NODES[ATTENTION_NODE](*inputs, **attention_attributes(scale, causal, lengths is not None))
 

@@ -24,6 +24,7 @@ EMBEDDED_NOTE = (
     "the plan carries the plugin library, which is native code: TensorRT loads it only where the program sets "
     "engine_host_code_allowed, and Triton with version-compatible=true"
 )
+CUDNN_NOTE = "the plan computes attention with cuDNN: where it runs, it needs libtwell_attention.so and cuDNN 9"
 TRITON_WARNING = (
     "Triton's TensorRT backend runs plans of TensorRT, not of TensorRT-RTX: compile with --backend tensorrt"
 )
@@ -69,6 +70,7 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
                 _embedded(options, translation), progress=lambda phase: progress(f"building the plan: {phase}"),
             )  # fmt: skip
         manifest = make_manifest(options, translation, plan, plan_file)
+        manifest["notes"] += [CUDNN_NOTE] if by_cudnn(translation.attention) else []
         manifest["notes"] += [EMBEDDED_NOTE] if manifest["plugins"]["embedded"] else []
         manifest["warnings"] += [TRITON_WARNING] if options.triton is not None and backend != "tensorrt" else []
         text = json.dumps(manifest, indent=2) + "\n"

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.tensorrt
 LAYERS, WIDTH, HEADS = 2, 256, 4
 # TensorRT 10.6 names its fused attention _gemm_mha_v2_….
 FUSED = "mha"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Unmasked(nn.Module):
@@ -101,19 +102,30 @@ def opt_inputs(plan: Path, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
     return {name: torch.ones(shapes["opt"], dtype=dtypes[name]) for name, shapes in profile.items() if name in dtypes}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("case", CASES)
-def test_attention_is_one_kernel(cli: Cli, tensorrt: Host, tmp_path: Path, case: str, dtype: str) -> None:
-    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    model, plan_path = CASES[case].save(tmp_path, torch_dtype), tmp_path / "m.plan"
-    shapes = "x:1x1x256:1x128x256:2x512x256" if CASES[case].make is None else "input_ids:1x1:1x128:2x512"
-    options = ("--backend", "tensorrt", "--dtype", dtype, "--profile", shapes, *CASES[case].options)
-    done = cli("compile", model, "-o", plan_path, *options)
+def check_layers(cli: Cli, host: Host, model: Path, plan_path: Path, layer: str, *options: str) -> None:
+    """Compile a model; its plan has one layer of that name for each attention block, and passes `twellc check`."""
+    shapes = "x:1x1x256:1x128x256:2x512x256" if model.suffix == ".pt2" else "input_ids:1x1:1x128:2x512"
+    done = cli("compile", model, "-o", plan_path, "--backend", "tensorrt", "--profile", shapes, *options)
     assert done.exit_code == 0, done.output
-    plan = open_plan(tensorrt, plan_path, tensorrt.version)
+    plan = open_plan(host, plan_path, host.version)
     dtypes = {name: _TORCH_DTYPES[plan.engine.get_tensor_dtype(name).name] for name in plan.names("INPUT")}
-    layers = engine_layers(prepare(plan, opt_inputs(plan_path, dtypes)))
-    names = [layer["Name"] for layer in layers]
-    assert sum(FUSED in name for name in names) == LAYERS, names
+    names = [found["Name"] for found in engine_layers(prepare(plan, opt_inputs(plan_path, dtypes)))]
+    assert sum(layer in name for name in names) == LAYERS, names
     checked = cli("check", model, plan_path)
     assert checked.exit_code == 0, checked.output
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_tensorrt_fuses_attention(cli: Cli, tensorrt: Host, tmp_path: Path, case: str, dtype: str) -> None:
+    model = CASES[case].save(tmp_path, DTYPES[dtype])
+    options = ("--dtype", dtype, "--attention", "tensorrt", *CASES[case].options)
+    check_layers(cli, tensorrt, model, tmp_path / "m.plan", FUSED, *options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [case for case in CASES if "padding" not in case])
+def test_cudnn_computes_attention(cli: Cli, tensorrt: Host, tmp_path: Path, case: str, dtype: str) -> None:
+    model = CASES[case].save(tmp_path, DTYPES[dtype])
+    options = ("--dtype", dtype, "--attention", "cudnn", *CASES[case].options)
+    check_layers(cli, tensorrt, model, tmp_path / "m.plan", "TwellAttention", *options)
