@@ -95,13 +95,15 @@ def take(step: str) -> Any:
             return [
                 name
                 for name in modules
-                if all(call_registry(name, (14, 10), ctypes.c_void_p, each, "1", "twell") for each in PLUGIN_NAMES)
+                if all(
+                    call_registry(name, (14, 10), ctypes.c_void_p, each, "twellc-2", "twell") for each in PLUGIN_NAMES
+                )
             ]
         case "log":
             builder = builder or make_builder()
             messages.clear()
             trt = modules["rtx"]
-            creator = trt.get_plugin_registry().get_creator("TwellMlp", "1", "twell")
+            creator = trt.get_plugin_registry().get_creator("TwellMlp", "twellc-2", "twell")
             creator.create_plugin("layer0", trt.PluginFieldCollection([]), trt.TensorRTPhase.BUILD)
             return list(messages)
         case _:

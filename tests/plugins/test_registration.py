@@ -108,7 +108,7 @@ int main(void) {
     void* registry = getPluginRegistry();
     int slot = getInferLibVersion() / 10000 == 10 ? 14 : 10;
     typedef void* (*Get)(void*, char const*, char const*, char const*);
-    puts((*(Get**)registry)[slot](registry, "TwellMlp", "1", "twell") ? "there" : "missing");
+    puts((*(Get**)registry)[slot](registry, "TwellMlp", "twellc-2", "twell") ? "there" : "missing");
     return 0;
 }
 """
