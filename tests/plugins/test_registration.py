@@ -257,8 +257,8 @@ def test_plugins_prints_what_the_library_is() -> None:
         f"library    {library_path()}",
         "version    0.1.0",
         "namespace  twell",
-        "plugin     TwellGatedMlp, version 1",
-        "plugin     TwellMlp, version 1",
+        "plugin     TwellGatedMlp, version twellc-2",
+        "plugin     TwellMlp, version twellc-2",
     ]
     found = json.loads(plugins_command("--json").stdout)
     assert found == {
