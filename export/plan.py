@@ -91,6 +91,10 @@ def build_plan(
                 profile.set_shape(tensor.name, shapes.min, shapes.opt, shapes.max)
             config.add_optimization_profile(profile)
     layers = [network.get_layer(i) for i in range(network.num_layers)]
+    for layer in layers:
+        if layer.type == getattr(trt.LayerType, "ATTENTION_INPUT", None):
+            # Where no kernel has the block's sizes, such as heads of 16, it is taken apart instead of refused.
+            layer.attention.decomposable = True
     plugin_layers = [layer.name for layer in layers if layer.type == trt.LayerType.PLUGIN_V3]
     if plugin_layers:
         # The one text in a plan that is ours to choose. A plan may be found without its manifest.

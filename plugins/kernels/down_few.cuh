@@ -57,6 +57,13 @@ struct Config {
 constexpr int kPassWords = 256;
 constexpr int kPassNeurons = kPassWords * kMaskBits;
 
+// Of CTAs that share out neurons, see compute(); with 4 those for compute capability 8.0 spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kSharedRowsAtOnce = 4;
+#else
+constexpr int kSharedRowsAtOnce = 3;
+#endif
+
 template <class Cfg>
 struct Shared {
     uint16_t list[kPassNeurons];  // active neurons of this pass, ascending
@@ -264,7 +271,7 @@ __device__ __forceinline__ bool compute(Params const& params, Shared<Cfg>& share
             position += count * share / params.num_shares;
             count = count * (share + 1) / params.num_shares;
         }
-        constexpr int kRowsAtOnce = kIsShared ? 4 : 6;  // as many as there are registers for
+        constexpr int kRowsAtOnce = kIsShared ? kSharedRowsAtOnce : 6;  // as many as there are registers for
         add_all_rows<Element, kRowsAtOnce>(accumulators, shared.list, position, Cfg::kSlots, count, h, w_down,
                                            params.d_out);
         if (word_begin + kPassWords < params.num_mask_words) {
