@@ -60,7 +60,7 @@ _YARDSTICK = "torch dense eager, sdpa"
 # twellc names nodes <module path>/<operation of torch>/<node>. "rotary" is what Q and K go through before attention,
 # the scale of Q included; all else in the module of attention, but for its projections, is "attention".
 LAYER_KINDS = (
-    ("feed-forward", r"\.mlp[./]"),
+    ("feed-forward", r"\.mlp[./]|/(gated_)?mlp(_\d+)?/"),
     ("logits", r"^lm_head/"),
     ("projections", r"\.self_attn\.[qkvo]_proj/"),
     ("attention", r"mha_|TwellAttention"),

@@ -94,6 +94,7 @@ def build_plan(
     for layer in layers:
         if layer.type == getattr(trt.LayerType, "ATTENTION_INPUT", None):
             # Where no kernel has the block's sizes, such as heads of 16, it is taken apart instead of refused.
+            layer.__class__ = trt.IAttentionInputLayer  # get_layer does not tell which it is
             layer.attention.decomposable = True
     plugin_layers = [layer.name for layer in layers if layer.type == trt.LayerType.PLUGIN_V3]
     if plugin_layers:

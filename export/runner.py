@@ -123,6 +123,7 @@ def prepare(plan: OpenPlan, inputs: dict[str, torch.Tensor], profile: int = 0) -
     tensors: dict[str, torch.Tensor] = {}
     for name in plan.names("INPUT"):
         tensors[name] = inputs[name].cuda().contiguous()
+        _check_shape(plan, name, tuple(tensors[name].shape), profile)
         if not context.set_input_shape(name, tuple(tensors[name].shape)):
             raise UserError(str(plan.path), f"refuses the shape of {name} ({reasons(plan.messages)})")
     for name in plan.names("OUTPUT"):
@@ -131,6 +132,17 @@ def prepare(plan: OpenPlan, inputs: dict[str, torch.Tensor], profile: int = 0) -
     for name, tensor in tensors.items():
         context.set_tensor_address(name, tensor.data_ptr())
     return Execution(plan, context, tensors)
+
+
+def _check_shape(plan: OpenPlan, name: str, shape: tuple[int, ...], profile: int) -> None:
+    """Fail for a shape outside of the profile: TensorRT 10.6 takes it, and says nothing."""
+    least, _, most = (tuple(dims) for dims in plan.engine.get_tensor_profile_shape(name, profile))
+    sizes = zip(least, shape, most, strict=False)
+    if len(shape) != len(least) or not all(low <= size <= high for low, size, high in sizes):
+        raise UserError(
+            str(plan.path), f"optimization profile {profile} does not take this shape of {name}", got=str(shape),
+            expected=f"{least} to {most}", fix="Compile the model again with another --profile.",
+        )  # fmt: skip
 
 
 def run_plan(host: Host, path: Path, built_with: str, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:

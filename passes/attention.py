@@ -423,6 +423,9 @@ class _Writer:
         batch, heads, queries, width = (self._size(q, axis) for axis in range(4))
         kv_heads = self._size(block.k, 1)
         group = heads // kv_heads
+        if kv_heads == 1:  # TensorRT 10.6 fuses no product of one head
+            block = replace(block, k=self._repeated(block.k, heads), v=self._repeated(block.v, heads))
+            kv_heads, group = heads, 1
         if group > 1:  # the queries of a group are rows of one product
             q = self._call(aten.view.default, self._contiguous(q), [batch, kv_heads, -1, width])
         mask = block.mask if not block.causal else self._causal(q, block)
@@ -435,6 +438,10 @@ class _Writer:
         if group > 1:
             y = self._call(aten.view.default, y, [batch, heads, queries, self._size(block.v, 3)])
         return y
+
+    def _repeated(self, node: Node, heads: int) -> Node:
+        """Return keys or values of one head, [batch, 1, keys, width], for all heads."""
+        return self._call(aten.expand.default, node, [-1, heads, -1, -1])
 
     def _contiguous(self, node: Node) -> Node:
         return self._call(aten.clone.default, node, memory_format=torch.contiguous_format)

@@ -51,9 +51,7 @@ def test_auto_takes_cudnn_only_where_it_was_measured_faster(monkeypatch: pytest.
 def test_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_forms, "load_attention", lambda: None)
     assert "built without cuDNN's headers" in why_no_cudnn()
-    with pytest.raises(
-        UserError, match=r"--attention cudnn: libtwell_attention\.so is not there"
-    ):
+    with pytest.raises(UserError, match=r"--attention cudnn: libtwell_attention\.so is not there"):
         choose_forms("tensorrt-rtx", "cudnn")
 
 

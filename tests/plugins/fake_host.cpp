@@ -176,14 +176,21 @@ int32_t shape_change(Plugin* plugin, void const* in, int32_t count, void const* 
     return runtime_of(plugin)->onShapeChange(in, count, out, 1);
 }
 
+Plugin* attach(Plugin* plugin) { return static_cast<Plugin*>(runtime_of(plugin)->attachToContext(nullptr)); }
+
+int32_t enqueue_attached(Plugin* plugin, void const* in, void const* out, void const* const* inputs,
+                         void* const* outputs, void* workspace, void* stream) {
+    return runtime_of(plugin)->enqueue(in, out, inputs, outputs, workspace, stream);
+}
+
 // Attaches to a context as an engine would, and runs there.
 int32_t enqueue(Plugin* plugin, void const* in, void const* out, void const* const* inputs, void* const* outputs,
                 void* workspace, void* stream) {
-    auto* attached = static_cast<Plugin*>(runtime_of(plugin)->attachToContext(nullptr));
+    Plugin* attached = attach(plugin);
     if (attached == nullptr) {
         return -1;
     }
-    int32_t const status = runtime_of(attached)->enqueue(in, out, inputs, outputs, workspace, stream);
+    int32_t const status = enqueue_attached(attached, in, out, inputs, outputs, workspace, stream);
     delete attached;
     return status;
 }

@@ -66,7 +66,9 @@ def enqueue(host: ctypes.CDLL, plugin: Any, tensors: list[Tensor], y: Tensor, wo
     outputs = (ctypes.c_void_p * 1)(y.data_ptr())
     output, stream = make_desc(y.shape, BF16), torch.cuda.current_stream().cuda_stream
     given = descs(y.shape[1], len(tensors) == 4)
-    status: int = host.enqueue(plugin, given, ctypes.byref(output), inputs, outputs, workspace.data_ptr(), stream)
+    status: int = host.enqueue_attached(
+        plugin, given, ctypes.byref(output), inputs, outputs, workspace.data_ptr(), stream
+    )
     return status
 
 
@@ -165,6 +167,8 @@ def test_shapes_back_and_forth(lib: ctypes.CDLL, host: ctypes.CDLL, make_plan: M
     size = host.workspace_size(plugin, array, len(ranges), None)
     assert size >= 32 << 20
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+    attached = host.attach(plugin)
+    host.destroy(plugin)
     lengths = [on_gpu([7, 1])] if has_lengths else []
     # Back and forth: the plans of shapes that come again are kept.
     for tokens in (7, 500, 1, 7, 499, 500):
@@ -172,14 +176,14 @@ def test_shapes_back_and_forth(lib: ctypes.CDLL, host: ctypes.CDLL, make_plan: M
         if has_lengths:
             lengths = [on_gpu([tokens, 1])]
         given = descs(tokens, has_lengths)
-        assert host.shape_change(plugin, given, len(given), None) == 0
+        assert host.shape_change(attached, given, len(given), None) == 0
         y = torch.full_like(operands[0], math.nan)
-        assert enqueue(host, plugin, [*operands, *(t for t in lengths if t is not None)], y, workspace) == 0
+        assert enqueue(host, attached, [*operands, *(t for t in lengths if t is not None)], y, workspace) == 0
         torch.cuda.synchronize()
         assert_right(y, operands, [tokens, 1] if has_lengths else None, True)
         expected = make_plan(operands, has_lengths, True).run(operands, lengths[0] if lengths else None)
         assert torch.equal(y, expected)
-    host.destroy(plugin)
+    host.destroy(attached)
 
 
 @pytest.mark.gpu
@@ -187,13 +191,15 @@ def test_shapes_that_were_not_set_are_refused(
     lib: ctypes.CDLL, host: ctypes.CDLL, capfd: pytest.CaptureFixture[str]
 ) -> None:
     plugin = create(host, has_lengths=False, causal=True)
+    attached = host.attach(plugin)
     workspace = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
     operands = random_operands(2, 9, 9, 4, 2, 64)
     assert enqueue(host, plugin, list(operands), torch.empty_like(operands[0]), workspace) != 0
     given = descs(8, has_lengths=False)
-    assert host.shape_change(plugin, given, len(given), None) == 0
-    assert enqueue(host, plugin, list(operands), torch.empty_like(operands[0]), workspace) != 0
-    host.destroy(plugin)
+    assert host.shape_change(attached, given, len(given), None) == 0
+    assert enqueue(host, attached, list(operands), torch.empty_like(operands[0]), workspace) != 0
+    for each in (plugin, attached):
+        host.destroy(each)
     said = capfd.readouterr().out
     assert "log 1 TwellAttention 'layer0': run before its shapes were set" in said
     assert "log 1 TwellAttention 'layer0': run with shapes that were not set before" in said

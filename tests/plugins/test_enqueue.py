@@ -80,7 +80,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     loaded.workspace_size.argtypes, loaded.workspace_size.restype = loaded.configure.argtypes, ctypes.c_size_t
     loaded.supports.argtypes, loaded.supports.restype = [pointer, count, pointer, count], ctypes.c_bool
     loaded.shape_change.argtypes = loaded.configure.argtypes
-    loaded.enqueue.argtypes = [pointer] * 7
+    loaded.enqueue.argtypes = loaded.enqueue_attached.argtypes = [pointer] * 7
+    loaded.attach.argtypes, loaded.attach.restype = [pointer], pointer
     loaded.destroy.argtypes = [pointer]
     return loaded
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from tests import models
-from tests.conftest import Cli
-from twellc.export.runner import _TORCH_DTYPES, engine_layers, open_plan, prepare
+from tests.tensorrt.plans import run
+from tests.tolerance import assert_as_accurate
+from twellc.config import CompileOptions
+from twellc.export.onnx_export import save_onnx
+from twellc.export.plan import build_plan
+from twellc.export.profiles import resolve_profiles
+from twellc.export.runner import engine_layers, open_plan, prepare
+from twellc.export.shapes import ShapeRange
 from twellc.export.tensorrt_host import Host
-from twellc.manifest import manifest_path
+from twellc.loaders.model import load_model
+from twellc.passes.attention import CUDNN, MATMUL
+from twellc.passes.canonicalize import functionalize
+from twellc.passes.execution import example_inputs, run_program
+from twellc.passes.precision import in_precision, widen
+from twellc.translation import translate
 
 pytestmark = pytest.mark.tensorrt
 
@@ -73,10 +83,10 @@ def opt() -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and the options that it is compiled with."""
+    """A model, and the --padding that it is compiled with."""
 
     make: Callable[[], Any] | None
-    options: tuple[str, ...] = ()
+    padding: str | None = None
 
     def save(self, folder: Path, dtype: torch.dtype) -> Path:
         if self.make is None:
@@ -89,43 +99,53 @@ CASES = {
     "causal, grouped": Case(lambda: llama(2)),
     "causal, one head of keys": Case(lambda: llama(1)),
     "causal, with biases": Case(opt),
-    "causal and padding": Case(lambda: llama(HEADS), ("--padding", "mask")),
-    "causal, grouped, and padding": Case(lambda: llama(2), ("--padding", "mask")),
+    "causal and padding": Case(lambda: llama(HEADS), "mask"),
+    "causal, grouped, and padding": Case(lambda: llama(2), "mask"),
     "padding": Case(lambda: bert(**SIZES, intermediate_size=2 * WIDTH)),
     "unmasked": Case(None),
 }
 
 
-def opt_inputs(plan: Path, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
-    """Return ones of the shapes that the first profile is tuned for."""
-    profile = json.loads(manifest_path(plan).read_text())["profiles"][0]
-    return {name: torch.ones(shapes["opt"], dtype=dtypes[name]) for name, shapes in profile.items() if name in dtypes}
+# Of archives, and of Hugging Face directories.
+PROFILES = {
+    ".pt2": ("x", ShapeRange((1, 1, WIDTH), (2, 24, WIDTH), (2, 512, WIDTH))),
+    "": ("input_ids", ShapeRange((1, 1), (2, 16), (2, 512))),
+}
 
 
-def check_layers(cli: Cli, host: Host, model: Path, plan_path: Path, layer: str, *options: str) -> None:
-    """Compile a model; its plan has one layer of that name for each attention block, and passes `twellc check`."""
-    shapes = "x:1x1x256:1x128x256:2x512x256" if model.suffix == ".pt2" else "input_ids:1x1:1x128:2x512"
-    done = cli("compile", model, "-o", plan_path, "--backend", "tensorrt", "--profile", shapes, *options)
-    assert done.exit_code == 0, done.output
-    plan = open_plan(host, plan_path, host.version)
-    dtypes = {name: _TORCH_DTYPES[plan.engine.get_tensor_dtype(name).name] for name in plan.names("INPUT")}
-    names = [found["Name"] for found in engine_layers(prepare(plan, opt_inputs(plan_path, dtypes)))]
+def check_layers(host: Host, model: Path, dtype: str, forms: tuple[str, ...], padding: str | None, layer: str) -> None:
+    """Compile a model in this process; its plan has one layer of that name for each attention block, and is right."""
+    folder = model.parent
+    profile = PROFILES[model.suffix]
+    options = CompileOptions(
+        model, backend=host.name, dtype=dtype, attention_forms=forms, padding=padding, profiles=(profile,)
+    )
+    translation = translate(options, lambda step: None)
+    profiles, _ = resolve_profiles(translation.inputs, list(options.profiles), translation.ranges)
+    save_onnx(translation.graph, folder / "m.onnx")
+    build_plan(host.name, folder / "m.onnx", folder / "m.plan", profiles, [], lambda phase: None)
+    plan = open_plan(host, folder / "m.plan", host.version)
+    loaded = load_model(model, False, (), padding, "all")
+    dense = in_precision(functionalize(loaded.program), DTYPES[dtype])
+    inputs = example_inputs(loaded.program)
+    if "input_ids" in inputs:
+        inputs["input_ids"] = torch.randint(0, 96, inputs["input_ids"].shape)
+    execution = prepare(plan, inputs)
+    names = [found["Name"] for found in engine_layers(execution)]
     assert sum(layer in name for name in names) == LAYERS, names
-    checked = cli("check", model, plan_path)
-    assert checked.exit_code == 0, checked.output
+    (ours,), plain, truth = run(plan, inputs), run_program(dense, inputs)[0], run_program(widen(dense), inputs)[0]
+    assert_as_accurate(ours, plain, truth)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_tensorrt_fuses_attention(cli: Cli, tensorrt: Host, tmp_path: Path, case: str, dtype: str) -> None:
+def test_tensorrt_fuses_attention(tensorrt: Host, tmp_path: Path, case: str, dtype: str) -> None:
     model = CASES[case].save(tmp_path, DTYPES[dtype])
-    options = ("--dtype", dtype, "--attention", "tensorrt", *CASES[case].options)
-    check_layers(cli, tensorrt, model, tmp_path / "m.plan", FUSED, *options)
+    check_layers(tensorrt, model, dtype, (MATMUL,), CASES[case].padding, FUSED)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [case for case in CASES if "padding" not in case])
-def test_cudnn_computes_attention(cli: Cli, tensorrt: Host, tmp_path: Path, case: str, dtype: str) -> None:
+def test_cudnn_computes_attention(tensorrt: Host, tmp_path: Path, case: str, dtype: str) -> None:
     model = CASES[case].save(tmp_path, DTYPES[dtype])
-    options = ("--dtype", dtype, "--attention", "cudnn", *CASES[case].options)
-    check_layers(cli, tensorrt, model, tmp_path / "m.plan", "TwellAttention", *options)
+    check_layers(tensorrt, model, dtype, (CUDNN, MATMUL), None, "attention")

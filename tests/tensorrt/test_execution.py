@@ -67,7 +67,10 @@ def test_every_profile_and_size(plan: OpenPlan, module: nn.Module, tokens: int) 
 
 
 def test_size_outside_of_a_profile(plan: OpenPlan) -> None:
-    with pytest.raises(UserError, match=r"m\.plan: refuses the shape of input"):
+    with pytest.raises(
+        UserError,
+        match=r"profile 0 does not take this shape of input; got \(17, 256\); expected \(1, 256\) to \(16, 256\)",
+    ):
         prepare(plan, {"input": inputs(17)}, profile=0)
 
 
