@@ -281,14 +281,14 @@ class Contest:
         self._kept += [results, *kept]
 
 
-def add_torch(contest: Contest, model: Logits) -> None:
-    """Add dense and rewritten torch, eager and compiled, with each kind of attention; the yardstick comes first."""
+def add_torch(contest: Contest, model: Logits, rewritten: bool) -> None:
+    """Add dense and, if asked for, rewritten torch, eager and compiled, with each attention; the yardstick first."""
     for attention, implementation in _TORCH_ATTENTION.items():
         model.model.set_attn_implementation(implementation)
         torch._dynamo.reset()  # or it would compile for several shapes at once
         modules: dict[str, Any] = {"dense": model}
         try:
-            modules["twell"], _ = rewrite(model, (contest.ids,))
+            modules |= {"twell": rewrite(model, (contest.ids,))[0]} if rewritten else {}
         except Exception as error:  # whatever it is, the others go on
             contest.failed[f"torch twell, {attention}"] = f"{type(error).__name__}: {first_line(error)}"
         for kind, module in modules.items():
@@ -313,12 +313,14 @@ def add_plans(contest: Contest, plans: dict[str, OpenPlan]) -> None:
         contest.add(label, call, execution)
 
 
-def measure_shape(model: Logits, plans: dict[str, OpenPlan], shape: Shape, repeats: int) -> dict[str, Any]:
+def measure_shape(
+    model: Logits, plans: dict[str, OpenPlan], shape: Shape, repeats: int, rewritten: bool
+) -> dict[str, Any]:
     """Check and time all contestants at one shape."""
     contest = Contest(model, torch.randint(0, model.model.config.vocab_size, shape, device="cuda"))
     gc.collect()
     torch.cuda.empty_cache()  # of the model in float64
-    add_torch(contest, model)
+    add_torch(contest, model, rewritten)
     add_plans(contest, plans)
     calls = {label: graph.replay for label, graph in contest.graphs.items()}
     times = {label: spread(values) for label, values in time_all(calls, repeats).items()}
@@ -416,6 +418,8 @@ def commit() -> str:
 @click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations.")
 @click.option("--shapes", default="1x1,1x512,1x2048,4x2048", show_default=True, help="Sequences and their tokens.")
 @click.option("--attention", default="", help="Values of twellc compile's --attention, with commas; default: its own.")
+@click.option("--torch", "contestants", type=click.Choice(["all", "dense"]), default="all", show_default=True,
+              help="dense: without rewritten torch, which takes minutes to compile.")  # fmt: skip
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--plans", type=click.Path(file_okay=False, path_type=Path), help="Keep the plans here, or take them.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here, and a page beside it.")
@@ -429,6 +433,7 @@ def main(
     density: float,
     shapes: str,
     attention: str,
+    contestants: str,
     repeats: int,
     plans: Path | None,
     json_path: Path | None,
@@ -462,7 +467,7 @@ def main(
         for shape in chosen:
             click.echo(f"measuring {shape_name(shape)}", err=True)
             try:
-                report["results"].append(measure_shape(model, opened, shape, repeats))
+                report["results"].append(measure_shape(model, opened, shape, repeats, contestants == "all"))
             except Exception as error:  # whatever it is, other shapes go on
                 report["failed"][shape_name(shape)] = f"{type(error).__name__}: {first_line(error)}"
             gc.collect()
