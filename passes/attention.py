@@ -37,11 +37,11 @@ from twellc.passes.causal_mask import positions_kept
 from twellc.passes.linear import CASTS, same_sizes
 from twellc.passes.program import editable, finish, replace_node
 from twellc.plugins.attention_op import ATTENTION
-from twellc.plugins.library import LARGEST_HEAD
+from twellc.plugins.library import ATTENTION_FORMS, LARGEST_HEAD
 
 aten = torch.ops.aten
 
-CUDNN, OPERATOR, MATMUL = "cudnn", "operator", "matmul"
+CUDNN, OPERATOR, MATMUL = ATTENTION_FORMS
 AS_WRITTEN = "as written"
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)

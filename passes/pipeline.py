@@ -75,5 +75,6 @@ def run_passes(
     found: list[Attention] = []
     if attention:
         rewritten, found = rewrite_attention(rewritten, attention)
+    if found:
         keep("4-attention", rewritten)
     return Rewritten(dense, rewritten, decisions, found)

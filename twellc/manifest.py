@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twellc import __version__
-from twellc.config import DTYPES, CompileOptions
+from twellc.config import DTYPES, LOGITS, PADDINGS, CompileOptions
 from twellc.errors import UserError
 from twellc.export.tensorrt_host import python_module
 from twellc.files import digest
-from twellc.plugins.library import ATTENTION_NAME, COMPRESSIONS, PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from twellc.plugins.library import (
+    ATTENTION_FORMS,
+    ATTENTION_NAME,
+    COMPRESSIONS,
+    PLUGIN_NAMES,
+    PLUGIN_NAMESPACE,
+    PLUGIN_VERSION,
+)
 from twellc.plugins.registration import how_to_register
 
 if TYPE_CHECKING:
@@ -206,7 +213,9 @@ _KINDS = {str: "string", int: "integer", bool: "boolean", list: "list", dict: "o
 def _unusable(manifest: dict[str, Any]) -> str:
     """Say what contradicts itself in a manifest that has the right form."""
     settings = manifest["settings"]
-    if settings["dtype"] not in DTYPES or settings["compression"] not in COMPRESSIONS:
+    allowed = {"dtype": DTYPES, "compression": COMPRESSIONS, "padding": PADDINGS, "logits": LOGITS}
+    known = all(settings[name] in values for name, values in allowed.items() if name in settings)
+    if not known or not set(settings["attention_forms"]) <= set(ATTENTION_FORMS):
         return "settings has values that twellc compile does not take"
     inputs = {tensor["name"]: tensor["shape"] for tensor in manifest["plan"]["inputs"]}
     if manifest["onnx"]["file"] not in (None, Path(manifest["onnx"]["file"] or "").name):

@@ -143,9 +143,11 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     notes = [*notes, *activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
     progress("exporting to ONNX")
     names = [spec.name for spec in input_specs(rewritten.program)]
-    graph = export_onnx(rewritten.program, names, model.output_names, model.dimension_names, opset_of(forms))
+    graph = export_onnx(
+        rewritten.program, names, model.output_names, model.dimension_names, opset_of(rewritten.attention)
+    )
     inputs = program_inputs(rewritten.program)
-    traced_by = {**model.settings, "attention_forms": list(forms)}
+    traced_by = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
     settings, auto = annotate(graph, rewritten.layers, dtype, options, traced_by)
     notes = [*model.notes, *notes, *auto]
     return Translation(

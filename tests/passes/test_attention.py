@@ -133,7 +133,8 @@ def test_the_operator_in_every_form(forms: tuple[str, ...], kv_heads: int, causa
         assert found["twell.attention.default"] == 1
         assert found["aten.transpose.int"] == 0, "projections are read, and the output projection reads, without"
     elif forms[0] == MATMUL:
-        assert found["aten.matmul.default"] == 2 and found["aten.expand.default"] == 0
+        # Keys and values of one head are repeated: TensorRT 10.6 fuses nothing else.
+        assert found["aten.matmul.default"] == 2 and found["aten.expand.default"] == (2 if kv_heads == 1 else 0)
         assert "aten.scaled_dot_product_attention.default" not in found
     else:
         (node,) = program.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)

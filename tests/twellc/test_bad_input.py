@@ -332,8 +332,9 @@ def manifest() -> dict[str, Any]:
         "schema": 2,
         "twellc": "9.0.0",
         "model": {"name": "m", "kind": "k", "sha256": ""},
-        "settings": {"dtype": "bf16", "layers": "auto", "compression": 8},
+        "settings": {"dtype": "bf16", "layers": "auto", "compression": 8, "attention_forms": ["matmul"]},
         "layers": [{**layer, "d_model": 16, "d_ff": 40, "d_out": 16, "reason": "", "residual": False}],
+        "attention": [],
         "notes": [],
         "warnings": [],
         "plugins": {"namespace": "twell", "version": "twellc-3", "names": ["TwellGatedMlp"], "embedded": False},
@@ -360,6 +361,7 @@ def test_plan_for_newer_plugins(manifest: dict[str, Any], tmp_path: Path) -> Non
     refuse_other_plugins(tmp_path / "m.plan", manifest | {"plugins": manifest["plugins"] | {"names": []}})
 
 
+SETTINGS = {"dtype": "bf16", "layers": "auto", "compression": 8, "attention_forms": ["matmul"]}
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no schema": ({"schema": None}, "it names no schema"),
     "newer": ({"schema": 3}, "of another version; got 3; expected 2"),
@@ -368,7 +370,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "layer of no layer": ({"layers": [3]}, r"damaged: layers\[0\] is no object"),
     "layer without a width": ({"layers": [{"module": "m"}]}, r"damaged: layers\[0\] has no variant"),
     "notes": ({"notes": [1]}, r"damaged: notes\[0\] is no string"),
-    "settings": ({"settings": {"dtype": "int3", "layers": "", "compression": 8}}, "damaged: settings has values"),
+    "settings": ({"settings": SETTINGS | {"dtype": "int3"}}, "damaged: settings has values"),
+    "form of attention": ({"settings": SETTINGS | {"attention_forms": ["no form"]}}, "damaged: settings has values"),
+    "padding": ({"settings": SETTINGS | {"padding": "left"}}, "damaged: settings has values"),
+    "attention": ({"attention": [{"module": "m"}]}, r"damaged: attention\[0\] has no heads"),
     "no profile": ({"profiles": []}, "damaged: profiles is empty"),
     "profile of another input": ({"profiles": [{}]}, r"damaged: profiles\[0\] lacks the input 'x'"),
     "profile of another rank": (
