@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from twellc.translation import TranslationSummary
 
 EMBEDDED_NOTE = (
-    "the plan carries the plugin library, which is native code: TensorRT loads it only where the program sets "
-    "engine_host_code_allowed, and Triton with version-compatible=true"
+    "the plan carries native code, the plugins: TensorRT 10.6 loads it without being asked to, other versions may want "
+    "engine_host_code_allowed, and Triton version-compatible=true"
 )
 CUDNN_NOTE = "the plan computes attention with cuDNN: where it runs, it needs libtwell_attention.so and cuDNN 9"
 TRITON_WARNING = (
