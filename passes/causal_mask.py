@@ -249,9 +249,10 @@ def _view(reader: _Reader, node: Node) -> _Value:
 
 def _slice(reader: _Reader, node: Node) -> _Value:
     source, *rest = arguments(node)
-    dim, start, _, step = (*rest, *(0, 0, None, 1)[len(rest) :])
-    value, start = reader.read(source), start or 0
-    if not isinstance(value, _Affine) or not isinstance(start, int) or start < 0 or step != 1:
+    dim = rest[0] if rest else 0
+    start = rest[1] if len(rest) > 1 and rest[1] is not None else 0
+    value = reader.read(source)
+    if not isinstance(value, _Affine) or not isinstance(start, int) or start < 0 or (len(rest) > 3 and rest[3] != 1):
         return None
     factor = _padded(value.factors, source.meta["val"].dim())[dim]
     return _Affine(value.constant + factor * start, value.factors)
@@ -312,7 +313,7 @@ def _filled(reader: _Reader, node: Node) -> _Value:
     elif op in (aten.zeros, aten.new_zeros, aten.zeros_like):
         value = 0
     else:
-        value = operands[{aten.scalar_tensor: 0, aten.new_full: 2}.get(op, 1)]
+        value = operands[0 if op is aten.scalar_tensor else 2 if op is aten.new_full else 1]
     dtype = node.meta["val"].dtype
     if not isinstance(value, bool | int | float):
         return None
