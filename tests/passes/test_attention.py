@@ -218,6 +218,12 @@ def test_the_scale_is_rounded_once(width: int, exact: bool) -> None:
         (_capped, "stands between its products"),
         (lambda q, k, v: torch.softmax(q @ k.flip(1).transpose(2, 3).abs(), -1) @ v, "not transposed right before"),
         (_operator(dropout_p=0.1), "it has dropout"),
+        (
+            lambda q, k, v: torch.einsum(
+                "bhij,bhjw->bhiw", torch.softmax(torch.einsum("bhiw,bhjw->bhij", q, k), -1), v
+            ),
+            "written as einsum",
+        ),
     ],
 )
 def test_other_attention_stays_and_says_why(attend: Callable[..., Tensor], reason: str) -> None:
@@ -226,6 +232,32 @@ def test_other_attention_stays_and_says_why(attend: Callable[..., Tensor], reaso
     assert block.form == AS_WRITTEN and reason in block.reason
     kept = _operators(result)
     assert all(kept[name] == count for name, count in _operators(program).items())
+
+
+@pytest.mark.parametrize("forms", FORMS)
+@pytest.mark.parametrize("masked", [True, False])
+def test_layers_of_torch_itself(forms: tuple[str, ...], masked: bool) -> None:
+    """Their results go through other permutations than those of Hugging Face models, and then into views."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+            self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if masked else None
+            y: Tensor = self.layers(x, mask=mask, is_causal=masked)
+            return y
+
+    program = _program(Encoder(), torch.bfloat16)
+    result, blocks = rewrite_attention(program, forms)
+    assert [(block.form, block.mask) for block in blocks] == [(forms[0], "causal" if masked else "none")] * 2
+    exported = result.run_decompositions()  # as the exporter does, which traces every view again
+    for shape in ((3, 9, 32), (1, 2, 32)):
+        x = torch.randn(shape, dtype=torch.bfloat16)
+        (plain,), (ours,) = (run_program(each, {"x": x}) for each in (program, exported))
+        assert _error(ours, plain) < 1e-2
 
 
 def test_a_softmax_that_others_read_stays() -> None:
