@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 KERNELS = Path(__file__).resolve().parents[2] / "plugins" / "kernels"
-NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc")
-
-pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc on the PATH or in $CUDACXX")
 
 
-def compile_kernels(source: Path, architecture: str, output: Path) -> subprocess.CompletedProcess[str]:
-    command = [str(NVCC), "-std=c++17", "-O3", "-cubin", "-o", str(output), f"-I{KERNELS.parent / 'include'}"]
+def compile_kernels(nvcc: Path, source: Path, architecture: str, output: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(nvcc), "-std=c++17", "-O3", "-cubin", "-o", str(output), f"-I{KERNELS.parent / 'include'}"]
     command += [f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-Xptxas=-v,-warn-spills,-Werror"]
     return subprocess.run([*command, str(source)], check=False, capture_output=True, text=True)
 
@@ -37,8 +32,8 @@ def compile_kernels(source: Path, architecture: str, output: Path) -> subprocess
         ("hot_sm90.cu", "90a", 14),
     ],
 )
-def test_no_spills(source: str, architecture: str, fewest: int, tmp_path: Path) -> None:
-    result = compile_kernels(KERNELS / source, architecture, tmp_path / "kernels.cubin")
+def test_no_spills(source: str, architecture: str, fewest: int, nvcc: Path, tmp_path: Path) -> None:
+    result = compile_kernels(nvcc, KERNELS / source, architecture, tmp_path / "kernels.cubin")
     assert result.returncode == 0, result.stderr
     kernels = result.stderr.count("Compiling entry function")
     assert kernels >= fewest
@@ -47,7 +42,7 @@ def test_no_spills(source: str, architecture: str, fewest: int, tmp_path: Path) 
     assert result.stderr.count(" 0 bytes spill stores, 0 bytes spill loads") == functions
 
 
-def test_spills_are_noticed(tmp_path: Path) -> None:
+def test_spills_are_noticed(nvcc: Path, tmp_path: Path) -> None:
     source = tmp_path / "spills.cu"
     source.write_text(
         """
@@ -61,6 +56,6 @@ def test_spills_are_noticed(tmp_path: Path) -> None:
         }
         """
     )
-    result = compile_kernels(source, "90a", tmp_path / "kernels.cubin")
+    result = compile_kernels(nvcc, source, "90a", tmp_path / "kernels.cubin")
     assert result.returncode != 0
     assert "spilled" in result.stderr
