@@ -1,4 +1,4 @@
-"""No kernel may spill registers: ptxas compiles every one for every architecture with spills as errors."""
+"""No kernel may spill registers: ptxas compiles every one with spills as errors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 KERNELS = Path(__file__).resolve().parents[2] / "plugins" / "kernels"
+# Without 89, which has the registers of 86: all of it takes minutes.
+GENERIC = ("80", "86", "90a", "120")
 
 
 def compile_kernels(nvcc: Path, source: Path, architecture: str, output: Path) -> subprocess.CompletedProcess[str]:
@@ -21,10 +23,10 @@ def compile_kernels(nvcc: Path, source: Path, architecture: str, output: Path) -
 @pytest.mark.parametrize(
     ("source", "architecture", "fewest"),
     [
-        *itertools.product(("few.cu",), ("80", "86", "89", "90a", "120"), (6,)),
-        *itertools.product(("gate.cu", "up_down.cu"), ("80", "86", "89", "90a", "120"), (8,)),
-        *itertools.product(("dense_generic.cu",), ("80", "86", "89", "90a", "120"), (4,)),
-        *itertools.product(("schedule.cu",), ("80", "86", "89", "90a", "120"), (2,)),
+        *itertools.product(("few.cu",), GENERIC, (6,)),
+        *itertools.product(("gate.cu", "up_down.cu"), GENERIC, (8,)),
+        *itertools.product(("dense_generic.cu",), GENERIC, (4,)),
+        *itertools.product(("schedule.cu",), GENERIC, (2,)),
         ("gate_sm90.cu", "90a", 24),
         ("few_sm90.cu", "90a", 8),
         ("dense_sm90.cu", "90a", 48),
