@@ -56,6 +56,8 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
         else:
             assert options.output is not None
             onnx_path = outputs.scratch(options.output, UNKEPT_GRAPH)
+        if backend is not None and options.output is not None:
+            run_isolated("twellc.export.plan:check_builder", backend, options.attention, progress=progress)
         translation = run_isolated("twellc.translation:translate_to_file", options, onnx_path, progress=progress)
         _refuse_model_files(options, translation.external_data)
         if options.onnx is not None:

@@ -86,6 +86,8 @@ ACTIVATIONS: dict[str, tuple[str, float, Callable[[GraphMaker, str], str]]] = {
     "ThresholdedRelu": ("fatrelu", 0.25, lambda make, z: make.node("ThresholdedRelu", z, alpha=0.25)),
     "Pow": ("relu2", 0, lambda make, z: make.node("Pow", make.node("Relu", z), make.constant(2.0))),
     "Mul": ("relu2", 0, _squared),
+    "Mul-x": ("relu2", 0, lambda make, z: make.node("Mul", z, make.node("Relu", z))),
+    "Mul-x-swapped": ("relu2", 0, lambda make, z: make.node("Mul", make.node("Relu", z), z)),
 }  # fmt: skip
 
 

@@ -316,6 +316,30 @@ def test_library_of_another_version(tmp_path: Path) -> None:
     assert "the plugin library is of another version; got 0.0.1; expected " + __version__ in done.stderr
 
 
+def compile_with(library: Path, *options: str) -> str:
+    """Compile what is no model, so that only what is looked at before the model can be the error; return it."""
+    model = library.parent / "no_model.pt2"
+    model.write_bytes(b"no model")
+    command = [*TWELLC, "compile", str(model), "-o", str(library.parent / "m.plan"), "--backend", "tensorrt-rtx"]
+    settings = environment(TWELLC_LIBRARY=str(library))
+    done = subprocess.run(
+        [*command, *options], env=settings, capture_output=True, text=True, check=False, timeout=120
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    return done.stderr
+
+
+def test_compile_looks_at_the_library_before_the_model(tmp_path: Path) -> None:
+    library = tmp_path / "libtwell_plugins.so"
+    assert "the plugin library is missing (named by $TWELLC_LIBRARY)" in compile_with(library)
+    library.write_bytes(library_path().read_bytes()[:5000])
+    assert "the plugin library is damaged (named by $TWELLC_LIBRARY)" in compile_with(library)
+    for name in ("libtwell_plugins.so", "libtensorrt_rtx.so"):
+        shutil.copy(library_path().with_name(name), tmp_path)
+    assert "no_model.pt2" in compile_with(library)
+    assert "--attention cudnn: libtwell_attention.so is not there" in compile_with(library, "--attention", "cudnn")
+
+
 def run_plugins(library: Path) -> subprocess.CompletedProcess[str]:
     settings = environment(TWELLC_LIBRARY=str(library))
     return subprocess.run([*TWELLC, "plugins"], env=settings, capture_output=True, text=True, check=False, timeout=60)
