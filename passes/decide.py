@@ -13,7 +13,7 @@ from twellc.passes.find_ffn import FfnBlock
 from twellc.passes.linear import Weight
 from twellc.plugins.library import MAX_D_FF
 
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _decide(block: FfnBlock, layers: str, pattern: re.Pattern[str] | None, taken
 
 def _limits(block: FfnBlock) -> str:
     """Return the limit of the kernels that the block exceeds, or an empty string."""
-    if block.dtype not in _KERNEL_DTYPES:
+    if block.dtype not in KERNEL_DTYPES:
         return f"computes in {str(block.dtype).removeprefix('torch.')}; the kernels take bfloat16 and float16"
     if 0 in (block.d_model, block.d_ff, block.d_out):
         return "one of its widths is 0"
