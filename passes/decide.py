@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -11,36 +11,10 @@ from torch.fx import Node
 from twellc.errors import UserError, first_few
 from twellc.passes.find_ffn import FfnBlock
 from twellc.passes.linear import Weight
+from twellc.passes.report import Layer
 from twellc.plugins.library import MAX_D_FF
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What became of a feed-forward block: a row of every report.
-
-    Attributes:
-        module: Path of the module that holds its weights.
-        variant: `gated` or `plain`.
-        activation: relu, relu2, fatrelu or drelu; of a refused block any other name.
-        d_model, d_ff, d_out: Widths of input, hidden tensor and output.
-        matched: Whether it can be rewritten exactly.
-        decision: `twell` or `dense`.
-        reason: Why.
-        residual: Whether it also adds its result to what this was added to, if TwELL runs it.
-    """
-
-    module: str
-    variant: str
-    activation: str
-    d_model: int
-    d_ff: int
-    d_out: int
-    matched: bool
-    decision: str
-    reason: str
-    residual: bool
 
 
 def decide(blocks: list[FfnBlock], layers: str) -> list[Layer]:

@@ -9,11 +9,12 @@ import torch
 from torch.export import ExportedProgram
 
 from twellc.files import writing
-from twellc.passes.attention import Attention, rewrite_attention
+from twellc.passes.attention import rewrite_attention
 from twellc.passes.canonicalize import canonicalize
-from twellc.passes.decide import Layer, decide
+from twellc.passes.decide import decide
 from twellc.passes.find_ffn import find_ffn_blocks
 from twellc.passes.precision import in_precision
+from twellc.passes.report import Attention, Layer
 from twellc.passes.rewrite_ffn import rewrite_ffn
 
 

@@ -18,7 +18,7 @@ from twellc.plugins.registration import how_to_register
 
 if TYPE_CHECKING:
     from twellc.export.plan import Plan
-    from twellc.passes.attention import Attention
+    from twellc.passes.report import Attention
     from twellc.translation import TranslationSummary
 
 SCHEMA = 2

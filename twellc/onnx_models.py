@@ -19,9 +19,9 @@ from twellc.files import writing
 from twellc.inputs import InputDeclaration, refuse_inputs
 from twellc.loaders.model import dtype_name, refuse_choices
 from twellc.loaders.onnx_file import load_onnx
-from twellc.passes.decide import Layer
 from twellc.passes.onnx_ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
 from twellc.passes.onnx_graph import dtype_of
+from twellc.passes.report import Layer
 from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import GATED, RESIDUAL
 from twellc.translation import METADATA_KEY, Translation, annotate, check_matches, refuse_dtype, torch_dtype

@@ -22,15 +22,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
+from torch.export import Dim, ShapesCollection
 from torch.fx import Node
 
 from twellc.errors import UserError, first_few, first_line
 from twellc.passes.canonicalize import canonicalize
-from twellc.passes.decide import KERNEL_DTYPES, Layer, decide
+from twellc.passes.decide import KERNEL_DTYPES, decide
 from twellc.passes.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.linear import Linear, Weight, strip
 from twellc.passes.program import quiet_torch, user_inputs, written_tensors
+from twellc.passes.report import Layer
 from twellc.plugins.library import COMPRESSIONS
 from twellc.plugins.ops import GATED_MLP, MLP
 
@@ -50,12 +51,12 @@ class _Operand:
 
     def parameter(self, module: nn.Module) -> nn.Parameter | None:
         """Return the parameter if `module` holds it itself, not through what was put in a submodule's place."""
-        holder: nn.Module | None = module
         for name in self.path[:-1]:
-            holder = holder._modules.get(name)
-            if holder is None:
+            inner = module._modules.get(name)
+            if inner is None:
                 return None
-        return holder._parameters.get(self.path[-1])
+            module = inner
+        return module._parameters.get(self.path[-1])
 
     def view(self, parameter: Tensor) -> Tensor:
         """Return the matrix that the op reads: [d_ff, d_model], or w_down [d_ff, d_out]; of a bias the vector."""
@@ -72,7 +73,7 @@ class _Block:
         operands: Gate (of a gated block), up and down projection: weight and bias of each.
         threshold: The threshold of fatrelu.
         compression: The TwELL compression factor.
-        argument: Name of the one parameter of its forward.
+        argument: Name of the parameter of its forward that x is; empty where it cannot be named.
         ranks: Numbers of dimensions of x for which the forward was seen to be this block.
         kinds: The classes of its submodules, in the order of `modules()`.
     """
@@ -126,7 +127,7 @@ class _Optimized(nn.Module):
         return tensors
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _remake, (type(self).__mro__[2],), self.__getstate__()
+        return _remake, (type(self).__mro__[2],), vars(self).copy()
 
 
 def _is_as_found(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
@@ -157,7 +158,7 @@ def _optimized(original: type[nn.Module]) -> type[nn.Module]:
 
 def _remake(original: type[nn.Module]) -> nn.Module:
     """Make an empty object for copy and pickle, which fill it with the state."""
-    made = _optimized(original)
+    made: type[nn.Module] = _optimized(original)  # type: ignore[arg-type]
     return made.__new__(made)
 
 
@@ -166,9 +167,9 @@ def optimize(module: _Module, *, layers: str = "auto", compression: int = 8) -> 
 
     A submodule is taken if torch.export can trace it alone, with one tensor [..., d_model], and what it computes is
     exactly one block that `twellc compile` would rewrite. Blocks that are written out in a larger module, as in OPT,
-    are not seen; nor are submodules whose children have hooks. The largest such submodules are taken. The parameters,
-    `state_dict()`, tied weights and hooks of the submodules themselves stay as they are, and `.to()`, `copy.deepcopy`,
-    pickle, `torch.compile` and CUDA graphs work as before. Optimize once the model is what it shall be.
+    are not seen; submodules with hooks are left as they are. The largest such submodules are taken. Parameters,
+    `state_dict()` and tied weights stay as they are, and `.to()`, `copy.deepcopy`, pickle, `torch.compile` and CUDA
+    graphs work as before. Optimize once the model is what it shall be.
 
     The original forward runs where the op cannot: in training mode, where autograd records, under autocast, for
     other dtypes than bfloat16 and float16 on a GPU, on other devices than CPU and CUDA, and where a child of the
@@ -252,10 +253,11 @@ def _replace(
         parameter = operand.parameter(submodule)
         if operand.transposed and parameter is not None and not parameter.t().is_contiguous():
             parameter.data = parameter.data.t().contiguous().t()
-    argument = next(iter(inspect.signature(submodule.forward).parameters))
+    argument = next(iter(inspect.signature(submodule.forward).parameters.values()))
+    name = argument.name if argument.kind is argument.POSITIONAL_OR_KEYWORD else ""
     kinds = tuple(type(each) for each in submodule.modules())[1:]
-    taken = _Block(layer, operands, block.threshold, compression, argument, ranks, kinds)
-    submodule.__class__ = _optimized(type(submodule))
+    taken = _Block(layer, operands, block.threshold, compression, name, ranks, kinds)
+    submodule.__class__ = _optimized(type(submodule))  # type: ignore[arg-type]
     submodule._twellc = taken  # type: ignore[assignment]
 
 
@@ -303,7 +305,7 @@ def _may_be_block(module: nn.Module) -> bool:
         and "forward" not in vars(module)
         and type(module).__reduce_ex__ is object.__reduce_ex__
         and type(module).__reduce__ is object.__reduce__
-        and not any(each._forward_hooks or each._forward_pre_hooks for each in list(module.modules())[1:])
+        and not any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
     )
 
 
@@ -314,10 +316,11 @@ def _block_of(path: str, module: nn.Module, rank: int) -> FfnBlock | None:
     widths = [p.shape[-1] for p in parameters if p.dim() == 2] + [p.shape[0] for p in parameters if p.dim() == 2]
     for width in dict.fromkeys(widths):
         x = torch.zeros(*_LEADING[: rank - 1], width, dtype=parameters[0].dtype, device=parameters[0].device)
-        dynamic: dict[int, Any] = dict.fromkeys(range(rank - 1), Dim.DYNAMIC)
+        shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
+        shapes[x] = dict.fromkeys(range(rank - 1), Dim.DYNAMIC)
         try:
             with quiet_torch(), torch.no_grad(), _in_eval_mode(module):
-                traced = torch.export.export(module, (x,), dynamic_shapes=(dynamic,), strict=False)
+                traced = torch.export.export(module, (x,), dynamic_shapes=shapes, strict=False)
                 program = canonicalize(traced)
         except Exception as error:  # torch.export raises what the module's code raises
             _LOG.debug("%s is not traced with x of width %d: %s", path, width, first_line(error))

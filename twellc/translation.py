@@ -22,11 +22,10 @@ from twellc.export.shapes import Profile
 from twellc.files import digest, writing
 from twellc.loaders.model import DimensionRange, LoadedModel, dtype_name, fingerprint, load_model
 from twellc.loaders.onnx_file import external_files, looks_like_onnx
-from twellc.passes.attention import Attention
-from twellc.passes.decide import Layer
 from twellc.passes.pipeline import run_passes
 from twellc.passes.precision import parameter_dtypes
 from twellc.passes.program import has_inner_graphs, written_tensors
+from twellc.passes.report import Attention, Layer
 
 _AUTO_NOTE = "--layers auto rewrites every match: no sparsity was measured, so speed is not known"
 METADATA_KEY = "twellc"
