@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from twellc.records import Record
+
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(Record):
     """What became of a feed-forward block: a row of every report.
 
     Attributes:
@@ -33,7 +35,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(Record):
     """What became of an attention block: a row of every report.
 
     Attributes:
