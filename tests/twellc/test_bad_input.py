@@ -381,7 +381,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "layer of no layer": ({"layers": [3]}, r"damaged: layers\[0\] is no object"),
     "layer without a width": ({"layers": [{"module": "m"}]}, r"damaged: layers\[0\] has no variant"),
     "notes": ({"notes": [1]}, r"damaged: notes\[0\] is no string"),
-    "settings": ({"settings": {"dtype": "int3", "layers": "", "compression": 8, "attention_forms": []}}, "damaged: settings has values"),
+    "settings": (
+        {"settings": {"dtype": "int3", "layers": "", "compression": 8, "attention_forms": []}},
+        "damaged: settings has values",
+    ),
     "no profile": ({"profiles": []}, "damaged: profiles is empty"),
     "profile of another input": ({"profiles": [{}]}, r"damaged: profiles\[0\] lacks the input 'x'"),
     "profile of another rank": (
@@ -389,7 +392,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "has impossible shapes",
     ),
     "graph elsewhere": ({"onnx": {"file": "../m.onnx", "sha256": ""}}, "no name of a file beside the plan"),
-    "another plan": ({"plan": {"file": "", "bytes": 0, "sha256": "", "inputs": [], "outputs": [], "plugin_layers": []}}, "another plan, or"),
+    "another plan": (
+        {"plan": {"file": "", "bytes": 0, "sha256": "", "inputs": [], "outputs": [], "plugin_layers": []}},
+        "another plan, or",
+    ),
 }
 
 
