@@ -123,7 +123,7 @@ def refusals(folder: Path) -> dict[str, tuple[Any, type[Exception], str]]:
         ),
         "no model": (lambda: twellc.rewrite(3), twellc.UserError, "is no model; got int"),  # type: ignore[arg-type]
         "optimized": (
-            lambda: twellc.inspect(twellc.optimize(Plain().eval()), args=inputs), twellc.UserError, "Call twellc.restore",
+            lambda: twellc.inspect(twellc.optimize(Plain().eval()), args=inputs), twellc.UserError, "twellc.restore",
         ),
         "no output": (lambda: twellc.compile(model, args=inputs), twellc.UserError, "no plan to write"),
         "unknown option": (

@@ -77,7 +77,8 @@ def test_interrupt_while_modules_are_imported(tmp_path: Path) -> None:
 def test_interrupt_while_torch_is_imported(tmp_path: Path, command: str) -> None:
     """Native modules do not survive it in the middle, so it waits."""
     (tmp_path / "torch.py").write_text("import signal; signal.raise_signal(signal.SIGINT); print('imported')")
-    files = ["m"] if command == "inspect" else ["m", "n"]
+    (tmp_path / "m").write_text("no plan, which needs no torch")
+    files = [tmp_path / "m"] if command == "inspect" else ["m", "n"]
     process = twellc(command, *files, PYTHONPATH=f"{tmp_path}{os.pathsep}{PACKAGE_FOLDER}")
     output, errors = process.communicate(timeout=60)
     assert (output, process.returncode) == ("imported\n", 130)
