@@ -25,8 +25,9 @@ from torch.export import ExportedProgram
 from twellc.errors import UserError, first_line
 from twellc.export.onnx_optimizer import optimize_exactly
 from twellc.files import external_data
-from twellc.passes.attention import OPERATOR, Attention
+from twellc.passes.attention import OPERATOR
 from twellc.passes.program import quiet_torch
+from twellc.passes.report import Attention
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import ATTENTION as ATTENTION_NODE

@@ -36,6 +36,7 @@ from twellc.passes.activations import arguments, packet
 from twellc.passes.causal_mask import positions_kept
 from twellc.passes.linear import CASTS, same_sizes
 from twellc.passes.program import editable, finish, replace_node
+from twellc.passes.report import Attention
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.library import ATTENTION_FORMS, LARGEST_HEAD
 
@@ -52,28 +53,6 @@ _BETWEEN = frozenset(
     (aten.mul, aten.div, aten.add, aten.sub, aten.where, aten.masked_fill, aten.tanh, aten.clamp, aten.cat, aten.slice,
      aten.view, aten.reshape, aten._unsafe_view, aten.clone, aten.expand, aten.dropout, *CASTS)
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Attention:
-    """What became of an attention block: a row of every report.
-
-    Attributes:
-        module: Path of the module that computes it.
-        heads, kv_heads: Heads of the queries, and of keys and values; 0 where it is left as it is.
-        width: Width of a head; 0 likewise.
-        mask: `none`, `causal`, or `tensor` for one that the model computes.
-        form: `cudnn`, `operator`, `matmul` or `as written`.
-        reason: Why it has no better form; empty where it has the first that was asked for.
-    """
-
-    module: str
-    heads: int
-    kv_heads: int
-    width: int
-    mask: str
-    form: str
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from twellc.passes.attention import AS_WRITTEN, CUDNN, MATMUL, OPERATOR, Attention, rewrite_attention
+from twellc.passes.attention import AS_WRITTEN, CUDNN, MATMUL, OPERATOR, rewrite_attention
 from twellc.passes.canonicalize import functionalize
 from twellc.passes.execution import run_program
+from twellc.passes.report import Attention
 
 aten = torch.ops.aten
 BATCH, TOKENS, WIDTH = 2, 6, 16

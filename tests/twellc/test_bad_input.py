@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from twellc import __version__
 from twellc.checking import check
 from twellc.config import CheckOptions
 from twellc.errors import UserError
-from twellc.manifest import manifest_path, read_manifest, refuse_other_plugins
+from twellc.manifest import Manifest, manifest_path, read_manifest, refuse_other_plugins
 from twellc.plugins.elf import expected_size
 from twellc.plugins.library import library_path
 
@@ -76,7 +77,8 @@ def test_interrupt_while_modules_are_imported(tmp_path: Path) -> None:
 def test_interrupt_while_torch_is_imported(tmp_path: Path, command: str) -> None:
     """Native modules do not survive it in the middle, so it waits."""
     (tmp_path / "torch.py").write_text("import signal; signal.raise_signal(signal.SIGINT); print('imported')")
-    files = ["m"] if command == "inspect" else ["m", "n"]
+    (tmp_path / "m").write_text("no plan, which needs no torch")
+    files = [tmp_path / "m"] if command == "inspect" else ["m", "n"]
     process = twellc(command, *files, PYTHONPATH=f"{tmp_path}{os.pathsep}{PACKAGE_FOLDER}")
     output, errors = process.communicate(timeout=60)
     assert (output, process.returncode) == ("imported\n", 130)
@@ -367,6 +369,8 @@ def manifest() -> dict[str, Any]:
         "backend": {"name": "tensorrt-rtx", "version": "1.7.1.116"},
         # SHA-256 of nothing, which the tests write as the plan.
         "plan": {
+            "file": "m.plan",
+            "bytes": 0,
             "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
             "inputs": [tensor],
             "outputs": [tensor],
@@ -377,12 +381,21 @@ def manifest() -> dict[str, Any]:
 
 def test_plan_for_newer_plugins(manifest: dict[str, Any], tmp_path: Path) -> None:
     """A check says so before it opens the plan on a GPU."""
+    read = read_json(manifest, tmp_path)
     with pytest.raises(
         UserError, match=r"got plugin version twellc-2; expected plugin version twellc-3, of twellc 9\.0\.0\. Install"
     ):
-        refuse_other_plugins(tmp_path / "m.plan", manifest)
-    refuse_other_plugins(tmp_path / "m.plan", manifest | {"plugins": manifest["plugins"] | {"version": "twellc-2"}})
-    refuse_other_plugins(tmp_path / "m.plan", manifest | {"plugins": manifest["plugins"] | {"names": []}})
+        refuse_other_plugins(tmp_path / "m.plan", read)
+    for change in ({"version": "twellc-2"}, {"names": []}):
+        changed = replace(read, plugins=replace(read.plugins, **change))
+        refuse_other_plugins(tmp_path / "m.plan", changed)
+
+
+def read_json(content: dict[str, Any], folder: Path) -> Manifest:
+    plan = folder / "m.plan"
+    plan.touch()
+    manifest_path(plan).write_text(json.dumps(content))
+    return read_manifest(plan)
 
 
 SETTINGS = {"dtype": "bf16", "layers": "auto", "compression": 8, "attention_forms": ["matmul"]}
@@ -405,7 +418,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "has impossible shapes",
     ),
     "graph elsewhere": ({"onnx": {"file": "../m.onnx", "sha256": ""}}, "no name of a file beside the plan"),
-    "another plan": ({"plan": {"sha256": "", "inputs": [], "outputs": [], "plugin_layers": []}}, "another plan, or"),
+    "another plan": (
+        {"plan": {"file": "", "bytes": 0, "sha256": "", "inputs": [], "outputs": [], "plugin_layers": []}},
+        "another plan, or",
+    ),
 }
 
 
@@ -414,7 +430,7 @@ def test_damaged_manifest(manifest: dict[str, Any], tmp_path: Path, case: str) -
     plan = tmp_path / "m.plan"
     plan.touch()
     manifest_path(plan).write_text(json.dumps(manifest))
-    assert read_manifest(plan) == manifest
+    assert read_manifest(plan).to_json() == manifest
     changes, message = BROKEN[case]
     manifest_path(plan).write_text(json.dumps(manifest | changes))
     with pytest.raises(UserError, match=message):
