@@ -61,7 +61,9 @@ def main(model: Path, results: Path | None) -> None:
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:
         plan = Path(folder) / "model.plan"
         figures = measure([sys.executable, "-m", "twellc", "compile", str(model), "-o", str(plan)])
-        figures["plan"] = plan.stat().st_size / 1e9 if plan.exists() else None
+        if figures.pop("status") != 0:
+            sys.exit(f"twellc compile {model} failed, so there are no figures; see its message above")
+        figures["plan"] = plan.stat().st_size / 1e9
     figures |= {
         "model": model.name,
         "weights": weights,
@@ -75,7 +77,6 @@ def main(model: Path, results: Path | None) -> None:
     if results is not None:
         results.mkdir(parents=True, exist_ok=True)
         (results / f"compile-{model.name}.json").write_text(json.dumps(figures, indent=2) + "\n")
-    sys.exit(figures["status"])
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+import twellc
 from twellc.accuracy import measure
-from twellc.passes.pipeline import run_passes
 from twellc.passes.precision import widen
 
 CAUSAL = "benchmark"
@@ -154,7 +154,7 @@ def gate_density(model: Any, inputs: tuple[Tensor, ...]) -> dict[str, float]:
 def rewrite(model: nn.Module, inputs: tuple[Tensor, ...], dynamic: Any = None) -> tuple[nn.Module, Any]:
     """Let twellc rewrite the model; return it as a module, and the program of the dense one."""
     program = torch.export.export(model, inputs, dynamic_shapes=dynamic)
-    result = run_passes(program, torch.bfloat16, "all", 8)
+    result = twellc.rewrite(program, dtype="bf16", layers="all")
     left = [layer for layer in result.layers if layer.decision != "twell"]
     if left or not result.layers:
         raise click.ClickException(f"blocks were not rewritten: {left}")

@@ -27,6 +27,7 @@ from twellc.export.onnx_optimizer import optimize_exactly
 from twellc.files import external_data
 from twellc.passes.attention import OPERATOR
 from twellc.passes.program import quiet_torch
+from twellc.passes.report import Attention
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import ATTENTION as ATTENTION_NODE
@@ -40,9 +41,9 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _LARGEST_SINGLE_FILE = 2**30
 
 
-def opset_of(forms: tuple[str, ...]) -> int:
-    """Return the opset that forms of attention need."""
-    return _ATTENTION_OPSET if OPERATOR in forms else _OPSET
+def opset_of(attention: list[Attention]) -> int:
+    """Return the opset that the forms of a program's attention need."""
+    return _ATTENTION_OPSET if any(block.form == OPERATOR for block in attention) else _OPSET
 
 
 def export_onnx(
@@ -85,6 +86,7 @@ def export_onnx(
     assert exported is not None
     model = exported.model
     optimize_exactly(model)
+    _name_outputs(model.graph, output_names)
     model.graph.metadata_props.clear()
     for node in model.graph:
         _name_by_module(node)
@@ -114,6 +116,15 @@ def _name_by_module(node: onnx_ir.Node) -> None:
     # The modules from the outermost one on, each with its whole path, and the name of the operation in torch's graph.
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     node.name = "/".join([*scopes[-2:], node.name or node.op_type])
+
+
+def _name_outputs(graph: onnx_ir.Graph, names: list[str]) -> None:
+    """Give outputs their names: what is returned twice had both, and keeps the last."""
+    if [value.name for value in graph.outputs] != names:
+        for index, value in enumerate(graph.outputs):
+            value.name = f"__output_{index}"  # none may have another's
+        for value, name in zip(graph.outputs, names, strict=True):
+            value.name = name
 
 
 def _rename_dimensions(value: onnx_ir.Value, names: dict[str, str]) -> None:

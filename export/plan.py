@@ -41,6 +41,25 @@ class Plan:
     plugin_layers: list[str]
 
 
+def check_builder(backend: str, attention: str, progress: Callable[[str], None]) -> None:
+    """Fail now rather than after a model is translated if no plan can be built.
+
+    Args:
+        backend: The TensorRT to build with: `tensorrt` or `tensorrt-rtx`.
+        attention: `auto`, `tensorrt` or `cudnn`, as for `compile`.
+        progress: Receives the name of the step.
+
+    Raises:
+        UserError: TensorRT or a plugin library is missing or cannot be loaded, or attention cannot be had as asked.
+    """
+    progress("loading TensorRT and the plugins")
+    register(load_host(backend).module)
+    if attention == "cudnn":
+        from twellc.export.attention_forms import choose_forms  # imports torch, which nothing else here needs
+
+        choose_forms(backend, attention)
+
+
 def build_plan(
     backend: str,
     onnx_path: Path,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from twellc import __version__
 from twellc.plugins.registration import NEEDS_PLUGINS, how_to_register
 
 if TYPE_CHECKING:
     from twellc.export.plan import Plan, Tensor
+    from twellc.manifest import Manifest
 
 CONFIG_NAME = "config.pbtxt"
 PLAN_NAME = "model.plan"
@@ -37,7 +38,7 @@ def model_folder(repository: Path, model: Path) -> Path:
     return repository / (re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".") or "model")
 
 
-def model_config(name: str, plan: Plan, manifest: dict[str, Any]) -> str:
+def model_config(name: str, plan: Plan, manifest: Manifest) -> str:
     """Return the text of config.pbtxt.
 
     `max_batch_size` is 0: the dimensions are the engine's own, whole, because a first dimension need not be a batch.
@@ -48,13 +49,13 @@ def model_config(name: str, plan: Plan, manifest: dict[str, Any]) -> str:
         manifest: Its manifest.
     """
     lines = [f"# Written by twellc {__version__}."]
-    if manifest["plugins"]["names"]:
+    if manifest.plugins.names:
         command = how_to_register(PLAN_NAME, "tensorrt")["triton"]
         lines += [f"# The plan {NEEDS_PLUGINS}:", f"#   {command}"]
     lines += [f"name: {json.dumps(name)}", 'backend: "tensorrt"', "max_batch_size: 0"]
     lines += [_tensor("input", tensor) for tensor in plan.inputs]
     lines += [_tensor("output", tensor) for tensor in plan.outputs]
-    profiles = range(len(manifest["profiles"]))
+    profiles = range(len(manifest.profiles))
     if len(profiles) > 1:
         # Triton picks the profile that fits a request, among those of the instance.
         numbers = ", ".join(f'"{number}"' for number in profiles)

@@ -68,7 +68,7 @@ def parse_activation(node: Node, strip: Callable[[Node], Node]) -> Activation | 
         if inner is not None and inner.name == "relu":
             return Activation("relu2", 0.0, inner.pre, (node, *inner.nodes))
         return None
-    return _parse_simple(node)
+    return _parse_product_with_relu(node, strip) or _parse_simple(node)
 
 
 def is_squared_relu(node: Node) -> bool:
@@ -107,6 +107,17 @@ def _square_of(node: Node) -> Node | None:
     if op is aten.mul and operands[1] is not operands[0]:
         return None
     return operands[0]
+
+
+def _parse_product_with_relu(node: Node, strip: Callable[[Node], Node]) -> Activation | None:
+    """Read x * relu(x), which is relu(x) squared except that an x of -inf gives NaN."""
+    if packet(node) is not aten.mul or not all(isinstance(factor, Node) for factor in arguments(node)):
+        return None
+    for x, factor in (arguments(node), reversed(arguments(node))):
+        inner = _parse_simple(strip(factor))
+        if inner is not None and inner.name == "relu" and strip(inner.pre) is strip(x):
+            return Activation("relu2", 0.0, inner.pre, (node, *inner.nodes))
+    return None
 
 
 def _parse_simple(node: Node) -> Activation | None:

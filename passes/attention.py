@@ -36,12 +36,13 @@ from twellc.passes.activations import arguments, packet
 from twellc.passes.causal_mask import positions_kept
 from twellc.passes.linear import CASTS, same_sizes
 from twellc.passes.program import editable, finish, replace_node
+from twellc.passes.report import Attention
 from twellc.plugins.attention_op import ATTENTION
-from twellc.plugins.library import LARGEST_HEAD
+from twellc.plugins.library import ATTENTION_FORMS, LARGEST_HEAD
 
 aten = torch.ops.aten
 
-CUDNN, OPERATOR, MATMUL = "cudnn", "operator", "matmul"
+CUDNN, OPERATOR, MATMUL = ATTENTION_FORMS
 AS_WRITTEN = "as written"
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -52,28 +53,6 @@ _BETWEEN = frozenset(
     (aten.mul, aten.div, aten.add, aten.sub, aten.where, aten.masked_fill, aten.tanh, aten.clamp, aten.cat, aten.slice,
      aten.view, aten.reshape, aten._unsafe_view, aten.clone, aten.expand, aten.dropout, *CASTS)
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Attention:
-    """What became of an attention block: a row of every report.
-
-    Attributes:
-        module: Path of the module that computes it.
-        heads, kv_heads: Heads of the queries, and of keys and values; 0 where it is left as it is.
-        width: Width of a head; 0 likewise.
-        mask: `none`, `causal`, or `tensor` for one that the model computes.
-        form: `cudnn`, `operator`, `matmul` or `as written`.
-        reason: Why it has no better form; empty where it has the first that was asked for.
-    """
-
-    module: str
-    heads: int
-    kv_heads: int
-    width: int
-    mask: str
-    form: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -120,7 +99,6 @@ def rewrite_attention(program: ExportedProgram, forms: tuple[str, ...]) -> tuple
             result = writer.write(block, form)
         replace_node(program, node, result)
         program.graph.erase_node(node)  # torch takes attention for random, and would keep it
-        _copy_where_needed(result)
         if form == CUDNN:
             _undo_transpositions(program, result)
         mask = "causal" if block.causal else "none" if block.mask is None else "tensor"
@@ -128,6 +106,8 @@ def rewrite_attention(program: ExportedProgram, forms: tuple[str, ...]) -> tuple
         record = Attention(_module(node), int(heads), int(block.k.meta["val"].shape[1]), int(width), mask, form,
                            "; ".join(filter(None, refusals)))  # fmt: skip
         found.append(record)
+    if any(block.form != AS_WRITTEN for block in found):
+        _copy_where_needed(program.graph)
     return finish(program), found
 
 
@@ -142,9 +122,10 @@ def _read(node: Node) -> _Block | None:
     """
     if node.target is aten.scaled_dot_product_attention.default:
         return _checked(*_read_operator(node))
-    if packet(node) not in (aten.matmul, aten.bmm):
+    if packet(node) not in (aten.matmul, aten.bmm, aten.einsum):
         return None
-    weights = _behind(arguments(node)[0], aten.dropout, *CASTS, aten.clone, aten.expand, aten.view)
+    first = arguments(node)[1][0] if packet(node) is aten.einsum else arguments(node)[0]
+    weights = _behind(first, aten.dropout, *CASTS, aten.clone, aten.expand, aten.view)
     if packet(weights) not in _SOFTMAX:
         return None
     block = _read_products(node, weights)
@@ -188,16 +169,11 @@ def _exchanges_heads_and_tokens(node: Node) -> bool:
     return packet(node) is aten.transpose and {axis % 4 for axis in arguments(node)[1:]} == {1, 2}
 
 
-def _copy_where_needed(result: Node) -> None:
-    """Let what reads the result through transpositions copy it: views may have been made for another layout."""
-    pending = [result]
-    for node in pending:
-        for user in node.users:
-            if packet(user) is aten.transpose:
-                pending.append(user)
-            elif user.target in (aten.view.default, aten._unsafe_view.default):
-                user.target = aten.reshape.default
-                pending.append(user)
+def _copy_where_needed(graph: Graph) -> None:
+    """Let views copy what is not laid out for them: they were traced with the layouts of torch's own attention."""
+    for node in graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
 
 
 def _read_products(node: Node, weights: Node) -> _Parts | None:
@@ -206,6 +182,8 @@ def _read_products(node: Node, weights: Node) -> _Parts | None:
     rank = weights.meta["val"].dim()
     if not _is_between(scores):
         return None
+    if packet(node) is aten.einsum:
+        raise _UnknownError("its products are written as einsum")
     if rank != 4 or dim not in (-1, 3) or packet(node) is not aten.matmul:
         raise _UnknownError(f"its scores have {rank} dimensions, not [batch, heads, queries, keys]")
     if len(weights.users) > 1 or weights.meta["val"].shape != node.args[0].meta["val"].shape:  # type: ignore[union-attr]
@@ -279,7 +257,7 @@ def _is_between(node: object) -> bool:
     for place in pending:
         if not isinstance(place, Node) or len(pending) > 32:
             continue
-        if packet(place) in (aten.matmul, aten.bmm, aten.baddbmm):
+        if packet(place) in (aten.matmul, aten.bmm, aten.baddbmm, aten.einsum):
             return True
         if packet(place) in _BETWEEN:
             pending.extend(source for source in place.all_input_nodes if source not in pending)

@@ -248,12 +248,14 @@ def _view(reader: _Reader, node: Node) -> _Value:
 
 
 def _slice(reader: _Reader, node: Node) -> _Value:
-    source, dim, start, _, step = (*arguments(node), *(0, 0, None, 1)[len(arguments(node)) - 1 :])
+    source, *rest = arguments(node)
+    dim = rest[0] if rest else 0
+    start = rest[1] if len(rest) > 1 and rest[1] is not None else 0
     value = reader.read(source)
-    if not isinstance(value, _Affine) or not isinstance(start or 0, int) or (start or 0) < 0 or step != 1:
+    if not isinstance(value, _Affine) or not isinstance(start, int) or start < 0 or (len(rest) > 3 and rest[3] != 1):
         return None
     factor = _padded(value.factors, source.meta["val"].dim())[dim]
-    return _Affine(value.constant + factor * (start or 0), value.factors)
+    return _Affine(value.constant + factor * start, value.factors)
 
 
 def _difference(reader: _Reader, node: Node) -> _Value:
@@ -304,11 +306,14 @@ def _index(reader: _Reader, node: Node) -> _Value:
 
 
 def _filled(reader: _Reader, node: Node) -> _Value:
-    op = packet(node)
-    number = {aten.ones: 1, aten.new_ones: 1, aten.ones_like: 1, aten.zeros: 0, aten.new_zeros: 0, aten.zeros_like: 0}
-    value = number.get(op, arguments(node)[-1] if op is aten.scalar_tensor else None)
-    if value is None:
-        value = arguments(node)[2 if op is aten.new_full else 1]
+    op, operands = packet(node), arguments(node)
+    value: Any
+    if op in (aten.ones, aten.new_ones, aten.ones_like):
+        value = 1
+    elif op in (aten.zeros, aten.new_zeros, aten.zeros_like):
+        value = 0
+    else:
+        value = operands[0 if op is aten.scalar_tensor else 2 if op is aten.new_full else 1]
     dtype = node.meta["val"].dtype
     if not isinstance(value, bool | int | float):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -11,36 +11,10 @@ from torch.fx import Node
 from twellc.errors import UserError, first_few
 from twellc.passes.find_ffn import FfnBlock
 from twellc.passes.linear import Weight
+from twellc.passes.report import Layer
 from twellc.plugins.library import MAX_D_FF
 
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What became of a feed-forward block: a row of every report.
-
-    Attributes:
-        module: Path of the module that holds its weights.
-        variant: `gated` or `plain`.
-        activation: relu, relu2, fatrelu or drelu; of a refused block any other name.
-        d_model, d_ff, d_out: Widths of input, hidden tensor and output.
-        matched: Whether it can be rewritten exactly.
-        decision: `twell` or `dense`.
-        reason: Why.
-        residual: Whether it also adds its result to what this was added to, if TwELL runs it.
-    """
-
-    module: str
-    variant: str
-    activation: str
-    d_model: int
-    d_ff: int
-    d_out: int
-    matched: bool
-    decision: str
-    reason: str
-    residual: bool
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def decide(blocks: list[FfnBlock], layers: str) -> list[Layer]:
@@ -105,7 +79,7 @@ def _decide(block: FfnBlock, layers: str, pattern: re.Pattern[str] | None, taken
 
 def _limits(block: FfnBlock) -> str:
     """Return the limit of the kernels that the block exceeds, or an empty string."""
-    if block.dtype not in _KERNEL_DTYPES:
+    if block.dtype not in KERNEL_DTYPES:
         return f"computes in {str(block.dtype).removeprefix('torch.')}; the kernels take bfloat16 and float16"
     if 0 in (block.d_model, block.d_ff, block.d_out):
         return "one of its widths is 0"

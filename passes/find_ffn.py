@@ -149,7 +149,8 @@ class _Finder:
             return None  # of a sliced down projection the whole is the anchor
         was_cast = packet(strip(down.x)) in CASTS
         hidden = _behind_casts(down.x)
-        parts = self._gated(hidden) or self._plain(hidden)
+        # First plain: x * relu(x) has the shape of a gated block, too, whose gate and up are one projection.
+        parts = self._plain(hidden) or self._gated(hidden)
         computed_on = ""
         if parts is None:
             parts, computed_on = self._behind_arithmetic(hidden)

@@ -27,11 +27,12 @@ from onnx_graphsurgeon.logger import G_LOGGER
 
 from twellc.errors import UserError, first_line
 from twellc.passes.arrays import to_numpy, to_torch
-from twellc.passes.decide import Layer, decide
+from twellc.passes.decide import decide
 from twellc.passes.find_ffn import FfnBlock, find_blocks
 from twellc.passes.linear import Weight
 from twellc.passes.onnx_graph import Shadow, constant_values, shadow_of
 from twellc.passes.precision import convert
+from twellc.passes.report import Layer
 from twellc.passes.rewrite_ffn import arranged_copy
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import GATED, PLAIN, node_attributes

@@ -9,12 +9,14 @@ import torch
 from torch.export import ExportedProgram
 
 from twellc.files import writing
-from twellc.passes.attention import Attention, rewrite_attention
+from twellc.passes.attention import rewrite_attention
 from twellc.passes.canonicalize import canonicalize
-from twellc.passes.decide import Layer, decide
+from twellc.passes.decide import decide
 from twellc.passes.find_ffn import find_ffn_blocks
 from twellc.passes.precision import in_precision
+from twellc.passes.report import Attention, Layer
 from twellc.passes.rewrite_ffn import rewrite_ffn
+from twellc.records import Json, as_json
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class Rewritten:
     program: ExportedProgram
     layers: list[Layer]
     attention: list[Attention]
+
+    def to_json(self) -> dict[str, Json]:
+        """Return what became of the blocks as JSON types, without the programs."""
+        return {"layers": as_json(self.layers), "attention": as_json(self.attention)}
 
 
 def run_passes(
@@ -75,5 +81,6 @@ def run_passes(
     found: list[Attention] = []
     if attention:
         rewritten, found = rewrite_attention(rewritten, attention)
+    if found:
         keep("4-attention", rewritten)
     return Rewritten(dense, rewritten, decisions, found)

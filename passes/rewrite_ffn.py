@@ -69,7 +69,8 @@ def rewrite_ffn(program: ExportedProgram, blocks: list[FfnBlock], compression: i
         options = (block.activation, block.threshold, compression)
         with rewritten.graph.inserting_before(anchor):
             op = rewritten.graph.call_function(GATED_MLP if gate else MLP, (*operands, *options))
-        op.meta = dict(anchor.meta)
+        # It is named after the block also where it takes the place of a sum behind it.
+        op.meta = {**nodes[down.node.name].meta, "val": anchor.meta["val"]}
         replace_node(rewritten, anchor, op)
         nodes[anchor.name] = op  # what a later block may read as its x
     return finish(rewritten)

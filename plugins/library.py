@@ -29,6 +29,8 @@ COMPRESSIONS = (1, 2, 4, 8)
 TILE = 256
 MAX_D_FF = 65536
 LARGEST_HEAD = 256
+# See passes/attention.py.
+ATTENTION_FORMS = ("cudnn", "operator", "matmul")
 
 _ENVIRONMENT_VARIABLE = "TWELLC_LIBRARY"
 _REINSTALL = "Install twellc with pip again, or in a source tree run: cmake -S . -B build && cmake --build build"

@@ -104,7 +104,7 @@ def load_once() -> Callable[..., Any]:
 @pytest.fixture
 def remembered_models(load_once: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Load and trace each Hugging Face directory once, for all tests with this fixture."""
-    for module in ("checking", "inspection", "translation"):
+    for module in ("checking", "model_inspection", "translation"):
         monkeypatch.setattr(f"twellc.{module}.load_model", load_once)
 
 

@@ -1,3 +1,60 @@
-"""twellc compiles transformers with sparse feed-forward layers into TensorRT engines."""
+"""twellc compiles transformers with sparse feed-forward layers into TensorRT engines.
+
+docs/api.md shows the functions below; importing this imports neither torch nor anything else that is large.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from twellc.api import check, compile, inspect, rewrite
+    from twellc.checking import CheckResult
+    from twellc.config import CheckOptions, CompileOptions, InspectOptions
+    from twellc.errors import UserError
+    from twellc.inspection import Inspection
+    from twellc.manifest import Manifest
+    from twellc.optimization import optimize, optimized_blocks, restore
+    from twellc.passes.pipeline import Rewritten
+    from twellc.passes.report import Layer
+
+__all__ = [
+    "CheckOptions",
+    "CheckResult",
+    "CompileOptions",
+    "InspectOptions",
+    "Inspection",
+    "Layer",
+    "Manifest",
+    "Rewritten",
+    "UserError",
+    "check",
+    "compile",
+    "inspect",
+    "optimize",
+    "optimized_blocks",
+    "restore",
+    "rewrite",
+]
+
+_HOMES = {
+    "api": ("check", "compile", "inspect", "rewrite"),
+    "checking": ("CheckResult",),
+    "config": ("CheckOptions", "CompileOptions", "InspectOptions"),
+    "errors": ("UserError",),
+    "inspection": ("Inspection",),
+    "manifest": ("Manifest",),
+    "optimization": ("optimize", "optimized_blocks", "restore"),
+    "passes.pipeline": ("Rewritten",),
+    "passes.report": ("Layer",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'twellc' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"twellc.{_HOME[name]}"), name)

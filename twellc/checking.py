@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,17 @@ from twellc.export.runner import run_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.files import digest, external_data, temporary_folder
 from twellc.loaders.model import LoadedModel, NoChoiceError, load_model
-from twellc.loaders.onnx_file import load_onnx, looks_like_onnx
+from twellc.loaders.onnx_file import load_onnx
+from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.manifest import UNKEPT_GRAPH, is_plan, read_manifest, refuse_other_plugins
+from twellc.records import Json, Record
 from twellc.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
 from twellc.samples import Limits, Sample, draw_samples, read_arrays, read_text
 from twellc.translation import METADATA_KEY, translate_any
 
 
 @dataclass(frozen=True)
-class BlockAccuracy:
+class BlockAccuracy(Record):
     """Accuracy of one plugin node, for the inputs that its block has in the plain low-precision model.
 
     Attributes:
@@ -57,9 +58,13 @@ class BlockAccuracy:
         separation = self.accuracy.separation
         return not self.accuracy.within or (separation is not None and not separation.rewrite_within)
 
+    def to_json(self) -> dict[str, Json]:
+        """Return it as JSON types, with what is said of it."""
+        return {**super().to_json(), "diverges": self.diverges}
+
 
 @dataclass(frozen=True)
-class CheckResult:
+class CheckResult(Record):
     """What `twellc check` found.
 
     Attributes:
@@ -102,21 +107,14 @@ class CheckResult:
         found += [] if all(each.kernels_within for each in separations) else ["kernels"]
         return found or ["rest"]
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         """Return everything as JSON types; what is NaN or infinite becomes null."""
-        blocks = [{**asdict(block), "diverges": block.diverges} for block in self.blocks]
-        summary = {"within": self.within, "first_divergence": self.first_divergence, "causes": self.causes}
-        found = _finite({**asdict(self), "blocks": blocks, **summary})
-        assert isinstance(found, dict)
-        return found
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        summary: dict[str, Json] = {
+            "within": self.within,
+            "first_divergence": self.first_divergence,
+            "causes": list(self.causes),
+        }
+        return {**super().to_json(), **summary}
 
 
 @dataclass(frozen=True)
@@ -276,9 +274,10 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     plan = options.candidate
     progress("reading the manifest")
     manifest = read_manifest(plan)
-    settings, profile = manifest["settings"], manifest["profiles"][0]
-    backend, expected = manifest["backend"]["name"], manifest["onnx"]["sha256"]
-    kept_name = manifest["onnx"]["file"]
+    settings = {name: value for name, value in vars(manifest.settings).items() if value is not None}
+    profile = {name: vars(shapes) for name, shapes in manifest.profiles[0].items()}
+    assert manifest.backend is not None and manifest.plan is not None  # see read_manifest
+    backend, expected, kept_name = manifest.backend.name, manifest.onnx.sha256, manifest.onnx.file
     kept = plan.parent / str(kept_name)
     data = external_data(kept)
     is_kept = kept.is_file() and digest(kept, *([data] if data.is_file() else [])) == expected
@@ -286,9 +285,9 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     if not obstacle:
         refuse_other_plugins(plan, manifest)
         host = load_host(backend)
-        names = [tensor["name"] for tensor in manifest["plan"]["inputs"]]
+        names = [tensor.name for tensor in manifest.plan.inputs]
         graph = (kept, load_onnx(kept)) if is_kept else None
-        version = manifest["backend"]["version"]
+        version = manifest.backend.version
         return _Candidate(
             lambda sample: run_plan(host, plan, version, sample), names, settings, "the plan", graph, is_graph=False,
             profile=profile,

@@ -24,16 +24,29 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import twellc
 from twellc import __version__
-from twellc.config import ATTENTIONS, BACKENDS, DEFAULT_COMPRESSION, DTYPES, LOGITS, PADDINGS
+from twellc.config import (
+    ATTENTIONS,
+    BACKENDS,
+    DEFAULT_COMPRESSION,
+    DEFAULT_DENSITY,
+    DEFAULT_TOKENS,
+    DTYPES,
+    LOGITS,
+    PADDINGS,
+    triton_plan,
+)
+from twellc.cost import CostTable, LayerCosts
 from twellc.errors import UserError, first_few
 from twellc.export.shapes import LARGEST_SIZE
-from twellc.files import ENDING_SIGNALS, uninterrupted
-from twellc.inputs import parse_input
+from twellc.files import ENDING_SIGNALS
+from twellc.passes.report import Attention, Layer
 from twellc.plugins.library import COMPRESSIONS
 
 if TYPE_CHECKING:
     from twellc.checking import BlockAccuracy, CheckResult
+    from twellc.manifest import Manifest
 
 _FAULT = 70  # EX_SOFTWARE of sysexits.h
 
@@ -264,40 +277,13 @@ def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str
     Every feed-forward block with a ReLU is rewritten into a TwELL plugin; all else stays as it is. Ends with a table of
     the blocks and what became of them. Exit status 2: the input is bad, and nothing was written.
     """
-    from twellc.config import CompileOptions
-    from twellc.export.shapes import parse_profile
-    from twellc.export.triton import PLAN_NAME, VERSION, model_folder
-
-    output, onnx = options.pop("output"), options.pop("onnx")
-    if options["triton"] is not None:
-        if output is not None:
-            raise UserError("--triton", "the plan goes into the repository", got="--output, too", fix="Leave one out.")
-        options["triton"] = model_folder(options["triton"], options["model"])
-        output = options["triton"] / VERSION / PLAN_NAME
-    if options["backend"] == "none":
-        for option in ("triton", "embed_plugins"):
-            if options[option]:
-                raise UserError(f"--{option.replace('_', '-')}", "no plan is built", got="--backend none")
-        if onnx is None and output is not None and output.suffix == ".onnx":
-            onnx, output = output, None
-        if onnx is None:
-            raise UserError("--backend none", "stops at ONNX, and no ONNX file is named", fix="Add --onnx FILE.")
-        if output is not None:
-            raise UserError("--output", "no plan is built", got="--backend none", fix="Leave one out.")
-    elif output is None:
-        raise UserError("--output", "no plan to write", fix="Add -o FILE, or stop at --backend none --onnx FILE.")
     with _progress() as progress:
-        from twellc.compiler import compile_model
-
-        manifest = compile_model(
-            CompileOptions(
-                output=output, onnx=onnx, profiles=tuple(map(parse_profile, profiles)), compression=int(compression),
-                inputs=tuple(map(parse_input, inputs)), **options,
-            ),
-            progress,
-        )  # fmt: skip
+        manifest = twellc.compile(
+            profiles=profiles, compression=int(compression), inputs=inputs, progress=progress, **options
+        )
+    written = options["output"] or options["onnx"] or triton_plan(options["triton"], options["model"])
     with _never_failing():
-        _print_manifest(manifest, output or onnx)
+        _print_manifest(manifest, written)
 
 
 @main.command(cls=_Command)
@@ -351,12 +337,12 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision to judge a model in; default as in compile.")
 @click.option(
-    "--density", type=_Share(), default=0.005, show_default=True, metavar="SHARE",
+    "--density", type=_Share(), default=DEFAULT_DENSITY, show_default=True, metavar="SHARE",
     help="Share of gate activations that are not zero, from 0 to 1, to count operations and bytes at; it is assumed, "
     "not measured.",
 )  # fmt: skip
 @click.option(
-    "--tokens", type=click.IntRange(1, LARGEST_SIZE), default=2048, show_default=True, metavar="N",
+    "--tokens", type=click.IntRange(1, LARGEST_SIZE), default=DEFAULT_TOKENS, show_default=True, metavar="N",
     help="Tokens in a call to count operations and bytes of.",
 )  # fmt: skip
 @_trust_model
@@ -378,24 +364,24 @@ def inspect(
     neurons are computed, at an assumed density: counts, no prediction of time.
     """
     with _progress() as progress:
-        with uninterrupted():  # native modules do not survive an interrupt while they are imported
-            from twellc.inspection import inspect_target
-
-        declared = tuple(map(parse_input, inputs))
-        found = inspect_target(target, dtype, trust_model, declared, tokens, density, progress)
+        found = twellc.inspect(
+            target, dtype=dtype, density=density, tokens=tokens, trust_model=trust_model, inputs=inputs,
+            progress=progress,
+        )  # fmt: skip
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps(found.to_json(), indent=2))
         return
-    for note in found["notes"]:
+    description = found.description
+    for note in description.notes:
         _say("Note:", f"{note}.")
-    _print_layers(found["layers"])
-    _print_attention(found.get("attention", []))
-    if found["layers"]:
-        _print_cost(found["cost"])
-    for node in found.get("nodes", ()):
-        weights = ", ".join(f"{name} {shape}" for name, shape in node["weights"].items())
-        click.echo(_plain(f"{node['name']}: {node['type']}, {node['dtype']}, {weights}"))
-        click.echo(_plain("    " + ", ".join(f"{name}={value}" for name, value in node["fields"].items())))
+    _print_layers(description.layers)
+    _print_attention(description.attention or [])
+    if description.layers:
+        _print_cost(found.cost)
+    for node in description.nodes or ():
+        weights = ", ".join(f"{name} {shape}" for name, shape in node.weights.items())
+        click.echo(_plain(f"{node.name}: {node.type}, {node.dtype}, {weights}"))
+        click.echo(_plain("    " + ", ".join(f"{name}={value}" for name, value in node.fields.items())))
 
 
 @main.command(cls=_Command)
@@ -442,14 +428,12 @@ def check(
     Exit status: 0 within tolerance, 1 outside, 2 for bad input.
     """
     with _progress() as progress:
-        with uninterrupted():  # see inspect
-            from twellc.checking import check
-            from twellc.config import CheckOptions
-
-        declared = tuple(map(parse_input, inputs))
-        result = check(CheckOptions(model, candidate, seed, arrays, text, trust_model, declared), progress)
+        result = twellc.check(
+            model, candidate, seed=seed, arrays=arrays, text=text, trust_model=trust_model, inputs=inputs,
+            progress=progress,
+        )  # fmt: skip
     if as_json:
-        click.echo(json.dumps(result.as_json(), indent=2))
+        click.echo(json.dumps(result.to_json(), indent=2))
     else:
         _print_accuracy(result)
     context.exit(0 if result.within else 1)
@@ -485,47 +469,47 @@ def _say(kind: str, message: str, style: str = "") -> None:
     _console(stderr=True).print(Text(kind, style), message, soft_wrap=True)
 
 
-def _print_manifest(manifest: dict[str, Any], written: Path) -> None:
-    for warning in manifest["warnings"]:
+def _print_manifest(manifest: Manifest, written: Path) -> None:
+    for warning in manifest.warnings:
         _say("Warning:", f"{warning}.", "bold yellow")
-    for note in manifest["notes"]:
+    for note in manifest.notes:
         _say("Note:", f"{note}.")
-    _print_layers(manifest["layers"])
-    _print_attention(manifest["attention"])
-    if manifest["plan"]:
-        size = manifest["plan"]["bytes"] / 1e6
-        backend, plugins = manifest["backend"], manifest["plan"]["plugin_layers"]
-        result = f"{size:.1f} MB, {backend['name']} {backend['version']}, {manifest['settings']['dtype']}"
-        result += f", {len(plugins)} plugin layers"
+    _print_layers(manifest.layers)
+    _print_attention(manifest.attention)
+    dtype = manifest.settings.dtype
+    if manifest.plan is not None and manifest.backend is not None:
+        size, backend = manifest.plan.bytes / 1e6, manifest.backend
+        result = f"{size:.1f} MB, {backend.name} {backend.version}, {dtype}"
+        result += f", {len(manifest.plan.plugin_layers)} plugin layers"
     else:
-        result = f"ONNX, {manifest['settings']['dtype']}; no plan was built"
+        result = f"ONNX, {dtype}; no plan was built"
     _console().print(f"{written}: {result}", soft_wrap=True)
 
 
-def _print_layers(layers: list[dict[str, Any]]) -> None:
+def _print_layers(layers: list[Layer]) -> None:
     console = _console()
     if not layers:
         console.print("no feed-forward blocks with an activation that twellc knows")
         return
     table = Table("block", "variant", "activation", "d_model", "d_ff", "result", "why")
     for layer in layers:
-        rewritten = layer["decision"] == "twell"
+        rewritten = layer.decision == "twell"
         table.add_row(
-            layer["module"], layer["variant"], layer["activation"], str(layer["d_model"]), str(layer["d_ff"]),
-            Text(f"rewritten{' + residual' if layer['residual'] else ''}", "green") if rewritten else "dense",
-            layer["reason"],
+            layer.module, layer.variant, layer.activation, str(layer.d_model), str(layer.d_ff),
+            Text(f"rewritten{' + residual' if layer.residual else ''}", "green") if rewritten else "dense",
+            layer.reason,
         )  # fmt: skip
     console.print(table)
-    count = sum(layer["decision"] == "twell" for layer in layers)
+    count = sum(layer.decision == "twell" for layer in layers)
     console.print(f"{count} of {len(layers)} feed-forward blocks rewritten")
 
 
-def _print_attention(blocks: list[dict[str, Any]]) -> None:
+def _print_attention(blocks: list[Attention]) -> None:
     """Say how many attention blocks have a form that TensorRT fuses or cuDNN computes, and why others have not."""
     if not blocks:
         return
     console = _console()
-    forms = Counter(block["form"] for block in blocks)
+    forms = Counter(block.form for block in blocks)
     written = forms.pop("as written", 0)
     counts = ", ".join(f"{count} {_FORMS[form]}" for form, count in forms.items())
     console.print(
@@ -535,11 +519,11 @@ def _print_attention(blocks: list[dict[str, Any]]) -> None:
         console.print(f"  {reason}: {first_few(modules)}", soft_wrap=True)
 
 
-def _by_reason(blocks: list[dict[str, Any]]) -> dict[str, list[str]]:
+def _by_reason(blocks: list[Attention]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for block in blocks:
-        if block["reason"]:
-            found.setdefault(f"{_FORMS[block['form']]}, since {block['reason']}", []).append(block["module"])
+        if block.reason:
+            found.setdefault(f"{_FORMS[block.form]}, since {block.reason}", []).append(block.module)
     return found
 
 
@@ -551,23 +535,23 @@ _FORMS = {
 }
 
 
-def _print_cost(cost: dict[str, Any]) -> None:
+def _print_cost(cost: CostTable) -> None:
     console = _console()
     table = Table(
-        "block", title=f"{cost['tokens']} tokens a call, at an assumed density of {100 * cost['assumed_density']:g} %"
+        "block", title=f"{cost.tokens} tokens a call, at an assumed density of {100 * cost.assumed_density:g} %"
     )
     for column in ("GFLOP dense", "sparse", "ratio", "MB dense", "sparse", "ratio", "MB gathered"):
         table.add_column(column, justify="right")
-    total = {"module": "all", **cost["total"]}
-    for row in [*cost["layers"], *([total] if len(cost["layers"]) > 1 else [])]:
+    total = LayerCosts(cost.total.dense, cost.total.sparse, "all")
+    for row in [*cost.layers, *([total] if len(cost.layers) > 1 else [])]:
         if row is total:
             table.add_section()
-        cells = [row["module"]]
-        for quantity, unit in (("flops", 1e9), ("bytes", 1e6)):
-            dense, sparse = row["dense"][quantity], row["sparse"][quantity]
+        cells = [row.module]
+        pairs = ((row.dense.flops, row.sparse.flops, 1e9), (row.dense.bytes, row.sparse.bytes, 1e6))
+        for dense, sparse, unit in pairs:
             ratio = f"{dense / sparse:.2f}" if sparse else "-"  # a node of another origin may not say its widths
             cells += [f"{dense / unit:,.4g}", f"{sparse / unit:,.4g}", ratio]
-        table.add_row(*cells, f"{row['sparse']['gathered'] / 1e6:,.4g}")
+        table.add_row(*cells, f"{row.sparse.gathered / 1e6:,.4g}")
     console.print(table)
     console.print(
         "counts, no prediction of time; gathered: rows of active neurons, read token by token, mostly from caches"

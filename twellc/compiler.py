@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from twellc.config import CompileOptions
 from twellc.errors import UserError
@@ -14,15 +14,15 @@ from twellc.export.tensorrt_host import choose_host
 from twellc.export.triton import CONFIG_NAME, model_config
 from twellc.files import Outputs, external_data
 from twellc.isolation import run_isolated
-from twellc.manifest import UNKEPT_GRAPH, by_cudnn, make_manifest, manifest_path
+from twellc.manifest import UNKEPT_GRAPH, Manifest, by_cudnn, make_manifest, manifest_path
 from twellc.plugins.library import attention_library_path, library_path
 
 if TYPE_CHECKING:
     from twellc.translation import TranslationSummary
 
 EMBEDDED_NOTE = (
-    "the plan carries the plugin library, which is native code: TensorRT loads it only where the program sets "
-    "engine_host_code_allowed, and Triton with version-compatible=true"
+    "the plan carries native code, the plugins: TensorRT 10.6 loads it without being asked to, other versions may want "
+    "engine_host_code_allowed, and Triton version-compatible=true"
 )
 CUDNN_NOTE = "the plan computes attention with cuDNN: where it runs, it needs libtwell_attention.so and cuDNN 9"
 TRITON_WARNING = (
@@ -33,7 +33,7 @@ _WEIGHTS = "weights of --onnx"
 _COMPILED = ("*.plan", "*.plan.json", "*.onnx", "*.onnx.data")
 
 
-def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> dict[str, Any]:
+def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> Manifest:
     """Compile a model and write what the options ask for.
 
     Args:
@@ -56,6 +56,8 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
         else:
             assert options.output is not None
             onnx_path = outputs.scratch(options.output, UNKEPT_GRAPH)
+        if backend is not None and options.output is not None:
+            run_isolated("twellc.export.plan:check_builder", backend, options.attention, progress=progress)
         translation = run_isolated("twellc.translation:translate_to_file", options, onnx_path, progress=progress)
         _refuse_model_files(options, translation.external_data)
         if options.onnx is not None:
@@ -70,10 +72,10 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> d
                 _embedded(options, translation), progress=lambda phase: progress(f"building the plan: {phase}"),
             )  # fmt: skip
         manifest = make_manifest(options, translation, plan, plan_file)
-        manifest["notes"] += [CUDNN_NOTE] if by_cudnn(translation.attention) else []
-        manifest["notes"] += [EMBEDDED_NOTE] if manifest["plugins"]["embedded"] else []
-        manifest["warnings"] += [TRITON_WARNING] if options.triton is not None and backend != "tensorrt" else []
-        text = json.dumps(manifest, indent=2) + "\n"
+        manifest.notes.extend([CUDNN_NOTE] if by_cudnn(translation.attention) else [])
+        manifest.notes.extend([EMBEDDED_NOTE] if manifest.plugins.embedded else [])
+        manifest.warnings.extend([TRITON_WARNING] if options.triton is not None and backend != "tensorrt" else [])
+        text = json.dumps(manifest.to_json(), indent=2) + "\n"
         if options.output is not None:
             outputs.write(manifest_path(options.output), text)
         if options.report is not None:

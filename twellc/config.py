@@ -1,12 +1,16 @@
-"""Options of a compilation and of a check, the one home of their names, defaults and meaning."""
+"""Options of the commands, the one home of their names, defaults and meaning."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from twellc.errors import UserError
 from twellc.export.shapes import ShapeRange
+from twellc.export.triton import PLAN_NAME, VERSION, model_folder
 from twellc.inputs import InputDeclaration
+from twellc.plugins.library import COMPRESSIONS
 
 # Names of the options and of torch's dtypes.
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -15,6 +19,8 @@ BACKENDS = ("auto", "tensorrt", "tensorrt-rtx", "none")
 PADDINGS = ("none", "mask")
 LOGITS = ("all", "last")
 DEFAULT_COMPRESSION = 8
+DEFAULT_DENSITY = 0.005
+DEFAULT_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class CompileOptions:
         padding: Whether a causal Hugging Face model takes no `attention_mask` (`none`) or one (`mask`); None takes the
             default of the model, `none` where it is causal.
         logits: The places whose logits a causal Hugging Face model computes: `all` or the `last` one.
+        in_memory: What to call a model that is in memory, and in `model` only for the command; empty for a file.
     """
 
     model: Path
@@ -66,6 +73,30 @@ class CompileOptions:
     attention_forms: tuple[str, ...] = ()
     padding: str | None = None
     logits: str = "all"
+    in_memory: str = ""
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """What `twellc inspect` was asked to do.
+
+    Attributes:
+        target: A model, a plan or a rewritten ONNX file.
+        dtype: Precision to judge a model in; None takes the one that `twellc compile` would.
+        density: Assumed share of gate activations that are not zero, to count operations and bytes at.
+        tokens: Tokens in a call to count operations and bytes of.
+        trust_model: Load a pickle, or an archive that could execute code.
+        inputs: The inputs of a pickled module.
+        in_memory: See `CompileOptions`.
+    """
+
+    target: Path
+    dtype: str | None = None
+    density: float = DEFAULT_DENSITY
+    tokens: int = DEFAULT_TOKENS
+    trust_model: bool = False
+    inputs: tuple[InputDeclaration, ...] = ()
+    in_memory: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,3 +120,77 @@ class CheckOptions:
     text: Path | None = None
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()
+
+
+def refuse_dtype(requested: str | None, target: str) -> None:
+    """Fail if a dtype is asked for of something that is compiled already.
+
+    Raises:
+        UserError: It is.
+    """
+    if requested is not None:
+        raise UserError(
+            f"--dtype {requested}", "what is compiled keeps its precision", got=target, expected="a model",
+            fix="Leave it out.",
+        )  # fmt: skip
+
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "backend": BACKENDS,
+    "dtype": (None, *DTYPES),
+    "padding": (None, *PADDINGS),
+    "logits": LOGITS,
+    "attention": ATTENTIONS,
+    "compression": COMPRESSIONS,
+}
+
+
+def refuse_choice(option: str, value: object) -> None:
+    """Fail if an option has a value that there is not.
+
+    Raises:
+        UserError: It has.
+    """
+    choices = _CHOICES.get(option)
+    if choices is not None and value not in choices:
+        raise UserError(f"--{option}", "no such choice", got=repr(value), expected=" or ".join(map(str, choices)))
+
+
+def compile_options(
+    model: Path, output: Path | None, *, onnx: Path | None = None, triton: Path | None = None, **options: Any
+) -> CompileOptions:
+    """Return the options of a compilation: where its outputs go is worked out here.
+
+    Args:
+        model: The model.
+        output: The plan; with the backend `none` it may name the ONNX file.
+        onnx: The rewritten graph.
+        triton: A Triton model repository, for which there is no `output`.
+        options: See `CompileOptions`.
+
+    Raises:
+        UserError: They contradict each other, or nothing would be written.
+    """
+    if triton is not None:
+        if output is not None:
+            raise UserError("--triton", "the plan goes into the repository", got="--output, too", fix="Leave one out.")
+        output = triton_plan(triton, model)
+        triton = model_folder(triton, model)
+    if options.get("backend") == "none":
+        for option, given in (("triton", triton), ("embed-plugins", options.get("embed_plugins"))):
+            if given:
+                raise UserError(f"--{option}", "no plan is built", got="--backend none")
+        if onnx is None and output is not None and output.suffix == ".onnx":
+            onnx, output = output, None
+        if onnx is None:
+            raise UserError("--backend none", "stops at ONNX, and no ONNX file is named", fix="Add --onnx FILE.")
+        if output is not None:
+            raise UserError("--output", "no plan is built", got="--backend none", fix="Leave one out.")
+    elif output is None:
+        raise UserError("--output", "no plan to write", fix="Add -o FILE, or stop at --backend none --onnx FILE.")
+    return CompileOptions(model, output, onnx, triton=triton, **options)
+
+
+def triton_plan(repository: Path, model: Path) -> Path:
+    """Return where the plan of a model stands in a Triton model repository."""
+    return model_folder(repository, model) / VERSION / PLAN_NAME

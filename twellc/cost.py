@@ -23,17 +23,18 @@ These are counts and do not predict time.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
+from twellc.passes.report import Layer
 from twellc.plugins.library import TILE
+from twellc.records import Json, Record
 
 BYTES_PER_ELEMENT = 2
 _WORD = 4
 
 
 @dataclass(frozen=True)
-class Cost:
+class Cost(Record):
     """FLOPs, bytes that memory has to see, and bytes gathered from caches, of one call."""
 
     flops: int
@@ -44,16 +45,54 @@ class Cost:
         return Cost(self.flops + other.flops, self.bytes + other.bytes, self.gathered + other.gathered)
 
 
-def dense_cost(layer: dict[str, Any], tokens: int) -> Cost:
+@dataclass(frozen=True)
+class FormCosts(Record):
+    """Costs of a block, or of all, in both forms."""
+
+    dense: Cost
+    sparse: Cost
+
+
+@dataclass(frozen=True)
+class LayerCosts(FormCosts):
+    """Costs of the block of a module."""
+
+    module: str
+
+    def to_json(self) -> dict[str, Json]:
+        """Return it as JSON types, the module first."""
+        return {"module": self.module, **super().to_json()}
+
+
+@dataclass(frozen=True)
+class CostTable(Record):
+    """Costs of the blocks of a model in one call.
+
+    Attributes:
+        tokens: Tokens in the call.
+        assumed_density: Assumed share of gate activations that are not zero.
+        bytes_per_element: Bytes of an element.
+        layers: Costs of each block, in the order of the report.
+        total: Their sum.
+    """
+
+    tokens: int
+    assumed_density: float
+    bytes_per_element: int
+    layers: list[LayerCosts]
+    total: FormCosts
+
+
+def dense_cost(layer: Layer, tokens: int) -> Cost:
     """Return the cost of a block, described as in a report, with dense products."""
-    weights = _inputs(layer) * layer["d_model"] * layer["d_ff"] + layer["d_ff"] * layer["d_out"]
-    activations = tokens * (layer["d_model"] + layer["d_ff"] + layer["d_out"])
+    weights = _inputs(layer) * layer.d_model * layer.d_ff + layer.d_ff * layer.d_out
+    activations = tokens * (layer.d_model + layer.d_ff + layer.d_out)
     return Cost(2 * tokens * weights, BYTES_PER_ELEMENT * (weights + activations))
 
 
-def sparse_cost(layer: dict[str, Any], tokens: int, density: float) -> Cost:
+def sparse_cost(layer: Layer, tokens: int, density: float) -> Cost:
     """Return the cost of a block whose share of non-zero gate activations is `density`, as a plugin computes it."""
-    d_model, d_ff, d_out = layer["d_model"], layer["d_ff"], layer["d_out"]
+    d_model, d_ff, d_out = layer.d_model, layer.d_ff, layer.d_out
     neuron = (_inputs(layer) - 1) * d_model + d_out
     active = tokens * density * d_ff
     distinct = d_ff * -math.expm1(tokens * math.log1p(-density)) if density < 1 else d_ff
@@ -66,7 +105,7 @@ def sparse_cost(layer: dict[str, Any], tokens: int, density: float) -> Cost:
     )
 
 
-def count_costs(layers: list[dict[str, Any]], tokens: int, density: float) -> dict[str, Any]:
+def count_costs(layers: list[Layer], tokens: int, density: float) -> CostTable:
     """Return the cost of each block and of all together; a block that is left dense costs the same in both forms.
 
     Args:
@@ -75,21 +114,15 @@ def count_costs(layers: list[dict[str, Any]], tokens: int, density: float) -> di
         density: Share of gate activations that are not zero, from 0 to 1.
     """
     rows = []
-    totals = {"dense": Cost(0, 0), "sparse": Cost(0, 0)}
     for layer in layers:
         dense = dense_cost(layer, tokens)
-        sparse = sparse_cost(layer, tokens, density) if layer["decision"] == "twell" else dense
-        totals = {"dense": totals["dense"] + dense, "sparse": totals["sparse"] + sparse}
-        rows.append({"module": layer["module"], "dense": asdict(dense), "sparse": asdict(sparse)})
-    return {
-        "tokens": tokens,
-        "assumed_density": density,
-        "bytes_per_element": BYTES_PER_ELEMENT,
-        "layers": rows,
-        "total": {form: asdict(cost) for form, cost in totals.items()},
-    }
+        sparse = sparse_cost(layer, tokens, density) if layer.decision == "twell" else dense
+        rows.append(LayerCosts(dense, sparse, layer.module))
+    nothing = Cost(0, 0)
+    total = FormCosts(sum((row.dense for row in rows), nothing), sum((row.sparse for row in rows), nothing))
+    return CostTable(tokens, density, BYTES_PER_ELEMENT, rows, total)
 
 
-def _inputs(layer: dict[str, Any]) -> int:
+def _inputs(layer: Layer) -> int:
     """Return the number of projections that read x."""
-    return 2 if layer["variant"] == "gated" else 1
+    return 2 if layer.variant == "gated" else 1

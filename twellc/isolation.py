@@ -45,7 +45,7 @@ def run_isolated(target: str, *arguments: Any, progress: Callable[[str], None]) 
     with _quiet_resource_tracker():
         # Started by the process, it would let the signals through again.
         resource_tracker.ensure_running()
-        with _signals_held_back():
+        with _signals_held_back(), _main_left_out():
             process.start()
     sender.close()
     step, answer = "starting", None
@@ -93,6 +93,19 @@ def _signals_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _main_left_out() -> Iterator[None]:
+    """Keep a new process from running the user's script, as it does to find functions there: ours are in modules."""
+    main: dict[str, Any] = vars(sys.modules["__main__"])
+    kept: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    main["__spec__"] = None
+    try:
+        yield
+    finally:
+        del main["__spec__"]
+        main.update(kept)
 
 
 @contextmanager

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import errno
 import json
-from dataclasses import asdict
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from twellc import __version__
-from twellc.config import DTYPES, CompileOptions
+from twellc.config import DTYPES, LOGITS, PADDINGS, CompileOptions
 from twellc.errors import UserError
+from twellc.export.shapes import Profile, ShapeRange
 from twellc.export.tensorrt_host import python_module
 from twellc.files import digest
-from twellc.plugins.library import ATTENTION_NAME, COMPRESSIONS, PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from twellc.passes.report import Attention, Layer
+from twellc.plugins.library import (
+    ATTENTION_FORMS,
+    ATTENTION_NAME,
+    COMPRESSIONS,
+    PLUGIN_NAMES,
+    PLUGIN_NAMESPACE,
+    PLUGIN_VERSION,
+)
 from twellc.plugins.registration import how_to_register
+from twellc.records import OPTIONAL, Record
 
 if TYPE_CHECKING:
     from twellc.export.plan import Plan
-    from twellc.passes.attention import Attention
     from twellc.translation import TranslationSummary
+
+_Record = TypeVar("_Record", bound=Record)
 
 SCHEMA = 2
 
@@ -46,8 +57,114 @@ _FORM: dict[str, Any] = {
     "onnx": {"file": (str, type(None)), "sha256": str},
     "profiles": [{str: _SHAPES}],
     "backend": {"name": str, "version": str},
-    "plan": {"sha256": str, "inputs": [_TENSOR], "outputs": [_TENSOR], "plugin_layers": [str]},
+    "plan": {
+        "file": str, "bytes": int, "sha256": str, "inputs": [_TENSOR], "outputs": [_TENSOR], "plugin_layers": [str],
+    },
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelFile(Record):
+    """The model: name of its file or folder, kind, and SHA-256 of its files."""
+
+    name: str
+    kind: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Settings(Record):
+    """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones."""
+
+    dtype: str
+    layers: str
+    compression: int
+    attention_forms: list[str]
+    padding: str | None = field(default=None, metadata=OPTIONAL)
+    logits: str | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
+class Plugins(Record):
+    """The plugins that a plan needs, whether it carries them, and how to register them."""
+
+    namespace: str
+    version: str
+    names: list[str]
+    embedded: bool
+    register: dict[str, str] | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
+class OnnxFile(Record):
+    """The rewritten graph: the name of its file, None where it was not kept, and its SHA-256."""
+
+    file: str | None
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Backend(Record):
+    """The TensorRT that built a plan."""
+
+    name: str
+    version: str
+
+
+@dataclass(frozen=True)
+class PlanTensor(Record):
+    """An input or output of a plan; -1 stands for a dynamic dimension."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+@dataclass(frozen=True)
+class PlanFile(Record):
+    """A plan: name, size and SHA-256 of its file, its tensors, and the names of its plugin layers."""
+
+    file: str
+    bytes: int
+    sha256: str
+    inputs: list[PlanTensor]
+    outputs: list[PlanTensor]
+    plugin_layers: list[str]
+
+
+@dataclass(frozen=True)
+class Manifest(Record):
+    """What was done, and what is in a plan.
+
+    Attributes:
+        schema: The version of this form.
+        twellc: The version of twellc.
+        model: What was compiled.
+        settings: The settings that decide what the graph is.
+        layers: What became of each feed-forward block.
+        attention: What became of each attention block.
+        notes: What the user should know.
+        warnings: What the user should worry about.
+        plugins: The plugins that the plan needs.
+        onnx: The rewritten graph.
+        profiles: The optimization profiles: ranges of shapes by input.
+        backend: The TensorRT; None where no plan was built.
+        plan: The plan; None likewise.
+    """
+
+    schema: int
+    twellc: str
+    model: ModelFile
+    settings: Settings
+    layers: list[Layer]
+    attention: list[Attention]
+    notes: list[str]
+    warnings: list[str]
+    plugins: Plugins
+    onnx: OnnxFile
+    profiles: list[Profile]
+    backend: Backend | None
+    plan: PlanFile | None
 
 
 # File name of the graph that a plan is built from where it is not kept.
@@ -89,44 +206,43 @@ def make_manifest(
     translation: TranslationSummary,
     plan: Plan | None,
     plan_file: Path | None,
-) -> dict[str, Any]:
+) -> Manifest:
     """Return the manifest of a plan, or the report of a run that stopped before one."""
     rewritten = {layer.variant for layer in translation.layers if layer.decision == "twell"}
     used = [name for name, variant in zip(PLUGIN_NAMES, ("gated", "plain"), strict=True) if variant in rewritten]
     used += [ATTENTION_NAME] if by_cudnn(translation.attention) else []
-    manifest: dict[str, Any] = {
-        "schema": SCHEMA,
-        "twellc": __version__,
-        "model": translation.model,
-        "settings": translation.settings,
-        "layers": [asdict(layer) for layer in translation.layers],
-        "attention": [asdict(block) for block in translation.attention],
-        "notes": translation.notes,
-        "warnings": translation.warnings,
-        "plugins": {"namespace": PLUGIN_NAMESPACE, "version": PLUGIN_VERSION, "names": used, "embedded": False},
-        "onnx": {"file": options.onnx and options.onnx.name, "sha256": translation.digest},
-        "profiles": [{name: asdict(shapes) for name, shapes in profile.items()} for profile in translation.profiles],
-        "backend": None,
-        "plan": None,
-    }
+    backend = plan_record = register = None
     if plan is not None and plan_file is not None:
-        description = asdict(plan)
-        manifest["backend"] = description.pop("backend")
+        backend = Backend(**plan.backend)
         if used:
-            manifest["plugins"]["embedded"] = options.embed_plugins
-            module = python_module(plan.backend["name"])
+            module = python_module(backend.name)
             assert module is not None  # it built the plan
-            manifest["plugins"]["register"] = how_to_register(plan_file.name, module, ATTENTION_NAME in used)
-        manifest["plan"] = {
-            "file": plan_file.name,
-            "bytes": plan_file.stat().st_size,
-            "sha256": digest(plan_file),
-            **description,
-        }
-    return manifest
+            register = how_to_register(plan_file.name, module, ATTENTION_NAME in used)
+        inputs, outputs = (
+            [PlanTensor(tensor.name, tensor.dtype, list(tensor.shape)) for tensor in tensors]
+            for tensors in (plan.inputs, plan.outputs)
+        )
+        size, sha256 = plan_file.stat().st_size, digest(plan_file)
+        plan_record = PlanFile(plan_file.name, size, sha256, inputs, outputs, plan.plugin_layers)
+    embedded = options.embed_plugins and register is not None
+    return Manifest(
+        schema=SCHEMA,
+        twellc=__version__,
+        model=ModelFile(**translation.model),
+        settings=Settings(**translation.settings),
+        layers=translation.layers,
+        attention=translation.attention,
+        notes=list(translation.notes),
+        warnings=list(translation.warnings),
+        plugins=Plugins(PLUGIN_NAMESPACE, PLUGIN_VERSION, used, embedded, register),
+        onnx=OnnxFile(options.onnx.name if options.onnx else None, translation.digest),
+        profiles=translation.profiles,
+        backend=backend,
+        plan=plan_record,
+    )
 
 
-def read_manifest(plan: Path) -> dict[str, Any]:
+def read_manifest(plan: Path) -> Manifest:
     """Read the manifest of a plan.
 
     Raises:
@@ -157,22 +273,47 @@ def read_manifest(plan: Path) -> dict[str, Any]:
         raise UserError(str(path), f"the manifest is damaged: {misfit}", fix=_FIX)
     if manifest["plan"]["sha256"] != digest(plan):
         raise UserError(str(path), "the manifest belongs to another plan, or the plan is damaged", fix=_FIX)
-    assert isinstance(manifest, dict)
-    return manifest
+    return _of_json(manifest)
 
 
-def refuse_other_plugins(plan: Path, manifest: dict[str, Any]) -> None:
+def _of_json(content: dict[str, Any]) -> Manifest:
+    """Return the manifest of JSON that has the form of one; what the form does not name is left out."""
+
+    def pick(record: type[_Record], values: dict[str, Any]) -> _Record:
+        return record(**{each.name: values[each.name] for each in fields(record) if each.name in values})  # type: ignore[arg-type]
+
+    plan = content["plan"]
+    tensors = {key: [pick(PlanTensor, tensor) for tensor in plan[key]] for key in ("inputs", "outputs")}
+    profiles = [
+        {name: ShapeRange(*(tuple(shapes[which]) for which in _SHAPES)) for name, shapes in profile.items()}
+        for profile in content["profiles"]
+    ]
+    records = {
+        "model": pick(ModelFile, content["model"]),
+        "settings": pick(Settings, content["settings"]),
+        "layers": [pick(Layer, layer) for layer in content["layers"]],
+        "attention": [pick(Attention, block) for block in content["attention"]],
+        "plugins": pick(Plugins, content["plugins"]),
+        "onnx": pick(OnnxFile, content["onnx"]),
+        "profiles": profiles,
+        "backend": pick(Backend, content["backend"]),
+        "plan": pick(PlanFile, {**plan, **tensors}),
+    }
+    return pick(Manifest, {**content, **records})
+
+
+def refuse_other_plugins(plan: Path, manifest: Manifest) -> None:
     """Fail if a plan needs plugins of another version than this package's.
 
     Raises:
         UserError: It does.
     """
-    plugins = manifest["plugins"]
-    if plugins["names"] and plugins["version"] != PLUGIN_VERSION:
+    plugins = manifest.plugins
+    if plugins.names and plugins.version != PLUGIN_VERSION:
         raise UserError(
             str(plan), f"the plan needs other plugins than those of twellc {__version__}",
             got=f"plugin version {PLUGIN_VERSION}",
-            expected=f"plugin version {plugins['version']}, of twellc {manifest['twellc']}",
+            expected=f"plugin version {plugins.version}, of twellc {manifest.twellc}",
             fix="Install that twellc, or compile the model again with this one.",
         )  # fmt: skip
 
@@ -206,7 +347,9 @@ _KINDS = {str: "string", int: "integer", bool: "boolean", list: "list", dict: "o
 def _unusable(manifest: dict[str, Any]) -> str:
     """Say what contradicts itself in a manifest that has the right form."""
     settings = manifest["settings"]
-    if settings["dtype"] not in DTYPES or settings["compression"] not in COMPRESSIONS:
+    allowed = {"dtype": DTYPES, "compression": COMPRESSIONS, "padding": PADDINGS, "logits": LOGITS}
+    known = all(settings[name] in values for name, values in allowed.items() if name in settings)
+    if not known or not set(settings["attention_forms"]) <= set(ATTENTION_FORMS):
         return "settings has values that twellc compile does not take"
     inputs = {tensor["name"]: tensor["shape"] for tensor in manifest["plan"]["inputs"]}
     if manifest["onnx"]["file"] not in (None, Path(manifest["onnx"]["file"] or "").name):

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnx_ir
 import sympy
 
-from twellc.config import DTYPES, CompileOptions
+from twellc.config import DTYPES, CompileOptions, refuse_dtype
 from twellc.errors import UserError
 from twellc.export.profiles import InputSpec, ModelInputs
 from twellc.files import writing
 from twellc.inputs import InputDeclaration, refuse_inputs
+from twellc.inspection import Description, PluginNode
 from twellc.loaders.model import dtype_name, refuse_choices
 from twellc.loaders.onnx_file import load_onnx
-from twellc.passes.decide import Layer
 from twellc.passes.onnx_ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
 from twellc.passes.onnx_graph import dtype_of
+from twellc.passes.report import Layer
 from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import GATED, RESIDUAL
-from twellc.translation import METADATA_KEY, Translation, annotate, check_matches, refuse_dtype, torch_dtype
+from twellc.translation import METADATA_KEY, Translation, annotate, check_matches, torch_dtype
 
 KIND = "ONNX file"
 _FLOATS = {onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16", onnx.TensorProto.FLOAT: ""}
@@ -70,20 +69,19 @@ def open_model(path: Path, declared: tuple[InputDeclaration, ...]) -> onnx.Model
     return load_onnx(path)
 
 
-def inspect_onnx(path: Path, dtype: str | None, declared: tuple[InputDeclaration, ...]) -> dict[str, Any]:
+def inspect_onnx(path: Path, dtype: str | None, declared: tuple[InputDeclaration, ...]) -> Description:
     """Return what `twellc inspect` shows of an ONNX file; of a rewritten one also its `twell` nodes."""
     model = open_model(path, declared)
     nodes = twell_nodes(model)
     if nodes:
         refuse_dtype(dtype, f"{path}, a rewritten graph")
-        settings, layers = _metadata(model)
-        layers = layers or [_layer_of(node) for node in nodes if node["type"] in PLUGIN_NAMES]
+        chosen, layers = _metadata(model)
+        layers = layers or [_layer_of(node) for node in nodes if node.type in PLUGIN_NAMES]
         notes = [f"{path.name} is a rewritten graph: {len(nodes)} of its nodes are plugins"]
-        return {"kind": "rewritten ONNX file", **settings, "layers": layers, "notes": notes, "nodes": nodes}
+        return Description("rewritten ONNX file", layers, notes, dtype=chosen, nodes=nodes)
     chosen = choose_onnx_dtype(model, dtype)
     found = find_onnx_blocks(model, torch_dtype(chosen), "auto")
-    layers = [asdict(layer) for layer in found.layers]
-    return {"kind": KIND, "dtype": chosen, "layers": layers, "notes": cast_notes(found, chosen)}
+    return Description(KIND, found.layers, cast_notes(found, chosen), dtype=chosen)
 
 
 def model_inputs(path: Path, model: onnx.ModelProto) -> ModelInputs:
@@ -151,7 +149,7 @@ def refuse_rewritten(path: Path, model: onnx.ModelProto) -> None:
         )  # fmt: skip
 
 
-def twell_nodes(model: onnx.ModelProto) -> list[dict[str, Any]]:
+def twell_nodes(model: onnx.ModelProto) -> list[PluginNode]:
     """Return the `twell` nodes of a graph: names, types, fields, and shapes of the weights."""
     shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
     dtypes = {tensor.name: dtype_of(tensor.data_type) for tensor in model.graph.initializer}
@@ -164,43 +162,42 @@ def twell_nodes(model: onnx.ModelProto) -> list[dict[str, Any]]:
         weights = [name for name in node.input if len(shapes.get(name, ())) == 2]
         dtype = dtypes.get(weights[0]) if weights else None
         nodes.append(
-            {
-                "name": node.name,
-                "type": node.op_type,
-                "dtype": dtype_name(dtype) if dtype else None,
-                "inputs": list(node.input),
-                "outputs": list(node.output),
-                "weights": {name: shapes[name] for name in weights},
-                "fields": fields,
-            }
+            PluginNode(
+                name=node.name,
+                type=node.op_type,
+                dtype=dtype_name(dtype) if dtype else None,
+                inputs=list(node.input),
+                outputs=list(node.output),
+                weights={name: shapes[name] for name in weights},
+                fields=fields,
+            )
         )
     return nodes
 
 
-def _layer_of(node: dict[str, Any]) -> dict[str, Any]:
+def _layer_of(node: PluginNode) -> Layer:
     """Describe a node in a graph that does not say what its layers were."""
-    shapes = list(node["weights"].values())
+    shapes = list(node.weights.values())
     (d_ff, d_model), d_out = shapes[0] if shapes else (0, 0), shapes[-1][1] if shapes else 0
-    layer = Layer(
-        module=node["name"] or node["outputs"][0],
-        variant="gated" if node["type"] == GATED else "plain",
-        activation=str(node["fields"].get("activation")),
+    return Layer(
+        module=node.name or node.outputs[0],
+        variant="gated" if node.type == GATED else "plain",
+        activation=str(node.fields.get("activation")),
         d_model=d_model, d_ff=d_ff, d_out=d_out, matched=True, decision="twell", reason="is a plugin node",
-        residual=node["fields"].get(RESIDUAL) == 1,
+        residual=node.fields.get(RESIDUAL) == 1,
     )  # fmt: skip
-    return asdict(layer)
 
 
-def _metadata(model: onnx.ModelProto) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the settings and layers that a rewritten graph notes; nothing where it does not, or not in this form."""
+def _metadata(model: onnx.ModelProto) -> tuple[str | None, list[Layer]]:
+    """Return the precision and the layers that a rewritten graph notes, as far as it does and in this form."""
     text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), "")
     try:
         content = json.loads(text)
-        layers = [asdict(Layer(**layer)) for layer in content["layers"]]
-        settings = {"dtype": str(content["settings"]["dtype"])}
+        layers = [Layer(**layer) for layer in content["layers"]]
+        dtype = str(content["settings"]["dtype"])
     except (ValueError, KeyError, TypeError):
-        return {}, []
-    return settings, layers
+        return None, []
+    return dtype, layers
 
 
 def integer_range(graph: onnx.GraphProto, name: str) -> tuple[int, int]:

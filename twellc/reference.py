@@ -23,7 +23,7 @@ from twellc.inputs import InputDeclaration
 from twellc.loaders.model import LoadedModel
 from twellc.onnx_models import choose_onnx_dtype, integer_range, model_inputs, open_model, refuse_rewritten
 from twellc.passes.canonicalize import functionalize, rearrange
-from twellc.passes.decide import Layer, decide
+from twellc.passes.decide import decide
 from twellc.passes.execution import example_inputs, run_program
 from twellc.passes.find_ffn import find_ffn_blocks
 from twellc.passes.onnx_ffn import Ends, find_onnx_blocks, lower_onnx
@@ -31,6 +31,7 @@ from twellc.passes.onnx_part import part_of
 from twellc.passes.onnx_precision import widen_onnx
 from twellc.passes.precision import in_precision, widen
 from twellc.passes.program import editable, finish
+from twellc.passes.report import Layer
 from twellc.samples import Sample
 from twellc.translation import choose_dtype, torch_dtype
 

@@ -21,12 +21,12 @@ from twellc.export.profiles import ModelInputs, input_specs, program_inputs, res
 from twellc.export.shapes import Profile
 from twellc.files import digest, writing
 from twellc.loaders.model import DimensionRange, LoadedModel, dtype_name, fingerprint, load_model
-from twellc.loaders.onnx_file import external_files, looks_like_onnx
-from twellc.passes.attention import Attention
-from twellc.passes.decide import Layer
+from twellc.loaders.onnx_file import external_files
+from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.passes.pipeline import run_passes
 from twellc.passes.precision import parameter_dtypes
 from twellc.passes.program import has_inner_graphs, written_tensors
+from twellc.passes.report import Attention, Layer
 
 _AUTO_NOTE = "--layers auto rewrites every match: no sparsity was measured, so speed is not known"
 METADATA_KEY = "twellc"
@@ -105,7 +105,7 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
     external_data = external_files(options.model) if is_onnx else []
     sha256 = digest(options.model, *external_data) if is_onnx else fingerprint(options.model)
     return TranslationSummary(
-        model={"name": options.model.name, "kind": translation.kind, "sha256": sha256},
+        model={"name": options.model.name, "kind": options.in_memory or translation.kind, "sha256": sha256},
         settings=translation.settings,
         layers=translation.layers,
         attention=translation.attention,
@@ -143,9 +143,11 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     notes = [*notes, *activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
     progress("exporting to ONNX")
     names = [spec.name for spec in input_specs(rewritten.program)]
-    graph = export_onnx(rewritten.program, names, model.output_names, model.dimension_names, opset_of(forms))
+    graph = export_onnx(
+        rewritten.program, names, model.output_names, model.dimension_names, opset_of(rewritten.attention)
+    )
     inputs = program_inputs(rewritten.program)
-    traced_by = {**model.settings, "attention_forms": list(forms)}
+    traced_by = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
     settings, auto = annotate(graph, rewritten.layers, dtype, options, traced_by)
     notes = [*model.notes, *notes, *auto]
     return Translation(
@@ -190,19 +192,6 @@ def choose_dtype(model: LoadedModel, requested: str | None) -> tuple[str, list[s
     if requested is not None:
         return requested, [f"the model is in {own}; compiled in {DTYPES[requested]} as asked"]
     return "bf16", [f"the model is in {own}; compiled in bfloat16 (--dtype changes it)"]
-
-
-def refuse_dtype(requested: str | None, target: str) -> None:
-    """Fail if a dtype is asked for of something that is compiled already.
-
-    Raises:
-        UserError: It is.
-    """
-    if requested is not None:
-        raise UserError(
-            f"--dtype {requested}", "what is compiled keeps its precision", got=target, expected="a model",
-            fix="Leave it out.",
-        )  # fmt: skip
 
 
 def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:

@@ -59,7 +59,7 @@ def test_tensorrt_without_a_gpu(machine: Pretend) -> None:
         choose_host("auto")
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (12, 0), (12, 1)])
+@pytest.mark.parametrize("capability", [(8, 6), (8, 9), (12, 0), (12, 1)])
 def test_gpus_that_run_rtx_plans(capability: tuple[int, int], machine: Pretend) -> None:
     machine(capability=capability)
     assert why_not_here("tensorrt-rtx") == why_not_here("tensorrt") == ""

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,13 @@ from tests.processes import TWELLC, environment
 from tests.runtimes import install
 from twellc.export.plan import Plan, Tensor
 from twellc.export.triton import model_config, model_folder
+from twellc.manifest import SCHEMA, Manifest, ModelFile, OnnxFile, Plugins, Settings
 
-MANIFEST: dict[str, Any] = {"plugins": {"names": ["TwellMlp"]}, "profiles": [{}]}
+MANIFEST = Manifest(
+    schema=SCHEMA, twellc="", model=ModelFile("m", "k", ""), settings=Settings("bf16", "auto", 8, []), layers=[],
+    attention=[], notes=[], warnings=[], plugins=Plugins("twell", "", ["TwellMlp"], embedded=False),
+    onnx=OnnxFile(None, ""), profiles=[{}], backend=None, plan=None,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,7 @@ def test_types_and_shapes(schema: Any) -> None:
 
 def test_every_profile_is_in_one_instance(schema: Any) -> None:
     tensors = Tensor("x", "bf16", (-1, 8)), Tensor("y", "bf16", (-1, 8))
-    config = parse(schema, model_config("m", plan(*tensors), MANIFEST | {"profiles": [{}, {}, {}]}))
+    config = parse(schema, model_config("m", plan(*tensors), replace(MANIFEST, profiles=[{}, {}, {}])))
     (group,) = config.instance_group
     assert (group.count, group.kind, list(group.profile)) == (1, group.KIND_GPU, ["0", "1", "2"])
 
@@ -76,7 +82,7 @@ def test_cure_is_named_where_plugins_are_needed() -> None:
     tensors = Tensor("x", "bf16", (8,)), Tensor("y", "bf16", (8,))
     cure = "tritonserver --backend-config=tensorrt,plugins=libtwell_plugins.so"
     assert cure in model_config("m", plan(*tensors), MANIFEST)
-    assert cure not in model_config("m", plan(*tensors), MANIFEST | {"plugins": {"names": []}})
+    assert cure not in model_config("m", plan(*tensors), replace(MANIFEST, plugins=replace(MANIFEST.plugins, names=[])))
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,11 @@ SPELLINGS: dict[str, tuple[str, float, Function]] = {
     "pow 2.0": ("relu2", 0, lambda t: torch.pow(torch.relu(t), 2.0)),
     "mul by itself": ("relu2", 0, relu2_by_mul),
     "square of clamp": ("relu2", 0, lambda t: t.clamp(min=0).square()),
+    "x * relu(x)": ("relu2", 0, lambda t: t * torch.relu(t)),
+    "relu(x) * x": ("relu2", 0, lambda t: torch.relu(t) * t),
+    "x * relu(x), a copy and views": ("relu2", 0, lambda t: t.clone() * torch.relu(t.flatten(0, 1)).view(t.shape)),
+    "x * clamp(x)": ("relu2", 0, lambda t: t * t.clamp(min=0)),
+    "x * (x * (x > 0))": ("relu2", 0, lambda t: t * (t * (t > 0))),
     "threshold": ("fatrelu", 0.25, lambda t: F.threshold(t, 0.25, 0.0)),
     "where > threshold": ("fatrelu", 0.25, lambda t: torch.where(t > 0.25, t, 0.0)),
     "where <= threshold": ("fatrelu", 0.25, lambda t: torch.where(t <= 0.25, 0.0, t)),
@@ -168,13 +173,34 @@ def test_drelu() -> None:
     assert_same(run(result)[0], eager(module, x)[0])
 
 
-def test_relu_times_its_own_input_is_a_gated_block() -> None:
-    """relu(z) * z: the projection is gate and up at once."""
-    module, x = Plain(lambda t: torch.relu(t) * t), torch.randn(5, 16)
-    program = canonical(module, x)
-    (block,) = find_ffn_blocks(program)
-    assert (block.variant, block.refusal) == ("gated", "")
-    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+def test_x_times_relu_of_another_tensor() -> None:
+    """Not the square of a ReLU: a gated block, and its like with a gate that is broadcast."""
+    module, x = Gated(), torch.randn(5, 16)
+    (block,) = blocks_of(module, x)
+    assert (block.variant, block.activation) == ("gated", "relu")
+    for function in (
+        lambda t: t * torch.relu(t + 1),
+        lambda t: t * torch.relu(-t),
+        lambda t: t * torch.relu(t.flip(0)),
+        lambda t: t * F.threshold(t, 0.25, 0.0),
+        lambda t: t[:, None] * torch.relu(t),
+    ):
+        for block in [*blocks_of(Gated(function), x), *blocks_of(Plain(function), x)]:
+            assert block.activation != "relu2" or block.refusal
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_x_times_relu_of_what_is_not_finite(value: float) -> None:
+    """As the square of a ReLU but for minus infinity: the neuron does not fire, where its product with 0 is NaN."""
+    module, x = Plain(lambda t: t * torch.relu(t), biases="u"), torch.randn(5, 16)
+    nn.init.constant_(module.up.bias[:1], value)
+    expected, (actual,) = eager(module, x)[0], run(rewrite(canonical(module, x)))
+    if value == -math.inf:
+        assert expected.isnan().all()
+        nn.init.constant_(module.up.bias[:1], -1e30)
+        assert_same(actual, eager(module, x)[0])
+    else:
+        assert torch.equal(actual.nan_to_num(), expected.nan_to_num()) and not actual.isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -16,9 +16,9 @@ from tests.onnx_graphs import D_FF, D_MODEL, D_OUT, GraphMaker, gated
 from tests.tolerance import assert_as_accurate
 from twellc.errors import UserError
 from twellc.export.evaluator import OnnxEvaluator
-from twellc.passes.decide import Layer
 from twellc.passes.onnx_ffn import find_onnx_blocks, lower_onnx, rewrite_onnx
 from twellc.passes.onnx_precision import widen_onnx
+from twellc.passes.report import Layer
 from twellc.plugins.ops import MLP
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.bfloat16}
@@ -86,6 +86,8 @@ ACTIVATIONS: dict[str, tuple[str, float, Callable[[GraphMaker, str], str]]] = {
     "ThresholdedRelu": ("fatrelu", 0.25, lambda make, z: make.node("ThresholdedRelu", z, alpha=0.25)),
     "Pow": ("relu2", 0, lambda make, z: make.node("Pow", make.node("Relu", z), make.constant(2.0))),
     "Mul": ("relu2", 0, _squared),
+    "Mul-x": ("relu2", 0, lambda make, z: make.node("Mul", z, make.node("Relu", z))),
+    "Mul-x-swapped": ("relu2", 0, lambda make, z: make.node("Mul", make.node("Relu", z), z)),
 }  # fmt: skip
 
 

@@ -244,6 +244,8 @@ def test_register_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_how_to_register_names_what_a_plan_needs() -> None:
     assert registration.how_to_register("m.plan", "tensorrt", attention=True) == {
+        "missing": "TensorRT prints «Cannot find plugin: TwellGatedMlptwell, version: twellc-2, namespace:twell.», or "
+        "TwellMlp instead, where they are not registered",
         "find": "twellc plugins",
         "python": "import tensorrt, twellc.plugins; twellc.plugins.register()",
         "trtexec": "trtexec --dynamicPlugins=libtwell_plugins.so --dynamicPlugins=libtwell_attention.so "

@@ -144,7 +144,37 @@ class Found(nn.Module):
         return x[rows] + self.kept + self.transient + torch.tensor([1.0]), x.shape[0]
 
 
+class Cached(nn.Module):
+    """Attention with keys and values of earlier calls: minima of products of sizes, quotients, remainders in guards."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__()
+        self.spelling = spelling
+        self.projection = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor, past: Any, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.projection(x).split(16, -1))
+        k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        if scale is not None:
+            q = q * scale
+        batch, heads, tokens = k.shape[:3]
+        if self.spelling == "reshape":
+            y = (q.reshape(-1, q.shape[2], 8) @ k.reshape(-1, tokens, 8).mT).softmax(-1) @ v.reshape(-1, tokens, 8)
+        else:
+            y = (q.flatten(0, 1) @ k.flatten(0, 1).mT).softmax(-1) @ v.flatten(0, 1)
+        return y.view(batch, heads, -1, 8), k, v
+
+
+class Paired(nn.Module):
+    """A dimension derived from another one."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y.unflatten(0, (-1, 2)).sum(1)
+
+
 AUTO = {0: Dim.AUTO, 1: Dim.AUTO}
+X, PAST = torch.randn(2, 3, 16), [torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)]
+TWO_DIMS = ({1: Dim("n", max=64)}, [{2: Dim("t", max=64)}] * 2)
 GOOD: dict[str, tuple[nn.Module, tuple[Any, ...], Any]] = {
     "shared dimension": (Shared(), (torch.randn(4, 6, 8), torch.ones(4, 6)), ({0: Dim("b"), 1: Dim("s")},) * 2),
     "nested inputs": (
@@ -155,6 +185,19 @@ GOOD: dict[str, tuple[nn.Module, tuple[Any, ...], Any]] = {
     "divided dimensions": (Halves(), (torch.randn(4, 6, 16),), (AUTO,)),
     "scaled dimensions": (Resized(), (torch.randn(4, 6), torch.randn(5, 6)), (AUTO, AUTO)),
     "sizes known at run time": (Found(), (torch.randn(4, 6),), ({0: Dim("b")},)),
+    "past, flattened": (Cached("flatten"), (X, PAST), TWO_DIMS),
+    "past, reshaped": (Cached("reshape"), (X, PAST), TWO_DIMS),
+    "past, Dim.AUTO": (Cached("reshape"), (X, PAST), (AUTO, [{0: Dim.AUTO, 2: Dim.AUTO}] * 2)),
+    "past in a dictionary": (
+        Cached("flatten"),
+        (X, dict(enumerate(PAST))),
+        (TWO_DIMS[0], dict(enumerate(TWO_DIMS[1]))),
+    ),
+    "derived dimension": (
+        Paired(),
+        (torch.randn(4, 6), torch.randn(8, 6)),
+        ({0: Dim("n", max=64)}, {0: 2 * Dim("n", max=64)}),
+    ),
     "no inputs that vary": (nn.Linear(16, 16).bfloat16(), (torch.randn(2, 16).bfloat16(),), None),
 }
 
@@ -173,6 +216,33 @@ def test_programs_that_torch_export_writes(case: str, tmp_path: Path) -> None:
     expected = list(result) if isinstance(result, tuple) else expected
     for actual, wanted in zip(outputs, (t for t in expected if isinstance(t, Tensor)), strict=True):
         assert torch.equal(actual, wanted)
+
+
+def test_keyword_inputs(tmp_path: Path) -> None:
+    path, module = tmp_path / "model.pt2", Cached("flatten")
+    inputs = {"x": X, "past": PAST, "scale": torch.randn(2, 1, 1, 1)}
+    dynamic = {"x": AUTO, "past": [{0: Dim.AUTO, 2: Dim.AUTO}] * 2, "scale": {0: Dim.AUTO}}
+    torch.export.save(torch.export.export(module, (), inputs, dynamic_shapes=dynamic), path)
+    model = load_model(path, trust_model=False)
+    for actual, wanted in zip(run_program(model.program, example_inputs(model.program)), module(**inputs), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def guards_of(path: Path) -> list[str]:
+    guards = json.loads(read_records(path)[GRAPH])["guards_code"]
+    assert isinstance(guards, list)
+    return guards
+
+
+def test_exports_reach_the_grammar_of_guards(tmp_path: Path) -> None:
+    """The exports above are of use only as long as torch writes such guards for them."""
+    found = ""
+    for case in ("past, flattened", "past, reshaped", "divided dimensions"):
+        module, inputs, dynamic = GOOD[case]
+        torch.export.save(export(module, *inputs, dynamic=dynamic), tmp_path / "m.pt2")
+        found += "\n".join(guards_of(tmp_path / "m.pt2"))
+    for part in ("min(8*L['x'].size()[1]", "//", "%", "!=", "L['past'][1].size()[2]"):
+        assert part in found
 
 
 def output_names(program: ExportedProgram) -> list[str]:

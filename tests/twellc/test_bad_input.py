@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from twellc import __version__
 from twellc.checking import check
 from twellc.config import CheckOptions
 from twellc.errors import UserError
-from twellc.manifest import manifest_path, read_manifest, refuse_other_plugins
+from twellc.manifest import Manifest, manifest_path, read_manifest, refuse_other_plugins
 from twellc.plugins.elf import expected_size
 from twellc.plugins.library import library_path
 
@@ -76,7 +77,8 @@ def test_interrupt_while_modules_are_imported(tmp_path: Path) -> None:
 def test_interrupt_while_torch_is_imported(tmp_path: Path, command: str) -> None:
     """Native modules do not survive it in the middle, so it waits."""
     (tmp_path / "torch.py").write_text("import signal; signal.raise_signal(signal.SIGINT); print('imported')")
-    files = ["m"] if command == "inspect" else ["m", "n"]
+    (tmp_path / "m").write_text("no plan, which needs no torch")
+    files = [tmp_path / "m"] if command == "inspect" else ["m", "n"]
     process = twellc(command, *files, PYTHONPATH=f"{tmp_path}{os.pathsep}{PACKAGE_FOLDER}")
     output, errors = process.communicate(timeout=60)
     assert (output, process.returncode) == ("imported\n", 130)
@@ -316,6 +318,30 @@ def test_library_of_another_version(tmp_path: Path) -> None:
     assert "the plugin library is of another version; got 0.0.1; expected " + __version__ in done.stderr
 
 
+def compile_with(library: Path, *options: str) -> str:
+    """Compile what is no model, so that only what is looked at before the model can be the error; return it."""
+    model = library.parent / "no_model.pt2"
+    model.write_bytes(b"no model")
+    command = [*TWELLC, "compile", str(model), "-o", str(library.parent / "m.plan"), "--backend", "tensorrt-rtx"]
+    settings = environment(TWELLC_LIBRARY=str(library))
+    done = subprocess.run(
+        [*command, *options], env=settings, capture_output=True, text=True, check=False, timeout=120
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    return done.stderr
+
+
+def test_compile_looks_at_the_library_before_the_model(tmp_path: Path) -> None:
+    library = tmp_path / "libtwell_plugins.so"
+    assert "the plugin library is missing (named by $TWELLC_LIBRARY)" in compile_with(library)
+    library.write_bytes(library_path().read_bytes()[:5000])
+    assert "the plugin library is damaged (named by $TWELLC_LIBRARY)" in compile_with(library)
+    for name in ("libtwell_plugins.so", "libtensorrt_rtx.so"):
+        shutil.copy(library_path().with_name(name), tmp_path)
+    assert "no_model.pt2" in compile_with(library)
+    assert "--attention cudnn: libtwell_attention.so is not there" in compile_with(library, "--attention", "cudnn")
+
+
 def run_plugins(library: Path) -> subprocess.CompletedProcess[str]:
     settings = environment(TWELLC_LIBRARY=str(library))
     return subprocess.run([*TWELLC, "plugins"], env=settings, capture_output=True, text=True, check=False, timeout=60)
@@ -332,8 +358,9 @@ def manifest() -> dict[str, Any]:
         "schema": 2,
         "twellc": "9.0.0",
         "model": {"name": "m", "kind": "k", "sha256": ""},
-        "settings": {"dtype": "bf16", "layers": "auto", "compression": 8},
+        "settings": {"dtype": "bf16", "layers": "auto", "compression": 8, "attention_forms": ["matmul"]},
         "layers": [{**layer, "d_model": 16, "d_ff": 40, "d_out": 16, "reason": "", "residual": False}],
+        "attention": [],
         "notes": [],
         "warnings": [],
         "plugins": {"namespace": "twell", "version": "twellc-3", "names": ["TwellGatedMlp"], "embedded": False},
@@ -342,6 +369,8 @@ def manifest() -> dict[str, Any]:
         "backend": {"name": "tensorrt-rtx", "version": "1.7.1.116"},
         # SHA-256 of nothing, which the tests write as the plan.
         "plan": {
+            "file": "m.plan",
+            "bytes": 0,
             "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
             "inputs": [tensor],
             "outputs": [tensor],
@@ -352,14 +381,24 @@ def manifest() -> dict[str, Any]:
 
 def test_plan_for_newer_plugins(manifest: dict[str, Any], tmp_path: Path) -> None:
     """A check says so before it opens the plan on a GPU."""
+    read = read_json(manifest, tmp_path)
     with pytest.raises(
         UserError, match=r"got plugin version twellc-2; expected plugin version twellc-3, of twellc 9\.0\.0\. Install"
     ):
-        refuse_other_plugins(tmp_path / "m.plan", manifest)
-    refuse_other_plugins(tmp_path / "m.plan", manifest | {"plugins": manifest["plugins"] | {"version": "twellc-2"}})
-    refuse_other_plugins(tmp_path / "m.plan", manifest | {"plugins": manifest["plugins"] | {"names": []}})
+        refuse_other_plugins(tmp_path / "m.plan", read)
+    for change in ({"version": "twellc-2"}, {"names": []}):
+        changed = replace(read, plugins=replace(read.plugins, **change))
+        refuse_other_plugins(tmp_path / "m.plan", changed)
 
 
+def read_json(content: dict[str, Any], folder: Path) -> Manifest:
+    plan = folder / "m.plan"
+    plan.touch()
+    manifest_path(plan).write_text(json.dumps(content))
+    return read_manifest(plan)
+
+
+SETTINGS = {"dtype": "bf16", "layers": "auto", "compression": 8, "attention_forms": ["matmul"]}
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no schema": ({"schema": None}, "it names no schema"),
     "newer": ({"schema": 3}, "of another version; got 3; expected 2"),
@@ -368,7 +407,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "layer of no layer": ({"layers": [3]}, r"damaged: layers\[0\] is no object"),
     "layer without a width": ({"layers": [{"module": "m"}]}, r"damaged: layers\[0\] has no variant"),
     "notes": ({"notes": [1]}, r"damaged: notes\[0\] is no string"),
-    "settings": ({"settings": {"dtype": "int3", "layers": "", "compression": 8}}, "damaged: settings has values"),
+    "settings": ({"settings": SETTINGS | {"dtype": "int3"}}, "damaged: settings has values"),
+    "form of attention": ({"settings": SETTINGS | {"attention_forms": ["no form"]}}, "damaged: settings has values"),
+    "padding": ({"settings": SETTINGS | {"padding": "left"}}, "damaged: settings has values"),
+    "attention": ({"attention": [{"module": "m"}]}, r"damaged: attention\[0\] has no heads"),
     "no profile": ({"profiles": []}, "damaged: profiles is empty"),
     "profile of another input": ({"profiles": [{}]}, r"damaged: profiles\[0\] lacks the input 'x'"),
     "profile of another rank": (
@@ -376,7 +418,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "has impossible shapes",
     ),
     "graph elsewhere": ({"onnx": {"file": "../m.onnx", "sha256": ""}}, "no name of a file beside the plan"),
-    "another plan": ({"plan": {"sha256": "", "inputs": [], "outputs": [], "plugin_layers": []}}, "another plan, or"),
+    "another plan": (
+        {"plan": {"file": "", "bytes": 0, "sha256": "", "inputs": [], "outputs": [], "plugin_layers": []}},
+        "another plan, or",
+    ),
 }
 
 
@@ -385,7 +430,7 @@ def test_damaged_manifest(manifest: dict[str, Any], tmp_path: Path, case: str) -
     plan = tmp_path / "m.plan"
     plan.touch()
     manifest_path(plan).write_text(json.dumps(manifest))
-    assert read_manifest(plan) == manifest
+    assert read_manifest(plan).to_json() == manifest
     changes, message = BROKEN[case]
     manifest_path(plan).write_text(json.dumps(manifest | changes))
     with pytest.raises(UserError, match=message):

@@ -811,7 +811,7 @@ def test_damaged_plans(cli: Cli, archive: Path, plan: Path, tmp_path: Path) -> N
     manifest.write_text("{}")
     refused("is no manifest of twellc")
     manifest.write_text(json.dumps(json.loads(content) | {"schema": 99}))
-    refused("the manifest is of another version; got 99; expected 1")
+    refused("the manifest is of another version; got 99; expected 2")
     manifest.unlink()
     refused(f"{plan}: has no manifest beside it, as a plan must; expected m.plan.json")
 

@@ -79,7 +79,7 @@ def test_compile_to_a_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
         "kind": "torch.export archive",
         "sha256": manifest["model"]["sha256"],
     }
-    assert manifest["settings"] == {"dtype": "bf16", "layers": "auto", "compression": 4}
+    assert manifest["settings"] == {"dtype": "bf16", "layers": "auto", "compression": 4, "attention_forms": []}
     assert manifest["layers"] == [
         {
             "module": "ffn", "variant": "gated", "activation": "relu", "d_model": 16, "d_ff": 320, "d_out": 16,

@@ -16,13 +16,15 @@ from tests.models import Gated, Plain, Residual, export
 from tests.onnx_graphs import gated
 from tests.twellc.test_cli import failed
 from twellc.cost import Cost, count_costs, dense_cost, sparse_cost
+from twellc.passes.report import Layer
 
 D_MODEL, D_FF, D_OUT = 32, 600, 48
 
 
-def layer(variant: str, **changes: Any) -> dict[str, Any]:
+def layer(variant: str, **changes: Any) -> Layer:
     widths = {"d_model": D_MODEL, "d_ff": D_FF, "d_out": D_OUT}
-    return {"module": "mlp", "variant": variant, "decision": "twell", **widths, **changes}
+    row = {"module": "mlp", "variant": variant, "activation": "relu", "matched": True, "decision": "twell"}
+    return Layer(**{**row, "reason": "", "residual": False, **widths, **changes})
 
 
 def block(variant: str) -> torch.nn.Module:
@@ -97,12 +99,13 @@ def test_all_active_costs_as_many_flops_as_dense(variant: str) -> None:
 def test_totals_and_blocks_left_dense() -> None:
     rewritten, dense = layer("gated"), layer("plain", decision="dense")
     found = count_costs([rewritten, dense], 16, 0.01)
-    assert found["layers"][1]["sparse"] == found["layers"][1]["dense"]
-    assert found["layers"][0]["sparse"]["flops"] < found["layers"][0]["dense"]["flops"]
+    assert found.layers[1].sparse == found.layers[1].dense
+    assert found.layers[0].sparse.flops < found.layers[0].dense.flops
     for form in ("dense", "sparse"):
         for quantity in ("flops", "bytes", "gathered"):
-            assert found["total"][form][quantity] == sum(row[form][quantity] for row in found["layers"])
-    assert count_costs([], 16, 0.01)["total"]["dense"]["flops"] == 0
+            costs = [getattr(getattr(row, form), quantity) for row in found.layers]
+            assert getattr(getattr(found.total, form), quantity) == sum(costs)
+    assert count_costs([], 16, 0.01).total.dense.flops == 0
 
 
 # ---- the command ----
@@ -118,7 +121,7 @@ def test_inspect_counts_in_every_kind_of_file(cli: Cli, tmp_path: Path) -> None:
     )  # fmt: skip
     for target in (model, plan, graph):
         found = json.loads(cli("inspect", target, "--json", "--tokens", 7, "--density", 0.125).stdout)
-        assert found["cost"] == expected
+        assert found["cost"] == expected.to_json()
     shown = cli("inspect", plan, "--tokens", 7, "--density", 0.125).stdout
     assert "7 tokens a call, at an assumed density of 12.5 %" in shown
     assert "no prediction of time" in shown

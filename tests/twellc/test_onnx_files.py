@@ -12,7 +12,8 @@ import torch
 from tests.onnx_graphs import D_MODEL, gated, save_external
 from twellc.errors import UserError
 from twellc.export.evaluator import OnnxEvaluator
-from twellc.loaders.onnx_file import external_files, load_onnx, looks_like_onnx
+from twellc.loaders.onnx_file import external_files, load_onnx
+from twellc.loaders.onnx_format import looks_like_onnx
 
 SECRET = b"\x40\x40" * 4096
 

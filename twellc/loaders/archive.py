@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.pt2_archive._package import load_pt2
 
 from twellc.errors import UserError, first_line
+from twellc.loaders.expressions import is_size_expression
 from twellc.loaders.model import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs
 from twellc.passes.program import quiet_torch
@@ -30,18 +31,6 @@ _PLAIN_RECORDS = re.compile(
     r"|models/[^/]+\.json|data/sample_inputs/[^/]+\.pt"
     r"|data/weights/(weight_\d+|[^/]+_weights_config\.json)|data/constants/(tensor_\d+|[^/]+_constants_config\.json)"
 )
-# re.ASCII: Python reads other letters as their ASCII likes, so they could spell any name.
-_EXPRESSION = re.compile(r"[\w\s+\-*/%(),.<>=!&|~]*", re.ASCII)
-_EXPRESSION_NAMES = re.compile(
-    r"[suz]\d+|int_oo|oo|True|False|Mod|PythonMod|CleanDiv|FloorDiv|CeilDiv|Max|Min|IntTrueDiv|FloatTrueDiv|TruncToInt"
-    r"|FloorToInt|CeilToInt|RoundToInt|ToFloat|PowByNatural|Pow|Where|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|Abs|Identity"
-    r"|Add|Mul|Integer|Rational|Symbol|Equality|Unequality|StrictLessThan|LessThan|StrictGreaterThan|GreaterThan"
-    r"|positive|nonnegative|integer|real|evaluate|Float|precision|and|or|not",
-    re.ASCII,
-)
-_QUOTED = re.compile(r"'[suz]\d+'|'-?\d+(\.\d*)?(e[+-]?\d+)?'", re.ASCII)
-# How guards name a dimension of an input: L['x'].size()[0], and L['x']['y'] inside of containers.
-_GUARDED_DIMENSION = re.compile(r"L(\[('\w+'|\d+)\])+\.(size|stride)\(\)\[\d+\]", re.ASCII)
 # Descriptions of input and output containers, JSON in strings, and what makes pytree import a module there.
 _CONTAINERS = ("in_spec", "out_spec", "context")
 _IMPORTS = ("__enum__", "default_factory_module")
@@ -150,11 +139,5 @@ def _code_in_graph(model: Any) -> Iterator[str]:
         if isinstance(value.get("guards_code"), list) and value["guards_code"]:
             expressions += value["guards_code"]
         for expression in expressions:
-            if isinstance(expression, str) and not _is_plain(expression):
+            if isinstance(expression, str) and not is_size_expression(expression):
                 yield f"its graph holds the expression {expression!r}"
-
-
-def _is_plain(expression: str) -> bool:
-    expression = _QUOTED.sub("s0", _GUARDED_DIMENSION.sub("s0", expression))
-    words = re.findall(r"[A-Za-z_]\w*", expression)
-    return bool(_EXPRESSION.fullmatch(expression)) and all(_EXPRESSION_NAMES.fullmatch(word) for word in words)

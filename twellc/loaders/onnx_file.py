@@ -10,7 +10,6 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
 import onnx
 import onnx.inliner
@@ -19,40 +18,9 @@ from google.protobuf.message import DecodeError, Message
 from twellc.errors import UserError, first_line
 from twellc.passes.onnx_ffn import skeleton
 
-# Field numbers of ModelProto: version, producer strings, graph, opsets, metadata, training, functions, configurations.
-_FIELDS = {1: 0, 2: 2, 3: 2, 4: 2, 5: 0, 6: 2, 7: 2, 8: 2, 14: 2, 20: 2, 25: 2, 26: 2}
 _KEYS = ("location", "offset", "length", "checksum")
 # Protobuf ends at 2 GiB a message.
 _LARGEST_MESSAGE = 2**31 - 1
-
-
-def looks_like_onnx(path: Path) -> bool:
-    """Whether a file starts as an ONNX model does: with fields of its message, among them a graph or opsets."""
-    if not path.is_file():
-        return False
-    size, seen = path.stat().st_size, set()
-    with path.open("rb") as stream:
-        while stream.tell() < size:
-            field, wire = divmod(_varint(stream), 8)
-            if _FIELDS.get(field) != wire:
-                return False
-            seen.add(field)
-            value = _varint(stream)
-            if value < 0:
-                break
-            if wire == 2:
-                stream.seek(min(value, size), os.SEEK_CUR)
-    return bool(seen & {7, 8})
-
-
-def _varint(stream: BinaryIO) -> int:
-    value = shift = 0
-    while shift < 64 and (byte := stream.read(1)):
-        value |= (byte[0] & 0x7F) << shift
-        shift += 7
-        if byte[0] < 0x80:
-            return value
-    return -1
 
 
 def load_onnx(path: Path) -> onnx.ModelProto:

@@ -1,0 +1,165 @@
+"""The functions of the package: models in memory, typed results, and what they do not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import twellc
+from tests.models import Gated, Plain, Residual, export
+from tests.processes import environment
+
+
+def module() -> nn.Module:
+    return Residual(Gated(d_ff=320)).bfloat16().eval()
+
+
+def example() -> tuple[torch.Tensor]:
+    return (torch.randn(4, 16).bfloat16(),)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path, twellc.Manifest]:
+    """A module in memory, and its plan, which was built in processes of their own."""
+    plan, model = tmp_path_factory.mktemp("api") / "m.plan", module()
+    return model, plan, twellc.compile(model, plan, args=example())
+
+
+def imported_by(code: str) -> set[str]:
+    """Return which of the large libraries a new process has imported after `code`."""
+    code += "\nimport sys; print(*sys.modules.keys() & {'torch', 'onnx', 'onnx_ir', 'transformers', 'numpy', 'sympy'})"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_import_is_light() -> None:
+    assert imported_by("import twellc; twellc.compile; twellc.inspect; twellc.Manifest; twellc.Layer") == set()
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_inspecting_a_plan_imports_nothing_large(compiled: Any, options: list[str]) -> None:
+    """Which is what makes it fast."""
+    arguments = ["inspect", str(compiled[1]), *options]
+    assert imported_by(f"from twellc.cli import main\nmain({arguments!r}, standalone_mode=False)") == set()
+
+
+def test_every_public_name_is_there() -> None:
+    for name in twellc.__all__:
+        assert getattr(twellc, name).__name__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = twellc.nothing
+
+
+def test_compile_a_module(compiled: Any) -> None:
+    _, plan, manifest = compiled
+    assert manifest.to_json() == json.loads(plan.with_name("m.plan.json").read_text())
+    assert (manifest.model.name, manifest.model.kind) == ("Residual.pt2", "ExportedProgram in memory")
+    assert [(layer.module, layer.decision) for layer in manifest.layers] == [("ffn", "twell")]
+    assert manifest.plan is not None and manifest.plan.bytes == plan.stat().st_size
+
+
+def test_inspection_of_a_plan_is_its_manifest(compiled: Any) -> None:
+    _, plan, manifest = compiled
+    found = twellc.inspect(plan, tokens=7, density=0.125)
+    assert found.description.manifest == manifest
+    assert found.to_json() == {"kind": "plan", **manifest.to_json(), "cost": found.cost.to_json()}
+    assert (found.cost.tokens, found.cost.assumed_density) == (7, 0.125)
+
+
+def test_inspect_module_and_program(compiled: Any) -> None:
+    model, _, manifest = compiled
+    for found in (twellc.inspect(model, args=example()), twellc.inspect(export(model, *example()))):
+        assert found.description.kind == "ExportedProgram in memory"
+        assert found.layers == manifest.layers
+
+
+def test_check_a_module(compiled: Any) -> None:
+    model, plan, _ = compiled
+    result = twellc.check(model, plan, args=example())
+    assert result.within
+    assert result.to_json()["blocks"][0]["diverges"] is False
+    assert json.loads(json.dumps(result.to_json())) == result.to_json()
+    other = module()
+    with pytest.raises(twellc.UserError, match="was not built from"):
+        twellc.check(other, plan, args=example())
+
+
+def test_rewrite(tmp_path: Path) -> None:
+    model, (x,) = module(), example()
+    program = export(model, x)
+    before = str(program.graph)
+    torch.export.save(program, tmp_path / "m.pt2")
+    for found in (twellc.rewrite(model, args=(x,)), twellc.rewrite(program), twellc.rewrite(tmp_path / "m.pt2")):
+        assert [layer.decision for layer in found.layers] == ["twell"]
+        assert "twell.gated_mlp" in str(found.program.graph)
+        torch.testing.assert_close(found.program.module()(x), found.dense.module()(x), rtol=2e-2, atol=2e-2)
+        assert json.loads(json.dumps(found.to_json()))["layers"][0]["module"] == "ffn"
+    assert str(program.graph) == before
+    assert twellc.rewrite(program, layers="none").layers[0].decision == "dense"
+
+
+def refusals(folder: Path) -> dict[str, tuple[Any, type[Exception], str]]:
+    model, inputs = Plain().eval(), (torch.randn(4, 16),)
+    program = export(Plain(), *inputs)
+    return {
+        "no inputs": (lambda: twellc.inspect(model), twellc.UserError, "a module needs example inputs"),
+        "training": (lambda: twellc.inspect(Plain(), args=inputs), twellc.UserError, "is in training mode"),
+        "inputs that do not fit": (
+            lambda: twellc.rewrite(model, args=(torch.randn(3),)), twellc.UserError, "cannot trace the model",
+        ),
+        "inputs of a program": (
+            lambda: twellc.rewrite(program, args=inputs), twellc.UserError, "only a module needs example inputs",
+        ),
+        "inputs of a path": (
+            lambda: twellc.inspect(folder, args=inputs), twellc.UserError, "only a module needs example inputs",
+        ),
+        "no model": (lambda: twellc.rewrite(3), twellc.UserError, "is no model; got int"),  # type: ignore[arg-type]
+        "optimized": (
+            lambda: twellc.inspect(twellc.optimize(Plain().eval()), args=inputs), twellc.UserError, "twellc.restore",
+        ),
+        "no output": (lambda: twellc.compile(model, args=inputs), twellc.UserError, "no plan to write"),
+        "unknown option": (
+            lambda: twellc.compile(program, folder / "m.plan", precision="bf16"), TypeError, "no option 'precision'",
+        ),
+        "unknown value": (
+            lambda: twellc.compile(program, folder / "m.plan", dtype="int8"), twellc.UserError, "got 'int8'",
+        ),
+        "profile": (
+            lambda: twellc.compile(program, folder / "m.plan", profiles=["x"]), twellc.UserError, "not a profile",
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", refusals(Path()))
+def test_refuses(tmp_path: Path, case: str) -> None:
+    call, kind, message = refusals(tmp_path)[case]
+    with pytest.raises(kind, match=message):
+        call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_script_without_a_guard(tmp_path: Path) -> None:
+    """Processes that compile do not run the user's script again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, twellc\nprint('once')\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(16, 40), torch.nn.ReLU(), torch.nn.Linear(40, 16)).eval()\n"
+        f"twellc.compile(model, backend='none', onnx={str(tmp_path / 'm.onnx')!r}, args=(torch.randn(2, 16),))\n"
+    )
+    done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout == "once\n" and "once" not in done.stderr
+    assert (tmp_path / "m.onnx").is_file()
+
+
+@pytest.mark.parametrize("kind", [twellc.CompileOptions, twellc.InspectOptions, twellc.CheckOptions])
+def test_options_are_documented(kind: Any) -> None:
+    for field in fields(kind):
+        assert f"        {field.name}: " in kind.__doc__

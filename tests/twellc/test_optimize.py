@@ -1,0 +1,374 @@
+"""`twellc.optimize` on eager modules: real, tiny Hugging Face models, and what must go on working."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import twellc
+from tests import models
+from tests.models import Gated, Plain, Written
+from twellc.errors import UserError
+
+
+class Ops(TorchDispatchMode):
+    """Counts the `twell` ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "twell":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ops_of(module: nn.Module, *inputs: Any, **named: Any) -> tuple[Any, dict[str, int]]:
+    """Run a module as for inference; return its result and how often each `twell` op ran."""
+    with torch.no_grad(), Ops() as ops:
+        result = module(*inputs, **named)
+    return result, dict(ops.counts)
+
+
+def neox(**changes: Any) -> Any:
+    import transformers
+
+    options = {**models.SMALL, "intermediate_size": 96, "hidden_act": "relu", "max_position_embeddings": 64, **changes}
+    return models._seeded(transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig(**options))
+
+
+def tokens(batch: int = 2, length: int = 5) -> Tensor:
+    return torch.randint(3, 96, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+HUGGING_FACE = {
+    "llama": (models.llama, "gated_mlp", 2),
+    "neox": (neox, "mlp", 2),
+    "t5": (models.t5, "mlp", 2),
+    "gpt2": (models.gpt2, "mlp", 1),
+    "nemotron": (models.nemotron, "mlp", 2),
+}
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_generates_the_same_tokens(name: str) -> None:
+    make, op, count = HUGGING_FACE[name]
+    model, ids = make(), tokens()
+    options = {"max_new_tokens": 6, "do_sample": False, "min_new_tokens": 6, "pad_token_id": 0}
+    expected = model.generate(ids, **options)
+    assert twellc.optimize(model) is model
+    assert [layer.decision for layer in twellc.optimized_blocks(model)] == ["twell"] * count
+    with Ops() as ops:
+        found = model.generate(ids, **options)
+    assert set(ops.counts) == {op}
+    assert torch.equal(found, expected)
+
+
+def test_bfloat16_is_as_the_op_computes() -> None:
+    """One block: the op's meaning, which rounds less than the module."""
+    block = Gated(biases="gud", d_ff=320).bfloat16().eval()
+    x = torch.randn(2, 3, 16).bfloat16()
+    with torch.no_grad():
+        wide = copy.deepcopy(block).double()(x.double())
+        plain = block(x)
+        found, counts = ops_of(twellc.optimize(block), x)
+    assert counts == {"gated_mlp": 1}
+    assert (found - wide).norm() <= (plain - wide).norm()
+
+
+def test_opt_has_no_module_of_a_block() -> None:
+    """Its decoder layers hold the two projections themselves, beside attention."""
+    model = models.opt()
+    with pytest.warns(UserWarning, match="no submodule is a feed-forward block"):
+        twellc.optimize(model)
+    assert twellc.optimized_blocks(model) == []
+
+
+def test_model_without_relu_warns_why() -> None:
+    model = models.llama("silu")
+    kinds = [type(each) for each in model.modules()]
+    with pytest.warns(UserWarning, match=r"model\.layers\.0\.mlp: gate activation is silu; TwELL needs a ReLU family"):
+        twellc.optimize(model)
+    assert [type(each) for each in model.modules()] == kinds
+
+
+def packed(module: Any, x: Tensor) -> Tensor:
+    gate, up = module.both(x).chunk(2, -1)
+    return module.down(torch.relu(gate) * up)
+
+
+BLOCKS = {
+    "gated": lambda: Gated(biases="gud"),
+    "plain": lambda: Plain(biases="ud"),
+    "swapped": lambda: Gated(swap=True, d_out=24),
+    "squared": lambda: Plain(lambda x: torch.relu(x).square()),
+    "threshold": lambda: Gated(nn.Threshold(0.2, 0.0)),
+    "sequential": lambda: nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Dropout(0.5), nn.Linear(40, 24)),
+    "packed": lambda: Written(packed, both=nn.Linear(16, 80), down=nn.Linear(40, 16)),
+    "in a wrapper": lambda: nn.Sequential(nn.Dropout(0.1), Gated()),
+    "raw weights": lambda: Written(
+        lambda m, x: torch.relu(x @ m.up) @ m.down, up=torch.randn(16, 40), down=torch.randn(40, 16)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("shape", [(2, 3), (1, 1), (4,), (0, 3)])
+def test_forms_of_a_block(name: str, shape: tuple[int, ...]) -> None:
+    module = BLOCKS[name]().eval()
+    x = torch.randn(*shape, 16)
+    with torch.no_grad():
+        expected = module(x)
+    found, counts = ops_of(twellc.optimize(module), x)
+    assert sum(counts.values()) == 1
+    torch.testing.assert_close(found, expected)
+
+
+NO_BLOCKS = {
+    "a residual outside of the block": lambda: Written(lambda m, x: x + m.b(torch.relu(m.a(x))), a=nn.Linear(16, 40),
+                                                       b=nn.Linear(40, 16)),
+    "a norm before it": lambda: Written(lambda m, x: m.b(torch.relu(m.a(x / x.norm()))), a=nn.Linear(16, 40),
+                                        b=nn.Linear(40, 16)),
+    "two results": lambda: Written(lambda m, x: (m.b(torch.relu(m.a(x))), m.a(x)), a=nn.Linear(16, 40),
+                                   b=nn.Linear(40, 16)),
+    "its input changed": lambda: Written(lambda m, x: m.b(torch.relu(m.a(x.mul_(2)))), a=nn.Linear(16, 40),
+                                         b=nn.Linear(40, 16)),
+    "a result of other dimensions": lambda: Written(lambda m, x: m.b(torch.relu(m.a(x))).flatten(0, 1),
+                                                    a=nn.Linear(16, 40), b=nn.Linear(40, 16)),
+    "d_model of 12": lambda: Plain(d_model=12),
+    "three layers": lambda: nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(),
+                                          nn.Linear(40, 16)),
+    "computed weights": lambda: Written(lambda m, x: torch.relu(x @ (m.up * 2)) @ m.down, up=torch.randn(16, 40),
+                                        down=torch.randn(40, 16)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_BLOCKS)
+def test_what_is_no_block_is_left(name: str) -> None:
+    module = NO_BLOCKS[name]().eval()
+    with pytest.warns(UserWarning, match="no submodule"):
+        twellc.optimize(module)
+    assert not twellc.optimized_blocks(module)
+
+
+def test_state_dict_round_trip() -> None:
+    original, model = models.llama(), twellc.optimize(models.llama())
+    state = model.state_dict()
+    assert list(state) == list(original.state_dict())
+    assert all(torch.equal(state[name], tensor) for name, tensor in original.state_dict().items())
+    other = models.llama()
+    for parameter in other.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    assert not torch.equal(other(tokens()).logits, original(tokens()).logits)
+    for assign in (False, True):
+        model = twellc.optimize(models.llama())
+        model.load_state_dict(other.state_dict(), assign=assign)
+        found, counts = ops_of(model, tokens())
+        assert counts == {"gated_mlp": 2}
+        torch.testing.assert_close(found.logits, other(tokens()).logits, rtol=1e-4, atol=1e-4)
+    original.load_state_dict(model.state_dict())
+    torch.testing.assert_close(original(tokens()).logits, other(tokens()).logits)
+
+
+def test_weights_are_not_copied() -> None:
+    block = twellc.optimize(Gated().eval())
+    assert block.down.weight.t().is_contiguous()
+    assert [name for name, _ in block.named_parameters()] == [name for name, _ in Gated().named_parameters()]
+    assert not list(block.buffers())
+    with torch.no_grad():
+        block.down.weight.zero_()
+    assert ops_of(block, torch.randn(3, 16))[0].abs().max() == 0
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "to", "half and back"])
+def test_copies_keep_the_op_and_the_strides(how: str) -> None:
+    block = twellc.optimize(Gated(biases="d").eval())
+    x = torch.randn(2, 3, 16)
+    expected, _ = ops_of(block, x)
+    if how == "deepcopy":
+        made = copy.deepcopy(block)
+        with torch.no_grad():
+            block.down.weight.zero_()
+    elif how == "pickle":
+        stream = io.BytesIO()
+        torch.save(block, stream)
+        made = torch.load(io.BytesIO(stream.getvalue()), weights_only=False)
+    elif how == "to":
+        made = block.to(torch.bfloat16).to(torch.float32)
+        expected = ops_of(made, x)[0]
+    else:
+        made = block.double().float()
+    assert made.down.weight.t().is_contiguous()
+    found, counts = ops_of(made, x)
+    assert counts == {"gated_mlp": 1}
+    assert torch.equal(found, expected)
+
+
+def test_model_in_bfloat16() -> None:
+    model = twellc.optimize(models.llama()).to(torch.bfloat16)
+    _, counts = ops_of(model, tokens())
+    assert counts == {"gated_mlp": 2}
+    assert model.model.layers[0].mlp.down_proj.weight.t().is_contiguous()
+
+
+def test_restore() -> None:
+    model, original = models.llama(), models.llama()
+    twellc.optimize(model)
+    assert twellc.restore(model) is model
+    for one, other in zip(model.modules(), original.modules(), strict=True):
+        assert type(one) is type(other)
+        assert set(vars(one)) == set(vars(other))
+    for one, other in zip(model.parameters(), original.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+    assert ops_of(model, tokens())[1] == {}
+    assert twellc.optimized_blocks(twellc.optimize(model)) != []
+
+
+def test_optimizing_again_changes_nothing() -> None:
+    model = twellc.optimize(models.llama())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twellc.optimize(model)
+    assert ops_of(model, tokens())[1] == {"gated_mlp": 2}
+
+
+def test_training_uses_the_original() -> None:
+    model, original = twellc.optimize(models.llama()).train(), models.llama().train()
+    with Ops() as ops:
+        for each in (model, original):
+            each(tokens(), labels=tokens()).loss.backward()
+    assert not ops.counts
+    for one, other in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert ops_of(model.eval(), tokens())[1] == {"gated_mlp": 2}
+
+
+def test_gradients_in_eval_mode() -> None:
+    block = twellc.optimize(Gated().eval())
+    x = torch.randn(3, 16)
+    with Ops() as ops:
+        block(x).sum().backward()
+    assert not ops.counts
+    assert block.down.weight.grad is not None
+    block.requires_grad_(False)
+    with Ops() as ops:
+        block(x)
+    assert ops.counts == {"gated_mlp": 1}
+
+
+def test_optimized_while_training() -> None:
+    model = models.llama().train()
+    twellc.optimize(model)
+    assert all(each.training for each in model.modules())
+    assert len(twellc.optimized_blocks(model)) == 2
+
+
+def test_submodule_with_a_hook_is_left() -> None:
+    model = models.llama()
+    seen: list[Tensor] = []
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda _, __, y: seen.append(y))
+    twellc.optimize(model)
+    assert [layer.module for layer in twellc.optimized_blocks(model)] == ["model.layers.1.mlp"]
+    ops_of(model, tokens())
+    assert len(seen) == 1
+
+
+def test_hook_that_comes_later_is_called() -> None:
+    block = twellc.optimize(Gated().eval())
+    x, seen = torch.randn(3, 16), []
+    hook = block.up.register_forward_hook(lambda _, __, y: seen.append(y))
+    assert ops_of(block, x)[1] == {}
+    assert len(seen) == 1
+    hook.remove()
+    assert ops_of(block, x)[1] == {"gated_mlp": 1}
+
+
+def test_hooks_of_the_block_itself_are_called() -> None:
+    block, seen = twellc.optimize(Gated().eval()), []
+    block.register_forward_hook(lambda _, __, y: seen.append(y))
+    assert ops_of(block, torch.randn(3, 16))[1] == {"gated_mlp": 1}
+    assert len(seen) == 1
+
+
+def test_child_that_is_replaced_is_used() -> None:
+    """As LoRA does."""
+    block = twellc.optimize(Gated().eval())
+    block.up = nn.Sequential(block.up, nn.Dropout(0.0))
+    assert ops_of(block, torch.randn(3, 16))[1] == {}
+
+
+def test_tied_weights_stay_tied() -> None:
+    first = Gated()
+    second = Gated()
+    second.down.weight = first.down.weight
+    pair = twellc.optimize(nn.Sequential(first, second, first).eval())
+    assert pair[0].down.weight is pair[1].down.weight
+    assert pair[0] is pair[2]
+    x = torch.randn(2, 3, 16)
+    found, counts = ops_of(pair, x)
+    assert counts == {"gated_mlp": 3}
+    with torch.no_grad():
+        torch.testing.assert_close(found, twellc.restore(pair)(x), rtol=1e-5, atol=1e-3)
+    assert pair[0].down.weight is pair[1].down.weight
+
+
+def test_layers_choose() -> None:
+    model = twellc.optimize(models.llama(), layers=r"\.1\.")
+    assert [layer.module for layer in twellc.optimized_blocks(model)] == ["model.layers.1.mlp"]
+    assert not twellc.optimized_blocks(twellc.optimize(models.llama(), layers="none"))
+    with pytest.raises(UserError, match="matches no feed-forward block"):
+        twellc.optimize(models.llama(), layers="decoder")
+    with pytest.raises(UserError, match="not a regular expression"):
+        twellc.optimize(models.llama(), layers="(")
+    with pytest.raises(UserError, match="no such compression; got 3"):
+        twellc.optimize(models.llama(), compression=3)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compile(backend: str) -> None:
+    model = models.llama()
+    expected, _ = ops_of(model, tokens())
+    targets: list[str] = []
+
+    def recording(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(twellc.optimize(model), backend=recording, fullgraph=True)
+    with torch.no_grad():
+        found = compiled(tokens(), use_cache=False)
+    assert sum("twell.gated_mlp" in target for target in targets) == 2
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast_uses_the_original() -> None:
+    block = twellc.optimize(Gated().eval())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops_of(block, torch.randn(3, 16))[1] == {}
+
+
+def test_nan_reaches_the_output() -> None:
+    block = twellc.optimize(Gated().eval())
+    x = torch.randn(3, 16)
+    x[1, 4] = float("nan")
+    found, _ = ops_of(block, x)
+    assert found[1].isnan().all()
+    assert not found[[0, 2]].isnan().any()
+
+
+def test_argument_by_name() -> None:
+    block = twellc.optimize(Gated().eval())
+    assert ops_of(block, x=torch.randn(3, 16))[1] == {"gated_mlp": 1}
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        block()

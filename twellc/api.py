@@ -1,0 +1,218 @@
+"""The commands as functions: the command line is a thin layer over these. Importing this imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twellc.config import CheckOptions, CompileOptions, InspectOptions, compile_options, refuse_choice
+from twellc.errors import UserError
+from twellc.export.shapes import parse_profile
+from twellc.files import temporary_folder, uninterrupted
+from twellc.inputs import parse_input
+
+if TYPE_CHECKING:
+    import torch
+    from torch.export import ExportedProgram
+
+    from twellc.checking import CheckResult
+    from twellc.inspection import Inspection
+    from twellc.manifest import Manifest
+    from twellc.passes.pipeline import Rewritten
+
+    Model = str | os.PathLike[str] | ExportedProgram | torch.nn.Module
+
+Progress = Callable[[str], None]
+
+_PATHS = ("onnx", "dump_graphs", "report", "triton", "arrays", "text")
+_PARSERS: dict[str, Callable[[str], object]] = {"profiles": parse_profile, "inputs": parse_input}
+
+
+@dataclass(frozen=True)
+class _Example:
+    """Example inputs of a module, as torch.export takes them."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] | None
+    dynamic_shapes: Any
+
+
+def rewrite(
+    model: Model,
+    *,
+    dtype: str | None = None,
+    layers: str = "auto",
+    compression: int = 8,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    trust_model: bool = False,
+    inputs: Sequence[str] = (),
+) -> Rewritten:
+    """Rewrite the feed-forward blocks of a model into `twell` ops, and run nothing else of the compiler.
+
+    Args:
+        model: An ExportedProgram, which is left as it is; a module in eval mode with example inputs; or the path of
+            a torch.export archive, a Hugging Face directory or a pickled module.
+        dtype: `bf16` or `fp16`; None takes the model's own, or bf16 where that is neither.
+        layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
+        compression: The TwELL compression factor.
+        args: Example inputs of a module, as `torch.export.export` takes them.
+        kwargs: Those by name.
+        dynamic_shapes: Their dynamic dimensions, likewise.
+        trust_model: Load a pickle, or an archive that could execute code.
+        inputs: The inputs of a pickled module, such as `x:float32[batch,512]`.
+
+    Returns:
+        The program before and after, and what became of each block. `result.program.module()` runs it.
+
+    Raises:
+        UserError: The model cannot be read or traced, or an option does not fit it.
+    """
+    from twellc.memory import rewrite_model
+
+    refuse_choice("dtype", dtype)
+    refuse_choice("compression", compression)
+    example = _Example(args, kwargs, dynamic_shapes)
+    return rewrite_model(model, example, dtype, layers, compression, trust_model, tuple(map(parse_input, inputs)))
+
+
+def compile(
+    model: Model,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    progress: Progress = lambda step: None,
+    **options: Any,
+) -> Manifest:
+    """Compile a model into a TensorRT plan, as `twellc compile` does.
+
+    Args:
+        model: A path, as `twellc compile` takes it; an ExportedProgram; or a module in eval mode with example inputs.
+        output: Where the plan goes; its manifest stands beside it.
+        args: Example inputs of a module, as `torch.export.export` takes them.
+        kwargs: Those by name.
+        dynamic_shapes: Their dynamic dimensions, likewise.
+        progress: Receives the name of each step.
+        options: The other fields of `twellc.CompileOptions`; `profiles` and `inputs` as on the command line, too.
+
+    Returns:
+        The manifest, as it stands beside the plan.
+
+    Raises:
+        UserError: Something that was given does not work; nothing was written.
+    """
+    from twellc.compiler import compile_model
+
+    with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
+        given = _parsed(CompileOptions, options)
+        if in_memory:
+            given |= {"trust_model": True, "in_memory": in_memory}
+        return compile_model(compile_options(path, None if output is None else Path(output), **given), progress)
+
+
+def inspect(
+    model: Model,
+    *,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    progress: Progress = lambda step: None,
+    **options: Any,
+) -> Inspection:
+    """Show the feed-forward blocks of a model or a plan, and what becomes of each, as `twellc inspect` does.
+
+    Args:
+        model: As in `compile`, or a plan with its manifest, or a rewritten ONNX file.
+        args: Example inputs of a module, as `torch.export.export` takes them.
+        kwargs: Those by name.
+        dynamic_shapes: Their dynamic dimensions, likewise.
+        progress: Receives the name of each step.
+        options: The other fields of `twellc.InspectOptions`; `inputs` as on the command line, too.
+
+    Raises:
+        UserError: It is neither a model nor a plan, or an option does not fit it.
+    """
+    from twellc.inspection import inspect_model
+
+    with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
+        given = _parsed(InspectOptions, options)
+        if in_memory:
+            given |= {"trust_model": True, "in_memory": in_memory}
+        return inspect_model(InspectOptions(path, **given), progress)
+
+
+def check(
+    model: Model,
+    candidate: str | os.PathLike[str],
+    *,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    progress: Progress = lambda step: None,
+    **options: Any,
+) -> CheckResult:
+    """Compare a plan or a rewritten ONNX file with the model that it was made from, as `twellc check` does.
+
+    Args:
+        model: As in `compile`.
+        candidate: A rewritten ONNX file, or a plan with its manifest.
+        args: Example inputs of a module, as `torch.export.export` takes them.
+        kwargs: Those by name.
+        dynamic_shapes: Their dynamic dimensions, likewise.
+        progress: Receives the name of each step.
+        options: The other fields of `twellc.CheckOptions`; `inputs` as on the command line, too.
+
+    Raises:
+        UserError: Something cannot be read, or model, candidate and inputs do not belong together.
+    """
+    with uninterrupted():  # native modules do not survive an interrupt while they are imported
+        from twellc.checking import check
+
+    with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
+        given = _parsed(CheckOptions, options)
+        if in_memory:
+            given |= {"trust_model": True}
+        return check(CheckOptions(path, Path(candidate), **given), progress)
+
+
+def _parsed(kind: type[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with paths and texts turned into what the options class `kind` holds.
+
+    Raises:
+        TypeError: There is no such option.
+        UserError: A value is not one of those that there are, or a text cannot be parsed.
+    """
+    unknown = set(options) - {field.name for field in fields(kind)}
+    if unknown:
+        raise TypeError(f"there is no option {min(unknown)!r}; twellc.{kind.__name__} lists them")
+    for name, value in options.items():
+        refuse_choice(name, value)
+    parsed = dict(options)
+    for name in _PATHS:
+        if options.get(name) is not None:
+            parsed[name] = Path(options[name])
+    for name, parse in _PARSERS.items():
+        if name in options:
+            parsed[name] = tuple(parse(each) if isinstance(each, str) else each for each in options[name])
+    return parsed
+
+
+@contextmanager
+def _on_disk(model: Model, example: _Example) -> Iterator[tuple[Path, str]]:
+    """Yield the path of a model, and what to call one that is in memory: it is in a temporary archive for so long."""
+    if isinstance(model, str | os.PathLike):
+        if example.args or example.kwargs or example.dynamic_shapes is not None:
+            raise UserError("args, kwargs, dynamic_shapes", "only a module needs example inputs", got=str(model))
+        yield Path(model), ""
+        return
+    from twellc.memory import IN_MEMORY, save
+
+    with temporary_folder() as folder:
+        yield save(model, example, folder), IN_MEMORY
