@@ -251,12 +251,17 @@ def test_empty_directory(tmp_path: Path) -> None:
         load_model(tmp_path, trust_model=False)
 
 
-def test_model_without_tokens(tmp_path: Path) -> None:
-    """An architecture whose inputs are not token ids."""
-    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64)
-    models.save(transformers.ViTModel(config), tmp_path)
-    with pytest.raises(UserError, match="does not know the inputs of this architecture; got main input pixel_values"):
-        load_model(tmp_path, trust_model=False)
+def test_images(tmp_path: Path) -> None:
+    """The size of images is that of the configuration; their number is dynamic."""
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=8,
+        hidden_act="relu",
+    )  # fmt: skip
+    eager = transformers.ViTForImageClassification(config).eval()
+    model = load_model(models.save(eager, tmp_path, torch.float32), trust_model=False)
+    assert (set(model.dimension_names.values()), model.vocabulary) == ({"batch"}, None)
+    images = torch.randn(5, 3, 32, 32)
+    torch.testing.assert_close(logits_of(model, pixel_values=images), eager(images).logits)
 
 
 BART = {"d_model": 32, "num_layers": 1} | {

@@ -15,20 +15,17 @@ from twellc.config import PADDINGS
 from twellc.errors import UserError, first_few, first_line
 from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
+from twellc.loaders.huggingface_inputs import inputs_of, longest_text, text_config
 from twellc.loaders.model import LoadedModel, NoChoiceError, refuse_choices
 from twellc.loaders.tracing import keep_tensor_outputs, trace
-
-_LARGEST_BATCH = 65536
-_DEFAULT_BATCH = (1, 1, 8)
-_DEFAULT_SEQUENCE = 2048
-_TRACED_BATCH, _TRACED_SEQUENCE = 2, 16
 
 
 def load_directory(path: Path, padding: str | None = None, logits: str = "all") -> LoadedModel:
     """Load and trace a model from config.json and safetensors, in the precision of its weights.
 
     The program takes `input_ids` and, if the model does and may be padded on the left, `attention_mask`, int64
-    [batch, sequence], and `decoder_input_ids`, int64 [batch, decoder_sequence]; it keeps no key-value cache.
+    [batch, sequence], and `decoder_input_ids`, int64 [batch, decoder_sequence]; of models for images and audio,
+    `pixel_values`, `input_features` or `input_values`, see `inputs_of`. It keeps no key-value cache.
 
     Args:
         path: The directory.
@@ -126,19 +123,6 @@ def _load_weights(model_class: Any, path: Path, **instead: Any) -> tuple[Any, li
     return model.eval().requires_grad_(False), [note] if unused else []
 
 
-def _longest(model: Any) -> int:
-    """Return how many tokens the model takes at most. XLNet says -1 for any number."""
-    limits = (getattr(model.config, key, None) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
-    longest = next((limit for limit in limits if isinstance(limit, int) and limit > 0), 1 << 20)
-    for name, module in model.named_modules():
-        padding = getattr(module, "padding_idx", None)
-        # RoBERTa and its like count positions from behind that of padding, in a table of max_position_embeddings rows.
-        # Tables called embed_positions (M2M100) have more rows, or grow.
-        if name.endswith("position_embeddings") and padding is not None:
-            longest = min(longest, module.weight.shape[0] - padding - 1)
-    return longest
-
-
 def _is_causal(model: Any) -> bool:
     """Say whether a model is a decoder alone, so that no token sees a later one, by the registers of transformers."""
     from transformers.models.auto import modeling_auto
@@ -198,35 +182,14 @@ def _fix_arguments(model: Any, settings: dict[str, str]) -> None:
 def _trace(
     path: Path, model: Any, config: dict[str, Any], notes: list[str], padding: str | None, logits: str
 ) -> LoadedModel:
-    if model.main_input_name != "input_ids":
-        raise UserError(
-            str(path), "twellc does not know the inputs of this architecture",
-            got=f"main input {model.main_input_name}", expected="input_ids",
-            fix="Export it with torch.export.save and compile that archive.",
-        )  # fmt: skip
     for module in model.modules():
         if hasattr(module, "config"):
             module.config.use_cache = False
     settings = _settings(path, model, padding, logits)
-    longest = _longest(model)
-    if longest < 2:
-        raise UserError(
-            str(path), "the model takes too few tokens to trace it", got=f"at most {longest}", expected="2 at least",
-            fix="Check max_position_embeddings in config.json.",
-        )  # fmt: skip
-    length = min(_TRACED_SEQUENCE, longest)
-    ids = torch.ones(_TRACED_BATCH, length, dtype=torch.int64)
-    taken = inspect.signature(model.forward).parameters
-    inputs = {"input_ids": ids}
-    if "attention_mask" in taken and settings.get("padding") != "none":
-        inputs["attention_mask"] = torch.ones_like(ids)
-    batch = torch.export.Dim("batch", min=1, max=_LARGEST_BATCH)
-    sequence = torch.export.Dim("sequence", min=1, max=longest)
-    shapes = {name: {0: batch, 1: sequence} for name in inputs}
-    if "decoder_input_ids" in taken:
-        # Another length than the encoder's: torch.export gives equal sizes one symbol.
-        inputs["decoder_input_ids"] = ids[:, : length // 2]
-        shapes["decoder_input_ids"] = {0: batch, 1: torch.export.Dim("decoder_sequence", min=1, max=longest)}
+    inputs = inputs_of(path, model, masked=settings.get("padding") != "none")
+    dynamic = {dim.name: dim for each in inputs.values() for dim in each.dynamic().values()}
+    dims = {name: torch.export.Dim(name, min=dim.least, max=dim.largest) for name, dim in dynamic.items()}
+    shapes = {name: {axis: dims[dim.name] for axis, dim in each.dynamic().items()} for name, each in inputs.items()}
     fix = (
         "Control flow that depends on values cannot be exported. Where only a size must not vary, export the model at"
         " one size with torch.export.save, and compile that archive."
@@ -234,8 +197,8 @@ def _trace(
     if any("expert" in f"{name} {type(module).__name__}".lower() for name, module in model.named_modules()):
         fix = f"Mixture-of-experts models cannot be exported as they are. {fix}"
     _fix_arguments(model, settings)
-    with traced_attention(padded="attention_mask" in inputs, longest=longest):
-        program = trace(path, model, inputs, shapes, fix)
+    with traced_attention(padded="attention_mask" in inputs, longest=longest_text(model)):
+        program = trace(path, model, {name: each.example() for name, each in inputs.items()}, shapes, fix)
     experts = next((node for node in program.graph.nodes if "grouped_mm" in str(node.target)), None)
     if experts is not None:
         raise UserError(
@@ -244,16 +207,15 @@ def _trace(
             fix='Its experts would stay dense. Call model.set_experts_implementation("batched_mm"), for which ONNX has'
             " operators, export the model with torch.export.save, and compile that archive.",
         )  # fmt: skip
-    default = (1, min(128, longest), min(_DEFAULT_SEQUENCE, longest))
     names: dict[str, str] = {}
     ranges = {}
     for node in program.graph.find_nodes(op="placeholder"):
-        for axis, dimension in shapes.get(node.name, {}).items():
+        for axis, dimension in inputs[node.name].dynamic().items() if node.name in inputs else ():
             symbol = str(node.meta["val"].shape[axis])
-            names[symbol] = dimension.__name__
-            ranges[symbol] = _DEFAULT_BATCH if dimension is batch else default
+            names[symbol], ranges[symbol] = dimension.name, dimension.default
     outputs, left_out = keep_tensor_outputs(path, program)
-    vocabulary = getattr(model.config, "vocab_size", None)
+    has_tokens = any(name.endswith("input_ids") for name in inputs)
+    vocabulary = getattr(text_config(model), "vocab_size", None) if has_tokens else None
     return LoadedModel(
         path=path,
         kind="Hugging Face directory",

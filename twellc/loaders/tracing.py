@@ -77,10 +77,18 @@ def keep_tensor_outputs(path: Path, program: ExportedProgram) -> tuple[list[str]
 
 
 def _output_names(program: ExportedProgram) -> list[str]:
-    """Return the keys of a program that returns a dictionary or a model output, else `output` or numbered ones."""
+    """Return the keys of a program that returns a dictionary or a model output, else `output` or numbered ones.
+
+    Keys of a dictionary within another stand behind that one's: `text_model_output.pooler_output`.
+    """
     spec = program.call_spec.out_spec
     count = len(program.graph_signature.user_outputs)
-    keys = spec.context if spec is not None and isinstance(spec.context, list) else []
-    if len(keys) == count and all(isinstance(key, str) for key in keys):
-        return list(keys)
+    if spec is not None and spec.num_leaves == count:
+        paths = [path for path, _ in pytree.tree_flatten_with_path(pytree.tree_unflatten(range(count), spec))[0]]
+        names = [".".join(str(getattr(key, "key", "")) for key in path) for path in paths]
+        in_dictionaries = all(
+            isinstance(key, pytree.MappingKey) and isinstance(key.key, str) for path in paths for key in path
+        )
+        if all(names) and in_dictionaries and len(set(names)) == count:
+            return names
     return ["output"] if count == 1 else [f"output_{i}" for i in range(count)]

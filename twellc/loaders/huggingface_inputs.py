@@ -1,0 +1,172 @@
+"""The inputs of transformers' models, from their classes and configurations."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twellc.errors import UserError
+from twellc.loaders.model import DimensionRange
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """A dynamic dimension.
+
+    Attributes:
+        name: Its name.
+        traced: The size to trace it with. Those of one model differ: torch.export gives equal sizes one symbol.
+        least, largest: What the model takes.
+        default: (min, opt, max) of the default optimization profile.
+    """
+
+    name: str
+    traced: int
+    least: int
+    largest: int
+    default: DimensionRange
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input: its dtype, and its shape of sizes and dynamic dimensions."""
+
+    dtype: torch.dtype
+    shape: tuple[int | Dynamic, ...]
+
+    def example(self) -> torch.Tensor:
+        """Return a tensor to trace with; integers are ones, which are token ids and masks of every model."""
+        sizes = [dim if isinstance(dim, int) else dim.traced for dim in self.shape]
+        if not self.dtype.is_floating_point:
+            return torch.ones(sizes, dtype=self.dtype)
+        return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(self.dtype)
+
+    def dynamic(self) -> dict[int, Dynamic]:
+        """Return the dynamic dimensions by axis."""
+        return {axis: dim for axis, dim in enumerate(self.shape) if isinstance(dim, Dynamic)}
+
+
+_BATCH = Dynamic("batch", 2, 1, 65536, (1, 1, 8))
+_IMAGES = Dynamic("images", 3, 1, 65536, (1, 1, 8))  # of a model that compares each text with each image
+# Models whose configuration fixes no size of images, such as DETR.
+_HEIGHT = Dynamic("height", 96, 64, 8192, (64, 800, 1344))
+_WIDTH = Dynamic("width", 160, 64, 8192, (64, 800, 1344))
+_TRACED_SEQUENCE, _TRACED_FRAMES = 16, 16
+_DEFAULT_SEQUENCE = 2048
+_LONGEST_SAMPLES = 1 << 24
+_DEFAULT_SAMPLES = (80_000, 480_000)  # 5 and 30 seconds at 16 kHz
+
+
+def text_config(model: Any) -> Any:
+    """Return the part of a model's configuration that is about text."""
+    return getattr(model.config, "text_config", None) or model.config
+
+
+def longest_text(model: Any) -> int:
+    """Return how many tokens the model takes at most. XLNet says -1 for any number."""
+    keys = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+    limits = (getattr(text_config(model), key, None) for key in keys)
+    longest = next((limit for limit in limits if isinstance(limit, int) and limit > 0), 1 << 20)
+    for name, module in model.named_modules():
+        padding = getattr(module, "padding_idx", None)
+        # RoBERTa and its like count positions from behind that of padding, in a table of max_position_embeddings rows.
+        # Tables called embed_positions (M2M100) have more rows, or grow.
+        if name.endswith("position_embeddings") and padding is not None:
+            longest = min(longest, module.weight.shape[0] - padding - 1)
+    return longest
+
+
+def inputs_of(path: Path, model: Any, masked: bool) -> dict[str, Input]:
+    """Return the inputs that a model is traced with, by parameter of its forward.
+
+    These are what it is made for (token ids, images, audio), the `attention_mask` of its tokens, and the ids that its
+    decoder has made so far; floats are in the model's dtype. Masks of images and audio are left out.
+
+    Args:
+        path: Where the model came from, for messages.
+        model: A model of transformers.
+        masked: Whether its tokens may be padded, if it takes an `attention_mask`.
+
+    Raises:
+        UserError: The inputs of this architecture are not known, or it takes less than two tokens.
+    """
+    taken = inspect.signature(model.forward).parameters
+    main = model.main_input_name
+    inputs: dict[str, Input] = {}
+    if main == "input_ids":
+        inputs["input_ids"] = Input(torch.int64, (_BATCH, _tokens(path, model, "sequence", _TRACED_SEQUENCE)))
+        if "attention_mask" in taken and masked:
+            inputs["attention_mask"] = inputs["input_ids"]
+        if "pixel_values" in taken and hasattr(model.config, "vision_config") and not model.can_generate():
+            inputs["pixel_values"] = Input(model.dtype, (_IMAGES, *_image(model.config.vision_config)))
+    else:
+        shape = _image(model.config) if main == "pixel_values" else _audio(main, model.config)
+        inputs |= {main: Input(model.dtype, (_BATCH, *shape))} if shape is not None else {}
+    if "decoder_input_ids" in taken:
+        # Another length than the encoder's.
+        decoded = _tokens(path, model, "decoder_sequence", _TRACED_SEQUENCE // 2)
+        inputs["decoder_input_ids"] = Input(torch.int64, (_BATCH, decoded))
+    required = [name for name, parameter in taken.items() if _is_required(parameter)]
+    unknown = [name for name in (main, *required) if name not in inputs]
+    if unknown:
+        raise UserError(
+            str(path), "twellc does not know the inputs of this architecture",
+            got=f"{type(model).__name__} with the input {unknown[0]}",
+            expected="input_ids, pixel_values of images, input_features as of Whisper, or input_values as of Wav2Vec2",
+            fix="Export it with torch.export.save and compile that archive.",
+        )  # fmt: skip
+    return inputs
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    variadic = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and not variadic
+
+
+def _tokens(path: Path, model: Any, name: str, traced: int) -> Dynamic:
+    longest = longest_text(model)
+    if longest < 2:
+        raise UserError(
+            str(path), "the model takes too few tokens to trace it", got=f"at most {longest}", expected="2 at least",
+            fix="Check max_position_embeddings in config.json.",
+        )  # fmt: skip
+    default = (1, min(128, longest), min(_DEFAULT_SEQUENCE, longest))
+    return Dynamic(name, min(traced, longest * traced // _TRACED_SEQUENCE), 1, longest, default)
+
+
+def _image(config: Any) -> tuple[int | Dynamic, ...]:
+    """Return [channels, height, width] of images."""
+    channels, size = getattr(config, "num_channels", None) or 3, getattr(config, "image_size", None)
+    if size is None:
+        return channels, _HEIGHT, _WIDTH
+    return (channels, size, size) if isinstance(size, int) else (channels, *size)
+
+
+def _audio(name: str, config: Any) -> tuple[int | Dynamic, ...] | None:
+    """Return the shape of one recording, as spectrogram or samples; None where it is not known."""
+
+    def has(*keys: str) -> bool:
+        return all(getattr(config, key, None) is not None for key in keys)
+
+    if name == "input_features" and has("num_mel_bins", "max_source_positions"):
+        return config.num_mel_bins, 2 * config.max_source_positions  # Whisper: a convolution halves the frames
+    if name == "input_values" and has("conv_kernel", "conv_stride"):
+        return (_samples(config),)
+    return None
+
+
+def _samples(config: Any) -> Dynamic:
+    """Return the dimension of samples for Wav2Vec2 and its like, which make frames of them by convolutions."""
+
+    def of_frames(count: int) -> int:
+        for kernel, stride in reversed(list(zip(config.conv_kernel, config.conv_stride, strict=True))):
+            count = (count - 1) * stride + kernel
+        return count
+
+    least = of_frames(2)  # torch.export takes a single frame for a constant
+    typical, largest = (max(size, least) for size in _DEFAULT_SAMPLES)
+    return Dynamic("samples", of_frames(_TRACED_FRAMES), least, _LONGEST_SAMPLES, (least, typical, largest))
