@@ -23,6 +23,7 @@ Left as it is, with a reason: attention with more between its products than a sc
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,7 +89,8 @@ def rewrite_attention(program: ExportedProgram, forms: tuple[str, ...]) -> tuple
         except _UnknownError as reason:
             found.append(Attention(_module(node), 0, 0, 0, "tensor", AS_WRITTEN, str(reason)))
             if node.target is aten.scaled_dot_product_attention.default:
-                with program.graph.inserting_before(node):
+                # A scale that depends on a size stays the operator's.
+                with suppress(_UnknownError), program.graph.inserting_before(node):
                     writer.scale_queries(node)
             continue
         if block is None:

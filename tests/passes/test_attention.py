@@ -272,6 +272,20 @@ def test_a_softmax_that_others_read_stays() -> None:
     assert block.form == AS_WRITTEN and "another reader" in block.reason
 
 
+def test_a_width_that_varies_stays() -> None:
+    """Its scale is no number, so the queries cannot be scaled either."""
+
+    class Varying(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    x = torch.randn(1, 2, 3, 8, dtype=torch.bfloat16)
+    width = torch.export.Dim("width", min=2, max=64)
+    program = functionalize(torch.export.export(Varying(), (x,), dynamic_shapes=({3: width},)))
+    _, (block,) = rewrite_attention(program, (MATMUL,))
+    assert block.form == AS_WRITTEN and "depends on a size" in block.reason
+
+
 def test_a_softmax_that_is_no_attention_is_not_reported() -> None:
     class Router(nn.Module):
         def forward(self, x: Tensor, experts: Tensor) -> Tensor:
