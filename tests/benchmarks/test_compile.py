@@ -16,7 +16,7 @@ def test_failed_run_gives_no_figures(tmp_path: Path) -> None:
     (model / "config.json").write_text("no JSON")
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "compile.py", model, "--results", results],
-        capture_output=True, text=True, check=False, env=environment(PYTHONPATH=str(ROOT)), timeout=120,
+        capture_output=True, text=True, check=False, env=environment(), timeout=120,
     )  # fmt: skip
     assert done.returncode == 1
     assert "config.json" in done.stderr and "failed, so there are no figures" in done.stderr
