@@ -60,7 +60,8 @@ def main(model: Path, results: Path | None) -> None:
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 1e9
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:
         plan = Path(folder) / "model.plan"
-        figures = measure([sys.executable, "-m", "twellc", "compile", str(model), "-o", str(plan)])
+        # -P keeps the working directory, where twellc's sources may lie unbuilt, off the module path.
+        figures = measure([sys.executable, "-P", "-m", "twellc", "compile", str(model), "-o", str(plan)])
         if figures.pop("status") != 0:
             sys.exit(f"twellc compile {model} failed, so there are no figures; see its message above")
         figures["plan"] = plan.stat().st_size / 1e9

@@ -142,7 +142,7 @@ def build_plans(
                 if not source.exists():
                     model.save_pretrained(source)
                 click.echo(f"building {path}", err=True)
-                command = [sys.executable, "-m", "twellc", "compile", str(source), "-o", str(path), "--overwrite"]
+                command = [sys.executable, "-P", "-m", "twellc", "compile", str(source), "-o", str(path), "--overwrite"]
                 command += ["--backend", "tensorrt", "--layers", layers]
                 command += ["--attention", attention] if attention else []
                 for name in map(shape_name, shapes):
