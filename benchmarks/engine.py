@@ -142,6 +142,7 @@ def build_plans(
                 if not source.exists():
                     model.save_pretrained(source)
                 click.echo(f"building {path}", err=True)
+                # -P keeps unbuilt sources in the working directory off the module path.
                 command = [sys.executable, "-P", "-m", "twellc", "compile", str(source), "-o", str(path), "--overwrite"]
                 command += ["--backend", "tensorrt", "--layers", layers]
                 command += ["--attention", attention] if attention else []
