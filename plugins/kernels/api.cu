@@ -253,15 +253,15 @@ cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors
     if (cudaError_t const error = find_device(device); error != cudaSuccess) {
         return error;
     }
-    uint32_t* const packed = static_cast<uint32_t*>(workspace);
     void* const scratch = scratch_in(workspace, problem);
     if (twell::is_dense_block(*problem, device)) {
         return twell::launch_dense_rows(*problem, *tensors, scratch, true, device, stream);
     }
-    if (twell::is_few(*problem)) {
-        return twell::launch_few(*problem, *tensors, packed, scratch, device, stream);
+    if (twell::is_few(*problem, device)) {
+        return twell::launch_few(*problem, *tensors, scratch, device, stream);
     }
-    return run_steps(*problem, *tensors, packed, scratch, twell::kGuardDecides, device, stream);
+    return run_steps(*problem, *tensors, static_cast<uint32_t*>(workspace), scratch, twell::kGuardDecides, device,
+                     stream);
 }
 
 cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
