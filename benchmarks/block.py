@@ -1,4 +1,4 @@
-"""Time the kernels of one feed-forward block against dense torch: the gate, up and down, and the whole block.
+"""Time the kernels of one feed-forward block against dense torch: the gate and the whole block.
 
 python benchmarks/block.py --tokens 2048,8192 --json results.json
 python benchmarks/block.py --suite --json results.json > results.md
@@ -30,8 +30,6 @@ from twellc.plugins import library
 # Weights in rotation come to about this much, several times the L2 of any GPU.
 _ROTATED_BYTES = 512 << 20
 _CHECKED_ROWS = 64
-# Step 2 by itself has no guard, so that dense layers would take minutes.
-_MOST_FOR_STEP_2 = 0.02
 # So many standard deviations from zero a gate value is active, or is not, whatever else is drawn.
 _CERTAIN = 30.0
 
@@ -85,16 +83,11 @@ class Twell:
             raise RuntimeError(f"{function.__name__}: CUDA error {status}")
 
     def gate(self, w: Weights) -> None:
-        """Run step 1."""
+        """Run the gate alone."""
         self._run(self._lib.twell_gate, w, self.packed.data_ptr())
 
-    def up_down(self, w: Weights) -> None:
-        """Run step 2 on what step 1 left."""
-        workspace = self.workspace
-        self._run(self._lib.twell_up_down, w, self.packed.data_ptr(), workspace.data_ptr(), workspace.numel())
-
     def mlp(self, w: Weights) -> None:
-        """Run both steps in one call."""
+        """Run the whole block."""
         self._run(self._lib.twell_mlp, w, self.workspace.data_ptr(), self.workspace.numel())
 
 
@@ -168,13 +161,11 @@ def check(x: Tensor, w: Weights, twell: Twell) -> dict[str, float]:
 
     base = error(w.dense(x[rows]))
     errors = {"dense": base}
-    for name, run in (("mlp", (twell.mlp,)), ("gate, up_down", (twell.gate, twell.up_down))):
-        twell.y.fill_(float("nan"))
-        for step in run:
-            step(w)
-        errors[name] = error(twell.y[rows])
-        if not errors[name] <= 2 * base + 1e-3:
-            raise click.ClickException(f"{len(x)} tokens: {name} is off by {errors[name]:.2e}, dense by {base:.2e}")
+    twell.y.fill_(float("nan"))
+    twell.mlp(w)
+    errors["mlp"] = error(twell.y[rows])
+    if not errors["mlp"] <= 2 * base + 1e-3:
+        raise click.ClickException(f"{len(x)} tokens: mlp is off by {errors['mlp']:.2e}, dense by {base:.2e}")
     return errors
 
 
@@ -256,7 +247,6 @@ def table_row(result: dict[str, Any]) -> str:
         compiled,
         f"{median['cuBLAS gate']:.1f}",
         f"{median['gate']:.1f} ({median['gate'] / median['cuBLAS gate']:.2f})",
-        f"{median['up_down']:.1f}" if "up_down" in median else "-",
         f"{median['mlp']:.1f}",
         f"{best / median['mlp']:.2f}",
     ]
@@ -265,7 +255,7 @@ def table_row(result: dict[str, Any]) -> str:
 
 HEADER = (
     "| tokens | non-zeros a row, mean / max | dense eager | dense compiled | cuBLAS gate | twell gate (ratio) "
-    "| up_down | mlp | speed-up |\n|" + " ---: |" * 9
+    "| mlp | speed-up |\n|" + " ---: |" * 8
 )
 
 
@@ -347,9 +337,6 @@ def measure(
     errors = check(x, sets[0], twell)
     nonzeros = (functional.linear(x, sets[0].gate) > 0).sum(dim=1)
     times = time_all(contestants(x, twell, compiled_dense), sets, repeats)
-    if setting.density <= _MOST_FOR_STEP_2:
-        # By itself: the others leave the packed matrix of other weights, on which its time hardly depends.
-        times |= time_all({"up_down": twell.up_down}, sets, repeats)
     return {
         **dataclasses.asdict(setting),
         "tokens": tokens,

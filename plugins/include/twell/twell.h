@@ -74,15 +74,15 @@ TWELL_API char const* twell_validate(twell_problem const* problem);
 // Bytes of the packed gate activations, uint32 [tokens, ceil(d_ff / TWELL_TILE) * (TWELL_TILE / compression)].
 TWELL_API size_t twell_packed_bytes(twell_problem const* problem);
 
-// Bytes of device workspace that twell_up_down and twell_mlp need; it never shrinks when `tokens` grows.
+// Bytes of device workspace that twell_mlp needs; it never shrinks when `tokens` grows.
 TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 
-// The three functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer,
+// The two functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer,
 // a residual that overlaps y or too small a workspace, cudaErrorMisalignedAddress for a misaligned pointer,
 // cudaErrorNotSupported on a device below compute capability 8.0, and else what the launch returned. The current device
 // must be the stream's.
 
-// Step 1: packed = TwELL(act(x Wg^T + bg)). Reads x, w_gate and b_gate. `packed` is 16-byte aligned.
+// The gate projection alone: packed = TwELL(act(x Wg^T + bg)). Reads x, w_gate and b_gate. `packed` is 16-byte aligned.
 // Word 0 of a (row, tile) is the true number of non-zeros, of the rounded values; a NaN counts. The other
 // TWELL_TILE / compression - 1 words are slots: they hold the non-zeros in ascending column order, the global column
 // index in the low 16 bits and the value's bits in the high 16 bits. Words past the last non-zero are not written. Of a
@@ -90,21 +90,17 @@ TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
                                  cudaStream_t stream);
 
-// Step 2: y from the packed activations. A tile that overflowed is recomputed from x, w_gate and b_gate. `workspace` is
-// device memory, 256-byte aligned; what it holds before and after has no meaning. Its first twell_packed_bytes are not
-// touched: `packed` may lie there.
-TWELL_API cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* tensors, uint32_t const* packed,
-                                    void* workspace, size_t workspace_bytes, cudaStream_t stream);
-
-// The whole block; `workspace` as for twell_up_down. From 257 tokens on these are the two steps, with what lies between
-// them in the workspace, and the guard: rows with so many non-zeros that a dense product is faster take one; each
-// stored value of theirs is rounded to the element type, as in a dense block. On compute capability 9.0 a problem so
-// small or so narrow that skipping neurons cannot pay is computed as a dense block, all of it, from 17 tokens on; and
-// from 4096 tokens on the dot products of the up projection may be added up in parts, of a row or not, which its
-// neighbours can decide. Up to 256 tokens other kernels, unless it is a dense block, spread each token over the device:
-// they keep the contract of the two steps but take sums in another order, which may depend on the number of tokens and
-// on how many neurons are active. From 2 to 128 tokens, on compute capability 9.0, they have a dense path too, which
-// rounds h; from 17 tokens on both paths do.
+// The whole block. `workspace` is device memory, 256-byte aligned; what it holds before and after has no meaning. From
+// 65 tokens on (129 on compute capability 9.0) these are two steps with what lies between them in the workspace: the
+// gate, whose tiles that overflow the packed format are kept there too, so that no row is computed again; then the up
+// and down projections. Between the two is the guard: rows with so many non-zeros that a dense product is faster take
+// one, and so does every row with more than about a quarter of its neurons active; each stored value of theirs is
+// rounded to the element type, as in a dense block. On compute capability 9.0 a problem so small or so narrow that
+// skipping neurons cannot pay is computed as a dense block, all of it, from 17 tokens on; and from 4096 tokens on the
+// dot products of the up projection may be added up in parts, of a row or not, which its neighbours can decide. With
+// fewer tokens other kernels, unless it is a dense block, spread each token over the device: they take sums in another
+// order, which may depend on the number of tokens and on how many neurons are active. From 2 to 128 tokens, on compute
+// capability 9.0, they have a dense path too, which rounds h; from 17 tokens on both paths do.
 TWELL_API cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                 size_t workspace_bytes, cudaStream_t stream);
 
