@@ -164,13 +164,13 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
         matmul_sm90::multiply_slices<Element, Cfg::WGMMA_N, true>(
             accumulators, ring, part.num_slices, full, stage_w,
             [&](int stage) { return stage_h(stage) + token_tile * (Cfg::WGMMA_N * kBytesRow); },
-            [&](int slice, auto const& read) {
+            [&](int slice, int stage) {
                 if (lane == 0) {
-                    matmul_sm90::arrive(empty(read.stage));
+                    matmul_sm90::arrive(empty(stage));
                 }
                 if (thread == 0 && slice + Cfg::kNumStages < part.num_slices) {
-                    matmul_sm90::wait_barrier(empty(read.stage), read.parity);
-                    load(slice + Cfg::kNumStages, read.stage);
+                    matmul_sm90::wait_barrier(empty(stage), slice / Cfg::kNumStages % 2);
+                    load(slice + Cfg::kNumStages, stage);
                 }
             });
         // Fragments: columns lane / 4 and lane / 4 + 8 of a warp's 16, tokens lane % 4 * 2 and the next of each 8.

@@ -447,7 +447,7 @@ struct Loader {
 
 // accumulators[p] = the sum over slices of a product's operands, of kColumns columns, by one warpgroup. full(stage):
 // the barrier that says that a stage is there; a(stage), b(stage): where the first product's operands lie, the next
-// one's kProductA and kProductB bytes on; release(slice, ring): a slice's stage has been read. Without slices the
+// one's kProductA and kProductB bytes on; release(slice, stage): a slice's stage has been read. Without slices the
 // accumulators stay as they are.
 template <class Element, int kColumns, bool kTransposedA, int kProductA = 0, int kProductB = 0, int kProducts,
           int kAccumulators, int kNumStages, class Full, class A, class B, class Release>
@@ -455,7 +455,7 @@ __device__ __forceinline__ void multiply_slices(float (&accumulators)[kProducts]
                                                 int num_slices, Full full, A a_of, B b_of, Release release) {
     // An M-major A has 16 whole rows for each step along K, else a step moves along the rows.
     constexpr int kStepA = kTransposedA ? WGMMA_K * kBytesRow : WGMMA_K * 2;
-    Ring<kNumStages> before;
+    int stage_before = 0;
     for (int slice = 0; slice < num_slices; ++slice) {
         wait_barrier(full(ring.stage), ring.parity);
         uint64_t const a = describe(a_of(ring.stage));
@@ -474,9 +474,9 @@ __device__ __forceinline__ void multiply_slices(float (&accumulators)[kProducts]
         // One slice stays in flight while the stage of the one before is handed back.
         wait_wgmma<1>();
         if (slice != 0) {
-            release(slice - 1, before);
+            release(slice - 1, stage_before);
         }
-        before = ring;
+        stage_before = ring.stage;
         ring.advance();
     }
     wait_wgmma<0>();
@@ -488,7 +488,7 @@ __device__ __forceinline__ void multiply_slices(float (&accumulators)[kProducts]
             asm volatile("" : "+f"(accumulators[product][k])::"memory");
         }
     }
-    release(num_slices - 1, before);
+    release(num_slices - 1, stage_before);
 }
 
 // Tells the CTAs of the cluster that a stage is empty, by a warp: both load into it.
@@ -510,7 +510,7 @@ __device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][C
         accumulators, ring, num_slices, [&](int stage) { return shared.stage_full(stage); },
         [&](int stage) { return shared.stage_a(stage) + consumer * (WGMMA_M * BLOCK_K * 2); },
         [&](int stage) { return shared.stage_b(stage); },
-        [&](int, auto const& read) { release_stage(shared.stage_empty(read.stage)); });
+        [&](int, int stage) { release_stage(shared.stage_empty(stage)); });
 }
 
 // The result. The XOR makes 8 tokens' chunks of the same neurons fall into different banks; TMA's swizzle is the same.
