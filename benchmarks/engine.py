@@ -41,8 +41,8 @@ from model import CAUSAL, Logits, capture, causal_attention, gate_density, make_
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from twellc.accuracy import measure
-from twellc.errors import UserError, first_line
+from twellc.base.errors import UserError, first_line
+from twellc.checks.accuracy import measure
 from twellc.export.runner import Execution, OpenPlan, engine_layers, open_plan, prepare
 from twellc.export.tensorrt_host import Host, load_host
 from twellc.manifest import manifest_path

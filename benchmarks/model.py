@@ -32,7 +32,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import twellc
-from twellc.accuracy import measure
+from twellc.checks.accuracy import measure
 from twellc.passes.precision import widen
 
 CAUSAL = "benchmark"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.export.plan import reasons
 from twellc.export.tensorrt_host import Host, make_logger
 from twellc.plugins.registration import register

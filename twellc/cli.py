@@ -25,27 +25,27 @@ from rich.table import Table
 from rich.text import Text
 
 import twellc
-from twellc import __version__
+from twellc.base.dtypes import DTYPES
+from twellc.base.errors import UserError, first_few
+from twellc.base.files import ENDING_SIGNALS
+from twellc.base.version import __version__
 from twellc.config import (
     ATTENTIONS,
     BACKENDS,
     DEFAULT_COMPRESSION,
     DEFAULT_DENSITY,
     DEFAULT_TOKENS,
-    DTYPES,
     LOGITS,
     PADDINGS,
     triton_plan,
 )
 from twellc.cost import CostTable, LayerCosts
-from twellc.errors import UserError, first_few
 from twellc.export.shapes import LARGEST_SIZE
-from twellc.files import ENDING_SIGNALS
 from twellc.passes.report import Attention, Layer
 from twellc.plugins.library import COMPRESSIONS
 
 if TYPE_CHECKING:
-    from twellc.checking import BlockAccuracy, CheckResult
+    from twellc.checks.checking import BlockAccuracy, CheckResult
     from twellc.manifest import Manifest
 
 _FAULT = 70  # EX_SOFTWARE of sysexits.h
@@ -559,7 +559,7 @@ def _print_cost(cost: CostTable) -> None:
 
 
 def _print_accuracy(result: CheckResult) -> None:
-    from twellc.accuracy import DiscreteAccuracy, perplexity
+    from twellc.checks.accuracy import DiscreteAccuracy, perplexity
 
     console = _console()
     for note in filter(None, (result.note, *result.notes)):

@@ -14,7 +14,7 @@ from twellc.config import CompileOptions
 from twellc.export.onnx_export import save_onnx
 from twellc.export.tensorrt_host import create_network, load_host, make_logger
 from twellc.plugins import register
-from twellc.translation import translate
+from twellc.translation.torch_models import translate
 
 
 @pytest.fixture(scope="module")
