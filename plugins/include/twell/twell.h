@@ -100,7 +100,7 @@ TWELL_API cudaError_t twell_up_down(twell_problem const* problem, twell_tensors 
 // plugins/kernels/README.md says which. All of them promise:
 //  - a neuron that does not fire adds exactly 0, whatever its rows of w_up and w_down hold;
 //  - a NaN in a row of x reaches all of that row of y, a NaN in the residual its place of y;
-//  - z and y are infinite only where they leave the range of the element type; what u and h round to does not show;
+//  - of finite inputs, only z and y can overflow, where they leave the range of the element type; u and h cannot;
 //  - the same call on the same device gives the same bits.
 // They may differ, and so may the last bits of a row between calls with other `tokens` or other rows beside it, in
 //  - the order of sums;
