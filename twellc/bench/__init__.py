@@ -1,0 +1,1 @@
+"""Measurements on the GPU at hand."""
