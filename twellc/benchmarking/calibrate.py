@@ -1,6 +1,6 @@
 """Measure what blocks take on the GPU at hand, for decisions: a grid of tokens, widths, densities and distributions.
 
-    python -m twellc.bench.calibrate -o FILE.json
+    python -m twellc.benchmarking.calibrate -o FILE.json
 
 Beside TwELL stands the fastest of three dense blocks: eager, compiled, and compiled with gate and up packed in one
 product. Times are of one call within a CUDA graph that holds one call for each of several sets of weights, so that
@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,21 @@ _CERTAIN = 30.0  # so many standard deviations from zero a gate value is active 
 _LARGEST_ERROR = 0.02
 
 
+Distribution = tuple[float, str]
+
+
 @dataclass(frozen=True)
 class Activity:
-    """How active neurons are: see `twellc.decisions.times`."""
+    """How active neurons are, and how many are hot: see `twellc.decisions.times`."""
 
     density: float
     neurons: str = "equal"
+    hot: int = 0
+
+    @property
+    def distribution(self) -> Distribution:
+        """What x and the gate decide."""
+        return self.density, self.neurons
 
 
 @dataclass(frozen=True)
@@ -83,10 +92,14 @@ _LARGE = (1, 2, 8, 16, 17, 32, 64, 65, 128, 256, 512, 1024, 1280, 1281, 2048, 40
 _PLAIN = (1, 2, 3, 8, 16, 17, 32, 64, 65, 128, 256, 512, 1024, 1280, 1281, 1920, 1921, 4096, 8192, 32768)
 _NARROW = (1, 8, 32, 128, 512, 2048, 8192, 32768)
 
+# As far as the op at hand can.
+_HOT = (128, 256, 512, 1024) if any(option.name == "hot" for option in GATED_MLP._schema.arguments) else ()
+
 _ALL = (
     *_equal(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0),
     *_unequal("zipf", 0.005, 0.01, 0.02, 0.04),
     *_unequal("sorted", 0.005, 0.02),
+    *(Activity(density, "sorted", hot) for density in (0.005, 0.02) for hot in _HOT),
 )
 _SOME = (*_equal(0.001, 0.003, 0.01, 0.03, 0.1), *_unequal("zipf", 0.005, 0.02))
 
@@ -120,22 +133,22 @@ class Weights:
     down_by_neuron: Tensor
 
 
-def place_columns(activities: tuple[Activity, ...]) -> dict[Activity, int]:
+def place_columns(activities: tuple[Activity, ...]) -> dict[Distribution, int]:
     """Give each unequal distribution a column of x and gate, after the one of the tokens' activity."""
-    return {activity: index for index, activity in enumerate((a for a in activities if a.neurons != "equal"), 1)}
+    unequal = dict.fromkeys(activity.distribution for activity in activities if activity.neurons != "equal")
+    return {distribution: column for column, distribution in enumerate(unequal, 1)}
 
 
-def draw_weights(grid: Grid, columns: dict[Activity, int], device: str = "cuda") -> Weights:
+def draw_weights(grid: Grid, columns: dict[Distribution, int], device: str = "cuda") -> Weights:
     """Draw the weights of one block; `columns` says where the gate has how active each neuron is."""
     d_model, d_ff = grid.d_model, grid.d_ff
     scale = d_model**-0.5
     gate = torch.randn((d_ff, d_model), device=device) * scale
     gate[:, 0] = -scale
     gate[:, 1 : 1 + len(columns)] = 0
-    for activity, column in columns.items():
-        rates = torch.from_numpy(zipf_rates(d_ff, activity.density))
-        offsets = _quantile(torch.tensor(activity.density)) - _quantile(rates)
-        order = torch.arange(d_ff) if activity.neurons == "sorted" else torch.randperm(d_ff)
+    for (density, neurons), column in columns.items():
+        offsets = _quantile(torch.tensor(density)) - _quantile(torch.from_numpy(zipf_rates(d_ff, density)))
+        order = torch.arange(d_ff) if neurons == "sorted" else torch.randperm(d_ff)
         gate[:, column] = (offsets[order] * scale).to(device)
     up = None if grid.variant == "plain" else torch.randn((d_ff, d_model), device=device) * scale
     packed = torch.cat([gate] if up is None else [gate, up]).bfloat16()
@@ -144,18 +157,19 @@ def draw_weights(grid: Grid, columns: dict[Activity, int], device: str = "cuda")
 
 
 def draw_rows(
-    tokens: int, d_model: int, activity: Activity, columns: dict[Activity, int], device: str = "cuda"
+    tokens: int, d_model: int, distribution: Distribution, columns: dict[Distribution, int], device: str = "cuda"
 ) -> Tensor:
     """Draw x [tokens, d_model] for which so many neurons are active."""
+    density, _ = distribution
     x = torch.randn((tokens, d_model), device=device)
-    if activity.density == 1:
+    if density == 1:
         x[:, 0] = -_CERTAIN * d_model**0.5
     else:
         active = torch.exp(_SPREAD * torch.randn(tokens, device=device))
-        x[:, 0] = _quantile((active / active.mean() * activity.density).clamp(max=0.9)) * d_model**0.5
+        x[:, 0] = _quantile((active / active.mean() * density).clamp(max=0.9)) * d_model**0.5
     x[:, 1 : 1 + len(columns)] = 0
-    if activity in columns:
-        x[:, columns[activity]] = d_model**0.5
+    if distribution in columns:
+        x[:, columns[distribution]] = d_model**0.5
     return x.bfloat16()
 
 
@@ -183,9 +197,9 @@ def _compiled(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(block, dynamic=True)
 
 
-def twell(x: Tensor, w: Weights) -> Tensor:
-    """Compute the block by TwELL."""
-    options = ("relu", 0.0, DEFAULT_COMPRESSION)
+def twell(x: Tensor, hot: int, w: Weights) -> Tensor:
+    """Compute the block by TwELL, but for the first `hot` neurons."""
+    options = ("relu", 0.0, DEFAULT_COMPRESSION, *([hot] if hot else []))
     y: Tensor
     if w.up is None:
         y = MLP(x, w.gate, None, w.down_by_neuron, None, None, *options)
@@ -238,7 +252,7 @@ def time_all(
 
 
 def measure_size(
-    grid: Grid, tokens: int, sets: list[Weights], columns: dict[Activity, int], repeats: int
+    grid: Grid, tokens: int, sets: list[Weights], columns: dict[Distribution, int], repeats: int
 ) -> tuple[DensePoint, list[TwellPoint]]:
     """Time the blocks of one width at one number of tokens.
 
@@ -246,23 +260,27 @@ def measure_size(
         RuntimeError: TwELL's result is not that of the dense block.
     """
     used = sets if tokens <= _MANY_TOKENS else sets[:2]
-    rows = {activity: draw_rows(tokens, grid.d_model, activity, columns) for activity in grid.activities}
+    drawn = {
+        distribution: draw_rows(tokens, grid.d_model, distribution, columns)
+        for distribution in dict.fromkeys(activity.distribution for activity in grid.activities)
+    }
+    rows = {activity: drawn[activity.distribution] for activity in grid.activities}
     for activity, x in rows.items():
         exact = dense(x, sets[0].gate, sets[0].up, sets[0].down).float()
-        error = float((twell(x, sets[0]).float() - exact).norm() / exact.norm().clamp(min=1e-30))
+        error = float((twell(x, activity.hot, sets[0]).float() - exact).norm() / exact.norm().clamp(min=1e-30))
         if not error <= _LARGEST_ERROR:
             raise RuntimeError(f"{grid}, {tokens} tokens, {activity}: off from the dense block by {error:.2e}")
         del exact
-    any_rows = next(iter(rows.values())) if rows else draw_rows(tokens, grid.d_model, Activity(0.01), columns)
+    any_rows = next(iter(rows.values())) if rows else draw_rows(tokens, grid.d_model, (0.01, "equal"), columns)
     calls: dict[Any, Callable[[Weights], Tensor]] = dict(_dense_forms(any_rows, grid.variant))
-    calls |= {activity: functools.partial(twell, x) for activity, x in rows.items()}
+    calls |= {activity: functools.partial(twell, x, activity.hot) for activity, x in rows.items()}
     times = time_all(calls, used, repeats)
     size = (grid.variant, grid.d_model, grid.d_ff, tokens)
     best = min((name for name in times if isinstance(name, str)), key=lambda name: statistics.median(times[name]))
     points = []
     for activity, x in rows.items():
         density = round(statistics.fmean(share_active(x, w) for w in used), 7)
-        points.append(TwellPoint(*size, *_spread(times[activity]), density, activity.density, activity.neurons))
+        points.append(TwellPoint(*size, *_spread(times[activity]), density, *astuple(activity)))
     return DensePoint(*size, *_spread(times[best]), best), points
 
 

@@ -8,8 +8,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from twellc.bench import calibrate
-from twellc.bench.calibrate import Activity, Grid, dense, dense_packed, draw_rows, draw_weights, place_columns, twell
+from twellc.benchmarking import calibrate
+from twellc.benchmarking.calibrate import (
+    Activity,
+    Grid,
+    dense,
+    dense_packed,
+    draw_rows,
+    draw_weights,
+    place_columns,
+    twell,
+)
 from twellc.decisions.times import read_times, zipf_rates
 
 ACTIVITIES = (
@@ -23,7 +32,7 @@ def test_as_many_are_active_as_asked(activity: Activity) -> None:
     torch.manual_seed(0)
     columns = place_columns(ACTIVITIES)
     weights = draw_weights(Grid("gated", 512, 1408, (), ACTIVITIES), columns, "cpu")
-    x = draw_rows(1000, 512, activity, columns, "cpu")
+    x = draw_rows(1000, 512, activity.distribution, columns, "cpu")
     wanted = activity.density if activity.neurons == "equal" else zipf_rates(1408, activity.density).mean()
     assert calibrate.share_active(x, weights) == pytest.approx(wanted, rel=0.1)
     rates = (torch.nn.functional.linear(x, weights.gate) > 0).double().mean(dim=0)
@@ -38,9 +47,9 @@ def test_as_many_are_active_as_asked(activity: Activity) -> None:
 def test_contestants_compute_the_same(variant: str) -> None:
     torch.manual_seed(0)
     weights = draw_weights(Grid(variant, 64, 256, (), ()), {}, "cpu")
-    x = draw_rows(8, 64, Activity(0.1), {}, "cpu")
+    x = draw_rows(8, 64, (0.1, "equal"), {}, "cpu")
     y = dense(x, weights.gate, weights.up, weights.down)
-    torch.testing.assert_close(twell(x, weights), y, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(twell(x, 0, weights), y, rtol=0.05, atol=0.05)
     if variant == "gated":
         assert torch.equal(dense_packed(x, weights.packed, weights.down), y)
 
