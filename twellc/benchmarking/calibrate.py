@@ -33,10 +33,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from twellc import __version__
+from twellc.base.errors import UserError
+from twellc.base.files import Outputs, writing
 from twellc.config import DEFAULT_COMPRESSION
 from twellc.decisions.times import DensePoint, Times, TwellPoint, zipf_rates
-from twellc.errors import UserError
-from twellc.files import Outputs, writing
 from twellc.plugins.ops import GATED_MLP, MLP
 
 DEFAULT_SECONDS = 200
