@@ -44,6 +44,7 @@ DEFAULT_SECONDS = 200
 _ROTATED_BYTES = 512 << 20
 _MANY_TOKENS = 8192  # beyond it activations push weights out of L2 anyway
 _SPREAD = 0.8  # of the tokens' densities, log-normal
+_FEWEST_TOKENS_HOT = 1921  # with fewer tokens hot neurons are like all others
 _CERTAIN = 30.0  # so many standard deviations from zero a gate value is active whatever else is drawn
 # Twice the error of a dense block in bf16.
 _LARGEST_ERROR = 0.02
@@ -101,7 +102,11 @@ _ALL = (
     *_unequal("sorted", 0.005, 0.02),
     *(Activity(density, "sorted", hot) for density in (0.005, 0.02) for hot in _HOT),
 )
-_SOME = (*_equal(0.001, 0.003, 0.01, 0.03, 0.1), *_unequal("zipf", 0.005, 0.02))
+_SOME = (
+    *_equal(0.001, 0.003, 0.01, 0.03, 0.1),
+    *_unequal("zipf", 0.005, 0.02),
+    *(Activity(0.01, "sorted", hot) for hot in _HOT[1:3]),
+)
 
 # The most useful first: a run that has to stop early has those.
 GRIDS = (
@@ -110,6 +115,7 @@ GRIDS = (
     Grid("plain", 2048, 8192, _PLAIN, _SOME),
     Grid("gated", 2048, 2560, _MAIN, _SOME),
     *(Grid("gated", 2048, d_ff, _NARROW, ()) for d_ff in (128, 256, 512, 1024)),
+    Grid("gated", 2048, 4096, _LARGE, _SOME),
     Grid("gated", 4096, 14336, _LARGE, _SOME),
     Grid("gated", 1024, 4096, _PLAIN, _SOME),
     Grid("plain", 1024, 4096, _PLAIN, _SOME),
@@ -260,11 +266,12 @@ def measure_size(
         RuntimeError: TwELL's result is not that of the dense block.
     """
     used = sets if tokens <= _MANY_TOKENS else sets[:2]
+    activities = [each for each in grid.activities if not each.hot or tokens >= _FEWEST_TOKENS_HOT]
     drawn = {
         distribution: draw_rows(tokens, grid.d_model, distribution, columns)
-        for distribution in dict.fromkeys(activity.distribution for activity in grid.activities)
+        for distribution in dict.fromkeys(activity.distribution for activity in activities)
     }
-    rows = {activity: drawn[activity.distribution] for activity in grid.activities}
+    rows = {activity: drawn[activity.distribution] for activity in activities}
     for activity, x in rows.items():
         exact = dense(x, sets[0].gate, sets[0].up, sets[0].down).float()
         error = float((twell(x, activity.hot, sets[0]).float() - exact).norm() / exact.norm().clamp(min=1e-30))

@@ -134,7 +134,7 @@ def read_times(path: Path) -> Times:
     Raises:
         UserError: It cannot be read, is no data file, of another format, or holds too little to interpolate in.
     """
-    where = f"--cost-data {path}"
+    where = f"--target-gpu {path}"
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
