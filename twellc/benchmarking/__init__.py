@@ -1,1 +1,1 @@
-"""Measurements on the GPU at hand."""
+"""Measure on the GPU at hand: timing, contestants, and `twellc bench`."""
