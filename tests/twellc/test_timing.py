@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from twellc.base.errors import UserError
 from twellc.benchmarking.timing import machine, record, refuse_without_gpu, time_calls, times_of
-from twellc.errors import UserError
 
 
 def test_median_and_range() -> None:

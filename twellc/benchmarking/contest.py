@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from twellc.accuracy import measure
+from twellc.base.errors import first_line
 from twellc.benchmarking.timing import Call, Times, record, time_calls
-from twellc.errors import first_line
+from twellc.checks.accuracy import measure
 
 
 class Contest:

@@ -6,8 +6,8 @@ import ctypes
 
 import torch
 
+from twellc.base.errors import UserError
 from twellc.benchmarking.timing import Call
-from twellc.errors import UserError
 
 
 class EnergyMeter:

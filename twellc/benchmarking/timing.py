@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from twellc.errors import UserError
+from twellc.base.errors import UserError
+from twellc.base.records import Record
 from twellc.plugins import library
-from twellc.records import Record
 
 Call = Callable[[], object]
 

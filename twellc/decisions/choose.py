@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from twellc.base.records import Record
 from twellc.decisions.predict import CostModel, Widths
 from twellc.decisions.times import Rates
 from twellc.plugins.library import COMPRESSIONS, TILE
-from twellc.records import Record
 
 # Numbers of hot neurons that are tried.
 _HOT = (0, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)

@@ -6,9 +6,9 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
+from twellc.base.errors import UserError
 from twellc.decisions.predict import CostModel
 from twellc.decisions.times import Times, read_times
-from twellc.errors import UserError
 
 _FOLDER = Path(__file__).with_name("data")
 DEFAULT_TARGET = "h100"

@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from twellc.errors import UserError
-from twellc.records import Record
+from twellc.base.errors import UserError
+from twellc.base.records import Record
 
 Rates = np.ndarray[Any, np.dtype[np.float64]]  # how often each neuron fires, as shares of the tokens: [d_ff]
 

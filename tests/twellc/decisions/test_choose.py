@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from twellc.base.errors import UserError
 from twellc.decisions.choose import Tokens, choose, choose_compression, count_text, overflow, percent
 from twellc.decisions.predict import Widths
 from twellc.decisions.targets import choose_target, shipped_times
 from twellc.decisions.times import zipf_rates
-from twellc.errors import UserError
 
 GATED = Widths("gated", 2048, 5632, 2048)
 H200 = choose_target("h200", None).model

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.cost_data import convert
 from tests.conftest import ROOT
+from twellc.base.errors import UserError
 from twellc.decisions.targets import TARGETS, shipped_times
 from twellc.decisions.times import DensePoint, Times, TwellPoint, read_times, zipf_rates
-from twellc.errors import UserError
 
 DENSE = DensePoint("gated", 2048, 5632, 8, 28.0, 27.5, 28.5, "packed")
 TWELL = TwellPoint("gated", 2048, 5632, 8, 12.0, 11.5, 12.5, 0.0048, 0.005, "sorted", 128)
