@@ -49,6 +49,7 @@ class Problem(ctypes.Structure):
         ("variant", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("threshold", ctypes.c_float),
+        ("hot", ctypes.c_int32),
     )
 
 

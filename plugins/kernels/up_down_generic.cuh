@@ -41,7 +41,7 @@ struct Params {
     uint16_t const* b_down;    // [d_out] or null
     uint16_t const* residual;  // [tokens, d_out] or null
     uint16_t* y;               // [tokens, d_out]
-    uint32_t const* packed;    // [tokens, num_tiles * words_per_tile]
+    uint32_t const* packed;    // [tokens, num_tiles * words_per_tile], or null: all tiles are computed again
     uint16_t const* spilled;   // [tokens, num_tiles * TWELL_TILE] or null, see pack.cuh
     Schedule schedule;
     int d_model;
@@ -123,7 +123,7 @@ template <class Cfg>
 __device__ __forceinline__ void load_offsets(SharedStorage& shared, uint32_t const* packed_row, int num_tiles,
                                              int words_per_tile) {
     for (int t = threadIdx.x; t < num_tiles; t += Cfg::kThreads) {
-        uint32_t const count = packed_row[t * words_per_tile];
+        uint32_t const count = packed_row == nullptr ? UINT32_MAX : packed_row[t * words_per_tile];
         shared.offset[t + 1] = count < static_cast<uint32_t>(words_per_tile) ? static_cast<int>(count) : kBatch + 1;
     }
     __syncthreads();
@@ -241,7 +241,9 @@ __device__ __forceinline__ void compute_row(SharedStorage& shared, Params const&
     uint16_t const* const x = params.x + row_idx * params.d_model;
     uint16_t* const y = params.y + row_idx * params.d_out;
     uint32_t const* const packed_row =
-        params.packed + row_idx * (static_cast<int64_t>(params.num_tiles) * params.words_per_tile);
+        params.packed == nullptr
+            ? nullptr
+            : params.packed + row_idx * (static_cast<int64_t>(params.num_tiles) * params.words_per_tile);
     load_offsets<Cfg>(shared, packed_row, params.num_tiles, params.words_per_tile);
 
     // Rows of y wider than the registers hold take several passes, each of which computes h again.
