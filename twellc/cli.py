@@ -171,7 +171,7 @@ def main() -> None:
     "kept apart or recomputed. It changes speed and memory, never results.",
 )  # fmt: skip
 @click.option("--strict", is_flag=True, help="Fail when nothing matches, or a block that looks like one is refused.")
-@click.option("--dump-graphs", type=FilePath(), metavar="DIR", help="Folder for the graph after each pass.")
+@click.option("--dump-graphs", type=FilePath(), metavar="DIR", help="Folder for the graph as traced and after each pass.")
 @click.option("--report", type=FilePath(), metavar="FILE.json", help="Write what was done as JSON.")
 @click.option("--overwrite", is_flag=True, help="Replace existing output files.")
 @trust_model_option

@@ -36,7 +36,7 @@ class CompileOptions:
         layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
         compression: The TwELL compression factor.
         strict: Fail when nothing matches or a block that looks like one is refused.
-        dump_graphs: A folder for the graph after each pass.
+        dump_graphs: A folder for the graph as traced and after each pass.
         report: Where to write the report as JSON.
         overwrite: Whether outputs may replace existing files.
         trust_model: Whether to load a pickle, or an archive that could execute code.

@@ -25,8 +25,8 @@ from twellc.export.shapes import ShapeRange
 from twellc.export.tensorrt_host import Host
 from twellc.loaders.model import load_model
 from twellc.passes.attention import CUDNN, MATMUL
-from twellc.passes.canonicalize import functionalize
 from twellc.passes.graph.execution import example_inputs, run_program
+from twellc.passes.pipeline import functionalize
 from twellc.passes.precision import in_precision, widen
 from twellc.translation.torch_models import translate
 
