@@ -186,6 +186,11 @@ def main() -> None:
     "other to TensorRT. auto: cudnn where it is at hand and was measured faster, which is TensorRT on Hopper.",
 )  # fmt: skip
 @click.option("--embed-plugins", is_flag=True, help="Put the plugin library into the plan.")
+@click.option(
+    "--plugin-library", "plugin_libraries", multiple=True, type=_Path(), metavar="FILE",
+    help="A library of other people's TensorRT plugins, for a graph with nodes of theirs; several may be given. Its "
+    "code runs here.",
+)  # fmt: skip
 def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str, **options: Any) -> None:
     """Compile MODEL into a TensorRT plan.
 
@@ -293,6 +298,8 @@ def inspect(
         say("Note:", f"{note}.")
     _print_layers(description.layers)
     _print_attention(description.attention or [])
+    if description.manifest is not None:
+        _print_libraries(description.manifest)
     if description.layers:
         _print_cost(found.cost)
     for node in description.nodes or ():
@@ -404,6 +411,12 @@ def _print_attention(blocks: list[Attention]) -> None:
     )
     for reason, modules in _by_reason(blocks).items():
         console.print(f"  {reason}: {first_few(modules)}", soft_wrap=True)
+
+
+def _print_libraries(manifest: Manifest) -> None:
+    """Name other people's plugin libraries that a plan needs."""
+    for library in manifest.plugins.libraries or ():
+        click.echo(_plain(f"{library.file}: plugins {', '.join(library.names)}; sha256 {library.sha256}"))
 
 
 def _by_reason(blocks: list[Attention]) -> dict[str, list[str]]:
