@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from twellc.base.dtypes import BY_TENSORRT
 from twellc.base.version import __version__
 
 if TYPE_CHECKING:
@@ -15,18 +16,6 @@ if TYPE_CHECKING:
 CONFIG_NAME = "config.pbtxt"
 PLAN_NAME = "model.plan"
 VERSION = "1"
-
-# TensorRT's names, in lower case.
-_TYPES = {
-    "float": "TYPE_FP32",
-    "half": "TYPE_FP16",
-    "bf16": "TYPE_BF16",
-    "int8": "TYPE_INT8",
-    "int32": "TYPE_INT32",
-    "int64": "TYPE_INT64",
-    "uint8": "TYPE_UINT8",
-    "bool": "TYPE_BOOL",
-}
 
 
 def model_folder(repository: Path, model: Path) -> Path:
@@ -65,5 +54,5 @@ def _tensor(kind: str, tensor: Tensor) -> str:
     # Triton has no tensors of rank 0, but gives the engine another shape than the client's.
     shape = tensor.shape or (1,)
     reshape = "" if tensor.shape else " reshape { shape: [ ] }"
-    dims = ", ".join(map(str, shape))
-    return f"{kind} {{ name: {json.dumps(tensor.name)} data_type: {_TYPES[tensor.dtype]} dims: [ {dims} ]{reshape} }}"
+    dims, dtype = ", ".join(map(str, shape)), BY_TENSORRT[tensor.dtype.upper()].triton
+    return f"{kind} {{ name: {json.dumps(tensor.name)} data_type: {dtype} dims: [ {dims} ]{reshape} }}"

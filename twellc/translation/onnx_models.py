@@ -9,7 +9,7 @@ import onnx
 import onnx_ir
 import sympy
 
-from twellc.base.dtypes import DTYPES, torch_dtype
+from twellc.base.dtypes import BY_ONNX, DTYPES, torch_dtype
 from twellc.base.errors import UserError
 from twellc.config import CompileOptions
 from twellc.export.profiles import InputSpec, ModelInputs
@@ -23,7 +23,6 @@ from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.translation.result import Translation, annotate, check_matches
 
 KIND = "ONNX file"
-_FLOATS = {onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16", onnx.TensorProto.FLOAT: ""}
 # Sizes to tune unnamed dimensions for: the first of several is usually a batch.
 _BATCH_HINT, _HINT = 1, 128
 
@@ -101,7 +100,7 @@ def choose_onnx_dtype(model: onnx.ModelProto, requested: str | None) -> str:
         UserError: The model is in another low precision than the requested one.
     """
     found = {tensor.data_type for tensor in model.graph.initializer if len(tensor.dims) == 2}
-    low = sorted(_FLOATS[kind] for kind in found if _FLOATS.get(kind))
+    low = sorted(BY_ONNX[kind].option for kind in found if kind in BY_ONNX and BY_ONNX[kind].option)
     if requested is not None and low and requested not in low:
         raise UserError(
             f"--dtype {requested}", "an ONNX graph keeps the precision that it was written in", got=" and ".join(low),
