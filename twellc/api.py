@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 
 _PATHS = ("onnx", "dump_graphs", "report", "triton", "arrays", "text")
-_PARSERS: dict[str, Callable[[str], object]] = {"profiles": parse_profile, "inputs": parse_input}
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "profiles": parse_profile,
+    "inputs": parse_input,
+    "plugin_libraries": Path,
+}
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class CompileOptions:
         layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
         compression: The TwELL compression factor.
         strict: Fail when nothing matches or a block that looks like one is refused.
-        dump_graphs: A folder for the graph after each pass.
+        dump_graphs: A folder for the graph as traced and after each pass.
         report: Where to write the report as JSON.
         overwrite: Whether outputs may replace existing files.
         trust_model: Whether to load a pickle, or an archive that could execute code.
@@ -49,6 +49,7 @@ class CompileOptions:
         padding: Whether a causal Hugging Face model takes no `attention_mask` (`none`) or one (`mask`); None takes the
             default of the model, `none` where it is causal.
         logits: The places whose logits a causal Hugging Face model computes: `all` or the `last` one.
+        plugin_libraries: TensorRT plugin libraries of other people, for graphs that hold nodes of theirs.
         in_memory: What to call a model that is in memory, and in `model` only for the command; empty for a file.
     """
 
@@ -72,6 +73,7 @@ class CompileOptions:
     attention_forms: tuple[str, ...] = ()
     padding: str | None = None
     logits: str = "all"
+    plugin_libraries: tuple[Path, ...] = ()
     in_memory: str = ""
 
 
@@ -176,7 +178,11 @@ def compile_options(
         output = triton_plan(triton, model)
         triton = model_folder(triton, model)
     if options.get("backend") == "none":
-        for option, given in (("triton", triton), ("embed-plugins", options.get("embed_plugins"))):
+        given_options = {
+            "triton": triton, "embed-plugins": options.get("embed_plugins"),
+            "plugin-library": options.get("plugin_libraries"),
+        }  # fmt: skip
+        for option, given in given_options.items():
             if given:
                 raise UserError(f"--{option}", "no plan is built", got="--backend none")
         if onnx is None and output is not None and output.suffix == ".onnx":
