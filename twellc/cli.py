@@ -41,7 +41,7 @@ from twellc.cost import CostTable, LayerCosts
 from twellc.export.shapes import LARGEST_SIZE
 from twellc.passes.report import Attention, Layer
 from twellc.plugins.library import COMPRESSIONS
-from twellc.profiling.command import profile
+from twellc.profile_command import profile
 from twellc.terminal import (
     Command,
     FilePath,
