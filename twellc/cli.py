@@ -41,6 +41,7 @@ from twellc.cost import CostTable, LayerCosts
 from twellc.export.shapes import LARGEST_SIZE
 from twellc.passes.report import Attention, Layer
 from twellc.plugins.library import COMPRESSIONS
+from twellc.profile_command import profile
 from twellc.terminal import (
     Command,
     FilePath,
@@ -131,6 +132,9 @@ def main() -> None:
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _interrupt)
+
+
+main.add_command(profile)
 
 
 @main.command(cls=Command)

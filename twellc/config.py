@@ -20,6 +20,7 @@ LOGITS = ("all", "last")
 DEFAULT_COMPRESSION = 8
 DEFAULT_DENSITY = 0.005
 DEFAULT_TOKENS = 2048
+DEFAULT_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,42 @@ class CheckOptions:
     text: Path | None = None
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What `twellc profile` was asked to do.
+
+    Attributes:
+        model: The model, as `twellc compile` takes it.
+        output: Where the profile goes; None keeps it in memory.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` takes the GPU where torch sees one.
+        batch: Sequences in a run of the model.
+        sequence: Tokens in a sequence at most, for data without a shape of its own; None takes 1024, or what the model
+            takes at most.
+        tokens: How many tokens to stop after; None takes all data.
+        field: The field of a line of JSON that holds the text.
+        dtype: Precision to run the model in; None takes the one that `twellc compile` would.
+        padding: See `CompileOptions`.
+        overwrite: Whether the output may replace an existing file.
+        trust_model: Load a pickle, or an archive that could execute code.
+        inputs: The inputs of a pickled module.
+        in_memory: See `CompileOptions`.
+    """
+
+    model: Path
+    output: Path | None = None
+    device: str = "auto"
+    batch: int = DEFAULT_BATCH
+    sequence: int | None = None
+    tokens: int | None = None
+    field: str = "text"
+    dtype: str | None = None
+    padding: str | None = None
+    overwrite: bool = False
+    trust_model: bool = False
+    inputs: tuple[InputDeclaration, ...] = ()
+    in_memory: str = ""
 
 
 def refuse_dtype(requested: str | None, target: str) -> None:
