@@ -42,6 +42,7 @@ from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError, first_line
 from twellc.benchmarking.contest import Contest
+from twellc.benchmarking.plans import add_plan
 from twellc.export.runner import Execution, OpenPlan, engine_layers, open_plan, prepare
 from twellc.export.tensorrt_host import Host, load_host
 from twellc.manifest import manifest_path
@@ -165,12 +166,11 @@ def open_plans(host: Host, paths: dict[str, Path]) -> tuple[dict[str, OpenPlan],
     return plans, failed
 
 
-def execution_of(plan: OpenPlan, ids: Tensor) -> Execution:
-    """Return a plan made ready for token ids [batch, tokens]; where it reads a padding mask, nothing is padded."""
+def inputs_of(plan: OpenPlan, ids: Tensor) -> tuple[dict[str, Tensor], int]:
+    """Return the inputs of a plan for token ids [batch, tokens], and its profile; where it reads a mask, all count."""
     profile = profile_of(plan.path, (ids.shape[0], ids.shape[1]))
     assert profile is not None, plan.path  # it was built with one
-    inputs = {name: ids if name == "input_ids" else torch.ones_like(ids) for name in plan.names("INPUT")}
-    return prepare(plan, inputs, profile)
+    return {name: ids if name == "input_ids" else torch.ones_like(ids) for name in plan.names("INPUT")}, profile
 
 
 # ---- time by kind of layer ----
@@ -263,22 +263,6 @@ def add_torch(contest: Contest, model: Logits, ids: Tensor, rewritten: bool) -> 
                 contest.add(f"torch {kind} {how}, {attention}", call, module)
 
 
-def add_plans(contest: Contest, ids: Tensor, plans: dict[str, OpenPlan]) -> None:
-    """Add plans."""
-    for label, plan in plans.items():
-        try:
-            execution = execution_of(plan, ids)
-        except (UserError, KeyError) as error:
-            contest.failed[label] = str(error)
-            continue
-
-        def call(execution: Execution = execution) -> Any:
-            execution.enqueue()
-            return execution.outputs
-
-        contest.add(label, call, execution)
-
-
 def measure_shape(
     model: Logits, plans: dict[str, OpenPlan], shape: Shape, repeats: int, rewritten: bool
 ) -> dict[str, Any]:
@@ -288,12 +272,13 @@ def measure_shape(
     gc.collect()
     torch.cuda.empty_cache()  # of the model in float64
     add_torch(contest, model, ids, rewritten)
-    add_plans(contest, ids, plans)
+    for label, plan in plans.items():
+        add_plan(contest, label, plan, *inputs_of(plan, ids))
     times = {label: each.to_json() for label, each in contest.time(repeats).items()}
     profiled = {}
     for label in filter(contest.__contains__, plans):
         try:
-            profiled[label] = times_by_kind(execution_of(plans[label], ids))
+            profiled[label] = times_by_kind(prepare(plans[label], *inputs_of(plans[label], ids)))
         except Exception as error:  # its time is known all the same
             contest.failed[f"{label}, profiled"] = f"{type(error).__name__}: {first_line(error)}"
     return {

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from twellc.base.version import __version__
 
 if TYPE_CHECKING:
-    from twellc.api import check, compile, inspect, rewrite
+    from twellc.api import bench, check, compile, inspect, rewrite
     from twellc.base.errors import UserError
+    from twellc.benchmarking.result import BenchResult
     from twellc.checks.checking import CheckResult
-    from twellc.config import CheckOptions, CompileOptions, InspectOptions
+    from twellc.config import BenchOptions, CheckOptions, CompileOptions, InspectOptions
     from twellc.inspection.description import Inspection
     from twellc.manifest import Manifest
     from twellc.optimization import optimize, optimized_blocks, restore
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from twellc.passes.report import Layer
 
 __all__ = [
+    "BenchOptions",
+    "BenchResult",
     "CheckOptions",
     "CheckResult",
     "CompileOptions",
@@ -32,6 +35,7 @@ __all__ = [
     "Rewritten",
     "UserError",
     "__version__",
+    "bench",
     "check",
     "compile",
     "inspect",
@@ -42,9 +46,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "api": ("check", "compile", "inspect", "rewrite"),
+    "benchmarking.result": ("BenchResult",),
+    "api": ("bench", "check", "compile", "inspect", "rewrite"),
     "checks.checking": ("CheckResult",),
-    "config": ("CheckOptions", "CompileOptions", "InspectOptions"),
+    "config": ("BenchOptions", "CheckOptions", "CompileOptions", "InspectOptions"),
     "base.errors": ("UserError",),
     "inspection.description": ("Inspection",),
     "manifest": ("Manifest",),

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from twellc.base.errors import UserError
 from twellc.base.files import temporary_folder, uninterrupted
-from twellc.config import CheckOptions, CompileOptions, InspectOptions, compile_options, refuse_choice
-from twellc.export.shapes import parse_profile
+from twellc.config import BenchOptions, CheckOptions, CompileOptions, InspectOptions, compile_options, refuse_choice
+from twellc.export.shapes import parse_profile, parse_sizes
 from twellc.inputs import parse_input
 
 if TYPE_CHECKING:
     import torch
     from torch.export import ExportedProgram
 
+    from twellc.benchmarking.result import BenchResult
     from twellc.checks.checking import CheckResult
     from twellc.inspection.description import Inspection
     from twellc.manifest import Manifest
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 
-_PATHS = ("onnx", "dump_graphs", "report", "triton", "arrays", "text")
-_PARSERS: dict[str, Callable[[str], object]] = {"profiles": parse_profile, "inputs": parse_input}
+_PATHS = ("onnx", "dump_graphs", "report", "triton", "arrays", "text", "plot")
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "profiles": parse_profile, "inputs": parse_input, "shapes": parse_sizes,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,38 @@ def check(
         if in_memory:
             given |= {"trust_model": True}
         return check(CheckOptions(path, Path(candidate), **given), progress)
+
+
+def bench(
+    model: Model,
+    *,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    progress: Progress = lambda step: None,
+    **options: Any,
+) -> BenchResult:
+    """Measure a model on the GPU at hand, as it is and rewritten, as `twellc bench` does.
+
+    Args:
+        model: As in `compile`, but no ONNX file.
+        args: Example inputs of a module, as `torch.export.export` takes them.
+        kwargs: Those by name.
+        dynamic_shapes: Their dynamic dimensions, likewise.
+        progress: Receives the name of each step.
+        options: The other fields of `twellc.BenchOptions`; `shapes` and `inputs` as on the command line, too.
+
+    Raises:
+        UserError: There is no GPU, the model or its inputs cannot be read, or none of its blocks is rewritten.
+    """
+    with uninterrupted():  # native modules do not survive an interrupt while they are imported
+        from twellc.benchmarking.bench import bench_model
+
+    with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
+        given = _parsed(BenchOptions, options)
+        if in_memory:
+            given |= {"trust_model": True, "in_memory": in_memory}
+        return bench_model(BenchOptions(path, **given), progress)
 
 
 def _parsed(kind: type[Any], options: dict[str, Any]) -> dict[str, Any]:

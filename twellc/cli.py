@@ -27,6 +27,7 @@ from twellc.base.dtypes import DTYPES
 from twellc.base.errors import first_few
 from twellc.base.files import ENDING_SIGNALS
 from twellc.base.version import __version__
+from twellc.bench_command import bench
 from twellc.config import (
     ATTENTIONS,
     BACKENDS,
@@ -131,6 +132,9 @@ def main() -> None:
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _interrupt)
+
+
+main.add_command(bench)
 
 
 @main.command(cls=Command)
