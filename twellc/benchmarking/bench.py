@@ -23,17 +23,16 @@ from torch.utils import _pytree as pytree
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError, first_few
 from twellc.base.files import Outputs, temporary_folder
-from twellc.benchmarking.blocks import Seen, see_blocks, with_forms
+from twellc.benchmarking.blocks import Form, Seen, block_calls, dense_models, see_blocks
 from twellc.benchmarking.contest import Contest
 from twellc.benchmarking.energy import EnergyMeter
-from twellc.benchmarking.forms import COMPILED, EAGER, FP8, PACKED, dense_forms
+from twellc.benchmarking.forms import COMPILED, EAGER, FP8, dense_forms
 from twellc.benchmarking.inputs import make_samples
 from twellc.benchmarking.plans import add_plan, build_plans, why_no_plans
 from twellc.benchmarking.plot import refuse_plot, write_plot
 from twellc.benchmarking.result import (
     SCHEMA,
     SHOWN,
-    TWELL,
     TWELL_COMPILED,
     TWELL_EAGER,
     BenchResult,
@@ -224,10 +223,8 @@ class _Shape:
         }  # fmt: skip
         if self._options.compiled:
             modules |= {COMPILED: _compiled(modules[EAGER]), TWELL_COMPILED: _compiled(modules[TWELL_EAGER])}
-        for name in (PACKED, FP8):
-            if all(name in own for own in forms):
-                module = with_forms(ours, [own[name] for own in forms])
-                modules[name] = _compiled(module) if self._options.compiled else module
+        models = dense_models(ours, forms)
+        modules |= {name: _compiled(each) for name, each in models.items()} if self._options.compiled else models
         whole = Contest(truth, self._draw, language_model=False)
         for label, module in modules.items():
             whole.add(label, functools.partial(module, *args, **kwargs), module, lossy=label == FP8)
@@ -252,7 +249,7 @@ def _compiled(module: Any) -> Any:
     return torch.compile(module, dynamic=False)
 
 
-def _blocks(seen: list[Seen], forms: list[dict[str, Callable[[Tensor], Tensor]]]) -> Contest:
+def _blocks(seen: list[Seen], forms: list[dict[str, Form]]) -> Contest:
     """Start a contest of the blocks alone."""
     rows = [torch.randperm(each.x.numel() // each.x.shape[-1])[:_CHECKED_BLOCK_ROWS].to(_DEVICE) for each in seen]
     exact = [
@@ -269,12 +266,6 @@ def _blocks(seen: list[Seen], forms: list[dict[str, Callable[[Tensor], Tensor]]]
         return scaled([y.reshape(-1, y.shape[-1])[own] for y, own in zip(results, rows, strict=True)])
 
     contest = Contest(scaled(exact), drawn, language_model=False)
-    for name in forms[0]:
-        if all(name in own for own in forms):
-            contest.add(name, functools.partial(_run_forms, name, seen, forms), lossy=name == FP8)
-    contest.add(TWELL, lambda: [each.run() for each in seen])
+    for name, call in block_calls(seen, forms).items():
+        contest.add(name, call, lossy=name == FP8)
     return contest
-
-
-def _run_forms(name: str, seen: list[Seen], forms: list[dict[str, Callable[[Tensor], Tensor]]]) -> list[Tensor]:
-    return [own[name](each.x) for each, own in zip(seen, forms, strict=True)]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from twellc.benchmarking.forms import Block
+from twellc.benchmarking.forms import FP8, PACKED, Block
 from twellc.plugins.ops import GATED_MLP, MLP
 
 Form = Callable[[Tensor], Tensor]
+
+TWELL = "twell"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,33 @@ def see_blocks(program: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str
     taps = [_Tap(node.target) for node in _nodes(program)]
     substitute(program, taps)(*args, **kwargs)
     return [Seen(tap.op, tap.seen, _block(tap.op, tap.seen)) for tap in taps]
+
+
+def dense_models(program: ExportedProgram, forms: list[dict[str, Form]]) -> dict[str, nn.Module]:
+    """Return a rewritten program as modules that compute its blocks packed and in FP8, by the names of these forms.
+
+    Args:
+        program: The program.
+        forms: The forms of each block by name; what not all of them have is left out.
+    """
+    chosen = [name for name in (PACKED, FP8) if all(name in own for own in forms)]
+    return {name: with_forms(program, [own[name] for own in forms]) for name in chosen}
+
+
+def block_calls(seen: list[Seen], forms: list[dict[str, Form]]) -> dict[str, Callable[[], list[Tensor]]]:
+    """Return calls that compute all blocks, one after the other, on what they have read: by their forms and by twell.
+
+    Args:
+        seen: The blocks.
+        forms: The forms of each block by name; what not all of them have is left out.
+    """
+
+    def run(name: str) -> list[Tensor]:
+        return [own[name](each.x) for each, own in zip(seen, forms, strict=True)]
+
+    names = [name for name in forms[0] if all(name in own for own in forms)]
+    calls: dict[str, Callable[[], list[Tensor]]] = {name: functools.partial(run, name) for name in names}
+    return {**calls, TWELL: lambda: [each.run() for each in seen]}
 
 
 def with_forms(program: ExportedProgram, forms: list[Form]) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twellc.base.records import Json, Record
+from twellc.benchmarking.blocks import TWELL
 from twellc.benchmarking.forms import BASELINES, FP8
 from twellc.benchmarking.timing import Machine, Times
 from twellc.passes.report import Layer
@@ -95,6 +96,6 @@ class BenchResult(Record):
 
 
 # Contestants that a picture shows, by their names in it: the fastest of each tuple.
-TWELL_EAGER, TWELL_COMPILED, TWELL = "twell eager", "twell compiled", "twell"
+TWELL_EAGER, TWELL_COMPILED = "twell eager", "twell compiled"
 SHOWN = {"twell": (TWELL, TWELL_EAGER, TWELL_COMPILED), FP8: (FP8,), "plan twell": ("plan twell",),
          "plan dense": ("plan dense",)}  # fmt: skip
