@@ -31,8 +31,8 @@ from twellc.benchmarking.timing import machine, record, time_calls
 from twellc.plugins import library
 
 CHECKED_ROWS = 64
-# Sizes that torch may compile the dense blocks for, of one setting.
-_MOST_SIZES = 256
+# Sizes that torch may compile the dense blocks for.
+_MOST_SIZES = 1024
 
 
 class Twell:
@@ -234,6 +234,12 @@ def measure(setting: Setting, tokens: int, compiled: bool, repeats: int) -> dict
     }
 
 
+def allow_many_sizes() -> None:
+    """Let torch compile the dense blocks for each of many sizes."""
+    torch._dynamo.config.recompile_limit = _MOST_SIZES
+    torch._dynamo.config.accumulated_recompile_limit = _MOST_SIZES
+
+
 def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repeats: int) -> dict[str, Any]:
     """Time one call of each contestant, which has one for each set of weights, in microseconds, as JSON."""
     (count,) = {len(calls) for calls in contestants.values()}
@@ -311,9 +317,8 @@ def main(
     setting = Setting(counts, d_model, d_ff, dtype, density, neurons, layer, int(compression), variant, heavy)
     settings = SUITE if suite else (setting,)
     report = new_report()
-    torch._dynamo.config.recompile_limit = _MOST_SIZES
+    allow_many_sizes()
     for setting in settings:
-        torch._dynamo.reset()
         click.echo(f"{report['machine']['gpu']}, torch {report['machine']['torch']}: {setting}\n\n{HEADER}")
         for count in setting.tokens:
             result = measure(setting, count, compiled, repeats)
