@@ -234,6 +234,18 @@ def measure(setting: Setting, tokens: int, compiled: bool, repeats: int) -> dict
     }
 
 
+def settings_of(part: str) -> tuple[Setting, ...]:
+    """Return a part of the suite, such as `2/3`.
+
+    Raises:
+        click.BadParameter: There is no such part.
+    """
+    number, _, count = part.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= len(SUITE)):
+        raise click.BadParameter(f"{part!r} is no part of the suite, such as 2/3", param_hint="--part")
+    return SUITE[int(number) - 1 :: int(count)]
+
+
 def allow_many_sizes() -> None:
     """Let torch compile the dense blocks for each of many sizes."""
     torch._dynamo.config.recompile_limit = _MOST_SIZES
@@ -278,6 +290,7 @@ def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repe
     help="Neurons made active for the token in the middle.",
 )
 @click.option("--suite", is_flag=True, help="Run all settings that benchmarks/README.md states, not the one above.")
+@click.option("--part", default="1/1", show_default=True, help="Of the suite: 2/3 is the second of three parts.")
 @click.option("--repeats", default=20, show_default=True)
 @click.option(
     "--compiled/--no-compiled",
@@ -299,6 +312,7 @@ def main(
     variant: str,
     heavy: int,
     suite: bool,
+    part: str,
     repeats: int,
     compiled: bool,
     seed: int,
@@ -315,7 +329,7 @@ def main(
     random.seed(seed)
     counts = tuple(int(value) for value in tokens.split(","))
     setting = Setting(counts, d_model, d_ff, dtype, density, neurons, layer, int(compression), variant, heavy)
-    settings = SUITE if suite else (setting,)
+    settings = settings_of(part) if suite else (setting,)
     report = new_report()
     allow_many_sizes()
     for setting in settings:
