@@ -31,8 +31,8 @@ from twellc.benchmarking.timing import machine, record, time_calls
 from twellc.plugins import library
 
 CHECKED_ROWS = 64
-# Sizes that torch may compile the dense blocks for, of one setting.
-_MOST_SIZES = 256
+# Sizes that torch may compile the dense blocks for.
+_MOST_SIZES = 1024
 # The contestant without --hot.
 WHOLE = "mlp, whole"
 
@@ -242,6 +242,24 @@ def measure(setting: Setting, tokens: int, compiled: bool, repeats: int) -> dict
     }
 
 
+def settings_of(part: str) -> tuple[Setting, ...]:
+    """Return a part of the suite, such as `2/3`.
+
+    Raises:
+        click.BadParameter: There is no such part.
+    """
+    number, _, count = part.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= len(SUITE)):
+        raise click.BadParameter(f"{part!r} is no part of the suite, such as 2/3", param_hint="--part")
+    return SUITE[int(number) - 1 :: int(count)]
+
+
+def allow_many_sizes() -> None:
+    """Let torch compile the dense blocks for each of many sizes."""
+    torch._dynamo.config.recompile_limit = _MOST_SIZES
+    torch._dynamo.config.accumulated_recompile_limit = _MOST_SIZES
+
+
 def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repeats: int) -> dict[str, Any]:
     """Time one call of each contestant, which has one for each set of weights, in microseconds, as JSON."""
     (count,) = {len(calls) for calls in contestants.values()}
@@ -287,6 +305,7 @@ def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repe
     help="Put the neurons in order, and compute so many, those that fire most often, as a dense block.",
 )
 @click.option("--suite", is_flag=True, help="Run all settings that benchmarks/README.md states, not the one above.")
+@click.option("--part", default="1/1", show_default=True, help="Of the suite: 2/3 is the second of three parts.")
 @click.option("--repeats", default=20, show_default=True)
 @click.option(
     "--compiled/--no-compiled",
@@ -309,6 +328,7 @@ def main(
     heavy: int,
     hot: int,
     suite: bool,
+    part: str,
     repeats: int,
     compiled: bool,
     seed: int,
@@ -327,11 +347,10 @@ def main(
     random.seed(seed)
     counts = tuple(int(value) for value in tokens.split(","))
     setting = Setting(counts, d_model, d_ff, dtype, density, neurons, layer, int(compression), variant, heavy, hot)
-    settings = SUITE if suite else (setting,)
+    settings = settings_of(part) if suite else (setting,)
     report = new_report()
-    torch._dynamo.config.recompile_limit = _MOST_SIZES
+    allow_many_sizes()
     for setting in settings:
-        torch._dynamo.reset()
         click.echo(f"{report['machine']['gpu']}, torch {report['machine']['torch']}: {setting}\n\n{HEADER}")
         for count in setting.tokens:
             result = measure(setting, count, compiled, repeats)

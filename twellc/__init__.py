@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from twellc.base.version import __version__
 
 if TYPE_CHECKING:
-    from twellc.api import check, compile, inspect, merge_profiles, profile, rewrite
+    from twellc.api import bench, check, compile, inspect, merge_profiles, profile, rewrite
     from twellc.base.errors import UserError
+    from twellc.benchmarking.result import BenchResult
     from twellc.calibration.profile import Profile
     from twellc.checks.checking import CheckResult
-    from twellc.config import CheckOptions, CompileOptions, InspectOptions, ProfileOptions
+    from twellc.config import BenchOptions, CheckOptions, CompileOptions, InspectOptions, ProfileOptions
     from twellc.inspection.description import Inspection
     from twellc.manifest import Manifest
     from twellc.optimization import optimize, optimized_blocks, restore
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from twellc.passes.report import Layer
 
 __all__ = [
+    "BenchOptions",
+    "BenchResult",
     "BlockProfile",
     "CheckOptions",
     "CheckResult",
@@ -37,6 +40,7 @@ __all__ = [
     "Rewritten",
     "UserError",
     "__version__",
+    "bench",
     "check",
     "compile",
     "inspect",
@@ -49,10 +53,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "api": ("check", "compile", "inspect", "merge_profiles", "profile", "rewrite"),
+    "api": ("bench", "check", "compile", "inspect", "merge_profiles", "profile", "rewrite"),
+    "benchmarking.result": ("BenchResult",),
     "calibration.profile": ("Profile",),
     "checks.checking": ("CheckResult",),
-    "config": ("CheckOptions", "CompileOptions", "InspectOptions", "ProfileOptions"),
+    "config": ("BenchOptions", "CheckOptions", "CompileOptions", "InspectOptions", "ProfileOptions"),
     "base.errors": ("UserError",),
     "inspection.description": ("Inspection",),
     "manifest": ("Manifest",),

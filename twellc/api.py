@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from twellc.base.errors import UserError
 from twellc.base.files import temporary_folder, uninterrupted
 from twellc.config import (
+    BenchOptions,
     CheckOptions,
     CompileOptions,
     InspectOptions,
@@ -19,7 +20,7 @@ from twellc.config import (
     compile_options,
     refuse_choice,
 )
-from twellc.export.shapes import parse_profile
+from twellc.export.shapes import parse_profile, parse_sizes
 from twellc.inputs import parse_input
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from twellc.base.arrays import Array
+    from twellc.benchmarking.result import BenchResult
     from twellc.calibration.profile import Profile
     from twellc.checks.checking import CheckResult
     from twellc.inspection.description import Inspection
@@ -38,11 +40,12 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 
-_PATHS = ("onnx", "dump_graphs", "report", "triton", "arrays", "text")
+_PATHS = ("onnx", "dump_graphs", "report", "triton", "arrays", "text", "plot")
 _PARSERS: dict[str, Callable[[str], object]] = {
     "profiles": parse_profile,
     "inputs": parse_input,
     "plugin_libraries": Path,
+    "shapes": parse_sizes,
 }
 
 
@@ -260,6 +263,38 @@ def merge_profiles(
         merged = merged.merged(Profile.read(path), str(path))
     merged.write(Path(output), overwrite=overwrite)
     return merged
+
+
+def bench(
+    model: Model,
+    *,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    progress: Progress = lambda step: None,
+    **options: Any,
+) -> BenchResult:
+    """Measure a model on the GPU at hand, as it is and rewritten, as `twellc bench` does.
+
+    Args:
+        model: As in `compile`, but no ONNX file.
+        args: Example inputs of a module, as `torch.export.export` takes them.
+        kwargs: Those by name.
+        dynamic_shapes: Their dynamic dimensions, likewise.
+        progress: Receives the name of each step.
+        options: The other fields of `twellc.BenchOptions`; `shapes` and `inputs` as on the command line, too.
+
+    Raises:
+        UserError: There is no GPU, the model or its inputs cannot be read, or none of its blocks is rewritten.
+    """
+    with uninterrupted():  # native modules do not survive an interrupt while they are imported
+        from twellc.benchmarking.bench import bench_model
+
+    with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
+        given = _parsed(BenchOptions, options)
+        if in_memory:
+            given |= {"trust_model": True, "in_memory": in_memory}
+        return bench_model(BenchOptions(path, **given), progress)
 
 
 def _parsed(kind: type[Any], options: dict[str, Any]) -> dict[str, Any]:

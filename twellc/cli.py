@@ -27,6 +27,7 @@ from twellc.base.dtypes import DTYPES
 from twellc.base.errors import first_few
 from twellc.base.files import ENDING_SIGNALS
 from twellc.base.version import __version__
+from twellc.bench_command import bench
 from twellc.config import (
     ATTENTIONS,
     BACKENDS,
@@ -135,6 +136,7 @@ def main() -> None:
 
 
 main.add_command(profile)
+main.add_command(bench)
 
 
 @main.command(cls=Command)

@@ -8,7 +8,7 @@ from typing import Any
 
 from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
-from twellc.export.shapes import ShapeRange
+from twellc.export.shapes import Shape, ShapeRange
 from twellc.export.triton import PLAN_NAME, VERSION, model_folder
 from twellc.inputs import InputDeclaration
 from twellc.plugins.library import COMPRESSIONS
@@ -21,6 +21,7 @@ DEFAULT_COMPRESSION = 8
 DEFAULT_DENSITY = 0.005
 DEFAULT_TOKENS = 2048
 DEFAULT_BATCH = 8
+DEFAULT_REPEATS = 20
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,47 @@ class InspectOptions:
     dtype: str | None = None
     density: float = DEFAULT_DENSITY
     tokens: int = DEFAULT_TOKENS
+    trust_model: bool = False
+    inputs: tuple[InputDeclaration, ...] = ()
+    in_memory: str = ""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What `twellc bench` was asked to do.
+
+    Attributes:
+        model: The model, as `twellc compile` takes it, but no ONNX file.
+        shapes: Sizes of the model's dynamic dimensions, in order, to measure at; none takes usual ones.
+        dtype: Precision; None takes the one that `twellc compile` would.
+        layers: Which matches to rewrite, as in `CompileOptions`.
+        compression: The TwELL compression factor.
+        seed: Seed of random inputs; None takes 0.
+        arrays: An `.npz` file with the inputs, instead of random ones.
+        text: A text to make the inputs from, instead of random ones.
+        repeats: How often each contestant is timed.
+        compiled: Whether to measure what torch.compile makes of the models, too.
+        tensorrt: Whether to build and measure plans where full TensorRT is installed.
+        plot: Where to write a picture of the speed-ups.
+        overwrite: Whether the picture may replace an existing file.
+        trust_model: Load a pickle, or an archive that could execute code.
+        inputs: The inputs of a pickled module.
+        in_memory: See `CompileOptions`.
+    """
+
+    model: Path
+    shapes: tuple[Shape, ...] = ()
+    dtype: str | None = None
+    layers: str = "auto"
+    compression: int = DEFAULT_COMPRESSION
+    seed: int | None = None
+    arrays: Path | None = None
+    text: Path | None = None
+    repeats: int = DEFAULT_REPEATS
+    compiled: bool = True
+    tensorrt: bool = True
+    plot: Path | None = None
+    overwrite: bool = False
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()
     in_memory: str = ""

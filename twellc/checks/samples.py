@@ -66,22 +66,27 @@ def draw_samples(limits: Limits, integers: dict[str, tuple[int, int]], seed: int
         seed: Seed of the generator.
     """
     generator = torch.Generator().manual_seed(seed)
-    specs = limits.inputs.specs
-    shapes: list[dict[str, tuple[int, ...]]] = []
+    chosen: list[dict[sympy.Expr, int]] = []
     for factor in (0, 1, 3):
         sizes = {}
-        for spec in specs:
+        for spec in limits.inputs.specs:
             for axis, dim in enumerate(spec.shape):
                 for symbol in getattr(dim, "free_symbols", ()):
                     low, high = limits.symbol_values(spec, axis, symbol)
                     sizes[symbol] = min(max(limits.inputs.hints[str(symbol)] * factor, low), high)
-        shape = {spec.name: tuple(_size(dim, sizes) for dim in spec.shape) for spec in specs}
-        if shape not in shapes:
-            shapes.append(shape)
-    return [
-        {spec.name: _random(spec, shape[spec.name], integers.get(spec.name), generator) for spec in specs}
-        for shape in shapes
-    ]
+        if sizes not in chosen:
+            chosen.append(sizes)
+    return [draw_sample(limits, integers, sizes, generator) for sizes in chosen]
+
+
+def draw_sample(
+    limits: Limits, integers: dict[str, tuple[int, int]], sizes: dict[sympy.Expr, int], generator: torch.Generator
+) -> Sample:
+    """Make random inputs of one shape: `sizes` are the values of the symbols; see `draw_samples`."""
+    return {
+        spec.name: _random(spec, tuple(_size(dim, sizes) for dim in spec.shape), integers.get(spec.name), generator)
+        for spec in limits.inputs.specs
+    }
 
 
 def _size(dim: int | sympy.Expr, sizes: dict[sympy.Expr, int]) -> int:
