@@ -25,9 +25,9 @@ from twellc.loaders.loaded import LoadedModel, fingerprint
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.tokenizer import Tokenizer, load_tokenizer
-from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import decide
 from twellc.passes.match.find_ffn import find_ffn_blocks
+from twellc.passes.pipeline import canonicalize
 from twellc.passes.precision import in_precision
 from twellc.profiling.data import Arrays, Batch, Intake, kind_of, read_batches
 from twellc.profiling.measure import ProgramObserver
