@@ -31,7 +31,7 @@ from twellc.passes.report import Attention
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import ATTENTION as ATTENTION_NODE
-from twellc.plugins.onnx_node import BIASES, GATED, PLAIN, RESIDUAL, attention_attributes, node_attributes
+from twellc.plugins.onnx_node import BIASES, GATED, HOT, PLAIN, RESIDUAL, attention_attributes, node_attributes
 from twellc.plugins.ops import GATED_MLP, MLP
 
 # The first with the operators of our graphs, and the first with Attention.
@@ -150,7 +150,7 @@ _KINDS = onnx.defs.OpSchema.AttrType
 _OPTIONS = {
     **{
         name: {"activation": _KINDS.STRING, "threshold": _KINDS.FLOAT, "compression": _KINDS.INT,
-               **dict.fromkeys((*biases, RESIDUAL), _KINDS.INT)}
+               **dict.fromkeys((HOT, *biases, RESIDUAL), _KINDS.INT)}
         for name, biases in BIASES.items()
     },
     ATTENTION_NODE: {"scale": _KINDS.FLOAT, "causal": _KINDS.INT, "lengths": _KINDS.INT},
@@ -184,17 +184,17 @@ _NODES: dict[str, Callable[..., Any]] = {
 
 def _gated_mlp(
     x: Any, w_gate: Any, b_gate: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any, residual: Any,
-    activation: str, threshold: float, compression: int,
+    activation: str, threshold: float, compression: int, hot: int = 0,
 ) -> Any:  # fmt: skip
     operands = [x, w_gate, b_gate, w_up, b_up, w_down, b_down]
-    return _emit(GATED, operands, residual, activation, threshold, compression)
+    return _emit(GATED, operands, residual, activation, threshold, compression, hot)
 
 
 def _mlp(
     x: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any, residual: Any,
-    activation: str, threshold: float, compression: int,
+    activation: str, threshold: float, compression: int, hot: int = 0,
 ) -> Any:  # fmt: skip
-    return _emit(PLAIN, [x, w_up, b_up, w_down, b_down], residual, activation, threshold, compression)
+    return _emit(PLAIN, [x, w_up, b_up, w_down, b_down], residual, activation, threshold, compression, hot)
 
 
 def _attention(q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool) -> Any:
@@ -206,8 +206,8 @@ def _attention(q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool)
     return _NODES[ATTENTION_NODE](*inputs, **attention_attributes(scale, causal, lengths is not None))
 
 
-def _emit(op_type: str, operands: list[Any], residual: Any, activation: str, threshold: float, compression: int) -> Any:
+def _emit(op_type: str, operands: list[Any], residual: Any, *options: Any) -> Any:
     present = [bias is not None for bias in operands[2::2]]
-    attributes = node_attributes(op_type, present, residual is not None, activation, threshold, compression)
+    attributes = node_attributes(op_type, present, residual is not None, *options)
     inputs = [operand for operand in (*operands, residual) if operand is not None]
     return _NODES[op_type](*inputs, **attributes)

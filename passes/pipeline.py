@@ -76,8 +76,9 @@ def run_passes(
         dense = keep("2-lowered", lowered)
     blocks = find_ffn_blocks(dense)
     decisions = decide(blocks, layers)
-    chosen = [block for block, layer in zip(blocks, decisions, strict=True) if layer.decision == "twell"]
-    rewritten = keep("3-rewritten", rewrite_ffn(dense, chosen, compression))
+    taken = [(block, layer.hot) for block, layer in zip(blocks, decisions, strict=True) if layer.decision == "twell"]
+    chosen, hot = [block for block, _ in taken], [count for _, count in taken]
+    rewritten = keep("3-rewritten", rewrite_ffn(dense, chosen, compression, hot))
     found: list[Attention] = []
     if attention:
         rewritten, found = rewrite_attention(rewritten, attention)

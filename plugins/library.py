@@ -17,7 +17,7 @@ from twellc.plugins.elf import expected_size
 
 PLUGIN_NAMESPACE = "twell"
 # In what TensorRT prints where it does not find the plugins, only this names twellc.
-PLUGIN_VERSION = "twellc-2"
+PLUGIN_VERSION = "twellc-3"
 PLUGIN_NAMES = ("TwellGatedMlp", "TwellMlp")
 # In a library of its own, which is not everywhere.
 ATTENTION_NAME = "TwellAttention"
@@ -49,6 +49,7 @@ class Problem(ctypes.Structure):
         ("variant", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("threshold", ctypes.c_float),
+        ("hot", ctypes.c_int32),
     )
 
 

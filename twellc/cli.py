@@ -387,12 +387,17 @@ def _print_layers(layers: list[Layer]) -> None:
         rewritten = layer.decision == "twell"
         table.add_row(
             layer.module, layer.variant, layer.activation, str(layer.d_model), str(layer.d_ff),
-            Text(f"rewritten{' + residual' if layer.residual else ''}", "green") if rewritten else "dense",
+            Text(_rewritten(layer), "green") if rewritten else "dense",
             layer.reason,
         )  # fmt: skip
     console.print(table)
     count = sum(layer.decision == "twell" for layer in layers)
     console.print(f"{count} of {len(layers)} feed-forward blocks rewritten")
+
+
+def _rewritten(layer: Layer) -> str:
+    """Say what a block became."""
+    return f"rewritten{' + residual' if layer.residual else ''}{f', {layer.hot} hot' if layer.hot else ''}"
 
 
 def _print_attention(blocks: list[Attention]) -> None:

@@ -31,7 +31,7 @@ from twellc.translation.summary import TranslationSummary
 
 _Record = TypeVar("_Record", bound=Record)
 
-SCHEMA = 2
+SCHEMA = 3
 
 _SHAPES = {"min": [int], "opt": [int], "max": [int]}
 _TENSOR = {"name": str, "dtype": str, "shape": [int]}
@@ -44,7 +44,7 @@ _FORM: dict[str, Any] = {
     "layers": [
         {
             "module": str, "variant": str, "activation": str, "d_model": int, "d_ff": int, "d_out": int,
-            "matched": bool, "decision": str, "reason": str, "residual": bool,
+            "matched": bool, "decision": str, "reason": str, "residual": bool, "hot": int,
         }
     ],
     "attention": [

@@ -103,7 +103,7 @@ class _Optimized(nn.Module):
             return super().forward(*arguments, **named)
         layer = block.layer
         op = GATED_MLP if layer.variant == "gated" else MLP
-        return op(x, *tensors, None, layer.activation, block.threshold, block.compression)
+        return op(x, *tensors, None, layer.activation, block.threshold, block.compression, layer.hot)
 
     def _operands(self, x: Tensor) -> list[Tensor | None] | None:
         """Return what the op reads besides x, or None where the original forward must run."""

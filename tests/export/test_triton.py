@@ -122,7 +122,7 @@ def test_plan_says_what_it_needs(repository: Path) -> None:
     assert plugins["names"] == ["TwellGatedMlp"]
     assert plugins["register"]["trtexec"] == "trtexec --dynamicPlugins=libtwell_plugins.so --loadEngine=model.plan"
     assert plugins["register"]["find"] == "twellc plugins"
-    printed = "Cannot find plugin: TwellGatedMlptwell, version: twellc-2, namespace:twell."
+    printed = "Cannot find plugin: TwellGatedMlptwell, version: twellc-3, namespace:twell."
     assert printed in plugins["register"]["missing"]
     assert printed in (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
     assert plugins["register"]["any program"] == "LD_PRELOAD=libtwell_plugins.so"

@@ -383,10 +383,10 @@ def test_plan_for_newer_plugins(manifest: dict[str, Any], tmp_path: Path) -> Non
     """A check says so before it opens the plan on a GPU."""
     read = read_json(manifest, tmp_path)
     with pytest.raises(
-        UserError, match=r"got plugin version twellc-2; expected plugin version twellc-3, of twellc 9\.0\.0\. Install"
+        UserError, match=r"got plugin version twellc-3; expected plugin version twellc-4, of twellc 9\.0\.0\. Install"
     ):
         refuse_other_plugins(tmp_path / "m.plan", read)
-    for change in ({"version": "twellc-2"}, {"names": []}):
+    for change in ({"version": "twellc-3"}, {"names": []}):
         changed = replace(read, plugins=replace(read.plugins, **change))
         refuse_other_plugins(tmp_path / "m.plan", changed)
 

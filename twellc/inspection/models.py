@@ -23,7 +23,7 @@ from twellc.passes.onnx.graph import dtype_of
 from twellc.passes.precision import in_precision
 from twellc.passes.report import Layer
 from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
-from twellc.plugins.onnx_node import GATED, RESIDUAL
+from twellc.plugins.onnx_node import GATED, HOT, RESIDUAL
 from twellc.translation.onnx_models import KIND, cast_notes, choose_onnx_dtype, open_model
 from twellc.translation.result import METADATA_KEY
 from twellc.translation.torch_models import activation_notes, choose_dtype
@@ -94,12 +94,14 @@ def _layer_of(node: PluginNode) -> Layer:
     """Describe a node in a graph that does not say what its layers were."""
     shapes = list(node.weights.values())
     (d_ff, d_model), d_out = shapes[0] if shapes else (0, 0), shapes[-1][1] if shapes else 0
+    hot = node.fields.get(HOT)
     return Layer(
         module=node.name or node.outputs[0],
         variant="gated" if node.type == GATED else "plain",
         activation=str(node.fields.get("activation")),
         d_model=d_model, d_ff=d_ff, d_out=d_out, matched=True, decision="twell", reason="is a plugin node",
         residual=node.fields.get(RESIDUAL) == 1,
+        hot=hot if isinstance(hot, int) else 0,
     )  # fmt: skip
 
 

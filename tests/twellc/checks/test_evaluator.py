@@ -207,7 +207,13 @@ def test_nodes_that_are_none_of_ours(tmp_path: Path) -> None:
     def drop(name: str) -> Callable[[onnx.NodeProto, onnx.GraphProto], Any]:
         return lambda node, _: node.attribute.remove(next(each for each in node.attribute if each.name == name))
 
-    for change in (drop("down_bias"), drop("activation"), drop("residual"), lambda node, _: node.input.pop()):
+    for change in (
+        drop("down_bias"),
+        drop("activation"),
+        drop("residual"),
+        drop("hot"),
+        lambda node, _: node.input.pop(),
+    ):
         with pytest.raises(ValueError, match="has not the fields and inputs of one"):
             plugin_nodes(changed(change))
     with pytest.raises(ValueError, match=r"negated, a weight of the plugin node .* is no constant"):
