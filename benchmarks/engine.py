@@ -4,12 +4,13 @@ python benchmarks/engine.py --json results.json --plans build/plans
 
 The model is that of model.py, with fewer layers. Contestants are two plans of the same export, one with all
 feed-forward blocks rewritten (twell) and one with none (dense), in each form of attention that is asked for; and torch,
-eager and compiled, dense and rewritten, with two kinds of attention: `sdpa` is transformers' own, whose mask keeps
-torch from its causal kernel where the model is compiled or exported; `causal` is that kernel, without a mask.
+eager and compiled, dense and rewritten, and compiled with packed blocks and with FP8 ones (see
+`twellc.benchmarking.forms`), with two kinds of attention: `sdpa` is transformers' own, whose mask keeps torch from its
+causal kernel where the model is compiled or exported; `causal` is that kernel, without a mask.
 
 Everything runs in CUDA graphs, in turns, in a new order in each repetition. Before that, the logits of each contestant
-at tokens drawn at random are compared with float64: a contestant may be twice as wrong as dense eager torch. One that
-is more wrong, or that fails, is named and left out, and the exit status is 1.
+at tokens drawn at random are compared with float64: a contestant may be twice as wrong as dense eager torch, and FP8 as
+wrong as it is. One that is more wrong, or that fails, is named and left out, and the exit status is 1.
 
 The plans' times by kind of layer come from TensorRT's profiler, which runs one kernel at a time: their sum is longer
 than a plan takes in a CUDA graph, and is shown beside it.
@@ -29,20 +30,22 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import transformers
-from block import new_report, spread
-from model import CAUSAL, Logits, capture, causal_attention, gate_density, make_model, rewrite, time_all
+from block import new_report
+from model import CAUSAL, Logits, causal_attention, gate_density, make_model, rewrite
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from twellc.accuracy import measure
-from twellc.errors import UserError, first_line
+from twellc.base.errors import UserError, first_line
+from twellc.benchmarking.blocks import dense_models, see_blocks
+from twellc.benchmarking.contest import Contest
+from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, dense_forms
+from twellc.benchmarking.plans import add_plan
 from twellc.export.runner import Execution, OpenPlan, engine_layers, open_plan, prepare
 from twellc.export.tensorrt_host import Host, load_host
 from twellc.manifest import manifest_path
@@ -54,7 +57,6 @@ _CHECKED_TOKENS = 512
 _PROFILED_RUNS = 20
 _KINDS = {"twell": "all", "dense": "none"}  # values of --layers
 _TORCH_ATTENTION = {"sdpa": "sdpa", "causal": CAUSAL}
-_YARDSTICK = "torch dense eager, sdpa"
 
 # Kinds of layers, by the names of the ONNX nodes that a layer was made of or by its own: the first one that is found.
 # twellc names nodes <module path>/<operation of torch>/<node>. "rotary" is what Q and K go through before attention,
@@ -167,12 +169,11 @@ def open_plans(host: Host, paths: dict[str, Path]) -> tuple[dict[str, OpenPlan],
     return plans, failed
 
 
-def execution_of(plan: OpenPlan, ids: Tensor) -> Execution:
-    """Return a plan made ready for token ids [batch, tokens]; where it reads a padding mask, nothing is padded."""
+def inputs_of(plan: OpenPlan, ids: Tensor) -> tuple[dict[str, Tensor], int]:
+    """Return the inputs of a plan for token ids [batch, tokens], and its profile; where it reads a mask, all count."""
     profile = profile_of(plan.path, (ids.shape[0], ids.shape[1]))
     assert profile is not None, plan.path  # it was built with one
-    inputs = {name: ids if name == "input_ids" else torch.ones_like(ids) for name in plan.names("INPUT")}
-    return prepare(plan, inputs, profile)
+    return {name: ids if name == "input_ids" else torch.ones_like(ids) for name in plan.names("INPUT")}, profile
 
 
 # ---- time by kind of layer ----
@@ -236,104 +237,64 @@ def times_by_kind(execution: Execution) -> dict[str, Any]:
 # ---- one shape ----
 
 
-class Contest:
-    """All contestants at one shape: each is recorded, checked and kept, or named with what is wrong with it."""
+def start_contest(model: Logits, ids: Tensor) -> Contest:
+    """Start a contest of logits at tokens that are drawn at random."""
+    rows = torch.randperm(ids.numel(), device="cuda")[:_CHECKED_TOKENS]
 
-    def __init__(self, model: Logits, ids: Tensor) -> None:
-        self.ids = ids
-        self.rows = torch.randperm(ids.numel(), device="cuda")[:_CHECKED_TOKENS]
-        model.model.set_attn_implementation(CAUSAL)
-        _, program = rewrite(model, (ids,))
-        self.truth = self.drawn(widen(program).module(check_guards=False)(ids))
-        self.plain: Tensor | None = None
-        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
-        self.errors: dict[str, float] = {}
-        self.failed: dict[str, str] = {}
-        self._kept: list[Any] = []  # what the graphs read and write
-
-    def drawn(self, logits: Any) -> Tensor:
-        """Return logits [batch, tokens, vocabulary] at the tokens that are checked: [checked, vocabulary]."""
+    def drawn(logits: Any) -> Tensor:
         tensor: Tensor = pytree.tree_leaves(logits)[0]
-        return tensor.reshape(-1, tensor.shape[-1])[self.rows].clone()
+        return tensor.reshape(-1, tensor.shape[-1])[rows].clone()
 
-    def add(self, label: str, call: Callable[[], Any], *kept: Any) -> None:
-        """Record a call that returns logits; check what the recording computes."""
-        results: list[Any] = []
-
-        def keep_result() -> None:
-            results[:] = [call()]
-
-        try:
-            graph = capture(keep_result)
-            graph.replay()
-            logits = self.drawn(results)
-            if label == _YARDSTICK:
-                self.plain = logits
-            assert self.plain is not None, "the yardstick failed"
-            accuracy = measure("logits", logits, self.plain, self.truth, language_model=True)
-            self.errors[label] = accuracy.candidate.relative
-            if not accuracy.within:
-                self.failed[label] = f"its logits are off: {accuracy.candidate}, where torch has {accuracy.plain}"
-                return
-        except Exception as error:  # whatever it is, the others go on
-            self.failed[label] = f"{type(error).__name__}: {first_line(error)}"
-            return
-        self.graphs[label] = graph
-        self._kept += [results, *kept]
+    model.model.set_attn_implementation(CAUSAL)
+    program = rewrite(model, (ids,)).dense
+    return Contest(drawn(widen(program).module(check_guards=False)(ids)), drawn, language_model=True)
 
 
-def add_torch(contest: Contest, model: Logits, rewritten: bool) -> None:
+def add_torch(contest: Contest, model: Logits, ids: Tensor, rewritten: bool) -> None:
     """Add dense and, if asked for, rewritten torch, eager and compiled, with each attention; the yardstick first."""
     for attention, implementation in _TORCH_ATTENTION.items():
         model.model.set_attn_implementation(implementation)
         torch._dynamo.reset()  # or it would compile for several shapes at once
-        modules: dict[str, Any] = {"dense": model}
+        modules: dict[str, Any] = {EAGER: model, COMPILED: _compiled(model)}
         try:
-            modules |= {"twell": rewrite(model, (contest.ids,))[0]} if rewritten else {}
+            program = rewrite(model, (ids,)).program
+            forms = [dense_forms(each.block, each.x, with_compiled=False) for each in see_blocks(program, (ids,), {})]
+            modules |= {label: _compiled(module) for label, module in dense_models(program, forms).items()}
+            if rewritten:
+                ours = program.module(check_guards=False)
+                modules |= {"twell eager": ours, "twell compiled": _compiled(ours)}
         except Exception as error:  # whatever it is, the others go on
-            contest.failed[f"torch twell, {attention}"] = f"{type(error).__name__}: {first_line(error)}"
-        for kind, module in modules.items():
-            for how, function in {"eager": module, "compiled": torch.compile(module, dynamic=False)}.items():
-                call = functools.partial(function, contest.ids)
-                contest.add(f"torch {kind} {how}, {attention}", call, module)
+            contest.failed[f"torch rewritten, {attention}"] = f"{type(error).__name__}: {first_line(error)}"
+        for label, module in modules.items():
+            call = functools.partial(module, ids)
+            contest.add(f"torch {label}, {attention}", call, module, lossy=label == FP8)
 
 
-def add_plans(contest: Contest, plans: dict[str, OpenPlan]) -> None:
-    """Add plans."""
-    for label, plan in plans.items():
-        try:
-            execution = execution_of(plan, contest.ids)
-        except (UserError, KeyError) as error:
-            contest.failed[label] = str(error)
-            continue
-
-        def call(execution: Execution = execution) -> Any:
-            execution.enqueue()
-            return execution.outputs
-
-        contest.add(label, call, execution)
+def _compiled(module: Any) -> Any:
+    return torch.compile(module, dynamic=False)
 
 
 def measure_shape(
     model: Logits, plans: dict[str, OpenPlan], shape: Shape, repeats: int, rewritten: bool
 ) -> dict[str, Any]:
     """Check and time all contestants at one shape."""
-    contest = Contest(model, torch.randint(0, model.model.config.vocab_size, shape, device="cuda"))
+    ids = torch.randint(0, model.model.config.vocab_size, shape, device="cuda")
+    contest = start_contest(model, ids)
     gc.collect()
     torch.cuda.empty_cache()  # of the model in float64
-    add_torch(contest, model, rewritten)
-    add_plans(contest, plans)
-    calls = {label: graph.replay for label, graph in contest.graphs.items()}
-    times = {label: spread(values) for label, values in time_all(calls, repeats).items()}
+    add_torch(contest, model, ids, rewritten)
+    for label, plan in plans.items():
+        add_plan(contest, label, plan, *inputs_of(plan, ids))
+    times = {label: each.to_json() for label, each in contest.time(repeats).items()}
     profiled = {}
-    for label in filter(calls.__contains__, plans):
+    for label in filter(contest.__contains__, plans):
         try:
-            profiled[label] = times_by_kind(execution_of(plans[label], contest.ids))
+            profiled[label] = times_by_kind(prepare(plans[label], *inputs_of(plans[label], ids)))
         except Exception as error:  # its time is known all the same
             contest.failed[f"{label}, profiled"] = f"{type(error).__name__}: {first_line(error)}"
     return {
-        "shape": shape_name(shape), "checked_tokens": len(contest.rows), "errors": contest.errors, "times": times,
-        "layers": profiled, "failed": contest.failed,
+        "shape": shape_name(shape), "checked_tokens": min(_CHECKED_TOKENS, ids.numel()), "errors": contest.errors,
+        "times": times, "layers": profiled, "failed": contest.failed,
     }  # fmt: skip
 
 
@@ -377,11 +338,13 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _rivals(ours: str, labels: list[str]) -> dict[str, list[str]]:
     """Return what a twell plan is compared with: labels by name, of which the fastest counts."""
-    dense = [label for label in labels if label.startswith("torch dense")]
+    dense = [label for label in labels if label.startswith(tuple(f"torch {form}," for form in BASELINES))]
+    fp8 = [label for label in labels if label.startswith(f"torch {FP8},")]
     return {
         "the dense plan": [ours.replace("twell", "dense", 1)],
         "compiled dense torch, sdpa": ["torch dense compiled, sdpa"],
         "the fastest dense torch": dense,
+        "the fastest dense torch in FP8": fp8,
     }
 
 

@@ -9,21 +9,11 @@ from typing import Any
 
 import torch
 
-from twellc.errors import UserError
+from twellc.base.dtypes import BY_TENSORRT
+from twellc.base.errors import UserError
 from twellc.export.plan import reasons
 from twellc.export.tensorrt_host import Host, make_logger
 from twellc.plugins.registration import register
-
-_TORCH_DTYPES = {
-    "FLOAT": torch.float32,
-    "HALF": torch.float16,
-    "BF16": torch.bfloat16,
-    "INT8": torch.int8,
-    "UINT8": torch.uint8,
-    "INT32": torch.int32,
-    "INT64": torch.int64,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -127,7 +117,7 @@ def prepare(plan: OpenPlan, inputs: dict[str, torch.Tensor], profile: int = 0) -
         if not context.set_input_shape(name, tuple(tensors[name].shape)):
             raise UserError(str(plan.path), f"refuses the shape of {name} ({reasons(plan.messages)})")
     for name in plan.names("OUTPUT"):
-        dtype = _TORCH_DTYPES[plan.engine.get_tensor_dtype(name).name]
+        dtype = BY_TENSORRT[plan.engine.get_tensor_dtype(name).name].torch
         tensors[name] = torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype, device="cuda")
     for name, tensor in tensors.items():
         context.set_tensor_address(name, tensor.data_ptr())
@@ -167,12 +157,12 @@ def run_plan(host: Host, path: Path, built_with: str, inputs: dict[str, torch.Te
 
 
 def engine_layers(execution: Execution) -> list[dict[str, Any]]:
-    """Return what TensorRT made of the network: its layers for the execution's profile, as its inspector names them.
+    """Return what TensorRT made of the network: its layers for all profiles, as its inspector names them.
 
     `Name` is that under which a profiler reports a layer, `Metadata` names the ONNX nodes that it was made of.
     """
+    # NOTE: not given the context: 10.6 then says nothing, or dies, where a plan has several profiles.
     inspector = execution.plan.engine.create_engine_inspector()
-    inspector.execution_context = execution.context
     text = inspector.get_engine_information(execution.plan.host.module.LayerInformationFormat.JSON)
     layers: list[dict[str, Any]] = json.loads(text, strict=False)["Layers"]  # control characters between names
     return layers

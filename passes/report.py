@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twellc.records import Record
+from twellc.base.records import Record
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Layer(Record):
         decision: `twell` or `dense`.
         reason: Why.
         residual: Whether it also adds its result to what this was added to, if TwELL runs it.
+        hot: How many of its neurons, the first ones, calls with many tokens compute densely, if TwELL runs it.
     """
 
     module: str
@@ -32,6 +33,7 @@ class Layer(Record):
     decision: str
     reason: str
     residual: bool
+    hot: int = 0
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from twellc.passes.canonicalize import canonicalize
-from twellc.passes.execution import example_inputs, run_program
-from twellc.passes.find_ffn import FfnBlock, find_ffn_blocks
+from twellc.passes.graph.execution import example_inputs, run_program
+from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
+from twellc.passes.pipeline import canonicalize
 from twellc.passes.rewrite_ffn import rewrite_ffn
 
 Function = Callable[[Tensor], Tensor]
@@ -201,6 +201,14 @@ def nemotron(**changes: Any) -> Any:
 
     options = {**SMALL, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 64, **changes}
     return _seeded(transformers.NemotronForCausalLM, transformers.NemotronConfig(**options))
+
+
+def persimmon(**changes: Any) -> Any:
+    """Squared ReLU without a gate, with biases; Q, K and V in one product."""
+    import transformers
+
+    options = {**SMALL, "intermediate_size": 96, "max_position_embeddings": 64, **changes}
+    return _seeded(transformers.PersimmonForCausalLM, transformers.PersimmonConfig(**options))
 
 
 def rwkv(**changes: Any) -> Any:

@@ -113,9 +113,16 @@ BlockScratch block_scratch_in(twell_problem const& problem, void* scratch) {
     return take_block_scratch(problem, memory);
 }
 
+bool has_dense_block(twell_problem const& problem, Device const& device) {
+    if constexpr (kHasSm90) {
+        return is_sm90(device) && dense_sm90_computes_block(problem);
+    }
+    return false;
+}
+
 bool is_dense_block(twell_problem const& problem, Device const& device) {
     if constexpr (kHasSm90) {
-        return is_sm90(device) && dense_sm90_prefers_block(problem);
+        return has_dense_block(problem, device) && dense_sm90_prefers_block(problem);
     }
     return false;
 }

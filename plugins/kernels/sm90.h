@@ -29,8 +29,9 @@ cudaError_t launch_gate_sm90(twell_problem const& problem, twell_tensors const& 
                              Device const& device, cudaStream_t stream);
 int num_count_parts_sm90(twell_problem const& problem, Device const& device);
 
-// The dense path, see launch_dense and is_dense_block; also launch_dense_block.
+// The dense path, see launch_dense, has_dense_block and is_dense_block; also launch_dense_block.
 bool dense_sm90_supports(twell_problem const& problem);
+bool dense_sm90_computes_block(twell_problem const& problem);
 bool dense_sm90_prefers_block(twell_problem const& problem);
 PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device, bool with_chunks);
 cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.export import Dim
 
 from tests.models import Function, Gated, Plain, Residual, canonical, rewrite
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.plan import Plan, Tensor, build_plan
 from twellc.export.shapes import Profile, ShapeRange
@@ -37,7 +37,7 @@ def save(module: nn.Module, path: Path, dtype: torch.dtype, shape: tuple[int, ..
 
 
 def build(onnx_path: Path, *profiles: Profile, progress: Callable[[str], None] = lambda phase: None) -> Plan:
-    return build_plan("tensorrt-rtx", onnx_path, onnx_path.with_suffix(".plan"), list(profiles), [], progress)
+    return build_plan("tensorrt-rtx", onnx_path, onnx_path.with_suffix(".plan"), list(profiles), [], [], "", progress)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.plugins.attention_reference import BF16, CASES, FP16, operands, plain, truth
 from tests.processes import environment
 from tests.tolerance import assert_as_accurate, assert_same
-from twellc.export.evaluator import OnnxEvaluator, plugin_nodes
+from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes
 from twellc.export.plan import build_plan
 from twellc.export.shapes import ShapeRange
 from twellc.plugins import library
@@ -526,6 +526,6 @@ def test_plan_through_the_compiler(tmp_path: Path) -> None:
         "q": ShapeRange(*shapes["q"]), "k": ShapeRange(*shapes["k"]), "v": ShapeRange(*shapes["k"]),
         "lengths": ShapeRange((1,), (1,), (4,)),
     }  # fmt: skip
-    plan = build_plan("tensorrt-rtx", path, tmp_path / "m.plan", [profile], [], lambda phase: None)
+    plan = build_plan("tensorrt-rtx", path, tmp_path / "m.plan", [profile], [], [], "", lambda phase: None)
     assert [each.name for each in plan.inputs] == ["q", "k", "v", "lengths"]
     assert b"TwellAttention" in (tmp_path / "m.plan").read_bytes()

@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from tests import models
 from tests.tensorrt.plans import run
 from tests.tolerance import assert_as_accurate
+from twellc.checks.reference import widen_sample
 from twellc.config import CompileOptions
 from twellc.export.onnx_export import save_onnx
 from twellc.export.plan import build_plan
@@ -24,11 +25,10 @@ from twellc.export.shapes import ShapeRange
 from twellc.export.tensorrt_host import Host
 from twellc.loaders.model import load_model
 from twellc.passes.attention import CUDNN, MATMUL
-from twellc.passes.canonicalize import functionalize
-from twellc.passes.execution import example_inputs, run_program
+from twellc.passes.graph.execution import example_inputs, run_program
+from twellc.passes.pipeline import functionalize
 from twellc.passes.precision import in_precision, widen
-from twellc.reference import widen_sample
-from twellc.translation import translate
+from twellc.translation.torch_models import translate
 
 pytestmark = pytest.mark.tensorrt
 
@@ -124,7 +124,7 @@ def check_layers(host: Host, model: Path, dtype: str, forms: tuple[str, ...], pa
     translation = translate(options, lambda step: None)
     profiles, _ = resolve_profiles(translation.inputs, list(options.profiles), translation.ranges)
     save_onnx(translation.graph, folder / "m.onnx")
-    build_plan(host.name, folder / "m.onnx", folder / "m.plan", profiles, [], lambda phase: None)
+    build_plan(host.name, folder / "m.onnx", folder / "m.plan", profiles, [], [], "", lambda phase: None)
     plan = open_plan(host, folder / "m.plan", host.version)
     loaded = load_model(model, False, (), padding, "all")
     dense = in_precision(functionalize(loaded.program), DTYPES[dtype])

@@ -22,9 +22,9 @@ from tests.onnx_graphs import gated
 from tests.processes import PACKAGE_FOLDER, TWELLC, environment
 from tests.twellc.test_cli import failed, files_in, group_lives, twellc
 from twellc import __version__
-from twellc.checking import check
+from twellc.base.errors import UserError
+from twellc.checks.checking import check
 from twellc.config import CheckOptions
-from twellc.errors import UserError
 from twellc.manifest import Manifest, manifest_path, read_manifest, refuse_other_plugins
 from twellc.plugins.elf import expected_size
 from twellc.plugins.library import library_path
@@ -98,7 +98,7 @@ def test_signal_while_a_check_tidies_up(tmp_path: Path, monkeypatch: pytest.Monk
 
     rmtree = shutil.rmtree
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("twellc.checking._check", make_graph)
+    monkeypatch.setattr("twellc.checks.checking._check", make_graph)
     monkeypatch.setattr(shutil, "rmtree", remove)
     signal.signal(signal.SIGTERM, end)
     with pytest.raises(KeyboardInterrupt):
@@ -283,7 +283,7 @@ def test_text_in_any_locale(tmp_path: Path) -> None:
         return done.stdout
 
     run(*TWELLC, "compile", "m.onnx", "--backend", "none", "--onnx", "n.onnx", "--dump-graphs", "graphs")
-    assert "größe" in (tmp_path / "graphs" / "1-source.txt").read_text(encoding="utf-8")
+    assert "größe" in (tmp_path / "graphs" / "00-source.txt").read_text(encoding="utf-8")
     read = "import pathlib, twellc.loaders.huggingface as loader; print(ascii(loader._read_config(pathlib.Path())))"
     assert run(sys.executable, "-P", "-c", read) == r"{'name': 'gr\xf6\xdfe'}" + "\n"
 
@@ -383,10 +383,10 @@ def test_plan_for_newer_plugins(manifest: dict[str, Any], tmp_path: Path) -> Non
     """A check says so before it opens the plan on a GPU."""
     read = read_json(manifest, tmp_path)
     with pytest.raises(
-        UserError, match=r"got plugin version twellc-2; expected plugin version twellc-3, of twellc 9\.0\.0\. Install"
+        UserError, match=r"got plugin version twellc-3; expected plugin version twellc-4, of twellc 9\.0\.0\. Install"
     ):
         refuse_other_plugins(tmp_path / "m.plan", read)
-    for change in ({"version": "twellc-2"}, {"names": []}):
+    for change in ({"version": "twellc-3"}, {"names": []}):
         changed = replace(read, plugins=replace(read.plugins, **change))
         refuse_other_plugins(tmp_path / "m.plan", changed)
 

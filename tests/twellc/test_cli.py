@@ -23,8 +23,8 @@ from tests.conftest import Cli
 from tests.models import Gated, Residual, export
 from tests.onnx_graphs import gated, save_external
 from tests.processes import TWELLC, environment
-from twellc.errors import UserError
-from twellc.files import ENDING_SIGNALS, Outputs
+from twellc.base.errors import UserError
+from twellc.base.files import ENDING_SIGNALS, Outputs
 from twellc.loaders.onnx_file import external_files
 
 
@@ -160,11 +160,17 @@ def test_dump_graphs(cli: Cli, archive: Path, linear: Path, tmp_path: Path) -> N
     folder = tmp_path / "new" / "graphs"
     arguments = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--overwrite", "--dump-graphs", folder]
     assert cli("compile", archive, *arguments).exit_code == 0
-    assert sorted(files_in(folder)) == ["1-canonical.txt", "3-rewritten.txt"]
-    assert "torch.ops.aten.relu" in (folder / "1-canonical.txt").read_text()
-    assert "torch.ops.twell.gated_mlp" in (folder / "3-rewritten.txt").read_text()
+    names = [
+        "traced", "decompose", "write_numbers", "merge_views", "name_relus", "fold_weights", "feature_last",
+        "in_precision", "rewrite_ffn", "rewrite_attention", "onnx", "optimize_exactly",
+    ]  # fmt: skip
+    assert sorted(files_in(folder)) == [f"{number:02}-{name}.txt" for number, name in enumerate(names)]
+    assert "torch.ops.aten.relu" in (folder / "07-in_precision.txt").read_text()
+    assert "torch.ops.twell.gated_mlp" in (folder / "08-rewrite_ffn.txt").read_text()
+    assert "twell::TwellGatedMlp" in (folder / "11-optimize_exactly.txt").read_text()
     assert cli("compile", linear, *arguments).exit_code == 0
-    assert "bfloat16" in (folder / "2-lowered.txt").read_text()
+    assert "bfloat16" not in (folder / "06-feature_last.txt").read_text()
+    assert "bfloat16" in (folder / "07-in_precision.txt").read_text()
 
 
 # ---- strict ----
@@ -340,7 +346,7 @@ def test_failed_build_keeps_old_outputs(
         plan_path.write_bytes(b"half a plan")
         raise UserError("tensorrt-rtx", "the builder refuses the network")
 
-    monkeypatch.setattr("twellc.export.plan.build_plan", break_down)
+    monkeypatch.setattr("twellc.compiler.build_plan", break_down)
     for name in ("m.plan", "m.plan.json", "m.onnx"):
         (tmp_path / name).write_text("old")
     before = files_in(tmp_path)
@@ -440,7 +446,7 @@ def test_fault_of_ours_is_a_traceback(cli: Cli, archive: Path, tmp_path: Path, m
     def break_down(*arguments: Any) -> None:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr("twellc.export.plan.build_plan", break_down)
+    monkeypatch.setattr("twellc.compiler.build_plan", break_down)
     result = cli("compile", archive, "-o", tmp_path / "m.plan")
     assert result.exit_code == 70
     assert "Traceback" in result.stderr and "AssertionError: a bug" in result.stderr

@@ -52,6 +52,7 @@ typedef struct {
     int32_t variant;      // twell_variant
     int32_t activation;   // twell_activation
     float threshold;      // TWELL_FATRELU only, >= 0
+    int32_t hot;          // 0 to d_ff: so many neurons, the first ones, had better be computed densely; see twell_mlp
 } twell_problem;
 
 // Device pointers, 16-byte aligned. Biases and residual may be null. `w_up` and `b_up` are null for TWELL_PLAIN.
@@ -74,7 +75,7 @@ TWELL_API char const* twell_validate(twell_problem const* problem);
 // Bytes of the packed gate activations, uint32 [tokens, ceil(d_ff / TWELL_TILE) * (TWELL_TILE / compression)].
 TWELL_API size_t twell_packed_bytes(twell_problem const* problem);
 
-// Bytes of device workspace that twell_mlp needs; it never shrinks when `tokens` grows.
+// Bytes of device workspace that twell_mlp needs, also by `hot`; it never shrinks when `tokens` grows.
 TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 
 // The two functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer,
@@ -90,17 +91,19 @@ TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
                                  cudaStream_t stream);
 
-// The whole block. `workspace` is device memory, 256-byte aligned; what it holds before and after has no meaning. From
-// 65 tokens on (129 on compute capability 9.0) these are two steps with what lies between them in the workspace: the
-// gate, whose tiles that overflow the packed format are kept there too, so that no row is computed again; then the up
-// and down projections. Between the two is the guard: rows with so many non-zeros that a dense product is faster take
-// one, and so does every row with more than about a quarter of its neurons active; each stored value of theirs is
-// rounded to the element type, as in a dense block. On compute capability 9.0 a problem so small or so narrow that
-// skipping neurons cannot pay is computed as a dense block, all of it, from 17 tokens on; and from 4096 tokens on the
-// dot products of the up projection may be added up in parts, of a row or not, which its neighbours can decide. With
-// fewer tokens other kernels, unless it is a dense block, spread each token over the device: they take sums in another
-// order, which may depend on the number of tokens and on how many neurons are active. From 2 to 128 tokens, on compute
-// capability 9.0, they have a dense path too, which rounds h; from 17 tokens on both paths do.
+// The whole block. `workspace` is device memory, 256-byte aligned; what it holds before and after has no meaning. Which
+// kernels run depends on the device, `tokens` and the layer: plugins/kernels/README.md says which. All of them promise:
+//  - a neuron that does not fire adds exactly 0, whatever its rows of w_up and w_down hold;
+//  - a NaN in a row of x reaches all of that row of y, a NaN in the residual its place of y;
+//  - of finite inputs, only z and y can overflow, where they leave the range of the element type; u and h cannot;
+//  - the same call on the same device gives the same bits.
+// They may differ, and so may the last bits of a row between calls with other `tokens` or other rows beside it, in
+//  - the order of sums;
+//  - whether u and h are rounded to the element type, as a dense block does, or kept in fp32.
+// `hot` is a hint about speed, for neurons that have been sorted, those that often fire first: calls with many tokens
+// may compute the first `hot`, rounded down to a multiple of 8 unless it is d_ff, as a dense block, and the others as
+// without it. What that block adds to y is rounded to the element type once more than without it. Calls in which it
+// cannot gain ignore it, and so does fp16, where sums over these neurons alone may be out of range.
 TWELL_API cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                 size_t workspace_bytes, cudaStream_t stream);
 

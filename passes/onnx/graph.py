@@ -1,0 +1,460 @@
+"""Show an ONNX graph to the matcher of feed-forward blocks, as the ATen graph that means the same.
+
+    MatMul(x, W) ─ Relu ─ Mul(·, MatMul(x, V))   ->   aten.matmul(x, W) ─ aten.relu ─ aten.mul(·, aten.matmul(x, V))
+
+One matcher thus serves both kinds of graph. Only operators that occur in blocks are translated; any other becomes a
+node that computes something unknown from its inputs. Nothing runs: the ATen graph has shapes and dtypes, and each of
+its nodes knows the ONNX tensor that it stands for. Named and unknown dimensions become large prime numbers, one for
+each, so that equal sizes mean equal dimensions.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import torch
+from numpy.typing import NDArray
+from torch.fx import Graph, Node
+
+from twellc.base.dtypes import BY_ONNX
+
+aten = torch.ops.aten
+
+_FIRST_PRIME = 100_003
+# Operators of one tensor that have one meaning in all versions and no attributes that matter here.
+_UNARY = {
+    "Relu": aten.relu.default,
+    "Identity": aten.alias.default,
+    "Sigmoid": aten.sigmoid.default,
+    "Elu": aten.elu.default,
+    "Selu": aten.selu.default,
+    "Celu": aten.celu.default,
+    "Gelu": aten.gelu.default,
+    "HardSwish": aten.hardswish.default,
+    "LeakyRelu": aten.leaky_relu.default,
+    "Mish": aten.mish.default,
+    "Softplus": aten.softplus.default,
+    "Swish": aten.silu.default,
+    "Sqrt": aten.sqrt.default,
+}
+_COMPARISONS = {
+    "Greater": aten.gt.Scalar,
+    "GreaterOrEqual": aten.ge.Scalar,
+    "Less": aten.lt.Scalar,
+    "LessOrEqual": aten.le.Scalar,
+}
+_ARITHMETIC = {
+    "Mul": (aten.mul.Tensor, aten.mul.Scalar),
+    "Add": (aten.add.Tensor, aten.add.Scalar),
+    "Sub": (aten.sub.Tensor, aten.sub.Scalar),
+    "Div": (aten.div.Tensor, aten.div.Scalar),
+}
+
+
+class _UnknownError(Exception):
+    """A node is not one of the translated forms."""
+
+
+def dtype_of(onnx_type: Any) -> torch.dtype | None:
+    """Return the torch dtype of an ONNX element type, or of what graphsurgeon makes of one; None for others."""
+    if onnx_type is None:
+        return None
+    if not isinstance(onnx_type, int):
+        onnx_type = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(onnx_type))
+    known = BY_ONNX.get(onnx_type)
+    return None if known is None else known.torch
+
+
+def constant_values(tensor: gs.Tensor) -> NDArray[Any] | None:
+    """Return the values of an initializer or of a Constant node's output; None for what is computed."""
+    if isinstance(tensor, gs.Constant):
+        values: NDArray[Any] = tensor.values
+        return values
+    if len(tensor.inputs) != 1 or tensor.inputs[0].op != "Constant":
+        return None
+    attributes = tensor.inputs[0].attrs
+    for name, kind in (("value_float", np.float32), ("value_floats", np.float32),
+                       ("value_int", np.int64), ("value_ints", np.int64)):  # fmt: skip
+        if name in attributes:
+            return np.asarray(attributes[name], kind)
+    value = attributes.get("value")
+    return value.values if isinstance(value, gs.Constant) else None
+
+
+@dataclass
+class Shadow:
+    """The ATen graph of an ONNX graph.
+
+    Attributes:
+        graph: Its nodes, with shapes and dtypes in `meta["val"]` where they are known.
+        constants: Names for reports of the placeholders that hold constants.
+        tensors: The ONNX tensor that each node stands for.
+    """
+
+    graph: Graph = field(default_factory=Graph)
+    constants: dict[Node, str] = field(default_factory=dict)
+    tensors: dict[Node, gs.Tensor] = field(default_factory=dict)
+
+
+def shadow_of(graph: gs.Graph, modules: dict[str, str]) -> Shadow:
+    """Translate an ONNX graph, whose tensors have the shapes and dtypes of onnx's shape inference.
+
+    Args:
+        graph: A graph in topological order.
+        modules: Module paths, where they are known, by the first output of the nodes that stem from them.
+    """
+    return _Builder(graph, modules).shadow
+
+
+class _Builder:
+    def __init__(self, graph: gs.Graph, modules: dict[str, str]) -> None:
+        self.shadow = Shadow()
+        self._opset = graph.opset
+        self._modules = modules
+        self._nodes: dict[str, Node] = {}
+        self._vectors: dict[str, Node] = {}
+        self._sizes: dict[str, int] = {}
+        self._numbers = count(_FIRST_PRIME, 2)
+        self._handlers: dict[str, Callable[[gs.Node], object]] = {
+            "Cast": self._on_cast,
+            "Clip": self._on_clip,
+            "Dropout": self._on_dropout,
+            "Gemm": self._on_gemm,
+            "MatMul": self._on_matmul,
+            "Max": self._on_max,
+            "Pow": self._on_pow,
+            "Slice": self._on_slice,
+            "Split": self._on_split,
+            "ThresholdedRelu": self._on_thresholdedrelu,
+            "Transpose": self._on_transpose,
+            "Where": self._on_where,
+            **dict.fromkeys(_UNARY, self._on_unary),
+            **dict.fromkeys(_ARITHMETIC, self._on_arithmetic),
+            **dict.fromkeys(_COMPARISONS, self._on_comparison),
+            **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), self._on_reshape),
+        }
+        for tensor in graph.inputs:
+            self._placeholder(tensor)
+        for node in graph.nodes:
+            self._translate(node)
+        outputs = [self._nodes[tensor.name] for tensor in graph.outputs if tensor.name in self._nodes]
+        self.shadow.graph.output(tuple(outputs))
+
+    # ---- nodes ----
+
+    def _translate(self, node: gs.Node) -> None:
+        try:
+            if node.op not in self._handlers or (node.domain and node.domain != "ai.onnx"):
+                raise _UnknownError
+            self._handlers[node.op](node)
+        except _UnknownError:
+            self._opaque(node)
+
+    def _opaque(self, node: gs.Node) -> None:
+        operands = [self._node(tensor) for tensor in _read_by(node) if tensor.name in self._nodes]
+        for tensor in node.outputs:
+            if tensor.name and node.op != "Constant":
+                self._add(tensor, _something, tuple(operands), self._inferred(tensor))
+
+    def _emit(self, node: gs.Node, op: Any, *arguments: Any, **options: Any) -> Node:
+        """Add a node for the first output, with the shape that the op gives."""
+        if any(isinstance(argument, Node) and argument.meta.get("val") is None for argument in arguments):
+            raise _UnknownError
+        try:
+            plain = torch.fx.node.map_arg((arguments, options), lambda operand: operand.meta["val"])
+            value = op(*plain[0], **plain[1])
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise _UnknownError from error
+        inferred = self._inferred(node.outputs[0])
+        if inferred is not None and inferred.dim() != value.dim():
+            raise _UnknownError  # a number that was written as [1, 1, 1] adds dimensions
+        return self._add(node.outputs[0], op, arguments, value, options)
+
+    def _add(
+        self, tensor: gs.Tensor, op: Any, arguments: tuple[Any, ...], value: Any, options: dict[str, Any] | None = None
+    ) -> Node:
+        made = self.shadow.graph.call_function(op, arguments, options or {})
+        return self._register(tensor, made, value)
+
+    def _register(self, tensor: gs.Tensor, made: Node, value: Any) -> Node:
+        made.name = tensor.name
+        made.meta["val"] = value
+        self._nodes[tensor.name] = made
+        self.shadow.tensors[made] = tensor
+        return made
+
+    # ---- operands ----
+
+    def _placeholder(self, tensor: gs.Tensor) -> Node:
+        return self._register(tensor, self._first(), self._inferred(tensor))
+
+    def _first(self) -> Node:
+        first = next(iter(self.shadow.graph.nodes), None)
+        if first is None:
+            return self.shadow.graph.placeholder("tensor")
+        with self.shadow.graph.inserting_before(first):
+            return self.shadow.graph.placeholder("tensor")
+
+    def _node(self, tensor: gs.Tensor) -> Node:
+        return self._nodes[tensor.name]
+
+    def _operand(self, node: gs.Node, index: int) -> Node:
+        """Return a tensor operand: computed, an input, or a constant of any size."""
+        if len(node.inputs) <= index or not node.inputs[index].name:
+            raise _UnknownError
+        tensor = node.inputs[index]
+        if tensor.name not in self._nodes:
+            self._constant(tensor, node)
+        return self._nodes[tensor.name]
+
+    def _constant(self, tensor: gs.Tensor, reader: gs.Node) -> None:
+        if not isinstance(tensor, gs.Constant):
+            values = constant_values(tensor)
+            if values is None:
+                raise _UnknownError
+            dtype, shape = dtype_of(values.dtype), values.shape
+        else:
+            dtype, shape = dtype_of(tensor.dtype), tensor.shape
+        if dtype is None:
+            raise _UnknownError
+        made = self._register(tensor, self._first(), torch.empty(tuple(shape), dtype=dtype, device="meta"))
+        self.shadow.constants[made] = self._readable(tensor.name, reader)
+
+    def _readable(self, name: str, reader: gs.Node) -> str:
+        """Return a dotted name for a constant: its own, or from its reader where exporters only number constants."""
+        if "." in name and "::" not in name:
+            return name
+        module = self._modules.get(reader.outputs[0].name) if reader.outputs else None
+        path = [module] if module else [part for part in reader.name.split("/") if part][:-1]
+        return ".".join([*path, name])
+
+    def _vector(self, node: gs.Node, index: int) -> Node:
+        """Return an operand; a constant [1, …, 1, n] as the vector that it is, for biases."""
+        operand = self._operand(node, index)
+        value = operand.meta["val"]
+        if operand not in self.shadow.constants or value.dim() < 2 or value.numel() != value.shape[-1]:
+            return operand
+        tensor = node.inputs[index]
+        if tensor.name not in self._vectors:
+            made = self._first()
+            made.name, made.meta["val"] = f"{tensor.name}.vector", value.reshape(-1)
+            self.shadow.tensors[made], self.shadow.constants[made] = tensor, self.shadow.constants[operand]
+            self._vectors[tensor.name] = made
+        return self._vectors[tensor.name]
+
+    def _optional_number(self, node: gs.Node, index: int) -> float | None:
+        if len(node.inputs) <= index or not node.inputs[index].name:
+            return None
+        return self._number(node, index)
+
+    def _number(self, node: gs.Node, index: int) -> float:
+        """Return the value of a constant that is one number."""
+        number = None if len(node.inputs) <= index else self._as_number(node.inputs[index])
+        if number is None:
+            raise _UnknownError
+        return number
+
+    def _as_number(self, tensor: gs.Tensor) -> float | None:
+        if isinstance(tensor, gs.Constant) and int(np.prod(tensor.shape)) != 1:
+            return None
+        values = constant_values(tensor)
+        if values is None or values.size != 1 or values.dtype.kind in "OSU":
+            return None
+        return float(values.reshape(-1)[0])
+
+    def _integers(self, node: gs.Node, index: int, attribute: str) -> list[int] | None:
+        """Return constant integers that are an input or, in older versions, an attribute."""
+        if attribute in node.attrs:
+            return [int(number) for number in node.attrs[attribute]]
+        if len(node.inputs) <= index or not node.inputs[index].name:
+            return None
+        values = constant_values(node.inputs[index])
+        if values is None:
+            raise _UnknownError
+        return [int(number) for number in values.reshape(-1)]
+
+    def _inferred(self, tensor: gs.Tensor) -> torch.Tensor | None:
+        """Return what shape inference found; None where it did not find the rank or the dtype."""
+        dtype = dtype_of(tensor.dtype)
+        if dtype is None or tensor.shape is None:
+            return None
+        shape = [dim if isinstance(dim, int) and dim > 0 else self._size(dim) for dim in tensor.shape]
+        return _empty(shape, dtype)
+
+    def _size(self, dim: Any) -> int:
+        name = dim if isinstance(dim, str) and dim else f"?{len(self._sizes)}"
+        if name not in self._sizes:
+            self._sizes[name] = next(number for number in self._numbers if _is_prime(number))
+        return self._sizes[name]
+
+    # ---- operators ----
+
+    def _on_matmul(self, node: gs.Node) -> None:
+        x, weight = self._operand(node, 0), self._operand(node, 1)
+        if x.meta.get("val") is None and weight.meta.get("val") is not None and weight.meta["val"].dim() == 2:
+            # Whatever computed x, its last dimension is the weight's first; the rest is not known to equal anything.
+            rows, value = self._size(None), weight.meta["val"]
+            x.meta["val"] = torch.empty((rows, value.shape[0]), dtype=value.dtype, device="meta")
+        self._emit(node, aten.matmul.default, x, weight)
+
+    def _on_gemm(self, node: gs.Node) -> None:
+        options = node.attrs
+        if options.get("transA", 0) or options.get("alpha", 1.0) != 1 or options.get("beta", 1.0) != 1:
+            raise _UnknownError
+        x, weight = self._operand(node, 0), self._operand(node, 1)
+        bias = [self._vector(node, 2)] if len(node.inputs) > 2 and node.inputs[2].name else []
+        if options.get("transB", 0):
+            self._emit(node, aten.linear.default, x, weight, *bias)
+        elif bias:
+            self._emit(node, aten.addmm.default, *bias, x, weight)
+        else:
+            self._emit(node, aten.mm.default, x, weight)
+
+    def _on_unary(self, node: gs.Node) -> None:
+        self._emit(node, _UNARY[node.op], self._operand(node, 0))
+
+    def _on_comparison(self, node: gs.Node) -> None:
+        self._emit(node, _COMPARISONS[node.op], self._operand(node, 0), self._number(node, 1))
+
+    def _on_arithmetic(self, node: gs.Node) -> None:
+        by_tensor, by_number = _ARITHMETIC[node.op]
+        numbers = [self._as_number(tensor) for tensor in node.inputs]
+        if numbers[0] is None and numbers[1] is None:
+            both = [self._vector(node, i) if node.op == "Add" else self._operand(node, i) for i in (0, 1)]
+            for x, sigmoid in (both, both[::-1]):
+                if node.op == "Mul" and sigmoid.target is aten.sigmoid.default and sigmoid.args[0] is x:
+                    self._emit(node, aten.silu.default, x)
+                    return
+            self._emit(node, by_tensor, *both)
+        elif numbers[0] is None or node.op in ("Add", "Mul"):
+            index = 0 if numbers[0] is None else 1
+            self._emit(node, by_number, self._operand(node, index), numbers[1 - index])
+        else:
+            raise _UnknownError
+
+    def _on_pow(self, node: gs.Node) -> None:
+        self._emit(node, aten.pow.Tensor_Scalar, self._operand(node, 0), self._number(node, 1))
+
+    def _on_max(self, node: gs.Node) -> None:
+        numbers = [self._as_number(tensor) for tensor in node.inputs]
+        if len(numbers) != 2 or (numbers[0] is None) == (numbers[1] is None):
+            raise _UnknownError
+        index = 0 if numbers[0] is None else 1
+        self._emit(node, aten.clamp_min.default, self._operand(node, index), numbers[1 - index])
+
+    def _on_clip(self, node: gs.Node) -> None:
+        if self._opset < 11:
+            low, high = node.attrs.get("min"), node.attrs.get("max")
+        else:
+            low, high = self._optional_number(node, 1), self._optional_number(node, 2)
+        self._emit(node, aten.clamp.default, self._operand(node, 0), low, high)
+
+    def _on_thresholdedrelu(self, node: gs.Node) -> None:
+        self._emit(node, aten.threshold.default, self._operand(node, 0), float(node.attrs.get("alpha", 1.0)), 0.0)
+
+    def _on_where(self, node: gs.Node) -> None:
+        condition = self._operand(node, 0)
+        chosen, other = (self._as_number(node.inputs[index]) for index in (1, 2))
+        if chosen is None and other is not None:
+            self._emit(node, aten.where.ScalarOther, condition, self._operand(node, 1), other)
+        elif chosen is not None and other is None:
+            self._emit(node, aten.where.ScalarSelf, condition, chosen, self._operand(node, 2))
+        else:
+            raise _UnknownError
+
+    def _on_dropout(self, node: gs.Node) -> None:
+        trains = self._optional_number(node, 2) if self._opset >= 12 else float(not node.attrs.get("is_test", 1))
+        if trains or any(mask.outputs for mask in node.outputs[1:]):
+            raise _UnknownError
+        self._emit(node, aten.alias.default, self._operand(node, 0))
+
+    def _on_cast(self, node: gs.Node) -> None:
+        dtype = dtype_of(node.attrs.get("to"))
+        if dtype is None:
+            raise _UnknownError
+        self._emit(node, aten._to_copy.default, self._operand(node, 0), dtype=dtype)
+
+    def _on_transpose(self, node: gs.Node) -> None:
+        source = self._operand(node, 0)
+        value = source.meta.get("val")
+        if value is None:
+            raise _UnknownError
+        order = node.attrs.get("perm", list(range(value.dim()))[::-1])
+        self._emit(node, aten.permute.default, source, list(order))
+
+    def _on_reshape(self, node: gs.Node) -> None:
+        source, inferred = self._operand(node, 0), self._inferred(node.outputs[0])
+        if inferred is None and node.op == "Reshape":
+            # The rank and the last dimension alone may be written in the graph.
+            shape = self._integers(node, 1, "shape")
+            value = source.meta.get("val")
+            if shape is None or value is None:
+                raise _UnknownError
+            sizes = [size if size > 0 else self._size(None) for size in shape]
+            inferred = _empty(sizes, value.dtype)
+        if inferred is None:
+            raise _UnknownError
+        self._add(node.outputs[0], aten.view.default, (source, list(inferred.shape)), inferred)
+
+    def _on_split(self, node: gs.Node) -> None:
+        source = self._operand(node, 0)
+        value, axis = source.meta.get("val"), int(node.attrs.get("axis", 0))
+        if value is None:
+            raise _UnknownError
+        sizes = self._integers(node, 1, "split")
+        if sizes is None:
+            # The last part is smaller where the dimension does not divide evenly.
+            parts, size = len(node.outputs), int(value.shape[axis])
+            largest = -(-size // parts)
+            sizes = [largest] * (parts - 1) + [size - largest * (parts - 1)]
+        try:
+            pieces = aten.split_with_sizes.default(value, sizes, axis)
+        except (RuntimeError, IndexError) as error:
+            raise _UnknownError from error
+        made = self.shadow.graph.call_function(aten.split_with_sizes.default, (source, sizes, axis))
+        made.meta["val"] = list(pieces)
+        for index, tensor in enumerate(node.outputs):
+            if tensor.name:
+                self._add(tensor, operator.getitem, (made, index), pieces[index])
+
+    def _on_slice(self, node: gs.Node) -> None:
+        source = self._operand(node, 0)
+        starts, ends = self._integers(node, 1, "starts"), self._integers(node, 2, "ends")
+        axes, steps = self._integers(node, 3, "axes"), self._integers(node, 4, "steps")
+        if starts is None or ends is None or len(starts) != 1 or (steps or [1])[0] < 1:
+            raise _UnknownError
+        axis, step = (axes or [0])[0], (steps or [1])[0]
+        self._emit(node, aten.slice.Tensor, source, axis, starts[0], min(ends[0], 2**62), step)
+
+
+def _empty(shape: list[int], dtype: torch.dtype) -> torch.Tensor | None:
+    """Return a tensor without data; None where it would have more elements than can be counted."""
+    try:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    except RuntimeError:
+        return None
+
+
+def _something(*_: Any) -> None:
+    """Stand for an operator that is not translated."""
+
+
+def _read_by(node: gs.Node) -> Iterator[gs.Tensor]:
+    """Yield the tensors that a node reads, also from inside of its subgraphs."""
+    yield from node.inputs
+    for attribute in node.attrs.values():
+        if isinstance(attribute, gs.Graph):
+            for inner in attribute.nodes:
+                yield from _read_by(inner)
+            yield from attribute.outputs
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(3, int(number**0.5) + 1, 2))

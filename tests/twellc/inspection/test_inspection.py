@@ -1,0 +1,212 @@
+"""What `twellc inspect` counts, against counts of real computations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.conftest import Cli
+from tests.models import Gated, Plain, Residual, export
+from tests.onnx_graphs import gated
+from tests.twellc.test_cli import failed
+from twellc.cost import Cost, count_costs, dense_cost, sparse_cost
+from twellc.passes.report import Layer
+
+D_MODEL, D_FF, D_OUT = 32, 600, 48
+
+
+def layer(variant: str, **changes: Any) -> Layer:
+    widths = {"d_model": D_MODEL, "d_ff": D_FF, "d_out": D_OUT}
+    row = {"module": "mlp", "variant": variant, "activation": "relu", "matched": True, "decision": "twell"}
+    return Layer(**{**row, "reason": "", "residual": False, **widths, **changes})
+
+
+def block(variant: str) -> torch.nn.Module:
+    return (Gated if variant == "gated" else Plain)(d_model=D_MODEL, d_ff=D_FF, d_out=D_OUT).bfloat16()
+
+
+@pytest.mark.parametrize("variant", ["gated", "plain"])
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_dense_counts(variant: str, tokens: int) -> None:
+    module, x = block(variant), torch.randn(tokens, D_MODEL).bfloat16()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        y = module(x)
+    cost = dense_cost(layer(variant), tokens)
+    assert cost.flops == counter.get_total_flops()
+    hidden = torch.empty(tokens, D_FF, dtype=torch.bfloat16)
+    assert cost.bytes == sum(each.nbytes for each in (x, y, hidden, *module.parameters()))
+    assert cost.gathered == 0
+
+
+@pytest.mark.parametrize("variant", ["gated", "plain"])
+def test_sparse_counts_of_real_activations(variant: str) -> None:
+    """Count the products of each token with its own active neurons, one by one."""
+    torch.manual_seed(3)
+    module, x = block(variant), torch.randn(50, D_MODEL).bfloat16()
+    first = module.gate if variant == "gated" else module.up
+    active = torch.relu(first(x) - 1.5) > 0
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        first(x)
+        rows = 0
+        for token, neurons in zip(x, active, strict=True):
+            row = token[None]
+            if variant == "gated":
+                row @ module.up.weight[neurons].t()
+            hidden = torch.zeros(1, int(neurons.sum())).bfloat16()
+            hidden @ module.down.weight[:, neurons].t()
+            rows += int(neurons.sum())
+    cost = sparse_cost(layer(variant), 50, float(active.double().mean()))
+    assert cost.flops == counter.get_total_flops()
+    width = D_OUT + (D_MODEL if variant == "gated" else 0)
+    assert cost.gathered == 2 * rows * width
+
+
+@pytest.mark.parametrize("variant", ["gated", "plain"])
+def test_sparse_bytes(variant: str) -> None:
+    neuron = D_OUT + (D_MODEL if variant == "gated" else 0)
+    always = 2 * (D_MODEL + D_MODEL * D_FF + D_OUT)  # x, the weights whose product is activated, and y, for one token
+    empty = sparse_cost(layer(variant), 1, 0.0)
+    assert empty == Cost(2 * D_MODEL * D_FF, always + 4 * 3, 0)  # the counts of three tiles, the last of them narrower
+    one = sparse_cost(layer(variant), 1, 0.25)
+    assert one.bytes == always + 4 * (3 + 150) + 2 * 150 * neuron
+    assert one.gathered == 2 * 150 * neuron
+    # Of many tokens each neuron fires for some: all rows are needed once, and no more than that.
+    many, rows = sparse_cost(layer(variant), 10_000, 0.25), 10_000 * 150
+    assert many.gathered == 2 * rows * neuron
+    assert many.bytes == 2 * (10_000 * (D_MODEL + D_OUT) + D_MODEL * D_FF + D_FF * neuron) + 4 * (rows + 30_000)
+
+
+def test_rows_of_several_tokens() -> None:
+    """The expected number of neurons that fire for any of the tokens, against drawing them."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.rand(2000, 8, D_FF, generator=generator) < 0.1).any(1).sum(1).double().mean()
+    bytes_without_rows = 2 * (8 * (D_MODEL + D_OUT) + D_MODEL * D_FF) + 4 * 8 * (60 + 3)
+    rows = (sparse_cost(layer("plain"), 8, 0.1).bytes - bytes_without_rows) / (2 * D_OUT)
+    assert rows == pytest.approx(float(drawn), rel=0.01)
+
+
+@pytest.mark.parametrize("variant", ["gated", "plain"])
+def test_all_active_costs_as_many_flops_as_dense(variant: str) -> None:
+    assert sparse_cost(layer(variant), 64, 1.0).flops == dense_cost(layer(variant), 64).flops
+
+
+def test_totals_and_blocks_left_dense() -> None:
+    rewritten, dense = layer("gated"), layer("plain", decision="dense")
+    found = count_costs([rewritten, dense], 16, 0.01)
+    assert found.layers[1].sparse == found.layers[1].dense
+    assert found.layers[0].sparse.flops < found.layers[0].dense.flops
+    for form in ("dense", "sparse"):
+        for quantity in ("flops", "bytes", "gathered"):
+            costs = [getattr(getattr(row, form), quantity) for row in found.layers]
+            assert getattr(getattr(found.total, form), quantity) == sum(costs)
+    assert count_costs([], 16, 0.01).total.dense.flops == 0
+
+
+# ---- the command ----
+
+
+def test_inspect_counts_in_every_kind_of_file(cli: Cli, tmp_path: Path) -> None:
+    """A model, the plan and the rewritten graph of it have the same blocks, so the same counts."""
+    model, plan, graph = tmp_path / "m.pt2", tmp_path / "m.plan", tmp_path / "m.onnx"
+    torch.export.save(export(Residual(Gated(d_ff=320)).bfloat16(), torch.randn(4, 16).bfloat16()), model)
+    assert cli("compile", model, "-o", plan, "--onnx", graph).exit_code == 0
+    expected = count_costs(
+        [layer("gated", module="ffn", d_model=16, d_ff=320, d_out=16)], tokens=7, density=0.125
+    )  # fmt: skip
+    for target in (model, plan, graph):
+        found = json.loads(cli("inspect", target, "--json", "--tokens", 7, "--density", 0.125).stdout)
+        assert found["cost"] == expected.to_json()
+    shown = cli("inspect", plan, "--tokens", 7, "--density", 0.125).stdout
+    assert "7 tokens a call, at an assumed density of 12.5 %" in shown
+    assert "no prediction of time" in shown
+    assert "0.000215" in shown  # GFLOP, dense: 2 · 7 · 3 · 16 · 320
+    assert "at an assumed density of 0.5 %" in cli("inspect", graph).stdout
+
+
+def test_what_is_compiled_takes_no_dtype_and_no_inputs(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
+    assert cli("compile", archive, "-o", plan, "--onnx", graph).exit_code == 0
+    for target, kind in ((plan, "a plan"), (graph, "a rewritten graph")):
+        failed(cli("inspect", target, "--dtype", "bf16"), "--dtype bf16: what is compiled keeps", f"{target}, {kind}")
+        failed(cli("inspect", target, "--input", "x:float32[2]"), "--input: only a pickled module needs", str(target))
+
+
+def test_graph_with_its_report_beside_it(cli: Cli, tmp_path: Path) -> None:
+    """The report has the name that the manifest of a plan called so would have."""
+    onnx.save(gated(), tmp_path / "m.onnx")
+    graph = tmp_path / "g.onnx"
+    options = ["--backend", "none", "--onnx", graph, "--report", tmp_path / "g.onnx.json"]
+    assert cli("compile", tmp_path / "m.onnx", *options).exit_code == 0
+    result = cli("inspect", graph, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["kind"] == "rewritten ONNX file"
+
+
+def test_inspect_shows_the_fields_of_plugin_nodes(cli: Cli, tmp_path: Path) -> None:
+    onnx.save(gated("fp16", biases=True), tmp_path / "m.onnx")
+    graph = tmp_path / "g.onnx"
+    options = ["--backend", "none", "--onnx", graph, "--compression", 4]
+    assert cli("compile", tmp_path / "m.onnx", *options).exit_code == 0
+    (node,) = json.loads(cli("inspect", graph, "--json").stdout)["nodes"]
+    assert node["fields"] == {
+        "activation": "relu", "threshold": 0.0, "compression": 4, "hot": 0, "gate_bias": 1, "up_bias": 1,
+        "down_bias": 1, "residual": 0, "plugin_version": "twellc-3", "plugin_namespace": "twell",
+    }  # fmt: skip
+    shown = cli("inspect", graph).stdout
+    for name, value in node["fields"].items():
+        assert f"{name}={value}" in shown
+
+
+def test_inspect_shows_how_many_neurons_are_hot(cli: Cli, tmp_path: Path) -> None:
+    """Of a graph that does not say what its layers were."""
+    onnx.save(gated(), tmp_path / "m.onnx")
+    graph = tmp_path / "g.onnx"
+    assert cli("compile", tmp_path / "m.onnx", "--backend", "none", "--onnx", graph).exit_code == 0
+    model = onnx.load(graph)
+    (node,) = (node for node in model.graph.node if node.domain == "twell")
+    (hot,) = (each for each in node.attribute if each.name == "hot")
+    hot.i = 24
+    del model.metadata_props[:]
+    onnx.save(model, tmp_path / "hot.onnx")
+    assert "rewritten, 24 hot" in cli("inspect", tmp_path / "hot.onnx").stdout
+    (row,) = json.loads(cli("inspect", tmp_path / "hot.onnx", "--json").stdout)["layers"]
+    assert row["hot"] == 24
+
+
+@pytest.mark.parametrize(
+    "options", [["--density", "1.1"], ["--density", "-0.1"], ["--density", "x"], ["--tokens", "0"], ["--tokens", "1.5"]]
+)
+def test_inspect_refuses(cli: Cli, tmp_path: Path, options: list[str]) -> None:
+    result = cli("inspect", tmp_path, *options)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{options[0]}'" in result.stderr
+
+
+def test_inspect_without_blocks_counts_nothing(cli: Cli, tmp_path: Path) -> None:
+    torch.export.save(export(torch.nn.Linear(16, 16), torch.randn(4, 16)), tmp_path / "m.pt2")
+    result = cli("inspect", tmp_path / "m.pt2")
+    assert result.exit_code == 0
+    assert "no feed-forward blocks" in result.stdout
+    assert "density" not in result.stdout
+
+
+def test_inspect_a_node_without_known_widths(cli: Cli, tmp_path: Path) -> None:
+    """Its weights are inputs of a graph of another origin."""
+    names = ["x", "w_up", "w_down"]
+    node = onnx.helper.make_node("TwellMlp", names, ["y"], "node", domain="twell", activation="relu")
+    inputs = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.BFLOAT16, ["a", "b"]) for name in names]
+    outputs = [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.BFLOAT16, ["a", "b"])]
+    graph = onnx.helper.make_graph([node], "g", inputs, outputs)
+    opsets = [onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid("twell", 1)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "m.onnx")
+    result = cli("inspect", tmp_path / "m.onnx")
+    assert result.exit_code == 0, result.output
+    assert "TwellMlp" in result.stdout
+    (row,) = (line for line in result.stdout.splitlines() if line.startswith("│ node") and "rewritten" not in line)
+    assert row.split("│")[4].strip() == "-", "no ratio of nothing"
