@@ -99,8 +99,8 @@ def test_a_plan_says_what_was_done(cli: Cli, bytelm: Path, profile: Path, tmp_pa
     assert neurons is not None and neurons.dead > 0 and manifest.settings.prune_dead is True
     assert any("approximate" in note for note in manifest.notes)
     assert twellc.inspect(plan).layers == manifest.layers
-    np.savez(tmp_path / "x.npz", input_ids=np.full((1, 4), 65))
-    arguments = ["check", bytelm, plan, "--inputs", tmp_path / "x.npz"]
+    (tmp_path / "seen.py").write_text(TEXT[:100])
+    arguments = ["check", bytelm, plan, "--text", tmp_path / "seen.py"]
     failed(cli(*arguments), "was compiled with a profile", "Give it with --calibration PROFILE")
     (tmp_path / "another").write_bytes(b"x")
     failed(cli(*arguments, "--calibration", tmp_path / "another"), "got another one")
