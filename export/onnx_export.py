@@ -26,6 +26,7 @@ from twellc.base.errors import UserError, first_line
 from twellc.base.files import external_data
 from twellc.export.onnx_optimizer import optimize_exactly
 from twellc.passes.attention import OPERATOR
+from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import quiet_torch
 from twellc.passes.report import Attention
 from twellc.plugins.attention_op import ATTENTION
@@ -52,6 +53,7 @@ def export_onnx(
     output_names: list[str],
     dimension_names: dict[str, str],
     opset: int = _OPSET,
+    dump: GraphDump = NOWHERE,
 ) -> onnx_ir.Model:
     """Translate a program.
 
@@ -61,6 +63,7 @@ def export_onnx(
         output_names: Names for the graph's outputs, in the program's order.
         dimension_names: Names for the program's symbolic dimensions, by symbol.
         opset: The version of ONNX's operators.
+        dump: Receives the ONNX graph as torch writes it, and optimized.
 
     Raises:
         UserError: An operation has no ONNX form.
@@ -85,7 +88,9 @@ def export_onnx(
         ) from error  # fmt: skip
     assert exported is not None
     model = exported.model
+    dump.text("onnx", lambda: str(model))
     optimize_exactly(model)
+    dump.text("optimize_exactly", lambda: str(model))
     _name_outputs(model.graph, output_names)
     model.graph.metadata_props.clear()
     for node in model.graph:

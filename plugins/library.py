@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from twellc.base.dtypes import CODES
 from twellc.base.errors import UserError
 from twellc.base.version import __version__
 from twellc.plugins.elf import expected_size
@@ -22,7 +23,7 @@ PLUGIN_NAMES = ("TwellGatedMlp", "TwellMlp")
 # In a library of its own, which is not everywhere.
 ATTENTION_NAME = "TwellAttention"
 
-DTYPES = {"bfloat16": 0, "float16": 1}
+DTYPES = CODES
 VARIANTS = {"gated": 0, "plain": 1}
 ACTIVATIONS = {"relu": 0, "relu2": 1, "fatrelu": 2, "drelu": 3}
 COMPRESSIONS = (1, 2, 4, 8)

@@ -20,6 +20,7 @@ LOGITS = ("all", "last")
 DEFAULT_COMPRESSION = 8
 DEFAULT_DENSITY = 0.005
 DEFAULT_TOKENS = 2048
+DEFAULT_BATCH = 8
 DEFAULT_REPEATS = 20
 
 
@@ -37,7 +38,7 @@ class CompileOptions:
         layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
         compression: The TwELL compression factor.
         strict: Fail when nothing matches or a block that looks like one is refused.
-        dump_graphs: A folder for the graph after each pass.
+        dump_graphs: A folder for the graph as traced and after each pass.
         report: Where to write the report as JSON.
         overwrite: Whether outputs may replace existing files.
         trust_model: Whether to load a pickle, or an archive that could execute code.
@@ -50,6 +51,7 @@ class CompileOptions:
         padding: Whether a causal Hugging Face model takes no `attention_mask` (`none`) or one (`mask`); None takes the
             default of the model, `none` where it is causal.
         logits: The places whose logits a causal Hugging Face model computes: `all` or the `last` one.
+        plugin_libraries: TensorRT plugin libraries of other people, for graphs that hold nodes of theirs.
         in_memory: What to call a model that is in memory, and in `model` only for the command; empty for a file.
     """
 
@@ -73,6 +75,7 @@ class CompileOptions:
     attention_forms: tuple[str, ...] = ()
     padding: str | None = None
     logits: str = "all"
+    plugin_libraries: tuple[Path, ...] = ()
     in_memory: str = ""
 
 
@@ -163,6 +166,42 @@ class CheckOptions:
     inputs: tuple[InputDeclaration, ...] = ()
 
 
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What `twellc profile` was asked to do.
+
+    Attributes:
+        model: The model, as `twellc compile` takes it.
+        output: Where the profile goes; None keeps it in memory.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` takes the GPU where torch sees one.
+        batch: Sequences in a run of the model.
+        sequence: Tokens in a sequence at most, for data without a shape of its own; None takes 1024, or what the model
+            takes at most.
+        tokens: How many tokens to stop after; None takes all data.
+        field: The field of a line of JSON that holds the text.
+        dtype: Precision to run the model in; None takes the one that `twellc compile` would.
+        padding: See `CompileOptions`.
+        overwrite: Whether the output may replace an existing file.
+        trust_model: Load a pickle, or an archive that could execute code.
+        inputs: The inputs of a pickled module.
+        in_memory: See `CompileOptions`.
+    """
+
+    model: Path
+    output: Path | None = None
+    device: str = "auto"
+    batch: int = DEFAULT_BATCH
+    sequence: int | None = None
+    tokens: int | None = None
+    field: str = "text"
+    dtype: str | None = None
+    padding: str | None = None
+    overwrite: bool = False
+    trust_model: bool = False
+    inputs: tuple[InputDeclaration, ...] = ()
+    in_memory: str = ""
+
+
 def refuse_dtype(requested: str | None, target: str) -> None:
     """Fail if a dtype is asked for of something that is compiled already.
 
@@ -218,7 +257,11 @@ def compile_options(
         output = triton_plan(triton, model)
         triton = model_folder(triton, model)
     if options.get("backend") == "none":
-        for option, given in (("triton", triton), ("embed-plugins", options.get("embed_plugins"))):
+        given_options = {
+            "triton": triton, "embed-plugins": options.get("embed_plugins"),
+            "plugin-library": options.get("plugin_libraries"),
+        }  # fmt: skip
+        for option, given in given_options.items():
             if given:
                 raise UserError(f"--{option}", "no plan is built", got="--backend none")
         if onnx is None and output is not None and output.suffix == ".onnx":

@@ -26,6 +26,7 @@ import torch
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from twellc.base.arrays import to_numpy, to_torch
+from twellc.base.dtypes import BY_NAME, dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.passes.decide import decide
 from twellc.passes.match.find_ffn import FfnBlock, find_blocks
@@ -40,7 +41,6 @@ from twellc.plugins.onnx_node import GATED, PLAIN, node_attributes
 # Initializers above this size take no part in shape inference, which would copy them.
 _SMALL = 1024
 _SCOPES = "pkg.torch.onnx.name_scopes"
-_ONNX_TYPES = {torch.bfloat16: onnx.TensorProto.BFLOAT16, torch.float16: onnx.TensorProto.FLOAT16}
 
 
 @dataclass(frozen=True)
@@ -289,5 +289,4 @@ def _operands(
 
 
 def _cast(source: gs.Tensor | None, target: gs.Tensor, dtype: torch.dtype) -> gs.Node:
-    to = _ONNX_TYPES.get(dtype, onnx.TensorProto.FLOAT)
-    return gs.Node("Cast", f"{target.name}/Cast", {"to": to}, [source], [target])
+    return gs.Node("Cast", f"{target.name}/Cast", {"to": BY_NAME[dtype_name(dtype)].onnx}, [source], [target])

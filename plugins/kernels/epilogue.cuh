@@ -55,19 +55,8 @@ template <class Element, int kCount, class Params>
 __device__ __forceinline__ void add_bias_and_residual(float (&sums)[kCount], Params const& params, int64_t row,
                                                       int column) {
     add_bias<Element>(sums, params, column);
-    if (params.residual == nullptr) {
-        return;
-    }
-    uint16_t const* const residual = params.residual + row * params.d_out + column;
-    if constexpr (kCount == kVector) {
-        float values[kCount];
-        unpack<Element>(values, load_written_vector(residual));
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-            sums[k] += values[k];
-        }
-    } else {
-        add_elements<Element>(sums, residual);
+    if (params.residual != nullptr) {
+        add_elements<Element>(sums, params.residual + row * params.d_out + column);
     }
 }
 

@@ -243,7 +243,7 @@ def test_register_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_how_to_register_names_what_a_plan_needs() -> None:
-    assert registration.how_to_register("m.plan", "tensorrt", attention=True) == {
+    assert registration.how_to_register("m.plan", "tensorrt", ["TwellMlp", "TwellAttention"], []) == {
         "missing": "TensorRT prints «Cannot find plugin: TwellGatedMlptwell, version: twellc-3, namespace:twell.», or "
         "TwellMlp instead, where they are not registered",
         "find": "twellc plugins",
@@ -254,6 +254,12 @@ def test_how_to_register_names_what_a_plan_needs() -> None:
         "c++": 'dlopen("libtwell_plugins.so", RTLD_NOW), dlopen("libtwell_attention.so", RTLD_NOW), '
         "once TensorRT is loaded",
         "any program": "LD_PRELOAD=libtwell_plugins.so:libtwell_attention.so",
+    }
+    assert registration.how_to_register("m.plan", "tensorrt", [], ["libother.so"]) == {
+        "python": "import tensorrt; tensorrt.get_plugin_registry().load_library('libother.so')",
+        "trtexec": "trtexec --dynamicPlugins=libother.so --loadEngine=m.plan",
+        "triton": "tritonserver --backend-config=tensorrt,plugins=libother.so",
+        "c++": 'getPluginRegistry()->loadLibrary("libother.so")',
     }
 
 

@@ -283,7 +283,7 @@ def test_text_in_any_locale(tmp_path: Path) -> None:
         return done.stdout
 
     run(*TWELLC, "compile", "m.onnx", "--backend", "none", "--onnx", "n.onnx", "--dump-graphs", "graphs")
-    assert "größe" in (tmp_path / "graphs" / "1-source.txt").read_text(encoding="utf-8")
+    assert "größe" in (tmp_path / "graphs" / "00-source.txt").read_text(encoding="utf-8")
     read = "import pathlib, twellc.loaders.huggingface as loader; print(ascii(loader._read_config(pathlib.Path())))"
     assert run(sys.executable, "-P", "-c", read) == r"{'name': 'gr\xf6\xdfe'}" + "\n"
 

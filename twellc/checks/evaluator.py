@@ -20,6 +20,7 @@ from onnx.reference.op_run import OpRun, RuntimeContextError
 from onnx.reference.ops import load_op
 
 from twellc.base.arrays import BFLOAT16, Array, to_numpy, to_torch
+from twellc.base.dtypes import kernel_dtypes
 from twellc.base.errors import UserError, first_line
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.library import ATTENTION_NAME, PLUGIN_NAMES, PLUGIN_NAMESPACE
@@ -214,7 +215,7 @@ def _run_where_it_is_fast(op: torch._ops.OpOverload, tensors: list[torch.Tensor 
     """Run an op on the GPU, if there is one and the first tensor is of a type that its kernels take."""
     first = tensors[0]
     assert first is not None
-    device = "cuda" if runs_kernels() and first.dtype in (torch.bfloat16, torch.float16) else "cpu"
+    device = "cuda" if runs_kernels() and first.dtype in kernel_dtypes() else "cpu"
     moved = [None if tensor is None else tensor.to(device) for tensor in tensors]
     y: torch.Tensor = op(*moved, *options)
     return y.cpu()

@@ -24,8 +24,8 @@ from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes, to_numpy, to_to
 from twellc.config import CompileOptions
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.loaders.loaded import LoadedModel
-from twellc.passes.canonicalize import canonicalize
 from twellc.passes.graph.execution import run_program
+from twellc.passes.pipeline import canonicalize
 from twellc.passes.precision import widen
 from twellc.translation.torch_models import translate
 
