@@ -96,7 +96,9 @@ class InspectOptions:
         tokens: Tokens in a call to count operations and bytes of.
         trust_model: Load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
-        calibration, prune_dead, prune_check: See `CompileOptions`.
+        calibration: See `CompileOptions`.
+        prune_dead: See `CompileOptions`.
+        prune_check: See `CompileOptions`.
         in_memory: See `CompileOptions`.
     """
 

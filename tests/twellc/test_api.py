@@ -160,7 +160,8 @@ def test_script_without_a_guard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [twellc.BenchOptions, twellc.CompileOptions, twellc.InspectOptions, twellc.CheckOptions]
+    "kind",
+    [twellc.BenchOptions, twellc.CompileOptions, twellc.InspectOptions, twellc.CheckOptions, twellc.ProfileOptions],
 )
 def test_options_are_documented(kind: Any) -> None:
     for field in fields(kind):
