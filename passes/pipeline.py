@@ -12,7 +12,7 @@ from twellc.base.files import writing
 from twellc.base.records import Json, as_json
 from twellc.passes.attention import rewrite_attention
 from twellc.passes.canonicalize import canonicalize
-from twellc.passes.decide import decide
+from twellc.passes.decide import Advise, decide
 from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.precision import in_precision
 from twellc.passes.report import Attention, Layer
@@ -47,6 +47,7 @@ def run_passes(
     compression: int,
     dump: Path | None = None,
     attention: tuple[str, ...] = (),
+    advise: Advise | None = None,
 ) -> Rewritten:
     """Run every pass.
 
@@ -57,6 +58,7 @@ def run_passes(
         compression: The TwELL compression factor: 1, 2, 4 or 8.
         dump: A folder that receives the graph after each pass.
         attention: The forms to write attention in, see `rewrite_attention`; none leaves it as it is.
+        advise: See `decide`.
 
     Raises:
         UserError: See `lower` and `decide`.
@@ -75,7 +77,7 @@ def run_passes(
     if lowered is not dense:
         dense = keep("2-lowered", lowered)
     blocks = find_ffn_blocks(dense)
-    decisions = decide(blocks, layers)
+    decisions = decide(blocks, layers, advise)
     chosen = [block for block, layer in zip(blocks, decisions, strict=True) if layer.decision == "twell"]
     rewritten = keep("3-rewritten", rewrite_ffn(dense, chosen, compression))
     found: list[Attention] = []

@@ -2,9 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from twellc.base.records import Record
+from twellc.base.records import OPTIONAL, Record
+
+
+@dataclass(frozen=True)
+class ExpectedTime(Record):
+    """What a block is expected to take in a call of so many tokens, in microseconds."""
+
+    tokens: int
+    dense_us: float
+    twell_us: float
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast TwELL is."""
+        return self.dense_us / self.twell_us
+
+
+@dataclass(frozen=True)
+class Expectation(Record):
+    """What measured times of a GPU let expect of a block.
+
+    Attributes:
+        gpu: The GPU.
+        assumed: Whether the density is assumed, with neurons that fire equally often, as nothing was measured.
+        density: Share of gate activations that are not zero.
+        gain: How many times as fast as dense TwELL is: the geometric mean over the sizes that profiles are tuned for.
+        pays_below: The density below which TwELL pays, if neurons differ as these do: 1 where it always does, 0 where
+            it never does.
+        times: Times of TwELL and of the dense block, at the sizes that profiles begin with, are tuned for and end with.
+    """
+
+    gpu: str
+    assumed: bool
+    density: float
+    gain: float
+    pays_below: float
+    times: list[ExpectedTime]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is best for a block.
+
+    Attributes:
+        decision: `twell` or `dense`.
+        facts: Why, in words.
+        hot: How many neurons, the most active ones, are a dense product; 0 where it is dense.
+        compression: The TwELL compression factor.
+        expectation: What is expected of it.
+    """
+
+    decision: str
+    facts: str
+    hot: int
+    compression: int
+    expectation: Expectation
 
 
 @dataclass(frozen=True)
@@ -20,6 +75,7 @@ class Layer(Record):
         decision: `twell` or `dense`.
         reason: Why.
         residual: Whether it also adds its result to what this was added to, if TwELL runs it.
+        expectation: What measured times let expect of it; None where nobody asked, or it cannot be rewritten.
     """
 
     module: str
@@ -32,6 +88,7 @@ class Layer(Record):
     decision: str
     reason: str
     residual: bool
+    expectation: Expectation | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ from twellc.terminal import (
     plain,
     say,
     show_progress,
+    target_gpu_option,
     trust_model_option,
 )
 
@@ -185,6 +186,7 @@ def main() -> None:
     help="Who computes attention: tensorrt, or cudnn by a plugin, which takes causal and unmasked attention and leaves "
     "other to TensorRT. auto: cudnn where it is at hand and was measured faster, which is TensorRT on Hopper.",
 )  # fmt: skip
+@target_gpu_option
 @click.option("--embed-plugins", is_flag=True, help="Put the plugin library into the plan.")
 def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str, **options: Any) -> None:
     """Compile MODEL into a TensorRT plan.
@@ -255,13 +257,14 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
 @click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision to judge a model in; default as in compile.")
 @click.option(
     "--density", type=Share(), default=DEFAULT_DENSITY, show_default=True, metavar="SHARE",
-    help="Share of gate activations that are not zero, from 0 to 1, to count operations and bytes at; it is assumed, "
-    "not measured.",
+    help="Share of gate activations that are not zero, from 0 to 1, to count operations and bytes and expect times at; "
+    "it is assumed, not measured.",
 )  # fmt: skip
 @click.option(
     "--tokens", type=click.IntRange(1, LARGEST_SIZE), default=DEFAULT_TOKENS, show_default=True, metavar="N",
     help="Tokens in a call to count operations and bytes of.",
 )  # fmt: skip
+@target_gpu_option
 @trust_model_option
 @inputs_option
 def inspect(
@@ -270,6 +273,7 @@ def inspect(
     dtype: str | None,
     density: float,
     tokens: int,
+    target_gpu: str | None,
     trust_model: bool,
     inputs: tuple[str, ...],
 ) -> None:
@@ -277,13 +281,15 @@ def inspect(
 
     A plan is read through its manifest, so no GPU is needed. A rewritten ONNX file shows its plugin nodes, too.
 
-    A second table counts the FLOPs and bytes of each block in one call, with dense products and where only active
-    neurons are computed, at an assumed density: counts, no prediction of time.
+    How much faster than a dense block each is expected to be follows from times measured on the target GPU, at the
+    density that is assumed; a plan says what was expected when it was compiled. A second table counts the FLOPs and
+    bytes of each block in one call, with dense products and where only active neurons are computed: counts, no
+    prediction of time.
     """
     with show_progress() as progress:
         found = twellc.inspect(
-            target, dtype=dtype, density=density, tokens=tokens, trust_model=trust_model, inputs=inputs,
-            progress=progress,
+            target, dtype=dtype, density=density, tokens=tokens, target_gpu=target_gpu, trust_model=trust_model,
+            inputs=inputs, progress=progress,
         )  # fmt: skip
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
@@ -378,13 +384,17 @@ def _print_layers(layers: list[Layer]) -> None:
     if not layers:
         console.print("no feed-forward blocks with an activation that twellc knows")
         return
-    table = Table("block", "variant", "activation", "d_model", "d_ff", "result", "why")
+    shown = any(layer.expectation is not None for layer in layers)
+    table = Table(
+        "block", "variant", "activation", "d_model", "d_ff", "result", *(["expected"] if shown else []), "why"
+    )
     for layer in layers:
         rewritten = layer.decision == "twell"
+        gain = "" if layer.expectation is None else f"{layer.expectation.gain:.2f} x"
         table.add_row(
             layer.module, layer.variant, layer.activation, str(layer.d_model), str(layer.d_ff),
             Text(f"rewritten{' + residual' if layer.residual else ''}", "green") if rewritten else "dense",
-            layer.reason,
+            *([gain] if shown else []), layer.reason,
         )  # fmt: skip
     console.print(table)
     count = sum(layer.decision == "twell" for layer in layers)

@@ -49,6 +49,8 @@ class CompileOptions:
         padding: Whether a causal Hugging Face model takes no `attention_mask` (`none`) or one (`mask`); None takes the
             default of the model, `none` where it is causal.
         logits: The places whose logits a causal Hugging Face model computes: `all` or the `last` one.
+        target_gpu: The GPU to decide for: a name that twellc knows, or a data file of measured times; None takes the
+            GPU at hand where its times are known, else an H100.
         in_memory: What to call a model that is in memory, and in `model` only for the command; empty for a file.
     """
 
@@ -72,6 +74,7 @@ class CompileOptions:
     attention_forms: tuple[str, ...] = ()
     padding: str | None = None
     logits: str = "all"
+    target_gpu: str | None = None
     in_memory: str = ""
 
 
@@ -82,8 +85,9 @@ class InspectOptions:
     Attributes:
         target: A model, a plan or a rewritten ONNX file.
         dtype: Precision to judge a model in; None takes the one that `twellc compile` would.
-        density: Assumed share of gate activations that are not zero, to count operations and bytes at.
+        density: Assumed share of gate activations that are not zero, to count operations and bytes and expect times at.
         tokens: Tokens in a call to count operations and bytes of.
+        target_gpu: See `CompileOptions`.
         trust_model: Load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
         in_memory: See `CompileOptions`.
@@ -93,6 +97,7 @@ class InspectOptions:
     dtype: str | None = None
     density: float = DEFAULT_DENSITY
     tokens: int = DEFAULT_TOKENS
+    target_gpu: str | None = None
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()
     in_memory: str = ""

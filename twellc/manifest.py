@@ -17,7 +17,7 @@ from twellc.config import LOGITS, PADDINGS, CompileOptions
 from twellc.export.plan import Plan
 from twellc.export.shapes import Profile, ShapeRange
 from twellc.export.tensorrt_host import python_module
-from twellc.passes.report import Attention, Layer
+from twellc.passes.report import Attention, Expectation, ExpectedTime, Layer
 from twellc.plugins.library import (
     ATTENTION_FORMS,
     ATTENTION_NAME,
@@ -35,6 +35,11 @@ SCHEMA = 2
 
 _SHAPES = {"min": [int], "opt": [int], "max": [int]}
 _TENSOR = {"name": str, "dtype": str, "shape": [int]}
+# What the manifest holds of a block of which something was expected.
+_EXPECTATION = {
+    "gpu": str, "assumed": bool, "density": (float, int), "gain": (float, int), "pays_below": (float, int),
+    "times": [{"tokens": int, "dense_us": (float, int), "twell_us": (float, int)}],
+}  # fmt: skip
 # What the manifest of a plan holds: a type or one of several; a list of one form; a dictionary with these
 # keys, or with any (`str`).
 _FORM: dict[str, Any] = {
@@ -267,7 +272,7 @@ def read_manifest(plan: Path) -> Manifest:
             str(path), "the manifest is of another version", got=str(schema), expected=str(SCHEMA),
             fix="Use the twellc that made the plan, or compile the model again.",
         )  # fmt: skip
-    misfit = _misfit(manifest, _FORM) or _unusable(manifest)
+    misfit = _misfit(manifest, _FORM) or _misfit_expectation(manifest["layers"]) or _unusable(manifest)
     if misfit:
         raise UserError(str(path), f"the manifest is damaged: {misfit}", fix=_FIX)
     if manifest["plan"]["sha256"] != digest(plan):
@@ -281,6 +286,12 @@ def _of_json(content: dict[str, Any]) -> Manifest:
     def pick(record: type[_Record], values: dict[str, Any]) -> _Record:
         return record(**{each.name: values[each.name] for each in fields(record) if each.name in values})  # type: ignore[arg-type]
 
+    def expectation(layer: dict[str, Any]) -> Expectation | None:
+        expected = layer.get("expectation")
+        if expected is None:
+            return None
+        return pick(Expectation, {**expected, "times": [pick(ExpectedTime, time) for time in expected["times"]]})
+
     plan = content["plan"]
     tensors = {key: [pick(PlanTensor, tensor) for tensor in plan[key]] for key in ("inputs", "outputs")}
     profiles = [
@@ -290,7 +301,7 @@ def _of_json(content: dict[str, Any]) -> Manifest:
     records = {
         "model": pick(ModelFile, content["model"]),
         "settings": pick(Settings, content["settings"]),
-        "layers": [pick(Layer, layer) for layer in content["layers"]],
+        "layers": [pick(Layer, {**layer, "expectation": expectation(layer)}) for layer in content["layers"]],
         "attention": [pick(Attention, block) for block in content["attention"]],
         "plugins": pick(Plugins, content["plugins"]),
         "onnx": pick(OnnxFile, content["onnx"]),
@@ -340,7 +351,13 @@ def _misfit(value: Any, form: Any, place: str = "") -> str:
     return next(filter(None, (_misfit(item, wanted, where) for where, item, wanted in items)), "")
 
 
-_KINDS = {str: "string", int: "integer", bool: "boolean", list: "list", dict: "object"}
+def _misfit_expectation(layers: list[dict[str, Any]]) -> str:
+    """Say what is wrong with what was expected of some layers."""
+    places = ((f"layers[{index}].expectation", layer.get("expectation")) for index, layer in enumerate(layers))
+    return next(filter(None, (_misfit(value, _EXPECTATION, place) for place, value in places if value is not None)), "")
+
+
+_KINDS = {float: "number", str: "string", int: "integer", bool: "boolean", list: "list", dict: "object"}
 
 
 def _unusable(manifest: dict[str, Any]) -> str:

@@ -115,6 +115,11 @@ class Share(click.FloatRange):
 trust_model_option = click.option(
     "--trust-model", is_flag=True, help="Load a pickle, or an archive that could execute code."
 )
+target_gpu_option = click.option(
+    "--target-gpu", metavar="GPU|FILE",
+    help="The GPU that speed is expected and decided for: h100, h200, or a data file of twellc bench --calibrate. "
+    "Default: the GPU at hand, if its times are known, else h100.",
+)  # fmt: skip
 inputs_option = click.option(
     "--input", "inputs", multiple=True, metavar="NAME:DTYPE[DIM,...]",
     help="An input of a pickled module, such as x:float32[batch,sequence,512]; a name stands for a dynamic dimension.",

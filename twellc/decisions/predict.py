@@ -46,7 +46,7 @@ _LENGTH = 8.0
 _OTHER_VARIANT = 4.0
 _OTHER_RANGE = 8.0
 _ALL_MOST_ACTIVE = 4.0
-_NOISE = 0.03
+_NOISE = 0.02
 _LEAST_DENSITY = 1e-5
 
 
@@ -128,6 +128,16 @@ class CostModel:
         if not call.hot or self._twell.splits:
             return self._twell.predict(call)
         return self._twell.predict(_sparse_block(call)) + self._dense.predict(_hot_block(call)) - self._dense.constant
+
+    def is_near(self, widths: Widths) -> bool:
+        """Whether d_model and d_ff are those of measured blocks, or at most twice or half of some."""
+        return all(
+            min(measured) / 2 <= width <= 2 * max(measured)
+            for width, measured in (
+                (widths.d_model, {point.d_model for point in self.times.twell}),
+                (widths.d_ff, {point.d_ff for point in self.times.twell}),
+            )
+        )
 
     def error(self) -> ModelError:
         """Say how far predictions are off, by leaving measured points out and predicting them from the others."""
@@ -238,7 +248,7 @@ _Point = TypeVar("_Point", bound=Measured)
 
 
 class _Interpolated:
-    """Times by floor and interpolated ratio; `dense` bounds the floors of TwELL."""
+    """Times by floor and interpolated ratio; what is predicted of dense blocks, by `dense`, bounds floors of TwELL."""
 
     def __init__(self, calls: list[_Call], points: Sequence[Measured], dense: _Interpolated | None) -> None:
         self._bound = dense
@@ -298,7 +308,7 @@ class _Interpolated:
             return float(prices @ _dense_parts(call))
         assert self._bound is not None
         priced = prices * _twell_parts(call)
-        bound = self._bound._floor(replace(_sparse_block(call), rates=None))
+        bound = self._bound.predict(replace(_sparse_block(call), rates=None))
         return min(float(priced[: _HOT.start].sum()), bound) + float(priced[_HOT].sum())
 
     def _covariance(self, places: _Array, groups: _Array) -> _Array:

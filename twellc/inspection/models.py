@@ -10,6 +10,9 @@ import onnx
 
 from twellc.base.dtypes import dtype_name, torch_dtype
 from twellc.config import InspectOptions, refuse_dtype
+from twellc.decisions.advise import Advisor
+from twellc.decisions.choose import Tokens
+from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.inputs import InputDeclaration
 from twellc.inspection.description import Description, PluginNode
 from twellc.loaders.model import load_model
@@ -35,21 +38,25 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     Raises:
         UserError: It is no model, or not one that `dtype` or `inputs` are for.
     """
+    calls = [Tokens(options.tokens, options.tokens, options.tokens)]
+    advisor = Advisor(choose_target(options.target_gpu, gpu_at_hand()), {}, lambda block: calls, options.density)
     if looks_like_onnx(options.target):
         progress("loading the model")
-        return inspect_onnx(options.target, options.dtype, options.inputs)
+        return inspect_onnx(options.target, options.dtype, options.inputs, advisor)
     progress("loading and tracing the model")
     model = load_model(options.target, options.trust_model, options.inputs)
     chosen, notes = choose_dtype(model, options.dtype)
     progress("looking for feed-forward blocks")
     program = in_precision(canonicalize(model.program), torch_dtype(chosen))
-    layers = decide(find_ffn_blocks(program), "auto")
+    layers = decide(find_ffn_blocks(program), "auto", advisor)
     attention = rewrite_attention(program, (MATMUL,))[1]
-    notes = model.notes + notes + activation_notes(model, layers)
+    notes = [*model.notes, *notes, *activation_notes(model, layers), *advisor.notes(layers)]
     return Description(model.kind, layers, notes, dtype=chosen, attention=attention)
 
 
-def inspect_onnx(path: Path, dtype: str | None, declared: tuple[InputDeclaration, ...]) -> Description:
+def inspect_onnx(
+    path: Path, dtype: str | None, declared: tuple[InputDeclaration, ...], advisor: Advisor
+) -> Description:
     """Return what `twellc inspect` shows of an ONNX file; of a rewritten one also its `twell` nodes."""
     model = open_model(path, declared)
     nodes = twell_nodes(model)
@@ -60,8 +67,8 @@ def inspect_onnx(path: Path, dtype: str | None, declared: tuple[InputDeclaration
         notes = [f"{path.name} is a rewritten graph: {len(nodes)} of its nodes are plugins"]
         return Description("rewritten ONNX file", layers, notes, dtype=chosen, nodes=nodes)
     chosen = choose_onnx_dtype(model, dtype)
-    found = find_onnx_blocks(model, torch_dtype(chosen), "auto")
-    return Description(KIND, found.layers, cast_notes(found, chosen), dtype=chosen)
+    found = find_onnx_blocks(model, torch_dtype(chosen), "auto", advisor)
+    return Description(KIND, found.layers, [*cast_notes(found, chosen), *advisor.notes(found.layers)], dtype=chosen)
 
 
 def twell_nodes(model: onnx.ModelProto) -> list[PluginNode]:

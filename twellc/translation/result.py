@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import onnx_ir
@@ -15,7 +15,6 @@ from twellc.export.profiles import ModelInputs
 from twellc.loaders.loaded import DimensionRange
 from twellc.passes.report import Attention, Layer
 
-_AUTO_NOTE = "--layers auto rewrites every match: no sparsity was measured, so speed is not known"
 METADATA_KEY = "twellc"
 
 
@@ -48,8 +47,8 @@ class Translation:
 
 def annotate(
     graph: onnx_ir.Model, layers: list[Layer], dtype: str, options: CompileOptions, traced_by: dict[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    """Write into a graph what was done, and return the settings that decide what it is, with what to say of them.
+) -> dict[str, Any]:
+    """Write into a graph what was done, and return the settings that decide what it is.
 
     Args:
         graph: The graph.
@@ -59,10 +58,11 @@ def annotate(
         traced_by: The settings that the model was traced by, and the forms of its attention.
     """
     settings = {"dtype": dtype, "layers": options.layers, "compression": options.compression, **traced_by}
-    done = {"twellc": __version__, "settings": settings, "layers": [asdict(layer) for layer in layers]}
+    # What is expected depends on the target GPU and the profiles; the graph does not.
+    noted = [asdict(replace(layer, expectation=None)) for layer in layers]
+    done = {"twellc": __version__, "settings": settings, "layers": noted}
     graph.metadata_props[METADATA_KEY] = json.dumps(done)
-    automatic = options.layers == "auto" and any(layer.decision == "twell" for layer in layers)
-    return settings, [_AUTO_NOTE] if automatic else []
+    return settings
 
 
 def check_matches(layers: list[Layer], options: CompileOptions) -> list[str]:

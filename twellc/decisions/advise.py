@@ -1,0 +1,106 @@
+"""Advice about the blocks of a model, by how often their neurons fire, or by what has to be assumed of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from twellc.base.errors import first_few
+from twellc.config import DEFAULT_COMPRESSION, DEFAULT_DENSITY
+from twellc.decisions.choose import DEFAULT_ROW_SPREAD, Tokens, choose, pays_text, percent
+from twellc.decisions.predict import Widths
+from twellc.decisions.targets import Target
+from twellc.decisions.times import Rates
+from twellc.passes.match.find_ffn import FfnBlock
+from twellc.passes.report import Choice, Layer
+
+
+@dataclass(frozen=True, eq=False)
+class Firing:
+    """How the neurons of a block fire.
+
+    Attributes:
+        rates: How often each neuron does, as a share of the tokens: [d_ff].
+        row_spread: See `choose`.
+    """
+
+    rates: Rates
+    row_spread: float = DEFAULT_ROW_SPREAD
+
+
+class Advisor:
+    """Says what is best for each block of a model; see `decide`.
+
+    Args:
+        target: The GPU.
+        firing: How neurons fire, by the path of the module that holds a block's weights.
+        tokens: Returns the rows of a block's calls, by optimization profile.
+        density: What is assumed of other blocks: the share of gate activations that are not zero.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        firing: Mapping[str, Firing],
+        tokens: Callable[[FfnBlock], list[Tokens]],
+        density: float = DEFAULT_DENSITY,
+    ) -> None:
+        self._target, self._firing, self._tokens, self._density = target, firing, tokens, density
+        self._assumed: dict[tuple[Widths, tuple[Tokens, ...]], Choice] = {}
+
+    def __call__(self, block: FfnBlock) -> Choice:
+        """Return what is best for a block."""
+        widths = _widths(block)
+        tokens = tuple(self._tokens(block))
+        known = self._firing.get(block.module)
+        if known is not None:
+            return choose(self._target.model, widths, known.rates, tokens, known.row_spread)
+        if (widths, tokens) not in self._assumed:
+            rates = np.full(block.d_ff, self._density)
+            choice = choose(self._target.model, widths, rates, tokens, assumed=True)
+            self._assumed[widths, tokens] = replace(choice, hot=0, compression=DEFAULT_COMPRESSION)
+        return self._assumed[widths, tokens]
+
+    def notes(self, layers: list[Layer]) -> list[str]:
+        """Return what the user should know: the GPU that was decided for, and what was assumed of which blocks."""
+        expected = [(layer, layer.expectation) for layer in layers if layer.expectation is not None]
+        if not expected:
+            return []
+        notes = [self._target.note] if self._target.note else []
+        far = {(layer.d_model, layer.d_ff) for layer, _ in expected if not self._target.model.is_near(_widths(layer))}
+        if far:
+            sizes = first_few([f"{d_model} / {d_ff}" for d_model, d_ff in sorted(far)])
+            notes.append(f"no blocks of d_model / d_ff like {sizes} were measured: what is expected of them is a guess")
+        assumed = [expectation for layer, expectation in expected if expectation.assumed and layer.decision == "twell"]
+        if assumed:
+            least, most = (pick(assumed, key=lambda each: each.gain) for pick in (min, max))
+            gains = f"{least.gain:.2f}" + (f" to {most.gain:.2f}" if most.gain - least.gain >= 0.01 else "")
+            notes.append(
+                f"--layers auto rewrites every match, since no profile says how often neurons fire. With "
+                f"{percent(self._density)} of the activations not zero, in all neurons alike, blocks are expected to "
+                f"be {gains} times as fast as dense ones on an {least.gpu}; TwELL {pays_text(least.pays_below)}"
+            )
+        return notes
+
+
+def _widths(block: FfnBlock | Layer) -> Widths:
+    return Widths(block.variant, block.d_model, block.d_ff, block.d_out)
+
+
+def row_spread(rows: Rates) -> float:
+    """Return the standard deviation of the logarithm of a log-normal variable that varies as rows do.
+
+    Args:
+        rows: How many tokens had 0, 1, 2, … non-zeros: [d_ff + 1].
+    """
+    counts = np.arange(len(rows))
+    total = rows.sum()
+    mean = float(rows @ counts / total) if total else 0.0
+    if mean == 0:
+        return DEFAULT_ROW_SPREAD
+    variance = float(rows @ (counts - mean) ** 2 / total)
+    # Of what a Poisson variable of a fixed mean would vary.
+    return math.sqrt(math.log1p(max(variance - mean, 0.0) / mean**2))
