@@ -71,16 +71,15 @@ inline down_few::Params down_params(twell_problem const& problem, twell_tensors 
 }
 
 // Whether launch_few suits the problem.
-bool is_few(twell_problem const& problem);
+bool is_few(twell_problem const& problem, Device const& device);
 
 // Bytes of scratch memory that launch_few needs for the problem; never shrinks when `tokens` grows, also where is_few
 // no longer holds.
 size_t few_scratch_bytes(twell_problem const& problem);
 
-// Enqueues the whole block. Same preconditions as launch_gate; `scratch` is 256-byte aligned. The packed matrix is not
-// always written.
-cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,
-                       Device const& device, cudaStream_t stream);
+// Enqueues the whole block, without a packed matrix. Same preconditions as launch_gate; `scratch` is 256-byte aligned.
+cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, void* scratch, Device const& device,
+                       cudaStream_t stream);
 
 }  // namespace twell
 
