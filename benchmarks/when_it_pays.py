@@ -18,7 +18,7 @@ import click
 import numpy as np
 
 from twellc.decisions.choose import Tokens, choose, count_text, percent
-from twellc.decisions.predict import Widths
+from twellc.decisions.predict import CostModel, Widths
 from twellc.decisions.targets import TARGETS, choose_target
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -63,17 +63,22 @@ def _gain(times: dict[str, dict[str, float]]) -> float:
     return dense / times["mlp"]["median_us"]
 
 
+def models() -> dict[str, CostModel]:
+    """Return the GPUs of which enough was measured to say something about other densities and widths."""
+    every = {target.upper(): choose_target(target, None).model for target in TARGETS}
+    return {name: model for name, model in every.items() if len(model.shapes) > 1}
+
+
 def break_evens() -> str:
     """Return the density below which TwELL pays, by GPU, block and number of tokens, as the cost model has it."""
     rows = []
-    for target in TARGETS:
-        model = choose_target(target, None).model
+    for gpu, model in models().items():
         for block in _BLOCKS:
             limits = (
                 choose(model, block, np.full(block.d_ff, 0.005), [Tokens(count, count, count)]).expectation.pays_below
                 for count in _SIZES
             )
-            name = f"{target.upper()}, {block.variant} {_wide(block.d_model)} / {_wide(block.d_ff)}"
+            name = f"{gpu}, {block.variant} {_wide(block.d_model)} / {_wide(block.d_ff)}"
             rows.append([name, *({0.0: "never", 1.0: "always"}.get(limit, percent(limit)) for limit in limits)])
     return table(["GPU, block", *map(count_text, _SIZES)], rows)
 
@@ -87,15 +92,14 @@ def trained_layers() -> str:
     rows = []
     with np.load(_RATES) as rates:
         layers = {name: rates[name] for name in sorted(rates.files)}
-    for target in TARGETS:
-        model = choose_target(target, None).model
+    for gpu, model in models().items():
         for index, layer in enumerate(layers.values()):
             cells = []
             for count in (1, 2048, 8192, 32768):
                 choice = choose(model, _BLOCKS[0], layer, [Tokens(count, count, count)])
                 hot = f", {choice.hot} hot" if choice.hot else ""
                 cells.append(f"{choice.expectation.gain:.2f}{hot}" if choice.decision == "twell" else "dense")
-            rows.append([f"{target.upper()}, layer {index}, {percent(float(layer.mean()))}", *cells])
+            rows.append([f"{gpu}, layer {index}, {percent(float(layer.mean()))}", *cells])
     return table(["GPU, layer, active", *map(count_text, (1, 2048, 8192, 32768))], rows)
 
 
@@ -105,7 +109,8 @@ def errors() -> str:
     for target in TARGETS:
         model = choose_target(target, None).model
         error, machine = model.error(), model.times.machine
-        cells = [_share(share) for share in (*error.points[:2], *error.widths[:2])]
+        cells = [_share(share) for share in error.points[:2]]
+        cells += [_share(share) for share in error.widths[:2]] if error.widths is not None else ["", ""]
         rows.append([f"{model.times.gpu}, {machine['date']}, {machine['commit']}", str(error.points[2]), *cells])
     return table(
         ["GPU, measured on, at commit", "times", "within 10 %", "within 20 %", "other widths: 10 %", "20 %"], rows

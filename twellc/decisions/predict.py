@@ -69,11 +69,11 @@ class Widths:
 class ModelError:
     """How far predictions are off: the share of them within 10 % and 20 % of the measured time, and of how many.
 
-    `points` are left out one by one, `widths` with all points of the same widths.
+    `points` are left out one by one, `widths` with all points of the same widths; None where there are no others.
     """
 
     points: tuple[float, float, int]
-    widths: tuple[float, float, int]
+    widths: tuple[float, float, int] | None
 
 
 @dataclass(frozen=True)
@@ -134,29 +134,30 @@ class CostModel:
         return all(
             min(measured) / 2 <= width <= 2 * max(measured)
             for width, measured in (
-                (widths.d_model, {point.d_model for point in self.times.twell}),
-                (widths.d_ff, {point.d_ff for point in self.times.twell}),
+                (widths.d_model, [d_model for _, d_model, _ in self.shapes]),
+                (widths.d_ff, [d_ff for *_, d_ff in self.shapes]),
             )
         )
 
     def error(self) -> ModelError:
         """Say how far predictions are off, by leaving measured points out and predicting them from the others."""
-        points = self._twell.left_out()
-        widths = []
-        for shape in dict.fromkeys(map(_shape, self.times.twell)):
+        errors = []
+        for shape in self.shapes if len(self.shapes) > 1 else ():
             rest = CostModel(
                 replace(
                     self.times,
-                    dense=[point for point in self.times.dense if _shape(point) != shape] or self.times.dense,
-                    twell=[point for point in self.times.twell if _shape(point) != shape] or self.times.twell,
+                    dense=[point for point in self.times.dense if _shape(point) != shape],
+                    twell=[point for point in self.times.twell if _shape(point) != shape],
                 )
             )
-            widths += [
-                math.log(point.us / rest._twell.predict(_twell_call(point)))
-                for point in self.times.twell
-                if _shape(point) == shape
-            ]
-        return ModelError(_within(points), _within(np.array(widths)))
+            own = [point for point in self.times.twell if _shape(point) == shape]
+            errors += [math.log(point.us / rest._twell.predict(_twell_call(point))) for point in own]
+        return ModelError(_within(self._twell.left_out()), _within(np.array(errors)) if errors else None)
+
+    @property
+    def shapes(self) -> set[tuple[str, int, int]]:
+        """Variant, d_model and d_ff of the blocks that were measured by TwELL."""
+        return set(map(_shape, self.times.twell))
 
 
 def _shape(point: Measured) -> tuple[str, int, int]:

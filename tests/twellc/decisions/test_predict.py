@@ -22,7 +22,7 @@ def test_error_of_the_model(target: str) -> None:
     error = choose_target(target, None).model.error()
     assert error.points[0] >= 0.9
     assert error.points[1] >= 0.95
-    assert error.widths[1] >= 0.95
+    assert error.widths is None or error.widths[1] >= 0.95
 
 
 @pytest.mark.parametrize("target", TARGETS)
