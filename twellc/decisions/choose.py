@@ -80,7 +80,9 @@ def choose(
         facts=_facts(density, gain, tuned, hot) if pays else _facts_against(density, pays_below, tuned),
         hot=hot if pays else 0,
         compression=choose_compression(rates[hot:], row_spread),
-        expectation=Expectation(model.times.gpu, assumed, density, round(gain, 4), pays_below, times),
+        expectation=Expectation(
+            model.times.gpu, assumed, round(density, 7), round(gain, 4), round(pays_below, 7), times
+        ),
     )
 
 
