@@ -6,16 +6,16 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch.fx import Node
 
+from twellc.base.dtypes import dtype_name, kernel_dtypes
 from twellc.base.errors import UserError, first_few
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
 from twellc.passes.report import Choice, Layer
 from twellc.plugins.library import MAX_D_FF
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+KERNEL_DTYPES = kernel_dtypes()
 
 
 # Says what is best for a block that can be rewritten.
@@ -94,7 +94,7 @@ def _decide(
 def _limits(block: FfnBlock) -> str:
     """Return the limit of the kernels that the block exceeds, or an empty string."""
     if block.dtype not in KERNEL_DTYPES:
-        return f"computes in {str(block.dtype).removeprefix('torch.')}; the kernels take bfloat16 and float16"
+        return f"computes in {dtype_name(block.dtype)}; the kernels take bfloat16 and float16"
     if 0 in (block.d_model, block.d_ff, block.d_out):
         return "one of its widths is 0"
     if block.d_ff > MAX_D_FF:

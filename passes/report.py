@@ -75,6 +75,7 @@ class Layer(Record):
         decision: `twell` or `dense`.
         reason: Why.
         residual: Whether it also adds its result to what this was added to, if TwELL runs it.
+        hot: How many of its neurons, the first ones, calls with many tokens compute densely, if TwELL runs it.
         expectation: What measured times let expect of it; None where nobody asked, or it cannot be rewritten.
     """
 
@@ -88,6 +89,7 @@ class Layer(Record):
     decision: str
     reason: str
     residual: bool
+    hot: int = 0
     expectation: Expectation | None = field(default=None, metadata=OPTIONAL)
 
 

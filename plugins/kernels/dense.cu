@@ -122,9 +122,19 @@ BlockScratch block_scratch_in(twell_problem const& problem, void* scratch) {
     return take_block_scratch(problem, memory);
 }
 
+bool has_dense_block(twell_problem const& problem, Device const& device) {
+#if defined(TWELL_SM90A)
+    return device.major == 9 && device.minor == 0 && dense_sm90_computes_block(problem);
+#else
+    (void)problem;
+    (void)device;
+    return false;
+#endif
+}
+
 bool is_dense_block(twell_problem const& problem, Device const& device) {
 #if defined(TWELL_SM90A)
-    return device.major == 9 && device.minor == 0 && dense_sm90_prefers_block(problem);
+    return has_dense_block(problem, device) && dense_sm90_prefers_block(problem);
 #else
     (void)problem;
     (void)device;

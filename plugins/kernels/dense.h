@@ -63,8 +63,11 @@ struct BlockScratch {
 // `scratch` is what gather_for needs, too.
 BlockScratch block_scratch_in(twell_problem const& problem, void* scratch);
 
+// Whether there are kernels for a dense block: on compute capability 9.0 alone, whatever the density.
+bool has_dense_block(twell_problem const& problem, Device const& device);
+
 // Whether the problem is so small that it had better be computed as a dense block, whatever the density: the guard
-// would cost a dense layer more than skipping gains a sparse one. Only compute capability 9.0 has kernels for that.
+// would cost a dense layer more than skipping gains a sparse one.
 bool is_dense_block(twell_problem const& problem, Device const& device);
 
 // Enqueues kernels that compute y of all rows as a dense block does: no packed matrix. If few neurons are active, the

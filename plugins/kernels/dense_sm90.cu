@@ -220,6 +220,8 @@ bool dense_sm90_supports(twell_problem const& problem) {
     return problem.variant == TWELL_PLAIN || problem.d_model % sm90::BLOCK_K == 0;
 }
 
+bool dense_sm90_computes_block(twell_problem const& problem) { return problem.d_model <= kMostDModel; }
+
 bool dense_sm90_prefers_block(twell_problem const& problem) {
     bool const is_plain = problem.variant == TWELL_PLAIN;
     int64_t const fewest_tokens = problem.d_ff > kVeryLargeDFf ? kFewestTokensVeryLarge
@@ -227,7 +229,7 @@ bool dense_sm90_prefers_block(twell_problem const& problem) {
                                   : is_plain                   ? kFewestTokensPlain
                                                                : kFewestTokens;
     bool const is_narrow = std::max(problem.d_model, problem.d_out) <= (is_plain ? kNarrowPlain : kNarrow);
-    return problem.tokens >= fewest_tokens && problem.d_model <= kMostDModel &&
+    return problem.tokens >= fewest_tokens &&
            (is_narrow || problem.tokens <= kMostTokens || gate_products(problem) <= kMostProducts);
 }
 

@@ -10,6 +10,8 @@ namespace twell {
 // Whether the kernels can compute this problem; on which device, the caller knows.
 bool dense_sm90_supports(twell_problem const& problem);
 
+// The same for a dense block; and whether it is faster whatever the density.
+bool dense_sm90_computes_block(twell_problem const& problem);
 bool dense_sm90_prefers_block(twell_problem const& problem);
 
 PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device, bool with_chunks);
