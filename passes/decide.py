@@ -62,6 +62,7 @@ def decide(blocks: list[FfnBlock], layers: str, advise: Advise | None = None) ->
 def _decide(
     block: FfnBlock, layers: str, pattern: re.Pattern[str] | None, taken: dict[Node, str], advise: Advise | None
 ) -> Layer:
+    hot = 0
     refusal = block.refusal or _limits(block) or _conflict(block, taken)
     choice = advise(block) if advise is not None and not refusal else None
     if refusal:
@@ -70,12 +71,12 @@ def _decide(
         decision, reason = "dense", "--layers none"
     elif pattern is not None and not pattern.search(block.module):
         decision, reason = "dense", f"not matched by --layers {pattern.pattern}"
-    elif choice is None or choice.expectation.assumed:
+    elif choice is None or choice.assumed:
         decision, reason = "twell", "matches"
     elif layers == "auto" and choice.decision == "dense":
         decision, reason = "dense", f"left dense: {choice.facts}"
     else:
-        decision, reason = "twell", choice.facts
+        decision, reason, hot = "twell", choice.facts, choice.hot
     return Layer(
         module=block.module,
         variant=block.variant,
@@ -87,6 +88,7 @@ def _decide(
         decision=decision,
         reason=reason,
         residual=decision == "twell" and block.residual is not None,
+        hot=hot,
         expectation=choice.expectation if choice is not None else None,
     )
 

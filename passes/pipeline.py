@@ -25,10 +25,12 @@ from twellc.passes.decide import Advise, decide
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.feature_last import feature_last
+from twellc.passes.firing import Calibration
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.merge_views import merge_views
 from twellc.passes.name_relus import name_relus
+from twellc.passes.neurons import arrange_neurons
 from twellc.passes.precision import in_precision
 from twellc.passes.report import Attention, Layer
 from twellc.passes.rewrite_ffn import rewrite_ffn
@@ -144,6 +146,7 @@ def run_passes(
     compression: int,
     attention: tuple[str, ...] = (),
     dump: GraphDump = NOWHERE,
+    calibration: Calibration | None = None,
     advise: Advise | None = None,
 ) -> Rewritten:
     """Run every pass.
@@ -155,6 +158,7 @@ def run_passes(
         compression: The TwELL compression factor: 1, 2, 4 or 8.
         attention: The forms to write attention in, see `rewrite_attention`; none leaves it as it is.
         dump: Receives the graph as traced, and after each pass.
+        calibration: How often neurons fire, and what may be done with that; None if nothing is known.
         advise: See `decide`.
 
     Raises:
@@ -163,14 +167,17 @@ def run_passes(
     dump.program("traced", program)
     dense = prepare(program, dtype, dump)
     found = find(dense, layers, advise)
-    blocks, hot = [block for block, _ in found.chosen], [layer.hot for _, layer in found.chosen]
-    rewritten = rewrite_ffn(dense, blocks, compression, hot)
+    arrangements, decisions = arrange_neurons(dense, found.blocks, found.layers, calibration)
+    orders = {module: each.order for module, each in arrangements.items() if each.changes}
+    chosen = Found(found.blocks, decisions).chosen
+    blocks, hot = [block for block, _ in chosen], [layer.hot for _, layer in chosen]
+    rewritten = rewrite_ffn(dense, blocks, compression, hot, orders)
     dump.program("rewrite_ffn", rewritten)
     attended: list[Attention] = []
     if attention:
         rewritten, attended = rewrite_attention(rewritten, attention)
         dump.program("rewrite_attention", rewritten)
-    return Rewritten(dense, rewritten, found.layers, attended)
+    return Rewritten(dense, rewritten, decisions, attended)
 
 
 def _run(passes: tuple[Pass, ...], program: ExportedProgram, dump: GraphDump) -> ExportedProgram:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from twellc.base.records import OPTIONAL, Record
 
@@ -52,14 +54,59 @@ class Choice:
         facts: Why, in words.
         hot: How many neurons, the most active ones, are a dense product; 0 where it is dense.
         compression: The TwELL compression factor.
-        expectation: What is expected of it.
+        expectation: What is expected of it; None where an earlier decision is repeated.
     """
 
     decision: str
     facts: str
     hot: int
     compression: int
-    expectation: Expectation
+    expectation: Expectation | None
+
+    @property
+    def assumed(self) -> bool:
+        """Whether it follows from what is assumed alone, and decides nothing."""
+        return self.expectation is not None and self.expectation.assumed
+
+
+@dataclass(frozen=True)
+class Neurons(Record):
+    """What became of the neurons of a block that TwELL runs.
+
+    Attributes:
+        kept: How many it has left.
+        sorted: Whether they stand in the order of a profile, the hottest first.
+        unable: How many were removed since their weights prove that they cannot fire.
+        dead: How many were removed since they never fired, which is approximate.
+        never: How many never fired in the profile.
+        tokens: How many tokens the profile has seen.
+        rate_bound: How often, at most, a neuron fires that never did, with a confidence of 95 %.
+        lost: The share of a second profile's non-zeros that the removed neurons have.
+        lost_of: How many tokens the second profile has seen.
+        reason: Why nothing was done; empty where something was.
+    """
+
+    kept: int
+    sorted: bool
+    unable: int
+    dead: int
+    never: int | None = field(default=None, metadata=OPTIONAL)
+    tokens: int | None = field(default=None, metadata=OPTIONAL)
+    rate_bound: float | None = field(default=None, metadata=OPTIONAL)
+    lost: float | None = field(default=None, metadata=OPTIONAL)
+    lost_of: int | None = field(default=None, metadata=OPTIONAL)
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"neurons as they are, since {self.reason}"
+        said = ["neurons sorted"] if self.sorted else []
+        said += [f"{self.unable} that cannot fire removed"] if self.unable else []
+        if self.dead:
+            said.append(f"{self.dead} of {self.never} that never fired removed (approximate)")
+        elif self.never:
+            said.append(f"{self.never} never fired")
+        return ", ".join(said)
 
 
 @dataclass(frozen=True)
@@ -76,6 +123,7 @@ class Layer(Record):
         reason: Why.
         residual: Whether it also adds its result to what this was added to, if TwELL runs it.
         hot: How many of its neurons, the first ones, calls with many tokens compute densely, if TwELL runs it.
+        neurons: What became of its neurons; None where nothing did, or TwELL does not run it.
         expectation: What measured times let expect of it; None where nobody asked, or it cannot be rewritten.
     """
 
@@ -91,6 +139,28 @@ class Layer(Record):
     residual: bool
     hot: int = 0
     expectation: Expectation | None = field(default=None, metadata=OPTIONAL)
+    neurons: Neurons | None = field(default=None, metadata=OPTIONAL)
+
+    @classmethod
+    def of_json(cls, content: Mapping[str, Any]) -> Layer:
+        """Return the row that an object of JSON describes; what is no field is left out.
+
+        Raises:
+            TypeError, AttributeError: It lacks a field, or is none.
+        """
+        known = {each.name: content[each.name] for each in fields(cls) if each.name in content}
+        inner = known.get("neurons")
+        if inner is not None:
+            inner = Neurons(**{each.name: inner[each.name] for each in fields(Neurons) if each.name in inner})
+        expected = known.get("expectation")
+        if expected is not None:
+            times = [
+                ExpectedTime(**{each.name: time[each.name] for each in fields(ExpectedTime)})
+                for time in expected["times"]
+            ]
+            named = {each.name: expected[each.name] for each in fields(Expectation)}
+            expected = Expectation(**{**named, "times": times})
+        return cls(**{**known, "neurons": inner, "expectation": expected})
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from twellc.config import LOGITS, PADDINGS, CompileOptions
 from twellc.export.plan import Plan
 from twellc.export.shapes import Profile, ShapeRange
 from twellc.export.tensorrt_host import python_module
-from twellc.passes.report import Attention, Expectation, ExpectedTime, Layer
+from twellc.passes.report import Attention, Layer
 from twellc.plugins.library import (
     ATTENTION_FORMS,
     ATTENTION_NAME,
@@ -42,16 +42,24 @@ _EXPECTATION = {
 }  # fmt: skip
 # Where a plan needs some.
 _LIBRARIES = [{"names": [str], "file": str, "sha256": str}]
+_NEURONS = {
+    "kept": int, "sorted": bool, "unable": int, "dead": int, "never?": int, "tokens?": int, "rate_bound?": (float, int),
+    "lost?": (float, int), "lost_of?": int, "reason": str,
+}  # fmt: skip
 # What the manifest of a plan holds: a type or one of several; a list of one form; a dictionary with these
-# keys, or with any (`str`).
+# keys, which a question mark makes optional, or with any (`str`).
 _FORM: dict[str, Any] = {
     "twellc": str,
     "model": {"name": str, "kind": str, "sha256": str},
-    "settings": {"dtype": str, "layers": str, "compression": int, "attention_forms": [str]},
+    "settings": {
+        "dtype": str, "layers": str, "compression": int, "attention_forms": [str], "calibration?": str,
+        "prune_dead?": bool, "decided?": {str: {"decision": str, "facts": str, "hot": int}},
+    },
     "layers": [
         {
             "module": str, "variant": str, "activation": str, "d_model": int, "d_ff": int, "d_out": int,
-            "matched": bool, "decision": str, "reason": str, "residual": bool, "hot": int,
+            "matched": bool, "decision": str, "reason": str, "residual": bool, "hot": int, "neurons?": _NEURONS,
+            "expectation?": _EXPECTATION,
         }
     ],
     "attention": [
@@ -80,7 +88,10 @@ class ModelFile(Record):
 
 @dataclass(frozen=True)
 class Settings(Record):
-    """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones."""
+    """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones.
+
+    `calibration` is the SHA-256 of the profile, `decided` what was decided by it.
+    """
 
     dtype: str
     layers: str
@@ -88,6 +99,9 @@ class Settings(Record):
     attention_forms: list[str]
     padding: str | None = field(default=None, metadata=OPTIONAL)
     logits: str | None = field(default=None, metadata=OPTIONAL)
+    calibration: str | None = field(default=None, metadata=OPTIONAL)
+    prune_dead: bool | None = field(default=None, metadata=OPTIONAL)
+    decided: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)
@@ -291,7 +305,7 @@ def read_manifest(plan: Path) -> Manifest:
             str(path), "the manifest is of another version", got=str(schema), expected=str(SCHEMA),
             fix="Use the twellc that made the plan, or compile the model again.",
         )  # fmt: skip
-    misfit = _misfit(manifest, _FORM) or _misfit_expectation(manifest["layers"]) or _unusable(manifest)
+    misfit = _misfit(manifest, _FORM) or _unusable(manifest)
     if misfit:
         raise UserError(str(path), f"the manifest is damaged: {misfit}", fix=_FIX)
     if manifest["plan"]["sha256"] != digest(plan):
@@ -305,12 +319,6 @@ def _of_json(content: dict[str, Any]) -> Manifest:
     def pick(record: type[_Record], values: dict[str, Any]) -> _Record:
         return record(**{each.name: values[each.name] for each in fields(record) if each.name in values})  # type: ignore[arg-type]
 
-    def expectation(layer: dict[str, Any]) -> Expectation | None:
-        expected = layer.get("expectation")
-        if expected is None:
-            return None
-        return pick(Expectation, {**expected, "times": [pick(ExpectedTime, time) for time in expected["times"]]})
-
     plan = content["plan"]
     tensors = {key: [pick(PlanTensor, tensor) for tensor in plan[key]] for key in ("inputs", "outputs")}
     profiles = [
@@ -322,7 +330,7 @@ def _of_json(content: dict[str, Any]) -> Manifest:
     records = {
         "model": pick(ModelFile, content["model"]),
         "settings": pick(Settings, content["settings"]),
-        "layers": [pick(Layer, {**layer, "expectation": expectation(layer)}) for layer in content["layers"]],
+        "layers": [Layer.of_json(layer) for layer in content["layers"]],
         "attention": [pick(Attention, block) for block in content["attention"]],
         "plugins": pick(Plugins, {**content["plugins"], "libraries": libraries}),
         "onnx": pick(OnnxFile, content["onnx"]),
@@ -365,20 +373,15 @@ def _misfit(value: Any, form: Any, place: str = "") -> str:
     elif str in form:
         items = [(f"{place}.{key}", item, form[str]) for key, item in value.items()]
     else:
-        missing = [key for key in form if key not in value]
+        missing = [key for key in form if key not in value and not key.endswith("?")]
         if missing:
             return f"{place} has no {missing[0]}".strip()
-        items = [(f"{place}.{key}".strip("."), value[key], wanted) for key, wanted in form.items()]
+        wanted = {key.removesuffix("?"): inner for key, inner in form.items()}
+        items = [(f"{place}.{key}".strip("."), value[key], inner) for key, inner in wanted.items() if key in value]
     return next(filter(None, (_misfit(item, wanted, where) for where, item, wanted in items)), "")
 
 
-def _misfit_expectation(layers: list[dict[str, Any]]) -> str:
-    """Say what is wrong with what was expected of some layers."""
-    places = ((f"layers[{index}].expectation", layer.get("expectation")) for index, layer in enumerate(layers))
-    return next(filter(None, (_misfit(value, _EXPECTATION, place) for place, value in places if value is not None)), "")
-
-
-_KINDS = {float: "number", str: "string", int: "integer", bool: "boolean", list: "list", dict: "object"}
+_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "list", dict: "object"}
 
 
 def _unusable(manifest: dict[str, Any]) -> str:

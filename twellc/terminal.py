@@ -120,6 +120,20 @@ target_gpu_option = click.option(
     help="The GPU that speed is expected and decided for: h100, h200, or a data file of twellc bench --calibrate. "
     "Default: the GPU at hand, if its times are known, else h100.",
 )  # fmt: skip
+calibration_option = click.option(
+    "--calibration", type=FilePath(), metavar="PROFILE",
+    help="How often the model's neurons fire, from `twellc profile`. The neurons of each block are sorted by it, the "
+    "hottest first, which is exact.",
+)  # fmt: skip
+prune_dead_option = click.option(
+    "--prune-dead", is_flag=True,
+    help="Approximate: remove the neurons that never fired in the profile. Other inputs may need them; check measures "
+    "what that does.",
+)  # fmt: skip
+prune_check_option = click.option(
+    "--prune-check", type=FilePath(), metavar="PROFILE",
+    help="A second profile, of other data: report which share of its non-zeros the removed neurons have.",
+)  # fmt: skip
 inputs_option = click.option(
     "--input", "inputs", multiple=True, metavar="NAME:DTYPE[DIM,...]",
     help="An input of a pickled module, such as x:float32[batch,sequence,512]; a name stands for a dynamic dimension.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from twellc.decisions.choose import DEFAULT_ROW_SPREAD, Tokens, choose, pays_tex
 from twellc.decisions.predict import Widths
 from twellc.decisions.targets import Target
 from twellc.decisions.times import Rates
+from twellc.passes.decide import Advise
+from twellc.passes.firing import Calibration, Counts
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.report import Choice, Layer
 
@@ -34,6 +37,9 @@ class Firing:
 class Advisor:
     """Says what is best for each block of a model; see `decide`.
 
+    Attributes:
+        decided: What was decided for blocks of which something is known, by module; see `repeat`.
+
     Args:
         target: The GPU.
         firing: How neurons fire, by the path of the module that holds a block's weights.
@@ -49,6 +55,7 @@ class Advisor:
         density: float = DEFAULT_DENSITY,
     ) -> None:
         self._target, self._firing, self._tokens, self._density = target, firing, tokens, density
+        self.decided: dict[str, dict[str, Any]] = {}
         self._assumed: dict[tuple[Widths, tuple[Tokens, ...]], Choice] = {}
 
     def __call__(self, block: FfnBlock) -> Choice:
@@ -57,7 +64,13 @@ class Advisor:
         tokens = tuple(self._tokens(block))
         known = self._firing.get(block.module)
         if known is not None:
-            return choose(self._target.model, widths, known.rates, tokens, known.row_spread)
+            kept = replace(widths, d_ff=len(known.rates))
+            choice = choose(self._target.model, kept, known.rates, tokens, known.row_spread)
+            if not self._target.model.is_near(kept):  # a guess leaves nothing dense
+                density = percent(choice.expectation.density) if choice.expectation is not None else ""
+                choice = replace(choice, decision="twell", facts=f"{density} active", hot=0)
+            self.decided[block.module] = {"decision": choice.decision, "facts": choice.facts, "hot": choice.hot}
+            return choice
         if (widths, tokens) not in self._assumed:
             rates = np.full(block.d_ff, self._density)
             choice = choose(self._target.model, widths, rates, tokens, assumed=True)
@@ -90,7 +103,32 @@ def _widths(block: FfnBlock | Layer) -> Widths:
     return Widths(block.variant, block.d_model, block.d_ff, block.d_out)
 
 
-def row_spread(rows: Rates) -> float:
+def repeat(decided: Mapping[str, Mapping[str, Any]]) -> Advise:
+    """Return what advises as an `Advisor` did, from its `decided`; other blocks are taken.
+
+    Raises:
+        TypeError, AttributeError, KeyError: It has not that form.
+    """
+    choices = {
+        module: Choice(each["decision"], each["facts"], each["hot"], DEFAULT_COMPRESSION, None)
+        for module, each in decided.items()
+    }
+    unknown = Choice("twell", "matches", 0, DEFAULT_COMPRESSION, None)
+    return lambda block: choices.get(block.module, unknown)
+
+
+def firing_of(calibration: Calibration | None) -> dict[str, Firing]:
+    """Return how neurons fire as a calibration has it, without those that it removes."""
+    found = {}
+    for module, block in calibration.blocks.items() if calibration is not None else ():
+        rates = block.rates
+        if calibration is not None and calibration.prune_dead and not block.never.all():
+            rates = rates[~block.never]
+        found[module] = Firing(rates, row_spread(block.rows))
+    return found
+
+
+def row_spread(rows: Counts) -> float:
     """Return the standard deviation of the logarithm of a log-normal variable that varies as rows do.
 
     Args:

@@ -9,8 +9,9 @@ from pathlib import Path
 import onnx
 
 from twellc.base.dtypes import dtype_name, torch_dtype
-from twellc.config import InspectOptions, refuse_dtype
-from twellc.decisions.advise import Advisor
+from twellc.calibration.calibration import load_calibration
+from twellc.config import InspectOptions, refuse_calibration, refuse_dtype
+from twellc.decisions.advise import Advisor, firing_of
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.inputs import InputDeclaration
@@ -18,6 +19,7 @@ from twellc.inspection.description import Description, PluginNode
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.passes.attention import MATMUL, rewrite_attention
+from twellc.passes.neurons import arrange_neurons
 from twellc.passes.onnx.ffn import find_onnx_blocks
 from twellc.passes.onnx.graph import dtype_of
 from twellc.passes.pipeline import find, prepare
@@ -36,18 +38,27 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
         UserError: It is no model, or not one that `dtype` or `inputs` are for.
     """
     calls = [Tokens(options.tokens, options.tokens, options.tokens)]
-    advisor = Advisor(choose_target(options.target_gpu, gpu_at_hand()), {}, lambda block: calls, options.density)
+    target = choose_target(options.target_gpu, gpu_at_hand())
     if looks_like_onnx(options.target):
+        refuse_calibration(options, f"{options.target}, an ONNX file")
         progress("loading the model")
-        return inspect_onnx(options.target, options.dtype, options.inputs, advisor)
+        return inspect_onnx(
+            options.target, options.dtype, options.inputs, Advisor(target, {}, lambda block: calls, options.density)
+        )
     progress("loading and tracing the model")
+    calibrated = load_calibration(options, options.target)
     model = load_model(options.target, options.trust_model, options.inputs)
     chosen, notes = choose_dtype(model, options.dtype)
     progress("looking for feed-forward blocks")
     program = prepare(model.program, torch_dtype(chosen))
-    layers = find(program, "auto", advisor).layers
+    calibration = None if calibrated is None else calibrated.calibration
+    advisor = Advisor(target, firing_of(calibration), lambda block: calls, options.density)
+    found = find(program, "auto", advisor)
+    layers = arrange_neurons(program, found.blocks, found.layers, calibration)[1]
     attention = rewrite_attention(program, (MATMUL,))[1]
     notes = [*model.notes, *notes, *activation_notes(model, layers), *advisor.notes(layers)]
+    if calibrated is not None:
+        notes += [*calibrated.profile.warnings, *calibrated.notes(layers)]
     return Description(model.kind, layers, notes, dtype=chosen, attention=attention)
 
 
@@ -114,8 +125,8 @@ def _metadata(model: onnx.ModelProto) -> tuple[str | None, list[Layer]]:
     text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), "")
     try:
         content = json.loads(text)
-        layers = [Layer(**layer) for layer in content["layers"]]
+        layers = [Layer.of_json(layer) for layer in content["layers"]]
         dtype = str(content["settings"]["dtype"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None, []
     return dtype, layers

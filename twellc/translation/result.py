@@ -58,11 +58,15 @@ def annotate(
         traced_by: The settings that the model was traced by, and the forms of its attention.
     """
     settings = {"dtype": dtype, "layers": options.layers, "compression": options.compression, **traced_by}
-    # What is expected depends on the target GPU and the profiles; the graph does not.
-    noted = [asdict(replace(layer, expectation=None)) for layer in layers]
-    done = {"twellc": __version__, "settings": settings, "layers": noted}
+    done = {"twellc": __version__, "settings": settings, "layers": [_noted(layer) for layer in layers]}
     graph.metadata_props[METADATA_KEY] = json.dumps(done)
     return settings
+
+
+def _noted(layer: Layer) -> dict[str, Any]:
+    """Return what a graph says of a layer: nothing of what changes no graph, such as what is expected on a GPU."""
+    neurons = layer.neurons and replace(layer.neurons, lost=None, lost_of=None)
+    return asdict(replace(layer, neurons=neurons, expectation=None))
 
 
 def check_matches(layers: list[Layer], options: CompileOptions) -> list[str]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch.export import ExportedProgram
 
 from twellc.base.dtypes import DTYPES, dtype_name, torch_dtype
 from twellc.base.errors import first_few
+from twellc.calibration.calibration import load_calibration
 from twellc.config import CompileOptions
-from twellc.decisions.advise import Advisor
+from twellc.decisions.advise import Advisor, firing_of, repeat
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.attention_forms import choose_forms
 from twellc.export.onnx_export import export_onnx, opset_of
@@ -35,15 +37,21 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
         UserError: The model cannot be loaded, rewritten as asked (`strict`, `layers`) or translated.
     """
     progress("loading and tracing the model")
+    calibrated = load_calibration(options, options.model)
     model = load_model(options.model, options.trust_model, options.inputs, options.padding, options.logits)
     dtype, notes = choose_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
     forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention)
     given = program_inputs(model.program)
     profiles, _ = resolve_profiles(given, list(options.profiles), model.dimension_ranges)
-    advisor = Advisor(choose_target(options.target_gpu, gpu_at_hand()), {}, rows_of_blocks(given, profiles))
+    calibration = None if calibrated is None else calibrated.calibration
+    target = choose_target(options.target_gpu, gpu_at_hand())
+    advisor = Advisor(target, firing_of(calibration), rows_of_blocks(given, profiles))
     dump = GraphDump(options.dump_graphs)
-    rewritten = run_passes(model.program, torch_dtype(dtype), options.layers, options.compression, forms, dump, advisor)
+    rewritten = run_passes(
+        model.program, torch_dtype(dtype), options.layers, options.compression, forms, dump, calibration,
+        advisor if options.decided is None else repeat(options.decided),
+    )  # fmt: skip
     warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
     notes = [*notes, *activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
     progress("exporting to ONNX")
@@ -52,7 +60,11 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
         rewritten.program, names, model.output_names, model.dimension_names, opset_of(rewritten.attention), dump
     )
     inputs = program_inputs(rewritten.program)
-    traced_by = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
+    traced_by: dict[str, Any] = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
+    if calibrated is not None:
+        traced_by |= {**calibrated.settings(), "decided": options.decided or advisor.decided}
+        notes += calibrated.notes(rewritten.layers)
+        warnings += calibrated.profile.warnings
     settings = annotate(graph, rewritten.layers, dtype, options, traced_by)
     notes = [*model.notes, *notes, *advisor.notes(rewritten.layers)]
     return Translation(

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.models import Gated, Residual, blocks_of, canonical
-from twellc.decisions.advise import Advisor, Firing, row_spread
+from twellc.decisions.advise import Advisor, Firing, repeat, row_spread
 from twellc.decisions.choose import Tokens, percent
 from twellc.decisions.targets import choose_target
+from twellc.decisions.times import zipf_rates
 from twellc.export.profiles import program_inputs, resolve_profiles
 from twellc.export.shapes import parse_profile
 from twellc.passes.decide import decide
@@ -77,6 +78,21 @@ def test_widths_far_from_measured_ones(blocks: list[FfnBlock]) -> None:
     assert advise.notes(layers)[0] == (
         "no blocks of d_model / d_ff like 16 / 40 were measured: what is expected of them is a guess"
     )
+
+
+def test_a_guess_leaves_nothing_dense(blocks: list[FfnBlock]) -> None:
+    far = replace(blocks[0], d_model=16, d_ff=40, d_out=16)
+    (layer,) = decide([far], "auto", advisor({"0.ffn": Firing(np.full(40, 0.5))}))
+    assert (layer.decision, layer.reason, layer.hot) == ("twell", "50 % active", 0)
+
+
+def test_decisions_are_repeated(blocks: list[FfnBlock]) -> None:
+    rates = np.random.default_rng(0).permutation(zipf_rates(5632, 0.02))
+    advise = advisor({"0.ffn": Firing(np.full(5632, 0.11)), "1.ffn": Firing(rates)})
+    layers = decide(blocks, "auto", advise)
+    assert layers[1].hot >= 128
+    again = decide(blocks, "auto", repeat(advise.decided))
+    assert again == [replace(layer, expectation=None) for layer in layers]
 
 
 def test_refused_blocks_get_no_advice(blocks: list[FfnBlock]) -> None:
