@@ -1,6 +1,5 @@
 // The dense path: up and down projections of rows that are too dense for the sparse kernels.
-#ifndef TWELL_KERNELS_DENSE_H_
-#define TWELL_KERNELS_DENSE_H_
+#pragma once
 
 #include <stddef.h>
 
@@ -70,12 +69,15 @@ bool has_dense_block(twell_problem const& problem, Device const& device);
 // would cost a dense layer more than skipping gains a sparse one.
 bool is_dense_block(twell_problem const& problem, Device const& device);
 
-// Enqueues kernels that compute y of all rows as a dense block does: no packed matrix. If few neurons are active, the
-// down projection skips the others, unless it must not. `h` is [tokens, d_ff], rows spilled_stride(problem) elements
-// apart.
+// Both for every GPU from sm_80 on.
+PathCosts dense_generic_costs(twell_problem const& problem, Device const& device);
+cudaError_t launch_dense_generic(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
+                                 Schedule const& schedule, Device const& device, cudaStream_t stream);
+
+// Enqueues kernels of compute capability 9.0 that compute y of all rows as a dense block does: no packed matrix. If few
+// neurons are active, the down projection skips the others, unless it must not. `h` is [tokens, d_ff], rows
+// spilled_stride(problem) elements apart.
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
                                BlockScratch const& scratch, bool skips, Device const& device, cudaStream_t stream);
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_DENSE_H_

@@ -8,9 +8,7 @@
 #include "gate_up_few.cuh"
 #include "launch.cuh"
 #include "problem.cuh"
-#if defined(TWELL_SM90A)
-#include "few_sm90.h"
-#endif
+#include "sm90.h"
 
 namespace twell {
 namespace {
@@ -177,16 +175,12 @@ gate_up_few::Params gate_up_params(twell_problem const& problem, twell_tensors c
 
 // On compute capability 9.0, where the down projection may be dense.
 bool runs_sm90(twell_problem const& problem, Device const& device) {
-#if defined(TWELL_SM90A)
-    return device.major == 9 && device.minor == 0 && few_sm90_supports(problem);
-#else
-    (void)problem;
-    (void)device;
+    if constexpr (kHasSm90) {
+        return is_sm90(device) && few_sm90_supports(problem);
+    }
     return false;
-#endif
 }
 
-#if defined(TWELL_SM90A)
 template <class Element>
 cudaError_t launch_hopper(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
                           Device const& device, cudaStream_t stream) {
@@ -197,16 +191,12 @@ cudaError_t launch_hopper(twell_problem const& problem, twell_tensors const& ten
         params.counted = scratch.counted;
         num_gate_ctas = with_gate_up_config(params, device,
                                             [&](auto config) { return num_gate_up_ctas<decltype(config)>(params); });
-        if (cudaError_t const error = launch_gate_up<Element>(params, device, stream); error != cudaSuccess) {
-            return error;
-        }
-    } else if (cudaError_t const error = launch_gate_up_sm90(problem, tensors, scratch, num_gate_ctas, device, stream);
-               error != cudaSuccess) {
-        return error;
+        TWELL_TRY(launch_gate_up<Element>(params, device, stream));
+    } else {
+        TWELL_TRY(launch_gate_up_sm90(problem, tensors, scratch, num_gate_ctas, device, stream));
     }
     return launch_down_sm90(problem, tensors, scratch, num_gate_ctas, device, stream);
 }
-#endif
 
 // As many for each multiprocessor as its share of the neurons needs, so that none has more to read than another.
 int num_contributing_ctas(twell_problem const& problem, Device const& device) {
@@ -234,12 +224,8 @@ cudaError_t launch_contributing(twell_problem const& problem, twell_tensors cons
     static_assert(contribute_few::kMostTokens == 2, "one of two kernels");
     auto const kernel = problem.tokens == 1 ? contribute_few::contribute_kernel<Element, 1>
                                             : contribute_few::contribute_kernel<Element, 2>;
-    if (cudaError_t const error =
-            launch_dependent(kernel, params, dim3(static_cast<unsigned>(params.num_ctas)), contribute_few::kThreads,
-                             contribute_few::kSharedBytes, device, stream);
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(launch_dependent(kernel, params, dim3(static_cast<unsigned>(params.num_ctas)), contribute_few::kThreads,
+                               contribute_few::kSharedBytes, device, stream));
     dim3 const grid(static_cast<unsigned>(ceil_div(problem.d_out, contribute_few::kAddColumns)),
                     static_cast<unsigned>(problem.tokens));
     return launch_dependent(contribute_few::add_kernel<Element>, params, grid, contribute_few::kAddThreads, 0, device,
@@ -254,15 +240,12 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
     }
     unsigned char* next = static_cast<unsigned char*>(memory);
     FewScratch const scratch = take_scratch(problem, next);
-#if defined(TWELL_SM90A)
-    if (runs_sm90(problem, device)) {
-        return launch_hopper<Element>(problem, tensors, scratch, device, stream);
+    if constexpr (kHasSm90) {
+        if (runs_sm90(problem, device)) {
+            return launch_hopper<Element>(problem, tensors, scratch, device, stream);
+        }
     }
-#endif
-    if (cudaError_t const error = launch_gate_up<Element>(gate_up_params(problem, tensors, scratch), device, stream);
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(launch_gate_up<Element>(gate_up_params(problem, tensors, scratch), device, stream));
     down_few::Params params = down_params(problem, tensors, scratch);
     params.sums = scratch.sums;
     params.counters = scratch.counters;

@@ -1,6 +1,5 @@
 // The whole block for few tokens: kernels of their own, in which a token's work is spread over the device.
-#ifndef TWELL_KERNELS_FEW_H_
-#define TWELL_KERNELS_FEW_H_
+#pragma once
 
 #include <stddef.h>
 
@@ -57,15 +56,10 @@ struct FewScratch {
 inline down_few::Params down_params(twell_problem const& problem, twell_tensors const& tensors,
                                     FewScratch const& scratch) {
     down_few::Params params = {};
+    set_block(params, problem, tensors);
     params.h = scratch.h;
     params.h_rounded = scratch.h_rounded;
     params.masks = scratch.masks;
-    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
-    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
-    params.residual = static_cast<uint16_t const*>(tensors.residual);
-    params.y = static_cast<uint16_t*>(tensors.y);
-    params.d_ff = problem.d_ff;
-    params.d_out = problem.d_out;
     params.num_mask_words = scratch.num_mask_words;
     return params;
 }
@@ -82,5 +76,3 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
                        cudaStream_t stream);
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_FEW_H_

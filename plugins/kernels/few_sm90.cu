@@ -5,16 +5,15 @@
 #include <type_traits>
 
 #include "down_sm90.cuh"
-#include "few_sm90.h"
 #include "gate_up_sm90.cuh"
 #include "matmul_sm90.h"
 #include "problem.cuh"
+#include "sm90.h"
 
 namespace twell {
 namespace {
 
 using matmul_sm90::encode;
-using matmul_sm90::first_error;
 
 // One token reads no row twice, so a dense path would not gain. From the last number on, and in plain blocks or with
 // many neurons before, blocks are dense anyway, unless d_model is very large: see dense_sm90_prefers_block.
@@ -28,13 +27,10 @@ cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& te
     int const tokens = static_cast<int>(ceil_div(params.tokens, gate_up_sm90::kClusterSize));
     params.tokens_per_cta = static_cast<int>(ceil_div(tokens, kTokensOfCtas)) * kTokensOfCtas;
     void const* const w_up = tensors.w_up == nullptr ? tensors.w_gate : tensors.w_up;
-    if (cudaError_t const error = first_error(
-            {encode(params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kTokens, problem.dtype),
-             encode(params.w_gate, tensors.w_gate, problem.d_ff, problem.d_model, Cfg::kBoxNeurons, problem.dtype),
-             encode(params.w_up, w_up, problem.d_ff, problem.d_model, Cfg::kBoxNeurons, problem.dtype)});
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(first_error(
+        {encode(params.x_map, tensors.x, problem.tokens, problem.d_model, Cfg::kTokens, problem.dtype),
+         encode(params.w_gate_map, tensors.w_gate, problem.d_ff, problem.d_model, Cfg::kBoxNeurons, problem.dtype),
+         encode(params.w_up_map, w_up, problem.d_ff, problem.d_model, Cfg::kBoxNeurons, problem.dtype)}));
     // CTAs cover whole mask words, also where d_ff ends within one.
     int const neurons = params.num_mask_words * gate_up_few::kMaskBits;
     num_ctas = static_cast<int>(ceil_div(neurons, Cfg::kNeurons)) * gate_up_sm90::kClusterSize;
@@ -47,23 +43,14 @@ template <class Element>
 cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
                            int& num_ctas, Device const& device, cudaStream_t stream) {
     gate_up_sm90::Params params = {};
-    params.x_rows = static_cast<uint16_t const*>(tensors.x);
-    params.w_up_rows = static_cast<uint16_t const*>(tensors.w_up);
-    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
-    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
-    params.b_up = static_cast<uint16_t const*>(tensors.b_up);
+    set_block(params, problem, tensors);
     params.masks = scratch.masks;
     params.h = scratch.h_rounded;
     params.counted = scratch.counted;
     params.counters = scratch.counters;
     params.num_counters = scratch.num_counters;
     params.tokens = static_cast<int>(problem.tokens);
-    params.d_model = problem.d_model;
-    params.d_ff = problem.d_ff;
-    params.d_out = problem.d_out;
     params.num_mask_words = scratch.num_mask_words;
-    params.relu_on_up = problem.activation == TWELL_DRELU;
-    params.act = activation_of(problem);
     auto const launch = [&](auto config) {
         return launch_gate_up<Element, decltype(config)>(problem, tensors, params, num_ctas, device, stream);
     };
@@ -97,14 +84,11 @@ int2 most_sparse(twell_problem const& problem) {
 template <class Element, int kUnits, class Sparse, class Dense>
 cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
                         down_sm90::Params params, Device const& device, cudaStream_t stream) {
-    if (cudaError_t const error = first_error(
-            {encode(params.w_down, tensors.w_down, problem.d_ff, problem.d_out, down_sm90::BLOCK_K, problem.dtype),
-             encode(params.h, scratch.h_rounded, Dense::kTokens,
-                    static_cast<int64_t>(scratch.num_mask_words) * gate_up_few::kMaskBits, Dense::kTokens,
-                    problem.dtype)});
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(first_error(
+        {encode(params.w_down, tensors.w_down, problem.d_ff, problem.d_out, down_sm90::BLOCK_K, problem.dtype),
+         encode(params.h, scratch.h_rounded, Dense::kTokens,
+                static_cast<int64_t>(scratch.num_mask_words) * gate_up_few::kMaskBits, Dense::kTokens,
+                problem.dtype)}));
     if (kUnits > 1) {
         params.most_sparse.y = std::min(params.most_sparse.y, down_sm90::kMostListed);
     }
@@ -131,7 +115,6 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
                         int num_gate_ctas, Device const& device, cudaStream_t stream) {
     down_sm90::Params params = {};
     params.sparse = down_params(problem, tensors, scratch);
-    params.block = block_tensors(problem, tensors);
     params.counted = scratch.counted;
     params.sums = scratch.sums;
     params.counters = scratch.counters;

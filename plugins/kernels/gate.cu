@@ -7,9 +7,7 @@
 #include "gate_generic.cuh"
 #include "launch.cuh"
 #include "problem.cuh"
-#if defined(TWELL_SM90A)
-#include "gate_sm90.h"
-#endif
+#include "sm90.h"
 
 namespace twell {
 namespace {
@@ -85,11 +83,7 @@ cudaError_t launch_generic(generic::Params const& params, Device const& device, 
         return launch_config<Element, ConfigSmall>(params, device, stream);
     }
     Cut const cut = choose_cut(params.tokens, params.num_tiles, device.num_multiprocessors);
-    if (cudaError_t const error =
-            launch_config<Element, ConfigLarge>(rows_of(params, 0, cut.large_rows), device, stream);
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(launch_config<Element, ConfigLarge>(rows_of(params, 0, cut.large_rows), device, stream));
     generic::Params const rest = rows_of(params, cut.large_rows, params.tokens - cut.large_rows);
     switch (cut.rest_block) {
         case ConfigMedium::BLOCK_M:
@@ -101,53 +95,46 @@ cudaError_t launch_generic(generic::Params const& params, Device const& device, 
     }
 }
 
-#if defined(TWELL_SM90A)
 // From this many rows on the Hopper kernel is the faster one: below, the generic kernel has a configuration for few
 // rows.
 constexpr int64_t kFewestTokensSm90 = ConfigSmall::BLOCK_M + 1;
 
 bool runs_sm90(twell_problem const& problem, Device const& device, Kernels choice) {
-    return device.major == 9 && device.minor == 0 && gate_sm90_supports(problem) &&
-           (choice == Kernels::kSm90 || (choice == Kernels::kBest && problem.tokens >= kFewestTokensSm90));
+    if constexpr (kHasSm90) {
+        return is_sm90(device) && gate_sm90_supports(problem) &&
+               (choice == Kernels::kSm90 || (choice == Kernels::kBest && problem.tokens >= kFewestTokensSm90));
+    }
+    return false;
 }
-#endif
 
 }  // namespace
 
 int num_count_parts(twell_problem const& problem, Device const& device, Kernels choice) {
-#if defined(TWELL_SM90A)
-    if (runs_sm90(problem, device, choice)) {
-        return num_count_parts_sm90(problem, device);
+    if constexpr (kHasSm90) {
+        if (runs_sm90(problem, device, choice)) {
+            return num_count_parts_sm90(problem, device);
+        }
     }
-#endif
-    (void)problem;
-    (void)device;
-    (void)choice;
     return 0;
 }
 
 cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, GateOutput const& output,
                         Device const& device, cudaStream_t stream, Kernels choice) {
-#if defined(TWELL_SM90A)
-    if (runs_sm90(problem, device, choice)) {
-        return launch_gate_sm90(problem, tensors, output, device, stream);
+    if constexpr (kHasSm90) {
+        if (runs_sm90(problem, device, choice)) {
+            return launch_gate_sm90(problem, tensors, output, device, stream);
+        }
     }
-#endif
     if (choice == Kernels::kSm90) {
         return cudaErrorNotSupported;
     }
     generic::Params params = {};
-    params.x = static_cast<uint16_t const*>(tensors.x);
-    params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
-    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
+    set_block(params, problem, tensors);
     params.packed = output.packed;
     params.spilled = output.spilled;
     params.tokens = problem.tokens;
-    params.d_model = problem.d_model;
-    params.d_ff = problem.d_ff;
     params.num_tiles = num_tiles(problem);
     params.words_per_tile = words_per_tile(problem);
-    params.act = activation_of(problem);
     return problem.dtype == TWELL_BF16 ? launch_generic<Bf16>(params, device, stream)
                                        : launch_generic<Fp16>(params, device, stream);
 }

@@ -1,6 +1,5 @@
 // Gate projection with packing: packed = TwELL(act(x Wg^T + bg)).
-#ifndef TWELL_KERNELS_GATE_H_
-#define TWELL_KERNELS_GATE_H_
+#pragma once
 
 #include "launch.cuh"
 #include "twell/twell.h"
@@ -27,5 +26,3 @@ int num_count_parts(twell_problem const& problem, Device const& device, Kernels 
 constexpr int kMostCountParts = 160;
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_GATE_H_

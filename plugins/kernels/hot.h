@@ -1,7 +1,6 @@
 // Hot neurons: where a few neurons are active in so many rows that u of all rows and all of them, a matrix product,
 // takes less time than u of those pairs that are wanted. Beside chunks only.
-#ifndef TWELL_KERNELS_HOT_H_
-#define TWELL_KERNELS_HOT_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -29,5 +28,3 @@ struct HotNeurons {
 };
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_HOT_H_

@@ -1,13 +1,28 @@
 // What launchers ask of the device, and launches that may overlap the end of the kernel before.
-#ifndef TWELL_KERNELS_LAUNCH_CUH_
-#define TWELL_KERNELS_LAUNCH_CUH_
+#pragma once
 
 #include <cuda_runtime.h>
 #include <stdint.h>
 
 #include <algorithm>
+#include <initializer_list>
+
+// Returns from the function that it stands in if the call fails.
+#define TWELL_TRY(...)                                                                   \
+    do {                                                                                 \
+        if (cudaError_t const failed_call = (__VA_ARGS__); failed_call != cudaSuccess) { \
+            return failed_call;                                                          \
+        }                                                                                \
+    } while (false)
 
 namespace twell {
+
+inline cudaError_t first_error(std::initializer_list<cudaError_t> errors) {
+    for (cudaError_t const error : errors) {
+        TWELL_TRY(error);
+    }
+    return cudaSuccess;
+}
 
 // Which kernels run, where there are several.
 enum class Kernels : int32_t {
@@ -27,9 +42,7 @@ struct Device {
 // Attribute queries are cheap and allowed during stream capture.
 inline cudaError_t query_device(Device& device) {
     int id = 0;
-    if (cudaError_t const error = cudaGetDevice(&id); error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(cudaGetDevice(&id));
     struct {
         int* value;
         cudaDeviceAttr attribute;
@@ -39,9 +52,7 @@ inline cudaError_t query_device(Device& device) {
                          {&device.max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
                          {&device.l2_bytes, cudaDevAttrL2CacheSize}};
     for (auto const& query : queries) {
-        if (cudaError_t const error = cudaDeviceGetAttribute(query.value, query.attribute, id); error != cudaSuccess) {
-            return error;
-        }
+        TWELL_TRY(cudaDeviceGetAttribute(query.value, query.attribute, id));
     }
     return cudaSuccess;
 }
@@ -71,11 +82,8 @@ cudaError_t launch_dependent(void (*kernel)(Params), Params const& params, dim3 
                              unsigned cluster = 0) {
     // Set at each launch, not once: the attribute belongs to the current device, and the call is cheap, idempotent,
     // thread-safe and allowed during stream capture.
-    if (cudaError_t const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                       std::max(shared_bytes, most_shared_bytes));
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   std::max(shared_bytes, most_shared_bytes)));
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -92,5 +100,3 @@ cudaError_t launch_dependent(void (*kernel)(Params), Params const& params, dim3 
 }
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_LAUNCH_CUH_

@@ -1,12 +1,10 @@
 // Host side of matmul_sm90.cuh: tensor maps and the choice of a configuration.
-#ifndef TWELL_KERNELS_MATMUL_SM90_H_
-#define TWELL_KERNELS_MATMUL_SM90_H_
+#pragma once
 
 #include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <initializer_list>
 #include <type_traits>
 
 #include "launch.cuh"
@@ -170,14 +168,28 @@ inline dim3 grid_of(Tiling const& tiling, int clusters) {
     return dim3(static_cast<unsigned>(std::min<int64_t>(clusters, tiling.num_pieces()) * kClusterSize));
 }
 
-// Calls launch(block, layout) with the tiling's, as types std::integral_constant.
-template <class Launch, int... kShared, int... kOwn, int... kTall>
-cudaError_t with_config(Tiling const& tiling, Tilings<Choices<kShared...>, Choices<kOwn...>, Choices<kTall...>>,
-                        Launch launch) {
-    cudaError_t result = cudaErrorInvalidValue;
+// What the host has to know of a kernel that is there in several configurations.
+template <class Params>
+struct Kernel {
+    void (*function)(Params) = nullptr;
+    int rows_loaded = 0;  // see Config
+    int weight_rows_loaded = 0;
+    int shared_bytes = 0;
+
+    template <class Cfg>
+    static Kernel of(void (*function)(Params)) {
+        return {function, Cfg::kRowsLoaded, Cfg::kWeightRowsLoaded, Cfg::kSharedBytes};
+    }
+};
+
+// The tiling's kernel: what give(block, layout) gives for its block and layout, as types std::integral_constant.
+template <class Params, class Give, int... kShared, int... kOwn, int... kTall>
+Kernel<Params> find_kernel(Tiling const& tiling, Tilings<Choices<kShared...>, Choices<kOwn...>, Choices<kTall...>>,
+                           Give give) {
+    Kernel<Params> result;
     auto const try_one = [&](auto block, auto layout) {
         if (tiling.block == block && tiling.layout == layout) {
-            result = launch(block, layout);
+            result = give(block, layout);
         }
     };
     (try_one(std::integral_constant<int, kShared>(), std::integral_constant<Layout, Layout::kSharesTokens>()), ...);
@@ -186,15 +198,4 @@ cudaError_t with_config(Tiling const& tiling, Tilings<Choices<kShared...>, Choic
     return result;
 }
 
-inline cudaError_t first_error(std::initializer_list<cudaError_t> errors) {
-    for (cudaError_t const error : errors) {
-        if (error != cudaSuccess) {
-            return error;
-        }
-    }
-    return cudaSuccess;
-}
-
 }  // namespace twell::matmul_sm90
-
-#endif  // TWELL_KERNELS_MATMUL_SM90_H_

@@ -9,8 +9,8 @@ namespace {
 // Fewer hot neurons fill no CTA's part of a tile of a dense block.
 constexpr int kFewestHot = 128;
 
-// Neurons of the first part, 0 for no split. Where the others begin, pointers stay aligned. NOTE: not in fp16, where sums
-// over the hot neurons may be out of range and y is not.
+// Neurons of the first part, 0 for no split. Where the others begin, pointers stay aligned. NOTE: not in fp16, where
+// sums over the hot neurons may be out of range and y is not.
 int num_hot(twell_problem const& problem) {
     if (problem.dtype != TWELL_BF16) {
         return 0;
