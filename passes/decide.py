@@ -62,7 +62,7 @@ def decide(blocks: list[FfnBlock], layers: str, advise: Advise | None = None) ->
 def _decide(
     block: FfnBlock, layers: str, pattern: re.Pattern[str] | None, taken: dict[Node, str], advise: Advise | None
 ) -> Layer:
-    hot = 0
+    hot, compression = 0, None
     refusal = block.refusal or _limits(block) or _conflict(block, taken)
     choice = advise(block) if advise is not None and not refusal else None
     if refusal:
@@ -76,7 +76,7 @@ def _decide(
     elif layers == "auto" and choice.decision == "dense":
         decision, reason = "dense", f"left dense: {choice.facts}"
     else:
-        decision, reason, hot = "twell", choice.facts, choice.hot
+        decision, reason, hot, compression = "twell", choice.facts, choice.hot, choice.compression
     return Layer(
         module=block.module,
         variant=block.variant,
@@ -89,6 +89,7 @@ def _decide(
         reason=reason,
         residual=decision == "twell" and block.residual is not None,
         hot=hot,
+        compression=compression,
         expectation=choice.expectation if choice is not None else None,
     )
 

@@ -155,7 +155,7 @@ def run_passes(
         program: A traced program.
         dtype: bfloat16 or float16.
         layers: See `decide`.
-        compression: The TwELL compression factor: 1, 2, 4 or 8.
+        compression: The TwELL compression factor where `advise` says nothing: 1, 2, 4 or 8.
         attention: The forms to write attention in, see `rewrite_attention`; none leaves it as it is.
         dump: Receives the graph as traced, and after each pass.
         calibration: How often neurons fire, and what may be done with that; None if nothing is known.
@@ -171,7 +171,7 @@ def run_passes(
     orders = {module: each.order for module, each in arrangements.items() if each.changes}
     chosen = Found(found.blocks, decisions).chosen
     blocks, hot = [block for block, _ in chosen], [layer.hot for _, layer in chosen]
-    rewritten = rewrite_ffn(dense, blocks, compression, hot, orders)
+    rewritten = rewrite_ffn(dense, blocks, [layer.compression or compression for _, layer in chosen], hot, orders)
     dump.program("rewrite_ffn", rewritten)
     attended: list[Attention] = []
     if attention:

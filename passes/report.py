@@ -124,6 +124,7 @@ class Layer(Record):
         residual: Whether it also adds its result to what this was added to, if TwELL runs it.
         hot: How many of its neurons, the first ones, calls with many tokens compute densely, if TwELL runs it.
         neurons: What became of its neurons; None where nothing did, or TwELL does not run it.
+        compression: The TwELL compression factor that a profile suggests; None where there is none.
         expectation: What measured times let expect of it; None where nobody asked, or it cannot be rewritten.
     """
 
@@ -138,6 +139,7 @@ class Layer(Record):
     reason: str
     residual: bool
     hot: int = 0
+    compression: int | None = field(default=None, metadata=OPTIONAL)
     expectation: Expectation | None = field(default=None, metadata=OPTIONAL)
     neurons: Neurons | None = field(default=None, metadata=OPTIONAL)
 

@@ -175,10 +175,10 @@ main.add_command(bench)
     help="Which matching blocks to rewrite; REGEX is searched in their module paths.",
 )  # fmt: skip
 @click.option(
-    "--compression", type=click.Choice(tuple(map(str, COMPRESSIONS))), default=str(DEFAULT_COMPRESSION),
-    show_default=True,
+    "--compression", type=click.Choice(tuple(map(str, COMPRESSIONS))),
     help="TwELL compression factor: a tile of 256 neurons keeps 256/N - 1 activations of a token; more of them are "
-    "kept apart or recomputed. It changes speed and memory, never results.",
+    "kept apart or recomputed. It changes speed and memory, never results. Default: "
+    f"{DEFAULT_COMPRESSION}, or with --calibration the largest with which few tiles have more.",
 )  # fmt: skip
 @calibration_option
 @prune_dead_option
@@ -207,7 +207,7 @@ main.add_command(bench)
     help="A library of other people's TensorRT plugins, for a graph with nodes of theirs; several may be given. Its "
     "code runs here.",
 )  # fmt: skip
-def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str, **options: Any) -> None:
+def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str | None, **options: Any) -> None:
     """Compile MODEL into a TensorRT plan.
 
     MODEL is a torch.export archive, a Hugging Face directory, an ONNX file of plain operators or a pickled module.
@@ -217,8 +217,9 @@ def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str
     """
     with show_progress() as progress:
         manifest = twellc.compile(
-            profiles=profiles, compression=int(compression), inputs=inputs, progress=progress, **options
-        )
+            profiles=profiles, compression=None if compression is None else int(compression), inputs=inputs,
+            progress=progress, **options,
+        )  # fmt: skip
     written = options["output"] or options["onnx"] or triton_plan(options["triton"], options["model"])
     with never_failing():
         _print_manifest(manifest, written)

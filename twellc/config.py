@@ -37,7 +37,7 @@ class CompileOptions:
         dtype: `bf16` or `fp16`; None takes the model's own, or bf16 where that is neither.
         profiles: Shape ranges of inputs, in the order in which they were given.
         layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
-        compression: The TwELL compression factor.
+        compression: The TwELL compression factor; None takes the default, or with a profile what suits each block.
         strict: Fail when nothing matches or a block that looks like one is refused.
         dump_graphs: A folder for the graph as traced and after each pass.
         report: Where to write the report as JSON.
@@ -69,7 +69,7 @@ class CompileOptions:
     dtype: str | None = None
     profiles: tuple[tuple[str, ShapeRange], ...] = ()
     layers: str = "auto"
-    compression: int = DEFAULT_COMPRESSION
+    compression: int | None = None
     strict: bool = False
     dump_graphs: Path | None = None
     report: Path | None = None
@@ -282,7 +282,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "padding": (None, *PADDINGS),
     "logits": LOGITS,
     "attention": ATTENTIONS,
-    "compression": COMPRESSIONS,
+    "compression": (None, *COMPRESSIONS),
 }
 
 

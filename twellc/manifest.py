@@ -53,13 +53,13 @@ _FORM: dict[str, Any] = {
     "model": {"name": str, "kind": str, "sha256": str},
     "settings": {
         "dtype": str, "layers": str, "compression": int, "attention_forms": [str], "calibration?": str,
-        "prune_dead?": bool, "decided?": {str: {"decision": str, "facts": str, "hot": int}},
+        "prune_dead?": bool, "decided?": {str: {"decision": str, "facts": str, "hot": int, "compression": int}},
     },
     "layers": [
         {
             "module": str, "variant": str, "activation": str, "d_model": int, "d_ff": int, "d_out": int,
             "matched": bool, "decision": str, "reason": str, "residual": bool, "hot": int, "neurons?": _NEURONS,
-            "expectation?": _EXPECTATION,
+            "compression?": int, "expectation?": _EXPECTATION,
         }
     ],
     "attention": [

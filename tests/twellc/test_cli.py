@@ -73,7 +73,7 @@ def test_compile_to_a_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
     assert sorted(files_in(tmp_path)) == ["m.onnx", "m.plan", "m.plan.json", "report.json"]
     manifest = json.loads((tmp_path / "m.plan.json").read_text())
     assert report.read_text() == (tmp_path / "m.plan.json").read_text()
-    assert manifest["schema"] == 2
+    assert manifest["schema"] == 3
     assert manifest["model"] == {
         "name": "gated.pt2",
         "kind": "torch.export archive",
@@ -84,7 +84,8 @@ def test_compile_to_a_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
     assert manifest["layers"] == [
         {
             "module": "ffn", "variant": "gated", "activation": "relu", "d_model": 16, "d_ff": 320, "d_out": 16,
-            "matched": True, "decision": "twell", "reason": "matches", "residual": True, "expectation": expectation,
+            "matched": True, "decision": "twell", "reason": "matches", "residual": True, "hot": 0,
+            "expectation": expectation,
         }
     ]  # fmt: skip
     assert manifest["plugins"]["names"] == ["TwellGatedMlp"]

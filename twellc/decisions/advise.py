@@ -20,6 +20,9 @@ from twellc.passes.firing import Calibration, Counts
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.report import Choice, Layer
 
+# Of a choice, what another compilation needs to choose the same.
+_REPEATED = ("decision", "facts", "hot", "compression")
+
 
 @dataclass(frozen=True, eq=False)
 class Firing:
@@ -45,6 +48,7 @@ class Advisor:
         firing: How neurons fire, by the path of the module that holds a block's weights.
         tokens: Returns the rows of a block's calls, by optimization profile.
         density: What is assumed of other blocks: the share of gate activations that are not zero.
+        compression: The TwELL compression factor of all blocks; None chooses one for each.
     """
 
     def __init__(
@@ -53,8 +57,10 @@ class Advisor:
         firing: Mapping[str, Firing],
         tokens: Callable[[FfnBlock], list[Tokens]],
         density: float = DEFAULT_DENSITY,
+        compression: int | None = None,
     ) -> None:
         self._target, self._firing, self._tokens, self._density = target, firing, tokens, density
+        self._compression = compression
         self.decided: dict[str, dict[str, Any]] = {}
         self._assumed: dict[tuple[Widths, tuple[Tokens, ...]], Choice] = {}
 
@@ -69,7 +75,8 @@ class Advisor:
             if not self._target.model.is_near(kept):  # a guess leaves nothing dense
                 density = percent(choice.expectation.density) if choice.expectation is not None else ""
                 choice = replace(choice, decision="twell", facts=f"{density} active", hot=0)
-            self.decided[block.module] = {"decision": choice.decision, "facts": choice.facts, "hot": choice.hot}
+            choice = replace(choice, compression=self._compression or choice.compression)
+            self.decided[block.module] = {name: getattr(choice, name) for name in _REPEATED}
             return choice
         if (widths, tokens) not in self._assumed:
             rates = np.full(block.d_ff, self._density)
@@ -110,8 +117,7 @@ def repeat(decided: Mapping[str, Mapping[str, Any]]) -> Advise:
         TypeError, AttributeError, KeyError: It has not that form.
     """
     choices = {
-        module: Choice(each["decision"], each["facts"], each["hot"], DEFAULT_COMPRESSION, None)
-        for module, each in decided.items()
+        module: Choice(**{name: each[name] for name in _REPEATED}, expectation=None) for module, each in decided.items()
     }
     unknown = Choice("twell", "matches", 0, DEFAULT_COMPRESSION, None)
     return lambda block: choices.get(block.module, unknown)

@@ -11,7 +11,7 @@ import sympy
 
 from twellc.base.dtypes import BY_ONNX, DTYPES, torch_dtype
 from twellc.base.errors import UserError
-from twellc.config import CompileOptions, refuse_calibration
+from twellc.config import DEFAULT_COMPRESSION, CompileOptions, refuse_calibration
 from twellc.decisions.advise import Advisor
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.profiles import InputSpec, ModelInputs, resolve_profiles
@@ -52,7 +52,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     profiles, _ = resolve_profiles(inputs, list(options.profiles), {})
     advisor = Advisor(choose_target(options.target_gpu, gpu_at_hand()), {}, rows_of_inputs(inputs, profiles))
     found = find_onnx_blocks(model, torch_dtype(dtype), options.layers, advisor)
-    rewritten = rewrite_onnx(found, options.compression)
+    rewritten = rewrite_onnx(found, options.compression or DEFAULT_COMPRESSION)
     dump = GraphDump(options.dump_graphs)
     dump.text("source", lambda: onnx.helper.printable_graph(model.graph))
     dump.text("rewrite_onnx", lambda: onnx.helper.printable_graph(rewritten.graph))

@@ -10,7 +10,7 @@ import onnx_ir
 
 from twellc.base.errors import UserError, first_few
 from twellc.base.version import __version__
-from twellc.config import CompileOptions
+from twellc.config import DEFAULT_COMPRESSION, CompileOptions
 from twellc.export.profiles import ModelInputs
 from twellc.loaders.loaded import DimensionRange
 from twellc.passes.report import Attention, Layer
@@ -57,7 +57,12 @@ def annotate(
         options: See `CompileOptions`.
         traced_by: The settings that the model was traced by, and the forms of its attention.
     """
-    settings = {"dtype": dtype, "layers": options.layers, "compression": options.compression, **traced_by}
+    settings = {
+        "dtype": dtype,
+        "layers": options.layers,
+        "compression": options.compression or DEFAULT_COMPRESSION,
+        **traced_by,
+    }
     done = {"twellc": __version__, "settings": settings, "layers": [_noted(layer) for layer in layers]}
     graph.metadata_props[METADATA_KEY] = json.dumps(done)
     return settings

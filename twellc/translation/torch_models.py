@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from twellc.base.dtypes import DTYPES, dtype_name, torch_dtype
 from twellc.base.errors import first_few
 from twellc.calibration.calibration import load_calibration
-from twellc.config import CompileOptions
+from twellc.config import DEFAULT_COMPRESSION, CompileOptions
 from twellc.decisions.advise import Advisor, firing_of, repeat
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.attention_forms import choose_forms
@@ -46,11 +46,11 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     profiles, _ = resolve_profiles(given, list(options.profiles), model.dimension_ranges)
     calibration = None if calibrated is None else calibrated.calibration
     target = choose_target(options.target_gpu, gpu_at_hand())
-    advisor = Advisor(target, firing_of(calibration), rows_of_blocks(given, profiles))
+    advisor = Advisor(target, firing_of(calibration), rows_of_blocks(given, profiles), compression=options.compression)
     dump = GraphDump(options.dump_graphs)
     rewritten = run_passes(
-        model.program, torch_dtype(dtype), options.layers, options.compression, forms, dump, calibration,
-        advisor if options.decided is None else repeat(options.decided),
+        model.program, torch_dtype(dtype), options.layers, options.compression or DEFAULT_COMPRESSION, forms, dump,
+        calibration, advisor if options.decided is None else repeat(options.decided),
     )  # fmt: skip
     warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
     notes = [*notes, *activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]

@@ -50,12 +50,16 @@ def test_decisions_by_a_profile(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
             assert row["reason"].endswith(" at 2048 tokens") and " active, pays below " in row["reason"]
         else:
             assert " times as fast at 2048 tokens" in row["reason"]
+            assert row["compression"] in (1, 2, 4, 8)
     assert {row["decision"] for row in layers} == {"twell", "dense"}
+
+    fields = {node.name: node.fields for node in twellc.inspect(graph).description.nodes or ()}
+    taken = [row for row in layers if row["decision"] == "twell"]
+    assert [each["compression"] for each in fields.values()] == [row["compression"] for row in taken]
+    assert [each["hot"] for each in fields.values()] == [row["hot"] for row in taken]
 
     shown = twellc.inspect(bytelm, calibration=tmp_path / "p", target_gpu=str(times), tokens=2048).layers
     assert [row.decision for row in shown] == [row["decision"] for row in layers]
     checked = twellc.check(bytelm, graph)
     assert checked.within
-    assert [block.module for block in checked.blocks] == [
-        row["module"] for row in layers if row["decision"] == "twell"
-    ]  # fmt: skip
+    assert [block.module for block in checked.blocks] == [row["module"] for row in taken]
