@@ -35,7 +35,7 @@ from twellc.passes.match.activations import packet
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import VIEWS, Weight
 from twellc.passes.report import Layer, Neurons
-from twellc.passes.rewrite_ffn import arranged_copy
+from twellc.passes.rewrite_ffn import arranged_view
 from twellc.plugins.ops import activate
 
 # Rows of the hidden tensor, 2 bytes an element, start at multiples of 16 bytes.
@@ -124,9 +124,9 @@ def _cannot_fire(program: ExportedProgram, block: FfnBlock) -> NDArray[np.bool_]
     assert part is not None
 
     def values(weight: Weight) -> torch.Tensor:
-        return arranged_copy(tensor_of(program, weight.name).detach(), weight, in_out=False)[1]
+        return arranged_view(tensor_of(program, weight.name).detach(), weight, in_out=False)[1]
 
-    cannot = (values(part.weight) == 0).all(1)
+    cannot = ~values(part.weight).any(1)
     if part.bias is not None and cannot.any():
         cannot &= activate(values(part.bias), block.activation, block.threshold) == 0
     found: NDArray[np.bool_] = cannot.numpy()

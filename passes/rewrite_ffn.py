@@ -25,8 +25,8 @@ from twellc.passes.match.linear import Linear, Weight
 from twellc.plugins.ops import GATED_MLP, MLP
 
 
-def arranged_copy(tensor: torch.Tensor, weight: Weight, in_out: bool) -> tuple[str, torch.Tensor]:
-    """Return the part of `tensor` that `weight` means, stored [in, out] or [out, in], and a suffix for its name."""
+def arranged_view(tensor: torch.Tensor, weight: Weight, in_out: bool) -> tuple[str, torch.Tensor]:
+    """Return the part of `tensor` that `weight` means as [in, out] or [out, in], a view, and a suffix for its name."""
     suffix = ""
     if tensor.ndim > 2:  # such as a convolution's, with a kernel of size 1
         tensor, suffix = tensor.squeeze(), "_matrix"
@@ -36,8 +36,13 @@ def arranged_copy(tensor: torch.Tensor, weight: Weight, in_out: bool) -> tuple[s
         tensor, suffix = tensor[slice(*weight.rows)], suffix + "_{}_{}_{}".format(*weight.rows)
     if in_out:
         tensor, suffix = tensor.t(), f"{suffix}_transposed"
-    # A copy in any case: a slice would keep the packed weight alive.
-    return suffix or "_transposed", tensor.clone(memory_format=torch.contiguous_format)
+    return suffix or "_transposed", tensor
+
+
+def arranged_copy(tensor: torch.Tensor, weight: Weight, in_out: bool) -> tuple[str, torch.Tensor]:
+    """Return what `arranged_view` does as a copy in any case: a slice would keep the packed weight alive."""
+    suffix, view = arranged_view(tensor, weight, in_out)
+    return suffix, view.clone(memory_format=torch.contiguous_format)
 
 
 def rewrite_ffn(
@@ -69,9 +74,12 @@ def rewrite_ffn(
             return placeholder
         if order is None and (weight, in_out) in arranged:
             return arranged[weight, in_out]
-        suffix, copied = arranged_copy(tensor_of(rewritten, weight.name).detach(), weight, in_out)
-        if order is not None:
-            suffix, copied = f"{'' if as_it_is else suffix}_arranged", copied.index_select(0, order)
+        stored = tensor_of(rewritten, weight.name).detach()
+        if order is None:
+            suffix, copied = arranged_copy(stored, weight, in_out)
+        else:
+            suffix, view = arranged_view(stored, weight, in_out)
+            suffix, copied = f"{'' if as_it_is else suffix}_arranged", view.index_select(0, order)
         made = add_parameter(rewritten, f"{weight.name}{suffix}", copied, like=placeholder)
         if order is None:
             arranged[weight, in_out] = made
