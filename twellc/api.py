@@ -128,9 +128,7 @@ def compile(
     from twellc.compiler import compile_model
 
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
-        given = _parsed(CompileOptions, options)
-        if in_memory:
-            given |= {"trust_model": True, "in_memory": in_memory}
+        given = _parsed(CompileOptions, options, in_memory)
         return compile_model(compile_options(path, None if output is None else Path(output), **given), progress)
 
 
@@ -159,9 +157,7 @@ def inspect(
     from twellc.inspection.inspection import inspect_model
 
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
-        given = _parsed(InspectOptions, options)
-        if in_memory:
-            given |= {"trust_model": True, "in_memory": in_memory}
+        given = _parsed(InspectOptions, options, in_memory)
         return inspect_model(InspectOptions(path, **given), progress)
 
 
@@ -193,9 +189,7 @@ def check(
         from twellc.checks.checking import check
 
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
-        given = _parsed(CheckOptions, options)
-        if in_memory:
-            given |= {"trust_model": True}
+        given = _parsed(CheckOptions, options, in_memory)
         return check(CheckOptions(path, Path(candidate), **given), progress)
 
 
@@ -235,9 +229,7 @@ def profile(
     several = [data] if isinstance(data, str | os.PathLike | Mapping) else data
     sources = [each if isinstance(each, Mapping) else Path(each) for each in several]
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
-        given = _parsed(ProfileOptions, options)
-        if in_memory:
-            given |= {"trust_model": True, "in_memory": in_memory}
+        given = _parsed(ProfileOptions, options, in_memory)
         made = ProfileOptions(path, None if output is None else Path(output), **given)
         return profile_model(made, sources, progress, advance)
 
@@ -291,20 +283,24 @@ def bench(
         from twellc.benchmarking.bench import bench_model
 
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
-        given = _parsed(BenchOptions, options)
-        if in_memory:
-            given |= {"trust_model": True, "in_memory": in_memory}
+        given = _parsed(BenchOptions, options, in_memory)
         return bench_model(BenchOptions(path, **given), progress)
 
 
-def _parsed(kind: type[Any], options: dict[str, Any]) -> dict[str, Any]:
+def _parsed(kind: type[Any], options: dict[str, Any], in_memory: str) -> dict[str, Any]:
     """Return options with paths and texts turned into what the options class `kind` holds.
+
+    Args:
+        kind: The class.
+        options: What was given.
+        in_memory: See `_on_disk`; twellc's own archive is trusted.
 
     Raises:
         TypeError: There is no such option.
         UserError: A value is not one of those that there are, or a text cannot be parsed.
     """
-    unknown = set(options) - {field.name for field in fields(kind)}
+    names = {field.name for field in fields(kind)}
+    unknown = set(options) - names
     if unknown:
         raise TypeError(f"there is no option {min(unknown)!r}; twellc.{kind.__name__} lists them")
     for name, value in options.items():
@@ -316,6 +312,8 @@ def _parsed(kind: type[Any], options: dict[str, Any]) -> dict[str, Any]:
     for name, parse in _PARSERS.items():
         if name in options:
             parsed[name] = tuple(parse(each) if isinstance(each, str) else each for each in options[name])
+    if in_memory:
+        parsed |= {"trust_model": True} | ({"in_memory": in_memory} if "in_memory" in names else {})
     return parsed
 
 
