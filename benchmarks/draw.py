@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from twellc.benchmarking.forms import Block
+from twellc.decisions.times import zipf_rates
 
 DISTRIBUTIONS = ("equal", "zipf", "trained")
 TRAINED_LAYERS = 4
@@ -133,6 +134,5 @@ def make_inputs(
 
 def zipf_offsets(d_ff: int, density: float, device: str = "cuda") -> Tensor:
     """Return what to add to the gate values of neurons, in random order, that fire by Zipf's law: float32 [d_ff]."""
-    share = 1 / (torch.randperm(d_ff, device=device) + 1.0)
-    share = (share / share.mean() * density).clamp(1e-7, 0.5)
+    share = torch.from_numpy(zipf_rates(d_ff, density)).to(device)[torch.randperm(d_ff, device=device)]
     return quantile(torch.tensor(density, device=device)) - quantile(share)

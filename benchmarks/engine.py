@@ -38,6 +38,7 @@ import torch
 import transformers
 from block import new_report
 from model import CAUSAL, Logits, causal_attention, gate_density, make_model, rewrite
+from tables import table
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -307,13 +308,13 @@ def markdown(report: dict[str, Any]) -> str:
     labels = list(dict.fromkeys(label for result in results.values() for label in result["times"]))
     blocks = [f"{report['machine']}\n\n{report['parameters'] / 1e9:.2f} billion parameters; gates: {report['density']}"]
     rows = [[label, *(_time(result["times"].get(label)) for result in results.values())] for label in labels]
-    blocks.append("Milliseconds, median (10th to 90th percentile):\n\n" + _table(["", *results], rows))
+    blocks.append("Milliseconds, median (10th to 90th percentile):\n\n" + table(["", *results], rows))
     rows = [
         [f"{ours} over {name}", *(_ratio(result["times"], ours, theirs) for result in results.values())]
         for ours in labels if ours.startswith("plan twell")
         for name, theirs in _rivals(ours, labels).items()
     ]  # fmt: skip
-    blocks.append("Speed-up:\n\n" + _table(["", *results], rows))
+    blocks.append("Speed-up:\n\n" + table(["", *results], rows))
     for shape, result in results.items():
         if result["layers"]:
             names = list(result["layers"])
@@ -322,13 +323,13 @@ def markdown(report: dict[str, Any]) -> str:
             ]
             rows.append(["sum", *(f"{result['layers'][name]['sum_us']:.1f}" for name in names)])
             rows.append(["in a CUDA graph", *(f"{result['times'][name]['median_us']:.1f}" for name in names)])
-            blocks.append(f"{shape}, microseconds by kind of layer:\n\n" + _table(["", *names], rows))
+            blocks.append(f"{shape}, microseconds by kind of layer:\n\n" + table(["", *names], rows))
     wrong = {shape: result["errors"] for shape, result in results.items()}
     rows = [
         [label, *(f"{errors[label]:.4f}" if label in errors else "-" for errors in wrong.values())]
         for label in dict.fromkeys(label for errors in wrong.values() for label in errors)
     ]
-    blocks.append("Relative error of the logits against float64:\n\n" + _table(["", *results], rows))
+    blocks.append("Relative error of the logits against float64:\n\n" + table(["", *results], rows))
     failed = {f"{shape}: {label}": why for shape, result in results.items() for label, why in result["failed"].items()}
     failed |= report["failed"]
     if failed:
@@ -357,11 +358,6 @@ def _time(time: dict[str, float] | None) -> str:
     if time is None:
         return "-"
     return f"{time['median_us'] / 1e3:.3f} ({time['p10_us'] / 1e3:.3f} to {time['p90_us'] / 1e3:.3f})"
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def commit() -> str:

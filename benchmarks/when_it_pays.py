@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+from tables import table
 
 from twellc.decisions.choose import Tokens, choose, count_text, percent
 from twellc.decisions.predict import CostModel, Widths
@@ -33,17 +34,10 @@ _BLOCKS = (
 )
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table whose first column is words and all others are numbers."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def measured_gains() -> str:
     """Return speed-ups by density and number of tokens, as the suite measured them."""
     results: list[dict[str, Any]] = json.loads(_SUITE.read_text())["results"]
     chosen = [each for each in results if (each["d_model"], each["d_ff"], each["variant"]) == (2048, 5632, "gated")]
-    tokens = (1, 16, 64, 256, 1024, 2048, 8192, 32768)
     rows = []
     for neurons, name in (("equal", "all alike"), ("zipf", "Zipf's law")):
         for density in sorted({each["density"] for each in chosen if each["neurons"] == neurons}):
@@ -53,9 +47,9 @@ def measured_gains() -> str:
                 if (each["neurons"], each["density"], each["heavy"]) == (neurons, density, 0)
             }
             rows.append(
-                [f"{percent(density)}, {name}", *(f"{gains[count]:.2f}" if count in gains else "" for count in tokens)]
+                [f"{percent(density)}, {name}", *(f"{gains[count]:.2f}" if count in gains else "" for count in _SIZES)]
             )
-    return table(["active, neurons", *map(count_text, tokens)], rows)
+    return table(["active, neurons", *map(count_text, _SIZES)], rows)
 
 
 def _gain(times: dict[str, dict[str, float]]) -> float:
@@ -78,13 +72,9 @@ def break_evens() -> str:
                 choose(model, block, np.full(block.d_ff, 0.005), [Tokens(count, count, count)]).expectation.pays_below
                 for count in _SIZES
             )
-            name = f"{gpu}, {block.variant} {_wide(block.d_model)} / {_wide(block.d_ff)}"
+            name = f"{gpu}, {block.variant} {count_text(block.d_model)} / {count_text(block.d_ff)}"
             rows.append([name, *({0.0: "never", 1.0: "always"}.get(limit, percent(limit)) for limit in limits)])
     return table(["GPU, block", *map(count_text, _SIZES)], rows)
-
-
-def _wide(width: int) -> str:
-    return f"{width:,}".replace(",", " ") if width >= 10_000 else str(width)
 
 
 def trained_layers() -> str:
