@@ -27,6 +27,7 @@ from tests.plugins.test_kernels import (
     assert_same_bits,
     make_block,
 )
+from twellc.plugins import library
 
 pytestmark = pytest.mark.gpu
 
@@ -111,9 +112,9 @@ def disturb(rng: random.Random, block: Block) -> list[str]:
     return done
 
 
-def splits(hot: int, d_ff: int) -> bool:
+def splits(problem: library.Problem) -> bool:
     """Say whether the hint is one for the kernels: see twell_mlp in twell.h."""
-    return hot == d_ff or hot >= FEWEST_HOT
+    return problem.dtype == library.DTYPES["bfloat16"] and (problem.hot == problem.d_ff or problem.hot >= FEWEST_HOT)
 
 
 def ways(call: Call) -> dict[str, Callable[[], torch.Tensor]]:
@@ -131,7 +132,7 @@ def ways(call: Call) -> dict[str, Callable[[], torch.Tensor]]:
         result["dense block"] = functools.partial(run_poisoned, call, DENSE_BLOCK, BEST)
         if call.problem.d_model % 64 == 0:
             result["sm90"] = functools.partial(run_poisoned, call, GUARD_DECIDES, SM90)
-    if splits(call.problem.hot, call.problem.d_ff):
+    if splits(call.problem):
         result["split"] = functools.partial(run_poisoned, call, SPLIT, BEST)
         result["split generic"] = functools.partial(run_poisoned, call, SPLIT, GENERIC)
     return result
