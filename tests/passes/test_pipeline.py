@@ -65,7 +65,7 @@ def test_each_pass_is_seen(tmp_path: Path) -> None:
 
 def test_every_pass_is_in_the_list() -> None:
     """Each file beside pipeline.py is a pass, or one of those that are named here."""
-    others = {"__init__", "pipeline", "decide", "dump", "report"}
+    others = {"__init__", "pipeline", "decide", "dump", "firing", "neurons", "report"}
     passes = [*pipeline.FUNCTIONAL, *pipeline.ARRANGING, pipeline.in_precision, pipeline.rewrite_ffn]
     modules = {each.__module__.rpartition(".")[2] for each in (*passes, pipeline.rewrite_attention)}
     assert {path.stem for path in (ROOT / "passes").glob("*.py")} - others == modules

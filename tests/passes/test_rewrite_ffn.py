@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +18,7 @@ from tests.models import Gated, Plain, Residual, Written, calls, canonical, eage
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.passes import pipeline
 from twellc.passes.decide import decide
+from twellc.passes.firing import BlockProfile, Calibration, shapes
 from twellc.passes.graph.program import constants_of, tensor_of
 from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.precision import widen
@@ -124,7 +126,12 @@ def test_the_decision_says_how_many_are_hot(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(pipeline, "decide", decided)
     program = export(nn.Sequential(Gated(), Gated()).bfloat16(), torch.randn(2, 3, 16).bfloat16())
-    rewritten = pipeline.run_passes(program, torch.bfloat16, "all", 8)
+    as_it_is = pipeline.run_passes(program, torch.bfloat16, "all", 8)
+    assert [layer.hot for layer in as_it_is.layers] == [0, 0]  # the first neurons are not the hottest
+    (layer,) = [layer for layer in as_it_is.layers if layer.decision == "twell"]
+    counts = {name: np.ones(shape, np.int64) for name, shape in shapes(layer.d_ff).items()}
+    calibration = Calibration({layer.module: BlockProfile(layer.module, "gated", "relu", **counts)})
+    rewritten = pipeline.run_passes(program, torch.bfloat16, "all", 8, calibration=calibration)
     assert [layer.hot for layer in rewritten.layers] == [0, 16]
     assert op_in(rewritten.program).args[-1] == 16
 
