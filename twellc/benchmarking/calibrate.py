@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from twellc.base.errors import UserError
-from twellc.base.files import Outputs, writing
+from twellc.base.files import Outputs, uninterrupted, writing
 from twellc.benchmarking import timing
 from twellc.config import DEFAULT_COMPRESSION
 from twellc.decisions.times import DensePoint, Times, TwellPoint, zipf_rates
@@ -330,6 +330,6 @@ def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> T
 def _write(path: Path, times: Times) -> None:
     """Replace the data file as a whole."""
     partial = path.with_name(f".{path.name}.partial")
-    with writing(path):
+    with uninterrupted(), writing(path):
         partial.write_text(times.to_text(), encoding="utf-8")
         partial.replace(path)
