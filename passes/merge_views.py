@@ -1,7 +1,7 @@
 """Let equal views and casts of a tensor be one: exporters make one for each projection that reads it.
 
 before   x ─┬─ view [B * T, D] ─ mm(Wg)          after   x ─ view [B * T, D] ─┬─ mm(Wg)
-└─ view [B * T, D] ─ mm(Wu)                                       └─ mm(Wu)
+           └─ view [B * T, D] ─ mm(Wu)                                       └─ mm(Wu)
 """
 
 from __future__ import annotations

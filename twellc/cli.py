@@ -177,7 +177,7 @@ main.add_command(bench)
 @click.option(
     "--compression", type=click.Choice(tuple(map(str, COMPRESSIONS))),
     help="TwELL compression factor: a tile of 256 neurons keeps 256/N - 1 activations of a token; more of them are "
-    "kept apart or recomputed. It changes speed and memory, never results. Default: "
+    "kept apart. It changes speed and memory, never results. Default: "
     f"{DEFAULT_COMPRESSION}, or with --calibration the largest with which few tiles have more.",
 )  # fmt: skip
 @calibration_option

@@ -276,13 +276,8 @@ def _find(program: ExportedProgram, settings: dict[str, Any]) -> Found:
     try:
         decided = settings.get("decided")
         return find(program, str(settings.get("layers", "auto")), None if decided is None else repeat(decided))
-    except (
-        UserError,
-        TypeError,
-        AttributeError,
-        KeyError,
-    ):  # the blocks are not those of the model that the settings are for
-        return find(program, "auto")
+    except (UserError, TypeError, AttributeError, KeyError):
+        return find(program, "auto")  # the blocks are not those of the model that the settings are for
 
 
 def integer_ranges(model: LoadedModel) -> dict[str, tuple[int, int]]:
