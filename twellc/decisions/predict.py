@@ -246,6 +246,8 @@ def _place(call: _Call) -> list[float]:
 
 
 _Point = TypeVar("_Point", bound=Measured)
+# Of the shortest time that was measured: narrower blocks than those take less, but not nothing.
+_LEAST_SHARE = 0.5
 
 
 class _Interpolated:
@@ -255,7 +257,7 @@ class _Interpolated:
         self._bound = dense
         self.splits = any(call.hot for call in calls)
         us = np.array([point.us for point in points])
-        self._shortest = float(us.min())
+        self._least = _LEAST_SHARE * float(us.min())
         groups = np.array([self._group(call) for call in calls])
         self._prices: dict[int, _Array] = {}
         for group in set(groups.tolist()):
@@ -276,9 +278,9 @@ class _Interpolated:
         return float(self._prices[0][0])
 
     def predict(self, call: _Call) -> float:
-        """Return the time of a call in microseconds, no less than the shortest that was measured."""
+        """Return the time of a call in microseconds, no less than half of the shortest that was measured."""
         near = self._covariance(np.array([_place(call)]), np.array([self._group(call)]))[0]
-        return max(self._floor(call) * math.exp(self._mean + float(near @ self._weights)), self._shortest)
+        return max(self._floor(call) * math.exp(self._mean + float(near @ self._weights)), self._least)
 
     def left_out(self) -> _Array:
         """Return the logarithm of measured by predicted time for each point, predicted from all others."""
