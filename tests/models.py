@@ -245,3 +245,8 @@ def save(model: Any, folder: Path, dtype: torch.dtype = torch.bfloat16, **option
     """Save a Hugging Face model and return its folder."""
     model.to(dtype).save_pretrained(folder, **options)
     return folder
+
+
+def without_expectation(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of a report without what is expected of the sizes of a call, which differ between commands."""
+    return [{name: value for name, value in layer.items() if name != "expectation"} for layer in layers]

@@ -355,15 +355,15 @@ def manifest() -> dict[str, Any]:
     layer = {"module": "m", "variant": "gated", "activation": "relu", "matched": True, "decision": "twell"}
     tensor = {"name": "x", "dtype": "bf16", "shape": [-1, 16]}
     return {
-        "schema": 2,
+        "schema": 3,
         "twellc": "9.0.0",
         "model": {"name": "m", "kind": "k", "sha256": ""},
         "settings": {"dtype": "bf16", "layers": "auto", "compression": 8, "attention_forms": ["matmul"]},
-        "layers": [{**layer, "d_model": 16, "d_ff": 40, "d_out": 16, "reason": "", "residual": False}],
+        "layers": [{**layer, "d_model": 16, "d_ff": 40, "d_out": 16, "reason": "", "residual": False, "hot": 0}],
         "attention": [],
         "notes": [],
         "warnings": [],
-        "plugins": {"namespace": "twell", "version": "twellc-3", "names": ["TwellGatedMlp"], "embedded": False},
+        "plugins": {"namespace": "twell", "version": "twellc-4", "names": ["TwellGatedMlp"], "embedded": False},
         "onnx": {"file": None, "sha256": ""},
         "profiles": [{"x": {"min": [1, 16], "opt": [2, 16], "max": [4, 16]}}],
         "backend": {"name": "tensorrt-rtx", "version": "1.7.1.116"},
@@ -401,8 +401,8 @@ def read_json(content: dict[str, Any], folder: Path) -> Manifest:
 SETTINGS = {"dtype": "bf16", "layers": "auto", "compression": 8, "attention_forms": ["matmul"]}
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no schema": ({"schema": None}, "it names no schema"),
-    "newer": ({"schema": 3}, "of another version; got 3; expected 2"),
-    "older": ({"schema": 1}, "of another version; got 1; expected 2"),
+    "newer": ({"schema": 4}, "of another version; got 4; expected 3"),
+    "older": ({"schema": 2}, "of another version; got 2; expected 3"),
     "no layers": ({"layers": None}, "damaged: layers is no list"),
     "layer of no layer": ({"layers": [3]}, r"damaged: layers\[0\] is no object"),
     "layer without a width": ({"layers": [{"module": "m"}]}, r"damaged: layers\[0\] has no variant"),

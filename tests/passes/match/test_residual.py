@@ -30,7 +30,7 @@ def ops_in(program: Any) -> list[Node]:
 
 def residual_of(op: Node) -> Node | None:
     """The operand before the three options."""
-    residual = op.args[-4]
+    residual = op.args[-5]
     assert residual is None or isinstance(residual, Node)
     return residual
 
