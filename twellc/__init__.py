@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from twellc.base.version import __version__
 
 if TYPE_CHECKING:
-    from twellc.api import bench, check, compile, inspect, merge_profiles, profile, rewrite
+    from twellc.api import bench, check, compile, inspect, merge_profiles, profile, report, rewrite
     from twellc.base.errors import UserError
     from twellc.benchmarking.result import BenchResult
     from twellc.calibration.profile import Profile
@@ -48,12 +48,13 @@ __all__ = [
     "optimize",
     "optimized_blocks",
     "profile",
+    "report",
     "restore",
     "rewrite",
 ]
 
 _HOMES = {
-    "api": ("bench", "check", "compile", "inspect", "merge_profiles", "profile", "rewrite"),
+    "api": ("bench", "check", "compile", "inspect", "merge_profiles", "profile", "report", "rewrite"),
     "benchmarking.result": ("BenchResult",),
     "calibration.profile": ("Profile",),
     "checks.checking": ("CheckResult",),

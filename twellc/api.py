@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 
-_PATHS = ("onnx", "dump_graphs", "report", "triton", "arrays", "text", "plot", "calibration", "prune_check")
+_PATHS = ("onnx", "dump_graphs", "report", "html", "triton", "arrays", "text", "plot", "calibration", "prune_check")
 _PARSERS: dict[str, Callable[[str], object]] = {
     "profiles": parse_profile,
     "inputs": parse_input,
@@ -129,7 +129,13 @@ def compile(
 
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
         given = _parsed(CompileOptions, options, in_memory)
-        return compile_model(compile_options(path, None if output is None else Path(output), **given), progress)
+        made = compile_options(path, None if output is None else Path(output), **given)
+        if made.html is not None and made.calibration is not None:
+            from twellc.reporting.figures import require_matplotlib
+
+            require_matplotlib(f"--html {made.html}")
+        # The calibration is a profile of this model, or compiling fails.
+        return compile_model(made, progress, lambda manifest: report(profile=made.calibration, decisions=manifest))
 
 
 def inspect(
@@ -285,6 +291,46 @@ def bench(
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
         given = _parsed(BenchOptions, options, in_memory)
         return bench_model(BenchOptions(path, **given), progress)
+
+
+def report(
+    output: str | os.PathLike[str] | None = None,
+    *,
+    profile: Profile | str | os.PathLike[str] | None = None,
+    decisions: Manifest | Inspection | str | os.PathLike[str] | None = None,
+    bench: BenchResult | str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> str:
+    """Make a page of HTML about a model's sparsity and what became of its blocks, as `twellc report` does.
+
+    Args:
+        output: Where the page goes; None only returns it.
+        profile: Which neurons fire.
+        decisions: What became of the blocks: what `compile` or `inspect` returns, or a file as `--decisions` takes it.
+        bench: What was measured: what `bench` returns, or the file with its JSON.
+        overwrite: Whether the page may replace an existing file.
+
+    Returns:
+        The page.
+
+    Raises:
+        UserError: None of the three was given, they are of different models, one cannot be read, or matplotlib is
+            missing; nothing was written.
+    """
+    from twellc.calibration.profile import Profile
+    from twellc.reporting.page import make_page
+    from twellc.reporting.sources import decisions_of, gather, read_bench, read_decisions
+
+    if isinstance(profile, str | os.PathLike):
+        profile = Profile.read(Path(profile))
+    decided = None
+    if isinstance(decisions, str | os.PathLike):
+        decided = read_decisions(Path(decisions))
+    elif decisions is not None:
+        decided = decisions_of(decisions.to_json(), "decisions")
+    if isinstance(bench, str | os.PathLike):
+        bench = read_bench(Path(bench))
+    return make_page(gather(profile, decided, bench), None if output is None else Path(output), overwrite=overwrite)
 
 
 def _parsed(kind: type[Any], options: dict[str, Any], in_memory: str) -> dict[str, Any]:

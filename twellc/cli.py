@@ -43,6 +43,7 @@ from twellc.export.shapes import LARGEST_SIZE
 from twellc.passes.report import Attention, Layer
 from twellc.plugins.library import COMPRESSIONS
 from twellc.profile_command import profile
+from twellc.report_command import report
 from twellc.terminal import (
     Command,
     FilePath,
@@ -141,6 +142,7 @@ def main() -> None:
 
 main.add_command(profile)
 main.add_command(bench)
+main.add_command(report)
 
 
 @main.command(cls=Command)
@@ -188,6 +190,9 @@ main.add_command(bench)
     "--dump-graphs", type=FilePath(), metavar="DIR", help="Folder for the graph as traced and after each pass."
 )
 @click.option("--report", type=FilePath(), metavar="FILE.json", help="Write what was done as JSON.")
+@click.option(
+    "--html", type=FilePath(), metavar="FILE.html", help="Write it as a page to look at, as twellc report makes it."
+)
 @click.option("--overwrite", is_flag=True, help="Replace existing output files.")
 @trust_model_option
 @inputs_option

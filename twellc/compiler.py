@@ -33,12 +33,15 @@ _WEIGHTS = "weights of --onnx"
 _COMPILED = ("*.plan", "*.plan.json", "*.onnx", "*.onnx.data")
 
 
-def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> Manifest:
+def compile_model(
+    options: CompileOptions, progress: Callable[[str], None], make_page: Callable[[Manifest], str] | None = None
+) -> Manifest:
     """Compile a model and write what the options ask for.
 
     Args:
         options: See `CompileOptions`.
         progress: Receives the name of each step.
+        make_page: Returns a page to look at; only `html` needs it.
 
     Returns:
         The manifest, which is also the report.
@@ -82,6 +85,9 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> M
             outputs.write(manifest_path(options.output), text)
         if options.report is not None:
             outputs.write(options.report, text)
+        if options.html is not None:
+            assert make_page is not None
+            outputs.write(options.html, make_page(manifest))
         if options.triton is not None and plan is not None:
             config = model_config(options.triton.name, plan, len(manifest.profiles), manifest.plugins.register)
             outputs.write(options.triton / CONFIG_NAME, config)
@@ -157,5 +163,7 @@ def _destinations(options: CompileOptions) -> Iterator[tuple[str, Path]]:
         yield _WEIGHTS, external_data(options.onnx)
     if options.report is not None:
         yield "--report", options.report
+    if options.html is not None:
+        yield "--html", options.html
     if options.dump_graphs is not None:
         yield "--dump-graphs", options.dump_graphs

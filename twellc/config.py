@@ -41,6 +41,7 @@ class CompileOptions:
         strict: Fail when nothing matches or a block that looks like one is refused.
         dump_graphs: A folder for the graph as traced and after each pass.
         report: Where to write the report as JSON.
+        html: Where to write it as a page to look at.
         overwrite: Whether outputs may replace existing files.
         trust_model: Whether to load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
@@ -73,6 +74,7 @@ class CompileOptions:
     strict: bool = False
     dump_graphs: Path | None = None
     report: Path | None = None
+    html: Path | None = None
     overwrite: bool = False
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()

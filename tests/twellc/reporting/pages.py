@@ -1,0 +1,102 @@
+"""What reports are made of, for a model that there is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from twellc.calibration.profile import DataSource, Profile, ProfiledModel
+from twellc.passes.firing import BlockProfile
+from twellc.plugins.library import TILE
+
+SHA256 = "0" * 64
+MODULES = tuple(f"model.layers.{index}.mlp" for index in range(3))
+D_FF, TOKENS = 512, 400
+REFUSAL = "the gate is silu; TwELL needs a ReLU"
+
+
+def block(module: str, activity: float) -> BlockProfile:
+    """A block whose neurons fire ever less often; the last eighth never does."""
+    rates = activity * np.geomspace(1, 1e-3, D_FF)
+    rates[-D_FF // 8 :] = 0
+    fired = np.random.default_rng(0).random((TOKENS, D_FF)) < rates
+    rows, tiles = fired.sum(1), fired.reshape(TOKENS, -1, TILE).sum(2)
+    positions = np.zeros((32, 2), np.int64)
+    bins = np.array([(position % 50).bit_length() for position in range(TOKENS)])
+    for index in np.unique(bins):
+        positions[index] = (bins == index).sum(), rows[bins == index].sum()
+    return BlockProfile(
+        module, "gated", "relu", fired.sum(0), np.bincount(rows, minlength=D_FF + 1),
+        np.bincount(tiles.ravel(), minlength=TILE + 1), positions,
+    )  # fmt: skip
+
+
+def profile(modules: Sequence[str] = MODULES, name: str = "tiny") -> Profile:
+    """A profile of the model."""
+    blocks = {module: block(module, 0.5 / (index + 1)) for index, module in enumerate(modules)}
+    model = ProfiledModel(name, "Hugging Face directory", SHA256, "bf16")
+    data = [DataSource("a.txt", "text", 8, TOKENS)]
+    return Profile(model, data, "2026-11-25T09:30:00+00:00", "0.1.0", ["the text is short"], blocks)
+
+
+def layers(modules: Sequence[str] = MODULES, assumed: bool = False) -> list[dict[str, Any]]:
+    """What became of the blocks: TwELL runs all but the last, the first one with hot neurons."""
+
+    def layer(index: int, module: str) -> dict[str, Any]:
+        refused = index == len(modules) - 1
+        times = [
+            {"tokens": 1, "dense_us": 30.0, "twell_us": 10.0},
+            {"tokens": 2048, "dense_us": 100.0, "twell_us": 80.0},
+        ]
+        found = {
+            "module": module, "variant": "gated", "activation": "silu" if refused else "relu", "d_model": 64,
+            "d_ff": D_FF, "d_out": 64, "matched": not refused, "decision": "dense" if refused else "twell",
+            "residual": index == 1, "reason": REFUSAL if refused else "matches", "hot": 0 if index else 128,
+        }  # fmt: skip
+        if not refused:
+            found["expectation"] = {"gpu": "H100", "assumed": assumed, "density": 0.02, "gain": 1.25,
+                                    "pays_below": 0.123, "times": times}  # fmt: skip
+        return found
+
+    return [layer(index, module) for index, module in enumerate(modules)]
+
+
+def decisions(modules: Sequence[str] = MODULES, assumed: bool = False) -> dict[str, Any]:
+    """What `twellc compile --report` writes, as far as a report reads it."""
+    return {
+        "schema": 3, "model": {"name": "tiny", "kind": "Hugging Face directory", "sha256": SHA256},
+        "settings": {"dtype": "bf16", "compression": 8}, "layers": layers(modules, assumed),
+        "attention": [
+            {"module": module.replace("mlp", "attn"), "heads": 4, "kv_heads": 4, "width": 16, "mask": "causal",
+             "form": "matmul", "reason": ""}
+            for module in modules
+        ],
+        "notes": ["compiled by a test"], "warnings": [f"layer {modules[-1]}: the gate is silu. Left dense"],
+        "backend": {"name": "tensorrt", "version": "10.6"},
+    }  # fmt: skip
+
+
+def bench_result(modules: Sequence[str] = MODULES) -> dict[str, Any]:
+    """What `twellc bench --json` prints, of calls of 1 and 2048 tokens."""
+
+    def standings(gain: float) -> dict[str, Any]:
+        times = {"dense eager": 130.0, "dense packed": 100.0, "dense FP8": 80.0, "twell": 100 / gain,
+                 "twell eager": 100 / gain}  # fmt: skip
+        return {
+            "times": {label: {"median_us": us, "p10_us": us - 1, "p90_us": us + 1} for label, us in times.items()},
+            "errors": dict.fromkeys(times), "failed": {"dense compiled": "it was left out"}, "joules_per_token": {},
+        }  # fmt: skip
+
+    return {
+        "schema": 1, "model": "tiny", "dtype": "bf16", "inputs": "a.txt: 2048 tokens", "layers": layers(modules),
+        "machine": {"gpu": "NVIDIA H100", "multiprocessors": 132, "python": "3.13", "torch": "2.13", "cuda": "13.0",
+                    "twellc": "0.1.0"},
+        "notes": ["energy was not measured"],
+        "results": [
+            {"shape": f"1x{tokens}", "tokens": tokens, "densities": [0.01] * len(modules),
+             "model": standings(1 + (gain - 1) / 2), "blocks": standings(gain)}
+            for tokens, gain in ((1, 2.0), (2048, 1.5))
+        ],
+    }  # fmt: skip

@@ -1,0 +1,221 @@
+"""`twellc report`: what its pages say, which files they take it from, and what is refused."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import twellc
+from tests.conftest import Cli
+from tests.twellc.reporting.pages import MODULES, REFUSAL, bench_result, decisions, profile
+from tests.twellc.test_cli import failed, files_in
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+class Page(HTMLParser):
+    """The words and tags of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.tags: list[str] = []
+        self.feed(page)
+        self.close()
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def write(path: Path, content: Any) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """A profile, decisions and measurements of one model."""
+    folder = tmp_path / "given"
+    folder.mkdir()
+    profile().write(folder / "tiny.profile")
+    return {
+        "profile": folder / "tiny.profile",
+        "decisions": write(folder / "d.json", decisions()),
+        "bench": write(folder / "b.json", bench_result()),
+    }
+
+
+def test_whole_page(cli: Cli, files: dict[str, Path], tmp_path: Path) -> None:
+    arguments = ("report", files["profile"], "--decisions", files["decisions"], "--bench", files["bench"])
+    result = cli(*arguments, "-o", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    assert "page.html: " in result.stdout
+    page = Page((tmp_path / "page.html").read_text())
+    never = profile().blocks[MODULES[0]].never.sum()
+    for expected in (
+        "2 of 3 feed-forward blocks run by TwELL", REFUSAL, "plugin TwellGatedMlp, 128 hot neurons",
+        f"1.25 to 3.00 {TIMES} the speed of dense blocks, expected at 1 to 2048 tokens a call", f"1.25 {TIMES}",
+        f"1.50 to 2.00 {TIMES} the speed of the fastest dense blocks, measured at 1 to 2048", "12.3 %",
+        "compression 8, as compiled", "128 hot neurons, computed densely, have", f"{never} never fired",
+        "half of the non-zeros", "NVIDIA H100", "Over 400 tokens of a.txt, in bf16", "energy was not measured",
+        "the text is short", "400 tokens are few", "Left dense", "tensorrt 10.6", "down + residual", "twell, expected",
+    ):  # fmt: skip
+        assert expected in page.text
+    assert page.tags.count("svg") == 2 + 4 + 3
+    assert not {"script", "img", "iframe", "object"} & set(page.tags)
+
+    failed(cli(*arguments, "-o", tmp_path / "page.html"), "the file exists already", "--overwrite")
+    assert cli(*arguments, "-o", tmp_path / "page.html", "--overwrite").exit_code == 0
+    assert twellc.report(**files) == (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("given", ["profile", "decisions", "bench"])
+def test_each_part_by_itself(files: dict[str, Path], given: str) -> None:
+    page = Page(twellc.report(**{given: files[given]}))
+    figures = {"profile": 4 + 3, "decisions": 0, "bench": 2}[given]
+    assert page.tags.count("svg") == figures and page.text.startswith("tiny")
+    assert ("The rewritten graph" in page.text) == (given != "profile")
+    assert ("Density by layer" in page.text) == (given == "profile")
+    assert ("What was measured" in page.text) == (given == "bench")
+
+
+def test_what_was_assumed_is_no_expectation(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.json", decisions(assumed=True))
+    text = Page(twellc.report(decisions=path)).text
+    assert f"1.25 {TIMES} (density assumed)" in text and "the speed of dense blocks" not in text
+
+
+def test_results_in_memory(archive: Path, tmp_path: Path) -> None:
+    found = twellc.inspect(archive)
+    page = Page(twellc.report(tmp_path / "page.html", decisions=found))
+    assert "1 of 1" in page.text and found.layers[0].module in page.text
+
+
+def test_a_block_that_never_fires() -> None:
+    """No curve, and no share, of nothing."""
+    made = profile()
+    silent = made.blocks[MODULES[1]]
+    for counts in (silent.firing, silent.rows, silent.tiles):
+        counts[:] = 0
+    silent.rows[0], silent.tiles[0], silent.positions[:, 1] = 400, 800, 0
+    text = Page(twellc.report(profile=made)).text
+    assert "512 never fired" in text and "0 %" in text and "nan %" not in text
+
+
+def test_names_are_text(tmp_path: Path) -> None:
+    """Names of modules and of files come from others: they are shown, and do nothing."""
+    hostile = ["</svg><script>alert(1)</script>", "$\\frac{", "\x00\x1b[31m & \"'", "名前." + "x" * 90, "#000001"]
+    content = decisions(hostile) | {"notes": ["<b>note</b>"]}
+    content["layers"][-1]["reason"] = "<img src=x onerror=alert(1)>"
+    content["model"]["name"] = "<i>m"
+    page = Page(twellc.report(profile=profile(hostile, "<i>m"), decisions=write(tmp_path / "d.json", content)))
+    assert not {"script", "img", "i"} & set(page.tags)
+    for expected in (hostile[0], hostile[1], "\\x00\\x1b[31m & \"'", "<b>note</b>", "<i>m", "<img src=x"):
+        assert expected in page.text
+    # Half a character, which no file can hold.
+    assert "m\\ud800" in Page(twellc.report(tmp_path / "page.html", profile=profile(["m\ud800", "n"]))).text
+
+
+def changed(content: Callable[[], dict[str, Any]], **values: Any) -> dict[str, Any]:
+    return {name: value for name, value in (content() | values).items() if value is not None}
+
+
+WIDER = [layer | {"d_ff": 1024} for layer in bench_result()["layers"]]
+OTHER = {"name": "m", "kind": "k", "sha256": "1" * 64}
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({}, "there is nothing to report on"),
+    "no profile": ({"profile": b"{}"}, "is no profile of twellc"),
+    "empty profile": ({"profile": b""}, "the file is empty"),
+    "missing": ({"decisions": None}, "there is no such file"),
+    "empty": ({"bench": b""}, "the file is empty"),
+    "no JSON": ({"decisions": b"{"}, "cannot be read as JSON"),
+    "binary": ({"decisions": b"\xff\xfe"}, "cannot be read as JSON"),
+    "a list": ({"bench": []}, "holds no JSON object"),
+    "deep": ({"bench": b"[" * 100_000}, "cannot be read as JSON"),
+    "a half": ({"decisions": b'{"layers": [], "x": "\\ud800"}'}, "cannot be read as JSON"),
+    "bench as decisions": ({"decisions": bench_result()}, "says nothing of what became of a model's blocks"),
+    "decisions as bench": ({"bench": decisions()}, "holds no measurements"),
+    "old decisions": ({"decisions": changed(decisions, schema=2)}, "is of another version; got schema 2; expected 3"),
+    "new bench": ({"bench": changed(bench_result, schema=9)}, "is of another version; got schema 9; expected 1"),
+    "no results": ({"bench": changed(bench_result, results=[])}, "nothing was measured"),
+    "no machine": ({"bench": changed(bench_result, machine=None)}, "is damaged: has no machine"),
+    "a text": ({"decisions": changed(decisions, layers=[{"module": 1}])}, "is damaged: layers[0] has no variant"),
+    "other model": ({"profile": "", "decisions": changed(decisions, model=OTHER)}, "is a profile of another model"),
+    "other blocks": (
+        {"profile": "", "bench": bench_result(["a", "b"])}, f"blocks a, b; expected {MODULES[0]} with d_ff 512",
+    ),
+    "other widths": (
+        {"profile": "", "bench": changed(bench_result, layers=WIDER)},
+        f"got d_ff 1024 of {MODULES[0]}; expected {MODULES[0]} with d_ff 512",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refuses(cli: Cli, files: dict[str, Path], tmp_path: Path, case: str) -> None:
+    given, message = BAD[case]
+    arguments: list[Any] = []
+    for option, content in given.items():
+        path = tmp_path / "given" / option
+        if content == "":
+            path = files[option]
+        elif isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content is not None:
+            write(path, content)
+        arguments += [path] if option == "profile" else [f"--{option}", path]
+    before = files_in(tmp_path)
+    failed(cli("report", *arguments, "-o", tmp_path / "page.html"), message)
+    assert files_in(tmp_path) == before
+
+
+def test_without_matplotlib(
+    cli: Cli, files: dict[str, Path], archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *rest: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    failed(cli("report", files["profile"], "-o", tmp_path / "page.html"), "needs matplotlib", "twellc[plot]")
+    # Decisions have no figures.
+    assert cli("report", "--decisions", files["decisions"], "-o", tmp_path / "page.html").exit_code == 0
+    arguments = ("compile", archive, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--html", tmp_path / "m.html")
+    failed(cli(*arguments, "--calibration", files["profile"]), "--html", "needs matplotlib")
+
+
+def test_compile_writes_a_page(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    arguments = ("compile", archive, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--html")
+    result = cli(*arguments, tmp_path / "m.html")
+    assert result.exit_code == 0, result.output
+    page = Page((tmp_path / "m.html").read_text())
+    assert "1 of 1 feed-forward blocks run by TwELL" in page.text and "The rewritten graph" in page.text
+    failed(cli(*arguments, tmp_path / "m.html"), "the file exists already")
+    failed(cli(*arguments, tmp_path / "m.onnx", "--overwrite"), "is the same file as --onnx")
+
+
+@pytest.mark.usefixtures("remembered_models")
+def test_compile_shows_its_calibration(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(64).reshape(4, 16) + 3)
+    twellc.profile(llama, tmp_path / "ids.npy", tmp_path / "p", device="cpu")
+    result = cli(
+        "compile", llama, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--calibration", tmp_path / "p",
+        "--layers", "all", "--html", tmp_path / "m.html",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    page = Page((tmp_path / "m.html").read_text())
+    assert "Density by layer" in page.text and "The rewritten graph" in page.text and "expected" in page.text

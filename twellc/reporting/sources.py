@@ -1,0 +1,186 @@
+"""What a report is made of: what became of the blocks, and what was measured. A profile is read by its own class."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twellc.base.errors import UserError, first_few
+from twellc.base.records import OPTIONAL, Json, Record, of_json
+from twellc.calibration.profile import Profile, refuse_other_model
+from twellc.manifest import SCHEMA, Backend, ModelFile, is_plan, read_manifest
+from twellc.passes.report import Attention, Layer
+
+if TYPE_CHECKING:
+    from twellc.benchmarking.result import BenchResult
+
+DECISIONS, BENCH = "--decisions", "--bench"
+_EXPECTED = "a plan, its manifest, or JSON of `twellc compile --report` or `twellc inspect --json`"
+
+
+@dataclass(frozen=True)
+class Settings(Record):
+    """Precision, and the compression factor of a tile."""
+
+    dtype: str
+    compression: int
+
+
+@dataclass(frozen=True)
+class Decisions(Record):
+    """What became, or would become, of a model's blocks: what `compile` and `inspect` write of it.
+
+    Attributes:
+        layers: What became of each feed-forward block.
+        attention: What became of each attention block; None where nobody looked.
+        notes: What the user should know.
+        warnings: What the user should worry about.
+        model: The model; None where it is not named, as by `inspect`.
+        settings: See `Settings`; None likewise.
+        backend: The TensorRT that built a plan; None where none did.
+    """
+
+    layers: list[Layer]
+    attention: list[Attention] | None = field(default=None, metadata=OPTIONAL)
+    notes: list[str] | None = field(default=None, metadata=OPTIONAL)
+    warnings: list[str] | None = field(default=None, metadata=OPTIONAL)
+    model: ModelFile | None = field(default=None, metadata=OPTIONAL)
+    settings: Settings | None = field(default=None, metadata=OPTIONAL)
+    backend: Backend | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """What a report is made of: at least one of these.
+
+    Attributes:
+        profile: Which neurons fire.
+        decisions: What became of the blocks.
+        bench: What was measured.
+    """
+
+    profile: Profile | None
+    decisions: Decisions | None
+    bench: BenchResult | None
+
+    @property
+    def layers(self) -> list[Layer]:
+        """What became of each feed-forward block, as far as anything says it."""
+        if self.decisions is not None:
+            return self.decisions.layers
+        return self.bench.layers if self.bench is not None else []
+
+
+def read_decisions(path: Path) -> Decisions:
+    """Read what became of a model's blocks from the file of a plan, or from JSON.
+
+    Raises:
+        UserError: The file is neither, or damaged, or of another version.
+    """
+    where = f"{DECISIONS} {path}"
+    if path.suffix != ".json" and is_plan(path):
+        return decisions_of(read_manifest(path).to_json(), where)
+    return decisions_of(_read_json(path, where, _EXPECTED), where)
+
+
+def decisions_of(content: Mapping[str, Json], where: str) -> Decisions:
+    """Return the decisions in what `compile` and `inspect` write.
+
+    Args:
+        content: The JSON.
+        where: What to call it in a message.
+
+    Raises:
+        UserError: It is something else, or of another version.
+    """
+    if "layers" not in content or "results" in content:
+        raise UserError(where, "says nothing of what became of a model's blocks", expected=_EXPECTED)
+    schema = content.get("schema", SCHEMA)
+    if schema != SCHEMA:
+        raise UserError(
+            where, "is of another version", got=f"schema {schema!r}", expected=str(SCHEMA),
+            fix="Use the twellc that made it, or compile the model again.",
+        )  # fmt: skip
+    try:
+        return of_json(Decisions, content)
+    except ValueError as error:
+        raise UserError(where, f"is damaged: {error}", expected=_EXPECTED) from error
+
+
+def read_bench(path: Path) -> BenchResult:
+    """Read what `twellc bench --json` printed.
+
+    Raises:
+        UserError: The file is something else, or damaged, or of another version.
+    """
+    from twellc.benchmarking.result import SCHEMA, BenchResult
+
+    where, expected = f"{BENCH} {path}", "what `twellc bench --json` prints"
+    content = _read_json(path, where, expected)
+    if "results" not in content:
+        raise UserError(where, "holds no measurements", expected=expected)
+    if content.get("schema") != SCHEMA:
+        raise UserError(
+            where, "is of another version", got=f"schema {content.get('schema')!r}", expected=str(SCHEMA),
+            fix="Use the twellc that made it, or run `twellc bench` again.",
+        )  # fmt: skip
+    try:
+        result = of_json(BenchResult, content)
+    except ValueError as error:
+        raise UserError(where, f"is damaged: {error}", fix="Run `twellc bench` again.") from error
+    if not result.results:
+        raise UserError(where, "nothing was measured: results is empty", fix="Run `twellc bench` again.")
+    return result
+
+
+def _read_json(path: Path, where: str, expected: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(where, "there is no such file", expected=expected)
+    if path.stat().st_size == 0:
+        raise UserError(where, "the file is empty", expected=expected)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda name: None)
+        json.dumps(content, ensure_ascii=False).encode()  # JSON can spell half a character, which fits in no page
+    except (ValueError, RecursionError) as error:
+        raise UserError(where, f"cannot be read as JSON ({error})", expected=expected) from error
+    if not isinstance(content, dict):
+        raise UserError(where, "holds no JSON object", expected=expected)
+    return content
+
+
+def gather(profile: Profile | None, decisions: Decisions | None, bench: BenchResult | None) -> Sources:
+    """Put together what a report is made of.
+
+    Raises:
+        UserError: There is nothing, or the parts are of different models.
+    """
+    if profile is None and decisions is None and bench is None:
+        raise UserError(
+            "report", "there is nothing to report on", expected=f"a profile, {DECISIONS} or {BENCH}",
+            fix="`twellc profile` makes a profile.",
+        )  # fmt: skip
+    if profile is not None and decisions is not None and decisions.model is not None:
+        refuse_other_model("the profile", profile, decisions.model.sha256, decisions.model.name)
+    widths = {} if profile is None else {module: block.d_ff for module, block in profile.blocks.items()}
+    if decisions is not None:
+        _refuse_other_blocks(DECISIONS, decisions.layers, widths)
+        widths = widths or {layer.module: layer.d_ff for layer in decisions.layers}
+    if bench is not None:
+        _refuse_other_blocks(BENCH, bench.layers, widths)
+    return Sources(profile, decisions, bench)
+
+
+def _refuse_other_blocks(where: str, layers: list[Layer], widths: dict[str, int]) -> None:
+    """Fail if a model's blocks are not those that are known already, by module with their d_ff."""
+    own = {layer.module: layer.d_ff for layer in layers}
+    differing = [module for module, d_ff in widths.items() if own.get(module) != d_ff]
+    if differing:
+        module = differing[0]
+        got = f"d_ff {own[module]} of {module}" if module in own else f"blocks {first_few(list(own)) or 'none'}"
+        raise UserError(
+            where, "is of another model than the rest of the report", got=got,
+            expected=f"{module} with d_ff {widths[module]}", fix="Give files of one model.",
+        )  # fmt: skip
