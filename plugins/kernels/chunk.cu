@@ -67,7 +67,7 @@ bool has_chunks(twell_problem const& problem, Device const& device, Kernels choi
 #if defined(TWELL_SM90A)
     bool const wanted =
         choice == Kernels::kSm90 || (choice == Kernels::kBest && gate_products(problem) >= kFewestProducts);
-    return wanted && suits(problem) && problem.tokens <= kMostTokens && device.major == 9 && device.minor == 0;
+    return wanted && suits(problem) && problem.tokens <= kMostTokens && device.is_sm90();
 #else
     (void)problem;
     (void)device;

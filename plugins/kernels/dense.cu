@@ -41,7 +41,7 @@ size_t x_part_bytes(twell_problem const& problem) {
 
 bool runs_sm90(twell_problem const& problem, Device const& device, Kernels choice) {
 #if defined(TWELL_SM90A)
-    return choice != Kernels::kGeneric && device.major == 9 && device.minor == 0 && dense_sm90_supports(problem);
+    return choice != Kernels::kGeneric && device.is_sm90() && dense_sm90_supports(problem);
 #else
     (void)problem;
     (void)device;
@@ -96,7 +96,8 @@ BlockScratch take_block_scratch(twell_problem const& problem, unsigned char*& me
     scratch.parts.sums = take<float4>(memory, scratch.parts.most_sums / 4);
     scratch.active.num_words = num_mask_words(problem);
     scratch.active.masks = take<uint32_t>(memory, rows_skipping(problem) * scratch.active.num_words);
-    scratch.active.counted = take<uint32_t>(memory, most_counts(problem));
+    scratch.active.most_counts = most_counts(problem);
+    scratch.active.counted = take<uint32_t>(memory, scratch.active.most_counts);
     return scratch;
 }
 
@@ -122,14 +123,11 @@ BlockScratch block_scratch_in(twell_problem const& problem, void* scratch) {
     return take_block_scratch(problem, memory);
 }
 
-bool is_dense_block(twell_problem const& problem, Device const& device) {
+void list_dense(Text& text) {
 #if defined(TWELL_SM90A)
-    return device.major == 9 && device.minor == 0 && dense_sm90_prefers_block(problem);
-#else
-    (void)problem;
-    (void)device;
-    return false;
+    list_dense_sm90(text);
 #endif
+    list_dense_generic(text);
 }
 
 GuardModel guard_model(twell_problem const& problem, Device const& device, Kernels choice) {

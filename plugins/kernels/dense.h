@@ -63,13 +63,15 @@ struct BlockScratch {
 // `scratch` is what gather_for needs, too.
 BlockScratch block_scratch_in(twell_problem const& problem, void* scratch);
 
-// Whether the problem is so small that it had better be computed as a dense block, whatever the density: the guard
-// would cost a dense layer more than skipping gains a sparse one. Only compute capability 9.0 has kernels for that.
-bool is_dense_block(twell_problem const& problem, Device const& device);
+// Dense blocks have at most so many columns of x: sums of more products have not been tested there.
+constexpr int kMostDModelDenseBlock = 16384;
+
+// The rows of all configurations, a line each.
+void list_dense(Text& text);
 
 // Enqueues kernels that compute y of all rows as a dense block does: no packed matrix. If few neurons are active, the
-// down projection skips the others, unless it must not. `h` is [tokens, d_ff], rows spilled_stride(problem) elements
-// apart.
+// down projection skips the others, unless it must not. Only compute capability 9.0 has kernels for that. `h` is
+// [tokens, d_ff], rows spilled_stride(problem) elements apart.
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
                                BlockScratch const& scratch, bool skips, Device const& device, cudaStream_t stream);
 

@@ -78,7 +78,8 @@ cudaError_t launch_projection(twell_problem const& problem, twell_tensors const&
     params.relu_on_up = problem.activation == TWELL_DRELU;
     int64_t const tiles = ceil_div(problem.tokens, Cfg::BLOCK_M) * params.num_tiles;
     dim3 const grid(static_cast<unsigned>(std::min<int64_t>(tiles, device.num_multiprocessors)));
-    return launch_dependent(generic::dense_kernel<Element, Cfg, kProjection>, params, grid, Cfg::kThreads,
+    return launch_dependent({kUp ? "dense_up_generic" : "dense_down_generic"},
+                            generic::dense_kernel<Element, Cfg, kProjection>, params, grid, Cfg::kThreads,
                             Cfg::kSharedBytes, device, stream);
 }
 
@@ -96,6 +97,11 @@ cudaError_t launch_projections(twell_problem const& problem, twell_tensors const
 }
 
 }  // namespace
+
+void list_dense_generic(Text& text) {
+    add_line(text, {"dense_up_generic"});
+    add_line(text, {"dense_down_generic"});
+}
 
 PathCosts dense_generic_costs(twell_problem const& problem, Device const& device) {
     Rates const rates = rates_of(device);

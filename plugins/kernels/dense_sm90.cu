@@ -19,29 +19,12 @@ constexpr float kGatheredBytesPerNs = 8400.0f;
 constexpr float kGatheredBytesPerNsChunks = 10240.0f;
 constexpr float kCopiedBytesPerNs = 450.0f;
 constexpr float kCycleNs = 0.72f;
-// Dense blocks: from so many tokens on, since below kernels for few tokens skip much of w_up and w_down. With more
-// neurons than one round of their small clusters has (66 with 96 each, on an H200) they gain less from 65 tokens on,
-// with more than one of their largest (224) at any number, and of a plain block there is less to skip. Up to so many
-// products of the gate's, or tokens, where the guard's dense path begins to cost little more than a dense block; with
-// rows of x and y of up to so many elements there is no such place, since packing takes longer than a product.
-constexpr int64_t kFewestTokens = 129;
-constexpr int64_t kFewestTokensLarge = 65;
-constexpr int64_t kFewestTokensPlain = 65;
-constexpr int64_t kFewestTokensVeryLarge = 17;
-constexpr int kLargeDFf = 6336;
-constexpr int kVeryLargeDFf = 14784;
-constexpr float kMostProducts = 1920.0f * 2048 * 5632;
-constexpr int64_t kMostTokens = 1280;
-constexpr int kNarrow = 1024;
-constexpr int kNarrowPlain = 1536;
-// With more than kVeryLargeDFf neurons the down projection may skip inactive ones, up to kMostTokensSkipping tokens;
-// beside what it takes it does not matter there that a dense layer takes 1 to 4 us longer. It does up to so many active
-// pairs of a token and a neuron, and so many of one token, for each neuron. Measured on an H200 with d_model 2048 to
-// 5120, see benchmarks/LOG.md.
+// Up to kMostTokensSkipping tokens, where blocks are dense for want of places for so many neurons, the down projection
+// may skip inactive ones: beside what it takes it does not matter that a dense layer takes 1 to 4 us longer. It does up
+// to so many active pairs of a token and a neuron, and so many of one token, for each neuron. Measured on an H200 with
+// d_model 2048 to 5120, see benchmarks/LOG.md.
 constexpr float kMostPairsSkipping = 0.6f;
 constexpr float kMostOfRowSkipping = 0.07f;
-// Sums of more products have not been tested there.
-constexpr int kMostDModel = 16384;
 
 using UpTilings =
     sm90::Tilings<sm90::Choices<48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 200, 208, 216, 224, 232, 240, 256>,
@@ -49,10 +32,6 @@ using UpTilings =
 using DownTilings = sm90::Tilings<sm90::Choices<32, 40, 48, 64, 88, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184,
                                                 192, 200, 208, 216, 224, 232, 240, 248, 256>,
                                   sm90::Choices<32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
-
-bool suits_skipping(twell_problem const& problem) {
-    return problem.tokens <= kMostTokensSkipping && problem.d_ff > kVeryLargeDFf;
-}
 
 // What all kernels of one call share.
 struct Launch {
@@ -70,6 +49,7 @@ struct Launch {
 template <Projection kProjection>
 struct Shape {
     static constexpr bool kUp = kProjection == Projection::kUp;
+    static constexpr char const* kName = kUp ? "dense_up_sm90" : "dense_down_sm90";
 
     using Tilings = std::conditional_t<kUp, UpTilings, DownTilings>;
 
@@ -103,17 +83,23 @@ skipping_down::Decision skipping_of(Launch const& launch) {
             static_cast<uint32_t>(kMostOfRowSkipping * d_ff)};
 }
 
+using NarrowSkipping = down_few::Config<32, skipping_down::kThreads>;
+using WideSkipping = down_few::Config<64, skipping_down::kThreads>;
+
+template <class Cfg>
+constexpr Kernel skipping_kernel_of() {
+    return {"skipping_down", {{"columns", Cfg::kColumns}}};
+}
+
 template <class Element, class Cfg>
 cudaError_t launch_skipping_down(Launch const& launch, skipping_down::Params const& params, int num_slabs) {
-    return launch_dependent(skipping_down::down_kernel<Element, Cfg>, params,
+    return launch_dependent(skipping_kernel_of<Cfg>(), skipping_down::down_kernel<Element, Cfg>, params,
                             dim3(static_cast<unsigned>(launch.problem.tokens), static_cast<unsigned>(num_slabs)),
                             Cfg::kThreads, 0, launch.device, launch.stream);
 }
 
 template <class Element>
 cudaError_t launch_skipping_down(Launch const& launch) {
-    using Narrow = down_few::Config<32, skipping_down::kThreads>;
-    using Wide = down_few::Config<64, skipping_down::kThreads>;
     twell_problem const& problem = launch.problem;
     FewScratch scratch = {};
     scratch.masks = launch.scratch.active.masks;
@@ -124,12 +110,12 @@ cudaError_t launch_skipping_down(Launch const& launch) {
     params.down = down_params(problem, launch.tensors, scratch);
     params.block = block_tensors(problem, launch.tensors);
     // The fewer columns a CTA has, the more loads are in flight, but not in a second round of CTAs.
-    int const narrow_slabs = static_cast<int>(ceil_div(problem.d_out, Narrow::kColumns));
+    int const narrow_slabs = static_cast<int>(ceil_div(problem.d_out, NarrowSkipping::kColumns));
     if (problem.tokens * narrow_slabs <= launch.device.num_multiprocessors * skipping_down::kCtasPerMultiprocessor) {
-        return launch_skipping_down<Element, Narrow>(launch, params, narrow_slabs);
+        return launch_skipping_down<Element, NarrowSkipping>(launch, params, narrow_slabs);
     }
-    int const wide_slabs = static_cast<int>(ceil_div(problem.d_out, Wide::kColumns));
-    return launch_skipping_down<Element, Wide>(launch, params, wide_slabs);
+    int const wide_slabs = static_cast<int>(ceil_div(problem.d_out, WideSkipping::kColumns));
+    return launch_skipping_down<Element, WideSkipping>(launch, params, wide_slabs);
 }
 
 template <class Element, class Cfg, Projection kProjection>
@@ -154,11 +140,12 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
     if constexpr (kProjection == Projection::kUp) {
         params.bias = static_cast<uint16_t const*>(launch.tensors.b_up);
         error = sm90::first_error({
-            sm90::encode(params.weights, launch.tensors.w_up, problem.d_ff, problem.d_model, sm90::BLOCK_M,
+            sm90::encode(launch.device, params.weights, launch.tensors.w_up, problem.d_ff, problem.d_model,
+                         sm90::BLOCK_M, problem.dtype),
+            sm90::encode(launch.device, params.tokens[0], launch.tensors.x, problem.tokens, problem.d_model,
+                         Cfg::kRowsLoaded, problem.dtype),
+            sm90::encode(launch.device, params.tokens[1], gather.x_part, part, problem.d_model, Cfg::kRowsLoaded,
                          problem.dtype),
-            sm90::encode(params.tokens[0], launch.tensors.x, problem.tokens, problem.d_model, Cfg::kRowsLoaded,
-                         problem.dtype),
-            sm90::encode(params.tokens[1], gather.x_part, part, problem.d_model, Cfg::kRowsLoaded, problem.dtype),
         });
     } else {
         params.bias = static_cast<uint16_t const*>(launch.tensors.b_down);
@@ -167,20 +154,23 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
         params.may_skip = may_skip(launch);
         params.skipping = skipping_of(launch);
         error = sm90::first_error({
-            sm90::encode(params.weights, launch.tensors.w_down, problem.d_ff, problem.d_out, sm90::BLOCK_K,
-                         problem.dtype),
-            sm90::encode(params.tokens[0], gather.gate.spilled, problem.tokens, problem.d_ff, stride, Cfg::kRowsLoaded,
-                         problem.dtype),
-            sm90::encode(params.tokens[1], launch.all_rows ? gather.gate.spilled : gather.h_part, part, problem.d_ff,
-                         stride, Cfg::kRowsLoaded, problem.dtype),
+            sm90::encode(launch.device, params.weights, launch.tensors.w_down, problem.d_ff, problem.d_out,
+                         sm90::BLOCK_K, problem.dtype),
+            sm90::encode(launch.device, params.tokens[0], gather.gate.spilled, problem.tokens, problem.d_ff, stride,
+                         Cfg::kRowsLoaded, problem.dtype),
+            sm90::encode(launch.device, params.tokens[1], launch.all_rows ? gather.gate.spilled : gather.h_part, part,
+                         problem.d_ff, stride, Cfg::kRowsLoaded, problem.dtype),
         });
     }
     if (error != cudaSuccess) {
         return error;
     }
-    return launch_dependent(sm90::dense_kernel<Element, Cfg, kProjection>, params,
+    Choice const choice = {
+        {"parts", params.num_parts}, (params.num_parts - 1) * shape.tiling.num_sums(), shape.product.most_part_sums};
+    return launch_dependent(sm90::kernel_of(Shape<kProjection>::kName, shape.tiling.block, shape.tiling.layout),
+                            sm90::dense_kernel<Element, Cfg, kProjection>, params,
                             sm90::grid_of(shape.tiling, shape.clusters), sm90::kThreads, Cfg::kSharedBytes,
-                            launch.device, launch.stream);
+                            launch.device, launch.stream, choice);
 }
 
 template <class Element, Projection kProjection>
@@ -216,19 +206,16 @@ cudaError_t launch_down(Launch const& launch) {
 
 }  // namespace
 
-bool dense_sm90_supports(twell_problem const& problem) {
-    return problem.variant == TWELL_PLAIN || problem.d_model % sm90::BLOCK_K == 0;
+void list_dense_sm90(Text& text) {
+    list_hidden_sm90(text);
+    sm90::list(text, Shape<Projection::kUp>::kName, UpTilings());
+    sm90::list(text, Shape<Projection::kDown>::kName, DownTilings());
+    add_line(text, skipping_kernel_of<NarrowSkipping>());
+    add_line(text, skipping_kernel_of<WideSkipping>());
 }
 
-bool dense_sm90_prefers_block(twell_problem const& problem) {
-    bool const is_plain = problem.variant == TWELL_PLAIN;
-    int64_t const fewest_tokens = problem.d_ff > kVeryLargeDFf ? kFewestTokensVeryLarge
-                                  : problem.d_ff > kLargeDFf   ? kFewestTokensLarge
-                                  : is_plain                   ? kFewestTokensPlain
-                                                               : kFewestTokens;
-    bool const is_narrow = std::max(problem.d_model, problem.d_out) <= (is_plain ? kNarrowPlain : kNarrow);
-    return problem.tokens >= fewest_tokens && problem.d_model <= kMostDModel &&
-           (is_narrow || problem.tokens <= kMostTokens || gate_products(problem) <= kMostProducts);
+bool dense_sm90_supports(twell_problem const& problem) {
+    return problem.variant == TWELL_PLAIN || problem.d_model % sm90::BLOCK_K == 0;
 }
 
 PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device, bool with_chunks) {
@@ -245,7 +232,7 @@ cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const&
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
                                BlockScratch const& scratch, bool skips, Device const& device, cudaStream_t stream) {
     BlockScratch left = scratch;
-    if (!skips || !suits_skipping(problem)) {
+    if (!skips || problem.tokens > kMostTokensSkipping) {
         left.active.masks = nullptr;
     }
     if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, left.parts, left.active, device, stream);

@@ -10,7 +10,8 @@ namespace twell {
 // Whether the kernels can compute this problem; on which device, the caller knows.
 bool dense_sm90_supports(twell_problem const& problem);
 
-bool dense_sm90_prefers_block(twell_problem const& problem);
+// The rows of the configurations, a line each.
+void list_dense_sm90(Text& text);
 
 PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device, bool with_chunks);
 

@@ -21,8 +21,6 @@ namespace {
 constexpr int64_t kMaxTokensGateUp = 64;
 // Up to so many, tokens are shared out over several CTAs; from there on they fill the device one CTA each.
 constexpr int64_t kMaxTokens = 256;
-// Offsets in w_gate and w_up are 32-bit numbers of 16-byte vectors.
-constexpr int kMaxDModel = 65536;
 
 // Up to 16 tokens only the weights' way through memory counts: small CTAs, three a multiprocessor.
 using GateUp8 = gate_up_few::Config<1, 1, 2, 3>;
@@ -53,12 +51,17 @@ int num_mask_words(twell_problem const& problem) {
     return static_cast<int>(ceil_div(problem.d_ff, gate_up_few::kMaskBits));
 }
 
-// Rows of sums that there is memory for in each block of columns: never fewer for more tokens.
+// The multiprocessors that devices of compute capability 9.0 have.
+constexpr int kMultiprocessors[] = {78, 114, 132};
+
+// Rows of sums that there is memory for in each block of columns, on every device: never fewer for more tokens.
 int num_summed(twell_problem const& problem) {
     int most = 0;
     for (int const tokens : kDenseDownTokens) {
-        if (tokens <= dense_down_tokens(problem.tokens)) {
-            most = std::max(most, dense_down_shares(problem.d_out, tokens) * tokens);
+        for (int const multiprocessors : kMultiprocessors) {
+            if (tokens <= dense_down_tokens(problem.tokens)) {
+                most = std::max(most, dense_down_shares(problem.d_out, tokens, multiprocessors) * tokens);
+            }
         }
     }
     return most;
@@ -68,13 +71,14 @@ FewScratch take_scratch(twell_problem const& problem, unsigned char*& memory) {
     FewScratch scratch = {};
     scratch.num_mask_words = num_mask_words(problem);
     scratch.num_counters = static_cast<int>(ceil_div(problem.d_out, kDenseDownColumns));
+    scratch.num_summed = num_summed(problem);
     int64_t const row_bits = int64_t{scratch.num_mask_words} * gate_up_few::kMaskBits;
     int64_t const dense_tokens = dense_down_tokens(problem.tokens);
     scratch.masks = take<uint32_t>(memory, problem.tokens * scratch.num_mask_words);
     scratch.h = take<float>(memory, problem.tokens * problem.d_ff);
     scratch.h_rounded = take<uint16_t>(memory, dense_tokens * row_bits);
-    scratch.counted = take<int2>(memory, row_bits / MMA_M);  // of as many CTAs as there may be
-    scratch.sums = take<float>(memory, int64_t{scratch.num_counters} * num_summed(problem) * kDenseDownColumns);
+    scratch.counted = take<int2>(memory, most_counted(scratch.num_mask_words));
+    scratch.sums = take<float>(memory, int64_t{scratch.num_counters} * scratch.num_summed * kDenseDownColumns);
     scratch.counters = take<int>(memory, scratch.num_counters);
     return scratch;
 }
@@ -85,11 +89,13 @@ bool suits_contributing(twell_problem const& problem) {
            problem.d_ff <= contribute_few::kMostCtas * contribute_few::kNeurons;
 }
 
+int most_contributing_ctas(twell_problem const& problem) { return std::min(problem.d_ff, contribute_few::kMostCtas); }
+
 contribute_few::Params take_contributions(twell_problem const& problem, unsigned char*& memory) {
     contribute_few::Params params = {};
     if (suits_contributing(problem)) {
-        int64_t const rows = std::min(problem.tokens, int64_t{contribute_few::kMostTokens}) *
-                             std::min(problem.d_ff, contribute_few::kMostCtas);
+        int64_t const rows =
+            std::min(problem.tokens, int64_t{contribute_few::kMostTokens}) * most_contributing_ctas(problem);
         params.contributions = take<float>(memory, rows * problem.d_out);
         params.contributes = take<uint32_t>(memory, rows * contribute_few::kCopies);
     }
@@ -102,11 +108,22 @@ int num_gate_up_ctas(gate_up_few::Params const& params) {
     return static_cast<int>(ceil_div(params.num_mask_words * gate_up_few::kMaskBits, Cfg::kNeurons));
 }
 
+template <class Cfg>
+constexpr Kernel gate_up_kernel_of() {
+    return {"gate_up_few", {{"neurons", Cfg::kNeurons}, {"tokens", Cfg::kTokens}}};
+}
+
+template <class Cfg>
+constexpr Kernel down_kernel_of() {
+    return {"down_few", {{"columns", Cfg::kColumns}, {"threads", Cfg::kThreads}}};
+}
+
 template <class Element, class Cfg>
 cudaError_t launch_gate_up(gate_up_few::Params const& params, Device const& device, cudaStream_t stream) {
     dim3 const grid(static_cast<unsigned>(num_gate_up_ctas<Cfg>(params)));
-    return launch_dependent(gate_up_few::gate_up_kernel<Element, Cfg>, params, grid, gate_up_few::kThreads,
-                            Cfg::kSharedBytes, device, stream);
+    Choice const choice = {{}, grid.x, params.counted == nullptr ? 0 : most_counted(params.num_mask_words)};
+    return launch_dependent(gate_up_kernel_of<Cfg>(), gate_up_few::gate_up_kernel<Element, Cfg>, params, grid,
+                            gate_up_few::kThreads, Cfg::kSharedBytes, device, stream, choice);
 }
 
 // How much of the rounds of its CTAs a launch fills.
@@ -141,28 +158,27 @@ cudaError_t launch_gate_up(gate_up_few::Params const& params, Device const& devi
 }
 
 template <class Element, class Cfg>
-cudaError_t launch_down(down_few::Params params, int tokens, Device const& device, cudaStream_t stream) {
+cudaError_t launch_down(down_few::Params params, int tokens, int num_summed, Device const& device,
+                        cudaStream_t stream) {
     params.num_slabs = static_cast<int>(ceil_div(params.d_out, Cfg::kColumns));
     params.num_shares = std::clamp(device.num_multiprocessors / params.num_slabs, 1, Cfg::kMostShares);
     dim3 const grid(static_cast<unsigned>(params.num_slabs * params.num_shares), static_cast<unsigned>(tokens));
-    return launch_dependent(down_few::down_kernel<Element, Cfg>, params, grid, Cfg::kThreads, 0, device, stream);
+    Choice const choice = {{"shares", params.num_shares}, params.num_shares, params.num_shares > 1 ? num_summed : 0};
+    return launch_dependent(down_kernel_of<Cfg>(), down_few::down_kernel<Element, Cfg>, params, grid, Cfg::kThreads, 0,
+                            device, stream, choice);
 }
 
 template <class Element>
-cudaError_t launch_down(down_few::Params const& params, int tokens, Device const& device, cudaStream_t stream) {
-    if (tokens == 1) {
-        return launch_down<Element, Down1>(params, tokens, device, stream);
-    }
-    if (tokens <= 4) {
-        return launch_down<Element, Down4>(params, tokens, device, stream);
-    }
-    if (tokens <= 16) {
-        return launch_down<Element, Down16>(params, tokens, device, stream);
-    }
-    if (tokens <= 64) {
-        return launch_down<Element, Down64>(params, tokens, device, stream);
-    }
-    return launch_down<Element, Down256>(params, tokens, device, stream);
+cudaError_t launch_down(down_few::Params const& params, int tokens, int num_summed, Device const& device,
+                        cudaStream_t stream) {
+    auto const launch = [&](auto config) {
+        return launch_down<Element, decltype(config)>(params, tokens, num_summed, device, stream);
+    };
+    return tokens == 1    ? launch(Down1())
+           : tokens <= 4  ? launch(Down4())
+           : tokens <= 16 ? launch(Down16())
+           : tokens <= 64 ? launch(Down64())
+                          : launch(Down256());
 }
 
 gate_up_few::Params gate_up_params(twell_problem const& problem, twell_tensors const& tensors,
@@ -220,11 +236,6 @@ int num_contributing_ctas(twell_problem const& problem, Device const& device) {
     return std::min(problem.d_ff, multiprocessors * of_each);
 }
 
-bool contributes(twell_problem const& problem, Device const& device) {
-    return problem.tokens <= contribute_few::kMostTokens && suits_contributing(problem) &&
-           problem.d_ff <= num_contributing_ctas(problem, device) * contribute_few::kNeurons;
-}
-
 template <class Element>
 cudaError_t launch_contributing(twell_problem const& problem, twell_tensors const& tensors, void* memory,
                                 Device const& device, cudaStream_t stream) {
@@ -237,29 +248,27 @@ cudaError_t launch_contributing(twell_problem const& problem, twell_tensors cons
     static_assert(contribute_few::kMostTokens == 2, "one of two kernels");
     auto const kernel = problem.tokens == 1 ? contribute_few::contribute_kernel<Element, 1>
                                             : contribute_few::contribute_kernel<Element, 2>;
-    if (cudaError_t const error =
-            launch_dependent(kernel, params, dim3(static_cast<unsigned>(params.num_ctas)), contribute_few::kThreads,
-                             contribute_few::kSharedBytes, device, stream);
+    if (cudaError_t const error = launch_dependent({"contribute", {{"tokens", problem.tokens}}}, kernel, params,
+                                                   dim3(static_cast<unsigned>(params.num_ctas)),
+                                                   contribute_few::kThreads, contribute_few::kSharedBytes, device,
+                                                   stream, {{}, params.num_ctas, most_contributing_ctas(problem)});
         error != cudaSuccess) {
         return error;
     }
     dim3 const grid(static_cast<unsigned>(ceil_div(problem.d_out, contribute_few::kAddColumns)),
                     static_cast<unsigned>(problem.tokens));
-    return launch_dependent(contribute_few::add_kernel<Element>, params, grid, contribute_few::kAddThreads, 0, device,
-                            stream);
+    return launch_dependent({"add_contributions"}, contribute_few::add_kernel<Element>, params, grid,
+                            contribute_few::kAddThreads, 0, device, stream);
 }
 
 template <class Element>
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* memory,
                        Device const& device, cudaStream_t stream) {
-    if (contributes(problem, device)) {
-        return launch_contributing<Element>(problem, tensors, memory, device, stream);
-    }
     int const tokens = static_cast<int>(problem.tokens);
     unsigned char* next = static_cast<unsigned char*>(memory);
     FewScratch const scratch = take_scratch(problem, next);
 #if defined(TWELL_SM90A)
-    if (device.major == 9 && device.minor == 0 && few_sm90_supports(problem)) {
+    if (device.is_sm90() && few_sm90_supports(problem)) {
         return launch_hopper<Element>(problem, tensors, scratch, device, stream);
     }
 #endif
@@ -294,8 +303,8 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
         params.act = activation_of(problem);
         dim3 const grid(static_cast<unsigned>(ceil_div(params.num_tiles, up_few::kTilesPerCta)),
                         static_cast<unsigned>(tokens));
-        if (cudaError_t const error = launch_dependent(up_few::up_kernel<Element>, params, grid, up_few::kThreads,
-                                                       up_few::kSharedBytes, device, stream);
+        if (cudaError_t const error = launch_dependent({"up_few"}, up_few::up_kernel<Element>, params, grid,
+                                                       up_few::kThreads, up_few::kSharedBytes, device, stream);
             error != cudaSuccess) {
             return error;
         }
@@ -304,15 +313,42 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
     down_few::Params params = down_params(problem, tensors, scratch);
     params.sums = scratch.sums;
     params.counters = scratch.counters;
-    return launch_down<Element>(params, tokens, device, stream);
+    return launch_down<Element>(params, tokens, scratch.num_summed, device, stream);
+}
+
+template <class... Configs>
+void list_gate_up(Text& text, Configs...) {
+    (add_line(text, gate_up_kernel_of<Configs>()), ...);
+}
+
+template <class... Configs>
+void list_down(Text& text, Configs...) {
+    (add_line(text, down_kernel_of<Configs>()), ...);
 }
 
 }  // namespace
 
-bool is_few(twell_problem const& problem) { return problem.tokens <= kMaxTokens && problem.d_model <= kMaxDModel; }
+void list_few(Text& text) {
+    add_line(text, {"contribute", {{"tokens", 1}}});
+    add_line(text, {"contribute", {{"tokens", 2}}});
+    add_line(text, {"add_contributions"});
+    list_gate_up(text, GateUp8(), GateUp16(), GateUp8Large(), GateUp16Large(), GateUp32(), GateUp64(), GateUp32Large(),
+                 GateUp64Large());
+    add_line(text, {"up_few"});
+    list_down(text, Down1(), Down4(), Down16(), Down64(), Down256());
+#if defined(TWELL_SM90A)
+    list_few_sm90(text);
+#endif
+}
+
+cudaError_t launch_one_or_two(twell_problem const& problem, twell_tensors const& tensors, void* scratch,
+                              Device const& device, cudaStream_t stream) {
+    return problem.dtype == TWELL_BF16 ? launch_contributing<Bf16>(problem, tensors, scratch, device, stream)
+                                       : launch_contributing<Fp16>(problem, tensors, scratch, device, stream);
+}
 
 size_t few_scratch_bytes(twell_problem const& problem) {
-    if (problem.d_model > kMaxDModel) {
+    if (problem.d_model > kMostDModelFew) {
         return 0;
     }
     twell_problem largest = problem;

@@ -13,6 +13,9 @@
 
 namespace twell {
 
+// Offsets in w_gate and w_up are 32-bit numbers of 16-byte vectors.
+constexpr int kMostDModelFew = 65536;
+
 // A dense down projection is cut into blocks of so many columns.
 constexpr int kDenseDownColumns = 64;
 
@@ -20,11 +23,11 @@ constexpr int kDenseDownColumns = 64;
 constexpr int kDenseDownTokens[] = {16, 64, 128};
 inline int dense_down_tokens(int64_t tokens) { return tokens <= 16 ? 16 : tokens <= 64 ? 64 : 128; }
 
-// So many CTAs share out a block's neurons that their rounds on an H200 take the least time, with two CTAs a
-// multiprocessor up to 16 tokens and then one. But the more tokens there are, the longer it takes to add up shares.
+// So many CTAs share out a block's neurons that their rounds take the least time, with two CTAs a multiprocessor up to
+// 16 tokens and then one. But the more tokens there are, the longer it takes to add up shares.
 constexpr int most_dense_down_shares(int block_tokens) { return block_tokens <= 64 ? 8 : 4; }
-inline int dense_down_shares(int d_out, int block_tokens) {
-    int const places = block_tokens <= 16 ? 264 : 132;
+inline int dense_down_shares(int d_out, int block_tokens, int multiprocessors) {
+    int const places = (block_tokens <= 16 ? 2 : 1) * multiprocessors;
     int64_t const blocks = ceil_div(d_out, kDenseDownColumns);
     // A share of a block's time; what a CTA takes besides is about a tenth of it.
     auto const cost = [&](int shares) {
@@ -47,11 +50,15 @@ struct FewScratch {
     // [CTAs of the gate and up projections]: its active pairs of a neuron and a token; the most that a token has of its
     // neurons, or the sum of that over parts of them.
     int2* counted;
-    float* sums;    // [num_counters, dense_down_shares, dense_down_tokens, kDenseDownColumns]
+    float* sums;    // [num_counters, num_summed, kDenseDownColumns]: num_summed is shares * tokens, or more
     int* counters;  // [num_counters]: one for each block
     int num_counters;
+    int num_summed;
     int num_mask_words;
 };
+
+// CTAs of gate and up projections that there is room for in `counted`.
+inline int most_counted(int num_mask_words) { return num_mask_words * down_few::kMaskBits / MMA_M; }
 
 // What every sparse down projection has in common.
 inline down_few::Params down_params(twell_problem const& problem, twell_tensors const& tensors,
@@ -70,12 +77,17 @@ inline down_few::Params down_params(twell_problem const& problem, twell_tensors 
     return params;
 }
 
-// Whether launch_few suits the problem.
-bool is_few(twell_problem const& problem);
-
-// Bytes of scratch memory that launch_few needs for the problem; never shrinks when `tokens` grows, also where is_few
-// no longer holds.
+// Bytes of scratch memory that the functions below need for the problem; never shrinks when `tokens` grows, also where
+// none of them is for it.
 size_t few_scratch_bytes(twell_problem const& problem);
+
+// The rows of all configurations, a line each.
+void list_few(Text& text);
+
+// Enqueues the whole block, of one or two tokens, where routes.cu says so. Same preconditions as launch_gate; `scratch`
+// is 256-byte aligned.
+cudaError_t launch_one_or_two(twell_problem const& problem, twell_tensors const& tensors, void* scratch,
+                              Device const& device, cudaStream_t stream);
 
 // Enqueues the whole block. Same preconditions as launch_gate; `scratch` is 256-byte aligned. The packed matrix is not
 // always written.

@@ -16,10 +16,40 @@ namespace {
 using matmul_sm90::encode;
 using matmul_sm90::first_error;
 
+// The neurons of a cluster: see launch_gate_up.
+using GateUp64 = gate_up_sm90::Config<64, 32, false, 16>;
+using GateUp96 = gate_up_sm90::Config<96, 32, false, 12>;
+using GateUp128 = gate_up_sm90::Config<128, 32, false, 10>;
+using GateUp160 = gate_up_sm90::Config<160, 32, false, 8>;
+using GateUp192 = gate_up_sm90::Config<192, 32, false, 7>;
+using GateUp224 = gate_up_sm90::Config<224, 32, false, 6>;
+// For more than 64 tokens: then most neurons are active for some token.
+using GateUpAlways = gate_up_sm90::Config<96, 64, true, 6>;
+
+// The fewer tokens, the fewer columns a sparse CTA has, so that there are about two CTAs for each multiprocessor. For
+// more than 16 tokens a dense CTA wants all of the shared memory, so that a sparse one, too, has a multiprocessor to
+// itself, and takes about as many units as there are for each.
+using Sparse4 = down_few::Config<8, 256>;
+using Sparse16 = down_few::Config<16, 512>;
+using Sparse128 = down_few::Config<32, 256>;
+using Dense16 = down_sm90::Dense<16, 1, 4>;
+using Dense64 = down_sm90::Dense<64, 1, 10>;
+using Dense128 = down_sm90::Dense<64, 2, 8>;
+
 // One token reads no row twice, so a dense path would not gain. From the last number on, and in plain blocks or with
 // many neurons before, blocks are dense anyway, unless d_model is very large: see dense_sm90_prefers_block.
 constexpr int64_t kFewestTokens = 2;
 constexpr int64_t kMostTokens = 128;
+
+template <class Cfg>
+constexpr Kernel gate_up_kernel_of() {
+    return {"gate_up_sm90", {{"neurons", Cfg::kNeurons}, {"tokens", gate_up_sm90::kClusterSize * Cfg::kTokens}}};
+}
+
+template <class Dense, class Sparse>
+constexpr Kernel down_kernel_of() {
+    return {"down_sm90", {{"tokens", Dense::kTokens}, {"columns", Sparse::kColumns}}};
+}
 
 template <class Element, class Cfg>
 cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& tensors, gate_up_sm90::Params params,
@@ -29,17 +59,19 @@ cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& te
     params.tokens_per_cta = static_cast<int>(ceil_div(tokens, kTokensOfCtas)) * kTokensOfCtas;
     void const* const w_up = tensors.w_up == nullptr ? tensors.w_gate : tensors.w_up;
     if (cudaError_t const error = first_error(
-            {encode(params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kTokens, problem.dtype),
-             encode(params.w_gate, tensors.w_gate, problem.d_ff, problem.d_model, Cfg::kBoxNeurons, problem.dtype),
-             encode(params.w_up, w_up, problem.d_ff, problem.d_model, Cfg::kBoxNeurons, problem.dtype)});
+            {encode(device, params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kTokens, problem.dtype),
+             encode(device, params.w_gate, tensors.w_gate, problem.d_ff, problem.d_model, Cfg::kBoxNeurons,
+                    problem.dtype),
+             encode(device, params.w_up, w_up, problem.d_ff, problem.d_model, Cfg::kBoxNeurons, problem.dtype)});
         error != cudaSuccess) {
         return error;
     }
     // CTAs cover whole mask words, also where d_ff ends within one.
     int const neurons = params.num_mask_words * gate_up_few::kMaskBits;
     num_ctas = static_cast<int>(ceil_div(neurons, Cfg::kNeurons)) * gate_up_sm90::kClusterSize;
-    return launch_dependent(gate_up_sm90::gate_up_kernel<Element, Cfg>, params, dim3(static_cast<unsigned>(num_ctas)),
-                            gate_up_sm90::kThreads, Cfg::kSharedBytes, device, stream);
+    return launch_dependent(gate_up_kernel_of<Cfg>(), gate_up_sm90::gate_up_kernel<Element, Cfg>, params,
+                            dim3(static_cast<unsigned>(num_ctas)), gate_up_sm90::kThreads, Cfg::kSharedBytes, device,
+                            stream, {{}, num_ctas, most_counted(params.num_mask_words)});
 }
 
 // Gives the number of CTAs.
@@ -67,19 +99,17 @@ cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& te
     auto const launch = [&](auto config) {
         return launch_gate_up<Element, decltype(config)>(problem, tensors, params, num_ctas, device, stream);
     };
-    using gate_up_sm90::Config;
     if (params.tokens > 64) {
-        // From there on most neurons are active for some token.
-        return launch(Config<96, 64, true, 6>());
+        return launch(GateUpAlways());
     }
     // So few neurons a cluster that as many of them as possible have some; but all find a place at once.
     int64_t const neurons = ceil_div(problem.d_ff, device.num_multiprocessors / gate_up_sm90::kClusterSize);
-    return neurons <= 64    ? launch(Config<64, 32, false, 16>())
-           : neurons <= 96  ? launch(Config<96, 32, false, 12>())
-           : neurons <= 128 ? launch(Config<128, 32, false, 10>())
-           : neurons <= 160 ? launch(Config<160, 32, false, 8>())
-           : neurons <= 192 ? launch(Config<192, 32, false, 7>())
-                            : launch(Config<224, 32, false, 6>());
+    return neurons <= 64    ? launch(GateUp64())
+           : neurons <= 96  ? launch(GateUp96())
+           : neurons <= 128 ? launch(GateUp128())
+           : neurons <= 160 ? launch(GateUp160())
+           : neurons <= 192 ? launch(GateUp192())
+                            : launch(GateUp224());
 }
 
 // Up to where a sparse down projection takes less than a dense one: active pairs of a neuron and a token, and how many
@@ -97,11 +127,12 @@ int2 most_sparse(twell_problem const& problem) {
 template <class Element, int kUnits, class Sparse, class Dense>
 cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
                         down_sm90::Params params, Device const& device, cudaStream_t stream) {
-    if (cudaError_t const error = first_error(
-            {encode(params.w_down, tensors.w_down, problem.d_ff, problem.d_out, down_sm90::BLOCK_K, problem.dtype),
-             encode(params.h, scratch.h_rounded, Dense::kTokens,
-                    static_cast<int64_t>(scratch.num_mask_words) * gate_up_few::kMaskBits, Dense::kTokens,
-                    problem.dtype)});
+    if (cudaError_t const error =
+            first_error({encode(device, params.w_down, tensors.w_down, problem.d_ff, problem.d_out, down_sm90::BLOCK_K,
+                                problem.dtype),
+                         encode(device, params.h, scratch.h_rounded, Dense::kTokens,
+                                static_cast<int64_t>(scratch.num_mask_words) * gate_up_few::kMaskBits, Dense::kTokens,
+                                problem.dtype)});
         error != cudaSuccess) {
         return error;
     }
@@ -115,15 +146,17 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     static_assert(Dense::kColumns == kDenseDownColumns && Dense::kMostShares == most_dense_down_shares(Dense::kTokens),
                   "what there is scratch memory for");
     params.num_column_blocks = static_cast<int>(ceil_div(problem.d_out, Dense::kColumns));
-    params.num_shares = dense_down_shares(problem.d_out, Dense::kTokens);
+    params.num_shares = std::min(dense_down_shares(problem.d_out, Dense::kTokens, device.num_multiprocessors),
+                                 scratch.num_summed / Dense::kTokens);
     params.num_dense_ctas = params.num_column_blocks * params.num_shares;
     int const slices = static_cast<int>(ceil_div(scratch.num_mask_words * gate_up_few::kMaskBits, down_sm90::BLOCK_K));
     params.slices_each = slices / params.num_shares;
     params.slices_left = slices % params.num_shares;
     int const ctas = std::max(params.num_sparse_ctas, params.num_dense_ctas);
-    return launch_dependent(down_sm90::down_kernel<Element, kUnits, Sparse, Dense>, params,
-                            dim3(static_cast<unsigned>(ctas)), down_sm90::kThreads<kUnits, Sparse>,
-                            down_sm90::kSharedBytes<kUnits, Sparse, Dense>, device, stream);
+    Choice const choice = {{"shares", params.num_shares}, params.num_shares * Dense::kTokens, scratch.num_summed};
+    return launch_dependent(down_kernel_of<Dense, Sparse>(), down_sm90::down_kernel<Element, kUnits, Sparse, Dense>,
+                            params, dim3(static_cast<unsigned>(ctas)), down_sm90::kThreads<kUnits, Sparse>,
+                            down_sm90::kSharedBytes<kUnits, Sparse, Dense>, device, stream, choice);
 }
 
 template <class Element>
@@ -138,11 +171,6 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     params.tokens = static_cast<int>(problem.tokens);
     params.num_gate_ctas = num_gate_ctas;
     params.most_sparse = most_sparse(problem);
-    // The fewer tokens, the fewer columns a sparse CTA has, so that there are about two CTAs for each multiprocessor.
-    // For more than 16 tokens a dense CTA wants all of the shared memory, so that a sparse one, too, has a
-    // multiprocessor to itself, and takes about as many units as there are for each.
-    using down_few::Config;
-    using down_sm90::Dense;
     auto const launch = [&](auto units, auto sparse, auto dense) {
         return launch_down<Element, decltype(units)::value, decltype(sparse), decltype(dense)>(
             problem, tensors, scratch, params, device, stream);
@@ -150,17 +178,26 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     std::integral_constant<int, 1> const one;
     std::integral_constant<int, 4> const four;
     std::integral_constant<int, 8> const eight;
-    if (params.tokens <= 4) {
-        return launch(one, Config<8, 256>(), Dense<16, 1, 4>());
-    }
-    if (params.tokens <= 16) {
-        return launch(one, Config<16, 512>(), Dense<16, 1, 4>());
-    }
-    return params.tokens <= 64 ? launch(four, Config<32, 256>(), Dense<64, 1, 10>())
-                               : launch(eight, Config<32, 256>(), Dense<64, 2, 8>());
+    return params.tokens <= 4    ? launch(one, Sparse4(), Dense16())
+           : params.tokens <= 16 ? launch(one, Sparse16(), Dense16())
+           : params.tokens <= 64 ? launch(four, Sparse128(), Dense64())
+                                 : launch(eight, Sparse128(), Dense128());
+}
+
+template <class... Configs>
+void list_gate_up(Text& text, Configs...) {
+    (add_line(text, gate_up_kernel_of<Configs>()), ...);
 }
 
 }  // namespace
+
+void list_few_sm90(Text& text) {
+    list_gate_up(text, GateUp64(), GateUp96(), GateUp128(), GateUp160(), GateUp192(), GateUp224(), GateUpAlways());
+    add_line(text, down_kernel_of<Dense16, Sparse4>());
+    add_line(text, down_kernel_of<Dense16, Sparse16>());
+    add_line(text, down_kernel_of<Dense64, Sparse128>());
+    add_line(text, down_kernel_of<Dense128, Sparse128>());
+}
 
 bool few_sm90_supports(twell_problem const& problem) {
     constexpr int kRowOfBox = 64;

@@ -13,6 +13,9 @@ namespace twell {
 // matrices'.
 bool few_sm90_supports(twell_problem const& problem);
 
+// The rows of the configurations, a line each.
+void list_few_sm90(Text& text);
+
 // Enqueue the two halves of the block, on a device of compute capability 9.0: the gate and up projections, which give
 // their number of CTAs, and the down projection of what they, or those of gate_up_few.cuh, left. Same preconditions as
 // launch_few.

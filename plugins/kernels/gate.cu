@@ -69,14 +69,19 @@ generic::Params rows_of(generic::Params params, int64_t begin, int64_t count) {
     return params;
 }
 
+template <class Cfg>
+constexpr Kernel kernel_of() {
+    return {"gate_generic", {{"tokens", Cfg::BLOCK_M}}};
+}
+
 template <class Element, class Cfg>
 cudaError_t launch_config(generic::Params const& params, Device const& device, cudaStream_t stream) {
     if (params.tokens == 0) {
         return cudaSuccess;
     }
     dim3 const grid(static_cast<unsigned>(ceil_div(params.tokens, Cfg::BLOCK_M) * params.num_tiles));
-    return launch_dependent(generic::gate_kernel<Element, Cfg>, params, grid, Cfg::kThreads, Cfg::kSharedBytes, device,
-                            stream);
+    return launch_dependent(kernel_of<Cfg>(), generic::gate_kernel<Element, Cfg>, params, grid, Cfg::kThreads,
+                            Cfg::kSharedBytes, device, stream);
 }
 
 template <class Element>
@@ -107,12 +112,24 @@ cudaError_t launch_generic(generic::Params const& params, Device const& device, 
 constexpr int64_t kFewestTokensSm90 = ConfigSmall::BLOCK_M + 1;
 
 bool runs_sm90(twell_problem const& problem, Device const& device, Kernels choice) {
-    return device.major == 9 && device.minor == 0 && gate_sm90_supports(problem) &&
+    return device.is_sm90() && gate_sm90_supports(problem) &&
            (choice == Kernels::kSm90 || (choice == Kernels::kBest && problem.tokens >= kFewestTokensSm90));
 }
 #endif
 
+template <class... Configs>
+void list(Text& text, Configs...) {
+    (add_line(text, kernel_of<Configs>()), ...);
+}
+
 }  // namespace
+
+void list_gate(Text& text) {
+    list(text, ConfigSmall(), ConfigMedium(), ConfigMiddle(), ConfigLarge());
+#if defined(TWELL_SM90A)
+    list_gate_sm90(text);
+#endif
+}
 
 int num_count_parts(twell_problem const& problem, Device const& device, Kernels choice) {
 #if defined(TWELL_SM90A)

@@ -22,6 +22,9 @@ struct GateOutput {
 cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, GateOutput const& output,
                         Device const& device, cudaStream_t stream, Kernels choice = Kernels::kBest);
 
+// The rows of all configurations, a line each.
+void list_gate(Text& text);
+
 // Parts of the count that the kernel leaves, kMostCountParts at most; 0: it does not count.
 int num_count_parts(twell_problem const& problem, Device const& device, Kernels choice);
 constexpr int kMostCountParts = 160;

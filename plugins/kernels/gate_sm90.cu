@@ -54,19 +54,24 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, G
         }
         params.act = activation_of(problem);
         if (cudaError_t const error = sm90::first_error({
-                sm90::encode(params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kRowsLoaded, problem.dtype),
-                sm90::encode(params.w_gate, tensors.w_gate, problem.d_ff, problem.d_model, sm90::BLOCK_M,
+                sm90::encode(device, params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kRowsLoaded,
+                             problem.dtype),
+                sm90::encode(device, params.w_gate, tensors.w_gate, problem.d_ff, problem.d_model, sm90::BLOCK_M,
                              problem.dtype),
             });
             error != cudaSuccess) {
             return error;
         }
-        return launch_dependent(sm90::gate_kernel<Element, Cfg>, params, grid, sm90::kThreads, Cfg::kSharedBytes,
-                                device, stream);
+        Choice const choice = {{}, static_cast<int64_t>(grid.x), params.counted == nullptr ? 0 : kMostCountParts};
+        return launch_dependent(sm90::kernel_of("gate_sm90", tiling.block, tiling.layout),
+                                sm90::gate_kernel<Element, Cfg>, params, grid, sm90::kThreads, Cfg::kSharedBytes,
+                                device, stream, choice);
     });
 }
 
 }  // namespace
+
+void list_gate_sm90(Text& text) { sm90::list(text, "gate_sm90", GateTilings()); }
 
 bool gate_sm90_supports(twell_problem const& problem) { return problem.d_model % sm90::BLOCK_K == 0; }
 

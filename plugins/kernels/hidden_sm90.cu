@@ -18,6 +18,10 @@ using PlainTilings = sm90::Tilings<sm90::Choices<24, 32, 40, 48, 64, 80, 96, 112
                                                  184, 192, 200, 208, 216, 224, 232, 240, 248, 256>,
                                    sm90::Choices<40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
 
+// Names of the kernels.
+constexpr char kGated[] = "hidden_gated_sm90";
+constexpr char kPlain[] = "hidden_plain_sm90";
+
 // The down projection begins to load where there is no cluster of this kernel.
 constexpr int kClusterCycles = 60;
 
@@ -53,23 +57,25 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
     params.prefetched_bytes = static_cast<uint32_t>(
         std::min(static_cast<size_t>(problem.d_ff) * problem.d_out * sizeof(uint16_t), kPrefetchedBytes));
     if (cudaError_t const error = sm90::first_error({
-            sm90::encode(params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kRowsLoaded, problem.dtype),
-            sm90::encode(params.weights[0], tensors.w_gate, problem.d_ff, problem.d_model, Cfg::kWeightRowsLoaded,
-                         problem.dtype),
+            sm90::encode(device, params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kRowsLoaded, problem.dtype),
+            sm90::encode(device, params.weights[0], tensors.w_gate, problem.d_ff, problem.d_model,
+                         Cfg::kWeightRowsLoaded, problem.dtype),
         });
         error != cudaSuccess) {
         return error;
     }
     if constexpr (Cfg::kProducts == 2) {
-        if (cudaError_t const error = sm90::encode(params.weights[1], tensors.w_up, problem.d_ff, problem.d_model,
-                                                   Cfg::kWeightRowsLoaded, problem.dtype);
+        if (cudaError_t const error = sm90::encode(device, params.weights[1], tensors.w_up, problem.d_ff,
+                                                   problem.d_model, Cfg::kWeightRowsLoaded, problem.dtype);
             error != cudaSuccess) {
             return error;
         }
     }
-    return launch_dependent(sm90::hidden_kernel<Element, Cfg>, params,
+    Choice const choice = {{}, groups * active.counts_of_group, active.masks == nullptr ? 0 : active.most_counts};
+    return launch_dependent(sm90::kernel_of(Cfg::kProducts == 2 ? kGated : kPlain, tiling.block, tiling.layout),
+                            sm90::hidden_kernel<Element, Cfg>, params,
                             sm90::grid_of(tiling, sm90::num_clusters(device)), sm90::kThreads, Cfg::kSharedBytes,
-                            device, stream);
+                            device, stream, choice);
 }
 
 template <class Element, int kProducts, class Tilings>
@@ -93,6 +99,11 @@ cudaError_t launch_variant(twell_problem const& problem, twell_tensors const& te
 }
 
 }  // namespace
+
+void list_hidden_sm90(Text& text) {
+    sm90::list(text, kGated, GatedTilings());
+    sm90::list(text, kPlain, PlainTilings());
+}
 
 cudaError_t launch_hidden_sm90(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
                                PartSums const& parts, Active& active, Device const& device, cudaStream_t stream) {

@@ -27,18 +27,23 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, H
         params.num_slices = product.num_slices;
         params.num_blocks = static_cast<int>(tiling.num_blocks);
         if (cudaError_t const error = sm90::first_error({
-                sm90::encode(params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kRowsLoaded, problem.dtype),
-                sm90::encode(params.w_up, hot.w_up, kMostHot, problem.d_model, Cfg::kWeightRowsLoaded, problem.dtype),
+                sm90::encode(device, params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kRowsLoaded,
+                             problem.dtype),
+                sm90::encode(device, params.w_up, hot.w_up, kMostHot, problem.d_model, Cfg::kWeightRowsLoaded,
+                             problem.dtype),
             });
             error != cudaSuccess) {
             return error;
         }
-        return launch_dependent(sm90::hot_kernel<Element, Cfg>, params, sm90::grid_of(tiling, clusters), sm90::kThreads,
+        return launch_dependent(sm90::kernel_of("hot_sm90", tiling.block, tiling.layout),
+                                sm90::hot_kernel<Element, Cfg>, params, sm90::grid_of(tiling, clusters), sm90::kThreads,
                                 Cfg::kSharedBytes, device, stream);
     });
 }
 
 }  // namespace
+
+void list_hot_sm90(Text& text) { sm90::list(text, "hot_sm90", HotTilings()); }
 
 cudaError_t launch_hot_sm90(twell_problem const& problem, twell_tensors const& tensors, HotNeurons const& hot,
                             Schedule const& schedule, Device const& device, cudaStream_t stream) {

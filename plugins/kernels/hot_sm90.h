@@ -9,6 +9,9 @@
 
 namespace twell {
 
+// The rows of the configurations, a line each.
+void list_hot_sm90(Text& text);
+
 // Enqueues hot.u = x hot.w_up^T, unless no neuron is hot or all rows are dense. Behind launch_chunk_up: order_kernel
 // has ended when a CTA starts.
 cudaError_t launch_hot_sm90(twell_problem const& problem, twell_tensors const& tensors, HotNeurons const& hot,

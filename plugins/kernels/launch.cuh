@@ -7,6 +7,8 @@
 
 #include <algorithm>
 
+#include "trace.h"
+
 namespace twell {
 
 // Which kernels run, where there are several.
@@ -22,6 +24,16 @@ struct Device {
     int num_multiprocessors;
     int max_shared_bytes;  // of a block
     int l2_bytes;
+    Text* trace = nullptr;  // where launches are written down, and not made
+
+    // Whether the kernels run that only compute capability 9.0 has.
+    bool is_sm90() const {
+#if defined(TWELL_SM90A)
+        return major == 9 && minor == 0;
+#else
+        return false;
+#endif
+    }
 };
 
 // Attribute queries are cheap and allowed during stream capture.
@@ -59,16 +71,35 @@ static inline bool knows_dependent_launch(Device const& device) {
     return false;
 }
 
+// A launch in a line of words, after those of the launches before.
+inline void write_launch(Text& text, Kernel const& name, Choice const& choice, dim3 grid, int threads,
+                         int shared_bytes) {
+    name.add_to(text);
+    text.add(" | grid=%ux%u threads=%d shared=%d", grid.x, grid.y, threads, shared_bytes);
+    if (choice.number.name != nullptr) {
+        text.add(" %s=%lld", choice.number.name, static_cast<long long>(choice.number.value));
+    }
+    if (choice.most_used != 0) {
+        text.add(" scratch=%lld/%lld", static_cast<long long>(choice.used), static_cast<long long>(choice.most_used));
+    }
+    text.add("\n");
+}
+
 // Launches a kernel that knows when to call wait_for_previous_launch (dependent_launch.cuh), mostly at once, so that
 // its CTAs may be placed while the kernel before still runs.
 //
 // cluster: CTAs of one, from compute capability 9.0 on, unless the kernel says so itself.
+// name, choice: for a trace.
 // most_shared_bytes: of any launch of this kernel, if its launches differ. Launches by several threads set the same
 // attribute, which must do for all of them.
 template <class Params>
-cudaError_t launch_dependent(void (*kernel)(Params), Params const& params, dim3 grid, int threads, int shared_bytes,
-                             Device const& device, cudaStream_t stream, int most_shared_bytes = 0,
-                             unsigned cluster = 0) {
+cudaError_t launch_dependent(Kernel const& name, void (*kernel)(Params), Params const& params, dim3 grid, int threads,
+                             int shared_bytes, Device const& device, cudaStream_t stream, Choice const& choice = {},
+                             int most_shared_bytes = 0, unsigned cluster = 0) {
+    if (device.trace != nullptr) {
+        write_launch(*device.trace, name, choice, grid, threads, shared_bytes);
+        return cudaSuccess;
+    }
     // Set at each launch, not once: the attribute belongs to the current device, and the call is cheap, idempotent,
     // thread-safe and allowed during stream capture.
     if (cudaError_t const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -34,8 +34,11 @@ inline EncodeTiled find_encode_tiled() {
 
 // Describes a matrix [rows, columns] of 16-bit elements, whose rows begin `stride` elements apart and which TMA moves
 // in boxes of [box_rows, kRowElements].
-inline cudaError_t encode(CUtensorMap& map, void const* matrix, int64_t rows, int64_t columns, int64_t stride,
-                          int box_rows, int32_t dtype) {
+inline cudaError_t encode(Device const& device, CUtensorMap& map, void const* matrix, int64_t rows, int64_t columns,
+                          int64_t stride, int box_rows, int32_t dtype) {
+    if (device.trace != nullptr) {
+        return cudaSuccess;  // there is no matrix
+    }
     static EncodeTiled const encode_tiled = find_encode_tiled();
     if (encode_tiled == nullptr) {
         return cudaErrorSymbolNotFound;
@@ -52,9 +55,9 @@ inline cudaError_t encode(CUtensorMap& map, void const* matrix, int64_t rows, in
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-inline cudaError_t encode(CUtensorMap& map, void const* matrix, int64_t rows, int64_t columns, int box_rows,
-                          int32_t dtype) {
-    return encode(map, matrix, rows, columns, columns, box_rows, dtype);
+inline cudaError_t encode(Device const& device, CUtensorMap& map, void const* matrix, int64_t rows, int64_t columns,
+                          int box_rows, int32_t dtype) {
+    return encode(device, map, matrix, rows, columns, columns, box_rows, dtype);
 }
 
 // Tokens a block may have. Large blocks read the weights less often; the right one fills the last round.
@@ -170,20 +173,38 @@ inline dim3 grid_of(Tiling const& tiling, int clusters) {
     return dim3(static_cast<unsigned>(std::min<int64_t>(clusters, tiling.num_pieces()) * kClusterSize));
 }
 
-// Calls launch(block, layout) with the tiling's, as types std::integral_constant.
-template <class Launch, int... kShared, int... kOwn, int... kTall>
-cudaError_t with_config(Tiling const& tiling, Tilings<Choices<kShared...>, Choices<kOwn...>, Choices<kTall...>>,
-                        Launch launch) {
+// Calls use(block, layout) for each of the tilings, as types std::integral_constant.
+template <class Use, int... kShared, int... kOwn, int... kTall>
+void for_each(Tilings<Choices<kShared...>, Choices<kOwn...>, Choices<kTall...>>, Use use) {
+    (use(std::integral_constant<int, kShared>(), std::integral_constant<Layout, Layout::kSharesTokens>()), ...);
+    (use(std::integral_constant<int, kOwn>(), std::integral_constant<Layout, Layout::kSharesWeights>()), ...);
+    (use(std::integral_constant<int, kTall>(), std::integral_constant<Layout, Layout::kTall>()), ...);
+}
+
+// Calls launch(block, layout) with the tiling's.
+template <class Tilings, class Launch>
+cudaError_t with_config(Tiling const& tiling, Tilings tilings, Launch launch) {
     cudaError_t result = cudaErrorInvalidValue;
-    auto const try_one = [&](auto block, auto layout) {
+    for_each(tilings, [&](auto block, auto layout) {
         if (tiling.block == block && tiling.layout == layout) {
             result = launch(block, layout);
         }
-    };
-    (try_one(std::integral_constant<int, kShared>(), std::integral_constant<Layout, Layout::kSharesTokens>()), ...);
-    (try_one(std::integral_constant<int, kOwn>(), std::integral_constant<Layout, Layout::kSharesWeights>()), ...);
-    (try_one(std::integral_constant<int, kTall>(), std::integral_constant<Layout, Layout::kTall>()), ...);
+    });
     return result;
+}
+
+// A kernel's row: what the CTAs of a cluster share, and the extent that its tilings choose.
+inline Kernel kernel_of(char const* name, int block, Layout layout) {
+    return {name,
+            {{layout == Layout::kSharesTokens    ? "shared_tokens"
+              : layout == Layout::kSharesWeights ? "own_tokens"
+                                                 : "neurons",
+              block}}};
+}
+
+template <class Tilings>
+void list(Text& text, char const* name, Tilings tilings) {
+    for_each(tilings, [&](auto block, auto layout) { add_line(text, kernel_of(name, block, layout)); });
 }
 
 inline cudaError_t first_error(std::initializer_list<cudaError_t> errors) {

@@ -34,6 +34,12 @@ size_t schedule_bytes(twell_problem const& problem) {
     return bytes_taken([&](unsigned char*& memory) { take_schedule(problem, memory); });
 }
 
+void list_schedule(Text& text) {
+    for (char const* name : {"schedule_cluster", "schedule_count", "schedule_order"}) {
+        add_line(text, {name});
+    }
+}
+
 Schedule schedule_at(twell_problem const& problem, void* memory) {
     unsigned char* next = static_cast<unsigned char*>(memory);
     return take_schedule(problem, next);
@@ -91,15 +97,16 @@ cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed
     params.words_per_tile = words_per_tile(problem);
     unsigned const grid = static_cast<unsigned>(blocks);
     if (by_cluster) {
-        return launch_dependent(schedule::cluster_kernel, params, dim3(grid), schedule::kThreads, 0, device, stream, 0,
-                                grid);
+        return launch_dependent({"schedule_cluster"}, schedule::cluster_kernel, params, dim3(grid), schedule::kThreads,
+                                0, device, stream, {}, 0, grid);
     }
-    if (cudaError_t const error =
-            launch_dependent(schedule::count_kernel, params, dim3(grid + 1), schedule::kThreads, 0, device, stream);
+    if (cudaError_t const error = launch_dependent({"schedule_count"}, schedule::count_kernel, params, dim3(grid + 1),
+                                                   schedule::kThreads, 0, device, stream);
         error != cudaSuccess) {
         return error;
     }
-    return launch_dependent(schedule::order_kernel, params, dim3(grid), schedule::kThreads, 0, device, stream);
+    return launch_dependent({"schedule_order"}, schedule::order_kernel, params, dim3(grid), schedule::kThreads, 0,
+                            device, stream);
 }
 
 }  // namespace twell

@@ -83,6 +83,9 @@ static_assert(kListedPerTile % kUnitNonzeros == 0, "max_units rounds down");
 // Never shrinks when `tokens` grows.
 size_t schedule_bytes(twell_problem const& problem);
 
+// The rows of the configurations, a line each.
+void list_schedule(Text& text);
+
 // No row may be direct.
 Schedule schedule_at(twell_problem const& problem, void* memory);
 

@@ -98,9 +98,9 @@ cudaError_t launch_chunk_up(Launch const& launch) {
     params.num_parts = chunk_parts(problem, chunks, launch.device);
     int const units = chunks.num_blocks * chunks.num_slabs * params.num_parts;
     int const grid = std::min(units, launch.device.num_multiprocessors);
-    return launch_dependent(chunk_up::up_kernel<Element>, params, dim3(static_cast<unsigned>(grid)), chunk_up::kThreads,
-                            chunk_up::shared_bytes_for(chunks.block_neurons), launch.device, launch.stream,
-                            chunk_up::kMostSharedBytes);
+    return launch_dependent({"chunk_up"}, chunk_up::up_kernel<Element>, params, dim3(static_cast<unsigned>(grid)),
+                            chunk_up::kThreads, chunk_up::shared_bytes_for(chunks.block_neurons), launch.device,
+                            launch.stream, {{"parts", params.num_parts}}, chunk_up::kMostSharedBytes);
 }
 
 // u of hot neurons.
@@ -136,7 +136,7 @@ cudaError_t launch_sparse_up(Launch const& launch) {
     params.relu_on_up = problem.activation == TWELL_DRELU;
     if (launch.chunks.counts != nullptr) {
         params.column_end = problem.d_model;
-        return launch_dependent(sparse_up::up_with_chunks_kernel<Element>, params,
+        return launch_dependent({"sparse_up_chunks"}, sparse_up::up_with_chunks_kernel<Element>, params,
                                 dim3(static_cast<unsigned>(ceil_div(problem.tokens, sparse_up::kWarps))),
                                 sparse_up::kThreads, 0, launch.device, launch.stream);
     }
@@ -151,8 +151,9 @@ cudaError_t launch_sparse_up(Launch const& launch) {
     for (int begin = 0; begin < problem.d_model; begin += columns) {
         params.column_begin = begin;
         params.column_end = std::min(begin + columns, problem.d_model);
-        if (cudaError_t const error =
-                launch_dependent(kernel, params, dim3(grid), sparse_up::kThreads, 0, launch.device, launch.stream);
+        if (cudaError_t const error = launch_dependent({direct ? "sparse_up_direct" : "sparse_up"}, kernel, params,
+                                                       dim3(grid), sparse_up::kThreads, 0, launch.device, launch.stream,
+                                                       {{"columns", params.column_end - begin}});
             error != cudaSuccess) {
             return error;
         }
@@ -181,8 +182,13 @@ cudaError_t launch_sparse_down(Launch const& launch, bool overlaps) {
     params.overlaps = overlaps;
     constexpr uint32_t kMaxGrid = 1u << 30;
     uint32_t const grid = std::min((params.tokens + 1) / 2 * params.ctas_per_row, kMaxGrid);
-    return launch_dependent(sparse_down::down_kernel<Element>, params, dim3(grid), static_cast<int>(warps) * kWarpSize,
-                            0, launch.device, launch.stream);
+    return launch_dependent({"sparse_down"}, sparse_down::down_kernel<Element>, params, dim3(grid),
+                            static_cast<int>(warps) * kWarpSize, 0, launch.device, launch.stream);
+}
+
+template <class Cfg>
+constexpr Kernel rest_kernel_of() {
+    return {"rest", {{"columns", Cfg::kColumns}}};
 }
 
 template <class Element, class Cfg>
@@ -198,8 +204,8 @@ cudaError_t launch_rest(Launch const& launch) {
     // Often there is no such row, and CTAs that find nothing cost time.
     constexpr int kCtasPerMultiprocessor = 4;
     int64_t const grid = std::min<int64_t>(problem.tokens, launch.device.num_multiprocessors * kCtasPerMultiprocessor);
-    return launch_dependent(generic::up_down_kernel<Element, Cfg>, params, dim3(static_cast<unsigned>(grid)),
-                            Cfg::kThreads, 0, launch.device, launch.stream);
+    return launch_dependent(rest_kernel_of<Cfg>(), generic::up_down_kernel<Element, Cfg>, params,
+                            dim3(static_cast<unsigned>(grid)), Cfg::kThreads, 0, launch.device, launch.stream);
 }
 
 template <class Element>
@@ -259,6 +265,19 @@ Chunks chunks_in_scratch(twell_problem const& problem, void* scratch, Device con
 
 HotNeurons hot_neurons_in(twell_problem const& problem, void* scratch, Device const& device, Kernels choice) {
     return chunks_in_scratch(problem, scratch, device, choice).hot;
+}
+
+void list_up_down(Text& text) {
+    list_schedule(text);
+    for (char const* name : {"chunk_up", "sparse_up", "sparse_up_chunks", "sparse_up_direct", "sparse_down"}) {
+        add_line(text, {name});
+    }
+    add_line(text, rest_kernel_of<Config4096>());
+    add_line(text, rest_kernel_of<Config8192>());
+#if defined(TWELL_SM90A)
+    list_hot_sm90(text);
+#endif
+    list_dense(text);
 }
 
 size_t up_down_scratch_bytes(twell_problem const& problem) {

@@ -18,6 +18,9 @@ size_t up_down_scratch_bytes(twell_problem const& problem);
 GateOutput gate_output_in(twell_problem const& problem, uint32_t* packed, void* scratch, Device const& device,
                           Kernels choice);
 
+// The rows of all configurations of step 2, a line each.
+void list_up_down(Text& text);
+
 // Where in that memory what concerns hot neurons is, or nulls if there are none. launch_gate is to clear the sample.
 HotNeurons hot_neurons_in(twell_problem const& problem, void* scratch, Device const& device, Kernels choice);
 
@@ -33,7 +36,7 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
                            void* scratch, int64_t dense_rows, Device const& device, cudaStream_t stream,
                            Kernels choice = Kernels::kBest);
 
-// Enqueues the whole block as a dense one, where is_dense_block(problem, device) holds.
+// Enqueues the whole block as a dense one, on compute capability 9.0, with up to kMostDModelDenseBlock columns of x.
 cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const& tensors, void* scratch, bool skips,
                               Device const& device, cudaStream_t stream);
 

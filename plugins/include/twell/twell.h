@@ -54,6 +54,15 @@ typedef struct {
     float threshold;      // TWELL_FATRELU only, >= 0
 } twell_problem;
 
+// A GPU, in the words of cudaDeviceGetAttribute.
+typedef struct {
+    int32_t major;            // cudaDevAttrComputeCapabilityMajor
+    int32_t minor;            // cudaDevAttrComputeCapabilityMinor
+    int32_t multiprocessors;  // cudaDevAttrMultiProcessorCount
+    int32_t shared_bytes;     // cudaDevAttrMaxSharedMemoryPerBlockOptin
+    int32_t l2_bytes;         // cudaDevAttrL2CacheSize
+} twell_device;
+
 // Device pointers, 16-byte aligned. Biases and residual may be null. `w_up` and `b_up` are null for TWELL_PLAIN.
 // Inputs may overlap each other; the residual may be x. None may overlap y.
 typedef struct {
@@ -107,6 +116,14 @@ TWELL_API cudaError_t twell_up_down(twell_problem const* problem, twell_tensors 
 // rounds h; from 17 tokens on both paths do.
 TWELL_API cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                 size_t workspace_bytes, cudaStream_t stream);
+
+// Says which kernels twell_mlp launches for a problem: a line "route NAME", then one for each launch, in order, "KERNEL
+// [NAME=VALUE ...] | grid=XxY threads=N shared=BYTES [NAME=VALUE ...]". What stands before the bar tells which compiled
+// kernel it is, the rest how it is launched; "scratch=USED/MOST" counts elements of a piece of the workspace. With no
+// tokens there is no line. `device` says which GPU, and may be null for the current one; else none has to be there.
+// Writes at most `size` bytes to `text`, of which the last one is 0, and returns how many bytes all of it takes; 0 for
+// a problem that twell_validate refuses, or a device below compute capability 8.0 or none.
+TWELL_API size_t twell_describe(twell_problem const* problem, twell_device const* device, char* text, size_t size);
 
 // Version of this library, "major.minor.patch".
 TWELL_API char const* twell_version(void);
