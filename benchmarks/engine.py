@@ -29,20 +29,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import transformers
-from block import new_report, spread
-from model import CAUSAL, Logits, capture, causal_attention, gate_density, make_model, rewrite, time_all
+from block import new_report
+from model import CAUSAL, Logits, causal_attention, gate_density, make_model, rewrite
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from twellc.accuracy import measure
-from twellc.errors import UserError, first_line
+from twellc.base.errors import UserError, first_line
+from twellc.benchmarking.contest import Contest
 from twellc.export.runner import Execution, OpenPlan, engine_layers, open_plan, prepare
 from twellc.export.tensorrt_host import Host, load_host
 from twellc.manifest import manifest_path
@@ -54,7 +53,6 @@ _CHECKED_TOKENS = 512
 _PROFILED_RUNS = 20
 _KINDS = {"twell": "all", "dense": "none"}  # values of --layers
 _TORCH_ATTENTION = {"sdpa": "sdpa", "causal": CAUSAL}
-_YARDSTICK = "torch dense eager, sdpa"
 
 # Kinds of layers, by the names of the ONNX nodes that a layer was made of or by its own: the first one that is found.
 # twellc names nodes <module path>/<operation of torch>/<node>. "rotary" is what Q and K go through before attention,
@@ -236,73 +234,40 @@ def times_by_kind(execution: Execution) -> dict[str, Any]:
 # ---- one shape ----
 
 
-class Contest:
-    """All contestants at one shape: each is recorded, checked and kept, or named with what is wrong with it."""
+def start_contest(model: Logits, ids: Tensor) -> Contest:
+    """Start a contest of logits at tokens that are drawn at random."""
+    rows = torch.randperm(ids.numel(), device="cuda")[:_CHECKED_TOKENS]
 
-    def __init__(self, model: Logits, ids: Tensor) -> None:
-        self.ids = ids
-        self.rows = torch.randperm(ids.numel(), device="cuda")[:_CHECKED_TOKENS]
-        model.model.set_attn_implementation(CAUSAL)
-        _, program = rewrite(model, (ids,))
-        self.truth = self.drawn(widen(program).module(check_guards=False)(ids))
-        self.plain: Tensor | None = None
-        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
-        self.errors: dict[str, float] = {}
-        self.failed: dict[str, str] = {}
-        self._kept: list[Any] = []  # what the graphs read and write
-
-    def drawn(self, logits: Any) -> Tensor:
-        """Return logits [batch, tokens, vocabulary] at the tokens that are checked: [checked, vocabulary]."""
+    def drawn(logits: Any) -> Tensor:
         tensor: Tensor = pytree.tree_leaves(logits)[0]
-        return tensor.reshape(-1, tensor.shape[-1])[self.rows].clone()
+        return tensor.reshape(-1, tensor.shape[-1])[rows].clone()
 
-    def add(self, label: str, call: Callable[[], Any], *kept: Any) -> None:
-        """Record a call that returns logits; check what the recording computes."""
-        results: list[Any] = []
-
-        def keep_result() -> None:
-            results[:] = [call()]
-
-        try:
-            graph = capture(keep_result)
-            graph.replay()
-            logits = self.drawn(results)
-            if label == _YARDSTICK:
-                self.plain = logits
-            assert self.plain is not None, "the yardstick failed"
-            accuracy = measure("logits", logits, self.plain, self.truth, language_model=True)
-            self.errors[label] = accuracy.candidate.relative
-            if not accuracy.within:
-                self.failed[label] = f"its logits are off: {accuracy.candidate}, where torch has {accuracy.plain}"
-                return
-        except Exception as error:  # whatever it is, the others go on
-            self.failed[label] = f"{type(error).__name__}: {first_line(error)}"
-            return
-        self.graphs[label] = graph
-        self._kept += [results, *kept]
+    model.model.set_attn_implementation(CAUSAL)
+    _, program = rewrite(model, (ids,))
+    return Contest(drawn(widen(program).module(check_guards=False)(ids)), drawn, language_model=True)
 
 
-def add_torch(contest: Contest, model: Logits, rewritten: bool) -> None:
+def add_torch(contest: Contest, model: Logits, ids: Tensor, rewritten: bool) -> None:
     """Add dense and, if asked for, rewritten torch, eager and compiled, with each attention; the yardstick first."""
     for attention, implementation in _TORCH_ATTENTION.items():
         model.model.set_attn_implementation(implementation)
         torch._dynamo.reset()  # or it would compile for several shapes at once
         modules: dict[str, Any] = {"dense": model}
         try:
-            modules |= {"twell": rewrite(model, (contest.ids,))[0]} if rewritten else {}
+            modules |= {"twell": rewrite(model, (ids,))[0]} if rewritten else {}
         except Exception as error:  # whatever it is, the others go on
             contest.failed[f"torch twell, {attention}"] = f"{type(error).__name__}: {first_line(error)}"
         for kind, module in modules.items():
             for how, function in {"eager": module, "compiled": torch.compile(module, dynamic=False)}.items():
-                call = functools.partial(function, contest.ids)
+                call = functools.partial(function, ids)
                 contest.add(f"torch {kind} {how}, {attention}", call, module)
 
 
-def add_plans(contest: Contest, plans: dict[str, OpenPlan]) -> None:
+def add_plans(contest: Contest, ids: Tensor, plans: dict[str, OpenPlan]) -> None:
     """Add plans."""
     for label, plan in plans.items():
         try:
-            execution = execution_of(plan, contest.ids)
+            execution = execution_of(plan, ids)
         except (UserError, KeyError) as error:
             contest.failed[label] = str(error)
             continue
@@ -318,22 +283,22 @@ def measure_shape(
     model: Logits, plans: dict[str, OpenPlan], shape: Shape, repeats: int, rewritten: bool
 ) -> dict[str, Any]:
     """Check and time all contestants at one shape."""
-    contest = Contest(model, torch.randint(0, model.model.config.vocab_size, shape, device="cuda"))
+    ids = torch.randint(0, model.model.config.vocab_size, shape, device="cuda")
+    contest = start_contest(model, ids)
     gc.collect()
     torch.cuda.empty_cache()  # of the model in float64
-    add_torch(contest, model, rewritten)
-    add_plans(contest, plans)
-    calls = {label: graph.replay for label, graph in contest.graphs.items()}
-    times = {label: spread(values) for label, values in time_all(calls, repeats).items()}
+    add_torch(contest, model, ids, rewritten)
+    add_plans(contest, ids, plans)
+    times = {label: each.to_json() for label, each in contest.time(repeats).items()}
     profiled = {}
-    for label in filter(calls.__contains__, plans):
+    for label in filter(contest.__contains__, plans):
         try:
-            profiled[label] = times_by_kind(execution_of(plans[label], contest.ids))
+            profiled[label] = times_by_kind(execution_of(plans[label], ids))
         except Exception as error:  # its time is known all the same
             contest.failed[f"{label}, profiled"] = f"{type(error).__name__}: {first_line(error)}"
     return {
-        "shape": shape_name(shape), "checked_tokens": len(contest.rows), "errors": contest.errors, "times": times,
-        "layers": profiled, "failed": contest.failed,
+        "shape": shape_name(shape), "checked_tokens": min(_CHECKED_TOKENS, ids.numel()), "errors": contest.errors,
+        "times": times, "layers": profiled, "failed": contest.failed,
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import click
 import torch
 
 # Name of the results, script, its arguments.
-_BENCHMARKS = (("suite", "block.py", ("--suite",)), ("model", "model.py", ()))
+_BENCHMARKS = (("suite", "block.py", ("--suite",)), ("layers", "layers.py", ()), ("model", "model.py", ()))
 
 
 def run(script: str, arguments: tuple[str, ...], table: Path) -> None:

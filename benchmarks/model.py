@@ -14,7 +14,6 @@ sign. The JSON file states the share that was counted in a forward pass.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import operator
@@ -26,13 +25,16 @@ from typing import Any
 import click
 import torch
 import transformers
-from block import new_report, quantile, spread
+from block import new_report
+from draw import quantile, zipf_offsets
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import twellc
-from twellc.accuracy import measure
+from twellc.benchmarking.energy import EnergyMeter
+from twellc.benchmarking.timing import Call, record, time_calls
+from twellc.checks.accuracy import measure
 from twellc.passes.precision import widen
 
 CAUSAL = "benchmark"
@@ -41,8 +43,6 @@ _CHECKED_TOKENS = 64
 _ENERGY_SECONDS = 3.0
 
 _caches: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer, [batch, heads, tokens, width]
-
-Call = Callable[[], Any]
 
 
 def causal_attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -111,9 +111,7 @@ def make_model(
         gate = layer.mlp.gate_proj.weight
         gate[:, 0] = -1 / root
         if neurons == "zipf":
-            share = 1 / (torch.randperm(d_ff, device="cuda") + 1.0)
-            share = (share / share.mean() * density).clamp(1e-7, 0.5)
-            gate[:, 1] = (quantile(torch.tensor(density, device="cuda")) - quantile(share)) / root
+            gate[:, 1] = zipf_offsets(d_ff, density) / root
     return model
 
 
@@ -179,66 +177,6 @@ def check(dense: nn.Module, ours: nn.Module, program: Any, inputs: tuple[Tensor,
     return figures
 
 
-def capture(call: Call) -> torch.cuda.CUDAGraph:
-    """Record a call as a CUDA graph."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
-def time_all(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Time each call, in microseconds, `repeats` times."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    for repetition in range(-1, repeats):  # the first one warms up
-        for name in random.sample(list(calls), len(calls)):
-            calls[name]()
-            start.record()
-            calls[name]()
-            end.record()
-            end.synchronize()
-            if repetition >= 0:
-                times[name].append(start.elapsed_time(end) * 1e3)
-    return times
-
-
-class EnergyMeter:
-    """The board's energy counter, through NVML."""
-
-    def __init__(self) -> None:
-        self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        self._device = ctypes.c_void_p()
-        identifier = str(torch.cuda.get_device_properties(0).uuid)
-        status = self._nvml.nvmlInit_v2() or self._nvml.nvmlDeviceGetHandleByUUID(
-            f"GPU-{identifier}".encode(), ctypes.byref(self._device)
-        )
-        if status != 0:
-            raise click.ClickException(f"NVML: error {status}")
-
-    def joules(self) -> float:
-        """Energy since the driver was loaded."""
-        millijoules = ctypes.c_ulonglong()
-        if status := self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device, ctypes.byref(millijoules)):
-            raise click.ClickException(f"NVML: error {status}")
-        return millijoules.value / 1e3
-
-    def of(self, call: Callable[[], Any], seconds: float, microseconds: float) -> float:
-        """Joules that one call takes: of many calls in a row, after as many to warm up."""
-        count = max(1, round(seconds * 1e6 / microseconds))
-        for _ in range(count):
-            call()
-        torch.cuda.synchronize()
-        before = self.joules()
-        for _ in range(count):
-            call()
-        torch.cuda.synchronize()
-        return (self.joules() - before) / count
-
-
 def feed_forward_calls(
     dense: Any, ours: Any, inputs: tuple[Tensor, ...], compiled: bool
 ) -> dict[str, Callable[[], Any]]:
@@ -275,9 +213,13 @@ def measure_setting(
     """Time and energy of one setting."""
     torch._dynamo.reset()  # or it would compile for several sizes at once
 
-    def prepare(call: Call) -> Callable[[], Any]:
+    def prepare(call: Call) -> Call:
         call()
-        return capture(call).replay if graphs else call
+        return record([call]) if graphs else call
+
+    def time_all(calls: dict[str, Call]) -> dict[str, dict[str, Any]]:
+        times = time_calls(list(calls.values()), repeats)
+        return {label: each.to_json() for label, each in zip(calls, times, strict=True)}
 
     modules: dict[str, Callable[..., Any]] = {
         "dense eager": dense,
@@ -285,7 +227,7 @@ def measure_setting(
     }
     modules |= {"twell eager": ours, "twell compiled": torch.compile(ours, dynamic=False)}
     calls = {label: prepare(functools.partial(module, *inputs)) for label, module in modules.items()}
-    times = {label: spread(values) for label, values in time_all(calls, repeats).items()}
+    times = time_all(calls)
     best = {
         kind: min((label for label in times if label.startswith(kind)), key=lambda label: times[label]["median_us"])
         for kind in ("dense", "twell")
@@ -293,7 +235,7 @@ def measure_setting(
     medians = {kind: times[label]["median_us"] for kind, label in best.items()}
     parts = feed_forward_calls(dense, ours, inputs, compiled=best["dense"] == "dense compiled")
     blocks = {kind: prepare(call) for kind, call in parts.items()}
-    feed_forward = {kind: spread(values)["median_us"] for kind, values in time_all(blocks, repeats).items()}
+    feed_forward = {kind: times["median_us"] for kind, times in time_all(blocks).items()}
     meter = EnergyMeter()
     tokens = inputs[0].numel()
     energy = {kind: meter.of(calls[label], _ENERGY_SECONDS, medians[kind]) / tokens for kind, label in best.items()}

@@ -7,7 +7,7 @@ import ctypes
 import onnx
 from onnx import TensorProto, helper
 
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.export.tensorrt_host import choose_host, compute_capability, create_network, load_host, make_logger
 from twellc.passes.attention import CUDNN, MATMUL, OPERATOR
 from twellc.plugins.library import AttentionProblem, load_attention

@@ -22,11 +22,11 @@ import torch
 from onnxscript import opset20, values
 from torch.export import ExportedProgram
 
-from twellc.errors import UserError, first_line
+from twellc.base.errors import UserError, first_line
+from twellc.base.files import external_data
 from twellc.export.onnx_optimizer import optimize_exactly
-from twellc.files import external_data
 from twellc.passes.attention import OPERATOR
-from twellc.passes.program import quiet_torch
+from twellc.passes.graph.program import quiet_torch
 from twellc.passes.report import Attention
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.library import PLUGIN_NAMESPACE

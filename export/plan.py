@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twellc.errors import UserError
+from twellc.base.errors import UserError
+from twellc.base.files import external_data
 from twellc.export.mapped_file import pages_given_back
 from twellc.export.shapes import Profile
 from twellc.export.tensorrt_host import Host, create_network, load_host, make_logger, write_plan
-from twellc.files import external_data
 from twellc.plugins.registration import NEEDS_PLUGINS, register
 
 

@@ -8,9 +8,9 @@ import sympy
 import torch
 from torch.export import ExportedProgram
 
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.export.shapes import Profile, ShapeRange
-from twellc.passes.program import user_inputs
+from twellc.passes.graph.program import user_inputs
 
 _UNBOUNDED = 2048
 

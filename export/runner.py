@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.export.plan import reasons
 from twellc.export.tensorrt_host import Host, make_logger
 from twellc.plugins.registration import register
@@ -167,12 +167,12 @@ def run_plan(host: Host, path: Path, built_with: str, inputs: dict[str, torch.Te
 
 
 def engine_layers(execution: Execution) -> list[dict[str, Any]]:
-    """Return what TensorRT made of the network: its layers for the execution's profile, as its inspector names them.
+    """Return what TensorRT made of the network: its layers for all profiles, as its inspector names them.
 
     `Name` is that under which a profiler reports a layer, `Metadata` names the ONNX nodes that it was made of.
     """
+    # NOTE: not given the context: 10.6 then says nothing, or dies, where a plan has several profiles.
     inspector = execution.plan.engine.create_engine_inspector()
-    inspector.execution_context = execution.context
     text = inspector.get_engine_information(execution.plan.host.module.LayerInformationFormat.JSON)
     layers: list[dict[str, Any]] = json.loads(text, strict=False)["Layers"]  # control characters between names
     return layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 
 Shape = tuple[int, ...]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twellc.errors import UserError
-from twellc.files import writing
+from twellc.base.errors import UserError
+from twellc.base.files import writing
 
 # TensorRT-RTX is called tensorrt_rtx where NVIDIA's meta-package is installed; its wheels alone have the second name.
 _MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}

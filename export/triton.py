@@ -7,12 +7,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twellc import __version__
+from twellc.base.version import __version__
 from twellc.plugins.registration import NEEDS_PLUGINS, how_to_register
 
 if TYPE_CHECKING:
     from twellc.export.plan import Plan, Tensor
-    from twellc.manifest import Manifest
 
 CONFIG_NAME = "config.pbtxt"
 PLAN_NAME = "model.plan"
@@ -38,7 +37,7 @@ def model_folder(repository: Path, model: Path) -> Path:
     return repository / (re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".") or "model")
 
 
-def model_config(name: str, plan: Plan, manifest: Manifest) -> str:
+def model_config(name: str, plan: Plan, profiles: int, needs_plugins: bool) -> str:
     """Return the text of config.pbtxt.
 
     `max_batch_size` is 0: the dimensions are the engine's own, whole, because a first dimension need not be a batch.
@@ -46,19 +45,19 @@ def model_config(name: str, plan: Plan, manifest: Manifest) -> str:
     Args:
         name: Name of the model's folder.
         plan: The plan.
-        manifest: Its manifest.
+        profiles: Number of its optimization profiles.
+        needs_plugins: Whether it needs the plugins.
     """
     lines = [f"# Written by twellc {__version__}."]
-    if manifest.plugins.names:
+    if needs_plugins:
         command = how_to_register(PLAN_NAME, "tensorrt")["triton"]
         lines += [f"# The plan {NEEDS_PLUGINS}:", f"#   {command}"]
     lines += [f"name: {json.dumps(name)}", 'backend: "tensorrt"', "max_batch_size: 0"]
     lines += [_tensor("input", tensor) for tensor in plan.inputs]
     lines += [_tensor("output", tensor) for tensor in plan.outputs]
-    profiles = range(len(manifest.profiles))
-    if len(profiles) > 1:
+    if profiles > 1:
         # Triton picks the profile that fits a request, among those of the instance.
-        numbers = ", ".join(f'"{number}"' for number in profiles)
+        numbers = ", ".join(f'"{number}"' for number in range(profiles))
         lines.append(f"instance_group {{ count: 1 kind: KIND_GPU profile: [ {numbers} ] }}")
     return "\n".join(lines) + "\n"
 

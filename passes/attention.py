@@ -33,10 +33,10 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from twellc.passes.activations import arguments, packet
-from twellc.passes.causal_mask import positions_kept
-from twellc.passes.linear import CASTS, same_sizes
-from twellc.passes.program import editable, finish, replace_node
+from twellc.passes.graph.program import editable, finish, replace_node
+from twellc.passes.match.activations import arguments, packet
+from twellc.passes.match.causal_mask import positions_kept
+from twellc.passes.match.linear import CASTS, same_sizes
 from twellc.passes.report import Attention
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.library import ATTENTION_FORMS, LARGEST_HEAD

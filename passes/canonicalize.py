@@ -16,12 +16,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from twellc.errors import UserError, first_line
-from twellc.passes.activations import masked_relu, packet
+from twellc.base.errors import UserError, first_line
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_weights import fold_weights
-from twellc.passes.linear import VIEWS
-from twellc.passes.program import (
+from twellc.passes.graph.program import (
     constants_of,
     drop_unused_constants,
     editable,
@@ -30,6 +28,8 @@ from twellc.passes.program import (
     replace_node,
     tensor_of,
 )
+from twellc.passes.match.activations import masked_relu, packet
+from twellc.passes.match.linear import VIEWS
 
 aten = torch.ops.aten
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from twellc.errors import UserError, first_few
-from twellc.passes.find_ffn import FfnBlock
-from twellc.passes.linear import Weight
+from twellc.base.errors import UserError, first_few
+from twellc.passes.match.find_ffn import FfnBlock
+from twellc.passes.match.linear import Weight
 from twellc.passes.report import Layer
 from twellc.plugins.library import MAX_D_FF
 

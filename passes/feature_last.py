@@ -20,8 +20,9 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from twellc.passes.activations import arguments, packet
-from twellc.passes.linear import (
+from twellc.passes.graph.program import constants_of, editable, finish, replace_node
+from twellc.passes.match.activations import arguments, packet
+from twellc.passes.match.linear import (
     CONVOLUTIONS,
     PERMUTATIONS,
     LinearReader,
@@ -30,7 +31,6 @@ from twellc.passes.linear import (
     permutation,
     same_sizes,
 )
-from twellc.passes.program import constants_of, editable, finish, replace_node
 
 aten = torch.ops.aten
 

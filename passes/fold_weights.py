@@ -19,9 +19,9 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from twellc.passes.activations import packet
-from twellc.passes.linear import PRODUCTS, VIEWS
-from twellc.passes.program import add_parameter, constants_of, editable, finish, replace_node, tensor_of
+from twellc.passes.graph.program import add_parameter, constants_of, editable, finish, replace_node, tensor_of
+from twellc.passes.match.activations import packet
+from twellc.passes.match.linear import PRODUCTS, VIEWS
 
 aten = torch.ops.aten
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
-from twellc.files import writing
+from twellc.base.files import writing
+from twellc.base.records import Json, as_json
 from twellc.passes.attention import rewrite_attention
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import decide
-from twellc.passes.find_ffn import find_ffn_blocks
+from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.precision import in_precision
 from twellc.passes.report import Attention, Layer
 from twellc.passes.rewrite_ffn import rewrite_ffn
-from twellc.records import Json, as_json
 
 
 @dataclass(frozen=True)

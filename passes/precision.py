@@ -27,11 +27,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from twellc.errors import UserError, first_line
-from twellc.passes.activations import arguments, is_squared_relu, packet
+from twellc.base.errors import UserError, first_line
 from twellc.passes.fold_weights import is_view
-from twellc.passes.linear import PRODUCTS, LinearReader
-from twellc.passes.program import (
+from twellc.passes.graph.program import (
     constants_of,
     editable,
     finish,
@@ -42,6 +40,8 @@ from twellc.passes.program import (
     tensor_of,
     user_inputs,
 )
+from twellc.passes.match.activations import arguments, is_squared_relu, packet
+from twellc.passes.match.linear import PRODUCTS, LinearReader
 
 aten = torch.ops.aten
 

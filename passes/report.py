@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twellc.records import Record
+from twellc.base.records import Record
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from twellc.passes.find_ffn import FfnBlock
-from twellc.passes.linear import Linear, Weight
-from twellc.passes.program import add_parameter, editable, finish, replace_node, tensor_of
+from twellc.passes.graph.program import add_parameter, editable, finish, replace_node, tensor_of
+from twellc.passes.match.find_ffn import FfnBlock
+from twellc.passes.match.linear import Linear, Weight
 from twellc.plugins.ops import GATED_MLP, MLP
 
 

@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from twellc import __version__
-from twellc.errors import UserError
+from twellc.base.errors import UserError
+from twellc.base.version import __version__
 from twellc.plugins.elf import expected_size
 
 PLUGIN_NAMESPACE = "twell"

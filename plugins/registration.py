@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.plugins.library import (
     ATTENTION_NAME,
     PLUGIN_NAMES,

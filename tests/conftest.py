@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from tests import models
-from twellc.files import ENDING_SIGNALS
+from twellc.base.files import ENDING_SIGNALS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -104,7 +103,7 @@ def load_once() -> Callable[..., Any]:
 @pytest.fixture
 def remembered_models(load_once: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Load and trace each Hugging Face directory once, for all tests with this fixture."""
-    for module in ("checking", "model_inspection", "translation"):
+    for module in ("checks.checking", "inspection.models", "translation.torch_models"):
         monkeypatch.setattr(f"twellc.{module}.load_model", load_once)
 
 
@@ -113,9 +112,8 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Return a function that runs the command line in this process, and what it would do in others, too."""
     from twellc.cli import main
 
-    def run_here(target: str, *arguments: Any, progress: Callable[[str], None]) -> Any:
-        module, _, name = target.partition(":")
-        return getattr(importlib.import_module(module), name)(*arguments, progress)
+    def run_here(function: Callable[..., Any], *arguments: Any, progress: Callable[[str], None]) -> Any:
+        return function(*arguments, progress)
 
     monkeypatch.setattr("twellc.compiler.run_isolated", run_here)
 

@@ -8,7 +8,6 @@ What `twellc` does in child processes, it does in the forked one.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import resource
@@ -90,9 +89,8 @@ def warm_up(commands: list[list[str]]) -> dict[str, Any]:
     import twellc.cli
     import twellc.compiler
 
-    def run_here(target: str, *arguments: Any, progress: Callable[[str], None]) -> Any:
-        module, _, name = target.partition(":")
-        return getattr(importlib.import_module(module), name)(*arguments, progress)
+    def run_here(function: Callable[..., Any], *arguments: Any, progress: Callable[[str], None]) -> Any:
+        return function(*arguments, progress)
 
     torch.set_num_threads(1)
     twellc.compiler.run_isolated = run_here  # type: ignore[assignment]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from twellc.accuracy import measure
+from twellc.checks.accuracy import measure
 
 # Relative to the largest value.
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-13}

@@ -8,14 +8,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from twellc.base.version import __version__
 
 if TYPE_CHECKING:
     from twellc.api import check, compile, inspect, rewrite
-    from twellc.checking import CheckResult
+    from twellc.base.errors import UserError
+    from twellc.checks.checking import CheckResult
     from twellc.config import CheckOptions, CompileOptions, InspectOptions
-    from twellc.errors import UserError
-    from twellc.inspection import Inspection
+    from twellc.inspection.description import Inspection
     from twellc.manifest import Manifest
     from twellc.optimization import optimize, optimized_blocks, restore
     from twellc.passes.pipeline import Rewritten
@@ -31,6 +31,7 @@ __all__ = [
     "Manifest",
     "Rewritten",
     "UserError",
+    "__version__",
     "check",
     "compile",
     "inspect",
@@ -42,10 +43,10 @@ __all__ = [
 
 _HOMES = {
     "api": ("check", "compile", "inspect", "rewrite"),
-    "checking": ("CheckResult",),
+    "checks.checking": ("CheckResult",),
     "config": ("CheckOptions", "CompileOptions", "InspectOptions"),
-    "errors": ("UserError",),
-    "inspection": ("Inspection",),
+    "base.errors": ("UserError",),
+    "inspection.description": ("Inspection",),
     "manifest": ("Manifest",),
     "optimization": ("optimize", "optimized_blocks", "restore"),
     "passes.pipeline": ("Rewritten",),

@@ -9,18 +9,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twellc.base.errors import UserError
+from twellc.base.files import temporary_folder, uninterrupted
 from twellc.config import CheckOptions, CompileOptions, InspectOptions, compile_options, refuse_choice
-from twellc.errors import UserError
 from twellc.export.shapes import parse_profile
-from twellc.files import temporary_folder, uninterrupted
 from twellc.inputs import parse_input
 
 if TYPE_CHECKING:
     import torch
     from torch.export import ExportedProgram
 
-    from twellc.checking import CheckResult
-    from twellc.inspection import Inspection
+    from twellc.checks.checking import CheckResult
+    from twellc.inspection.description import Inspection
     from twellc.manifest import Manifest
     from twellc.passes.pipeline import Rewritten
 
@@ -139,7 +139,7 @@ def inspect(
     Raises:
         UserError: It is neither a model nor a plan, or an option does not fit it.
     """
-    from twellc.inspection import inspect_model
+    from twellc.inspection.inspection import inspect_model
 
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
         given = _parsed(InspectOptions, options)
@@ -173,7 +173,7 @@ def check(
         UserError: Something cannot be read, or model, candidate and inputs do not belong together.
     """
     with uninterrupted():  # native modules do not survive an interrupt while they are imported
-        from twellc.checking import check
+        from twellc.checks.checking import check
 
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
         given = _parsed(CheckOptions, options)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import math
 import os
-import re
 import signal
 import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -25,42 +23,48 @@ from rich.table import Table
 from rich.text import Text
 
 import twellc
-from twellc import __version__
+from twellc.base.dtypes import DTYPES
+from twellc.base.errors import first_few
+from twellc.base.files import ENDING_SIGNALS
+from twellc.base.version import __version__
 from twellc.config import (
     ATTENTIONS,
     BACKENDS,
     DEFAULT_COMPRESSION,
     DEFAULT_DENSITY,
     DEFAULT_TOKENS,
-    DTYPES,
     LOGITS,
     PADDINGS,
     triton_plan,
 )
 from twellc.cost import CostTable, LayerCosts
-from twellc.errors import UserError, first_few
 from twellc.export.shapes import LARGEST_SIZE
-from twellc.files import ENDING_SIGNALS
 from twellc.passes.report import Attention, Layer
 from twellc.plugins.library import COMPRESSIONS
+from twellc.terminal import (
+    Command,
+    FilePath,
+    InterruptedBySignal,
+    Share,
+    discard_output,
+    inputs_option,
+    never_failing,
+    open_console,
+    plain,
+    say,
+    show_progress,
+    trust_model_option,
+)
 
 if TYPE_CHECKING:
-    from twellc.checking import BlockAccuracy, CheckResult
+    from twellc.checks.checking import BlockAccuracy, CheckResult
     from twellc.manifest import Manifest
 
 _FAULT = 70  # EX_SOFTWARE of sysexits.h
 
 
-class _InterruptedError(SystemExit):
-    """A signal asked the program to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
-        self.signal = signal.Signals(number)
-
-
 def _interrupt(number: int, _: FrameType | None) -> None:
-    raise _InterruptedError(number)
+    raise InterruptedBySignal(number)
 
 
 def _open_closed_streams() -> None:
@@ -72,45 +76,14 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w"))
 
 
-def _discard_output() -> None:
-    """Send what could not be written nowhere: Python would try, and fail, again at its end."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(null, stream.fileno())
-
-
 @contextmanager
 def _ended_by_broken_pipe() -> Iterator[None]:
     """End with the status of SIGPIPE, which Python ignores, where nobody reads on. click would end with 1."""
     try:
         yield
     except BrokenPipeError as error:
-        _discard_output()
+        discard_output()
         raise SystemExit(128 + signal.SIGPIPE) from error
-
-
-@contextmanager
-def _never_failing() -> Iterator[None]:
-    """Print what may get lost: the command has done what it was to do."""
-    try:
-        yield
-    except OSError:
-        _discard_output()
-
-
-def _plain(text: str) -> str:
-    """Spell out control characters: a terminal would obey them, and a name may come from anybody's file."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
-
-
-class _Console(Console):
-    """A console that spells out control characters, and leaves the status after a broken pipe to others."""
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(_plain(text), **options)
-
-    def on_broken_pipe(self) -> None:
-        raise  # what rich has caught where it calls this
 
 
 class _Group(click.Group):
@@ -122,7 +95,7 @@ class _Group(click.Group):
             return super().main(*args, **kwargs)
         except Exception as error:
             status = _FAULT
-            with _never_failing():
+            with never_failing():
                 if isinstance(error, OSError) and error.errno is not None:
                     # It came up while something was printed: the commands look after all else.
                     status = 2
@@ -139,64 +112,6 @@ class _Group(click.Group):
     def invoke(self, context: click.Context) -> Any:
         with _ended_by_broken_pipe():
             return super().invoke(context)
-
-
-class _Command(click.Command):
-    """A command whose user errors are one message and exit status 2."""
-
-    def invoke(self, context: click.Context) -> Any:
-        try:
-            return super().invoke(context)
-        except UserError as error:
-            raise click.UsageError(_plain(str(error)), ctx=None) from error
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            if error.errno is None:
-                raise
-            where = error.filename or "reading or writing"
-            raise click.UsageError(_plain(f"{where}: {error.strerror}."), ctx=None) from error
-        except MemoryError as error:
-            raise click.UsageError("memory ran out. Use a machine with more memory.", ctx=None) from error
-        except _InterruptedError as end:
-            click.echo(f"Ended by {end.signal.name}. Nothing was left half-written.", err=True)
-            raise
-
-
-class _Path(click.Path):
-    """A path that every library can open."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        if not value:
-            self.fail("an empty text is no path.", parameter, context)
-        try:
-            str(value).encode()
-        except UnicodeEncodeError:
-            self.fail(f"{value!a} is no UTF-8, which some libraries insist on. Rename it.", parameter, context)
-        return super().convert(value, parameter, context)
-
-
-class _Share(click.FloatRange):
-    """A number from 0 to 1. Any range of click's takes NaN."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1)
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
-        share: float = super().convert(value, parameter, context)
-        if math.isnan(share):
-            self.fail(f"{value} is not in the range 0<=x<=1.", parameter, context)
-        return share
-
-
-_trust_model = click.option("--trust-model", is_flag=True, help="Load a pickle, or an archive that could execute code.")
-_inputs = click.option(
-    "--input", "inputs", multiple=True, metavar="NAME:DTYPE[DIM,...]",
-    help="An input of a pickled module, such as x:float32[batch,sequence,512]; a name stands for a dynamic dimension.",
-)  # fmt: skip
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -218,10 +133,12 @@ def main() -> None:
             signal.signal(number, _interrupt)
 
 
-@main.command(cls=_Command)
-@click.argument("model", type=_Path())
-@click.option("-o", "--output", type=_Path(), metavar="FILE", help="The plan to write; its manifest stands beside it.")
-@click.option("--onnx", type=_Path(), metavar="FILE", help="Also keep the rewritten graph as ONNX.")
+@main.command(cls=Command)
+@click.argument("model", type=FilePath())
+@click.option(
+    "-o", "--output", type=FilePath(), metavar="FILE", help="The plan to write; its manifest stands beside it."
+)
+@click.option("--onnx", type=FilePath(), metavar="FILE", help="Also keep the rewritten graph as ONNX.")
 @click.option(
     "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True,
     help="auto: TensorRT where it is installed beside a GPU, else TensorRT-RTX, which needs none. none stops at ONNX.",
@@ -254,13 +171,13 @@ def main() -> None:
     "kept apart or recomputed. It changes speed and memory, never results.",
 )  # fmt: skip
 @click.option("--strict", is_flag=True, help="Fail when nothing matches, or a block that looks like one is refused.")
-@click.option("--dump-graphs", type=_Path(), metavar="DIR", help="Folder for the graph after each pass.")
-@click.option("--report", type=_Path(), metavar="FILE.json", help="Write what was done as JSON.")
+@click.option("--dump-graphs", type=FilePath(), metavar="DIR", help="Folder for the graph after each pass.")
+@click.option("--report", type=FilePath(), metavar="FILE.json", help="Write what was done as JSON.")
 @click.option("--overwrite", is_flag=True, help="Replace existing output files.")
-@_trust_model
-@_inputs
+@trust_model_option
+@inputs_option
 @click.option(
-    "--triton", type=_Path(), metavar="DIR",
+    "--triton", type=FilePath(), metavar="DIR",
     help="Write the plan into a Triton model repository, with its config.pbtxt, instead of to --output.",
 )  # fmt: skip
 @click.option(
@@ -277,16 +194,16 @@ def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str
     Every feed-forward block with a ReLU is rewritten into a TwELL plugin; all else stays as it is. Ends with a table of
     the blocks and what became of them. Exit status 2: the input is bad, and nothing was written.
     """
-    with _progress() as progress:
+    with show_progress() as progress:
         manifest = twellc.compile(
             profiles=profiles, compression=int(compression), inputs=inputs, progress=progress, **options
         )
     written = options["output"] or options["onnx"] or triton_plan(options["triton"], options["model"])
-    with _never_failing():
+    with never_failing():
         _print_manifest(manifest, written)
 
 
-@main.command(cls=_Command)
+@main.command(cls=Command)
 @click.option("--check", is_flag=True, help="Register the plugins in every TensorRT that is installed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.pass_context
@@ -332,12 +249,12 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
     context.exit(0 if all(each.good for each in checks) else 1)
 
 
-@main.command(cls=_Command)
-@click.argument("target", type=_Path())
+@main.command(cls=Command)
+@click.argument("target", type=FilePath())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision to judge a model in; default as in compile.")
 @click.option(
-    "--density", type=_Share(), default=DEFAULT_DENSITY, show_default=True, metavar="SHARE",
+    "--density", type=Share(), default=DEFAULT_DENSITY, show_default=True, metavar="SHARE",
     help="Share of gate activations that are not zero, from 0 to 1, to count operations and bytes at; it is assumed, "
     "not measured.",
 )  # fmt: skip
@@ -345,8 +262,8 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
     "--tokens", type=click.IntRange(1, LARGEST_SIZE), default=DEFAULT_TOKENS, show_default=True, metavar="N",
     help="Tokens in a call to count operations and bytes of.",
 )  # fmt: skip
-@_trust_model
-@_inputs
+@trust_model_option
+@inputs_option
 def inspect(
     target: Path,
     as_json: bool,
@@ -363,7 +280,7 @@ def inspect(
     A second table counts the FLOPs and bytes of each block in one call, with dense products and where only active
     neurons are computed, at an assumed density: counts, no prediction of time.
     """
-    with _progress() as progress:
+    with show_progress() as progress:
         found = twellc.inspect(
             target, dtype=dtype, density=density, tokens=tokens, trust_model=trust_model, inputs=inputs,
             progress=progress,
@@ -373,35 +290,35 @@ def inspect(
         return
     description = found.description
     for note in description.notes:
-        _say("Note:", f"{note}.")
+        say("Note:", f"{note}.")
     _print_layers(description.layers)
     _print_attention(description.attention or [])
     if description.layers:
         _print_cost(found.cost)
     for node in description.nodes or ():
         weights = ", ".join(f"{name} {shape}" for name, shape in node.weights.items())
-        click.echo(_plain(f"{node.name}: {node.type}, {node.dtype}, {weights}"))
-        click.echo(_plain("    " + ", ".join(f"{name}={value}" for name, value in node.fields.items())))
+        click.echo(plain(f"{node.name}: {node.type}, {node.dtype}, {weights}"))
+        click.echo(plain("    " + ", ".join(f"{name}={value}" for name, value in node.fields.items())))
 
 
-@main.command(cls=_Command)
-@click.argument("model", type=_Path())
-@click.argument("candidate", type=_Path())
+@main.command(cls=Command)
+@click.argument("model", type=FilePath())
+@click.argument("candidate", type=FilePath())
 @click.option(
     "--seed", type=click.IntRange(-(2**63), 2**64 - 1), metavar="N", help="Seed of random inputs; default: 0.",
 )  # fmt: skip
 @click.option(
-    "--inputs", "arrays", type=_Path(), metavar="FILE.npz",
+    "--inputs", "arrays", type=FilePath(), metavar="FILE.npz",
     help="Run on these arrays, named as the model's inputs, instead of random inputs.",
 )  # fmt: skip
 @click.option(
-    "--text", type=_Path(), metavar="FILE",
+    "--text", type=FilePath(), metavar="FILE",
     help="Run a language model on this text, in UTF-8, through the tokenizer in its Hugging Face directory, and "
     "measure how well it is predicted.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@_trust_model
-@_inputs
+@trust_model_option
+@inputs_option
 @click.pass_context
 def check(
     context: click.Context,
@@ -427,7 +344,7 @@ def check(
 
     Exit status: 0 within tolerance, 1 outside, 2 for bad input.
     """
-    with _progress() as progress:
+    with show_progress() as progress:
         result = twellc.check(
             model, candidate, seed=seed, arrays=arrays, text=text, trust_model=trust_model, inputs=inputs,
             progress=progress,
@@ -439,41 +356,11 @@ def check(
     context.exit(0 if result.within else 1)
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Show the current step on a terminal's standard error; print each step once where there is no terminal."""
-    console = _console(stderr=True)
-    if not console.is_terminal:
-        shown: set[str] = set()
-
-        def show(step: str) -> None:
-            step = step.partition(":")[0]
-            if step not in shown:
-                shown.add(step)
-                click.echo(f"{step} …", err=True)
-
-        yield show
-        return
-    with console.status("starting") as status:
-        yield lambda step: status.update(Text(_plain(step)))
-
-
-def _console(stderr: bool = False) -> Console:
-    """Return a console that prints names as they are: without markup, and without symbols for words between colons."""
-    stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else 140
-    return _Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
-
-
-def _say(kind: str, message: str, style: str = "") -> None:
-    _console(stderr=True).print(Text(kind, style), message, soft_wrap=True)
-
-
 def _print_manifest(manifest: Manifest, written: Path) -> None:
     for warning in manifest.warnings:
-        _say("Warning:", f"{warning}.", "bold yellow")
+        say("Warning:", f"{warning}.", "bold yellow")
     for note in manifest.notes:
-        _say("Note:", f"{note}.")
+        say("Note:", f"{note}.")
     _print_layers(manifest.layers)
     _print_attention(manifest.attention)
     dtype = manifest.settings.dtype
@@ -483,11 +370,11 @@ def _print_manifest(manifest: Manifest, written: Path) -> None:
         result += f", {len(manifest.plan.plugin_layers)} plugin layers"
     else:
         result = f"ONNX, {dtype}; no plan was built"
-    _console().print(f"{written}: {result}", soft_wrap=True)
+    open_console().print(f"{written}: {result}", soft_wrap=True)
 
 
 def _print_layers(layers: list[Layer]) -> None:
-    console = _console()
+    console = open_console()
     if not layers:
         console.print("no feed-forward blocks with an activation that twellc knows")
         return
@@ -508,7 +395,7 @@ def _print_attention(blocks: list[Attention]) -> None:
     """Say how many attention blocks have a form that TensorRT fuses or cuDNN computes, and why others have not."""
     if not blocks:
         return
-    console = _console()
+    console = open_console()
     forms = Counter(block.form for block in blocks)
     written = forms.pop("as written", 0)
     counts = ", ".join(f"{count} {_FORMS[form]}" for form, count in forms.items())
@@ -536,7 +423,7 @@ _FORMS = {
 
 
 def _print_cost(cost: CostTable) -> None:
-    console = _console()
+    console = open_console()
     table = Table(
         "block", title=f"{cost.tokens} tokens a call, at an assumed density of {100 * cost.assumed_density:g} %"
     )
@@ -559,9 +446,9 @@ def _print_cost(cost: CostTable) -> None:
 
 
 def _print_accuracy(result: CheckResult) -> None:
-    from twellc.accuracy import DiscreteAccuracy, perplexity
+    from twellc.checks.accuracy import DiscreteAccuracy, perplexity
 
-    console = _console()
+    console = open_console()
     for note in filter(None, (result.note, *result.notes)):
         console.print(Text("Note:", "bold yellow"), note, soft_wrap=True)
     console.print(f"Executed: {result.executed}", soft_wrap=True)

@@ -6,19 +6,17 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from twellc.base.errors import UserError
+from twellc.base.files import Outputs, external_data
+from twellc.base.isolation import run_isolated
 from twellc.config import CompileOptions
-from twellc.errors import UserError
+from twellc.export.plan import build_plan, check_builder
 from twellc.export.tensorrt_host import choose_host
 from twellc.export.triton import CONFIG_NAME, model_config
-from twellc.files import Outputs, external_data
-from twellc.isolation import run_isolated
 from twellc.manifest import UNKEPT_GRAPH, Manifest, by_cudnn, make_manifest, manifest_path
 from twellc.plugins.library import attention_library_path, library_path
-
-if TYPE_CHECKING:
-    from twellc.translation import TranslationSummary
+from twellc.translation.summary import TranslationSummary
 
 EMBEDDED_NOTE = (
     "the plan carries native code, the plugins: TensorRT 10.6 loads it without being asked to, other versions may want "
@@ -57,8 +55,8 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> M
             assert options.output is not None
             onnx_path = outputs.scratch(options.output, UNKEPT_GRAPH)
         if backend is not None and options.output is not None:
-            run_isolated("twellc.export.plan:check_builder", backend, options.attention, progress=progress)
-        translation = run_isolated("twellc.translation:translate_to_file", options, onnx_path, progress=progress)
+            run_isolated(check_builder, backend, options.attention, progress=progress)
+        translation = run_isolated(_translate, options, onnx_path, progress=progress)
         _refuse_model_files(options, translation.external_data)
         if options.onnx is not None:
             for extra in map(options.onnx.with_name, translation.files[1:]):
@@ -68,7 +66,7 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> M
         if backend is not None and options.output is not None:
             plan_file = outputs.stage(options.output)
             plan = run_isolated(
-                "twellc.export.plan:build_plan", backend, onnx_path, plan_file, translation.profiles,
+                build_plan, backend, onnx_path, plan_file, translation.profiles,
                 _embedded(options, translation), progress=lambda phase: progress(f"building the plan: {phase}"),
             )  # fmt: skip
         manifest = make_manifest(options, translation, plan, plan_file)
@@ -81,9 +79,17 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> M
         if options.report is not None:
             outputs.write(options.report, text)
         if options.triton is not None and plan is not None:
-            outputs.write(options.triton / CONFIG_NAME, model_config(options.triton.name, plan, manifest))
+            config = model_config(options.triton.name, plan, len(manifest.profiles), bool(manifest.plugins.names))
+            outputs.write(options.triton / CONFIG_NAME, config)
         outputs.commit()
     return manifest
+
+
+def _translate(options: CompileOptions, onnx_path: Path, progress: Callable[[str], None]) -> TranslationSummary:
+    """Translate a model; only the process that does it imports torch."""
+    from twellc.translation.translate import translate_to_file
+
+    return translate_to_file(options, onnx_path, progress)
 
 
 def _embedded(options: CompileOptions, translation: TranslationSummary) -> list[Path]:

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twellc.errors import UserError
+from twellc.base.dtypes import DTYPES
+from twellc.base.errors import UserError
 from twellc.export.shapes import ShapeRange
 from twellc.export.triton import PLAN_NAME, VERSION, model_folder
 from twellc.inputs import InputDeclaration
 from twellc.plugins.library import COMPRESSIONS
 
-# Names of the options and of torch's dtypes.
-DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 ATTENTIONS = ("auto", "tensorrt", "cudnn")
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx", "none")
 PADDINGS = ("none", "mask")

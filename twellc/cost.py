@@ -25,9 +25,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from twellc.base.records import Json, Record
 from twellc.passes.report import Layer
 from twellc.plugins.library import TILE
-from twellc.records import Json, Record
 
 BYTES_PER_ELEMENT = 2
 _WORD = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.export.shapes import LARGEST_SIZE, parse_size
 
 _DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")

@@ -6,14 +6,17 @@ import errno
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from twellc import __version__
-from twellc.config import DTYPES, LOGITS, PADDINGS, CompileOptions
-from twellc.errors import UserError
+from twellc.base.dtypes import DTYPES
+from twellc.base.errors import UserError
+from twellc.base.files import digest
+from twellc.base.records import OPTIONAL, Record
+from twellc.base.version import __version__
+from twellc.config import LOGITS, PADDINGS, CompileOptions
+from twellc.export.plan import Plan
 from twellc.export.shapes import Profile, ShapeRange
 from twellc.export.tensorrt_host import python_module
-from twellc.files import digest
 from twellc.passes.report import Attention, Layer
 from twellc.plugins.library import (
     ATTENTION_FORMS,
@@ -24,11 +27,7 @@ from twellc.plugins.library import (
     PLUGIN_VERSION,
 )
 from twellc.plugins.registration import how_to_register
-from twellc.records import OPTIONAL, Record
-
-if TYPE_CHECKING:
-    from twellc.export.plan import Plan
-    from twellc.translation import TranslationSummary
+from twellc.translation.summary import TranslationSummary
 
 _Record = TypeVar("_Record", bound=Record)
 

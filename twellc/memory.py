@@ -10,14 +10,16 @@ from typing import Any, Protocol
 import torch
 from torch.export import ExportedProgram
 
-from twellc.errors import UserError, first_line
+from twellc.base.dtypes import torch_dtype
+from twellc.base.errors import UserError, first_line
 from twellc.inputs import InputDeclaration
-from twellc.loaders.model import LoadedModel, load_model
+from twellc.loaders.loaded import LoadedModel
+from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.optimization import optimized_blocks
+from twellc.passes.graph.program import quiet_torch
 from twellc.passes.pipeline import Rewritten, run_passes
-from twellc.passes.program import quiet_torch
-from twellc.translation import choose_dtype, torch_dtype
+from twellc.translation.torch_models import choose_dtype
 
 IN_MEMORY = "ExportedProgram in memory"
 

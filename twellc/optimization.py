@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.export import Dim, ShapesCollection
 from torch.fx import Node
 
-from twellc.errors import UserError, first_few, first_line
+from twellc.base.errors import UserError, first_few, first_line
 from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import KERNEL_DTYPES, decide
-from twellc.passes.find_ffn import FfnBlock, find_ffn_blocks
-from twellc.passes.linear import Linear, Weight, strip
-from twellc.passes.program import quiet_torch, user_inputs, written_tensors
+from twellc.passes.graph.program import quiet_torch, user_inputs, written_tensors
+from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
+from twellc.passes.match.linear import Linear, Weight, strip
 from twellc.passes.report import Layer
 from twellc.plugins.library import COMPRESSIONS
 from twellc.plugins.ops import GATED_MLP, MLP

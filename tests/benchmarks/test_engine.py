@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 
-from tests.conftest import ROOT
 from twellc.config import CompileOptions
 from twellc.export.onnx_export import save_onnx
 from twellc.export.tensorrt_host import create_network, load_host, make_logger
 from twellc.plugins import register
-from twellc.translation import translate
+from twellc.translation.torch_models import translate
 
 
 @pytest.fixture(scope="module")
-def engine() -> Any:
-    """The benchmark as a module; it imports others of its folder."""
-    folder = str(ROOT / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        import engine
-
-        return engine
-    finally:
-        sys.path.remove(folder)
+def engine(benchmark_module: Callable[[str], Any]) -> Any:
+    return benchmark_module("engine")
 
 
 def test_shapes(engine: Any) -> None:

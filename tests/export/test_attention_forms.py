@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 from tests.conftest import Cli
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.export import attention_forms
 from twellc.export.attention_forms import choose_forms, takes_operator, why_no_cudnn
 from twellc.passes.attention import CUDNN, MATMUL, OPERATOR

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from tests.models import Gated, Plain, Residual, canonical, rewrite
-from twellc.errors import UserError
+from twellc.base.errors import UserError
+from twellc.checks.evaluator import OnnxEvaluator
 from twellc.export import onnx_export
-from twellc.export.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.passes.attention import MATMUL, rewrite_attention
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tests import models
 from tests.conftest import Cli
 from tests.models import Gated, Residual, canonical, rewrite
-from twellc.export.evaluator import OnnxEvaluator
+from twellc.checks.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import export_onnx, save_onnx
 
 Case = tuple[Callable[[Any, Any], Any], float]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.export import Dim
 
 from tests.models import Function, Gated, Plain, Residual, canonical, rewrite
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.plan import Plan, Tensor, build_plan
 from twellc.export.shapes import Profile, ShapeRange

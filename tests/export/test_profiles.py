@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from tests.models import canonical
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.export.profiles import input_specs, program_inputs, resolve_profiles
 from twellc.export.shapes import ShapeRange, parse_profile
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.export import triton
 from twellc.export.runner import _TORCH_DTYPES, run_plan
 from twellc.export.tensorrt_host import has_gpu, load_host

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.export import tensorrt_host
 from twellc.export.tensorrt_host import Host, choose_host, load_host, why_not_here, write_plan
 

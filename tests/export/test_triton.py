@@ -6,7 +6,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ from tests.processes import TWELLC, environment
 from tests.runtimes import install
 from twellc.export.plan import Plan, Tensor
 from twellc.export.triton import model_config, model_folder
-from twellc.manifest import SCHEMA, Manifest, ModelFile, OnnxFile, Plugins, Settings
-
-MANIFEST = Manifest(
-    schema=SCHEMA, twellc="", model=ModelFile("m", "k", ""), settings=Settings("bf16", "auto", 8, []), layers=[],
-    attention=[], notes=[], warnings=[], plugins=Plugins("twell", "", ["TwellMlp"], embedded=False),
-    onnx=OnnxFile(None, ""), profiles=[{}], backend=None, plan=None,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +45,7 @@ def test_types_and_shapes(schema: Any) -> None:
         "uint8": "UINT8", "bool": "BOOL",
     }  # fmt: skip
     inputs = [Tensor(f"in_{name}", name, (-1, 8)) for name in types]
-    config = parse(schema, model_config("m", plan(*inputs, Tensor("scalar", "half", ())), MANIFEST))
+    config = parse(schema, model_config("m", plan(*inputs, Tensor("scalar", "half", ())), 1, True))
     assert (config.name, config.backend, config.max_batch_size) == ("m", "tensorrt", 0)
     found = {each.name: schema.DataType.Name(each.data_type) for each in config.input}
     assert found == {f"in_{name}": f"TYPE_{triton}" for name, triton in types.items()}
@@ -67,7 +59,7 @@ def test_types_and_shapes(schema: Any) -> None:
 
 def test_every_profile_is_in_one_instance(schema: Any) -> None:
     tensors = Tensor("x", "bf16", (-1, 8)), Tensor("y", "bf16", (-1, 8))
-    config = parse(schema, model_config("m", plan(*tensors), replace(MANIFEST, profiles=[{}, {}, {}])))
+    config = parse(schema, model_config("m", plan(*tensors), 3, True))
     (group,) = config.instance_group
     assert (group.count, group.kind, list(group.profile)) == (1, group.KIND_GPU, ["0", "1", "2"])
 
@@ -75,14 +67,14 @@ def test_every_profile_is_in_one_instance(schema: Any) -> None:
 def test_names_are_quoted(schema: Any) -> None:
     name = 'a"b\\c\nd'
     tensors = Tensor(name, "bf16", (8,)), Tensor("y", "bf16", (8,))
-    assert parse(schema, model_config("m", plan(*tensors), MANIFEST)).input[0].name == name
+    assert parse(schema, model_config("m", plan(*tensors), 1, True)).input[0].name == name
 
 
 def test_cure_is_named_where_plugins_are_needed() -> None:
     tensors = Tensor("x", "bf16", (8,)), Tensor("y", "bf16", (8,))
     cure = "tritonserver --backend-config=tensorrt,plugins=libtwell_plugins.so"
-    assert cure in model_config("m", plan(*tensors), MANIFEST)
-    assert cure not in model_config("m", plan(*tensors), replace(MANIFEST, plugins=replace(MANIFEST.plugins, names=[])))
+    assert cure in model_config("m", plan(*tensors), 1, True)
+    assert cure not in model_config("m", plan(*tensors), 1, False)
 
 
 @pytest.mark.parametrize(

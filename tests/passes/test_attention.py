@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 
 from twellc.passes.attention import AS_WRITTEN, CUDNN, MATMUL, OPERATOR, rewrite_attention
 from twellc.passes.canonicalize import functionalize
-from twellc.passes.execution import run_program
+from twellc.passes.graph.execution import run_program
 from twellc.passes.report import Attention
 
 aten = torch.ops.aten

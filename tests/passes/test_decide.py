@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from tests.models import Gated, Plain, Residual, Written, blocks_of, calls, eager, export, run
 from tests.tolerance import assert_as_accurate
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.passes.decide import decide
-from twellc.passes.find_ffn import FfnBlock
+from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.pipeline import run_passes
 from twellc.plugins.library import MAX_D_FF
 

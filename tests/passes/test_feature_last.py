@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.models import Written, calls, canonical, eager, rewrite, run
 from tests.tolerance import assert_same
-from twellc.passes.find_ffn import find_ffn_blocks
+from twellc.passes.match.find_ffn import find_ffn_blocks
 
 CHANNELS, HIDDEN = 16, 40
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 from tests.models import Gated, Plain, Written, blocks_of, calls, canonical, eager, rewrite, run
 from tests.tolerance import assert_same
-from twellc.passes.program import constants_of
+from twellc.passes.graph.program import constants_of
 
 Form = Callable[[Any, Tensor], Tensor]
 

@@ -15,12 +15,12 @@ from torch.export import ExportedProgram
 from tests import models
 from tests.models import Gated, Plain, Residual, Written, canonical, eager, export, run
 from tests.tolerance import assert_as_accurate, assert_same
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.passes.canonicalize import canonicalize
-from twellc.passes.execution import run_program
-from twellc.passes.find_ffn import find_ffn_blocks
+from twellc.passes.graph.execution import run_program
+from twellc.passes.graph.program import user_inputs
+from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.precision import lower, parameter_dtypes, widen
-from twellc.passes.program import user_inputs
 
 LOW = [torch.bfloat16, torch.float16]
 

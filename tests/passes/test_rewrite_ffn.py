@@ -14,9 +14,9 @@ from torch.fx import Node
 
 from tests.models import Gated, Plain, Residual, Written, calls, canonical, eager, rewrite, run
 from tests.tolerance import assert_as_accurate, assert_same
-from twellc.passes.find_ffn import find_ffn_blocks
+from twellc.passes.graph.program import constants_of, tensor_of
+from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.precision import widen
-from twellc.passes.program import constants_of, tensor_of
 from twellc.passes.rewrite_ffn import rewrite_ffn
 from twellc.plugins.ops import GATED_MLP, MLP
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.plugins.attention_reference import BF16, CASES, FP16, operands, plain, truth
 from tests.processes import environment
 from tests.tolerance import assert_as_accurate, assert_same
-from twellc.export.evaluator import OnnxEvaluator, plugin_nodes
+from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes
 from twellc.export.plan import build_plan
 from twellc.export.shapes import ShapeRange
 from twellc.plugins import library

@@ -16,7 +16,7 @@ import pytest
 
 from tests.processes import TWELLC, environment
 from tests.runtimes import LEAN_VERSIONS
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.plugins import registration
 from twellc.plugins.library import attention_library_path, library_path
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from tests import models
 from tests.tensorrt.plans import run
 from tests.tolerance import assert_as_accurate
+from twellc.checks.reference import widen_sample
 from twellc.config import CompileOptions
 from twellc.export.onnx_export import save_onnx
 from twellc.export.plan import build_plan
@@ -25,10 +26,9 @@ from twellc.export.tensorrt_host import Host
 from twellc.loaders.model import load_model
 from twellc.passes.attention import CUDNN, MATMUL
 from twellc.passes.canonicalize import functionalize
-from twellc.passes.execution import example_inputs, run_program
+from twellc.passes.graph.execution import example_inputs, run_program
 from twellc.passes.precision import in_precision, widen
-from twellc.reference import widen_sample
-from twellc.translation import translate
+from twellc.translation.torch_models import translate
 
 pytestmark = pytest.mark.tensorrt
 

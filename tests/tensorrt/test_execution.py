@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.models import Gated, Plain, Residual
 from tests.tensorrt.plans import build, run, same_bits, yardsticks
 from tests.tolerance import assert_as_accurate
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.export.runner import OpenPlan, prepare
 from twellc.export.shapes import ShapeRange
 from twellc.export.tensorrt_host import Host

@@ -85,10 +85,11 @@ def _with(data: bytes, start: int, piece: bytes) -> bytes:
     return data[:start] + piece + data[start + len(piece) :]
 
 
-# Bytes 24 to 27 of a plan are the version of the TensorRT that built it; trtexec --getPlanVersionOnly reads them there.
+# A plan says twice which TensorRT built it: in bytes 24 to 27, where trtexec --getPlanVersionOnly reads it, and from
+# byte 104 on, where TensorRT 10.6 itself does. Byte 8 is the version of the format.
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "another version": lambda data: _with(data, 24, bytes((9, 3, 0, 1))),
-    "another format": lambda data: _with(data, 4, b"\xff\xff\xff\xff"),
+    "another version": lambda data: _with(data, 104, b"\x09"),
+    "another format": lambda data: _with(data, 8, b"\xff\xff\xff\xff"),
     "no plan": lambda data: _with(data, 0, b"none"),
     "cut off": lambda data: data[: len(data) // 2],
     "header alone": lambda data: data[:32],

@@ -22,9 +22,9 @@ from tests.onnx_graphs import gated
 from tests.processes import PACKAGE_FOLDER, TWELLC, environment
 from tests.twellc.test_cli import failed, files_in, group_lives, twellc
 from twellc import __version__
-from twellc.checking import check
+from twellc.base.errors import UserError
+from twellc.checks.checking import check
 from twellc.config import CheckOptions
-from twellc.errors import UserError
 from twellc.manifest import Manifest, manifest_path, read_manifest, refuse_other_plugins
 from twellc.plugins.elf import expected_size
 from twellc.plugins.library import library_path
@@ -98,7 +98,7 @@ def test_signal_while_a_check_tidies_up(tmp_path: Path, monkeypatch: pytest.Monk
 
     rmtree = shutil.rmtree
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("twellc.checking._check", make_graph)
+    monkeypatch.setattr("twellc.checks.checking._check", make_graph)
     monkeypatch.setattr(shutil, "rmtree", remove)
     signal.signal(signal.SIGTERM, end)
     with pytest.raises(KeyboardInterrupt):

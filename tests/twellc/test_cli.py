@@ -23,8 +23,8 @@ from tests.conftest import Cli
 from tests.models import Gated, Residual, export
 from tests.onnx_graphs import gated, save_external
 from tests.processes import TWELLC, environment
-from twellc.errors import UserError
-from twellc.files import ENDING_SIGNALS, Outputs
+from twellc.base.errors import UserError
+from twellc.base.files import ENDING_SIGNALS, Outputs
 from twellc.loaders.onnx_file import external_files
 
 
@@ -340,7 +340,7 @@ def test_failed_build_keeps_old_outputs(
         plan_path.write_bytes(b"half a plan")
         raise UserError("tensorrt-rtx", "the builder refuses the network")
 
-    monkeypatch.setattr("twellc.export.plan.build_plan", break_down)
+    monkeypatch.setattr("twellc.compiler.build_plan", break_down)
     for name in ("m.plan", "m.plan.json", "m.onnx"):
         (tmp_path / name).write_text("old")
     before = files_in(tmp_path)
@@ -440,7 +440,7 @@ def test_fault_of_ours_is_a_traceback(cli: Cli, archive: Path, tmp_path: Path, m
     def break_down(*arguments: Any) -> None:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr("twellc.export.plan.build_plan", break_down)
+    monkeypatch.setattr("twellc.compiler.build_plan", break_down)
     result = cli("compile", archive, "-o", tmp_path / "m.plan")
     assert result.exit_code == 70
     assert "Traceback" in result.stderr and "AssertionError: a bug" in result.stderr

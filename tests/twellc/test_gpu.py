@@ -9,14 +9,14 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
-from twellc.accuracy import measure
-from twellc.checking import check
+from twellc.checks.accuracy import measure
+from twellc.checks.checking import check
 from twellc.config import CheckOptions, CompileOptions
 from twellc.loaders.model import load_model
-from twellc.passes.execution import run_program
+from twellc.passes.graph.execution import run_program
 from twellc.passes.pipeline import run_passes
 from twellc.passes.precision import widen
-from twellc.translation import translate_to_file
+from twellc.translation.translate import translate_to_file
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "bytelm"
 TEXT = b'def main(arguments: list[str]) -> int:\n    """Parse the command line."""\n    return 0\n'
@@ -63,7 +63,7 @@ def test_check_runs_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert each.separation.rewrite.relative < 1e-13
         assert each.separation.kernels_within
     # The kernels add in another order than the CPU implementation does: their last bits tell them apart.
-    monkeypatch.setattr("twellc.export.evaluator.runs_kernels", lambda: False)
+    monkeypatch.setattr("twellc.checks.evaluator.runs_kernels", lambda: False)
     other = check(options, lambda step: None)
     for ours, cpu in zip(result.blocks, other.blocks, strict=True):
         assert ours.accuracy.plain == cpu.accuracy.plain

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import twellc
 from tests import models
 from tests.models import Gated, Plain, Written
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 
 
 class Ops(TorchDispatchMode):

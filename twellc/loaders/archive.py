@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.pt2_archive._package import load_pt2
 
-from twellc.errors import UserError, first_line
+from twellc.base.errors import UserError, first_line
 from twellc.loaders.expressions import is_size_expression
-from twellc.loaders.model import LoadedModel
+from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs
-from twellc.passes.program import quiet_torch
+from twellc.passes.graph.program import quiet_torch
 
 _PLAIN_RECORDS = re.compile(
     r"archive_format|archive_version|byteorder|\.data/(version|serialization_id)|\.format_version|\.storage_alignment"

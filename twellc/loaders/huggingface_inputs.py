@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from twellc.errors import UserError
-from twellc.loaders.model import DimensionRange
+from twellc.base.errors import UserError
+from twellc.loaders.loaded import DimensionRange
 
 
 @dataclass(frozen=True)

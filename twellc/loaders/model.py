@@ -1,51 +1,16 @@
-"""A loaded model, and which loader takes which file."""
+"""Which loader takes which file."""
 
 from __future__ import annotations
 
-import hashlib
 import zipfile
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from torch.export import ExportedProgram
-
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.inputs import InputDeclaration, refuse_inputs
-
-DimensionRange = tuple[int, int, int]
-
-
-@dataclass
-class LoadedModel:
-    """A model as a traced program, with what a compiler needs to know besides.
-
-    Attributes:
-        path: The file or folder that it came from.
-        kind: `torch.export archive`, `Hugging Face directory` or `pickled module`.
-        program: The traced program, in the precision of its source.
-        output_names: Names of its outputs, in order.
-        dimension_names: Names of its symbolic dimensions, by symbol.
-        dimension_ranges: (min, opt, max) of the default optimization profile, by symbol.
-        vocabulary: Number of token ids, for making inputs; None where no input holds token ids.
-        language_model: Whether its first output holds logits over the vocabulary.
-        declared_activation: The activation that a config.json names; empty without one.
-        notes: What the user should hear about how it was loaded.
-        settings: The choices that it was traced by, of `padding` and `logits` of `CompileOptions`; empty for a model
-            that leaves none.
-    """
-
-    path: Path
-    kind: str
-    program: ExportedProgram
-    output_names: list[str]
-    dimension_names: dict[str, str] = field(default_factory=dict)
-    dimension_ranges: dict[str, DimensionRange] = field(default_factory=dict)
-    vocabulary: int | None = None
-    language_model: bool = False
-    declared_activation: str = ""
-    notes: list[str] = field(default_factory=list)
-    settings: dict[str, str] = field(default_factory=dict)
+from twellc.loaders.archive import load_archive
+from twellc.loaders.huggingface import load_directory
+from twellc.loaders.loaded import LoadedModel, refuse_choices
+from twellc.loaders.pickled import load_pickle
 
 
 def load_model(
@@ -67,10 +32,6 @@ def load_model(
     Raises:
         UserError: There is no such model, it cannot be loaded, or it leaves no choice of `padding` or `logits`.
     """
-    from twellc.loaders.archive import load_archive
-    from twellc.loaders.huggingface import load_directory
-    from twellc.loaders.pickled import load_pickle
-
     if not path.exists():
         raise UserError(str(path), "there is no such file or folder", expected=_EXPECTED)
     kind = "directory" if path.is_dir() else _sniff(path)
@@ -84,24 +45,6 @@ def load_model(
     if kind == "archive":
         return load_archive(path, trust_model)
     raise UserError(str(path), f"not a model that twellc reads ({kind})", expected=_EXPECTED)
-
-
-class NoChoiceError(UserError):
-    """A choice of `padding` or `logits` was made, and the model leaves none."""
-
-
-def refuse_choices(padding: str | None, logits: str, target: str) -> None:
-    """Fail if a choice is made that only causal Hugging Face models leave.
-
-    Raises:
-        NoChoiceError: It is.
-    """
-    chosen = [f"--padding {padding}"] if padding is not None else []
-    chosen += [f"--logits {logits}"] if logits != "all" else []
-    if chosen:
-        raise NoChoiceError(
-            chosen[0], "only a causal Hugging Face model leaves the choice", got=target, fix="Leave it out."
-        )
 
 
 _EXPECTED = (
@@ -136,18 +79,3 @@ def _sniff(path: Path) -> str:
     if "data.pkl" in names:
         return "pickle"
     return "a zip archive without a torch.export program"
-
-
-def fingerprint(path: Path) -> str:
-    """Return the SHA-256 of a model: of the file, or of the names and contents of a directory's model files."""
-    digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted([*path.glob("*.json"), *path.glob("*.safetensors")]):
-        digest.update(file.name.encode() if path.is_dir() else b"")
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return `bfloat16` for torch.bfloat16, and so on."""
-    return str(dtype).removeprefix("torch.")

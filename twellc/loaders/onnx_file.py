@@ -15,8 +15,8 @@ import onnx
 import onnx.inliner
 from google.protobuf.message import DecodeError, Message
 
-from twellc.errors import UserError, first_line
-from twellc.passes.onnx_ffn import skeleton
+from twellc.base.errors import UserError, first_line
+from twellc.passes.onnx.ffn import skeleton
 
 _KEYS = ("location", "offset", "length", "checksum")
 # Protobuf ends at 2 GiB a message.

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from twellc.errors import UserError, first_line
+from twellc.base.errors import UserError, first_line
 from twellc.inputs import InputDeclaration
-from twellc.loaders.model import LoadedModel
+from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs, trace
 
 # Sizes to trace dynamic dimensions with: all different, since torch.export gives equal sizes one symbol; not 1, which

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from twellc.errors import UserError, first_line
+from twellc.base.errors import UserError, first_line
 
 MODEL_TYPE = "llama_sparse_relu"
 _COUNTERS = ("tracker.", "metrics_accumulator.")

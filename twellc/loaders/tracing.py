@@ -11,8 +11,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
-from twellc.errors import UserError, first_line
-from twellc.passes.program import quiet_torch
+from twellc.base.errors import UserError, first_line
+from twellc.passes.graph.program import quiet_torch
 
 
 def trace(

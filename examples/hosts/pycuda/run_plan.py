@@ -16,7 +16,7 @@ from pathlib import Path
 import pycuda.autoprimaryctx  # noqa: F401  (makes a context: the one that TensorRT uses, too)
 import pycuda.driver as cuda
 
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.plugins import register
 
 BYTES = {"FLOAT": 4, "INT32": 4, "HALF": 2, "BF16": 2, "INT64": 8, "BOOL": 1}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from twellc.errors import UserError
+from twellc.base.errors import UserError
 from twellc.plugins import register
 
 

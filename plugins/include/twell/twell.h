@@ -105,15 +105,15 @@ TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors con
 TWELL_API cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* tensors, uint32_t const* packed,
                                     void* workspace, size_t workspace_bytes, cudaStream_t stream);
 
-// The whole block; `workspace` as for twell_up_down. From 257 tokens on these are the two steps, with what lies between
-// them in the workspace, and the guard: rows with so many non-zeros that a dense product is faster take one; each
-// stored value of theirs is rounded to the element type, as in a dense block. On compute capability 9.0 a problem so
-// small or so narrow that skipping neurons cannot pay is computed as a dense block, all of it, from 17 tokens on; and
-// from 4096 tokens on the dot products of the up projection may be added up in parts, of a row or not, which its
-// neighbours can decide. Up to 256 tokens other kernels, unless it is a dense block, spread each token over the device:
-// they keep the contract of the two steps but take sums in another order, which may depend on the number of tokens and
-// on how many neurons are active. From 2 to 128 tokens, on compute capability 9.0, they have a dense path too, which
-// rounds h; from 17 tokens on both paths do.
+// The whole block; `workspace` as for twell_up_down. Which kernels run depends on the device, `tokens` and the layer:
+// plugins/kernels/README.md says which. All of them promise:
+//  - a neuron that does not fire adds exactly 0, whatever its rows of w_up and w_down hold;
+//  - a NaN in a row of x reaches all of that row of y, a NaN in the residual its place of y;
+//  - of finite inputs, only z and y can overflow, where they leave the range of the element type; u and h cannot;
+//  - the same call on the same device gives the same bits.
+// They may differ, and so may the last bits of a row between calls with other `tokens` or other rows beside it, in
+//  - the order of sums;
+//  - whether u and h are rounded to the element type, as a dense block does, or kept in fp32.
 TWELL_API cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                 size_t workspace_bytes, cudaStream_t stream);
 

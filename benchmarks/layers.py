@@ -1,0 +1,251 @@
+"""Time the four trained layers as they are, sorted, with a hot split and without dead neurons, against dense torch.
+
+python benchmarks/layers.py --json results.json
+
+Columns, all of the same layer with the same x: `as is`; `sorted`, neurons that fire often first; `split H`, sorted,
+with the first H neurons as dense products in the same call; `pruned`, sorted and without the neurons that never fired
+(but up to 15 of them, which make the width a multiple of 16); `pruned split H`. Dense blocks are eager, compiled and
+packed; dense FP8 and the packed block without the dead neurons stand beside them. Rows of every contestant are compared
+with float64 before it is timed.
+
+The first table says how much faster all four layers are together than the fastest dense block of each, which does not
+leave out dead neurons. `exact` takes the fastest column of each layer that drops nothing, `pruned` the fastest of all,
+as a compiler does that knows these times.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from block import CHECKED_ROWS, fastest, new_report, refuse_error, relative_error, time_rotated
+from draw import TRAINED_LAYERS, Neurons, Weights, make_inputs
+from torch import Tensor
+
+from twellc.benchmarking.forms import EAGER, FP8, Block, Packed, dense_forms
+from twellc.plugins.ops import GATED_MLP
+
+_D_MODEL, _D_FF = 2048, 5632
+_COMPRESSION = 8
+PACKED_ALIVE = "dense packed, pruned"
+# Tokens: speed-ups that all layers together are to reach, exact and with pruning.
+TARGETS = {1: (2.7, 2.7), 8: (2.3, 2.3), 32: (1.7, 1.7), 2048: (1.3, 1.6), 8192: (1.45, 1.75), 32768: (1.55, 1.85)}
+LEAST_LAYER = 0.95  # of each layer
+_WIDTH_MULTIPLE = 16
+
+
+def takes_hot() -> bool:
+    """Whether the op takes a number of hot neurons."""
+    return any(argument.name == "hot" for argument in GATED_MLP._schema.arguments)
+
+
+def part(weights: Weights, chosen: Tensor) -> Weights:
+    """Return a block of some of the neurons, in the order of `chosen`, int64 [neurons]."""
+    block = weights.block
+    assert block.up is not None
+    up, down = block.up[chosen], weights.down_by_neuron[chosen]
+    return Weights(Block(block.gate[chosen], up, down.t().contiguous()), down)
+
+
+def run_twell(x: Tensor, weights: Weights, hot: int) -> Tensor:
+    """Compute the block by the `twell` op."""
+    block = weights.block
+    given: dict[str, int] = {"hot": hot} if hot else {}
+    y: Tensor = GATED_MLP(
+        x, block.gate, None, block.up, None, weights.down_by_neuron, None, None, "relu", 0.0, _COMPRESSION, **given
+    )
+    return y
+
+
+def columns(sets: list[Weights], rates: Tensor, hot: tuple[int, ...]) -> dict[str, list[tuple[Weights, int]]]:
+    """Return the blocks that twell computes by column: weights and number of hot neurons for each set of weights."""
+    order = rates.argsort(descending=True, stable=True)
+    alive = order[: -(-int((rates > 0).sum()) // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE]
+    in_order, pruned = ([part(w, chosen) for w in sets] for chosen in (order, alive))
+    found = {"as is": [(w, 0) for w in sets], "sorted": [(w, 0) for w in in_order]}
+    found |= {f"split {count}": [(w, count) for w in in_order] for count in hot if count < len(order)}
+    found |= {"pruned": [(w, 0) for w in pruned]}
+    found |= {f"pruned split {count}": [(w, count) for w in pruned] for count in hot if count < len(alive)}
+    return found
+
+
+def measure(layer: int, tokens: int, hot: tuple[int, ...], repeats: int) -> dict[str, Any]:
+    """Check and time one layer at one number of tokens."""
+    neurons = Neurons("trained", layer=layer)
+    x, sets = make_inputs(tokens, _D_MODEL, _D_FF, torch.bfloat16, neurons, "gated")
+    blocks = columns(sets, neurons.rates().cuda(), hot)
+    forms = [dense_forms(w.block, x) for w in sets]
+    contestants: dict[str, Sequence[Callable[[], Tensor]]] = {
+        name: [functools.partial(form[name], x) for form in forms] for name in forms[0]
+    }
+    contestants[PACKED_ALIVE] = [functools.partial(Packed(w.block), x) for w, _ in blocks["pruned"]]
+    contestants |= {name: [functools.partial(run_twell, x, *each) for each in own] for name, own in blocks.items()}
+    rows = torch.randperm(tokens, device="cuda")[:CHECKED_ROWS]
+    exact = sets[0].block.double().dense(x[rows].double())
+    errors = {name: relative_error(calls[0]()[rows], exact) for name, calls in contestants.items()}
+    for name, error in errors.items():
+        if name != FP8:
+            refuse_error(f"layer {layer}, {tokens} tokens: {name}", error, errors[EAGER])
+    active = sets[0].block.active(x).sum(1)
+    return {
+        "layer": layer,
+        "tokens": tokens,
+        "alive": len(blocks["pruned"][0][0].block.gate),
+        "mean_nonzeros": float(active.double().mean()),
+        "max_nonzeros": int(active.max()),
+        "errors": errors,
+        "times": time_rotated(contestants, repeats),
+    }
+
+
+# ---- tables ----
+
+
+def medians(result: dict[str, Any]) -> dict[str, float]:
+    """Return the median of each contestant in microseconds."""
+    return {name: times["median_us"] for name, times in result["times"].items()}
+
+
+def is_exact(column: str) -> bool:
+    """Whether a column of twell drops nothing."""
+    return not column.startswith("pruned")
+
+
+def together(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the speed-ups of the layers together, at one number of tokens.
+
+    Returns:
+        Of each column and of the best choices `exact` and `pruned`: the speed-up of all layers, and the least of one;
+        what the choices are; and the speed-ups of the best choices over dense FP8 and the pruned packed block.
+    """
+    times = [medians(result) for result in results]
+    dense = [fastest(median) for median in times]
+    # A layer with few neurons may lack a column with many hot ones.
+    ours = [name for name in times[0] if not name.startswith("dense") and all(name in median for median in times)]
+    chosen = {
+        name: [
+            min((each for each in median if not each.startswith("dense") and keep(each)), key=median.__getitem__)
+            for median in times
+        ]
+        for name, keep in (("exact", is_exact), ("pruned", lambda _: True))
+    }
+    taken = {f"all {name}": [name] * len(times) for name in ours} | chosen
+
+    def over(base: list[float], names: list[str]) -> float:
+        return sum(base) / sum(median[name] for median, name in zip(times, names, strict=True))
+
+    found: dict[str, Any] = {
+        "tokens": results[0]["tokens"],
+        "dense_us": sum(dense),
+        "speed_up": {name: over(dense, names) for name, names in taken.items()},
+        "least_layer": {
+            name: min(base / median[each] for base, median, each in zip(dense, times, names, strict=True))
+            for name, names in taken.items()
+        },
+        "chosen": chosen,
+    }
+    for rival in (FP8, PACKED_ALIVE):
+        if all(rival in median for median in times):
+            base = [median[rival] for median in times]
+            found[f"over {rival}"] = {name: over(base, names) for name, names in chosen.items()}
+    return found
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Write a report's tables as Markdown."""
+    sums = report["together"]
+    rows = []
+    for each in sums:
+        targets = TARGETS.get(each["tokens"])
+        cells = [f"{each['tokens']}", f"{each['dense_us']:.1f}"]
+        for index, name in enumerate(("exact", "pruned")):
+            speed_up, least = each["speed_up"][name], each["least_layer"][name]
+            cells.append(f"{speed_up:.2f}")
+            cells.append("-" if targets is None else f"{targets[index]:g} {_yes(speed_up >= targets[index])}")
+            cells.append(f"{least:.2f} {_yes(least >= LEAST_LAYER)}")
+        for rival in (FP8, PACKED_ALIVE):
+            over = each.get(f"over {rival}")
+            cells.append(f"{over['exact']:.2f}, {over['pruned']:.2f}" if over else "-")
+        rows.append(cells)
+    header = ["tokens", "dense µs", "exact", "target", "least layer", "with pruning", "target", "least layer",
+              f"over {FP8}", f"over {PACKED_ALIVE}"]  # fmt: skip
+    blocks = ["All layers together, over the fastest dense block of each:\n\n" + _table(header, rows)]
+    names = [name for name in sums[0]["speed_up"] if name.startswith("all ")]
+    header = ["tokens", *(name.removeprefix("all ") for name in names)]
+    rows = [
+        [f"{each['tokens']}", *(_pair(each["speed_up"].get(n), each["least_layer"].get(n)) for n in names)]
+        for each in sums
+    ]
+    blocks.append("Speed-up with one column for all layers (least of one layer):\n\n" + _table(header, rows))
+    for tokens in [each["tokens"] for each in sums]:
+        results = [result for result in report["results"] if result["tokens"] == tokens]
+        columns = list(dict.fromkeys(name for result in results for name in result["times"]))
+        rows = [
+            [
+                f"{result['layer']}", f"{result['mean_nonzeros']:.0f} / {result['max_nonzeros']}", f"{result['alive']}",
+                *(_with_speed_up(name, medians(result)) for name in columns),
+            ]
+            for result in results
+        ]  # fmt: skip
+        header = ["layer", "non-zeros a row, mean / max", "neurons that fired", *columns]
+        blocks.append(f"{tokens} tokens, µs (speed-up):\n\n" + _table(header, rows))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _yes(reached: bool) -> str:
+    return "yes" if reached else "**no**"
+
+
+def _pair(speed_up: float | None, least: float | None) -> str:
+    return "-" if speed_up is None or least is None else f"{speed_up:.2f} ({least:.2f})"
+
+
+def _with_speed_up(name: str, median: dict[str, float]) -> str:
+    if name not in median:
+        return "-"
+    return f"{median[name]:.1f}" + ("" if name.startswith("dense") else f" ({fastest(median) / median[name]:.2f})")
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---:"] * len(header), *rows])
+
+
+@click.command()
+@click.option("--tokens", default=",".join(map(str, TARGETS)), show_default=True, help="Row counts.")
+@click.option("--hot", default="512", show_default=True, help="Numbers of hot neurons to try; empty: no split.")
+@click.option("--repeats", default=20, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here.")
+def main(tokens: str, hot: str, repeats: int, seed: int, json_path: Path | None) -> None:
+    """Print Markdown tables: speed-ups of the four trained layers together, and of each, with times in microseconds."""
+    if not torch.cuda.is_available():
+        raise click.ClickException("there is no CUDA device")
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numbers = tuple(int(value) for value in hot.split(",") if value)
+    if numbers and not takes_hot():
+        click.echo("the op takes no `hot`: no split is measured", err=True)
+        numbers = ()
+    report = new_report() | {"together": []}
+    for count in (int(value) for value in tokens.split(",")):
+        torch._dynamo.reset()
+        results = []
+        for layer in range(TRAINED_LAYERS):
+            click.echo(f"{count} tokens, layer {layer}", err=True)
+            results.append(measure(layer, count, numbers, repeats))
+        report["results"] += results
+        report["together"].append(together(results))
+        if json_path is not None:  # after every count, so that an interrupted run leaves what it has
+            json_path.write_text(json.dumps(report, indent=1) + "\n")
+    machine = report["machine"]
+    click.echo(f"{machine['gpu']}, torch {machine['torch']}\n\n{markdown(report)}")
+
+
+if __name__ == "__main__":
+    main()

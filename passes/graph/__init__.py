@@ -1,0 +1,1 @@
+"""Edit a traced program, and run it."""

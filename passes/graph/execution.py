@@ -1,0 +1,61 @@
+"""Run an ExportedProgram in torch on flat, named inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
+
+from twellc.passes.graph.program import tensor_of, user_inputs, written_tensors
+
+
+def example_inputs(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    """Return the tensors that the program was traced with, by input name."""
+    tensors = [leaf for leaf in pytree.tree_leaves(program.example_inputs) if isinstance(leaf, torch.Tensor)]
+    return dict(zip((node.name for node in user_inputs(program)), tensors, strict=True))
+
+
+def run_program(
+    program: ExportedProgram, inputs: dict[str, torch.Tensor], visit: Callable[[str, Any], Any] | None = None
+) -> list[torch.Tensor]:
+    """Return the tensor outputs of a program, in order, for inputs by name.
+
+    What the program writes to its inputs and buffers is undone: each run computes from the same values.
+
+    Args:
+        program: The program.
+        inputs: Its tensor inputs.
+        visit: Receives the name and the value of each node, and returns the value to go on with.
+    """
+    leaves, spec = pytree.tree_flatten(program.example_inputs)
+    tensors = iter(inputs[node.name].clone() for node in user_inputs(program))
+    values = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    module = program.module(check_guards=False)
+    state = {tensor: tensor.clone() for tensor in (tensor_of(program, name) for name in written_tensors(program))}
+    with torch.no_grad():
+        try:
+            if visit is None:
+                args, kwargs = pytree.tree_unflatten(values, spec)
+                result = module(*args, **kwargs)
+            else:
+                assert isinstance(module, GraphModule)
+                result = _Visited(module, visit).run(*values, enable_io_processing=False)
+        finally:
+            for tensor, value in state.items():
+                tensor.copy_(value)
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+class _Visited(Interpreter):
+    """Runs a graph node by node and shows each value to a visitor."""
+
+    def __init__(self, module: GraphModule, visit: Callable[[str, Any], Any]) -> None:
+        super().__init__(module)
+        self._visit = visit
+
+    def run_node(self, node: Node) -> Any:
+        return self._visit(node.name, super().run_node(node))

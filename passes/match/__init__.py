@@ -1,0 +1,1 @@
+"""The matcher: find feed-forward blocks in a graph, and say why others are refused."""

@@ -1,0 +1,350 @@
+"""Find feed-forward blocks that TwELL can run, anchored at their down projection.
+
+    gated    x ─┬─ linear(Wg, bg) ─ act ─┬─ mul ─ linear(Wd, bd) ─ y        x [..., d_model], y [..., d_out]
+                └─ linear(Wu, bu) ───────┘                                 hidden [..., d_ff]
+    plain    x ─── linear(Wu, bu) ─ act ───────── linear(Wd, bd) ─ y
+
+`linear` stands for any product with a constant weight (see `linear.py`), packed gate and up weights included. The order
+of mul's operands is free. Between the nodes there may be operations that change no value and keep rows apart:
+clone, contiguous, alias, dropout in eval, views of the leading dimensions.
+`residual.py` finds what the result is added to.
+
+A block is *refused*, with a reason, when it has this shape but cannot be rewritten exactly: its activation is not of
+the ReLU family, its hidden tensor has another reader, gate and up read different tensors, the up projection's weight is
+not a constant, a projection is broadcast, the hidden tensor is cast, scaled or normalised on its way, or a projection
+is cast, scaled or added to before a ReLU. So is what seems to be a block of another shape (see `unread_ffn.py`). All
+else is no block at all and is not reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Graph, Node
+
+from twellc.passes.graph.program import constants_of
+from twellc.passes.match.activations import Activation, arguments, packet, parse_activation
+from twellc.passes.match.linear import CASTS, Linear, LinearReader, operand, source_with_sizes, step, strip, width
+from twellc.passes.match.residual import Residual, find_residual
+from twellc.passes.match.unread_ffn import UnreadForm, UnreadForms
+
+aten = torch.ops.aten
+
+# What a normalisation of the hidden tensor is made of: at least one of these, and arithmetic, which alone may scale it.
+_STATISTICS = frozenset((aten.mean, aten.rsqrt, aten.sqrt, aten.rms_norm, aten.layer_norm, aten.native_layer_norm))
+_NORMALISATION = _STATISTICS | {aten.mul, aten.div, aten.add, aten.sub, aten.pow, aten.square, *CASTS}
+# What may stand between a projection and a ReLU, so that the block is one to report, though refused.
+_ADJUSTMENT = frozenset((aten.mul, aten.div, aten.add, aten.sub)) | CASTS
+
+
+@dataclass(frozen=True)
+class FfnBlock:
+    """A feed-forward block in the graph.
+
+    Attributes:
+        module: Path of the module that holds its weights, made unique within the program.
+        variant: `gated` or `plain`.
+        activation: relu, relu2, fatrelu or drelu; of a refused block also any other activation's name.
+        threshold: The threshold of fatrelu, else 0.
+        d_model, d_ff, d_out: Widths of x, of the hidden tensor and of y.
+        dtype: Element type of the down projection's input.
+        refusal: Why it cannot be rewritten; empty when it can.
+        gate, up, down: Its projections; a plain block has no gate, and a refused one may lack up.
+        x: The node to read x from, with the same leading dimensions as `y`.
+        residual: What its result is added to, if the sum belongs to the block; a refused block has none.
+    """
+
+    module: str
+    variant: str
+    activation: str
+    threshold: float
+    d_model: int
+    d_ff: int
+    d_out: int
+    dtype: torch.dtype
+    refusal: str
+    gate: Linear | None
+    up: Linear | None
+    down: Linear
+    x: Node
+    residual: Residual | None = None
+
+    @property
+    def y(self) -> Node:
+        """The node whose value the block computes: its down projection, or the sum with its residual."""
+        return self.down.node if self.residual is None else self.residual.sum
+
+
+class _RefusedError(Exception):
+    """The reason why a block that has the shape of one cannot be rewritten."""
+
+
+def find_ffn_blocks(program: ExportedProgram) -> list[FfnBlock]:
+    """Return the feed-forward blocks of a canonical program in graph order, refused ones included."""
+    return find_blocks(program.graph, constants_of(program))
+
+
+def find_blocks(graph: Graph, constants: dict[Node, str]) -> list[FfnBlock]:
+    """Return the blocks of a graph whose nodes have their values in `meta`; `constants` names its constant tensors."""
+    finder, forms = _Finder(constants), UnreadForms(graph, constants)
+    matched = {node: block for node in graph.nodes if (block := finder.match(node)) is not None}
+    reported = {node for block in matched.values() for part in (block.gate, block.up) if part for node in part.nodes}
+    blocks: list[FfnBlock] = []
+    seen: dict[str, int] = {}
+    sums: set[Node] = set()  # of two blocks that are added one gets the sum
+    for node in graph.nodes:
+        block, form = matched.get(node), None
+        if block is None:
+            form = forms.ending_at(node)
+        if form is not None and form.up.node not in reported:
+            reported.add(form.up.node)
+            block = _refused(form)
+        if block is None:
+            continue
+        residual = None if block.refusal else find_residual(block.x, block.down, constants)
+        if residual is not None and residual.sum not in sums:
+            sums.add(residual.sum)
+            block = replace(block, x=residual.x, residual=residual)
+        count = seen[block.module] = seen.get(block.module, 0) + 1
+        if count > 1:
+            block = replace(block, module=f"{block.module}#{count}")
+        blocks.append(block)
+    return blocks
+
+
+def _refused(form: UnreadForm) -> FfnBlock:
+    d_model, d_ff, d_out = form.widths
+    return FfnBlock(
+        module=_module(form.down.node, [form.up, form.down]),
+        variant="gated" if form.gated else "plain",
+        activation=form.activation.name,
+        threshold=form.activation.threshold,
+        d_model=d_model,
+        d_ff=d_ff,
+        d_out=d_out,
+        dtype=form.down.x.meta["val"].dtype,
+        refusal=f"no form that twellc rewrites: {', '.join(form.operations)}",
+        gate=form.up if form.gated else None,
+        up=None if form.gated else form.up,
+        down=form.down,
+        x=form.up.x,
+    )
+
+
+# Activation, gate (of a plain block: up), up if it is a projection, and the other nodes in between.
+_Parts = tuple[Activation, Linear, Linear | None, tuple[Node, ...]]
+
+
+class _Finder:
+    def __init__(self, constants: dict[Node, str]) -> None:
+        self._reader = LinearReader(constants)
+
+    def match(self, node: Node) -> FfnBlock | None:
+        """Read `node` as the down projection of a block."""
+        down = self._reader.linear(node)
+        if down is None or down.weight.rows is not None or self._reader.is_part_of_larger(node):
+            return None  # of a sliced down projection the whole is the anchor
+        was_cast = packet(strip(down.x)) in CASTS
+        hidden = _behind_casts(down.x)
+        # First plain: x * relu(x) has the shape of a gated block, too, whose gate and up are one projection.
+        parts = self._plain(hidden) or self._gated(hidden)
+        computed_on = ""
+        if parts is None:
+            parts, computed_on = self._behind_arithmetic(hidden)
+        if parts is None:
+            parts, computed_on = self._adjusted(hidden)
+        if parts is None:
+            return None
+        activation, gate, up, others = parts
+        refusal = ""
+        x = up.x if up is not None else gate.x
+        try:
+            if not activation.sparse and activation.name != "drelu":
+                kind = "gate activation" if gate is not None and gate is not up else "activation"
+                raise _RefusedError(f"{kind} is {activation.name}; TwELL needs a ReLU family")
+            if computed_on:
+                raise _RefusedError(computed_on)
+            if up is None:
+                raise _RefusedError("the other factor of the gate is not a linear projection with constant weights")
+            if was_cast:
+                raise _RefusedError("the hidden tensor is cast before the down projection")
+            self._check_types(gate, up, down)
+            self._check_widths(gate, up, down)
+            inside = {*activation.nodes, *others, *up.nodes, *(gate.nodes if gate is not up else ()), *down.nodes}
+            x = self._common_input(gate, up, down)
+            _check_readers(inside, down, x)
+        except _RefusedError as reason:
+            refusal = str(reason)
+        plain = gate is up
+        some = gate if up is None else up
+        return FfnBlock(
+            module=_module(node, [part for part in (gate, up, down) if part is not None]),
+            variant="plain" if plain else "gated",
+            activation=activation.name,
+            threshold=activation.threshold,
+            d_model=width(some.x),
+            d_ff=width(down.x),
+            d_out=width(down.node),
+            dtype=down.x.meta["val"].dtype,
+            refusal=refusal,
+            gate=None if plain else gate,
+            up=up,
+            down=down,
+            x=x,
+        )
+
+    def _plain(self, hidden: Node, adjusted: bool = False) -> _Parts | None:
+        look, read = self._reading(adjusted)
+        activation = parse_activation(hidden, look)
+        if activation is None or activation.name == "sigmoid":
+            return None
+        up = read(look(activation.pre))
+        return None if up is None else (activation, up, up, ())
+
+    def _gated(self, hidden: Node, adjusted: bool = False) -> _Parts | None:
+        if packet(hidden) is not aten.mul or not all(isinstance(arg, Node) for arg in arguments(hidden)):
+            return None
+        look, read = self._reading(adjusted)
+        left, right = (look(operand(hidden, i)) for i in (0, 1))
+        if left is right:
+            return None
+        for gate_side, up_side in ((left, right), (right, left)):
+            activation = parse_activation(gate_side, look)
+            gate = None if activation is None else read(look(activation.pre))
+            if activation is None or gate is None:
+                continue
+            other = parse_activation(up_side, look)
+            if other is None:
+                up = read(up_side)
+                return (activation, gate, up, (hidden,)) if up is not None or activation.sparse else None
+            up = read(look(other.pre))
+            if activation.name == other.name == "relu":
+                both = Activation("drelu", 0.0, activation.pre, activation.nodes + other.nodes)
+                return both, gate, up, (hidden,)
+            if up is not None:
+                name = f"{activation.name} times {other.name}"
+                return Activation(name, 0.0, activation.pre, activation.nodes), gate, up, (hidden,)
+        return None
+
+    def _reading(self, adjusted: bool) -> tuple[Callable[[Node], Node], Callable[[Node], Linear | None]]:
+        """Return what to look through, and how to read a projection; `adjusted` ones only to refuse them."""
+        return (_behind_casts, self._adjusted_linear) if adjusted else (strip, self._reader.linear)
+
+    def _adjusted(self, hidden: Node) -> tuple[_Parts | None, str]:
+        """Look for a ReLU block with a projection that something is computed on before the activation."""
+        parts = self._gated(hidden, adjusted=True) or self._plain(hidden, adjusted=True)
+        if parts is not None and not parts[0].sparse and parts[0].name != "drelu":
+            parts = None
+        return parts, "a projection is cast, scaled or added to (as by an unmerged LoRA) before the activation"
+
+    def _adjusted_linear(self, node: Node) -> Linear | None:
+        """Read what arithmetic makes of nothing but projections and constants as the widest of these projections."""
+        found: list[Linear] = []
+        nodes = [node]
+        for node in nodes:
+            linear = self._reader.linear(node)
+            if linear is not None:
+                found.append(linear)
+            elif packet(node) in _ADJUSTMENT and len(nodes) < 16:
+                nodes.extend(source for source in map(strip, node.all_input_nodes) if source not in nodes)
+            elif node not in self._reader.constants:
+                return None
+        return max(found, key=lambda linear: width(linear.x), default=None)
+
+    def _behind_arithmetic(self, node: Node) -> tuple[_Parts | None, str]:
+        """Look for a block whose hidden tensor is scaled, or normalised as in BitNet; and say which of the two."""
+        pending: list[Node] = [node]
+        visited: set[Node] = set()
+        found: _Parts | None = None
+        while pending and len(visited) < 16:
+            node = pending.pop(0)
+            if node in visited or packet(node) not in _NORMALISATION:
+                continue
+            visited.add(node)
+            # Only what would match without the arithmetic: behind it there may stand anything.
+            parts = self._gated(node) if packet(node) is aten.mul else None
+            if parts is not None and (parts[0].sparse or parts[0].name == "drelu"):
+                found = found or parts
+            else:
+                pending.extend(map(strip, node.all_input_nodes))
+        if any(packet(node) in _STATISTICS for node in visited):
+            return found, "a normalisation stands between the hidden tensor and the down projection"
+        return found, "the hidden tensor is scaled, or otherwise computed on, before the down projection"
+
+    def _check_types(self, *parts: Linear) -> None:
+        dtypes = {
+            tensor.meta["val"].dtype
+            for part in parts
+            for tensor in (part.x, part.weight.node, *([part.bias.node] if part.bias else ()))
+        }
+        if len(dtypes) > 1:
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise _RefusedError(f"its tensors have several dtypes ({names})")
+
+    def _check_widths(self, gate: Linear, up: Linear, down: Linear) -> None:
+        """Refuse where broadcasting stretches a projection or a bias, such as one gate value for all neurons."""
+        widths = {width(gate.node), width(up.node), width(down.x)}
+        if len(widths) > 1:
+            raise _RefusedError(f"its hidden tensors have several widths ({', '.join(map(str, sorted(widths)))})")
+        for part in (gate, up, down):
+            whole = part.bias is not None and part.bias.rows is None
+            if part.bias is not None and whole and width(part.bias.node) != width(part.node):
+                raise _RefusedError(f"the bias {part.bias.name} is broadcast")
+
+    def _common_input(self, gate: Linear, up: Linear, down: Linear) -> Node:
+        """Return the node to read x from: the same values for gate and up, and the leading dimensions of y."""
+        if strip(gate.x) is not strip(up.x) or width(gate.x) != width(up.x):
+            raise _RefusedError("gate and up projections read different tensors")
+        wanted = (*down.node.meta["val"].shape[:-1], width(up.x))
+        node = source_with_sizes(up.x, wanted)
+        if node is None:
+            raise _RefusedError("the output has other leading dimensions than the input")
+        return node
+
+
+def _module(node: Node, parts: list[Linear]) -> str:
+    paths = [part.weight.name.split(".")[:-1] for part in parts]
+    common: list[str] = []
+    for names in zip(*paths, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common or paths[-1]) or node.name
+
+
+def _behind_casts(node: Node) -> Node:
+    node = strip(node)
+    while packet(node) in CASTS:
+        node = strip(operand(node))
+    return node
+
+
+def _interior(inside: set[Node], down: Linear, x: Node) -> Iterator[Node]:
+    """Yield the nodes of a block between x and y, the value-preserving ones included; not y itself."""
+    pending, visited = [down.node], set()
+    roots = {x, strip(x)}
+    while pending:
+        node = pending.pop()
+        if node in visited or node.op == "placeholder" or node in roots:
+            continue
+        if node not in inside and step(node) is None:
+            continue
+        visited.add(node)
+        if node is not down.node:
+            yield node
+        pending.extend(node.all_input_nodes)
+
+
+def _check_readers(inside: set[Node], down: Linear, x: Node) -> None:
+    """Refuse when something outside of the block reads one of its intermediate tensors."""
+    interior = set(_interior(inside, down, x))
+    root = strip(x)
+    for node in interior:
+        if strip(node) is root:
+            continue
+        for user in node.users:
+            if user not in interior and user is not down.node:
+                raise _RefusedError(f"its intermediate tensor {node.name} is also read by {user.name}")

@@ -1,0 +1,1 @@
+"""The passes over an ONNX graph."""

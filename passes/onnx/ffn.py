@@ -1,0 +1,293 @@
+"""Find feed-forward blocks in an ONNX graph of plain operators, and replace them by `twell` nodes.
+
+    before   x ─┬─ MatMul(Wg) ─ Relu ─┬─ Mul ─ MatMul(Wd) ─ y            in bfloat16 or float16
+                └─ MatMul(Wu) ────────┘
+    after    x ─ TwellGatedMlp(Wg [d_ff, d_model], Wu [d_ff, d_model], Wd [d_ff, d_out]) ─ y
+
+A block with a residual takes in the Add behind y (see `residual.py`). A block in float32 gets a cast before and behind,
+and its weights are converted; the rest of the graph stays as it is:
+
+    after    x ─ Cast(bfloat16) ─ TwellGatedMlp(…) ─ Cast(float32) ─ y
+
+Blocks are found, and refused, by the same matcher as in PyTorch programs (`find_ffn.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx
+import onnx_graphsurgeon as gs
+import torch
+from onnx_graphsurgeon.logger import G_LOGGER
+
+from twellc.base.arrays import to_numpy, to_torch
+from twellc.base.errors import UserError, first_line
+from twellc.passes.decide import decide
+from twellc.passes.match.find_ffn import FfnBlock, find_blocks
+from twellc.passes.match.linear import Weight
+from twellc.passes.onnx.graph import Shadow, constant_values, shadow_of
+from twellc.passes.precision import convert
+from twellc.passes.report import Layer
+from twellc.passes.rewrite_ffn import arranged_copy
+from twellc.plugins.library import PLUGIN_NAMESPACE
+from twellc.plugins.onnx_node import GATED, PLAIN, node_attributes
+
+# Initializers above this size take no part in shape inference, which would copy them.
+_SMALL = 1024
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_ONNX_TYPES = {torch.bfloat16: onnx.TensorProto.BFLOAT16, torch.float16: onnx.TensorProto.FLOAT16}
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Names of what a block reads and computes in a graph; it may have no residual."""
+
+    x: str
+    residual: str | None
+    y: str
+
+
+@dataclass(frozen=True)
+class OnnxBlocks:
+    """The feed-forward blocks of an ONNX graph.
+
+    Attributes:
+        model: The model, not changed.
+        blocks: The blocks; one in float32 that can be rewritten has the dtype that it will be rewritten in.
+        layers: What becomes of each.
+        ends: Names of the tensors of each.
+        casts: Whether some of those that are rewritten compute in float32 in the model.
+    """
+
+    model: onnx.ModelProto
+    blocks: list[FfnBlock]
+    layers: list[Layer]
+    ends: list[Ends]
+    casts: bool
+
+
+def find_onnx_blocks(model: onnx.ModelProto, dtype: torch.dtype, layers: str) -> OnnxBlocks:
+    """Find the blocks of a model and decide what becomes of each.
+
+    Args:
+        model: A model with its weights in memory.
+        dtype: What blocks in float32 are rewritten in: bfloat16 or float16.
+        layers: See `decide`.
+
+    Raises:
+        UserError: See `decide`.
+    """
+    (_, shadow), blocks = _open(model)
+    names = {node: tensor.name for node, tensor in shadow.tensors.items()}
+    ends = [
+        Ends(names[block.x], names[block.residual.other] if block.residual else None, names[block.y])
+        for block in blocks
+    ]
+    given = [block.dtype for block in blocks]
+    blocks = [replace(block, dtype=dtype) if block.dtype == torch.float32 else block for block in blocks]
+    decisions = decide(blocks, layers)
+    casts = any(
+        before == torch.float32 and layer.decision == "twell" for before, layer in zip(given, decisions, strict=True)
+    )
+    return OnnxBlocks(model, blocks, decisions, ends, casts)
+
+
+def rewrite_onnx(found: OnnxBlocks, compression: int) -> onnx.ModelProto:
+    """Return the model with `twell` nodes in place of the blocks that were decided to be rewritten.
+
+    Raises:
+        UserError: A weight does not fit into float16.
+    """
+
+    def make(
+        block: FfnBlock, operands: list[gs.Tensor | None], residual: gs.Tensor | None, y: gs.Tensor, _: Any
+    ) -> list[gs.Node]:
+        op_type = PLAIN if block.gate is None else GATED
+        present = [bias is not None for bias in operands[2::2]]
+        has_residual = residual is not None
+        attributes = node_attributes(op_type, present, has_residual, block.activation, block.threshold, compression)
+        inputs = [operand for operand in (*operands, residual) if operand is not None]
+        return [gs.Node(op_type, f"{block.module}/{op_type}", attributes, inputs, [y], domain=PLUGIN_NAMESPACE)]
+
+    return _replace(found, make, always=True)
+
+
+def lower_onnx(found: OnnxBlocks) -> onnx.ModelProto:
+    """Return the model with the blocks that rewriting takes from float32 to low precision in that, as plain operators.
+
+    What remains between it and the rewritten model is the kernels' doing.
+    """
+
+    def make(
+        block: FfnBlock, operands: list[gs.Tensor | None], residual: None, y: gs.Tensor, temporary: Any
+    ) -> list[gs.Node]:
+        nodes: list[gs.Node] = []
+
+        def emit(op: str, *inputs: gs.Tensor, out: gs.Tensor | None = None, **attributes: Any) -> gs.Tensor:
+            result = temporary() if out is None else out
+            nodes.append(gs.Node(op, f"{result.name}/{op}", attributes, list(inputs), [result]))
+            return result
+
+        def project(x: Any, weight: Any, bias: Any, stored_in_out: bool, out: gs.Tensor | None = None) -> gs.Tensor:
+            matrix = weight if stored_in_out else emit("Transpose", weight, perm=[1, 0])
+            product = emit("MatMul", x, matrix, out=out if bias is None else None)
+            return product if bias is None else emit("Add", product, bias, out=out)
+
+        x, weight, bias, *rest = operands
+        z = project(x, weight, bias, False)
+        if block.activation == "fatrelu":
+            wide = emit("Cast", z, to=onnx.TensorProto.FLOAT)
+            threshold = gs.Constant(f"{y.name}/threshold", to_numpy(torch.tensor(block.threshold)))
+            zero = gs.Constant(f"{y.name}/zero", to_numpy(torch.zeros((), dtype=block.dtype)))
+            hidden = emit("Where", emit("Greater", wide, threshold), z, zero)
+        else:
+            hidden = emit("Relu", z)
+        if block.activation == "relu2":
+            hidden = emit("Mul", hidden, hidden)
+        if block.gate is not None:
+            up = project(x, rest[0], rest[1], False)
+            hidden = emit("Mul", hidden, emit("Relu", up) if block.activation == "drelu" else up)
+        project(hidden, rest[-2], rest[-1], True, out=y)
+        return nodes
+
+    return _replace(found, make, always=False)
+
+
+def _open(model: onnx.ModelProto) -> tuple[tuple[gs.Graph, Shadow], list[FfnBlock]]:
+    G_LOGGER.severity = G_LOGGER.CRITICAL
+    try:
+        inferred = onnx.shape_inference.infer_shapes(skeleton(model), data_prop=True)
+    except onnx.shape_inference.InferenceError as error:
+        what = f"its shapes contradict themselves ({first_line(error)})"
+        raise UserError("ONNX model", what, fix="Export it again.") from error
+    graph = gs.import_onnx(model)
+    graph.import_domains = list(model.opset_import)  # it is the model's own, and grows with the first twell node
+    tensors = graph.tensors()
+    for value in (*inferred.graph.value_info, *inferred.graph.output):
+        tensor, kind = tensors.get(value.name), value.type.tensor_type
+        if isinstance(tensor, gs.Variable) and value.type.HasField("tensor_type") and kind.elem_type:
+            tensor.dtype = kind.elem_type
+            if kind.HasField("shape"):
+                tensor.shape = [
+                    dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in kind.shape.dim
+                ]
+    shadow = shadow_of(graph, _modules(model))
+    return (graph, shadow), find_blocks(shadow.graph, shadow.constants)
+
+
+def _modules(model: onnx.ModelProto) -> dict[str, str]:
+    """Return the module paths that torch.onnx notes at its nodes: the last scope but one, the last is the operator."""
+    modules = {}
+    for node in model.graph.node:
+        scopes = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "")
+        names = re.findall(r"'([^']*)'", scopes)
+        if len(names) > 1 and node.output:
+            modules[node.output[0]] = names[-2]
+    return modules
+
+
+def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with large initializers as inputs: what checks and shape inference need, without the weights."""
+    graph = onnx.GraphProto(name=model.graph.name or "graph")
+    graph.node.extend(model.graph.node)
+    graph.input.extend(model.graph.input)
+    graph.output.extend(model.graph.output)
+    graph.value_info.extend(model.graph.value_info)
+    graph.sparse_initializer.extend(model.graph.sparse_initializer)
+    for tensor in model.graph.initializer:
+        graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tuple(tensor.dims)))
+        if tensor.ByteSize() <= _SMALL:
+            graph.initializer.append(tensor)
+    light = onnx.ModelProto(ir_version=model.ir_version, graph=graph)
+    light.opset_import.extend(model.opset_import)
+    light.functions.extend(model.functions)
+    return light
+
+
+# Makes the nodes of a block from x, its weights and biases, its residual, which a block between casts never has, and y;
+# gets a factory of temporary tensors.
+_Make = Callable[[FfnBlock, list[gs.Tensor | None], Any, gs.Tensor, Callable[[], gs.Tensor]], list[gs.Node]]
+
+
+def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto:
+    (graph, shadow), blocks = _open(found.model)
+    arranged: dict[tuple[str, Any, bool], gs.Tensor] = {}
+    taken = set(graph.tensors())
+
+    def unique(name: str) -> str:
+        number, result = 1, name
+        while result in taken:
+            number += 1
+            result = f"{name}_{number}"
+        taken.add(result)
+        return result
+
+    def arrange(weight: Weight, in_out: bool, dtype: torch.dtype) -> gs.Tensor:
+        tensor = shadow.tensors[weight.node]
+        rows = weight.rows
+        dims = weight.node.meta["val"].dim()
+        same = weight.in_out == in_out and rows is None and dims == len(tensor.shape) and dims <= 2
+        if same and weight.node.meta["val"].dtype == dtype and isinstance(tensor, gs.Constant):
+            return tensor
+        key = (tensor.name, (rows, weight.in_out), in_out)
+        if key not in arranged:
+            found_values = constant_values(tensor)
+            assert found_values is not None
+            values = to_torch(found_values).reshape(weight.node.meta["val"].shape)
+            suffix = ""
+            if not same:
+                suffix, values = arranged_copy(values, weight, in_out)
+            name = unique(f"{tensor.name}{suffix}")
+            arranged[key] = gs.Constant(name, to_numpy(convert(values, dtype, f"initializer {tensor.name}")))
+        return arranged[key]
+
+    for found_block, judged, layer in zip(blocks, found.blocks, found.layers, strict=True):
+        casts = found_block.dtype != judged.dtype
+        if layer.decision != "twell" or not (casts or always):
+            continue
+        block = replace(found_block, dtype=judged.dtype)
+        y = shadow.tensors[block.y]
+        temporary = functools.partial(_temporary, f"{y.name}/twell", unique)
+        operands = _operands(block, shadow.tensors[block.x], arrange)
+        position = next(index for index, node in enumerate(graph.nodes) if node is y.inputs[0])
+        y.inputs.clear()
+        nodes: list[gs.Node] = []
+        result = y
+        if casts:
+            low, result = temporary(), temporary()
+            nodes.append(_cast(operands[0], low, block.dtype))
+            operands[0] = low
+        residual = shadow.tensors[block.residual.other] if block.residual else None
+        nodes += make(block, operands, residual, result, temporary)
+        if casts:
+            nodes.append(_cast(result, y, found_block.dtype))
+        graph.nodes[position:position] = nodes
+    graph.cleanup()
+    exported: onnx.ModelProto = gs.export_onnx(graph, do_type_check=False)
+    return exported
+
+
+def _temporary(stem: str, unique: Callable[[str], str]) -> gs.Tensor:
+    return gs.Variable(unique(stem))
+
+
+def _operands(
+    block: FfnBlock, x: gs.Tensor, arrange: Callable[[Weight, bool, torch.dtype], gs.Tensor]
+) -> list[gs.Tensor | None]:
+    """Return x, then each weight followed by its bias or None."""
+    operands: list[gs.Tensor | None] = [x]
+    for part in (block.gate, block.up, block.down):
+        if part is not None:
+            operands.append(arrange(part.weight, part is block.down, block.dtype))
+            operands.append(None if part.bias is None else arrange(part.bias, False, block.dtype))
+    return operands
+
+
+def _cast(source: gs.Tensor | None, target: gs.Tensor, dtype: torch.dtype) -> gs.Node:
+    to = _ONNX_TYPES.get(dtype, onnx.TensorProto.FLOAT)
+    return gs.Node("Cast", f"{target.name}/Cast", {"to": to}, [source], [target])

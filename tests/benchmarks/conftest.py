@@ -1,0 +1,27 @@
+"""The benchmarks as modules: they are scripts, and import each other from their folder."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+@pytest.fixture(scope="session")
+def benchmark_module() -> Callable[[str], Any]:
+    """Return a function that imports a benchmark."""
+
+    def load(name: str) -> Any:
+        folder = str(ROOT / "benchmarks")
+        sys.path.insert(0, folder)
+        try:
+            return importlib.import_module(name)
+        finally:
+            sys.path.remove(folder)
+
+    return load

@@ -1,0 +1,159 @@
+"""What needs no GPU of benchmarks/block.py and layers.py: what they draw, and their tables."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.processes import environment
+
+
+@pytest.fixture(scope="module")
+def draw(benchmark_module: Callable[[str], Any]) -> Any:
+    return benchmark_module("draw")
+
+
+@pytest.fixture(scope="module")
+def layers(benchmark_module: Callable[[str], Any]) -> Any:
+    return benchmark_module("layers")
+
+
+def trained(draw: Any, layer: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, list[Any]]:
+    """Draw a trained layer, narrower than it is, since the width of x does not matter."""
+    monkeypatch.setattr(draw, "weight_sets", lambda *_: 2)
+    neurons = draw.Neurons("trained", layer=layer)
+    x, sets = draw.make_inputs(tokens, 128, 5632, torch.bfloat16, neurons, "gated", "cpu")
+    return x, sets
+
+
+@pytest.mark.parametrize(
+    ("layer", "density", "dead", "hottest_512"),
+    [(0, 0.0269, 149, 0.24), (1, 0.0125, 2079, 0.60), (2, 0.0054, 3476, 0.82), (3, 0.0088, 1243, 0.66)],
+)
+def test_trained_rates(draw: Any, layer: int, density: float, dead: int, hottest_512: float) -> None:
+    rates = draw.Neurons("trained", layer=layer).rates()
+    assert rates.shape == (5632,) and rates.dtype == torch.float32
+    assert float(rates.min()) >= 0 and float(rates.max()) <= 1
+    assert float(rates.mean()) == pytest.approx(density, abs=5e-5)
+    assert int((rates == 0).sum()) == dead
+    hottest = rates.sort(descending=True).values[:512].sum() / rates.sum()
+    assert float(hottest) == pytest.approx(hottest_512, abs=0.005)
+    # The figures are those of the page that says where the rates are from.
+    page = (ROOT / "benchmarks" / "data" / "README.md").read_text()
+    assert f"| {layer} | {density:.2%} | {dead}, ".replace("%", " %") in page
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_neurons_fire_at_the_trained_rates(draw: Any, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = draw.Neurons("trained", layer=layer).rates()
+    x, sets = trained(draw, layer, 512, monkeypatch)
+    active = sets[0].block.active(x).float()
+    assert not active[:, rates == 0].any()
+    assert float(active.mean()) == pytest.approx(float(rates.mean()), rel=0.1)
+    hot = rates > 0.1
+    assert float(active[:, hot].mean()) == pytest.approx(float(rates[hot].mean()), rel=0.1)
+    # Rows are as unequal as those of the other distributions, and what rotates is drawn anew.
+    assert float(active.sum(1).quantile(0.99)) > 2.5 * float(active.sum(1).mean())
+    assert not torch.equal(sets[0].block.gate[:, 3], sets[1].block.gate[:, 3])
+
+
+def test_one_token_has_the_layers_density(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = draw.Neurons("trained", layer=1).rates()
+    counts = [float(sets[0].block.active(x).sum()) for x, sets in (trained(draw, 1, 1, monkeypatch) for _ in range(8))]
+    assert sum(counts) / len(counts) == pytest.approx(float(rates.sum()), rel=0.15)
+
+
+def test_offsets(draw: Any) -> None:
+    rates = torch.tensor([0.0, 1e-6, 0.01, 0.3, 0.9])
+    activity = torch.rand(1000) * 0.02 + 1e-4
+    offsets = draw.offsets(rates, activity)
+    fires = torch.special.ndtr(offsets[:, None] - draw.quantile(activity)).mean(1)
+    torch.testing.assert_close(fires, rates, rtol=0.02, atol=1e-9)
+
+
+def test_columns_compute_the_same(draw: Any, layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = draw.Neurons("trained", layer=3).rates()
+    x, sets = trained(draw, 3, 8, monkeypatch)
+    found = layers.columns(sets, rates, (512, 5000, 5632))
+    assert list(found) == ["as is", "sorted", "split 512", "split 5000", "pruned", "pruned split 512"]
+    widths = {name: len(own[0][0].block.gate) for name, own in found.items()}
+    assert widths["sorted"] == 5632 and widths["pruned"] == 4400  # 4389 fire
+    assert [hot for _, hot in found["split 512"]] == [512, 512]
+    exact = sets[0].block.double().dense(x.double())
+    for name, own in found.items():
+        weights = own[0][0]
+        torch.testing.assert_close(weights.block.double().dense(x.double()), exact, msg=name)
+        torch.testing.assert_close(layers.run_twell(x, weights, 0).double(), exact, rtol=0.05, atol=0.05)
+        assert torch.equal(weights.block.down.t(), weights.down_by_neuron)
+    order = found["sorted"][0][0].block.active(x).float().mean(0)
+    assert order[:512].mean() > order[512:1024].mean() and not order[-1243:].any()
+
+
+def results(layers: Any) -> list[dict[str, Any]]:
+    """Return two layers as they are measured, with round times."""
+    times: list[dict[str, float]] = [
+        {"dense eager": 300, "dense packed": 200, "dense FP8": 120, layers.PACKED_ALIVE: 150, "as is": 100,
+         "sorted": 125, "split 512": 80, "pruned": 50},
+        {"dense eager": 100, "dense packed": 110, "dense FP8": 80, layers.PACKED_ALIVE: 90, "as is": 125,
+         "sorted": 100, "split 512": 160, "pruned": 100},
+    ]  # fmt: skip
+    return [
+        {
+            "layer": layer, "tokens": 2048, "alive": 4400, "mean_nonzeros": 49.0, "max_nonzeros": 200,
+            "times": {name: {"median_us": float(value)} for name, value in own.items()},
+        }
+        for layer, own in enumerate(times)
+    ]  # fmt: skip
+
+
+def test_layers_together(layers: Any) -> None:
+    found = layers.together(results(layers))
+    assert found["dense_us"] == 300  # 200 packed, 100 eager
+    assert found["chosen"] == {"exact": ["split 512", "sorted"], "pruned": ["pruned", "sorted"]}
+    assert found["speed_up"] == {
+        "all as is": 300 / 225, "all sorted": 300 / 225, "all split 512": 300 / 240, "all pruned": 2.0,
+        "exact": 300 / 180, "pruned": 2.0,
+    }  # fmt: skip
+    assert found["least_layer"]["all as is"] == 0.8 and found["least_layer"]["exact"] == 1.0
+    assert found["over dense FP8"] == {"exact": 200 / 180, "pruned": 200 / 150}
+
+
+def test_page_of_layers(layers: Any) -> None:
+    page = layers.markdown({"results": results(layers), "together": [layers.together(results(layers))]})
+    for line in (
+        "| 2048 | 300.0 | 1.67 | 1.3 yes | 1.00 yes | 2.00 | 1.6 yes | 1.00 yes | 1.11, 1.33 | 1.33, 1.60 |",
+        "| 2048 | 1.33 (0.80) | 1.33 (1.00) | 1.25 (0.62) | 2.00 (1.00) |",
+        "| 0 | 49 / 200 | 4400 | 300.0 | 200.0 | 120.0 | 150.0 "
+        "| 100.0 (2.00) | 125.0 (1.60) | 80.0 (2.50) | 50.0 (4.00) |",
+    ):
+        assert line in page.splitlines(), page
+
+
+def test_table_row(benchmark_module: Callable[[str], Any]) -> None:
+    block = benchmark_module("block")
+    times = {"dense eager": 30, "dense packed": 20, "cuBLAS gate": 8, "gate": 10, "mlp": 10}
+    result = {"tokens": 4, "mean_nonzeros": 28.0, "max_nonzeros": 60}
+    result["times"] = {name: {"median_us": float(value)} for name, value in times.items()}
+    row = block.table_row(result)
+    assert row == "| 4 | 28.0 / 60 | 30.0 | - | 20.0 | - | 8.0 | 10.0 (1.25) | - | 10.0 | 2.00 | - |"
+    assert row.count("|") == block.HEADER.splitlines()[0].count("|")
+    result["times"]["dense FP8"] = {"median_us": 9.0}
+    assert block.table_row(result).endswith("| 2.00 | 0.90 |")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("script", ["block.py", "layers.py", "model.py", "gpu.py"])
+def test_without_a_gpu(script: str) -> None:
+    arguments = ["--out", "nowhere"] if script == "gpu.py" else []
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, *arguments],
+        capture_output=True, text=True, check=False, env=environment(), timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "Error: there is no CUDA device\n" and done.stdout == ""

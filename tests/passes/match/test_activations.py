@@ -1,0 +1,324 @@
+"""Every spelling of an activation, in a gated and in a plain block: matched, rewritten, and of the same values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from tests.models import Function, Gated, Plain, Written, blocks_of, calls, canonical, eager, rewrite, run
+from tests.tolerance import assert_same
+from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
+from twellc.passes.precision import lower
+from twellc.plugins.ops import GATED_MLP, MLP
+
+
+def relu2_by_mul(t: Tensor) -> Tensor:
+    positive = torch.relu(t)
+    return positive * positive
+
+
+def masked_in_place(t: Tensor) -> Tensor:
+    copy = t.clone()
+    return copy.masked_fill_(copy < 0, 0.0)
+
+
+# x >= t is x > the float32 before t.
+BELOW = float(torch.nextafter(torch.tensor(0.25), torch.tensor(0.0)))
+
+SPELLINGS: dict[str, tuple[str, float, Function]] = {
+    "relu": ("relu", 0, torch.relu),
+    "module": ("relu", 0, nn.ReLU()),
+    "in place": ("relu", 0, nn.ReLU(inplace=True)),
+    "relu_": ("relu", 0, lambda t: t.clone().relu_()),
+    "clamp": ("relu", 0, lambda t: torch.clamp(t, min=0)),
+    "clamp to infinity": ("relu", 0, lambda t: t.clamp(0, math.inf)),
+    "clamp_": ("relu", 0, lambda t: t.clone().clamp_(min=0.0)),
+    "clamp_min": ("relu", 0, lambda t: t.clamp_min(0.0)),
+    "clamp, a tensor": ("relu", 0, lambda t: t.clamp(min=torch.tensor(0.0))),
+    "clip": ("relu", 0, lambda t: torch.clip(t, min=0)),
+    "hardtanh": ("relu", 0, lambda t: F.hardtanh(t, 0.0, math.inf)),
+    "maximum, zeros_like": ("relu", 0, lambda t: torch.maximum(t, torch.zeros_like(t))),
+    "maximum, operands swapped": ("relu", 0, lambda t: torch.maximum(torch.zeros_like(t), t)),
+    "maximum, zeros": ("relu", 0, lambda t: torch.maximum(t, torch.zeros(t.shape[-1]))),
+    "maximum, new_zeros": ("relu", 0, lambda t: torch.maximum(t, t.new_zeros(()))),
+    "maximum, a constant": ("relu", 0, lambda t: torch.maximum(t, torch.tensor(0.0))),
+    "max": ("relu", 0, lambda t: torch.max(t, torch.zeros_like(t))),
+    "maximum, full": ("relu", 0, lambda t: torch.maximum(t, torch.full((1,), 0.0))),
+    "threshold 0": ("relu", 0, lambda t: F.threshold(t, 0.0, 0.0)),
+    "where >": ("relu", 0, lambda t: torch.where(t > 0, t, 0.0)),
+    "where >=": ("relu", 0, lambda t: torch.where(t >= 0, t, 0.0)),
+    "where <=": ("relu", 0, lambda t: torch.where(t <= 0, 0.0, t)),
+    "where <": ("relu", 0, lambda t: torch.where(t < 0, 0.0, t)),
+    "where, zeros_like": ("relu", 0, lambda t: torch.where(t > 0, t, torch.zeros_like(t))),
+    "where, zeros": ("relu", 0, lambda t: torch.where(t > 0, t, torch.zeros(()))),
+    "where, a constant": ("relu", 0, lambda t: torch.where(t > 0, t, torch.tensor(0.0))),
+    "where, compared with zeros": ("relu", 0, lambda t: torch.where(t > torch.zeros_like(t), t, torch.zeros_like(t))),
+    "x * (x > 0)": ("relu", 0, lambda t: t * (t > 0)),
+    "(x >= 0) * x": ("relu", 0, lambda t: (t >= 0) * t),
+    "x * (x > 0), a mask that is cast": ("relu", 0, lambda t: t * (t > 0).to(t.dtype)),
+    "x * (x > 0), a mask of floats": ("relu", 0, lambda t: (t > torch.zeros_like(t)).float() * t),
+    "square of x * (x > 0)": ("relu2", 0, lambda t: (t * (t > 0)).square()),
+    "square": ("relu2", 0, lambda t: torch.relu(t).square()),
+    "** 2": ("relu2", 0, lambda t: torch.relu(t) ** 2),
+    "pow 2.0": ("relu2", 0, lambda t: torch.pow(torch.relu(t), 2.0)),
+    "mul by itself": ("relu2", 0, relu2_by_mul),
+    "square of clamp": ("relu2", 0, lambda t: t.clamp(min=0).square()),
+    "x * relu(x)": ("relu2", 0, lambda t: t * torch.relu(t)),
+    "relu(x) * x": ("relu2", 0, lambda t: torch.relu(t) * t),
+    "x * relu(x), a copy and views": ("relu2", 0, lambda t: t.clone() * torch.relu(t.flatten(0, 1)).view(t.shape)),
+    "x * clamp(x)": ("relu2", 0, lambda t: t * t.clamp(min=0)),
+    "x * (x * (x > 0))": ("relu2", 0, lambda t: t * (t * (t > 0))),
+    "threshold": ("fatrelu", 0.25, lambda t: F.threshold(t, 0.25, 0.0)),
+    "where > threshold": ("fatrelu", 0.25, lambda t: torch.where(t > 0.25, t, 0.0)),
+    "where <= threshold": ("fatrelu", 0.25, lambda t: torch.where(t <= 0.25, 0.0, t)),
+    "where >= threshold": ("fatrelu", BELOW, lambda t: torch.where(t >= 0.25, t, 0.0)),
+    "where < threshold": ("fatrelu", BELOW, lambda t: torch.where(t < 0.25, 0.0, t)),
+    "x * (x > threshold)": ("fatrelu", 0.25, lambda t: t * (t > 0.25)),
+    "(x >= threshold) * x, a mask that is cast": ("fatrelu", BELOW, lambda t: (t >= 0.25).to(t.dtype) * t),
+    "masked_fill": ("relu", 0, lambda t: t.masked_fill(t <= 0, 0.0)),
+    "masked_fill threshold": ("fatrelu", 0.25, lambda t: t.masked_fill(t <= 0.25, 0.0)),
+    "masked_fill_": ("relu", 0, masked_in_place),
+}
+
+
+class Table(nn.Module):
+    """A gated and a plain block with each of many activations, all over the same input: one export for all of them."""
+
+    def __init__(self, functions: dict[str, Function]) -> None:
+        super().__init__()
+        self.spellings = list(functions)
+        self.gated = nn.ModuleList(Gated(function, biases="g") for function in functions.values())
+        self.plain = nn.ModuleList(Plain(function, biases="u") for function in functions.values())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(block(x) for blocks in (self.gated, self.plain) for block in blocks)
+
+
+class Exported:
+    """A table with its blocks and its outputs before and after the rewrite, by variant and spelling."""
+
+    def __init__(self, functions: dict[str, Function]) -> None:
+        module, x = Table(functions), torch.randn(2, 3, 16)
+        self.program = canonical(module, x)
+        blocks = {block.module: block for block in find_ffn_blocks(self.program)}
+        self.rewritten = rewrite(self.program)
+        pairs = zip(eager(module, x), run(self.rewritten), strict=True)
+        self.blocks: dict[tuple[str, str], FfnBlock | None] = {}
+        self.outputs: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
+        for variant in ("gated", "plain"):
+            for index, spelling in enumerate(functions):
+                self.blocks[variant, spelling] = blocks.pop(f"{variant}.{index}", None)
+                self.outputs[variant, spelling] = next(pairs)
+        assert blocks == {}
+
+
+@pytest.fixture(scope="module")
+def matched() -> Exported:
+    return Exported({spelling: function for spelling, (_, _, function) in SPELLINGS.items()})
+
+
+@pytest.mark.parametrize("variant", ["gated", "plain"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_spelling(matched: Exported, spelling: str, variant: str) -> None:
+    name, threshold, _ = SPELLINGS[spelling]
+    block = matched.blocks[variant, spelling]
+    assert block is not None
+    assert (block.variant, block.activation, block.threshold, block.refusal) == (variant, name, threshold, "")
+    expected, actual = matched.outputs[variant, spelling]
+    assert_same(actual, expected)
+
+
+def test_nothing_else_is_left(matched: Exported) -> None:
+    """Neither projections nor what belonged to an activation: comparisons, zeros, casts."""
+    assert calls(matched.rewritten) == {"gated_mlp": len(SPELLINGS), "mlp": len(SPELLINGS)}
+    assert find_ffn_blocks(matched.rewritten) == []
+    wanted = [(name, threshold, 8) for name, threshold, _ in SPELLINGS.values()]
+    for op in (GATED_MLP, MLP):
+        nodes = matched.rewritten.graph.find_nodes(op="call_function", target=op)
+        assert [node.args[-3:] for node in nodes] == wanted
+
+
+@pytest.mark.parametrize(("threshold", "name"), [(0, "relu"), (0.25, "fatrelu")])
+def test_a_mask_keeps_no_precision_of_its_own(threshold: float, name: str) -> None:
+    """In a float32 model that is brought to bfloat16, its mask would stay float32 and make the hidden tensor so."""
+    module = Gated(lambda t: t * (t > threshold).float())
+    dense = lower(canonical(module), torch.bfloat16)
+    (block,) = find_ffn_blocks(dense)
+    assert (block.activation, block.dtype, block.refusal) == (name, torch.bfloat16, "")
+
+
+@pytest.mark.parametrize("threshold", [0, 0.25])
+def test_a_mask_lets_what_is_not_a_number_through(threshold: float) -> None:
+    module, x = Plain(lambda t: t * (t > threshold)), torch.randn(5, 16)
+    x[2, 3] = math.nan
+    expected, (actual,) = eager(module, x)[0], run(rewrite(canonical(module, x)))
+    assert torch.equal(actual.isnan(), expected.isnan()) and actual.isnan().any() and not actual.isnan().all()
+    assert_same(actual[~actual.isnan()], expected[~expected.isnan()])
+
+
+def test_drelu() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.ffn.down(torch.relu(self.ffn.gate(x)) * torch.clamp(self.ffn.up(x), min=0))
+
+    module, x = Written(forward, ffn=Gated(biases="gud")), torch.randn(5, 16)
+    program = canonical(module, x)
+    (block,) = find_ffn_blocks(program)
+    assert (block.variant, block.activation, block.refusal) == ("gated", "drelu", "")
+    result = rewrite(program)
+    assert calls(result) == {"gated_mlp": 1}
+    assert_same(run(result)[0], eager(module, x)[0])
+
+
+def test_x_times_relu_of_another_tensor() -> None:
+    """Not the square of a ReLU: a gated block, and its like with a gate that is broadcast."""
+    module, x = Gated(), torch.randn(5, 16)
+    (block,) = blocks_of(module, x)
+    assert (block.variant, block.activation) == ("gated", "relu")
+    for function in (
+        lambda t: t * torch.relu(t + 1),
+        lambda t: t * torch.relu(-t),
+        lambda t: t * torch.relu(t.flip(0)),
+        lambda t: t * F.threshold(t, 0.25, 0.0),
+        lambda t: t[:, None] * torch.relu(t),
+    ):
+        for block in [*blocks_of(Gated(function), x), *blocks_of(Plain(function), x)]:
+            assert block.activation != "relu2" or block.refusal
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_x_times_relu_of_what_is_not_finite(value: float) -> None:
+    """As the square of a ReLU but for minus infinity: the neuron does not fire, where its product with 0 is NaN."""
+    module, x = Plain(lambda t: t * torch.relu(t), biases="u"), torch.randn(5, 16)
+    nn.init.constant_(module.up.bias[:1], value)
+    expected, (actual,) = eager(module, x)[0], run(rewrite(canonical(module, x)))
+    if value == -math.inf:
+        assert expected.isnan().all()
+        nn.init.constant_(module.up.bias[:1], -1e30)
+        assert_same(actual, eager(module, x)[0])
+    else:
+        assert torch.equal(actual.nan_to_num(), expected.nan_to_num()) and not actual.isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("threshold", [0.01, 0.03, 0.1])
+def test_threshold_between_two_low_precision_numbers(dtype: torch.dtype, threshold: float) -> None:
+    """aten.threshold compares with the exact threshold, comparisons with the rounded one; both must be kept."""
+    functions: dict[str, Function] = {
+        "threshold": lambda t: F.threshold(t, threshold, 0.0),
+        "where >": lambda t: torch.where(t > threshold, t, 0.0),
+        "where >=": lambda t: torch.where(t >= threshold, t, 0.0),
+        "masked_fill <": lambda t: t.masked_fill(t < threshold, 0.0),
+        "x * (x > t)": lambda t: t * (t > threshold),
+        "x * (x >= t)": lambda t: t * (t >= threshold),
+    }
+    module = Table(functions).to(dtype)
+    for block in module.plain:
+        nn.init.eye_(block.up.weight)
+        nn.init.zeros_(block.up.bias)
+        nn.init.eye_(block.down.weight)
+    near = torch.tensor(threshold).to(dtype)
+    x = torch.zeros(5, 16, dtype=dtype)
+    x[:, 0] = torch.stack(
+        [near * 0.98, torch.nextafter(near, near * 0), near, torch.nextafter(near, near + 1), near * 2]
+    )
+    program = canonical(module, x)
+    assert {block.activation for block in find_ffn_blocks(program)} == {"fatrelu"}
+    for actual, expected in list(zip(run(rewrite(program)), eager(module, x), strict=True))[len(functions) :]:
+        assert torch.equal(actual, expected)
+
+
+# Activations whose zeros are none, or that have none: named in the refusal.
+REFUSED: dict[str, Function] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu ": nn.GELU("tanh"),
+    "relu6": F.relu6,
+    "relu6 ": nn.ReLU6(),
+    "relu6  ": lambda t: t.clamp(0, 6),
+    "relu up to 1": lambda t: t.clamp(0.0, 1.0),
+    "relu up to 2": lambda t: t.clamp(0.0, 2.0),
+    "relu up to 2 ": lambda t: F.hardtanh(t, 0.0, 2.0),
+    "leaky_relu": F.leaky_relu,
+    "elu": F.elu,
+    "selu": F.selu,
+    "celu": F.celu,
+    "mish": F.mish,
+    "hardswish": F.hardswish,
+    "softplus": F.softplus,
+    "prelu": nn.PReLU(),
+}
+
+
+@pytest.fixture(scope="module")
+def refused() -> Exported:
+    return Exported(REFUSED)
+
+
+@pytest.mark.parametrize("variant", ["gated", "plain"])
+@pytest.mark.parametrize("spelling", REFUSED)
+def test_refused_activation(refused: Exported, spelling: str, variant: str) -> None:
+    name, block = spelling.strip(), refused.blocks[variant, spelling]
+    assert block is not None
+    assert (block.variant, block.activation) == (variant, name)
+    what = "gate activation" if variant == "gated" else "activation"
+    assert block.refusal == f"{what} is {name}; TwELL needs a ReLU family"
+    expected, actual = refused.outputs[variant, spelling]
+    assert torch.equal(actual, expected)
+
+
+def test_sigmoid_gate_is_refused() -> None:
+    (block,) = blocks_of(Gated(torch.sigmoid))
+    assert block.refusal == "gate activation is sigmoid; TwELL needs a ReLU family"
+
+
+def test_two_gates_are_refused() -> None:
+    """silu(gate) * relu(up) has a gate, but no sparse one on the gate's side alone."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.ffn.down(F.silu(self.ffn.gate(x)) * torch.relu(self.ffn.up(x)))
+
+    (block,) = blocks_of(Written(forward, ffn=Gated()))
+    assert "silu" in block.refusal and "relu" in block.refusal
+
+
+NO_BLOCK: dict[str, Function] = {
+    "nothing": lambda t: t,
+    "tanh": torch.tanh,
+    "abs": torch.abs,
+    "exp": torch.exp,
+    "hardtanh": F.hardtanh,
+    "clamp from below zero": lambda t: t.clamp(min=-1),
+    "clamp from above zero": lambda t: t.clamp(min=1e-3),
+    "clamp without a bound below": lambda t: t.clamp(max=0),
+    "minimum": lambda t: torch.minimum(t, torch.zeros_like(t)),
+    "maximum with ones": lambda t: torch.maximum(t, torch.ones_like(t)),
+    "threshold below zero": lambda t: F.threshold(t, -0.5, 0.0),
+    "threshold at infinity": lambda t: F.threshold(t, math.inf, 0.0),
+    "threshold to another value": lambda t: F.threshold(t, 0.5, 1.0),
+    "where keeps the negative": lambda t: torch.where(t < 0, t, 0.0),
+    "where keeps another tensor": lambda t: torch.where(t > 0, t + 1, 0.0),
+    "where above infinity": lambda t: torch.where(t > math.inf, t, 0.0),
+    "where above NaN": lambda t: torch.where(t > math.nan, t, 0.0),
+    "x * (x < 0)": lambda t: t * (t < 0),
+    "x * (y > 0)": lambda t: t * (t + 1 > 0),
+    "x * (x > -1)": lambda t: t * (t > -1),
+    "x * (x > 0) in a wider precision": lambda t: (t * (t > 0).double()).float(),
+    "where with ones": lambda t: torch.where(t > 0, t, torch.ones_like(t)),
+    "shifted relu": lambda t: torch.relu(t) + 1,
+}
+
+
+@pytest.fixture(scope="module")
+def unmatched() -> Exported:
+    return Exported(NO_BLOCK)
+
+
+@pytest.mark.parametrize("variant", ["gated", "plain"])
+@pytest.mark.parametrize("spelling", NO_BLOCK)
+def test_no_block(unmatched: Exported, spelling: str, variant: str) -> None:
+    """What has no zeros, or zeros at other places, must neither match nor be reported."""
+    assert unmatched.blocks[variant, spelling] is None

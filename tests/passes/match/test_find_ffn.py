@@ -1,0 +1,723 @@
+"""Which graphs are feed-forward blocks, which are refused and why, and which are none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from transformers.pytorch_utils import Conv1D
+
+from tests import models
+from tests.models import D_FF, D_MODEL, Gated, Plain, Written, blocks_of, calls, canonical, eager, rewrite, run
+from tests.tolerance import assert_as_accurate, assert_same
+from twellc.passes.canonicalize import canonicalize
+from twellc.passes.match.find_ffn import find_ffn_blocks
+from twellc.passes.precision import lower
+
+Form = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Weights(nn.Module):
+    """Bare weights, stored [out, in] and [in, out], for modules that write their products themselves."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form = form
+        for name, shape in {
+            "gate": (D_FF, D_MODEL),
+            "up": (D_FF, D_MODEL),
+            "down": (D_MODEL, D_FF),
+            "gate_t": (D_MODEL, D_FF),
+            "up_t": (D_MODEL, D_FF),
+            "down_t": (D_FF, D_MODEL),
+            "b_gate": (D_FF,),
+            "b_up": (D_FF,),
+            "b_down": (D_MODEL,),
+        }.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self, x)
+
+
+def rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+# Each computes a gated or a plain block; the value is (variant, which biases it has).
+FORMS: dict[str, tuple[str, str, Form]] = {
+    "matmul": ("gated", "", lambda m, x: (torch.relu(x @ m.gate_t) * (x @ m.up_t)) @ m.down_t),
+    "matmul, transposed weights": ("gated", "", lambda m, x: (torch.relu(x @ m.gate.t()) * (x @ m.up.T)) @ m.down.mT),
+    "matmul, permuted weights": (
+        "plain",
+        "",
+        lambda m, x: torch.relu(x @ m.up.permute(1, 0)) @ m.down.transpose(-1, -2),
+    ),
+    "mm": ("plain", "", lambda m, x: torch.relu(rows(x).mm(m.up_t)).mm(m.down_t)),
+    "addmm": (
+        "plain",
+        "ud",
+        lambda m, x: torch.addmm(m.b_down, torch.relu(torch.addmm(m.b_up, rows(x), m.up_t)), m.down_t),
+    ),
+    "add": ("plain", "ud", lambda m, x: torch.relu(F.linear(x, m.up) + m.b_up) @ m.down_t + m.b_down),
+    "add, operands swapped": ("plain", "ud", lambda m, x: m.b_down + torch.relu(m.b_up + x @ m.up_t) @ m.down_t),
+    "add_": ("plain", "u", lambda m, x: torch.relu((x @ m.up_t).add_(m.b_up)) @ m.down_t),
+    "linear and bias": (
+        "gated",
+        "gud",
+        lambda m, x: F.linear(torch.relu(F.linear(x, m.gate, m.b_gate)) * F.linear(x, m.up, m.b_up), m.down, m.b_down),
+    ),
+    "linear with weights stored [in, out]": (
+        "plain",
+        "",
+        lambda m, x: F.linear(torch.relu(F.linear(x, m.up_t.t())), m.down_t.t()),
+    ),
+    "a bias of the gate only": (
+        "gated",
+        "g",
+        lambda m, x: (torch.relu(x @ m.gate_t + m.b_gate) * (x @ m.up_t)) @ m.down_t,
+    ),
+    "a view before": ("plain", "", lambda m, x: F.linear(torch.relu(F.linear(rows(x), m.up)), m.down)),
+    "views between": (
+        "gated",
+        "",
+        lambda m, x: F.linear(
+            (torch.relu(F.linear(rows(x), m.gate)) * rows(F.linear(x, m.up))).view(*x.shape[:-1], -1), m.down
+        ),
+    ),
+    "squeeze and unsqueeze": (
+        "plain",
+        "",
+        lambda m, x: F.linear(torch.relu(F.linear(x.unsqueeze(0), m.up)).squeeze(0), m.down),
+    ),
+    "flatten and unflatten": (
+        "plain",
+        "",
+        lambda m, x: F.linear(torch.relu(F.linear(x, m.up)).flatten(0, 1).unflatten(0, (2, 3)), m.down),
+    ),
+    "contiguous and clone": (
+        "gated",
+        "",
+        lambda m, x: F.linear(
+            (torch.relu(F.linear(x, m.gate).contiguous()).clone() * F.linear(x, m.up)).contiguous(), m.down
+        ),
+    ),
+    "dropout in eval": (
+        "gated",
+        "",
+        lambda m, x: F.linear(
+            F.dropout(torch.relu(F.linear(x, m.gate)) * F.linear(x, m.up), 0.5, training=False), m.down
+        ),
+    ),
+    "einsum": (
+        "gated",
+        "",
+        lambda m, x: torch.einsum(
+            "btf,df->btd",
+            torch.relu(torch.einsum("btd,fd->btf", x, m.gate)) * torch.einsum("df,...d->...f", m.up_t, x),
+            m.down,
+        ),
+    ),
+    "tensordot": (
+        "gated",
+        "",
+        lambda m, x: torch.tensordot(
+            torch.relu(torch.tensordot(x, m.gate_t, 1)) * torch.tensordot(x, m.up, ([2], [1])), m.down_t, 1
+        ),
+    ),
+    "inner": ("plain", "", lambda m, x: torch.inner(torch.relu(torch.inner(x, m.up)), m.down)),
+    "baddbmm": (
+        "plain",
+        "ud",
+        lambda m, x: torch.baddbmm(
+            m.b_down, torch.relu(torch.baddbmm(m.b_up, x, m.up_t.expand(2, -1, -1))), m.down_t.expand(2, -1, -1)
+        ),
+    ),
+    "bmm": (
+        "plain",
+        "",
+        lambda m, x: torch.bmm(
+            torch.relu(torch.bmm(x, m.up_t.unsqueeze(0).expand(2, -1, -1))), m.down.t()[None].expand(2, D_FF, D_MODEL)
+        ),
+    ),
+    "a cast to a wider dtype and back": (
+        "plain",
+        "",
+        lambda m, x: F.linear(torch.relu(F.linear(x, m.up)).double().float(), m.down),
+    ),
+    "a cast to the same dtype": (
+        "plain",
+        "",
+        lambda m, x: F.linear(torch.relu(F.linear(x, m.up)).to(torch.float32), m.down),
+    ),
+    "tied down projection": ("plain", "", lambda m, x: F.linear(torch.relu(F.linear(x, m.up)), m.up.t())),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_form(form: str) -> None:
+    variant, biases, function = FORMS[form]
+    module, x = Weights(function), torch.randn(2, 3, D_MODEL)
+    program = canonical(module, x)
+    (block,) = find_ffn_blocks(program)
+    assert (block.variant, block.activation, block.refusal) == (variant, "relu", "")
+    assert (block.d_model, block.d_ff, block.d_out) == (D_MODEL, D_FF, D_MODEL)
+    parts = {"g": block.gate, "u": block.up, "d": block.down}
+    assert "".join(name for name, part in parts.items() if part is not None and part.bias is not None) == biases
+    result = rewrite(program)
+    left = calls(result)
+    assert left.pop("gated_mlp" if variant == "gated" else "mlp") == 1
+    assert set(left) <= {"view", "reshape", "unsqueeze", "squeeze"}, "only what shapes x and y may stay"
+    assert_same(run(result)[0], eager(module, x)[0])
+
+
+@pytest.mark.parametrize("form", ["einsum", "tensordot", "inner", "bmm", "baddbmm", "matmul", "addmm"])
+def test_decomposed_form(form: str) -> None:
+    """What `run_decompositions` with torch's own table makes of a product: views, permutations and mm or bmm."""
+    variant, _, function = FORMS[form]
+    module, x = Weights(function), torch.randn(2, 3, D_MODEL)
+    program = canonicalize(torch.export.export(module.eval(), (x,)).run_decompositions())
+    (block,) = find_ffn_blocks(program)
+    assert (block.variant, block.refusal) == (variant, "")
+    result = rewrite(program)
+    assert not {"mm", "bmm", "addmm"} & set(calls(result))
+    assert_same(run(result)[0], eager(module, x)[0])
+
+
+class Normed(nn.Module):
+    """A gated block behind a norm; `make` makes its projections from their widths."""
+
+    def __init__(self, make: Callable[[int, int], nn.Module] = nn.Linear) -> None:
+        super().__init__()
+        self.norm, self.ffn = nn.LayerNorm(D_MODEL), Gated(biases="gud")
+        for name, widths in {"gate": (D_MODEL, D_FF), "up": (D_MODEL, D_FF), "down": (D_FF, D_MODEL)}.items():
+            setattr(self.ffn, name, make(*widths))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ffn(self.norm(x))
+
+
+def autocast_export(module: nn.Module, x: Tensor) -> ExportedProgram:
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.export.export(module, (x,))
+
+
+REPEATED: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], ExportedProgram]]] = {
+    "decomposed": (Normed(), lambda module, x: torch.export.export(module, (x,)).run_decompositions()),
+    "transformers' Conv1D": (
+        Normed(lambda d_in, d_out: Conv1D(d_out, d_in)),
+        lambda module, x: torch.export.export(module, (x,)),
+    ),
+    "autocast": (Normed(), autocast_export),
+}
+
+
+@pytest.mark.parametrize("case", REPEATED)
+def test_each_projection_has_a_view_of_its_own(case: str) -> None:
+    """Where a model in float32 is brought to bfloat16, these views are cast, and must still be the same tensor."""
+    module, export = REPEATED[case]
+    x = torch.randn(8, 16, D_MODEL)
+    dense = lower(canonicalize(export(module.eval(), x)), torch.bfloat16)
+    (block,) = find_ffn_blocks(dense)
+    assert (block.variant, block.dtype, block.refusal) == ("gated", torch.bfloat16, "")
+    result = rewrite(dense)
+    assert calls(result)["gated_mlp"] == 1
+    truth = eager(copy.deepcopy(module).double(), x.double())[0]
+    assert_as_accurate(run(result, x)[0], run(dense, x)[0], truth)
+
+
+@pytest.mark.parametrize("biases", ["", "g", "u", "d", "gud"])
+@pytest.mark.parametrize("swap", [False, True])
+def test_gated(biases: str, swap: bool) -> None:
+    """The order of mul's operands is free, and each bias may be there or not."""
+    (block,) = blocks_of(Gated(biases=biases, swap=swap, d_ff=24, d_out=8))
+    assert (block.variant, block.activation, block.threshold, block.refusal) == ("gated", "relu", 0, "")
+    assert (block.d_model, block.d_ff, block.d_out, block.dtype) == (16, 24, 8, torch.float32)
+    assert block.gate is not None and block.up is not None
+    for letter, name, part in (("g", "gate", block.gate), ("u", "up", block.up), ("d", "down", block.down)):
+        assert (part.weight.name, part.weight.in_out) == (f"{name}.weight", False)
+        assert (None if part.bias is None else part.bias.name) == (f"{name}.bias" if letter in biases else None)
+
+
+@pytest.mark.parametrize("biases", ["", "u", "d", "ud"])
+def test_plain(biases: str) -> None:
+    (block,) = blocks_of(Plain(biases=biases, d_ff=24, d_out=8))
+    assert (block.variant, block.activation, block.gate, block.refusal) == ("plain", "relu", None, "")
+    assert (block.d_model, block.d_ff, block.d_out) == (16, 24, 8)
+    assert block.up is not None
+    assert ((block.up.bias is not None), (block.down.bias is not None)) == ("u" in biases, "d" in biases)
+
+
+@pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 1, 3, 16), (0, 16)])
+def test_any_rank(shape: tuple[int, ...]) -> None:
+    module, x = Gated(biases="d"), torch.randn(shape)
+    program = canonical(module, x)
+    (block,) = find_ffn_blocks(program)
+    assert block.refusal == ""
+    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+
+
+def test_dynamic_dimensions() -> None:
+    """The leading dimensions of x and y agree as symbols; a view of them stays outside of the block."""
+    module = Gated(before=rows)
+    dynamic = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")},)
+    result = rewrite(canonical(module, torch.randn(2, 3, 16), dynamic=dynamic))
+    assert calls(result)["gated_mlp"] == 1
+    x = torch.randn(5, 7, 16)
+    assert_same(run(result, x)[0], eager(module, x)[0])
+
+
+def test_sizes_known_only_at_run_time() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.ffn(x[torch.nonzero(x[:, 0] > 0).squeeze(-1)])
+
+    module, x = Written(forward, ffn=Gated()), torch.randn(9, 16)
+    program = canonical(module, x)
+    assert [block.refusal for block in find_ffn_blocks(program)] == [""]
+    for rows_in in (x, x.abs(), -x.abs()):
+        assert_same(run(rewrite(program), rows_in)[0], eager(module, rows_in)[0])
+
+
+def test_sizes_beside_a_block_known_only_at_run_time() -> None:
+    """DeBERTa reshapes and slices a table of positions whose size depends on values."""
+
+    def forward(self: nn.Module, x: Tensor, count: Tensor) -> Tensor:
+        size = count.item()
+        torch._check(size >= 2)
+        torch._check(size <= 8)
+        table = torch.zeros(3, size) + torch.arange(size)
+        shown = table.reshape(size, 3).view(3, -1).unbind(0)[1] + table.view(-1, 3).reshape(3, size)
+        return self.ffn(x) + table[:, 1:].sum() + shown.sum() + (table @ table.view(3, size).t()).sum()
+
+    module, inputs = Written(forward, ffn=Gated()), (torch.randn(9, 16), torch.tensor(3))
+    program = canonical(module, *inputs)
+    assert [block.refusal for block in find_ffn_blocks(program)] == [""]
+    x = torch.randn(9, 16)
+    assert_same(run(rewrite(program), x, torch.tensor(5))[0], eager(module, x, torch.tensor(5))[0])
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda s, x, m: s.ffn(x) + m[:, 1:].sum() - m[:, :-1].mean(),
+        lambda s, x, m: s.ffn(x) + m.chunk(2, -1)[1].sum(),
+        lambda s, x, m: s.ffn(x) + torch.split(m, m.shape[1] - 1, 1)[0].sum(),
+    ],
+)
+def test_dynamic_dimensions_stay_dynamic(form: Callable[..., Tensor]) -> None:
+    """Reading a graph must not give a dimension the size that it was traced with."""
+    module = Written(form, ffn=Gated())
+    dynamic = (({0: torch.export.Dim("tokens")}, {1: 2 * torch.export.Dim("half", min=2)}),)
+    result = rewrite(canonical(module, torch.randn(5, 16), torch.randn(2, 8), dynamic=dynamic))
+    assert calls(result)["gated_mlp"] == 1
+    inputs = torch.randn(3, 16), torch.randn(2, 12)
+    assert_same(run(result, *inputs)[0], eager(module, *inputs)[0])
+
+
+def chosen(x: Tensor) -> Tensor:
+    return torch.nonzero(x[:, 0] > 0).squeeze(-1)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda s, x: s.ffn(x) + torch.nonzero(x[:, 0] > 0).t()[:, :1].sum(),
+        lambda s, x: s.ffn(x) + (chosen(x).unsqueeze(-1) + 1).sum(),
+        lambda s, x: s.ffn(x[chosen(x)] + s.ffn.down.weight[:1, :16]),
+        lambda s, x: s.ffn(torch.masked_select(x, x[:, :1] > 0).view(-1, 16)),
+        lambda s, x: (x[:, :8] @ s.ffn(x[chosen(x)]).view(-1, 8).t()).sum(-1),
+    ],
+)
+def test_operations_on_sizes_known_only_at_run_time(form: Form) -> None:
+    module, x = Written(form, ffn=Gated()), torch.randn(9, 16)
+    program = canonical(module, x)
+    assert [block.refusal for block in find_ffn_blocks(program)] == [""]
+    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "form"),
+    [
+        (D_FF, lambda m, x: F.linear(torch.relu(F.linear(x, m.up) + m.b_up[:, None]), m.down)),
+        (D_MODEL, lambda m, x: F.linear(torch.relu(F.linear(x, m.up)), m.down) + m.b_down.view(D_MODEL, 1)),
+        (D_MODEL, lambda m, x: torch.addmm(m.b_down[:, None], torch.relu(x @ m.up_t), m.down_t)),
+    ],
+)
+def test_a_number_for_each_row_is_no_bias(rows: int, form: Form) -> None:
+    """Not even where there are as many rows as neurons."""
+    module, x = Weights(form), torch.randn(rows, D_MODEL)
+    program = canonical(module, x)
+    blocks = find_ffn_blocks(program)
+    assert all(part is None or part.bias is None for block in blocks for part in (block.up, block.down))
+    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+
+
+# ---- packed gate and up ----
+
+
+class Packed(nn.Module):
+    """One projection for gate and up; `form` takes the module and its output."""
+
+    def __init__(self, form: Form, width: int = 2 * D_FF) -> None:
+        super().__init__()
+        self.form = form
+        self.gate_up, self.down = nn.Linear(16, width), nn.Linear(D_FF, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self, self.gate_up(x))
+
+
+def gated_down(module: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+    return module.down(torch.relu(gate) * up)
+
+
+PACKED: dict[str, Form] = {
+    "chunk": lambda m, h: gated_down(m, *h.chunk(2, -1)),
+    "chunk, up first": lambda m, h: gated_down(m, *reversed(h.chunk(2, -1))),
+    "split": lambda m, h: gated_down(m, *h.split(D_FF, dim=-1)),
+    "split with sizes": lambda m, h: gated_down(m, *h.split([D_FF, D_FF], dim=2)),
+    "tensor_split": lambda m, h: gated_down(m, *h.tensor_split(2, -1)),
+    "slices": lambda m, h: gated_down(m, h[..., :D_FF], h[..., D_FF:]),
+    "interleaved": lambda m, h: gated_down(m, h[..., ::2], h[..., 1::2]),
+    "narrow": lambda m, h: gated_down(m, h.narrow(-1, 0, D_FF), h.narrow(-1, D_FF, D_FF)),
+    "overlapping": lambda m, h: gated_down(m, h[..., :D_FF], h[..., 20 : 20 + D_FF]),
+    "a view and select": lambda m, h: gated_down(m, h.view(2, 3, 2, D_FF)[:, :, 0], h.view(2, 3, 2, D_FF)[:, :, 1]),
+    "a view and unbind": lambda m, h: gated_down(m, *h.unflatten(-1, (2, D_FF)).unbind(-2)),
+    "interleaved, a view and select": lambda m, h: gated_down(
+        m, h.view(2, 3, D_FF, 2)[..., -1], h.view(2, 3, D_FF, 2)[..., 0]
+    ),
+    "interleaved, a view and unbind": lambda m, h: gated_down(m, *h.reshape(2, 3, D_FF, 2).unbind(-1)),
+}
+
+
+@pytest.mark.parametrize("form", PACKED)
+def test_packed(form: str) -> None:
+    module, x = Packed(PACKED[form]), torch.randn(2, 3, 16)
+    program = canonical(module, x)
+    (block,) = find_ffn_blocks(program)
+    assert (block.variant, block.d_ff, block.refusal) == ("gated", D_FF, "")
+    result = rewrite(program)
+    assert calls(result) == {"gated_mlp": 1}
+    assert sum(t.numel() for t in result.state_dict.values()) == sum(p.numel() for p in module.parameters())
+    assert_same(run(result)[0], eager(module, x)[0])
+
+
+def test_packed_and_decomposed() -> None:
+    module, x = Packed(PACKED["a view and unbind"]), torch.randn(2, 3, 16)
+    program = canonicalize(torch.export.export(module.eval(), (x,)).run_decompositions())
+    (block,) = find_ffn_blocks(program)
+    assert (block.variant, block.refusal) == ("gated", "")
+    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+
+
+def test_packed_with_a_part_that_is_read_elsewhere() -> None:
+    def three(module: nn.Module, h: Tensor) -> Tensor:
+        gate, up, rest = h.chunk(3, -1)
+        return gated_down(module, gate, up) + rest.mean()
+
+    (block,) = blocks_of(Packed(three, 3 * D_FF))
+    assert "is also read by" in block.refusal
+
+
+def test_a_sliced_output_is_one_block() -> None:
+    """As in a network that gives scale and shift of a norm: the whole down projection is the block."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        shift, scale = self.ffn(x).chunk(2, -1)
+        return x * scale + shift
+
+    module, x = Written(forward, ffn=Plain(biases="ud", d_out=32)), torch.randn(5, 16)
+    program = canonical(module, x)
+    (block,) = find_ffn_blocks(program)
+    assert (block.d_out, block.refusal) == (32, "")
+    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+
+
+# ---- names ----
+
+
+def test_names_are_paths_of_modules() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp, self.fc1, self.fc2 = Gated(), nn.Linear(16, 40), nn.Linear(40, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(torch.relu(self.fc1(x + self.mlp(x)))) + x
+
+    names = [block.module for block in blocks_of(nn.Sequential(Layer(), Layer()))]
+    assert names == ["0.mlp", "0", "1.mlp", "1"]
+
+
+def test_a_module_that_is_called_twice() -> None:
+    module, x = Written(lambda self, x: self.ffn(self.ffn(x) + x), ffn=Gated()), torch.randn(5, 16)
+    program = canonical(module, x)
+    assert [(b.module, b.refusal) for b in find_ffn_blocks(program)] == [("ffn", ""), ("ffn#2", "")]
+    result = rewrite(program)
+    assert calls(result) == {"gated_mlp": 2, "add": 1}
+    assert_same(run(result)[0], eager(module, x)[0])
+
+
+# ---- refusals ----
+
+
+def cast_and_back(t: Tensor) -> Tensor:
+    return t.to(torch.bfloat16).to(torch.float32)
+
+
+def second_output(self: nn.Module, x: Tensor) -> Any:
+    hidden = torch.relu(self.ffn.gate(x)) * self.ffn.up(x)
+    return self.ffn.down(hidden), hidden
+
+
+def up_read_twice(self: nn.Module, x: Tensor) -> Tensor:
+    up = self.ffn.up(x)
+    return self.ffn.down(torch.relu(self.ffn.gate(x)) * up) + up.mean()
+
+
+def gate_read_twice(self: nn.Module, x: Tensor) -> Tensor:
+    gate = torch.relu(self.ffn.gate(x))
+    return self.ffn.down(gate * self.ffn.up(x)) + (gate > 0).sum()
+
+
+def view_read_twice(self: nn.Module, x: Tensor) -> Tensor:
+    hidden = torch.relu(self.ffn.up(x)).view(2, 3, D_FF)
+    return self.ffn.down(hidden) + hidden.sum()
+
+
+def two_inputs(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.relu(self.ffn.gate(x)) * self.ffn.up(x + 1))
+
+
+def up_of_each_number(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.relu(self.ffn.gate(x)).unsqueeze(-2) * self.each(x.unsqueeze(-1)))
+
+
+def scaled_up_weight(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.relu(self.ffn.gate(x)) * F.linear(x, self.ffn.up.weight * x.mean()))
+
+
+def relu_times_other(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.relu(self.ffn.gate(x)) * torch.sigmoid(x).mean(-1, keepdim=True))
+
+
+def flattened(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.relu(self.ffn.up(x)).view(-1, D_FF))
+
+
+def repeated_rows(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.maximum(self.ffn.up(x), torch.zeros(4, 1, 1, 1)))
+
+
+def with_adapter(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.relu(self.b(self.a(x)) * 2 + self.ffn.up(x)))
+
+
+def with_adapters(self: nn.Module, x: Tensor) -> Tensor:
+    adapter = self.b(self.a(x))
+    return self.ffn.down(torch.relu(self.ffn.gate(x) + adapter) * (self.ffn.up(x) + adapter))
+
+
+def subtracted_bias(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down(torch.relu(F.linear(x, self.ffn.up.weight) - self.ffn.up.bias))
+
+
+def wide_product(self: nn.Module, x: Tensor) -> Tensor:
+    return self.ffn.down((torch.relu(self.ffn.gate(x).double()) * self.ffn.up(x).double()).float())
+
+
+ADJUSTED = "a projection is cast, scaled or added to (as by an unmerged LoRA) before the activation"
+REFUSALS: dict[str, tuple[nn.Module, str]] = {
+    "the hidden tensor is an output": (
+        Written(second_output, ffn=Gated()),
+        "its intermediate tensor mul is also read by output",
+    ),
+    "up has a second reader": (Written(up_read_twice, ffn=Gated()), "is also read by mean"),
+    "the activation has a second reader": (
+        Written(gate_read_twice, ffn=Gated()),
+        "its intermediate tensor relu is also read by gt",
+    ),
+    "a view has a second reader": (Written(view_read_twice, ffn=Plain()), "is also read by sum"),
+    "gate and up read different tensors": (
+        Written(two_inputs, ffn=Gated()),
+        "gate and up projections read different tensors",
+    ),
+    "up reads each number of x by itself": (
+        Written(up_of_each_number, ffn=Gated(), each=nn.Linear(1, D_FF)),
+        "gate and up projections read different tensors",
+    ),
+    "up's weight is computed": (
+        Written(scaled_up_weight, ffn=Gated()),
+        "the other factor of the gate is not a linear projection with constant weights",
+    ),
+    "the gate multiplies no projection": (
+        Written(relu_times_other, ffn=Gated()),
+        "the other factor of the gate is not a linear projection with constant weights",
+    ),
+    "the hidden tensor is cast": (Gated(between=cast_and_back), "the hidden tensor is cast before the down projection"),
+    "the hidden tensor of a plain block is cast": (
+        Plain(between=cast_and_back),
+        "the hidden tensor is cast before the down projection",
+    ),
+    "a norm in a gated block": (
+        Gated(between=nn.LayerNorm(D_FF)),
+        "a normalisation stands between the hidden tensor and the down projection",
+    ),
+    "an RMSNorm written out": (
+        Gated(between=lambda t: t * torch.rsqrt(t.square().mean(-1, keepdim=True) + 1e-6)),
+        "a normalisation stands between the hidden tensor and the down projection",
+    ),
+    "the hidden tensor is scaled": (
+        Gated(between=lambda t: t * 0.5),
+        "the hidden tensor is scaled, or otherwise computed on, before the down projection",
+    ),
+    "the hidden tensor is squared": (
+        Gated(between=torch.square),
+        "the hidden tensor is scaled, or otherwise computed on, before the down projection",
+    ),
+    "a row statistic scales the hidden tensor": (  # as in ConvNeXt V2
+        Plain(between=lambda t: t * t.mean(-1, keepdim=True) + t),
+        "the hidden tensor is scaled, or otherwise computed on, before the down projection",
+    ),
+    "an adapter that is not merged": (
+        Written(with_adapter, ffn=Plain(biases="u"), a=nn.Linear(16, 8), b=nn.Linear(8, D_FF)),
+        ADJUSTED,
+    ),
+    "adapters that are not merged": (
+        Written(with_adapters, ffn=Gated(), a=nn.Linear(16, 8), b=nn.Linear(8, D_FF)),
+        ADJUSTED,
+    ),
+    "the projection is scaled": (Gated(lambda t: torch.relu(t / 3)), ADJUSTED),
+    "the projection is shifted": (Plain(lambda t: torch.relu(t - 1).square()), ADJUSTED),
+    "a vector is subtracted": (Written(subtracted_bias, ffn=Plain(biases="u")), ADJUSTED),
+    "the activation is computed in another precision": (Plain(lambda t: torch.relu(t.double()).float()), ADJUSTED),
+    "gate and up are multiplied in another precision": (Written(wide_product, ffn=Gated()), ADJUSTED),
+    "the rows are repeated": (
+        Written(repeated_rows, ffn=Plain()),
+        "the output has other leading dimensions than the input",
+    ),
+    "the rows are flattened inside": (
+        Written(flattened, ffn=Plain()),
+        "the output has other leading dimensions than the input",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusal(case: str) -> None:
+    module, reason = REFUSALS[case]
+    x = torch.randn(2, 3, 16)
+    program = canonical(module, x)
+    (block,) = find_ffn_blocks(program)
+    assert reason in block.refusal
+    assert reason != ADJUSTED or (block.d_model, block.d_ff, block.d_out) == (16, D_FF, 16)
+    assert "mlp" not in "".join(calls(rewrite(program)))
+
+
+def test_bitnet_is_refused_by_name() -> None:
+    program = canonicalize(models.export(models.bitnet(), torch.ones(1, 4, dtype=torch.int64), use_cache=False))
+    assert [(block.module, block.activation, block.refusal) for block in find_ffn_blocks(program)] == [
+        (
+            f"model.layers.{layer}.mlp",
+            "relu2",
+            "a normalisation stands between the hidden tensor and the down projection",
+        )
+        for layer in range(2)
+    ]
+
+
+def test_mixed_dtypes_are_refused() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(16, 40), nn.Linear(16, 40).double(), nn.Linear(40, 16).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(torch.relu(self.gate(x)) * self.up(x.double()))
+
+    (block,) = blocks_of(Mixed())
+    assert block.refusal == "its tensors have several dtypes (float32, float64)"
+
+
+def test_broadcast_projections_are_refused() -> None:
+    """One value for all neurons, from the gate, from up or as a bias, is no projection of the block's width."""
+
+    class Narrow(nn.Module):
+        def __init__(self, gate: int, up: int) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(16, gate), nn.Linear(16, up), nn.Linear(40, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(torch.relu(self.gate(x)) * self.up(x))
+
+    for gate, up in ((1, 40), (40, 1)):
+        (block,) = blocks_of(Narrow(gate, up))
+        assert block.refusal == "its hidden tensors have several widths (1, 40)"
+    module = Written(
+        lambda self, x: self.ffn.down(torch.relu(F.linear(x, self.ffn.up.weight, self.one))),
+        ffn=Plain(),
+        one=torch.ones(1),
+    )
+    (block,) = blocks_of(module)
+    assert block.refusal == "the bias one is broadcast"
+
+
+# ---- what is no block ----
+
+
+NO_BLOCKS: dict[str, nn.Module] = {
+    "dropout in training": Gated(between=lambda t: F.dropout(t, 0.5, training=True)),
+    "a sum instead of a product": Written(
+        lambda s, x: s.ffn.down(torch.relu(s.ffn.gate(x)) + s.ffn.up(x)), ffn=Gated()
+    ),
+    "a gate without activation": Written(lambda s, x: s.ffn.down(s.ffn.gate(x) * s.ffn.up(x)), ffn=Gated()),
+    "an adapter beside another activation": Written(
+        lambda s, x: s.ffn.down(torch.tanh(s.ffn.up(x) + s.a(x))), ffn=Plain(), a=nn.Linear(16, D_FF)
+    ),
+    "a residual before the activation": Written(
+        lambda s, x: s.down(torch.relu(x + s.up(x))), up=nn.Linear(16, 16), down=nn.Linear(16, 16)
+    ),
+    "two linears": nn.Sequential(nn.Linear(16, 40), nn.Linear(40, 16)),
+    "an added tensor": Plain(between=lambda t: t + 1),
+    "no down projection": Written(lambda s, x: torch.relu(s.ffn.gate(x)) * s.ffn.up(x), ffn=Gated()),
+    "no up projection": Written(lambda s, x: s.ffn.down(torch.relu(x.repeat(1, 1, 3)[..., :D_FF])), ffn=Gated()),
+    "a computed down weight": Written(
+        lambda s, x: F.linear(torch.relu(s.ffn.gate(x)), s.ffn.down.weight * x.mean()), ffn=Gated()
+    ),
+    "a computed gate weight": Written(
+        lambda s, x: s.ffn.down(torch.relu(F.linear(x, s.ffn.gate.weight * x.mean())) * s.ffn.up(x)), ffn=Gated()
+    ),
+    "a product of activations": Written(
+        lambda s, x: torch.relu(s.ffn.gate(x)) @ torch.relu(s.ffn.up(x)).mT, ffn=Gated()
+    ),
+    "a convolution": nn.Sequential(nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Conv1d(8, 3, 1)),
+    "sigmoid attention over a projection": Plain(torch.sigmoid),
+}
+
+
+@pytest.mark.parametrize("case", NO_BLOCKS)
+def test_no_block(case: str) -> None:
+    assert blocks_of(NO_BLOCKS[case], torch.randn(2, 3, 16)) == []
+
+
+def test_weights_that_change_are_no_constants() -> None:
+    """A buffer that the program writes to cannot become a weight of the op."""
+
+    class Fast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ffn = Plain()
+            self.register_buffer("fast", torch.randn(D_FF, D_MODEL))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.ffn.down(torch.relu(F.linear(x, self.fast)))
+            self.fast.mul_(0.5)
+            return y
+
+    assert blocks_of(Fast()) == []

@@ -1,0 +1,116 @@
+"""Imports point one way: between the layers down, and nowhere in a circle, not even inside of functions."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# From the bottom to the top; everything else in twellc is above all of them.
+LAYERS = ("base", "plugins", "passes", "export")
+# The module that a plain `python -m` runs is named, not imported.
+RUN_BY_NAME = {"twellc.plugins.registration_worker"}
+
+
+def sources() -> dict[str, ast.Module]:
+    """Return every module of the package, under the name that it is imported by."""
+    found = {}
+    for folder in ("twellc", "passes", "export", "plugins"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if parts[:2] == ("plugins", "lib"):
+                continue
+            name = ".".join(parts if folder == "twellc" else ("twellc", *parts)).removesuffix(".__init__")
+            found[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+def imports(tree: ast.Module, known: set[str]) -> Iterator[str]:
+    """Yield the modules of the package that a module imports anywhere: at its top, in functions, for types only."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            for each in node.names:
+                inner = f"{node.module}.{each.name}"
+                yield inner if inner in known else node.module
+
+
+SOURCES = sources()
+GRAPH = {name: set(imports(tree, set(SOURCES))) - {name} for name, tree in SOURCES.items()}
+
+
+def layer(module: str) -> int:
+    """Return the number of a module's layer, counted from the bottom."""
+    folder = module.split(".")[1] if "." in module else ""
+    return LAYERS.index(folder) if folder in LAYERS else len(LAYERS)
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return the nodes of a circle in a graph, or an empty list."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def by_folder(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return the graph with each folder of a layer, and each of twellc, as one node."""
+
+    def folder(module: str) -> str:
+        parts = module.split(".")
+        depth = 3 if parts[1:2] == ["passes"] else 2
+        return ".".join(parts[:depth])
+
+    folders: dict[str, set[str]] = {}
+    for module, imported in graph.items():
+        folders.setdefault(folder(module), set()).update(map(folder, imported))
+    return {name: imported - {name} for name, imported in folders.items()}
+
+
+def test_every_folder_is_seen() -> None:
+    assert {"twellc.cli", "twellc.base.errors", "twellc.passes.match.linear", "twellc.export.plan"} <= GRAPH.keys()
+    assert "twellc.plugins.ops" in GRAPH["twellc.passes.rewrite_ffn"]
+    assert "twellc.translation.translate" in GRAPH["twellc.compiler"]  # inside of a function
+
+
+def test_imports_between_layers_point_down() -> None:
+    upward = [f"{module} -> {each}" for module, found in GRAPH.items() for each in found if layer(each) > layer(module)]
+    assert not upward
+
+
+def test_no_circle_of_modules() -> None:
+    assert not circle(GRAPH)
+
+
+def test_no_circle_of_folders() -> None:
+    assert not circle(by_folder(GRAPH))
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("twellc.base.errors", "def f():\n    from twellc.base import files"),
+        ("twellc.passes.match.linear", "from twellc.passes.match.find_ffn import FfnBlock"),
+        ("twellc.passes.graph.program", "import twellc.passes.match.linear"),
+    ],
+)
+def test_a_circle_is_found(module: str, text: str) -> None:
+    planted = {**GRAPH, module: GRAPH[module] | set(imports(ast.parse(text), set(SOURCES)))}
+    assert circle(planted) or circle(by_folder(planted))
+
+
+def test_modules_are_not_named_by_strings() -> None:
+    """Neither mypy nor this test would see such an import."""
+    named = {
+        node.value.partition(":")[0]
+        for tree in SOURCES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert named & SOURCES.keys() - {"twellc"} == RUN_BY_NAME

@@ -1,0 +1,953 @@
+"""`twellc check`: what passes, what must not, and what belongs to something else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import transformers
+from onnx import TensorProto, helper
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from tests import models
+from tests.conftest import Cli
+from tests.models import Gated, Plain, Residual, export
+from tests.onnx_graphs import GraphMaker
+from tests.processes import TWELLC, environment
+from twellc.base.arrays import to_torch
+from twellc.base.errors import UserError
+from twellc.checks import evaluator
+from twellc.checks.accuracy import Share
+from twellc.checks.checking import CheckResult, check
+from twellc.checks.reference import integer_ranges
+from twellc.checks.samples import Limits, Sample, draw_samples
+from twellc.cli import _print_accuracy
+from twellc.config import CheckOptions, CompileOptions
+from twellc.export.profiles import program_inputs
+from twellc.loaders.loaded import LoadedModel
+from twellc.loaders.model import load_model
+from twellc.passes.canonicalize import functionalize
+from twellc.passes.fold_weights import fold_weights
+from twellc.translation.translate import translate_to_file
+
+pytestmark = pytest.mark.usefixtures("remembered_models", "remembered_programs")
+
+# Inputs of a twell node after x: weights of a gated block with all biases, and without any.
+WITH_BIASES = ("w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down")
+WITHOUT = ("w_gate", "w_up", "w_down")
+
+
+@pytest.fixture(scope="module")
+def functional_programs() -> dict[int, tuple[ExportedProgram, ExportedProgram]]:
+    return {}
+
+
+@pytest.fixture
+def remembered_programs(
+    functional_programs: dict[int, tuple[ExportedProgram, ExportedProgram]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functionalise each loaded model once: that takes longer than all else, and passes change no program in place."""
+
+    def once(program: ExportedProgram) -> ExportedProgram:
+        if id(program) not in functional_programs:
+            functional_programs[id(program)] = (program, functionalize(program))
+        return functional_programs[id(program)][1]
+
+    monkeypatch.setattr("twellc.checks.reference.functionalize", once)
+
+
+def graph_of(model: Path, path: Path) -> Path:
+    translate_to_file(CompileOptions(model=model, backend="none"), path, lambda step: None)
+    return path
+
+
+def run_check(model: Path, candidate: Path, seed: int = 0) -> CheckResult:
+    return check(CheckOptions(model, candidate, seed), lambda step: None)
+
+
+def samples_of(model: LoadedModel, profile: dict[str, Any] | None = None) -> list[Sample]:
+    limits = Limits(program_inputs(model.program), profile, model.vocabulary)
+    return draw_samples(limits, integer_ranges(model), seed=0)
+
+
+@pytest.fixture(scope="module")
+def archive_graph(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return graph_of(archive, tmp_path_factory.mktemp("graphs") / "gated.onnx")
+
+
+@pytest.fixture(scope="module")
+def bytelm_plan(bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plan of the trained model, as the quickstart makes it, with its graph beside it."""
+    plan = tmp_path_factory.mktemp("plans") / "bytelm.plan"
+    command = [*TWELLC, "compile", str(bytelm), "-o", str(plan), "--onnx", str(plan.with_suffix(".onnx"))]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert "4 of 4 feed-forward blocks rewritten" in done.stdout
+    return plan
+
+
+def damage(
+    graph: Path, to: Path, names: tuple[str, ...], weight: str, change: Callable[[Tensor], Any], block: int = 0
+) -> Path:
+    """Write a copy of a graph in which one bfloat16 weight of one block is changed in place."""
+    model = onnx.load(graph)
+    node = [node for node in model.graph.node if node.domain == "twell"][block]
+    name = node.input[1 + names.index(weight)]
+    (tensor,) = (each for each in model.graph.initializer if each.name == name)
+    values = torch.frombuffer(bytearray(tensor.raw_data), dtype=torch.bfloat16).reshape(tuple(tensor.dims))
+    change(values)
+    tensor.raw_data = values.contiguous().view(torch.int16).numpy().astype(np.int16).tobytes()
+    onnx.save(model, to)
+    return to
+
+
+# ---- within tolerance ----
+
+
+def test_right_graph(archive: Path, archive_graph: Path) -> None:
+    result = run_check(archive, archive_graph)
+    assert result.within
+    assert result.executed == "the ONNX graph, in onnx's reference evaluator"
+    assert result.note == ""
+    (output,) = result.outputs
+    assert output.name == "output"
+    assert (output.top1, output.kl) == (None, None)
+    assert 0 < output.candidate.relative <= output.relative_tolerance < 0.02
+    assert output.candidate.cosine > 0.9999
+
+
+def test_trained_model(bytelm: Path, bytelm_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = json.loads((bytelm_plan.parent / "bytelm.plan.json").read_text())
+    assert len(manifest["plan"]["plugin_layers"]) == 4
+    assert [layer["module"] for layer in manifest["layers"]] == [f"model.layers.{i}.mlp" for i in range(4)]
+    assert {tensor["name"]: tensor["shape"] for tensor in manifest["plan"]["inputs"]} == {
+        "input_ids": [-1, -1],
+    }
+    assert manifest["profiles"][0]["input_ids"] == {"min": [1, 1], "opt": [1, 128], "max": [8, 1024]}
+    monkeypatch.setattr("twellc.checks.checking.why_not_here", lambda backend: "there is no GPU on this machine")
+    result = run_check(bytelm, bytelm_plan)
+    assert result.within
+    assert "NOT run" in result.note
+    (logits,) = result.outputs
+    assert logits.name == "logits"
+    assert logits.top1 is not None and logits.top1 > 0.9
+    assert logits.kl is not None and 0 < logits.kl < 0.01
+    assert logits.plain_top1 is not None and logits.plain_kl is not None
+
+
+def test_a_dense_graph_is_as_good(archive: Path, tmp_path: Path) -> None:
+    options = CompileOptions(model=archive, backend="none", layers="none")
+    translate_to_file(options, tmp_path / "dense.onnx", lambda step: None)
+    assert run_check(archive, tmp_path / "dense.onnx").within
+
+
+def test_float32_model(opt: Path, tmp_path: Path) -> None:
+    """The yardstick is the model in the precision that the candidate says it was compiled in."""
+    translate_to_file(CompileOptions(model=opt, backend="none", dtype="fp16"), tmp_path / "m.onnx", lambda step: None)
+    (logits,) = run_check(opt, tmp_path / "m.onnx").outputs
+    assert logits.within
+    assert logits.plain.relative < 1e-3, "bfloat16 would be coarser"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_encoder_decoder(t5: Path, tmp_path: Path) -> None:
+    result = run_check(t5, graph_of(t5, tmp_path / "m.onnx"))
+    assert [output.name for output in result.outputs] == ["logits", "encoder_last_hidden_state"]
+    assert result.within
+
+
+def test_plan_without_a_gpu(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph stands in for the plan, and the result says so; kept with --onnx, or made again."""
+    monkeypatch.setattr("twellc.checks.checking.why_not_here", lambda backend: "there is no GPU on this machine")
+    plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
+    assert cli("compile", archive, "-o", plan, "--onnx", graph).exit_code == 0
+    kept = cli("check", archive, plan)
+    assert kept.exit_code == 0, kept.output
+    assert "the plan itself was NOT run: there is no GPU on this machine" in kept.stdout
+    assert "Executed: m.onnx, the ONNX graph that it was built from, in onnx's reference evaluator" in kept.stdout
+    assert "within tolerance" in kept.stdout
+    graph.unlink()
+    again = cli("check", archive, plan)
+    assert again.exit_code == 0, again.output
+    assert "Executed: the ONNX graph that it was built from, made again" in again.stdout
+    graph.write_bytes(b"something else of the same name")
+    assert "made again" in cli("check", archive, plan).stdout
+
+
+def test_plan_called_as_a_graph(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a candidate is, its content says."""
+    monkeypatch.setattr("twellc.checks.checking.why_not_here", lambda backend: "there is no GPU on this machine")
+    assert cli("compile", archive, "-o", tmp_path / "m.onnx").exit_code == 0
+    result = cli("check", archive, tmp_path / "m.onnx")
+    assert result.exit_code == 0, result.output
+    assert "the plan itself was NOT run" in result.stdout
+
+
+def test_plan_that_runs(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and shares come from the graph beside the plan.
+
+    No TensorRT can run a plan here, so a stand-in runs the graph: this tests what check does with a plan's results, and
+    not the plan.
+    """
+    plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
+    assert cli("compile", archive, "-o", plan, "--onnx", graph).exit_code == 0
+    stand_in = evaluator.OnnxEvaluator(graph)
+    monkeypatch.setattr("twellc.checks.checking.why_not_here", lambda backend: "")
+    monkeypatch.setattr("twellc.checks.checking.load_host", lambda backend: None)
+    monkeypatch.setattr(
+        "twellc.checks.checking.run_plan", lambda *arguments: [y * 1.5 for y in stand_in.run(arguments[-1])]
+    )
+    result = run_check(archive, plan)
+    assert (result.executed, result.note) == ("the plan", "")
+    assert [block.diverges for block in result.blocks] == [False]
+    assert (result.within, result.causes) == (False, ["rest"])
+    graph.unlink()
+    result = run_check(archive, plan)
+    assert (result.blocks, result.outputs[0].separation, result.causes) == ([], None, [])
+    assert "the graph that the plan was built from is not beside it; keep it with --onnx" in result.notes[0]
+
+
+def test_samples_of_a_plan_keep_to_its_profile(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
+    shapes = "x:5x3x16:5x3x16:5x3x16"
+    assert cli("compile", archive, "-o", plan, "--onnx", graph, "--profile", shapes).exit_code == 0
+    model = load_model(archive, False)
+    profile = json.loads((tmp_path / "m.plan.json").read_text())["profiles"][0]
+    samples = samples_of(model, profile)
+    assert [tuple(sample["x"].shape) for sample in samples] == [(5, 3, 16)]
+    assert cli("check", archive, plan).exit_code == 0
+
+
+# ---- outside ----
+
+DAMAGES: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
+    "a tile of 256 neurons is lost": ("w_gate", lambda w: w[:256].zero_()),
+    "the last, partial tile is lost": ("w_gate", lambda w: w[256:].zero_()),
+    "up is zero": ("w_up", lambda w: w.zero_()),
+    "down is zero": ("w_down", lambda w: w.zero_()),
+    "down is scaled": ("w_down", lambda w: w.mul_(1.1)),
+    "one output is scaled": ("w_down", lambda w: w[:, 7].mul_(1.5)),
+    "one output is lost": ("w_down", lambda w: w[:, 7].zero_()),
+    "two neurons' down rows are swapped": ("w_down", lambda w: w.copy_(w.roll(1, 0))),
+    "gate and up are swapped in part": ("w_up", lambda w: w.copy_(w.roll(1, 0))),
+    "the bias of the gate is lost": ("b_gate", lambda b: b.zero_()),
+    "the bias of down is lost": ("b_down", lambda b: b.zero_()),
+    "a weight is NaN": ("w_down", lambda w: w[3, 3].fill_(torch.nan)),
+    "a weight is infinite": ("w_up", lambda w: w[3, 3].fill_(torch.inf)),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damaged_weight(case: str, archive: Path, archive_graph: Path, tmp_path: Path) -> None:
+    weight, change = DAMAGES[case]
+    candidate = damage(archive_graph, tmp_path / "m.onnx", WITH_BIASES, weight, change)
+    assert not run_check(archive, candidate).within
+
+
+TRAINED: dict[str, tuple[int, str, Callable[[Tensor], Any]]] = {
+    "a tile of 256 neurons of one layer is lost": (1, "w_gate", lambda w: w[768:].zero_()),
+    "one output row of one projection is scaled": (3, "w_down", lambda w: w[:, 7].mul_(1.5)),
+}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_damaged_trained_model(case: str, bytelm: Path, bytelm_plan: Path, tmp_path: Path) -> None:
+    block, weight, change = TRAINED[case]
+    candidate = damage(bytelm_plan.with_suffix(".onnx"), tmp_path / "m.onnx", WITHOUT, weight, change, block)
+    assert not run_check(bytelm, candidate).within
+
+
+def test_residual_is_part_of_the_block(archive: Path, archive_graph: Path, tmp_path: Path) -> None:
+    """The block's result is the sum; a candidate whose node takes in another tensor, or none, is found out."""
+    result = run_check(archive, archive_graph)
+    assert [block.module for block in result.blocks] == ["ffn"]
+    assert result.within
+    model = onnx.load(archive_graph)
+    (node,) = (node for node in model.graph.node if node.domain == "twell")
+    (field,) = (each for each in node.attribute if each.name == "residual")
+    assert field.i == 1
+    node.input[-1] = node.input[0]
+    onnx.save(model, tmp_path / "other.onnx")
+    other = run_check(archive, tmp_path / "other.onnx")
+    assert not other.within
+    assert other.first_divergence is None, "the block by itself is right: it is given the right residual"
+    field.i = 0
+    node.input.pop()
+    onnx.save(model, tmp_path / "none.onnx")
+    without = run_check(archive, tmp_path / "none.onnx")
+    assert not without.within
+    assert "with and without a residual" in "".join(without.notes)
+
+
+def test_exit_statuses(cli: Cli, archive: Path, archive_graph: Path, tmp_path: Path) -> None:
+    bad = damage(archive_graph, tmp_path / "bad.onnx", WITH_BIASES, "w_down", lambda w: w.zero_())
+    good = cli("check", archive, archive_graph)
+    assert (good.exit_code, "within tolerance" in good.stdout) == (0, True)
+    outside = cli("check", archive, bad)
+    assert (outside.exit_code, "OUTSIDE TOLERANCE" in outside.stdout) == (1, True)
+    outside = cli("check", archive, bad, "--json")
+    assert outside.exit_code == 1
+    found = json.loads(outside.stdout)
+    assert found["within"] is False
+    assert found["outputs"][0]["candidate"]["relative"] > found["outputs"][0]["relative_tolerance"]
+    missing = cli("check", archive, tmp_path / "nothing.onnx")
+    assert (missing.exit_code, "there is no such file" in missing.stderr) == (2, True)
+
+
+def test_seed_decides_the_inputs(archive: Path, archive_graph: Path) -> None:
+    first, again, other = (run_check(archive, archive_graph, seed) for seed in (0, 0, 1))
+    assert first == again
+    assert first.outputs[0].candidate != other.outputs[0].candidate
+
+
+# ---- outputs of other forms ----
+
+
+class Channels(nn.Module):
+    """A plain block over channels, as convolutions: the last dimension is the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv1d(16, 40, 1), nn.Conv1d(40, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def test_last_dimension_varies(tmp_path: Path) -> None:
+    """Errors are taken element by element, so rows of different lengths can be joined."""
+    model = tmp_path / "m.pt2"
+    program = export(Channels().bfloat16(), torch.randn(2, 16, 9).bfloat16(), dynamic=({2: Dim("time", max=64)},))
+    torch.export.save(program, model)
+    result = run_check(model, graph_of(model, tmp_path / "m.onnx"))
+    assert [tuple(sample["x"].shape) for sample in samples_of(load_model(model, False))] == [
+        (2, 16, 1), (2, 16, 9), (2, 16, 27),
+    ]  # fmt: skip
+    (output,) = result.outputs
+    assert result.within and 0 < output.plain.relative < 0.01
+    assert output.separation is not None and output.separation.rewrite.relative < 1e-13
+    damaged = onnx.load(tmp_path / "m.onnx")
+    damaged.graph.output[0].name = "scaled"
+    damaged.graph.initializer.append(helper.make_tensor("scale", TensorProto.BFLOAT16, [], [1.1]))
+    damaged.graph.node.append(helper.make_node("Mul", ["output", "scale"], ["scaled"]))
+    onnx.save(damaged, tmp_path / "d.onnx")
+    result = run_check(model, tmp_path / "d.onnx")
+    assert (result.within, result.causes) == (False, ["rest"])
+
+
+class Labels(nn.Module):
+    """A classifier of tokens that returns labels, and which of its scores are positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Residual(Gated()), nn.Linear(16, 24)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.head(self.block(x))
+        return scores.argmax(-1), scores > 0
+
+
+def test_outputs_of_integers_and_booleans(cli: Cli, tmp_path: Path) -> None:
+    model, graph = tmp_path / "m.pt2", tmp_path / "m.onnx"
+    x = torch.randn(2, 100, 16).bfloat16()
+    torch.export.save(export(Labels().bfloat16(), x, dynamic=({0: Dim("batch", min=1, max=8)},)), model)
+    assert cli("compile", model, "--backend", "none", "--onnx", graph).exit_code == 0
+    found = cli("check", model, graph)
+    assert found.exit_code == 0, found.output
+    found = json.loads(cli("check", model, graph, "--json").stdout)
+    labels, positive = found["outputs"]
+    assert (labels["name"], labels["elements"], positive["elements"]) == ("output_0", 900, 900 * 24)
+    assert labels["tolerance"] == 2 * labels["plain_differing"] + 60
+    assert 0 < positive["plain_differing"] < 0.02 * positive["elements"]
+    assert positive["differing"] <= 2 * positive["plain_differing"]
+    assert [block["module"] for block in found["blocks"]] == ["block.ffn"]
+    shown = cli("check", model, graph).stdout
+    assert f"output output_1: {positive['differing']} of 21600 elements differ from float64 (plain " in shown
+    # A head with wrong weights: every block is right, and the labels are not.
+    wrong = onnx.load(graph)
+    (head,) = (tensor for tensor in wrong.graph.initializer if sorted(tensor.dims) == [16, 24])
+    values = to_torch(onnx.numpy_helper.to_array(head)).flip(0)
+    head.raw_data = values.contiguous().view(torch.int16).numpy().tobytes()
+    onnx.save(wrong, tmp_path / "wrong.onnx")
+    shown = cli("check", model, tmp_path / "wrong.onnx")
+    assert shown.exit_code == 1
+    assert "OUTSIDE TOLERANCE; every rewritten block is within tolerance by itself" in shown.stdout
+
+
+class Cancelling(nn.Module):
+    """Two results, in one of which bfloat16 loses nearly all of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Gated()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        coarse = self.block(x + 400 - 400)
+        return {"good": self.block(x), "bad": coarse, "signs": coarse > 0}
+
+
+def test_a_model_that_low_precision_spoils(cli: Cli, tmp_path: Path) -> None:
+    model, graph = tmp_path / "m.pt2", tmp_path / "m.onnx"
+    torch.export.save(export(Cancelling().bfloat16(), torch.randn(40, 16).bfloat16()), model)
+    result = run_check(model, graph_of(model, graph))
+    assert result.within, "no fault of the candidate"
+    assert [output.coarse for output in result.outputs] == [False, True, True]
+    assert result.outputs[0].plain.relative < 0.02 < 0.1 < result.outputs[1].plain.relative
+    note = "within tolerance says little: low precision alone is more than 10% off in bad, signs"
+    assert result.notes == [note]
+    shown = cli("check", model, graph)
+    assert (shown.exit_code, shown.stdout.count(f"Note: {note}\n")) == (0, 1)
+
+
+def test_scores_over_the_text_are_no_language_model(tmp_path: Path) -> None:
+    """An output called logits with one score for each token of the input: there is no vocabulary to compare over."""
+    make = GraphMaker("bf16")
+    hidden = make.node("Relu", make.linear("x", "block.fc1", 16, 40))
+    score = make.linear(make.linear(hidden, "block.fc2", 40, 16), "score", 16, 1)
+    make.nodes.append(helper.make_node("Squeeze", [score, make.integers(-1)], ["logits"]))
+    onnx.save(make.model("logits", rank=2), tmp_path / "m.onnx")
+    (output,) = run_check(tmp_path / "m.onnx", graph_of(tmp_path / "m.onnx", tmp_path / "g.onnx")).outputs
+    assert output.within
+    assert (output.name, output.top1, output.kl) == ("logits", None, None)
+
+
+# ---- blocks, and where the error comes from ----
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny ReLU Llama with four layers, in bfloat16."""
+    return models.save(models.llama(num_hidden_layers=4), tmp_path_factory.mktemp("models") / "deep")
+
+
+@pytest.fixture(scope="module")
+def deep_graph(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return graph_of(deep, tmp_path_factory.mktemp("graphs") / "deep.onnx")
+
+
+MODULES = [f"model.layers.{index}.mlp" for index in range(4)]
+
+
+def test_shares_add_up(deep: Path, deep_graph: Path) -> None:
+    result = run_check(deep, deep_graph)
+    assert (result.within, result.first_divergence, result.causes, result.notes) == (True, None, [], [])
+    (logits,) = result.outputs
+    separation = logits.separation
+    assert separation is not None
+    assert separation.low_precision.relative == logits.plain.relative
+    assert separation.rewrite.relative < 1e-13
+    parts = (separation.low_precision, separation.rewrite, separation.kernels, separation.rest)
+    assert sum(part.relative for part in parts) == pytest.approx(logits.candidate.relative, rel=1e-9)
+    assert sum(part.max for part in parts) == pytest.approx(logits.candidate.max, rel=1e-9)
+    # Neither share is an invention: the plugin nodes round in another way, and so does the evaluator.
+    assert separation.kernels.relative != 0 != separation.rest.relative
+    assert [block.module for block in result.blocks] == MODULES
+    for block in result.blocks:
+        assert block.accuracy.separation is not None
+        assert block.accuracy.separation.rewrite.relative < 1e-13
+        assert block.accuracy.separation.rest.relative == 0
+        assert 0 < block.accuracy.candidate.relative < block.accuracy.plain.relative, "one rounding, not three"
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_the_damaged_block_is_named(deep: Path, deep_graph: Path, tmp_path: Path, layer: int) -> None:
+    candidate = damage(deep_graph, tmp_path / "m.onnx", WITHOUT, "w_up", lambda w: w[5].mul_(2), layer)
+    result = run_check(deep, candidate)
+    assert result.first_divergence == MODULES[layer]
+    assert [block.module for block in result.blocks if block.diverges] == [MODULES[layer]]
+    assert result.causes == ["rewrite"]
+    (logits,) = result.outputs
+    assert logits.separation is not None and not logits.separation.rewrite_within
+
+
+def test_a_weight_off_by_its_last_bit_is_noticed(deep: Path, deep_graph: Path, tmp_path: Path) -> None:
+    """Far too little to see in low precision, but in float64 the rewritten model is another one."""
+
+    def change(weight: Tensor) -> None:
+        weight[3, 3] *= 1 + torch.finfo(torch.bfloat16).eps
+
+    result = run_check(deep, damage(deep_graph, tmp_path / "m.onnx", WITHOUT, "w_down", change, 1))
+    assert all(output.within for output in result.outputs)
+    assert not result.within
+    assert (result.first_divergence, result.causes) == (MODULES[1], ["rewrite"])
+
+
+def test_fault_of_a_kernel(deep: Path, deep_graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel here is wrong, so one is made wrong: the second block loses a tenth of its output in low precision."""
+    original = evaluator._run_op
+
+    def faulty(op: Any, tensors: list[Any], *options: Any) -> Tensor:
+        y = original(op, tensors, *options)
+        return y * 0.9 if torch.equal(tensors[1], wrong) and y.dtype == torch.bfloat16 else y
+
+    graph = onnx.load(deep_graph)
+    (name,) = (node.input[1] for node in graph.graph.node if node.name.endswith("/node_gated_mlp_1"))
+    (tensor,) = (tensor for tensor in graph.graph.initializer if tensor.name == name)
+    wrong = to_torch(onnx.numpy_helper.to_array(tensor))
+    monkeypatch.setattr("twellc.checks.evaluator._run_op", faulty)
+    result = run_check(deep, deep_graph)
+    assert (result.first_divergence, result.causes) == (MODULES[1], ["kernels"])
+    assert [block.diverges for block in result.blocks] == [False, True, False, False]
+    separation = result.outputs[0].separation
+    assert separation is not None
+    assert separation.rewrite_within
+    assert separation.kernels.relative > 3 * separation.low_precision.relative > abs(separation.rest.relative)
+
+
+def test_fault_outside_of_the_blocks(cli: Cli, deep: Path, deep_graph: Path, tmp_path: Path) -> None:
+    model = onnx.load(deep_graph)
+    (*_, tensor) = (each for each in model.graph.initializer if tuple(each.dims) == (32, 16))  # v of the last layer
+    values = to_torch(onnx.numpy_helper.to_array(tensor)) * 1.5
+    tensor.raw_data = values.view(torch.int16).numpy().tobytes()
+    onnx.save(model, tmp_path / "m.onnx")
+    result = cli("check", deep, tmp_path / "m.onnx")
+    assert result.exit_code == 1
+    message = "OUTSIDE TOLERANCE; every rewritten block is within tolerance by itself; cause: export and runtime"
+    assert message in result.stdout
+
+
+def test_report_of_a_divergence(cli: Cli, deep: Path, deep_graph: Path, tmp_path: Path) -> None:
+    candidate = damage(deep_graph, tmp_path / "m.onnx", WITHOUT, "w_gate", lambda w: w.neg_(), 2)
+    shown = cli("check", deep, candidate)
+    assert shown.exit_code == 1
+    assert "OUTSIDE TOLERANCE; first block that diverges: model.layers.2.mlp; cause: rewriting" in shown.stdout
+    rows = [line for line in shown.stdout.splitlines() if "model.layers." in line and "│" in line]
+    assert [("diverges" in row, "within" in row) for row in rows] == [(index == 2, index != 2) for index in range(4)]
+    found = json.loads(cli("check", deep, candidate, "--json").stdout)
+    assert (found["within"], found["first_divergence"], found["causes"]) == (False, "model.layers.2.mlp", ["rewrite"])
+    assert [block["module"] for block in found["blocks"]] == MODULES
+    assert [block["diverges"] for block in found["blocks"]] == [False, False, True, False]
+    assert found["outputs"][0]["separation"]["rewrite"]["relative"] > 0.1
+
+
+def test_json_has_no_nan(cli: Cli, deep: Path, deep_graph: Path, tmp_path: Path) -> None:
+    candidate = damage(deep_graph, tmp_path / "m.onnx", WITHOUT, "w_down", lambda w: w[3, 3].fill_(torch.nan), 1)
+    result = cli("check", deep, candidate, "--json")
+    assert result.exit_code == 1
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads(result.stdout, parse_constant=refuse)
+    assert found["outputs"][0]["kl"] is None
+    assert found["first_divergence"] == MODULES[1]
+    assert found["blocks"][1]["accuracy"]["stray"] > 0
+
+
+def test_only_the_worst_blocks_are_shown(capsys: pytest.CaptureFixture[str], deep: Path, deep_graph: Path) -> None:
+    result = run_check(deep, deep_graph)
+    many = [replace(result.blocks[0], module=f"block{index}") for index in range(20)]
+    worst = replace(result.blocks[1].accuracy, relative_tolerance=1e-9, max_tolerance=1e-9)
+    many[13] = replace(many[13], accuracy=worst)
+    _print_accuracy(replace(result, blocks=many))
+    shown = capsys.readouterr().out
+    assert "the worst of 20" in shown
+    assert "first block that diverges: block13" in shown
+    assert sum(f"block{index} " in shown for index in range(20)) == 5
+    assert "block13 " in shown
+
+
+def test_blocks_of_a_float32_model(opt: Path, tmp_path: Path) -> None:
+    """Rounding the weights is low precision's error, and not the rewriting's."""
+    result = run_check(opt, graph_of(opt, tmp_path / "m.onnx"))
+    (logits,) = result.outputs
+    separation = logits.separation
+    assert separation is not None
+    assert separation.rewrite.relative < 1e-13
+    parts = (separation.low_precision, separation.rewrite, separation.kernels, separation.rest)
+    assert sum(part.relative for part in parts) == pytest.approx(logits.candidate.relative, rel=1e-9)
+    assert [block.module for block in result.blocks] == ["model.decoder.layers.0", "model.decoder.layers.1"]
+    damaged = damage(
+        tmp_path / "m.onnx", tmp_path / "d.onnx", ("w_up", "b_up", "w_down", "b_down"), "b_down", lambda b: b.zero_(), 1
+    )
+    assert run_check(opt, damaged).first_divergence == "model.decoder.layers.1"
+
+
+def test_density(archive: Path, archive_graph: Path, tmp_path: Path) -> None:
+    """Against the activations of the module itself, for inputs of every density."""
+    program = load_model(archive, False).program
+    weight, bias = (program.state_dict[f"ffn.gate.{name}"].float() for name in ("weight", "bias"))
+    for shift in (-8.0, 0.0, 2.0):
+        x = (torch.randn(4, 3, 16) + shift).bfloat16()
+        np.savez(tmp_path / "x.npz", x=x.float().numpy())
+        active = ((x + 1).float() @ weight.t() + bias).bfloat16() > 0
+        options = CheckOptions(archive, archive_graph, arrays=tmp_path / "x.npz")
+        (block,) = check(options, lambda step: None).blocks
+        assert block.density == float(active.double().mean())
+
+
+def test_blocks_that_do_not_correspond(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    """A graph that does not say which blocks it rewrote, and has fewer of them: nothing is made up."""
+    options = CompileOptions(model=llama, backend="none", layers=r"layers\.1")
+    translate_to_file(options, tmp_path / "one.onnx", lambda step: None)
+    result = run_check(llama, tmp_path / "one.onnx")
+    assert [block.module for block in result.blocks] == ["model.layers.1.mlp"]
+    model = onnx.load(tmp_path / "one.onnx")
+    del model.metadata_props[:]
+    onnx.save(model, tmp_path / "one.onnx")
+    shown = cli("check", llama, tmp_path / "one.onnx")
+    assert shown.exit_code == 0
+    assert "the candidate has 1 plugin nodes, and the model not 2 such blocks" in shown.stdout
+    assert "blocks are not compared, and the error is not separated" in shown.stdout
+    found = json.loads(cli("check", llama, tmp_path / "one.onnx", "--json").stdout)
+    assert (found["blocks"], found["outputs"][0]["separation"]) == ([], None)
+
+
+def test_a_graph_without_plugin_nodes_has_no_kernels(llama: Path, tmp_path: Path) -> None:
+    options = CompileOptions(model=llama, backend="none", layers="none")
+    translate_to_file(options, tmp_path / "dense.onnx", lambda step: None)
+    result = run_check(llama, tmp_path / "dense.onnx")
+    separation = result.outputs[0].separation
+    assert result.blocks == []
+    assert separation is not None
+    assert (separation.rewrite, separation.kernels) == (Share(0.0, 0.0), Share(0.0, 0.0))
+    assert separation.rest.relative != 0
+
+
+class Computed(nn.Module):
+    """A gated block whose gate has a weight that is computed from two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.scale = Gated(d_ff=64), nn.Parameter(torch.linspace(0.5, 2, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = nn.functional.linear(x, self.block.gate.weight * self.scale[:, None])
+        return self.block.down(torch.relu(gate) * self.block.up(x))
+
+
+def test_a_fault_of_a_pass_before_the_rewriting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that the candidate is measured by takes no part in the passes: a wrong one cannot agree with itself."""
+    program = export(Computed().bfloat16(), torch.randn(4, 16).bfloat16(), dynamic=({0: Dim("rows", min=1, max=64)},))
+    torch.export.save(program, tmp_path / "m.pt2")
+    good = run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "good.onnx"))
+    (output,) = good.outputs
+    assert good.within and output.separation is not None
+    # Folding rounds the product of the two, as the plain model does.
+    assert 1e-6 < output.separation.rewrite.relative < output.separation.low_precision.relative
+    assert output.separation.rewrite_within
+    assert [block.module for block in good.blocks] == ["block"]
+
+    def faulty(program: ExportedProgram) -> ExportedProgram:
+        folded = fold_weights(program)
+        (name,) = folded.state_dict.keys() - program.state_dict.keys()
+        with torch.no_grad():
+            folded.state_dict[name][5] *= 3
+        return folded
+
+    monkeypatch.setattr("twellc.passes.canonicalize.fold_weights", faulty)
+    bad = run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "bad.onnx"))
+    assert (bad.within, bad.causes, bad.first_divergence) == (False, ["rewrite"], None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("block", [Gated, Plain])
+def test_threshold(dtype: torch.dtype, block: type[nn.Module], tmp_path: Path) -> None:
+    """Torch compares a bfloat16 with 0.1 rounded to bfloat16; so do the rewritten block and the float64 model."""
+    module = Residual(block(lambda z: torch.where(z > 0.1, z, 0.0), d_ff=600)).to(dtype)
+    program = export(module, torch.randn(40, 16).to(dtype), dynamic=({0: Dim("rows", min=1, max=4096)},))
+    torch.export.save(program, tmp_path / "m.pt2")
+    result = run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "m.onnx"))
+    assert result.within
+    (found,) = result.blocks
+    assert found.accuracy.separation is not None
+    assert found.accuracy.separation.rewrite.relative < 1e-14
+
+
+def test_a_block_that_is_the_whole_model(tmp_path: Path) -> None:
+    """It reads the program's input and gives its output."""
+    program = export(Plain(biases="ud").half(), torch.randn(4, 16).half(), dynamic=({0: Dim("rows", min=1, max=64)},))
+    torch.export.save(program, tmp_path / "m.pt2")
+    result = run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "m.onnx"))
+    assert result.within and len(result.blocks) == 1
+    damaged = damage(
+        tmp_path / "m.onnx", tmp_path / "d.onnx", ("w_up", "b_up", "w_down", "b_down"), "w_up", lambda w: w[3].zero_()
+    )
+    assert run_check(tmp_path / "m.pt2", damaged).causes == ["rewrite"]
+
+
+# ---- blocks of ONNX models ----
+
+
+@pytest.fixture(scope="module", params=["bf16", "fp16", "fp32"])
+def onnx_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An ONNX file with a gated block, a layer normalisation and a plain block, and its rewritten graph."""
+    make = GraphMaker(request.param)
+    gate = make.node("Relu", make.linear("x", "first.gate", 16, 40, bias=True))
+    hidden = make.node("Mul", gate, make.linear("x", "first.up", 16, 40))
+    middle = make.linear(hidden, "first.down", 40, 16, bias=True)
+    middle = make.node("LayerNormalization", middle, make.constant(np.ones(16)), make.constant(np.zeros(16)))
+    hidden = make.node("Relu", make.linear(middle, "second.fc1", 16, 72, bias=True))
+    model = make.model(make.node("Add", middle, make.linear(hidden, "second.fc2", 72, 16)))
+    folder = tmp_path_factory.mktemp("models")
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx", graph_of(folder / "model.onnx", folder / "graph.onnx")
+
+
+def test_blocks_of_an_onnx_model(onnx_model: tuple[Path, Path]) -> None:
+    result = run_check(*onnx_model)
+    assert (result.within, result.notes) == (True, [])
+    assert [block.module for block in result.blocks] == ["first", "second"]
+    for each in (*result.outputs, *(block.accuracy for block in result.blocks)):
+        assert each.separation is not None
+        assert each.separation.rewrite.relative < 1e-14
+        assert each.separation.rest.relative == 0, "all other operators are the model's own"
+        parts = (each.separation.low_precision, each.separation.rewrite, each.separation.kernels)
+        assert sum(part.relative for part in parts) == pytest.approx(each.candidate.relative, rel=1e-9)
+    assert all(0.2 < block.density < 0.8 for block in result.blocks)
+
+
+@pytest.mark.parametrize(("index", "module"), [(0, "first"), (1, "second")])
+def test_the_damaged_block_of_an_onnx_model(
+    onnx_model: tuple[Path, Path], tmp_path: Path, index: int, module: str
+) -> None:
+    model, graph = onnx_model
+    damaged = onnx.load(graph)
+    node = [node for node in damaged.graph.node if node.domain == "twell"][index]
+    (tensor,) = (each for each in damaged.graph.initializer if each.name == node.input[1])
+    values = onnx.numpy_helper.to_array(tensor).copy()
+    values[11] = -values[11]
+    tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    onnx.save(damaged, tmp_path / "m.onnx")
+    result = run_check(model, tmp_path / "m.onnx")
+    assert [block.diverges for block in result.blocks] == [index == 0, index == 1]
+    assert (result.first_divergence, result.causes) == (module, ["rewrite"])
+
+
+def test_changed_fields_of_a_node(onnx_model: tuple[Path, Path], tmp_path: Path) -> None:
+    model, graph = onnx_model
+    damaged = onnx.load(graph)
+    node = [node for node in damaged.graph.node if node.domain == "twell"][1]
+    (activation,) = (each for each in node.attribute if each.name == "activation")
+    activation.s = b"relu2"
+    onnx.save(damaged, tmp_path / "m.onnx")
+    assert run_check(model, tmp_path / "m.onnx").first_divergence == "second"
+
+
+# ---- what does not belong together ----
+
+
+def foreign(path: Path, names: list[str], make: Callable[[], onnx.NodeProto]) -> Path:
+    node = make()
+    inputs = [helper.make_tensor_value_info(name, TensorProto.BFLOAT16, ["n", 3, 16]) for name in names]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.BFLOAT16, ["n", "a", "b"]) for name in node.output]
+    constant = helper.make_tensor("w", TensorProto.BFLOAT16, [5, 5], [0.0] * 25)
+    graph = helper.make_graph([node], "g", inputs, outputs, [constant])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), path)
+    return path
+
+
+def test_foreign_inputs(archive: Path, tmp_path: Path) -> None:
+    candidate = foreign(tmp_path / "m.onnx", ["z"], lambda: helper.make_node("Identity", ["z"], ["y"]))
+    with pytest.raises(UserError, match="does not belong to the model: their inputs differ; got z; expected x"):
+        run_check(archive, candidate)
+
+
+def test_foreign_shape(archive: Path, tmp_path: Path) -> None:
+    candidate = foreign(tmp_path / "m.onnx", ["x"], lambda: helper.make_node("Transpose", ["x"], ["y"], perm=[0, 2, 1]))
+    with pytest.raises(UserError, match="output output has another shape than the model's"):
+        run_check(archive, candidate)
+
+
+def test_foreign_graph_that_fails(archive: Path, tmp_path: Path) -> None:
+    candidate = foreign(tmp_path / "m.onnx", ["x"], lambda: helper.make_node("MatMul", ["x", "w"], ["y"]))
+    with pytest.raises(UserError, match=r"m\.onnx"):
+        run_check(archive, candidate)
+
+
+def test_foreign_number_of_outputs(archive: Path, tmp_path: Path) -> None:
+    candidate = foreign(tmp_path / "m.onnx", ["x"], lambda: helper.make_node("Split", ["x"], ["y", "z"], num_outputs=2))
+    with pytest.raises(UserError, match="their outputs differ; got 2; expected output"):
+        run_check(archive, candidate)
+
+
+def test_other_model_of_the_same_shape(archive: Path, archive_graph: Path, tmp_path: Path) -> None:
+    """Nothing but the numbers tells them apart, so they are outside tolerance."""
+    other = tmp_path / "other.pt2"
+    torch.manual_seed(7)
+    module = Residual(Gated(biases="gud", d_ff=320)).bfloat16()
+    x = torch.randn(2, 3, 16).bfloat16()
+    torch.export.save(export(module, x, dynamic=({0: Dim("batch", min=1, max=64)},)), other)
+    assert not run_check(other, archive_graph).within
+
+
+@pytest.fixture
+def plan(cli: Cli, archive: Path, tmp_path: Path) -> Iterator[Path]:
+    assert cli("compile", archive, "-o", tmp_path / "m.plan").exit_code == 0
+    yield tmp_path / "m.plan"
+
+
+def test_plan_of_another_model(cli: Cli, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twellc.checks.checking.why_not_here", lambda backend: "there is no GPU on this machine")
+    other = tmp_path / "other.pt2"
+    module = Residual(Gated(biases="gud", d_ff=320)).bfloat16()
+    torch.export.save(export(module, torch.randn(2, 3, 16).bfloat16()), other)
+    result = cli("check", other, plan)
+    assert result.exit_code == 2
+    assert "was not built from" in result.stderr
+
+
+def test_damaged_plans(cli: Cli, archive: Path, plan: Path, tmp_path: Path) -> None:
+    manifest = tmp_path / "m.plan.json"
+    content = manifest.read_text()
+
+    def refused(text: str) -> None:
+        for command in (("check", archive, plan), ("inspect", plan)):
+            result = cli(*command)
+            assert result.exit_code == 2
+            assert text in result.stderr
+
+    plan.write_bytes(plan.read_bytes() + b"x")
+    refused("the manifest belongs to another plan")
+    manifest.write_text("{")
+    refused("is no manifest of twellc")
+    manifest.write_text("{}")
+    refused("is no manifest of twellc")
+    manifest.write_text(json.dumps(json.loads(content) | {"schema": 99}))
+    refused("the manifest is of another version; got 99; expected 2")
+    manifest.unlink()
+    refused(f"{plan}: has no manifest beside it, as a plan must; expected m.plan.json")
+
+
+def test_garbage(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    for content in (b"garbage", b""):
+        (tmp_path / "m.onnx").write_bytes(content)
+        result = cli("check", archive, tmp_path / "m.onnx")
+        assert result.exit_code == 2
+        assert "m.onnx: is neither an ONNX file nor a plan with its manifest beside it" in result.stderr
+    (tmp_path / "m.plan").write_bytes(b"garbage")
+    assert cli("check", archive, tmp_path / "m.plan").exit_code == 2
+    assert cli("check", tmp_path / "m.plan", tmp_path / "m.onnx").exit_code == 2
+    assert cli("check", tmp_path, tmp_path / "m.onnx").exit_code == 2
+
+
+# ---- inputs and logits of causal models ----
+
+
+@pytest.mark.parametrize(("padding", "logits"), [("mask", "all"), ("none", "last")])
+def test_the_model_is_traced_as_it_was_compiled(padding: str, logits: str, tmp_path: Path) -> None:
+    """Its inputs and outputs are the candidate's, by the settings in the graph; one place predicts no text."""
+    model = models.save(models.llama(vocab_size=256), tmp_path / "model")
+    options = CompileOptions(model=model, backend="none", padding=padding, logits=logits)
+    summary = translate_to_file(options, tmp_path / "m.onnx", lambda step: None)
+    assert (summary.settings["padding"], summary.settings["logits"]) == (padding, logits)
+    (tmp_path / "t").write_bytes(b"one text" * 20)
+    result = check(CheckOptions(model, tmp_path / "m.onnx", text=tmp_path / "t"), lambda step: None)
+    assert result.within
+    assert (result.text is None) == (logits == "last")
+    assert any("--logits last computes one place" in note for note in result.notes) == (logits == "last")
+
+
+def test_the_candidate_of_a_causal_model_and_an_encoder(llama: Path, tmp_path: Path) -> None:
+    candidate = graph_of(llama, tmp_path / "m.onnx")
+    config = transformers.BertConfig(**models.SMALL, intermediate_size=64)
+    encoder = models.save(transformers.BertForMaskedLM(config), tmp_path / "bert")
+    with pytest.raises(
+        UserError, match=r"does not belong to the model: it is of a causal Hugging Face model; got .*bert"
+    ):
+        run_check(encoder, candidate)
+
+
+# ---- samples ----
+
+
+def test_samples(llama: Path) -> None:
+    model = load_model(llama, False, padding="mask")
+    samples = samples_of(model)
+    assert [tuple(sample["input_ids"].shape) for sample in samples] == [(1, 1), (2, 16), (6, 48)]
+    for sample in samples:
+        assert set(sample) == {"input_ids", "attention_mask"}
+        assert sample["input_ids"].dtype == torch.int64
+        assert sample["attention_mask"].shape == sample["input_ids"].shape
+        assert (sample["attention_mask"] == 1).all()
+    largest = samples[-1]["input_ids"]
+    assert (largest >= 0).all() and (largest < 96).all()
+    assert len(largest.unique()) > 50
+
+
+class Paired(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0] // 2, 2, -1).sum(1)
+
+
+def test_samples_of_a_multiple(tmp_path: Path) -> None:
+    """A dimension that is twice a symbol."""
+    program = export(Paired().bfloat16(), torch.randn(6, 16).bfloat16(), dynamic=({0: 2 * Dim("half", min=2, max=32)},))
+    torch.export.save(program, tmp_path / "m.pt2")
+    assert run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "m.onnx")).within
+    model = load_model(tmp_path / "m.pt2", False)
+    sizes = [sample["x"].shape[0] for sample in samples_of(model)]
+    assert sizes == [4, 6, 18]
+    profile = {"x": {"min": [8, 16], "opt": [8, 16], "max": [12, 16]}}
+    sizes = [sample["x"].shape[0] for sample in samples_of(model, profile)]
+    assert sizes == [8, 12]
+
+
+# ---- inspect ----
+
+
+def test_inspect_a_model(cli: Cli, bytelm: Path) -> None:
+    result = cli("inspect", bytelm, "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert (found["kind"], found["dtype"]) == ("Hugging Face directory", "bf16")
+    assert found["layers"] == [
+        {
+            "module": f"model.layers.{i}.mlp", "variant": "gated", "activation": "relu", "d_model": 192, "d_ff": 1024,
+            "d_out": 192, "matched": True, "decision": "twell", "reason": "matches", "residual": True,
+        }
+        for i in range(4)
+    ]  # fmt: skip
+    table = cli("inspect", bytelm)
+    assert "4 of 4 feed-forward blocks rewritten" in table.stdout
+
+
+def test_inspect_a_plan(cli: Cli, archive: Path, plan: Path) -> None:
+    found = json.loads(cli("inspect", plan, "--json").stdout)
+    assert found["kind"] == "plan"
+    assert found["layers"] == json.loads(cli("inspect", archive, "--json").stdout)["layers"]
+    assert found["plan"]["plugin_layers"]
+    assert "1 of 1 feed-forward blocks rewritten" in cli("inspect", plan).stdout
+
+
+def test_inspect_says_why_a_block_stays_dense(cli: Cli, tmp_path: Path) -> None:
+    module = Residual(Gated(nn.functional.silu)).bfloat16()
+    torch.export.save(export(module, torch.randn(4, 16).bfloat16()), tmp_path / "m.pt2")
+    (layer,) = json.loads(cli("inspect", tmp_path / "m.pt2", "--json").stdout)["layers"]
+    assert (layer["matched"], layer["decision"], layer["activation"]) == (False, "dense", "silu")
+    assert layer["reason"] == "gate activation is silu; TwELL needs a ReLU family"
+
+
+def test_inspect_float32_model_in_the_precision_of_its_plan(cli: Cli, opt: Path) -> None:
+    found = json.loads(cli("inspect", opt, "--json").stdout)
+    assert [layer["decision"] for layer in found["layers"]] == ["twell", "twell"]
+    assert "the model is in float32; compiled in bfloat16" in found["notes"][0]
+    assert json.loads(cli("inspect", opt, "--json", "--dtype", "fp16").stdout)["dtype"] == "fp16"
+
+
+def test_config_that_names_another_activation(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    """The graph is what counts; a config that says silu may belong to a model of ReLUs, or the other way round."""
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"hidden_act": "silu"}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = json.loads(cli("inspect", folder, "--json").stdout)
+    assert {layer["activation"] for layer in found["layers"]} == {"silu"}
+    assert not any("config.json says" in note for note in found["notes"])
+
+
+def test_inspect_what_is_neither(cli: Cli, tmp_path: Path) -> None:
+    for name, content in (("m.plan", b"x"), ("m.txt", b"hello")):
+        (tmp_path / name).write_bytes(content)
+        assert cli("inspect", tmp_path / name).exit_code == 2
+    assert cli("inspect", tmp_path / "nothing").exit_code == 2

@@ -1,0 +1,322 @@
+"""Loading Hugging Face directories."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests import models
+from twellc.base.errors import UserError
+from twellc.loaders.huggingface import _weight_files
+from twellc.loaders.loaded import LoadedModel
+from twellc.loaders.model import load_model
+from twellc.passes.graph.execution import example_inputs, run_program
+
+
+def logits_of(model: LoadedModel, **inputs: torch.Tensor) -> torch.Tensor:
+    return run_program(model.program, inputs)[0]
+
+
+def tokens(*shape: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, 96, shape)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.fixture
+def folder(llama: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny Llama to damage."""
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_llama(llama: Path, load_once: Callable[..., LoadedModel]) -> None:
+    model = load_once(llama, False, ())
+    assert (model.kind, model.output_names, model.vocabulary) == ("Hugging Face directory", ["logits"], 96)
+    assert model.language_model
+    assert model.declared_activation == "relu"
+    assert set(model.dimension_names.values()) == {"batch", "sequence"}
+    assert set(model.dimension_ranges.values()) == {(1, 1, 8), (1, 64, 64)}
+    inputs = tokens(3, 21)
+    own = transformers.LlamaForCausalLM.from_pretrained(llama)(**inputs, use_cache=False).logits
+    assert torch.equal(logits_of(model, **inputs), own)
+
+
+def test_padding_is_masked(llama: Path, load_once: Callable[..., LoadedModel]) -> None:
+    """Left-padded rows give the logits that they have without padding."""
+    model, inputs = load_once(llama, False, (), "mask"), tokens(2, 9)
+    padded = {
+        "input_ids": torch.nn.functional.pad(inputs["input_ids"], (4, 0), value=5),
+        "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (4, 0)),
+    }
+    actual, expected = logits_of(model, **padded)[:, 4:], logits_of(model, **inputs)
+    torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
+
+
+def test_encoder_decoder(t5: Path, load_once: Callable[..., LoadedModel]) -> None:
+    model = load_once(t5, False, ())
+    assert model.output_names == ["logits", "encoder_last_hidden_state"]
+    assert set(model.dimension_names.values()) == {"batch", "sequence", "decoder_sequence"}
+    inputs = tokens(3, 7) | {"decoder_input_ids": torch.randint(2, 96, (3, 12))}
+    own = models.t5()(**inputs, use_cache=False).logits
+    torch.testing.assert_close(logits_of(model, **inputs), own)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "inputs"),
+    [
+        # Its config is that of an encoder-decoder model.
+        ("UMT5EncoderModel", {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 1},
+         ["input_ids", "attention_mask"]),
+        ("FNetModel", {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}, ["input_ids"]),
+    ],
+)  # fmt: skip
+def test_models_without_some_of_the_inputs(
+    name: str, options: dict[str, Any], inputs: list[str], tmp_path: Path
+) -> None:
+    model_class = getattr(transformers, name)
+    eager = model_class(model_class.config_class(vocab_size=96, **options)).eval()
+    model = load_model(models.save(eager, tmp_path, torch.float32), trust_model=False)
+    assert list(example_inputs(model.program)) == inputs
+    given = {key: value for key, value in tokens(3, 7).items() if key in inputs}
+    torch.testing.assert_close(logits_of(model, **given), eager(**given).last_hidden_state)
+
+
+def tiny(name: str, **changes: Any) -> Any:
+    """Make a model of transformers with the sizes that most of its configurations call alike, of 66 positions."""
+    options = {**models.SMALL, "num_hidden_layers": 1, "intermediate_size": 64, "max_position_embeddings": 66}
+    model_class = getattr(transformers, name)
+    return model_class(model_class.config_class(**{**options, **changes})).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "longest"),
+    [
+        ("RobertaForMaskedLM", {}, 64),
+        ("XLMRobertaForSequenceClassification", {}, 64),
+        ("CamembertModel", {}, 64),
+        ("MPNetForMaskedLM", {}, 64),
+        ("IBertForMaskedLM", {}, 64),  # its table is no torch.nn.Embedding
+        ("RobertaModel", {"pad_token_id": 4}, 61),
+        # Positions from 0 on, beside a table of words with padding and as many rows; or a table with more rows.
+        ("BertForMaskedLM", {"max_position_embeddings": 96}, 96),
+        ("BigBirdForMaskedLM", {}, 66),
+        ("XGLMForCausalLM", {"d_model": 32, "attention_heads": 4, "num_layers": 1, "ffn_dim": 64}, 66),
+    ],
+)
+def test_longest_sequence(name: str, changes: dict[str, Any], longest: int, tmp_path: Path) -> None:
+    """The model itself takes as many tokens as the profile says; some take no more."""
+    model = load_model(models.save(tiny(name, **changes), tmp_path, torch.float32), trust_model=False)
+    (sequence,) = (key for key, value in model.dimension_names.items() if value == "sequence")
+    assert model.dimension_ranges[sequence] == (1, longest, longest)
+    inputs = tokens(1, longest)
+    inputs["input_ids"].clamp_(min=5)  # no padding
+    assert logits_of(model, **inputs).isfinite().all()
+    if longest < 66:
+        eager = tiny(name, **changes)
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
+            eager(**{key: torch.cat([value, value[:, :1]], 1) for key, value in inputs.items()})
+
+
+def test_longest_sequence_by_other_names(tmp_path: Path) -> None:
+    """What config.json leaves out is what transformers takes for it; MPT calls it max_seq_len."""
+    bert = models.save(tiny("BertForMaskedLM", max_position_embeddings=512), tmp_path / "bert", torch.float32)
+    config = json.loads((bert / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (bert / "config.json").write_text(json.dumps(config))
+    mpt_config = transformers.MptConfig(d_model=32, n_heads=4, n_layers=1, max_seq_len=64, vocab_size=96)
+    mpt = models.save(transformers.MptForCausalLM(mpt_config), tmp_path / "mpt", torch.float32)
+    for folder, longest in ((bert, 512), (mpt, 64)):
+        model = load_model(folder, trust_model=False)
+        assert (1, min(longest, 128), longest) in model.dimension_ranges.values()
+
+
+def test_the_precision_of_the_weights(opt: Path, load_once: Callable[..., LoadedModel]) -> None:
+    model = load_once(opt, False, ())
+    assert {p.dtype for p in model.program.state_dict.values()} == {torch.float32}
+
+
+def test_sharded_safetensors(llama: Path, tmp_path: Path, load_once: Callable[..., LoadedModel]) -> None:
+    sharded = models.save(models.llama(), tmp_path / "model", max_shard_size="40KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    inputs = tokens(2, 5)
+    assert torch.equal(
+        logits_of(load_model(sharded, trust_model=False), **inputs),
+        logits_of(load_once(llama, False, ()), **inputs),
+    )
+
+
+def test_weights_that_the_model_has_no_place_for(folder: Path) -> None:
+    """Layers that the configuration does not count would be missed in silence."""
+    edit_config(folder, num_hidden_layers=1)
+    (note,) = load_model(folder, trust_model=False).notes
+    assert note.startswith("9 tensors of the checkpoint have no place in the model: model.layers.1.input_layernorm")
+    assert note.endswith(", …")
+
+
+# ---- what is refused ----
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def writing(name: str, text: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return change
+
+
+def configuring(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit_config(folder, **changes)
+
+
+def index(weight_map: object) -> Callable[[Path], None]:
+    return writing("model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def lose_a_weight(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def leave_a_pickle_instead(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no config": (without("config.json"), "no config.json in this folder"),
+    "config is no JSON": (writing("config.json", "{"), "cannot be read as JSON"),
+    "config is a list": (writing("config.json", "[]"), "is not a JSON object"),
+    "no architectures": (configuring(architectures=None), "no such architecture; got None"),
+    "empty architectures": (configuring(architectures=[]), "no such architecture; got None"),
+    "unknown architecture": (
+        configuring(architectures=["FooForCausalLM"]),
+        "no such architecture; got 'FooForCausalLM'",
+    ),
+    "architecture is no class": (configuring(architectures=["pipeline"]), "no such architecture; got 'pipeline'"),
+    "architectures is a number": (configuring(architectures=3), "no such architecture; got None"),
+    "remote code": (configuring(auto_map={"AutoModel": "x.Y"}), "the model needs remote code (auto_map)"),
+    "no weights": (without("model.safetensors"), "model.safetensors: the weights are missing"),
+    "pickled weights": (leave_a_pickle_instead, "model.safetensors: the weights are missing"),
+    "one position": (configuring(max_position_embeddings=1), "too few tokens to trace it; got at most 1; expected 2"),
+    "a number as text": (
+        configuring(max_position_embeddings="64"),
+        "Validation error for field 'max_position_embeddings': TypeError",
+    ),
+    "truncated weights": (truncate, "transformers cannot load the model"),
+    "a weight is missing": (lose_a_weight, "1 weights are missing; got model.layers.1.mlp.up_proj.weight"),
+    "other shapes": (configuring(intermediate_size=64), "cannot load the model|other shapes"),
+    "a shard is missing": (index({"x": "model-00001-of-00002.safetensors"}), "the weights are missing"),
+    "index is no index": (writing("model.safetensors.index.json", "[]"), "is not an index of weights"),
+    "index without a map": (writing("model.safetensors.index.json", "{}"), "is not an index of weights"),
+    "index maps to numbers": (index({"x": 3}), "the weights are missing"),
+    "a shard outside": (index({"x": "../secret.safetensors"}), "names a file outside of its folder; got '../secret"),
+    "a shard elsewhere": (index({"x": "/etc/passwd"}), "names a file outside of its folder"),
+    "a shard that is the folder": (index({"x": ".."}), "names a file outside of its folder"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, folder: Path) -> None:
+    damage, reasons = REFUSED[case]
+    (folder.parent / "secret.safetensors").write_bytes(b"x")
+    damage(folder)
+    with pytest.raises(UserError) as refusal:
+        load_model(folder, trust_model=False)
+    assert str(folder) in str(refusal.value)
+    assert any(reason in str(refusal.value) for reason in reasons.split("|")), str(refusal.value)
+
+
+def test_empty_directory(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json in this folder; expected a Hugging Face directory"):
+        load_model(tmp_path, trust_model=False)
+
+
+def test_images(tmp_path: Path) -> None:
+    """The size of images is that of the configuration; their number is dynamic."""
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=8,
+        hidden_act="relu",
+    )  # fmt: skip
+    eager = transformers.ViTForImageClassification(config).eval()
+    model = load_model(models.save(eager, tmp_path, torch.float32), trust_model=False)
+    assert (set(model.dimension_names.values()), model.vocabulary) == ({"batch"}, None)
+    images = torch.randn(5, 3, 32, 32)
+    torch.testing.assert_close(logits_of(model, pixel_values=images), eager(images).logits)
+
+
+BART = {"d_model": 32, "num_layers": 1} | {
+    f"{part}_{key}": value
+    for part in ("encoder", "decoder")
+    for key, value in {"layers": 1, "ffn_dim": 64, "attention_heads": 4}.items()
+}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+UNTRACEABLE: dict[str, tuple[str, dict[str, Any], str, bool]] = {
+    "control flow": (
+        "FSMTForConditionalGeneration",
+        {**BART, "langs": ["en", "de"], "src_vocab_size": 96, "tgt_vocab_size": 96},
+        "Could not guard on data-dependent expression",
+        False,
+    ),
+    "lengths": ("BartForSequenceClassification", BART, "Constraints violated (decoder_sequence)!", False),
+    "a length": ("XLNetLMHeadModel", {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 64}, "(sequence)!", False),
+    "experts": ("SwitchTransformersForConditionalGeneration", {**T5, "num_experts": 4}, "cannot trace", True),
+}
+
+
+@pytest.mark.parametrize("case", UNTRACEABLE)
+def test_models_that_cannot_be_traced(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Mixture-of-experts is a reason only for those that are one, and the graph so far is no part of the message."""
+    name, options, reason, experts = UNTRACEABLE[case]
+    model_class = getattr(transformers, name)
+    models.save(model_class(model_class.config_class(vocab_size=96, **options)), tmp_path, torch.float32)
+    capsys.readouterr()
+    with pytest.raises(UserError) as refusal:
+        load_model(tmp_path, trust_model=False)
+    assert "".join(capsys.readouterr()) == ""
+    message = str(refusal.value)
+    assert message.startswith(f"{tmp_path}: torch.export cannot trace the model (") and reason in message
+    assert ("Mixture-of-experts models cannot be exported as they are." in message) == experts
+    assert "Where only a size must not vary, export the model at one size with torch.export.save" in message
+
+
+def test_mixture_of_experts(tmp_path: Path) -> None:
+    """It can be traced, but its experts are an operation that ONNX does not have."""
+    config = transformers.MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, num_local_experts=4, max_position_embeddings=64, hidden_act="relu",
+    )  # fmt: skip
+    models.save(transformers.MixtralForCausalLM(config), tmp_path)
+    with pytest.raises(UserError, match=r"mixture-of-experts models cannot be compiled.*batched_mm"):
+        load_model(tmp_path, trust_model=False)
+
+
+def test_weights_that_may_not_be_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read all; safetensors says that such a file is missing."""
+
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(PermissionError, match=r"model\.safetensors"):
+        _weight_files(llama)

@@ -1,0 +1,195 @@
+"""Loading ONNX files: they are known by their content, and nothing outside of their folder is ever read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+
+from tests.onnx_graphs import D_MODEL, gated, save_external
+from twellc.base.errors import UserError
+from twellc.checks.evaluator import OnnxEvaluator
+from twellc.loaders.onnx_file import external_files, load_onnx
+from twellc.loaders.onnx_format import looks_like_onnx
+
+SECRET = b"\x40\x40" * 4096
+
+
+@pytest.fixture
+def external(tmp_path: Path) -> Path:
+    """A model in a folder of its own, with its weights in weights.bin beside it."""
+    (tmp_path / "model").mkdir()
+    return save_external(gated(), tmp_path / "model" / "model.onnx")
+
+
+def change_location(path: Path, **fields: str | None) -> None:
+    """Change the external data of the first tensor; None removes a field."""
+    model = onnx.load(path, load_external_data=False)
+    tensor = next(tensor for tensor in model.graph.initializer if tensor.external_data)
+    entries = {entry.key: entry.value for entry in tensor.external_data} | fields
+    del tensor.external_data[:]
+    for key, value in entries.items():
+        if value is not None:
+            tensor.external_data.add(key=key, value=value)
+    path.write_bytes(model.SerializeToString())
+
+
+def run(model: onnx.ModelProto, path: Path) -> torch.Tensor:
+    x = torch.linspace(-1, 1, 2 * D_MODEL).reshape(1, 2, D_MODEL).bfloat16()
+    return OnnxEvaluator(path, model).run({"x": x})[0]
+
+
+def test_external_data_is_loaded(external: Path) -> None:
+    assert torch.equal(run(load_onnx(external), external), run(gated(), external))
+    assert external_files(external) == [external.with_name("weights.bin")]
+
+
+def test_external_data_in_a_subfolder(external: Path) -> None:
+    (external.parent / "data").mkdir()
+    external.with_name("weights.bin").rename(external.parent / "data" / "weights.bin")
+    model = onnx.load(external, load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            entry.value = "data/weights.bin" if entry.key == "location" else entry.value
+    external.write_bytes(model.SerializeToString())
+    assert torch.equal(run(load_onnx(external), external), run(gated(), external))
+
+
+@pytest.mark.parametrize(
+    ("location", "message"),
+    [
+        ("../secret.bin", "has no plain relative location"),
+        ("data/../../secret.bin", "has no plain relative location"),
+        ("{outside}/secret.bin", "has no plain relative location"),
+        ("..\\secret.bin", "has no plain relative location"),
+        ("", "has no plain relative location"),
+        (".", "has no plain relative location"),
+        ("file:secret.bin", "has no plain relative location"),
+        ("missing.bin", "cannot be found"),
+        ("link.bin", "is a link"),
+        ("folder/secret.bin", "'folder' is a link"),
+        ("chain.bin", "is a link"),
+        ("hard.bin", "is a file with several names"),
+        ("pipe.bin", "is no regular file"),
+        ("data", "is a folder"),
+    ],
+)
+def test_data_outside_of_the_folder_is_not_read(
+    external: Path, location: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, outside = external.parent, external.parent.parent / "outside"
+    outside.mkdir()
+    for secret in (outside / "secret.bin", folder.parent / "secret.bin"):
+        secret.write_bytes(SECRET)
+    (folder / "data").mkdir()
+    (folder / "link.bin").symlink_to(outside / "secret.bin")
+    (folder / "chain.bin").symlink_to("link.bin")
+    (folder / "folder").symlink_to(outside)
+    (folder / "hard.bin").hardlink_to(outside / "secret.bin")
+    os.mkfifo(folder / "pipe.bin")  # opening it would wait for ever
+    change_location(external, location=location.format(outside=outside))
+    opened: list[str] = []
+    original = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *rest, **more: (opened.append(str(path)), original(path, *rest, **more))[1]
+    )
+    with pytest.raises(UserError, match=message):
+        load_onnx(external)
+    assert opened == []  # of a model with one bad location, the good ones are not read either
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"offset": "999999999"}, "ends behind its file"),
+        ({"length": "999999999"}, "ends behind its file"),
+        ({"offset": "-1"}, "has an offset or length that is no number"),
+        ({"length": "0x10"}, "has an offset or length that is no number"),
+        ({"offset": "²"}, "has an offset or length that is no number"),
+        ({"length": "1"}, "is no valid ONNX model"),
+        ({"basepath": "/etc"}, "has unknown or repeated fields"),
+    ],
+)
+def test_ranges_must_fit(external: Path, fields: dict[str, str], message: str) -> None:
+    change_location(external, **fields)
+    with pytest.raises(UserError, match=message):
+        load_onnx(external)
+
+
+def test_data_of_constants_in_subgraphs_is_checked_too(tmp_path: Path) -> None:
+    model = gated()
+    tensor = onnx.TensorProto(name="hidden", data_type=onnx.TensorProto.FLOAT, dims=[2])
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="../secret.bin")
+    inner = onnx.helper.make_graph([onnx.helper.make_node("Constant", [], ["c"], value=tensor)], "inner", [], [])
+    model.graph.node.append(onnx.helper.make_node("If", ["x"], ["unused"], then_branch=inner, else_branch=inner))
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UserError, match="'hidden' has no plain relative location"):
+        load_onnx(path)
+
+
+# ---- what is an ONNX file ----
+
+
+def test_known_by_content(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    onnx.save(gated(), path)
+    assert looks_like_onnx(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert looks_like_onnx(path)  # so that the message is about ONNX
+    with pytest.raises(UserError, match="is a truncated or damaged ONNX file"):
+        load_onnx(path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x08", b"PK\x03\x04", b"\x80\x04\x95", b"{}", b"\x00" * 64, b"\xff" * 64, b"hello world"]
+)
+def test_other_files_are_none(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file.onnx"
+    path.write_bytes(content)
+    assert not looks_like_onnx(path)
+    assert not looks_like_onnx(tmp_path)
+
+
+def test_invalid_graphs_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    model = gated()
+    model.graph.node[1].input[0] = "nowhere"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UserError, match="is no valid ONNX model"):
+        load_onnx(path)
+    model = gated()
+    model.graph.initializer[1].dims[0] = 2**40  # far more than its bytes
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UserError, match="is no valid ONNX model"):
+        load_onnx(path)
+
+
+def test_damage_is_a_user_error(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    whole = gated(d_ff=8).SerializeToString()
+    for position in range(0, len(whole), 37):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
+        try:
+            load_onnx(path)  # most weights may be anything
+        except UserError as error:
+            assert str(path) in str(error)
+
+
+def test_local_functions_become_plain_nodes(tmp_path: Path) -> None:
+    function = onnx.helper.make_function(
+        "local", "Act", ["z"], ["r"], [onnx.helper.make_node("Relu", ["z"], ["r"])], [onnx.helper.make_opsetid("", 20)]
+    )
+    model = gated()
+    relu = next(node for node in model.graph.node if node.op_type == "Relu")
+    relu.op_type, relu.domain = "Act", "local"
+    model.functions.append(function)
+    model.opset_import.append(onnx.helper.make_opsetid("local", 1))
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    assert "Relu" in [node.op_type for node in load_onnx(path).graph.node]

@@ -1,0 +1,109 @@
+"""Pickled modules: refused without a word of trust, traced with declared inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from twellc.base.errors import UserError
+from twellc.inputs import InputDeclaration, parse_input
+from twellc.loaders.model import load_model
+from twellc.passes.canonicalize import canonicalize
+from twellc.passes.graph.execution import run_program
+from twellc.passes.match.find_ffn import find_ffn_blocks
+
+
+class Marker:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return Path.write_text, (self.path, "ran")
+
+
+@pytest.fixture
+def pickled(tmp_path: Path) -> Path:
+    module = nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 24))
+    torch.save(module, tmp_path / "module.pt")
+    return tmp_path / "module.pt"
+
+
+def test_traced_with_dynamic_dimensions(pickled: Path) -> None:
+    model = load_model(pickled, True, (parse_input("input:float32[batch,n,16]"),))
+    assert sorted(model.dimension_names.values()) == ["batch", "n"]
+    (block,) = find_ffn_blocks(canonicalize(model.program))
+    assert (block.variant, block.d_model, block.d_ff, block.d_out) == ("plain", 16, 40, 24)
+    x = torch.randn(1, 9, 16)
+    expected = torch.load(pickled, weights_only=False)(x)
+    torch.testing.assert_close(run_program(model.program, {"input": x})[0], expected)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_nothing_runs_without_trust(tmp_path: Path, legacy: bool) -> None:
+    path, marker = tmp_path / "model.pt", tmp_path / "marker"
+    torch.save(Marker(marker), path, _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(UserError, match="loading a pickle executes code"):
+        load_model(path, False, (parse_input("x:float32[2]"),))
+    assert not marker.exists()
+    with pytest.raises(UserError, match="holds no module"):
+        load_model(path, True, (parse_input("x:float32[2]"),))
+    assert marker.read_text() == "ran", "the payload must work, or the test above shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((), "needs each of its inputs declared once; got none; expected parameters of its forward: input"),
+        (("y:float32[2,16]",), "got y"),
+        (("input:float32[2,17]",), "cannot trace the model"),
+    ],
+)
+def test_wrong_inputs(pickled: Path, inputs: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_model(pickled, True, tuple(map(parse_input, inputs)))
+
+
+def test_damaged_pickle(pickled: Path) -> None:
+    pickled.write_bytes(b"\x80\x02garbage")
+    with pytest.raises(UserError, match=r"cannot be unpickled .* must be importable here: name .* in PYTHONPATH"):
+        load_model(pickled, True, (parse_input("input:float32[2,16]"),))
+
+
+def test_bare_weights(tmp_path: Path) -> None:
+    torch.save(nn.Linear(4, 4).state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(UserError, match="holds no module; got OrderedDict"):
+        load_model(tmp_path / "weights.pt", True, (parse_input("x:float32[2,4]"),))
+
+
+def test_inputs_of_another_kind_of_model(llama: Path) -> None:
+    with pytest.raises(UserError, match="only a pickled module needs its inputs declared"):
+        load_model(llama, True, (parse_input("x:float32[2,4]"),))
+
+
+def test_parse_input() -> None:
+    assert parse_input("x:float32[batch, 3]") == InputDeclaration("x", "float32", ("batch", 3))
+    assert parse_input("n:int64[]") == InputDeclaration("n", "int64", ())
+    assert parse_input("x:bool[2147483647]") == InputDeclaration("x", "bool", (2**31 - 1,))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x", "x:float32", "x:f32[2]", "x:float32[0]", "x:float32[a b]", ":float32[2]", "x:float32[2]y",
+        "x:float32[b,,16]", "x:float32[b,]", "x:float32[²,16]", "x:float32[2147483648]",
+        pytest.param(f"x:float32[{'9' * 5000}]", id="5000 digits"),
+    ],
+)  # fmt: skip
+def test_parse_input_refuses(text: str) -> None:
+    with pytest.raises(UserError, match="--input: not"):
+        parse_input(text)
+
+
+def test_input_that_no_memory_holds(pickled: Path) -> None:
+    with pytest.raises(UserError, match=r"--input: input is too large to trace the model with; got 2147483647x2147"):
+        load_model(pickled, True, (parse_input("input:float32[2147483647,2147483647,16]"),))

@@ -1,0 +1,269 @@
+"""Attention of Hugging Face models as it is traced, against transformers' own, and the choices of inputs and logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.fx import Node
+
+from tests import models
+from tests.conftest import Cli
+from twellc.base.errors import UserError
+from twellc.loaders.loaded import LoadedModel
+from twellc.loaders.model import load_model
+from twellc.passes.canonicalize import canonicalize
+from twellc.passes.graph.execution import example_inputs, run_program
+
+GROUPED = {**models.SMALL, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
+SINGLE = {**models.SMALL, "intermediate_size": 64, "max_position_embeddings": 64}
+GPT2 = {"vocab_size": 96, "n_embd": 32, "n_inner": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}
+# Class, options, and the attention of transformers to compare with: eager, but where that is another function.
+CAUSAL: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("LlamaForCausalLM", GROUPED, "eager"),
+    "qwen3": ("Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}, "eager"),
+    "gemma2": ("Gemma2ForCausalLM", {**GROUPED, "head_dim": 8, "sliding_window": 5}, "eager"),
+    "phi3": ("Phi3ForCausalLM", {**GROUPED, "sliding_window": 5, "pad_token_id": 0}, "eager"),
+    "nemotron": ("NemotronForCausalLM", GROUPED, "eager"),
+    "granite": ("GraniteForCausalLM", {**GROUPED, "attention_multiplier": 0.3}, "eager"),
+    "olmo2": ("Olmo2ForCausalLM", GROUPED, "eager"),
+    "smollm3": ("SmolLM3ForCausalLM", {**GROUPED, "no_rope_layers": [1, 0], "pad_token_id": 0}, "eager"),
+    "a window that is none": ("MistralForCausalLM", {**GROUPED, "sliding_window": 64}, "eager"),
+    "opt": ("OPTForCausalLM", {**SINGLE, "ffn_dim": 64, "word_embed_proj_dim": 32}, "eager"),
+    "gpt-neox": ("GPTNeoXForCausalLM", {**SINGLE, "use_parallel_residual": True}, "eager"),
+    "gpt2": ("GPT2LMHeadModel", GPT2, "eager"),
+    "falcon": ("FalconForCausalLM", {**models.SMALL, "multi_query": True}, "eager"),
+    "new falcon": ("FalconForCausalLM", {**models.SMALL, "new_decoder_architecture": True, "num_kv_heads": 2}, "eager"),
+    # Its eager attention adds the position biases twice.
+    "falcon with alibi": ("FalconForCausalLM", {**models.SMALL, "multi_query": True, "alibi": True}, "sdpa"),
+}
+
+
+def build(name: str, options: dict[str, Any], attention: str = "eager") -> Any:
+    """Make a model whose logits depend strongly on what each token sees."""
+    model_class = getattr(transformers, name)
+    model = model_class(model_class.config_class(**options, attn_implementation=attention)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def load(model: Any, folder: Path, padding: str | None = None, logits: str = "all") -> LoadedModel:
+    return load_model(models.save(model, folder, torch.float32), False, (), padding, logits)
+
+
+def attentions(loaded: LoadedModel) -> list[Node]:
+    """Return the attention nodes once the program is functionalised, which takes them apart or not."""
+    graph = canonicalize(loaded.program).graph
+    return graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default)
+
+
+def masks_of(nodes: list[Node]) -> set[Node | None]:
+    return {node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask") for node in nodes}
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    """Both are float32, of attention in another order; one token more or less that is seen changes whole units."""
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_causal_without_a_mask(family: str, tmp_path: Path) -> None:
+    """Every place at several sizes, one token included, and it looks at none behind it."""
+    model = build(*CAUSAL[family])
+    loaded = load(model, tmp_path)
+    assert list(example_inputs(loaded.program)) == ["input_ids"]
+    assert loaded.settings == {"padding": "none", "logits": "all"}
+    for shape in ((1, 1), (3, 2), (2, 23)):
+        ids = torch.randint(2, 96, shape)
+        expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        assert_same(run_program(loaded.program, {"input_ids": ids})[0], expected)
+        assert_same(run_program(canonicalize(loaded.program), {"input_ids": ids})[0], expected)
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_causal_with_a_mask(family: str, tmp_path: Path) -> None:
+    """Padding on the right, on the left and none, in rows of one batch: real places as transformers computes them."""
+    model = build(*CAUSAL[family])
+    loaded = load(model, tmp_path, "mask")
+    assert list(example_inputs(loaded.program)) == ["input_ids", "attention_mask"]
+    assert loaded.settings == {"padding": "mask", "logits": "all"}
+    ids = torch.randint(2, 96, (3, 13))
+    mask = torch.ones_like(ids)
+    mask[0, -4:], mask[1, :5] = 0, 0
+    expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    found = run_program(loaded.program, {"input_ids": ids, "attention_mask": mask})[0]
+    assert_same(found[mask == 1], expected[mask == 1])
+    one = {"input_ids": ids[:1, :1], "attention_mask": mask[:1, :1]}
+    assert_same(run_program(loaded.program, one)[0], model(**one, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt-neox", "a window that is none"])
+def test_no_mask_is_in_the_graph(family: str, tmp_path: Path) -> None:
+    name, options, _ = CAUSAL[family]
+    loaded = load(build(name, options), tmp_path)
+    nodes = attentions(loaded)
+    assert len(nodes) == options["num_hidden_layers"]
+    assert masks_of(nodes) == {None}
+    for node in nodes:
+        arguments = {**dict(zip(("q", "k", "v", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False)),
+                     **node.kwargs}  # fmt: skip
+        assert arguments["is_causal"] is True
+        assert arguments.get("dropout_p", 0.0) == 0.0
+        heads, groups = (node.args[i].meta["val"].shape[1] for i in (0, 1))
+        assert (heads, groups) == (4, options.get("num_key_value_heads", 4))
+        assert arguments.get("enable_gqa", False) == (heads != groups)
+    graph = canonicalize(loaded.program).graph
+    ids = next(node for node in graph.nodes if node.name == "input_ids").meta["val"]
+    sequence = str(ids.shape[1])
+    squares = [node for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)
+               and [str(size) for size in node.meta["val"].shape].count(sequence) > 1]  # fmt: skip
+    assert squares == [], "nothing of tokens x tokens"
+
+
+def test_one_small_mask_for_all_layers(tmp_path: Path) -> None:
+    loaded = load(build("LlamaForCausalLM", GROUPED), tmp_path, "mask")
+    (mask,) = masks_of(attentions(loaded))
+    assert mask is not None
+    causal, padding = mask.args
+    assert mask.meta["val"].dtype == torch.bool
+    assert [str(size) for size in causal.meta["val"].shape[:2]] == ["1", "1"]
+    assert str(padding.meta["val"].shape[2]) == "1"
+    squares = [node for node in mask.graph.nodes if isinstance(node.meta.get("val"), Tensor)
+               and node.meta["val"].dtype != torch.float32 and node.meta["val"].dim() == 4
+               and node.meta["val"].shape[2] == node.meta["val"].shape[3]]  # fmt: skip
+    assert squares == [causal, mask]
+
+
+def test_masks_of_windows_are_shared_by_kind(tmp_path: Path) -> None:
+    """Qwen3 with two kinds of layers."""
+    options = {**GROUPED, "head_dim": 8, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 5}
+    options["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    model = build("Qwen3ForCausalLM", options)
+    loaded = load(model, tmp_path)
+    kinds = masks_of(attentions(loaded))
+    assert len(kinds) == 2 and None in kinds
+    ids = torch.randint(2, 96, (2, 17))
+    expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    assert_same(run_program(loaded.program, {"input_ids": ids})[0], expected)
+
+
+def test_encoder(tmp_path: Path) -> None:
+    """Its mask is the padding alone, and rows without any real token spoil no other."""
+    model = build("BertForMaskedLM", SINGLE)
+    loaded = load(model, tmp_path)
+    assert list(example_inputs(loaded.program)) == ["input_ids", "attention_mask"]
+    assert loaded.settings == {}
+    (mask,) = masks_of(attentions(loaded))
+    assert mask is not None and [str(size) for size in mask.meta["val"].shape[1:3]] == ["1", "1"]
+    ids, padding = torch.randint(2, 96, (4, 11)), torch.ones(4, 11, dtype=torch.int64)
+    padding[0, -4:], padding[1, :5], padding[3] = 0, 0, 0
+    expected = model(input_ids=ids, attention_mask=padding).logits
+    found = run_program(loaded.program, {"input_ids": ids, "attention_mask": padding})[0]
+    assert_same(found[padding == 1], expected[padding == 1])
+
+
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BartForConditionalGeneration"])
+def test_encoder_and_decoder(name: str, tmp_path: Path) -> None:
+    """T5 has position biases; the decoder of either is causal, and sees the encoder's real tokens only."""
+    t5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2}
+    bart = {"vocab_size": 96, "d_model": 32, "max_position_embeddings": 64} | {
+        f"{part}_{key}": value
+        for part in ("encoder", "decoder")
+        for key, value in {"layers": 2, "ffn_dim": 64, "attention_heads": 4}.items()
+    }
+    model = build(name, {**(t5 if name.startswith("T5") else bart), "decoder_start_token_id": 0})
+    loaded = load(model, tmp_path)
+    assert list(example_inputs(loaded.program)) == ["input_ids", "attention_mask", "decoder_input_ids"]
+    inputs = {"input_ids": torch.randint(2, 96, (3, 9)), "decoder_input_ids": torch.randint(2, 96, (3, 12))}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][0, -3:] = 0
+    assert_same(run_program(loaded.program, inputs)[0], model(**inputs, use_cache=False).logits)
+
+
+# ---- what is left of transformers afterwards ----
+
+
+def test_transformers_is_as_it_was(tmp_path: Path) -> None:
+    """Also after a model that cannot be traced."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    load(build("LlamaForCausalLM", GROUPED), tmp_path / "llama")
+    xlnet = {"vocab_size": 96, "d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 64}
+    with pytest.raises(UserError, match="cannot trace"):
+        load(build("XLNetLMHeadModel", xlnet), tmp_path / "xlnet")
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
+    assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
+    assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is eager_mask
+
+
+# ---- logits ----
+
+
+@pytest.mark.parametrize("padding", ["none", "mask"])
+def test_logits_of_the_last_place(padding: str, tmp_path: Path) -> None:
+    """The vocabulary's matrix meets one place of each row."""
+    model = build("LlamaForCausalLM", GROUPED)
+    loaded = load(model, tmp_path, padding, "last")
+    assert loaded.settings == {"padding": padding, "logits": "last"}
+    for shape in ((1, 1), (3, 9)):
+        ids = torch.randint(2, 96, shape)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        expected = model(**inputs, use_cache=False).logits[:, -1:]
+        assert_same(run_program(loaded.program, inputs)[0], expected)
+    graph = canonicalize(loaded.program).graph
+    wide = [node for node in graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+            if node.meta["val"].shape[-1] == 96]  # fmt: skip
+    assert [node.meta["val"].shape[1] for node in wide] == [1]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "encoder": ("BertForMaskedLM", SINGLE, "only a causal Hugging Face model leaves the choice"),
+    "language model of an encoder": ("BertLMHeadModel", SINGLE, "only a causal Hugging Face model leaves the choice"),
+    "no logits": ("LlamaModel", GROUPED, "the model cannot compute the logits of some places only"),
+    "other logits": ("LlamaForSequenceClassification", {**GROUPED, "pad_token_id": 0},
+                     "the model cannot compute the logits of some places only"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_without_logits_of_places(case: str, tmp_path: Path) -> None:
+    name, options, reason = REFUSED[case]
+    with pytest.raises(UserError, match=f"--logits last: {reason}; got .*, a {name}"):
+        load(build(name, options), tmp_path, None, "last")
+
+
+@pytest.mark.parametrize("padding", ["none", "mask"])
+def test_padding_of_an_encoder(padding: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"--padding {padding}: only a causal Hugging Face model leaves the choice"):
+        load(build("BertForMaskedLM", SINGLE), tmp_path, padding)
+
+
+def test_a_causal_model_that_takes_no_mask(tmp_path: Path) -> None:
+    """Its forward has no such argument: the default is what it takes, and either choice is a mistake."""
+    options = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_heads": 2}
+    model = build("xLSTMForCausalLM", options)
+    with pytest.raises(UserError, match="--padding none: the model takes no attention_mask"):
+        load(model, tmp_path, "none")
+
+
+@pytest.mark.parametrize("option", [("--padding", "none"), ("--logits", "last")])
+def test_choices_for_other_kinds_of_models(cli: Cli, archive: Path, tmp_path: Path, option: tuple[str, str]) -> None:
+    torch.save(models.Gated(), tmp_path / "module.pt")
+    assert (
+        cli("compile", archive, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--layers", "none").exit_code == 0
+    )
+    pickled = ["--trust-model", "--input", "input:float32[2,16]"]
+    for model, more in ((archive, []), (tmp_path / "module.pt", pickled), (tmp_path / "m.onnx", [])):
+        result = cli("compile", model, "--backend", "none", "--onnx", tmp_path / "n.onnx", *option, *more)
+        assert result.exit_code == 2
+        assert f"{' '.join(option)}: only a causal Hugging Face model leaves the choice; got {model}" in result.stderr
+        assert not (tmp_path / "n.onnx").exists()

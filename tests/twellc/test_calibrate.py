@@ -1,0 +1,90 @@
+"""What is drawn to measure, and the measuring itself where there is a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from twellc.benchmarking import calibrate
+from twellc.benchmarking.calibrate import (
+    Activity,
+    Grid,
+    dense,
+    dense_packed,
+    draw_rows,
+    draw_weights,
+    place_columns,
+    twell,
+)
+from twellc.decisions.times import read_times, zipf_rates
+
+ACTIVITIES = (
+    *(Activity(density) for density in (0.005, 0.1, 1.0)),
+    *(Activity(0.02, neurons) for neurons in ("zipf", "sorted")),
+)
+
+
+@pytest.mark.parametrize("activity", ACTIVITIES)
+def test_as_many_are_active_as_asked(activity: Activity) -> None:
+    torch.manual_seed(0)
+    columns = place_columns(ACTIVITIES)
+    weights = draw_weights(Grid("gated", 512, 1408, (), ACTIVITIES), columns, "cpu")
+    x = draw_rows(1000, 512, activity.distribution, columns, "cpu")
+    wanted = activity.density if activity.neurons == "equal" else zipf_rates(1408, activity.density).mean()
+    assert calibrate.share_active(x, weights) == pytest.approx(wanted, rel=0.1)
+    rates = (torch.nn.functional.linear(x, weights.gate) > 0).double().mean(dim=0)
+    if activity.neurons == "equal":
+        assert rates.max() < 3 * activity.density
+    else:
+        assert rates.max() > 0.4
+        assert (rates[:100].mean() > 0.1) == (activity.neurons == "sorted")
+
+
+@pytest.mark.parametrize("variant", ["gated", "plain"])
+def test_contestants_compute_the_same(variant: str) -> None:
+    torch.manual_seed(0)
+    weights = draw_weights(Grid(variant, 64, 256, (), ()), {}, "cpu")
+    x = draw_rows(8, 64, (0.1, "equal"), {}, "cpu")
+    y = dense(x, weights.gate, weights.up, weights.down)
+    torch.testing.assert_close(twell(x, 0, weights), y, rtol=0.05, atol=0.05)
+    if variant == "gated":
+        assert torch.equal(dense_packed(x, weights.packed, weights.down), y)
+
+
+def test_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(calibrate.main, ["-o", str(tmp_path / "gpu.json")])
+    assert result.exit_code == 2
+    assert "there is no CUDA device to measure. Run it on a machine with the GPU in question." in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = Grid("gated", 256, 768, (1, 300), ACTIVITIES)
+    monkeypatch.setattr(
+        calibrate, "GRIDS", (gated, Grid("plain", 256, 512, (8,), ()), Grid("gated", 256, 64, (8,), ()))
+    )
+    path = tmp_path / "gpu.json"
+    result = CliRunner().invoke(calibrate.main, ["-o", str(path)])
+    assert result.exit_code == 0, result.output
+    times = read_times(path)
+    assert times.complete
+    assert times.gpu == torch.cuda.get_device_name()
+    assert [(point.variant, point.tokens) for point in times.dense] == [
+        ("gated", 1), ("gated", 300), ("plain", 8), ("gated", 8),
+    ]  # fmt: skip
+    assert len(times.twell) == 2 * len(ACTIVITIES)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.gpu
+def test_out_of_time(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    result = CliRunner().invoke(calibrate.main, ["-o", str(path), "--seconds", "0"])
+    assert result.exit_code == 2
+    assert "--seconds: nothing was measured in so short a time; got 0." in result.output
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,107 @@
+"""The pages against the tree: paths exist, snippets use what exists, messages are those of the program."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+# Top-level folders: what starts with one of these and a slash is a path from the root.
+FOLDERS = ("twellc", "passes", "export", "plugins", "tests", "examples", "benchmarks", "docs")
+# What a build makes.
+BUILT = ("plugins/lib",)
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_exist(page: str) -> None:
+    paths = re.findall(rf"(?<![\w/.-])((?:{'|'.join(FOLDERS)})/[\w./-]*[\w/])", text_of(page))
+    missing = [path for path in paths if not (ROOT / path).exists() and not path.startswith(BUILT)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_anchors_exist(page: str) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text_of(page)):
+        file = (ROOT / page).parent / target if target else ROOT / page
+        assert anchor in anchors_of(file.read_text()), f"{target}#{anchor}"
+
+
+def anchors_of(text: str) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# ---- the picture ----
+
+
+def test_the_picture_stands_alone_in_dark_and_light() -> None:
+    text = text_of("docs/block.svg")
+    assert re.search(r"!\[[^\]]{20,}\]\(docs/block\.svg\)", text_of("README.md"))
+    assert "prefers-color-scheme: dark" in text
+    assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]
+    assert not re.search(r"@import|@font-face|url\((?!#)|<image|<script", text)
+    root = ElementTree.fromstring(text)
+    space = {"svg": "http://www.w3.org/2000/svg"}
+    assert root.find("svg:title", space) is not None and root.find("svg:desc", space) is not None
+    # A background of its own: a page may be dark where the reader's system is light.
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    card = root.find("svg:rect", space)
+    assert card is not None and card.attrib["class"] == "card"
+    assert float(card.attrib["width"]) > 0.99 * width and float(card.attrib["height"]) > 0.99 * height
+
+
+# ---- docs/deploy.md ----
+
+DEPLOY = text_of("docs/deploy.md")
+
+
+def test_deploying_python_uses_what_the_tested_programs_use() -> None:
+    """The whole recipe runs in tests/tensorrt; without a TensorRT at least the names must be those that run there."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", DEPLOY, re.MULTILINE | re.DOTALL)
+    tested = [*(ROOT / "examples" / "hosts").rglob("*.py"), ROOT / "export" / "runner.py"]
+    tested.append(ROOT / "tests" / "tensorrt" / "test_execution.py")
+    known = " ".join(file.read_text() for file in tested)
+    tree = ast.parse("".join(blocks))
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        and node.value.id in ("tensorrt", "runtime", "engine", "context")
+    }  # fmt: skip
+    assert len(used) > 10
+    assert [name for name in sorted(used) if name not in known] == []
+
+
+def test_deploying_cpp_uses_what_the_tested_program_uses() -> None:
+    (block,) = re.findall(r"^```cpp\n(.*?)^```$", DEPLOY, re.MULTILINE | re.DOTALL)
+    program = text_of("examples/hosts/cpp/run_plan.cpp")
+    for name in ("dlopen", "dlsym", "RTLD_NOW", "initLibTwellPlugins"):
+        assert name in block and name in program
+
+
+def test_messages_are_those_of_the_program() -> None:
+    rows = re.findall(r"^\| (?:twellc|the plugin's log|the C\+\+ program) \| (.*?) \|", DEPLOY, re.MULTILINE)
+    assert len(rows) > 8
+    folders = ("twellc", "export", "plugins", "examples")
+    sources = [file for folder in folders for file in (ROOT / folder).rglob("*.[pch]*") if "lib" not in file.parts]
+    said = " ".join(file.read_text() for file in sources if file.suffix in (".py", ".cpp", ".h"))
+    said = re.sub(r'"\s*f?"', "", said)  # strings that go on in the next line
+    for message in (each for row in rows for each in re.findall("«(.*?)»", row)):
+        for piece in re.split(r"…|\(|\)|\d[\d.]*|'", message):
+            assert piece.strip(" .;,:") in said, message
+
+
+def test_every_host_says_what_was_run() -> None:
+    for host in ("C++", "trtexec", "Triton", "PyCUDA"):
+        section = DEPLOY.split(f"## {host}\n")[1].split("\n## ")[0]
+        assert "State:" in section, host

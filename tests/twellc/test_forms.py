@@ -1,0 +1,92 @@
+"""The dense forms of a block that twellc is compared with: they compute the same, and FP8 nearly so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from twellc.benchmarking import forms
+from twellc.benchmarking.forms import BASELINES, EAGER, FP8, PACKED, Block, dense_forms
+
+
+def block(variant: str, activation: str, biases: bool, device: str = "cpu") -> Block:
+    def draw(*shape: int) -> Tensor:
+        return (torch.randn(shape) * shape[-1] ** -0.5).to(torch.bfloat16).to(device)
+
+    return Block(
+        draw(96, 32), draw(96, 32) if variant == "gated" else None, draw(48, 96),
+        draw(96) if biases else None, draw(96) if biases and variant == "gated" else None,
+        draw(48) if biases else None, activation, 0.1,
+    )  # fmt: skip
+
+
+CASES = [
+    ("gated", "relu", False), ("gated", "relu", True), ("gated", "fatrelu", False), ("gated", "drelu", True),
+    ("plain", "relu", True), ("plain", "relu2", False),
+]  # fmt: skip
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run what is compiled as it is written: whether torch compiles right is not the question here."""
+    monkeypatch.setattr(forms, "_compiled", lambda function: function)
+    monkeypatch.setattr(forms, "takes_fp8", lambda _: True)
+
+
+def relative(y: Tensor, exact: Tensor) -> float:
+    return float((y.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("shape", [(1, 32), (16, 32), (3, 7, 32)])
+@pytest.mark.parametrize(("variant", "activation", "biases"), CASES)
+def test_forms_compute_the_same(variant: str, activation: str, biases: bool, shape: tuple[int, ...]) -> None:
+    own, x = block(variant, activation, biases), torch.randn(shape).bfloat16()
+    exact = own.double().dense(x.double())
+    found = dense_forms(own, x, with_compiled=False)
+    assert list(found) == [EAGER, PACKED, FP8]
+    for name, form in found.items():
+        y = form(x)
+        assert y.shape == (*shape[:-1], 48) and y.dtype == torch.bfloat16
+        assert relative(y, exact) < (0.15 if name == FP8 else 0.01), name
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_fp8_rounds() -> None:
+    """It is no other name of the packed form, and its scales fit any range of values."""
+    own, x = block("gated", "relu", biases=False), torch.randn(64, 32).bfloat16()
+    exact = own.double().dense(x.double())
+    assert relative(dense_forms(own, x, False)[FP8](x), exact) > 0.02
+    large = replace(own, down=own.down * 1e4)
+    assert relative(dense_forms(large, x * 1e3, False)[FP8](x * 1e3), large.double().dense(1e3 * x.double())) < 0.15
+    assert not dense_forms(own, 0 * x, False)[FP8](0 * x).any()
+
+
+def test_active() -> None:
+    own, x = block("gated", "fatrelu", biases=False), torch.randn(5, 32).bfloat16()
+    gates = x.double() @ own.gate.double().t()
+    assert bool((own.active(x) == (gates > 0.1)).float().mean() > 0.98)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("variant", "activation", "biases"), CASES)
+def test_on_the_gpu(variant: str, activation: str, biases: bool) -> None:
+    own = block(variant, activation, biases, "cuda")
+    for tokens in (1, 5, 16, 40):
+        x = torch.randn(tokens, 32, device="cuda").bfloat16()
+        exact = own.double().dense(x.double())
+        found = dense_forms(own, x)
+        assert list(found)[:3] == list(BASELINES)
+        assert FP8 in found or torch.cuda.get_device_capability() < (8, 9)
+        for name, form in found.items():
+            assert relative(form(x), exact) < (0.15 if name == FP8 else 0.01), name
+
+
+@pytest.mark.gpu
+def test_fp8_leaves_odd_widths_out() -> None:
+    own = block("gated", "relu", biases=False, device="cuda")
+    narrow = replace(own, down=own.down[:-1])
+    assert FP8 not in dense_forms(narrow, torch.randn(4, 32, device="cuda").bfloat16())

@@ -1,0 +1,1 @@
+"""What everything else builds on: errors, files, processes, records. Imports nothing of twellc above it."""

@@ -1,0 +1,248 @@
+"""Write output files so that a failed or interrupted run leaves nothing behind and destroys nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from twellc.base.errors import UserError
+
+# Signals that ask a program to end: Ctrl-C, kill, and a terminal that closes.
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# In the hidden folder `.twellc-…` beside the output NAME there are `staged/NAME` and `scratch/NAME/…`, and at the end
+# `replaced/NAME`, an existing file until all outputs are in their places.
+_STAGING = ".twellc-"
+_STAGED, _SCRATCH, _REPLACED = "staged", "scratch", "replaced"
+
+
+class Outputs:
+    """The files that a command writes: staged in hidden folders beside their destinations, moved at the very end.
+
+    Use as a context manager; without `commit` nothing of them remains.
+    """
+
+    def __init__(self, overwrite: bool) -> None:
+        self._overwrite = overwrite
+        self._folders: dict[Path, Path] = {}
+        self._staged: list[tuple[Path, Path]] = []
+        self._created: list[Path] = []
+
+    def __enter__(self) -> Outputs:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with uninterrupted():
+            for folder in self._folders.values():
+                shutil.rmtree(folder, ignore_errors=True)
+            for folder in self._created:
+                with contextlib.suppress(OSError):  # it holds something: an output, or what somebody else put there
+                    folder.rmdir()
+
+    def make_folder(self, path: Path) -> None:
+        """Create a folder and those above it; without outputs in them they are removed again."""
+        with uninterrupted():
+            self._created += [folder for folder in (path, *path.parents) if not folder.exists()]
+            path.mkdir(parents=True, exist_ok=True)
+
+    def check(self, option: str, path: Path) -> None:
+        """Fail now rather than after the work is done if `path` cannot be written.
+
+        Raises:
+            UserError: Its folder is missing or not writable, or there is something there already.
+        """
+        folder = path.parent
+        if not folder.is_dir():
+            raise UserError(f"{option} {path}", "the output folder does not exist", got=str(folder))
+        if not os.access(folder, os.W_OK):
+            raise UserError(f"{option} {path}", "the output folder is not writable", got=str(folder))
+        if path.is_dir():
+            raise UserError(f"{option} {path}", "is a folder", expected="a file")
+        if (path.exists() and not path.is_file()) or _leads_to_open_file(path):
+            raise UserError(f"{option} {path}", "is a device or a pipe", expected="a file")
+        self._refuse_existing(f"{option} {path}", path)
+
+    def _refuse_existing(self, where: str, path: Path) -> None:
+        if os.path.lexists(path) and not self._overwrite:
+            raise UserError(where, "the file exists already", fix="Add --overwrite to replace it.")
+
+    def check_folder(self, option: str, path: Path) -> None:
+        """Fail now if a folder cannot be made at `path`, or files of one that is there would be overwritten.
+
+        Raises:
+            UserError: There is a file, or a folder that is not empty.
+        """
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{option} {path}", "is a file", expected="a folder")
+        if path.is_dir() and any(path.iterdir()) and not self._overwrite:
+            raise UserError(
+                f"{option} {path}", "the folder is not empty", fix="Add --overwrite to replace files in it."
+            )
+
+    def stage(self, path: Path) -> Path:
+        """Return a path, of the same name and on the same file system, to write the future `path` to."""
+        temporary = self._folder(path, _STAGED) / path.name
+        self._staged.append((temporary, path))
+        return temporary
+
+    def scratch(self, path: Path, name: str) -> Path:
+        """Return a path to write a file to that is only needed until the future `path` is made of it."""
+        folder = self._folder(path, _SCRATCH) / path.name
+        with writing(path):
+            folder.mkdir(exist_ok=True)
+        return folder / name
+
+    def _folder(self, path: Path, kind: str) -> Path:
+        with uninterrupted(), writing(path):
+            folder = self._folders.get(path.parent)
+            if folder is None:
+                folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=path.parent))
+                self._folders[path.parent] = folder
+            folder = folder / kind
+            folder.mkdir(exist_ok=True)
+        return folder
+
+    def write(self, path: Path, text: str) -> None:
+        """Stage a text file."""
+        with writing(path):
+            self.stage(path).write_text(text, encoding="utf-8")
+
+    def commit(self) -> None:
+        """Move every staged file that was written to its destination: all of them, or none where one cannot be moved.
+
+        Of two runs that write the same files one moves all of its own before the other starts to. What the command was
+        to do is done then: signals that would end the program come too late and are ignored.
+
+        Raises:
+            UserError: A file cannot be moved, or another program has put one there since the check.
+        """
+        with _locked(self._folders), uninterrupted() as handlers, contextlib.ExitStack() as undo:
+            for temporary, path in self._staged:
+                if temporary.exists():
+                    self._refuse_existing(str(path), path)
+                    with writing(path):
+                        undo.callback(self._keep(path))
+                        temporary.replace(path)
+            undo.pop_all()
+            handlers.update(dict.fromkeys(handlers, signal.SIG_IGN))
+
+    def _keep(self, path: Path) -> Callable[[], object]:
+        """Keep what is at `path` in the hidden folder, and return what puts it back."""
+        if not os.path.lexists(path):
+            return functools.partial(path.unlink, missing_ok=True)
+        kept = self._folder(path, _REPLACED) / path.name
+        try:
+            os.link(path, kept, follow_symlinks=False)
+        except OSError:
+            if path.is_dir():
+                raise
+            path.rename(kept)  # a file system without hard links
+        return functools.partial(kept.replace, path)
+
+
+@contextmanager
+def _locked(folders: Iterable[Path]) -> Iterator[None]:
+    """Let no other run into this part of the program for one of the same folders; runs wait in the order of inodes."""
+    with contextlib.ExitStack() as opened:
+        places = {(status.st_dev, status.st_ino): folder for folder in folders for status in [folder.stat()]}
+        for _, folder in sorted(places.items()):
+            with contextlib.suppress(OSError):  # a folder that may not be read, or a file system without locks
+                descriptor = os.open(folder, os.O_RDONLY)
+                opened.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+def _leads_to_open_file(path: Path) -> bool:
+    """Whether this is a link such as /dev/stdout. It must stay, even if it leads to a plain file now."""
+    return path.is_symlink() and path.readlink().is_relative_to("/proc")
+
+
+@contextmanager
+def uninterrupted() -> Iterator[dict[signal.Signals, Any]]:
+    """Hold signals that would end the program back until a step is done that must not be left halfway.
+
+    Yields the handlers that the signals get back after it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield {}  # signals are handled in the main thread
+        return
+    held: list[int] = []
+
+    def hold(number: int, _: FrameType | None) -> None:
+        held.append(number)
+
+    handlers = {number: signal.signal(number, hold) for number in ENDING_SIGNALS}
+    try:
+        yield handlers
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder and remove it at the end, which no signal keeps it from."""
+    folder = None
+    try:
+        with uninterrupted():
+            folder = Path(tempfile.mkdtemp(prefix="twellc-"))
+        yield folder
+    finally:
+        with uninterrupted():
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the file where the system, as of a full disk, only says what went wrong.
+
+    Args:
+        path: The file; of a staged one, or one that an output is made of, the message names the output.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        for folder in path.parents:
+            if folder.name in (_STAGED, _SCRATCH) and folder.parent.name.startswith(_STAGING):
+                path = folder.parent.with_name(path.relative_to(folder).parts[0])
+                break
+        raise UserError(
+            str(path), f"cannot be written: {error.strerror or error}",
+            fix="Make room, or write to another place.",
+        ) from error  # fmt: skip
+
+
+def external_data(onnx_path: Path) -> Path:
+    """Where twellc puts the weights of a large ONNX file."""
+    return onnx_path.with_name(onnx_path.name + ".data")
+
+
+def digest(*paths: Path) -> str:
+    """Return a SHA-256 over files: of one file what `sha256sum` prints, of several over their digests."""
+    digests = []
+    for path in paths:
+        with path.open("rb") as stream:
+            digests.append(hashlib.file_digest(stream, "sha256"))
+    if len(digests) == 1:
+        return digests[0].hexdigest()
+    return hashlib.sha256(b"".join(each.digest() for each in digests)).hexdigest()

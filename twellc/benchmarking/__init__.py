@@ -1,0 +1,1 @@
+"""Measure on the GPU at hand: timing, contestants, and `twellc bench`."""

@@ -1,0 +1,389 @@
+"""Measure what blocks take on the GPU at hand, for decisions: a grid of tokens, widths, densities and distributions.
+
+    python -m twellc.benchmarking.calibrate -o FILE.json
+
+Beside TwELL stands the fastest of three dense blocks: eager, compiled, and compiled with gate and up packed in one
+product. Times are of one call within a CUDA graph that holds one call for each of several sets of weights, so that
+weights come from memory as they do in a model. All contestants of a size take turns, in a new order in each repetition.
+
+Weights are drawn once a width. How active a token is stands in the first column of x, how active a neuron is in one
+column of the gate for each distribution: x has a constant in the column of the distribution that is measured, and zero
+in the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import math
+import platform
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from twellc import __version__
+from twellc.base.errors import UserError
+from twellc.base.files import Outputs, writing
+from twellc.config import DEFAULT_COMPRESSION
+from twellc.decisions.times import DensePoint, Times, TwellPoint, zipf_rates
+from twellc.plugins.ops import GATED_MLP, MLP
+
+DEFAULT_SECONDS = 200
+# Weights in rotation come to about this much, several times the L2 of any GPU.
+_ROTATED_BYTES = 512 << 20
+_MANY_TOKENS = 8192  # beyond it activations push weights out of L2 anyway
+_SPREAD = 0.8  # of the tokens' densities, log-normal
+_CERTAIN = 30.0  # so many standard deviations from zero a gate value is active whatever else is drawn
+# Twice the error of a dense block in bf16.
+_LARGEST_ERROR = 0.02
+
+
+Distribution = tuple[float, str]
+
+
+@dataclass(frozen=True)
+class Activity:
+    """How active neurons are, and how many are hot: see `twellc.decisions.times`."""
+
+    density: float
+    neurons: str = "equal"
+    hot: int = 0
+
+    @property
+    def distribution(self) -> Distribution:
+        """What x and the gate decide."""
+        return self.density, self.neurons
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is measured of blocks of one width: every activity at every number of tokens; none leaves dense blocks."""
+
+    variant: str
+    d_model: int
+    d_ff: int
+    tokens: tuple[int, ...]
+    activities: tuple[Activity, ...]
+
+
+def _equal(*densities: float) -> tuple[Activity, ...]:
+    return tuple(map(Activity, densities))
+
+
+def _unequal(neurons: str, *densities: float) -> tuple[Activity, ...]:
+    return tuple(Activity(density, neurons) for density in densities)
+
+
+# Numbers of tokens on both sides of wherever other kernels take over.
+_FEW = (1, 2, 3, 8, 16, 17, 32, 64, 65, 128, 129)
+_MAIN = (*_FEW, 256, 320, 512, 1024, 1920, 1921, 2048, 3072, 4095, 4096, 8192, 16384, 32768)
+_LARGE = (1, 2, 8, 16, 17, 32, 64, 65, 128, 256, 512, 1024, 1280, 1281, 2048, 4096, 8192, 32768)
+_PLAIN = (1, 2, 3, 8, 16, 17, 32, 64, 65, 128, 256, 512, 1024, 1280, 1281, 1920, 1921, 4096, 8192, 32768)
+_NARROW = (1, 8, 32, 128, 512, 2048, 8192, 32768)
+
+# As far as the op at hand can.
+_HOT = (128, 256, 512, 1024) if any(option.name == "hot" for option in GATED_MLP._schema.arguments) else ()
+
+_ALL = (
+    *_equal(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0),
+    *_unequal("zipf", 0.005, 0.01, 0.02, 0.04),
+    *_unequal("sorted", 0.005, 0.02),
+    *(Activity(density, "sorted", hot) for density in (0.005, 0.02) for hot in _HOT),
+)
+_SOME = (*_equal(0.001, 0.003, 0.01, 0.03, 0.1), *_unequal("zipf", 0.005, 0.02))
+
+# The most useful first: a run that has to stop early has those.
+GRIDS = (
+    Grid("gated", 2048, 5632, _MAIN, _ALL),
+    Grid("gated", 4096, 11008, _LARGE, _SOME),
+    Grid("plain", 2048, 8192, _PLAIN, _SOME),
+    Grid("gated", 2048, 2560, _MAIN, _SOME),
+    *(Grid("gated", 2048, d_ff, _NARROW, ()) for d_ff in (128, 256, 512, 1024)),
+    Grid("gated", 4096, 14336, _LARGE, _SOME),
+    Grid("gated", 1024, 4096, _PLAIN, _SOME),
+    Grid("plain", 1024, 4096, _PLAIN, _SOME),
+    Grid("gated", 5120, 13824, _LARGE[:-1], _SOME),
+    Grid("plain", 4096, 16384, _PLAIN[:-1], _SOME),
+    *(Grid("gated", 4096, d_ff, _NARROW, ()) for d_ff in (256, 512, 1024)),
+)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One block: gate and up [d_ff, d_model], both in `packed` [2 d_ff, d_model]; down both ways round.
+
+    A plain block has no up, and `packed` is its gate.
+    """
+
+    packed: Tensor
+    gate: Tensor
+    up: Tensor | None
+    down: Tensor
+    down_by_neuron: Tensor
+
+
+def place_columns(activities: tuple[Activity, ...]) -> dict[Distribution, int]:
+    """Give each unequal distribution a column of x and gate, after the one of the tokens' activity."""
+    unequal = dict.fromkeys(activity.distribution for activity in activities if activity.neurons != "equal")
+    return {distribution: column for column, distribution in enumerate(unequal, 1)}
+
+
+def draw_weights(grid: Grid, columns: dict[Distribution, int], device: str = "cuda") -> Weights:
+    """Draw the weights of one block; `columns` says where the gate has how active each neuron is."""
+    d_model, d_ff = grid.d_model, grid.d_ff
+    scale = d_model**-0.5
+    gate = torch.randn((d_ff, d_model), device=device) * scale
+    gate[:, 0] = -scale
+    gate[:, 1 : 1 + len(columns)] = 0
+    for (density, neurons), column in columns.items():
+        offsets = _quantile(torch.tensor(density)) - _quantile(torch.from_numpy(zipf_rates(d_ff, density)))
+        order = torch.arange(d_ff) if neurons == "sorted" else torch.randperm(d_ff)
+        gate[:, column] = (offsets[order] * scale).to(device)
+    up = None if grid.variant == "plain" else torch.randn((d_ff, d_model), device=device) * scale
+    packed = torch.cat([gate] if up is None else [gate, up]).bfloat16()
+    down = (torch.randn((d_model, d_ff), device=device) * 0.2).bfloat16()
+    return Weights(packed, packed[:d_ff], None if up is None else packed[d_ff:], down, down.t().contiguous())
+
+
+def draw_rows(
+    tokens: int, d_model: int, distribution: Distribution, columns: dict[Distribution, int], device: str = "cuda"
+) -> Tensor:
+    """Draw x [tokens, d_model] for which so many neurons are active."""
+    density, _ = distribution
+    x = torch.randn((tokens, d_model), device=device)
+    if density == 1:
+        x[:, 0] = -_CERTAIN * d_model**0.5
+    else:
+        active = torch.exp(_SPREAD * torch.randn(tokens, device=device))
+        x[:, 0] = _quantile((active / active.mean() * density).clamp(max=0.9)) * d_model**0.5
+    x[:, 1 : 1 + len(columns)] = 0
+    if distribution in columns:
+        x[:, columns[distribution]] = d_model**0.5
+    return x.bfloat16()
+
+
+def _quantile(share: Tensor) -> Tensor:
+    """Where a standard normal variable is exceeded with this probability."""
+    value: Tensor = torch.special.ndtri(1 - share.double())
+    return value.float()
+
+
+def dense(x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor) -> Tensor:
+    """Compute the block for x [tokens, d_model] as two or three products."""
+    g = torch.relu(functional.linear(x, gate))
+    return functional.linear(g if up is None else g * functional.linear(x, up), down)
+
+
+def dense_packed(x: Tensor, packed: Tensor, down: Tensor) -> Tensor:
+    """Compute a gated block with one product for gate and up."""
+    g, u = functional.linear(x, packed).chunk(2, -1)
+    return functional.linear(torch.relu(g) * u, down)
+
+
+@functools.cache
+def _compiled(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    torch._dynamo.config.recompile_limit = 64
+    return torch.compile(block, dynamic=True)
+
+
+def twell(x: Tensor, hot: int, w: Weights) -> Tensor:
+    """Compute the block by TwELL, but for the first `hot` neurons."""
+    options = ("relu", 0.0, DEFAULT_COMPRESSION, *([hot] if hot else []))
+    y: Tensor
+    if w.up is None:
+        y = MLP(x, w.gate, None, w.down_by_neuron, None, None, *options)
+    else:
+        y = GATED_MLP(x, w.gate, None, w.up, None, w.down_by_neuron, None, None, *options)
+    return y
+
+
+def share_active(x: Tensor, w: Weights) -> float:
+    """Return the share of gate activations that are not zero."""
+    return float((functional.linear(x, w.gate) > 0).double().mean())
+
+
+def _dense_forms(x: Tensor, variant: str) -> dict[str, Callable[[Weights], Tensor]]:
+    forms: dict[str, Callable[[Weights], Tensor]] = {
+        "eager": lambda w: dense(x, w.gate, w.up, w.down),
+        "compiled": lambda w: _compiled(dense)(x, w.gate, w.up, w.down),
+    }
+    if variant == "gated":
+        forms["packed"] = lambda w: _compiled(dense_packed)(x, w.packed, w.down)
+    return forms
+
+
+def time_all(
+    calls: dict[Any, Callable[[Weights], Tensor]], sets: list[Weights], repeats: int
+) -> dict[Any, list[float]]:
+    """Time one call of each contestant, in microseconds, `repeats` times."""
+    graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+    pool = torch.cuda.graph_pool_handle()  # only one of the graphs runs at a time
+    for name, call in calls.items():
+        for w in sets:
+            call(w)
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name], pool=pool):
+            for w in sets:
+                call(w)
+    times: dict[Any, list[float]] = {name: [] for name in calls}
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    for repetition in range(-1, repeats):  # the first one warms up
+        for name in random.sample(list(graphs), len(graphs)):
+            graphs[name].replay()
+            start.record()
+            graphs[name].replay()
+            end.record()
+            end.synchronize()
+            if repetition >= 0:
+                times[name].append(start.elapsed_time(end) * 1e3 / len(sets))
+    return times
+
+
+def measure_size(
+    grid: Grid, tokens: int, sets: list[Weights], columns: dict[Distribution, int], repeats: int
+) -> tuple[DensePoint, list[TwellPoint]]:
+    """Time the blocks of one width at one number of tokens.
+
+    Raises:
+        RuntimeError: TwELL's result is not that of the dense block.
+    """
+    used = sets if tokens <= _MANY_TOKENS else sets[:2]
+    drawn = {
+        distribution: draw_rows(tokens, grid.d_model, distribution, columns)
+        for distribution in dict.fromkeys(activity.distribution for activity in grid.activities)
+    }
+    rows = {activity: drawn[activity.distribution] for activity in grid.activities}
+    for activity, x in rows.items():
+        exact = dense(x, sets[0].gate, sets[0].up, sets[0].down).float()
+        error = float((twell(x, activity.hot, sets[0]).float() - exact).norm() / exact.norm().clamp(min=1e-30))
+        if not error <= _LARGEST_ERROR:
+            raise RuntimeError(f"{grid}, {tokens} tokens, {activity}: off from the dense block by {error:.2e}")
+        del exact
+    any_rows = next(iter(rows.values())) if rows else draw_rows(tokens, grid.d_model, (0.01, "equal"), columns)
+    calls: dict[Any, Callable[[Weights], Tensor]] = dict(_dense_forms(any_rows, grid.variant))
+    calls |= {activity: functools.partial(twell, x, activity.hot) for activity, x in rows.items()}
+    times = time_all(calls, used, repeats)
+    size = (grid.variant, grid.d_model, grid.d_ff, tokens)
+    best = min((name for name in times if isinstance(name, str)), key=lambda name: statistics.median(times[name]))
+    points = []
+    for activity, x in rows.items():
+        density = round(statistics.fmean(share_active(x, w) for w in used), 7)
+        points.append(TwellPoint(*size, *_spread(times[activity]), density, *astuple(activity)))
+    return DensePoint(*size, *_spread(times[best]), best), points
+
+
+def _spread(values: list[float]) -> tuple[float, float, float]:
+    """Return the median and the range that holds the middle 80 %."""
+    deciles = statistics.quantiles(values, n=10, method="inclusive")
+    return round(statistics.median(values), 3), round(deciles[0], 3), round(deciles[-1], 3)
+
+
+def _machine() -> dict[str, str]:
+    """Say what is measured on and with."""
+    properties = torch.cuda.get_device_properties(0)
+    commit = ""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # an installed package has none
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return {
+        "gpu": properties.name,
+        "multiprocessors": str(properties.multi_processor_count),
+        "form": "torch ops in CUDA graphs over rotating weights",
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        "twellc": __version__,
+        "commit": commit,
+        "date": str(datetime.datetime.now(datetime.UTC).date()),
+    }
+
+
+def calibrate(path: Path, overwrite: bool, seconds: float, progress: Callable[[str], None]) -> Times:
+    """Measure the grid and write the data file, anew after each number of tokens.
+
+    Args:
+        path: The data file. What an interrupted run leaves is a whole file that holds what was measured so far.
+        overwrite: Whether it may replace a file.
+        seconds: Begin no other size after so long.
+        progress: Receives what is being measured.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        UserError: There is no GPU, nothing was measured, or the file cannot be written.
+    """
+    if not torch.cuda.is_available():
+        raise UserError(
+            "--calibrate", "there is no CUDA device to measure", fix="Run it on a machine with the GPU in question."
+        )
+    Outputs(overwrite).check("--output", path)
+    torch.manual_seed(0)
+    random.seed(0)
+    end = time.monotonic() + seconds
+    times = Times(_machine(), False, [], [])
+    left = False
+    for grid in GRIDS:
+        shape = f"{grid.variant} {grid.d_model} / {grid.d_ff}"
+        columns = place_columns(grid.activities)
+        bytes_each = 2 * grid.d_model * grid.d_ff * (3 if grid.variant == "gated" else 2)
+        count = max(2, min(12, _ROTATED_BYTES // bytes_each))
+        sets: list[Weights] = []
+        for tokens in grid.tokens:
+            if time.monotonic() > end:
+                left = True
+                break
+            progress(f"{shape}, {tokens} tokens: {max(0, math.ceil(end - time.monotonic()))} s at most to go")
+            sets = sets or [draw_weights(grid, columns) for _ in range(count)]
+            try:
+                dense_point, points = measure_size(grid, tokens, sets, columns, 5 if tokens > 256 else 9)
+            except torch.OutOfMemoryError:
+                progress(f"{shape}: more than {tokens} tokens do not fit in this GPU's memory")
+                left = True
+                break
+            times.dense.append(dense_point)
+            times.twell.extend(points)
+            _write(path, times)
+    if not times.dense:
+        raise UserError("--seconds", "nothing was measured in so short a time", got=f"{seconds:g}")
+    times = Times(times.machine, not left, times.dense, times.twell)
+    _write(path, times)
+    return times
+
+
+def _write(path: Path, times: Times) -> None:
+    """Replace the data file as a whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        partial.write_text(times.to_text(), encoding="utf-8")
+        partial.replace(path)
+
+
+@click.command(help=__doc__)
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The data file.")
+@click.option("--seconds", type=click.FloatRange(0), default=DEFAULT_SECONDS, show_default=True)
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+def main(output: Path, seconds: float, overwrite: bool) -> None:
+    """Measure the GPU at hand."""
+    try:
+        times = calibrate(output, overwrite, seconds, lambda step: click.echo(step, err=True))
+    except UserError as error:
+        raise click.UsageError(str(error), ctx=None) from error
+    state = "all of the grid" if times.complete else "a part of the grid: time or memory ran out"
+    click.echo(f"{output}: {times.gpu}, {len(times.dense)} dense and {len(times.twell)} sparse times, {state}")
+
+
+if __name__ == "__main__":
+    main()

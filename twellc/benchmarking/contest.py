@@ -1,0 +1,90 @@
+"""Contestants that compute the same: each is recorded and compared with float64 before it is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from twellc.base.errors import first_line
+from twellc.benchmarking.timing import Call, Times, record, time_calls
+from twellc.checks.accuracy import measure
+
+
+class Contest:
+    """Contestants by name: each is kept, or named with what is wrong with it.
+
+    Attributes:
+        errors: Relative error of each contestant's result.
+        failed: Why contestants were left out.
+    """
+
+    def __init__(self, truth: Tensor | None, drawn: Callable[[Any], Tensor], language_model: bool) -> None:
+        """Start without contestants.
+
+        Args:
+            truth: What is to come out, in float64, [rows, width]; None where it is not known: then nothing is compared.
+            drawn: Returns the rows that are compared, [rows, width], of what a contestant returns.
+            language_model: Whether they are logits over a vocabulary.
+        """
+        self.errors: dict[str, float] = {}
+        self.failed: dict[str, str] = {}
+        self._truth, self._drawn, self._language_model = truth, drawn, language_model
+        self._yardstick: Tensor | None = None
+        self._replays: dict[str, Call] = {}
+        self._kept: list[Any] = []  # what the recordings read and write
+
+    def __contains__(self, label: str) -> bool:
+        """Whether a contestant is kept."""
+        return label in self._replays
+
+    def add(self, label: str, call: Callable[[], Any], *kept: Any, lossy: bool = False) -> None:
+        """Record a call; compare what the recording computes.
+
+        The first contestant is the yardstick: others may be twice as wrong as it is.
+
+        Args:
+            label: The contestant's name.
+            call: Returns a result.
+            kept: What must live as long as the recording does.
+            lossy: Whether it may be as wrong as it is.
+        """
+        results: list[Any] = []
+
+        def keep_result() -> None:
+            results[:] = [call()]
+
+        try:
+            replay = record([keep_result])
+            replay()
+            wrong = "" if self._truth is None else self._compare(label, self._drawn(results[0]), lossy)
+        except Exception as error:  # whatever it is, the others go on
+            wrong = f"{type(error).__name__}: {first_line(error)}"
+        if wrong:
+            self.failed[label] = wrong
+            return
+        self._replays[label] = replay
+        self._kept += [results, *kept]
+
+    def _compare(self, label: str, result: Tensor, lossy: bool) -> str:
+        """Note the error of a result, and say what is wrong with it; nothing where it is within tolerance."""
+        assert self._truth is not None
+        if self._yardstick is None:
+            if self.failed:
+                return "there is nothing to measure it by: the first contestant failed"
+            self._yardstick = result
+        accuracy = measure(label, result, self._yardstick, self._truth, self._language_model)
+        self.errors[label] = accuracy.candidate.relative
+        if accuracy.within or lossy:
+            return ""
+        return f"its result is off: {accuracy.candidate}, where the model in torch has {accuracy.plain}"
+
+    def replay(self, label: str) -> Call:
+        """Return what runs a contestant once."""
+        return self._replays[label]
+
+    def time(self, repeats: int) -> dict[str, Times]:
+        """Time all contestants that were kept, in turns."""
+        times = time_calls(list(self._replays.values()), repeats)
+        return dict(zip(self._replays, times, strict=True))

@@ -1,0 +1,58 @@
+"""What a call takes of the board's energy counter."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from twellc.base.errors import UserError
+from twellc.benchmarking.timing import Call
+
+
+class EnergyMeter:
+    """The energy counter of torch's first GPU, through NVML, which comes with the driver."""
+
+    def __init__(self) -> None:
+        """Open the counter.
+
+        Raises:
+            UserError: NVML is missing, or refuses.
+        """
+        try:
+            self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError as error:
+            raise UserError("NVML", f"cannot be loaded ({error})") from error
+        self._device = ctypes.c_void_p()
+        name = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()
+        self._demand(self._nvml.nvmlInit_v2() or self._nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(self._device)))
+        self.joules()  # not every board has a counter
+
+    @staticmethod
+    def _demand(status: int) -> None:
+        if status != 0:
+            raise UserError("NVML", f"cannot read the energy counter of this GPU (error {status})")
+
+    def joules(self) -> float:
+        """Return the energy since the driver was loaded."""
+        millijoules = ctypes.c_ulonglong()
+        self._demand(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device, ctypes.byref(millijoules)))
+        return millijoules.value / 1e3
+
+    def of(self, call: Call, seconds: float, microseconds: float) -> float:
+        """Return the joules that one call takes: of many calls in a row, after as many to warm up.
+
+        Args:
+            call: The call.
+            seconds: How long the calls that are counted are to take.
+            microseconds: What one of them takes.
+        """
+        count = max(1, round(seconds * 1e6 / microseconds))
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize()
+        before = self.joules()
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize()
+        return (self.joules() - before) / count

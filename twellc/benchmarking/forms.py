@@ -1,0 +1,227 @@
+"""Dense forms of a feed-forward block: what twellc is compared with.
+
+    eager      torch's own products, one after the other
+    compiled   the same through torch.compile
+    packed     gate and up in one product, one compiled kernel for the activation, as serving engines do
+    FP8        packed, with weights, x and the hidden tensor in E4M3, one scale each; x and the hidden tensor are
+               quantised by compiled kernels, with scales that were calibrated beforehand
+
+The fastest of the first three is the baseline of every speed-up. FP8 rounds more and stands beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from twellc.plugins.ops import activate
+
+EAGER, COMPILED, PACKED, FP8 = "dense eager", "dense compiled", "dense packed", "dense FP8"
+BASELINES = (EAGER, COMPILED, PACKED)
+
+_FP8_DTYPE = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(_FP8_DTYPE).max
+_FP8_CAPABILITY = (8, 9)
+# cuBLAS takes FP8 matrices whose sizes are multiples of this.
+_FP8_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class Block:
+    """Weights of a block, as `torch.nn.Linear` has them, and what it computes of them.
+
+    Attributes:
+        gate: [d_ff, d_model]; of a plain block, which has no `up`, the up projection.
+        up: [d_ff, d_model], or None.
+        down: [d_out, d_ff].
+        gate_bias, up_bias, down_bias: [d_ff], [d_ff], [d_out], or None.
+        activation: relu, relu2, fatrelu or drelu.
+        threshold: Of fatrelu.
+    """
+
+    gate: Tensor
+    up: Tensor | None
+    down: Tensor
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    activation: str = "relu"
+    threshold: float = 0.0
+
+    def dense(self, x: Tensor) -> Tensor:
+        """Compute y [..., d_out] of x [..., d_model] by two or three products."""
+        return functional.linear(self.hidden(x), self.down, self.down_bias)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Compute the hidden tensor [..., d_ff] of x [..., d_model]."""
+        g = functional.linear(x, self.gate, self.gate_bias)
+        u = None if self.up is None else functional.linear(x, self.up, self.up_bias)
+        return combine(g, u, self.activation, self.threshold)
+
+    def active(self, x: Tensor) -> Tensor:
+        """Return which gate activations are not zero, bool [..., d_ff]."""
+        return activate(functional.linear(x, self.gate, self.gate_bias), self.activation, self.threshold) != 0
+
+    def double(self) -> Block:
+        """Return the block in float64."""
+        tensors: dict[str, Any] = {
+            name: value.double() for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return dataclasses.replace(self, **tensors)
+
+
+def combine(gate: Tensor, up: Tensor | None, activation: str, threshold: float) -> Tensor:
+    """Return the hidden tensor of pre-activations of gate and up, all of one shape."""
+    g = activate(gate, activation, threshold)
+    if up is None:
+        return g
+    return g * (torch.relu(up) if activation == "drelu" else up)
+
+
+def _combine_packed(gate_up: Tensor, d_ff: int, activation: str, threshold: float) -> Tensor:
+    """Return the hidden tensor of what one product gives for gate and up, [..., d_ff or 2 d_ff]."""
+    up = gate_up[..., d_ff:] if gate_up.shape[-1] > d_ff else None
+    return combine(gate_up[..., :d_ff], up, activation, threshold)
+
+
+def _to_fp8(x: Tensor, per_unit: Tensor) -> Tensor:
+    return (x.float() * per_unit).clamp(-_FP8_MAX, _FP8_MAX).to(_FP8_DTYPE)
+
+
+def _quantise(x: Tensor, per_unit: Tensor) -> Tensor:
+    """Return x [tokens, width] in FP8, with rows of zeros up to a multiple of 16 tokens."""
+    extra = -len(x) % _FP8_MULTIPLE
+    quantised = _to_fp8(x, per_unit)
+    return functional.pad(quantised, (0, 0, 0, extra)) if extra else quantised
+
+
+def _combine_fp8(gate_up: Tensor, d_ff: int, activation: str, threshold: float, per_unit: Tensor) -> Tensor:
+    return _to_fp8(_combine_packed(gate_up, d_ff, activation, threshold), per_unit)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function through torch.compile."""
+    # Without fullgraph, torch would go on in eager mode, and say nothing, after some recompilations.
+    return torch.compile(function, fullgraph=True)
+
+
+def _fused(function: Callable[..., Tensor], rows: Tensor, *rest: Any) -> Tensor:
+    """Call a function of rows [tokens, width] as one compiled kernel, which serves any number of tokens but one."""
+    if torch.compiler.is_compiling():
+        return function(rows, *rest)
+    torch._dynamo.maybe_mark_dynamic(rows, 0)
+    torch._dynamo.mark_static(rows, 1)
+    return _compiled(function)(rows, *rest)
+
+
+class Packed:
+    """A block with gate and up in one product."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+        self._weight, self._bias = packed_weights(block)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute y [..., d_out] of x [..., d_model]."""
+        block, rows = self._block, x.reshape(-1, x.shape[-1])
+        gate_up = functional.linear(rows, self._weight, self._bias)
+        h = _fused(_combine_packed, gate_up, len(block.gate), block.activation, block.threshold)
+        y = functional.linear(h, block.down, block.down_bias)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def packed_weights(block: Block) -> tuple[Tensor, Tensor | None]:
+    """Return gate and up in one matrix [2 d_ff, d_model], and their biases in one vector, or None without any."""
+    if block.up is None:
+        return block.gate, block.gate_bias
+    weight = torch.cat([block.gate, block.up])
+    if block.gate_bias is None and block.up_bias is None:
+        return weight, None
+    parts = (block.gate_bias, block.up_bias)
+    return weight, torch.cat([block.gate.new_zeros(len(block.gate)) if part is None else part for part in parts])
+
+
+class Fp8:
+    """A block in FP8, with gate and up in one product."""
+
+    def __init__(self, block: Block, x: Tensor) -> None:
+        """Quantise the weights, and calibrate the scales of x and of the hidden tensor on x [..., d_model]."""
+        self._block = block
+        weight, self._bias = packed_weights(block)
+        self._weight, self._weight_scale = _quantised(weight)
+        self._down, self._down_scale = _quantised(block.down)
+        self._x_scale = _scale(x)
+        self._h_scale = _scale(block.hidden(x))
+        self._x_per_unit, self._h_per_unit = 1 / self._x_scale, 1 / self._h_scale
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute y [..., d_out] of x [..., d_model]."""
+        block, rows = self._block, x.reshape(-1, x.shape[-1])
+        x8 = _fused(_quantise, rows.detach(), self._x_per_unit)
+        gate_up = _product(x8, self._weight, self._x_scale, self._weight_scale, self._bias, x.dtype)
+        h8 = _fused(_combine_fp8, gate_up, len(block.gate), block.activation, block.threshold, self._h_per_unit)
+        y = _product(h8, self._down, self._h_scale, self._down_scale, block.down_bias, x.dtype)
+        return y[: len(rows)].reshape(*x.shape[:-1], y.shape[-1])
+
+
+def takes_fp8(block: Block) -> bool:
+    """Whether GPU and widths allow for FP8."""
+    widths = (*block.gate.shape, len(block.down))
+    return torch.cuda.get_device_capability() >= _FP8_CAPABILITY and all(width % _FP8_MULTIPLE == 0 for width in widths)
+
+
+def _scale(x: Tensor) -> Tensor:
+    return (x.abs().amax().float() / _FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scale = _scale(weight)
+    return _to_fp8(weight, 1 / scale), scale
+
+
+def _product(
+    rows: Tensor, weight: Tensor, row_scale: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    product: Any = torch._scaled_mm
+    result: Tensor = product(rows, weight.t(), row_scale, scale, bias=bias, out_dtype=dtype, use_fast_accum=True)
+    return result
+
+
+def compiled_dense(block: Block) -> Callable[[Tensor], Tensor]:
+    """Return the block through torch.compile, for exactly the sizes of each call; blocks of one form share it."""
+    weights = (block.gate, block.up, block.down, block.gate_bias, block.up_bias, block.down_bias)
+    return lambda x: _compiled_dense()(x, *weights, block.activation, block.threshold)
+
+
+@functools.cache
+def _compiled_dense() -> Callable[..., Tensor]:
+    return torch.compile(_dense, dynamic=False, fullgraph=True)
+
+
+def _dense(x: Tensor, *weights: Any) -> Tensor:
+    return Block(*weights).dense(x)
+
+
+def dense_forms(block: Block, x: Tensor, with_compiled: bool = True) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return the dense forms of a block by name, as far as GPU and widths allow for them.
+
+    Args:
+        block: The block.
+        x: What FP8 is calibrated on, [..., d_model].
+        with_compiled: Whether to have the form that is compiled as a whole.
+    """
+    forms: dict[str, Callable[[Tensor], Tensor]] = {EAGER: block.dense}
+    if with_compiled:
+        forms[COMPILED] = compiled_dense(block)
+    forms[PACKED] = Packed(block)
+    if takes_fp8(block):
+        forms[FP8] = Fp8(block, x)
+    return forms

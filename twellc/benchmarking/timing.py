@@ -1,0 +1,125 @@
+"""Time calls on the GPU: recorded as CUDA graphs, in turns, as medians.
+
+A call alone says how fast the host is. So calls are recorded, one for each of several sets of weights where these would
+stay in a cache; and all contestants take turns, in a new order in each repetition, since the clock falls under load.
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from twellc.base.errors import UserError
+from twellc.base.records import Record
+from twellc.plugins import library
+
+Call = Callable[[], object]
+
+_WARM_UPS = 3  # the first call compiles, and cuBLAS sets itself up
+
+
+@dataclass(frozen=True)
+class Times(Record):
+    """What one call takes, in microseconds: the median, and the range that holds the middle 80 % of repetitions."""
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+
+
+@dataclass(frozen=True)
+class Machine(Record):
+    """What was measured on and with: names and versions, and the GPU's multiprocessors."""
+
+    gpu: str
+    multiprocessors: int
+    python: str
+    torch: str
+    cuda: str
+    twellc: str
+
+
+def machine() -> Machine:
+    """Describe this machine's first GPU.
+
+    Raises:
+        UserError: The plugin library is missing.
+    """
+    properties = torch.cuda.get_device_properties(0)
+    return Machine(
+        gpu=properties.name,
+        multiprocessors=properties.multi_processor_count,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=str(torch.version.cuda),
+        twellc=library.load().twell_version().decode(),
+    )
+
+
+def refuse_without_gpu(where: str, instead: str) -> None:
+    """Fail on a machine whose torch sees no GPU.
+
+    Args:
+        where: The command or option.
+        instead: What it would do with one, as a sentence.
+
+    Raises:
+        UserError: It sees none.
+    """
+    if not torch.cuda.is_available():
+        raise UserError(where, "measures on a GPU, and torch sees none here", fix=instead)
+
+
+def record(calls: Sequence[Call]) -> Call:
+    """Record calls, one after the other, as a CUDA graph; return what replays it.
+
+    The calls run a few times before, on the current stream. What they return must be kept by the caller if it is to be
+    read after a replay.
+    """
+    for _ in range(_WARM_UPS):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def time_calls(calls: Sequence[Call], repeats: int, count: int = 1) -> list[Times]:
+    """Time calls in turns, in a new order in each repetition.
+
+    Each of them runs twice in its turn, and the second time counts.
+
+    Args:
+        calls: What to time; of little work what `record` returns.
+        repeats: Repetitions that count; one more warms up.
+        count: How many calls of interest each of them stands for: the times are divided by it.
+
+    Returns:
+        The times, in the order of `calls`.
+    """
+    found: list[list[float]] = [[] for _ in calls]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    for repetition in range(-1, repeats):
+        for index in random.sample(range(len(calls)), len(calls)):
+            calls[index]()
+            start.record()
+            calls[index]()
+            end.record()
+            end.synchronize()
+            if repetition >= 0:
+                found[index].append(start.elapsed_time(end) * 1e3 / count)
+    return [times_of(values) for values in found]
+
+
+def times_of(values: Sequence[float]) -> Times:
+    """Return the median and the range of times in microseconds."""
+    deciles = statistics.quantiles(values, n=10) if len(values) > 1 else [values[0]] * 9
+    return Times(statistics.median(values), deciles[0], deciles[-1])

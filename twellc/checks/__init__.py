@@ -1,0 +1,1 @@
+"""`twellc check`: compare a candidate with the model that it was made from."""

@@ -1,0 +1,378 @@
+"""`twellc check`: is a candidate as accurate as the plain low-precision model, and where does its error come from?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from twellc.base.errors import UserError, first_line
+from twellc.base.files import digest, external_data, temporary_folder
+from twellc.base.records import Json, Record
+from twellc.checks.accuracy import (
+    COARSE,
+    DiscreteAccuracy,
+    OutputAccuracy,
+    TextAccuracy,
+    measure,
+    measure_discrete,
+    separate,
+    text_bits,
+)
+from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes, runs_kernels
+from twellc.checks.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
+from twellc.checks.samples import Limits, Sample, draw_samples, read_arrays, read_text
+from twellc.config import LOGITS, PADDINGS, CheckOptions, CompileOptions
+from twellc.export.onnx_export import save_onnx
+from twellc.export.runner import run_plan
+from twellc.export.tensorrt_host import load_host, why_not_here
+from twellc.loaders.loaded import LoadedModel, NoChoiceError
+from twellc.loaders.model import load_model
+from twellc.loaders.onnx_file import load_onnx
+from twellc.loaders.onnx_format import looks_like_onnx
+from twellc.manifest import UNKEPT_GRAPH, is_plan, read_manifest, refuse_other_plugins
+from twellc.translation.result import METADATA_KEY
+from twellc.translation.translate import translate_any
+
+
+@dataclass(frozen=True)
+class BlockAccuracy(Record):
+    """Accuracy of one plugin node, for the inputs that its block has in the plain low-precision model.
+
+    Attributes:
+        module: Path of the module that holds the block's weights.
+        density: Share of the gate's activations that are not zero for these inputs.
+        accuracy: Accuracy of the node's output; the truth is the block in float64 with the weights of low precision.
+    """
+
+    module: str
+    density: float
+    accuracy: OutputAccuracy
+
+    @property
+    def diverges(self) -> bool:
+        """Whether the node is outside of its tolerance, or computes something else in float64."""
+        separation = self.accuracy.separation
+        return not self.accuracy.within or (separation is not None and not separation.rewrite_within)
+
+    def to_json(self) -> dict[str, Json]:
+        """Return it as JSON types, with what is said of it."""
+        return {**super().to_json(), "diverges": self.diverges}
+
+
+@dataclass(frozen=True)
+class CheckResult(Record):
+    """What `twellc check` found.
+
+    Attributes:
+        executed: What was run for the candidate, in words.
+        note: Why that was not the candidate itself; empty when it was.
+        inputs: What it was run on, in words.
+        notes: What the user should know besides.
+        outputs: Accuracy of each output.
+        blocks: Accuracy of each plugin node, in order.
+        text: How well the text was predicted; None without one, or where the model does not predict the next token.
+    """
+
+    executed: str
+    note: str
+    inputs: str
+    notes: list[str]
+    outputs: list[OutputAccuracy | DiscreteAccuracy]
+    blocks: list[BlockAccuracy]
+    text: TextAccuracy | None
+
+    @property
+    def within(self) -> bool:
+        """Whether every output and every block is within tolerance."""
+        return all(output.within for output in self.outputs) and self.first_divergence is None
+
+    @property
+    def first_divergence(self) -> str | None:
+        """Module of the first block that diverges."""
+        return next((block.module for block in self.blocks if block.diverges), None)
+
+    @property
+    def causes(self) -> list[str]:
+        """What put the candidate outside of tolerance, of `rewrite`, `kernels` and `rest`; empty where not known."""
+        outputs = [output for output in self.outputs if isinstance(output, OutputAccuracy)]
+        measured = [*outputs, *(block.accuracy for block in self.blocks)]
+        separations = [each.separation for each in measured if each.separation is not None]
+        if self.within or not separations:
+            return []
+        found = [] if all(each.rewrite_within for each in separations) else ["rewrite"]
+        found += [] if all(each.kernels_within for each in separations) else ["kernels"]
+        return found or ["rest"]
+
+    def to_json(self) -> dict[str, Json]:
+        """Return everything as JSON types; what is NaN or infinite becomes null."""
+        summary: dict[str, Json] = {
+            "within": self.within,
+            "first_divergence": self.first_divergence,
+            "causes": list(self.causes),
+        }
+        return {**super().to_json(), **summary}
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Something to run: `settings` are those of its compilation, where it says so; `graph` its ONNX file, if known."""
+
+    run: Callable[[Sample], Outputs]
+    inputs: list[str]
+    settings: dict[str, Any]
+    executed: str
+    graph: tuple[Path, onnx.ModelProto] | None
+    is_graph: bool
+    note: str = ""
+    profile: dict[str, Any] | None = None
+
+
+def check(options: CheckOptions, progress: Callable[[str], None]) -> CheckResult:
+    """Compare a candidate with the model that it was made from.
+
+    Args:
+        options: See `CheckOptions`.
+        progress: Receives the name of each step.
+
+    Raises:
+        UserError: Something cannot be read, or model, candidate and inputs do not belong together.
+    """
+    with temporary_folder() as folder:
+        return _check(options, folder, progress)
+
+
+def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None]) -> CheckResult:
+    candidate_path = options.candidate
+    sources = {"--inputs": options.arrays, "--text": options.text, "--seed": options.seed}
+    given = [option for option, value in sources.items() if value is not None]
+    if len(given) > 1:
+        raise UserError(given[0], "the inputs are given twice", got=f"{given[1]}, too", fix="Leave one out.")
+    if not candidate_path.is_file():
+        raise UserError(str(candidate_path), "there is no such file", expected="an ONNX file or a plan")
+    if looks_like_onnx(candidate_path):
+        progress("reading the candidate")
+        candidate = _open_onnx(candidate_path)
+    elif is_plan(candidate_path):
+        candidate = _open_plan(options, folder, progress)
+    else:
+        raise UserError(str(candidate_path), "is neither an ONNX file nor a plan with its manifest beside it")
+    reference: Reference
+    if looks_like_onnx(options.model):
+        progress("loading the model")
+        reference = OnnxReference(options.model, candidate.settings, options.inputs)
+    else:
+        progress("loading and tracing the model")
+        reference = TorchReference(_load_as_compiled(options, candidate.settings), candidate.settings)
+    specs = reference.inputs.specs
+    if sorted(candidate.inputs) != sorted(spec.name for spec in specs):
+        raise UserError(
+            str(candidate_path), "does not belong to the model: their inputs differ",
+            got=", ".join(candidate.inputs), expected=", ".join(spec.name for spec in specs),
+        )  # fmt: skip
+    samples, described, notes, predicts_next = _samples(options, reference, candidate.profile)
+    if predicts_next and candidate.settings.get("logits") == "last":
+        predicts_next = False
+        notes.append("how well the text is predicted is not measured: --logits last computes one place of a window")
+    ours = []
+    for index, sample in enumerate(samples):
+        progress(f"running the candidate: sample {index + 1} of {len(samples)}")
+        ours.append(candidate.run(sample))
+        if len(ours[-1]) != len(reference.outputs):
+            raise UserError(
+                str(candidate_path), "does not belong to the model: their outputs differ",
+                got=str(len(ours[-1])), expected=", ".join(reference.outputs),
+            )  # fmt: skip
+    graph, obstacle = _graph(candidate, reference)
+    notes += [f"blocks are not compared, and the error is not separated: {obstacle}"] if obstacle else []
+    try:
+        runs = reference.run(samples, graph, ours if candidate.is_graph else None, progress)
+    except (IndexError, RuntimeError) as error:  # torch's own; random inputs are made so that they fit
+        if options.arrays is None:
+            raise
+        raise UserError(
+            f"--inputs {options.arrays}", f"the model fails on these inputs ({first_line(error)})",
+            fix="Check their values, such as indices into tables.",
+        ) from error  # fmt: skip
+    text = None
+    if predicts_next:
+        ids = [sample["input_ids"].long() for sample in samples]
+        bits = [text_bits([outputs[0] for outputs in each], ids) for each in (ours, runs.plain, runs.truth)]
+        text = TextAccuracy(bits[0][0], *(each for _, each in bits)) if bits[0][0] else None
+    outputs = [_output(candidate_path, reference, runs, ours, index) for index in range(len(reference.outputs))]
+    coarse = ", ".join(output.name for output in outputs if output.coarse)
+    if coarse:
+        notes.append(f"within tolerance says little: low precision alone is more than {COARSE:.0%} off in {coarse}")
+    return CheckResult(
+        executed=candidate.executed,
+        note=candidate.note,
+        inputs=described,
+        notes=notes,
+        outputs=outputs,
+        blocks=[_block(layer.module, block) for layer, block in zip(reference.layers, runs.blocks, strict=False)],
+        text=text,
+    )
+
+
+def _load_as_compiled(options: CheckOptions, settings: dict[str, Any]) -> LoadedModel:
+    """Load the model as the compilation of the candidate did, by its settings.
+
+    Raises:
+        UserError: The model cannot be loaded, or leaves no such settings.
+    """
+    padding, logits = settings.get("padding"), settings.get("logits")
+    try:
+        return load_model(
+            options.model, options.trust_model, options.inputs,
+            padding if padding in PADDINGS else None, logits if logits in LOGITS else LOGITS[0],
+        )  # fmt: skip
+    except NoChoiceError as error:
+        raise UserError(
+            str(options.candidate), "does not belong to the model: it is of a causal Hugging Face model",
+            got=str(options.model),
+        ) from error  # fmt: skip
+
+
+def _samples(
+    options: CheckOptions, reference: Reference, profile: dict[str, Any] | None
+) -> tuple[list[Sample], str, list[str], bool]:
+    """Return the samples, what they are, notes on them, and whether they are a text to predict."""
+    limits = Limits(reference.inputs, profile, reference.token_ids)
+    if options.arrays is not None:
+        return [read_arrays(options.arrays, limits)], f"the arrays in {options.arrays.name}", [], False
+    if options.text is not None:
+        text = read_text(options.text, options.model, reference.language_model, limits)
+        tokens = sum(sample["input_ids"].numel() for sample in text.samples)
+        described = f"{options.text.name}: {tokens} tokens in {len(text.samples)} windows"
+        return text.samples, described, text.notes, text.predicts_next
+    seed = options.seed or 0
+    samples = draw_samples(limits, reference.integers, seed)
+    return samples, f"random inputs of {len(samples)} shapes, seed {seed}", [], False
+
+
+# ---- the candidate ----
+
+
+def _open_onnx(path: Path) -> _Candidate:
+    model = load_onnx(path)
+    evaluator = OnnxEvaluator(path, model)
+    try:
+        settings = json.loads(evaluator.metadata[METADATA_KEY])["settings"]
+    except (KeyError, ValueError):
+        settings = {}
+    executed = "the ONNX graph, in onnx's reference evaluator"
+    if runs_kernels():
+        executed += f", its plugin nodes by the CUDA kernels on {torch.cuda.get_device_name()}"
+    return _Candidate(evaluator.run, evaluator.inputs, settings, executed, (path, model), is_graph=True)
+
+
+def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], None]) -> _Candidate:
+    """Open a plan, or the graph that it was built from where no GPU can run it; made again in `folder` if need be."""
+    plan = options.candidate
+    progress("reading the manifest")
+    manifest = read_manifest(plan)
+    settings = {name: value for name, value in vars(manifest.settings).items() if value is not None}
+    profile = {name: vars(shapes) for name, shapes in manifest.profiles[0].items()}
+    assert manifest.backend is not None and manifest.plan is not None  # see read_manifest
+    backend, expected, kept_name = manifest.backend.name, manifest.onnx.sha256, manifest.onnx.file
+    kept = plan.parent / str(kept_name)
+    data = external_data(kept)
+    is_kept = kept.is_file() and digest(kept, *([data] if data.is_file() else [])) == expected
+    obstacle = why_not_here(backend)
+    if not obstacle:
+        refuse_other_plugins(plan, manifest)
+        host = load_host(backend)
+        names = [tensor.name for tensor in manifest.plan.inputs]
+        graph = (kept, load_onnx(kept)) if is_kept else None
+        version = manifest.backend.version
+        return _Candidate(
+            lambda sample: run_plan(host, plan, version, sample), names, settings, "the plan", graph, is_graph=False,
+            profile=profile,
+        )  # fmt: skip
+    if is_kept:
+        candidate, source = _open_onnx(kept), f"{kept.name}, the ONNX graph that it was built from"
+    else:
+        compilation = CompileOptions(
+            options.model, backend="none", trust_model=options.trust_model, inputs=options.inputs, **settings
+        )
+        # Its name is in the graph where weights stand in a file of their own.
+        written = save_onnx(translate_any(compilation, progress).graph, folder / (kept_name or UNKEPT_GRAPH))
+        if digest(*written) != expected:
+            raise UserError(
+                str(plan), f"was not built from {options.model} by this version of twellc",
+                fix="Compile again, and keep the graph with --onnx to check a plan later.",
+            )  # fmt: skip
+        candidate, source = _open_onnx(written[0]), "the ONNX graph that it was built from, made again"
+    executed = candidate.executed.replace("the ONNX graph", source, 1)
+    note = f"the plan itself was NOT run: {obstacle}"
+    return replace(candidate, settings=settings, executed=executed, note=note, profile=profile)
+
+
+def _graph(candidate: _Candidate, reference: Reference) -> tuple[CandidateGraph | None, str]:
+    """Return the candidate's graph if its plugin nodes stand for the model's blocks, else why there is none."""
+    if candidate.graph is None:
+        return None, "the graph that the plan was built from is not beside it; keep it with --onnx"
+    path, model = candidate.graph
+    try:
+        nodes = plugin_nodes(model)
+    except ValueError as error:
+        return None, str(error)
+    wanted = [((layer.d_model, layer.d_ff, layer.d_out), layer.residual) for layer in reference.layers]
+    if [(node.widths, node.residual) for node in nodes] != wanted:
+        same = "blocks of the same shapes, with and without a residual"
+        blocks = same if len(nodes) == len(wanted) else f"{len(wanted)} such blocks"
+        return None, f"the candidate has {len(nodes)} plugin nodes, and the model not {blocks}"
+    return CandidateGraph(path, model, nodes), ""
+
+
+# ---- accuracy ----
+
+
+def _output(
+    candidate: Path, reference: Reference, runs: Runs, ours: list[Outputs], index: int
+) -> OutputAccuracy | DiscreteAccuracy:
+    def stacked(results: list[Outputs]) -> torch.Tensor:
+        return _stack([result[index] for result in results])
+
+    name = reference.outputs[index]
+    for got, expected in zip(ours, runs.plain, strict=True):
+        if got[index].shape != expected[index].shape:
+            raise UserError(
+                str(candidate), f"output {name} has another shape than the model's",
+                got=str(tuple(got[index].shape)), expected=str(tuple(expected[index].shape)),
+            )  # fmt: skip
+    mine, plain, truth = stacked(ours), stacked(runs.plain), stacked(runs.truth)
+    if not plain.is_floating_point():
+        return measure_discrete(name, mine, plain, truth)
+    # A row whose length varies with the input is no row of logits over a vocabulary.
+    language_model = reference.language_model and index == 0 and len({_width(each[index]) for each in runs.plain}) == 1
+    result = measure(name, mine, plain, truth, language_model)
+    if not runs.spliced:
+        return result
+    rewritten, original = stacked(runs.rewritten), stacked(runs.original)
+    separation = separate(mine, stacked(runs.spliced), plain, truth, rewritten, original, exact=runs.exact)
+    return replace(result, separation=separation)
+
+
+def _block(module: str, runs: BlockRuns) -> BlockAccuracy:
+    ours, plain, exact, rewritten = map(_stack, (runs.ours, runs.plain, runs.exact, runs.rewritten))
+    result = measure(module, ours, plain, exact, language_model=False)
+    separation = separate(ours, ours, plain, exact, rewritten, exact)
+    density = sum(runs.active) / max(sum(runs.activations), 1)
+    return BlockAccuracy(module, density, replace(result, separation=separation))
+
+
+def _stack(outputs: Outputs) -> torch.Tensor:
+    """Join the samples' outputs row by row, or element by element where the lengths of their rows differ."""
+    widths = {_width(output) for output in outputs}
+    width = widths.pop() if len(widths) == 1 else 1
+    return torch.cat([output.reshape(-1, width) for output in outputs])
+
+
+def _width(output: torch.Tensor) -> int:
+    return output.shape[-1] if output.dim() else 1

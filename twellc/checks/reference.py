@@ -1,0 +1,377 @@
+"""What `twellc check` compares a candidate with: the model in low precision and in float64.
+
+docs/accuracy.md says what the runs below are for. A candidate's plugin nodes are compared with the model's own blocks
+both in the whole model and block by block, each block for the input that it has in the plain low-precision model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import onnx
+import torch
+from torch.export import ExportedProgram
+
+from twellc.base.dtypes import DTYPES, torch_dtype
+from twellc.base.errors import UserError
+from twellc.checks.evaluator import OnnxEvaluator, PluginNode
+from twellc.checks.samples import Sample
+from twellc.export.profiles import ModelInputs, program_inputs
+from twellc.inputs import InputDeclaration
+from twellc.loaders.loaded import LoadedModel
+from twellc.passes.canonicalize import functionalize, rearrange
+from twellc.passes.decide import decide
+from twellc.passes.graph.execution import example_inputs, run_program
+from twellc.passes.graph.program import editable, finish
+from twellc.passes.match.find_ffn import find_ffn_blocks
+from twellc.passes.onnx.ffn import Ends, find_onnx_blocks, lower_onnx
+from twellc.passes.onnx.part import part_of
+from twellc.passes.onnx.precision import widen_onnx
+from twellc.passes.precision import in_precision, widen
+from twellc.passes.report import Layer
+from twellc.translation.onnx_models import choose_onnx_dtype, integer_range, model_inputs, open_model, refuse_rewritten
+from twellc.translation.torch_models import choose_dtype
+
+Outputs = list[torch.Tensor]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class CandidateGraph:
+    """The ONNX graph of a candidate, with the plugin nodes that stand for the blocks of the model."""
+
+    path: Path
+    model: onnx.ModelProto
+    nodes: list[PluginNode]
+
+
+@dataclass(frozen=True)
+class BlockRuns:
+    """What a block and its plugin node give for each sample, [..., d_out].
+
+    Attributes:
+        plain: The block in low precision.
+        ours: The plugin node in low precision.
+        exact: The block in float64, with the weights of the low precision.
+        rewritten: The plugin node in float64.
+        active, activations: How many activations of the gate were not zero, and how many there were.
+    """
+
+    plain: Outputs = field(default_factory=list)
+    ours: Outputs = field(default_factory=list)
+    exact: Outputs = field(default_factory=list)
+    rewritten: Outputs = field(default_factory=list)
+    active: list[int] = field(default_factory=list)
+    activations: list[int] = field(default_factory=list)
+
+    def add_low(self, node: PluginNode, x: torch.Tensor, residual: torch.Tensor | None, plain: torch.Tensor) -> None:
+        """Run the node on what the block reads, in low precision."""
+        self.plain.append(plain)
+        self.ours.append(node.run(x, residual))
+        self.active.append(node.active(x))
+        self.activations.append(x.numel() // node.widths[0] * node.widths[1])
+
+    def add_wide(self, node: PluginNode, x: torch.Tensor, residual: torch.Tensor | None, exact: torch.Tensor) -> None:
+        """Run the node on what the block reads, in float64."""
+        self.exact.append(exact)
+        self.rewritten.append(node.run(x.double(), None if residual is None else residual.double()))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What the model gives for each sample: a list of its outputs.
+
+    Attributes:
+        plain: In low precision.
+        truth: In float64.
+        original: With the weights of the low precision, and float64 arithmetic; `truth` where the model is in it.
+        spliced: As `plain`, with the candidate's plugin nodes in the place of its blocks.
+        rewritten: As `original`, with the candidate's plugin nodes in the place of its blocks.
+        blocks: The blocks that have a plugin node, in order.
+        exact: Whether `rewritten` has the weights of `original`; else it has some that the model computes from others,
+            in low precision, and that were folded.
+    """
+
+    plain: list[Outputs]
+    truth: list[Outputs]
+    original: list[Outputs] = field(default_factory=list)
+    spliced: list[Outputs] = field(default_factory=list)
+    rewritten: list[Outputs] = field(default_factory=list)
+    blocks: list[BlockRuns] = field(default_factory=list)
+    exact: bool = True
+
+
+class Reference(Protocol):
+    """A model to compare a candidate with.
+
+    Attributes:
+        inputs: Its inputs.
+        integers: Least and largest value to draw for an integer input.
+        token_ids: Number of token ids; None where that is not known.
+        outputs: Names of its outputs.
+        language_model: Whether the first output holds logits over a vocabulary.
+        layers: The blocks that the candidate has a plugin node for.
+    """
+
+    inputs: ModelInputs
+    integers: dict[str, tuple[int, int]]
+    token_ids: int | None
+    outputs: list[str]
+    language_model: bool
+    layers: list[Layer]
+
+    def run(
+        self,
+        samples: list[Sample],
+        graph: CandidateGraph | None,
+        outputs: list[Outputs] | None,
+        progress: Callable[[str], None],
+    ) -> Runs:
+        """Run the model.
+
+        Args:
+            samples: Its inputs.
+            graph: The candidate's graph, with one plugin node for each of `layers`; without it the runs with plugin
+                nodes are left out.
+            outputs: What the graph gives for the samples, if it was run already.
+            progress: Receives the name of each step.
+        """
+        ...
+
+
+# ---- models that torch traces ----
+
+
+class TorchReference:
+    """A traced model; see `Reference`."""
+
+    def __init__(self, model: LoadedModel, settings: dict[str, Any]) -> None:
+        """Lower the model as its compilation did, by the settings of the candidate, and find its blocks."""
+        # What the model is measured by takes no part in the passes that bring its blocks into form.
+        self._source = functionalize(model.program)
+        name = settings.get("dtype")
+        dtype = torch_dtype(name if name in DTYPES else choose_dtype(model, None)[0])
+        self._plain = in_precision(self._source, dtype)
+        rearranged = rearrange(self._source)
+        self._with_blocks = self._plain if rearranged is self._source else in_precision(rearranged, dtype)
+        self.inputs = program_inputs(self._source)
+        self.integers = integer_ranges(model)
+        self.token_ids = model.vocabulary
+        self.outputs = model.output_names
+        self.language_model = model.language_model
+        blocks = find_ffn_blocks(self._with_blocks)
+        chosen = [(block, layer) for block, layer in zip(blocks, _decide(blocks, settings), strict=True)
+                  if layer.decision == "twell"]  # fmt: skip
+        self._ends = [
+            Ends(block.x.name, block.residual.other.name if block.residual else None, block.y.name)
+            for block, _ in chosen
+        ]
+        self.layers = [layer for _, layer in chosen]
+
+    def run(
+        self,
+        samples: list[Sample],
+        graph: CandidateGraph | None,
+        outputs: list[Outputs] | None,
+        progress: Callable[[str], None],
+    ) -> Runs:
+        """See `Reference`."""
+        progress("running the model in low precision")
+        nodes = graph.nodes if graph else []
+        ends = self._ends if graph else []
+        blocks = [BlockRuns() for _ in nodes]
+        runs = Runs([], [], blocks=blocks, exact=self._with_blocks is self._plain)
+        inputs: list[dict[str, torch.Tensor]] = []
+        for sample in samples:
+            runs.plain.append(run_program(self._plain, sample))
+            if graph is None:
+                continue
+            visitor = _Visitor(ends)
+            run_program(self._with_blocks, sample, visitor)
+            inputs.append(visitor.read)
+            for index, node in enumerate(nodes):
+                blocks[index].add_low(node, *_read_by(ends[index], visitor.read), visitor.y[index])
+            runs.spliced.append(run_program(self._with_blocks, sample, _Visitor(ends, nodes)))
+        progress("running the model in float64")
+        wide = widen(_round_thresholds(self._plain))
+        runs.original.extend(run_program(wide, widen_sample(sample)) for sample in samples)
+        if self._with_blocks is not self._plain:
+            del wide  # a large model is larger in float64
+            wide = widen(_round_thresholds(self._with_blocks))
+        for sample, given in zip(samples, inputs, strict=False):  # without a graph there are no inputs of blocks
+            widened = widen_sample(sample)
+            runs.rewritten.append(run_program(wide, widened, _Visitor(ends, nodes)))
+            visitor = _Visitor(ends, given={name: value.double() for name, value in given.items()})
+            run_program(wide, widened, visitor)
+            for index, node in enumerate(nodes):
+                blocks[index].add_wide(node, *_read_by(ends[index], given), visitor.y[index])
+        if self._plain is self._source:
+            return replace(runs, truth=runs.original)
+        del wide
+        wide = widen(self._source)
+        runs.truth.extend(run_program(wide, widen_sample(sample)) for sample in samples)
+        return runs
+
+
+def _round_thresholds(program: ExportedProgram) -> ExportedProgram:
+    """Round the numbers that low-precision tensors are compared with, as torch does; float64 would not."""
+    comparisons = (aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar)
+    program = editable(program)
+    for target in comparisons:
+        for node in program.graph.find_nodes(op="call_function", target=target):
+            tensor, number = node.args
+            if isinstance(number, float) and tensor.meta["val"].is_floating_point():
+                node.args = (tensor, torch.tensor(number, dtype=tensor.meta["val"].dtype).item())
+    return finish(program)
+
+
+def _read_by(ends: Ends, values: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return x and residual of a block."""
+    return values[ends.x], None if ends.residual is None else values[ends.residual]
+
+
+class _Visitor:
+    """Notes what blocks read and compute while a program runs.
+
+    Attributes:
+        read: What blocks read, by name.
+        y: The output of each block, by its number.
+    """
+
+    def __init__(
+        self,
+        ends: list[Ends],
+        nodes: list[PluginNode] | None = None,
+        given: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Prepare a run.
+
+        Args:
+            ends: Names of what each block reads and computes.
+            nodes: What gives the output of each block instead.
+            given: What blocks read instead of what the program computes.
+        """
+        self._ends = ends
+        self._names = {name for each in ends for name in (each.x, each.residual)}
+        self._writers = {each.y: index for index, each in enumerate(ends)}
+        self._nodes, self._given = nodes, given
+        self.read: dict[str, torch.Tensor] = {}
+        self.y: dict[int, torch.Tensor] = {}
+
+    def __call__(self, name: str, value: Any) -> Any:
+        writer = self._writers.get(name)
+        if writer is not None:
+            self.y[writer] = value
+            if self._nodes is not None:
+                value = self._nodes[writer].run(*_read_by(self._ends[writer], self.read))
+        if name in self._names:
+            if self._given is not None:
+                value = self._given[name]
+            self.read[name] = value
+        return value
+
+
+def _decide(blocks: list[Any], settings: dict[str, Any]) -> list[Layer]:
+    try:
+        return decide(blocks, str(settings.get("layers", "auto")))
+    except UserError:  # the blocks are not those of the model that the settings are for
+        return decide(blocks, "auto")
+
+
+def integer_ranges(model: LoadedModel) -> dict[str, tuple[int, int]]:
+    """Return the range of each integer input: token ids of the vocabulary, other integers as in the traced values."""
+    ranges = {}
+    for name, example in example_inputs(model.program).items():
+        if model.vocabulary is not None and name.endswith("input_ids"):
+            ranges[name] = (0, model.vocabulary - 1)
+        elif not example.is_floating_point():
+            ranges[name] = (int(example.min()), int(example.max())) if example.numel() else (0, 1)
+    return ranges
+
+
+# ---- ONNX files ----
+
+
+class OnnxReference:
+    """An ONNX file of plain operators; see `Reference`."""
+
+    def __init__(self, path: Path, settings: dict[str, Any], declared: tuple[InputDeclaration, ...]) -> None:
+        """Load the model and lower it as its compilation did.
+
+        Raises:
+            UserError: It cannot be loaded, inputs are declared for it, or it is rewritten already.
+        """
+        self._path = path
+        self._model = open_model(path, declared)
+        refuse_rewritten(path, self._model)
+        name = settings.get("dtype")
+        dtype = name if name in DTYPES else choose_onnx_dtype(self._model, None)
+        found = find_onnx_blocks(self._model, torch_dtype(dtype), str(settings.get("layers", "auto")))
+        self._plain = lower_onnx(found) if found.casts else self._model
+        chosen = [(ends, layer) for ends, layer in zip(found.ends, found.layers, strict=True)
+                  if layer.decision == "twell"]  # fmt: skip
+        self._ends = [ends for ends, _ in chosen]
+        self.layers = [layer for _, layer in chosen]
+        inputs = model_inputs(path, self._model)
+        # The evaluator is slow, and nothing was traced: small sizes.
+        self.inputs = replace(inputs, hints={symbol: min(2 * hint, 8) for symbol, hint in inputs.hints.items()})
+        graph = self._model.graph
+        self.integers = {value.name: integer_range(graph, value.name) for value in graph.input}
+        self.token_ids: int | None = None
+        self.outputs = [value.name for value in graph.output]
+        self.language_model = self.outputs[0] == "logits"
+
+    def run(
+        self,
+        samples: list[Sample],
+        graph: CandidateGraph | None,
+        outputs: list[Outputs] | None,
+        progress: Callable[[str], None],
+    ) -> Runs:
+        """See `Reference`."""
+        progress("running the model in low precision")
+        nodes = graph.nodes if graph else []
+        ends = self._ends if graph else []
+        blocks = [BlockRuns() for _ in nodes]
+        runs = Runs([], [], blocks=blocks)
+        inputs: list[list[dict[str, torch.Tensor]]] = []
+        read = [[name for name in (each.x, each.residual) if name is not None] for each in ends]
+        evaluator = OnnxEvaluator(self._path, self._plain)
+        for sample in samples:
+            needed = {*self.outputs, *(name for names in read for name in names), *(each.y for each in ends)}
+            found = evaluator.run_to(sample, needed)
+            runs.plain.append([found[name] for name in self.outputs])
+            # Of a block in float32 the plugin node reads x behind a cast, and its result is cast back.
+            inputs.append(
+                [{name: found[name].to(node.dtype) for name in names} for names, node in zip(read, nodes, strict=True)]
+            )
+            for block, node, each, given in zip(blocks, nodes, ends, inputs[-1], strict=True):
+                block.add_low(node, *_read_by(each, given), found[each.y].to(node.dtype))
+        progress("running the model in float64")
+        wide = widen_onnx(self._plain)
+        evaluator = OnnxEvaluator(self._path, wide)
+        runs.original.extend(evaluator.run(widen_sample(sample)) for sample in samples)
+        for index, (block, node, each) in enumerate(zip(blocks, nodes, ends, strict=True)):
+            part = OnnxEvaluator(self._path, part_of(wide, list(dict.fromkeys(read[index])), each.y))
+            for sample, all_given in zip(samples, inputs, strict=True):
+                (exact,) = part.run({**widen_sample(sample), **widen_sample(all_given[index])})
+                block.add_wide(node, *_read_by(each, all_given[index]), exact)
+        if graph is not None:
+            evaluator = OnnxEvaluator(graph.path, graph.model)
+            runs.spliced.extend(outputs or [evaluator.run(sample) for sample in samples])
+            evaluator = OnnxEvaluator(graph.path, widen_onnx(graph.model))
+            runs.rewritten.extend(evaluator.run(widen_sample(sample)) for sample in samples)
+        if self._plain is self._model:
+            return replace(runs, truth=runs.original)
+        evaluator = OnnxEvaluator(self._path, widen_onnx(self._model))
+        runs.truth.extend(evaluator.run(widen_sample(sample)) for sample in samples)
+        return runs
+
+
+def widen_sample(sample: Sample) -> Sample:
+    """Return a sample with floating-point inputs in float64."""
+    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in sample.items()}

@@ -1,0 +1,336 @@
+"""The inputs that `twellc check` runs a model on: random ones, given arrays, or text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import sympy
+import torch
+
+from twellc.base.arrays import Array, to_torch
+from twellc.base.dtypes import dtype_name
+from twellc.base.errors import UserError, first_line
+from twellc.export.profiles import InputSpec, ModelInputs, symbol_value
+
+Sample = dict[str, torch.Tensor]
+
+_UNBOUNDED = 1 << 30
+_LARGEST_WINDOW = 512
+# Text is bytes to a model with this many token ids and without a tokenizer.
+_BYTES = 256
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What samples have to keep to.
+
+    Attributes:
+        inputs: The inputs of the model.
+        profile: The first optimization profile of a plan (`min` and `max` shapes by input name), if there is one.
+        token_ids: Number of token ids, if it is known; they go into the inputs whose names end in `input_ids`.
+    """
+
+    inputs: ModelInputs
+    profile: dict[str, Any] | None
+    token_ids: int | None
+
+    def sizes(self, spec: InputSpec, axis: int) -> tuple[int, int]:
+        """Return the least and the largest size of a dimension that is fixed or a symbol of its own."""
+        dim = spec.shape[axis]
+        return (dim, dim) if isinstance(dim, int) else self.symbol_values(spec, axis, dim)
+
+    def symbol_values(self, spec: InputSpec, axis: int, symbol: sympy.Expr) -> tuple[int, int]:
+        """Return the least and the largest value of a symbol, as far as this dimension, which it occurs in, says."""
+        least, largest = self.inputs.bounds.get(str(symbol), (1, None))
+        low, high = max(1, least), int(str(largest)) if str(largest).isdigit() else _UNBOUNDED
+        if self.profile is not None:
+            dim, shapes = spec.shape[axis], self.profile[spec.name]
+            low = max(low, symbol_value(dim, shapes["min"][axis]) or 1)
+            high = min(high, symbol_value(dim, shapes["max"][axis]) or high)
+        return low, high
+
+
+# ---- random ----
+
+
+def draw_samples(limits: Limits, integers: dict[str, tuple[int, int]], seed: int) -> list[Sample]:
+    """Make random inputs: at the smallest shapes, at the shapes that the model hints at, and at larger ones.
+
+    Args:
+        limits: What they keep to.
+        integers: Least and largest value of integer inputs; floats are drawn from a normal distribution.
+        seed: Seed of the generator.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    specs = limits.inputs.specs
+    shapes: list[dict[str, tuple[int, ...]]] = []
+    for factor in (0, 1, 3):
+        sizes = {}
+        for spec in specs:
+            for axis, dim in enumerate(spec.shape):
+                for symbol in getattr(dim, "free_symbols", ()):
+                    low, high = limits.symbol_values(spec, axis, symbol)
+                    sizes[symbol] = min(max(limits.inputs.hints[str(symbol)] * factor, low), high)
+        shape = {spec.name: tuple(_size(dim, sizes) for dim in spec.shape) for spec in specs}
+        if shape not in shapes:
+            shapes.append(shape)
+    return [
+        {spec.name: _random(spec, shape[spec.name], integers.get(spec.name), generator) for spec in specs}
+        for shape in shapes
+    ]
+
+
+def _size(dim: int | sympy.Expr, sizes: dict[sympy.Expr, int]) -> int:
+    return dim if isinstance(dim, int) else int(dim.xreplace({s: sympy.Integer(n) for s, n in sizes.items()}))
+
+
+def _random(
+    spec: InputSpec, shape: tuple[int, ...], integers: tuple[int, int] | None, generator: torch.Generator
+) -> torch.Tensor:
+    if spec.dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(spec.dtype)
+    low, high = integers or (0, 1)
+    return torch.randint(low, high + 1, shape, generator=generator).to(spec.dtype)
+
+
+# ---- given arrays ----
+
+
+def read_arrays(path: Path, limits: Limits) -> Sample:
+    """Read one sample from an `.npz` file with an array for each input, by its name.
+
+    Arrays of any floating-point dtype are rounded to the input's, integers are converted if they fit. NaN and infinity
+    are values like others.
+
+    Raises:
+        UserError: It is no such file, or holds other names, kinds of dtypes, values or shapes than the model takes.
+    """
+    arrays = _load_npz(path)
+    specs = {spec.name: spec for spec in limits.inputs.specs}
+    missing, unknown = sorted(specs.keys() - arrays.keys()), sorted(arrays.keys() - specs.keys())
+    if missing or unknown:
+        what = f"has no array {missing[0]}" if missing else f"has an array {unknown[0]}, which is no input"
+        raise UserError(
+            f"--inputs {path}", what, got=", ".join(sorted(arrays)) or "no arrays", expected=", ".join(sorted(specs)),
+            fix="Name each array as the model's input: numpy.savez(FILE, NAME=array, ...).",
+        )  # fmt: skip
+    sample = {name: _as_input(path, spec, arrays[name], limits.token_ids) for name, spec in specs.items()}
+    _check_shapes(path, limits, sample)
+    return sample
+
+
+def _load_npz(path: Path) -> dict[str, Array]:
+    if not path.is_file():
+        raise UserError(f"--inputs {path}", "there is no such file", expected="an .npz file")
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            raise UserError(
+                f"--inputs {path}", "is a single array", expected="an .npz file with an array for each input",
+                fix="Write it with numpy.savez(FILE, NAME=array, ...).",
+            )  # fmt: skip
+        with loaded:
+            arrays = {name: loaded[name] for name in loaded.files}
+    except UserError:
+        raise
+    except Exception as error:  # numpy, zipfile and zlib raise what they like for a damaged file
+        raise UserError(
+            f"--inputs {path}", f"cannot be read as an .npz file ({first_line(error)})",
+            expected="arrays of numbers as numpy.savez writes them; pickled objects are never loaded",
+        ) from error  # fmt: skip
+    foreign = sorted(name for name, array in arrays.items() if not isinstance(array, np.ndarray))
+    if foreign:
+        raise UserError(f"--inputs {path}", f"{foreign[0]!r} in it is no array")
+    return arrays
+
+
+def _as_input(path: Path, spec: InputSpec, array: Array, token_ids: int | None) -> torch.Tensor:
+    where = f"--inputs {path}, array {spec.name}"
+    if array.dtype == np.dtype("V2") and spec.dtype == torch.bfloat16:
+        return to_torch(array.view(ml_dtypes.bfloat16))  # how numpy.savez stores what it does not know
+    kinds = "f" if spec.dtype.is_floating_point else "b" if spec.dtype == torch.bool else "iu"
+    if array.dtype.kind not in kinds:
+        meant = {"f": "a floating-point dtype", "b": "bool", "iu": "an integer dtype"}[kinds]
+        raise UserError(
+            where, "has another dtype than the input", got=str(array.dtype),
+            expected=f"{dtype_name(spec.dtype)}, or {meant} that fits" if kinds != "b" else meant,
+        )  # fmt: skip
+    if kinds == "f":
+        tensor = to_torch(array.astype(np.float64)).to(spec.dtype)
+        if not np.array_equal(np.isinf(array), tensor.isinf().numpy()):
+            raise UserError(
+                where, f"has values that overflow {dtype_name(spec.dtype)}", got=f"{np.nanmax(np.abs(array)):.3g}",
+                expected=f"at most {torch.finfo(spec.dtype).max:.3g}",
+            )  # fmt: skip
+        return tensor
+    if kinds == "iu" and array.size:
+        info = torch.iinfo(spec.dtype)
+        low, high = info.min, info.max
+        if token_ids is not None and spec.name.endswith("input_ids"):
+            low, high = 0, token_ids - 1
+        least, largest = int(array.min()), int(array.max())
+        if least < low or largest > high:
+            raise UserError(
+                where, "has values out of range", got=f"{least} to {largest}", expected=f"{low} to {high}"
+            )  # fmt: skip
+        return to_torch(array.astype(np.int64)).to(spec.dtype)
+    return to_torch(array.astype(bool if kinds == "b" else np.int64)).to(spec.dtype)
+
+
+def _check_shapes(path: Path, limits: Limits, sample: Sample) -> None:
+    """Check shapes against the model, the profile and each other.
+
+    Raises:
+        UserError: They contradict one of these.
+    """
+    fixed: dict[sympy.Expr, tuple[int, str]] = {}
+    for spec in limits.inputs.specs:
+        where, shape = f"--inputs {path}, array {spec.name}", tuple(sample[spec.name].shape)
+        expected = "x".join(map(str, spec.shape)) or "a scalar"
+        if len(shape) != len(spec.shape):
+            raise UserError(
+                where, f"has {len(shape)} dimensions", got=_text(shape), expected=f"{len(spec.shape)} ({expected})"
+            )
+        for axis, dim in enumerate(spec.shape):
+            if isinstance(dim, int):
+                if shape[axis] != dim:
+                    raise UserError(where, f"has another size of dimension {axis}", got=_text(shape), expected=expected)
+                continue
+            if len(dim.free_symbols) != 1:
+                continue  # the model itself refuses what does not fit
+            (symbol,) = dim.free_symbols
+            size, (low, high) = symbol_value(dim, shape[axis]), limits.symbol_values(spec, axis, symbol)
+            if size is None or not low <= size <= high:
+                source = "the plan's profile and the model" if limits.profile is not None else "the model"
+                least, largest = (_size(dim, {symbol: bound}) for bound in (low, high))
+                sizes = f"from {least}" if high == _UNBOUNDED else f"{least} to {largest}"
+                raise UserError(
+                    where, f"dimension {axis} leaves what {source} can take", got=_text(shape),
+                    expected=sizes if dim == symbol else f"{sizes}, of the form {dim}",
+                )  # fmt: skip
+            before, owner = fixed.setdefault(symbol, (size, spec.name))
+            if before != size:
+                raise UserError(
+                    where, f"dimension {axis} contradicts {owner}, which shares it", got=_text(shape),
+                    expected=f"{_size(dim, {symbol: before})}",
+                )  # fmt: skip
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "a scalar"
+
+
+# ---- text ----
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text as samples.
+
+    Attributes:
+        samples: Its windows, [1, tokens] each, without overlap, in order.
+        predicts_next: Whether the model predicts the next token, so that its logits have a likelihood for the text.
+        notes: What the user should know.
+    """
+
+    samples: list[Sample]
+    predicts_next: bool
+    notes: list[str]
+
+
+def read_text(path: Path, model: Path, language_model: bool, limits: Limits) -> Text:
+    """Turn a UTF-8 text, as one document, into token ids by the tokenizer of a Hugging Face directory.
+
+    Nothing is downloaded, and no code of the directory is run. A model of 256 token ids and without a tokenizer gets
+    the bytes of the text, behind the token that its config.json names as `bos_token_id`. Windows have as many tokens
+    as the model and the plan's profile take, at most 512.
+
+    Args:
+        path: The text.
+        model: The model.
+        language_model: Whether it is one.
+        limits: What samples keep to.
+
+    Raises:
+        UserError: The text is missing, empty, too short or no UTF-8, or the model is none for text or has no tokenizer.
+    """
+    if not path.is_file():
+        raise UserError(f"--text {path}", "there is no such file", expected="a text in UTF-8")
+    specs = {spec.name: spec for spec in limits.inputs.specs}
+    foreign = sorted(specs.keys() - {"input_ids", "attention_mask"})
+    if not model.is_dir() or not language_model or foreign or limits.token_ids is None:
+        reason = f"its input {foreign[0]} is no text" if foreign else "the model is none"
+        raise UserError(
+            f"--text {path}", "needs a language model in a Hugging Face directory, with its tokenizer",
+            got=f"{model}: {reason}", fix=_FIX,
+        )  # fmt: skip
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"--text {path}", f"is no UTF-8 at byte {error.start}", expected="a text in UTF-8") from error
+    if not text:
+        raise UserError(f"--text {path}", "the file is empty")
+    config = json.loads((model / "config.json").read_bytes())
+    ids, notes = _token_ids(path, model, text, config, limits.token_ids)
+    if max(ids) >= limits.token_ids:
+        raise UserError(
+            str(model), "its tokenizer is of another model", got=f"the token id {max(ids)}",
+            expected=f"less than {limits.token_ids}, the size of the vocabulary",
+        )  # fmt: skip
+    spec = specs["input_ids"]
+    (rows, _), (shortest, longest) = limits.sizes(spec, 0), limits.sizes(spec, 1)
+    if rows > 1 or len(ids) < shortest:
+        raise UserError(
+            f"--text {path}", "does not fit into the plan's profile", got=f"1x{len(ids)} tokens",
+            expected=f"from {rows}x{shortest}", fix=_FIX,
+        )  # fmt: skip
+    length = max(min(longest, _LARGEST_WINDOW), shortest)
+    windows = [ids[start : start + length] for start in range(0, len(ids), length)]
+    if len(windows[-1]) < shortest:
+        notes.append(f"the last {len(windows.pop())} tokens of {path.name} are too few for the plan's profile")
+    samples = []
+    for window in windows:
+        tokens = torch.tensor([window])
+        filled = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        samples.append({name: filled[name].to(spec.dtype) for name, spec in specs.items()})
+    masked = any(str(name).endswith("ForMaskedLM") for name in config.get("architectures") or [])
+    return Text(samples, not masked, notes)
+
+
+_FIX = "Turn the text into token ids yourself and give the arrays with --inputs FILE.npz."
+
+
+def _token_ids(
+    path: Path, model: Path, text: str, config: dict[str, Any], vocabulary: int
+) -> tuple[list[int], list[str]]:
+    if not any((model / name).is_file() for name in _TOKENIZER_FILES):
+        if vocabulary != _BYTES:
+            raise UserError(
+                str(model), "has no tokenizer", expected=_TOKENIZER_FILES[0],
+                fix="Put the files of the model's tokenizer beside its config.json, or turn the text into token ids "
+                "yourself and give the arrays with --inputs FILE.npz.",
+            )  # fmt: skip
+        first = config.get("bos_token_id")
+        before = [first] if isinstance(first, int) else []
+        note = "the model has 256 token ids and no tokenizer: the text is read as bytes"
+        return before + list(text.encode()), [note + (f", behind the token {first}" if before else "")]
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+        ids = [int(token) for token in tokenizer(text)["input_ids"]]
+    except Exception as error:  # transformers raises what it likes for a damaged folder
+        what = f"transformers cannot load the tokenizer ({first_line(error)})"
+        raise UserError(str(model), what, fix=_FIX) from error
+    if not ids:
+        raise UserError(f"--text {path}", "the tokenizer makes no token of it")
+    return ids, []

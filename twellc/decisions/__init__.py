@@ -1,0 +1,1 @@
+"""What a block takes on a GPU, from measured times, and what becomes of it."""

@@ -1,0 +1,1 @@
+"""`twellc inspect`: what is known of a model or a plan."""

@@ -1,0 +1,47 @@
+"""What `twellc inspect` shows of a model or a plan. Importing this imports no torch, and a plan needs none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from twellc.base.errors import UserError
+from twellc.base.files import uninterrupted
+from twellc.config import InspectOptions, refuse_dtype
+from twellc.cost import count_costs
+from twellc.inputs import refuse_inputs
+from twellc.inspection.description import Description, Inspection
+from twellc.loaders.onnx_format import looks_like_onnx
+from twellc.manifest import is_plan, read_manifest
+
+
+def inspect_model(options: InspectOptions, progress: Callable[[str], None]) -> Inspection:
+    """Return what is known of a model or a plan, and what its blocks cost.
+
+    Args:
+        options: See `InspectOptions`.
+        progress: Receives the name of each step.
+
+    Raises:
+        UserError: It is neither a model nor a plan, or not one that `dtype` or `inputs` are for.
+    """
+    found = _describe(options, progress)
+    if options.in_memory:
+        found = replace(found, kind=options.in_memory)
+    return Inspection(found, count_costs(found.layers, options.tokens, options.density))
+
+
+def _describe(options: InspectOptions, progress: Callable[[str], None]) -> Description:
+    target = options.target
+    if not target.exists():
+        raise UserError(str(target), "there is no such file or folder", expected="a model or a plan")
+    if not looks_like_onnx(target) and is_plan(target):
+        refuse_inputs(options.inputs, f"{target}, a plan")
+        refuse_dtype(options.dtype, f"{target}, a plan")
+        progress("reading the manifest")
+        manifest = read_manifest(target)
+        return Description("plan", manifest.layers, manifest.notes, attention=manifest.attention, manifest=manifest)
+    with uninterrupted():  # native modules do not survive an interrupt while they are imported
+        from twellc.inspection.models import describe_model
+
+    return describe_model(options, progress)

@@ -1,0 +1,115 @@
+"""What `twellc inspect` shows of a model, or of a rewritten ONNX file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+
+from twellc.base.dtypes import dtype_name, torch_dtype
+from twellc.config import InspectOptions, refuse_dtype
+from twellc.inputs import InputDeclaration
+from twellc.inspection.description import Description, PluginNode
+from twellc.loaders.model import load_model
+from twellc.loaders.onnx_format import looks_like_onnx
+from twellc.passes.attention import MATMUL, rewrite_attention
+from twellc.passes.canonicalize import canonicalize
+from twellc.passes.decide import decide
+from twellc.passes.match.find_ffn import find_ffn_blocks
+from twellc.passes.onnx.ffn import find_onnx_blocks
+from twellc.passes.onnx.graph import dtype_of
+from twellc.passes.precision import in_precision
+from twellc.passes.report import Layer
+from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
+from twellc.plugins.onnx_node import GATED, RESIDUAL
+from twellc.translation.onnx_models import KIND, cast_notes, choose_onnx_dtype, open_model
+from twellc.translation.result import METADATA_KEY
+from twellc.translation.torch_models import activation_notes, choose_dtype
+
+
+def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> Description:
+    """Return what is known of a model or a rewritten ONNX file.
+
+    Raises:
+        UserError: It is no model, or not one that `dtype` or `inputs` are for.
+    """
+    if looks_like_onnx(options.target):
+        progress("loading the model")
+        return inspect_onnx(options.target, options.dtype, options.inputs)
+    progress("loading and tracing the model")
+    model = load_model(options.target, options.trust_model, options.inputs)
+    chosen, notes = choose_dtype(model, options.dtype)
+    progress("looking for feed-forward blocks")
+    program = in_precision(canonicalize(model.program), torch_dtype(chosen))
+    layers = decide(find_ffn_blocks(program), "auto")
+    attention = rewrite_attention(program, (MATMUL,))[1]
+    notes = model.notes + notes + activation_notes(model, layers)
+    return Description(model.kind, layers, notes, dtype=chosen, attention=attention)
+
+
+def inspect_onnx(path: Path, dtype: str | None, declared: tuple[InputDeclaration, ...]) -> Description:
+    """Return what `twellc inspect` shows of an ONNX file; of a rewritten one also its `twell` nodes."""
+    model = open_model(path, declared)
+    nodes = twell_nodes(model)
+    if nodes:
+        refuse_dtype(dtype, f"{path}, a rewritten graph")
+        chosen, layers = _metadata(model)
+        layers = layers or [_layer_of(node) for node in nodes if node.type in PLUGIN_NAMES]
+        notes = [f"{path.name} is a rewritten graph: {len(nodes)} of its nodes are plugins"]
+        return Description("rewritten ONNX file", layers, notes, dtype=chosen, nodes=nodes)
+    chosen = choose_onnx_dtype(model, dtype)
+    found = find_onnx_blocks(model, torch_dtype(chosen), "auto")
+    return Description(KIND, found.layers, cast_notes(found, chosen), dtype=chosen)
+
+
+def twell_nodes(model: onnx.ModelProto) -> list[PluginNode]:
+    """Return the `twell` nodes of a graph: names, types, fields, and shapes of the weights."""
+    shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+    dtypes = {tensor.name: dtype_of(tensor.data_type) for tensor in model.graph.initializer}
+    nodes = []
+    for node in model.graph.node:
+        if node.domain != PLUGIN_NAMESPACE:
+            continue
+        fields = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+        fields = {name: value.decode() if isinstance(value, bytes) else value for name, value in fields.items()}
+        weights = [name for name in node.input if len(shapes.get(name, ())) == 2]
+        dtype = dtypes.get(weights[0]) if weights else None
+        nodes.append(
+            PluginNode(
+                name=node.name,
+                type=node.op_type,
+                dtype=dtype_name(dtype) if dtype else None,
+                inputs=list(node.input),
+                outputs=list(node.output),
+                weights={name: shapes[name] for name in weights},
+                fields=fields,
+            )
+        )
+    return nodes
+
+
+def _layer_of(node: PluginNode) -> Layer:
+    """Describe a node in a graph that does not say what its layers were."""
+    shapes = list(node.weights.values())
+    (d_ff, d_model), d_out = shapes[0] if shapes else (0, 0), shapes[-1][1] if shapes else 0
+    return Layer(
+        module=node.name or node.outputs[0],
+        variant="gated" if node.type == GATED else "plain",
+        activation=str(node.fields.get("activation")),
+        d_model=d_model, d_ff=d_ff, d_out=d_out, matched=True, decision="twell", reason="is a plugin node",
+        residual=node.fields.get(RESIDUAL) == 1,
+    )  # fmt: skip
+
+
+def _metadata(model: onnx.ModelProto) -> tuple[str | None, list[Layer]]:
+    """Return the precision and the layers that a rewritten graph notes, as far as it does and in this form."""
+    text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), "")
+    try:
+        content = json.loads(text)
+        layers = [Layer(**layer) for layer in content["layers"]]
+        dtype = str(content["settings"]["dtype"])
+    except (ValueError, KeyError, TypeError):
+        return None, []
+    return dtype, layers

@@ -1,0 +1,73 @@
+"""A loaded model, and what every loader says of one."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch.export import ExportedProgram
+
+from twellc.base.errors import UserError
+
+DimensionRange = tuple[int, int, int]
+
+
+@dataclass
+class LoadedModel:
+    """A model as a traced program, with what a compiler needs to know besides.
+
+    Attributes:
+        path: The file or folder that it came from.
+        kind: `torch.export archive`, `Hugging Face directory` or `pickled module`.
+        program: The traced program, in the precision of its source.
+        output_names: Names of its outputs, in order.
+        dimension_names: Names of its symbolic dimensions, by symbol.
+        dimension_ranges: (min, opt, max) of the default optimization profile, by symbol.
+        vocabulary: Number of token ids, for making inputs; None where no input holds token ids.
+        language_model: Whether its first output holds logits over the vocabulary.
+        declared_activation: The activation that a config.json names; empty without one.
+        notes: What the user should hear about how it was loaded.
+        settings: The choices that it was traced by, of `padding` and `logits` of `CompileOptions`; empty for a model
+            that leaves none.
+    """
+
+    path: Path
+    kind: str
+    program: ExportedProgram
+    output_names: list[str]
+    dimension_names: dict[str, str] = field(default_factory=dict)
+    dimension_ranges: dict[str, DimensionRange] = field(default_factory=dict)
+    vocabulary: int | None = None
+    language_model: bool = False
+    declared_activation: str = ""
+    notes: list[str] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
+
+
+class NoChoiceError(UserError):
+    """A choice of `padding` or `logits` was made, and the model leaves none."""
+
+
+def refuse_choices(padding: str | None, logits: str, target: str) -> None:
+    """Fail if a choice is made that only causal Hugging Face models leave.
+
+    Raises:
+        NoChoiceError: It is.
+    """
+    chosen = [f"--padding {padding}"] if padding is not None else []
+    chosen += [f"--logits {logits}"] if logits != "all" else []
+    if chosen:
+        raise NoChoiceError(
+            chosen[0], "only a causal Hugging Face model leaves the choice", got=target, fix="Leave it out."
+        )
+
+
+def fingerprint(path: Path) -> str:
+    """Return the SHA-256 of a model: of the file, or of the names and contents of a directory's model files."""
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted([*path.glob("*.json"), *path.glob("*.safetensors")]):
+        digest.update(file.name.encode() if path.is_dir() else b"")
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()

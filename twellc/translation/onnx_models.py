@@ -1,0 +1,156 @@
+"""ONNX files as models: what `compile`, `inspect` and `check` do with a graph of plain operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import onnx_ir
+import sympy
+
+from twellc.base.dtypes import DTYPES, torch_dtype
+from twellc.base.errors import UserError
+from twellc.base.files import writing
+from twellc.config import CompileOptions
+from twellc.export.profiles import InputSpec, ModelInputs
+from twellc.inputs import InputDeclaration, refuse_inputs
+from twellc.loaders.loaded import refuse_choices
+from twellc.loaders.onnx_file import load_onnx
+from twellc.passes.onnx.ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
+from twellc.passes.onnx.graph import dtype_of
+from twellc.plugins.library import PLUGIN_NAMESPACE
+from twellc.translation.result import Translation, annotate, check_matches
+
+KIND = "ONNX file"
+_FLOATS = {onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16", onnx.TensorProto.FLOAT: ""}
+# Sizes to tune unnamed dimensions for: the first of several is usually a batch.
+_BATCH_HINT, _HINT = 1, 128
+
+
+def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> Translation:
+    """Load an ONNX model and rewrite it.
+
+    Raises:
+        UserError: The model cannot be loaded or rewritten as asked (`strict`, `layers`, `dtype`).
+    """
+    if options.attention != "auto":
+        raise UserError(
+            f"--attention {options.attention}", "attention in an ONNX file stays as it is", got=str(options.model),
+            expected="a torch.export archive or a Hugging Face directory", fix="Leave it out.",
+        )  # fmt: skip
+    progress("loading the model")
+    refuse_choices(options.padding, options.logits, f"{options.model}, an {KIND}")
+    model = open_model(options.model, options.inputs)
+    refuse_rewritten(options.model, model)
+    inputs = model_inputs(options.model, model)
+    dtype = choose_onnx_dtype(model, options.dtype)
+    progress("rewriting feed-forward blocks")
+    found = find_onnx_blocks(model, torch_dtype(dtype), options.layers)
+    rewritten = rewrite_onnx(found, options.compression)
+    _dump(options.dump_graphs, {"1-source": model, "2-rewritten": rewritten})
+    warnings = check_matches(found.layers, options)
+    graph = onnx_ir.serde.deserialize_model(rewritten)
+    settings, auto = annotate(graph, found.layers, dtype, options, {"attention_forms": []})
+    notes = [*cast_notes(found, dtype), *auto]
+    return Translation(KIND, inputs, {}, found.layers, [], graph, settings, notes, warnings)
+
+
+def open_model(path: Path, declared: tuple[InputDeclaration, ...]) -> onnx.ModelProto:
+    """Load an ONNX file, for which no inputs may be declared.
+
+    Raises:
+        UserError: There are some, or it cannot be loaded.
+    """
+    refuse_inputs(declared, f"{path}, an {KIND}")
+    return load_onnx(path)
+
+
+def model_inputs(path: Path, model: onnx.ModelProto) -> ModelInputs:
+    """Return the inputs of an ONNX model; dimensions with the same name share a symbol.
+
+    Raises:
+        UserError: An input is no tensor, or of an element type or rank that is not known.
+    """
+    specs = []
+    hints: dict[str, int] = {}
+    for value in model.graph.input:
+        kind = value.type.tensor_type
+        dtype = dtype_of(kind.elem_type) if value.type.HasField("tensor_type") else None
+        if dtype is None or not kind.HasField("shape"):
+            raise UserError(str(path), f"input {value.name} is no tensor of a known element type and rank")
+        shape: list[int | sympy.Expr] = []
+        for axis, dim in enumerate(kind.shape.dim):
+            if dim.HasField("dim_value") and dim.dim_value > 0:
+                shape.append(dim.dim_value)
+                continue
+            symbol = sympy.Symbol(dim.dim_param or f"{value.name}[{axis}]", positive=True, integer=True)
+            dynamic = sum(not isinstance(size, int) for size in shape)
+            hints.setdefault(str(symbol), _HINT if dynamic or axis == len(kind.shape.dim) - 1 else _BATCH_HINT)
+            shape.append(symbol)
+        specs.append(InputSpec(value.name, dtype, tuple(shape)))
+    return ModelInputs(specs, {}, hints)
+
+
+def choose_onnx_dtype(model: onnx.ModelProto, requested: str | None) -> str:
+    """Return the dtype of the plugins: the model's own low precision, else the requested one or bf16.
+
+    Raises:
+        UserError: The model is in another low precision than the requested one.
+    """
+    found = {tensor.data_type for tensor in model.graph.initializer if len(tensor.dims) == 2}
+    low = sorted(_FLOATS[kind] for kind in found if _FLOATS.get(kind))
+    if requested is not None and low and requested not in low:
+        raise UserError(
+            f"--dtype {requested}", "an ONNX graph keeps the precision that it was written in", got=" and ".join(low),
+            fix="Export the model in the other precision, or leave --dtype out.",
+        )  # fmt: skip
+    return requested or (low[0] if len(low) == 1 else "bf16")
+
+
+def cast_notes(found: OnnxBlocks, dtype: str) -> list[str]:
+    """Say that blocks change their precision, if some do."""
+    if not found.casts:
+        return []
+    return [
+        f"the graph is in float32: rewritten blocks compute in {DTYPES[dtype]} between casts (--dtype changes it), "
+        f"everything else stays in float32; export the model in {DTYPES[dtype]} to run all of it so"
+    ]
+
+
+def refuse_rewritten(path: Path, model: onnx.ModelProto) -> None:
+    """Fail if the model has `twell` nodes already.
+
+    Raises:
+        UserError: It has.
+    """
+    if any(node.domain == PLUGIN_NAMESPACE for node in model.graph.node):
+        raise UserError(
+            str(path), "is rewritten already: it has twell nodes", expected="the graph that it was made from",
+            fix="`twellc inspect` shows its nodes; `twellc check MODEL FILE` checks it.",
+        )  # fmt: skip
+
+
+def integer_range(graph: onnx.GraphProto, name: str) -> tuple[int, int]:
+    """Return the range of an integer input: rows of the table that it picks from, else 0 and 1."""
+    rows = {tensor.name: tensor.dims[0] for tensor in graph.initializer if tensor.dims}
+    names, largest = {name}, 1
+    for node in graph.node:
+        if (
+            node.op_type in ("Cast", "Identity", "Unsqueeze", "Reshape", "Squeeze", "Flatten")
+            and node.input[0] in names
+        ):
+            names.update(node.output)
+        if node.op_type == "Gather" and len(node.input) == 2 and node.input[1] in names and node.input[0] in rows:
+            largest = rows[node.input[0]] - 1 if largest == 1 else min(largest, rows[node.input[0]] - 1)
+    return 0, max(largest, 0)
+
+
+def _dump(folder: Path | None, models: dict[str, onnx.ModelProto]) -> None:
+    if folder is None:
+        return
+    for name, model in models.items():
+        with writing(folder / f"{name}.txt"):
+            folder.mkdir(parents=True, exist_ok=True)
+            text = onnx.helper.printable_graph(model.graph) + "\n"
+            (folder / f"{name}.txt").write_text(text, encoding="utf-8")

@@ -1,0 +1,92 @@
+"""From a model to an ONNX graph with `twell` nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.export import ExportedProgram
+
+from twellc.base.dtypes import DTYPES, dtype_name, torch_dtype
+from twellc.base.errors import first_few
+from twellc.config import CompileOptions
+from twellc.export.attention_forms import choose_forms
+from twellc.export.onnx_export import export_onnx, opset_of
+from twellc.export.profiles import input_specs, program_inputs
+from twellc.loaders.loaded import LoadedModel
+from twellc.loaders.model import load_model
+from twellc.passes.graph.program import has_inner_graphs, written_tensors
+from twellc.passes.pipeline import run_passes
+from twellc.passes.precision import parameter_dtypes
+from twellc.passes.report import Layer
+from twellc.translation.result import Translation, annotate, check_matches
+
+# Other names of activations in Hugging Face configs.
+_SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "squared_relu": "relu2"}
+
+
+def translate(options: CompileOptions, progress: Callable[[str], None]) -> Translation:
+    """Load a model, rewrite it and translate it to ONNX, all in memory.
+
+    Raises:
+        UserError: The model cannot be loaded, rewritten as asked (`strict`, `layers`) or translated.
+    """
+    progress("loading and tracing the model")
+    model = load_model(options.model, options.trust_model, options.inputs, options.padding, options.logits)
+    dtype, notes = choose_dtype(model, options.dtype)
+    progress("rewriting feed-forward blocks")
+    forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention)
+    rewritten = run_passes(
+        model.program, torch_dtype(dtype), options.layers, options.compression, options.dump_graphs, forms
+    )
+    warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
+    notes = [*notes, *activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
+    progress("exporting to ONNX")
+    names = [spec.name for spec in input_specs(rewritten.program)]
+    graph = export_onnx(
+        rewritten.program, names, model.output_names, model.dimension_names, opset_of(rewritten.attention)
+    )
+    inputs = program_inputs(rewritten.program)
+    traced_by = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
+    settings, auto = annotate(graph, rewritten.layers, dtype, options, traced_by)
+    notes = [*model.notes, *notes, *auto]
+    return Translation(
+        model.kind, inputs, model.dimension_ranges, rewritten.layers, rewritten.attention, graph, settings, notes,
+        warnings,
+    )  # fmt: skip
+
+
+def choose_dtype(model: LoadedModel, requested: str | None) -> tuple[str, list[str]]:
+    """Return the dtype to compile in, `bf16` or `fp16`, and what to tell the user about the choice."""
+    found = parameter_dtypes(model.program)
+    own = " and ".join(sorted(map(dtype_name, found))) or "no floating-point dtype"
+    for name in DTYPES:
+        if found == {torch_dtype(name)} and requested in (None, name):
+            return name, []
+    if requested is not None:
+        return requested, [f"the model is in {own}; compiled in {DTYPES[requested]} as asked"]
+    return "bf16", [f"the model is in {own}; compiled in bfloat16 (--dtype changes it)"]
+
+
+def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:
+    """Point out a config whose activation is not the one that the graph computes; the graph is what counts."""
+    declared = _SAME_ACTIVATION.get(model.declared_activation, model.declared_activation)
+    found = sorted({layer.activation for layer in layers})
+    if not declared or not found or any(declared in name for name in found):
+        return []
+    return [
+        f"config.json says the activation is {model.declared_activation}, but the graph computes {', '.join(found)}"
+    ]
+
+
+def inner_graph_notes(program: ExportedProgram) -> list[str]:
+    """Point out the operations in whose graphs no pass looks."""
+    operations = sorted({str(node.target) for node in program.graph.nodes if has_inner_graphs(node)})
+    return [f"blocks within {operation} stay dense and are not listed" for operation in operations]
+
+
+def state_warnings(program: ExportedProgram) -> list[str]:
+    """Point out what the model writes to, buffers or inputs: a plan has no state."""
+    written = sorted(written_tensors(program) | set(program.graph_signature.user_inputs_to_mutate.values()))
+    if not written:
+        return []
+    return [f"the model writes to {first_few(written)}; the plan does not, so nothing stays from one call to the next"]
