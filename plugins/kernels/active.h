@@ -20,7 +20,6 @@ struct Active {
     uint32_t* counted;
     int num_groups;
     int counts_of_group;
-    int64_t most_counts;  // that there is room for
 };
 
 }  // namespace twell

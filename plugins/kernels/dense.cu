@@ -96,8 +96,8 @@ BlockScratch take_block_scratch(twell_problem const& problem, unsigned char*& me
     scratch.parts.sums = take<float4>(memory, scratch.parts.most_sums / 4);
     scratch.active.num_words = num_mask_words(problem);
     scratch.active.masks = take<uint32_t>(memory, rows_skipping(problem) * scratch.active.num_words);
-    scratch.active.most_counts = most_counts(problem);
-    scratch.active.counted = take<uint32_t>(memory, scratch.active.most_counts);
+    scratch.most_counts = most_counts(problem);
+    scratch.active.counted = take<uint32_t>(memory, scratch.most_counts);
     return scratch;
 }
 

@@ -58,6 +58,7 @@ struct PartSums {
 struct BlockScratch {
     PartSums parts;
     Active active;
+    int64_t most_counts;  // that there is room for in `active`
 };
 
 // `scratch` is what gather_for needs, too.

@@ -235,8 +235,7 @@ cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const
     if (!skips || problem.tokens > kMostTokensSkipping) {
         left.active.masks = nullptr;
     }
-    if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, left.parts, left.active, device, stream);
-        error != cudaSuccess) {
+    if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, left, device, stream); error != cudaSuccess) {
         return error;
     }
     Gather gather = {};

@@ -30,17 +30,18 @@ constexpr size_t kPrefetchedBytes = 2 << 20;
 
 template <class Element, class Cfg>
 cudaError_t launch_config(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                          PartSums const& parts, Active& active, sm90::Product const& product,
-                          sm90::Tiling const& tiling, Device const& device, cudaStream_t stream) {
+                          BlockScratch& scratch, sm90::Product const& product, sm90::Tiling const& tiling,
+                          Device const& device, cudaStream_t stream) {
     sm90::Params params = {};
     params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
     params.b_up = static_cast<uint16_t const*>(tensors.b_up);
-    params.part_states = parts.states;
-    params.num_part_states = parts.num_states;
+    params.part_states = scratch.parts.states;
+    params.num_part_states = scratch.parts.num_states;
     params.tokens = problem.tokens;
     params.d_ff = problem.d_ff;
     params.num_slices = product.num_slices;
     params.stride = spilled_stride(problem);
+    Active& active = scratch.active;
     if (!sm90::kLeavesActive<Cfg>) {
         active.masks = nullptr;
     }
@@ -71,7 +72,7 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
             return error;
         }
     }
-    Choice const choice = {{}, groups * active.counts_of_group, active.masks == nullptr ? 0 : active.most_counts};
+    Choice const choice = {{}, groups * active.counts_of_group, active.masks == nullptr ? 0 : scratch.most_counts};
     return launch_dependent(sm90::kernel_of(Cfg::kProducts == 2 ? kGated : kPlain, tiling.block, tiling.layout),
                             sm90::hidden_kernel<Element, Cfg>, params,
                             sm90::grid_of(tiling, sm90::num_clusters(device)), sm90::kThreads, Cfg::kSharedBytes,
@@ -79,23 +80,23 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
 }
 
 template <class Element, int kProducts, class Tilings>
-cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h, PartSums const& parts,
-                   Active& active, Device const& device, cudaStream_t stream, Tilings tilings) {
+cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h, BlockScratch& scratch,
+                   Device const& device, cudaStream_t stream, Tilings tilings) {
     int const num_slices = static_cast<int>(ceil_div(problem.d_model, sm90::BLOCK_K));
     sm90::Product const product = {problem.tokens, problem.d_ff, num_slices, kProducts, 0, kClusterCycles};
     sm90::Tiling const tiling = sm90::choose(product, sm90::num_clusters(device), tilings);
     return sm90::with_config(tiling, tilings, [&](auto block, auto layout) {
         using Cfg = sm90::Config<decltype(block)::value, false, kProducts, decltype(layout)::value>;
-        return launch_config<Element, Cfg>(problem, tensors, h, parts, active, product, tiling, device, stream);
+        return launch_config<Element, Cfg>(problem, tensors, h, scratch, product, tiling, device, stream);
     });
 }
 
 template <class Element>
 cudaError_t launch_variant(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                           PartSums const& parts, Active& active, Device const& device, cudaStream_t stream) {
+                           BlockScratch& scratch, Device const& device, cudaStream_t stream) {
     return problem.variant == TWELL_GATED
-               ? launch<Element, 2>(problem, tensors, h, parts, active, device, stream, GatedTilings())
-               : launch<Element, 1>(problem, tensors, h, parts, active, device, stream, PlainTilings());
+               ? launch<Element, 2>(problem, tensors, h, scratch, device, stream, GatedTilings())
+               : launch<Element, 1>(problem, tensors, h, scratch, device, stream, PlainTilings());
 }
 
 }  // namespace
@@ -106,9 +107,9 @@ void list_hidden_sm90(Text& text) {
 }
 
 cudaError_t launch_hidden_sm90(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               PartSums const& parts, Active& active, Device const& device, cudaStream_t stream) {
-    return problem.dtype == TWELL_BF16 ? launch_variant<Bf16>(problem, tensors, h, parts, active, device, stream)
-                                       : launch_variant<Fp16>(problem, tensors, h, parts, active, device, stream);
+                               BlockScratch& scratch, Device const& device, cudaStream_t stream) {
+    return problem.dtype == TWELL_BF16 ? launch_variant<Bf16>(problem, tensors, h, scratch, device, stream)
+                                       : launch_variant<Fp16>(problem, tensors, h, scratch, device, stream);
 }
 
 }  // namespace twell

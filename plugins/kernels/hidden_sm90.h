@@ -11,9 +11,9 @@ namespace twell {
 // The rows of the configurations, a line each.
 void list_hidden_sm90(Text& text);
 
-// Enqueues the kernel: see launch_dense_block. Also says how `active` is arranged.
+// Enqueues the kernel: see launch_dense_block. Also says how scratch.active is arranged.
 cudaError_t launch_hidden_sm90(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               PartSums const& parts, Active& active, Device const& device, cudaStream_t stream);
+                               BlockScratch& scratch, Device const& device, cudaStream_t stream);
 
 }  // namespace twell
 
