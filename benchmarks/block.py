@@ -1,4 +1,4 @@
-"""Time the kernels of one feed-forward block against dense torch: the gate, up and down, and the whole block.
+"""Time the kernels of one feed-forward block against dense torch: the gate and the whole block.
 
 python benchmarks/block.py --tokens 2048,8192 --json results.json
 python benchmarks/block.py --suite --json results.json > results.md
@@ -31,8 +31,6 @@ from twellc.benchmarking.timing import machine, record, time_calls
 from twellc.plugins import library
 
 CHECKED_ROWS = 64
-# Step 2 by itself has no guard, so that dense layers would take minutes.
-_MOST_FOR_STEP_2 = 0.02
 # Sizes that torch may compile the dense blocks for, of one setting.
 _MOST_SIZES = 256
 
@@ -73,16 +71,11 @@ class Twell:
             raise RuntimeError(f"{function.__name__}: CUDA error {status}")
 
     def gate(self, w: Weights) -> None:
-        """Run step 1."""
+        """Run the gate alone."""
         self._run(self._lib.twell_gate, w, self.packed.data_ptr())
 
-    def up_down(self, w: Weights) -> None:
-        """Run step 2 on what step 1 left."""
-        workspace = self.workspace
-        self._run(self._lib.twell_up_down, w, self.packed.data_ptr(), workspace.data_ptr(), workspace.numel())
-
     def mlp(self, w: Weights) -> None:
-        """Run both steps in one call."""
+        """Run the whole block."""
         self._run(self._lib.twell_mlp, w, self.workspace.data_ptr(), self.workspace.numel())
 
 
@@ -110,11 +103,9 @@ def check(x: Tensor, w: Weights, twell: Twell, forms: dict[str, Callable[[Tensor
     rows = torch.randperm(len(x), device="cuda")[:CHECKED_ROWS]
     exact = w.block.double().dense(x[rows].double())
     errors = {name: relative_error(form(x)[rows], exact) for name, form in forms.items()}
-    for name, run in (("mlp", (twell.mlp,)), ("gate, up_down", (twell.gate, twell.up_down))):
-        twell.y.fill_(float("nan"))
-        for step in run:
-            step(w)
-        errors[name] = relative_error(twell.y[rows], exact)
+    twell.y.fill_(float("nan"))
+    twell.mlp(w)
+    errors["mlp"] = relative_error(twell.y[rows], exact)
     for name, error in errors.items():
         if name != FP8:
             refuse_error(f"{len(x)} tokens: {name}", error, errors[EAGER])
@@ -145,7 +136,6 @@ def table_row(result: dict[str, Any]) -> str:
         f"{result['mean_nonzeros']:.1f} / {result['max_nonzeros']}",
         *(time_of(name) for name in (EAGER, COMPILED, PACKED, FP8, "cuBLAS gate")),
         f"{median['gate']:.1f} ({median['gate'] / median['cuBLAS gate']:.2f})",
-        time_of("up_down"),
         time_of("mlp"),
         f"{fastest(median) / median['mlp']:.2f}",
         f"{median[FP8] / median['mlp']:.2f}" if FP8 in median else "-",
@@ -155,7 +145,7 @@ def table_row(result: dict[str, Any]) -> str:
 
 HEADER = (
     "| tokens | non-zeros a row, mean / max | dense eager | dense compiled | dense packed | dense FP8 | cuBLAS gate "
-    "| twell gate (ratio) | up_down | mlp | speed-up | over FP8 |\n|" + " ---: |" * 12
+    "| twell gate (ratio) | mlp | speed-up | over FP8 |\n|" + " ---: |" * 11
 )
 
 
@@ -237,9 +227,6 @@ def measure(setting: Setting, tokens: int, compiled: bool, repeats: int) -> dict
         "mlp": [functools.partial(twell.mlp, w) for w in sets],
     }
     times = time_rotated(contestants, repeats)
-    if setting.neurons == "trained" or setting.density <= _MOST_FOR_STEP_2:
-        # By itself: the others leave the packed matrix of other weights, on which its time hardly depends.
-        times |= time_rotated({"up_down": [functools.partial(twell.up_down, w) for w in sets]}, repeats)
     return {
         **dataclasses.asdict(setting),
         "tokens": tokens,

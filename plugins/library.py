@@ -162,7 +162,6 @@ def load() -> ctypes.CDLL:
         ("twell_packed_bytes", ctypes.c_size_t, [problem]),
         ("twell_workspace_bytes", ctypes.c_size_t, [problem]),
         ("twell_gate", ctypes.c_int, [problem, tensors, pointer, pointer]),
-        ("twell_up_down", ctypes.c_int, [problem, tensors, pointer, pointer, ctypes.c_size_t, pointer]),
         ("twell_mlp", ctypes.c_int, [problem, tensors, pointer, ctypes.c_size_t, pointer]),
         ("twell_describe", ctypes.c_size_t, [problem, ctypes.POINTER(Device), ctypes.c_char_p, ctypes.c_size_t]),
     ):

@@ -203,6 +203,14 @@ def nemotron(**changes: Any) -> Any:
     return _seeded(transformers.NemotronForCausalLM, transformers.NemotronConfig(**options))
 
 
+def persimmon(**changes: Any) -> Any:
+    """Squared ReLU without a gate, with biases; Q, K and V in one product."""
+    import transformers
+
+    options = {**SMALL, "intermediate_size": 96, "max_position_embeddings": 64, **changes}
+    return _seeded(transformers.PersimmonForCausalLM, transformers.PersimmonConfig(**options))
+
+
 def rwkv(**changes: Any) -> Any:
     """Squared ReLU without a gate; the result is multiplied with a sigmoid outside of the block."""
     import transformers

@@ -70,7 +70,7 @@ bool overlaps_y(twell_problem const& problem, twell_tensors const& tensors) {
     return residual != 0 && residual < y + bytes && y < residual + bytes;
 }
 
-cudaError_t check_up_down_tensors(twell_problem const& problem, twell_tensors const& tensors) {
+cudaError_t check_block_tensors(twell_problem const& problem, twell_tensors const& tensors) {
     if (cudaError_t const error =
             first_error({check_gate_tensors(tensors), check_required(tensors.w_down), check_optional(tensors.b_down),
                          check_optional(tensors.residual), check_required(tensors.y)});
@@ -126,7 +126,7 @@ cudaError_t run(twell_problem const& problem, twell_tensors const& tensors, void
         case twell::Route::kOneOrTwoTokens:
             return twell::launch_one_or_two(problem, tensors, scratch, device, stream);
         case twell::Route::kFewTokens:
-            return twell::launch_few(problem, tensors, packed, scratch, device, stream);
+            return twell::launch_few(problem, tensors, scratch, device, stream);
         case twell::Route::kDenseBlock:
             return twell::launch_dense_rows(problem, tensors, scratch, true, device, stream);
         default:
@@ -170,11 +170,12 @@ extern "C" {
 TWELL_API cudaError_t twell_internal_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
                                           int32_t kernel, cudaStream_t stream);
 
-// The order in which step 2 takes rows. `memory`: twell_internal_schedule_bytes, 256-byte aligned; it then holds a
-// twell::ScheduleHeader and, from byte 256 on, the rows in order. For tests, likewise.
+// The order in which step 2 takes rows, if only those without a list are dense. `packed` and `spilled`: see pack.cuh.
+// `memory`: twell_internal_schedule_bytes, 256-byte aligned; it then holds a twell::ScheduleHeader and, from byte 256
+// on, the rows in order. For tests, likewise.
 TWELL_API size_t twell_internal_schedule_bytes(twell_problem const* problem);
-TWELL_API cudaError_t twell_internal_schedule(twell_problem const* problem, uint32_t const* packed, void* memory,
-                                              cudaStream_t stream);
+TWELL_API cudaError_t twell_internal_schedule(twell_problem const* problem, uint32_t const* packed,
+                                              uint16_t const* spilled, void* memory, cudaStream_t stream);
 
 // twell_mlp for any number of tokens, with so many rows on the dense path, see launch_up_down, or, for kDenseBlock, as
 // a dense block without a gate of its own; `kernels` is the caller's choice of twell::Kernels. For tests, likewise.
@@ -279,27 +280,6 @@ cudaError_t twell_internal_gate(twell_problem const* problem, twell_tensors cons
     return twell::launch_gate(*problem, *tensors, {packed}, device, stream, static_cast<twell::Kernels>(kernel));
 }
 
-cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* tensors, uint32_t const* packed,
-                          void* workspace, size_t workspace_bytes, cudaStream_t stream) {
-    if (!is_valid(problem) || tensors == nullptr || workspace_bytes < twell_workspace_bytes(problem)) {
-        return cudaErrorInvalidValue;
-    }
-    if (problem->tokens == 0) {
-        return cudaSuccess;
-    }
-    if (cudaError_t const error = first_error({check_up_down_tensors(*problem, *tensors), check_required(packed),
-                                               check_required(workspace, kWorkspaceAlignment)});
-        error != cudaSuccess) {
-        return error;
-    }
-    Device device = {};
-    if (cudaError_t const error = find_device(device); error != cudaSuccess) {
-        return error;
-    }
-    return twell::launch_up_down(*problem, *tensors, packed, scratch_in(workspace, problem), twell::kGuardOff, device,
-                                 stream);
-}
-
 cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                       size_t workspace_bytes, cudaStream_t stream) {
     if (!is_valid(problem) || tensors == nullptr || workspace_bytes < twell_workspace_bytes(problem)) {
@@ -309,7 +289,7 @@ cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors
         return cudaSuccess;
     }
     if (cudaError_t const error =
-            first_error({check_up_down_tensors(*problem, *tensors), check_required(workspace, kWorkspaceAlignment)});
+            first_error({check_block_tensors(*problem, *tensors), check_required(workspace, kWorkspaceAlignment)});
         error != cudaSuccess) {
         return error;
     }
@@ -380,14 +360,16 @@ uint32_t const* twell_internal_hot_neurons(twell_problem const* problem, void* w
 
 size_t twell_internal_schedule_bytes(twell_problem const* problem) { return twell::schedule_bytes(*problem); }
 
-cudaError_t twell_internal_schedule(twell_problem const* problem, uint32_t const* packed, void* memory,
-                                    cudaStream_t stream) {
+cudaError_t twell_internal_schedule(twell_problem const* problem, uint32_t const* packed, uint16_t const* spilled,
+                                    void* memory, cudaStream_t stream) {
     Device device = {};
     if (cudaError_t const error = find_device(device); error != cudaSuccess) {
         return error;
     }
-    return twell::launch_schedule(*problem, packed, nullptr, twell::schedule_at(*problem, memory), {}, {}, {}, nullptr,
-                                  {}, device, stream);
+    twell::GuardModel guard = {};  // forced: no row
+    guard.max_part = static_cast<uint32_t>(twell::max_dense_part(*problem));
+    return twell::launch_schedule(*problem, packed, spilled, twell::schedule_at(*problem, memory), guard, {}, {},
+                                  nullptr, {}, device, stream);
 }
 
 char const* twell_version(void) { return TWELL_VERSION; }

@@ -138,7 +138,6 @@ GuardModel guard_model(twell_problem const& problem, Device const& device, Kerne
     bool const with_chunks = has_chunks(problem, device, choice);
     PathCosts const costs = path_costs(problem, device, choice, with_chunks);
     GuardModel model = {};
-    model.enabled = true;
     model.max_part = static_cast<uint32_t>(max_dense_part(problem));
     model.nonzero_ns = row_bytes / costs.gathered_bytes_per_ns;
     model.heaviest_ns = kHeaviestNonzeroNs;

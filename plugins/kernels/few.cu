@@ -5,11 +5,9 @@
 #include "contribute_few.cuh"
 #include "down_few.cuh"
 #include "few.h"
-#include "gate.h"
 #include "gate_up_few.cuh"
 #include "launch.cuh"
 #include "problem.cuh"
-#include "up_few.cuh"
 #if defined(TWELL_SM90A)
 #include "few_sm90.h"
 #endif
@@ -17,23 +15,15 @@
 namespace twell {
 namespace {
 
-// Up to so many tokens one kernel computes gate and up projection.
-constexpr int64_t kMaxTokensGateUp = 64;
-// Up to so many, tokens are shared out over several CTAs; from there on they fill the device one CTA each.
-constexpr int64_t kMaxTokens = 256;
-
 // Up to 16 tokens only the weights' way through memory counts: small CTAs, three a multiprocessor.
 using GateUp8 = gate_up_few::Config<1, 1, 2, 3>;
 using GateUp16 = gate_up_few::Config<1, 2, 2, 3>;
 // Where CTAs of twice as many neurons, two a multiprocessor, leave less of their last round empty.
 using GateUp8Large = gate_up_few::Config<2, 1, 2, 2>;
 using GateUp16Large = gate_up_few::Config<2, 2, 2, 2>;
-// From there on x is read over and over from L2. A CTA takes more neurons where shared memory allows, about as many as
-// there are for each multiprocessor.
+// From there on x is read over and over from L2.
 using GateUp32 = gate_up_few::Config<1, 4, 2, 1>;
 using GateUp64 = gate_up_few::Config<1, 8, 1, 1>;
-using GateUp32Large = gate_up_few::Config<3, 4, 2, 1>;
-using GateUp64Large = gate_up_few::Config<3, 8, 2, 1>;
 static_assert(GateUp32::kSharedBytes <= 98 * 1024 && GateUp64::kSharedBytes <= 98 * 1024,
               "sm_86, sm_89 and sm_120 give a block 99 KiB");
 
@@ -45,7 +35,6 @@ static_assert(Down1::kColumns == kDenseDownColumns && Down1::kMostShares <= kDen
 using Down4 = down_few::Config<8, 256>;
 using Down16 = down_few::Config<16, 512>;
 using Down64 = down_few::Config<16, 256>;
-using Down256 = down_few::Config<64, 256>;
 
 int num_mask_words(twell_problem const& problem) {
     return static_cast<int>(ceil_div(problem.d_ff, gate_up_few::kMaskBits));
@@ -137,18 +126,15 @@ double filled_share(gate_up_few::Params const& params, Device const& device) {
 // Calls use(config) with the configuration that suits the problem and the device.
 template <class Use>
 auto with_gate_up_config(gate_up_few::Params const& params, Device const& device, Use use) {
-    bool const large = device.max_shared_bytes >= 227 * 1024;
     if (params.tokens <= GateUp16::kTokens) {
         bool const eight = params.tokens <= GateUp8::kTokens;
-        if (large && filled_share<GateUp16Large>(params, device) > filled_share<GateUp16>(params, device)) {
+        if (device.max_shared_bytes >= 227 * 1024 &&
+            filled_share<GateUp16Large>(params, device) > filled_share<GateUp16>(params, device)) {
             return eight ? use(GateUp8Large()) : use(GateUp16Large());
         }
         return eight ? use(GateUp8()) : use(GateUp16());
     }
-    if (params.tokens <= GateUp32::kTokens) {
-        return large ? use(GateUp32Large()) : use(GateUp32());
-    }
-    return large ? use(GateUp64Large()) : use(GateUp64());
+    return params.tokens <= GateUp32::kTokens ? use(GateUp32()) : use(GateUp64());
 }
 
 template <class Element>
@@ -177,8 +163,7 @@ cudaError_t launch_down(down_few::Params const& params, int tokens, int num_summ
     return tokens == 1    ? launch(Down1())
            : tokens <= 4  ? launch(Down4())
            : tokens <= 16 ? launch(Down16())
-           : tokens <= 64 ? launch(Down64())
-                          : launch(Down256());
+                          : launch(Down64());
 }
 
 gate_up_few::Params gate_up_params(twell_problem const& problem, twell_tensors const& tensors,
@@ -262,9 +247,8 @@ cudaError_t launch_contributing(twell_problem const& problem, twell_tensors cons
 }
 
 template <class Element>
-cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* memory,
-                       Device const& device, cudaStream_t stream) {
-    int const tokens = static_cast<int>(problem.tokens);
+cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, void* memory, Device const& device,
+                       cudaStream_t stream) {
     unsigned char* next = static_cast<unsigned char*>(memory);
     FewScratch const scratch = take_scratch(problem, next);
 #if defined(TWELL_SM90A)
@@ -272,48 +256,14 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
         return launch_hopper<Element>(problem, tensors, scratch, device, stream);
     }
 #endif
-
-    if (tokens <= kMaxTokensGateUp) {
-        if (cudaError_t const error =
-                launch_gate_up<Element>(gate_up_params(problem, tensors, scratch), device, stream);
-            error != cudaSuccess) {
-            return error;
-        }
-    } else {
-        if (cudaError_t const error = launch_gate(problem, tensors, {packed}, device, stream); error != cudaSuccess) {
-            return error;
-        }
-        up_few::Params params = {};
-        params.x = static_cast<uint16_t const*>(tensors.x);
-        params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
-        params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
-        params.w_up = static_cast<uint16_t const*>(tensors.w_up);
-        params.b_up = static_cast<uint16_t const*>(tensors.b_up);
-        params.w_down = static_cast<uint16_t const*>(tensors.w_down);
-        params.packed = packed;
-        params.masks = scratch.masks;
-        params.h = scratch.h;
-        params.d_model = problem.d_model;
-        params.d_ff = problem.d_ff;
-        params.d_out = problem.d_out;
-        params.num_tiles = num_tiles(problem);
-        params.words_per_tile = words_per_tile(problem);
-        params.num_mask_words = num_mask_words(problem);
-        params.relu_on_up = problem.activation == TWELL_DRELU;
-        params.act = activation_of(problem);
-        dim3 const grid(static_cast<unsigned>(ceil_div(params.num_tiles, up_few::kTilesPerCta)),
-                        static_cast<unsigned>(tokens));
-        if (cudaError_t const error = launch_dependent({"up_few"}, up_few::up_kernel<Element>, params, grid,
-                                                       up_few::kThreads, up_few::kSharedBytes, device, stream);
-            error != cudaSuccess) {
-            return error;
-        }
+    if (cudaError_t const error = launch_gate_up<Element>(gate_up_params(problem, tensors, scratch), device, stream);
+        error != cudaSuccess) {
+        return error;
     }
-
     down_few::Params params = down_params(problem, tensors, scratch);
     params.sums = scratch.sums;
     params.counters = scratch.counters;
-    return launch_down<Element>(params, tokens, scratch.num_summed, device, stream);
+    return launch_down<Element>(params, static_cast<int>(problem.tokens), scratch.num_summed, device, stream);
 }
 
 template <class... Configs>
@@ -332,10 +282,8 @@ void list_few(Text& text) {
     add_line(text, {"contribute", {{"tokens", 1}}});
     add_line(text, {"contribute", {{"tokens", 2}}});
     add_line(text, {"add_contributions"});
-    list_gate_up(text, GateUp8(), GateUp16(), GateUp8Large(), GateUp16Large(), GateUp32(), GateUp64(), GateUp32Large(),
-                 GateUp64Large());
-    add_line(text, {"up_few"});
-    list_down(text, Down1(), Down4(), Down16(), Down64(), Down256());
+    list_gate_up(text, GateUp8(), GateUp16(), GateUp8Large(), GateUp16Large(), GateUp32(), GateUp64());
+    list_down(text, Down1(), Down4(), Down16(), Down64());
 #if defined(TWELL_SM90A)
     list_few_sm90(text);
 #endif
@@ -352,15 +300,15 @@ size_t few_scratch_bytes(twell_problem const& problem) {
         return 0;
     }
     twell_problem largest = problem;
-    largest.tokens = std::min(problem.tokens, kMaxTokens);
+    largest.tokens = std::min(problem.tokens, kMostTokensFew);
     size_t const bytes = bytes_taken([&](unsigned char*& end) { take_scratch(largest, end); });
     return std::max(bytes, bytes_taken([&](unsigned char*& end) { take_contributions(problem, end); }));
 }
 
-cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,
-                       Device const& device, cudaStream_t stream) {
-    return problem.dtype == TWELL_BF16 ? launch_few<Bf16>(problem, tensors, packed, scratch, device, stream)
-                                       : launch_few<Fp16>(problem, tensors, packed, scratch, device, stream);
+cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, void* scratch, Device const& device,
+                       cudaStream_t stream) {
+    return problem.dtype == TWELL_BF16 ? launch_few<Bf16>(problem, tensors, scratch, device, stream)
+                                       : launch_few<Fp16>(problem, tensors, scratch, device, stream);
 }
 
 }  // namespace twell

@@ -16,6 +16,13 @@ namespace twell {
 // Offsets in w_gate and w_up are 32-bit numbers of 16-byte vectors.
 constexpr int kMostDModelFew = 65536;
 
+// The most tokens that these kernels compute; and without those of compute capability 9.0.
+constexpr int64_t kMostTokensFew = 128;
+constexpr int64_t kMostTokensFewGeneric = 64;
+// Compute capability 9.0 has kernels of its own for layers that have at least so many columns and neurons: as long as
+// the rows of TMA's boxes.
+constexpr int kFewestColumnsSm90 = 64;
+
 // A dense down projection is cut into blocks of so many columns.
 constexpr int kDenseDownColumns = 64;
 
@@ -84,15 +91,12 @@ size_t few_scratch_bytes(twell_problem const& problem);
 // The rows of all configurations, a line each.
 void list_few(Text& text);
 
-// Enqueues the whole block, of one or two tokens, where routes.cu says so. Same preconditions as launch_gate; `scratch`
-// is 256-byte aligned.
+// Enqueue the whole block, without a packed matrix, where routes.cu says so: of one or two tokens, or of few. Same
+// preconditions as launch_gate; `scratch` is 256-byte aligned.
 cudaError_t launch_one_or_two(twell_problem const& problem, twell_tensors const& tensors, void* scratch,
                               Device const& device, cudaStream_t stream);
-
-// Enqueues the whole block. Same preconditions as launch_gate; `scratch` is 256-byte aligned. The packed matrix is not
-// always written.
-cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, uint32_t* packed, void* scratch,
-                       Device const& device, cudaStream_t stream);
+cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, void* scratch, Device const& device,
+                       cudaStream_t stream);
 
 }  // namespace twell
 

@@ -36,10 +36,8 @@ using Dense16 = down_sm90::Dense<16, 1, 4>;
 using Dense64 = down_sm90::Dense<64, 1, 10>;
 using Dense128 = down_sm90::Dense<64, 2, 8>;
 
-// One token reads no row twice, so a dense path would not gain. From the last number on, and in plain blocks or with
-// many neurons before, blocks are dense anyway, unless d_model is very large: see dense_sm90_prefers_block.
+// One token reads no row twice, so a dense path would not gain.
 constexpr int64_t kFewestTokens = 2;
-constexpr int64_t kMostTokens = 128;
 
 template <class Cfg>
 constexpr Kernel gate_up_kernel_of() {
@@ -200,9 +198,8 @@ void list_few_sm90(Text& text) {
 }
 
 bool few_sm90_supports(twell_problem const& problem) {
-    constexpr int kRowOfBox = 64;
-    return problem.tokens >= kFewestTokens && problem.tokens <= kMostTokens && problem.d_model >= kRowOfBox &&
-           problem.d_ff >= kRowOfBox && problem.d_out >= kRowOfBox;
+    return problem.tokens >= kFewestTokens &&
+           std::min({problem.d_model, problem.d_ff, problem.d_out}) >= kFewestColumnsSm90;
 }
 
 cudaError_t launch_gate_up_sm90(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,

@@ -9,8 +9,7 @@
 
 namespace twell {
 
-// Whether the kernels suit the problem: by the number of tokens, and the rows of TMA's boxes are no longer than the
-// matrices'.
+// Whether the kernels suit the problem, of up to kMostTokensFew tokens.
 bool few_sm90_supports(twell_problem const& problem);
 
 // The rows of the configurations, a line each.

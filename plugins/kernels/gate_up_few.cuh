@@ -71,8 +71,6 @@ constexpr int kDotSteps = 8;
 constexpr int kBytesDot = kDotSteps * 2 * kBytesPiece;
 
 constexpr int kMaxTokens = 64;
-// sm_90 gives a CTA 227 KiB; the rest is for struct Shared.
-constexpr int kMaxShared = 224 * 1024;
 
 // A CTA computes 16 kTilesM neurons for 8 kTilesN tokens; kNumStages steps of weights are in flight. Registers are kept
 // free for kMinBlocks CTAs a multiprocessor.
@@ -101,13 +99,9 @@ struct Config {
                                                                               : 1;
     static constexpr int kBytesDots = kWarps * kDotSlots * kBytesDot;
     static constexpr int kBytesQueue = kBytesStages > kBytesDots ? kBytesStages : kBytesDots;
-    // The activated gate values: behind the queues, or, where there is no place left, in that of the last stage.
+    // The activated gate values, behind the queues.
     static constexpr int kStrideG = kTokens + 2;  // padded: neighbouring lanes read a column
-    static constexpr int kBytesG = kNeurons * kStrideG * 2;
-    static constexpr int kSharedBytes = kBytesQueue + kBytesG <= kMaxShared ? kBytesQueue + kBytesG : kBytesQueue;
-    static constexpr int kOffsetG = kSharedBytes - kBytesG;
-    static constexpr int kStagesBesideG = kOffsetG / kBytesStage < kNumStages ? kOffsetG / kBytesStage : kNumStages;
-    static_assert(kBytesDots <= kOffsetG && kBytesExchange <= kOffsetG && kStagesBesideG >= 1, "");
+    static constexpr int kSharedBytes = kBytesQueue + kNeurons * kStrideG * 2;
 };
 
 // Active pairs of a neuron and a token, up to which a warp computes u for each.
@@ -320,12 +314,12 @@ __device__ __forceinline__ void exchange(float const (&accumulators)[kTilesM][kT
     __syncthreads();
 }
 
-template <class Element, class Cfg, int kNumStages, class Source, class Begin, class End, class Emit>
+template <class Element, class Cfg, class Source, class Begin, class End, class Emit>
 __device__ __forceinline__ void project(Source const& neurons, Source const& tokens, int d_model,
                                         unsigned char* dynamic, Begin begin, End end, Emit emit) {
     float accumulators[Cfg::kTilesM][Cfg::kTilesN][4] = {};
-    multiply<Element, Cfg::kTilesM, Cfg::kTilesN, kNumStages>(accumulators, neurons, tokens, d_model,
-                                                              shared_address(dynamic), begin);
+    multiply<Element, Cfg::kTilesM, Cfg::kTilesN, Cfg::kNumStages>(accumulators, neurons, tokens, d_model,
+                                                                   shared_address(dynamic), begin);
     end();
     exchange<Cfg::kTilesM, Cfg::kTilesN, Cfg::kTilesExchanged>(accumulators, reinterpret_cast<float*>(dynamic), emit);
 }
@@ -402,7 +396,7 @@ template <class Element, class Cfg>
 __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Params const params) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ Shared<Cfg> shared;
-    uint16_t* const g = reinterpret_cast<uint16_t*>(dynamic + Cfg::kOffsetG);  // [kNeurons, kStrideG]
+    uint16_t* const g = reinterpret_cast<uint16_t*>(dynamic + Cfg::kBytesQueue);  // [kNeurons, kStrideG]
 
     int const thread = threadIdx.x;
     int const neuron_begin = blockIdx.x * Cfg::kNeurons;
@@ -451,7 +445,7 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
     };
 
     // Gate projection
-    project<Element, Cfg, Cfg::kNumStages>(
+    project<Element, Cfg>(
         Consecutive{params.w_gate, neuron_begin, params.d_ff - neuron_begin}, Consecutive{params.x, 0, params.tokens},
         params.d_model, dynamic, begin, end, [&](int m, int n, float sum) {
             bool const valid = neuron_begin + m < params.d_ff && n < params.tokens;
@@ -572,7 +566,7 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
         }
         return;
     }
-    project<Element, Cfg, Cfg::kStagesBesideG>(
+    project<Element, Cfg>(
         Listed{params.w_up, neuron_begin, num_neurons, shared.neurons}, Listed{params.x, 0, num_tokens, shared.tokens},
         params.d_model, dynamic, [] {}, [] {},
         [&](int m, int n, float sum) {

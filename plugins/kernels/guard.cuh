@@ -42,20 +42,21 @@ struct Votes {
 };
 
 // By a CTA of at least kBuckets threads. Rows are ordered by buckets, the heaviest first: those of bucket b have the
-// places [bucket_begin[b], bucket_begin[b + 1]) and at most most_of(b) non-zeros. Gives the number of places, from 0
-// on, that the dense path should take: whole buckets.
+// places [bucket_begin[b], bucket_begin[b + 1]) and at most most_of(b) non-zeros. Rows in buckets before first_sparse
+// must be dense. Gives the number of places, from 0 on, that the dense path should take: whole buckets.
 template <int kBuckets, class MostOf>
 __device__ __forceinline__ uint32_t decide(Votes<kBuckets>& votes, GuardModel const& model,
-                                           uint32_t const* bucket_begin, MostOf most_of) {
+                                           uint32_t const* bucket_begin, int first_sparse, MostOf most_of) {
     constexpr int kWarpSize = 32;
     constexpr int kWarps = Votes<kBuckets>::kWarps;
     static_assert(kBuckets % kWarpSize == 0, "buckets are taken by the warp");
-    if (!model.enabled || model.forced >= 0) {
-        return model.enabled ? static_cast<uint32_t>(model.forced) : 0;
-    }
     int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
     int const warp = static_cast<int>(threadIdx.x) / kWarpSize;
     uint32_t const tokens = bucket_begin[kBuckets];
+    if (model.forced >= 0) {
+        uint32_t const rows = max(static_cast<uint32_t>(model.forced), bucket_begin[first_sparse]);
+        return rows <= model.max_part ? rows : tokens;
+    }
     // All rows; then the sparse path has nothing to do.
     float best_cost = cost_of(model.up, tokens) + cost_of(model.down, tokens);
     uint32_t best = tokens;
@@ -93,7 +94,7 @@ __device__ __forceinline__ uint32_t decide(Votes<kBuckets>& votes, GuardModel co
             cost += cost_of(model.up, heavy) + down_cost + fmaxf(not_covered, 0.0f) +
                     static_cast<float>(heavy) * model.part_row_ns + model.part_ns;
         }
-        if (bucket_begin[bucket + 1] > heavy && heavy <= model.max_part && cost < best_cost) {
+        if (bucket >= first_sparse && bucket_begin[bucket + 1] > heavy && heavy <= model.max_part && cost < best_cost) {
             best_cost = cost;
             best = heavy;
         }

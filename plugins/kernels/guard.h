@@ -24,7 +24,6 @@ struct GateCount {
 
 // What the decision needs beside the rows' non-zeros.
 struct GuardModel {
-    bool enabled;       // else no row is dense: in calls of step 2 alone
     int64_t forced;     // so many rows are dense, whatever it costs; negative: decide. For tests
     uint32_t max_part;  // unless all are, no more rows may be dense
     float nonzero_ns;   // the sparse path's time: for each non-zero by throughput,

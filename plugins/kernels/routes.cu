@@ -41,6 +41,7 @@ struct Row {
     int variant;
     int64_t fewest_tokens;
     int64_t most_tokens;
+    int fewest_columns;  // d_model, d_ff, d_out
     int most_d_model;
     int most_d_out;
     Round round;          // at least d_ff neurons at once
@@ -49,37 +50,45 @@ struct Row {
 
 // The limits were measured on an H200, see benchmarks/LOG.md.
 //  - Few tokens: their kernels lose little if a layer is dense, as long as one round holds all of its neurons.
-//  - Dense blocks: where the guard would cost a dense layer more than skipping gains a sparse one. The last rows are
-//    those of narrow layers, in which packing takes longer than a product, whatever the number of tokens.
+//  - Dense blocks: where the guard would cost a dense layer more than skipping gains a sparse one. Narrow layers are so
+//    with any number of tokens, since packing takes longer than a product there.
+//  - What is left: layers too narrow or too wide for the other kernels.
 constexpr int kProductsPerToken = 2048 * 5632;
 constexpr Row kRoutes[] = {
     // clang-format off
-    {Route::kOneOrTwoTokens, false, kAnyVariant, 1, contribute_few::kMostTokens, contribute_few::kMostColumns, contribute_few::kMostColumns, kContributing, kAnyProducts},
-    {Route::kFewTokens, false, kAnyVariant, 1, 16, kMostDModelFew, kAnyWidth, kAnyNeurons, kAnyProducts},
-    {Route::kFewTokens, true, kAnyVariant, 17, 64, kMostDModelFew, kAnyWidth, kClusters224, kAnyProducts},
-    {Route::kFewTokens, true, TWELL_GATED, 65, 128, kMostDModelFew, kAnyWidth, kClusters96, kAnyProducts},
-    {Route::kDenseBlock, true, kAnyVariant, 17, 1280, kMostDModelDenseBlock, kAnyWidth, kAnyNeurons, kAnyProducts},
-    {Route::kDenseBlock, true, kAnyVariant, 17, kAnyTokens, kMostDModelDenseBlock, kAnyWidth, kAnyNeurons, 1920.0f * kProductsPerToken},
-    {Route::kDenseBlock, true, TWELL_GATED, 17, kAnyTokens, 1024, 1024, kAnyNeurons, kAnyProducts},
-    {Route::kDenseBlock, true, TWELL_PLAIN, 17, kAnyTokens, 1536, 1536, kAnyNeurons, kAnyProducts},
-    {Route::kFewTokens, false, kAnyVariant, 17, 256, kMostDModelFew, kAnyWidth, kAnyNeurons, kAnyProducts},
-    {Route::kManyTokens, false, kAnyVariant, 1, kAnyTokens, kAnyWidth, kAnyWidth, kAnyNeurons, kAnyProducts},
+    {Route::kOneOrTwoTokens, false, kAnyVariant, 1, contribute_few::kMostTokens, 1, contribute_few::kMostColumns, contribute_few::kMostColumns, kContributing, kAnyProducts},
+    {Route::kFewTokens, false, kAnyVariant, 1, 16, 1, kMostDModelFew, kAnyWidth, kAnyNeurons, kAnyProducts},
+    {Route::kFewTokens, true, kAnyVariant, 17, kMostTokensFewGeneric, 1, kMostDModelFew, kAnyWidth, kClusters224, kAnyProducts},
+    {Route::kFewTokens, true, TWELL_GATED, 65, kMostTokensFew, kFewestColumnsSm90, kMostDModelFew, kAnyWidth, kClusters96, kAnyProducts},
+    {Route::kManyTokens, true, TWELL_GATED, 65, kMostTokensFew, 1, kAnyWidth, kAnyWidth, kClusters96, kAnyProducts},
+    {Route::kDenseBlock, true, kAnyVariant, 17, 1280, 1, kMostDModelDenseBlock, kAnyWidth, kAnyNeurons, kAnyProducts},
+    {Route::kDenseBlock, true, kAnyVariant, 17, kAnyTokens, 1, kMostDModelDenseBlock, kAnyWidth, kAnyNeurons, 1920.0f * kProductsPerToken},
+    {Route::kDenseBlock, true, TWELL_GATED, 17, kAnyTokens, 1, 1024, 1024, kAnyNeurons, kAnyProducts},
+    {Route::kDenseBlock, true, TWELL_PLAIN, 17, kAnyTokens, 1, 1536, 1536, kAnyNeurons, kAnyProducts},
+    {Route::kFewTokens, true, kAnyVariant, 17, kMostTokensFew, kFewestColumnsSm90, kMostDModelFew, kAnyWidth, kAnyNeurons, kAnyProducts},
+    {Route::kFewTokens, false, kAnyVariant, 17, kMostTokensFewGeneric, 1, kMostDModelFew, kAnyWidth, kAnyNeurons, kAnyProducts},
+    {Route::kManyTokens, false, kAnyVariant, 1, kAnyTokens, 1, kAnyWidth, kAnyWidth, kAnyNeurons, kAnyProducts},
     // clang-format on
 };
 
 bool fits(Row const& row, twell_problem const& problem, Device const& device) {
     return (!row.needs_sm90 || device.is_sm90()) && (row.variant == kAnyVariant || row.variant == problem.variant) &&
            problem.tokens >= row.fewest_tokens && problem.tokens <= row.most_tokens &&
+           std::min({problem.d_model, problem.d_ff, problem.d_out}) >= row.fewest_columns &&
            problem.d_model <= row.most_d_model && problem.d_out <= row.most_d_out &&
            (row.round.neurons == 0 || problem.d_ff <= row.round.neurons_of(device)) &&
            (row.most_products == kAnyProducts || gate_products(problem) <= row.most_products);
 }
 
-void add_width(Text& text, int most) {
-    if (most == kAnyWidth) {
-        text.add(" | any");
-    } else {
+void add_columns(Text& text, int fewest, int most) {
+    if (fewest > 1 && most < kAnyWidth) {
+        text.add(" | %d to %d", fewest, most);
+    } else if (fewest > 1) {
+        text.add(" | %d and more", fewest);
+    } else if (most < kAnyWidth) {
         text.add(" | up to %d", most);
+    } else {
+        text.add(" | any");
     }
 }
 
@@ -121,13 +130,17 @@ void list_routes(Text& text) {
         } else {
             text.add(" | %lld to %lld", fewest, static_cast<long long>(row.most_tokens));
         }
-        add_width(text, row.most_d_model);
-        add_width(text, row.most_d_out);
+        add_columns(text, row.fewest_columns, row.most_d_model);
+        add_columns(text, row.fewest_columns, row.most_d_out);
         if (row.round.neurons == 0) {
-            text.add(" | any");
+            add_columns(text, row.fewest_columns, kAnyWidth);
         } else {
-            text.add(" | up to %d for %s", row.round.neurons * row.round.places,
-                     row.round.multiprocessors == 1 ? "each multiprocessor" : "each two multiprocessors");
+            if (row.fewest_columns > 1) {
+                text.add(" | %d to", row.fewest_columns);
+            } else {
+                text.add(" | up to");
+            }
+            text.add(" %d for each multiprocessor", row.round.neurons * row.round.places / row.round.multiprocessors);
         }
         if (row.most_products == kAnyProducts) {
             text.add(" | any |\n");

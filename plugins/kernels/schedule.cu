@@ -23,7 +23,6 @@ Schedule take_schedule(twell_problem const& problem, unsigned char*& memory) {
     schedule.words = take<uint32_t>(memory, problem.tokens * max_listed(tiles));
     schedule.units = take<Unit>(memory, problem.tokens * max_units(tiles));
     schedule.tile_counts = reinterpret_cast<uint16_t*>(schedule.units);
-    schedule.rest_rows = take<uint32_t>(memory, problem.tokens);
     schedule.counted = take<uint32_t>(memory, kMostCountParts);
     return schedule;
 }

@@ -78,11 +78,16 @@ __host__ __device__ __forceinline__ int most_of_bucket(int bucket) {
 
 static_assert((kSplitNonzeros & (kSplitNonzeros - 1)) == 0 && kSplitNonzeros > kExactLevels, "a bucket begins there");
 
-// The units of a row of a bucket, some of which may have nothing to do.
-__host__ __device__ __forceinline__ int units_of_bucket(int bucket, int num_tiles, int direct_below) {
+// From this bucket on all rows have a list.
+__host__ __device__ __forceinline__ int first_listed_bucket(int num_tiles) {
+    return bucket_of(max_listed(num_tiles) + 1) + 1;
+}
+
+// The units of a sparse row of a bucket, some of which may have nothing to do.
+__host__ __device__ __forceinline__ int units_of_bucket(int bucket, int direct_below) {
     constexpr int kUnit = static_cast<int>(kUnitNonzeros);
     int const most = most_of_bucket(bucket);
-    return most < direct_below ? 0 : (min(most, max_listed(num_tiles)) + kUnit - 1) / kUnit;
+    return most < direct_below ? 0 : (most + kUnit - 1) / kUnit;
 }
 
 // `place` of a row: bucket and rank, and whether count_kernel has listed the row.
@@ -99,10 +104,10 @@ __device__ __forceinline__ uint32_t rank_of_place(uint32_t place) { return place
 
 struct Params {
     uint32_t const* packed;   // [tokens, num_tiles * words_per_tile]
-    uint16_t const* spilled;  // [tokens, num_tiles * TWELL_TILE] or null
+    uint16_t const* spilled;  // [tokens, num_tiles * TWELL_TILE]
     Schedule schedule;
     GuardModel guard;
-    Gather gather;  // if the guard is enabled
+    Gather gather;
     Chunks chunks;
     uint16_t const* w_up;  // [d_ff, d_model], for hot neurons
     int d_model;
@@ -164,22 +169,19 @@ __device__ __forceinline__ void ask_gate(bool& is_early, Params const& params) {
 // By one thread of the launch, before any row is ordered.
 __device__ __forceinline__ void begin_header(Params const& params, bool is_early) {
     params.schedule.header->is_early = is_early ? 1 : 0;
-    params.schedule.header->rest_count = 0;
     params.schedule.header->left_count = 0;
     for (int i = 0; params.chunks.counts != nullptr && i <= params.chunks.num_blocks; ++i) {
         params.chunks.counts[i] = 0;
     }
 }
 
-// Enters a row with so many non-zeros into its bucket; whether a tile overflows, and the row has been listed.
+// Enters a row with so many non-zeros into its bucket, and whether it has been listed.
 __device__ __forceinline__ void enter_row(Params const& params, uint32_t* bucket_rows, int64_t row, uint32_t count,
-                                          bool overflows, bool has_list) {
+                                          bool has_list) {
     uint32_t const bucket = static_cast<uint32_t>(bucket_of(static_cast<int>(count)));
     uint32_t const rank = atomicAdd(&bucket_rows[bucket], 1u);
     params.schedule.place[row] = (has_list ? kHasList : 0) | bucket << kRankBits | rank;
-    bool const listed =
-        static_cast<int>(count) <= max_listed(params.num_tiles) && (!overflows || params.spilled != nullptr);
-    params.schedule.counts[row] = listed ? count : kNotListed;
+    params.schedule.counts[row] = count;
 }
 
 __device__ __forceinline__ void store_buckets(Params const& params, uint32_t const* bucket_rows) {
@@ -219,7 +221,7 @@ __device__ __forceinline__ void count_direct_rows(Params const& params) {
             }
         }
         if (lane < kRows && first + lane < end) {
-            enter_row(params, bucket_rows, first + lane, own_count, false, false);  // tiles that overflow are spilled
+            enter_row(params, bucket_rows, first + lane, own_count, false);
         }
     }
     store_buckets(params, bucket_rows);
@@ -261,7 +263,6 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
     }
     for (int64_t first = own_begin; first < end; first += kWarps * kRows) {
         uint32_t sums[kRows] = {};
-        bool overflows[kRows] = {};
         bool light[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
@@ -291,7 +292,6 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
                 uint32_t const head = head_words[r];
                 uint32_t const count = count_of(head);
                 uint32_t const last = sums[r] + (r == 0 ? ends & 0xffffu : ends >> 16);
-                overflows[r] |= __any_sync(0xffffffffu, head >= static_cast<uint32_t>(params.words_per_tile));
                 light[r] &= __all_sync(0xffffffffu, head <= kFrontEntries);
                 if (light[r]) {
                     // Few tiles have so many: a load costs time for each line of memory that it touches.
@@ -318,8 +318,7 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
         }
         if (lane < kRows && first + lane < end) {
             bool const one = lane == 0;
-            enter_row(params, bucket_rows, first + lane, one ? sums[0] : sums[1], one ? overflows[0] : overflows[1],
-                      one ? light[0] : light[1]);
+            enter_row(params, bucket_rows, first + lane, one ? sums[0] : sums[1], one ? light[0] : light[1]);
         }
     }
     store_buckets(params, bucket_rows);
@@ -451,15 +450,16 @@ __device__ __forceinline__ void order_rows(Params const& params) {
         }
     }
     __syncthreads();
-    uint32_t const heavy_count = guard::decide(votes, params.guard, bucket_begin, most_of_bucket);
+    uint32_t const heavy_count =
+        guard::decide(votes, params.guard, bucket_begin, first_listed_bucket(params.num_tiles), most_of_bucket);
     if (threadIdx.x < kWarpSize) {
         uint32_t units[kPerLane];
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
             uint32_t const sparse_begin = max(begins[i], heavy_count);
             uint32_t const sparse_end = max(begins[i] + rows[i], heavy_count);
-            units[i] = (sparse_end - sparse_begin) *
-                       static_cast<uint32_t>(units_of_bucket(lane * kPerLane + i, params.num_tiles, direct_below));
+            units[i] =
+                (sparse_end - sparse_begin) * static_cast<uint32_t>(units_of_bucket(lane * kPerLane + i, direct_below));
         }
         uint32_t const unit_count = sums_before(begins, units);
 #pragma unroll
@@ -490,27 +490,24 @@ __device__ __forceinline__ void order_rows(Params const& params) {
         if (position < heavy_count) {
             continue;
         }
-        if (count == kNotListed) {
-            params.schedule.rest_rows[atomicAdd(&params.schedule.header->rest_count, 1u)] = static_cast<uint32_t>(row);
-        }
         int const own_bucket = bucket_of_place(params.schedule.place[row]);
-        uint32_t const num_units = static_cast<uint32_t>(units_of_bucket(own_bucket, params.num_tiles, direct_below));
+        uint32_t const num_units = static_cast<uint32_t>(units_of_bucket(own_bucket, direct_below));
         Unit* const units = params.schedule.units + unit_begin[own_bucket] +
                             (position - max(bucket_begin[own_bucket], heavy_count)) * num_units;
         for (uint32_t i = 0; i < num_units; ++i) {
             uint32_t const unit_first = i * kUnitNonzeros;
-            bool const is_empty = count == kNotListed || unit_first >= count;
             uint32_t const in_unit = min(count - unit_first, kUnitNonzeros);
             uint32_t const is_listed =
                 kDirect && static_cast<int>(count) >= params.schedule.listed_from ? Unit::kIsListed : 0;
-            units[i] = {static_cast<uint32_t>(row), is_empty ? kNoRange : unit_first + in_unit - 1 + is_listed};
+            units[i] = {static_cast<uint32_t>(row),
+                        unit_first >= count ? kNoRange : unit_first + in_unit - 1 + is_listed};
         }
     }
     bool const all_heavy = heavy_count == params.tokens;
     for (int64_t first = begin + threadIdx.x / kWarpSize; !all_heavy && first < end; first += kThreads) {
         int64_t const row = first + lane * kWarps;
         bool const wanted =
-            row < end && (params.schedule.place[row] & kHasList) == 0 && params.schedule.counts[row] != kNotListed &&
+            row < end && (params.schedule.place[row] & kHasList) == 0 &&
             (!kDirect || params.schedule.counts[row] >= static_cast<uint32_t>(params.schedule.listed_from)) &&
             position_of(row) >= heavy_count;
         uint32_t rest = __ballot_sync(0xffffffffu, wanted);
@@ -527,11 +524,7 @@ __device__ __forceinline__ void order_rows(Params const& params) {
         __syncthreads();  // the lists
         chunk::build<kThreads>(
             chunk_shared, hot_neurons, params.chunks, params.schedule, params.rows, params.num_tiles, begin, end,
-            [&](int64_t row) {
-                uint32_t const count = params.schedule.counts[row];
-                bool const is_heavy = position_of(row) < heavy_count;
-                return count != kNotListed && !is_heavy ? count : 0;
-            },
+            [&](int64_t row) { return position_of(row) < heavy_count ? 0 : params.schedule.counts[row]; },
             [&](int thread) {
                 if (params.chunks.hot.sampled != nullptr) {
                     hot::copy_weights<kThreads / 2>(hot_neurons, params.chunks.hot, params.w_up, params.d_model,

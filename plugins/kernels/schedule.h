@@ -17,8 +17,7 @@ struct ScheduleHeader {
     uint32_t heavy_count;  // so many rows at the front of the order take the dense path, not the sparse kernels
     uint32_t split_end;    // rows before this place of the order, that are not heavy, have kSplitNonzeros or more
     uint32_t unit_count;   // units of the sparse up projection
-    uint32_t rest_count;   // rows left to the kernel that computes a row at a time
-    uint32_t left_count;   // with chunks: rows that have a list, but are in none
+    uint32_t left_count;   // with chunks: rows that are sparse, but in none
     uint32_t is_early;     // 1: the gate's count tells that all rows are dense; then there is no order
 };
 
@@ -28,13 +27,11 @@ constexpr int kSplitNonzeros = 64;
 // A row's place in the order.
 struct RowWork {
     uint32_t row;
-    uint32_t count;  // non-zeros, or kNotListed
+    uint32_t count;  // non-zeros
 };
 
-// Rows that have more non-zeros than kListedPerTile for each tile, or a tile that overflowed and has not been spilled,
-// go to up_down_generic.cuh.
+// Rows that have more non-zeros than kListedPerTile for each tile have no list, and are dense.
 constexpr int kListedPerTile = 64;
-constexpr uint32_t kNotListed = 0xffffffffu;
 
 // A piece of work of the sparse up projection: neighbouring non-zeros of a row.
 constexpr uint32_t kUnitNonzeros = 32;
@@ -56,12 +53,11 @@ struct Schedule {
     ScheduleHeader* header;
     RowWork* row_order;       // [tokens]: every row once, heaviest bucket first; in no order within a bucket
     uint32_t* place;          // [tokens]: bucket and rank of a row, see schedule.cuh
-    uint32_t* counts;         // [tokens]: non-zeros of a row, or kNotListed
+    uint32_t* counts;         // [tokens]: non-zeros of a row
     uint32_t* block_buckets;  // [blocks, kBuckets]: rows of each bucket in each block of rows
-    uint32_t* words;          // [tokens, max_listed]: packed words of the rows that are listed, one after the other
+    uint32_t* words;          // [tokens, max_listed]: packed words of the rows that have a list, one after the other
     Unit* units;              // [tokens * max_units]: the first unit_count count, of the heaviest rows first
     uint16_t* tile_counts;  // [tokens, num_tiles]: where rows may be direct, their non-zeros; in the place of the units
-    uint32_t* rest_rows;    // [tokens]: the first rest_count count, in any order: those that are not listed
     uint32_t* counted;      // [kMostCountParts]: what the gate has counted, see gate.h
     // Where rows may be direct: the up projection takes those with fewer non-zeros than direct_below without waiting
     // for the schedule. Those with fewer than listed_from need no list of words, since it takes them as the gate has
@@ -100,7 +96,7 @@ struct SparseRows;
 // when count_kernel has ended, so that may ask before wait_for_previous_launch().
 __device__ __forceinline__ bool is_early(Schedule const& schedule) { return __ldcg(&schedule.header->is_early) != 0; }
 
-// Enqueues the schedule of a packed matrix and, unless it is null, the spilled one. What the dense path needs of the
+// Enqueues the schedule of a packed matrix and the spilled one. What the dense path needs of the
 // heavy rows is gathered, unless the up projection does that: with chunks, or where rows may be direct. Chunks are
 // built unless they have no memory: `rows` says where the lists of h will be, in which rows are marked that are in no
 // chunk, see chunk.cuh; the hot neurons' rows of w_up are copied. Same preconditions as launch_gate.

@@ -16,10 +16,11 @@
 
 namespace twell::sparse_down {
 
-constexpr int kMaxWarps = 4;    // of a CTA, side by side in one row
-constexpr int kMinBlocks = 7;   // a multiprocessor: the step is bound by loads in flight
-constexpr int kRowsAtOnce = 8;  // of Wd, whose loads are issued together
-constexpr int kRowsAtEnd = 4;   // the same, for what is left over
+constexpr int kMaxWarps = 4;              // of a CTA, side by side in one row
+constexpr int kMinBlocks = 7;             // a multiprocessor: the step is bound by loads in flight
+constexpr int kRowsAtOnce = 8;            // of Wd, whose loads are issued together
+constexpr int kRowsAtEnd = 4;             // the same, for what is left over
+constexpr uint32_t kNoRow = 0xffffffffu;  // in place of a number of non-zeros
 
 struct Params {
     uint16_t const* w_down;    // [d_ff, d_out]
@@ -164,17 +165,16 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(
         RowWork work = params.schedule.row_order[split ? split_begin + place : split_end + place];
         uint32_t const other = params.tokens - 1 - place;
         bool const alone = split || other == split_end + place;
-        RowWork const next = alone ? RowWork{0, kNotListed} : params.schedule.row_order[other];
-        bool const listed = work.count != kNotListed;
-        uint32_t const begin = split && listed ? work.count * warp / warps : 0;
-        uint32_t const end = split && listed ? work.count * (warp + 1) / warps : work.count;
+        RowWork const next = alone ? RowWork{0, kNoRow} : params.schedule.row_order[other];
+        uint32_t const begin = split ? work.count * warp / warps : 0;
+        uint32_t const end = split ? work.count * (warp + 1) / warps : work.count;
         SparseEntry const* list = list_of(params, work) + begin;
         int count = static_cast<int>(end - begin);
         SparseEntry entry = load_entry(list, 0, count);
         SparseEntry const next_entry = load_entry(list_of(params, next), 0, static_cast<int>(next.count));
 #pragma unroll 1
         for (int k = 0; k < 2; ++k) {
-            if (work.count != kNotListed) {
+            if (work.count != kNoRow) {
                 bool const stores = !split || warp == 0;
                 // It comes while rows of Wd do.
                 bool const adds = params.residual != nullptr && stores && column < params.d_out;

@@ -35,7 +35,7 @@ struct Params {
     uint16_t const* w_up;     // [d_ff, d_model], null in a plain block: then h = g
     uint16_t const* b_up;     // [d_ff] or null
     uint32_t const* packed;   // [tokens, num_tiles * words_per_tile]
-    uint16_t const* spilled;  // [tokens, num_tiles * TWELL_TILE] or null
+    uint16_t const* spilled;  // [tokens, num_tiles * TWELL_TILE]
     Schedule schedule;
     GateCount count;
     Gather gather;
@@ -252,8 +252,10 @@ __device__ __forceinline__ void finish_chunk(Params const& params, Chunk const& 
     }
 }
 
+constexpr uint32_t kTooMany = 0xffffffffu;
+
 // By a CTA: entries of a row of the packed matrix, from the first-th on, up to `most`, in `words`. Gives how many the
-// row has, or kNotListed if it has `limit` or more, or one is to be had neither there nor from the spilled matrix.
+// row has, or kTooMany if these are `limit` or more.
 __device__ __forceinline__ uint32_t list_entries(uint32_t* words, Params const& params, int64_t row, uint32_t first,
                                                  uint32_t most, uint32_t limit) {
     int const lane = threadIdx.x % kWarpSize;
@@ -271,8 +273,8 @@ __device__ __forceinline__ uint32_t list_entries(uint32_t* words, Params const& 
         bool const has_entries = head < static_cast<uint32_t>(params.words_per_tile);
         uint32_t rest = __ballot_sync(0xffffffffu, !has_entries);
         before = __shfl_sync(0xffffffffu, end, kWarpSize - 1);
-        if (before >= limit || (rest != 0 && params.spilled == nullptr)) {
-            return kNotListed;
+        if (before >= limit) {
+            return kTooMany;
         }
         if (tile_begin / kWarpSize % kWarps == warp) {
             SomePlaces const places = {words, end - count - first, most};
@@ -309,7 +311,7 @@ __device__ __forceinline__ void compute_direct(Params const& params, int64_t row
     uint32_t const limit = static_cast<uint32_t>(params.schedule.direct_below);
     uint32_t const count = list_entries(words, params, row, 0, limit, limit);
     __syncthreads();
-    if (count == kNotListed || counted >= params.count.all_dense_from) {
+    if (count == kTooMany || counted >= params.count.all_dense_from) {
         return;
     }
     if (counted >= params.count.some_sparse_to) {
@@ -335,7 +337,7 @@ __device__ __forceinline__ void compute_unit(Params const& params, Unit unit) {
     bool const is_listed = (unit.range & Unit::kIsListed) != 0;  // or kNoRange
     if (!is_listed) {
         __syncthreads();  // those of the unit before have been read
-        list_entries(words, params, unit.row, static_cast<uint32_t>(unit.begin()), kUnitNonzeros, kNotListed);
+        list_entries(words, params, unit.row, static_cast<uint32_t>(unit.begin()), kUnitNonzeros, kTooMany);
         __syncthreads();
     }
     uint32_t const word = is_listed            ? share.load_word(params)

@@ -12,19 +12,12 @@
 #include "sparse_rows.h"
 #include "sparse_up.cuh"
 #include "up_down.h"
-#include "up_down_generic.cuh"
 #if defined(TWELL_SM90A)
 #include "hot_sm90.h"
 #endif
 
 namespace twell {
 namespace {
-
-namespace generic = up_down_generic;
-
-// A row's columns, at most: with one or two vectors a thread. Wider rows take several passes.
-using Config4096 = generic::Config<512, 1>;
-using Config8192 = generic::Config<512, 2>;
 
 // What all of step 2 is launched with.
 struct Launch {
@@ -36,7 +29,7 @@ struct Launch {
     SparseRows rows;
     GateCount count;
     Gather gather;
-    uint16_t const* spilled;  // null: not to be read
+    uint16_t const* spilled;
     Device const& device;
     cudaStream_t stream;
 };
@@ -186,38 +179,10 @@ cudaError_t launch_sparse_down(Launch const& launch, bool overlaps) {
                             static_cast<int>(warps) * kWarpSize, 0, launch.device, launch.stream);
 }
 
-template <class Cfg>
-constexpr Kernel rest_kernel_of() {
-    return {"rest", {{"columns", Cfg::kColumns}}};
-}
-
-template <class Element, class Cfg>
-cudaError_t launch_rest(Launch const& launch) {
-    twell_problem const& problem = launch.problem;
-    generic::Params params = {};
-    set_block(params, problem, launch.tensors);
-    params.packed = launch.packed;
-    params.schedule = launch.schedule;
-    params.spilled = launch.spilled;
-    params.num_tiles = num_tiles(problem);
-    params.words_per_tile = words_per_tile(problem);
-    // Often there is no such row, and CTAs that find nothing cost time.
-    constexpr int kCtasPerMultiprocessor = 4;
-    int64_t const grid = std::min<int64_t>(problem.tokens, launch.device.num_multiprocessors * kCtasPerMultiprocessor);
-    return launch_dependent(rest_kernel_of<Cfg>(), generic::up_down_kernel<Element, Cfg>, params,
-                            dim3(static_cast<unsigned>(grid)), Cfg::kThreads, 0, launch.device, launch.stream);
-}
-
-template <class Element>
-cudaError_t launch_rest(Launch const& launch) {
-    return launch.problem.d_out > Config4096::kColumns ? launch_rest<Element, Config8192>(launch)
-                                                       : launch_rest<Element, Config4096>(launch);
-}
-
 // All of step 2 behind the schedule.
 template <class Element>
-cudaError_t launch_projections(Launch const& launch, bool guarded, Gather const& gather, Kernels choice) {
-    bool const dense_first = guarded && dense_comes_first(launch.problem, launch.device, choice);
+cudaError_t launch_projections(Launch const& launch, Kernels choice) {
+    bool const dense_first = dense_comes_first(launch.problem, launch.device, choice);
     if (launch.chunks.counts != nullptr) {
         if (cudaError_t const error = launch_chunk_up<Element>(launch); error != cudaSuccess) {
             return error;
@@ -230,18 +195,14 @@ cudaError_t launch_projections(Launch const& launch, bool guarded, Gather const&
         return error;
     }
     for (bool const dense : {dense_first, !dense_first}) {
-        cudaError_t error = cudaSuccess;
-        if (!dense) {
-            error = launch_sparse_down<Element>(launch, dense_first);
-        } else if (guarded) {
-            error = launch_dense(launch.problem, launch.tensors, gather, launch.schedule, launch.device, launch.stream,
-                                 choice);
-        }
-        if (error != cudaSuccess) {
+        if (cudaError_t const error = dense ? launch_dense(launch.problem, launch.tensors, launch.gather,
+                                                           launch.schedule, launch.device, launch.stream, choice)
+                                            : launch_sparse_down<Element>(launch, dense_first);
+            error != cudaSuccess) {
             return error;
         }
     }
-    return launch_rest<Element>(launch);
+    return cudaSuccess;
 }
 
 // Where launch_gate spills: see pack.cuh.
@@ -272,8 +233,6 @@ void list_up_down(Text& text) {
     for (char const* name : {"chunk_up", "sparse_up", "sparse_up_chunks", "sparse_up_direct", "sparse_down"}) {
         add_line(text, {name});
     }
-    add_line(text, rest_kernel_of<Config4096>());
-    add_line(text, rest_kernel_of<Config8192>());
 #if defined(TWELL_SM90A)
     list_hot_sm90(text);
 #endif
@@ -304,28 +263,23 @@ GateOutput gate_output_in(twell_problem const& problem, uint32_t* packed, void* 
 cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
                            void* scratch, int64_t dense_rows, Device const& device, cudaStream_t stream,
                            Kernels choice) {
-    uint16_t* const spilled = dense_rows == kGuardOff ? nullptr : spilled_in(problem, scratch);
+    uint16_t* const spilled = spilled_in(problem, scratch);
     Schedule schedule = schedule_at(problem, scratch);
     void* const dense_scratch = dense_scratch_in(problem, scratch);
-    GuardModel guard = {};
-    Gather gather = {};
-    if (spilled != nullptr) {
-        guard = guard_model(problem, device, choice);
-        guard.forced = dense_rows;
-        guard.count.parts = schedule.counted;
-        if (dense_rows == kGuardEarly) {
-            guard.count.all_dense_from = 0;
-            guard.count.some_sparse_to = 0;
-        } else if (guard.forced >= 0) {
-            guard.count.all_dense_from = UINT32_MAX;
-            guard.count.some_sparse_to = guard.forced == 0 ? UINT32_MAX : 0;
-        }
-        gather = gather_for(problem, tensors, packed, spilled, dense_scratch);
+    GuardModel guard = guard_model(problem, device, choice);
+    guard.forced = dense_rows;
+    guard.count.parts = schedule.counted;
+    if (dense_rows == kGuardEarly) {
+        guard.count.all_dense_from = 0;
+        guard.count.some_sparse_to = 0;
+    } else if (guard.forced >= 0) {
+        guard.count.all_dense_from = UINT32_MAX;
+        guard.count.some_sparse_to = guard.forced == 0 ? UINT32_MAX : 0;
     }
-    SparseRows const rows = {reinterpret_cast<unsigned char*>(spilled_in(problem, scratch)),
+    Gather const gather = gather_for(problem, tensors, packed, spilled, dense_scratch);
+    SparseRows const rows = {reinterpret_cast<unsigned char*>(spilled),
                              spilled_stride(problem) * static_cast<int64_t>(sizeof(uint16_t))};
-    // NOTE: step 2 alone has none; without the spilled matrix they have hardly been tested.
-    Chunks const chunks = spilled != nullptr ? chunks_in_scratch(problem, scratch, device, choice) : Chunks{};
+    Chunks const chunks = chunks_in_scratch(problem, scratch, device, choice);
     if (guard.count.num_parts != 0 && has_direct_rows(problem, device, choice)) {
         set_direct(schedule, problem);
     }
@@ -336,8 +290,8 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
     }
     Launch const launch = {problem,     tensors, packed,  schedule, chunks, rows,
                            guard.count, gather,  spilled, device,   stream};
-    return problem.dtype == TWELL_BF16 ? launch_projections<Bf16>(launch, guard.enabled, gather, choice)
-                                       : launch_projections<Fp16>(launch, guard.enabled, gather, choice);
+    return problem.dtype == TWELL_BF16 ? launch_projections<Bf16>(launch, choice)
+                                       : launch_projections<Fp16>(launch, choice);
 }
 
 cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const& tensors, void* scratch, bool skips,

@@ -26,12 +26,12 @@ HotNeurons hot_neurons_in(twell_problem const& problem, void* scratch, Device co
 
 // launch_up_down: how many rows take the dense path.
 constexpr int64_t kGuardDecides = -1;
-constexpr int64_t kGuardOff = -2;
 constexpr int64_t kGuardEarly = -4;  // for tests: all, as if the gate's count had told so
 
 // Enqueues the schedule of the rows and the up and down projections. Same preconditions as launch_gate; `scratch` is
-// 256-byte aligned. Unless it is off, the guard needs what launch_gate has spilled; it may then send rows down a dense
-// path. dense_rows: one of the above or, for tests, a number of rows: up to max_dense_part(problem), or all.
+// 256-byte aligned, and holds what launch_gate has left, see gate_output_in. dense_rows: one of the above or, for
+// tests, a number of rows: up to max_dense_part(problem), or all. With more than that, or with rows that have no list,
+// there are others or more.
 cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& tensors, uint32_t const* packed,
                            void* scratch, int64_t dense_rows, Device const& device, cudaStream_t stream,
                            Kernels choice = Kernels::kBest);

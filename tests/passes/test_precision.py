@@ -495,6 +495,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], str, str, int]] = {
     "t5": (models.t5, "plain", "relu", 2),
     "gpt2": (models.gpt2, "plain", "relu", 1),
     "nemotron": (models.nemotron, "plain", "relu2", 2),
+    "persimmon": (models.persimmon, "plain", "relu2", 2),
     "rwkv": (models.rwkv, "plain", "relu2", 2),
 }
 

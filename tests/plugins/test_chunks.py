@@ -15,7 +15,7 @@ import torch
 from tests.plugins import reference
 from tests.plugins.reference import Block
 from tests.plugins.test_gate_kernels import SM90, gate, needs_sm90
-from tests.plugins.test_guard import BEST, run_dense, start_dense, unequal_block
+from tests.plugins.test_guard import BEST, run_dense, unequal_block
 from tests.plugins.test_kernels import (
     BF16,
     FP16,
@@ -168,7 +168,7 @@ def test_bitwise_repeatable(full: float, density: float) -> None:
     for _ in range(100):
         call.y.view(torch.int16).fill_(POISON)
         call.workspace.fill_(0xFF)
-        start_dense(call, 0, SM90)
+        call.start_steps(0, SM90)
         assert_same_bits(call.y, first)
 
 
@@ -193,7 +193,7 @@ def test_weights_that_the_call_before_writes() -> None:
     for _ in range(20):
         writer.y.fill_(float("nan"))
         writer.mlp()
-        start_dense(call, 0, SM90)
+        call.start_steps(0, SM90)
         assert_same_bits(call.y, expected)
 
 
@@ -216,6 +216,6 @@ def test_sanitize(case: Case, dense: int) -> None:
     call = Call(block.to("cuda"), case.compression, poison=False)
     # The packed matrix is read 16 bytes at a time: words that the gate leaves alone come along, and are not used.
     call.workspace[: call.lib.twell_packed_bytes(call.problem)].zero_()
-    start_dense(call, dense, SM90)
+    call.start_steps(dense, SM90)
     torch.cuda.synchronize()
     reference.assert_close(call.y.cpu(), block)

@@ -13,7 +13,7 @@ import torch
 
 from tests.plugins import reference
 from tests.plugins.reference import Block
-from tests.plugins.test_gate_kernels import gate, needs_sm90
+from tests.plugins.test_gate_kernels import GENERIC, gate, needs_sm90
 from tests.plugins.test_guard import (
     BEST,
     GUARD_DECIDES,
@@ -21,14 +21,12 @@ from tests.plugins.test_guard import (
     is_early,
     run_dense,
     run_poisoned,
-    start_dense,
     unequal_block,
 )
 from tests.plugins.test_kernels import (
     BF16,
     FP16,
     POISON,
-    SCHEDULE_HEADER_BYTES,
     Call,
     Case,
     assert_guards,
@@ -83,13 +81,12 @@ def run_guarded(call: Call) -> torch.Tensor:
 def test_rows_of_any_number_of_nonzeros(d_ff: int, rows: int, spread: bool, compression: int) -> None:
     block = patterned_block(d_ff, rows, (BF16, FP16)[rows % 2], spread=spread)
     call = Call(block, compression)
-    gate(call, BEST)
-    call.up_down()
-    steps = call.y.clone()
+    steps = run_dense(call, 0, GENERIC)  # without direct rows; the gate's sums are exact
+    sparse = ~call.dense_rows()
     for share in (0.0, 0.1):
         y = run_dense(call, int(rows * share))
         reference.assert_close(y, block)
-        same = call.rows_of_steps()
+        same = sparse & ~call.dense_rows()
         assert same.any()
         assert_same_bits(y[same], steps[same])
     for y in (run_dense(call, rows), run_guarded(call)):
@@ -102,13 +99,12 @@ def test_every_row_once_heaviest_first(tokens: int) -> None:
     gate(call, BEST)
     counts = call.packed.view(tokens, -1, 32)[:, :, 0] & 0xFFFF
     run_dense(call, 0)
-    order = call.schedule()[SCHEDULE_HEADER_BYTES : SCHEDULE_HEADER_BYTES + 8 * tokens].view(torch.int32)
-    rows, listed = order[::2].long(), order[1::2]
+    rows, order_counts = call.row_order().T
     assert torch.equal(rows.sort().values, torch.arange(tokens, device="cuda"))
     totals = counts.sum(dim=1)
     key = level(totals)[rows]
     assert (key[1:] <= key[:-1]).all(), "a heavier row comes after a lighter one"
-    assert torch.equal(listed.long(), torch.where(totals <= 64 * 22, totals, -1)[rows].long())
+    assert torch.equal(order_counts, totals[rows].long())
 
 
 def test_columns_in_several_launches() -> None:
@@ -116,14 +112,13 @@ def test_columns_in_several_launches() -> None:
     case = Case(rows=300, d_model=8192, d_ff=8192, d_out=64, density=0.01, biases="u")
     block = make_block(case, integers=False)
     call = Call(block, 8)
-    gate(call, BEST)
-    call.up_down()
-    steps = call.y.clone()
-    for dense_rows in (0, 30):
-        y = run_dense(call, dense_rows)
-        reference.assert_close(y, block)
-        same = call.rows_of_steps()
-        assert_same_bits(y[same], steps[same])
+    steps = run_dense(call, 0)
+    assert not call.dense_rows().any()
+    reference.assert_close(steps, block)
+    y = run_dense(call, 30)
+    reference.assert_close(y, block)
+    same = ~call.dense_rows()
+    assert_same_bits(y[same], steps[same])
 
 
 def test_every_decision() -> None:
@@ -147,7 +142,7 @@ def test_bitwise_repeatable() -> None:
     rows_that_stay = ~call.dense_rows()
     for _ in range(100):
         call.y.view(torch.int16).fill_(POISON)
-        start_dense(call, 0)
+        call.start_steps(0)
         assert_same_bits(call.y, first)
     for _ in range(20):
         # Which of a bucket's rows are dense differs, as the number has been forced.
@@ -165,7 +160,7 @@ def test_workspace_of_another_call() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in (*calls, *calls):
-            start_dense(call, GUARD_DECIDES)
+            call.start_steps(GUARD_DECIDES)
     for _ in range(10):
         for call in calls:
             call.y.view(torch.int16).fill_(POISON)
@@ -193,6 +188,6 @@ def test_sanitize(spread: bool, dense_rows: int) -> None:
     call = Call(block.to("cuda"), 8, poison=False)
     # As in test_guard.
     call.workspace[: call.lib.twell_packed_bytes(call.problem)].zero_()
-    start_dense(call, dense_rows)
+    call.start_steps(dense_rows)
     torch.cuda.synchronize()
     reference.assert_close(call.y.cpu(), block)

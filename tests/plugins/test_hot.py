@@ -17,7 +17,7 @@ import torch
 from tests.plugins import reference
 from tests.plugins.reference import Block
 from tests.plugins.test_gate_kernels import SM90, needs_sm90
-from tests.plugins.test_guard import BEST, GUARD_DECIDES, run_dense, start_dense, unequal_block
+from tests.plugins.test_guard import BEST, GUARD_DECIDES, run_dense, unequal_block
 from tests.plugins.test_kernels import (
     BF16,
     FP16,
@@ -201,7 +201,7 @@ def test_rows_that_are_dense_by_the_guard() -> None:
             run(call)  # with no row on the dense path, which takes the memory of hot neurons
             assert hot_neurons(call)
         call.y.view(torch.int16).fill_(POISON)
-        start_dense(call, GUARD_DECIDES, SM90)
+        call.start_steps(GUARD_DECIDES, SM90)
         torch.cuda.synchronize()
         dense = int(call.dense_rows().sum())
         assert dense == 8192 if full == 1.0 else 0 < dense < 8192
@@ -218,7 +218,7 @@ def test_bitwise_repeatable() -> None:
     for _ in range(100):
         call.y.view(torch.int16).fill_(POISON)
         call.workspace.fill_(0xFF)
-        start_dense(call, 0, SM90)
+        call.start_steps(0, SM90)
         assert_same_bits(call.y, first)
 
 
@@ -229,7 +229,7 @@ def test_replays_choose_again() -> None:
     run(call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        start_dense(call, 0, SM90)
+        call.start_steps(0, SM90)
     w_gate = block.w_gate.clone()
     for count in (60, 0, 90):
         chosen = choose(1600, count)
@@ -253,7 +253,7 @@ def test_streams_at_once() -> None:
     for _ in range(20):
         for call, stream in zip(calls, streams, strict=True):
             with torch.cuda.stream(stream):
-                start_dense(call, 0, SM90)
+                call.start_steps(0, SM90)
     torch.cuda.synchronize()
     for call, y in zip(calls, expected, strict=True):
         assert_same_bits(call.y, y)
@@ -276,7 +276,7 @@ def test_sanitize(case_and_count: tuple[Case, int], dense: int) -> None:
     call = Call(block.to("cuda"), case.compression, poison=False)
     # The packed matrix is read 16 bytes at a time: words that the gate leaves alone come along, and are not used.
     call.workspace[: call.lib.twell_packed_bytes(call.problem)].zero_()
-    start_dense(call, dense, SM90)
+    call.start_steps(dense, SM90)
     torch.cuda.synchronize()
     reference.assert_close(call.y.cpu(), block)
     assert dense > 0 or hot_neurons(call)

@@ -6,6 +6,7 @@ in any order, must match bit by bit, and so must their packed matrices.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import itertools
 import os
@@ -28,12 +29,12 @@ from twellc.plugins import library
 pytestmark = pytest.mark.gpu
 
 SUCCESS, INVALID_VALUE, MISALIGNED_ADDRESS = 0, 1, 716
+BEST = 0  # twell::Kernels; on compute capability 9.0, kernels of its own
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# Up to so many tokens the whole block has kernels of its own, which sum in another order than the two steps.
-FEW_TOKENS = 256
-# Up to so many they may take a dense path on Hopper. There, more are computed as a dense block.
-FEW_TOKENS_DENSE = 128
+# Up to so many tokens the whole block may have kernels of its own, which sum in another order than the two steps. They
+# may take a dense path on Hopper. There, more are computed as a dense block.
+FEW_TOKENS = 128
 # Up to so many, h is in fp32 everywhere.
 FEW_TOKENS_EXACT = 16
 # With so many neurons 17 to 64 tokens are a dense block there whose down projection skips inactive ones, up to 0.9 %
@@ -97,7 +98,7 @@ def without_residual() -> Iterator[Case]:
     kinds = [(True, name) for name in ("relu", "relu2", "fatrelu", "drelu")]
     kinds += [(False, name) for name in ("relu", "relu2", "fatrelu")]
     densities = (0.0, 0.001, 0.005, 0.03, 0.3, 1.0)
-    # Rows, around the block sizes of the gate kernel and the thread counts of the up+down kernel.
+    # Rows, around the block sizes of the gate kernel.
     for rows in (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 1000):
         for density in (0.005, 0.3):
             yield Case(rows=rows, density=density, dtype=next(dtypes))
@@ -129,7 +130,7 @@ def without_residual() -> Iterator[Case]:
         yield Case(rows=rows, d_model=d_model, dtype=dtype)
     for rows, d_ff, dtype in itertools.product((1, 20, 60, 65), (1, 8, 100, 255, 256, 257, 600, 5632), (BF16, FP16)):
         yield Case(rows=rows, d_ff=d_ff, dtype=dtype, density=0.1)
-    # d_out: each up+down configuration, full, ragged, and more than one pass.
+    # d_out: full and ragged pieces of what a CTA of a down projection has.
     for d_out in (8, 16, 1016, 1024, 1032, 2048, 2056, 4096, 4104, 8192, 8200, 16384, 16392, 40000):
         yield Case(rows=130, d_out=d_out, dtype=next(dtypes))
         for rows in (3, 12, 20, 50):
@@ -352,11 +353,19 @@ class Call:
         stream = torch.cuda.current_stream().cuda_stream
         self._check(self.lib.twell_gate(self.problem, self.tensors, self.packed.data_ptr(), stream))
 
-    def up_down(self) -> None:
+    def start_steps(self, dense_rows: int, kernels: int = BEST) -> None:
+        """Enqueue both steps, with so many rows on the dense path; see twell_internal_dense."""
+        function = self.lib.twell_internal_dense
+        function.restype = ctypes.c_int
+        function.argtypes = [
+            *self.lib.twell_gate.argtypes[:2],
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int32,
+            ctypes.c_void_p,
+        ]
         stream = torch.cuda.current_stream().cuda_stream
-        packed, workspace = self.packed.data_ptr(), self.workspace
-        arguments = (packed, workspace.data_ptr(), workspace.numel(), stream)
-        self._check(self.lib.twell_up_down(self.problem, self.tensors, *arguments))
+        self._check(function(self.problem, self.tensors, self.workspace.data_ptr(), dense_rows, kernels, stream))
 
     def mlp(self) -> None:
         stream = torch.cuda.current_stream().cuda_stream
@@ -364,12 +373,9 @@ class Call:
         self._check(self.lib.twell_mlp(self.problem, self.tensors, workspace, self.workspace.numel(), stream))
 
     def steps(self) -> torch.Tensor:
-        """Both steps, one by one."""
-        self.y.view(torch.int16).fill_(POISON)
+        """Both steps, with no more rows on the dense path than have to be; also the gate alone."""
         self.gate()
-        self.up_down()
-        torch.cuda.synchronize()
-        return self.y.clone()
+        return self.poisoned(lambda: self.start_steps(0))
 
     def poisoned(self, start: Callable[[], None]) -> torch.Tensor:
         """Run what start() enqueues where nothing has been written before."""
@@ -381,26 +387,18 @@ class Call:
         return self.y.clone()
 
     def run(self) -> torch.Tensor:
-        """Both steps in one call, after the steps one by one. The results must be the same bits, or just as good.
+        """The whole block, after the steps with few dense rows. The results must be the same bits, or just as good.
 
         Rows on the dense path, and all rows of few tokens, are summed in another order.
         """
         steps = self.steps()
+        same = ~self.dense_rows_of_steps()
         y = self.poisoned(self.mlp)
-        same = self.rows_of_steps()
+        same &= ~self.dense_rows()
         assert_same_bits(y[same], steps[same])
         if not same.all():
             reference.assert_close(steps, self.block)
         return y
-
-    def rows_of_steps(self) -> torch.Tensor:
-        """Mark the rows that mlp() computes as the two steps do, once both have run: [tokens], bool.
-
-        Others are on the dense path, or have a tile that overflows, which the two steps compute again.
-        """
-        counts = self.packed.view(self.problem.tokens, -1, 256 // self.problem.compression)[:, :, 0]
-        overflowed = (counts >= 256 // self.problem.compression).any(dim=1)
-        return ~self.dense_rows() & ~overflowed
 
     def schedule(self) -> torch.Tensor:
         """Give the workspace, [bytes], from the schedule of the last call on: its header, then the rows in order."""
@@ -408,17 +406,25 @@ class Call:
 
     def dense_rows(self) -> torch.Tensor:
         """Mark the rows that mlp() has put on the dense path, or all of few tokens: [tokens], bool."""
+        if self.problem.tokens <= FEW_TOKENS:
+            return torch.ones(self.problem.tokens, dtype=torch.bool, device="cuda")
+        return self.dense_rows_of_steps()
+
+    def dense_rows_of_steps(self) -> torch.Tensor:
+        """Mark the rows that the two steps have put on the dense path: [tokens], bool."""
         tokens = self.problem.tokens
-        if tokens <= FEW_TOKENS:
-            return torch.ones(tokens, dtype=torch.bool, device="cuda")
         schedule = self.schedule()
         count = int(schedule[:4].view(torch.int32).item())
         if count in (-1, tokens):  # without a schedule, as in a dense block, or without an order
             return torch.ones(tokens, dtype=torch.bool, device="cuda")
-        order = schedule[SCHEDULE_HEADER_BYTES : SCHEDULE_HEADER_BYTES + 8 * tokens].view(torch.int32)[::2].long()
         mask = torch.zeros(tokens, dtype=torch.bool, device="cuda")
-        mask[order[:count]] = True
+        mask[self.row_order()[:count, 0]] = True
         return mask
+
+    def row_order(self) -> torch.Tensor:
+        """Give the order of the last call's rows and their numbers of non-zeros: [tokens, 2], int64."""
+        end = SCHEDULE_HEADER_BYTES + 8 * self.problem.tokens
+        return self.schedule()[SCHEDULE_HEADER_BYTES:end].view(torch.int32).view(-1, 2).long()
 
     def decoded(self) -> reference.Packed:
         words = self.packed.cpu().numpy().view(np.uint32)
@@ -479,14 +485,14 @@ def test_against_float64(case: Case) -> None:
 def rounds_h(block: Block) -> bool:
     """Say whether a call for few tokens rounds h, and nothing else, on the way: some kernels of Hopper do."""
     fits = min(*block.w_gate.shape, block.w_down.shape[1]) >= MOST_COLUMNS_OF_BOX
-    return FEW_TOKENS_EXACT < len(block.x) <= FEW_TOKENS_DENSE and fits and torch.cuda.get_device_capability() == (9, 0)
+    return FEW_TOKENS_EXACT < len(block.x) <= FEW_TOKENS and fits and torch.cuda.get_device_capability() == (9, 0)
 
 
 def may_be_dense(block: Block) -> bool:
     """Say whether few tokens' u may be rounded, or h that is in fp32 elsewhere: the kernels' rule, with a margin."""
     rows = len(block.x)
     if rows > FEW_TOKENS_EXACT:
-        return FEW_TOKENS_DENSE < rows <= FEW_TOKENS and torch.cuda.get_device_capability() == (9, 0)
+        return False
     active = torch.nn.functional.pad(reference.gate_values(block) != 0, (0, -len(block.w_gate) % 16))
     of_token = active.view(rows, -1, 16).sum(dim=2).amax(dim=0).sum()
     scale = 0.9 * len(block.w_gate) / 5632
@@ -503,11 +509,13 @@ def test_integers_match_bit_by_bit(case: Case) -> None:
         # Few tokens or not, sums in another order are exact; only the dense paths round u and h.
         expected = reference.emulate(block)
         if case.rows > FEW_TOKENS:
-            same = call.rows_of_steps()
+            same = ~call.dense_rows()
             assert_same_bits(y[same], expected[same])
         elif not may_be_dense(block):
             assert_same_bits(y, reference.emulate(block, rounds_h=rounds_h(block)))
-        assert_same_bits(call.steps(), expected)
+        steps = call.steps()
+        same = ~call.dense_rows_of_steps()
+        assert_same_bits(steps[same], expected[same])
     if torch.isfinite(reference.emulate(block)).all():  # else a sum at the end of fp16's range may go either way
         reference.assert_close(y, block)
     assert_guards(call.y_buffer)
@@ -522,8 +530,8 @@ def test_table_has_exact_and_overflowing_cases() -> None:
             continue
         block = make_block(case, integers=True)
         exact += reference.is_exact(block)
-        few += reference.is_exact(block) and case.rows <= FEW_TOKENS_DENSE and not may_be_dense(block)
-        few_dense += case.rows <= FEW_TOKENS_DENSE and may_be_dense(block)
+        few += reference.is_exact(block) and case.rows <= FEW_TOKENS and not may_be_dense(block)
+        few_dense += case.rows <= FEW_TOKENS and may_be_dense(block)
         call = Call(block, case.compression)
         call.gate()
         overflowed += bool(call.decoded().overflowed.any())
@@ -541,7 +549,8 @@ def test_sanitize(case: Case) -> None:
     # The packed matrix is read 16 bytes at a time: words that the gate leaves alone come along, and are not used.
     call.packed.zero_()
     call.gate()
-    call.up_down()
+    call.workspace[: call.packed.nbytes].zero_()
+    call.start_steps(0)
     torch.cuda.synchronize()
     reference.assert_close(call.y.cpu(), block)
     call.mlp()
@@ -629,7 +638,7 @@ def test_inactive_neurons_add_nothing(rows: int, d_ff: int, density: float) -> N
     y = Call(block, 8).run()
     assert torch.isfinite(y).all()
     reference.assert_close(y, block)
-    if density < 0.1 and rows <= FEW_TOKENS_DENSE:  # a dense path sums again, in another order
+    if density < 0.1 and rows <= FEW_TOKENS:  # a dense path sums again, in another order
         assert_same_bits(y, expected)
 
 
@@ -722,14 +731,14 @@ def test_counts_at_the_number_of_slots(count: int, compression: int) -> None:
     assert_same_bits(y, reference.emulate(block))
 
 
-def test_batches_of_whole_tiles_beside_overflowed_ones() -> None:
-    """More non-zeros than one batch holds, with full, empty and overflowed tiles between them."""
+def test_full_empty_and_overflowed_tiles_beside_each_other() -> None:
+    """Lists of about as many non-zeros as a sparse row may have."""
     d_ff = 256 * 12
     block = make_block(Case(rows=140, d_model=16, d_ff=d_ff, d_out=24, biases=""), integers=True)
     block.x.fill_(0)
     block.x[:, 0] = 1
     block.w_gate.fill_(0)
-    per_tile = [127, 127, 127, 127, 127, 256, 128, 0, 127, 256, 1, 127]
+    per_tile = [127, 0, 128, 0, 0, 256, 1, 127, 0, 0, 0, 127]
     for tile, count in enumerate(per_tile):
         chosen = torch.randperm(256, device="cuda")[:count] + 256 * tile
         block.w_gate[chosen, 0] = 2
@@ -738,6 +747,8 @@ def test_batches_of_whole_tiles_beside_overflowed_ones() -> None:
     assert call.decoded().counts[0].tolist() == per_tile
     assert call.decoded().overflowed[0].tolist() == [count > 127 for count in per_tile]
     assert_same_bits(y, reference.emulate(block))
+    assert_same_bits(call.steps(), y)
+    assert not call.dense_rows_of_steps().any()
 
 
 @pytest.mark.parametrize("density", [0.005, 0.3, 0.9])
@@ -869,7 +880,7 @@ def test_more_than_2_31_elements(rows: int, d_model: int, d_ff: int, d_out: int,
     x[picked] = block.x[: len(picked)]
     call = Call(dataclasses.replace(block, x=x), compression)
     call.gate()
-    call.up_down()
+    call.start_steps(0)
     reference.assert_close(call.y[picked], dataclasses.replace(block, x=block.x[: len(picked)].contiguous()))
     assert torch.isfinite(call.y[-1000:]).all()
     assert_guards(call.y_buffer)
@@ -881,28 +892,27 @@ def call() -> Call:
     return Call(make_block(Case(residual=True), integers=False), 8)
 
 
-def status_of(call: Call) -> tuple[int, int, int]:
-    """What each of the three functions returns for the call's problem and tensors."""
+def status_of(call: Call) -> tuple[int, int]:
+    """What twell_gate and twell_mlp return for the call's problem and tensors."""
     stream = torch.cuda.current_stream().cuda_stream
     packed, workspace = call.packed.data_ptr(), (call.workspace.data_ptr(), call.workspace.numel())
     return (
         call.lib.twell_gate(call.problem, call.tensors, packed, stream),
-        call.lib.twell_up_down(call.problem, call.tensors, packed, *workspace, stream),
         call.lib.twell_mlp(call.problem, call.tensors, *workspace, stream),
     )
 
 
 @pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down", "y", "b_gate", "b_up", "b_down", "residual"])
 def test_bad_pointers(call: Call, name: str) -> None:
-    assert status_of(call) == (SUCCESS,) * 3
+    assert status_of(call) == (SUCCESS, SUCCESS)
     gate_reads = name in ("x", "w_gate", "b_gate")
     pointer = getattr(call.tensors, name)
     setattr(call.tensors, name, pointer + 8)
     wrong = MISALIGNED_ADDRESS
-    assert status_of(call) == (wrong if gate_reads else SUCCESS, wrong, wrong)
+    assert status_of(call) == (wrong if gate_reads else SUCCESS, wrong)
     setattr(call.tensors, name, None)
     wrong = SUCCESS if name.startswith("b_") or name == "residual" else INVALID_VALUE
-    assert status_of(call) == (wrong if gate_reads else SUCCESS, wrong, wrong)
+    assert status_of(call) == (wrong if gate_reads else SUCCESS, wrong)
     torch.cuda.synchronize()
 
 
@@ -910,31 +920,31 @@ def test_residual_must_not_overlap_y(call: Call) -> None:
     y, size = call.y.data_ptr(), call.y.numel() * call.y.element_size()
     for residual in (y, y + size - 16, y - size + 16):
         call.tensors.residual = residual
-        assert status_of(call) == (SUCCESS, INVALID_VALUE, INVALID_VALUE)
+        assert status_of(call) == (SUCCESS, INVALID_VALUE)
     torch.cuda.synchronize()
 
 
 def test_bad_workspace(call: Call) -> None:
     pointer, size = call.workspace.data_ptr(), call.workspace.numel()
     packed = call.packed.data_ptr()
-    for run, before in ((call.lib.twell_mlp, ()), (call.lib.twell_up_down, (packed,))):
-        assert run(call.problem, call.tensors, *before, pointer, size - 1, None) == INVALID_VALUE
-        assert run(call.problem, call.tensors, *before, None, size, None) == INVALID_VALUE
-        assert run(call.problem, call.tensors, *before, pointer + 16, size, None) == MISALIGNED_ADDRESS
-    assert call.lib.twell_gate(call.problem, call.tensors, None, None) == INVALID_VALUE
-    assert call.lib.twell_gate(call.problem, None, call.packed.data_ptr(), None) == INVALID_VALUE
-    assert call.lib.twell_up_down(call.problem, call.tensors, packed + 4, pointer, size, None) == MISALIGNED_ADDRESS
+    mlp, gate = call.lib.twell_mlp, call.lib.twell_gate
+    assert mlp(call.problem, call.tensors, pointer, size - 1, None) == INVALID_VALUE
+    assert mlp(call.problem, call.tensors, None, size, None) == INVALID_VALUE
+    assert mlp(call.problem, call.tensors, pointer + 16, size, None) == MISALIGNED_ADDRESS
+    assert gate(call.problem, call.tensors, None, None) == INVALID_VALUE
+    assert gate(call.problem, None, packed, None) == INVALID_VALUE
+    assert gate(call.problem, call.tensors, packed + 4, None) == MISALIGNED_ADDRESS
 
 
 def test_bad_problem(call: Call) -> None:
     call.problem.d_model = 70
-    assert status_of(call) == (INVALID_VALUE,) * 3
+    assert status_of(call) == (INVALID_VALUE, INVALID_VALUE)
 
 
 def test_plain_takes_no_up_weights() -> None:
     call = Call(make_block(Case(gated=False), integers=False), 8)
     call.tensors.w_up = call.tensors.w_gate
-    assert status_of(call) == (SUCCESS, INVALID_VALUE, INVALID_VALUE)
+    assert status_of(call) == (SUCCESS, INVALID_VALUE)
 
 
 def test_no_tokens(call: Call) -> None:
@@ -943,5 +953,4 @@ def test_no_tokens(call: Call) -> None:
     nothing = library.Tensors()
     assert call.lib.twell_packed_bytes(call.problem) == 0
     assert call.lib.twell_gate(call.problem, nothing, None, None) == SUCCESS
-    assert call.lib.twell_up_down(call.problem, nothing, None, None, 0, None) == SUCCESS
     assert call.lib.twell_mlp(call.problem, nothing, None, 0, None) == SUCCESS

@@ -58,7 +58,7 @@ def test_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(calibrate.main, ["-o", str(tmp_path / "gpu.json")])
     assert result.exit_code == 2
-    assert "there is no CUDA device to measure. Run it on a machine with the GPU in question." in result.output
+    assert "--calibrate: measures on a GPU, and torch sees none here. Run it on a machine with" in result.output
     assert not list(tmp_path.iterdir())
 
 

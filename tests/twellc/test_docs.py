@@ -9,6 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+import twellc
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 # Top-level folders: what starts with one of these and a slash is a path from the root.
@@ -39,6 +41,35 @@ def anchors_of(text: str) -> set[str]:
     """Return the anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_named_functions_are_in_their_files() -> None:
+    """Of a table's row that links a file and then names functions of it: `| [file](…) | `function`, … | …`."""
+    checked = 0
+    for page in PAGES:
+        last = ""
+        for line in text_of(page).splitlines():
+            row = re.match(r"\| (?:\[`[^`]*`\]\(([^)]*)\)|the same) \| ((?:`\w+`(?:, )?)+)[ |:]", line)
+            if row is None:
+                continue
+            last = row[1] or last
+            place = (ROOT / page).parent / last
+            files = [place] if place.is_file() else list(place.rglob("*.cu*"))
+            source = " ".join(file.read_text() for file in files)
+            for name in re.findall(r"`(\w+)`", row[2]):
+                assert name in source, f"{page}: {last}: {name}"
+                checked += 1
+    assert checked > 10
+
+
+def test_tried_model_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that docs/add-a-model-family.md makes is seen as the page says."""
+    page = text_of("docs/add-a-model-family.md")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "docs/add-a-model-family.md", "exec"), {"__name__": "example"})
+    layers = twellc.inspect("persimmon").layers
+    assert [(layer.variant, layer.activation, layer.residual) for layer in layers] == [("plain", "relu2", True)] * 2
 
 
 # ---- the picture ----

@@ -17,7 +17,6 @@ import contextlib
 import datetime
 import functools
 import math
-import platform
 import random
 import statistics
 import subprocess
@@ -32,9 +31,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twellc import __version__
 from twellc.base.errors import UserError
 from twellc.base.files import Outputs, writing
+from twellc.benchmarking import timing
 from twellc.config import DEFAULT_COMPRESSION
 from twellc.decisions.times import DensePoint, Times, TwellPoint, zipf_rates
 from twellc.plugins.ops import GATED_MLP, MLP
@@ -44,6 +43,7 @@ DEFAULT_SECONDS = 200
 _ROTATED_BYTES = 512 << 20
 _MANY_TOKENS = 8192  # beyond it activations push weights out of L2 anyway
 _SPREAD = 0.8  # of the tokens' densities, log-normal
+_FEWEST_TOKENS_HOT = 1921  # with fewer tokens hot neurons are like all others
 _CERTAIN = 30.0  # so many standard deviations from zero a gate value is active whatever else is drawn
 # Twice the error of a dense block in bf16.
 _LARGEST_ERROR = 0.02
@@ -101,7 +101,11 @@ _ALL = (
     *_unequal("sorted", 0.005, 0.02),
     *(Activity(density, "sorted", hot) for density in (0.005, 0.02) for hot in _HOT),
 )
-_SOME = (*_equal(0.001, 0.003, 0.01, 0.03, 0.1), *_unequal("zipf", 0.005, 0.02))
+_SOME = (
+    *_equal(0.001, 0.003, 0.01, 0.03, 0.1),
+    *_unequal("zipf", 0.005, 0.02),
+    *(Activity(0.01, "sorted", hot) for hot in _HOT[1:3]),
+)
 
 # The most useful first: a run that has to stop early has those.
 GRIDS = (
@@ -110,6 +114,7 @@ GRIDS = (
     Grid("plain", 2048, 8192, _PLAIN, _SOME),
     Grid("gated", 2048, 2560, _MAIN, _SOME),
     *(Grid("gated", 2048, d_ff, _NARROW, ()) for d_ff in (128, 256, 512, 1024)),
+    Grid("gated", 2048, 4096, _LARGE, _SOME),
     Grid("gated", 4096, 14336, _LARGE, _SOME),
     Grid("gated", 1024, 4096, _PLAIN, _SOME),
     Grid("plain", 1024, 4096, _PLAIN, _SOME),
@@ -223,34 +228,6 @@ def _dense_forms(x: Tensor, variant: str) -> dict[str, Callable[[Weights], Tenso
     return forms
 
 
-def time_all(
-    calls: dict[Any, Callable[[Weights], Tensor]], sets: list[Weights], repeats: int
-) -> dict[Any, list[float]]:
-    """Time one call of each contestant, in microseconds, `repeats` times."""
-    graphs: dict[Any, torch.cuda.CUDAGraph] = {}
-    pool = torch.cuda.graph_pool_handle()  # only one of the graphs runs at a time
-    for name, call in calls.items():
-        for w in sets:
-            call(w)
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name], pool=pool):
-            for w in sets:
-                call(w)
-    times: dict[Any, list[float]] = {name: [] for name in calls}
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    for repetition in range(-1, repeats):  # the first one warms up
-        for name in random.sample(list(graphs), len(graphs)):
-            graphs[name].replay()
-            start.record()
-            graphs[name].replay()
-            end.record()
-            end.synchronize()
-            if repetition >= 0:
-                times[name].append(start.elapsed_time(end) * 1e3 / len(sets))
-    return times
-
-
 def measure_size(
     grid: Grid, tokens: int, sets: list[Weights], columns: dict[Distribution, int], repeats: int
 ) -> tuple[DensePoint, list[TwellPoint]]:
@@ -260,11 +237,12 @@ def measure_size(
         RuntimeError: TwELL's result is not that of the dense block.
     """
     used = sets if tokens <= _MANY_TOKENS else sets[:2]
+    activities = [each for each in grid.activities if not each.hot or tokens >= _FEWEST_TOKENS_HOT]
     drawn = {
         distribution: draw_rows(tokens, grid.d_model, distribution, columns)
-        for distribution in dict.fromkeys(activity.distribution for activity in grid.activities)
+        for distribution in dict.fromkeys(activity.distribution for activity in activities)
     }
-    rows = {activity: drawn[activity.distribution] for activity in grid.activities}
+    rows = {activity: drawn[activity.distribution] for activity in activities}
     for activity, x in rows.items():
         exact = dense(x, sets[0].gate, sets[0].up, sets[0].down).float()
         error = float((twell(x, activity.hot, sets[0]).float() - exact).norm() / exact.norm().clamp(min=1e-30))
@@ -274,37 +252,30 @@ def measure_size(
     any_rows = next(iter(rows.values())) if rows else draw_rows(tokens, grid.d_model, (0.01, "equal"), columns)
     calls: dict[Any, Callable[[Weights], Tensor]] = dict(_dense_forms(any_rows, grid.variant))
     calls |= {activity: functools.partial(twell, x, activity.hot) for activity, x in rows.items()}
-    times = time_all(calls, used, repeats)
+    recorded = [timing.record([functools.partial(call, w) for w in used]) for call in calls.values()]
+    times = dict(zip(calls, timing.time_calls(recorded, repeats, len(used)), strict=True))
     size = (grid.variant, grid.d_model, grid.d_ff, tokens)
-    best = min((name for name in times if isinstance(name, str)), key=lambda name: statistics.median(times[name]))
+    best = min((name for name in times if isinstance(name, str)), key=lambda name: times[name].median_us)
     points = []
     for activity, x in rows.items():
         density = round(statistics.fmean(share_active(x, w) for w in used), 7)
-        points.append(TwellPoint(*size, *_spread(times[activity]), density, *astuple(activity)))
-    return DensePoint(*size, *_spread(times[best]), best), points
+        points.append(TwellPoint(*size, *_microseconds(times[activity]), density, *astuple(activity)))
+    return DensePoint(*size, *_microseconds(times[best]), best), points
 
 
-def _spread(values: list[float]) -> tuple[float, float, float]:
-    """Return the median and the range that holds the middle 80 %."""
-    deciles = statistics.quantiles(values, n=10, method="inclusive")
-    return round(statistics.median(values), 3), round(deciles[0], 3), round(deciles[-1], 3)
+def _microseconds(times: timing.Times) -> tuple[float, float, float]:
+    return round(times.median_us, 3), round(times.p10_us, 3), round(times.p90_us, 3)
 
 
 def _machine() -> dict[str, str]:
     """Say what is measured on and with."""
-    properties = torch.cuda.get_device_properties(0)
     commit = ""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # an installed package has none
         command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return {
-        "gpu": properties.name,
-        "multiprocessors": str(properties.multi_processor_count),
+        **{name: str(value) for name, value in timing.machine().to_json().items()},
         "form": "torch ops in CUDA graphs over rotating weights",
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "python": platform.python_version(),
-        "twellc": __version__,
         "commit": commit,
         "date": str(datetime.datetime.now(datetime.UTC).date()),
     }
@@ -325,10 +296,7 @@ def calibrate(path: Path, overwrite: bool, seconds: float, progress: Callable[[s
     Raises:
         UserError: There is no GPU, nothing was measured, or the file cannot be written.
     """
-    if not torch.cuda.is_available():
-        raise UserError(
-            "--calibrate", "there is no CUDA device to measure", fix="Run it on a machine with the GPU in question."
-        )
+    timing.refuse_without_gpu("--calibrate", "Run it on a machine with the GPU that plans are for.")
     Outputs(overwrite).check("--output", path)
     torch.manual_seed(0)
     random.seed(0)

@@ -134,7 +134,7 @@ def read_times(path: Path) -> Times:
     Raises:
         UserError: It cannot be read, is no data file, of another format, or holds too little to interpolate in.
     """
-    where = f"--cost-data {path}"
+    where = f"--target-gpu {path}"
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
@@ -194,4 +194,4 @@ def _fault(kind: type[Measured], row: Any) -> str:
             return f"has {value!r} as {name}, not a time"
         elif name in ("density", "nominal") and not 0 <= value <= 1:
             return f"has {value!r} as {name}, not a share"
-    return ""
+    return f"has {row['hot']} as hot, not fewer than d_ff" if row.get("hot", 0) >= row["d_ff"] else ""

@@ -83,15 +83,15 @@ TWELL_API char const* twell_validate(twell_problem const* problem);
 // Bytes of the packed gate activations, uint32 [tokens, ceil(d_ff / TWELL_TILE) * (TWELL_TILE / compression)].
 TWELL_API size_t twell_packed_bytes(twell_problem const* problem);
 
-// Bytes of device workspace that twell_up_down and twell_mlp need; it never shrinks when `tokens` grows.
+// Bytes of device workspace that twell_mlp needs; it never shrinks when `tokens` grows.
 TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 
-// The three functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer,
+// The two functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer,
 // a residual that overlaps y or too small a workspace, cudaErrorMisalignedAddress for a misaligned pointer,
 // cudaErrorNotSupported on a device below compute capability 8.0, and else what the launch returned. The current device
 // must be the stream's.
 
-// Step 1: packed = TwELL(act(x Wg^T + bg)). Reads x, w_gate and b_gate. `packed` is 16-byte aligned.
+// The gate projection alone: packed = TwELL(act(x Wg^T + bg)). Reads x, w_gate and b_gate. `packed` is 16-byte aligned.
 // Word 0 of a (row, tile) is the true number of non-zeros, of the rounded values; a NaN counts. The other
 // TWELL_TILE / compression - 1 words are slots: they hold the non-zeros in ascending column order, the global column
 // index in the low 16 bits and the value's bits in the high 16 bits. Words past the last non-zero are not written. Of a
@@ -99,14 +99,8 @@ TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
                                  cudaStream_t stream);
 
-// Step 2: y from the packed activations. A tile that overflowed is recomputed from x, w_gate and b_gate. `workspace` is
-// device memory, 256-byte aligned; what it holds before and after has no meaning. Its first twell_packed_bytes are not
-// touched: `packed` may lie there.
-TWELL_API cudaError_t twell_up_down(twell_problem const* problem, twell_tensors const* tensors, uint32_t const* packed,
-                                    void* workspace, size_t workspace_bytes, cudaStream_t stream);
-
-// The whole block; `workspace` as for twell_up_down. Which kernels run depends on the device, `tokens` and the layer:
-// plugins/kernels/README.md says which. All of them promise:
+// The whole block. `workspace` is device memory, 256-byte aligned; what it holds before and after has no meaning. Which
+// kernels run depends on the device, `tokens` and the layer: plugins/kernels/README.md says which. All of them promise:
 //  - a neuron that does not fire adds exactly 0, whatever its rows of w_up and w_down hold;
 //  - a NaN in a row of x reaches all of that row of y, a NaN in the residual its place of y;
 //  - of finite inputs, only z and y can overflow, where they leave the range of the element type; u and h cannot;

@@ -1,0 +1,101 @@
+"""Predicted times: near measured ones, and sound between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from twellc.decisions.predict import CostModel, Widths, point_rates
+from twellc.decisions.targets import TARGETS, choose_target, shipped_times
+from twellc.decisions.times import zipf_rates
+
+GATED = Widths("gated", 2048, 5632, 2048)
+H200 = choose_target("h200", None).model
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_error_of_the_model(target: str) -> None:
+    """Nine of ten times are within 10 %, each predicted from all others; docs/when-it-pays.md states these."""
+    error = choose_target(target, None).model.error()
+    assert error.points[0] >= 0.9
+    assert error.points[1] >= 0.95
+    assert error.widths[1] >= 0.95
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_at_a_measured_point(target: str) -> None:
+    times = shipped_times(target)
+    model = CostModel(times)
+    for point in times.dense[::10]:
+        widths = Widths(point.variant, point.d_model, point.d_ff, point.d_model)
+        assert model.dense_us(widths, point.tokens) == pytest.approx(point.us, rel=0.1)
+    errors = []
+    for point in times.twell[::10]:
+        widths = Widths(point.variant, point.d_model, point.d_ff, point.d_model)
+        errors.append(model.twell_us(widths, point.tokens, point_rates(point), point.hot) / point.us - 1)
+    assert np.quantile(np.abs(errors), 0.9) < 0.06
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("tokens", [1, 16, 64, 1000, 2048, 8192, 32768])
+def test_more_active_neurons_take_longer(target: str, tokens: int) -> None:
+    model = choose_target(target, None).model
+    times = [model.twell_us(GATED, tokens, np.full(5632, density)) for density in (0.001, 0.004, 0.016, 0.064)]
+    if tokens == 1000:  # a dense block, whatever its density
+        assert max(times) < 1.1 * min(times)
+    else:
+        assert all(after > 0.98 * before for before, after in pairwise(times))
+        assert times[-1] > 1.1 * times[0]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_more_tokens_take_longer(target: str) -> None:
+    model = choose_target(target, None).model
+    for time in (model.dense_us, lambda w, n: model.twell_us(w, n, np.full(w.d_ff, 0.005))):
+        times = [time(GATED, tokens) for tokens in (1, 8, 64, 512, 4096, 32768, 262144)]
+        assert all(after > before for before, after in pairwise(times))
+
+
+def test_wider_blocks_take_longer() -> None:
+    for tokens in (1, 64, 1000, 8192):
+        times = [
+            (H200.dense_us(w, tokens), H200.twell_us(w, tokens, np.full(w.d_ff, 0.005)))
+            for w in (Widths("gated", width, 4 * width, width) for width in (512, 1024, 2048, 4096, 8192))
+        ]
+        assert all(b[0] > a[0] and b[1] > a[1] for a, b in pairwise(times))
+
+
+def test_neurons_that_differ() -> None:
+    """As many non-zeros of few neurons take less than of many."""
+    rates = zipf_rates(5632, 0.02)
+    equal = np.full(5632, rates.mean())
+    for tokens in (32, 32768):
+        assert H200.twell_us(GATED, tokens, rates) < H200.twell_us(GATED, tokens, equal)
+    assert H200.twell_us(GATED, 8192, rates[::-1]) == pytest.approx(H200.twell_us(GATED, 8192, rates))
+
+
+def test_hot_neurons_of_few_tokens_are_like_others() -> None:
+    rates = zipf_rates(5632, 0.02)
+    for tokens in (1, 64, 1024):
+        assert H200.twell_us(GATED, tokens, rates, 512) == H200.twell_us(GATED, tokens, rates)
+    assert H200.twell_us(GATED, 8192, rates, 512) < H200.twell_us(GATED, 8192, rates)
+
+
+def test_measured_splits_are_taken_as_they_are() -> None:
+    """With points of hot neurons among the times, these decide what hot neurons take."""
+    times = shipped_times("h200")
+    zipf = [point for point in times.twell if point.neurons == "zipf"]
+    slow = [replace(point, neurons="sorted", hot=512, us=3 * point.us) for point in zipf]
+    model = CostModel(replace(times, twell=[*times.twell, *slow]))
+    for point in slow:
+        widths = Widths(point.variant, point.d_model, point.d_ff, point.d_model)
+        assert model.twell_us(widths, point.tokens, point_rates(point), 512) == pytest.approx(point.us, rel=0.15)
+
+
+@pytest.mark.parametrize("rates", [np.zeros(5632), np.ones(5632)])
+def test_extremes(rates: np.ndarray) -> None:
+    for tokens in (1, 100, 1000, 100_000):
+        assert 0 < H200.twell_us(GATED, tokens, rates) < 1.3 * H200.dense_us(GATED, tokens)

@@ -1,0 +1,322 @@
+"""Predict what a block takes on a GPU, in microseconds, from the times that were measured there.
+
+Two steps. A *floor* adds up what a block has to do, each part with a price:
+
+    dense   constant + products + bytes of x, weights and y + bytes of what stands between the products
+    TwELL   constant + products of the gate + bytes of x, y, the gate and the rows of neurons that fire
+            + rows that are gathered, of the most active neurons and of the others apart
+            + constant, products and bytes of the hot neurons, which are a dense product
+
+The prices are fitted to the measured times by least squares of the relative error, none below zero; for TwELL apart in
+ranges of tokens, since other kernels run there. Then the ratio of measured time to floor is *interpolated* between
+measured points, by logarithms of tokens, widths and density, by variant, and by how unequal neurons are: kriging with
+an exponential covariance. Along one axis that is linear between neighbours; far from all points it is their average.
+
+Unequal neurons count twice: fewer of them fire in a call of few tokens, and rows of the most active ones stay in
+caches.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from twellc.decisions.times import DensePoint, Measured, Rates, Times, TwellPoint, zipf_rates
+
+_Array = np.ndarray[Any, np.dtype[np.float64]]
+
+# Prices are fitted apart up to so many tokens, and above.
+_RANGES = (16, 128, 1920)
+# In this one of them most blocks are dense, whatever their density.
+_DENSE_RANGE = 2
+_ELEMENT = 2
+# As many neurons are counted as the most active ones: the kernels' own hot neurons are so many.
+_MOST_ACTIVE = 128
+# Floors of TwELL are fitted below this density: above it dense paths take over.
+_SPARSE = 0.03
+# Of the kriging: octaves over which the covariance falls to 1/e; how many octaves another variant is away, another
+# range of tokens, and a block whose most active neurons have all active pairs from one where they have none; noise of a
+# measurement.
+_LENGTH = 8.0
+_OTHER_VARIANT = 4.0
+_OTHER_RANGE = 8.0
+_ALL_MOST_ACTIVE = 4.0
+_NOISE = 0.03
+_LEAST_DENSITY = 1e-5
+
+
+@dataclass(frozen=True)
+class Widths:
+    """A block: `gated` or `plain`, widths of x and y, and neurons."""
+
+    variant: str
+    d_model: int
+    d_ff: int
+    d_out: int
+
+    @property
+    def inputs(self) -> int:
+        """The number of projections that read x."""
+        return 2 if self.variant == "gated" else 1
+
+
+@dataclass(frozen=True)
+class ModelError:
+    """How far predictions are off: the share of them within 10 % and 20 % of the measured time, and of how many.
+
+    `points` are left out one by one, `widths` with all points of the same widths.
+    """
+
+    points: tuple[float, float, int]
+    widths: tuple[float, float, int]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a block: rates are how often each neuron fires, the hot ones first; none for a dense block."""
+
+    widths: Widths
+    tokens: int
+    rates: Rates | None = None
+    hot: int = 0
+
+    @functools.cached_property
+    def sparse_rates(self) -> Rates:
+        """Of the neurons that are not hot."""
+        assert self.rates is not None
+        rates: Rates = self.rates[self.hot :]
+        return rates
+
+    @functools.cached_property
+    def pairs(self) -> tuple[float, float]:
+        """Active pairs of a token and a neuron that is not hot: of the most active neurons, and of the others."""
+        rates = np.sort(self.sparse_rates)[::-1]
+        return self.tokens * float(rates[:_MOST_ACTIVE].sum()), self.tokens * float(rates[_MOST_ACTIVE:].sum())
+
+
+class CostModel:
+    """What blocks take on one GPU.
+
+    Args:
+        times: What was measured there.
+    """
+
+    def __init__(self, times: Times) -> None:
+        self.times = times
+        self._dense = _Interpolated([_dense_call(point) for point in times.dense], times.dense, None)
+        self._twell = _Interpolated([_twell_call(point) for point in times.twell], times.twell, self._dense)
+
+    def dense_us(self, widths: Widths, tokens: int) -> float:
+        """Return the time of a dense block, the fastest form of it."""
+        return self._dense.predict(_Call(widths, tokens))
+
+    def twell_us(self, widths: Widths, tokens: int, rates: Rates, hot: int = 0) -> float:
+        """Return the time of a block by TwELL.
+
+        Args:
+            widths: The block.
+            tokens: Rows of the call.
+            rates: How often each neuron fires, as a share of the tokens: [d_ff].
+            hot: How many neurons, the first in `rates`, are a dense product. With few tokens none are.
+        """
+        call = _Call(widths, tokens, rates, hot if tokens > _RANGES[-1] else 0)
+        if not call.hot or self._twell.splits:
+            return self._twell.predict(call)
+        return self._twell.predict(_sparse_block(call)) + self._dense.predict(_hot_block(call)) - self._dense.constant
+
+    def error(self) -> ModelError:
+        """Say how far predictions are off, by leaving measured points out and predicting them from the others."""
+        points = self._twell.left_out()
+        widths = []
+        for shape in dict.fromkeys(map(_shape, self.times.twell)):
+            rest = CostModel(
+                replace(
+                    self.times,
+                    dense=[point for point in self.times.dense if _shape(point) != shape] or self.times.dense,
+                    twell=[point for point in self.times.twell if _shape(point) != shape] or self.times.twell,
+                )
+            )
+            widths += [
+                math.log(point.us / rest._twell.predict(_twell_call(point)))
+                for point in self.times.twell
+                if _shape(point) == shape
+            ]
+        return ModelError(_within(points), _within(np.array(widths)))
+
+
+def _shape(point: Measured) -> tuple[str, int, int]:
+    return point.variant, point.d_model, point.d_ff
+
+
+def _within(errors: _Array) -> tuple[float, float, int]:
+    off = np.abs(np.expm1(errors))
+    return float((off <= 0.1).mean()), float((off <= 0.2).mean()), len(off)
+
+
+def _dense_call(point: DensePoint) -> _Call:
+    return _Call(Widths(point.variant, point.d_model, point.d_ff, point.d_model), point.tokens)
+
+
+def _twell_call(point: TwellPoint) -> _Call:
+    widths = Widths(point.variant, point.d_model, point.d_ff, point.d_model)
+    return _Call(widths, point.tokens, point_rates(point), point.hot if point.tokens > _RANGES[-1] else 0)
+
+
+def point_rates(point: TwellPoint) -> Rates:
+    """Return how often each neuron fired when a point was measured, the most active first."""
+    if point.neurons == "equal":
+        return np.full(point.d_ff, point.density)
+    rates = zipf_rates(point.d_ff, point.nominal)
+    scaled: Rates = np.minimum(rates * (point.density / rates.mean()), 1.0)
+    return scaled
+
+
+def _range_of(tokens: int) -> int:
+    return sum(tokens > end for end in _RANGES)
+
+
+def _dense_parts(call: _Call) -> list[float]:
+    """Return what a dense block has to do, as counts that have a price each."""
+    w, tokens = call.widths, call.tokens
+    weights = w.inputs * w.d_model * w.d_ff + w.d_ff * w.d_out
+    outside = _ELEMENT * (weights + tokens * (w.d_model + w.d_out))
+    return [1.0, 2.0 * tokens * weights, outside, _ELEMENT * w.inputs * tokens * w.d_ff]
+
+
+def _twell_parts(call: _Call) -> list[float]:
+    """Return what TwELL has to do, likewise; the last four are of the hot neurons."""
+    w, tokens, hot = call.widths, call.tokens, call.hot
+    neuron = (w.inputs - 1) * w.d_model + w.d_out
+    with np.errstate(divide="ignore"):
+        distinct = float(-np.expm1(tokens * np.log1p(-np.minimum(call.sparse_rates, 1.0))).sum())
+    sparse = w.d_ff - hot
+    outside = _ELEMENT * (tokens * (w.d_model + w.d_out) + sparse * w.d_model + distinct * neuron)
+    most, others = (_ELEMENT * neuron * pairs for pairs in call.pairs)
+    _, products, _, between = _dense_parts(_hot_block(call))
+    return [
+        1.0, 2.0 * tokens * sparse * w.d_model, outside, most, others,
+        float(hot > 0), products, _ELEMENT * hot * (w.d_model + neuron), between,
+    ]  # fmt: skip
+
+
+_MOST, _OTHERS, _HOT = 3, 4, slice(5, None)  # places of parts
+
+
+def _hot_block(call: _Call) -> _Call:
+    """Return the dense block of the hot neurons."""
+    return _Call(replace(call.widths, d_ff=call.hot), call.tokens)
+
+
+def _sparse_block(call: _Call) -> _Call:
+    """Return the block of all other neurons."""
+    return _Call(replace(call.widths, d_ff=call.widths.d_ff - call.hot), call.tokens, call.sparse_rates)
+
+
+def _place(call: _Call) -> list[float]:
+    """Return where a call lies between the others, in octaves."""
+    w = call.widths
+    place = [math.log2(call.tokens), math.log2(w.d_model * w.d_out) / 2, math.log2(w.d_ff - call.hot)]
+    place.append(_OTHER_VARIANT * (w.variant == "plain"))
+    if call.rates is not None:
+        most, others = call.pairs
+        density = (most + others) / (call.tokens * (w.d_ff - call.hot))
+        share = most / (most + others) if most + others else 0.0
+        place += [
+            math.log2(max(density, _LEAST_DENSITY)),
+            _ALL_MOST_ACTIVE * share,
+            math.log2(1 + call.hot / _MOST_ACTIVE),
+        ]
+    return place
+
+
+_Point = TypeVar("_Point", bound=Measured)
+
+
+class _Interpolated:
+    """Times by floor and interpolated ratio; `dense` bounds the floors of TwELL."""
+
+    def __init__(self, calls: list[_Call], points: Sequence[Measured], dense: _Interpolated | None) -> None:
+        self._bound = dense
+        self.splits = any(call.hot for call in calls)
+        us = np.array([point.us for point in points])
+        groups = np.array([self._group(call) for call in calls])
+        self._prices: dict[int, _Array] = {}
+        for group in set(groups.tolist()):
+            members = np.flatnonzero(groups == group)
+            self._prices[group] = self._fit([calls[index] for index in members], us[members])
+        self._places = np.array([_place(call) for call in calls])
+        self._groups = groups
+        self._ratios = np.log(us / np.array([self._floor(call) for call in calls]))
+        self._mean = float(self._ratios.mean())
+        noise = _NOISE**2 / max(float(self._ratios.var()), _NOISE**2)
+        covariance = self._covariance(self._places, self._groups) + noise * np.eye(len(calls))
+        self._inverse = np.linalg.inv(covariance)
+        self._weights = self._inverse @ (self._ratios - self._mean)
+
+    @property
+    def constant(self) -> float:
+        """What a dense block takes without any work."""
+        return float(self._prices[0][0])
+
+    def predict(self, call: _Call) -> float:
+        """Return the time of a call in microseconds."""
+        near = self._covariance(np.array([_place(call)]), np.array([self._group(call)]))[0]
+        return self._floor(call) * math.exp(self._mean + float(near @ self._weights))
+
+    def left_out(self) -> _Array:
+        """Return the logarithm of measured by predicted time for each point, predicted from all others."""
+        errors: _Array = self._weights / np.diag(self._inverse)
+        return errors
+
+    def _group(self, call: _Call) -> int:
+        return 0 if call.rates is None else _range_of(call.tokens)
+
+    def _fit(self, calls: list[_Call], us: _Array) -> _Array:
+        """Return the prices of a group of calls."""
+        if calls[0].rates is None or self._group(calls[0]) == _DENSE_RANGE:
+            return _least_squares(np.array([_dense_parts(call) for call in calls]), us)
+        fitted = np.array([sum(call.pairs) < _SPARSE * call.tokens * call.widths.d_ff for call in calls])
+        parts = np.array([_twell_parts(call) for call in calls])[fitted]
+        # Only unequal neurons tell the price of the most active ones apart.
+        apart = bool((parts[:, _MOST] > parts[:, _OTHERS] / 2).any())
+        if not apart:
+            parts[:, _OTHERS] += parts[:, _MOST]
+            parts[:, _MOST] = 0
+        prices = _least_squares(parts, us[fitted])
+        if not apart:
+            prices[_MOST] = prices[_OTHERS]
+        return prices
+
+    def _floor(self, call: _Call) -> float:
+        prices = self._prices[self._group(call)]
+        if call.rates is None or self._group(call) == _DENSE_RANGE:
+            return float(prices @ _dense_parts(call))
+        assert self._bound is not None
+        priced = prices * _twell_parts(call)
+        bound = self._bound._floor(replace(_sparse_block(call), rates=None))
+        return min(float(priced[: _HOT.start].sum()), bound) + float(priced[_HOT].sum())
+
+    def _covariance(self, places: _Array, groups: _Array) -> _Array:
+        distance = np.abs(places[:, None, :] - self._places[None]).sum(axis=2)
+        distance += _OTHER_RANGE * (groups[:, None] != self._groups[None])
+        covariance: _Array = np.exp(-distance / _LENGTH)
+        return covariance
+
+
+def _least_squares(parts: _Array, us: _Array) -> _Array:
+    """Return prices, none below zero, for which parts [points, kinds] come to `us` with small relative errors."""
+    scaled = parts / us[:, None]
+    scale = np.abs(scaled).max(axis=0, initial=1e-300)
+    used = np.arange(parts.shape[1])
+    while True:
+        prices = np.zeros(parts.shape[1])
+        prices[used] = np.linalg.lstsq((scaled / scale)[:, used], np.ones(len(us)), rcond=None)[0]
+        if not (prices < 0).any():
+            found: _Array = prices / scale
+            return found
+        used = used[prices[used] > 0]
