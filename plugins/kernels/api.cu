@@ -8,6 +8,7 @@
 #include "dense.h"
 #include "few.h"
 #include "gate.h"
+#include "one_or_two.h"
 #include "problem.cuh"
 #include "routes.h"
 #include "schedule.h"
@@ -252,7 +253,8 @@ size_t twell_workspace_bytes(twell_problem const* problem) {
         return 0;
     }
     return twell::aligned(twell_packed_bytes(problem)) +
-           std::max(twell::few_scratch_bytes(*problem), twell::up_down_scratch_bytes(*problem));
+           std::max({twell::one_or_two_scratch_bytes(*problem), twell::few_scratch_bytes(*problem),
+                     twell::up_down_scratch_bytes(*problem)});
 }
 
 cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
@@ -334,6 +336,7 @@ size_t twell_internal_routes(char* text, size_t size) {
 
 size_t twell_internal_configurations(char* text, size_t size) {
     twell::Text rows(text, size);
+    twell::list_one_or_two(rows);
     twell::list_few(rows);
     twell::list_gate(rows);
     twell::list_up_down(rows);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "contribute_few.cuh"
 #include "down_few.cuh"
 #include "few.h"
 #include "gate_up_few.cuh"
@@ -70,25 +69,6 @@ FewScratch take_scratch(twell_problem const& problem, unsigned char*& memory) {
     scratch.sums = take<float>(memory, int64_t{scratch.num_counters} * scratch.num_summed * kDenseDownColumns);
     scratch.counters = take<int>(memory, scratch.num_counters);
     return scratch;
-}
-
-// Whether CTAs may contribute to y (contribute_few.cuh), if the device has enough of them.
-bool suits_contributing(twell_problem const& problem) {
-    return std::max(problem.d_model, problem.d_out) <= contribute_few::kMostColumns &&
-           problem.d_ff <= contribute_few::kMostCtas * contribute_few::kNeurons;
-}
-
-int most_contributing_ctas(twell_problem const& problem) { return std::min(problem.d_ff, contribute_few::kMostCtas); }
-
-contribute_few::Params take_contributions(twell_problem const& problem, unsigned char*& memory) {
-    contribute_few::Params params = {};
-    if (suits_contributing(problem)) {
-        int64_t const rows =
-            std::min(problem.tokens, int64_t{contribute_few::kMostTokens}) * most_contributing_ctas(problem);
-        params.contributions = take<float>(memory, rows * problem.d_out);
-        params.contributes = take<uint32_t>(memory, rows * contribute_few::kCopies);
-    }
-    return params;
 }
 
 template <class Cfg>
@@ -212,40 +192,6 @@ cudaError_t launch_hopper(twell_problem const& problem, twell_tensors const& ten
 }
 #endif
 
-// As many for each multiprocessor as its share of the neurons needs, so that none has more to read than another.
-int num_contributing_ctas(twell_problem const& problem, Device const& device) {
-    using contribute_few::kMostCtas;
-    int const multiprocessors = std::min(device.num_multiprocessors, kMostCtas);
-    int const needed = static_cast<int>(ceil_div(problem.d_ff, multiprocessors * contribute_few::kNeurons));
-    int const of_each = std::min({needed, contribute_few::kCtasPerMultiprocessor, kMostCtas / multiprocessors});
-    return std::min(problem.d_ff, multiprocessors * of_each);
-}
-
-template <class Element>
-cudaError_t launch_contributing(twell_problem const& problem, twell_tensors const& tensors, void* memory,
-                                Device const& device, cudaStream_t stream) {
-    unsigned char* next = static_cast<unsigned char*>(memory);
-    contribute_few::Params params = take_contributions(problem, next);
-    set_block(params, problem, tensors);
-    params.num_ctas = num_contributing_ctas(problem, device);
-    params.neurons_each = problem.d_ff / params.num_ctas;
-    params.neurons_left = problem.d_ff % params.num_ctas;
-    static_assert(contribute_few::kMostTokens == 2, "one of two kernels");
-    auto const kernel = problem.tokens == 1 ? contribute_few::contribute_kernel<Element, 1>
-                                            : contribute_few::contribute_kernel<Element, 2>;
-    if (cudaError_t const error = launch_dependent({"contribute", {{"tokens", problem.tokens}}}, kernel, params,
-                                                   dim3(static_cast<unsigned>(params.num_ctas)),
-                                                   contribute_few::kThreads, contribute_few::kSharedBytes, device,
-                                                   stream, {{}, params.num_ctas, most_contributing_ctas(problem)});
-        error != cudaSuccess) {
-        return error;
-    }
-    dim3 const grid(static_cast<unsigned>(ceil_div(problem.d_out, contribute_few::kAddColumns)),
-                    static_cast<unsigned>(problem.tokens));
-    return launch_dependent({"add_contributions"}, contribute_few::add_kernel<Element>, params, grid,
-                            contribute_few::kAddThreads, 0, device, stream);
-}
-
 template <class Element>
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, void* memory, Device const& device,
                        cudaStream_t stream) {
@@ -279,20 +225,11 @@ void list_down(Text& text, Configs...) {
 }  // namespace
 
 void list_few(Text& text) {
-    add_line(text, {"contribute", {{"tokens", 1}}});
-    add_line(text, {"contribute", {{"tokens", 2}}});
-    add_line(text, {"add_contributions"});
     list_gate_up(text, GateUp8(), GateUp16(), GateUp8Large(), GateUp16Large(), GateUp32(), GateUp64());
     list_down(text, Down1(), Down4(), Down16(), Down64());
 #if defined(TWELL_SM90A)
     list_few_sm90(text);
 #endif
-}
-
-cudaError_t launch_one_or_two(twell_problem const& problem, twell_tensors const& tensors, void* scratch,
-                              Device const& device, cudaStream_t stream) {
-    return problem.dtype == TWELL_BF16 ? launch_contributing<Bf16>(problem, tensors, scratch, device, stream)
-                                       : launch_contributing<Fp16>(problem, tensors, scratch, device, stream);
 }
 
 size_t few_scratch_bytes(twell_problem const& problem) {
@@ -301,8 +238,7 @@ size_t few_scratch_bytes(twell_problem const& problem) {
     }
     twell_problem largest = problem;
     largest.tokens = std::min(problem.tokens, kMostTokensFew);
-    size_t const bytes = bytes_taken([&](unsigned char*& end) { take_scratch(largest, end); });
-    return std::max(bytes, bytes_taken([&](unsigned char*& end) { take_contributions(problem, end); }));
+    return bytes_taken([&](unsigned char*& end) { take_scratch(largest, end); });
 }
 
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, void* scratch, Device const& device,

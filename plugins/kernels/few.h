@@ -84,17 +84,15 @@ inline down_few::Params down_params(twell_problem const& problem, twell_tensors 
     return params;
 }
 
-// Bytes of scratch memory that the functions below need for the problem; never shrinks when `tokens` grows, also where
-// none of them is for it.
+// Bytes of scratch memory that launch_few needs for the problem; never shrinks when `tokens` grows, also where it is
+// not for it.
 size_t few_scratch_bytes(twell_problem const& problem);
 
 // The rows of all configurations, a line each.
 void list_few(Text& text);
 
-// Enqueue the whole block, without a packed matrix, where routes.cu says so: of one or two tokens, or of few. Same
-// preconditions as launch_gate; `scratch` is 256-byte aligned.
-cudaError_t launch_one_or_two(twell_problem const& problem, twell_tensors const& tensors, void* scratch,
-                              Device const& device, cudaStream_t stream);
+// Enqueues the whole block, without a packed matrix, where routes.cu says so. Same preconditions as launch_gate;
+// `scratch` is 256-byte aligned.
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, void* scratch, Device const& device,
                        cudaStream_t stream);
 
