@@ -2,15 +2,11 @@
 
 #include "chunk.h"
 #include "dense.h"
-#include "dense_generic.h"
 #include "gate.h"
 #include "guard.cuh"
 #include "pack.cuh"
 #include "parts_sm90.cuh"
 #include "problem.cuh"
-#if defined(TWELL_SM90A)
-#include "dense_sm90.h"
-#endif
 
 namespace twell {
 namespace {

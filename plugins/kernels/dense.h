@@ -76,6 +76,37 @@ void list_dense(Text& text);
 cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
                                BlockScratch const& scratch, bool skips, Device const& device, cudaStream_t stream);
 
+// The dense path for every GPU from sm_80 on; see launch_dense.
+PathCosts dense_generic_costs(twell_problem const& problem, Device const& device);
+
+// The rows of the configurations, a line each.
+void list_dense_generic(Text& text);
+
+cudaError_t launch_dense_generic(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
+                                 Schedule const& schedule, Device const& device, cudaStream_t stream);
+
+// The same on compute capability 9.0, launch_dense_block included. Built when the architectures include sm_90a.
+
+// Whether the kernels can compute this problem; on which device, the caller knows.
+bool dense_sm90_supports(twell_problem const& problem);
+
+// The rows of the configurations, a line each.
+void list_dense_sm90(Text& text);
+
+PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device, bool with_chunks);
+
+cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
+                              Schedule const& schedule, Device const& device, cudaStream_t stream);
+
+// Hidden activations of a dense block, likewise: for launch_dense_block.
+
+// The rows of the configurations, a line each.
+void list_hidden_sm90(Text& text);
+
+// Enqueues the kernel: see launch_dense_block. Also says how scratch.active is arranged.
+cudaError_t launch_hidden_sm90(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
+                               BlockScratch& scratch, Device const& device, cudaStream_t stream);
+
 }  // namespace twell
 
 #endif  // TWELL_KERNELS_DENSE_H_

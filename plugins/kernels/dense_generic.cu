@@ -1,7 +1,7 @@
 #include <algorithm>
 
+#include "dense.h"
 #include "dense_generic.cuh"
-#include "dense_generic.h"
 #include "launch.cuh"
 #include "problem.cuh"
 

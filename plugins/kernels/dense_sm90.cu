@@ -1,9 +1,8 @@
 #include <algorithm>
 
+#include "dense.h"
 #include "dense_sm90.cuh"
-#include "dense_sm90.h"
 #include "few.h"
-#include "hidden_sm90.h"
 #include "matmul_sm90.h"
 #include "problem.cuh"
 

@@ -7,9 +7,6 @@
 #include "gate_up_few.cuh"
 #include "launch.cuh"
 #include "problem.cuh"
-#if defined(TWELL_SM90A)
-#include "few_sm90.h"
-#endif
 
 namespace twell {
 namespace {

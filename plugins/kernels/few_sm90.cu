@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "down_sm90.cuh"
-#include "few_sm90.h"
+#include "few.h"
 #include "gate_up_sm90.cuh"
 #include "matmul_sm90.h"
 #include "problem.cuh"

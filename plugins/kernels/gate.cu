@@ -7,9 +7,6 @@
 #include "gate_generic.cuh"
 #include "launch.cuh"
 #include "problem.cuh"
-#if defined(TWELL_SM90A)
-#include "gate_sm90.h"
-#endif
 
 namespace twell {
 namespace {

@@ -1,5 +1,5 @@
+#include "gate.h"
 #include "gate_sm90.cuh"
-#include "gate_sm90.h"
 #include "matmul_sm90.h"
 #include "problem.cuh"
 

@@ -1,5 +1,5 @@
+#include "dense.h"
 #include "hidden_sm90.cuh"
-#include "hidden_sm90.h"
 #include "matmul_sm90.h"
 #include "problem.cuh"
 

@@ -5,7 +5,12 @@
 
 #include <stdint.h>
 
+#include "launch.cuh"
+#include "twell/twell.h"
+
 namespace twell {
+
+struct Schedule;
 
 // At most so many neurons are hot: what one CTA of the product takes.
 constexpr int kMostHot = 128;
@@ -27,6 +32,16 @@ struct HotNeurons {
     int sample_step;  // of so many rows one is in the sample
     int num_sampled;  // rows
 };
+
+// On compute capability 9.0: built when the architectures include sm_90a.
+
+// The rows of the configurations, a line each.
+void list_hot_sm90(Text& text);
+
+// Enqueues hot.u = x hot.w_up^T, unless no neuron is hot or all rows are dense. Behind launch_chunk_up: order_kernel
+// has ended when a CTA starts.
+cudaError_t launch_hot_sm90(twell_problem const& problem, twell_tensors const& tensors, HotNeurons const& hot,
+                            Schedule const& schedule, Device const& device, cudaStream_t stream);
 
 }  // namespace twell
 

@@ -1,5 +1,5 @@
+#include "hot.h"
 #include "hot_sm90.cuh"
-#include "hot_sm90.h"
 #include "matmul_sm90.h"
 #include "problem.cuh"
 

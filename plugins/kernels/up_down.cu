@@ -13,7 +13,7 @@
 #include "sparse_up.cuh"
 #include "up_down.h"
 #if defined(TWELL_SM90A)
-#include "hot_sm90.h"
+#include "hot.h"
 #endif
 
 namespace twell {
