@@ -179,12 +179,12 @@ def describe(problem: Problem, device: Device | None = None) -> str:
         UserError: There are no kernels for the problem or the GPU; or as in `load`.
     """
     library = load()
-    text = read_text(functools.partial(library.twell_describe, problem, device))
-    if not text:
+    function = functools.partial(library.twell_describe, problem, device)
+    if function(None, 0) == 0:
         fault = library.twell_validate(problem)
         message = fault.decode() if fault else "there is no GPU with compute capability 8.0 or later"
         raise UserError("twell_describe", message, fix="Name one of the GPUs in twellc.plugins.library.GPUS")
-    return text
+    return read_text(function)
 
 
 def read_text(function: Callable[[ctypes.Array[ctypes.c_char] | None, int], int]) -> str:
