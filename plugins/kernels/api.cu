@@ -5,16 +5,16 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "dense.h"
-#include "few.h"
-#include "gate.h"
-#include "one_or_two.h"
-#include "problem.cuh"
+#include "few_tokens/few.h"
+#include "host/problem.h"
+#include "many_tokens/dense.h"
+#include "many_tokens/gate.h"
+#include "many_tokens/schedule.h"
+#include "many_tokens/sparse_rows.h"
+#include "many_tokens/up_down.h"
+#include "one_or_two_tokens/one_or_two.h"
 #include "routes.h"
-#include "schedule.h"
-#include "sparse_rows.h"
 #include "twell/twell.h"
-#include "up_down.h"
 
 #if !defined(TWELL_VERSION)
 #error "TWELL_VERSION must be the project's version as a string literal"

@@ -1,9 +1,9 @@
 #include <algorithm>
 
-#include "contribute_few.cuh"
-#include "dense.h"
-#include "few.h"
-#include "problem.cuh"
+#include "few_tokens/few.h"
+#include "host/problem.h"
+#include "many_tokens/dense.h"
+#include "one_or_two_tokens/contribute_few.cuh"
 #include "routes.h"
 
 namespace twell {

@@ -2,8 +2,8 @@
 #ifndef TWELL_KERNELS_ROUTES_H_
 #define TWELL_KERNELS_ROUTES_H_
 
-#include "launch.cuh"
-#include "trace.h"
+#include "host/launch.h"
+#include "host/trace.h"
 #include "twell/twell.h"
 
 namespace twell {

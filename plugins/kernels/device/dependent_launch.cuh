@@ -1,0 +1,29 @@
+// Programmatic dependent launch, from sm_90 on: a kernel's CTAs may start while the kernel before it still runs, and
+// wait here. Older devices do nothing: there the launch itself waits.
+#ifndef TWELL_KERNELS_DEVICE_DEPENDENT_LAUNCH_CUH_
+#define TWELL_KERNELS_DEVICE_DEPENDENT_LAUNCH_CUH_
+
+namespace twell {
+
+// No memory may be read before this, unless it is known to be final. NOTE: what the kernel before writes must not be
+// read by __ldg even then: the read-only cache may hold what was there when this kernel started.
+__device__ __forceinline__ void wait_for_previous_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel start as soon as every CTA has come here: also the waiting ones have a place by then.
+__device__ __forceinline__ void allow_dependent_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Whether this CTA may leave before the kernel before has ended, as the launch has nothing to do. One CTA stays, so
+// that nobody takes the end of this launch for the end of those before.
+__device__ __forceinline__ bool ends_early(bool has_nothing_to_do) { return has_nothing_to_do && blockIdx.x != 0; }
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_DEVICE_DEPENDENT_LAUNCH_CUH_

@@ -1,0 +1,137 @@
+// The two element types, bf16 and fp16: conversions, arithmetic, the tensor-core instruction and the activation.
+#ifndef TWELL_KERNELS_DEVICE_ELEMENT_CUH_
+#define TWELL_KERNELS_DEVICE_ELEMENT_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+namespace twell {
+
+// Elements in one 16-byte access. d_model and d_out are multiples of it, so rows start on 16-byte boundaries.
+constexpr int kVector = 8;
+
+// What the tensor-core instruction multiplies.
+constexpr int MMA_M = 16;
+constexpr int MMA_N = 8;
+constexpr int MMA_K = 16;
+
+// Arithmetic of two neighbours at once, each rounded once.
+template <class Pair>
+struct PairArithmetic {
+    static constexpr uint32_t kNaNs = 0x7fff7fffu;
+    // For each of two neighbours: a * b; all bits if not a <= b, else none; all bits if not a == 0.
+    static __device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
+        Pair const product = __hmul2(as_pair(a), as_pair(b));
+        return *reinterpret_cast<uint32_t const*>(&product);
+    }
+    static __device__ __forceinline__ uint32_t not_at_most2(uint32_t a, uint32_t b) {
+        return __hgtu2_mask(as_pair(a), as_pair(b));
+    }
+    static __device__ __forceinline__ uint32_t is_not_zero2(uint32_t a) { return __hneu2_mask(as_pair(a), as_pair(0)); }
+    // All bits if infinite or NaN.
+    static __device__ __forceinline__ uint32_t is_not_finite2(uint32_t a) {
+        return __hneu2_mask(__hsub2(as_pair(a), as_pair(a)), as_pair(0));
+    }
+
+  private:
+    static __device__ __forceinline__ Pair as_pair(uint32_t bits) { return *reinterpret_cast<Pair*>(&bits); }
+};
+
+struct Bf16 : PairArithmetic<__nv_bfloat162> {
+    static __device__ __forceinline__ float to_float(uint16_t bits) {
+        return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+    }
+    // Two neighbouring elements; the one with the lower index is in the low half.
+    static __device__ __forceinline__ float2 to_float2(uint32_t pair) {
+        return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+    }
+    static __device__ __forceinline__ uint16_t from_float(float value) {
+        return __bfloat16_as_ushort(__float2bfloat16_rn(value));
+    }
+    // The largest element that is no larger.
+    static __host__ uint16_t round_down(float value) { return __bfloat16_as_ushort(__float2bfloat16_rd(value)); }
+    static __device__ __forceinline__ uint32_t from_float2(float low, float high) {
+        __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
+        return *reinterpret_cast<uint32_t const*>(&pair);
+    }
+    static constexpr uint32_t kOnes = 0x3f803f80u;
+    // d[MMA_M, MMA_N] += a[MMA_M, MMA_K] b[MMA_K, MMA_N], fp32 accumulation.
+    static __device__ __forceinline__ void mma(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+struct Fp16 : PairArithmetic<__half2> {
+    static __device__ __forceinline__ float to_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+    static __device__ __forceinline__ float2 to_float2(uint32_t pair) {
+        return make_float2(to_float(static_cast<uint16_t>(pair)), to_float(static_cast<uint16_t>(pair >> 16)));
+    }
+    static __device__ __forceinline__ uint16_t from_float(float value) {
+        return __half_as_ushort(__float2half_rn(value));
+    }
+    static __host__ uint16_t round_down(float value) { return __half_as_ushort(__float2half_rd(value)); }
+    static __device__ __forceinline__ uint32_t from_float2(float low, float high) {
+        __half2 const pair = __floats2half2_rn(low, high);
+        return *reinterpret_cast<uint32_t const*>(&pair);
+    }
+    static constexpr uint32_t kOnes = 0x3c003c00u;
+    static __device__ __forceinline__ void mma(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+// Every activation is: 0 where z <= cut, else z or z^2. NaN compares false, so it is kept.
+struct Activation {
+    uint32_t cut;  // twice, as a pair: the largest element that is no larger than the cut
+    bool square;
+};
+
+// Bits of act(z) for two neighbouring elements.
+template <class Element>
+__device__ __forceinline__ uint32_t activate_pair(uint32_t z, Activation act) {
+    return (act.square ? Element::multiply2(z, z) : z) & Element::not_at_most2(z, act.cut);
+}
+
+// The same for z in fp32, which is first rounded to the element type: what a dense block would have stored.
+template <class Element>
+__device__ __forceinline__ uint32_t activate2(float low, float high, Activation act) {
+    return activate_pair<Element>(Element::from_float2(low, high), act);
+}
+
+template <class Element>
+__device__ __forceinline__ uint16_t activate(float pre_activation, Activation act) {
+    return static_cast<uint16_t>(activate2<Element>(pre_activation, 0.0f, act));
+}
+
+constexpr uint32_t kSigns = 0x80008000u;  // of a pair
+
+// The sign bits of a pair, of those elements that are not +0.
+__device__ __forceinline__ uint32_t signs_of_nonzeros(uint32_t pair) {
+    return (((pair & ~kSigns) + ~kSigns) | pair) & kSigns;
+}
+
+// Bit i: element i is not +0.
+__device__ __forceinline__ uint32_t find_nonzeros(uint2 values) {
+    uint32_t const bits = signs_of_nonzeros(values.x) >> 15 | signs_of_nonzeros(values.y) >> 13;
+    return (bits | bits >> 15) & 0xfu;
+}
+
+__device__ __forceinline__ uint32_t find_nonzeros(uint4 values) {
+    uint32_t const bits = signs_of_nonzeros(values.x) >> 15 | signs_of_nonzeros(values.y) >> 13 |
+                          signs_of_nonzeros(values.z) >> 11 | signs_of_nonzeros(values.w) >> 9;
+    return (bits | bits >> 15) & 0xffu;
+}
+
+// A squared value can round to zero and is then no non-zero; -0 cannot come out of activate().
+__device__ __forceinline__ bool is_nonzero(uint16_t bits) { return bits != 0; }
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_DEVICE_ELEMENT_CUH_

@@ -1,0 +1,127 @@
+// What launchers ask of the device, and launches that may overlap the end of the kernel before.
+#ifndef TWELL_KERNELS_HOST_LAUNCH_H_
+#define TWELL_KERNELS_HOST_LAUNCH_H_
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include <algorithm>
+
+#include "host/trace.h"
+
+namespace twell {
+
+// Which kernels run, where there are several.
+enum class Kernels : int32_t {
+    kBest = 0,     // those that suit the device and the problem
+    kGeneric = 1,  // the others are there to be tested and measured
+    kSm90 = 2,     // cudaErrorNotSupported where they cannot run
+};
+
+struct Device {
+    int major;
+    int minor;
+    int num_multiprocessors;
+    int max_shared_bytes;  // of a block
+    int l2_bytes;
+    Text* trace = nullptr;  // where launches are written down, and not made
+
+    // Whether the kernels run that only compute capability 9.0 has.
+    bool is_sm90() const {
+#if defined(TWELL_SM90A)
+        return major == 9 && minor == 0;
+#else
+        return false;
+#endif
+    }
+};
+
+// Attribute queries are cheap and allowed during stream capture.
+inline cudaError_t query_device(Device& device) {
+    int id = 0;
+    if (cudaError_t const error = cudaGetDevice(&id); error != cudaSuccess) {
+        return error;
+    }
+    struct {
+        int* value;
+        cudaDeviceAttr attribute;
+    } const queries[] = {{&device.major, cudaDevAttrComputeCapabilityMajor},
+                         {&device.minor, cudaDevAttrComputeCapabilityMinor},
+                         {&device.num_multiprocessors, cudaDevAttrMultiProcessorCount},
+                         {&device.max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+                         {&device.l2_bytes, cudaDevAttrL2CacheSize}};
+    for (auto const& query : queries) {
+        if (cudaError_t const error = cudaDeviceGetAttribute(query.value, query.attribute, id); error != cudaSuccess) {
+            return error;
+        }
+    }
+    return cudaSuccess;
+}
+
+// Whether the code that the device runs waits in wait_for_previous_launch(). Code from PTX of an older architecture
+// does not: of compute_80 on 10.0, for which there is no other. Static, as the list differs between source files.
+static inline bool knows_dependent_launch(Device const& device) {
+    constexpr int kFirst = 900;
+    int const version = device.major * 100 + device.minor * 10;
+    for (int const compiled : {__CUDA_ARCH_LIST__}) {
+        if (compiled >= kFirst && compiled / 100 == device.major && compiled <= version) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// A launch in a line of words, after those of the launches before.
+inline void write_launch(Text& text, Kernel const& name, Choice const& choice, dim3 grid, int threads,
+                         int shared_bytes) {
+    name.add_to(text);
+    text.add(" | grid=%ux%u threads=%d shared=%d", grid.x, grid.y, threads, shared_bytes);
+    if (choice.number.name != nullptr) {
+        text.add(" %s=%lld", choice.number.name, static_cast<long long>(choice.number.value));
+    }
+    if (choice.most_used != 0) {
+        text.add(" scratch=%lld/%lld", static_cast<long long>(choice.used), static_cast<long long>(choice.most_used));
+    }
+    text.add("\n");
+}
+
+// Launches a kernel that knows when to call wait_for_previous_launch (dependent_launch.cuh), mostly at once, so that
+// its CTAs may be placed while the kernel before still runs.
+//
+// cluster: CTAs of one, from compute capability 9.0 on, unless the kernel says so itself.
+// name, choice: for a trace.
+// most_shared_bytes: of any launch of this kernel, if its launches differ. Launches by several threads set the same
+// attribute, which must do for all of them.
+template <class Params>
+cudaError_t launch_dependent(Kernel const& name, void (*kernel)(Params), Params const& params, dim3 grid, int threads,
+                             int shared_bytes, Device const& device, cudaStream_t stream, Choice const& choice = {},
+                             int most_shared_bytes = 0, unsigned cluster = 0) {
+    if (device.trace != nullptr) {
+        write_launch(*device.trace, name, choice, grid, threads, shared_bytes);
+        return cudaSuccess;
+    }
+    // Set at each launch, not once: the attribute belongs to the current device, and the call is cheap, idempotent,
+    // thread-safe and allowed during stream capture.
+    if (cudaError_t const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                       std::max(shared_bytes, most_shared_bytes));
+        error != cudaSuccess) {
+        return error;
+    }
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {cluster, 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = !knows_dependent_launch(device) ? 0 : cluster == 0 ? 1 : 2;
+    return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_HOST_LAUNCH_H_

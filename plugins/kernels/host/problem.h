@@ -1,0 +1,83 @@
+// What the launchers derive from a twell_problem.
+#ifndef TWELL_KERNELS_HOST_PROBLEM_H_
+#define TWELL_KERNELS_HOST_PROBLEM_H_
+
+#include <stddef.h>
+
+#include "device/element.cuh"
+#include "twell/twell.h"
+
+namespace twell {
+
+inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+// Products of the gate projection.
+inline float gate_products(twell_problem const& problem) {
+    return static_cast<float>(problem.tokens) * static_cast<float>(problem.d_model) * static_cast<float>(problem.d_ff);
+}
+
+inline int num_tiles(twell_problem const& problem) { return static_cast<int>(ceil_div(problem.d_ff, TWELL_TILE)); }
+
+// 32-bit words of one tile of one row: the count, then the slots.
+inline int words_per_tile(twell_problem const& problem) { return TWELL_TILE / problem.compression; }
+
+// Elements in a row of the spilled matrix, see pack.cuh.
+inline int64_t spilled_stride(twell_problem const& problem) {
+    return static_cast<int64_t>(num_tiles(problem)) * TWELL_TILE;
+}
+
+// Pieces of the workspace start at multiples of this.
+constexpr size_t kWorkspaceAlignment = 256;
+
+inline size_t aligned(size_t bytes) {
+    return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
+
+// Cuts memory into pieces of kWorkspaceAlignment.
+template <class T>
+T* take(unsigned char*& memory, int64_t count) {
+    T* const piece = reinterpret_cast<T*>(memory);
+    memory += aligned(static_cast<size_t>(count) * sizeof(T));
+    return piece;
+}
+
+// What take_all(memory) takes of a memory, in all.
+template <class TakeAll>
+size_t bytes_taken(TakeAll take_all) {
+    unsigned char* end = nullptr;
+    take_all(end);
+    return reinterpret_cast<size_t>(end);
+}
+
+inline size_t spilled_bytes(twell_problem const& problem) {
+    return aligned(static_cast<size_t>(problem.tokens) * spilled_stride(problem) * sizeof(uint16_t));
+}
+
+inline Activation activation_of(twell_problem const& problem) {
+    float const cut = problem.activation == TWELL_FATRELU ? problem.threshold : 0.0f;
+    uint32_t const bits = problem.dtype == TWELL_BF16 ? Bf16::round_down(cut) : Fp16::round_down(cut);
+    return {bits << 16 | bits, problem.activation == TWELL_RELU2};
+}
+
+// Sets what the parameters of a kernel that computes y hold of the whole block.
+template <class Params>
+void set_block(Params& params, twell_problem const& problem, twell_tensors const& tensors) {
+    params.x = static_cast<uint16_t const*>(tensors.x);
+    params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
+    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
+    params.w_up = static_cast<uint16_t const*>(tensors.w_up);
+    params.b_up = static_cast<uint16_t const*>(tensors.b_up);
+    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
+    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
+    params.residual = static_cast<uint16_t const*>(tensors.residual);
+    params.y = static_cast<uint16_t*>(tensors.y);
+    params.d_model = problem.d_model;
+    params.d_ff = problem.d_ff;
+    params.d_out = problem.d_out;
+    params.relu_on_up = problem.activation == TWELL_DRELU;
+    params.act = activation_of(problem);
+}
+
+}  // namespace twell
+
+#endif  // TWELL_KERNELS_HOST_PROBLEM_H_
