@@ -31,14 +31,16 @@ from twellc.benchmarking.timing import machine, record, time_calls
 from twellc.plugins import library
 
 CHECKED_ROWS = 64
-# Sizes that torch may compile the dense blocks for, of one setting.
-_MOST_SIZES = 256
+# Sizes that torch may compile the dense blocks for.
+_MOST_SIZES = 1024
+# The contestant without --hot.
+WHOLE = "mlp, whole"
 
 
 class Twell:
     """The kernels, called for one x, with weights that may change."""
 
-    def __init__(self, x: Tensor, d_ff: int, compression: int, variant: str) -> None:
+    def __init__(self, x: Tensor, d_ff: int, compression: int, variant: str, hot: int = 0) -> None:
         self._lib = library.load()
         self._x = x
         tokens, d_model = x.shape
@@ -50,6 +52,7 @@ class Twell:
             compression=compression,
             dtype=library.DTYPES[str(x.dtype).removeprefix("torch.")],
             variant=library.VARIANTS[variant],
+            hot=hot,
         )
         words = -(-d_ff // library.TILE) * (library.TILE // compression)
         self.packed = torch.empty((tokens, words), dtype=torch.int32, device="cuda")
@@ -136,7 +139,7 @@ def table_row(result: dict[str, Any]) -> str:
         f"{result['mean_nonzeros']:.1f} / {result['max_nonzeros']}",
         *(time_of(name) for name in (EAGER, COMPILED, PACKED, FP8, "cuBLAS gate")),
         f"{median['gate']:.1f} ({median['gate'] / median['cuBLAS gate']:.2f})",
-        time_of("mlp"),
+        time_of("mlp") + (f" (whole {time_of(WHOLE)})" if WHOLE in median else ""),
         f"{fastest(median) / median['mlp']:.2f}",
         f"{median[FP8] / median['mlp']:.2f}" if FP8 in median else "-",
     ]
@@ -163,12 +166,14 @@ class Setting:
     compression: int = 8
     variant: str = "gated"
     heavy: int = 0
+    hot: int = 0
 
     def __str__(self) -> str:
         heavy = f", one token with {self.heavy} active neurons" if self.heavy > 0 else ""
         trained = self.neurons == "trained"
         neurons = f"trained layer {self.layer}" if trained else f"density {self.density:g}, {self.neurons} neurons"
-        return f"d_model {self.d_model}, d_ff {self.d_ff}, {self.dtype}, {neurons}, {self.variant}{heavy}"
+        hot = f", in order, the first {self.hot} as a dense block" if self.hot > 0 else ""
+        return f"d_model {self.d_model}, d_ff {self.d_ff}, {self.dtype}, {neurons}, {self.variant}{heavy}{hot}"
 
 
 # Token counts on both sides of wherever other kernels take over.
@@ -212,9 +217,9 @@ SUITE = (
 def measure(setting: Setting, tokens: int, compiled: bool, repeats: int) -> dict[str, Any]:
     """Check and time one size."""
     dtype = getattr(torch, setting.dtype)
-    neurons = Neurons(setting.neurons, setting.density, setting.layer, setting.heavy)
+    neurons = Neurons(setting.neurons, setting.density, setting.layer, setting.heavy, setting.hot > 0)
     x, sets = make_inputs(tokens, setting.d_model, setting.d_ff, dtype, neurons, setting.variant)
-    twell = Twell(x, setting.d_ff, setting.compression, setting.variant)
+    twell = Twell(x, setting.d_ff, setting.compression, setting.variant, setting.hot)
     forms = [dense_forms(w.block, x, compiled) for w in sets]
     errors = check(x, sets[0], twell, forms[0])
     nonzeros = sets[0].block.active(x).sum(dim=1)
@@ -226,6 +231,9 @@ def measure(setting: Setting, tokens: int, compiled: bool, repeats: int) -> dict
         "gate": [functools.partial(twell.gate, w) for w in sets],
         "mlp": [functools.partial(twell.mlp, w) for w in sets],
     }
+    if setting.hot > 0:
+        whole = Twell(x, setting.d_ff, setting.compression, setting.variant)
+        contestants[WHOLE] = [functools.partial(whole.mlp, w) for w in sets]
     times = time_rotated(contestants, repeats)
     return {
         **dataclasses.asdict(setting),
@@ -237,6 +245,24 @@ def measure(setting: Setting, tokens: int, compiled: bool, repeats: int) -> dict
         "errors": errors,
         "times": times,
     }
+
+
+def settings_of(part: str) -> tuple[Setting, ...]:
+    """Return a part of the suite, such as `2/3`.
+
+    Raises:
+        click.BadParameter: There is no such part.
+    """
+    number, _, count = part.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= len(SUITE)):
+        raise click.BadParameter(f"{part!r} is no part of the suite, such as 2/3", param_hint="--part")
+    return SUITE[int(number) - 1 :: int(count)]
+
+
+def allow_many_sizes() -> None:
+    """Let torch compile the dense blocks for each of many sizes."""
+    torch._dynamo.config.recompile_limit = _MOST_SIZES
+    torch._dynamo.config.accumulated_recompile_limit = _MOST_SIZES
 
 
 def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repeats: int) -> dict[str, Any]:
@@ -276,7 +302,15 @@ def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repe
     show_default=True,
     help="Neurons made active for the token in the middle.",
 )
+@click.option(
+    "--hot",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Put the neurons in order, and compute so many, those that fire most often, as a dense block.",
+)
 @click.option("--suite", is_flag=True, help="Run all settings that benchmarks/README.md states, not the one above.")
+@click.option("--part", default="1/1", show_default=True, help="Of the suite: 2/3 is the second of three parts.")
 @click.option("--repeats", default=20, show_default=True)
 @click.option(
     "--compiled/--no-compiled",
@@ -297,7 +331,9 @@ def main(
     compression: str,
     variant: str,
     heavy: int,
+    hot: int,
     suite: bool,
+    part: str,
     repeats: int,
     compiled: bool,
     seed: int,
@@ -310,15 +346,16 @@ def main(
         raise click.UsageError("--density 1 leaves no neuron less active than another: use --neurons equal")
     if neurons == "trained" and (d_model, d_ff) != (2048, 5632):
         raise click.UsageError("--neurons trained are those of layers with d_model 2048 and d_ff 5632")
+    if hot > d_ff:
+        raise click.UsageError(f"--hot {hot} are more neurons than --d-ff {d_ff}")
     torch.manual_seed(seed)
     random.seed(seed)
     counts = tuple(int(value) for value in tokens.split(","))
-    setting = Setting(counts, d_model, d_ff, dtype, density, neurons, layer, int(compression), variant, heavy)
-    settings = SUITE if suite else (setting,)
+    setting = Setting(counts, d_model, d_ff, dtype, density, neurons, layer, int(compression), variant, heavy, hot)
+    settings = settings_of(part) if suite else (setting,)
     report = new_report()
-    torch._dynamo.config.recompile_limit = _MOST_SIZES
+    allow_many_sizes()
     for setting in settings:
-        torch._dynamo.reset()
         click.echo(f"{report['machine']['gpu']}, torch {report['machine']['torch']}: {setting}\n\n{HEADER}")
         for count in setting.tokens:
             result = measure(setting, count, compiled, repeats)

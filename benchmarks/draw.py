@@ -32,12 +32,14 @@ class Neurons:
         density: Share of gate activations that are not zero; of trained neurons it follows from the layer.
         layer: Of trained neurons, 0 to 3.
         heavy: So many neurons, the first, are active for the token in the middle.
+        ordered: Whether those that fire most often come first, else they stand in no order.
     """
 
     distribution: str = "equal"
     density: float = 0.005
     layer: int = 0
     heavy: int = 0
+    ordered: bool = False
 
     def rates(self) -> Tensor:
         """Return the trained layer's share of tokens for which each neuron fires, float32 [5632]."""
@@ -121,6 +123,8 @@ def make_inputs(
             gate[:, 1] = offsets(rates, activity) / d_model**0.5
         elif neurons.distribution == "zipf":
             gate[:, 1] = zipf_offsets(d_ff, density, device) / d_model**0.5
+        if neurons.ordered:
+            gate[:, 1] = gate[:, 1].sort(descending=True).values
         up = None if variant == "plain" else (draw(d_ff, d_model) / d_model**0.5).to(dtype)
         down = (draw(d_model, d_ff) * 0.2).to(dtype)
         sets.append(Weights(Block(gate.to(dtype), up, down), down.t().contiguous()))

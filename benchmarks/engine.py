@@ -4,12 +4,13 @@ python benchmarks/engine.py --json results.json --plans build/plans
 
 The model is that of model.py, with fewer layers. Contestants are two plans of the same export, one with all
 feed-forward blocks rewritten (twell) and one with none (dense), in each form of attention that is asked for; and torch,
-eager and compiled, dense and rewritten, with two kinds of attention: `sdpa` is transformers' own, whose mask keeps
-torch from its causal kernel where the model is compiled or exported; `causal` is that kernel, without a mask.
+eager and compiled, dense and rewritten, and compiled with packed blocks and with FP8 ones (see
+`twellc.benchmarking.forms`), with two kinds of attention: `sdpa` is transformers' own, whose mask keeps torch from its
+causal kernel where the model is compiled or exported; `causal` is that kernel, without a mask.
 
 Everything runs in CUDA graphs, in turns, in a new order in each repetition. Before that, the logits of each contestant
-at tokens drawn at random are compared with float64: a contestant may be twice as wrong as dense eager torch. One that
-is more wrong, or that fails, is named and left out, and the exit status is 1.
+at tokens drawn at random are compared with float64: a contestant may be twice as wrong as dense eager torch, and FP8 as
+wrong as it is. One that is more wrong, or that fails, is named and left out, and the exit status is 1.
 
 The plans' times by kind of layer come from TensorRT's profiler, which runs one kernel at a time: their sum is longer
 than a plan takes in a CUDA graph, and is shown beside it.
@@ -41,7 +42,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError, first_line
+from twellc.benchmarking.blocks import dense_models, see_blocks
 from twellc.benchmarking.contest import Contest
+from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, dense_forms
+from twellc.benchmarking.plans import add_plan
 from twellc.export.runner import Execution, OpenPlan, engine_layers, open_plan, prepare
 from twellc.export.tensorrt_host import Host, load_host
 from twellc.manifest import manifest_path
@@ -165,12 +169,11 @@ def open_plans(host: Host, paths: dict[str, Path]) -> tuple[dict[str, OpenPlan],
     return plans, failed
 
 
-def execution_of(plan: OpenPlan, ids: Tensor) -> Execution:
-    """Return a plan made ready for token ids [batch, tokens]; where it reads a padding mask, nothing is padded."""
+def inputs_of(plan: OpenPlan, ids: Tensor) -> tuple[dict[str, Tensor], int]:
+    """Return the inputs of a plan for token ids [batch, tokens], and its profile; where it reads a mask, all count."""
     profile = profile_of(plan.path, (ids.shape[0], ids.shape[1]))
     assert profile is not None, plan.path  # it was built with one
-    inputs = {name: ids if name == "input_ids" else torch.ones_like(ids) for name in plan.names("INPUT")}
-    return prepare(plan, inputs, profile)
+    return {name: ids if name == "input_ids" else torch.ones_like(ids) for name in plan.names("INPUT")}, profile
 
 
 # ---- time by kind of layer ----
@@ -243,7 +246,7 @@ def start_contest(model: Logits, ids: Tensor) -> Contest:
         return tensor.reshape(-1, tensor.shape[-1])[rows].clone()
 
     model.model.set_attn_implementation(CAUSAL)
-    _, program = rewrite(model, (ids,))
+    program = rewrite(model, (ids,)).dense
     return Contest(drawn(widen(program).module(check_guards=False)(ids)), drawn, language_model=True)
 
 
@@ -252,31 +255,23 @@ def add_torch(contest: Contest, model: Logits, ids: Tensor, rewritten: bool) -> 
     for attention, implementation in _TORCH_ATTENTION.items():
         model.model.set_attn_implementation(implementation)
         torch._dynamo.reset()  # or it would compile for several shapes at once
-        modules: dict[str, Any] = {"dense": model}
+        modules: dict[str, Any] = {EAGER: model, COMPILED: _compiled(model)}
         try:
-            modules |= {"twell": rewrite(model, (ids,))[0]} if rewritten else {}
+            program = rewrite(model, (ids,)).program
+            forms = [dense_forms(each.block, each.x, with_compiled=False) for each in see_blocks(program, (ids,), {})]
+            modules |= {label: _compiled(module) for label, module in dense_models(program, forms).items()}
+            if rewritten:
+                ours = program.module(check_guards=False)
+                modules |= {"twell eager": ours, "twell compiled": _compiled(ours)}
         except Exception as error:  # whatever it is, the others go on
-            contest.failed[f"torch twell, {attention}"] = f"{type(error).__name__}: {first_line(error)}"
-        for kind, module in modules.items():
-            for how, function in {"eager": module, "compiled": torch.compile(module, dynamic=False)}.items():
-                call = functools.partial(function, ids)
-                contest.add(f"torch {kind} {how}, {attention}", call, module)
+            contest.failed[f"torch rewritten, {attention}"] = f"{type(error).__name__}: {first_line(error)}"
+        for label, module in modules.items():
+            call = functools.partial(module, ids)
+            contest.add(f"torch {label}, {attention}", call, module, lossy=label == FP8)
 
 
-def add_plans(contest: Contest, ids: Tensor, plans: dict[str, OpenPlan]) -> None:
-    """Add plans."""
-    for label, plan in plans.items():
-        try:
-            execution = execution_of(plan, ids)
-        except (UserError, KeyError) as error:
-            contest.failed[label] = str(error)
-            continue
-
-        def call(execution: Execution = execution) -> Any:
-            execution.enqueue()
-            return execution.outputs
-
-        contest.add(label, call, execution)
+def _compiled(module: Any) -> Any:
+    return torch.compile(module, dynamic=False)
 
 
 def measure_shape(
@@ -288,12 +283,13 @@ def measure_shape(
     gc.collect()
     torch.cuda.empty_cache()  # of the model in float64
     add_torch(contest, model, ids, rewritten)
-    add_plans(contest, ids, plans)
+    for label, plan in plans.items():
+        add_plan(contest, label, plan, *inputs_of(plan, ids))
     times = {label: each.to_json() for label, each in contest.time(repeats).items()}
     profiled = {}
     for label in filter(contest.__contains__, plans):
         try:
-            profiled[label] = times_by_kind(execution_of(plans[label], ids))
+            profiled[label] = times_by_kind(prepare(plans[label], *inputs_of(plans[label], ids)))
         except Exception as error:  # its time is known all the same
             contest.failed[f"{label}, profiled"] = f"{type(error).__name__}: {first_line(error)}"
     return {
@@ -342,11 +338,13 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _rivals(ours: str, labels: list[str]) -> dict[str, list[str]]:
     """Return what a twell plan is compared with: labels by name, of which the fastest counts."""
-    dense = [label for label in labels if label.startswith("torch dense")]
+    dense = [label for label in labels if label.startswith(tuple(f"torch {form}," for form in BASELINES))]
+    fp8 = [label for label in labels if label.startswith(f"torch {FP8},")]
     return {
         "the dense plan": [ours.replace("twell", "dense", 1)],
         "compiled dense torch, sdpa": ["torch dense compiled, sdpa"],
         "the fastest dense torch": dense,
+        "the fastest dense torch in FP8": fp8,
     }
 
 

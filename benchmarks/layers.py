@@ -24,7 +24,7 @@ from typing import Any
 
 import click
 import torch
-from block import CHECKED_ROWS, fastest, new_report, refuse_error, relative_error, time_rotated
+from block import CHECKED_ROWS, allow_many_sizes, fastest, new_report, refuse_error, relative_error, time_rotated
 from draw import TRAINED_LAYERS, Neurons, Weights, make_inputs
 from torch import Tensor
 
@@ -232,9 +232,9 @@ def main(tokens: str, hot: str, repeats: int, seed: int, json_path: Path | None)
     if numbers and not takes_hot():
         click.echo("the op takes no `hot`: no split is measured", err=True)
         numbers = ()
+    allow_many_sizes()
     report = new_report() | {"together": []}
     for count in (int(value) for value in tokens.split(",")):
-        torch._dynamo.reset()
         results = []
         for layer in range(TRAINED_LAYERS):
             click.echo(f"{count} tokens, layer {layer}", err=True)

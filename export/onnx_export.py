@@ -26,12 +26,13 @@ from twellc.base.errors import UserError, first_line
 from twellc.base.files import external_data
 from twellc.export.onnx_optimizer import optimize_exactly
 from twellc.passes.attention import OPERATOR
+from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import quiet_torch
 from twellc.passes.report import Attention
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import ATTENTION as ATTENTION_NODE
-from twellc.plugins.onnx_node import BIASES, GATED, PLAIN, RESIDUAL, attention_attributes, node_attributes
+from twellc.plugins.onnx_node import BIASES, GATED, HOT, PLAIN, RESIDUAL, attention_attributes, node_attributes
 from twellc.plugins.ops import GATED_MLP, MLP
 
 # The first with the operators of our graphs, and the first with Attention.
@@ -52,6 +53,7 @@ def export_onnx(
     output_names: list[str],
     dimension_names: dict[str, str],
     opset: int = _OPSET,
+    dump: GraphDump = NOWHERE,
 ) -> onnx_ir.Model:
     """Translate a program.
 
@@ -61,6 +63,7 @@ def export_onnx(
         output_names: Names for the graph's outputs, in the program's order.
         dimension_names: Names for the program's symbolic dimensions, by symbol.
         opset: The version of ONNX's operators.
+        dump: Receives the ONNX graph as torch writes it, and optimized.
 
     Raises:
         UserError: An operation has no ONNX form.
@@ -85,7 +88,9 @@ def export_onnx(
         ) from error  # fmt: skip
     assert exported is not None
     model = exported.model
+    dump.text("onnx", lambda: str(model))
     optimize_exactly(model)
+    dump.text("optimize_exactly", lambda: str(model))
     _name_outputs(model.graph, output_names)
     model.graph.metadata_props.clear()
     for node in model.graph:
@@ -150,7 +155,7 @@ _KINDS = onnx.defs.OpSchema.AttrType
 _OPTIONS = {
     **{
         name: {"activation": _KINDS.STRING, "threshold": _KINDS.FLOAT, "compression": _KINDS.INT,
-               **dict.fromkeys((*biases, RESIDUAL), _KINDS.INT)}
+               **dict.fromkeys((HOT, *biases, RESIDUAL), _KINDS.INT)}
         for name, biases in BIASES.items()
     },
     ATTENTION_NODE: {"scale": _KINDS.FLOAT, "causal": _KINDS.INT, "lengths": _KINDS.INT},
@@ -184,17 +189,17 @@ _NODES: dict[str, Callable[..., Any]] = {
 
 def _gated_mlp(
     x: Any, w_gate: Any, b_gate: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any, residual: Any,
-    activation: str, threshold: float, compression: int,
+    activation: str, threshold: float, compression: int, hot: int = 0,
 ) -> Any:  # fmt: skip
     operands = [x, w_gate, b_gate, w_up, b_up, w_down, b_down]
-    return _emit(GATED, operands, residual, activation, threshold, compression)
+    return _emit(GATED, operands, residual, activation, threshold, compression, hot)
 
 
 def _mlp(
     x: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any, residual: Any,
-    activation: str, threshold: float, compression: int,
+    activation: str, threshold: float, compression: int, hot: int = 0,
 ) -> Any:  # fmt: skip
-    return _emit(PLAIN, [x, w_up, b_up, w_down, b_down], residual, activation, threshold, compression)
+    return _emit(PLAIN, [x, w_up, b_up, w_down, b_down], residual, activation, threshold, compression, hot)
 
 
 def _attention(q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool) -> Any:
@@ -206,8 +211,8 @@ def _attention(q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool)
     return _NODES[ATTENTION_NODE](*inputs, **attention_attributes(scale, causal, lengths is not None))
 
 
-def _emit(op_type: str, operands: list[Any], residual: Any, activation: str, threshold: float, compression: int) -> Any:
+def _emit(op_type: str, operands: list[Any], residual: Any, *options: Any) -> Any:
     present = [bias is not None for bias in operands[2::2]]
-    attributes = node_attributes(op_type, present, residual is not None, activation, threshold, compression)
+    attributes = node_attributes(op_type, present, residual is not None, *options)
     inputs = [operand for operand in (*operands, residual) if operand is not None]
     return _NODES[op_type](*inputs, **attributes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from twellc.base.files import external_data
 from twellc.export.mapped_file import pages_given_back
 from twellc.export.shapes import Profile
 from twellc.export.tensorrt_host import Host, create_network, load_host, make_logger, write_plan
-from twellc.plugins.registration import NEEDS_PLUGINS, register
+from twellc.plugins.other_libraries import OtherLibrary, register_libraries
+from twellc.plugins.registration import register
 
 
 @dataclass(frozen=True)
@@ -33,27 +34,32 @@ class Plan:
         inputs: Its input tensors.
         outputs: Its output tensors.
         plugin_layers: Names of its plugin layers.
+        libraries: Other people's plugin libraries that were registered for it.
     """
 
     backend: dict[str, str]
     inputs: list[Tensor]
     outputs: list[Tensor]
     plugin_layers: list[str]
+    libraries: list[OtherLibrary] = field(default_factory=list)
 
 
-def check_builder(backend: str, attention: str, progress: Callable[[str], None]) -> None:
+def check_builder(backend: str, attention: str, libraries: list[Path], progress: Callable[[str], None]) -> None:
     """Fail now rather than after a model is translated if no plan can be built.
 
     Args:
         backend: The TensorRT to build with: `tensorrt` or `tensorrt-rtx`.
         attention: `auto`, `tensorrt` or `cudnn`, as for `compile`.
+        libraries: Other people's plugin libraries.
         progress: Receives the name of the step.
 
     Raises:
         UserError: TensorRT or a plugin library is missing or cannot be loaded, or attention cannot be had as asked.
     """
     progress("loading TensorRT and the plugins")
-    register(load_host(backend).module)
+    host = load_host(backend)
+    register(host.module)
+    register_libraries(host.module, host.version, libraries)
     if attention == "cudnn":
         from twellc.export.attention_forms import choose_forms  # imports torch, which nothing else here needs
 
@@ -66,6 +72,8 @@ def build_plan(
     plan_path: Path,
     profiles: list[Profile],
     embedded: list[Path],
+    libraries: list[Path],
+    needs: str,
     progress: Callable[[str], None],
 ) -> Plan:
     """Build a plan and write it.
@@ -76,6 +84,8 @@ def build_plan(
         plan_path: Where to write the plan.
         profiles: Optimization profiles.
         embedded: Plugin libraries to put into the plan.
+        libraries: Other people's plugin libraries, which nodes of the graph name plugins of.
+        needs: What to say in the plan that it needs; empty where it needs nothing.
         progress: Receives the name of each phase of the build.
 
     Raises:
@@ -84,6 +94,7 @@ def build_plan(
     host = load_host(backend)
     trt = host.module
     register(host.module)
+    registered = register_libraries(host.module, host.version, libraries)
     messages: list[str] = []
     logger = make_logger(host, messages)
     builder = trt.Builder(logger)
@@ -93,7 +104,8 @@ def build_plan(
         errors = [parser.get_error(i).desc() for i in range(parser.num_errors)]
         raise UserError(
             f"{host.name} {host.version}", f"the ONNX parser refuses the model ({reasons(messages + errors)})",
-            fix="Keep the graph with --onnx to look at it.",
+            fix="If nodes are plugins of other people, name their library with --plugin-library. Keep the graph with "
+            "--onnx to look at it.",
         )  # fmt: skip
     config = builder.create_builder_config()
     config.progress_monitor = _monitor(host, progress)
@@ -116,9 +128,9 @@ def build_plan(
             layer.__class__ = trt.IAttentionInputLayer  # get_layer does not tell which it is
             layer.attention.decomposable = True
     plugin_layers = [layer.name for layer in layers if layer.type == trt.LayerType.PLUGIN_V3]
-    if plugin_layers:
+    if needs:
         # The one text in a plan that is ours to choose. A plan may be found without its manifest.
-        network.name = f"{onnx_path.stem}: {NEEDS_PLUGINS}"
+        network.name = f"{onnx_path.stem}: {needs}"
     with pages_given_back(external_data(onnx_path)):
         written = write_plan(host, builder, network, config, plan_path)
     if not written:
@@ -131,6 +143,7 @@ def build_plan(
         inputs=[_describe(tensor) for tensor in inputs],
         outputs=[_describe(network.get_output(i)) for i in range(network.num_outputs)],
         plugin_layers=plugin_layers,
+        libraries=registered,
     )
 
 

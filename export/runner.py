@@ -9,21 +9,11 @@ from typing import Any
 
 import torch
 
+from twellc.base.dtypes import BY_TENSORRT
 from twellc.base.errors import UserError
 from twellc.export.plan import reasons
 from twellc.export.tensorrt_host import Host, make_logger
 from twellc.plugins.registration import register
-
-_TORCH_DTYPES = {
-    "FLOAT": torch.float32,
-    "HALF": torch.float16,
-    "BF16": torch.bfloat16,
-    "INT8": torch.int8,
-    "UINT8": torch.uint8,
-    "INT32": torch.int32,
-    "INT64": torch.int64,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -127,7 +117,7 @@ def prepare(plan: OpenPlan, inputs: dict[str, torch.Tensor], profile: int = 0) -
         if not context.set_input_shape(name, tuple(tensors[name].shape)):
             raise UserError(str(plan.path), f"refuses the shape of {name} ({reasons(plan.messages)})")
     for name in plan.names("OUTPUT"):
-        dtype = _TORCH_DTYPES[plan.engine.get_tensor_dtype(name).name]
+        dtype = BY_TENSORRT[plan.engine.get_tensor_dtype(name).name].torch
         tensors[name] = torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype, device="cuda")
     for name, tensor in tensors.items():
         context.set_tensor_address(name, tensor.data_ptr())

@@ -31,6 +31,21 @@ def parse_size(digits: str) -> int:
     return int(min(float(digits), LARGEST_SIZE + 1))
 
 
+def parse_sizes(text: str) -> Shape:
+    """Parse sizes of dimensions, such as `1x512`.
+
+    Raises:
+        UserError: The text does not have this form, or a size is too large.
+    """
+    sizes = tuple(map(parse_size, text.split("x"))) if re.fullmatch(r"[0-9]+(x[0-9]+)*", text) else ()
+    if not sizes or not all(1 <= size <= LARGEST_SIZE for size in sizes):
+        raise UserError(
+            "--shapes", "not the sizes of dimensions", got=repr(text),
+            expected=f"numbers from 1 to {LARGEST_SIZE} such as 1x512",
+        )  # fmt: skip
+    return sizes
+
+
 def parse_profile(text: str) -> tuple[str, ShapeRange]:
     """Parse `NAME:MIN:OPT:MAX`.
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from twellc.base.dtypes import BY_TENSORRT
 from twellc.base.version import __version__
-from twellc.plugins.registration import NEEDS_PLUGINS, how_to_register
 
 if TYPE_CHECKING:
     from twellc.export.plan import Plan, Tensor
@@ -16,18 +16,6 @@ if TYPE_CHECKING:
 CONFIG_NAME = "config.pbtxt"
 PLAN_NAME = "model.plan"
 VERSION = "1"
-
-# TensorRT's names, in lower case.
-_TYPES = {
-    "float": "TYPE_FP32",
-    "half": "TYPE_FP16",
-    "bf16": "TYPE_BF16",
-    "int8": "TYPE_INT8",
-    "int32": "TYPE_INT32",
-    "int64": "TYPE_INT64",
-    "uint8": "TYPE_UINT8",
-    "bool": "TYPE_BOOL",
-}
 
 
 def model_folder(repository: Path, model: Path) -> Path:
@@ -37,7 +25,7 @@ def model_folder(repository: Path, model: Path) -> Path:
     return repository / (re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".") or "model")
 
 
-def model_config(name: str, plan: Plan, profiles: int, needs_plugins: bool) -> str:
+def model_config(name: str, plan: Plan, profiles: int, register: dict[str, str] | None) -> str:
     """Return the text of config.pbtxt.
 
     `max_batch_size` is 0: the dimensions are the engine's own, whole, because a first dimension need not be a batch.
@@ -46,12 +34,12 @@ def model_config(name: str, plan: Plan, profiles: int, needs_plugins: bool) -> s
         name: Name of the model's folder.
         plan: The plan.
         profiles: Number of its optimization profiles.
-        needs_plugins: Whether it needs the plugins.
+        register: How to register the plugins that it needs, see `how_to_register`; None where it needs none.
     """
     lines = [f"# Written by twellc {__version__}."]
-    if needs_plugins:
-        command = how_to_register(PLAN_NAME, "tensorrt")["triton"]
-        lines += [f"# The plan {NEEDS_PLUGINS}:", f"#   {command}"]
+    if register is not None:
+        lines += ["# The plan needs TensorRT plugins; `twellc plugins` says where those of twellc are:"]
+        lines.append(f"#   {register['triton']}")
     lines += [f"name: {json.dumps(name)}", 'backend: "tensorrt"', "max_batch_size: 0"]
     lines += [_tensor("input", tensor) for tensor in plan.inputs]
     lines += [_tensor("output", tensor) for tensor in plan.outputs]
@@ -66,5 +54,5 @@ def _tensor(kind: str, tensor: Tensor) -> str:
     # Triton has no tensors of rank 0, but gives the engine another shape than the client's.
     shape = tensor.shape or (1,)
     reshape = "" if tensor.shape else " reshape { shape: [ ] }"
-    dims = ", ".join(map(str, shape))
-    return f"{kind} {{ name: {json.dumps(tensor.name)} data_type: {_TYPES[tensor.dtype]} dims: [ {dims} ]{reshape} }}"
+    dims, dtype = ", ".join(map(str, shape)), BY_TENSORRT[tensor.dtype.upper()].triton
+    return f"{kind} {{ name: {json.dumps(tensor.name)} data_type: {dtype} dims: [ {dims} ]{reshape} }}"

@@ -33,6 +33,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from twellc.base.dtypes import kernel_dtypes
 from twellc.passes.graph.program import editable, finish, replace_node
 from twellc.passes.match.activations import arguments, packet
 from twellc.passes.match.causal_mask import positions_kept
@@ -46,7 +47,7 @@ aten = torch.ops.aten
 CUDNN, OPERATOR, MATMUL = ATTENTION_FORMS
 AS_WRITTEN = "as written"
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_LOW_PRECISION = kernel_dtypes()
 _COPIES = (aten.clone, aten.contiguous, aten.view, aten.reshape)
 _SOFTMAX = frozenset((aten.softmax, aten._softmax))
 # What may stand between the two products of something that is reported as attention.

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-import torch
 from torch.fx import Node
 
+from twellc.base.dtypes import dtype_name, kernel_dtypes
 from twellc.base.errors import UserError, first_few
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
 from twellc.passes.report import Layer
 from twellc.plugins.library import MAX_D_FF
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+KERNEL_DTYPES = kernel_dtypes()
 
 
 def decide(blocks: list[FfnBlock], layers: str) -> list[Layer]:
@@ -80,7 +80,7 @@ def _decide(block: FfnBlock, layers: str, pattern: re.Pattern[str] | None, taken
 def _limits(block: FfnBlock) -> str:
     """Return the limit of the kernels that the block exceeds, or an empty string."""
     if block.dtype not in KERNEL_DTYPES:
-        return f"computes in {str(block.dtype).removeprefix('torch.')}; the kernels take bfloat16 and float16"
+        return f"computes in {dtype_name(block.dtype)}; the kernels take bfloat16 and float16"
     if 0 in (block.d_model, block.d_ff, block.d_out):
         return "one of its widths is 0"
     if block.d_ff > MAX_D_FF:

@@ -1,22 +1,70 @@
-"""The passes in their order, from a traced program to one with `twell` ops."""
+"""The passes in their order: the one list, from which `compile`, `inspect`, `check` and `optimize` take theirs.
+
+    FUNCTIONAL     decompose, write_numbers, merge_views, name_relus     what a model computes, in one form
+    ARRANGING      fold_weights, feature_last                            blocks as the matcher looks for them
+    in_precision   the whole program in bfloat16 or float16
+    find           blocks are found and decided upon; changes nothing
+    rewrite_ffn    blocks as `twell` ops
+    rewrite_attention
+
+`inspect` runs them up to `find`, and asks `rewrite_attention` what it would do. `check` compares with the program
+behind FUNCTIONAL, which no pass has touched that could be wrong about a weight. `optimize` needs the first two groups.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch.export import ExportedProgram
 
-from twellc.base.files import writing
 from twellc.base.records import Json, as_json
 from twellc.passes.attention import rewrite_attention
-from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import decide
-from twellc.passes.match.find_ffn import find_ffn_blocks
+from twellc.passes.decompose import decompose
+from twellc.passes.dump import NOWHERE, GraphDump
+from twellc.passes.feature_last import feature_last
+from twellc.passes.fold_weights import fold_weights
+from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
+from twellc.passes.merge_views import merge_views
+from twellc.passes.name_relus import name_relus
 from twellc.passes.precision import in_precision
 from twellc.passes.report import Attention, Layer
 from twellc.passes.rewrite_ffn import rewrite_ffn
+from twellc.passes.write_numbers import write_numbers
+
+
+class Pass(Protocol):
+    """A pass over a program, of which it makes a new one, or gives back what it finds nothing to do in."""
+
+    __name__: str
+
+    def __call__(self, program: ExportedProgram, /) -> ExportedProgram:
+        """Run it."""
+
+
+FUNCTIONAL: tuple[Pass, ...] = (decompose, write_numbers, merge_views, name_relus)
+ARRANGING: tuple[Pass, ...] = (fold_weights, feature_last)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The feed-forward blocks of a program.
+
+    Attributes:
+        blocks: The blocks.
+        layers: What becomes of each.
+    """
+
+    blocks: list[FfnBlock]
+    layers: list[Layer]
+
+    @property
+    def chosen(self) -> list[tuple[FfnBlock, Layer]]:
+        """Those that TwELL is to run."""
+        pairs = zip(self.blocks, self.layers, strict=True)
+        return [(block, layer) for block, layer in pairs if layer.decision == "twell"]
 
 
 @dataclass(frozen=True)
@@ -40,13 +88,61 @@ class Rewritten:
         return {"layers": as_json(self.layers), "attention": as_json(self.attention)}
 
 
+def functionalize(program: ExportedProgram, dump: GraphDump = NOWHERE) -> ExportedProgram:
+    """Return a traced program in one form; its values are those of the model.
+
+    Raises:
+        UserError: See `decompose`.
+    """
+    return _run(FUNCTIONAL, program, dump)
+
+
+def arrange(program: ExportedProgram, dump: GraphDump = NOWHERE) -> ExportedProgram:
+    """Return a functionalised program with its weights folded and features last; itself where that changes nothing."""
+    return _run(ARRANGING, program, dump)
+
+
+def canonicalize(program: ExportedProgram, dump: GraphDump = NOWHERE) -> ExportedProgram:
+    """Return a traced program as the matcher reads it, in the precision that it has.
+
+    Raises:
+        UserError: See `decompose`.
+    """
+    return arrange(functionalize(program, dump), dump)
+
+
+def prepare(program: ExportedProgram, dtype: torch.dtype, dump: GraphDump = NOWHERE) -> ExportedProgram:
+    """Return a traced program as the matcher reads it, in bfloat16 or float16.
+
+    Raises:
+        UserError: See `decompose` and `lower`.
+    """
+    dense = in_precision(canonicalize(program, dump), dtype)
+    dump.program("in_precision", dense)
+    return dense
+
+
+def find(program: ExportedProgram, layers: str) -> Found:
+    """Find the blocks of a prepared program, and decide what becomes of each.
+
+    Args:
+        program: The program.
+        layers: See `decide`.
+
+    Raises:
+        UserError: See `decide`.
+    """
+    blocks = find_ffn_blocks(program)
+    return Found(blocks, decide(blocks, layers))
+
+
 def run_passes(
     program: ExportedProgram,
     dtype: torch.dtype,
     layers: str,
     compression: int,
-    dump: Path | None = None,
     attention: tuple[str, ...] = (),
+    dump: GraphDump = NOWHERE,
 ) -> Rewritten:
     """Run every pass.
 
@@ -55,32 +151,27 @@ def run_passes(
         dtype: bfloat16 or float16.
         layers: See `decide`.
         compression: The TwELL compression factor: 1, 2, 4 or 8.
-        dump: A folder that receives the graph after each pass.
         attention: The forms to write attention in, see `rewrite_attention`; none leaves it as it is.
+        dump: Receives the graph as traced, and after each pass.
 
     Raises:
-        UserError: See `lower` and `decide`.
+        UserError: See `prepare` and `find`.
     """
-
-    def keep(step: str, result: ExportedProgram) -> ExportedProgram:
-        if dump is not None:
-            with writing(dump / f"{step}.txt"):
-                dump.mkdir(parents=True, exist_ok=True)
-                text = f"{result.graph_module.print_readable(print_output=False)}\n"
-                (dump / f"{step}.txt").write_text(text, encoding="utf-8")
-        return result
-
-    dense = keep("1-canonical", canonicalize(program))
-    lowered = in_precision(dense, dtype)
-    if lowered is not dense:
-        dense = keep("2-lowered", lowered)
-    blocks = find_ffn_blocks(dense)
-    decisions = decide(blocks, layers)
-    chosen = [block for block, layer in zip(blocks, decisions, strict=True) if layer.decision == "twell"]
-    rewritten = keep("3-rewritten", rewrite_ffn(dense, chosen, compression))
-    found: list[Attention] = []
+    dump.program("traced", program)
+    dense = prepare(program, dtype, dump)
+    found = find(dense, layers)
+    blocks, hot = [block for block, _ in found.chosen], [layer.hot for _, layer in found.chosen]
+    rewritten = rewrite_ffn(dense, blocks, compression, hot)
+    dump.program("rewrite_ffn", rewritten)
+    attended: list[Attention] = []
     if attention:
-        rewritten, found = rewrite_attention(rewritten, attention)
-    if found:
-        keep("4-attention", rewritten)
-    return Rewritten(dense, rewritten, decisions, found)
+        rewritten, attended = rewrite_attention(rewritten, attention)
+        dump.program("rewrite_attention", rewritten)
+    return Rewritten(dense, rewritten, found.layers, attended)
+
+
+def _run(passes: tuple[Pass, ...], program: ExportedProgram, dump: GraphDump) -> ExportedProgram:
+    for each in passes:
+        program = each(program)
+        dump.program(each.__name__, program)
+    return program

@@ -20,6 +20,7 @@ class Layer(Record):
         decision: `twell` or `dense`.
         reason: Why.
         residual: Whether it also adds its result to what this was added to, if TwELL runs it.
+        hot: How many of its neurons, the first ones, calls with many tokens compute densely, if TwELL runs it.
     """
 
     module: str
@@ -32,6 +33,7 @@ class Layer(Record):
     decision: str
     reason: str
     residual: bool
+    hot: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ reads any more is dropped from the program.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
@@ -36,8 +38,17 @@ def arranged_copy(tensor: torch.Tensor, weight: Weight, in_out: bool) -> tuple[s
     return suffix or "_transposed", tensor.clone(memory_format=torch.contiguous_format)
 
 
-def rewrite_ffn(program: ExportedProgram, blocks: list[FfnBlock], compression: int) -> ExportedProgram:
-    """Return the program with `blocks`, all of them found in it and without a refusal, rewritten."""
+def rewrite_ffn(
+    program: ExportedProgram, blocks: list[FfnBlock], compression: int, hot: Sequence[int] = ()
+) -> ExportedProgram:
+    """Return the program with blocks rewritten.
+
+    Args:
+        program: A canonical program.
+        blocks: Some of those found in it, without a refusal.
+        compression: The TwELL compression factor: 1, 2, 4 or 8.
+        hot: Of each block how many neurons, the first ones, calls with many tokens compute densely; if empty, none.
+    """
     rewritten = editable(program)
     nodes: dict[str, Node] = {node.name: node for node in rewritten.graph.nodes}
     arranged: dict[tuple[Weight, bool], Node] = {}
@@ -57,7 +68,7 @@ def rewrite_ffn(program: ExportedProgram, blocks: list[FfnBlock], compression: i
         # A vector is stored neither way round.
         return None if linear.bias is None else arrange(linear.bias, in_out=False)
 
-    for block in blocks:
+    for block, block_hot in zip(blocks, hot or [0] * len(blocks), strict=True):
         assert not block.refusal and block.up is not None
         down, up, gate = block.down, block.up, block.gate
         anchor = nodes[block.y.name]
@@ -66,7 +77,7 @@ def rewrite_ffn(program: ExportedProgram, blocks: list[FfnBlock], compression: i
             operands += [arrange(linear.weight, in_out=False), bias(linear)]
         operands += [arrange(down.weight, in_out=True), bias(down)]
         operands.append(nodes[block.residual.other.name] if block.residual else None)
-        options = (block.activation, block.threshold, compression)
+        options = (block.activation, block.threshold, compression, block_hot)
         with rewritten.graph.inserting_before(anchor):
             op = rewritten.graph.call_function(GATED_MLP if gate else MLP, (*operands, *options))
         # It is named after the block also where it takes the place of a sum behind it.

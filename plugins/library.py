@@ -12,18 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from twellc.base.dtypes import CODES
 from twellc.base.errors import UserError
 from twellc.base.version import __version__
 from twellc.plugins.elf import expected_size
 
 PLUGIN_NAMESPACE = "twell"
 # In what TensorRT prints where it does not find the plugins, only this names twellc.
-PLUGIN_VERSION = "twellc-2"
+PLUGIN_VERSION = "twellc-3"
 PLUGIN_NAMES = ("TwellGatedMlp", "TwellMlp")
 # In a library of its own, which is not everywhere.
 ATTENTION_NAME = "TwellAttention"
 
-DTYPES = {"bfloat16": 0, "float16": 1}
+DTYPES = CODES
 VARIANTS = {"gated": 0, "plain": 1}
 ACTIVATIONS = {"relu": 0, "relu2": 1, "fatrelu": 2, "drelu": 3}
 COMPRESSIONS = (1, 2, 4, 8)
@@ -50,6 +51,7 @@ class Problem(ctypes.Structure):
         ("variant", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("threshold", ctypes.c_float),
+        ("hot", ctypes.c_int32),
     )
 
 

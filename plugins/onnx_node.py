@@ -19,17 +19,20 @@ GATED, PLAIN = PLUGIN_NAMES
 ATTENTION = ATTENTION_NAME
 # Attributes that say which optional inputs there are.
 RESIDUAL = "residual"
+# The attribute that says how many neurons, the first ones, calls with many tokens compute densely.
+HOT = "hot"
 BIASES = {GATED: ("gate_bias", "up_bias", "down_bias"), PLAIN: ("up_bias", "down_bias")}
 
 
 def node_attributes(
-    op_type: str, present: list[bool], residual: bool, activation: str, threshold: float, compression: int
+    op_type: str, present: list[bool], residual: bool, activation: str, threshold: float, compression: int, hot: int
 ) -> dict[str, str | int | float]:
     """Return the attributes of a node; `present` says of each bias in `BIASES[op_type]` whether it is there."""
     return {
         "activation": activation,
         "threshold": float(threshold),
         "compression": compression,
+        HOT: hot,
         **{name: int(there) for name, there in zip(BIASES[op_type], present, strict=True)},
         RESIDUAL: int(residual),
         "plugin_version": PLUGIN_VERSION,

@@ -92,27 +92,38 @@ def register(module: ModuleType | None = None) -> list[Registration]:
     return [_register_in(found) for found in modules]
 
 
-def how_to_register(plan: str, module: str, attention: bool = False) -> dict[str, str]:
+def how_to_register(plan: str, module: str, names: list[str], others: list[str]) -> dict[str, str]:
     """Return what makes the plugins known before a plan is opened, by kind of host, and what TensorRT says without.
 
     Args:
         plan: File name of the plan.
         module: Name of the Python module of the TensorRT that opens it.
-        attention: Whether the plan needs TwellAttention, too.
+        names: The plugins of twellc that it needs.
+        others: File names of other people's plugin libraries that it needs.
     """
-    libraries = ["libtwell_plugins.so", *(["libtwell_attention.so"] if attention else [])]
-    quote = "'" if attention else ""  # a shell ends a command at a semicolon
-    return {
+    own = ["libtwell_plugins.so"] if names else []
+    ours = [*own, *(["libtwell_attention.so"] if ATTENTION_NAME in names else [])]
+    libraries = [*ours, *others]
+    # Those of twellc register themselves.
+    opened = [", ".join(f'dlopen("{each}", RTLD_NOW)' for each in ours) + ", once TensorRT is loaded"] if ours else []
+    loaded = [f'getPluginRegistry()->loadLibrary("{each}")' for each in others]
+    quote = "'" if len(libraries) > 1 else ""  # a shell ends a command at a semicolon
+    python = [f"import {module}, twellc.plugins", "twellc.plugins.register()"] if own else [f"import {module}"]
+    python += [f"{module}.get_plugin_registry().load_library({each!r})" for each in others]
+    known = {
         "missing": (
             f"TensorRT prints «Cannot find plugin: {PLUGIN_NAMES[0]}{PLUGIN_NAMESPACE}, version: {PLUGIN_VERSION}, "
             f"namespace:{PLUGIN_NAMESPACE}.», or {PLUGIN_NAMES[1]} instead, where they are not registered"
         ),
         "find": "twellc plugins",
-        "python": f"import {module}, twellc.plugins; twellc.plugins.register()",
+    }
+    return {
+        **(known if own else {}),
+        "python": "; ".join(python),
         "trtexec": f"trtexec {' '.join(f'--dynamicPlugins={each}' for each in libraries)} --loadEngine={plan}",
         "triton": f"tritonserver {quote}--backend-config=tensorrt,plugins={';'.join(libraries)}{quote}",
-        "c++": ", ".join(f'dlopen("{each}", RTLD_NOW)' for each in libraries) + ", once TensorRT is loaded",
-        "any program": f"LD_PRELOAD={':'.join(libraries)}",
+        "c++": "; ".join([*opened, *loaded]),
+        **({} if others else {"any program": f"LD_PRELOAD={':'.join(ours)}"}),
     }
 
 

@@ -103,7 +103,7 @@ def load_once() -> Callable[..., Any]:
 @pytest.fixture
 def remembered_models(load_once: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Load and trace each Hugging Face directory once, for all tests with this fixture."""
-    for module in ("checks.checking", "inspection.models", "translation.torch_models"):
+    for module in ("checks.checking", "inspection.models", "profiling.run", "translation.torch_models"):
         monkeypatch.setattr(f"twellc.{module}.load_model", load_once)
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from twellc.passes.canonicalize import canonicalize
 from twellc.passes.graph.execution import example_inputs, run_program
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
+from twellc.passes.pipeline import canonicalize
 from twellc.passes.rewrite_ffn import rewrite_ffn
 
 Function = Callable[[Tensor], Tensor]

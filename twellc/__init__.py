@@ -11,17 +11,23 @@ from typing import TYPE_CHECKING
 from twellc.base.version import __version__
 
 if TYPE_CHECKING:
-    from twellc.api import check, compile, inspect, rewrite
+    from twellc.api import bench, check, compile, inspect, merge_profiles, profile, rewrite
     from twellc.base.errors import UserError
+    from twellc.benchmarking.result import BenchResult
+    from twellc.calibration.profile import Profile
     from twellc.checks.checking import CheckResult
-    from twellc.config import CheckOptions, CompileOptions, InspectOptions
+    from twellc.config import BenchOptions, CheckOptions, CompileOptions, InspectOptions, ProfileOptions
     from twellc.inspection.description import Inspection
     from twellc.manifest import Manifest
     from twellc.optimization import optimize, optimized_blocks, restore
+    from twellc.passes.firing import BlockProfile
     from twellc.passes.pipeline import Rewritten
     from twellc.passes.report import Layer
 
 __all__ = [
+    "BenchOptions",
+    "BenchResult",
+    "BlockProfile",
     "CheckOptions",
     "CheckResult",
     "CompileOptions",
@@ -29,26 +35,34 @@ __all__ = [
     "Inspection",
     "Layer",
     "Manifest",
+    "Profile",
+    "ProfileOptions",
     "Rewritten",
     "UserError",
     "__version__",
+    "bench",
     "check",
     "compile",
     "inspect",
+    "merge_profiles",
     "optimize",
     "optimized_blocks",
+    "profile",
     "restore",
     "rewrite",
 ]
 
 _HOMES = {
-    "api": ("check", "compile", "inspect", "rewrite"),
+    "api": ("bench", "check", "compile", "inspect", "merge_profiles", "profile", "rewrite"),
+    "benchmarking.result": ("BenchResult",),
+    "calibration.profile": ("Profile",),
     "checks.checking": ("CheckResult",),
-    "config": ("CheckOptions", "CompileOptions", "InspectOptions"),
+    "config": ("BenchOptions", "CheckOptions", "CompileOptions", "InspectOptions", "ProfileOptions"),
     "base.errors": ("UserError",),
     "inspection.description": ("Inspection",),
     "manifest": ("Manifest",),
     "optimization": ("optimize", "optimized_blocks", "restore"),
+    "passes.firing": ("BlockProfile",),
     "passes.pipeline": ("Rewritten",),
     "passes.report": ("Layer",),
 }

@@ -11,25 +11,42 @@ from typing import TYPE_CHECKING, Any
 
 from twellc.base.errors import UserError
 from twellc.base.files import temporary_folder, uninterrupted
-from twellc.config import CheckOptions, CompileOptions, InspectOptions, compile_options, refuse_choice
-from twellc.export.shapes import parse_profile
+from twellc.config import (
+    BenchOptions,
+    CheckOptions,
+    CompileOptions,
+    InspectOptions,
+    ProfileOptions,
+    compile_options,
+    refuse_choice,
+)
+from twellc.export.shapes import parse_profile, parse_sizes
 from twellc.inputs import parse_input
 
 if TYPE_CHECKING:
     import torch
     from torch.export import ExportedProgram
 
+    from twellc.base.arrays import Array
+    from twellc.benchmarking.result import BenchResult
+    from twellc.calibration.profile import Profile
     from twellc.checks.checking import CheckResult
     from twellc.inspection.description import Inspection
     from twellc.manifest import Manifest
     from twellc.passes.pipeline import Rewritten
 
     Model = str | os.PathLike[str] | ExportedProgram | torch.nn.Module
+    Data = str | os.PathLike[str] | Mapping[str, torch.Tensor | Array]
 
 Progress = Callable[[str], None]
 
-_PATHS = ("onnx", "dump_graphs", "report", "triton", "arrays", "text")
-_PARSERS: dict[str, Callable[[str], object]] = {"profiles": parse_profile, "inputs": parse_input}
+_PATHS = ("onnx", "dump_graphs", "report", "triton", "arrays", "text", "plot")
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "profiles": parse_profile,
+    "inputs": parse_input,
+    "plugin_libraries": Path,
+    "shapes": parse_sizes,
+}
 
 
 @dataclass(frozen=True)
@@ -180,6 +197,104 @@ def check(
         if in_memory:
             given |= {"trust_model": True}
         return check(CheckOptions(path, Path(candidate), **given), progress)
+
+
+def profile(
+    model: Model,
+    data: Data | Sequence[Data],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    progress: Progress = lambda step: None,
+    advance: Callable[[int, int], None] = lambda read, total: None,
+    **options: Any,
+) -> Profile:
+    """Count which neurons of a model fire for the user's data, as `twellc profile` does.
+
+    Args:
+        model: As in `compile`.
+        data: A file, as `twellc profile --inputs` takes it, or tensors or arrays by the names of the model's inputs;
+            or several of these.
+        output: Where the profile goes; None keeps it in memory.
+        args: Example inputs of a module, as `torch.export.export` takes them.
+        kwargs: Those by name.
+        dynamic_shapes: Their dynamic dimensions, likewise.
+        progress: Receives the name of each step.
+        advance: Receives how many bytes of the files were read, of how many.
+        options: The other fields of `twellc.ProfileOptions`; `inputs` as on the command line, too.
+
+    Raises:
+        UserError: The model or the data cannot be read or do not fit each other, or activations are NaN; nothing was
+            written.
+    """
+    with uninterrupted():  # native modules do not survive an interrupt while they are imported
+        from twellc.profiling.run import profile_model
+
+    several = [data] if isinstance(data, str | os.PathLike | Mapping) else data
+    sources = [each if isinstance(each, Mapping) else Path(each) for each in several]
+    with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
+        given = _parsed(ProfileOptions, options)
+        if in_memory:
+            given |= {"trust_model": True, "in_memory": in_memory}
+        made = ProfileOptions(path, None if output is None else Path(output), **given)
+        return profile_model(made, sources, progress, advance)
+
+
+def merge_profiles(
+    profiles: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], *, overwrite: bool = False
+) -> Profile:
+    """Make one profile of several of the same model, as `twellc profile --merge` does.
+
+    Args:
+        profiles: Their files.
+        output: Where the profile over all their data goes.
+        overwrite: Whether it may replace an existing file.
+
+    Raises:
+        UserError: One cannot be read, or they are of different models; nothing was written.
+    """
+    from twellc.calibration.profile import Profile
+
+    paths = list(map(Path, profiles))
+    merged = Profile.read(paths[0])
+    for path in paths[1:]:
+        merged = merged.merged(Profile.read(path), str(path))
+    merged.write(Path(output), overwrite=overwrite)
+    return merged
+
+
+def bench(
+    model: Model,
+    *,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    progress: Progress = lambda step: None,
+    **options: Any,
+) -> BenchResult:
+    """Measure a model on the GPU at hand, as it is and rewritten, as `twellc bench` does.
+
+    Args:
+        model: As in `compile`, but no ONNX file.
+        args: Example inputs of a module, as `torch.export.export` takes them.
+        kwargs: Those by name.
+        dynamic_shapes: Their dynamic dimensions, likewise.
+        progress: Receives the name of each step.
+        options: The other fields of `twellc.BenchOptions`; `shapes` and `inputs` as on the command line, too.
+
+    Raises:
+        UserError: There is no GPU, the model or its inputs cannot be read, or none of its blocks is rewritten.
+    """
+    with uninterrupted():  # native modules do not survive an interrupt while they are imported
+        from twellc.benchmarking.bench import bench_model
+
+    with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
+        given = _parsed(BenchOptions, options)
+        if in_memory:
+            given |= {"trust_model": True, "in_memory": in_memory}
+        return bench_model(BenchOptions(path, **given), progress)
 
 
 def _parsed(kind: type[Any], options: dict[str, Any]) -> dict[str, Any]:

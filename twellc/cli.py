@@ -27,6 +27,7 @@ from twellc.base.dtypes import DTYPES
 from twellc.base.errors import first_few
 from twellc.base.files import ENDING_SIGNALS
 from twellc.base.version import __version__
+from twellc.bench_command import bench
 from twellc.config import (
     ATTENTIONS,
     BACKENDS,
@@ -42,6 +43,7 @@ from twellc.cost import CostTable, LayerCosts
 from twellc.export.shapes import LARGEST_SIZE
 from twellc.passes.report import Attention, Layer
 from twellc.plugins.library import COMPRESSIONS, GPUS
+from twellc.profile_command import profile
 from twellc.terminal import (
     Command,
     FilePath,
@@ -135,6 +137,10 @@ def main() -> None:
             signal.signal(number, _interrupt)
 
 
+main.add_command(profile)
+main.add_command(bench)
+
+
 @main.command(cls=Command)
 @click.argument("model", type=FilePath())
 @click.option(
@@ -173,7 +179,9 @@ def main() -> None:
     "kept apart or recomputed. It changes speed and memory, never results.",
 )  # fmt: skip
 @click.option("--strict", is_flag=True, help="Fail when nothing matches, or a block that looks like one is refused.")
-@click.option("--dump-graphs", type=FilePath(), metavar="DIR", help="Folder for the graph after each pass.")
+@click.option(
+    "--dump-graphs", type=FilePath(), metavar="DIR", help="Folder for the graph as traced and after each pass."
+)
 @click.option("--report", type=FilePath(), metavar="FILE.json", help="Write what was done as JSON.")
 @click.option("--overwrite", is_flag=True, help="Replace existing output files.")
 @trust_model_option
@@ -188,6 +196,11 @@ def main() -> None:
     "other to TensorRT. auto: cudnn where it is at hand and was measured faster, which is TensorRT on Hopper.",
 )  # fmt: skip
 @click.option("--embed-plugins", is_flag=True, help="Put the plugin library into the plan.")
+@click.option(
+    "--plugin-library", "plugin_libraries", multiple=True, type=FilePath(), metavar="FILE",
+    help="A library of other people's TensorRT plugins, for a graph with nodes of theirs; several may be given. Its "
+    "code runs here.",
+)  # fmt: skip
 def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str, **options: Any) -> None:
     """Compile MODEL into a TensorRT plan.
 
@@ -303,6 +316,8 @@ def inspect(
         say("Note:", f"{note}.")
     _print_layers(description.layers)
     _print_attention(description.attention or [])
+    if description.manifest is not None:
+        _print_libraries(description.manifest)
     if description.layers:
         _print_cost(found.cost)
     _print_kernels(found.kernels)
@@ -394,12 +409,17 @@ def _print_layers(layers: list[Layer]) -> None:
         rewritten = layer.decision == "twell"
         table.add_row(
             layer.module, layer.variant, layer.activation, str(layer.d_model), str(layer.d_ff),
-            Text(f"rewritten{' + residual' if layer.residual else ''}", "green") if rewritten else "dense",
+            Text(_rewritten(layer), "green") if rewritten else "dense",
             layer.reason,
         )  # fmt: skip
     console.print(table)
     count = sum(layer.decision == "twell" for layer in layers)
     console.print(f"{count} of {len(layers)} feed-forward blocks rewritten")
+
+
+def _rewritten(layer: Layer) -> str:
+    """Say what a block became."""
+    return f"rewritten{' + residual' if layer.residual else ''}{f', {layer.hot} hot' if layer.hot else ''}"
 
 
 def _print_attention(blocks: list[Attention]) -> None:
@@ -415,6 +435,12 @@ def _print_attention(blocks: list[Attention]) -> None:
     )
     for reason, modules in _by_reason(blocks).items():
         console.print(f"  {reason}: {first_few(modules)}", soft_wrap=True)
+
+
+def _print_libraries(manifest: Manifest) -> None:
+    """Name other people's plugin libraries that a plan needs."""
+    for library in manifest.plugins.libraries or ():
+        click.echo(plain(f"{library.file}: plugins {', '.join(library.names)}; sha256 {library.sha256}"))
 
 
 def _by_reason(blocks: list[Attention]) -> dict[str, list[str]]:

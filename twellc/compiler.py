@@ -14,8 +14,10 @@ from twellc.config import CompileOptions
 from twellc.export.plan import build_plan, check_builder
 from twellc.export.tensorrt_host import choose_host
 from twellc.export.triton import CONFIG_NAME, model_config
-from twellc.manifest import UNKEPT_GRAPH, Manifest, by_cudnn, make_manifest, manifest_path
+from twellc.manifest import UNKEPT_GRAPH, Manifest, by_cudnn, make_manifest, manifest_path, needs_plugins
 from twellc.plugins.library import attention_library_path, library_path
+from twellc.plugins.other_libraries import check_libraries
+from twellc.plugins.registration import NEEDS_PLUGINS
 from twellc.translation.summary import TranslationSummary
 
 EMBEDDED_NOTE = (
@@ -44,6 +46,7 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> M
     Raises:
         UserError: Something that the user gave does not work; nothing was written.
     """
+    check_libraries(options.plugin_libraries)
     backend = None if options.backend == "none" else choose_host(options.backend)
     with Outputs(options.overwrite) as outputs:
         if options.triton is not None and options.output is not None:
@@ -55,7 +58,7 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> M
             assert options.output is not None
             onnx_path = outputs.scratch(options.output, UNKEPT_GRAPH)
         if backend is not None and options.output is not None:
-            run_isolated(check_builder, backend, options.attention, progress=progress)
+            run_isolated(check_builder, backend, options.attention, list(options.plugin_libraries), progress=progress)
         translation = run_isolated(_translate, options, onnx_path, progress=progress)
         _refuse_model_files(options, translation.external_data)
         if options.onnx is not None:
@@ -66,8 +69,9 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> M
         if backend is not None and options.output is not None:
             plan_file = outputs.stage(options.output)
             plan = run_isolated(
-                build_plan, backend, onnx_path, plan_file, translation.profiles,
-                _embedded(options, translation), progress=lambda phase: progress(f"building the plan: {phase}"),
+                build_plan, backend, onnx_path, plan_file, translation.profiles, _embedded(options, translation),
+                list(options.plugin_libraries), _needs(options, translation),
+                progress=lambda phase: progress(f"building the plan: {phase}"),
             )  # fmt: skip
         manifest = make_manifest(options, translation, plan, plan_file)
         manifest.notes.extend([CUDNN_NOTE] if by_cudnn(translation.attention) else [])
@@ -79,7 +83,7 @@ def compile_model(options: CompileOptions, progress: Callable[[str], None]) -> M
         if options.report is not None:
             outputs.write(options.report, text)
         if options.triton is not None and plan is not None:
-            config = model_config(options.triton.name, plan, len(manifest.profiles), bool(manifest.plugins.names))
+            config = model_config(options.triton.name, plan, len(manifest.profiles), manifest.plugins.register)
             outputs.write(options.triton / CONFIG_NAME, config)
         outputs.commit()
     return manifest
@@ -97,7 +101,14 @@ def _embedded(options: CompileOptions, translation: TranslationSummary) -> list[
     if not options.embed_plugins:
         return []
     attention = attention_library_path() if by_cudnn(translation.attention) else None
-    return [library_path(), *([attention] if attention is not None else [])]
+    return [library_path(), *([attention] if attention is not None else []), *options.plugin_libraries]
+
+
+def _needs(options: CompileOptions, translation: TranslationSummary) -> str:
+    """Return what a plan says that it needs; one may be found without its manifest."""
+    own = [NEEDS_PLUGINS] if needs_plugins(translation.layers, translation.attention) else []
+    others = [f"needs the TensorRT plugins in {path.name}" for path in options.plugin_libraries]
+    return "; ".join([*own, *others])
 
 
 def _check_outputs(options: CompileOptions, outputs: Outputs) -> None:
@@ -114,7 +125,7 @@ def _check_outputs(options: CompileOptions, outputs: Outputs) -> None:
     folder = Path(os.path.realpath(options.model))
     files += [path for _, path in _destinations(options) if any(folder in place.parents for place in _places(path))]
     files = [file for file in files if file.is_file() and not any(map(file.match, _COMPILED))]
-    _refuse_model_files(options, [options.model, *files])
+    _refuse_model_files(options, [options.model, *options.plugin_libraries, *files])
 
 
 def _refuse_model_files(options: CompileOptions, files: list[Path]) -> None:

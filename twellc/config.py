@@ -8,7 +8,7 @@ from typing import Any
 
 from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
-from twellc.export.shapes import ShapeRange
+from twellc.export.shapes import Shape, ShapeRange
 from twellc.export.triton import PLAN_NAME, VERSION, model_folder
 from twellc.inputs import InputDeclaration
 from twellc.plugins.library import COMPRESSIONS
@@ -21,6 +21,8 @@ DEFAULT_COMPRESSION = 8
 DEFAULT_DENSITY = 0.005
 DEFAULT_TOKENS = 2048
 DEFAULT_GPU = "H200"
+DEFAULT_BATCH = 8
+DEFAULT_REPEATS = 20
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class CompileOptions:
         layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
         compression: The TwELL compression factor.
         strict: Fail when nothing matches or a block that looks like one is refused.
-        dump_graphs: A folder for the graph after each pass.
+        dump_graphs: A folder for the graph as traced and after each pass.
         report: Where to write the report as JSON.
         overwrite: Whether outputs may replace existing files.
         trust_model: Whether to load a pickle, or an archive that could execute code.
@@ -50,6 +52,7 @@ class CompileOptions:
         padding: Whether a causal Hugging Face model takes no `attention_mask` (`none`) or one (`mask`); None takes the
             default of the model, `none` where it is causal.
         logits: The places whose logits a causal Hugging Face model computes: `all` or the `last` one.
+        plugin_libraries: TensorRT plugin libraries of other people, for graphs that hold nodes of theirs.
         in_memory: What to call a model that is in memory, and in `model` only for the command; empty for a file.
     """
 
@@ -73,6 +76,7 @@ class CompileOptions:
     attention_forms: tuple[str, ...] = ()
     padding: str | None = None
     logits: str = "all"
+    plugin_libraries: tuple[Path, ...] = ()
     in_memory: str = ""
 
 
@@ -102,6 +106,47 @@ class InspectOptions:
 
 
 @dataclass(frozen=True)
+class BenchOptions:
+    """What `twellc bench` was asked to do.
+
+    Attributes:
+        model: The model, as `twellc compile` takes it, but no ONNX file.
+        shapes: Sizes of the model's dynamic dimensions, in order, to measure at; none takes usual ones.
+        dtype: Precision; None takes the one that `twellc compile` would.
+        layers: Which matches to rewrite, as in `CompileOptions`.
+        compression: The TwELL compression factor.
+        seed: Seed of random inputs; None takes 0.
+        arrays: An `.npz` file with the inputs, instead of random ones.
+        text: A text to make the inputs from, instead of random ones.
+        repeats: How often each contestant is timed.
+        compiled: Whether to measure what torch.compile makes of the models, too.
+        tensorrt: Whether to build and measure plans where full TensorRT is installed.
+        plot: Where to write a picture of the speed-ups.
+        overwrite: Whether the picture may replace an existing file.
+        trust_model: Load a pickle, or an archive that could execute code.
+        inputs: The inputs of a pickled module.
+        in_memory: See `CompileOptions`.
+    """
+
+    model: Path
+    shapes: tuple[Shape, ...] = ()
+    dtype: str | None = None
+    layers: str = "auto"
+    compression: int = DEFAULT_COMPRESSION
+    seed: int | None = None
+    arrays: Path | None = None
+    text: Path | None = None
+    repeats: int = DEFAULT_REPEATS
+    compiled: bool = True
+    tensorrt: bool = True
+    plot: Path | None = None
+    overwrite: bool = False
+    trust_model: bool = False
+    inputs: tuple[InputDeclaration, ...] = ()
+    in_memory: str = ""
+
+
+@dataclass(frozen=True)
 class CheckOptions:
     """What `twellc check` was asked to do.
 
@@ -122,6 +167,42 @@ class CheckOptions:
     text: Path | None = None
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What `twellc profile` was asked to do.
+
+    Attributes:
+        model: The model, as `twellc compile` takes it.
+        output: Where the profile goes; None keeps it in memory.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` takes the GPU where torch sees one.
+        batch: Sequences in a run of the model.
+        sequence: Tokens in a sequence at most, for data without a shape of its own; None takes 1024, or what the model
+            takes at most.
+        tokens: How many tokens to stop after; None takes all data.
+        field: The field of a line of JSON that holds the text.
+        dtype: Precision to run the model in; None takes the one that `twellc compile` would.
+        padding: See `CompileOptions`.
+        overwrite: Whether the output may replace an existing file.
+        trust_model: Load a pickle, or an archive that could execute code.
+        inputs: The inputs of a pickled module.
+        in_memory: See `CompileOptions`.
+    """
+
+    model: Path
+    output: Path | None = None
+    device: str = "auto"
+    batch: int = DEFAULT_BATCH
+    sequence: int | None = None
+    tokens: int | None = None
+    field: str = "text"
+    dtype: str | None = None
+    padding: str | None = None
+    overwrite: bool = False
+    trust_model: bool = False
+    inputs: tuple[InputDeclaration, ...] = ()
+    in_memory: str = ""
 
 
 def refuse_dtype(requested: str | None, target: str) -> None:
@@ -179,7 +260,11 @@ def compile_options(
         output = triton_plan(triton, model)
         triton = model_folder(triton, model)
     if options.get("backend") == "none":
-        for option, given in (("triton", triton), ("embed-plugins", options.get("embed_plugins"))):
+        given_options = {
+            "triton": triton, "embed-plugins": options.get("embed_plugins"),
+            "plugin-library": options.get("plugin_libraries"),
+        }  # fmt: skip
+        for option, given in given_options.items():
             if given:
                 raise UserError(f"--{option}", "no plan is built", got="--backend none")
         if onnx is None and output is not None and output.suffix == ".onnx":

@@ -31,10 +31,12 @@ from twellc.translation.summary import TranslationSummary
 
 _Record = TypeVar("_Record", bound=Record)
 
-SCHEMA = 2
+SCHEMA = 3
 
 _SHAPES = {"min": [int], "opt": [int], "max": [int]}
 _TENSOR = {"name": str, "dtype": str, "shape": [int]}
+# Where a plan needs some.
+_LIBRARIES = [{"names": [str], "file": str, "sha256": str}]
 # What the manifest of a plan holds: a type or one of several; a list of one form; a dictionary with these
 # keys, or with any (`str`).
 _FORM: dict[str, Any] = {
@@ -44,7 +46,7 @@ _FORM: dict[str, Any] = {
     "layers": [
         {
             "module": str, "variant": str, "activation": str, "d_model": int, "d_ff": int, "d_out": int,
-            "matched": bool, "decision": str, "reason": str, "residual": bool,
+            "matched": bool, "decision": str, "reason": str, "residual": bool, "hot": int,
         }
     ],
     "attention": [
@@ -84,14 +86,24 @@ class Settings(Record):
 
 
 @dataclass(frozen=True)
+class PluginLibrary(Record):
+    """A plugin library of other people: the plugins that it brings, and name and SHA-256 of its file."""
+
+    names: list[str]
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Plugins(Record):
-    """The plugins that a plan needs, whether it carries them, and how to register them."""
+    """The plugins that a plan needs, whether it carries them, how to register them, and other people's libraries."""
 
     namespace: str
     version: str
     names: list[str]
     embedded: bool
     register: dict[str, str] | None = field(default=None, metadata=OPTIONAL)
+    libraries: list[PluginLibrary] | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)
@@ -200,6 +212,11 @@ def by_cudnn(attention: list[Attention]) -> bool:
     return any(block.form == "cudnn" for block in attention)
 
 
+def needs_plugins(layers: list[Layer], attention: list[Attention]) -> bool:
+    """Whether a plan needs plugins of twellc."""
+    return by_cudnn(attention) or any(layer.decision == "twell" for layer in layers)
+
+
 def make_manifest(
     options: CompileOptions,
     translation: TranslationSummary,
@@ -210,13 +227,15 @@ def make_manifest(
     rewritten = {layer.variant for layer in translation.layers if layer.decision == "twell"}
     used = [name for name, variant in zip(PLUGIN_NAMES, ("gated", "plain"), strict=True) if variant in rewritten]
     used += [ATTENTION_NAME] if by_cudnn(translation.attention) else []
-    backend = plan_record = register = None
+    backend = plan_record = register = libraries = None
     if plan is not None and plan_file is not None:
         backend = Backend(**plan.backend)
-        if used:
+        libraries = [PluginLibrary(each.names, each.file, each.sha256) for each in plan.libraries] or None
+        if used or libraries:
             module = python_module(backend.name)
             assert module is not None  # it built the plan
-            register = how_to_register(plan_file.name, module, ATTENTION_NAME in used)
+            others = [each.file for each in libraries or ()]
+            register = how_to_register(plan_file.name, module, used, others)
         inputs, outputs = (
             [PlanTensor(tensor.name, tensor.dtype, list(tensor.shape)) for tensor in tensors]
             for tensors in (plan.inputs, plan.outputs)
@@ -233,7 +252,7 @@ def make_manifest(
         attention=translation.attention,
         notes=list(translation.notes),
         warnings=list(translation.warnings),
-        plugins=Plugins(PLUGIN_NAMESPACE, PLUGIN_VERSION, used, embedded, register),
+        plugins=Plugins(PLUGIN_NAMESPACE, PLUGIN_VERSION, used, embedded, register, libraries),
         onnx=OnnxFile(options.onnx.name if options.onnx else None, translation.digest),
         profiles=translation.profiles,
         backend=backend,
@@ -287,12 +306,14 @@ def _of_json(content: dict[str, Any]) -> Manifest:
         {name: ShapeRange(*(tuple(shapes[which]) for which in _SHAPES)) for name, shapes in profile.items()}
         for profile in content["profiles"]
     ]
+    given = content["plugins"].get("libraries")
+    libraries = None if given is None else [pick(PluginLibrary, library) for library in given]
     records = {
         "model": pick(ModelFile, content["model"]),
         "settings": pick(Settings, content["settings"]),
         "layers": [pick(Layer, layer) for layer in content["layers"]],
         "attention": [pick(Attention, block) for block in content["attention"]],
-        "plugins": pick(Plugins, content["plugins"]),
+        "plugins": pick(Plugins, {**content["plugins"], "libraries": libraries}),
         "onnx": pick(OnnxFile, content["onnx"]),
         "profiles": profiles,
         "backend": pick(Backend, content["backend"]),
@@ -350,6 +371,9 @@ def _unusable(manifest: dict[str, Any]) -> str:
     known = all(settings[name] in values for name, values in allowed.items() if name in settings)
     if not known or not set(settings["attention_forms"]) <= set(ATTENTION_FORMS):
         return "settings has values that twellc compile does not take"
+    libraries = _misfit(manifest["plugins"].get("libraries", []), _LIBRARIES, "plugins.libraries")
+    if libraries:
+        return libraries
     inputs = {tensor["name"]: tensor["shape"] for tensor in manifest["plan"]["inputs"]}
     if manifest["onnx"]["file"] not in (None, Path(manifest["onnx"]["file"] or "").name):
         return "onnx.file is no name of a file beside the plan"

@@ -26,11 +26,11 @@ from torch.export import Dim, ShapesCollection
 from torch.fx import Node
 
 from twellc.base.errors import UserError, first_few, first_line
-from twellc.passes.canonicalize import canonicalize
 from twellc.passes.decide import KERNEL_DTYPES, decide
 from twellc.passes.graph.program import quiet_torch, user_inputs, written_tensors
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.match.linear import Linear, Weight, strip
+from twellc.passes.pipeline import canonicalize
 from twellc.passes.report import Layer
 from twellc.plugins.library import COMPRESSIONS
 from twellc.plugins.ops import GATED_MLP, MLP
@@ -103,7 +103,7 @@ class _Optimized(nn.Module):
             return super().forward(*arguments, **named)
         layer = block.layer
         op = GATED_MLP if layer.variant == "gated" else MLP
-        return op(x, *tensors, None, layer.activation, block.threshold, block.compression)
+        return op(x, *tensors, None, layer.activation, block.threshold, block.compression, layer.hot)
 
     def _operands(self, x: Tensor) -> list[Tensor | None] | None:
         """Return what the op reads besides x, or None where the original forward must run."""

@@ -19,6 +19,18 @@ def example_inputs(program: ExportedProgram) -> dict[str, torch.Tensor]:
     return dict(zip((node.name for node in user_inputs(program)), tensors, strict=True))
 
 
+def call_arguments(program: ExportedProgram, inputs: dict[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and named arguments of a program's module for tensor inputs by name."""
+    leaves, spec = pytree.tree_flatten(program.example_inputs)
+    args, kwargs = pytree.tree_unflatten(_flat_arguments(program, leaves, inputs), spec)
+    return args, kwargs
+
+
+def _flat_arguments(program: ExportedProgram, leaves: list[Any], inputs: dict[str, torch.Tensor]) -> list[Any]:
+    tensors = iter(inputs[node.name] for node in user_inputs(program))
+    return [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
 def run_program(
     program: ExportedProgram, inputs: dict[str, torch.Tensor], visit: Callable[[str, Any], Any] | None = None
 ) -> list[torch.Tensor]:
@@ -32,8 +44,7 @@ def run_program(
         visit: Receives the name and the value of each node, and returns the value to go on with.
     """
     leaves, spec = pytree.tree_flatten(program.example_inputs)
-    tensors = iter(inputs[node.name].clone() for node in user_inputs(program))
-    values = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    values = _flat_arguments(program, leaves, {name: tensor.clone() for name, tensor in inputs.items()})
     module = program.module(check_guards=False)
     state = {tensor: tensor.clone() for tensor in (tensor_of(program, name) for name in written_tensors(program))}
     with torch.no_grad():

@@ -26,6 +26,7 @@ import torch
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from twellc.base.arrays import to_numpy, to_torch
+from twellc.base.dtypes import BY_NAME, dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.passes.decide import decide
 from twellc.passes.match.find_ffn import FfnBlock, find_blocks
@@ -40,7 +41,6 @@ from twellc.plugins.onnx_node import GATED, PLAIN, node_attributes
 # Initializers above this size take no part in shape inference, which would copy them.
 _SMALL = 1024
 _SCOPES = "pkg.torch.onnx.name_scopes"
-_ONNX_TYPES = {torch.bfloat16: onnx.TensorProto.BFLOAT16, torch.float16: onnx.TensorProto.FLOAT16}
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ def rewrite_onnx(found: OnnxBlocks, compression: int) -> onnx.ModelProto:
     """
 
     def make(
-        block: FfnBlock, operands: list[gs.Tensor | None], residual: gs.Tensor | None, y: gs.Tensor, _: Any
+        block: FfnBlock, hot: int, operands: list[gs.Tensor | None], residual: gs.Tensor | None, y: gs.Tensor, _: Any
     ) -> list[gs.Node]:
         op_type = PLAIN if block.gate is None else GATED
         present = [bias is not None for bias in operands[2::2]]
-        has_residual = residual is not None
-        attributes = node_attributes(op_type, present, has_residual, block.activation, block.threshold, compression)
+        options = block.activation, block.threshold, compression, hot
+        attributes = node_attributes(op_type, present, residual is not None, *options)
         inputs = [operand for operand in (*operands, residual) if operand is not None]
         return [gs.Node(op_type, f"{block.module}/{op_type}", attributes, inputs, [y], domain=PLUGIN_NAMESPACE)]
 
@@ -124,7 +124,7 @@ def lower_onnx(found: OnnxBlocks) -> onnx.ModelProto:
     """
 
     def make(
-        block: FfnBlock, operands: list[gs.Tensor | None], residual: None, y: gs.Tensor, temporary: Any
+        block: FfnBlock, _: int, operands: list[gs.Tensor | None], residual: None, y: gs.Tensor, temporary: Any
     ) -> list[gs.Node]:
         nodes: list[gs.Node] = []
 
@@ -209,9 +209,9 @@ def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
     return light
 
 
-# Makes the nodes of a block from x, its weights and biases, its residual, which a block between casts never has, and y;
-# gets a factory of temporary tensors.
-_Make = Callable[[FfnBlock, list[gs.Tensor | None], Any, gs.Tensor, Callable[[], gs.Tensor]], list[gs.Node]]
+# Makes the nodes of a block from how many of its neurons are hot; x, its weights and biases; its residual, which a
+# block between casts never has; and y. Gets a factory of temporary tensors.
+_Make = Callable[[FfnBlock, int, list[gs.Tensor | None], Any, gs.Tensor, Callable[[], gs.Tensor]], list[gs.Node]]
 
 
 def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto:
@@ -263,7 +263,7 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
             nodes.append(_cast(operands[0], low, block.dtype))
             operands[0] = low
         residual = shadow.tensors[block.residual.other] if block.residual else None
-        nodes += make(block, operands, residual, result, temporary)
+        nodes += make(block, layer.hot, operands, residual, result, temporary)
         if casts:
             nodes.append(_cast(result, y, found_block.dtype))
         graph.nodes[position:position] = nodes
@@ -289,5 +289,4 @@ def _operands(
 
 
 def _cast(source: gs.Tensor | None, target: gs.Tensor, dtype: torch.dtype) -> gs.Node:
-    to = _ONNX_TYPES.get(dtype, onnx.TensorProto.FLOAT)
-    return gs.Node("Cast", f"{target.name}/Cast", {"to": to}, [source], [target])
+    return gs.Node("Cast", f"{target.name}/Cast", {"to": BY_NAME[dtype_name(dtype)].onnx}, [source], [target])

@@ -23,20 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch.fx import Graph, Node
 
+from twellc.base.dtypes import BY_ONNX
+
 aten = torch.ops.aten
 
-_DTYPES = {
-    onnx.TensorProto.FLOAT: torch.float32,
-    onnx.TensorProto.FLOAT16: torch.float16,
-    onnx.TensorProto.BFLOAT16: torch.bfloat16,
-    onnx.TensorProto.DOUBLE: torch.float64,
-    onnx.TensorProto.BOOL: torch.bool,
-    onnx.TensorProto.UINT8: torch.uint8,
-    onnx.TensorProto.INT8: torch.int8,
-    onnx.TensorProto.INT16: torch.int16,
-    onnx.TensorProto.INT32: torch.int32,
-    onnx.TensorProto.INT64: torch.int64,
-}
 _FIRST_PRIME = 100_003
 # Operators of one tensor that have one meaning in all versions and no attributes that matter here.
 _UNARY = {
@@ -78,7 +68,8 @@ def dtype_of(onnx_type: Any) -> torch.dtype | None:
         return None
     if not isinstance(onnx_type, int):
         onnx_type = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(onnx_type))
-    return _DTYPES.get(onnx_type)
+    known = BY_ONNX.get(onnx_type)
+    return None if known is None else known.torch
 
 
 def constant_values(tensor: gs.Tensor) -> NDArray[Any] | None:

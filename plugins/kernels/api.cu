@@ -11,6 +11,7 @@
 #include "many_tokens/gate.h"
 #include "many_tokens/schedule.h"
 #include "many_tokens/sparse_rows.h"
+#include "many_tokens/split.h"
 #include "many_tokens/up_down.h"
 #include "one_or_two_tokens/one_or_two.h"
 #include "routes.h"
@@ -30,9 +31,10 @@ using twell::words_per_tile;
 constexpr size_t kAlignment = 16;
 // twell_internal_dense and twell_internal_describe: not a number of rows.
 constexpr int64_t kDenseBlock = -3;
+constexpr int64_t kSplit = -5;
 // twell_internal_describe likewise: the routes, or the gate alone.
-constexpr int64_t kRoutes = -5;
-constexpr int64_t kGate = -6;
+constexpr int64_t kRoutes = -6;
+constexpr int64_t kGate = -7;
 constexpr int kMinComputeCapabilityMajor = 8;
 
 bool is_aligned(void const* pointer, size_t alignment) { return reinterpret_cast<uintptr_t>(pointer) % alignment == 0; }
@@ -114,6 +116,30 @@ cudaError_t run_steps(twell_problem const& problem, twell_tensors const& tensors
     return twell::launch_up_down(problem, tensors, packed, scratch, dense_rows, device, stream, choice);
 }
 
+size_t bytes_of_steps(twell_problem const& problem) {
+    return twell::aligned(twell_packed_bytes(&problem)) + twell::up_down_scratch_bytes(problem);
+}
+
+// A problem that is split: its first neurons densely, then both steps for the others.
+cudaError_t run_split(twell_problem const& problem, twell_tensors const& tensors, void* workspace, Device const& device,
+                      cudaStream_t stream, twell::Kernels choice = twell::Kernels::kBest) {
+    twell::Split const split = twell::split_at(problem, tensors, workspace);
+    auto const run = [&](twell::Part const& part, int64_t dense_rows) {
+        void* const scratch = scratch_in(split.workspace, &part.problem);
+        return run_steps(part.problem, part.tensors, static_cast<uint32_t*>(split.workspace), scratch, dense_rows,
+                         device, stream, choice);
+    };
+    twell_problem const& hot = split.hot.problem;
+    cudaError_t const error =
+        choice != twell::Kernels::kGeneric && twell::has_dense_block(hot, device)
+            ? twell::launch_dense_rows(hot, split.hot.tensors, scratch_in(split.workspace, &hot), false, device, stream)
+            : run(split.hot, hot.tokens);
+    if (error != cudaSuccess || split.rest.problem.d_ff == 0) {
+        return error;
+    }
+    return run(split.rest, twell::kGuardDecides);
+}
+
 // The whole block.
 cudaError_t run(twell_problem const& problem, twell_tensors const& tensors, void* workspace, Device const& device,
                 cudaStream_t stream) {
@@ -131,16 +157,22 @@ cudaError_t run(twell_problem const& problem, twell_tensors const& tensors, void
         case twell::Route::kDenseBlock:
             return twell::launch_dense_rows(problem, tensors, scratch, true, device, stream);
         default:
+            if (twell::is_split(problem)) {
+                return run_split(problem, tensors, workspace, device, stream);
+            }
             return run_steps(problem, tensors, packed, scratch, twell::kGuardDecides, device, stream);
     }
 }
 
-// The same, but with so many rows on the dense path, or as a dense block.
+// The same, but with so many rows on the dense path, or as a dense block, or split.
 cudaError_t run_forced(twell_problem const& problem, twell_tensors const& tensors, void* workspace, int64_t dense_rows,
                        twell::Kernels choice, Device const& device, cudaStream_t stream) {
     void* const scratch = scratch_in(workspace, &problem);
     if (dense_rows == kDenseBlock) {
         return twell::launch_dense_rows(problem, tensors, scratch, false, device, stream);
+    }
+    if (dense_rows == kSplit) {
+        return run_split(problem, tensors, workspace, device, stream, choice);
     }
     return run_steps(problem, tensors, static_cast<uint32_t*>(workspace), scratch, dense_rows, device, stream, choice);
 }
@@ -179,7 +211,8 @@ TWELL_API cudaError_t twell_internal_schedule(twell_problem const* problem, uint
                                               uint16_t const* spilled, void* memory, cudaStream_t stream);
 
 // twell_mlp for any number of tokens, with so many rows on the dense path, see launch_up_down, or, for kDenseBlock, as
-// a dense block without a gate of its own; `kernels` is the caller's choice of twell::Kernels. For tests, likewise.
+// a dense block without a gate of its own, or, for kSplit, split by the problem's hint; `kernels` is the caller's
+// choice of twell::Kernels. For tests, likewise.
 TWELL_API cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                            int64_t dense_rows, int32_t kernels, cudaStream_t stream);
 
@@ -238,6 +271,9 @@ char const* twell_validate(twell_problem const* problem) {
     if (problem->activation == TWELL_FATRELU && !(problem->threshold >= 0.0f && isfinite(problem->threshold))) {
         return "threshold must be finite and at least 0";
     }
+    if (problem->hot < 0 || problem->hot > problem->d_ff) {
+        return "hot must be 0 to d_ff";
+    }
     return nullptr;
 }
 
@@ -252,9 +288,9 @@ size_t twell_workspace_bytes(twell_problem const* problem) {
     if (!is_valid(problem) || problem->tokens == 0) {
         return 0;
     }
-    return twell::aligned(twell_packed_bytes(problem)) +
-           std::max({twell::one_or_two_scratch_bytes(*problem), twell::few_scratch_bytes(*problem),
-                     twell::up_down_scratch_bytes(*problem)});
+    size_t const few = twell::aligned(twell_packed_bytes(problem)) +
+                       std::max(twell::one_or_two_scratch_bytes(*problem), twell::few_scratch_bytes(*problem));
+    return std::max({few, bytes_of_steps(*problem), twell::split_bytes(*problem, bytes_of_steps)});
 }
 
 cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "common.h"
+#include "fields.h"
 
 namespace twell {
 namespace {
@@ -165,6 +166,9 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
                       std::to_string(d_model) + ", as in " + role_name(kWGate) + " [d_ff, d_model]");
     }
     check_residual(inputs);
+    if (d_ff != kAny && options_.hot > d_ff) {
+        refuse("hot", std::to_string(options_.hot), "0 to d_ff = " + std::to_string(d_ff));
+    }
     int64_t tokens = 1;
     for (int32_t i = 0; i < x.nbDims - 1; ++i) {
         if (x.d[i] != kAny && __builtin_mul_overflow(tokens, x.d[i], &tokens)) {
@@ -180,13 +184,14 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
     twell_problem problem{};
     problem.tokens = tokens;
     problem.d_model = narrow(d_model, 8);
-    problem.d_ff = narrow(d_ff, 1);
+    problem.d_ff = narrow(d_ff, std::max(options_.hot, 1));
     problem.d_out = narrow(d_out, 8);
     problem.compression = options_.compression;
     problem.dtype = type == DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
     problem.variant = variant_;
     problem.activation = options_.activation;
     problem.threshold = options_.threshold;
+    problem.hot = options_.hot;
     if (char const* const complaint = twell_validate(&problem); complaint != nullptr) {
         throw Refusal(std::string(complaint) + " (x " + text_of(x) + ", " + role_name(kWGate) + " " +
                       text_of(inputs[slots_[kWGate]]) + ", w_down " + text_of(inputs[slots_[kWDown]]) + ")");

@@ -5,6 +5,6 @@ namespace twell {
 
 // TensorRT names all three where it does not find a plugin: these and the plugin's; the version alone says twellc.
 constexpr char const* kPluginNamespace = "twell";
-constexpr char const* kPluginVersion = "twellc-2";
+constexpr char const* kPluginVersion = "twellc-3";
 
 }  // namespace twell

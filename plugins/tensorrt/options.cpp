@@ -18,13 +18,14 @@ using nvinfer1::TensorRTPhase;
 constexpr char const* kActivation = "activation";
 constexpr char const* kThreshold = "threshold";
 constexpr char const* kCompression = "compression";
+constexpr char const* kHot = "hot";
 constexpr char const* kGateBias = "gate_bias";
 constexpr char const* kUpBias = "up_bias";
 constexpr char const* kDownBias = "down_bias";
 constexpr char const* kResidualField = "residual";
 // In plans only: raised whenever the meaning of the plan fields changes.
 constexpr char const* kSchema = "schema";
-constexpr int32_t kSchemaVersion = 2;
+constexpr int32_t kSchemaVersion = 3;
 
 struct ActivationName {
     char const* name;
@@ -86,6 +87,7 @@ Options read_fields(twell_variant variant, PluginFieldCollection const* collecti
     options.activation = read_activation(variant, fields, phase);
     options.threshold = read_threshold(options.activation, fields, phase);
     options.compression = fields.integer(kCompression, {1, 2, 4, 8});
+    options.hot = fields.integer(kHot, 0, TWELL_MAX_D_FF);
     if (variant == TWELL_GATED) {
         options.b_gate = fields.integer(kGateBias, {0, 1}) == 1;
         options.b_up = fields.integer(kUpBias, {0, 1}) == 1;
@@ -102,9 +104,10 @@ Options read_fields(twell_variant variant, PluginFieldCollection const* collecti
 
 std::vector<PluginField> field_names(twell_variant variant) {
     std::vector<PluginField> fields{
-        {kActivation, nullptr, PluginFieldType::kCHAR, 1},   {kThreshold, nullptr, PluginFieldType::kFLOAT32, 1},
-        {kCompression, nullptr, PluginFieldType::kINT32, 1}, {kUpBias, nullptr, PluginFieldType::kINT32, 1},
-        {kDownBias, nullptr, PluginFieldType::kINT32, 1},    {kResidualField, nullptr, PluginFieldType::kINT32, 1},
+        {kActivation, nullptr, PluginFieldType::kCHAR, 1},     {kThreshold, nullptr, PluginFieldType::kFLOAT32, 1},
+        {kCompression, nullptr, PluginFieldType::kINT32, 1},   {kHot, nullptr, PluginFieldType::kINT32, 1},
+        {kUpBias, nullptr, PluginFieldType::kINT32, 1},        {kDownBias, nullptr, PluginFieldType::kINT32, 1},
+        {kResidualField, nullptr, PluginFieldType::kINT32, 1},
     };
     if (variant == TWELL_GATED) {
         fields.emplace_back(kGateBias, nullptr, PluginFieldType::kINT32, 1);
@@ -128,6 +131,7 @@ Serialized::Serialized(twell_variant variant, Options const& options) : threshol
     add(kActivation, options.activation);
     fields_.emplace_back(kThreshold, &threshold_, PluginFieldType::kFLOAT32, 1);
     add(kCompression, options.compression);
+    add(kHot, options.hot);
     if (variant == TWELL_GATED) {
         add(kGateBias, options.b_gate ? 1 : 0);
         add(kUpBias, options.b_up ? 1 : 0);

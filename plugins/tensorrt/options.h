@@ -14,6 +14,7 @@ struct Options {
     int32_t activation = TWELL_RELU;  // twell_activation
     float threshold = 0.0F;           // TWELL_FATRELU only
     int32_t compression = 8;          // 1, 2, 4 or 8
+    int32_t hot = 0;                  // neurons, the first ones: 0 to d_ff, which only the shapes tell
     // Whether these inputs are present. A plain block has no gate: its `b_gate` is the field up_bias, as in twell.h.
     bool b_gate = false;
     bool b_up = false;
@@ -40,7 +41,7 @@ class Serialized {
     nvinfer1::PluginFieldCollection const* collection() const { return &collection_; }
 
   private:
-    std::array<int32_t, 7> integers_{};
+    std::array<int32_t, 8> integers_{};
     float threshold_ = 0.0F;
     std::vector<nvinfer1::PluginField> fields_;
     nvinfer1::PluginFieldCollection collection_{};

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import click
 import pytest
 import torch
 
@@ -145,6 +146,15 @@ def test_table_row(benchmark_module: Callable[[str], Any]) -> None:
     assert row.count("|") == block.HEADER.splitlines()[0].count("|")
     result["times"]["dense FP8"] = {"median_us": 9.0}
     assert block.table_row(result).endswith("| 2.00 | 0.90 |")
+
+
+def test_parts_of_the_suite(benchmark_module: Callable[[str], Any]) -> None:
+    block = benchmark_module("block")
+    parts = [block.settings_of(f"{number}/3") for number in (1, 2, 3)]
+    assert sorted(map(str, sum(parts, ()))) == sorted(map(str, block.SUITE))
+    for wrong in ("", "0/3", "4/3", "a/3", "1"):
+        with pytest.raises(click.BadParameter, match="is no part of the suite"):
+            block.settings_of(wrong)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

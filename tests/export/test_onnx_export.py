@@ -59,11 +59,12 @@ def test_gated_nodes(tmp_path: Path) -> None:
             "activation": "relu",
             "threshold": 0.0,
             "compression": 4,
+            "hot": 0,
             "gate_bias": int("g" in biases),
             "up_bias": int("u" in biases),
             "down_bias": int("d" in biases),
             "residual": 1,
-            "plugin_version": "twellc-2",
+            "plugin_version": "twellc-3",
             "plugin_namespace": "twell",
         }
         gate, up, down = block.ffn.gate, block.ffn.up, block.ffn.down
@@ -89,10 +90,11 @@ def test_plain_nodes(tmp_path: Path) -> None:
             "activation": "relu",
             "threshold": 0.0,
             "compression": 8,
+            "hot": 0,
             "up_bias": int("u" in biases),
             "down_bias": int("d" in biases),
             "residual": 1,
-            "plugin_version": "twellc-2",
+            "plugin_version": "twellc-3",
             "plugin_namespace": "twell",
         }
         wanted = [shapes[name] for name in ("up", "u", "down", "d") if name in ("up", "down") or name in biases]

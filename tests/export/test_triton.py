@@ -16,6 +16,7 @@ from tests.processes import TWELLC, environment
 from tests.runtimes import install
 from twellc.export.plan import Plan, Tensor
 from twellc.export.triton import model_config, model_folder
+from twellc.plugins.registration import how_to_register
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_types_and_shapes(schema: Any) -> None:
         "uint8": "UINT8", "bool": "BOOL",
     }  # fmt: skip
     inputs = [Tensor(f"in_{name}", name, (-1, 8)) for name in types]
-    config = parse(schema, model_config("m", plan(*inputs, Tensor("scalar", "half", ())), 1, True))
+    config = parse(schema, model_config("m", plan(*inputs, Tensor("scalar", "half", ())), 1, None))
     assert (config.name, config.backend, config.max_batch_size) == ("m", "tensorrt", 0)
     found = {each.name: schema.DataType.Name(each.data_type) for each in config.input}
     assert found == {f"in_{name}": f"TYPE_{triton}" for name, triton in types.items()}
@@ -59,7 +60,7 @@ def test_types_and_shapes(schema: Any) -> None:
 
 def test_every_profile_is_in_one_instance(schema: Any) -> None:
     tensors = Tensor("x", "bf16", (-1, 8)), Tensor("y", "bf16", (-1, 8))
-    config = parse(schema, model_config("m", plan(*tensors), 3, True))
+    config = parse(schema, model_config("m", plan(*tensors), 3, None))
     (group,) = config.instance_group
     assert (group.count, group.kind, list(group.profile)) == (1, group.KIND_GPU, ["0", "1", "2"])
 
@@ -67,14 +68,15 @@ def test_every_profile_is_in_one_instance(schema: Any) -> None:
 def test_names_are_quoted(schema: Any) -> None:
     name = 'a"b\\c\nd'
     tensors = Tensor(name, "bf16", (8,)), Tensor("y", "bf16", (8,))
-    assert parse(schema, model_config("m", plan(*tensors), 1, True)).input[0].name == name
+    assert parse(schema, model_config("m", plan(*tensors), 1, None)).input[0].name == name
 
 
 def test_cure_is_named_where_plugins_are_needed() -> None:
     tensors = Tensor("x", "bf16", (8,)), Tensor("y", "bf16", (8,))
-    cure = "tritonserver --backend-config=tensorrt,plugins=libtwell_plugins.so"
-    assert cure in model_config("m", plan(*tensors), 1, True)
-    assert cure not in model_config("m", plan(*tensors), 1, False)
+    register = how_to_register("m.plan", "tensorrt", ["TwellMlp"], ["libother.so"])
+    cure = "tritonserver '--backend-config=tensorrt,plugins=libtwell_plugins.so;libother.so'"
+    assert cure in model_config("m", plan(*tensors), 1, register)
+    assert "plugins" not in model_config("m", plan(*tensors), 1, None)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_plan_says_what_it_needs(repository: Path) -> None:
     assert plugins["names"] == ["TwellGatedMlp"]
     assert plugins["register"]["trtexec"] == "trtexec --dynamicPlugins=libtwell_plugins.so --loadEngine=model.plan"
     assert plugins["register"]["find"] == "twellc plugins"
-    printed = "Cannot find plugin: TwellGatedMlptwell, version: twellc-2, namespace:twell."
+    printed = "Cannot find plugin: TwellGatedMlptwell, version: twellc-3, namespace:twell."
     assert printed in plugins["register"]["missing"]
     assert printed in (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
     assert plugins["register"]["any program"] == "LD_PRELOAD=libtwell_plugins.so"

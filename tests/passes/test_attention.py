@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from twellc.passes.attention import AS_WRITTEN, CUDNN, MATMUL, OPERATOR, rewrite_attention
-from twellc.passes.canonicalize import functionalize
 from twellc.passes.graph.execution import run_program
+from twellc.passes.pipeline import functionalize
 from twellc.passes.report import Attention
 
 aten = torch.ops.aten

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from tests.models import Gated, Plain, Residual, Written, calls, canonical, eager, rewrite, run
+from tests.models import Gated, Plain, Residual, Written, calls, canonical, eager, export, rewrite, run
 from tests.tolerance import assert_as_accurate, assert_same
+from twellc.passes import pipeline
+from twellc.passes.decide import decide
 from twellc.passes.graph.program import constants_of, tensor_of
 from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.precision import widen
+from twellc.passes.report import Layer
 from twellc.passes.rewrite_ffn import rewrite_ffn
 from twellc.plugins.ops import GATED_MLP, MLP
 
@@ -30,7 +34,7 @@ def op_in(program: ExportedProgram) -> Node:
 def operand_tensors(program: ExportedProgram, node: Node) -> list[Tensor | None]:
     """Return the constants behind the operands between x and residual, None where a bias is absent."""
     names = constants_of(program)
-    return [None if arg is None else tensor_of(program, names[arg]) for arg in node.args[1:-4]]
+    return [None if arg is None else tensor_of(program, names[arg]) for arg in node.args[1:-5]]
 
 
 @pytest.mark.parametrize("biases", ["", "g", "u", "d", "gud"])
@@ -40,7 +44,7 @@ def test_operands_of_gated_mlp(biases: str, compression: int) -> None:
     result = rewrite(canonical(module), compression)
     node, ffn = op_in(result), module.ffn
     assert node.target is GATED_MLP
-    assert node.args[-3:] == ("relu", 0.0, compression)
+    assert node.args[-4:] == ("relu", 0.0, compression, 0)
     (add,) = (n for n in result.graph.nodes if n.target is torch.ops.aten.add.Tensor and n.args[1] == 1)
     assert node.args[0] is add
     expected = [ffn.gate.weight, ffn.gate.bias, ffn.up.weight, ffn.up.bias, ffn.down.weight.t(), ffn.down.bias]
@@ -56,7 +60,7 @@ def test_operands_of_mlp() -> None:
     result = rewrite(canonical(module), 4)
     node, ffn = op_in(result), module.ffn
     assert node.target is MLP
-    assert node.args[-3:] == ("relu", 0.0, 4)
+    assert node.args[-4:] == ("relu", 0.0, 4, 0)
     expected = [ffn.up.weight, ffn.up.bias, ffn.down.weight.t(), ffn.down.bias]
     assert all(torch.equal(a, w) for a, w in zip(operand_tensors(result, node), expected, strict=True))
 
@@ -104,6 +108,25 @@ def test_only_the_chosen_blocks() -> None:
     result = rewrite_ffn(program, find_ffn_blocks(program)[1:], 8)
     assert calls(result) == {"linear": 3, "relu": 1, "mul": 1, "gated_mlp": 1, "add": 4}
     assert_same(run(result)[0], run(program)[0])
+
+
+def test_hot_neurons_of_each_block() -> None:
+    program = canonical(nn.Sequential(Residual(Gated()), Residual(Plain()), Residual(Gated())))
+    result = rewrite_ffn(program, find_ffn_blocks(program), 8, [5, 0, 32])
+    assert [n.args[-1] for n in result.graph.nodes if n.target in (GATED_MLP, MLP)] == [5, 0, 32]
+    assert_same(run(result)[0], run(program)[0])
+
+
+def test_the_decision_says_how_many_are_hot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decided(*arguments: Any) -> list[Layer]:
+        dense, *others = decide(*arguments)
+        return [replace(dense, decision="dense"), *(replace(layer, hot=16) for layer in others)]
+
+    monkeypatch.setattr(pipeline, "decide", decided)
+    program = export(nn.Sequential(Gated(), Gated()).bfloat16(), torch.randn(2, 3, 16).bfloat16())
+    rewritten = pipeline.run_passes(program, torch.bfloat16, "all", 8)
+    assert [layer.hot for layer in rewritten.layers] == [0, 16]
+    assert op_in(rewritten.program).args[-1] == 16
 
 
 def test_block_that_reads_the_block_before() -> None:

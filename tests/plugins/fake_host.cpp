@@ -117,16 +117,18 @@ void print_fields(Fields const* fields) {
 void round_trip(Creator* creator) {
     float const threshold = 0.25F;
     int32_t const compression = 4;
+    int32_t const hot = 512;
     int32_t const yes = 1;
     int32_t const no = 0;
     Field const given[] = {{"activation", "fatrelu", kChar, 8},
                            {"threshold", &threshold, kFloat32, 1},
                            {"compression", &compression, kInt32, 1},
+                           {"hot", &hot, kInt32, 1},
                            {"gate_bias", &no, kInt32, 1},
                            {"up_bias", &yes, kInt32, 1},
                            {"down_bias", &yes, kInt32, 1},
                            {"residual", &yes, kInt32, 1}};
-    Fields const fields{7, given};
+    Fields const fields{8, given};
     Plugin* built = creator->createPlugin("layer0", &fields, kBuild);
     Plugin* cloned = built->clone();
     delete built;

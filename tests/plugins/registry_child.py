@@ -32,7 +32,7 @@ def create(trt: Any, registry: Any, case: dict[str, Any]) -> bool:
         trt.PluginField(name, values, getattr(trt.PluginFieldType, kind))
         for (name, kind, _), values in zip(case["fields"], data, strict=True)
     ]
-    creator = registry.get_creator(case["plugin"], "twellc-2", "twell")
+    creator = registry.get_creator(case["plugin"], "twellc-3", "twell")
     phase = getattr(trt.TensorRTPhase, case.get("phase", "BUILD"))
     return creator.create_plugin("layer0", trt.PluginFieldCollection(fields), phase) is not None
 
@@ -76,7 +76,8 @@ def make_onnx(case: dict[str, Any]) -> bytes:
     attributes: dict[str, Any] = {f"{name}_bias": int(name in biases) for name in [*projections, "down"]}
     leading = case.get("leading", ["batch", "sequence"])
     residual = residual_shape(case)
-    attributes |= {"activation": "relu", "threshold": 0.0, "compression": 8, "residual": int(residual is not None)}
+    attributes |= {"activation": "relu", "threshold": 0.0, "compression": 8, "hot": 0}
+    attributes["residual"] = int(residual is not None)
     attributes |= case.get("attributes", {})
     node = helper.make_node(
         case["plugin"],
@@ -84,7 +85,7 @@ def make_onnx(case: dict[str, Any]) -> bytes:
         ["z"],
         name="block0",
         domain="twell",
-        plugin_version="twellc-2",
+        plugin_version="twellc-3",
         plugin_namespace="twell",
         **attributes,
     )

@@ -24,6 +24,7 @@ def problem(**changes: float) -> library.Problem:
         "variant": 0,
         "activation": 0,
         "threshold": 0.0,
+        "hot": 0,
     }
     return library.Problem(**{**fields, **changes})
 
@@ -45,6 +46,8 @@ def test_version() -> None:
         {"d_model": 2**30, "d_out": 2**30},
         {"activation": 3},
         {"variant": 1, "activation": 2, "threshold": 0.5},
+        {"hot": 7},
+        {"hot": 600},
     ],
     ids=str,
 )
@@ -74,6 +77,8 @@ def test_validate_accepts(changes: dict[str, float]) -> None:
         ({"activation": 2, "threshold": -0.5}, "threshold"),
         ({"activation": 2, "threshold": float("nan")}, "threshold"),
         ({"activation": 2, "threshold": float("inf")}, "threshold"),
+        ({"hot": -1}, "hot"),
+        ({"hot": 601}, "hot"),
     ],
     ids=str,
 )
@@ -105,16 +110,28 @@ def test_sizes(compression: int) -> None:
 @pytest.mark.parametrize("variant", [0, 1], ids=("gated", "plain"))
 @pytest.mark.parametrize("d_ff", [1, 60, 5632, 16384])
 @pytest.mark.parametrize("d_out", [8, 136, 1024, 2048, 2560, 5120, 17000, 40000])
-def test_workspace_never_shrinks(d_out: int, d_ff: int, variant: int) -> None:
+@pytest.mark.parametrize("hot", [0.0, 0.1, 1.0])
+def test_workspace_never_shrinks(hot: float, d_out: int, d_ff: int, variant: int) -> None:
     """A plan has the workspace of its largest call: all smaller ones must do with that."""
     lib = library.load()
+    sizes = {"d_model": 1024, "d_ff": d_ff, "d_out": d_out, "hot": int(hot * d_ff)}
     edges = (1, 2, 8, 16, 24, 32, 64, 128, 192, 256, 768, 1280, 2048, 4096, 8192, 16384)
     counts = sorted({tokens for edge in edges for tokens in (edge - 1, edge, edge + 1)})
-    sizes = [
-        lib.twell_workspace_bytes(problem(tokens=tokens, d_model=1024, d_ff=d_ff, d_out=d_out, variant=variant))
-        for tokens in counts
-    ]
-    assert sizes == sorted(sizes)
+    found = [lib.twell_workspace_bytes(problem(tokens=tokens, variant=variant, **sizes)) for tokens in counts]
+    assert found == sorted(found)
+
+
+@pytest.mark.parametrize(("hot", "splits"), [(0, False), (8, False), (127, False), (128, True), (500, True)])
+def test_workspace_of_a_split(hot: int, splits: bool) -> None:
+    """The sums over the hot neurons are in the workspace, beside what either part needs."""
+    lib = library.load()
+    tokens, d_out = 4096, 2048
+    for d_ff in (600, 5632):
+        whole = lib.twell_workspace_bytes(problem(tokens=tokens, d_model=2048, d_ff=d_ff, d_out=d_out))
+        tried = lib.twell_workspace_bytes(problem(tokens=tokens, d_model=2048, d_ff=d_ff, d_out=d_out, hot=hot))
+        rest = lib.twell_workspace_bytes(problem(tokens=tokens, d_model=2048, d_ff=d_ff - hot // 8 * 8, d_out=d_out))
+        assert tried >= whole if splits else tried == whole
+        assert not splits or tried >= rest + tokens * d_out * 2 - 256
 
 
 def test_header_says_the_same() -> None:

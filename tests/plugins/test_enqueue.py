@@ -94,6 +94,7 @@ class Block:
     activation: str = "relu"
     threshold: float = 0.0
     compression: int = 8
+    hot: int = 0
     d_model: int = 64
     d_ff: int = 300
     d_out: int = 32
@@ -123,6 +124,7 @@ class Block:
             library.VARIANTS["gated" if self.gated else "plain"],
             library.ACTIVATIONS[self.activation],
             self.threshold,
+            self.hot,
         )
 
     def create(self, host: ctypes.CDLL) -> Any:
@@ -134,6 +136,7 @@ class Block:
         }
         values["residual"] = ctypes.c_int32(self.residual)
         values["compression"] = ctypes.c_int32(self.compression)
+        values["hot"] = ctypes.c_int32(self.hot)
         values["threshold"] = ctypes.c_float(self.threshold)
         text = ctypes.create_string_buffer(self.activation.encode())
         items = [Field(b"activation", ctypes.addressof(text), 6, len(text))]
@@ -157,6 +160,8 @@ BLOCKS = [
     Block(gated=True, residual=True),
     Block(gated=True, biases=("gate", "up", "down"), residual=True, d_out=64),
     Block(gated=False, biases=("down",), residual=True),
+    Block(gated=True, d_ff=900, hot=500, residual=True),
+    Block(gated=False, hot=300),
 ]
 
 
@@ -240,6 +245,17 @@ def test_bad_shapes_at_run_time_are_refused(
     assert host.shape_change(plugin, inputs, len(inputs), None) != 0
     host.destroy(plugin)
     assert f"log 1 TwellGatedMlp 'layer0': {message}" in capfd.readouterr().out
+
+
+def test_hot_beyond_d_ff_is_refused(host: ctypes.CDLL, capfd: pytest.CaptureFixture[str]) -> None:
+    """Only the shapes tell how many neurons there are."""
+    block = Block(gated=True, hot=301)
+    plugin = block.create(host)
+    inputs = descs(block, (4,), BF16)
+    assert host.shape_change(plugin, inputs, len(inputs), None) != 0
+    host.destroy(plugin)
+    message = "log 1 TwellGatedMlp 'layer0': field 'hot': got 301; allowed: 0 to d_ff = 300"
+    assert message in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

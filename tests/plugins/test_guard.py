@@ -43,6 +43,7 @@ FEWEST_ROWS_OF_CHUNKS = 4096
 GUARD_DECIDES = -1
 DENSE_BLOCK = -3
 EARLY = -4  # all rows, as if the gate's count had told so
+SPLIT = -5  # the first neurons as a dense block, the others by the two steps
 
 COUNT_BYTES = 768  # of twell::kMostCountParts words at the end of the schedule, up to the next multiple of 256
 

@@ -70,6 +70,7 @@ class Case:
     density: float = 0.03
     biases: str = "gud"
     residual: bool = False
+    hot: int = 0  # neurons, the first ones, that may be computed apart
 
     def __str__(self) -> str:
         kind = ("gated" if self.gated else "plain") + "-" + self.activation
@@ -77,6 +78,7 @@ class Case:
         return (
             f"{self.rows}x{self.d_model}-{self.d_ff}-{self.d_out}-C{self.compression}-{dtype}-{kind}"
             f"-{self.density:g}-bias[{self.biases}]{'-residual' if self.residual else ''}"
+            f"{f'-hot{self.hot}' if self.hot else ''}"
         )
 
 
@@ -310,7 +312,7 @@ def assert_guards(buffer: torch.Tensor) -> None:
 class Call:
     """A problem ready to run through the C API, with guarded and poisoned outputs."""
 
-    def __init__(self, block: Block, compression: int, *, poison: bool = True) -> None:
+    def __init__(self, block: Block, compression: int, *, hot: int = 0, poison: bool = True) -> None:
         self.lib = library.load()
         self.block = block
         rows, d_model = block.x.shape
@@ -325,6 +327,7 @@ class Call:
             variant=library.VARIANTS["plain" if block.w_up is None else "gated"],
             activation=library.ACTIVATIONS[block.activation],
             threshold=block.threshold,
+            hot=hot,
         )
         words = -(-d_ff // 256) * (256 // compression)
         assert self.lib.twell_packed_bytes(self.problem) == rows * words * 4

@@ -97,6 +97,24 @@ def test_compression_never_changes_the_result(compression: int) -> None:
     assert torch.equal(GATED_MLP(*operands, "relu", 0.0, compression), expected)
 
 
+@pytest.mark.parametrize("hot", [1, 256, D_FF])
+@pytest.mark.parametrize("gated", [True, False])
+def test_hot_never_changes_the_result(hot: int, gated: bool) -> None:
+    op, operands = GATED_MLP if gated else MLP, tensors(torch.bfloat16, gated=gated, residual=True)
+    expected = op(*operands, "relu", 0.0, 8)
+    assert torch.equal(op(*operands, "relu", 0.0, 8, 0), expected)
+    assert torch.equal(op(*operands, "relu", 0.0, 8, hot), expected)
+    assert torch.equal(op(*operands, "relu", 0.0, 8, hot=hot), expected)
+
+
+@pytest.mark.parametrize("hot", [-1, D_FF + 1])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_wrong_hot(hot: int, device: str) -> None:
+    operands = [None if t is None else t.to(device) for t in tensors()]
+    with pytest.raises(ValueError, match=f"twell: hot must be 0 to d_ff = {D_FF}, got {hot}"):
+        GATED_MLP(*operands, "relu", 0.0, 8, hot)
+
+
 def test_threshold_is_exclusive() -> None:
     """Keeps z > t: a pre-activation equal to the threshold is dropped."""
     eye = torch.eye(8)
@@ -246,6 +264,7 @@ def test_opcheck(biases: str, dtype: torch.dtype) -> None:
     for op, gated in ((GATED_MLP, True), (MLP, False)):
         operands = tensors(dtype, biases, gated, residual=biases != "")
         torch.library.opcheck(op, (*operands, "relu", 0.0, 8), test_utils=utilities)
+        torch.library.opcheck(op, (*operands, "relu", 0.0, 8, 256), test_utils=utilities)
 
 
 def test_meta_gives_shape_and_dtype() -> None:

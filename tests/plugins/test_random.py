@@ -17,7 +17,7 @@ import torch
 from tests.plugins import reference
 from tests.plugins.reference import Block
 from tests.plugins.test_gate_kernels import GENERIC, ON_SM90, SM90
-from tests.plugins.test_guard import BEST, DENSE_BLOCK, GUARD_DECIDES, run_poisoned
+from tests.plugins.test_guard import BEST, DENSE_BLOCK, GUARD_DECIDES, SPLIT, run_poisoned
 from tests.plugins.test_kernels import (
     BF16,
     FP16,
@@ -31,6 +31,7 @@ from tests.plugins.test_kernels import (
 pytestmark = pytest.mark.gpu
 
 PROBLEMS = 60
+FEWEST_HOT = 128  # fewer neurons are not computed apart
 MOST_PRODUCTS = 2e10  # of a problem, so that float64 takes about a second
 
 
@@ -67,6 +68,7 @@ def draw_case(rng: random.Random) -> Case:
         density=rng.choice([0.0, 0.001, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 0.6, 1.0]),
         biases="".join(name for name in ("gud" if gated else "gd") if rng.random() < 0.4),
         residual=rng.random() < 0.5,
+        hot=rng.choice([0, rng.randint(0, d_ff), min(d_ff, 256 * rng.randint(1, 4)), d_ff]),
     )
 
 
@@ -109,6 +111,11 @@ def disturb(rng: random.Random, block: Block) -> list[str]:
     return done
 
 
+def splits(hot: int, d_ff: int) -> bool:
+    """Say whether the hint is one for the kernels: see twell_mlp in twell.h."""
+    return hot == d_ff or hot >= FEWEST_HOT
+
+
 def ways(call: Call) -> dict[str, Callable[[], torch.Tensor]]:
     """All ways to y, each from poisoned memory: what the C API chooses, and what can be forced.
 
@@ -124,6 +131,9 @@ def ways(call: Call) -> dict[str, Callable[[], torch.Tensor]]:
         result["dense block"] = functools.partial(run_poisoned, call, DENSE_BLOCK, BEST)
         if call.problem.d_model % 64 == 0:
             result["sm90"] = functools.partial(run_poisoned, call, GUARD_DECIDES, SM90)
+    if splits(call.problem.hot, call.problem.d_ff):
+        result["split"] = functools.partial(run_poisoned, call, SPLIT, BEST)
+        result["split generic"] = functools.partial(run_poisoned, call, SPLIT, GENERIC)
     return result
 
 
@@ -135,7 +145,7 @@ def test_random_problem(_: int) -> None:
     case = draw_case(rng)
     block = make_block(case, integers=False)
     sys.stdout.write(f"seed {seed}: {case}, {', '.join(disturb(rng, block)) or 'nothing odd'}\n")
-    call = Call(block, case.compression)
+    call = Call(block, case.compression, hot=case.hot)
     for name, run in ways(call).items():
         sys.stdout.write(f"{name}\n")
         y = run()

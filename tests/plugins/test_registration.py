@@ -108,7 +108,7 @@ int main(void) {
     void* registry = getPluginRegistry();
     int slot = getInferLibVersion() / 10000 == 10 ? 14 : 10;
     typedef void* (*Get)(void*, char const*, char const*, char const*);
-    puts((*(Get**)registry)[slot](registry, "TwellMlp", "twellc-2", "twell") ? "there" : "missing");
+    puts((*(Get**)registry)[slot](registry, "TwellMlp", "twellc-3", "twell") ? "there" : "missing");
     return 0;
 }
 """
@@ -181,7 +181,7 @@ class Registry:
         self.has, self.takes = has, takes
 
     def get_creator(self, name: str, version: str, namespace: str) -> object | None:
-        assert (version, namespace) == ("twellc-2", "twell")
+        assert (version, namespace) == ("twellc-3", "twell")
         return object() if self.has else None
 
     def load_library(self, path: str) -> None:
@@ -243,8 +243,8 @@ def test_register_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_how_to_register_names_what_a_plan_needs() -> None:
-    assert registration.how_to_register("m.plan", "tensorrt", attention=True) == {
-        "missing": "TensorRT prints «Cannot find plugin: TwellGatedMlptwell, version: twellc-2, namespace:twell.», or "
+    assert registration.how_to_register("m.plan", "tensorrt", ["TwellMlp", "TwellAttention"], []) == {
+        "missing": "TensorRT prints «Cannot find plugin: TwellGatedMlptwell, version: twellc-3, namespace:twell.», or "
         "TwellMlp instead, where they are not registered",
         "find": "twellc plugins",
         "python": "import tensorrt, twellc.plugins; twellc.plugins.register()",
@@ -254,6 +254,12 @@ def test_how_to_register_names_what_a_plan_needs() -> None:
         "c++": 'dlopen("libtwell_plugins.so", RTLD_NOW), dlopen("libtwell_attention.so", RTLD_NOW), '
         "once TensorRT is loaded",
         "any program": "LD_PRELOAD=libtwell_plugins.so:libtwell_attention.so",
+    }
+    assert registration.how_to_register("m.plan", "tensorrt", [], ["libother.so"]) == {
+        "python": "import tensorrt; tensorrt.get_plugin_registry().load_library('libother.so')",
+        "trtexec": "trtexec --dynamicPlugins=libother.so --loadEngine=m.plan",
+        "triton": "tritonserver --backend-config=tensorrt,plugins=libother.so",
+        "c++": 'getPluginRegistry()->loadLibrary("libother.so")',
     }
 
 
@@ -275,9 +281,9 @@ def test_plugins_prints_what_the_library_is() -> None:
         *([f"attention  {attention}"] if attention else []),
         "version    0.1.0",
         "namespace  twell",
-        "plugin     TwellGatedMlp, version twellc-2",
-        "plugin     TwellMlp, version twellc-2",
-        *(["plugin     TwellAttention, version twellc-2"] if attention else []),
+        "plugin     TwellGatedMlp, version twellc-3",
+        "plugin     TwellMlp, version twellc-3",
+        *(["plugin     TwellAttention, version twellc-3"] if attention else []),
     ]
     found = json.loads(plugins_command("--json").stdout)
     assert found == {
@@ -286,9 +292,9 @@ def test_plugins_prints_what_the_library_is() -> None:
         "version": "0.1.0",
         "namespace": "twell",
         "plugins": [
-            {"name": "TwellGatedMlp", "version": "twellc-2"},
-            {"name": "TwellMlp", "version": "twellc-2"},
-            *([{"name": "TwellAttention", "version": "twellc-2"}] if attention else []),
+            {"name": "TwellGatedMlp", "version": "twellc-3"},
+            {"name": "TwellMlp", "version": "twellc-3"},
+            *([{"name": "TwellAttention", "version": "twellc-3"}] if attention else []),
         ],
     }
 

@@ -52,6 +52,7 @@ def fields(plugin: str, **changes: Field | None) -> list[Field]:
         "activation": ["CHAR", "relu"],
         "threshold": ["FLOAT32", 0.0],
         "compression": ["INT32", 8],
+        "hot": ["INT32", 0],
         "up_bias": ["INT32", 0],
         "down_bias": ["INT32", 1],
         "residual": ["INT32", 0],
@@ -63,7 +64,7 @@ def fields(plugin: str, **changes: Field | None) -> list[Field]:
 
 def plan_fields(plugin: str, **changes: Field | None) -> list[Field]:
     """Return good fields as a plan holds them."""
-    return fields(plugin, **({"schema": ["INT32", 2], "activation": ["INT32", 0]} | changes))
+    return fields(plugin, **({"schema": ["INT32", 3], "activation": ["INT32", 0]} | changes))
 
 
 GATED, PLAIN = PLUGINS
@@ -73,6 +74,7 @@ ACCEPTED: dict[str, tuple[str, str, list[Field]]] = {
     **{f"{plugin}-no-threshold": (plugin, "BUILD", fields(plugin, threshold=None)) for plugin in PLUGINS},
     **{f"{plugin}-plan": (plugin, "RUNTIME", plan_fields(plugin)) for plugin in PLUGINS},
     "drelu": (GATED, "BUILD", fields(GATED, activation=["CHAR", "drelu"])),
+    **{f"{plugin}-hot": (plugin, "BUILD", fields(plugin, hot=["INT32", 65536])) for plugin in PLUGINS},
     "fatrelu": (PLAIN, "BUILD", fields(PLAIN, activation=["CHAR", "fatrelu"], threshold=["FLOAT32", 0.5])),
 }
 
@@ -168,6 +170,10 @@ REFUSED: dict[str, tuple[str, str, list[Field], str]] = {
         fields(GATED, compression=["INT64", 8]),
         "field 'compression': got 1 of type int64; allowed: one int32",
     ),
+    "hot-missing": (GATED, "BUILD", fields(GATED, hot=None), "field 'hot' is missing; allowed: 0 to 65536"),
+    "hot-negative": (PLAIN, "BUILD", fields(PLAIN, hot=["INT32", -1]), "field 'hot': got -1; allowed: 0 to 65536"),
+    "hot-beyond-limits": (GATED, "BUILD", fields(GATED, hot=["INT32", 65537]), "field 'hot': got 65537; allowed: 0 to"),
+    "hot-float": (PLAIN, "BUILD", fields(PLAIN, hot=["FLOAT32", 8.0]), "field 'hot': got 1 of type float32; allowed:"),
     "gate-bias-missing": (
         GATED,
         "BUILD",
@@ -187,7 +193,7 @@ REFUSED: dict[str, tuple[str, str, list[Field], str]] = {
         PLAIN,
         "BUILD",
         fields(PLAIN, gate_bias=["INT32", 0]),
-        "field 'gate_bias' is unknown; allowed: activation, threshold, compression, up_bias, down_bias, residual",
+        "field 'gate_bias' is unknown; allowed: activation, threshold, compression, hot, up_bias, down_bias, residual",
     ),
     "unknown": (GATED, "BUILD", fields(GATED, tile=["INT32", 256]), "field 'tile' is unknown; allowed: activation,"),
     "schema-at-build": (GATED, "BUILD", fields(GATED, schema=["INT32", 1]), "field 'schema' is unknown"),
@@ -196,8 +202,8 @@ REFUSED: dict[str, tuple[str, str, list[Field], str]] = {
     "plan-of-another-schema": (
         GATED,
         "RUNTIME",
-        plan_fields(GATED, schema=["INT32", 1]),
-        "field 'schema': got 1; allowed: 2. The plan is damaged, or built for another libtwell_plugins.so",
+        plan_fields(GATED, schema=["INT32", 2], hot=None),
+        "field 'schema': got 2; allowed: 3. The plan is damaged, or built for another libtwell_plugins.so",
     ),
     "plan-without-schema": (PLAIN, "RUNTIME", plan_fields(PLAIN, schema=None), "field 'schema' is missing"),
     "plan-activation-range": (
@@ -220,6 +226,8 @@ REFUSED: dict[str, tuple[str, str, list[Field], str]] = {
     ),
     "plan-without-threshold": (GATED, "RUNTIME", plan_fields(GATED, threshold=None), "field 'threshold' is missing"),
     "plan-compression": (GATED, "RUNTIME", plan_fields(GATED, compression=["INT32", 0]), "field 'compression': got 0"),
+    "plan-without-hot": (PLAIN, "RUNTIME", plan_fields(PLAIN, hot=None), "field 'hot' is missing"),
+    "plan-hot": (GATED, "RUNTIME", plan_fields(GATED, hot=["INT32", -8]), "field 'hot': got -8"),
     "plan-unknown": (GATED, "RUNTIME", plan_fields(GATED, tile=["INT32", 256]), "field 'tile' is unknown"),
 }
 
@@ -246,13 +254,14 @@ def test_both_creators_are_registered(created: tuple[str, Report]) -> None:
         "activation": "CHAR",
         "threshold": "FLOAT32",
         "compression": "INT32",
+        "hot": "INT32",
         "up_bias": "INT32",
         "down_bias": "INT32",
         "residual": "INT32",
     }
     assert found[PLAIN]["fields"] == common
     assert found[GATED]["fields"] == common | {"gate_bias": "INT32"}
-    assert {(creator["version"], creator["namespace"]) for creator in found.values()} == {("twellc-2", "twell")}
+    assert {(creator["version"], creator["namespace"]) for creator in found.values()} == {("twellc-3", "twell")}
 
 
 def test_loading_again_does_no_harm(created: tuple[str, Report]) -> None:
@@ -330,10 +339,11 @@ def test_logger_and_plan_fields_in_every_host(
     assert [line for line in lines if not line.startswith("log ")] == [
         "creators 2",
         "refused 1",
-        "field schema 2",
+        "field schema 3",
         "field activation 2",
         "field threshold 0.25",
         "field compression 4",
+        "field hot 512",
         "field gate_bias 0",
         "field up_bias 1",
         "field down_bias 1",
@@ -375,6 +385,8 @@ BUILT: dict[str, dict[str, Any]] = {
     "relu2": block(PLAIN, attributes={"activation": "relu2", "compression": 1}),
     "fatrelu": block(GATED, attributes={"activation": "fatrelu", "threshold": 0.01}),
     "drelu": block(GATED, attributes={"activation": "drelu", "compression": 2}),
+    "hot": block(GATED, d_ff=512, attributes={"hot": 256}, residual=True),
+    "all-hot": block(PLAIN, attributes={"hot": 300}, biases=["up", "down"]),
 }
 
 # name: case, what the message says
@@ -382,6 +394,7 @@ NOT_BUILT: dict[str, tuple[dict[str, Any], str]] = {
     "d_model-not-of-8": (block(GATED, d_model=60, d_out=64), "d_model must be a positive multiple of 8 (x [?, ?, 60]"),
     "d_out-not-of-8": (block(PLAIN, d_out=4), "d_out must be a positive multiple of 8"),
     "d_ff-too-large": (block(PLAIN, d_model=8, d_ff=65537, d_out=8), "d_ff must be 1 to 65536"),
+    "hot-beyond-d_ff": (block(PLAIN, attributes={"hot": 301}), "field 'hot': got 301; allowed: 0 to d_ff = 300"),
     "down-of-other-d_ff": (
         block(GATED, shapes={"w_down": [256, 64]}),
         "input w_down has shape [256, 64]; expected [d_ff, d_out] = [300, 64]",

@@ -24,7 +24,7 @@ from twellc.plugins.library import GPUS, Device, Problem
 ROOT = Path(__file__).resolve().parents[2]
 BEST, GENERIC, SM90 = 0, 1, 2  # twell::Kernels
 # twell_internal_describe: what is called; a number of rows forces so many onto the dense path.
-GUARD_DECIDES, DENSE_BLOCK, ROUTES, GATE = -1, -3, -5, -6
+GUARD_DECIDES, DENSE_BLOCK, SPLIT, ROUTES, GATE = -1, -3, -5, -6, -7
 MOST_MEMORY = 192 << 30  # no weights take more
 
 A100, ADA, H200 = GPUS["A100"], GPUS["L40S"], GPUS["H200"]

@@ -25,8 +25,8 @@ from twellc.export.shapes import ShapeRange
 from twellc.export.tensorrt_host import Host
 from twellc.loaders.model import load_model
 from twellc.passes.attention import CUDNN, MATMUL
-from twellc.passes.canonicalize import functionalize
 from twellc.passes.graph.execution import example_inputs, run_program
+from twellc.passes.pipeline import functionalize
 from twellc.passes.precision import in_precision, widen
 from twellc.translation.torch_models import translate
 
@@ -124,7 +124,7 @@ def check_layers(host: Host, model: Path, dtype: str, forms: tuple[str, ...], pa
     translation = translate(options, lambda step: None)
     profiles, _ = resolve_profiles(translation.inputs, list(options.profiles), translation.ranges)
     save_onnx(translation.graph, folder / "m.onnx")
-    build_plan(host.name, folder / "m.onnx", folder / "m.plan", profiles, [], lambda phase: None)
+    build_plan(host.name, folder / "m.onnx", folder / "m.plan", profiles, [], [], "", lambda phase: None)
     plan = open_plan(host, folder / "m.plan", host.version)
     loaded = load_model(model, False, (), padding, "all")
     dense = in_precision(functionalize(loaded.program), DTYPES[dtype])

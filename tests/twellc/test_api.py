@@ -159,7 +159,9 @@ def test_script_without_a_guard(tmp_path: Path) -> None:
     assert (tmp_path / "m.onnx").is_file()
 
 
-@pytest.mark.parametrize("kind", [twellc.CompileOptions, twellc.InspectOptions, twellc.CheckOptions])
+@pytest.mark.parametrize(
+    "kind", [twellc.BenchOptions, twellc.CompileOptions, twellc.InspectOptions, twellc.CheckOptions]
+)
 def test_options_are_documented(kind: Any) -> None:
     for field in fields(kind):
         assert f"        {field.name}: " in kind.__doc__

@@ -1,4 +1,4 @@
-"""The examples of docs/api.md run, in their order, each by itself."""
+"""The examples of docs/api.md and docs/profile.md run, in their order, each by itself."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE | re.DOTALL)
+EXAMPLES = [
+    (page, example)
+    for page in ("api.md", "profile.md")
+    for example in re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+]
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) >= 4
+    assert len(EXAMPLES) >= 5
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_example(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     space: dict[str, Any] = {"__name__": "example"}
-    exec(compile(EXAMPLES[number], f"docs/api.md, example {number + 1}", "exec"), space)
+    page, example = EXAMPLES[number]
+    exec(compile(example, f"docs/{page}, example {number + 1}", "exec"), space)

@@ -283,7 +283,7 @@ def test_text_in_any_locale(tmp_path: Path) -> None:
         return done.stdout
 
     run(*TWELLC, "compile", "m.onnx", "--backend", "none", "--onnx", "n.onnx", "--dump-graphs", "graphs")
-    assert "größe" in (tmp_path / "graphs" / "1-source.txt").read_text(encoding="utf-8")
+    assert "größe" in (tmp_path / "graphs" / "00-source.txt").read_text(encoding="utf-8")
     read = "import pathlib, twellc.loaders.huggingface as loader; print(ascii(loader._read_config(pathlib.Path())))"
     assert run(sys.executable, "-P", "-c", read) == r"{'name': 'gr\xf6\xdfe'}" + "\n"
 
@@ -383,10 +383,10 @@ def test_plan_for_newer_plugins(manifest: dict[str, Any], tmp_path: Path) -> Non
     """A check says so before it opens the plan on a GPU."""
     read = read_json(manifest, tmp_path)
     with pytest.raises(
-        UserError, match=r"got plugin version twellc-2; expected plugin version twellc-3, of twellc 9\.0\.0\. Install"
+        UserError, match=r"got plugin version twellc-3; expected plugin version twellc-4, of twellc 9\.0\.0\. Install"
     ):
         refuse_other_plugins(tmp_path / "m.plan", read)
-    for change in ({"version": "twellc-2"}, {"names": []}):
+    for change in ({"version": "twellc-3"}, {"names": []}):
         changed = replace(read, plugins=replace(read.plugins, **change))
         refuse_other_plugins(tmp_path / "m.plan", changed)
 

@@ -160,11 +160,17 @@ def test_dump_graphs(cli: Cli, archive: Path, linear: Path, tmp_path: Path) -> N
     folder = tmp_path / "new" / "graphs"
     arguments = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--overwrite", "--dump-graphs", folder]
     assert cli("compile", archive, *arguments).exit_code == 0
-    assert sorted(files_in(folder)) == ["1-canonical.txt", "3-rewritten.txt"]
-    assert "torch.ops.aten.relu" in (folder / "1-canonical.txt").read_text()
-    assert "torch.ops.twell.gated_mlp" in (folder / "3-rewritten.txt").read_text()
+    names = [
+        "traced", "decompose", "write_numbers", "merge_views", "name_relus", "fold_weights", "feature_last",
+        "in_precision", "rewrite_ffn", "rewrite_attention", "onnx", "optimize_exactly",
+    ]  # fmt: skip
+    assert sorted(files_in(folder)) == [f"{number:02}-{name}.txt" for number, name in enumerate(names)]
+    assert "torch.ops.aten.relu" in (folder / "07-in_precision.txt").read_text()
+    assert "torch.ops.twell.gated_mlp" in (folder / "08-rewrite_ffn.txt").read_text()
+    assert "twell::TwellGatedMlp" in (folder / "11-optimize_exactly.txt").read_text()
     assert cli("compile", linear, *arguments).exit_code == 0
-    assert "bfloat16" in (folder / "2-lowered.txt").read_text()
+    assert "bfloat16" not in (folder / "06-feature_last.txt").read_text()
+    assert "bfloat16" in (folder / "07-in_precision.txt").read_text()
 
 
 # ---- strict ----

@@ -12,7 +12,9 @@ import pytest
 import twellc
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = [str(page.relative_to(ROOT)) for folder in ("", "docs/") for page in sorted(ROOT.glob(f"{folder}*.md"))]
+READMES = [str(page.relative_to(ROOT)) for pattern in ("benchmarks/*.md", "examples/**/*.md", "plugins/**/*.md")
+           for page in sorted(ROOT.glob(pattern))]  # fmt: skip
 # Top-level folders: what starts with one of these and a slash is a path from the root.
 FOLDERS = ("twellc", "passes", "export", "plugins", "tests", "examples", "benchmarks", "docs")
 # What a build makes.
@@ -30,7 +32,13 @@ def test_paths_exist(page: str) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", READMES)
+def test_links_exist(page: str) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text_of(page)):
+        assert (ROOT / page).parent.joinpath(target).exists(), target
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES])
 def test_anchors_exist(page: str) -> None:
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text_of(page)):
         file = (ROOT / page).parent / target if target else ROOT / page

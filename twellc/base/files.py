@@ -115,10 +115,10 @@ class Outputs:
             folder.mkdir(exist_ok=True)
         return folder
 
-    def write(self, path: Path, text: str) -> None:
-        """Stage a text file."""
+    def write(self, path: Path, content: str | bytes) -> None:
+        """Stage a file: a text in UTF-8, or bytes."""
         with writing(path):
-            self.stage(path).write_text(text, encoding="utf-8")
+            self.stage(path).write_bytes(content.encode() if isinstance(content, str) else content)
 
     def commit(self) -> None:
         """Move every staged file that was written to its destination: all of them, or none where one cannot be moved.

@@ -85,10 +85,10 @@ def combine(gate: Tensor, up: Tensor | None, activation: str, threshold: float) 
     return g * (torch.relu(up) if activation == "drelu" else up)
 
 
-def _combine_packed(gate_up: Tensor, d_ff: int, activation: str, threshold: float) -> Tensor:
-    """Return the hidden tensor of what one product gives for gate and up, [..., d_ff or 2 d_ff]."""
-    up = gate_up[..., d_ff:] if gate_up.shape[-1] > d_ff else None
-    return combine(gate_up[..., :d_ff], up, activation, threshold)
+def _combine_packed(gate_up: Tensor, gated: bool, activation: str, threshold: float) -> Tensor:
+    """Return the hidden tensor of what one product gives: [..., 2 d_ff] for gate and up, else [..., d_ff]."""
+    gate, up = gate_up.chunk(2, -1) if gated else (gate_up, None)
+    return combine(gate, up, activation, threshold)
 
 
 def _to_fp8(x: Tensor, per_unit: Tensor) -> Tensor:
@@ -102,8 +102,8 @@ def _quantise(x: Tensor, per_unit: Tensor) -> Tensor:
     return functional.pad(quantised, (0, 0, 0, extra)) if extra else quantised
 
 
-def _combine_fp8(gate_up: Tensor, d_ff: int, activation: str, threshold: float, per_unit: Tensor) -> Tensor:
-    return _to_fp8(_combine_packed(gate_up, d_ff, activation, threshold), per_unit)
+def _combine_fp8(gate_up: Tensor, gated: bool, activation: str, threshold: float, per_unit: Tensor) -> Tensor:
+    return _to_fp8(_combine_packed(gate_up, gated, activation, threshold), per_unit)
 
 
 @functools.cache
@@ -133,7 +133,7 @@ class Packed:
         """Compute y [..., d_out] of x [..., d_model]."""
         block, rows = self._block, x.reshape(-1, x.shape[-1])
         gate_up = functional.linear(rows, self._weight, self._bias)
-        h = _fused(_combine_packed, gate_up, len(block.gate), block.activation, block.threshold)
+        h = _fused(_combine_packed, gate_up, block.up is not None, block.activation, block.threshold)
         y = functional.linear(h, block.down, block.down_bias)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -167,7 +167,7 @@ class Fp8:
         block, rows = self._block, x.reshape(-1, x.shape[-1])
         x8 = _fused(_quantise, rows.detach(), self._x_per_unit)
         gate_up = _product(x8, self._weight, self._x_scale, self._weight_scale, self._bias, x.dtype)
-        h8 = _fused(_combine_fp8, gate_up, len(block.gate), block.activation, block.threshold, self._h_per_unit)
+        h8 = _fused(_combine_fp8, gate_up, block.up is not None, block.activation, block.threshold, self._h_per_unit)
         y = _product(h8, self._down, self._h_scale, self._down_scale, block.down_bias, x.dtype)
         return y[: len(rows)].reshape(*x.shape[:-1], y.shape[-1])
 

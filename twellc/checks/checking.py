@@ -276,6 +276,12 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     plan = options.candidate
     progress("reading the manifest")
     manifest = read_manifest(plan)
+    if manifest.plugins.libraries:
+        raise UserError(
+            str(plan), "holds plugins of other people, which the float64 model cannot compute",
+            got=", ".join(f"{name} ({each.file})" for each in manifest.plugins.libraries for name in each.names),
+            fix="Check the model without them; compare this plan's outputs by hand.",
+        )  # fmt: skip
     settings = {name: value for name, value in vars(manifest.settings).items() if value is not None}
     profile = {name: vars(shapes) for name, shapes in manifest.profiles[0].items()}
     assert manifest.backend is not None and manifest.plan is not None  # see read_manifest

@@ -20,10 +20,11 @@ from onnx.reference.op_run import OpRun, RuntimeContextError
 from onnx.reference.ops import load_op
 
 from twellc.base.arrays import BFLOAT16, Array, to_numpy, to_torch
+from twellc.base.dtypes import kernel_dtypes
 from twellc.base.errors import UserError, first_line
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.library import ATTENTION_NAME, PLUGIN_NAMES, PLUGIN_NAMESPACE
-from twellc.plugins.onnx_node import BIASES, GATED, RESIDUAL
+from twellc.plugins.onnx_node import BIASES, GATED, HOT, RESIDUAL
 from twellc.plugins.ops import GATED_MLP, MLP, activate
 
 
@@ -152,11 +153,11 @@ class TwellGatedMlp(OpRun):
     op_domain = PLUGIN_NAMESPACE
 
     def _run(
-        self, *operands: Array, activation: str, threshold: float, compression: int,
+        self, *operands: Array, activation: str, threshold: float, compression: int, hot: int,
         gate_bias: int, up_bias: int, down_bias: int, residual: int, plugin_version: str, plugin_namespace: str,
     ) -> tuple[Array]:  # fmt: skip
         tensors = _with_absent([to_torch(array) for array in operands], (gate_bias, up_bias, down_bias), residual)
-        return (to_numpy(_run_op(GATED_MLP, tensors, activation, threshold, compression)),)
+        return (to_numpy(_run_op(GATED_MLP, tensors, activation, threshold, compression, hot)),)
 
 
 class TwellMlp(OpRun):
@@ -165,11 +166,11 @@ class TwellMlp(OpRun):
     op_domain = PLUGIN_NAMESPACE
 
     def _run(
-        self, *operands: Array, activation: str, threshold: float, compression: int,
+        self, *operands: Array, activation: str, threshold: float, compression: int, hot: int,
         up_bias: int, down_bias: int, residual: int, plugin_version: str, plugin_namespace: str,
     ) -> tuple[Array]:  # fmt: skip
         tensors = _with_absent([to_torch(array) for array in operands], (up_bias, down_bias), residual)
-        return (to_numpy(_run_op(MLP, tensors, activation, threshold, compression)),)
+        return (to_numpy(_run_op(MLP, tensors, activation, threshold, compression, hot)),)
 
 
 class TwellAttention(OpRun):
@@ -200,16 +201,21 @@ def runs_kernels() -> bool:
 
 
 def _run_op(
-    op: torch._ops.OpOverload, tensors: list[torch.Tensor | None], activation: str, threshold: float, compression: int
+    op: torch._ops.OpOverload,
+    tensors: list[torch.Tensor | None],
+    activation: str,
+    threshold: float,
+    compression: int,
+    hot: int,
 ) -> torch.Tensor:
-    return _run_where_it_is_fast(op, tensors, activation, float(threshold), int(compression))
+    return _run_where_it_is_fast(op, tensors, activation, float(threshold), int(compression), int(hot))
 
 
 def _run_where_it_is_fast(op: torch._ops.OpOverload, tensors: list[torch.Tensor | None], *options: Any) -> torch.Tensor:
     """Run an op on the GPU, if there is one and the first tensor is of a type that its kernels take."""
     first = tensors[0]
     assert first is not None
-    device = "cuda" if runs_kernels() and first.dtype in (torch.bfloat16, torch.float16) else "cpu"
+    device = "cuda" if runs_kernels() and first.dtype in kernel_dtypes() else "cpu"
     moved = [None if tensor is None else tensor.to(device) for tensor in tensors]
     y: torch.Tensor = op(*moved, *options)
     return y.cpu()
@@ -223,7 +229,7 @@ class PluginNode:
         op_type: TwellGatedMlp or TwellMlp.
         weights: Each weight, followed by its bias or None, in the order of the node's inputs.
         residual: Whether it has a residual as its last input.
-        activation, threshold, compression: Its fields.
+        activation, threshold, compression, hot: Its fields.
     """
 
     op_type: str
@@ -232,6 +238,7 @@ class PluginNode:
     activation: str
     threshold: float
     compression: int
+    hot: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -251,7 +258,8 @@ class PluginNode:
         """Return y, in the dtype of x and residual: both are in float64, or in the dtype of the weights."""
         weights = (None if weight is None else weight.to(x.dtype) for weight in self._load(len(self.weights)))
         op = GATED_MLP if self.op_type == GATED else MLP
-        return _run_op(op, [x, *weights, residual], self.activation, self.threshold, self.compression)
+        options = self.activation, self.threshold, self.compression, self.hot
+        return _run_op(op, [x, *weights, residual], *options)
 
     def active(self, x: torch.Tensor) -> int:
         """Return how many activations of the gate (of a plain block: of the hidden tensor) are not zero for x."""
@@ -288,10 +296,11 @@ def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode]:
             for bias in BIASES[node.op_type]:
                 weights += [next(remaining), next(remaining) if fields[bias] else None]
             options = fields["activation"].decode(), float(fields["threshold"]), int(fields["compression"])
+            hot = int(fields[HOT])
             residual = bool(fields[RESIDUAL])
         except (KeyError, StopIteration) as error:
             raise ValueError(f"the plugin node {node.name} has not the fields and inputs of one") from error
-        nodes.append(PluginNode(node.op_type, weights, residual, *options))
+        nodes.append(PluginNode(node.op_type, weights, residual, *options, hot))
     return nodes
 
 

@@ -22,14 +22,12 @@ from twellc.checks.samples import Sample
 from twellc.export.profiles import ModelInputs, program_inputs
 from twellc.inputs import InputDeclaration
 from twellc.loaders.loaded import LoadedModel
-from twellc.passes.canonicalize import functionalize, rearrange
-from twellc.passes.decide import decide
 from twellc.passes.graph.execution import example_inputs, run_program
 from twellc.passes.graph.program import editable, finish
-from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.onnx.ffn import Ends, find_onnx_blocks, lower_onnx
 from twellc.passes.onnx.part import part_of
 from twellc.passes.onnx.precision import widen_onnx
+from twellc.passes.pipeline import Found, arrange, find, functionalize
 from twellc.passes.precision import in_precision, widen
 from twellc.passes.report import Layer
 from twellc.translation.onnx_models import choose_onnx_dtype, integer_range, model_inputs, open_model, refuse_rewritten
@@ -156,16 +154,14 @@ class TorchReference:
         name = settings.get("dtype")
         dtype = torch_dtype(name if name in DTYPES else choose_dtype(model, None)[0])
         self._plain = in_precision(self._source, dtype)
-        rearranged = rearrange(self._source)
-        self._with_blocks = self._plain if rearranged is self._source else in_precision(rearranged, dtype)
+        arranged = arrange(self._source)
+        self._with_blocks = self._plain if arranged is self._source else in_precision(arranged, dtype)
         self.inputs = program_inputs(self._source)
         self.integers = integer_ranges(model)
         self.token_ids = model.vocabulary
         self.outputs = model.output_names
         self.language_model = model.language_model
-        blocks = find_ffn_blocks(self._with_blocks)
-        chosen = [(block, layer) for block, layer in zip(blocks, _decide(blocks, settings), strict=True)
-                  if layer.decision == "twell"]  # fmt: skip
+        chosen = _find(self._with_blocks, settings).chosen
         self._ends = [
             Ends(block.x.name, block.residual.other.name if block.residual else None, block.y.name)
             for block, _ in chosen
@@ -275,11 +271,11 @@ class _Visitor:
         return value
 
 
-def _decide(blocks: list[Any], settings: dict[str, Any]) -> list[Layer]:
+def _find(program: ExportedProgram, settings: dict[str, Any]) -> Found:
     try:
-        return decide(blocks, str(settings.get("layers", "auto")))
+        return find(program, str(settings.get("layers", "auto")))
     except UserError:  # the blocks are not those of the model that the settings are for
-        return decide(blocks, "auto")
+        return find(program, "auto")
 
 
 def integer_ranges(model: LoadedModel) -> dict[str, tuple[int, int]]:

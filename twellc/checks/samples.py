@@ -16,17 +16,12 @@ from twellc.base.arrays import Array, to_torch
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.export.profiles import InputSpec, ModelInputs, symbol_value
+from twellc.loaders.tokenizer import FIX, load_tokenizer
 
 Sample = dict[str, torch.Tensor]
 
 _UNBOUNDED = 1 << 30
 _LARGEST_WINDOW = 512
-# Text is bytes to a model with this many token ids and without a tokenizer.
-_BYTES = 256
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,22 +66,27 @@ def draw_samples(limits: Limits, integers: dict[str, tuple[int, int]], seed: int
         seed: Seed of the generator.
     """
     generator = torch.Generator().manual_seed(seed)
-    specs = limits.inputs.specs
-    shapes: list[dict[str, tuple[int, ...]]] = []
+    chosen: list[dict[sympy.Expr, int]] = []
     for factor in (0, 1, 3):
         sizes = {}
-        for spec in specs:
+        for spec in limits.inputs.specs:
             for axis, dim in enumerate(spec.shape):
                 for symbol in getattr(dim, "free_symbols", ()):
                     low, high = limits.symbol_values(spec, axis, symbol)
                     sizes[symbol] = min(max(limits.inputs.hints[str(symbol)] * factor, low), high)
-        shape = {spec.name: tuple(_size(dim, sizes) for dim in spec.shape) for spec in specs}
-        if shape not in shapes:
-            shapes.append(shape)
-    return [
-        {spec.name: _random(spec, shape[spec.name], integers.get(spec.name), generator) for spec in specs}
-        for shape in shapes
-    ]
+        if sizes not in chosen:
+            chosen.append(sizes)
+    return [draw_sample(limits, integers, sizes, generator) for sizes in chosen]
+
+
+def draw_sample(
+    limits: Limits, integers: dict[str, tuple[int, int]], sizes: dict[sympy.Expr, int], generator: torch.Generator
+) -> Sample:
+    """Make random inputs of one shape: `sizes` are the values of the symbols; see `draw_samples`."""
+    return {
+        spec.name: _random(spec, tuple(_size(dim, sizes) for dim in spec.shape), integers.get(spec.name), generator)
+        for spec in limits.inputs.specs
+    }
 
 
 def _size(dim: int | sympy.Expr, sizes: dict[sympy.Expr, int]) -> int:
@@ -114,21 +114,30 @@ def read_arrays(path: Path, limits: Limits) -> Sample:
     Raises:
         UserError: It is no such file, or holds other names, kinds of dtypes, values or shapes than the model takes.
     """
-    arrays = _load_npz(path)
+    return as_sample(f"--inputs {path}", load_npz(path), limits)
+
+
+def as_sample(where: str, arrays: dict[str, Array], limits: Limits) -> Sample:
+    """Turn arrays into a sample; `where` is what a message calls them. See `read_arrays`."""
     specs = {spec.name: spec for spec in limits.inputs.specs}
     missing, unknown = sorted(specs.keys() - arrays.keys()), sorted(arrays.keys() - specs.keys())
     if missing or unknown:
         what = f"has no array {missing[0]}" if missing else f"has an array {unknown[0]}, which is no input"
         raise UserError(
-            f"--inputs {path}", what, got=", ".join(sorted(arrays)) or "no arrays", expected=", ".join(sorted(specs)),
+            where, what, got=", ".join(sorted(arrays)) or "no arrays", expected=", ".join(sorted(specs)),
             fix="Name each array as the model's input: numpy.savez(FILE, NAME=array, ...).",
         )  # fmt: skip
-    sample = {name: _as_input(path, spec, arrays[name], limits.token_ids) for name, spec in specs.items()}
-    _check_shapes(path, limits, sample)
+    sample = {name: _as_input(where, spec, arrays[name], limits.token_ids) for name, spec in specs.items()}
+    _check_shapes(where, limits, sample)
     return sample
 
 
-def _load_npz(path: Path) -> dict[str, Array]:
+def load_npz(path: Path) -> dict[str, Array]:
+    """Read the arrays of an `.npz` file.
+
+    Raises:
+        UserError: It is no such file.
+    """
     if not path.is_file():
         raise UserError(f"--inputs {path}", "there is no such file", expected="an .npz file")
     try:
@@ -153,8 +162,8 @@ def _load_npz(path: Path) -> dict[str, Array]:
     return arrays
 
 
-def _as_input(path: Path, spec: InputSpec, array: Array, token_ids: int | None) -> torch.Tensor:
-    where = f"--inputs {path}, array {spec.name}"
+def _as_input(where: str, spec: InputSpec, array: Array, token_ids: int | None) -> torch.Tensor:
+    where = f"{where}, array {spec.name}"
     if array.dtype == np.dtype("V2") and spec.dtype == torch.bfloat16:
         return to_torch(array.view(ml_dtypes.bfloat16))  # how numpy.savez stores what it does not know
     kinds = "f" if spec.dtype.is_floating_point else "b" if spec.dtype == torch.bool else "iu"
@@ -186,7 +195,7 @@ def _as_input(path: Path, spec: InputSpec, array: Array, token_ids: int | None) 
     return to_torch(array.astype(bool if kinds == "b" else np.int64)).to(spec.dtype)
 
 
-def _check_shapes(path: Path, limits: Limits, sample: Sample) -> None:
+def _check_shapes(source: str, limits: Limits, sample: Sample) -> None:
     """Check shapes against the model, the profile and each other.
 
     Raises:
@@ -194,7 +203,7 @@ def _check_shapes(path: Path, limits: Limits, sample: Sample) -> None:
     """
     fixed: dict[sympy.Expr, tuple[int, str]] = {}
     for spec in limits.inputs.specs:
-        where, shape = f"--inputs {path}, array {spec.name}", tuple(sample[spec.name].shape)
+        where, shape = f"{source}, array {spec.name}", tuple(sample[spec.name].shape)
         expected = "x".join(map(str, spec.shape)) or "a scalar"
         if len(shape) != len(spec.shape):
             raise UserError(
@@ -271,7 +280,7 @@ def read_text(path: Path, model: Path, language_model: bool, limits: Limits) -> 
         reason = f"its input {foreign[0]} is no text" if foreign else "the model is none"
         raise UserError(
             f"--text {path}", "needs a language model in a Hugging Face directory, with its tokenizer",
-            got=f"{model}: {reason}", fix=_FIX,
+            got=f"{model}: {reason}", fix=FIX,
         )  # fmt: skip
     try:
         text = path.read_bytes().decode()
@@ -280,7 +289,10 @@ def read_text(path: Path, model: Path, language_model: bool, limits: Limits) -> 
     if not text:
         raise UserError(f"--text {path}", "the file is empty")
     config = json.loads((model / "config.json").read_bytes())
-    ids, notes = _token_ids(path, model, text, config, limits.token_ids)
+    tokenizer = load_tokenizer(model, limits.token_ids)
+    ids, notes = tokenizer(text), list(tokenizer.notes)
+    if not ids:
+        raise UserError(f"--text {path}", "the tokenizer makes no token of it")
     if max(ids) >= limits.token_ids:
         raise UserError(
             str(model), "its tokenizer is of another model", got=f"the token id {max(ids)}",
@@ -291,7 +303,7 @@ def read_text(path: Path, model: Path, language_model: bool, limits: Limits) -> 
     if rows > 1 or len(ids) < shortest:
         raise UserError(
             f"--text {path}", "does not fit into the plan's profile", got=f"1x{len(ids)} tokens",
-            expected=f"from {rows}x{shortest}", fix=_FIX,
+            expected=f"from {rows}x{shortest}", fix=FIX,
         )  # fmt: skip
     length = max(min(longest, _LARGEST_WINDOW), shortest)
     windows = [ids[start : start + length] for start in range(0, len(ids), length)]
@@ -304,33 +316,3 @@ def read_text(path: Path, model: Path, language_model: bool, limits: Limits) -> 
         samples.append({name: filled[name].to(spec.dtype) for name, spec in specs.items()})
     masked = any(str(name).endswith("ForMaskedLM") for name in config.get("architectures") or [])
     return Text(samples, not masked, notes)
-
-
-_FIX = "Turn the text into token ids yourself and give the arrays with --inputs FILE.npz."
-
-
-def _token_ids(
-    path: Path, model: Path, text: str, config: dict[str, Any], vocabulary: int
-) -> tuple[list[int], list[str]]:
-    if not any((model / name).is_file() for name in _TOKENIZER_FILES):
-        if vocabulary != _BYTES:
-            raise UserError(
-                str(model), "has no tokenizer", expected=_TOKENIZER_FILES[0],
-                fix="Put the files of the model's tokenizer beside its config.json, or turn the text into token ids "
-                "yourself and give the arrays with --inputs FILE.npz.",
-            )  # fmt: skip
-        first = config.get("bos_token_id")
-        before = [first] if isinstance(first, int) else []
-        note = "the model has 256 token ids and no tokenizer: the text is read as bytes"
-        return before + list(text.encode()), [note + (f", behind the token {first}" if before else "")]
-    import transformers
-
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-        ids = [int(token) for token in tokenizer(text)["input_ids"]]
-    except Exception as error:  # transformers raises what it likes for a damaged folder
-        what = f"transformers cannot load the tokenizer ({first_line(error)})"
-        raise UserError(str(model), what, fix=_FIX) from error
-    if not ids:
-        raise UserError(f"--text {path}", "the tokenizer makes no token of it")
-    return ids, []

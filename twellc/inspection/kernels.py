@@ -41,7 +41,7 @@ class KernelTable(Record):
 
 
 def list_kernels(layers: list[Layer], tokens: int, gpu: str) -> KernelTable:
-    """Return which kernels compute the rewritten blocks; they are the same in bf16 and fp16.
+    """Return which kernels compute the rewritten blocks; those of bf16, which fp16 has, too, but for hot neurons.
 
     Raises:
         UserError: The plugin library is missing.
@@ -62,4 +62,5 @@ def _problem_of(layer: Layer, tokens: int) -> Problem | None:
     return Problem(
         tokens=tokens, d_model=layer.d_model, d_ff=layer.d_ff, d_out=layer.d_out, compression=DEFAULT_COMPRESSION,
         dtype=DTYPES["bfloat16"], variant=VARIANTS[layer.variant], activation=ACTIVATIONS[layer.activation],
+        hot=layer.hot,
     )  # fmt: skip

@@ -15,15 +15,12 @@ from twellc.inspection.description import Description, PluginNode
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.passes.attention import MATMUL, rewrite_attention
-from twellc.passes.canonicalize import canonicalize
-from twellc.passes.decide import decide
-from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.onnx.ffn import find_onnx_blocks
 from twellc.passes.onnx.graph import dtype_of
-from twellc.passes.precision import in_precision
+from twellc.passes.pipeline import find, prepare
 from twellc.passes.report import Layer
 from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
-from twellc.plugins.onnx_node import GATED, RESIDUAL
+from twellc.plugins.onnx_node import GATED, HOT, RESIDUAL
 from twellc.translation.onnx_models import KIND, cast_notes, choose_onnx_dtype, open_model
 from twellc.translation.result import METADATA_KEY
 from twellc.translation.torch_models import activation_notes, choose_dtype
@@ -42,8 +39,8 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     model = load_model(options.target, options.trust_model, options.inputs)
     chosen, notes = choose_dtype(model, options.dtype)
     progress("looking for feed-forward blocks")
-    program = in_precision(canonicalize(model.program), torch_dtype(chosen))
-    layers = decide(find_ffn_blocks(program), "auto")
+    program = prepare(model.program, torch_dtype(chosen))
+    layers = find(program, "auto").layers
     attention = rewrite_attention(program, (MATMUL,))[1]
     notes = model.notes + notes + activation_notes(model, layers)
     return Description(model.kind, layers, notes, dtype=chosen, attention=attention)
@@ -94,12 +91,14 @@ def _layer_of(node: PluginNode) -> Layer:
     """Describe a node in a graph that does not say what its layers were."""
     shapes = list(node.weights.values())
     (d_ff, d_model), d_out = shapes[0] if shapes else (0, 0), shapes[-1][1] if shapes else 0
+    hot = node.fields.get(HOT)
     return Layer(
         module=node.name or node.outputs[0],
         variant="gated" if node.type == GATED else "plain",
         activation=str(node.fields.get("activation")),
         d_model=d_model, d_ff=d_ff, d_out=d_out, matched=True, decision="twell", reason="is a plugin node",
         residual=node.fields.get(RESIDUAL) == 1,
+        hot=hot if isinstance(hot, int) else 0,
     )  # fmt: skip
 
 

@@ -9,21 +9,20 @@ import onnx
 import onnx_ir
 import sympy
 
-from twellc.base.dtypes import DTYPES, torch_dtype
+from twellc.base.dtypes import BY_ONNX, DTYPES, torch_dtype
 from twellc.base.errors import UserError
-from twellc.base.files import writing
 from twellc.config import CompileOptions
 from twellc.export.profiles import InputSpec, ModelInputs
 from twellc.inputs import InputDeclaration, refuse_inputs
 from twellc.loaders.loaded import refuse_choices
 from twellc.loaders.onnx_file import load_onnx
+from twellc.passes.dump import GraphDump
 from twellc.passes.onnx.ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
 from twellc.passes.onnx.graph import dtype_of
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.translation.result import Translation, annotate, check_matches
 
 KIND = "ONNX file"
-_FLOATS = {onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16", onnx.TensorProto.FLOAT: ""}
 # Sizes to tune unnamed dimensions for: the first of several is usually a batch.
 _BATCH_HINT, _HINT = 1, 128
 
@@ -48,7 +47,9 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     progress("rewriting feed-forward blocks")
     found = find_onnx_blocks(model, torch_dtype(dtype), options.layers)
     rewritten = rewrite_onnx(found, options.compression)
-    _dump(options.dump_graphs, {"1-source": model, "2-rewritten": rewritten})
+    dump = GraphDump(options.dump_graphs)
+    dump.text("source", lambda: onnx.helper.printable_graph(model.graph))
+    dump.text("rewrite_onnx", lambda: onnx.helper.printable_graph(rewritten.graph))
     warnings = check_matches(found.layers, options)
     graph = onnx_ir.serde.deserialize_model(rewritten)
     settings, auto = annotate(graph, found.layers, dtype, options, {"attention_forms": []})
@@ -99,7 +100,7 @@ def choose_onnx_dtype(model: onnx.ModelProto, requested: str | None) -> str:
         UserError: The model is in another low precision than the requested one.
     """
     found = {tensor.data_type for tensor in model.graph.initializer if len(tensor.dims) == 2}
-    low = sorted(_FLOATS[kind] for kind in found if _FLOATS.get(kind))
+    low = sorted(BY_ONNX[kind].option for kind in found if kind in BY_ONNX and BY_ONNX[kind].option)
     if requested is not None and low and requested not in low:
         raise UserError(
             f"--dtype {requested}", "an ONNX graph keeps the precision that it was written in", got=" and ".join(low),
@@ -144,13 +145,3 @@ def integer_range(graph: onnx.GraphProto, name: str) -> tuple[int, int]:
         if node.op_type == "Gather" and len(node.input) == 2 and node.input[1] in names and node.input[0] in rows:
             largest = rows[node.input[0]] - 1 if largest == 1 else min(largest, rows[node.input[0]] - 1)
     return 0, max(largest, 0)
-
-
-def _dump(folder: Path | None, models: dict[str, onnx.ModelProto]) -> None:
-    if folder is None:
-        return
-    for name, model in models.items():
-        with writing(folder / f"{name}.txt"):
-            folder.mkdir(parents=True, exist_ok=True)
-            text = onnx.helper.printable_graph(model.graph) + "\n"
-            (folder / f"{name}.txt").write_text(text, encoding="utf-8")

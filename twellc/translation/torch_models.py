@@ -14,6 +14,7 @@ from twellc.export.onnx_export import export_onnx, opset_of
 from twellc.export.profiles import input_specs, program_inputs
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
+from twellc.passes.dump import GraphDump
 from twellc.passes.graph.program import has_inner_graphs, written_tensors
 from twellc.passes.pipeline import run_passes
 from twellc.passes.precision import parameter_dtypes
@@ -35,15 +36,14 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     dtype, notes = choose_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
     forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention)
-    rewritten = run_passes(
-        model.program, torch_dtype(dtype), options.layers, options.compression, options.dump_graphs, forms
-    )
+    dump = GraphDump(options.dump_graphs)
+    rewritten = run_passes(model.program, torch_dtype(dtype), options.layers, options.compression, forms, dump)
     warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
     notes = [*notes, *activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
     progress("exporting to ONNX")
     names = [spec.name for spec in input_specs(rewritten.program)]
     graph = export_onnx(
-        rewritten.program, names, model.output_names, model.dimension_names, opset_of(rewritten.attention)
+        rewritten.program, names, model.output_names, model.dimension_names, opset_of(rewritten.attention), dump
     )
     inputs = program_inputs(rewritten.program)
     traced_by = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}

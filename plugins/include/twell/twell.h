@@ -52,6 +52,7 @@ typedef struct {
     int32_t variant;      // twell_variant
     int32_t activation;   // twell_activation
     float threshold;      // TWELL_FATRELU only, >= 0
+    int32_t hot;          // 0 to d_ff: so many neurons, the first ones, had better be computed densely; see twell_mlp
 } twell_problem;
 
 // A GPU, in the words of cudaDeviceGetAttribute.
@@ -83,7 +84,7 @@ TWELL_API char const* twell_validate(twell_problem const* problem);
 // Bytes of the packed gate activations, uint32 [tokens, ceil(d_ff / TWELL_TILE) * (TWELL_TILE / compression)].
 TWELL_API size_t twell_packed_bytes(twell_problem const* problem);
 
-// Bytes of device workspace that twell_mlp needs; it never shrinks when `tokens` grows.
+// Bytes of device workspace that twell_mlp needs, also by `hot`; it never shrinks when `tokens` grows.
 TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 
 // The two functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer,
@@ -108,6 +109,10 @@ TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors con
 // They may differ, and so may the last bits of a row between calls with other `tokens` or other rows beside it, in
 //  - the order of sums;
 //  - whether u and h are rounded to the element type, as a dense block does, or kept in fp32.
+// `hot` is a hint about speed, for neurons that have been sorted, those that often fire first: calls with many tokens
+// may compute the first `hot`, rounded down to a multiple of 8 unless it is d_ff, as a dense block, and the others as
+// without it. What that block adds to y is rounded to the element type once more than without it. Calls in which it
+// cannot gain ignore it, and so does fp16, where sums over these neurons alone may be out of range.
 TWELL_API cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                 size_t workspace_bytes, cudaStream_t stream);
 

@@ -32,6 +32,15 @@ __device__ __forceinline__ uint4 load_vector(uint16_t const* pointer) {
     return vector;
 }
 
+// The same of what may be another kernel's of the call.
+__device__ __forceinline__ uint4 load_written_vector(uint16_t const* pointer) {
+    uint4 vector;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(vector.x), "=r"(vector.y), "=r"(vector.z), "=r"(vector.w)
+                 : "l"(pointer));
+    return vector;
+}
+
 // load_vector, or zeros.
 __device__ __forceinline__ uint4 load_vector_if(uint16_t const* pointer, bool exists) {
     uint4 vector;
@@ -44,6 +53,24 @@ __device__ __forceinline__ uint4 load_vector_if(uint16_t const* pointer, bool ex
         "mov.b32 %2, 0;\n"
         "mov.b32 %3, 0;\n"
         "@exists ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+        "}\n"
+        : "=&r"(vector.x), "=&r"(vector.y), "=&r"(vector.z), "=&r"(vector.w)
+        : "l"(pointer), "r"(static_cast<int>(exists)));
+    return vector;
+}
+
+// load_written_vector, or zeros.
+__device__ __forceinline__ uint4 load_written_vector_if(uint16_t const* pointer, bool exists) {
+    uint4 vector;
+    asm volatile(
+        "{\n"
+        ".reg .pred exists;\n"
+        "setp.ne.s32 exists, %5, 0;\n"
+        "mov.b32 %0, 0;\n"
+        "mov.b32 %1, 0;\n"
+        "mov.b32 %2, 0;\n"
+        "mov.b32 %3, 0;\n"
+        "@exists ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
         "}\n"
         : "=&r"(vector.x), "=&r"(vector.y), "=&r"(vector.z), "=&r"(vector.w)
         : "l"(pointer), "r"(static_cast<int>(exists)));

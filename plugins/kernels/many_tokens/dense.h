@@ -67,6 +67,11 @@ BlockScratch block_scratch_in(twell_problem const& problem, void* scratch);
 // Dense blocks have at most so many columns of x: sums of more products have not been tested there.
 constexpr int kMostDModelDenseBlock = 16384;
 
+// Whether there are kernels for a dense block: on compute capability 9.0 alone, whatever the density.
+inline bool has_dense_block(twell_problem const& problem, Device const& device) {
+    return device.is_sm90() && problem.d_model <= kMostDModelDenseBlock;
+}
+
 // The rows of all configurations, a line each.
 void list_dense(Text& text);
 

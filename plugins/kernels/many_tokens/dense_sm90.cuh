@@ -64,7 +64,7 @@ __device__ __forceinline__ void add_residual(float (&sums)[Cfg::kAccumulators], 
             return make_uint4(0, 0, 0, 0);
         }
         int64_t const row = view.row_of(params.schedule, own.begin + token);
-        return load_vector(params.block.residual + row * params.num_neurons + column);
+        return load_written_vector(params.block.residual + row * params.num_neurons + column);
     });
 }
 

@@ -178,8 +178,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(
                 bool const stores = !split || warp == 0;
                 // It comes while rows of Wd do.
                 bool const adds = params.residual != nullptr && stores && column < params.d_out;
-                uint4 const residual =
-                    load_vector_if(params.residual + static_cast<int64_t>(work.row) * params.d_out + column, adds);
+                uint4 const residual = load_written_vector_if(
+                    params.residual + static_cast<int64_t>(work.row) * params.d_out + column, adds);
                 float sums[kVector] = {};
                 add_list<Element>(sums, params, list, count, entry, column);
                 if (split) {

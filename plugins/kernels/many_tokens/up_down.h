@@ -36,7 +36,7 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
                            void* scratch, int64_t dense_rows, Device const& device, cudaStream_t stream,
                            Kernels choice = Kernels::kBest);
 
-// Enqueues the whole block as a dense one, on compute capability 9.0, with up to kMostDModelDenseBlock columns of x.
+// Enqueues the whole block as a dense one, where has_dense_block(problem, device) holds.
 cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const& tensors, void* scratch, bool skips,
                               Device const& device, cudaStream_t stream);
 

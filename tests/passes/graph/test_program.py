@@ -12,7 +12,6 @@ from torch.export import ExportedProgram
 
 from tests.models import Gated, Plain, Residual, calls, canonical, eager, export, run
 from tests.tolerance import assert_same
-from twellc.passes.canonicalize import canonicalize
 from twellc.passes.graph.execution import example_inputs, run_program
 from twellc.passes.graph.program import (
     add_parameter,
@@ -25,6 +24,7 @@ from twellc.passes.graph.program import (
     verify,
     written_tensors,
 )
+from twellc.passes.pipeline import canonicalize
 
 
 def shrink_a_parameter(program: ExportedProgram) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,8 +102,8 @@ def test_activation(name: str, dtype: str) -> None:
     node = next(node for node in rewritten.graph.node if node.domain == "twell")
     fields = {each.name: helper.get_attribute_value(each) for each in node.attribute}
     assert fields == {
-        "activation": activation.encode(), "threshold": threshold, "compression": 8, "up_bias": 1, "down_bias": 1,
-        "residual": 0, "plugin_version": b"twellc-2", "plugin_namespace": b"twell",
+        "activation": activation.encode(), "threshold": threshold, "compression": 8, "hot": 0, "up_bias": 1,
+        "down_bias": 1, "residual": 0, "plugin_version": b"twellc-3", "plugin_namespace": b"twell",
     }  # fmt: skip
 
 
@@ -277,6 +278,16 @@ def test_a_form_that_is_not_read_is_reported(change: str, form: str) -> None:
 
 
 # ---- the graph around ----
+
+
+def test_the_decision_says_how_many_neurons_are_hot() -> None:
+    found = find_onnx_blocks(gated(), torch.bfloat16, "auto")
+    (layer,) = found.layers
+    rewritten = rewrite_onnx(replace(found, layers=[replace(layer, hot=40)]), 8)
+    fields = {each.name: helper.get_attribute_value(each) for node in rewritten.graph.node for each in node.attribute}
+    assert fields["hot"] == 40
+    x = torch.randn(2, 3, D_MODEL)
+    assert torch.equal(evaluate(rewritten, x), evaluate(rewrite_onnx(found, 8), x))
 
 
 def test_layers_choose_blocks_by_name() -> None:

@@ -36,8 +36,9 @@ from twellc.config import CheckOptions, CompileOptions
 from twellc.export.profiles import program_inputs
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
-from twellc.passes.canonicalize import functionalize
+from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_weights import fold_weights
+from twellc.passes.pipeline import functionalize
 from twellc.translation.translate import translate_to_file
 
 pytestmark = pytest.mark.usefixtures("remembered_models", "remembered_programs")
@@ -645,7 +646,7 @@ def test_a_fault_of_a_pass_before_the_rewriting(tmp_path: Path, monkeypatch: pyt
             folded.state_dict[name][5] *= 3
         return folded
 
-    monkeypatch.setattr("twellc.passes.canonicalize.fold_weights", faulty)
+    monkeypatch.setattr("twellc.passes.pipeline.ARRANGING", (faulty, feature_last))
     bad = run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "bad.onnx"))
     assert (bad.within, bad.causes, bad.first_divergence) == (False, ["rewrite"], None)
 

@@ -24,8 +24,8 @@ from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes, to_numpy, to_to
 from twellc.config import CompileOptions
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.loaders.loaded import LoadedModel
-from twellc.passes.canonicalize import canonicalize
 from twellc.passes.graph.execution import run_program
+from twellc.passes.pipeline import canonicalize
 from twellc.passes.precision import widen
 from twellc.translation.torch_models import translate
 
@@ -207,7 +207,13 @@ def test_nodes_that_are_none_of_ours(tmp_path: Path) -> None:
     def drop(name: str) -> Callable[[onnx.NodeProto, onnx.GraphProto], Any]:
         return lambda node, _: node.attribute.remove(next(each for each in node.attribute if each.name == name))
 
-    for change in (drop("down_bias"), drop("activation"), drop("residual"), lambda node, _: node.input.pop()):
+    for change in (
+        drop("down_bias"),
+        drop("activation"),
+        drop("residual"),
+        drop("hot"),
+        lambda node, _: node.input.pop(),
+    ):
         with pytest.raises(ValueError, match="has not the fields and inputs of one"):
             plugin_nodes(changed(change))
     with pytest.raises(ValueError, match=r"negated, a weight of the plugin node .* is no constant"):

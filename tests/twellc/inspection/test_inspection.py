@@ -155,12 +155,28 @@ def test_inspect_shows_the_fields_of_plugin_nodes(cli: Cli, tmp_path: Path) -> N
     assert cli("compile", tmp_path / "m.onnx", *options).exit_code == 0
     (node,) = json.loads(cli("inspect", graph, "--json").stdout)["nodes"]
     assert node["fields"] == {
-        "activation": "relu", "threshold": 0.0, "compression": 4, "gate_bias": 1, "up_bias": 1, "down_bias": 1,
-        "residual": 0, "plugin_version": "twellc-2", "plugin_namespace": "twell",
+        "activation": "relu", "threshold": 0.0, "compression": 4, "hot": 0, "gate_bias": 1, "up_bias": 1,
+        "down_bias": 1, "residual": 0, "plugin_version": "twellc-3", "plugin_namespace": "twell",
     }  # fmt: skip
     shown = cli("inspect", graph).stdout
     for name, value in node["fields"].items():
         assert f"{name}={value}" in shown
+
+
+def test_inspect_shows_how_many_neurons_are_hot(cli: Cli, tmp_path: Path) -> None:
+    """Of a graph that does not say what its layers were."""
+    onnx.save(gated(), tmp_path / "m.onnx")
+    graph = tmp_path / "g.onnx"
+    assert cli("compile", tmp_path / "m.onnx", "--backend", "none", "--onnx", graph).exit_code == 0
+    model = onnx.load(graph)
+    (node,) = (node for node in model.graph.node if node.domain == "twell")
+    (hot,) = (each for each in node.attribute if each.name == "hot")
+    hot.i = 24
+    del model.metadata_props[:]
+    onnx.save(model, tmp_path / "hot.onnx")
+    assert "rewritten, 24 hot" in cli("inspect", tmp_path / "hot.onnx").stdout
+    (row,) = json.loads(cli("inspect", tmp_path / "hot.onnx", "--json").stdout)["layers"]
+    assert row["hot"] == 24
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ from twellc.checks.checking import check
 from twellc.config import CheckOptions, CompileOptions
 from twellc.loaders.model import load_model
 from twellc.loaders.tracing import keep_tensor_outputs
-from twellc.passes.canonicalize import canonicalize, functionalize
 from twellc.passes.graph.execution import example_inputs, run_program
+from twellc.passes.pipeline import canonicalize, functionalize
 from twellc.translation.translate import translate_to_file
 
 Records = dict[str, bytes]

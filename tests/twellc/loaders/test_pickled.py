@@ -11,9 +11,9 @@ from torch import nn
 from twellc.base.errors import UserError
 from twellc.inputs import InputDeclaration, parse_input
 from twellc.loaders.model import load_model
-from twellc.passes.canonicalize import canonicalize
 from twellc.passes.graph.execution import run_program
 from twellc.passes.match.find_ffn import find_ffn_blocks
+from twellc.passes.pipeline import canonicalize
 
 
 class Marker:

@@ -16,8 +16,8 @@ from tests.conftest import Cli
 from twellc.base.errors import UserError
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
-from twellc.passes.canonicalize import canonicalize
 from twellc.passes.graph.execution import example_inputs, run_program
+from twellc.passes.pipeline import canonicalize
 
 GROUPED = {**models.SMALL, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
 SINGLE = {**models.SMALL, "intermediate_size": 64, "max_position_embeddings": 64}

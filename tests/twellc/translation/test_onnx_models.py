@@ -200,5 +200,5 @@ def test_graphs_are_dumped(tmp_path: Path) -> None:
     succeed("compile", tmp_path / "model.onnx", "--backend", "none", "--onnx", tmp_path / "o.onnx",
             "--dump-graphs", tmp_path / "graphs")  # fmt: skip
     texts = {path.name: path.read_text() for path in (tmp_path / "graphs").iterdir()}
-    assert "Relu" in texts["1-source.txt"]
-    assert "TwellGatedMlp" in texts["2-rewritten.txt"] and "Relu(" not in texts["2-rewritten.txt"]
+    assert "Relu" in texts["00-source.txt"]
+    assert "TwellGatedMlp" in texts["01-rewrite_onnx.txt"] and "Relu(" not in texts["01-rewrite_onnx.txt"]

@@ -1,0 +1,49 @@
+"""Functionalise the graph as traced, and drop what computes nothing.
+
+Before: aten ops as traced, in-place ones included, with assertions on dtypes after every cast and on dimensions.
+After:  the same ops without aliasing and without assertions; `aten.linear` and the rest stay whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from twellc.base.errors import UserError, first_line
+from twellc.passes.graph.program import drop_unused_constants, editable, finish, quiet_torch
+
+aten = torch.ops.aten
+
+
+def decompose(program: ExportedProgram) -> ExportedProgram:
+    """Return the program functionalised, with no decomposition and without assertions.
+
+    Raises:
+        UserError: torch cannot trace the program again, as where its parts contradict each other.
+    """
+    try:
+        with quiet_torch():
+            program = editable(program)
+            _register_written_constants(program)
+            drop_unused_constants(program)  # torch stumbles over a second name of a tensor that is written to
+            decomposed = program.run_decompositions({})
+    except Exception as error:  # torch runs every operator on shapes, and each raises what it likes
+        what = f"torch {torch.__version__} cannot run it on shapes ({first_line(error)})"
+        raise UserError("the model's graph", what, fix="Export the model again.") from error
+    program = editable(decomposed)
+    for target in (aten._assert_tensor_metadata.default, aten._assert_scalar.default):
+        for node in program.graph.find_nodes(op="call_function", target=target):
+            program.graph.erase_node(node)
+    return finish(program)
+
+
+def _register_written_constants(program: ExportedProgram) -> None:
+    """Make buffers of constants that are written to: as such torch.export may take the caches of transformers."""
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    for node in program.graph.find_nodes(op="placeholder"):
+        spec = specs[node.name]
+        written = any(isinstance(user.target, OpOverload) and user.target._schema.is_mutable for user in node.users)
+        if written and spec.kind == InputKind.CONSTANT_TENSOR:
+            spec.kind, spec.persistent = InputKind.BUFFER, False

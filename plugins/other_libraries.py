@@ -1,0 +1,94 @@
+"""Register plugin libraries of other people in TensorRT. Importing this imports neither torch nor a TensorRT."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from twellc.base.errors import UserError
+from twellc.base.files import digest
+from twellc.plugins.elf import expected_size
+
+OPTION = "--plugin-library"
+# What TensorRT looks for in a plugin library: creators, of IPluginV3 or the older IPluginV2, and a way to its logger.
+_ENTRY_POINTS = (("getCreators", "getPluginCreators"), ("setLoggerFinder",))
+
+
+@dataclass(frozen=True)
+class OtherLibrary:
+    """A plugin library that was registered.
+
+    Attributes:
+        file: Its file name.
+        sha256: Its SHA-256.
+        names: The plugins that it brought, sorted.
+    """
+
+    file: str
+    sha256: str
+    names: list[str]
+
+
+def check_libraries(paths: tuple[Path, ...]) -> None:
+    """Fail if a file is no whole shared library; opens none of them.
+
+    Raises:
+        UserError: There is no such file, it is of another kind or cut off, or it is given twice.
+    """
+    for index, path in enumerate(paths):
+        where = f"{OPTION} {path}"
+        if not path.is_file():
+            raise UserError(where, "there is no such file", expected="a shared library with TensorRT plugins")
+        expected, size = expected_size(path), path.stat().st_size
+        if expected is None:
+            raise UserError(where, "is no shared library", expected="a 64-bit ELF file with TensorRT plugins")
+        if expected > size:
+            raise UserError(where, "is cut off", got=f"{size} bytes", expected=f"{expected} bytes")
+        if any(path.samefile(other) for other in paths[:index]):
+            raise UserError(where, "is given twice", fix="Leave one out.")
+
+
+def register_libraries(module: ModuleType, version: str, paths: list[Path]) -> list[OtherLibrary]:
+    """Register plugin libraries in a TensorRT, which runs code of theirs.
+
+    Args:
+        module: The Python module of the TensorRT.
+        version: Its version.
+        paths: The libraries.
+
+    Raises:
+        UserError: One is no plugin library, cannot be loaded, or brings no plugin that this TensorRT takes.
+    """
+    return [_register(module, version, path.resolve()) for path in paths]
+
+
+@functools.cache  # TensorRT takes a library once
+def _register(module: ModuleType, version: str, path: Path) -> OtherLibrary:
+    where = f"{OPTION} {path}"
+    registry: Any = getattr(module, "get_plugin_registry")()  # noqa: B009  a module of any TensorRT
+    before = _creators(registry)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UserError(where, f"cannot be loaded ({error})", fix="Install what it needs.") from error
+    if _creators(registry) == before:  # else it has registered them itself, as it was opened
+        for names in _ENTRY_POINTS:
+            if not any(hasattr(library, name) for name in names):
+                raise UserError(where, f"is no library of TensorRT plugins: it has no function {names[0]}")
+        registry.load_library(str(path))
+    brought = sorted(name for name, *_ in _creators(registry) - before)
+    if not brought:
+        raise UserError(
+            where, f"brings no plugin that {module.__name__} {version} takes",
+            expected="a library for this TensorRT, with plugins that are not registered yet",
+        )  # fmt: skip
+    return OtherLibrary(path.name, digest(path), brought)
+
+
+def _creators(registry: Any) -> set[tuple[str, str, str]]:
+    """Return name, version and namespace of every plugin in a registry."""
+    return {(each.name, each.plugin_version, each.plugin_namespace) for each in registry.all_creators_recursive}

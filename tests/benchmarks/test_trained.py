@@ -1,0 +1,98 @@
+"""benchmarks/trained.py with a tiny model on a CPU: it trains, and twellc's commands work on what it trained."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.processes import environment
+
+
+@pytest.fixture(scope="module")
+def trained(benchmark_module: Callable[[str], Any]) -> Any:
+    return benchmark_module("trained")
+
+
+@pytest.mark.slow
+def test_the_whole_way(trained: Any, tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    arguments = ["--tiny", "--device", "cpu", "--no-compiled", "--minutes", "0.03", "--json", results]
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "trained.py", "--out", tmp_path / "out", *arguments],
+        capture_output=True, text=True, check=False, env=environment(), timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(results.read_text())
+    assert report["training"]["steps"] > 0 and report["recipe"]["layers"] == 2
+    planned = [name for name, _ in trained.plan_commands(tmp_path, "1x1", False, False)]
+    assert list(report["commands"]) == planned and {"compile", "check"} <= set(planned)
+    for name, each in report["commands"].items():
+        assert each["status"] == 0, each
+        assert str(tmp_path) not in each["command"]
+        if name.startswith("compile"):
+            assert [layer["decision"] for layer in each["found"]["layers"]], each
+        if name.startswith("check"):
+            assert each["found"]["within"] and each["found"]["text"]["tokens"] > 100
+    page = results.with_suffix(".md").read_text()
+    assert page == done.stdout.removesuffix("\n")
+    assert "2 blocks twell" in page and "within tolerance; " in page
+
+
+def test_training_leaves_an_ordinary_model(trained: Any) -> None:
+    model = trained.make_model(trained.TINY)
+    kinds, before = [type(module) for module in model.modules()], model.model.layers[0].mlp.gate_proj.weight.clone()
+    data = torch.randint(0, 256, (4096,), dtype=torch.uint8)
+    with torch.random.fork_rng():
+        done = trained.train(model, data, trained.TINY, 1e-9, compiled=False)
+        assert done["steps"] == 0  # no time for one
+        trained.train(model, data, trained.TINY, 0.5, compiled=False)
+    assert [type(module) for module in model.modules()] == kinds
+    assert not torch.equal(model.model.layers[0].mlp.gate_proj.weight, before)
+
+
+def test_the_penalty_is_that_of_the_hidden_tensor(trained: Any) -> None:
+    model, seen = trained.make_model(trained.TINY), []
+    for layer in model.model.layers:
+        layer.mlp.__class__ = trained.Penalised
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].abs().sum(-1).mean()))
+    _, penalty = trained.losses(model, torch.randint(0, 256, (2, 9)))
+    torch.testing.assert_close(penalty, torch.stack(seen).mean())
+
+
+def test_corpus(trained: Any, tmp_path: Path) -> None:
+    data, held_out = trained.load_corpus(2_000_000)
+    assert data[0] == 0 and 1_500_000 < len(data) + len(held_out) < 4_000_000
+    assert 0.005 < len(held_out) / len(data) < 0.3
+    text = trained.write_text(tmp_path / "text.txt", "a\0é\0é".encode(), 4).read_text()
+    assert text == "aé"  # half a character is left out
+
+
+def test_page(trained: Any) -> None:
+    standings = {"speed_ups": {"dense packed": 1.0, "twell": 2.5}}
+    shapes = [{"shape": "1x1", "densities": [0.01, 0.03], "model": standings, "blocks": standings}]
+    check = {"within": False, "text": {"candidate_bits": 1.25, "plain_bits": 1.0}}
+    report = {
+        "machine": "a GPU", "parameters": 2e8, "training": {"steps": 2, "tokens": 64, "seconds": 9},
+        "commands": {
+            "check": {"command": "twellc check m", "status": 1, "seconds": 2.0, "found": check},
+            "compile": {"command": "twellc compile m", "status": 2, "seconds": 1.0, "message": "Usage\nError: no."},
+            "bench": {"command": "twellc bench m", "status": 0, "seconds": 3.0, "found": {"results": shapes}},
+        },
+    }  # fmt: skip
+    page = trained.markdown(report).splitlines()
+    for line in (
+        "a GPU: 2 steps of 32 tokens in 9 s, 200 million parameters",
+        "| `twellc check m` | 1 | 2.0 | **outside of tolerance**; 1.2500 bits a token, dense 1.0000 |",
+        "| `twellc compile m` | 2 | 1.0 | Error: no. |",
+        "| blocks alone, twell | 2.50 |",
+        "| mean density | 2.00% |",
+    ):
+        assert line in page, page

@@ -1,0 +1,273 @@
+"""The hot split of the kernels, on a GPU: the first neurons as a dense block, the others by the two steps.
+
+Tests force it, so that any shape reaches it; the C API itself takes it where the two steps would run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.plugins import reference
+from tests.plugins.reference import Block
+from tests.plugins.test_gate_kernels import GENERIC, ON_SM90, needs_sm90
+from tests.plugins.test_guard import BEST, KERNELS, SPLIT, run_poisoned
+from tests.plugins.test_kernels import (
+    FP16,
+    POISON,
+    Call,
+    Case,
+    assert_guards,
+    assert_same_bits,
+    leave_out_lost_gates,
+    make_block,
+    with_residual,
+)
+
+pytestmark = pytest.mark.gpu
+
+KINDS = [(True, name) for name in ("relu", "relu2", "fatrelu", "drelu")]
+KINDS += [(False, name) for name in ("relu", "relu2", "fatrelu")]
+BASE = Case(rows=300, d_model=200, d_ff=900, d_out=136, hot=512)
+# Of so many products the two steps run on Hopper, too.
+LARGE = Case(rows=9000, d_model=1088, d_ff=2816, d_out=264, hot=512)
+
+
+def split_block(case: Case, hot_density: float) -> Block:
+    """Draw a block whose first neurons have a density of their own."""
+    block = make_block(case, integers=False)
+    other = make_block(dataclasses.replace(case, density=hot_density), integers=False)
+    block.w_gate[: case.hot, 0] = other.w_gate[: case.hot, 0]
+    return block
+
+
+def without_residual() -> Iterator[Case]:
+    for gated, activation in KINDS:
+        yield dataclasses.replace(BASE, gated=gated, activation=activation)
+    # 500 is rounded down to 496; 900 are all.
+    for hot, gated, biases in itertools.product((128, 500, 512, 899, 900), (True, False), ("", "gud", "d")):
+        yield dataclasses.replace(BASE, hot=hot, gated=gated, biases=biases)
+    # What is left may be a single neuron; all of fewer than a tile are a dense block.
+    for d_ff, hot in ((257, 256), (511, 300), (513, 512), (1501, 1500), (2816, 1024), (100, 100), (1, 1), (8, 8)):
+        yield dataclasses.replace(BASE, d_ff=d_ff, hot=hot)
+    # No multiple of 64, one for which only the generic kernels have a dense block, and y of any width.
+    for d_model in (8, 72, 128, 264):
+        yield dataclasses.replace(BASE, d_model=d_model)
+    yield dataclasses.replace(BASE, rows=60, d_model=16448, d_ff=600, hot=256, density=0.02)
+    for d_out in (8, 264, 2056, 4104, 8200):
+        yield dataclasses.replace(BASE, d_out=d_out)
+    for rows in (1, 2, 16, 17, 64, 129, 257, 1000, 2100):
+        yield dataclasses.replace(BASE, rows=rows)
+    for compression in (1, 2, 4):
+        yield dataclasses.replace(BASE, compression=compression)
+    # Chunks, and neurons that are hot beside them.
+    yield Case(rows=4200, d_model=1088, d_ff=2816, d_out=136, hot=512)
+    yield Case(rows=20000, d_model=2048, d_ff=6400, d_out=64, hot=768, density=0.005)
+
+
+CASES = [*without_residual(), *with_residual(without_residual())]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case: Case, kernels: int) -> None:
+    block = split_block(case, hot_density=0.3)
+    call = Call(block, case.compression, hot=case.hot)
+    y = run_poisoned(call, SPLIT, kernels)
+    reference.assert_close(y, block)
+    assert_guards(call.y_buffer)
+    assert_same_bits(run_poisoned(call, SPLIT, kernels), y)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("density", [0.0, 0.002, 0.03, 0.3, 1.0])
+@pytest.mark.parametrize("hot_density", [0.0, 0.002, 0.3, 1.0])
+def test_densities_of_either_part(hot_density: float, density: float, kernels: int) -> None:
+    """Of the rest the guard sends some rows, or all, down the dense path."""
+    case = dataclasses.replace(BASE, rows=600, d_model=256, d_ff=1500, density=density, residual=True)
+    block = split_block(case, hot_density)
+    call = Call(block, case.compression, hot=case.hot)
+    reference.assert_close(run_poisoned(call, SPLIT, kernels), block)
+    assert_guards(call.y_buffer)
+
+
+@pytest.mark.parametrize("residual", [True, False], ids=("residual", "none"))
+@pytest.mark.parametrize("hot", [128, 500, 512, 1024, 2816])
+def test_large_calls_are_split(hot: int, residual: bool) -> None:
+    """Through the C API, and without the hint."""
+    case = dataclasses.replace(LARGE, hot=hot, residual=residual, density=0.005)
+    block = split_block(case, hot_density=0.2)
+    call = Call(block, case.compression, hot=hot)
+    y = call.poisoned(call.mlp)
+    reference.assert_close(y, block)
+    assert_same_bits(y, run_poisoned(call, SPLIT, BEST))
+    whole = Call(block, case.compression)
+    whole_y = whole.poisoned(whole.mlp)
+    reference.assert_close(whole_y, block)
+    assert not torch.equal(y, whole_y)  # else nothing was split: sums have another order
+
+
+@pytest.mark.parametrize("hot", [0, 8, 127])
+def test_too_few_hot_neurons_are_no_split(hot: int) -> None:
+    block = make_block(LARGE, integers=False)
+    calls = [Call(block, 8, hot=count) for count in (0, hot)]
+    first, second = (call.poisoned(call.mlp) for call in calls)
+    assert_same_bits(second, first)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=("gated", "plain"))
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 64])
+def test_few_tokens_ignore_the_hint(rows: int, gated: bool) -> None:
+    block = make_block(Case(rows=rows, d_model=264, d_ff=2816, d_out=264, gated=gated), integers=False)
+    calls = [Call(block, 8, hot=hot) for hot in (0, 512, 2816)]
+    first, *others = (call.poisoned(call.mlp) for call in calls)
+    for other in others:
+        assert_same_bits(other, first)
+
+
+@pytest.mark.sm90
+@needs_sm90
+@pytest.mark.parametrize("rows", [300, 1280, 6000])
+def test_dense_blocks_ignore_the_hint(rows: int) -> None:
+    block = make_block(Case(rows=rows, d_model=256, d_ff=2816, d_out=264), integers=False)
+    calls = [Call(block, 8, hot=hot) for hot in (0, 512)]
+    first, second = (call.poisoned(call.mlp) for call in calls)
+    assert_same_bits(second, first)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(("gated", "activation"), KINDS)
+def test_nan_and_infinity_stay_in_their_rows(gated: bool, activation: str, kernels: int) -> None:
+    case = dataclasses.replace(BASE, gated=gated, activation=activation, residual=True)
+    block = split_block(case, hot_density=0.3)
+    dirty = {3: "nan", 130: "inf", 299: "-inf"}
+    for row, value in dirty.items():
+        block.x[row, row % 7] = float(value)
+    assert block.residual is not None
+    block.residual[7, 9] = float("inf")
+    y = run_poisoned(Call(block, 8, hot=case.hot), SPLIT, kernels)
+    assert torch.isnan(y[3]).all()
+    reference.assert_close(y, block)
+    clean = [row for row in range(case.rows) if row not in (*dirty, 7)]
+    assert torch.isfinite(y[clean]).all()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_weights_that_are_not_finite(kernels: int) -> None:
+    """Inactive neurons add nothing, hot or not; an active one adds what it adds."""
+    case = dataclasses.replace(BASE, density=0.1, biases="")
+    block = split_block(case, hot_density=0.1)
+    for neuron, value in ((5, "inf"), (511, "nan"), (512, "inf"), (899, "-inf")):
+        block.w_down[neuron, neuron % 64 :: 64] = float(value)
+    leave_out_lost_gates(block)
+    y = run_poisoned(Call(block, 8, hot=case.hot), SPLIT, kernels)
+    assert torch.isfinite(y).any() and not torch.isfinite(y).all()
+    reference.assert_close(y, block)
+
+
+def test_fp16_ignores_the_hint() -> None:
+    """Sums over the hot neurons alone may be out of its range."""
+    block = make_block(dataclasses.replace(LARGE, dtype=FP16), integers=False)
+    first, second = (call.poisoned(call.mlp) for call in (Call(block, 8, hot=hot) for hot in (0, 512)))
+    assert_same_bits(second, first)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_hidden_values_that_overflow(kernels: int) -> None:
+    """Where u or h is large, y is not."""
+    case = dataclasses.replace(BASE, d_model=128, density=0.5, biases="", residual=True)
+    block = make_block(case, integers=False)
+    assert block.w_up is not None
+    large = dataclasses.replace(
+        block, w_gate=block.w_gate * 64, w_up=block.w_up * 32768, w_down=block.w_down * 2.0**-13
+    )
+    y = run_poisoned(Call(large, 8, hot=case.hot), SPLIT, kernels)
+    assert torch.isfinite(y).all()
+    reference.assert_close(y, large)
+
+
+@pytest.mark.parametrize("density", [0.005, 0.1])
+@pytest.mark.parametrize("case", [dataclasses.replace(BASE, rows=2100, residual=True), LARGE], ids=str)
+def test_bitwise_repeatable(case: Case, density: float) -> None:
+    case = dataclasses.replace(case, density=density)
+    call = Call(split_block(case, hot_density=0.3), 8, hot=case.hot)
+    first = run_poisoned(call, SPLIT)
+    for _ in range(50):
+        assert_same_bits(run_poisoned(call, SPLIT), first)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_calls_that_follow_one_another(kernels: int) -> None:
+    """Kernels of either part, and of successive calls, may overlap; each call's residual is the output before."""
+    case = dataclasses.replace(BASE, rows=700, d_model=256, d_ff=1500, density=0.02)
+    block = split_block(case, hot_density=0.3)
+    calls: list[Call] = []
+    for _ in range(4):
+        calls.append(Call(block, 8, hot=case.hot))
+        calls[-1].workspace = calls[0].workspace
+        block = dataclasses.replace(block, residual=calls[-1].y)
+    for call in calls:
+        call.start_steps(SPLIT, kernels)
+        torch.cuda.synchronize()
+        reference.assert_close(call.y, call.block)
+    expected = [call.y.clone() for call in calls]
+    for _ in range(50):
+        for call in calls:
+            call.y.view(torch.int16).fill_(-1)
+        for call in calls:
+            call.start_steps(SPLIT, kernels)
+        torch.cuda.synchronize()
+        for call, y in zip(calls, expected, strict=True):
+            assert_same_bits(call.y, y)
+
+
+def test_cuda_graph() -> None:
+    case = dataclasses.replace(LARGE, residual=True)
+    call = Call(split_block(case, hot_density=0.3), 8, hot=case.hot)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call.mlp()
+    for _ in range(3):
+        call.block.x.copy_(make_block(case, integers=False).x)
+        call.y.view(torch.int16).fill_(POISON)
+        graph.replay()
+        torch.cuda.synchronize()
+        reference.assert_close(call.y, call.block)
+        replayed = call.y.clone()
+        assert_same_bits(call.poisoned(call.mlp), replayed)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=("gated", "plain"))
+def test_the_torch_op_passes_it_on(gated: bool) -> None:
+    from twellc.plugins.ops import GATED_MLP, MLP
+
+    case = dataclasses.replace(LARGE, d_model=1600, gated=gated, biases="gud" if gated else "gd", residual=True)
+    block = split_block(case, hot_density=0.3)
+    up = [block.w_up, block.b_up] if gated else []
+    operands = [block.x, block.w_gate, block.b_gate, *up, block.w_down, block.b_down, block.residual]
+    y = (GATED_MLP if gated else MLP)(*operands, "relu", 0.0, 8, case.hot)
+    call = Call(block, 8, hot=case.hot)
+    assert_same_bits(y, call.poisoned(call.mlp))
+    reference.assert_close(y, block)
+
+
+SMALL = [
+    dataclasses.replace(BASE, rows=270, d_model=72, d_ff=300, d_out=136, hot=hot, gated=gated, density=0.1)
+    for hot, gated in ((256, True), (260, True), (256, False), (300, False))
+]
+SMALL += with_residual(SMALL)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_sanitize(case: Case) -> None:
+    """What sanitize.py runs."""
+    block = make_block(case, integers=True, device="cpu")
+    call = Call(block.to("cuda"), case.compression, hot=case.hot, poison=False)
+    for kernels in (GENERIC, BEST) if ON_SM90 else (GENERIC,):
+        call.start_steps(SPLIT, kernels)
+        torch.cuda.synchronize()
+        reference.assert_close(call.y.cpu(), block)

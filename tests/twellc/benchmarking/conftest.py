@@ -1,0 +1,36 @@
+"""A machine without a GPU does what `twellc bench` does with one, but for recording, compiling and the clock."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from twellc.benchmarking import contest, forms
+from twellc.benchmarking.timing import Machine, Times
+
+
+@pytest.fixture
+def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run everything on the CPU, as it is written; the n-th contestant takes 1000 - n microseconds."""
+    bench: Any = importlib.import_module("twellc.benchmarking.bench")
+
+    def record(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+        return lambda: [call() for call in calls]
+
+    def time_calls(calls: Sequence[Callable[[], object]], repeats: int) -> list[Times]:
+        assert repeats > 0
+        return [Times(1000.0 - index, 900.0, 1100.0) for index in range(len(calls))]
+
+    monkeypatch.setattr(contest, "record", record)
+    monkeypatch.setattr(contest, "time_calls", time_calls)
+    monkeypatch.setattr(forms, "_compiled", lambda function: function)
+    monkeypatch.setattr(forms, "_compiled_dense", lambda: forms._dense)
+    monkeypatch.setattr(forms, "takes_fp8", lambda block: True)
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    monkeypatch.setattr(bench, "_DEVICE", "cpu")
+    monkeypatch.setattr(bench, "refuse_without_gpu", lambda *_: None)
+    monkeypatch.setattr(bench, "machine", lambda: Machine("a CPU", 2, "3", torch.__version__, "none", "0"))

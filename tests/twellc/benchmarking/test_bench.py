@@ -1,0 +1,164 @@
+"""`twellc bench`: its contests on a CPU, where nothing is timed, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import Result
+
+import twellc
+from tests.conftest import Cli
+from tests.models import Gated, Plain, Residual, export
+from twellc.benchmarking import blocks
+from twellc.benchmarking.forms import FP8
+
+CONTESTANTS = [
+    "dense eager", "twell eager", "dense compiled", "twell compiled", "dense packed", "dense FP8",
+]  # fmt: skip
+BLOCKS = ["dense eager", "dense compiled", "dense packed", "dense FP8", "twell"]
+
+
+def failed(result: Result, *texts: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("Error: ") == 1 and "Traceback" not in result.output
+    for text in texts:
+        assert text in result.stderr
+
+
+# ---- without a GPU ----
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_says_what_it_would_do(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    result = cli("bench", llama, "--shapes", "1x1,2x8", "--plot", tmp_path / "a.svg")
+    failed(result, "torch sees none here", f"With a GPU it would time {llama} at 1x1, 2x8", "in FP8", "TensorRT")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(twellc.UserError, match="it would time"):
+        twellc.bench(llama, compiled=False, tensorrt=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (("missing",), ("missing: there is no such file",)),
+        (("bytelm", "--shapes", "1xa"), ("--shapes: not the sizes of dimensions", "'1xa'", "such as 1x512")),
+        (("bytelm", "--shapes", "0"), ("--shapes: not the sizes",)),
+        (("bytelm", "--plot", "a.txt"), ("no such format", ".svg")),
+        (("bytelm", "--plot", "missing/a.svg"), ("the output folder does not exist",)),
+    ],
+)
+def test_refuses_before_it_loads(cli: Cli, bytelm: Path, arguments: tuple[str, ...], texts: tuple[str, ...]) -> None:
+    failed(cli("bench", *(bytelm if each == "bytelm" else each for each in arguments)), *texts)
+
+
+def test_an_onnx_file(cli: Cli, tmp_path: Path, bytelm: Path) -> None:
+    assert cli("compile", bytelm, "--backend", "none", "--onnx", tmp_path / "m.onnx").exit_code == 0
+    failed(cli("bench", tmp_path / "m.onnx"), "is an ONNX file, which torch does not run")
+
+
+# ---- on a CPU, without the clock ----
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_language_model_on_a_text(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
+    text, plot = tmp_path / "text.py", tmp_path / "picture.svg"
+    text.write_text("def f(x):\n    return [y for y in x if y is not None]\n" * 4)
+    arguments = ("bench", bytelm, "--text", text, "--shapes", "1x1,2x40", "--plot", plot, "--repeats", 3)
+    found = cli(*arguments, "--json")
+    assert found.exit_code == 0, found.output
+    report = json.loads(found.stdout)
+    assert list(report) == ["schema", "machine", "model", "dtype", "inputs", "notes", "layers", "results"]
+    assert (report["schema"], report["model"], report["dtype"]) == (1, "bytelm", "bf16")
+    assert "text.py: " in report["inputs"]
+    assert any("no plans were measured" in note for note in report["notes"])
+    assert any("energy was not measured" in note for note in report["notes"])
+    assert [(each["shape"], each["tokens"]) for each in report["results"]] == [("1x1", 1), ("2x40", 80)]
+    for each in report["results"]:
+        assert len(each["densities"]) == 4 and all(0 < density < 0.2 for density in each["densities"])
+        for part, names in (("model", CONTESTANTS), ("blocks", BLOCKS)):
+            standings = each[part]
+            assert list(standings["times"]) == names == list(standings["errors"]), standings["failed"]
+            assert standings["failed"] == {} and standings["joules_per_token"] == {}
+            assert standings["baseline"] == "dense packed"  # the last of the three, and so the fastest here
+            base, eager = (standings["times"][name]["median_us"] for name in ("dense packed", "dense eager"))
+            assert standings["speed_ups"]["dense eager"] == base / eager
+            errors = standings["errors"]
+            assert all(errors[name] <= 2 * errors["dense eager"] + 0.001 for name in names if name != FP8)
+            assert 2 * errors["dense eager"] < errors[FP8] < 0.3
+    ElementTree.fromstring(plot.read_text())
+    for words in ("whole model", "rewritten feed-forward blocks alone", "twell", "dense FP8"):
+        assert f"<!-- {words} -->" in plot.read_text()
+    failed(cli(*arguments), "--plot", "the file exists already")
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_tables(cli: Cli, bytelm: Path) -> None:
+    found = cli("bench", bytelm, "--shapes", "1x8", "--no-compiled", "--no-tensorrt")
+    assert found.exit_code == 0, found.output
+    text = found.stdout
+    for words in ("whole model: milliseconds (speed-up)", "rewritten feed-forward blocks alone", "mean of the blocks"):
+        assert words in text
+    (row,) = (line for line in text.splitlines() if "twell eager" in line)
+    assert "0.999 ±10% (1.00)" in row
+    assert "dense compiled" not in text and "random, seed 0" in text and "plans" not in found.stderr
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+@pytest.mark.parametrize("variant", ["gated", "plain"])
+def test_any_program(variant: str, tmp_path: Path) -> None:
+    """A block with biases and a residual, inputs that are no tokens, and a dynamic dimension of another name."""
+    block = Gated(biases="gud", d_ff=320) if variant == "gated" else Plain(biases="ud", d_ff=320)
+    model = torch.nn.Sequential(Residual(block), Residual(Gated(d_ff=64))).bfloat16()
+    program = export(model, torch.randn(4, 16).bfloat16(), dynamic=({0: torch.export.Dim("rows", min=1, max=600)},))
+    found = twellc.bench(program)
+    assert [each.shape for each in found.results] == ["1", "32", "512"]  # 2048 are too many for it
+    for each in found.results:
+        assert len(each.densities) == 2
+        assert list(each.model.times) == CONTESTANTS and list(each.blocks.times) == BLOCKS, each
+    with pytest.raises(twellc.UserError, match="does not take these sizes; got 601; expected 1 to 600"):
+        twellc.bench(program, shapes=["601"])
+    with pytest.raises(twellc.UserError, match="does not take these sizes; got 1x1"):
+        twellc.bench(program, shapes=["1x1"])
+    arrays = tmp_path / "x.npz"
+    np.savez(arrays, **{"input": np.zeros((3, 16), np.float32)})
+    assert [each.shape for each in twellc.bench(program, arrays=arrays).results] == ["3x16"]
+    for wrong in ({"arrays": arrays, "seed": 1}, {"arrays": arrays, "shapes": ["4"]}):
+        with pytest.raises(twellc.UserError, match=r"--inputs, too|given twice"):
+            twellc.bench(program, **wrong)
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_nothing_to_compare(cli: Cli, bytelm: Path) -> None:
+    failed(cli("bench", bytelm, "--layers", "none"), "no feed-forward block is rewritten", "twellc inspect")
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_a_wrong_contestant_is_left_out(monkeypatch: pytest.MonkeyPatch, cli: Cli, bytelm: Path) -> None:
+    original = blocks.Seen.run
+    monkeypatch.setattr(blocks.Seen, "run", lambda self: original(self) * 1.1)
+    found = cli("bench", bytelm, "--shapes", "1x8", "--no-compiled")
+    assert found.exit_code == 0
+    assert "Left out: 1x8, blocks alone, twell: its result is off" in found.stderr
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_the_gpu(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
+    found = cli("bench", bytelm, "--shapes", "1x1,4x64", "--repeats", 3, "--json", "--plot", tmp_path / "a.png")
+    assert found.exit_code == 0, found.output
+    report = json.loads(found.stdout)
+    for each in report["results"]:
+        for part, names in (("model", CONTESTANTS), ("blocks", BLOCKS)):
+            standings = each[part]
+            missing = set(names) - set(standings["times"])
+            assert not missing - ({FP8} if torch.cuda.get_device_capability() < (8, 9) else set()), standings["failed"]
+            assert all(times["median_us"] > 0 for times in standings["times"].values())
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,271 @@
+"""`twellc bench`: the original model against the rewritten one, and against what else one could run, on this GPU.
+
+At each shape there are two contests, in CUDA graphs, of contestants that take turns. In the first everybody runs the
+whole model, in the second the rewritten blocks alone, one after the other, on what they see in the model. Before that,
+results are compared with float64: whoever is more than twice as wrong as the eager model is named and left out, but for
+FP8, which is as wrong as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.passes import move_to_device_pass
+from torch.utils import _pytree as pytree
+
+from twellc.base.dtypes import torch_dtype
+from twellc.base.errors import UserError, first_few
+from twellc.base.files import Outputs, temporary_folder
+from twellc.benchmarking.blocks import Form, Seen, block_calls, dense_models, see_blocks
+from twellc.benchmarking.contest import Contest
+from twellc.benchmarking.energy import EnergyMeter
+from twellc.benchmarking.forms import COMPILED, EAGER, FP8, dense_forms
+from twellc.benchmarking.inputs import make_samples
+from twellc.benchmarking.plans import add_plan, build_plans, why_no_plans
+from twellc.benchmarking.plot import refuse_plot, write_plot
+from twellc.benchmarking.result import (
+    SCHEMA,
+    SHOWN,
+    TWELL_COMPILED,
+    TWELL_EAGER,
+    BenchResult,
+    ShapeResult,
+    Standings,
+)
+from twellc.benchmarking.timing import machine, refuse_without_gpu
+from twellc.checks.reference import widen_sample
+from twellc.checks.samples import Sample
+from twellc.config import BenchOptions
+from twellc.export.profiles import program_inputs
+from twellc.export.runner import OpenPlan
+from twellc.loaders.model import load_model
+from twellc.loaders.onnx_format import looks_like_onnx
+from twellc.passes.graph.execution import call_arguments
+from twellc.passes.pipeline import Rewritten, run_passes
+from twellc.passes.precision import widen
+from twellc.plugins import library
+from twellc.translation.torch_models import choose_dtype
+
+_DEVICE = "cuda"
+_CHECKED_ROWS = 512  # of the whole model's first output
+_CHECKED_BLOCK_ROWS = 64
+_ENERGY_SECONDS = 1.0
+
+
+def bench_model(options: BenchOptions, progress: Callable[[str], None]) -> BenchResult:
+    """Measure a model.
+
+    Args:
+        options: See `BenchOptions`.
+        progress: Receives the name of each step.
+
+    Raises:
+        UserError: There is no GPU, the model or its inputs cannot be read, or none of its blocks is rewritten.
+    """
+    if not options.model.exists():
+        raise UserError(str(options.model), "there is no such file or folder", expected="a model")
+    if looks_like_onnx(options.model):
+        raise UserError(str(options.model), "is an ONNX file, which torch does not run", fix="Give the model itself.")
+    with Outputs(options.overwrite) as outputs, temporary_folder() as folder:
+        if options.plot is not None:
+            outputs.check("--plot", options.plot)
+            refuse_plot(options.plot)
+        library.load()
+        refuse_without_gpu("twellc bench", _what_it_would_do(options))
+        result = _Bench(options, folder, progress).run()
+        if options.plot is not None:
+            write_plot(result, outputs.stage(options.plot))
+        outputs.commit()
+    return result
+
+
+def _what_it_would_do(options: BenchOptions) -> str:
+    shapes = ", ".join("x".join(map(str, shape)) for shape in options.shapes) or "the usual shapes"
+    compiled = "eager and compiled" if options.compiled else "eager"
+    plans = "; plans of both, where full TensorRT is installed" if options.tensorrt else ""
+    return (
+        f"With a GPU it would time {options.model} at {shapes}: the original and the rewritten model, {compiled}, in "
+        f"CUDA graphs; beside them dense blocks with gate and up in one product, in bf16 and in FP8{plans}."
+    )
+
+
+class _Bench:
+    """One run of the command."""
+
+    def __init__(self, options: BenchOptions, folder: Path, progress: Callable[[str], None]) -> None:
+        self._options, self._folder, self._progress = options, folder, progress
+        progress("loading and tracing the model")
+        self._model = load_model(options.model, options.trust_model, options.inputs)
+        self._dtype, self._notes = choose_dtype(self._model, options.dtype)
+        self._samples, self._inputs = make_samples(options, self._model)
+        progress("rewriting feed-forward blocks")
+        self._rewritten = run_passes(self._model.program, torch_dtype(self._dtype), options.layers, options.compression)
+        if not any(layer.decision == "twell" for layer in self._rewritten.layers):
+            reasons = [f"{layer.module}: {layer.reason}" for layer in self._rewritten.layers]
+            raise UserError(
+                str(options.model), "no feed-forward block is rewritten, so there is nothing to compare",
+                got=first_few(reasons, "; "), fix="`twellc inspect` shows the blocks.",
+            )  # fmt: skip
+        self._meter: EnergyMeter | None = None
+        try:
+            self._meter = EnergyMeter()
+        except UserError as error:
+            self._notes.append(f"energy was not measured: {error}")
+
+    def run(self) -> BenchResult:
+        """Measure every shape."""
+        plans, failed = self._plans()
+        truths = self._truths()
+        dense, ours = (move_to_device_pass(each, _DEVICE) for each in (self._rewritten.dense, self._rewritten.program))
+        results = []
+        for index, (shape, sample) in enumerate(self._samples.items()):
+            self._progress(f"measuring: {shape}")
+            measured = _Shape(self._options, self._rewritten, self._draw, self._meter)
+            args, kwargs = call_arguments(dense, _on_device(sample))
+            own = {label: functools.partial(add_plan, plan=plan, inputs=_on_device(sample), profile=index)
+                   for label, plan in plans.items()}  # fmt: skip
+            with torch.no_grad():
+                found = measured.run(shape, truths[shape], args, kwargs, dense, ours, own)
+            found.model.failed.update(failed)
+            results.append(found)
+            gc.collect()
+            torch.cuda.empty_cache()
+        name = self._options.in_memory or self._options.model.name
+        layers, notes = self._rewritten.layers, list(dict.fromkeys(self._notes))
+        return BenchResult(SCHEMA, machine(), name, self._dtype, self._inputs, notes, layers, results)
+
+    def _plans(self) -> tuple[dict[str, OpenPlan], dict[str, str]]:
+        obstacle = why_no_plans() if self._options.tensorrt else ""
+        if obstacle:
+            self._notes.append(obstacle)
+        if obstacle or not self._options.tensorrt:
+            return {}, {}
+        samples = list(self._samples.values())
+        return build_plans(self._options, program_inputs(self._model.program), samples, self._folder, self._progress)
+
+    def _draw(self, result: Any) -> Tensor:
+        """Return some rows of the first floating-point output, the same ones each time."""
+        output: Tensor = next(leaf for leaf in pytree.tree_leaves(result) if _is_floating(leaf))
+        rows = output.reshape(-1, output.shape[-1] if output.dim() else 1)
+        drawn = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:_CHECKED_ROWS]
+        return rows[drawn.to(rows.device)].clone()
+
+    def _truths(self) -> dict[str, Tensor | None]:
+        """Return the drawn rows in float64 for each shape; None where they do not fit into memory."""
+        self._progress("running the model in float64")
+        truths: dict[str, Tensor | None] = {}
+        wide = move_to_device_pass(widen(self._rewritten.dense), _DEVICE)
+        module = wide.module(check_guards=False)
+        for shape, sample in self._samples.items():
+            args, kwargs = call_arguments(wide, _on_device(widen_sample(sample)))
+            truths[shape] = None
+            try:
+                with torch.no_grad():
+                    result = module(*args, **kwargs)
+                if any(map(_is_floating, pytree.tree_leaves(result))):
+                    truths[shape] = self._draw(result)
+                else:
+                    self._notes.append("whole models were not compared: no output has floating-point numbers")
+                del result
+            except torch.OutOfMemoryError:
+                self._notes.append(f"{shape}: whole models were not compared, float64 does not fit into memory")
+        del wide, module
+        gc.collect()
+        torch.cuda.empty_cache()
+        return truths
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _on_device(sample: Sample) -> Sample:
+    return {name: tensor.to(_DEVICE) for name, tensor in sample.items()}
+
+
+class _Shape:
+    """What is measured at one shape."""
+
+    def __init__(
+        self,
+        options: BenchOptions,
+        rewritten: Rewritten,
+        draw: Callable[[Any], Tensor],
+        meter: EnergyMeter | None,
+    ) -> None:
+        self._options, self._rewritten, self._draw, self._meter = options, rewritten, draw, meter
+
+    def run(
+        self,
+        shape: str,
+        truth: Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dense: ExportedProgram,
+        ours: ExportedProgram,
+        plans: Mapping[str, Callable[[Contest, str], None]],
+    ) -> ShapeResult:
+        """Hold both contests."""
+        torch._dynamo.reset()  # or it would compile for several shapes at once
+        seen = see_blocks(ours, args, kwargs)
+        tokens = seen[0].x.numel() // seen[0].x.shape[-1]
+        densities = [float(each.block.active(each.x).double().mean()) for each in seen]
+        forms = [dense_forms(each.block, each.x, self._options.compiled) for each in seen]
+        modules: dict[str, Any] = {
+            EAGER: dense.module(check_guards=False), TWELL_EAGER: ours.module(check_guards=False)
+        }  # fmt: skip
+        if self._options.compiled:
+            modules |= {COMPILED: _compiled(modules[EAGER]), TWELL_COMPILED: _compiled(modules[TWELL_EAGER])}
+        models = dense_models(ours, forms)
+        modules |= {name: _compiled(each) for name, each in models.items()} if self._options.compiled else models
+        whole = Contest(truth, self._draw, language_model=False)
+        for label, module in modules.items():
+            whole.add(label, functools.partial(module, *args, **kwargs), module, lossy=label == FP8)
+        for label, add in plans.items():
+            add(whole, label)
+        return ShapeResult(
+            shape, tokens, densities, self._standings(whole, tokens), self._standings(_blocks(seen, forms), tokens)
+        )
+
+    def _standings(self, contest: Contest, tokens: int) -> Standings:
+        times = contest.time(self._options.repeats)
+        standings = Standings(times, contest.errors, contest.failed, {})
+        chosen = [standings.baseline, *(standings.fastest(labels) for labels in SHOWN.values())]
+        for label in filter(None, chosen):
+            if self._meter is not None:
+                joules = self._meter.of(contest.replay(label), _ENERGY_SECONDS, times[label].median_us)
+                standings.joules_per_token[label] = joules / tokens
+        return standings
+
+
+def _compiled(module: Any) -> Any:
+    return torch.compile(module, dynamic=False)
+
+
+def _blocks(seen: list[Seen], forms: list[dict[str, Form]]) -> Contest:
+    """Start a contest of the blocks alone."""
+    rows = [torch.randperm(each.x.numel() // each.x.shape[-1])[:_CHECKED_BLOCK_ROWS].to(_DEVICE) for each in seen]
+    exact = [
+        each.block.double().dense(each.x.reshape(-1, each.x.shape[-1])[own].double())
+        for each, own in zip(seen, rows, strict=True)
+    ]
+    # Powers of two, which change no rounding, so that blocks with small results count like others.
+    scales = [2.0 ** -round(float(y.square().mean().clamp(min=1e-30).log2()) / 2) for y in exact]
+
+    def scaled(results: list[Tensor]) -> Tensor:
+        return torch.cat([(y * scale).reshape(-1, 1) for y, scale in zip(results, scales, strict=True)])
+
+    def drawn(results: list[Tensor]) -> Tensor:
+        return scaled([y.reshape(-1, y.shape[-1])[own] for y, own in zip(results, rows, strict=True)])
+
+    contest = Contest(scaled(exact), drawn, language_model=False)
+    for name, call in block_calls(seen, forms).items():
+        contest.add(name, call, lossy=name == FP8)
+    return contest

@@ -1,0 +1,142 @@
+"""The feed-forward blocks of a rewritten program: what they read, and other forms in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from twellc.benchmarking.forms import FP8, PACKED, Block
+from twellc.plugins.ops import GATED_MLP, MLP
+
+Form = Callable[[Tensor], Tensor]
+
+TWELL = "twell"
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """A call of a `twell` op while a program ran.
+
+    Attributes:
+        op: The op.
+        arguments: Its arguments by name.
+        block: The same block for torch.
+    """
+
+    op: Any
+    arguments: dict[str, Any]
+    block: Block
+
+    @property
+    def x(self) -> Tensor:
+        """What the block read, [..., d_model]."""
+        x: Tensor = self.arguments["x"]
+        return x
+
+    def run(self) -> Tensor:
+        """Compute y [..., d_out] again, by the op and without a residual."""
+        y: Tensor = self.op(**{**self.arguments, "residual": None})
+        return y
+
+
+def see_blocks(program: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Seen]:
+    """Run a rewritten program; return the calls of its `twell` ops, in the order of the graph."""
+    taps = [_Tap(node.target) for node in _nodes(program)]
+    substitute(program, taps)(*args, **kwargs)
+    return [Seen(tap.op, tap.seen, _block(tap.op, tap.seen)) for tap in taps]
+
+
+def dense_models(program: ExportedProgram, forms: list[dict[str, Form]]) -> dict[str, nn.Module]:
+    """Return a rewritten program as modules that compute its blocks packed and in FP8, by the names of these forms.
+
+    Args:
+        program: The program.
+        forms: The forms of each block by name; what not all of them have is left out.
+    """
+    chosen = [name for name in (PACKED, FP8) if all(name in own for own in forms)]
+    return {name: with_forms(program, [own[name] for own in forms]) for name in chosen}
+
+
+def block_calls(seen: list[Seen], forms: list[dict[str, Form]]) -> dict[str, Callable[[], list[Tensor]]]:
+    """Return calls that compute all blocks, one after the other, on what they have read: by their forms and by twell.
+
+    Args:
+        seen: The blocks.
+        forms: The forms of each block by name; what not all of them have is left out.
+    """
+
+    def run(name: str) -> list[Tensor]:
+        return [own[name](each.x) for each, own in zip(seen, forms, strict=True)]
+
+    names = [name for name in forms[0] if all(name in own for own in forms)]
+    calls: dict[str, Callable[[], list[Tensor]]] = {name: functools.partial(run, name) for name in names}
+    return {**calls, TWELL: lambda: [each.run() for each in seen]}
+
+
+def with_forms(program: ExportedProgram, forms: list[Form]) -> nn.Module:
+    """Return a rewritten program as a module that computes its blocks by dense forms of them."""
+    names = [_names(node.target) for node in _nodes(program)]
+    return substitute(program, [_InPlace(form, own) for form, own in zip(forms, names, strict=True)])
+
+
+def substitute(program: ExportedProgram, modules: list[Any]) -> nn.Module:
+    """Return a program as a module that calls others, with the same arguments, in the place of its `twell` ops."""
+    module: Any = program.module(check_guards=False)
+    nodes = [node for node in module.graph.nodes if node.target in (GATED_MLP, MLP)]
+    for index, (node, own) in enumerate(zip(nodes, modules, strict=True)):
+        name = f"substitute_{index}"
+        module.add_submodule(name, own)
+        with module.graph.inserting_before(node):
+            call = module.graph.call_module(name, node.args, node.kwargs)
+        node.replace_all_uses_with(call)
+        module.graph.erase_node(node)
+    module.recompile()
+    result: nn.Module = module
+    return result
+
+
+def _nodes(program: ExportedProgram) -> list[Any]:
+    return [node for node in program.graph.nodes if node.target in (GATED_MLP, MLP)]
+
+
+def _names(op: Any) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]
+
+
+class _Tap(nn.Module):
+    """Calls an op and keeps its arguments."""
+
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.op, self.seen = op, dict[str, Any]()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.seen = dict(zip(_names(self.op), args, strict=False)) | kwargs
+        y: Tensor = self.op(*args, **kwargs)
+        return y
+
+
+class _InPlace(nn.Module):
+    """Calls a dense form with the arguments of an op, whose weights it has already."""
+
+    def __init__(self, form: Form, names: list[str]) -> None:
+        super().__init__()
+        self._form, self._residual = form, names.index("residual")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        y, residual = self._form(args[0]), args[self._residual]
+        return y if residual is None else residual + y
+
+
+def _block(op: Any, arguments: dict[str, Any]) -> Block:
+    first, up = ("gate", arguments["w_up"]) if op is GATED_MLP else ("up", None)
+    return Block(
+        gate=arguments[f"w_{first}"], up=up, down=arguments["w_down"].t().contiguous(),
+        gate_bias=arguments[f"b_{first}"], up_bias=arguments["b_up"] if up is not None else None,
+        down_bias=arguments["b_down"], activation=arguments["activation"], threshold=arguments["threshold"],
+    )  # fmt: skip

@@ -1,0 +1,100 @@
+"""The shapes that a model is measured at, and its inputs."""
+
+from __future__ import annotations
+
+import torch
+
+from twellc.base.errors import UserError
+from twellc.checks.reference import integer_ranges
+from twellc.checks.samples import Limits, Sample, draw_sample, read_arrays, read_text
+from twellc.config import BenchOptions
+from twellc.export.profiles import program_inputs
+from twellc.export.shapes import Shape
+from twellc.loaders.loaded import LoadedModel
+
+# By the number of dynamic dimensions: sizes to measure at, as far as the model takes them. Of a language model they are
+# sequences and their tokens: one token, and prompts.
+USUAL_SHAPES: dict[int, tuple[Shape, ...]] = {
+    0: ((),),
+    1: ((1,), (32,), (512,), (2048,), (8192,)),
+    2: ((1, 1), (1, 32), (1, 512), (1, 2048), (4, 2048)),
+}
+
+
+def make_samples(options: BenchOptions, model: LoadedModel) -> tuple[dict[str, Sample], str]:
+    """Return the inputs of each shape, by the shape's name such as `1x512`, and what they are, in words.
+
+    Raises:
+        UserError: A shape is asked for that the model does not take, or the inputs cannot be read.
+    """
+    limits = Limits(program_inputs(model.program), None, model.vocabulary)
+    given = {"--inputs": options.arrays, "--text": options.text, "--seed": options.seed}
+    sources = [option for option, value in given.items() if value is not None]
+    if len(sources) > 1:
+        raise UserError(sources[0], "the inputs are given twice", got=f"{sources[1]}, too", fix="Leave one out.")
+    if options.arrays is not None:
+        if options.shapes:
+            raise UserError("--shapes", "the arrays have shapes of their own", got="--inputs, too")
+        sample = read_arrays(options.arrays, limits)
+        name = " ".join("x".join(map(str, tensor.shape)) or "1" for tensor in sample.values())
+        return {name: sample}, f"the arrays in {options.arrays.name}"
+    chosen = _shapes(options, limits)
+    if options.text is not None:
+        text = read_text(options.text, options.model, model.language_model, limits)
+        ids = torch.cat([sample["input_ids"].flatten() for sample in text.samples])
+        samples = {_name(shape): _windows(text.samples[0], ids, shape) for shape in chosen}
+        return samples, f"{options.text.name}: {ids.numel()} tokens, repeated where a shape has more"
+    seed, integers = options.seed or 0, integer_ranges(model)
+    generator = torch.Generator().manual_seed(seed)
+    symbols = _symbols(limits)
+    samples = {
+        _name(shape): draw_sample(limits, integers, dict(zip(symbols, shape, strict=True)), generator)
+        for shape in chosen
+    }
+    return samples, f"random, seed {seed}; how many neurons fire for them may be unlike real inputs"
+
+
+def _name(shape: Shape) -> str:
+    return "x".join(map(str, shape)) or "fixed"
+
+
+def _symbols(limits: Limits) -> dict[object, tuple[int, int]]:
+    """Return the symbols in the shapes of the inputs, in their order, with the least and the largest value."""
+    found: dict[object, tuple[int, int]] = {}
+    for spec in limits.inputs.specs:
+        for axis, dim in enumerate(spec.shape):
+            for symbol in sorted(getattr(dim, "free_symbols", ()), key=str):
+                low, high = limits.symbol_values(spec, axis, symbol)
+                before = found.get(symbol, (low, high))
+                found[symbol] = max(low, before[0]), min(high, before[1])
+    return found
+
+
+def _shapes(options: BenchOptions, limits: Limits) -> list[Shape]:
+    bounds = list(_symbols(limits).values())
+
+    def fits(shape: Shape) -> bool:
+        return len(shape) == len(bounds) and all(
+            low <= size <= high for size, (low, high) in zip(shape, bounds, strict=True)
+        )
+
+    if not options.shapes:
+        hints = tuple(limits.inputs.hints[str(symbol)] for symbol in _symbols(limits))
+        return [shape for shape in USUAL_SHAPES.get(len(bounds), ()) if fits(shape)] or [hints]
+    for shape in options.shapes:
+        if not fits(shape):
+            ranges = " x ".join(f"{low} to {high}" for low, high in bounds) or "no dynamic dimension"
+            raise UserError("--shapes", "the model does not take these sizes", got=_name(shape), expected=ranges)
+    return list(dict.fromkeys(options.shapes))
+
+
+def _windows(sample: Sample, ids: torch.Tensor, shape: Shape) -> Sample:
+    """Cut rows, without padding, out of the middle of a text: its first tokens are unlike others."""
+    rows, length = shape
+    count = rows * length
+    start = max(0, (ids.numel() - count) // 2)
+    tokens = ids[start:].repeat(-(-count // (ids.numel() - start)))[:count].reshape(rows, length)
+    return {
+        name: tokens if name == "input_ids" else torch.ones_like(tokens, dtype=tensor.dtype)
+        for name, tensor in sample.items()
+    }

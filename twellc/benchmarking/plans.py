@@ -1,0 +1,75 @@
+"""Plans of full TensorRT as contestants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from twellc.base.errors import UserError
+from twellc.benchmarking.contest import Contest
+from twellc.checks.samples import Sample
+from twellc.compiler import compile_model
+from twellc.config import BenchOptions, CompileOptions
+from twellc.export.profiles import ModelInputs
+from twellc.export.runner import OpenPlan, open_plan, prepare
+from twellc.export.shapes import ShapeRange
+from twellc.export.tensorrt_host import has_gpu, load_host, python_module
+
+TENSORRT = "tensorrt"
+PLAN_DENSE, PLAN_TWELL = "plan dense", "plan twell"
+
+
+def why_no_plans() -> str:
+    """Say why no plan can be built and run here; nothing where one can."""
+    if python_module(TENSORRT) is None:
+        return "no plans were measured: full TensorRT (the module tensorrt) is not installed"
+    return "" if has_gpu() else "no plans were measured: there is no GPU"
+
+
+def build_plans(
+    options: BenchOptions, inputs: ModelInputs, samples: list[Sample], folder: Path, progress: Callable[[str], None]
+) -> tuple[dict[str, OpenPlan], dict[str, str]]:
+    """Build a dense plan and a rewritten one, each with an optimization profile for each sample, and open them.
+
+    Returns:
+        The plans by the contestants' names, and why others could not be built.
+    """
+    dynamic = [spec.name for spec in inputs.specs if not all(isinstance(dim, int) for dim in spec.shape)]
+    profiles = [
+        (name, ShapeRange(*[tuple(sample[name].shape)] * 3)) for sample in samples if dynamic for name in dynamic
+    ]
+    plans, failed = {}, {}
+    for label, layers in ((PLAN_DENSE, "none"), (PLAN_TWELL, options.layers)):
+        progress(f"building plans: {label}")
+        path = folder / f"{label.replace(' ', '-')}.plan"
+        try:
+            compile_model(
+                CompileOptions(
+                    options.model, path, backend=TENSORRT, dtype=options.dtype, layers=layers,
+                    compression=options.compression, profiles=tuple(profiles), trust_model=options.trust_model,
+                    inputs=options.inputs, in_memory=options.in_memory,
+                ),
+                lambda step: None,
+            )  # fmt: skip
+            host = load_host(TENSORRT)
+            plans[label] = open_plan(host, path, host.version)
+        except UserError as error:
+            failed[label] = str(error)
+    return plans, failed
+
+
+def add_plan(contest: Contest, label: str, plan: OpenPlan, inputs: dict[str, torch.Tensor], profile: int) -> None:
+    """Add a plan to a contest, for inputs by name and the optimization profile that takes their shapes."""
+    try:
+        execution = prepare(plan, inputs, profile)
+    except (UserError, KeyError) as error:
+        contest.failed[label] = str(error)
+        return
+
+    def call() -> list[torch.Tensor]:
+        execution.enqueue()
+        return execution.outputs
+
+    contest.add(label, call, execution)

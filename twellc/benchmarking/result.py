@@ -1,0 +1,101 @@
+"""What `twellc bench` found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twellc.base.records import Json, Record
+from twellc.benchmarking.blocks import TWELL
+from twellc.benchmarking.forms import BASELINES, FP8
+from twellc.benchmarking.timing import Machine, Times
+from twellc.passes.report import Layer
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Standings(Record):
+    """Contestants that compute the same.
+
+    Attributes:
+        times: What each takes, in microseconds.
+        errors: Relative error of each one's result; the truth is float64.
+        failed: Why others were left out.
+        joules_per_token: Energy of some, if it was measured.
+    """
+
+    times: dict[str, Times]
+    errors: dict[str, float]
+    failed: dict[str, str]
+    joules_per_token: dict[str, float]
+
+    @property
+    def baseline(self) -> str | None:
+        """The fastest of the dense contestants in torch, without FP8; None where all failed."""
+        return self.fastest(BASELINES)
+
+    @property
+    def speed_ups(self) -> dict[str, float]:
+        """How many times as fast as the baseline each is."""
+        if self.baseline is None:
+            return {}
+        base = self.times[self.baseline].median_us
+        return {label: base / times.median_us for label, times in self.times.items()}
+
+    def fastest(self, labels: tuple[str, ...]) -> str | None:
+        """Return the fastest of some contestants, None where all of them are missing."""
+        return min(filter(self.times.__contains__, labels), key=lambda label: self.times[label].median_us, default=None)
+
+    def to_json(self) -> dict[str, Json]:
+        """Return it as JSON types, with the speed-ups."""
+        return {**super().to_json(), "baseline": self.baseline, "speed_ups": dict(self.speed_ups)}
+
+
+@dataclass(frozen=True)
+class ShapeResult(Record):
+    """What was measured at one shape.
+
+    Attributes:
+        shape: The sizes of the dynamic dimensions, such as `1x512`.
+        tokens: Rows that the first block computes.
+        densities: Share of gate activations that are not zero, for each rewritten block.
+        model: The whole model.
+        blocks: The rewritten blocks alone, one after the other, on what they see in the model.
+    """
+
+    shape: str
+    tokens: int
+    densities: list[float]
+    model: Standings
+    blocks: Standings
+
+
+@dataclass(frozen=True)
+class BenchResult(Record):
+    """What `twellc bench` found.
+
+    Attributes:
+        schema: The version of this form.
+        machine: What was measured on and with.
+        model: Name of the model.
+        dtype: Precision of the models but FP8.
+        inputs: What was run on, in words.
+        notes: What the user should know.
+        layers: What became of each feed-forward block.
+        results: What was measured, by shape.
+    """
+
+    schema: int
+    machine: Machine
+    model: str
+    dtype: str
+    inputs: str
+    notes: list[str]
+    layers: list[Layer]
+    results: list[ShapeResult]
+
+
+# Contestants that a picture shows, by their names in it: the fastest of each tuple.
+TWELL_EAGER, TWELL_COMPILED = "twell eager", "twell compiled"
+SHOWN = {"twell": (TWELL, TWELL_EAGER, TWELL_COMPILED), FP8: (FP8,), "plan twell": ("plan twell",),
+         "plan dense": ("plan dense",)}  # fmt: skip
