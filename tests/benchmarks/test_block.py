@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -167,3 +169,29 @@ def test_without_a_gpu(script: str) -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == "Error: there is no CUDA device\n" and done.stdout == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("block.py", "--tokens", "8", "--neurons", "trained", "--layer", "2"),
+        ("layers.py", "--tokens", "8", "--hot", "256,512"),
+    ],
+)
+def test_on_the_gpu(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    script, *options = arguments
+    report = tmp_path / "report.json"
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, *options, "--repeats", "2", "--json", report],
+        capture_output=True, text=True, check=False, env=environment(), timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = json.loads(report.read_text())["results"]
+    assert len(results) == (4 if script == "layers.py" else 1)
+    for each in results:
+        assert {"dense eager", "dense compiled", "dense packed"} <= set(each["times"])
+        assert all(times["median_us"] > 0 for times in each["times"].values())
+        # The draw is that of the layer: between half and twice as many fire as in training.
+        assert 0.5 < each["mean_nonzeros"] / (5632 * [0.0269, 0.0125, 0.0054, 0.0088][each["layer"]]) < 2

@@ -98,8 +98,7 @@ def _to_fp8(x: Tensor, per_unit: Tensor) -> Tensor:
 def _quantise(x: Tensor, per_unit: Tensor) -> Tensor:
     """Return x [tokens, width] in FP8, with rows of zeros up to a multiple of 16 tokens."""
     extra = -len(x) % _FP8_MULTIPLE
-    quantised = _to_fp8(x, per_unit)
-    return functional.pad(quantised, (0, 0, 0, extra)) if extra else quantised
+    return _to_fp8(functional.pad(x, (0, 0, 0, extra)) if extra else x, per_unit)
 
 
 def _combine_fp8(gate_up: Tensor, gated: bool, activation: str, threshold: float, per_unit: Tensor) -> Tensor:
