@@ -9,10 +9,19 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kAnyTokens = TWELL_MAX_TOKENS;
+// What columns of the table below hold.
+constexpr Route kOneOrTwo = Route::kOneOrTwoTokens;
+constexpr Route kFew = Route::kFewTokens;
+constexpr Route kDense = Route::kDenseBlock;
+constexpr Route kMany = Route::kManyTokens;
+constexpr bool kSm80 = false;
+constexpr bool kSm90 = true;
+constexpr int kBoth = -1;
+constexpr int kGated = TWELL_GATED;
+constexpr int kPlain = TWELL_PLAIN;
+constexpr int64_t kNoEnd = TWELL_MAX_TOKENS;
 constexpr int kAnyWidth = TWELL_MAX_WIDTH;
 constexpr float kAnyProducts = 0.0f;
-constexpr int kAnyVariant = -1;
 
 // Neurons that a device computes at once: so many by each of `places`, which so many multiprocessors have.
 struct Round {
@@ -33,6 +42,8 @@ constexpr Round kContributing = {contribute_few::kNeurons, contribute_few::kCtas
 // By the clusters of two CTAs in gate_up_sm90.cuh: the largest of up to 64 tokens, and those of more.
 constexpr Round kClusters224 = {224, 1, 2, kAnyPlaces};
 constexpr Round kClusters96 = {96, 1, 2, kAnyPlaces};
+constexpr int kWidestX = kMostDModelFew;
+constexpr int kTmaBox = kFewestColumnsSm90;
 
 // What a row is for: all of it must fit.
 struct Row {
@@ -54,25 +65,30 @@ struct Row {
 //    with any number of tokens, since packing takes longer than a product there.
 //  - What is left: layers too narrow or too wide for the other kernels.
 constexpr int kProductsPerToken = 2048 * 5632;
+constexpr float kProducts1920 = 1920.0f * kProductsPerToken;
 constexpr Row kRoutes[] = {
     // clang-format off
-    {Route::kOneOrTwoTokens, false, kAnyVariant, 1, contribute_few::kMostTokens, 1, contribute_few::kMostColumns, contribute_few::kMostColumns, kContributing, kAnyProducts},
-    {Route::kFewTokens, false, kAnyVariant, 1, 16, 1, kMostDModelFew, kAnyWidth, kAnyNeurons, kAnyProducts},
-    {Route::kFewTokens, true, kAnyVariant, 17, kMostTokensFewGeneric, 1, kMostDModelFew, kAnyWidth, kClusters224, kAnyProducts},
-    {Route::kFewTokens, true, TWELL_GATED, 65, kMostTokensFew, kFewestColumnsSm90, kMostDModelFew, kAnyWidth, kClusters96, kAnyProducts},
-    {Route::kManyTokens, true, TWELL_GATED, 65, kMostTokensFew, 1, kAnyWidth, kAnyWidth, kClusters96, kAnyProducts},
-    {Route::kDenseBlock, true, kAnyVariant, 17, 1280, 1, kMostDModelDenseBlock, kAnyWidth, kAnyNeurons, kAnyProducts},
-    {Route::kDenseBlock, true, kAnyVariant, 17, kAnyTokens, 1, kMostDModelDenseBlock, kAnyWidth, kAnyNeurons, 1920.0f * kProductsPerToken},
-    {Route::kDenseBlock, true, TWELL_GATED, 17, kAnyTokens, 1, 1024, 1024, kAnyNeurons, kAnyProducts},
-    {Route::kDenseBlock, true, TWELL_PLAIN, 17, kAnyTokens, 1, 1536, 1536, kAnyNeurons, kAnyProducts},
-    {Route::kFewTokens, true, kAnyVariant, 17, kMostTokensFew, kFewestColumnsSm90, kMostDModelFew, kAnyWidth, kAnyNeurons, kAnyProducts},
-    {Route::kFewTokens, false, kAnyVariant, 17, kMostTokensFewGeneric, 1, kMostDModelFew, kAnyWidth, kAnyNeurons, kAnyProducts},
-    {Route::kManyTokens, false, kAnyVariant, 1, kAnyTokens, 1, kAnyWidth, kAnyWidth, kAnyNeurons, kAnyProducts},
+    //          GPU    block   tokens         columns   d_model    d_out      d_ff           products
+    {kOneOrTwo, kSm80, kBoth,  1,  2,         1,        2048,      2048,      kContributing, kAnyProducts},
+    {kFew,      kSm80, kBoth,  1,  16,        1,        kWidestX,  kAnyWidth, kAnyNeurons,   kAnyProducts},
+    {kFew,      kSm90, kBoth,  17, 64,        1,        kWidestX,  kAnyWidth, kClusters224,  kAnyProducts},
+    {kFew,      kSm90, kGated, 65, 128,       kTmaBox,  kWidestX,  kAnyWidth, kClusters96,   kAnyProducts},
+    {kMany,     kSm90, kGated, 65, 128,       1,        kAnyWidth, kAnyWidth, kClusters96,   kAnyProducts},
+    {kDense,    kSm90, kBoth,  17, 1280,      1,        16384,     kAnyWidth, kAnyNeurons,   kAnyProducts},
+    {kDense,    kSm90, kBoth,  17, kNoEnd,    1,        16384,     kAnyWidth, kAnyNeurons,   kProducts1920},
+    {kDense,    kSm90, kGated, 17, kNoEnd,    1,        1024,      1024,      kAnyNeurons,   kAnyProducts},
+    {kDense,    kSm90, kPlain, 17, kNoEnd,    1,        1536,      1536,      kAnyNeurons,   kAnyProducts},
+    {kFew,      kSm90, kBoth,  17, 128,       kTmaBox,  kWidestX,  kAnyWidth, kAnyNeurons,   kAnyProducts},
+    {kFew,      kSm80, kBoth,  17, 64,        1,        kWidestX,  kAnyWidth, kAnyNeurons,   kAnyProducts},
+    {kMany,     kSm80, kBoth,  1,  kNoEnd,    1,        kAnyWidth, kAnyWidth, kAnyNeurons,   kAnyProducts},
     // clang-format on
 };
+static_assert(contribute_few::kMostTokens >= 2 && contribute_few::kMostColumns >= 2048 && kMostTokensFewGeneric >= 64 &&
+                  kMostTokensFew >= 128 && kMostDModelDenseBlock >= 16384,
+              "what the kernels can compute");
 
 bool fits(Row const& row, twell_problem const& problem, Device const& device) {
-    return (!row.needs_sm90 || device.is_sm90()) && (row.variant == kAnyVariant || row.variant == problem.variant) &&
+    return (!row.needs_sm90 || device.is_sm90()) && (row.variant == kBoth || row.variant == problem.variant) &&
            problem.tokens >= row.fewest_tokens && problem.tokens <= row.most_tokens &&
            std::min({problem.d_model, problem.d_ff, problem.d_out}) >= row.fewest_columns &&
            problem.d_model <= row.most_d_model && problem.d_out <= row.most_d_out &&
@@ -125,7 +141,7 @@ void list_routes(Text& text) {
                  : row.variant == TWELL_PLAIN ? "plain"
                                               : "any");
         long long const fewest = row.fewest_tokens;
-        if (row.most_tokens == kAnyTokens) {
+        if (row.most_tokens == kNoEnd) {
             text.add(" | %lld and more", fewest);
         } else {
             text.add(" | %lld to %lld", fewest, static_cast<long long>(row.most_tokens));
@@ -136,7 +152,7 @@ void list_routes(Text& text) {
             add_columns(text, row.fewest_columns, kAnyWidth);
         } else {
             if (row.fewest_columns > 1) {
-                text.add(" | %d to", row.fewest_columns);
+                text.add(" | %d and more, up to", row.fewest_columns);
             } else {
                 text.add(" | up to");
             }
