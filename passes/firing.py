@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,21 @@ class BlockProfile:
         """Return the profile over the tokens of both."""
         arrays: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in ARRAYS}
         return BlockProfile(self.module, self.variant, self.activation, **arrays)
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What a compilation knows of how often neurons fire, and may do with it.
+
+    Attributes:
+        blocks: What a profile knows of each block, by module.
+        prune_dead: Whether neurons that never fired are removed.
+        unseen: A second profile, to count what that loses; None without one.
+    """
+
+    blocks: Mapping[str, BlockProfile]
+    prune_dead: bool = False
+    unseen: Mapping[str, BlockProfile] | None = None
 
 
 ARRAYS = ("firing", "rows", "tiles", "positions")

@@ -25,10 +25,12 @@ from twellc.passes.decide import decide
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.feature_last import feature_last
+from twellc.passes.firing import Calibration
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.merge_views import merge_views
 from twellc.passes.name_relus import name_relus
+from twellc.passes.neurons import arrange_neurons
 from twellc.passes.precision import in_precision
 from twellc.passes.report import Attention, Layer
 from twellc.passes.rewrite_ffn import rewrite_ffn
@@ -143,6 +145,7 @@ def run_passes(
     compression: int,
     attention: tuple[str, ...] = (),
     dump: GraphDump = NOWHERE,
+    calibration: Calibration | None = None,
 ) -> Rewritten:
     """Run every pass.
 
@@ -153,6 +156,7 @@ def run_passes(
         compression: The TwELL compression factor: 1, 2, 4 or 8.
         attention: The forms to write attention in, see `rewrite_attention`; none leaves it as it is.
         dump: Receives the graph as traced, and after each pass.
+        calibration: How often neurons fire, and what may be done with that; None if nothing is known.
 
     Raises:
         UserError: See `prepare` and `find`.
@@ -161,13 +165,15 @@ def run_passes(
     dense = prepare(program, dtype, dump)
     found = find(dense, layers)
     blocks, hot = [block for block, _ in found.chosen], [layer.hot for _, layer in found.chosen]
-    rewritten = rewrite_ffn(dense, blocks, compression, hot)
+    arrangements, decisions = arrange_neurons(dense, found.blocks, found.layers, calibration)
+    orders = {module: each.order for module, each in arrangements.items() if each.changes}
+    rewritten = rewrite_ffn(dense, blocks, compression, hot, orders)
     dump.program("rewrite_ffn", rewritten)
     attended: list[Attention] = []
     if attention:
         rewritten, attended = rewrite_attention(rewritten, attention)
         dump.program("rewrite_attention", rewritten)
-    return Rewritten(dense, rewritten, found.layers, attended)
+    return Rewritten(dense, rewritten, decisions, attended)
 
 
 def _run(passes: tuple[Pass, ...], program: ExportedProgram, dump: GraphDump) -> ExportedProgram:

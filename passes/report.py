@@ -2,9 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from twellc.base.records import Record
+from twellc.base.records import OPTIONAL, Record
+
+
+@dataclass(frozen=True)
+class Neurons(Record):
+    """What became of the neurons of a block that TwELL runs.
+
+    Attributes:
+        kept: How many it has left.
+        sorted: Whether they stand in the order of a profile, the hottest first.
+        unable: How many were removed since their weights prove that they cannot fire.
+        dead: How many were removed since they never fired, which is approximate.
+        never: How many never fired in the profile.
+        tokens: How many tokens the profile has seen.
+        rate_bound: How often, at most, a neuron fires that never did, with a confidence of 95 %.
+        lost: The share of a second profile's non-zeros that the removed neurons have.
+        lost_of: How many tokens the second profile has seen.
+        reason: Why nothing was done; empty where something was.
+    """
+
+    kept: int
+    sorted: bool
+    unable: int
+    dead: int
+    never: int | None = field(default=None, metadata=OPTIONAL)
+    tokens: int | None = field(default=None, metadata=OPTIONAL)
+    rate_bound: float | None = field(default=None, metadata=OPTIONAL)
+    lost: float | None = field(default=None, metadata=OPTIONAL)
+    lost_of: int | None = field(default=None, metadata=OPTIONAL)
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"neurons as they are, since {self.reason}"
+        said = ["neurons sorted"] if self.sorted else []
+        said += [f"{self.unable} that cannot fire removed"] if self.unable else []
+        if self.dead:
+            said.append(f"{self.dead} of {self.never} that never fired removed (approximate)")
+        elif self.never:
+            said.append(f"{self.never} never fired")
+        return ", ".join(said)
 
 
 @dataclass(frozen=True)
@@ -21,6 +63,7 @@ class Layer(Record):
         reason: Why.
         residual: Whether it also adds its result to what this was added to, if TwELL runs it.
         hot: How many of its neurons, the first ones, calls with many tokens compute densely, if TwELL runs it.
+        neurons: What became of its neurons; None where nothing did, or TwELL does not run it.
     """
 
     module: str
@@ -34,6 +77,20 @@ class Layer(Record):
     reason: str
     residual: bool
     hot: int = 0
+    neurons: Neurons | None = field(default=None, metadata=OPTIONAL)
+
+    @classmethod
+    def of_json(cls, content: Mapping[str, Any]) -> Layer:
+        """Return the row that an object of JSON describes; what is no field is left out.
+
+        Raises:
+            TypeError, AttributeError: It lacks a field, or is none.
+        """
+        known = {each.name: content[each.name] for each in fields(cls) if each.name in content}
+        inner = known.get("neurons")
+        if inner is not None:
+            inner = Neurons(**{each.name: inner[each.name] for each in fields(Neurons) if each.name in inner})
+        return cls(**{**known, "neurons": inner})
 
 
 @dataclass(frozen=True)

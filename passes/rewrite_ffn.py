@@ -6,12 +6,14 @@
 
 A block with a residual takes in the Add behind y, and stands in its place.
 Wd' is Wd transposed, a new parameter: the kernels read the weights of one neuron as one row. A parameter that nothing
-reads any more is dropped from the program.
+reads any more is dropped from the program. Where neurons are sorted or removed (see `neurons.py`), all weights and the
+biases of gate and up are new parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch.export import ExportedProgram
@@ -39,7 +41,11 @@ def arranged_copy(tensor: torch.Tensor, weight: Weight, in_out: bool) -> tuple[s
 
 
 def rewrite_ffn(
-    program: ExportedProgram, blocks: list[FfnBlock], compression: int, hot: Sequence[int] = ()
+    program: ExportedProgram,
+    blocks: list[FfnBlock],
+    compression: int,
+    hot: Sequence[int] = (),
+    neurons: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> ExportedProgram:
     """Return the program with blocks rewritten.
 
@@ -48,34 +54,41 @@ def rewrite_ffn(
         blocks: Some of those found in it, without a refusal.
         compression: The TwELL compression factor: 1, 2, 4 or 8.
         hot: Of each block how many neurons, the first ones, calls with many tokens compute densely; if empty, none.
+        neurons: Of a block, by its module, the neurons to keep in their new order, int64 [kept]; without an entry all
+            stay where they are.
     """
     rewritten = editable(program)
     nodes: dict[str, Node] = {node.name: node for node in rewritten.graph.nodes}
     arranged: dict[tuple[Weight, bool], Node] = {}
 
-    def arrange(weight: Weight, in_out: bool) -> Node:
-        """Return the placeholder that holds the weight stored [in, out] or [out, in], as asked."""
+    def arrange(weight: Weight, in_out: bool, order: torch.Tensor | None) -> Node:
+        """Return the placeholder that holds the weight stored [in, out] or [out, in], as asked, neurons in `order`."""
         placeholder = nodes[weight.node.name]
-        if weight.in_out == in_out and weight.rows is None and placeholder.meta["val"].dim() <= 2:
+        as_it_is = weight.in_out == in_out and weight.rows is None and placeholder.meta["val"].dim() <= 2
+        if as_it_is and order is None:
             return placeholder
-        if (weight, in_out) not in arranged:
-            suffix, copied = arranged_copy(tensor_of(rewritten, weight.name).detach(), weight, in_out)
-            name = f"{weight.name}{suffix}"
-            arranged[weight, in_out] = add_parameter(rewritten, name, copied, like=placeholder)
-        return arranged[weight, in_out]
+        if order is None and (weight, in_out) in arranged:
+            return arranged[weight, in_out]
+        suffix, copied = arranged_copy(tensor_of(rewritten, weight.name).detach(), weight, in_out)
+        if order is not None:
+            suffix, copied = f"{'' if as_it_is else suffix}_arranged", copied.index_select(0, order)
+        made = add_parameter(rewritten, f"{weight.name}{suffix}", copied, like=placeholder)
+        if order is None:
+            arranged[weight, in_out] = made
+        return made
 
-    def bias(linear: Linear) -> Node | None:
+    def bias(linear: Linear, order: torch.Tensor | None) -> Node | None:
         # A vector is stored neither way round.
-        return None if linear.bias is None else arrange(linear.bias, in_out=False)
+        return None if linear.bias is None else arrange(linear.bias, in_out=False, order=order)
 
     for block, block_hot in zip(blocks, hot or [0] * len(blocks), strict=True):
         assert not block.refusal and block.up is not None
         down, up, gate = block.down, block.up, block.gate
-        anchor = nodes[block.y.name]
+        anchor, order = nodes[block.y.name], neurons.get(block.module)
         operands: list[Node | None] = [nodes[block.x.name]]
         for linear in (gate, up) if gate else (up,):
-            operands += [arrange(linear.weight, in_out=False), bias(linear)]
-        operands += [arrange(down.weight, in_out=True), bias(down)]
+            operands += [arrange(linear.weight, False, order), bias(linear, order)]
+        operands += [arrange(down.weight, True, order), bias(down, None)]
         operands.append(nodes[block.residual.other.name] if block.residual else None)
         options = (block.activation, block.threshold, compression, block_hot)
         with rewritten.graph.inserting_before(anchor):

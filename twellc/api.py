@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 
-_PATHS = ("onnx", "dump_graphs", "report", "triton", "arrays", "text", "plot")
+_PATHS = ("onnx", "dump_graphs", "report", "triton", "arrays", "text", "plot", "calibration", "prune_check")
 _PARSERS: dict[str, Callable[[str], object]] = {
     "profiles": parse_profile,
     "inputs": parse_input,

@@ -49,11 +49,14 @@ from twellc.terminal import (
     FilePath,
     InterruptedBySignal,
     Share,
+    calibration_option,
     discard_output,
     inputs_option,
     never_failing,
     open_console,
     plain,
+    prune_check_option,
+    prune_dead_option,
     say,
     show_progress,
     trust_model_option,
@@ -178,6 +181,9 @@ main.add_command(bench)
     help="TwELL compression factor: a tile of 256 neurons keeps 256/N - 1 activations of a token; more of them are "
     "kept apart or recomputed. It changes speed and memory, never results.",
 )  # fmt: skip
+@calibration_option
+@prune_dead_option
+@prune_check_option
 @click.option("--strict", is_flag=True, help="Fail when nothing matches, or a block that looks like one is refused.")
 @click.option(
     "--dump-graphs", type=FilePath(), metavar="DIR", help="Folder for the graph as traced and after each pass."
@@ -281,18 +287,12 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
     "--gpu", type=click.Choice(tuple(GPUS)), default=DEFAULT_GPU, show_default=True,
     help="The GPU whose kernels to name; none has to be there.",
 )  # fmt: skip
+@calibration_option
+@prune_dead_option
+@prune_check_option
 @trust_model_option
 @inputs_option
-def inspect(
-    target: Path,
-    as_json: bool,
-    dtype: str | None,
-    density: float,
-    tokens: int,
-    gpu: str,
-    trust_model: bool,
-    inputs: tuple[str, ...],
-) -> None:
+def inspect(target: Path, as_json: bool, **options: Any) -> None:
     """Show the feed-forward blocks of TARGET, a model or a plan, and what becomes of each.
 
     A plan is read through its manifest, so no GPU is needed. A rewritten ONNX file shows its plugin nodes, too.
@@ -304,10 +304,7 @@ def inspect(
     with its configuration.
     """
     with show_progress() as progress:
-        found = twellc.inspect(
-            target, dtype=dtype, density=density, tokens=tokens, gpu=gpu, trust_model=trust_model, inputs=inputs,
-            progress=progress,
-        )  # fmt: skip
+        found = twellc.inspect(target, progress=progress, **options)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
         return
@@ -343,20 +340,14 @@ def inspect(
     "measure how well it is predicted.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option(
+    "--calibration", type=FilePath(), metavar="PROFILE",
+    help="The profile that CANDIDATE was compiled with, for a plan that no GPU can run, if its graph was not kept.",
+)  # fmt: skip
 @trust_model_option
 @inputs_option
 @click.pass_context
-def check(
-    context: click.Context,
-    model: Path,
-    candidate: Path,
-    seed: int | None,
-    arrays: Path | None,
-    text: Path | None,
-    as_json: bool,
-    trust_model: bool,
-    inputs: tuple[str, ...],
-) -> None:
+def check(context: click.Context, /, model: Path, candidate: Path, as_json: bool, **options: Any) -> None:
     """Compare CANDIDATE, a rewritten ONNX file or a plan, with the MODEL that it was made from.
 
     Both run on random inputs of several shapes, or on what --inputs or --text gives, beside the model in float64 (the
@@ -371,10 +362,7 @@ def check(
     Exit status: 0 within tolerance, 1 outside, 2 for bad input.
     """
     with show_progress() as progress:
-        result = twellc.check(
-            model, candidate, seed=seed, arrays=arrays, text=text, trust_model=trust_model, inputs=inputs,
-            progress=progress,
-        )  # fmt: skip
+        result = twellc.check(model, candidate, progress=progress, **options)
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2))
     else:
@@ -408,7 +396,7 @@ def _print_layers(layers: list[Layer]) -> None:
     for layer in layers:
         rewritten = layer.decision == "twell"
         table.add_row(
-            layer.module, layer.variant, layer.activation, str(layer.d_model), str(layer.d_ff),
+            layer.module, layer.variant, layer.activation, str(layer.d_model), _neurons(layer),
             Text(_rewritten(layer), "green") if rewritten else "dense",
             layer.reason,
         )  # fmt: skip
@@ -420,6 +408,12 @@ def _print_layers(layers: list[Layer]) -> None:
 def _rewritten(layer: Layer) -> str:
     """Say what a block became."""
     return f"rewritten{' + residual' if layer.residual else ''}{f', {layer.hot} hot' if layer.hot else ''}"
+
+
+def _neurons(layer: Layer) -> str:
+    """Return how many neurons a block has, and how many of the model's these are if it has lost some."""
+    kept = layer.d_ff if layer.neurons is None else layer.neurons.kept
+    return str(layer.d_ff) if kept == layer.d_ff else f"{kept} of {layer.d_ff}"
 
 
 def _print_attention(blocks: list[Attention]) -> None:

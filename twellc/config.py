@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
@@ -53,6 +53,9 @@ class CompileOptions:
             default of the model, `none` where it is causal.
         logits: The places whose logits a causal Hugging Face model computes: `all` or the `last` one.
         plugin_libraries: TensorRT plugin libraries of other people, for graphs that hold nodes of theirs.
+        calibration: A profile of the model, see `twellc profile`.
+        prune_dead: Whether neurons that never fired in the profile are removed, which is approximate.
+        prune_check: A second profile, to count what that loses.
         in_memory: What to call a model that is in memory, and in `model` only for the command; empty for a file.
     """
 
@@ -77,6 +80,9 @@ class CompileOptions:
     padding: str | None = None
     logits: str = "all"
     plugin_libraries: tuple[Path, ...] = ()
+    calibration: Path | None = None
+    prune_dead: bool = False
+    prune_check: Path | None = None
     in_memory: str = ""
 
 
@@ -92,6 +98,7 @@ class InspectOptions:
         gpu: The GPU whose kernels to name, of `twellc.plugins.library.GPUS`.
         trust_model: Load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
+        calibration, prune_dead, prune_check: See `CompileOptions`.
         in_memory: See `CompileOptions`.
     """
 
@@ -102,6 +109,9 @@ class InspectOptions:
     gpu: str = DEFAULT_GPU
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()
+    calibration: Path | None = None
+    prune_dead: bool = False
+    prune_check: Path | None = None
     in_memory: str = ""
 
 
@@ -158,6 +168,7 @@ class CheckOptions:
         text: A text to make the inputs from, instead of random ones.
         trust_model: Load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
+        calibration: The profile that the candidate was compiled with, for a plan whose graph has to be made again.
     """
 
     model: Path
@@ -167,6 +178,7 @@ class CheckOptions:
     text: Path | None = None
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()
+    calibration: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -215,6 +227,47 @@ def refuse_dtype(requested: str | None, target: str) -> None:
         raise UserError(
             f"--dtype {requested}", "what is compiled keeps its precision", got=target, expected="a model",
             fix="Leave it out.",
+        )  # fmt: skip
+
+
+class CalibrationOptions(Protocol):
+    """Options that name profiles; see `CompileOptions`."""
+
+    @property
+    def calibration(self) -> Path | None:
+        """The profile to calibrate by."""
+
+    @property
+    def prune_dead(self) -> bool:
+        """Whether neurons that never fired are removed."""
+
+    @property
+    def prune_check(self) -> Path | None:
+        """A second profile."""
+
+
+def refuse_pruning(options: CalibrationOptions) -> None:
+    """Fail if pruning is asked for without a profile.
+
+    Raises:
+        UserError: It is.
+    """
+    for option, given in (("--prune-dead", options.prune_dead), ("--prune-check", options.prune_check)):
+        if given:
+            raise UserError(option, "needs a profile of the model", fix="Add --calibration PROFILE.")
+
+
+def refuse_calibration(options: CalibrationOptions, target: str) -> None:
+    """Fail if a calibration is given for something that has no use for one.
+
+    Raises:
+        UserError: It is.
+    """
+    refuse_pruning(options)
+    if options.calibration is not None:
+        raise UserError(
+            f"--calibration {options.calibration}", "only a model that twellc traces can be calibrated", got=target,
+            expected="a torch.export archive, a Hugging Face directory or a pickled module", fix="Leave it out.",
         )  # fmt: skip
 
 

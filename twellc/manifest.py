@@ -37,16 +37,23 @@ _SHAPES = {"min": [int], "opt": [int], "max": [int]}
 _TENSOR = {"name": str, "dtype": str, "shape": [int]}
 # Where a plan needs some.
 _LIBRARIES = [{"names": [str], "file": str, "sha256": str}]
+_NEURONS = {
+    "kept": int, "sorted": bool, "unable": int, "dead": int, "never?": int, "tokens?": int, "rate_bound?": (float, int),
+    "lost?": (float, int), "lost_of?": int, "reason": str,
+}  # fmt: skip
 # What the manifest of a plan holds: a type or one of several; a list of one form; a dictionary with these
-# keys, or with any (`str`).
+# keys, which a question mark makes optional, or with any (`str`).
 _FORM: dict[str, Any] = {
     "twellc": str,
     "model": {"name": str, "kind": str, "sha256": str},
-    "settings": {"dtype": str, "layers": str, "compression": int, "attention_forms": [str]},
+    "settings": {
+        "dtype": str, "layers": str, "compression": int, "attention_forms": [str], "calibration?": str,
+        "prune_dead?": bool,
+    },
     "layers": [
         {
             "module": str, "variant": str, "activation": str, "d_model": int, "d_ff": int, "d_out": int,
-            "matched": bool, "decision": str, "reason": str, "residual": bool, "hot": int,
+            "matched": bool, "decision": str, "reason": str, "residual": bool, "hot": int, "neurons?": _NEURONS,
         }
     ],
     "attention": [
@@ -75,7 +82,10 @@ class ModelFile(Record):
 
 @dataclass(frozen=True)
 class Settings(Record):
-    """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones."""
+    """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones.
+
+    `calibration` is the SHA-256 of the profile.
+    """
 
     dtype: str
     layers: str
@@ -83,6 +93,8 @@ class Settings(Record):
     attention_forms: list[str]
     padding: str | None = field(default=None, metadata=OPTIONAL)
     logits: str | None = field(default=None, metadata=OPTIONAL)
+    calibration: str | None = field(default=None, metadata=OPTIONAL)
+    prune_dead: bool | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)
@@ -311,7 +323,7 @@ def _of_json(content: dict[str, Any]) -> Manifest:
     records = {
         "model": pick(ModelFile, content["model"]),
         "settings": pick(Settings, content["settings"]),
-        "layers": [pick(Layer, layer) for layer in content["layers"]],
+        "layers": [Layer.of_json(layer) for layer in content["layers"]],
         "attention": [pick(Attention, block) for block in content["attention"]],
         "plugins": pick(Plugins, {**content["plugins"], "libraries": libraries}),
         "onnx": pick(OnnxFile, content["onnx"]),
@@ -354,14 +366,15 @@ def _misfit(value: Any, form: Any, place: str = "") -> str:
     elif str in form:
         items = [(f"{place}.{key}", item, form[str]) for key, item in value.items()]
     else:
-        missing = [key for key in form if key not in value]
+        missing = [key for key in form if key not in value and not key.endswith("?")]
         if missing:
             return f"{place} has no {missing[0]}".strip()
-        items = [(f"{place}.{key}".strip("."), value[key], wanted) for key, wanted in form.items()]
+        wanted = {key.removesuffix("?"): inner for key, inner in form.items()}
+        items = [(f"{place}.{key}".strip("."), value[key], inner) for key, inner in wanted.items() if key in value]
     return next(filter(None, (_misfit(item, wanted, where) for where, item, wanted in items)), "")
 
 
-_KINDS = {str: "string", int: "integer", bool: "boolean", list: "list", dict: "object"}
+_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "list", dict: "object"}
 
 
 def _unusable(manifest: dict[str, Any]) -> str:

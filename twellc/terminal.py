@@ -115,6 +115,20 @@ class Share(click.FloatRange):
 trust_model_option = click.option(
     "--trust-model", is_flag=True, help="Load a pickle, or an archive that could execute code."
 )
+calibration_option = click.option(
+    "--calibration", type=FilePath(), metavar="PROFILE",
+    help="How often the model's neurons fire, from `twellc profile`. The neurons of each block are sorted by it, the "
+    "hottest first, which is exact.",
+)  # fmt: skip
+prune_dead_option = click.option(
+    "--prune-dead", is_flag=True,
+    help="Approximate: remove the neurons that never fired in the profile. Other inputs may need them; check measures "
+    "what that does.",
+)  # fmt: skip
+prune_check_option = click.option(
+    "--prune-check", type=FilePath(), metavar="PROFILE",
+    help="A second profile, of other data: report which share of its non-zeros the removed neurons have.",
+)  # fmt: skip
 inputs_option = click.option(
     "--input", "inputs", multiple=True, metavar="NAME:DTYPE[DIM,...]",
     help="An input of a pickled module, such as x:float32[batch,sequence,512]; a name stands for a dynamic dimension.",

@@ -3,7 +3,6 @@
 #include <math.h>
 
 #include <algorithm>
-#include <initializer_list>
 
 #include "few_tokens/few.h"
 #include "host/problem.h"
@@ -24,6 +23,7 @@
 namespace {
 
 using twell::Device;
+using twell::first_error;
 using twell::kWorkspaceAlignment;
 using twell::num_tiles;
 using twell::words_per_tile;
@@ -52,15 +52,6 @@ cudaError_t check_optional(void const* pointer) {
     return is_aligned(pointer, kAlignment) ? cudaSuccess : cudaErrorMisalignedAddress;
 }
 
-cudaError_t first_error(std::initializer_list<cudaError_t> errors) {
-    for (cudaError_t const error : errors) {
-        if (error != cudaSuccess) {
-            return error;
-        }
-    }
-    return cudaSuccess;
-}
-
 cudaError_t check_gate_tensors(twell_tensors const& tensors) {
     return first_error({check_required(tensors.x), check_required(tensors.w_gate), check_optional(tensors.b_gate)});
 }
@@ -74,12 +65,8 @@ bool overlaps_y(twell_problem const& problem, twell_tensors const& tensors) {
 }
 
 cudaError_t check_block_tensors(twell_problem const& problem, twell_tensors const& tensors) {
-    if (cudaError_t const error =
-            first_error({check_gate_tensors(tensors), check_required(tensors.w_down), check_optional(tensors.b_down),
-                         check_optional(tensors.residual), check_required(tensors.y)});
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(first_error({check_gate_tensors(tensors), check_required(tensors.w_down), check_optional(tensors.b_down),
+                           check_optional(tensors.residual), check_required(tensors.y)}));
     if (overlaps_y(problem, tensors)) {
         return cudaErrorInvalidValue;
     }
@@ -91,9 +78,7 @@ cudaError_t check_block_tensors(twell_problem const& problem, twell_tensors cons
 
 // The current device, which must have kernels.
 cudaError_t find_device(Device& device) {
-    if (cudaError_t const error = twell::query_device(device); error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(twell::query_device(device));
     return device.major >= kMinComputeCapabilityMajor ? cudaSuccess : cudaErrorNotSupported;
 }
 
@@ -109,10 +94,7 @@ cudaError_t run_steps(twell_problem const& problem, twell_tensors const& tensors
                       int64_t dense_rows, Device const& device, cudaStream_t stream,
                       twell::Kernels choice = twell::Kernels::kBest) {
     twell::GateOutput const output = twell::gate_output_in(problem, packed, scratch, device, choice);
-    if (cudaError_t const error = twell::launch_gate(problem, tensors, output, device, stream, choice);
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(twell::launch_gate(problem, tensors, output, device, stream, choice));
     return twell::launch_up_down(problem, tensors, packed, scratch, dense_rows, device, stream, choice);
 }
 
@@ -307,14 +289,9 @@ cudaError_t twell_internal_gate(twell_problem const* problem, twell_tensors cons
     if (problem->tokens == 0) {
         return cudaSuccess;
     }
-    if (cudaError_t const error = first_error({check_gate_tensors(*tensors), check_required(packed)});
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(first_error({check_gate_tensors(*tensors), check_required(packed)}));
     Device device = {};
-    if (cudaError_t const error = find_device(device); error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(find_device(device));
     return twell::launch_gate(*problem, *tensors, {packed}, device, stream, static_cast<twell::Kernels>(kernel));
 }
 
@@ -326,15 +303,9 @@ cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors
     if (problem->tokens == 0) {
         return cudaSuccess;
     }
-    if (cudaError_t const error =
-            first_error({check_block_tensors(*problem, *tensors), check_required(workspace, kWorkspaceAlignment)});
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(first_error({check_block_tensors(*problem, *tensors), check_required(workspace, kWorkspaceAlignment)}));
     Device device = {};
-    if (cudaError_t const error = find_device(device); error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(find_device(device));
     return run(*problem, *tensors, workspace, device, stream);
 }
 
@@ -382,9 +353,7 @@ size_t twell_internal_configurations(char* text, size_t size) {
 cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                  int64_t dense_rows, int32_t kernels, cudaStream_t stream) {
     Device device = {};
-    if (cudaError_t const error = find_device(device); error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(find_device(device));
     return run_forced(*problem, *tensors, workspace, dense_rows, static_cast<twell::Kernels>(kernels), device, stream);
 }
 
@@ -402,9 +371,7 @@ size_t twell_internal_schedule_bytes(twell_problem const* problem) { return twel
 cudaError_t twell_internal_schedule(twell_problem const* problem, uint32_t const* packed, uint16_t const* spilled,
                                     void* memory, cudaStream_t stream) {
     Device device = {};
-    if (cudaError_t const error = find_device(device); error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(find_device(device));
     twell::GuardModel guard = {};  // forced: no row
     guard.max_part = static_cast<uint32_t>(twell::max_dense_part(*problem));
     return twell::launch_schedule(*problem, packed, spilled, twell::schedule_at(*problem, memory), guard, {}, {},

@@ -88,7 +88,7 @@ static_assert(contribute_few::kMostTokens >= 2 && contribute_few::kMostColumns >
               "what the kernels can compute");
 
 bool fits(Row const& row, twell_problem const& problem, Device const& device) {
-    return (!row.needs_sm90 || device.is_sm90()) && (row.variant == kBoth || row.variant == problem.variant) &&
+    return (!row.needs_sm90 || is_sm90(device)) && (row.variant == kBoth || row.variant == problem.variant) &&
            problem.tokens >= row.fewest_tokens && problem.tokens <= row.most_tokens &&
            std::min({problem.d_model, problem.d_ff, problem.d_out}) >= row.fewest_columns &&
            problem.d_model <= row.most_d_model && problem.d_out <= row.most_d_out &&

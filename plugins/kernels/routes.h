@@ -1,6 +1,5 @@
 // Which kernels compute a block: one table, whose first row that fits wins.
-#ifndef TWELL_KERNELS_ROUTES_H_
-#define TWELL_KERNELS_ROUTES_H_
+#pragma once
 
 #include "host/launch.h"
 #include "host/trace.h"
@@ -24,5 +23,3 @@ char const* name_of(Route route);
 void list_routes(Text& text);
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_ROUTES_H_

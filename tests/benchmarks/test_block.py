@@ -86,7 +86,7 @@ def test_columns_compute_the_same(draw: Any, layers: Any, monkeypatch: pytest.Mo
     found = layers.columns(sets, rates, (512, 5000, 5632))
     assert list(found) == ["as is", "sorted", "split 512", "split 5000", "pruned", "pruned split 512"]
     widths = {name: len(own[0][0].block.gate) for name, own in found.items()}
-    assert widths["sorted"] == 5632 and widths["pruned"] == 4400  # 4389 fire
+    assert widths["sorted"] == 5632 and widths["pruned"] == 4392  # 4389 fire
     assert [hot for _, hot in found["split 512"]] == [512, 512]
     exact = sets[0].block.double().dense(x.double())
     for name, own in found.items():

@@ -435,6 +435,30 @@ def test_any_density(density: float, full: float) -> None:
     reference.assert_close(call.y, block)
 
 
+@pytest.mark.parametrize("kernels", [*KERNELS, on_sm90(CHUNKS, id="chunks")])
+@pytest.mark.parametrize("many", [False, True], ids=("few", "many"))
+@pytest.mark.parametrize("d_ff", [8, 63, 64, 65, 100, 256, 600, 5632])
+def test_rows_without_a_list(d_ff: int, many: bool, kernels: int) -> None:
+    """Rows of any density are right also if none is dense that need not be, on both sides of what a list holds."""
+    most = 64 * -(-d_ff // library.TILE)
+    counts = [0, 1, 2, *(min(count, d_ff) for count in (most - 1, most, most + 1, most * 9 // 8 + 1, d_ff))]
+    case = Case(rows=4200, d_model=192, d_ff=d_ff, d_out=136, biases="ud")
+    block = make_block(case, integers=False)
+    active = torch.stack([torch.randperm(d_ff, device="cuda") < count for count in counts], dim=1)
+    size = 0.5 + torch.rand(active.shape, device="cuda")
+    kind = torch.arange(case.rows, device="cuda") % len(counts)
+    if not many:
+        kind[torch.arange(case.rows, device="cuda") % 50 != 0] = 1
+    block.w_gate.zero_()
+    block.w_gate[:, : len(counts)] = torch.where(active, size, -size).to(case.dtype)
+    block.x[:, : len(counts)] = torch.nn.functional.one_hot(kind, len(counts)).to(case.dtype)
+    call = Call(block, 8)
+    for rows in (0, GUARD_DECIDES):
+        y = run_dense(call, 0, kernels) if rows == 0 else run_poisoned(call, rows, kernels)
+        reference.assert_close(y, block)
+        assert_guards(call.y_buffer)
+
+
 def test_any_d_model_is_guarded() -> None:
     """mlp() has a dense path for a d_model that the kernels of compute capability 9.0 do not take."""
     block = make_block(Case(rows=9000, d_model=1096, d_ff=2816, d_out=72, density=0.5), integers=False)

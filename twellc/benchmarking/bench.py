@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError, first_few
 from twellc.base.files import Outputs, temporary_folder
-from twellc.benchmarking.blocks import Form, Seen, block_calls, dense_models, see_blocks
+from twellc.benchmarking.blocks import Form, Seen, block_calls, dense_models, see_blocks, with_all_neurons
 from twellc.benchmarking.contest import Contest
 from twellc.benchmarking.energy import EnergyMeter
 from twellc.benchmarking.forms import COMPILED, EAGER, FP8, dense_forms
@@ -48,7 +48,7 @@ from twellc.export.runner import OpenPlan
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.passes.graph.execution import call_arguments
-from twellc.passes.pipeline import Rewritten, run_passes
+from twellc.passes.pipeline import run_passes
 from twellc.passes.precision import widen
 from twellc.plugins import library
 from twellc.translation.torch_models import choose_dtype
@@ -123,16 +123,18 @@ class _Bench:
         """Measure every shape."""
         plans, failed = self._plans()
         truths = self._truths()
-        dense, ours = (move_to_device_pass(each, _DEVICE) for each in (self._rewritten.dense, self._rewritten.program))
+        whole = with_all_neurons(self._rewritten, self._options.compression)
+        programs = (self._rewritten.dense, self._rewritten.program, whole)
+        dense, ours, whole = (move_to_device_pass(each, _DEVICE) for each in programs)
         results = []
         for index, (shape, sample) in enumerate(self._samples.items()):
             self._progress(f"measuring: {shape}")
-            measured = _Shape(self._options, self._rewritten, self._draw, self._meter)
+            measured = _Shape(self._options, self._draw, self._meter)
             args, kwargs = call_arguments(dense, _on_device(sample))
             own = {label: functools.partial(add_plan, plan=plan, inputs=_on_device(sample), profile=index)
                    for label, plan in plans.items()}  # fmt: skip
             with torch.no_grad():
-                found = measured.run(shape, truths[shape], args, kwargs, dense, ours, own)
+                found = measured.run(shape, truths[shape], args, kwargs, dense, ours, whole, own)
             found.model.failed.update(failed)
             results.append(found)
             gc.collect()
@@ -193,14 +195,8 @@ def _on_device(sample: Sample) -> Sample:
 class _Shape:
     """What is measured at one shape."""
 
-    def __init__(
-        self,
-        options: BenchOptions,
-        rewritten: Rewritten,
-        draw: Callable[[Any], Tensor],
-        meter: EnergyMeter | None,
-    ) -> None:
-        self._options, self._rewritten, self._draw, self._meter = options, rewritten, draw, meter
+    def __init__(self, options: BenchOptions, draw: Callable[[Any], Tensor], meter: EnergyMeter | None) -> None:
+        self._options, self._draw, self._meter = options, draw, meter
 
     def run(
         self,
@@ -210,11 +206,12 @@ class _Shape:
         kwargs: dict[str, Any],
         dense: ExportedProgram,
         ours: ExportedProgram,
+        whole: ExportedProgram,
         plans: Mapping[str, Callable[[Contest, str], None]],
     ) -> ShapeResult:
-        """Hold both contests."""
+        """Hold both contests; `whole` is `ours` with all neurons, see `with_all_neurons`."""
         torch._dynamo.reset()  # or it would compile for several shapes at once
-        seen = see_blocks(ours, args, kwargs)
+        seen = see_blocks(whole, args, kwargs)
         tokens = seen[0].x.numel() // seen[0].x.shape[-1]
         densities = [float(each.block.active(each.x).double().mean()) for each in seen]
         forms = [dense_forms(each.block, each.x, self._options.compiled) for each in seen]
@@ -223,16 +220,15 @@ class _Shape:
         }  # fmt: skip
         if self._options.compiled:
             modules |= {COMPILED: _compiled(modules[EAGER]), TWELL_COMPILED: _compiled(modules[TWELL_EAGER])}
-        models = dense_models(ours, forms)
+        models = dense_models(whole, forms)
         modules |= {name: _compiled(each) for name, each in models.items()} if self._options.compiled else models
-        whole = Contest(truth, self._draw, language_model=False)
+        contest = Contest(truth, self._draw, language_model=False)
         for label, module in modules.items():
-            whole.add(label, functools.partial(module, *args, **kwargs), module, lossy=label == FP8)
+            contest.add(label, functools.partial(module, *args, **kwargs), module, lossy=label == FP8)
         for label, add in plans.items():
-            add(whole, label)
-        return ShapeResult(
-            shape, tokens, densities, self._standings(whole, tokens), self._standings(_blocks(seen, forms), tokens)
-        )
+            add(contest, label)
+        blocks = _blocks(seen, see_blocks(ours, args, kwargs), forms)
+        return ShapeResult(shape, tokens, densities, self._standings(contest, tokens), self._standings(blocks, tokens))
 
     def _standings(self, contest: Contest, tokens: int) -> Standings:
         times = contest.time(self._options.repeats)
@@ -249,8 +245,8 @@ def _compiled(module: Any) -> Any:
     return torch.compile(module, dynamic=False)
 
 
-def _blocks(seen: list[Seen], forms: list[dict[str, Form]]) -> Contest:
-    """Start a contest of the blocks alone."""
+def _blocks(seen: list[Seen], ours: list[Seen], forms: list[dict[str, Form]]) -> Contest:
+    """Start a contest of the blocks alone; the truth is that of `seen`, which have all neurons."""
     rows = [torch.randperm(each.x.numel() // each.x.shape[-1])[:_CHECKED_BLOCK_ROWS].to(_DEVICE) for each in seen]
     exact = [
         each.block.double().dense(each.x.reshape(-1, each.x.shape[-1])[own].double())
@@ -266,6 +262,6 @@ def _blocks(seen: list[Seen], forms: list[dict[str, Form]]) -> Contest:
         return scaled([y.reshape(-1, y.shape[-1])[own] for y, own in zip(results, rows, strict=True)])
 
     contest = Contest(scaled(exact), drawn, language_model=False)
-    for name, call in block_calls(seen, forms).items():
+    for name, call in block_calls(ours, forms).items():
         contest.add(name, call, lossy=name == FP8)
     return contest

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from twellc.benchmarking.forms import FP8, PACKED, Block
+from twellc.passes.match.find_ffn import find_ffn_blocks
+from twellc.passes.pipeline import Rewritten
+from twellc.passes.rewrite_ffn import rewrite_ffn
 from twellc.plugins.ops import GATED_MLP, MLP
 
 Form = Callable[[Tensor], Tensor]
@@ -44,6 +47,13 @@ class Seen:
         return y
 
 
+def with_all_neurons(rewritten: Rewritten, compression: int) -> ExportedProgram:
+    """Return a program whose rewritten blocks have all neurons, as the model has them: for dense forms of them."""
+    blocks = find_ffn_blocks(rewritten.dense)
+    chosen = [block for block, layer in zip(blocks, rewritten.layers, strict=True) if layer.decision == "twell"]
+    return rewrite_ffn(rewritten.dense, chosen, compression)
+
+
 def see_blocks(program: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Seen]:
     """Run a rewritten program; return the calls of its `twell` ops, in the order of the graph."""
     taps = [_Tap(node.target) for node in _nodes(program)]
@@ -62,20 +72,20 @@ def dense_models(program: ExportedProgram, forms: list[dict[str, Form]]) -> dict
     return {name: with_forms(program, [own[name] for own in forms]) for name in chosen}
 
 
-def block_calls(seen: list[Seen], forms: list[dict[str, Form]]) -> dict[str, Callable[[], list[Tensor]]]:
+def block_calls(ours: list[Seen], forms: list[dict[str, Form]]) -> dict[str, Callable[[], list[Tensor]]]:
     """Return calls that compute all blocks, one after the other, on what they have read: by their forms and by twell.
 
     Args:
-        seen: The blocks.
+        ours: The blocks as twell computes them.
         forms: The forms of each block by name; what not all of them have is left out.
     """
 
     def run(name: str) -> list[Tensor]:
-        return [own[name](each.x) for each, own in zip(seen, forms, strict=True)]
+        return [own[name](each.x) for each, own in zip(ours, forms, strict=True)]
 
     names = [name for name in forms[0] if all(name in own for own in forms)]
     calls: dict[str, Callable[[], list[Tensor]]] = {name: functools.partial(run, name) for name in names}
-    return {**calls, TWELL: lambda: [each.run() for each in seen]}
+    return {**calls, TWELL: lambda: [each.run() for each in ours]}
 
 
 def with_forms(program: ExportedProgram, forms: list[Form]) -> nn.Module:

@@ -36,6 +36,7 @@ from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.manifest import UNKEPT_GRAPH, is_plan, read_manifest, refuse_other_plugins
+from twellc.passes.report import Layer, Neurons
 from twellc.translation.result import METADATA_KEY
 from twellc.translation.translate import translate_any
 
@@ -188,7 +189,11 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
                 str(candidate_path), "does not belong to the model: their outputs differ",
                 got=str(len(ours[-1])), expected=", ".join(reference.outputs),
             )  # fmt: skip
-    graph, obstacle = _graph(candidate, reference)
+    neurons = {} if candidate.graph is None else _neurons(candidate.graph[1])
+    dead = sum(each.dead for each in neurons.values())
+    graph, obstacle = _graph(candidate, reference, neurons)
+    if dead:
+        notes.append(f"{dead} neurons were removed by --prune-dead: what they would add is an error of the rewriting")
     notes += [f"blocks are not compared, and the error is not separated: {obstacle}"] if obstacle else []
     try:
         runs = reference.run(samples, graph, ours if candidate.is_graph else None, progress)
@@ -204,7 +209,8 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         ids = [sample["input_ids"].long() for sample in samples]
         bits = [text_bits([outputs[0] for outputs in each], ids) for each in (ours, runs.plain, runs.truth)]
         text = TextAccuracy(bits[0][0], *(each for _, each in bits)) if bits[0][0] else None
-    outputs = [_output(candidate_path, reference, runs, ours, index) for index in range(len(reference.outputs))]
+    count = len(reference.outputs)
+    outputs = [_output(candidate_path, reference, runs, ours, index, dead > 0) for index in range(count)]
     coarse = ", ".join(output.name for output in outputs if output.coarse)
     if coarse:
         notes.append(f"within tolerance says little: low precision alone is more than {COARSE:.0%} off in {coarse}")
@@ -214,7 +220,10 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         inputs=described,
         notes=notes,
         outputs=outputs,
-        blocks=[_block(layer.module, block) for layer, block in zip(reference.layers, runs.blocks, strict=False)],
+        blocks=[
+            _block(layer, block, neurons.get(_key(layer)))
+            for layer, block in zip(reference.layers, runs.blocks, strict=False)
+        ],
         text=text,
     )
 
@@ -303,9 +312,11 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     if is_kept:
         candidate, source = _open_onnx(kept), f"{kept.name}, the ONNX graph that it was built from"
     else:
+        calibration = _profile_of(options, settings.get("calibration"))
         compilation = CompileOptions(
-            options.model, backend="none", trust_model=options.trust_model, inputs=options.inputs, **settings
-        )
+            options.model, backend="none", trust_model=options.trust_model, inputs=options.inputs,
+            **{**settings, "calibration": calibration},
+        )  # fmt: skip
         # Its name is in the graph where weights stand in a file of their own.
         written = save_onnx(translate_any(compilation, progress).graph, folder / (kept_name or UNKEPT_GRAPH))
         if digest(*written) != expected:
@@ -319,7 +330,27 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     return replace(candidate, settings=settings, executed=executed, note=note, profile=profile)
 
 
-def _graph(candidate: _Candidate, reference: Reference) -> tuple[CandidateGraph | None, str]:
+def _profile_of(options: CheckOptions, sha256: str | None) -> Path | None:
+    """Return the profile that a plan was compiled with.
+
+    Raises:
+        UserError: It is not given.
+    """
+    if sha256 is None:
+        return None
+    path = options.calibration
+    if path is None or not path.is_file() or digest(path) != sha256:
+        raise UserError(
+            str(options.candidate), "was compiled with a profile, which is needed to make its graph again",
+            got="none" if path is None else f"another one, {path}",
+            fix="Give it with --calibration PROFILE; or compile again, and keep the graph with --onnx.",
+        )  # fmt: skip
+    return path
+
+
+def _graph(
+    candidate: _Candidate, reference: Reference, neurons: dict[tuple[str, int], Neurons]
+) -> tuple[CandidateGraph | None, str]:
     """Return the candidate's graph if its plugin nodes stand for the model's blocks, else why there is none."""
     if candidate.graph is None:
         return None, "the graph that the plan was built from is not beside it; keep it with --onnx"
@@ -328,7 +359,11 @@ def _graph(candidate: _Candidate, reference: Reference) -> tuple[CandidateGraph 
         nodes = plugin_nodes(model)
     except ValueError as error:
         return None, str(error)
-    wanted = [((layer.d_model, layer.d_ff, layer.d_out), layer.residual) for layer in reference.layers]
+    kept = [neurons[key].kept if (key := _key(layer)) in neurons else layer.d_ff for layer in reference.layers]
+    wanted = [
+        ((layer.d_model, count, layer.d_out), layer.residual)
+        for layer, count in zip(reference.layers, kept, strict=True)
+    ]
     if [(node.widths, node.residual) for node in nodes] != wanted:
         same = "blocks of the same shapes, with and without a residual"
         blocks = same if len(nodes) == len(wanted) else f"{len(wanted)} such blocks"
@@ -336,11 +371,25 @@ def _graph(candidate: _Candidate, reference: Reference) -> tuple[CandidateGraph 
     return CandidateGraph(path, model, nodes), ""
 
 
+def _key(layer: Layer) -> tuple[str, int]:
+    return layer.module, layer.d_ff
+
+
+def _neurons(model: onnx.ModelProto) -> dict[tuple[str, int], Neurons]:
+    """Return what became of the neurons of blocks, by module and d_ff, as far as a graph says so."""
+    text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), "")
+    try:
+        layers = [Layer.of_json(layer) for layer in json.loads(text)["layers"]]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return {_key(layer): layer.neurons for layer in layers if layer.neurons is not None}
+
+
 # ---- accuracy ----
 
 
 def _output(
-    candidate: Path, reference: Reference, runs: Runs, ours: list[Outputs], index: int
+    candidate: Path, reference: Reference, runs: Runs, ours: list[Outputs], index: int, pruned: bool
 ) -> OutputAccuracy | DiscreteAccuracy:
     def stacked(results: list[Outputs]) -> torch.Tensor:
         return _stack([result[index] for result in results])
@@ -361,16 +410,19 @@ def _output(
     if not runs.spliced:
         return result
     rewritten, original = stacked(runs.rewritten), stacked(runs.original)
-    separation = separate(mine, stacked(runs.spliced), plain, truth, rewritten, original, exact=runs.exact)
+    exact = runs.exact and not pruned
+    separation = separate(mine, stacked(runs.spliced), plain, truth, rewritten, original, exact=exact)
     return replace(result, separation=separation)
 
 
-def _block(module: str, runs: BlockRuns) -> BlockAccuracy:
+def _block(layer: Layer, runs: BlockRuns, neurons: Neurons | None) -> BlockAccuracy:
     ours, plain, exact, rewritten = map(_stack, (runs.ours, runs.plain, runs.exact, runs.rewritten))
-    result = measure(module, ours, plain, exact, language_model=False)
-    separation = separate(ours, ours, plain, exact, rewritten, exact)
-    density = sum(runs.active) / max(sum(runs.activations), 1)
-    return BlockAccuracy(module, density, replace(result, separation=separation))
+    result = measure(layer.module, ours, plain, exact, language_model=False)
+    pruned = neurons is not None and neurons.dead > 0
+    separation = separate(ours, ours, plain, exact, rewritten, exact, exact=not pruned)
+    kept = 1.0 if neurons is None else neurons.kept / layer.d_ff
+    density = kept * sum(runs.active) / max(sum(runs.activations), 1)
+    return BlockAccuracy(layer.module, density, replace(result, separation=separation))
 
 
 def _stack(outputs: Outputs) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from twellc.base.errors import UserError
 from twellc.base.files import uninterrupted
-from twellc.config import InspectOptions, refuse_dtype
+from twellc.config import InspectOptions, refuse_calibration, refuse_dtype
 from twellc.cost import count_costs
 from twellc.inputs import refuse_inputs
 from twellc.inspection.description import Description, Inspection
@@ -41,6 +41,7 @@ def _describe(options: InspectOptions, progress: Callable[[str], None]) -> Descr
     if not looks_like_onnx(target) and is_plan(target):
         refuse_inputs(options.inputs, f"{target}, a plan")
         refuse_dtype(options.dtype, f"{target}, a plan")
+        refuse_calibration(options, f"{target}, a plan")
         progress("reading the manifest")
         manifest = read_manifest(target)
         return Description("plan", manifest.layers, manifest.notes, attention=manifest.attention, manifest=manifest)

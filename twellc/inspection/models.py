@@ -9,12 +9,14 @@ from pathlib import Path
 import onnx
 
 from twellc.base.dtypes import dtype_name, torch_dtype
-from twellc.config import InspectOptions, refuse_dtype
+from twellc.calibration.calibration import load_calibration
+from twellc.config import InspectOptions, refuse_calibration, refuse_dtype
 from twellc.inputs import InputDeclaration
 from twellc.inspection.description import Description, PluginNode
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.passes.attention import MATMUL, rewrite_attention
+from twellc.passes.neurons import arrange_neurons
 from twellc.passes.onnx.ffn import find_onnx_blocks
 from twellc.passes.onnx.graph import dtype_of
 from twellc.passes.pipeline import find, prepare
@@ -33,16 +35,22 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
         UserError: It is no model, or not one that `dtype` or `inputs` are for.
     """
     if looks_like_onnx(options.target):
+        refuse_calibration(options, f"{options.target}, an ONNX file")
         progress("loading the model")
         return inspect_onnx(options.target, options.dtype, options.inputs)
     progress("loading and tracing the model")
+    calibrated = load_calibration(options, options.target)
     model = load_model(options.target, options.trust_model, options.inputs)
     chosen, notes = choose_dtype(model, options.dtype)
     progress("looking for feed-forward blocks")
     program = prepare(model.program, torch_dtype(chosen))
-    layers = find(program, "auto").layers
+    found = find(program, "auto")
+    calibration = None if calibrated is None else calibrated.calibration
+    layers = arrange_neurons(program, found.blocks, found.layers, calibration)[1]
     attention = rewrite_attention(program, (MATMUL,))[1]
     notes = model.notes + notes + activation_notes(model, layers)
+    if calibrated is not None:
+        notes += [*calibrated.profile.warnings, *calibrated.notes(layers)]
     return Description(model.kind, layers, notes, dtype=chosen, attention=attention)
 
 
@@ -107,8 +115,8 @@ def _metadata(model: onnx.ModelProto) -> tuple[str | None, list[Layer]]:
     text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), "")
     try:
         content = json.loads(text)
-        layers = [Layer(**layer) for layer in content["layers"]]
+        layers = [Layer.of_json(layer) for layer in content["layers"]]
         dtype = str(content["settings"]["dtype"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None, []
     return dtype, layers

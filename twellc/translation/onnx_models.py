@@ -11,7 +11,7 @@ import sympy
 
 from twellc.base.dtypes import BY_ONNX, DTYPES, torch_dtype
 from twellc.base.errors import UserError
-from twellc.config import CompileOptions
+from twellc.config import CompileOptions, refuse_calibration
 from twellc.export.profiles import InputSpec, ModelInputs
 from twellc.inputs import InputDeclaration, refuse_inputs
 from twellc.loaders.loaded import refuse_choices
@@ -38,6 +38,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
             f"--attention {options.attention}", "attention in an ONNX file stays as it is", got=str(options.model),
             expected="a torch.export archive or a Hugging Face directory", fix="Leave it out.",
         )  # fmt: skip
+    refuse_calibration(options, f"{options.model}, an {KIND}")
     progress("loading the model")
     refuse_choices(options.padding, options.logits, f"{options.model}, an {KIND}")
     model = open_model(options.model, options.inputs)

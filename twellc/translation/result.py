@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import onnx_ir
@@ -59,10 +59,16 @@ def annotate(
         traced_by: The settings that the model was traced by, and the forms of its attention.
     """
     settings = {"dtype": dtype, "layers": options.layers, "compression": options.compression, **traced_by}
-    done = {"twellc": __version__, "settings": settings, "layers": [asdict(layer) for layer in layers]}
+    done = {"twellc": __version__, "settings": settings, "layers": [_noted(layer) for layer in layers]}
     graph.metadata_props[METADATA_KEY] = json.dumps(done)
     automatic = options.layers == "auto" and any(layer.decision == "twell" for layer in layers)
     return settings, [_AUTO_NOTE] if automatic else []
+
+
+def _noted(layer: Layer) -> dict[str, Any]:
+    """Return what a graph says of a layer: nothing of what was measured by --prune-check, which changes no graph."""
+    neurons = layer.neurons and replace(layer.neurons, lost=None, lost_of=None)
+    return asdict(replace(layer, neurons=neurons))
 
 
 def check_matches(layers: list[Layer], options: CompileOptions) -> list[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch.export import ExportedProgram
 
 from twellc.base.dtypes import DTYPES, dtype_name, torch_dtype
 from twellc.base.errors import first_few
+from twellc.calibration.calibration import load_calibration
 from twellc.config import CompileOptions
 from twellc.export.attention_forms import choose_forms
 from twellc.export.onnx_export import export_onnx, opset_of
@@ -32,12 +34,16 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
         UserError: The model cannot be loaded, rewritten as asked (`strict`, `layers`) or translated.
     """
     progress("loading and tracing the model")
+    calibrated = load_calibration(options, options.model)
     model = load_model(options.model, options.trust_model, options.inputs, options.padding, options.logits)
     dtype, notes = choose_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
     forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention)
     dump = GraphDump(options.dump_graphs)
-    rewritten = run_passes(model.program, torch_dtype(dtype), options.layers, options.compression, forms, dump)
+    rewritten = run_passes(
+        model.program, torch_dtype(dtype), options.layers, options.compression, forms, dump,
+        None if calibrated is None else calibrated.calibration,
+    )  # fmt: skip
     warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
     notes = [*notes, *activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
     progress("exporting to ONNX")
@@ -46,7 +52,11 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
         rewritten.program, names, model.output_names, model.dimension_names, opset_of(rewritten.attention), dump
     )
     inputs = program_inputs(rewritten.program)
-    traced_by = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
+    traced_by: dict[str, Any] = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
+    if calibrated is not None:
+        traced_by |= calibrated.settings()
+        notes += calibrated.notes(rewritten.layers)
+        warnings += calibrated.profile.warnings
     settings, auto = annotate(graph, rewritten.layers, dtype, options, traced_by)
     notes = [*model.notes, *notes, *auto]
     return Translation(

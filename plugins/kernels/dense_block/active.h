@@ -1,6 +1,5 @@
 // Which neurons of a dense block are active: what the kernel of the hidden activations leaves for the down projection.
-#ifndef TWELL_KERNELS_DENSE_BLOCK_ACTIVE_H_
-#define TWELL_KERNELS_DENSE_BLOCK_ACTIVE_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -23,5 +22,3 @@ struct Active {
 };
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_DENSE_BLOCK_ACTIVE_H_

@@ -2,6 +2,7 @@
 #include "host/problem.h"
 #include "many_tokens/dense.h"
 #include "matmul/matmul_sm90.h"
+#include "sm90.h"
 
 namespace twell {
 namespace {
@@ -11,12 +12,11 @@ namespace sm90 = hidden_sm90;
 // Of a gated block a consumer holds two products, so a block has fewer tokens. Tall tiles have as many neurons as fill
 // one or two rounds of clusters in popular layers.
 using GatedTilings =
-    sm90::Tilings<sm90::Choices<24, 32, 40, 48, 64, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176>,
-                  sm90::Choices<48, 56, 64, 72, 80, 88, 96>,
-                  sm90::Choices<88, 96, 104, 112, 120, 136, 144, 152, 160, 168>>;
+    sm90::Tilings<sm90::Choices<24, 32, 40, 48, 64, 88, 96, 112, 128, 136, 144, 152, 160, 168, 176>,
+                  sm90::Choices<48, 56, 64, 72, 80, 88, 96>, sm90::Choices<88, 96, 104, 112, 120, 144, 160, 168>>;
 using PlainTilings = sm90::Tilings<sm90::Choices<24, 32, 40, 48, 64, 80, 96, 112, 128, 136, 144, 152, 160, 168, 176,
-                                                 184, 192, 200, 208, 216, 224, 232, 240, 248, 256>,
-                                   sm90::Choices<40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
+                                                 184, 192, 200, 208, 216, 224, 240, 248, 256>,
+                                   sm90::Choices<40, 48, 64, 72, 80, 96, 112>>;
 
 // Names of the kernels.
 constexpr char kGated[] = "hidden_gated_sm90";
@@ -28,10 +28,16 @@ constexpr int kClusterCycles = 60;
 // Of the down projection's weights: what its stages hold at a time.
 constexpr size_t kPrefetchedBytes = 2 << 20;
 
-template <class Element, class Cfg>
-cudaError_t launch_config(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                          BlockScratch& scratch, sm90::Product const& product, sm90::Tiling const& tiling,
-                          Device const& device, cudaStream_t stream) {
+template <class Element, int kProducts, class Tilings>
+cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h, BlockScratch& scratch,
+                   Device const& device, cudaStream_t stream, Tilings tilings) {
+    int const num_slices = static_cast<int>(ceil_div(problem.d_model, sm90::BLOCK_K));
+    sm90::Product const product = {problem.tokens, problem.d_ff, num_slices, kProducts, 0, kClusterCycles};
+    sm90::Tiling const tiling = sm90::choose(product, sm90::num_clusters(device), tilings);
+    auto const kernel = sm90::find_kernel<sm90::Params>(tiling, tilings, [](auto block, auto layout) {
+        using Cfg = sm90::Config<decltype(block)::value, false, kProducts, decltype(layout)::value>;
+        return sm90::Kernel<sm90::Params>::of<Cfg>(sm90::hidden_kernel<Element, Cfg>);
+    });
     sm90::Params params = {};
     params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
     params.b_up = static_cast<uint16_t const*>(tensors.b_up);
@@ -39,15 +45,15 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
     params.num_part_states = scratch.parts.num_states;
     params.tokens = problem.tokens;
     params.d_ff = problem.d_ff;
-    params.num_slices = product.num_slices;
+    params.num_slices = num_slices;
     params.stride = spilled_stride(problem);
     Active& active = scratch.active;
-    if (!sm90::kLeavesActive<Cfg>) {
+    if (!sm90::leaves_active(tiling.layout, tiling.block)) {
         active.masks = nullptr;
     }
-    int64_t const groups = Cfg::kSharesWeights ? tiling.num_blocks * sm90::kClusterSize : tiling.num_blocks;
-    active.num_groups = static_cast<int>(groups);
-    active.counts_of_group = Cfg::kSharesWeights ? tiling.num_tiles : tiling.num_tiles * sm90::kClusterSize;
+    bool const shares_weights = tiling.layout == sm90::Layout::kSharesWeights;
+    active.num_groups = static_cast<int>(tiling.num_blocks) * (shares_weights ? sm90::kClusterSize : 1);
+    active.counts_of_group = tiling.num_tiles * (shares_weights ? 1 : sm90::kClusterSize);
     params.active = active;
     params.num_tiles = tiling.num_tiles;
     params.num_blocks = static_cast<int>(tiling.num_blocks);
@@ -57,38 +63,18 @@ cudaError_t launch_config(twell_problem const& problem, twell_tensors const& ten
     params.w_down = tensors.w_down;
     params.prefetched_bytes = static_cast<uint32_t>(
         std::min(static_cast<size_t>(problem.d_ff) * problem.d_out * sizeof(uint16_t), kPrefetchedBytes));
-    if (cudaError_t const error = sm90::first_error({
-            sm90::encode(device, params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kRowsLoaded, problem.dtype),
-            sm90::encode(device, params.weights[0], tensors.w_gate, problem.d_ff, problem.d_model,
-                         Cfg::kWeightRowsLoaded, problem.dtype),
-        });
-        error != cudaSuccess) {
-        return error;
+    TWELL_TRY(
+        sm90::encode(device, params.x, tensors.x, problem.tokens, problem.d_model, kernel.rows_loaded, problem.dtype));
+    void const* const weights[] = {tensors.w_gate, tensors.w_up};
+    for (int product = 0; product < kProducts; ++product) {
+        TWELL_TRY(sm90::encode(device, params.weights[product], weights[product], problem.d_ff, problem.d_model,
+                               kernel.weight_rows_loaded, problem.dtype));
     }
-    if constexpr (Cfg::kProducts == 2) {
-        if (cudaError_t const error = sm90::encode(device, params.weights[1], tensors.w_up, problem.d_ff,
-                                                   problem.d_model, Cfg::kWeightRowsLoaded, problem.dtype);
-            error != cudaSuccess) {
-            return error;
-        }
-    }
-    Choice const choice = {{}, groups * active.counts_of_group, active.masks == nullptr ? 0 : scratch.most_counts};
-    return launch_dependent(sm90::kernel_of(Cfg::kProducts == 2 ? kGated : kPlain, tiling.block, tiling.layout),
-                            sm90::hidden_kernel<Element, Cfg>, params,
-                            sm90::grid_of(tiling, sm90::num_clusters(device)), sm90::kThreads, Cfg::kSharedBytes,
-                            device, stream, choice);
-}
-
-template <class Element, int kProducts, class Tilings>
-cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h, BlockScratch& scratch,
-                   Device const& device, cudaStream_t stream, Tilings tilings) {
-    int const num_slices = static_cast<int>(ceil_div(problem.d_model, sm90::BLOCK_K));
-    sm90::Product const product = {problem.tokens, problem.d_ff, num_slices, kProducts, 0, kClusterCycles};
-    sm90::Tiling const tiling = sm90::choose(product, sm90::num_clusters(device), tilings);
-    return sm90::with_config(tiling, tilings, [&](auto block, auto layout) {
-        using Cfg = sm90::Config<decltype(block)::value, false, kProducts, decltype(layout)::value>;
-        return launch_config<Element, Cfg>(problem, tensors, h, scratch, product, tiling, device, stream);
-    });
+    Choice const choice = {
+        {}, int64_t{active.num_groups} * active.counts_of_group, active.masks == nullptr ? 0 : scratch.most_counts};
+    return launch_dependent(sm90::label_of(kProducts == 2 ? kGated : kPlain, tiling.block, tiling.layout),
+                            kernel.function, params, sm90::grid_of(tiling, sm90::num_clusters(device)), sm90::kThreads,
+                            kernel.shared_bytes, device, stream, choice);
 }
 
 template <class Element>

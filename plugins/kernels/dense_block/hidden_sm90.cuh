@@ -1,8 +1,7 @@
 // The hidden activations of a dense block on Hopper (sm_90a): h = act(x Wg^T + bg) * (x Wu^T + bu) for all rows, in one
 // kernel. See matmul_sm90.cuh for the product; here a consumer multiplies the same tokens by the same neurons of both
 // matrices, so that it has both factors of h in its registers.
-#ifndef TWELL_KERNELS_DENSE_BLOCK_HIDDEN_SM90_CUH_
-#define TWELL_KERNELS_DENSE_BLOCK_HIDDEN_SM90_CUH_
+#pragma once
 
 #include "dense_block/active.h"
 #include "device/dependent_launch.cuh"
@@ -40,10 +39,9 @@ struct Params {
 };
 
 // Whether a configuration can leave which neurons are active: blocks of more tokens are for calls that do not ask.
+constexpr bool leaves_active(Layout layout, int block) { return layout != Layout::kTall && block <= 96; }
 template <class Cfg>
-constexpr bool kLeavesActive = !Cfg::kIsTall && Cfg::BLOCK_N <= 96;
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kLeavesActive = leaves_active(Cfg::kLayout, Cfg::BLOCK_N);
 
 // h of two tokens. Where g is 0, so is h, whatever u is; NaN is kept. If kMarks, an active neuron's 0 is -0.
 template <class Element, bool kGated, bool kMarks>
@@ -113,12 +111,9 @@ __device__ __forceinline__ void leave_active(Params const& params, unsigned char
     }
 }
 
-#endif  // __CUDA_ARCH_FEAT_SM90_ALL
-
 template <class Element, class Cfg>
 __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     hidden_kernel(__grid_constant__ Params const params) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     constexpr bool kGated = Cfg::kProducts == 2;
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Shared<Cfg> const shared = {shared_address(shared_bytes)};
@@ -223,9 +218,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             }
         }
     }
-#endif
 }
 
 }  // namespace twell::hidden_sm90
-
-#endif  // TWELL_KERNELS_DENSE_BLOCK_HIDDEN_SM90_CUH_

@@ -1,8 +1,7 @@
 // The down projection of a dense block on Hopper (sm_90a) if few of its neurons are active: that of down_few.cuh. Both
 // it and the dense one (dense_sm90.cuh) read what the kernel of the hidden activations has counted, and one of them
 // leaves.
-#ifndef TWELL_KERNELS_DENSE_BLOCK_SKIPPING_DOWN_CUH_
-#define TWELL_KERNELS_DENSE_BLOCK_SKIPPING_DOWN_CUH_
+#pragma once
 
 #include "dense_block/active.h"
 #include "device/dependent_launch.cuh"
@@ -43,7 +42,6 @@ __device__ __forceinline__ bool decide(Decision const& decision) {
 struct Params {
     Decision decision;
     down_few::Params down;
-    BlockTensors block;
 };
 
 constexpr int kThreads = 256;
@@ -78,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) down_kernel(
     for (int first = 0; lanes != 0 && first < kWarpSize; first += kLanes) {
         if ((lanes >> first & ((1u << kLanes) - 1)) != 0) {
             int const first_thread = thread / kWarpSize * kWarpSize + first;
-            sum_again<Element>(params.block,
+            sum_again<Element>(params.down,
                                params.down.h_rounded + row * params.down.num_mask_words * down_few::kMaskBits, row,
                                slab * Cfg::kColumns + first_thread * 2);
         }
@@ -90,5 +88,3 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) down_kernel(
 }
 
 }  // namespace twell::skipping_down
-
-#endif  // TWELL_KERNELS_DENSE_BLOCK_SKIPPING_DOWN_CUH_

@@ -1,12 +1,9 @@
 // Clusters of CTAs, on compute capability 9.0.
-#ifndef TWELL_KERNELS_DEVICE_CLUSTER_CUH_
-#define TWELL_KERNELS_DEVICE_CLUSTER_CUH_
+#pragma once
 
 #include <stdint.h>
 
 namespace twell {
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank;
@@ -30,8 +27,4 @@ __device__ __forceinline__ void meet_cluster() {
             : "memory");
 }
 
-#endif  // __CUDA_ARCH_FEAT_SM90_ALL
-
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_DEVICE_CLUSTER_CUH_

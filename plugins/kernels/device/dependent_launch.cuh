@@ -1,7 +1,6 @@
 // Programmatic dependent launch, from sm_90 on: a kernel's CTAs may start while the kernel before it still runs, and
 // wait here. Older devices do nothing: there the launch itself waits.
-#ifndef TWELL_KERNELS_DEVICE_DEPENDENT_LAUNCH_CUH_
-#define TWELL_KERNELS_DEVICE_DEPENDENT_LAUNCH_CUH_
+#pragma once
 
 namespace twell {
 
@@ -25,5 +24,3 @@ __device__ __forceinline__ void allow_dependent_launch() {
 __device__ __forceinline__ bool ends_early(bool has_nothing_to_do) { return has_nothing_to_do && blockIdx.x != 0; }
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_DEVICE_DEPENDENT_LAUNCH_CUH_

@@ -1,6 +1,5 @@
 // The two element types, bf16 and fp16: conversions, arithmetic, the tensor-core instruction and the activation.
-#ifndef TWELL_KERNELS_DEVICE_ELEMENT_CUH_
-#define TWELL_KERNELS_DEVICE_ELEMENT_CUH_
+#pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -133,5 +132,3 @@ __device__ __forceinline__ uint32_t find_nonzeros(uint4 values) {
 __device__ __forceinline__ bool is_nonzero(uint16_t bits) { return bits != 0; }
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_DEVICE_ELEMENT_CUH_

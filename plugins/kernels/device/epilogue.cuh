@@ -1,6 +1,5 @@
 // What y has besides the product: the bias and the residual.
-#ifndef TWELL_KERNELS_DEVICE_EPILOGUE_CUH_
-#define TWELL_KERNELS_DEVICE_EPILOGUE_CUH_
+#pragma once
 
 #include <stdint.h>
 
@@ -61,5 +60,3 @@ __device__ __forceinline__ void add_bias_and_residual(float (&sums)[kCount], Par
 }
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_DEVICE_EPILOGUE_CUH_

@@ -3,8 +3,7 @@
 // A product with h rounded to the element type, and 0 for inactive neurons, is not finite in more cases than the
 // contract allows: u or h may be out of the element type's range, and 0 times an inactive neuron's weight that is
 // infinite or NaN is NaN.
-#ifndef TWELL_KERNELS_DEVICE_SUM_AGAIN_CUH_
-#define TWELL_KERNELS_DEVICE_SUM_AGAIN_CUH_
+#pragma once
 
 #include "device/element.cuh"
 #include "device/epilogue.cuh"
@@ -13,30 +12,6 @@
 #include "twell/twell.h"
 
 namespace twell {
-
-// What y is computed from.
-struct BlockTensors {
-    uint16_t const* x;         // [tokens, d_model]
-    uint16_t const* w_gate;    // [d_ff, d_model]
-    uint16_t const* b_gate;    // [d_ff] or null
-    uint16_t const* w_up;      // [d_ff, d_model], null in a plain block
-    uint16_t const* b_up;      // [d_ff] or null
-    uint16_t const* w_down;    // [d_ff, d_out]
-    uint16_t const* b_down;    // [d_out] or null
-    uint16_t const* residual;  // [tokens, d_out] or null
-    uint16_t* y;               // [tokens, d_out]
-    int d_model;
-    int d_ff;
-    int d_out;
-    bool relu_on_up;  // dReLU
-    Activation act;
-};
-
-inline BlockTensors block_tensors(twell_problem const& problem, twell_tensors const& tensors) {
-    BlockTensors block = {};
-    set_block(block, problem, tensors);
-    return block;
-}
 
 template <class Element>
 __device__ __forceinline__ bool is_finite(uint4 vector) {
@@ -61,10 +36,9 @@ __device__ __forceinline__ uint32_t find_not_finite(uint4 vector) {
 template <class Element, int kLoads>
 __device__ __forceinline__ float project(BlockTensors const& block, int64_t row, uint16_t const* weights,
                                          uint16_t const* bias, int neuron) {
-    float sums[1];
-    int const neurons[1] = {neuron};
-    dot_rows<Element, 1, kLoads>(sums, block.x + row * block.d_model, weights, neurons, block.d_model);
-    return bias == nullptr ? sums[0] : sums[0] + Element::to_float(bias[neuron]);
+    float const sum = dot_row<Element, kLoads>(block.x + row * block.d_model,
+                                               weights + static_cast<int64_t>(neuron) * block.d_model, block.d_model);
+    return bias == nullptr ? sum : sum + Element::to_float(bias[neuron]);
 }
 
 // h of one neuron of a row of a gated block, where only z and g are rounded, by one warp; false if it is inactive.
@@ -81,7 +55,7 @@ __device__ __forceinline__ bool compute_h(float& h, BlockTensors const& block, i
 }
 
 // y of a row in kVector columns, by one warp. h_row is the row's h, rounded: where that is finite and not 0, it is
-// used. An inactive neuron's is 0, but so may be an active one's. kLoads: see dot_rows; fewer take fewer registers.
+// used. An inactive neuron's is 0, but so may be an active one's. kLoads: see dot_row; fewer take fewer registers.
 template <class Element, int kLoads = 4>
 __device__ __forceinline__ void sum_again(BlockTensors const& block, uint16_t const* h_row, int64_t row,
                                           int first_column) {
@@ -144,5 +118,3 @@ __device__ __forceinline__ void sum_again(BlockTensors const& block, uint16_t co
 }
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_DEVICE_SUM_AGAIN_CUH_

@@ -1,6 +1,5 @@
 // Eight neighbouring elements of a row, one 16-byte access; what a warp adds up.
-#ifndef TWELL_KERNELS_DEVICE_VECTOR_CUH_
-#define TWELL_KERNELS_DEVICE_VECTOR_CUH_
+#pragma once
 
 #include "device/element.cuh"
 
@@ -101,57 +100,37 @@ __device__ __forceinline__ void accumulate(float& sum, uint4 x_vector, uint4 w_v
     }
 }
 
-// sums[r] = x . matrix[rows[r], :], by one warp; every lane gets the sums. The order of each sum is the same for any
-// kRows, and any kLoads from the rows at once.
-template <class Element, int kRows, int kLoads = 4>
-__device__ __forceinline__ void dot_rows(float (&sums)[kRows], uint16_t const* x, uint16_t const* matrix,
-                                         int const (&rows)[kRows], int d_model) {
+// x . row, by one warp; every lane gets the sum. Its order is the same for any kLoads from the row at once.
+template <class Element, int kLoads>
+__device__ __forceinline__ float dot_row(uint16_t const* x, uint16_t const* row, int d_model) {
     int const lane = threadIdx.x % kWarpSize;
-    uint16_t const* pointers[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        sums[r] = 0.0f;
-        pointers[r] = matrix + static_cast<int64_t>(rows[r]) * d_model;
-    }
+    float sum = 0.0f;
     // NOTE: loads are issued together, without a condition between them; else each waits for the one before.
-    constexpr int kUnroll = kLoads / kRows;
     constexpr int kStep = kWarpSize * kVector;
     int begin = 0;
-    for (; begin + kUnroll * kStep <= d_model; begin += kUnroll * kStep) {
-        uint4 x_vectors[kUnroll];
-        uint4 w_vectors[kUnroll][kRows];
+    for (; begin + kLoads * kStep <= d_model; begin += kLoads * kStep) {
+        uint4 x_vectors[kLoads];
+        uint4 w_vectors[kLoads];
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
+        for (int u = 0; u < kLoads; ++u) {
             int const column = begin + u * kStep + lane * kVector;
             x_vectors[u] = load_vector(x + column);
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                w_vectors[u][r] = load_vector(pointers[r] + column);
-            }
+            w_vectors[u] = load_vector(row + column);
         }
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                accumulate<Element>(sums[r], x_vectors[u], w_vectors[u][r]);
-            }
+        for (int u = 0; u < kLoads; ++u) {
+            accumulate<Element>(sum, x_vectors[u], w_vectors[u]);
         }
     }
 #pragma unroll 1
     for (int column = begin + lane * kVector; column < d_model; column += kStep) {
-        uint4 const x_vector = load_vector(x + column);
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            accumulate<Element>(sums[r], x_vector, load_vector(pointers[r] + column));
-        }
+        accumulate<Element>(sum, load_vector(x + column), load_vector(row + column));
     }
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-            sums[r] += __shfl_xor_sync(0xffffffffu, sums[r], distance);
-        }
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     }
+    return sum;
 }
 
 // Of four: uint4, float4.
@@ -172,5 +151,3 @@ __device__ __forceinline__ void store_vector(uint16_t* pointer, float const (&va
 }
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_DEVICE_VECTOR_CUH_

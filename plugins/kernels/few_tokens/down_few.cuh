@@ -4,29 +4,23 @@
 // One CTA computes a few columns of one token. Its threads share out the neurons as well as the columns, so that a
 // token with many active neurons is spread over columns x slots and all its loads are in flight at once. With one token
 // that is few CTAs: then several share out the neurons, if many are active, and the last one adds up.
-#ifndef TWELL_KERNELS_FEW_TOKENS_DOWN_FEW_CUH_
-#define TWELL_KERNELS_FEW_TOKENS_DOWN_FEW_CUH_
+#pragma once
 
 #include "device/dependent_launch.cuh"
 #include "device/element.cuh"
 #include "device/epilogue.cuh"
 #include "device/vector.cuh"
+#include "host/problem.h"
 
 namespace twell::down_few {
 
 constexpr int kMaskBits = 32;
 
-struct Params {
+struct Params : BlockTensors {
     // Valid where a neuron is active: in fp32, or rounded to the element type.
     float const* h;             // [tokens, d_ff]
     uint16_t const* h_rounded;  // [tokens, num_mask_words * kMaskBits]
     uint32_t const* masks;      // [tokens, num_mask_words]
-    uint16_t const* w_down;     // [d_ff, d_out]
-    uint16_t const* b_down;     // [d_out] or null
-    uint16_t const* residual;   // [tokens, d_out] or null
-    uint16_t* y;                // [tokens, d_out]
-    int d_ff;
-    int d_out;
     int num_mask_words;
     // Where CTAs may share out a token's neurons:
     float* sums;    // [tokens * slabs, num_shares, Config::kColumns]
@@ -332,5 +326,3 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1024 / Cfg::kThreads) down_kern
 }
 
 }  // namespace twell::down_few
-
-#endif  // TWELL_KERNELS_FEW_TOKENS_DOWN_FEW_CUH_

@@ -7,8 +7,7 @@
 // the neurons; the last one to finish adds up what all have left in memory, in a fixed order. (In clusters, by
 // distributed shared memory, that takes less. But clusters of four leave a tenth of the multiprocessors to themselves,
 // and then the sparse projection needs a second round of CTAs.)
-#ifndef TWELL_KERNELS_FEW_TOKENS_DOWN_SM90_CUH_
-#define TWELL_KERNELS_FEW_TOKENS_DOWN_SM90_CUH_
+#pragma once
 
 #include <cuda.h>
 
@@ -30,7 +29,6 @@ using matmul_sm90::BLOCK_K;
 using matmul_sm90::kBytesRow;
 using matmul_sm90::kWarpgroupSize;
 using matmul_sm90::kWarpgroupWarps;
-using matmul_sm90::WGMMA_K;
 using matmul_sm90::WGMMA_M;
 
 constexpr int kOctet = 8;
@@ -55,7 +53,6 @@ struct Dense {
 
 struct Params {
     down_few::Params sparse;
-    BlockTensors block;
     CUtensorMap w_down;   // [d_ff, d_out], boxes of [BLOCK_K, 64]
     CUtensorMap h;        // sparse.h_rounded, boxes of [Dense::kTokens, BLOCK_K]
     int2 const* counted;  // [num_gate_ctas]: see few.h
@@ -77,8 +74,6 @@ struct Params {
     int num_groups;
 };
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
 // By a warp whose lanes have stored four columns each, from the lane's `i` on: sums again what was not finite.
 template <class Element, class Cfg>
 __device__ __forceinline__ void sum_failed_again(Params const& params, int column_begin, int i, bool failed) {
@@ -91,7 +86,7 @@ __device__ __forceinline__ void sum_failed_again(Params const& params, int colum
         rest &= ~(((1u << kLanes) - 1) << lane);
         int const first = i - static_cast<int>(threadIdx.x) % kWarpSize + lane;
         int const token = first / kVectors;
-        sum_again<Element, 1>(params.block, down_few::h_of<uint16_t>(params.sparse, token), token,
+        sum_again<Element, 1>(params.sparse, down_few::h_of<uint16_t>(params.sparse, token), token,
                               column_begin + first % kVectors * 4);
     }
 }
@@ -163,50 +158,28 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
     __syncthreads();
 
     if (warp < Cfg::kConsumerWarps) {
-        float accumulators[Cfg::kAccumulators] = {};
+        float accumulators[1][Cfg::kAccumulators] = {};
         matmul_sm90::Ring<Cfg::kNumStages> ring;
-        int stage_before = 0;
-        uint32_t parity_before = 0;
         int const token_tile = warp / kWarpgroupWarps;
-        for (int slice = 0; slice < part.num_slices; ++slice) {
-            matmul_sm90::wait_barrier(full(ring.stage), ring.parity);
-            uint64_t const a = matmul_sm90::describe(stage_w(ring.stage));
-            uint64_t const b = matmul_sm90::describe(stage_h(ring.stage) + token_tile * (Cfg::WGMMA_N * kBytesRow));
-            matmul_sm90::begin_wgmma();
-#pragma unroll
-            for (int k = 0; k < BLOCK_K / WGMMA_K; ++k) {
-                Wgmma<Element, Cfg::WGMMA_N>::template run<true>(accumulators, a + k * (WGMMA_K * kBytesRow >> 4),
-                                                                 b + k * (WGMMA_K * 2 >> 4), 1);
-            }
-            matmul_sm90::commit_wgmma();
-            // One slice stays in flight while the stage of the one before is filled again.
-            matmul_sm90::wait_wgmma<1>();
-            if (slice != 0) {
+        matmul_sm90::multiply_slices<Element, Cfg::WGMMA_N, true>(
+            accumulators, ring, part.num_slices, full, stage_w,
+            [&](int stage) { return stage_h(stage) + token_tile * (Cfg::WGMMA_N * kBytesRow); },
+            [&](int slice, int stage) {
                 if (lane == 0) {
-                    matmul_sm90::arrive(empty(stage_before));
+                    matmul_sm90::arrive(empty(stage));
                 }
-                if (thread == 0 && slice - 1 + Cfg::kNumStages < part.num_slices) {
-                    matmul_sm90::wait_barrier(empty(stage_before), parity_before);
-                    load(slice - 1 + Cfg::kNumStages, stage_before);
+                if (thread == 0 && slice + Cfg::kNumStages < part.num_slices) {
+                    matmul_sm90::wait_barrier(empty(stage), slice / Cfg::kNumStages % 2);
+                    load(slice + Cfg::kNumStages, stage);
                 }
-            }
-            stage_before = ring.stage;
-            parity_before = ring.parity;
-            ring.advance();
-        }
-        matmul_sm90::wait_wgmma<0>();
-        // The compiler does not know that the accumulators were not valid until here.
-#pragma unroll
-        for (int k = 0; k < Cfg::kAccumulators; ++k) {
-            asm volatile("" : "+f"(accumulators[k])::"memory");
-        }
+            });
         // Fragments: columns lane / 4 and lane / 4 + 8 of a warp's 16, tokens lane % 4 * 2 and the next of each 8.
         int const column = warp % kWarpgroupWarps * 16 + lane / 4;
         int const token = token_tile * Cfg::WGMMA_N + lane % 4 * 2;
         float* const mine = sums + part.share * Cfg::kSums + token * Cfg::kColumns + column;
 #pragma unroll
         for (int k = 0; k < Cfg::kAccumulators; ++k) {
-            __stcg(mine + (k / 4 * kOctet + k % 2) * Cfg::kColumns + k / 2 % 2 * 8, accumulators[k]);
+            __stcg(mine + (k / 4 * kOctet + k % 2) * Cfg::kColumns + k / 2 % 2 * 8, accumulators[0][k]);
         }
         __threadfence();
     }
@@ -287,8 +260,6 @@ __device__ __forceinline__ int2 sum_counted(Params const& params) {
     return make_int2(__reduce_add_sync(0xffffffffu, sum.x), __reduce_add_sync(0xffffffffu, sum.y));
 }
 
-#endif  // __CUDA_ARCH_FEAT_SM90_ALL
-
 // A CTA computes one unit of the sparse projection, a slab of columns of a token, by down_few.cuh; or several side by
 // side, where the dense projection needs a multiprocessor's shared memory. Then teams of threads list the units'
 // neurons, and all warps are shared out over the units by how many neurons they have: else the heaviest would decide
@@ -319,8 +290,6 @@ constexpr int kSharedBytes = std::max(static_cast<int>(sizeof(SparseShared<kUnit
 
 template <int kUnits, class Sparse>
 constexpr int kThreads = kTeams<kUnits> * Sparse::kThreads;
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // As in down_few.cuh; 0 if there is no such token.
 __device__ __forceinline__ uint32_t load_mask(Params const& params, int token, int word_begin, int thread) {
@@ -515,12 +484,9 @@ __device__ __forceinline__ void multiply_sparse(Params const& params, SparseShar
     }
 }
 
-#endif  // __CUDA_ARCH_FEAT_SM90_ALL
-
 template <class Element, int kUnits, class Sparse, class Dense>
 __global__ void __launch_bounds__((kThreads<kUnits, Sparse>), kUnits > 1 ? 1 : 1024 / Sparse::kThreads)
     down_kernel(__grid_constant__ Params const params) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     constexpr int kNumThreads = kThreads<kUnits, Sparse>;
     constexpr int kWarps = kNumThreads / kWarpSize;
     static_assert(Dense::kConsumerWarps <= kWarps, "a warpgroup for each tile");
@@ -580,9 +546,6 @@ __global__ void __launch_bounds__((kThreads<kUnits, Sparse>), kUnits > 1 ? 1 : 1
     } else if (static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
         multiply_dense<Element, Dense, kNumThreads>(params, (matmul_sm90::shared_address(dynamic) + 1023u) & ~1023u);
     }
-#endif
 }
 
 }  // namespace twell::down_sm90
-
-#endif  // TWELL_KERNELS_FEW_TOKENS_DOWN_SM90_CUH_

@@ -7,6 +7,7 @@
 #include "few_tokens/gate_up_few.cuh"
 #include "host/launch.h"
 #include "host/problem.h"
+#include "sm90.h"
 
 namespace twell {
 namespace {
@@ -75,12 +76,12 @@ int num_gate_up_ctas(gate_up_few::Params const& params) {
 }
 
 template <class Cfg>
-constexpr Kernel gate_up_kernel_of() {
+constexpr Label gate_up_label_of() {
     return {"gate_up_few", {{"neurons", Cfg::kNeurons}, {"tokens", Cfg::kTokens}}};
 }
 
 template <class Cfg>
-constexpr Kernel down_kernel_of() {
+constexpr Label down_label_of() {
     return {"down_few", {{"columns", Cfg::kColumns}, {"threads", Cfg::kThreads}}};
 }
 
@@ -88,7 +89,7 @@ template <class Element, class Cfg>
 cudaError_t launch_gate_up(gate_up_few::Params const& params, Device const& device, cudaStream_t stream) {
     dim3 const grid(static_cast<unsigned>(num_gate_up_ctas<Cfg>(params)));
     Choice const choice = {{}, grid.x, params.counted == nullptr ? 0 : most_counted(params.num_mask_words)};
-    return launch_dependent(gate_up_kernel_of<Cfg>(), gate_up_few::gate_up_kernel<Element, Cfg>, params, grid,
+    return launch_dependent(gate_up_label_of<Cfg>(), gate_up_few::gate_up_kernel<Element, Cfg>, params, grid,
                             gate_up_few::kThreads, Cfg::kSharedBytes, device, stream, choice);
 }
 
@@ -127,7 +128,7 @@ cudaError_t launch_down(down_few::Params params, int tokens, int num_summed, Dev
     params.num_shares = std::clamp(device.num_multiprocessors / params.num_slabs, 1, Cfg::kMostShares);
     dim3 const grid(static_cast<unsigned>(params.num_slabs * params.num_shares), static_cast<unsigned>(tokens));
     Choice const choice = {{"shares", params.num_shares}, params.num_shares, params.num_shares > 1 ? num_summed : 0};
-    return launch_dependent(down_kernel_of<Cfg>(), down_few::down_kernel<Element, Cfg>, params, grid, Cfg::kThreads, 0,
+    return launch_dependent(down_label_of<Cfg>(), down_few::down_kernel<Element, Cfg>, params, grid, Cfg::kThreads, 0,
                             device, stream, choice);
 }
 
@@ -166,7 +167,6 @@ gate_up_few::Params gate_up_params(twell_problem const& problem, twell_tensors c
     return params;
 }
 
-#if defined(TWELL_SM90A)
 // On compute capability 9.0, where the down projection may be dense.
 template <class Element>
 cudaError_t launch_hopper(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
@@ -178,31 +178,24 @@ cudaError_t launch_hopper(twell_problem const& problem, twell_tensors const& ten
         params.counted = scratch.counted;
         num_gate_ctas = with_gate_up_config(params, device,
                                             [&](auto config) { return num_gate_up_ctas<decltype(config)>(params); });
-        if (cudaError_t const error = launch_gate_up<Element>(params, device, stream); error != cudaSuccess) {
-            return error;
-        }
-    } else if (cudaError_t const error = launch_gate_up_sm90(problem, tensors, scratch, num_gate_ctas, device, stream);
-               error != cudaSuccess) {
-        return error;
+        TWELL_TRY(launch_gate_up<Element>(params, device, stream));
+    } else {
+        TWELL_TRY(launch_gate_up_sm90(problem, tensors, scratch, num_gate_ctas, device, stream));
     }
     return launch_down_sm90(problem, tensors, scratch, num_gate_ctas, device, stream);
 }
-#endif
 
 template <class Element>
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, void* memory, Device const& device,
                        cudaStream_t stream) {
     unsigned char* next = static_cast<unsigned char*>(memory);
     FewScratch const scratch = take_scratch(problem, next);
-#if defined(TWELL_SM90A)
-    if (device.is_sm90() && few_sm90_supports(problem)) {
-        return launch_hopper<Element>(problem, tensors, scratch, device, stream);
+    if constexpr (kHasSm90) {
+        if (is_sm90(device) && few_sm90_supports(problem)) {
+            return launch_hopper<Element>(problem, tensors, scratch, device, stream);
+        }
     }
-#endif
-    if (cudaError_t const error = launch_gate_up<Element>(gate_up_params(problem, tensors, scratch), device, stream);
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(launch_gate_up<Element>(gate_up_params(problem, tensors, scratch), device, stream));
     down_few::Params params = down_params(problem, tensors, scratch);
     params.sums = scratch.sums;
     params.counters = scratch.counters;
@@ -211,12 +204,12 @@ cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensor
 
 template <class... Configs>
 void list_gate_up(Text& text, Configs...) {
-    (add_line(text, gate_up_kernel_of<Configs>()), ...);
+    (add_line(text, gate_up_label_of<Configs>()), ...);
 }
 
 template <class... Configs>
 void list_down(Text& text, Configs...) {
-    (add_line(text, down_kernel_of<Configs>()), ...);
+    (add_line(text, down_label_of<Configs>()), ...);
 }
 
 }  // namespace
@@ -224,9 +217,9 @@ void list_down(Text& text, Configs...) {
 void list_few(Text& text) {
     list_gate_up(text, GateUp8(), GateUp16(), GateUp8Large(), GateUp16Large(), GateUp32(), GateUp64());
     list_down(text, Down1(), Down4(), Down16(), Down64());
-#if defined(TWELL_SM90A)
-    list_few_sm90(text);
-#endif
+    if constexpr (kHasSm90) {
+        list_few_sm90(text);
+    }
 }
 
 size_t few_scratch_bytes(twell_problem const& problem) {

@@ -1,6 +1,5 @@
 // The whole block for few tokens: kernels of their own, in which a token's work is spread over the device.
-#ifndef TWELL_KERNELS_FEW_TOKENS_FEW_H_
-#define TWELL_KERNELS_FEW_TOKENS_FEW_H_
+#pragma once
 
 #include <stddef.h>
 
@@ -71,15 +70,10 @@ inline int most_counted(int num_mask_words) { return num_mask_words * down_few::
 inline down_few::Params down_params(twell_problem const& problem, twell_tensors const& tensors,
                                     FewScratch const& scratch) {
     down_few::Params params = {};
+    set_block(params, problem, tensors);
     params.h = scratch.h;
     params.h_rounded = scratch.h_rounded;
     params.masks = scratch.masks;
-    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
-    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
-    params.residual = static_cast<uint16_t const*>(tensors.residual);
-    params.y = static_cast<uint16_t*>(tensors.y);
-    params.d_ff = problem.d_ff;
-    params.d_out = problem.d_out;
     params.num_mask_words = scratch.num_mask_words;
     return params;
 }
@@ -96,22 +90,4 @@ void list_few(Text& text);
 cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, void* scratch, Device const& device,
                        cudaStream_t stream);
 
-// On compute capability 9.0: built when the architectures include sm_90a. See gate_up_sm90.cuh and down_sm90.cuh.
-
-// Whether the kernels suit the problem, of up to kMostTokensFew tokens.
-bool few_sm90_supports(twell_problem const& problem);
-
-// The rows of the configurations, a line each.
-void list_few_sm90(Text& text);
-
-// Enqueue the two halves of the block, on a device of compute capability 9.0: the gate and up projections, which give
-// their number of CTAs, and the down projection of what they, or those of gate_up_few.cuh, left. Same preconditions as
-// launch_few.
-cudaError_t launch_gate_up_sm90(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
-                                int& num_ctas, Device const& device, cudaStream_t stream);
-cudaError_t launch_down_sm90(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
-                             int num_gate_ctas, Device const& device, cudaStream_t stream);
-
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_FEW_TOKENS_FEW_H_

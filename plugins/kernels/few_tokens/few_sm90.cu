@@ -5,16 +5,15 @@
 #include <type_traits>
 
 #include "few_tokens/down_sm90.cuh"
-#include "few_tokens/few.h"
 #include "few_tokens/gate_up_sm90.cuh"
 #include "host/problem.h"
 #include "matmul/matmul_sm90.h"
+#include "sm90.h"
 
 namespace twell {
 namespace {
 
 using matmul_sm90::encode;
-using matmul_sm90::first_error;
 
 // The neurons of a cluster: see launch_gate_up.
 using GateUp64 = gate_up_sm90::Config<64, 32, false, 16>;
@@ -40,12 +39,12 @@ using Dense128 = down_sm90::Dense<64, 2, 8>;
 constexpr int64_t kFewestTokens = 2;
 
 template <class Cfg>
-constexpr Kernel gate_up_kernel_of() {
+constexpr Label gate_up_label_of() {
     return {"gate_up_sm90", {{"neurons", Cfg::kNeurons}, {"tokens", gate_up_sm90::kClusterSize * Cfg::kTokens}}};
 }
 
 template <class Dense, class Sparse>
-constexpr Kernel down_kernel_of() {
+constexpr Label down_label_of() {
     return {"down_sm90", {{"tokens", Dense::kTokens}, {"columns", Sparse::kColumns}}};
 }
 
@@ -56,18 +55,15 @@ cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& te
     int const tokens = static_cast<int>(ceil_div(params.tokens, gate_up_sm90::kClusterSize));
     params.tokens_per_cta = static_cast<int>(ceil_div(tokens, kTokensOfCtas)) * kTokensOfCtas;
     void const* const w_up = tensors.w_up == nullptr ? tensors.w_gate : tensors.w_up;
-    if (cudaError_t const error = first_error(
-            {encode(device, params.x, tensors.x, problem.tokens, problem.d_model, Cfg::kTokens, problem.dtype),
-             encode(device, params.w_gate, tensors.w_gate, problem.d_ff, problem.d_model, Cfg::kBoxNeurons,
-                    problem.dtype),
-             encode(device, params.w_up, w_up, problem.d_ff, problem.d_model, Cfg::kBoxNeurons, problem.dtype)});
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(first_error(
+        {encode(device, params.x_map, tensors.x, problem.tokens, problem.d_model, Cfg::kTokens, problem.dtype),
+         encode(device, params.w_gate_map, tensors.w_gate, problem.d_ff, problem.d_model, Cfg::kBoxNeurons,
+                problem.dtype),
+         encode(device, params.w_up_map, w_up, problem.d_ff, problem.d_model, Cfg::kBoxNeurons, problem.dtype)}));
     // CTAs cover whole mask words, also where d_ff ends within one.
     int const neurons = params.num_mask_words * gate_up_few::kMaskBits;
     num_ctas = static_cast<int>(ceil_div(neurons, Cfg::kNeurons)) * gate_up_sm90::kClusterSize;
-    return launch_dependent(gate_up_kernel_of<Cfg>(), gate_up_sm90::gate_up_kernel<Element, Cfg>, params,
+    return launch_dependent(gate_up_label_of<Cfg>(), gate_up_sm90::gate_up_kernel<Element, Cfg>, params,
                             dim3(static_cast<unsigned>(num_ctas)), gate_up_sm90::kThreads, Cfg::kSharedBytes, device,
                             stream, {{}, num_ctas, most_counted(params.num_mask_words)});
 }
@@ -77,23 +73,14 @@ template <class Element>
 cudaError_t launch_gate_up(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
                            int& num_ctas, Device const& device, cudaStream_t stream) {
     gate_up_sm90::Params params = {};
-    params.x_rows = static_cast<uint16_t const*>(tensors.x);
-    params.w_up_rows = static_cast<uint16_t const*>(tensors.w_up);
-    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
-    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
-    params.b_up = static_cast<uint16_t const*>(tensors.b_up);
+    set_block(params, problem, tensors);
     params.masks = scratch.masks;
     params.h = scratch.h_rounded;
     params.counted = scratch.counted;
     params.counters = scratch.counters;
     params.num_counters = scratch.num_counters;
     params.tokens = static_cast<int>(problem.tokens);
-    params.d_model = problem.d_model;
-    params.d_ff = problem.d_ff;
-    params.d_out = problem.d_out;
     params.num_mask_words = scratch.num_mask_words;
-    params.relu_on_up = problem.activation == TWELL_DRELU;
-    params.act = activation_of(problem);
     auto const launch = [&](auto config) {
         return launch_gate_up<Element, decltype(config)>(problem, tensors, params, num_ctas, device, stream);
     };
@@ -125,15 +112,11 @@ int2 most_sparse(twell_problem const& problem) {
 template <class Element, int kUnits, class Sparse, class Dense>
 cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
                         down_sm90::Params params, Device const& device, cudaStream_t stream) {
-    if (cudaError_t const error =
-            first_error({encode(device, params.w_down, tensors.w_down, problem.d_ff, problem.d_out, down_sm90::BLOCK_K,
-                                problem.dtype),
-                         encode(device, params.h, scratch.h_rounded, Dense::kTokens,
-                                static_cast<int64_t>(scratch.num_mask_words) * gate_up_few::kMaskBits, Dense::kTokens,
-                                problem.dtype)});
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(first_error(
+        {encode(device, params.w_down, tensors.w_down, problem.d_ff, problem.d_out, down_sm90::BLOCK_K, problem.dtype),
+         encode(device, params.h, scratch.h_rounded, Dense::kTokens,
+                static_cast<int64_t>(scratch.num_mask_words) * gate_up_few::kMaskBits, Dense::kTokens,
+                problem.dtype)}));
     if (kUnits > 1) {
         params.most_sparse.y = std::min(params.most_sparse.y, down_sm90::kMostListed);
     }
@@ -152,7 +135,7 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
     params.slices_left = slices % params.num_shares;
     int const ctas = std::max(params.num_sparse_ctas, params.num_dense_ctas);
     Choice const choice = {{"shares", params.num_shares}, params.num_shares * Dense::kTokens, scratch.num_summed};
-    return launch_dependent(down_kernel_of<Dense, Sparse>(), down_sm90::down_kernel<Element, kUnits, Sparse, Dense>,
+    return launch_dependent(down_label_of<Dense, Sparse>(), down_sm90::down_kernel<Element, kUnits, Sparse, Dense>,
                             params, dim3(static_cast<unsigned>(ctas)), down_sm90::kThreads<kUnits, Sparse>,
                             down_sm90::kSharedBytes<kUnits, Sparse, Dense>, device, stream, choice);
 }
@@ -162,7 +145,6 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
                         int num_gate_ctas, Device const& device, cudaStream_t stream) {
     down_sm90::Params params = {};
     params.sparse = down_params(problem, tensors, scratch);
-    params.block = block_tensors(problem, tensors);
     params.counted = scratch.counted;
     params.sums = scratch.sums;
     params.counters = scratch.counters;
@@ -184,17 +166,17 @@ cudaError_t launch_down(twell_problem const& problem, twell_tensors const& tenso
 
 template <class... Configs>
 void list_gate_up(Text& text, Configs...) {
-    (add_line(text, gate_up_kernel_of<Configs>()), ...);
+    (add_line(text, gate_up_label_of<Configs>()), ...);
 }
 
 }  // namespace
 
 void list_few_sm90(Text& text) {
     list_gate_up(text, GateUp64(), GateUp96(), GateUp128(), GateUp160(), GateUp192(), GateUp224(), GateUpAlways());
-    add_line(text, down_kernel_of<Dense16, Sparse4>());
-    add_line(text, down_kernel_of<Dense16, Sparse16>());
-    add_line(text, down_kernel_of<Dense64, Sparse128>());
-    add_line(text, down_kernel_of<Dense128, Sparse128>());
+    add_line(text, down_label_of<Dense16, Sparse4>());
+    add_line(text, down_label_of<Dense16, Sparse16>());
+    add_line(text, down_label_of<Dense64, Sparse128>());
+    add_line(text, down_label_of<Dense128, Sparse128>());
 }
 
 bool few_sm90_supports(twell_problem const& problem) {

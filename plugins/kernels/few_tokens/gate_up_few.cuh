@@ -9,8 +9,7 @@
 // d_model may visit its terms in any order, as long as both operands do: a lane takes the 8 neighbouring elements of
 // one 16-byte vector as its share of two 16-wide steps, so fragments need no rearranging. Each warp has its own share
 // of d_model and its own queue in shared memory: the CTA meets only once, to add up.
-#ifndef TWELL_KERNELS_FEW_TOKENS_GATE_UP_FEW_CUH_
-#define TWELL_KERNELS_FEW_TOKENS_GATE_UP_FEW_CUH_
+#pragma once
 
 #include "device/dependent_launch.cuh"
 #include "device/element.cuh"
@@ -43,6 +42,7 @@ constexpr int kBytesWarpStage = (kTilesM * MMA_M + kTilesN * MMA_N) * kVectorsPe
 constexpr int kMaskBits = 32;
 static_assert(kMaskBits % MMA_M == 0, "a CTA stores halves of a mask word");
 
+// NOTE: not BlockTensors, with which fewer loops are unrolled.
 struct Params {
     uint16_t const* x;       // [tokens, d_model]
     uint16_t const* w_gate;  // [d_ff, d_model]
@@ -577,5 +577,3 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
 }
 
 }  // namespace twell::gate_up_few
-
-#endif  // TWELL_KERNELS_FEW_TOKENS_GATE_UP_FEW_CUH_

@@ -10,14 +10,14 @@
 // neuron and a token, a warp takes one after the other; if one of a cluster has many, both multiply w_up as they did
 // w_gate. For more tokens most neurons are active for some token, so w_up is multiplied together with w_gate. CTAs
 // leave the number of their active pairs for the down projection, which is dense if there are many (down_sm90.cuh).
-#ifndef TWELL_KERNELS_FEW_TOKENS_GATE_UP_SM90_CUH_
-#define TWELL_KERNELS_FEW_TOKENS_GATE_UP_SM90_CUH_
+#pragma once
 
 #include <cuda.h>
 
 #include "device/dependent_launch.cuh"
 #include "device/element.cuh"
 #include "few_tokens/gate_up_few.cuh"
+#include "host/problem.h"
 #include "matmul/matmul_sm90.cuh"
 #include "twell/twell.h"
 
@@ -28,7 +28,6 @@ using matmul_sm90::kBytesRow;
 using matmul_sm90::kMaxSharedBytes;
 using matmul_sm90::kWarpgroupSize;
 using matmul_sm90::kWarpgroupWarps;
-using matmul_sm90::WGMMA_K;
 using matmul_sm90::WGMMA_M;
 
 constexpr int kWarps = 12;
@@ -36,28 +35,18 @@ constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kLoader = kWarps - 1;  // this warp loads; the first warpgroups multiply
 constexpr int kClusterSize = 2;
 
-struct Params {
-    CUtensorMap x;              // [tokens, d_model], boxes of [Config::kTokens, BLOCK_K]
-    CUtensorMap w_gate;         // [d_ff, d_model], boxes of [Config::kBoxNeurons, BLOCK_K]
-    CUtensorMap w_up;           // likewise; not used in a plain block
-    uint16_t const* x_rows;     // the same matrices
-    uint16_t const* w_up_rows;  // null in a plain block
-    uint16_t const* w_down;     // [d_ff, d_out]; only brought closer
-    uint16_t const* b_gate;     // [d_ff] or null
-    uint16_t const* b_up;       // [d_ff] or null
-    uint32_t* masks;            // [tokens, num_mask_words]: see gate_up_few.cuh
-    uint16_t* h;                // [tokens, num_mask_words * kMaskBits], rounded, 0 where no neuron is active
-    int2* counted;              // [CTAs]: see few.h; or kManyPairs
-    int* counters;              // [num_counters], which become 0: see down_sm90.cuh
+struct Params : BlockTensors {
+    CUtensorMap x_map;       // [tokens, d_model], boxes of [Config::kTokens, BLOCK_K]
+    CUtensorMap w_gate_map;  // [d_ff, d_model], boxes of [Config::kBoxNeurons, BLOCK_K]
+    CUtensorMap w_up_map;    // likewise; not used in a plain block
+    uint32_t* masks;         // [tokens, num_mask_words]: see gate_up_few.cuh
+    uint16_t* h;             // [tokens, num_mask_words * kMaskBits], rounded, 0 where no neuron is active
+    int2* counted;           // [CTAs]: see few.h; or kManyPairs
+    int* counters;           // [num_counters], which become 0: see down_sm90.cuh
     int tokens;
     int tokens_per_cta;  // at most Config::kTokens
-    int d_model;
-    int d_ff;
-    int d_out;
     int num_mask_words;
     int num_counters;
-    bool relu_on_up;  // dReLU
-    Activation act;
 };
 
 // Said of a CTA that has lost an h to rounding: more than any sparse down projection is for. The dense one sums values
@@ -132,8 +121,6 @@ struct Config {
     static_assert(kTokensRead * kStrideSums * 4 <= kBytesStages, "sums take the stages' place");
     static_assert(kNeurons <= 256 && kTokens <= 256, "what a pair's word can hold");
 };
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 using matmul_sm90::shared_address;
 
@@ -212,7 +199,7 @@ __device__ __forceinline__ void load_slices(Stages<Cfg> const& stages, matmul_sm
     int const rank = static_cast<int>(blockIdx.x) % kClusterSize;
     int const cluster = static_cast<int>(blockIdx.x) / kClusterSize;
     int slice = static_cast<int>(static_cast<int64_t>(num_slices) * cluster / num_clusters);
-    bool const has_up = Cfg::kComputesAll && params.w_up_rows != nullptr;
+    bool const has_up = Cfg::kComputesAll && params.w_up != nullptr;
     constexpr int kBoxesOfGate = Cfg::kNeurons / Cfg::kBoxNeurons;
     uint64_t const policy = evict_first();
     int const num_boxes = kPass == Pass::kGate && has_up ? 2 * kBoxesOfGate : kBoxesOfGate;
@@ -224,10 +211,11 @@ __device__ __forceinline__ void load_slices(Stages<Cfg> const& stages, matmul_sm
             matmul_sm90::arrive_and_expect(full, num_boxes * Cfg::kBytesBox + Cfg::kBytesX);
             if (rank < num_boxes) {
                 bool const is_gate = kPass == Pass::kGate && rank < kBoxesOfGate;
-                load_weights(stages.w(ring.stage) + rank * Cfg::kBytesBox, is_gate ? params.w_gate : params.w_up, full,
-                             column, neuron_begin + rank % kBoxesOfGate * Cfg::kBoxNeurons, policy);
+                load_weights(stages.w(ring.stage) + rank * Cfg::kBytesBox,
+                             is_gate ? params.w_gate_map : params.w_up_map, full, column,
+                             neuron_begin + rank % kBoxesOfGate * Cfg::kBoxNeurons, policy);
             }
-            matmul_sm90::load_box(stages.x(ring.stage), params.x, full, column, token_begin);
+            matmul_sm90::load_box(stages.x(ring.stage), params.x_map, full, column, token_begin);
         }
         __syncwarp();
         ring.advance();
@@ -238,43 +226,12 @@ __device__ __forceinline__ void load_slices(Stages<Cfg> const& stages, matmul_sm
 // Multiplies them, by the first warpgroups.
 template <class Element, class Cfg>
 __device__ __forceinline__ void multiply(Stages<Cfg> const& stages, matmul_sm90::Ring<Cfg::kNumStages>& ring,
-                                         int d_model, float (&accumulators)[Cfg::kAccumulators]) {
-    int const lane = threadIdx.x % kWarpSize;
-    int const num_slices = (d_model + BLOCK_K - 1) / BLOCK_K;
+                                         int d_model, float (&accumulators)[1][Cfg::kAccumulators]) {
     uint32_t const rows = threadIdx.x / kWarpgroupSize * (WGMMA_M * kBytesRow);
-    // Both CTAs' consumers say when a stage is empty, for both load into it.
-    auto const release = [&](int stage) {
-        if (lane < kClusterSize) {
-            matmul_sm90::arrive_at_cta(stages.empty(stage), lane);
-        }
-    };
-    int stage_before = 0;
-    for (int slice = 0; slice < num_slices; ++slice) {
-        matmul_sm90::wait_barrier(stages.full(ring.stage), ring.parity);
-        uint64_t const a = matmul_sm90::describe(stages.x(ring.stage) + rows);
-        uint64_t const b = matmul_sm90::describe(stages.w(ring.stage));
-        matmul_sm90::begin_wgmma();
-#pragma unroll
-        for (int k = 0; k < BLOCK_K / WGMMA_K; ++k) {
-            Wgmma<Element, Cfg::BLOCK_N>::template run<false>(accumulators, a + k * (WGMMA_K * 2 >> 4),
-                                                              b + k * (WGMMA_K * 2 >> 4), (slice | k) != 0);
-        }
-        matmul_sm90::commit_wgmma();
-        // One slice stays in flight while the stage of the one before is handed back.
-        matmul_sm90::wait_wgmma<1>();
-        if (slice != 0) {
-            release(stage_before);
-        }
-        stage_before = ring.stage;
-        ring.advance();
-    }
-    matmul_sm90::wait_wgmma<0>();
-    // The compiler does not know that the accumulators were not valid until here.
-#pragma unroll
-    for (int k = 0; k < Cfg::kAccumulators; ++k) {
-        asm volatile("" : "+f"(accumulators[k])::"memory");
-    }
-    release(stage_before);
+    matmul_sm90::multiply_slices<Element, Cfg::BLOCK_N, false>(
+        accumulators, ring, (d_model + BLOCK_K - 1) / BLOCK_K, [&](int stage) { return stages.full(stage); },
+        [&](int stage) { return stages.x(stage) + rows; }, [&](int stage) { return stages.w(stage); },
+        [&](int, int stage) { matmul_sm90::release_stage(stages.empty(stage)); });
 }
 
 // Leaves the sums, [num_tokens, kStrideSums], in the stages' place, when all have been read. Those of the first tokens
@@ -501,7 +458,7 @@ __device__ __forceinline__ bool store_quad(Params const& params, Stages<Cfg> con
         float2 const g_low = Element::to_float2(g.x);
         float2 const g_high = Element::to_float2(g.y);
         float4 h = make_float4(g_low.x, g_low.y, g_high.x, g_high.y);
-        if (params.w_up_rows != nullptr) {
+        if (params.w_up != nullptr) {
             float4 u = load_sums(stages.sums(token, first_column + quad.first));
             if (params.b_up != nullptr) {
                 u = add_biases<Element>(u, storage.b_up + quad.first);
@@ -530,12 +487,9 @@ __device__ __forceinline__ bool store_quad(Params const& params, Stages<Cfg> con
     return lost;
 }
 
-#endif  // __CUDA_ARCH_FEAT_SM90_ALL
-
 template <class Element, class Cfg>
 __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     gate_up_kernel(__grid_constant__ Params const params) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char dynamic[];
     auto& storage = *reinterpret_cast<typename Cfg::Storage*>(dynamic + Cfg::kOffsetStorage);
     Stages<Cfg> const stages = {shared_address(dynamic)};
@@ -552,8 +506,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     allow_dependent_launch();
     if (loads && lane == 0) {
         stages.init();
-        matmul_sm90::prefetch_map(params.w_gate);
-        matmul_sm90::prefetch_map(params.x);
+        matmul_sm90::prefetch_map(params.w_gate_map);
+        matmul_sm90::prefetch_map(params.x_map);
         storage.num_listed = 0;
         for (int w = 0; w < Cfg::kMaskWords; ++w) {
             storage.active[w] = 0;
@@ -564,8 +518,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
 
     int const num_tokens = token_end - token_begin;
     matmul_sm90::Tokens const loaded(token_begin, Cfg::kTokens, params.tokens);
-    bool const has_up = params.w_up_rows != nullptr;
-    float accumulators[Cfg::kAccumulators];  // of those that multiply
+    bool const has_up = params.w_up != nullptr;
+    float accumulators[1][Cfg::kAccumulators];  // of those that multiply
     if (loads) {
         load_slices<Pass::kGate>(stages, ring, params, neuron_begin, loaded.begin);
     } else if (multiplies) {
@@ -587,7 +541,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     // one.
     __syncthreads();
     if (multiplies) {
-        store_sums(stages, loaded.skipped, num_tokens, accumulators);
+        store_sums(stages, loaded.skipped, num_tokens, accumulators[0]);
     }
     __syncthreads();
     Quad<Cfg> const quad(params, neuron_begin);
@@ -626,8 +580,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             auto const pair_of = [&](int i) { return storage.pairs[warp + i * kWarps]; };
             gate_up_few::dot_products<Element, Cfg::kDotSlots>(
                 count, params.d_model, stages.base + warp * (Cfg::kDotSlots * gate_up_few::kBytesDot),
-                [&](int i) { return params.x_rows + int64_t{token_begin + pair_of(i).token} * params.d_model; },
-                [&](int i) { return params.w_up_rows + int64_t{neuron_begin + pair_of(i).neuron} * params.d_model; },
+                [&](int i) { return params.x + int64_t{token_begin + pair_of(i).token} * params.d_model; },
+                [&](int i) { return params.w_up + int64_t{neuron_begin + pair_of(i).neuron} * params.d_model; },
                 [&](int i, float sum) {
                     lost |= store_pair<Element>(params, storage, pair_of(i), neuron_begin, token_begin, sum);
                 });
@@ -640,7 +594,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 }
                 __syncthreads();
                 if (multiplies) {
-                    store_sums(stages, loaded.skipped, num_tokens, accumulators);
+                    store_sums(stages, loaded.skipped, num_tokens, accumulators[0]);
                 }
                 __syncthreads();
             }
@@ -666,9 +620,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     if (thread == 0) {
         params.counted[blockIdx.x] = make_int2(any_lost ? kManyPairs : counted.x, counted.y);
     }
-#endif
 }
 
 }  // namespace twell::gate_up_sm90
-
-#endif  // TWELL_KERNELS_FEW_TOKENS_GATE_UP_SM90_CUH_

@@ -1,15 +1,30 @@
 // What launchers ask of the device, and launches that may overlap the end of the kernel before.
-#ifndef TWELL_KERNELS_HOST_LAUNCH_H_
-#define TWELL_KERNELS_HOST_LAUNCH_H_
+#pragma once
 
 #include <cuda_runtime.h>
 #include <stdint.h>
 
 #include <algorithm>
+#include <initializer_list>
 
 #include "host/trace.h"
 
+// Returns from the function that it stands in if the call fails.
+#define TWELL_TRY(...)                                                                   \
+    do {                                                                                 \
+        if (cudaError_t const failed_call = (__VA_ARGS__); failed_call != cudaSuccess) { \
+            return failed_call;                                                          \
+        }                                                                                \
+    } while (false)
+
 namespace twell {
+
+inline cudaError_t first_error(std::initializer_list<cudaError_t> errors) {
+    for (cudaError_t const error : errors) {
+        TWELL_TRY(error);
+    }
+    return cudaSuccess;
+}
 
 // Which kernels run, where there are several.
 enum class Kernels : int32_t {
@@ -25,23 +40,21 @@ struct Device {
     int max_shared_bytes;  // of a block
     int l2_bytes;
     Text* trace = nullptr;  // where launches are written down, and not made
-
-    // Whether the kernels run that only compute capability 9.0 has.
-    bool is_sm90() const {
-#if defined(TWELL_SM90A)
-        return major == 9 && minor == 0;
-#else
-        return false;
-#endif
-    }
 };
+
+// Whether the library has kernels for compute capability 9.0 alone, see sm90.h; whether they run on a device.
+#if defined(TWELL_SM90A)
+constexpr bool kHasSm90 = true;
+#else
+constexpr bool kHasSm90 = false;
+#endif
+
+inline bool is_sm90(Device const& device) { return kHasSm90 && device.major == 9 && device.minor == 0; }
 
 // Attribute queries are cheap and allowed during stream capture.
 inline cudaError_t query_device(Device& device) {
     int id = 0;
-    if (cudaError_t const error = cudaGetDevice(&id); error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(cudaGetDevice(&id));
     struct {
         int* value;
         cudaDeviceAttr attribute;
@@ -51,9 +64,7 @@ inline cudaError_t query_device(Device& device) {
                          {&device.max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
                          {&device.l2_bytes, cudaDevAttrL2CacheSize}};
     for (auto const& query : queries) {
-        if (cudaError_t const error = cudaDeviceGetAttribute(query.value, query.attribute, id); error != cudaSuccess) {
-            return error;
-        }
+        TWELL_TRY(cudaDeviceGetAttribute(query.value, query.attribute, id));
     }
     return cudaSuccess;
 }
@@ -72,7 +83,7 @@ static inline bool knows_dependent_launch(Device const& device) {
 }
 
 // A launch in a line of words, after those of the launches before.
-inline void write_launch(Text& text, Kernel const& name, Choice const& choice, dim3 grid, int threads,
+inline void write_launch(Text& text, Label const& name, Choice const& choice, dim3 grid, int threads,
                          int shared_bytes) {
     name.add_to(text);
     text.add(" | grid=%ux%u threads=%d shared=%d", grid.x, grid.y, threads, shared_bytes);
@@ -93,7 +104,7 @@ inline void write_launch(Text& text, Kernel const& name, Choice const& choice, d
 // most_shared_bytes: of any launch of this kernel, if its launches differ. Launches by several threads set the same
 // attribute, which must do for all of them.
 template <class Params>
-cudaError_t launch_dependent(Kernel const& name, void (*kernel)(Params), Params const& params, dim3 grid, int threads,
+cudaError_t launch_dependent(Label const& name, void (*kernel)(Params), Params const& params, dim3 grid, int threads,
                              int shared_bytes, Device const& device, cudaStream_t stream, Choice const& choice = {},
                              int most_shared_bytes = 0, unsigned cluster = 0) {
     if (device.trace != nullptr) {
@@ -102,11 +113,8 @@ cudaError_t launch_dependent(Kernel const& name, void (*kernel)(Params), Params 
     }
     // Set at each launch, not once: the attribute belongs to the current device, and the call is cheap, idempotent,
     // thread-safe and allowed during stream capture.
-    if (cudaError_t const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                       std::max(shared_bytes, most_shared_bytes));
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   std::max(shared_bytes, most_shared_bytes)));
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -123,5 +131,3 @@ cudaError_t launch_dependent(Kernel const& name, void (*kernel)(Params), Params 
 }
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_HOST_LAUNCH_H_

@@ -1,6 +1,5 @@
 // What the launchers derive from a twell_problem.
-#ifndef TWELL_KERNELS_HOST_PROBLEM_H_
-#define TWELL_KERNELS_HOST_PROBLEM_H_
+#pragma once
 
 #include <stddef.h>
 
@@ -59,25 +58,39 @@ inline Activation activation_of(twell_problem const& problem) {
     return {bits << 16 | bits, problem.activation == TWELL_RELU2};
 }
 
-// Sets what the parameters of a kernel that computes y hold of the whole block.
-template <class Params>
-void set_block(Params& params, twell_problem const& problem, twell_tensors const& tensors) {
-    params.x = static_cast<uint16_t const*>(tensors.x);
-    params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
-    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
-    params.w_up = static_cast<uint16_t const*>(tensors.w_up);
-    params.b_up = static_cast<uint16_t const*>(tensors.b_up);
-    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
-    params.b_down = static_cast<uint16_t const*>(tensors.b_down);
-    params.residual = static_cast<uint16_t const*>(tensors.residual);
-    params.y = static_cast<uint16_t*>(tensors.y);
-    params.d_model = problem.d_model;
-    params.d_ff = problem.d_ff;
-    params.d_out = problem.d_out;
-    params.relu_on_up = problem.activation == TWELL_DRELU;
-    params.act = activation_of(problem);
+// What y is computed from: the beginning of most kernels' parameters, whatever they need of it.
+struct BlockTensors {
+    uint16_t const* x;         // [tokens, d_model]
+    uint16_t const* w_gate;    // [d_ff, d_model]
+    uint16_t const* b_gate;    // [d_ff] or null
+    uint16_t const* w_up;      // [d_ff, d_model], null in a plain block
+    uint16_t const* b_up;      // [d_ff] or null
+    uint16_t const* w_down;    // [d_ff, d_out]
+    uint16_t const* b_down;    // [d_out] or null
+    uint16_t const* residual;  // [tokens, d_out] or null
+    uint16_t* y;               // [tokens, d_out]
+    int d_model;
+    int d_ff;
+    int d_out;
+    bool relu_on_up;  // dReLU
+    Activation act;
+};
+
+inline void set_block(BlockTensors& block, twell_problem const& problem, twell_tensors const& tensors) {
+    block.x = static_cast<uint16_t const*>(tensors.x);
+    block.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
+    block.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
+    block.w_up = static_cast<uint16_t const*>(tensors.w_up);
+    block.b_up = static_cast<uint16_t const*>(tensors.b_up);
+    block.w_down = static_cast<uint16_t const*>(tensors.w_down);
+    block.b_down = static_cast<uint16_t const*>(tensors.b_down);
+    block.residual = static_cast<uint16_t const*>(tensors.residual);
+    block.y = static_cast<uint16_t*>(tensors.y);
+    block.d_model = problem.d_model;
+    block.d_ff = problem.d_ff;
+    block.d_out = problem.d_out;
+    block.relu_on_up = problem.activation == TWELL_DRELU;
+    block.act = activation_of(problem);
 }
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_HOST_PROBLEM_H_

@@ -1,6 +1,5 @@
 // Launches in words: what twell_describe gives instead of launching.
-#ifndef TWELL_KERNELS_HOST_TRACE_H_
-#define TWELL_KERNELS_HOST_TRACE_H_
+#pragma once
 
 #include <stdarg.h>
 #include <stddef.h>
@@ -44,7 +43,7 @@ struct Number {
 };
 
 // Which kernel it is, and which row of its table of configurations: one compiled instance, but for the element type.
-struct Kernel {
+struct Label {
     char const* name;
     Number row[2] = {};
 
@@ -59,8 +58,8 @@ struct Kernel {
     }
 };
 
-inline void add_line(Text& text, Kernel const& kernel) {
-    kernel.add_to(text);
+inline void add_line(Text& text, Label const& label) {
+    label.add_to(text);
     text.add("\n");
 }
 
@@ -72,5 +71,3 @@ struct Choice {
 };
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_HOST_TRACE_H_

@@ -7,6 +7,7 @@
 #include "many_tokens/guard.cuh"
 #include "matmul/parts_sm90.cuh"
 #include "packed/pack.cuh"
+#include "sm90.h"
 
 namespace twell {
 namespace {
@@ -36,24 +37,18 @@ size_t x_part_bytes(twell_problem const& problem) {
 }
 
 bool runs_sm90(twell_problem const& problem, Device const& device, Kernels choice) {
-#if defined(TWELL_SM90A)
-    return choice != Kernels::kGeneric && device.is_sm90() && dense_sm90_supports(problem);
-#else
-    (void)problem;
-    (void)device;
-    (void)choice;
+    if constexpr (kHasSm90) {
+        return choice != Kernels::kGeneric && is_sm90(device) && dense_sm90_supports(problem);
+    }
     return false;
-#endif
 }
 
 PathCosts path_costs(twell_problem const& problem, Device const& device, Kernels choice, bool with_chunks) {
-#if defined(TWELL_SM90A)
-    if (runs_sm90(problem, device, choice)) {
-        return dense_sm90_costs(problem, device, with_chunks);
+    if constexpr (kHasSm90) {
+        if (runs_sm90(problem, device, choice)) {
+            return dense_sm90_costs(problem, device, with_chunks);
+        }
     }
-#endif
-    (void)choice;
-    (void)with_chunks;
     return dense_generic_costs(problem, device);
 }
 
@@ -120,9 +115,9 @@ BlockScratch block_scratch_in(twell_problem const& problem, void* scratch) {
 }
 
 void list_dense(Text& text) {
-#if defined(TWELL_SM90A)
-    list_dense_sm90(text);
-#endif
+    if constexpr (kHasSm90) {
+        list_dense_sm90(text);
+    }
     list_dense_generic(text);
 }
 
@@ -190,20 +185,12 @@ Gather gather_for(twell_problem const& problem, twell_tensors const& tensors, ui
 
 cudaError_t launch_dense(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
                          Schedule const& schedule, Device const& device, cudaStream_t stream, Kernels choice) {
-#if defined(TWELL_SM90A)
-    if (runs_sm90(problem, device, choice)) {
-        return launch_dense_sm90(problem, tensors, gather, schedule, device, stream);
+    if constexpr (kHasSm90) {
+        if (runs_sm90(problem, device, choice)) {
+            return launch_dense_sm90(problem, tensors, gather, schedule, device, stream);
+        }
     }
-#endif
-    (void)choice;
     return launch_dense_generic(problem, tensors, gather, schedule, device, stream);
 }
-
-#if !defined(TWELL_SM90A)
-cudaError_t launch_dense_block(twell_problem const&, twell_tensors const&, uint16_t*, BlockScratch const&, bool,
-                               Device const&, cudaStream_t) {
-    return cudaErrorNotSupported;
-}
-#endif
 
 }  // namespace twell

@@ -4,8 +4,7 @@
 // are dense is known on the device alone: grids are fixed, and CTAs that find nothing to do leave.
 //   all rows   h takes the place of g in the spilled matrix, x is read where it is
 //   a part     gather.cuh has copied x of the dense rows to where they are neighbours, and so is h
-#ifndef TWELL_KERNELS_MANY_TOKENS_DENSE_CUH_
-#define TWELL_KERNELS_MANY_TOKENS_DENSE_CUH_
+#pragma once
 
 #include "device/element.cuh"
 #include "many_tokens/schedule.h"
@@ -48,5 +47,3 @@ __device__ __forceinline__ uint4 multiply_chunk(uint4 g, uint4 u, bool relu_on_u
 }
 
 }  // namespace twell::dense
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_DENSE_CUH_

@@ -1,6 +1,5 @@
 // The dense path: up and down projections of rows that are too dense for the sparse kernels.
-#ifndef TWELL_KERNELS_MANY_TOKENS_DENSE_H_
-#define TWELL_KERNELS_MANY_TOKENS_DENSE_H_
+#pragma once
 
 #include <stddef.h>
 
@@ -69,49 +68,22 @@ constexpr int kMostDModelDenseBlock = 16384;
 
 // Whether there are kernels for a dense block: on compute capability 9.0 alone, whatever the density.
 inline bool has_dense_block(twell_problem const& problem, Device const& device) {
-    return device.is_sm90() && problem.d_model <= kMostDModelDenseBlock;
+    return is_sm90(device) && problem.d_model <= kMostDModelDenseBlock;
 }
 
 // The rows of all configurations, a line each.
 void list_dense(Text& text);
 
-// Enqueues kernels that compute y of all rows as a dense block does: no packed matrix. If few neurons are active, the
-// down projection skips the others, unless it must not. Only compute capability 9.0 has kernels for that. `h` is
-// [tokens, d_ff], rows spilled_stride(problem) elements apart.
-cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               BlockScratch const& scratch, bool skips, Device const& device, cudaStream_t stream);
-
-// The dense path for every GPU from sm_80 on; see launch_dense.
+// Both for every GPU from sm_80 on.
 PathCosts dense_generic_costs(twell_problem const& problem, Device const& device);
-
-// The rows of the configurations, a line each.
 void list_dense_generic(Text& text);
-
 cudaError_t launch_dense_generic(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
                                  Schedule const& schedule, Device const& device, cudaStream_t stream);
 
-// The same on compute capability 9.0, launch_dense_block included. Built when the architectures include sm_90a.
-
-// Whether the kernels can compute this problem; on which device, the caller knows.
-bool dense_sm90_supports(twell_problem const& problem);
-
-// The rows of the configurations, a line each.
-void list_dense_sm90(Text& text);
-
-PathCosts dense_sm90_costs(twell_problem const& problem, Device const& device, bool with_chunks);
-
-cudaError_t launch_dense_sm90(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
-                              Schedule const& schedule, Device const& device, cudaStream_t stream);
-
-// Hidden activations of a dense block, likewise: for launch_dense_block.
-
-// The rows of the configurations, a line each.
-void list_hidden_sm90(Text& text);
-
-// Enqueues the kernel: see launch_dense_block. Also says how scratch.active is arranged.
-cudaError_t launch_hidden_sm90(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
-                               BlockScratch& scratch, Device const& device, cudaStream_t stream);
+// Enqueues kernels of compute capability 9.0 that compute y of all rows as a dense block does: no packed matrix. If few
+// neurons are active, the down projection skips the others, unless it must not. `h` is [tokens, d_ff], rows
+// spilled_stride(problem) elements apart.
+cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const& tensors, uint16_t* h,
+                               BlockScratch const& scratch, bool skips, Device const& device, cudaStream_t stream);
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_DENSE_H_

@@ -65,17 +65,15 @@ cudaError_t launch_projection(twell_problem const& problem, twell_tensors const&
                               Schedule const& schedule, Device const& device, cudaStream_t stream) {
     constexpr bool kUp = kProjection == Projection::kUp;
     generic::Params params = {};
-    params.x = static_cast<uint16_t const*>(tensors.x);
+    set_block(params, problem, tensors);
     params.weights = static_cast<uint16_t const*>(kUp ? tensors.w_up : tensors.w_down);
     params.bias = static_cast<uint16_t const*>(kUp ? tensors.b_up : tensors.b_down);
-    params.block = block_tensors(problem, tensors);
     params.gather = gather;
     params.schedule = schedule;
     params.num_rows = problem.tokens;
     params.depth = depth<kProjection>(problem);
     params.num_neurons = num_neurons<kProjection>(problem);
     params.num_tiles = num_tiles_of<kProjection>(problem);
-    params.relu_on_up = problem.activation == TWELL_DRELU;
     int64_t const tiles = ceil_div(problem.tokens, Cfg::BLOCK_M) * params.num_tiles;
     dim3 const grid(static_cast<unsigned>(std::min<int64_t>(tiles, device.num_multiprocessors)));
     return launch_dependent({kUp ? "dense_up_generic" : "dense_down_generic"},
@@ -87,11 +85,7 @@ template <class Element>
 cudaError_t launch_projections(twell_problem const& problem, twell_tensors const& tensors, Gather const& gather,
                                Schedule const& schedule, Device const& device, cudaStream_t stream) {
     if (problem.variant == TWELL_GATED) {
-        if (cudaError_t const error =
-                launch_projection<Element, Projection::kUp>(problem, tensors, gather, schedule, device, stream);
-            error != cudaSuccess) {
-            return error;
-        }
+        TWELL_TRY(launch_projection<Element, Projection::kUp>(problem, tensors, gather, schedule, device, stream));
     }
     return launch_projection<Element, Projection::kDown>(problem, tensors, gather, schedule, device, stream);
 }

@@ -1,10 +1,10 @@
 // The dense path for every GPU from sm_80 on: up and down projections of rows that are too dense for the sparse ones.
 // See matmul_generic.cuh for the products and dense.cuh for what is between the two.
-#ifndef TWELL_KERNELS_MANY_TOKENS_DENSE_GENERIC_CUH_
-#define TWELL_KERNELS_MANY_TOKENS_DENSE_GENERIC_CUH_
+#pragma once
 
 #include "device/dependent_launch.cuh"
 #include "device/sum_again.cuh"
+#include "host/problem.h"
 #include "many_tokens/dense.cuh"
 #include "many_tokens/gather.cuh"
 #include "matmul/matmul_generic.cuh"
@@ -14,18 +14,15 @@ namespace twell::dense_generic {
 using namespace dense;
 using namespace matmul_generic;
 
-struct Params {
-    uint16_t const* x;        // [num_rows, d_model], up only
+struct Params : BlockTensors {
     uint16_t const* weights;  // up: w_up [d_ff, d_model]; down: w_down [d_ff, d_out]
     uint16_t const* bias;     // up: [d_ff] or null; down: [d_out] or null
-    BlockTensors block;       // down only
     Gather gather;
     Schedule schedule;
     int64_t num_rows;
     int depth;        // of the sums; up: d_model; down: d_ff
     int num_neurons;  // up: d_ff; down: d_out
     int num_tiles;    // of neurons
-    bool relu_on_up;  // dReLU
 };
 
 // Multiplies u, in shared memory, by g, and stores h. A warp has kRowsAtOnce rows at once, a lane eight neurons.
@@ -76,7 +73,7 @@ __device__ __forceinline__ void load_residual(Params const& params, View const& 
     int const column = tile_idx * BLOCK_N + lane * kVector;
     for (int i = static_cast<int>(threadIdx.x) / kWarpSize; i < num_rows; i += Cfg::kWarps) {
         int64_t const row = view.row_of(params.schedule, position_begin + i);
-        copy_async(shared_address(result_of<Cfg>(shared, i)), params.block.residual + row * params.num_neurons + column,
+        copy_async(shared_address(result_of<Cfg>(shared, i)), params.residual + row * params.num_neurons + column,
                    column < params.num_neurons);
     }
     commit_async();
@@ -96,13 +93,13 @@ __device__ __forceinline__ void store_y(Params const& params, View const& view, 
         bool failed = false;
         if (column < params.num_neurons) {
             uint4 const values = *result_of<Cfg>(shared, i);
-            *reinterpret_cast<uint4*>(params.block.y + row * params.num_neurons + column) = values;
+            *reinterpret_cast<uint4*>(params.y + row * params.num_neurons + column) = values;
             failed = !is_finite<Element>(values);
         }
         uint32_t rest = __ballot_sync(0xffffffffu, failed);
         __syncwarp();  // what is stored again has been stored
         for (; rest != 0; rest &= rest - 1) {
-            sum_again<Element>(params.block, h + (position_begin + i) * params.gather.gate.stride(), row,
+            sum_again<Element>(params, h + (position_begin + i) * params.gather.gate.stride(), row,
                                tile_idx * BLOCK_N + (__ffs(rest) - 1) * kVector);
         }
     }
@@ -144,7 +141,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) dense_kernel(Params const pa
                 {params.weights + column_begin, params.num_neurons, params.depth, num_columns}, num_slices);
         }
         uint16_t const* const bias = params.bias == nullptr ? nullptr : params.bias + column_begin;
-        if (!kUp && params.block.residual != nullptr) {
+        if (!kUp && params.residual != nullptr) {
             load_residual<Cfg>(params, view, shared, position_begin, tile_idx);
             store_result<Element, Cfg, true>(shared, accumulators, bias, num_columns);
         } else {
@@ -160,5 +157,3 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) dense_kernel(Params const pa
 }
 
 }  // namespace twell::dense_generic
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_DENSE_GENERIC_CUH_

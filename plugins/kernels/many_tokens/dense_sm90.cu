@@ -5,6 +5,7 @@
 #include "many_tokens/dense.h"
 #include "many_tokens/dense_sm90.cuh"
 #include "matmul/matmul_sm90.h"
+#include "sm90.h"
 
 namespace twell {
 namespace {
@@ -25,12 +26,10 @@ constexpr float kCycleNs = 0.72f;
 constexpr float kMostPairsSkipping = 0.6f;
 constexpr float kMostOfRowSkipping = 0.07f;
 
-using UpTilings =
-    sm90::Tilings<sm90::Choices<48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 200, 208, 216, 224, 232, 240, 256>,
-                  sm90::Choices<>>;
-using DownTilings = sm90::Tilings<sm90::Choices<32, 40, 48, 64, 88, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184,
-                                                192, 200, 208, 216, 224, 232, 240, 248, 256>,
-                                  sm90::Choices<32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
+using UpTilings = sm90::Tilings<sm90::Choices<144, 160, 176, 192, 200, 208, 216, 224, 232, 240, 256>, sm90::Choices<>>;
+using DownTilings = sm90::Tilings<
+    sm90::Choices<32, 48, 64, 88, 112, 128, 136, 144, 152, 160, 168, 176, 192, 200, 208, 216, 224, 240, 248, 256>,
+    sm90::Choices<32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
 
 // What all kernels of one call share.
 struct Launch {
@@ -86,13 +85,13 @@ using NarrowSkipping = down_few::Config<32, skipping_down::kThreads>;
 using WideSkipping = down_few::Config<64, skipping_down::kThreads>;
 
 template <class Cfg>
-constexpr Kernel skipping_kernel_of() {
+constexpr Label skipping_label_of() {
     return {"skipping_down", {{"columns", Cfg::kColumns}}};
 }
 
 template <class Element, class Cfg>
 cudaError_t launch_skipping_down(Launch const& launch, skipping_down::Params const& params, int num_slabs) {
-    return launch_dependent(skipping_kernel_of<Cfg>(), skipping_down::down_kernel<Element, Cfg>, params,
+    return launch_dependent(skipping_label_of<Cfg>(), skipping_down::down_kernel<Element, Cfg>, params,
                             dim3(static_cast<unsigned>(launch.problem.tokens), static_cast<unsigned>(num_slabs)),
                             Cfg::kThreads, 0, launch.device, launch.stream);
 }
@@ -107,7 +106,6 @@ cudaError_t launch_skipping_down(Launch const& launch) {
     skipping_down::Params params = {};
     params.decision = skipping_of(launch);
     params.down = down_params(problem, launch.tensors, scratch);
-    params.block = block_tensors(problem, launch.tensors);
     // The fewer columns a CTA has, the more loads are in flight, but not in a second round of CTAs.
     int const narrow_slabs = static_cast<int>(ceil_div(problem.d_out, NarrowSkipping::kColumns));
     if (problem.tokens * narrow_slabs <= launch.device.num_multiprocessors * skipping_down::kCtasPerMultiprocessor) {
@@ -117,13 +115,22 @@ cudaError_t launch_skipping_down(Launch const& launch) {
     return launch_skipping_down<Element, WideSkipping>(launch, params, wide_slabs);
 }
 
-template <class Element, class Cfg, Projection kProjection>
-cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& shape) {
+template <class Element, Projection kProjection>
+cudaError_t launch_projection(Launch const& launch) {
+    constexpr bool kUp = kProjection == Projection::kUp;
     twell_problem const& problem = launch.problem;
     Gather const& gather = launch.gather;
+    Shape<kProjection> const shape(problem, launch.scratch.parts.most_sums, launch.device);
+    using Tilings = typename Shape<kProjection>::Tilings;
+    auto const kernel = sm90::find_kernel<sm90::Params>(shape.tiling, Tilings(), [](auto tokens, auto layout) {
+        using Cfg = sm90::Config<decltype(tokens)::value, kUp, 1, decltype(layout)::value>;
+        return sm90::Kernel<sm90::Params>::of<Cfg>(sm90::dense_kernel<Element, Cfg, kProjection>);
+    });
     int64_t const part = max_dense_part(problem);
     int64_t const stride = spilled_stride(problem);
     sm90::Params params = {};
+    set_block(params.block, problem, launch.tensors);
+    params.relu_on_up = params.block.relu_on_up;
     params.schedule = launch.schedule;
     params.num_rows = problem.tokens;
     params.num_neurons = shape.product.num_neurons;
@@ -131,64 +138,43 @@ cudaError_t launch_projection(Launch const& launch, Shape<kProjection> const& sh
     params.num_slices = shape.product.num_slices;
     params.num_parts = shape.tiling.num_parts;
     params.parts = {launch.scratch.parts.sums, launch.scratch.parts.states};
-    params.relu_on_up = problem.activation == TWELL_DRELU;
     params.all_rows = launch.all_rows;
     params.gate = gather.gate;
     params.h_part = gather.h_part;
-    cudaError_t error = cudaSuccess;
-    if constexpr (kProjection == Projection::kUp) {
-        params.bias = static_cast<uint16_t const*>(launch.tensors.b_up);
-        error = sm90::first_error({
+    params.bias = static_cast<uint16_t const*>(kUp ? launch.tensors.b_up : launch.tensors.b_down);
+    if constexpr (kUp) {
+        TWELL_TRY(first_error({
             sm90::encode(launch.device, params.weights, launch.tensors.w_up, problem.d_ff, problem.d_model,
                          sm90::BLOCK_M, problem.dtype),
             sm90::encode(launch.device, params.tokens[0], launch.tensors.x, problem.tokens, problem.d_model,
-                         Cfg::kRowsLoaded, problem.dtype),
-            sm90::encode(launch.device, params.tokens[1], gather.x_part, part, problem.d_model, Cfg::kRowsLoaded,
+                         kernel.rows_loaded, problem.dtype),
+            sm90::encode(launch.device, params.tokens[1], gather.x_part, part, problem.d_model, kernel.rows_loaded,
                          problem.dtype),
-        });
+        }));
     } else {
-        params.bias = static_cast<uint16_t const*>(launch.tensors.b_down);
         params.next_overlaps = !launch.all_rows || may_skip(launch);  // then a sparse down projection follows
-        params.block = block_tensors(problem, launch.tensors);
         params.may_skip = may_skip(launch);
         params.skipping = skipping_of(launch);
-        error = sm90::first_error({
+        TWELL_TRY(first_error({
             sm90::encode(launch.device, params.weights, launch.tensors.w_down, problem.d_ff, problem.d_out,
                          sm90::BLOCK_K, problem.dtype),
             sm90::encode(launch.device, params.tokens[0], gather.gate.spilled, problem.tokens, problem.d_ff, stride,
-                         Cfg::kRowsLoaded, problem.dtype),
+                         kernel.rows_loaded, problem.dtype),
             sm90::encode(launch.device, params.tokens[1], launch.all_rows ? gather.gate.spilled : gather.h_part, part,
-                         problem.d_ff, stride, Cfg::kRowsLoaded, problem.dtype),
-        });
-    }
-    if (error != cudaSuccess) {
-        return error;
+                         problem.d_ff, stride, kernel.rows_loaded, problem.dtype),
+        }));
     }
     Choice const choice = {
         {"parts", params.num_parts}, (params.num_parts - 1) * shape.tiling.num_sums(), shape.product.most_part_sums};
-    return launch_dependent(sm90::kernel_of(Shape<kProjection>::kName, shape.tiling.block, shape.tiling.layout),
-                            sm90::dense_kernel<Element, Cfg, kProjection>, params,
-                            sm90::grid_of(shape.tiling, shape.clusters), sm90::kThreads, Cfg::kSharedBytes,
-                            launch.device, launch.stream, choice);
-}
-
-template <class Element, Projection kProjection>
-cudaError_t launch_projection(Launch const& launch) {
-    Shape<kProjection> const shape(launch.problem, launch.scratch.parts.most_sums, launch.device);
-    using Tilings = typename Shape<kProjection>::Tilings;
-    return sm90::with_config(shape.tiling, Tilings(), [&](auto tokens, auto layout) {
-        constexpr bool kUp = kProjection == Projection::kUp;
-        using Cfg = sm90::Config<decltype(tokens)::value, kUp, 1, decltype(layout)::value>;
-        return launch_projection<Element, Cfg, kProjection>(launch, shape);
-    });
+    return launch_dependent(sm90::label_of(Shape<kProjection>::kName, shape.tiling.block, shape.tiling.layout),
+                            kernel.function, params, sm90::grid_of(shape.tiling, shape.clusters), sm90::kThreads,
+                            kernel.shared_bytes, launch.device, launch.stream, choice);
 }
 
 template <class Element>
 cudaError_t launch_projections(Launch const& launch) {
     if (launch.problem.variant == TWELL_GATED) {
-        if (cudaError_t const error = launch_projection<Element, Projection::kUp>(launch); error != cudaSuccess) {
-            return error;
-        }
+        TWELL_TRY(launch_projection<Element, Projection::kUp>(launch));
     }
     return launch_projection<Element, Projection::kDown>(launch);
 }
@@ -196,11 +182,8 @@ cudaError_t launch_projections(Launch const& launch) {
 // Of a dense block.
 template <class Element>
 cudaError_t launch_down(Launch const& launch) {
-    if (cudaError_t const error = launch_projection<Element, Projection::kDown>(launch);
-        error != cudaSuccess || !may_skip(launch)) {
-        return error;
-    }
-    return launch_skipping_down<Element>(launch);
+    TWELL_TRY(launch_projection<Element, Projection::kDown>(launch));
+    return may_skip(launch) ? launch_skipping_down<Element>(launch) : cudaSuccess;
 }
 
 }  // namespace
@@ -209,8 +192,8 @@ void list_dense_sm90(Text& text) {
     list_hidden_sm90(text);
     sm90::list(text, Shape<Projection::kUp>::kName, UpTilings());
     sm90::list(text, Shape<Projection::kDown>::kName, DownTilings());
-    add_line(text, skipping_kernel_of<NarrowSkipping>());
-    add_line(text, skipping_kernel_of<WideSkipping>());
+    add_line(text, skipping_label_of<NarrowSkipping>());
+    add_line(text, skipping_label_of<WideSkipping>());
 }
 
 bool dense_sm90_supports(twell_problem const& problem) {
@@ -234,9 +217,7 @@ cudaError_t launch_dense_block(twell_problem const& problem, twell_tensors const
     if (!skips || problem.tokens > kMostTokensSkipping) {
         left.active.masks = nullptr;
     }
-    if (cudaError_t const error = launch_hidden_sm90(problem, tensors, h, left, device, stream); error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(launch_hidden_sm90(problem, tensors, h, left, device, stream));
     Gather gather = {};
     gather.gate = {nullptr, h, num_tiles(problem), words_per_tile(problem)};
     Launch const launch = {problem, tensors, gather, {}, device, stream, true, left};

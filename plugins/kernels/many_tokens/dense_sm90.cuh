@@ -1,11 +1,11 @@
 // The dense path on Hopper (sm_90a): up and down projections of rows that are too dense for the sparse ones. See
 // matmul_sm90.cuh for the products.
-#ifndef TWELL_KERNELS_MANY_TOKENS_DENSE_SM90_CUH_
-#define TWELL_KERNELS_MANY_TOKENS_DENSE_SM90_CUH_
+#pragma once
 
 #include "dense_block/skipping_down.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/sum_again.cuh"
+#include "host/problem.h"
 #include "many_tokens/dense.cuh"
 #include "many_tokens/schedule.h"
 #include "matmul/matmul_sm90.cuh"
@@ -51,8 +51,6 @@ struct Piece {
           slices{params.num_slices * (i % params.num_parts) / params.num_parts,
                  params.num_slices * (i % params.num_parts + 1) / params.num_parts} {}
 };
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // Adds a warp's part of the residual, 16 columns from first_column on, to its sums.
 template <class Element, class Cfg>
@@ -201,12 +199,9 @@ __device__ __forceinline__ void multiply_by_g(Params const& params, View const& 
     }
 }
 
-#endif  // __CUDA_ARCH_FEAT_SM90_ALL
-
 template <class Element, class Cfg, Projection kProjection>
 __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     dense_kernel(__grid_constant__ Params const params) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     constexpr bool kUp = kProjection == Projection::kUp;
     constexpr int kConsumersBarrier = 1;  // named
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -373,9 +368,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         __syncwarp();
         meet_cluster();  // the other CTA may still wait for what this one has sent for
     }
-#endif
 }
 
 }  // namespace twell::dense_sm90
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_DENSE_SM90_CUH_

@@ -7,6 +7,7 @@
 #include "host/problem.h"
 #include "many_tokens/gate.h"
 #include "many_tokens/gate_generic.cuh"
+#include "sm90.h"
 
 namespace twell {
 namespace {
@@ -67,7 +68,7 @@ generic::Params rows_of(generic::Params params, int64_t begin, int64_t count) {
 }
 
 template <class Cfg>
-constexpr Kernel kernel_of() {
+constexpr Label label_of() {
     return {"gate_generic", {{"tokens", Cfg::BLOCK_M}}};
 }
 
@@ -77,7 +78,7 @@ cudaError_t launch_config(generic::Params const& params, Device const& device, c
         return cudaSuccess;
     }
     dim3 const grid(static_cast<unsigned>(ceil_div(params.tokens, Cfg::BLOCK_M) * params.num_tiles));
-    return launch_dependent(kernel_of<Cfg>(), generic::gate_kernel<Element, Cfg>, params, grid, Cfg::kThreads,
+    return launch_dependent(label_of<Cfg>(), generic::gate_kernel<Element, Cfg>, params, grid, Cfg::kThreads,
                             Cfg::kSharedBytes, device, stream);
 }
 
@@ -87,11 +88,7 @@ cudaError_t launch_generic(generic::Params const& params, Device const& device, 
         return launch_config<Element, ConfigSmall>(params, device, stream);
     }
     Cut const cut = choose_cut(params.tokens, params.num_tiles, device.num_multiprocessors);
-    if (cudaError_t const error =
-            launch_config<Element, ConfigLarge>(rows_of(params, 0, cut.large_rows), device, stream);
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(launch_config<Element, ConfigLarge>(rows_of(params, 0, cut.large_rows), device, stream));
     generic::Params const rest = rows_of(params, cut.large_rows, params.tokens - cut.large_rows);
     switch (cut.rest_block) {
         case ConfigMedium::BLOCK_M:
@@ -103,65 +100,58 @@ cudaError_t launch_generic(generic::Params const& params, Device const& device, 
     }
 }
 
-#if defined(TWELL_SM90A)
 // From this many rows on the Hopper kernel is the faster one: below, the generic kernel has a configuration for few
 // rows.
 constexpr int64_t kFewestTokensSm90 = ConfigSmall::BLOCK_M + 1;
 
 bool runs_sm90(twell_problem const& problem, Device const& device, Kernels choice) {
-    return device.is_sm90() && gate_sm90_supports(problem) &&
-           (choice == Kernels::kSm90 || (choice == Kernels::kBest && problem.tokens >= kFewestTokensSm90));
+    if constexpr (kHasSm90) {
+        return is_sm90(device) && gate_sm90_supports(problem) &&
+               (choice == Kernels::kSm90 || (choice == Kernels::kBest && problem.tokens >= kFewestTokensSm90));
+    }
+    return false;
 }
-#endif
 
 template <class... Configs>
 void list(Text& text, Configs...) {
-    (add_line(text, kernel_of<Configs>()), ...);
+    (add_line(text, label_of<Configs>()), ...);
 }
 
 }  // namespace
 
 void list_gate(Text& text) {
     list(text, ConfigSmall(), ConfigMedium(), ConfigMiddle(), ConfigLarge());
-#if defined(TWELL_SM90A)
-    list_gate_sm90(text);
-#endif
+    if constexpr (kHasSm90) {
+        list_gate_sm90(text);
+    }
 }
 
 int num_count_parts(twell_problem const& problem, Device const& device, Kernels choice) {
-#if defined(TWELL_SM90A)
-    if (runs_sm90(problem, device, choice)) {
-        return num_count_parts_sm90(problem, device);
+    if constexpr (kHasSm90) {
+        if (runs_sm90(problem, device, choice)) {
+            return num_count_parts_sm90(problem, device);
+        }
     }
-#endif
-    (void)problem;
-    (void)device;
-    (void)choice;
     return 0;
 }
 
 cudaError_t launch_gate(twell_problem const& problem, twell_tensors const& tensors, GateOutput const& output,
                         Device const& device, cudaStream_t stream, Kernels choice) {
-#if defined(TWELL_SM90A)
-    if (runs_sm90(problem, device, choice)) {
-        return launch_gate_sm90(problem, tensors, output, device, stream);
+    if constexpr (kHasSm90) {
+        if (runs_sm90(problem, device, choice)) {
+            return launch_gate_sm90(problem, tensors, output, device, stream);
+        }
     }
-#endif
     if (choice == Kernels::kSm90) {
         return cudaErrorNotSupported;
     }
     generic::Params params = {};
-    params.x = static_cast<uint16_t const*>(tensors.x);
-    params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
-    params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
+    set_block(params, problem, tensors);
     params.packed = output.packed;
     params.spilled = output.spilled;
     params.tokens = problem.tokens;
-    params.d_model = problem.d_model;
-    params.d_ff = problem.d_ff;
     params.num_tiles = num_tiles(problem);
     params.words_per_tile = words_per_tile(problem);
-    params.act = activation_of(problem);
     return problem.dtype == TWELL_BF16 ? launch_generic<Bf16>(params, device, stream)
                                        : launch_generic<Fp16>(params, device, stream);
 }

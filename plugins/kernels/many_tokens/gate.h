@@ -1,6 +1,5 @@
 // Gate projection with packing: packed = TwELL(act(x Wg^T + bg)).
-#ifndef TWELL_KERNELS_MANY_TOKENS_GATE_H_
-#define TWELL_KERNELS_MANY_TOKENS_GATE_H_
+#pragma once
 
 #include "host/launch.h"
 #include "twell/twell.h"
@@ -29,21 +28,4 @@ void list_gate(Text& text);
 int num_count_parts(twell_problem const& problem, Device const& device, Kernels choice);
 constexpr int kMostCountParts = 160;
 
-// On compute capability 9.0: built when the architectures include sm_90a.
-
-// Whether the kernel can compute this problem; on which device, the caller knows.
-bool gate_sm90_supports(twell_problem const& problem);
-
-// The rows of the configurations, a line each.
-void list_gate_sm90(Text& text);
-
-// Enqueues the kernel on a device of compute capability 9.0. Same preconditions as launch_gate.
-cudaError_t launch_gate_sm90(twell_problem const& problem, twell_tensors const& tensors, GateOutput const& output,
-                             Device const& device, cudaStream_t stream);
-
-// See num_count_parts.
-int num_count_parts_sm90(twell_problem const& problem, Device const& device);
-
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_GATE_H_

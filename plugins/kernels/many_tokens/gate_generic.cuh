@@ -2,10 +2,10 @@
 //
 // One CTA computes [BLOCK_M rows, one TwELL tile of 256 neurons] and packs it, so each (row, tile) has one writer and
 // its entries come out in column order without atomics.
-#ifndef TWELL_KERNELS_MANY_TOKENS_GATE_GENERIC_CUH_
-#define TWELL_KERNELS_MANY_TOKENS_GATE_GENERIC_CUH_
+#pragma once
 
 #include "device/dependent_launch.cuh"
+#include "host/problem.h"
 #include "matmul/matmul_generic.cuh"
 #include "packed/pack.cuh"
 
@@ -14,18 +14,12 @@ namespace twell::gate_generic {
 using namespace matmul_generic;
 static_assert(BLOCK_N == TWELL_TILE, "a CTA packs whole tiles");
 
-struct Params {
-    uint16_t const* x;       // [tokens, d_model]
-    uint16_t const* w_gate;  // [d_ff, d_model]
-    uint16_t const* b_gate;  // [d_ff] or null
-    uint32_t* packed;        // [tokens, num_tiles * words_per_tile]
-    uint16_t* spilled;       // [tokens, num_tiles * TWELL_TILE] or null: see pack.cuh
+struct Params : BlockTensors {
+    uint32_t* packed;   // [tokens, num_tiles * words_per_tile]
+    uint16_t* spilled;  // [tokens, num_tiles * TWELL_TILE] or null: see pack.cuh
     int64_t tokens;
-    int d_model;
-    int d_ff;
     int num_tiles;
     int words_per_tile;
-    Activation act;
 };
 
 // g of this lane's eight columns, of which the first `count` exist. NOTE: a NaN or infinity in x makes even zero-filled
@@ -87,5 +81,3 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gate_kernel(Params const par
 }
 
 }  // namespace twell::gate_generic
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_GATE_GENERIC_CUH_

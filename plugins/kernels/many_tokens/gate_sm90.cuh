@@ -2,8 +2,7 @@
 // consumers add the bias, round and leave z in shared memory, packers activate, count and pack z of both CTAs while the
 // consumers are at the next tile. Each (row, tile) is packed by one warp, so entries come out in column order without
 // atomics.
-#ifndef TWELL_KERNELS_MANY_TOKENS_GATE_SM90_CUH_
-#define TWELL_KERNELS_MANY_TOKENS_GATE_SM90_CUH_
+#pragma once
 
 #include "device/dependent_launch.cuh"
 #include "matmul/matmul_sm90.cuh"
@@ -40,8 +39,6 @@ struct Params {
     int counts_shift;
     Activation act;
 };
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // The same shared address in another CTA of the cluster.
 __device__ __forceinline__ uint32_t address_in_cta(uint32_t address, uint32_t cta) {
@@ -166,12 +163,9 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
     return value;
 }
 
-#endif  // __CUDA_ARCH_FEAT_SM90_ALL
-
 template <class Element, class Cfg>
 __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     gate_kernel(__grid_constant__ Params const params) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Shared<Cfg> const shared = {shared_address(shared_bytes)};
     uint32_t const z = shared.result();
@@ -293,9 +287,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         params.counted[blockIdx.x] = load_shared_word(counted);
     }
     meet_cluster();  // the other CTA may still read this one's z
-#endif
 }
 
 }  // namespace twell::gate_sm90
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_GATE_SM90_CUH_

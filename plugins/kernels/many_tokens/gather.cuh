@@ -1,6 +1,5 @@
 // Brings what the dense path needs of its rows together: see dense.h.
-#ifndef TWELL_KERNELS_MANY_TOKENS_GATHER_CUH_
-#define TWELL_KERNELS_MANY_TOKENS_GATHER_CUH_
+#pragma once
 
 #include "packed/pack.cuh"
 
@@ -97,5 +96,3 @@ __device__ __forceinline__ void gather_row(Gather const& params, bool all, int64
 
 }  // namespace gather
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_GATHER_CUH_

@@ -1,7 +1,6 @@
 // How many rows take the dense path: see guard.h. Depends on nothing but the numbers of non-zeros, so results are
 // repeatable.
-#ifndef TWELL_KERNELS_MANY_TOKENS_GUARD_CUH_
-#define TWELL_KERNELS_MANY_TOKENS_GUARD_CUH_
+#pragma once
 
 #include "many_tokens/gate.h"
 #include "many_tokens/guard.h"
@@ -125,5 +124,3 @@ __device__ __forceinline__ uint32_t decide(Votes<kBuckets>& votes, GuardModel co
 }
 
 }  // namespace twell::guard
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_GUARD_CUH_

@@ -1,6 +1,5 @@
 // The guard: which rows are too dense for the sparse kernels, by what either path would cost.
-#ifndef TWELL_KERNELS_MANY_TOKENS_GUARD_H_
-#define TWELL_KERNELS_MANY_TOKENS_GUARD_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -42,5 +41,3 @@ struct GuardModel {
 };
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_GUARD_H_

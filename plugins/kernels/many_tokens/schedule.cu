@@ -99,11 +99,8 @@ cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed
         return launch_dependent({"schedule_cluster"}, schedule::cluster_kernel, params, dim3(grid), schedule::kThreads,
                                 0, device, stream, {}, 0, grid);
     }
-    if (cudaError_t const error = launch_dependent({"schedule_count"}, schedule::count_kernel, params, dim3(grid + 1),
-                                                   schedule::kThreads, 0, device, stream);
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(launch_dependent({"schedule_count"}, schedule::count_kernel, params, dim3(grid + 1), schedule::kThreads,
+                               0, device, stream));
     return launch_dependent({"schedule_order"}, schedule::order_kernel, params, dim3(grid), schedule::kThreads, 0,
                             device, stream);
 }

@@ -17,8 +17,7 @@
 //
 // Ranks are handed out by atomics in shared memory, so the order within a bucket varies from run to run. No result may
 // depend on it. How many rows a bucket has does not vary.
-#ifndef TWELL_KERNELS_MANY_TOKENS_SCHEDULE_CUH_
-#define TWELL_KERNELS_MANY_TOKENS_SCHEDULE_CUH_
+#pragma once
 
 #include "device/cluster.cuh"
 #include "device/dependent_launch.cuh"
@@ -585,5 +584,3 @@ __global__ void __launch_bounds__(kThreads, 1) cluster_kernel(Params const param
 }
 
 }  // namespace twell::schedule
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_SCHEDULE_CUH_

@@ -1,6 +1,5 @@
 // What step 2 does in which order: rows with the most non-zeros first, and which kernel takes which.
-#ifndef TWELL_KERNELS_MANY_TOKENS_SCHEDULE_H_
-#define TWELL_KERNELS_MANY_TOKENS_SCHEDULE_H_
+#pragma once
 
 #include <stddef.h>
 
@@ -106,5 +105,3 @@ cudaError_t launch_schedule(twell_problem const& problem, uint32_t const* packed
                             cudaStream_t stream);
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_SCHEDULE_H_

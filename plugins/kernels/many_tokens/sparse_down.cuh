@@ -5,13 +5,13 @@
 // for no other warp. The columns that a CTA has are a slab; all rows of one slab come before those of the next, so that
 // the L2 cache holds the weights in use. The order of a sum follows from the number of neurons: results are bitwise
 // repeatable.
-#ifndef TWELL_KERNELS_MANY_TOKENS_SPARSE_DOWN_CUH_
-#define TWELL_KERNELS_MANY_TOKENS_SPARSE_DOWN_CUH_
+#pragma once
 
 #include "device/dependent_launch.cuh"
 #include "device/element.cuh"
 #include "device/epilogue.cuh"
 #include "device/vector.cuh"
+#include "host/problem.h"
 #include "many_tokens/sparse_rows.h"
 
 namespace twell::sparse_down {
@@ -22,15 +22,10 @@ constexpr int kRowsAtOnce = 8;            // of Wd, whose loads are issued toget
 constexpr int kRowsAtEnd = 4;             // the same, for what is left over
 constexpr uint32_t kNoRow = 0xffffffffu;  // in place of a number of non-zeros
 
-struct Params {
-    uint16_t const* w_down;    // [d_ff, d_out]
-    uint16_t const* b_down;    // [d_out] or null
-    uint16_t const* residual;  // [tokens, d_out] or null
-    uint16_t* y;               // [tokens, d_out]
+struct Params : BlockTensors {
     Schedule schedule;
     SparseRows rows;
     int num_tiles;
-    int d_out;
     uint32_t tokens;
     uint32_t warps_per_row;
     uint32_t ctas_per_row;  // in which these are
@@ -203,5 +198,3 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(
 }
 
 }  // namespace twell::sparse_down
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_SPARSE_DOWN_CUH_

@@ -1,6 +1,5 @@
 // What the sparse up and down projections pass to each other: for each row a list of its active neurons and their h.
-#ifndef TWELL_KERNELS_MANY_TOKENS_SPARSE_ROWS_H_
-#define TWELL_KERNELS_MANY_TOKENS_SPARSE_ROWS_H_
+#pragma once
 
 #include "host/problem.h"
 #include "many_tokens/schedule.h"
@@ -31,5 +30,3 @@ static_assert(kListedPerTile * sizeof(SparseEntry) <= TWELL_TILE * sizeof(uint16
               "a list fits a row's spilled part");
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_SPARSE_ROWS_H_

@@ -7,12 +7,12 @@
 //
 // Where there are chunks (chunk.h), chunk_up.cuh has multiplied what they hold, and hot_sm90.cuh what is for hot
 // neurons. A warp adds up the parts of a chunk's sums; units are for the rows that are in none.
-#ifndef TWELL_KERNELS_MANY_TOKENS_SPARSE_UP_CUH_
-#define TWELL_KERNELS_MANY_TOKENS_SPARSE_UP_CUH_
+#pragma once
 
 #include "device/dependent_launch.cuh"
 #include "device/element.cuh"
 #include "device/vector.cuh"
+#include "host/problem.h"
 #include "many_tokens/chunks/chunk.cuh"
 #include "many_tokens/gather.cuh"
 #include "many_tokens/guard.cuh"
@@ -30,10 +30,7 @@ constexpr int kNeurons = static_cast<int>(kUnitNonzeros) / kWarps;
 // A launch has a multiple of so many columns, or the last ones.
 constexpr int kLeastColumns = 2 * kWarpColumns;
 
-struct Params {
-    uint16_t const* x;        // [tokens, d_model]
-    uint16_t const* w_up;     // [d_ff, d_model], null in a plain block: then h = g
-    uint16_t const* b_up;     // [d_ff] or null
+struct Params : BlockTensors {
     uint32_t const* packed;   // [tokens, num_tiles * words_per_tile]
     uint16_t const* spilled;  // [tokens, num_tiles * TWELL_TILE]
     Schedule schedule;
@@ -41,14 +38,12 @@ struct Params {
     Gather gather;
     SparseRows rows;
     Chunks chunks;
-    int d_model;
     int column_begin;  // the columns of this launch; the lists hold the sums of those before, in place of h
     int column_end;
     int num_tiles;
     int words_per_tile;
     uint32_t tokens;
     uint32_t num_direct;  // rows that may be direct: all or none
-    bool relu_on_up;      // dReLU
 };
 
 // sums[i] += x . Wu[neuron of lane i], over kSteps pieces of one vector a lane, from `column` on; kAtOnce neurons'
@@ -453,5 +448,3 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) up_with_chunks_kernel(Pa
 }
 
 }  // namespace twell::sparse_up
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_SPARSE_UP_CUH_

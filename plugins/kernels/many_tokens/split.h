@@ -1,6 +1,5 @@
 // The hot split: a call's first neurons, which are often active, as a dense block, the others by TwELL.
-#ifndef TWELL_KERNELS_MANY_TOKENS_SPLIT_H_
-#define TWELL_KERNELS_MANY_TOKENS_SPLIT_H_
+#pragma once
 
 #include <stddef.h>
 
@@ -31,5 +30,3 @@ size_t split_bytes(twell_problem const& problem, size_t (*bytes_of)(twell_proble
 Split split_at(twell_problem const& problem, twell_tensors const& tensors, void* workspace);
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_SPLIT_H_

@@ -12,9 +12,7 @@
 #include "many_tokens/sparse_rows.h"
 #include "many_tokens/sparse_up.cuh"
 #include "many_tokens/up_down.h"
-#if defined(TWELL_SM90A)
-#include "many_tokens/chunks/hot.h"
-#endif
+#include "sm90.h"
 
 namespace twell {
 namespace {
@@ -82,12 +80,9 @@ cudaError_t launch_chunk_up(Launch const& launch) {
     twell_problem const& problem = launch.problem;
     Chunks const& chunks = launch.chunks;
     chunk_up::Params params = {};
-    params.x = static_cast<uint16_t const*>(launch.tensors.x);
-    params.w_up = static_cast<uint16_t const*>(launch.tensors.w_up);
+    set_block(params, problem, launch.tensors);
     params.schedule = launch.schedule;
     params.chunks = chunks;
-    params.d_model = problem.d_model;
-    params.d_ff = problem.d_ff;
     params.num_parts = chunk_parts(problem, chunks, launch.device);
     int const units = chunks.num_blocks * chunks.num_slabs * params.num_parts;
     int const grid = std::min(units, launch.device.num_multiprocessors);
@@ -98,13 +93,12 @@ cudaError_t launch_chunk_up(Launch const& launch) {
 
 // u of hot neurons.
 cudaError_t launch_hot(Launch const& launch) {
-#if defined(TWELL_SM90A)
-    if (launch.chunks.hot.sampled != nullptr) {
-        return launch_hot_sm90(launch.problem, launch.tensors, launch.chunks.hot, launch.schedule, launch.device,
-                               launch.stream);
+    if constexpr (kHasSm90) {
+        if (launch.chunks.hot.sampled != nullptr) {
+            return launch_hot_sm90(launch.problem, launch.tensors, launch.chunks.hot, launch.schedule, launch.device,
+                                   launch.stream);
+        }
     }
-#endif
-    (void)launch;
     return cudaSuccess;
 }
 
@@ -112,9 +106,7 @@ template <class Element>
 cudaError_t launch_sparse_up(Launch const& launch) {
     twell_problem const& problem = launch.problem;
     sparse_up::Params params = {};
-    params.x = static_cast<uint16_t const*>(launch.tensors.x);
-    params.w_up = static_cast<uint16_t const*>(launch.tensors.w_up);
-    params.b_up = static_cast<uint16_t const*>(launch.tensors.b_up);
+    set_block(params, problem, launch.tensors);
     params.packed = launch.packed;
     params.spilled = launch.spilled;
     params.schedule = launch.schedule;
@@ -122,11 +114,9 @@ cudaError_t launch_sparse_up(Launch const& launch) {
     params.gather = launch.gather;
     params.rows = launch.rows;
     params.chunks = launch.chunks;
-    params.d_model = problem.d_model;
     params.num_tiles = num_tiles(problem);
     params.words_per_tile = words_per_tile(problem);
     params.tokens = static_cast<uint32_t>(problem.tokens);
-    params.relu_on_up = problem.activation == TWELL_DRELU;
     if (launch.chunks.counts != nullptr) {
         params.column_end = problem.d_model;
         return launch_dependent({"sparse_up_chunks"}, sparse_up::up_with_chunks_kernel<Element>, params,
@@ -144,12 +134,9 @@ cudaError_t launch_sparse_up(Launch const& launch) {
     for (int begin = 0; begin < problem.d_model; begin += columns) {
         params.column_begin = begin;
         params.column_end = std::min(begin + columns, problem.d_model);
-        if (cudaError_t const error = launch_dependent({direct ? "sparse_up_direct" : "sparse_up"}, kernel, params,
-                                                       dim3(grid), sparse_up::kThreads, 0, launch.device, launch.stream,
-                                                       {{"columns", params.column_end - begin}});
-            error != cudaSuccess) {
-            return error;
-        }
+        TWELL_TRY(launch_dependent({direct ? "sparse_up_direct" : "sparse_up"}, kernel, params, dim3(grid),
+                                   sparse_up::kThreads, 0, launch.device, launch.stream,
+                                   {{"columns", params.column_end - begin}}));
     }
     return cudaSuccess;
 }
@@ -161,14 +148,10 @@ cudaError_t launch_sparse_down(Launch const& launch, bool overlaps) {
     uint32_t const warps_per_row = static_cast<uint32_t>(ceil_div(problem.d_out, kWarpColumns));
     uint32_t const warps = std::min(warps_per_row, down_slab_warps(problem, launch.device));
     sparse_down::Params params = {};
-    params.w_down = static_cast<uint16_t const*>(launch.tensors.w_down);
-    params.b_down = static_cast<uint16_t const*>(launch.tensors.b_down);
-    params.residual = static_cast<uint16_t const*>(launch.tensors.residual);
-    params.y = static_cast<uint16_t*>(launch.tensors.y);
+    set_block(params, problem, launch.tensors);
     params.schedule = launch.schedule;
     params.rows = launch.rows;
     params.num_tiles = num_tiles(problem);
-    params.d_out = problem.d_out;
     params.tokens = static_cast<uint32_t>(problem.tokens);
     params.warps_per_row = warps_per_row;
     params.ctas_per_row = static_cast<uint32_t>(ceil_div(warps_per_row, warps));
@@ -184,23 +167,14 @@ template <class Element>
 cudaError_t launch_projections(Launch const& launch, Kernels choice) {
     bool const dense_first = dense_comes_first(launch.problem, launch.device, choice);
     if (launch.chunks.counts != nullptr) {
-        if (cudaError_t const error = launch_chunk_up<Element>(launch); error != cudaSuccess) {
-            return error;
-        }
-        if (cudaError_t const error = launch_hot(launch); error != cudaSuccess) {
-            return error;
-        }
+        TWELL_TRY(launch_chunk_up<Element>(launch));
+        TWELL_TRY(launch_hot(launch));
     }
-    if (cudaError_t const error = launch_sparse_up<Element>(launch); error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(launch_sparse_up<Element>(launch));
     for (bool const dense : {dense_first, !dense_first}) {
-        if (cudaError_t const error = dense ? launch_dense(launch.problem, launch.tensors, launch.gather,
-                                                           launch.schedule, launch.device, launch.stream, choice)
-                                            : launch_sparse_down<Element>(launch, dense_first);
-            error != cudaSuccess) {
-            return error;
-        }
+        TWELL_TRY(dense ? launch_dense(launch.problem, launch.tensors, launch.gather, launch.schedule, launch.device,
+                                       launch.stream, choice)
+                        : launch_sparse_down<Element>(launch, dense_first));
     }
     return cudaSuccess;
 }
@@ -233,9 +207,9 @@ void list_up_down(Text& text) {
     for (char const* name : {"chunk_up", "sparse_up", "sparse_up_chunks", "sparse_up_direct", "sparse_down"}) {
         add_line(text, {name});
     }
-#if defined(TWELL_SM90A)
-    list_hot_sm90(text);
-#endif
+    if constexpr (kHasSm90) {
+        list_hot_sm90(text);
+    }
     list_dense(text);
 }
 
@@ -283,11 +257,8 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
     if (guard.count.num_parts != 0 && has_direct_rows(problem, device, choice)) {
         set_direct(schedule, problem);
     }
-    if (cudaError_t const error = launch_schedule(problem, packed, spilled, schedule, guard, gather, chunks,
-                                                  tensors.w_up, rows, device, stream);
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(
+        launch_schedule(problem, packed, spilled, schedule, guard, gather, chunks, tensors.w_up, rows, device, stream));
     Launch const launch = {problem,     tensors, packed,  schedule, chunks, rows,
                            guard.count, gather,  spilled, device,   stream};
     return problem.dtype == TWELL_BF16 ? launch_projections<Bf16>(launch, choice)
@@ -296,8 +267,11 @@ cudaError_t launch_up_down(twell_problem const& problem, twell_tensors const& te
 
 cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const& tensors, void* scratch, bool skips,
                               Device const& device, cudaStream_t stream) {
-    return launch_dense_block(problem, tensors, spilled_in(problem, scratch),
-                              block_scratch_in(problem, dense_scratch_in(problem, scratch)), skips, device, stream);
+    if constexpr (kHasSm90) {
+        return launch_dense_block(problem, tensors, spilled_in(problem, scratch),
+                                  block_scratch_in(problem, dense_scratch_in(problem, scratch)), skips, device, stream);
+    }
+    return cudaErrorNotSupported;
 }
 
 }  // namespace twell

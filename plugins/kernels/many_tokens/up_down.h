@@ -1,6 +1,5 @@
 // Sparse up and down projections: y = sum over active neurons n of h[n] Wd[n, :] + bd.
-#ifndef TWELL_KERNELS_MANY_TOKENS_UP_DOWN_H_
-#define TWELL_KERNELS_MANY_TOKENS_UP_DOWN_H_
+#pragma once
 
 #include <stddef.h>
 
@@ -41,5 +40,3 @@ cudaError_t launch_dense_rows(twell_problem const& problem, twell_tensors const&
                               Device const& device, cudaStream_t stream);
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_UP_DOWN_H_

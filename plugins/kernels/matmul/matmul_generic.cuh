@@ -4,8 +4,7 @@
 // A CTA computes [BLOCK_M tokens, one tile of BLOCK_N neurons] in slices of BLOCK_K and leaves the rounded result in
 // shared memory, from where warps carry it on by rows. ("Neurons" are the columns of the result, also where these are
 // d_out.)
-#ifndef TWELL_KERNELS_MATMUL_MATMUL_GENERIC_CUH_
-#define TWELL_KERNELS_MATMUL_MATMUL_GENERIC_CUH_
+#pragma once
 
 #include "device/element.cuh"
 #include "device/vector.cuh"
@@ -351,5 +350,3 @@ __device__ __forceinline__ uint4 const* result_of(unsigned char const* shared, i
 }
 
 }  // namespace twell::matmul_generic
-
-#endif  // TWELL_KERNELS_MATMUL_MATMUL_GENERIC_CUH_

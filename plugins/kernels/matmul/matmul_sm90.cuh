@@ -11,8 +11,7 @@
 //                  shared memory;
 //   helpers        three warps, which carry that result on while the consumers are at the next tile.
 // A kernel may multiply the same tokens by several weight matrices at once.
-#ifndef TWELL_KERNELS_MATMUL_MATMUL_SM90_CUH_
-#define TWELL_KERNELS_MATMUL_MATMUL_SM90_CUH_
+#pragma once
 
 #include <cuda.h>
 
@@ -73,6 +72,7 @@ template <int kBlock, bool kResultInShared = true, int kMatrices = 1, Layout kTi
 struct Config {
     static constexpr int BLOCK_N = kBlock;
     static constexpr int kProducts = kMatrices;
+    static constexpr Layout kLayout = kTileLayout;
     static constexpr int kAccumulators = WGMMA_M * BLOCK_N / kWarpgroupSize;  // of one product
     static constexpr bool kSharesTokens = kTileLayout == Layout::kSharesTokens;
     static constexpr bool kSharesWeights = kTileLayout == Layout::kSharesWeights;
@@ -168,8 +168,6 @@ struct Tokens {
     // Whether its i-th token is one of its own.
     __device__ __forceinline__ bool has(int i) const { return i >= skipped && i < end; }
 };
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 __device__ __forceinline__ uint32_t shared_address(void const* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -447,28 +445,27 @@ struct Loader {
     }
 };
 
-// accumulators = what the loader loads, by one consumer.
-template <class Element, class Cfg, bool kTransposedA>
-__device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][Cfg::kAccumulators],
-                                         Shared<Cfg> const& shared, Ring<Cfg::kNumStages>& ring, int consumer,
-                                         int num_slices) {
-    int const lane = threadIdx.x % kWarpSize;
+// accumulators[p] = the sum over slices of a product's operands, of kColumns columns, by one warpgroup. full(stage):
+// the barrier that says that a stage is there; a(stage), b(stage): where the first product's operands lie, the next
+// one's kProductA and kProductB bytes on; release(slice, stage): a slice's stage has been read. Without slices the
+// accumulators stay as they are.
+template <class Element, int kColumns, bool kTransposedA, int kProductA = 0, int kProductB = 0, int kProducts,
+          int kAccumulators, int kNumStages, class Full, class A, class B, class Release>
+__device__ __forceinline__ void multiply_slices(float (&accumulators)[kProducts][kAccumulators], Ring<kNumStages>& ring,
+                                                int num_slices, Full full, A a_of, B b_of, Release release) {
     // An M-major A has 16 whole rows for each step along K, else a step moves along the rows.
     constexpr int kStepA = kTransposedA ? WGMMA_K * kBytesRow : WGMMA_K * 2;
-    // From one product's operands to the next one's.
-    constexpr int kProductA = Cfg::kIsTall ? 0 : Cfg::kBytesMatrix;
-    constexpr int kProductB = Cfg::kIsTall ? Cfg::kBytesMatrix : 0;
     int stage_before = 0;
     for (int slice = 0; slice < num_slices; ++slice) {
-        wait_barrier(shared.stage_full(ring.stage), ring.parity);
-        uint64_t const a = describe(shared.stage_a(ring.stage) + consumer * (WGMMA_M * BLOCK_K * 2));
-        uint64_t const b = describe(shared.stage_b(ring.stage));
+        wait_barrier(full(ring.stage), ring.parity);
+        uint64_t const a = describe(a_of(ring.stage));
+        uint64_t const b = describe(b_of(ring.stage));
         begin_wgmma();
 #pragma unroll
         for (int k = 0; k < BLOCK_K / WGMMA_K; ++k) {
 #pragma unroll
-            for (int product = 0; product < Cfg::kProducts; ++product) {
-                Wgmma<Element, Cfg::BLOCK_N>::template run<kTransposedA>(
+            for (int product = 0; product < kProducts; ++product) {
+                Wgmma<Element, kColumns>::template run<kTransposedA>(
                     accumulators[product], a + (product * kProductA + k * kStepA >> 4),
                     b + (product * kProductB + k * (WGMMA_K * 2) >> 4), (slice | k) != 0);
             }
@@ -476,8 +473,8 @@ __device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][C
         commit_wgmma();
         // One slice stays in flight while the stage of the one before is handed back.
         wait_wgmma<1>();
-        if (slice != 0 && lane < kClusterSize) {
-            arrive_at_cta(shared.stage_empty(stage_before), lane);
+        if (slice != 0) {
+            release(slice - 1, stage_before);
         }
         stage_before = ring.stage;
         ring.advance();
@@ -485,15 +482,35 @@ __device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][C
     wait_wgmma<0>();
     // The compiler does not know that the accumulators were not valid until here.
 #pragma unroll
-    for (int product = 0; product < Cfg::kProducts; ++product) {
+    for (int product = 0; product < kProducts; ++product) {
 #pragma unroll
-        for (int k = 0; k < Cfg::kAccumulators; ++k) {
+        for (int k = 0; k < kAccumulators; ++k) {
             asm volatile("" : "+f"(accumulators[product][k])::"memory");
         }
     }
+    release(num_slices - 1, stage_before);
+}
+
+// Tells the CTAs of the cluster that a stage is empty, by a warp: both load into it.
+__device__ __forceinline__ void release_stage(uint32_t empty) {
+    uint32_t const lane = threadIdx.x % kWarpSize;
     if (lane < kClusterSize) {
-        arrive_at_cta(shared.stage_empty(stage_before), lane);
+        arrive_at_cta(empty, lane);
     }
+}
+
+// accumulators = what the loader loads, by one consumer.
+template <class Element, class Cfg, bool kTransposedA>
+__device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][Cfg::kAccumulators],
+                                         Shared<Cfg> const& shared, Ring<Cfg::kNumStages>& ring, int consumer,
+                                         int num_slices) {
+    constexpr int kProductA = Cfg::kIsTall ? 0 : Cfg::kBytesMatrix;
+    constexpr int kProductB = Cfg::kIsTall ? Cfg::kBytesMatrix : 0;
+    multiply_slices<Element, Cfg::BLOCK_N, kTransposedA, kProductA, kProductB>(
+        accumulators, ring, num_slices, [&](int stage) { return shared.stage_full(stage); },
+        [&](int stage) { return shared.stage_a(stage) + consumer * (WGMMA_M * BLOCK_K * 2); },
+        [&](int stage) { return shared.stage_b(stage); },
+        [&](int, int stage) { release_stage(shared.stage_empty(stage)); });
 }
 
 // The result. The XOR makes 8 tokens' chunks of the same neurons fall into different banks; TMA's swizzle is the same.
@@ -688,8 +705,4 @@ __device__ __forceinline__ void add_rows(float (&accumulators)[Cfg::kAccumulator
     __syncwarp();  // the memory may be written again
 }
 
-#endif  // __CUDA_ARCH_FEAT_SM90_ALL
-
 }  // namespace twell::matmul_sm90
-
-#endif  // TWELL_KERNELS_MATMUL_MATMUL_SM90_CUH_

@@ -1,12 +1,10 @@
 // Host side of matmul_sm90.cuh: tensor maps and the choice of a configuration.
-#ifndef TWELL_KERNELS_MATMUL_MATMUL_SM90_H_
-#define TWELL_KERNELS_MATMUL_MATMUL_SM90_H_
+#pragma once
 
 #include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <initializer_list>
 #include <type_traits>
 
 #include "host/launch.h"
@@ -173,6 +171,20 @@ inline dim3 grid_of(Tiling const& tiling, int clusters) {
     return dim3(static_cast<unsigned>(std::min<int64_t>(clusters, tiling.num_pieces()) * kClusterSize));
 }
 
+// What the host has to know of a kernel that is there in several configurations.
+template <class Params>
+struct Kernel {
+    void (*function)(Params) = nullptr;
+    int rows_loaded = 0;  // see Config
+    int weight_rows_loaded = 0;
+    int shared_bytes = 0;
+
+    template <class Cfg>
+    static Kernel of(void (*function)(Params)) {
+        return {function, Cfg::kRowsLoaded, Cfg::kWeightRowsLoaded, Cfg::kSharedBytes};
+    }
+};
+
 // Calls use(block, layout) for each of the tilings, as types std::integral_constant.
 template <class Use, int... kShared, int... kOwn, int... kTall>
 void for_each(Tilings<Choices<kShared...>, Choices<kOwn...>, Choices<kTall...>>, Use use) {
@@ -181,20 +193,20 @@ void for_each(Tilings<Choices<kShared...>, Choices<kOwn...>, Choices<kTall...>>,
     (use(std::integral_constant<int, kTall>(), std::integral_constant<Layout, Layout::kTall>()), ...);
 }
 
-// Calls launch(block, layout) with the tiling's.
-template <class Tilings, class Launch>
-cudaError_t with_config(Tiling const& tiling, Tilings tilings, Launch launch) {
-    cudaError_t result = cudaErrorInvalidValue;
+// The tiling's kernel: what give(block, layout) gives for its block and layout.
+template <class Params, class Give, class Tilings>
+Kernel<Params> find_kernel(Tiling const& tiling, Tilings tilings, Give give) {
+    Kernel<Params> result;
     for_each(tilings, [&](auto block, auto layout) {
         if (tiling.block == block && tiling.layout == layout) {
-            result = launch(block, layout);
+            result = give(block, layout);
         }
     });
     return result;
 }
 
 // A kernel's row: what the CTAs of a cluster share, and the extent that its tilings choose.
-inline Kernel kernel_of(char const* name, int block, Layout layout) {
+inline Label label_of(char const* name, int block, Layout layout) {
     return {name,
             {{layout == Layout::kSharesTokens    ? "shared_tokens"
               : layout == Layout::kSharesWeights ? "own_tokens"
@@ -204,18 +216,7 @@ inline Kernel kernel_of(char const* name, int block, Layout layout) {
 
 template <class Tilings>
 void list(Text& text, char const* name, Tilings tilings) {
-    for_each(tilings, [&](auto block, auto layout) { add_line(text, kernel_of(name, block, layout)); });
-}
-
-inline cudaError_t first_error(std::initializer_list<cudaError_t> errors) {
-    for (cudaError_t const error : errors) {
-        if (error != cudaSuccess) {
-            return error;
-        }
-    }
-    return cudaSuccess;
+    for_each(tilings, [&](auto block, auto layout) { add_line(text, label_of(name, block, layout)); });
 }
 
 }  // namespace twell::matmul_sm90
-
-#endif  // TWELL_KERNELS_MATMUL_MATMUL_SM90_H_

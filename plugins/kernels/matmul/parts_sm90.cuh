@@ -1,8 +1,7 @@
 // Sums that several CTAs compute a part of, where there are too few tiles for all multiprocessors (sm_90a). Parts are
 // added in pairs, then the sums of pairs: whoever is first leaves what it has in memory, the second adds it to its own.
 // As a + b = b + a, it does not matter who that is: results are repeatable.
-#ifndef TWELL_KERNELS_MATMUL_PARTS_SM90_CUH_
-#define TWELL_KERNELS_MATMUL_PARTS_SM90_CUH_
+#pragma once
 
 #include <stdint.h>
 
@@ -20,8 +19,6 @@ struct Parts {
     float4* sums;      // [places, sums of a lane / 4, kWarpSize]
     uint32_t* states;  // [places], 0 at first; no more than sums / kFewestPartSums
 };
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // Adds the other sums that come to a place to a warp's; or, if they are not there yet, leaves these for them. Returns
 // whether they were added.
@@ -95,8 +92,4 @@ __device__ __forceinline__ bool add_parts(Parts const& parts, int num_parts, int
     return true;
 }
 
-#endif  // __CUDA_ARCH_FEAT_SM90_ALL
-
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_MATMUL_PARTS_SM90_CUH_

@@ -4,14 +4,14 @@
 // The time is that of reading w_gate, then of whatever follows, one latency after the other. So all CTAs have equally
 // many neurons; and the one that finds a neuron active also multiplies h by the neuron's row of w_down, which it has
 // sent for together with that of w_up. What is left is to add up what CTAs contribute to y, in their order.
-#ifndef TWELL_KERNELS_ONE_OR_TWO_TOKENS_CONTRIBUTE_FEW_CUH_
-#define TWELL_KERNELS_ONE_OR_TWO_TOKENS_CONTRIBUTE_FEW_CUH_
+#pragma once
 
 #include "device/dependent_launch.cuh"
 #include "device/element.cuh"
 #include "device/epilogue.cuh"
 #include "device/vector.cuh"
 #include "few_tokens/gate_up_few.cuh"
+#include "host/problem.h"
 
 namespace twell::contribute_few {
 
@@ -35,26 +35,12 @@ static_assert(kOffsetUp + kNeurons * kWarps * 4 <= kBytesQueue && kMostTokens <=
 // All CTAs that add up read at the same time which ones contribute, but not all of them the same copy.
 constexpr int kCopies = 8;
 
-struct Params {
-    uint16_t const* x;         // [tokens, d_model]
-    uint16_t const* w_gate;    // [d_ff, d_model]
-    uint16_t const* b_gate;    // [d_ff] or null
-    uint16_t const* w_up;      // [d_ff, d_model], null in a plain block
-    uint16_t const* b_up;      // [d_ff] or null
-    uint16_t const* w_down;    // [d_ff, d_out]
-    uint16_t const* b_down;    // [d_out] or null
-    uint16_t const* residual;  // [tokens, d_out] or null
-    uint16_t* y;               // [tokens, d_out]
-    float* contributions;      // [tokens, num_ctas, d_out], written by those that contribute
-    uint32_t* contributes;     // [kCopies, tokens, num_ctas]: 0 if it does not
+struct Params : BlockTensors {
+    float* contributions;   // [tokens, num_ctas, d_out], written by those that contribute
+    uint32_t* contributes;  // [kCopies, tokens, num_ctas]: 0 if it does not
     int num_ctas;
     int neurons_each;  // of a CTA
     int neurons_left;  // so many CTAs have one more
-    int d_model;
-    int d_ff;
-    int d_out;
-    bool relu_on_up;  // dReLU
-    Activation act;
 };
 
 // Multiplies x by rows of w_up, those of a set of the neurons from `neuron_begin` on, kRows at once, and leaves each
@@ -318,5 +304,3 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(Params const params) {
 }
 
 }  // namespace twell::contribute_few
-
-#endif  // TWELL_KERNELS_ONE_OR_TWO_TOKENS_CONTRIBUTE_FEW_CUH_

@@ -47,13 +47,10 @@ cudaError_t launch_contributing(twell_problem const& problem, twell_tensors cons
     static_assert(contribute_few::kMostTokens == 2, "one of two kernels");
     auto const kernel = problem.tokens == 1 ? contribute_few::contribute_kernel<Element, 1>
                                             : contribute_few::contribute_kernel<Element, 2>;
-    if (cudaError_t const error = launch_dependent({"contribute", {{"tokens", problem.tokens}}}, kernel, params,
-                                                   dim3(static_cast<unsigned>(params.num_ctas)),
-                                                   contribute_few::kThreads, contribute_few::kSharedBytes, device,
-                                                   stream, {{}, params.num_ctas, most_contributing_ctas(problem)});
-        error != cudaSuccess) {
-        return error;
-    }
+    TWELL_TRY(launch_dependent({"contribute", {{"tokens", problem.tokens}}}, kernel, params,
+                               dim3(static_cast<unsigned>(params.num_ctas)), contribute_few::kThreads,
+                               contribute_few::kSharedBytes, device, stream,
+                               {{}, params.num_ctas, most_contributing_ctas(problem)}));
     dim3 const grid(static_cast<unsigned>(ceil_div(problem.d_out, contribute_few::kAddColumns)),
                     static_cast<unsigned>(problem.tokens));
     return launch_dependent({"add_contributions"}, contribute_few::add_kernel<Element>, params, grid,

@@ -1,6 +1,5 @@
 // The whole block for one or two tokens, of layers whose neurons the device takes at once.
-#ifndef TWELL_KERNELS_ONE_OR_TWO_TOKENS_ONE_OR_TWO_H_
-#define TWELL_KERNELS_ONE_OR_TWO_TOKENS_ONE_OR_TWO_H_
+#pragma once
 
 #include <stddef.h>
 
@@ -20,5 +19,3 @@ cudaError_t launch_one_or_two(twell_problem const& problem, twell_tensors const&
                               Device const& device, cudaStream_t stream);
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_ONE_OR_TWO_TOKENS_ONE_OR_TWO_H_

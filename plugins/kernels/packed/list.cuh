@@ -1,6 +1,5 @@
 // Non-zeros of a tile one after the other, from the packed or the spilled matrix.
-#ifndef TWELL_KERNELS_PACKED_LIST_CUH_
-#define TWELL_KERNELS_PACKED_LIST_CUH_
+#pragma once
 
 #include "packed/pack.cuh"
 
@@ -91,5 +90,3 @@ __device__ __forceinline__ void list_spilled_tile(Places places, uint16_t const*
 }
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_PACKED_LIST_CUH_

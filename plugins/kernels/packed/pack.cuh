@@ -1,6 +1,5 @@
 // Packing of one row of one TwELL tile, for every gate kernel.
-#ifndef TWELL_KERNELS_PACKED_PACK_CUH_
-#define TWELL_KERNELS_PACKED_PACK_CUH_
+#pragma once
 
 #include "device/vector.cuh"
 #include "twell/twell.h"
@@ -155,5 +154,3 @@ __device__ __forceinline__ uint4 expand(uint4 head, int chunk) {
 }
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_PACKED_PACK_CUH_

@@ -2,6 +2,7 @@
 
 #include "host/problem.h"
 #include "many_tokens/chunks/chunk.h"
+#include "sm90.h"
 
 namespace twell {
 namespace {
@@ -64,16 +65,9 @@ bool suits(twell_problem const& problem) {
 }  // namespace
 
 bool has_chunks(twell_problem const& problem, Device const& device, Kernels choice) {
-#if defined(TWELL_SM90A)
     bool const wanted =
         choice == Kernels::kSm90 || (choice == Kernels::kBest && gate_products(problem) >= kFewestProducts);
-    return wanted && suits(problem) && problem.tokens <= kMostTokens && device.is_sm90();
-#else
-    (void)problem;
-    (void)device;
-    (void)choice;
-    return false;
-#endif
+    return wanted && suits(problem) && problem.tokens <= kMostTokens && is_sm90(device);
 }
 
 float nonzeros_in_chunks(twell_problem const& problem) {

@@ -4,8 +4,7 @@
 // has pairs of two rows takes no third one. Where in the order of a block's chunks a run's come, varies from call to
 // call; no result may depend on it. Which rows are in chunks does not vary: those that come first in a run, as far as
 // its chunks go.
-#ifndef TWELL_KERNELS_MANY_TOKENS_CHUNKS_CHUNK_CUH_
-#define TWELL_KERNELS_MANY_TOKENS_CHUNKS_CHUNK_CUH_
+#pragma once
 
 #include "device/vector.cuh"
 #include "many_tokens/chunks/chunk.h"
@@ -324,5 +323,3 @@ __device__ __forceinline__ void build(Shared& shared, HotShared const& hot, Chun
 }
 
 }  // namespace twell::chunk
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_CHUNKS_CHUNK_CUH_

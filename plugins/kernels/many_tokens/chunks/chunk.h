@@ -1,6 +1,5 @@
 // Chunks: what chunk_up.cuh multiplies, pairs of a row and an active neuron that lie in one block of neurons.
-#ifndef TWELL_KERNELS_MANY_TOKENS_CHUNKS_CHUNK_H_
-#define TWELL_KERNELS_MANY_TOKENS_CHUNKS_CHUNK_H_
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -73,5 +72,3 @@ size_t chunk_bytes(twell_problem const& problem);
 Chunks chunks_at(twell_problem const& problem, Kernels choice, void* memory);
 
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_CHUNKS_CHUNK_H_

@@ -10,12 +10,12 @@
 // q has columns 8 q to 8 q + 7 of either half of the slab, for row g. Rows of Wu lie 128 bytes apart; lanes with
 // an odd g read the second half first, so that the eight lanes that are served together hit all banks, whatever the
 // rows.
-#ifndef TWELL_KERNELS_MANY_TOKENS_CHUNKS_CHUNK_UP_CUH_
-#define TWELL_KERNELS_MANY_TOKENS_CHUNKS_CHUNK_UP_CUH_
+#pragma once
 
 #include "device/dependent_launch.cuh"
 #include "device/element.cuh"
 #include "device/vector.cuh"
+#include "host/problem.h"
 #include "many_tokens/chunks/chunk.h"
 #include "many_tokens/schedule.h"
 
@@ -36,13 +36,9 @@ constexpr int shared_bytes_for(int block_neurons) { return block_neurons * kRowB
 constexpr int kMostSharedBytes = shared_bytes_for(kMostBlockNeurons);
 static_assert(kMostSharedBytes <= 227 * 1024, "what a CTA can have on Hopper");
 
-struct Params {
-    uint16_t const* x;     // [tokens, d_model]
-    uint16_t const* w_up;  // [d_ff, d_model]
+struct Params : BlockTensors {
     Schedule schedule;
     Chunks chunks;
-    int d_model;
-    int d_ff;
     int num_parts;  // in which the chunks of a block are shared out
 };
 
@@ -237,5 +233,3 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
 }
 
 }  // namespace twell::chunk_up
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_CHUNKS_CHUNK_UP_CUH_

@@ -1,7 +1,6 @@
 // Which neurons are hot, by a sample of the rows that count_kernel takes, and what the product needs of them: in
 // order_kernel.
-#ifndef TWELL_KERNELS_MANY_TOKENS_CHUNKS_HOT_CUH_
-#define TWELL_KERNELS_MANY_TOKENS_CHUNKS_HOT_CUH_
+#pragma once
 
 #include "device/vector.cuh"
 #include "many_tokens/chunks/hot.h"
@@ -171,5 +170,3 @@ __device__ __forceinline__ void copy_weights(Shared<kMostWords> const& shared, H
 }
 
 }  // namespace twell::hot
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_CHUNKS_HOT_CUH_

@@ -1,7 +1,6 @@
 // Hot neurons: where a few neurons are active in so many rows that u of all rows and all of them, a matrix product,
 // takes less time than u of those pairs that are wanted. Beside chunks only.
-#ifndef TWELL_KERNELS_MANY_TOKENS_CHUNKS_HOT_H_
-#define TWELL_KERNELS_MANY_TOKENS_CHUNKS_HOT_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -33,16 +32,4 @@ struct HotNeurons {
     int num_sampled;  // rows
 };
 
-// On compute capability 9.0: built when the architectures include sm_90a.
-
-// The rows of the configurations, a line each.
-void list_hot_sm90(Text& text);
-
-// Enqueues hot.u = x hot.w_up^T, unless no neuron is hot or all rows are dense. Behind launch_chunk_up: order_kernel
-// has ended when a CTA starts.
-cudaError_t launch_hot_sm90(twell_problem const& problem, twell_tensors const& tensors, HotNeurons const& hot,
-                            Schedule const& schedule, Device const& device, cudaStream_t stream);
-
 }  // namespace twell
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_CHUNKS_HOT_H_

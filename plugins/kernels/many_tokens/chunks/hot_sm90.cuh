@@ -1,6 +1,5 @@
 // u of hot neurons for Hopper (sm_90a): see matmul_sm90.cuh for the product, here of all rows and kMostHot neurons.
-#ifndef TWELL_KERNELS_MANY_TOKENS_CHUNKS_HOT_SM90_CUH_
-#define TWELL_KERNELS_MANY_TOKENS_CHUNKS_HOT_SM90_CUH_
+#pragma once
 
 #include "device/dependent_launch.cuh"
 #include "many_tokens/chunks/hot.h"
@@ -27,7 +26,6 @@ struct Params {
 template <class Element, class Cfg>
 __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     hot_kernel(__grid_constant__ Params const params) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     allow_dependent_launch();
     // NOTE: all of this is done before the wait. The kernel before lets this one start when order_kernel has ended, and
     // neither reads nor writes what is hot.
@@ -92,9 +90,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     }
     // Nobody may take the end of this launch for the end of those before.
     wait_for_previous_launch();
-#endif
 }
 
 }  // namespace twell::hot_sm90
-
-#endif  // TWELL_KERNELS_MANY_TOKENS_CHUNKS_HOT_SM90_CUH_

@@ -1,0 +1,161 @@
+"""`--calibration` of compile, inspect and check: what is written, what is said, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import twellc
+from tests.conftest import Cli
+from tests.onnx_graphs import gated
+from tests.twellc.test_cli import failed, files_in
+from twellc.manifest import read_manifest
+
+pytestmark = pytest.mark.usefixtures("remembered_models")
+
+TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200))
+PRUNED = "model.layers.2.mlp"
+
+
+@pytest.fixture(scope="module")
+def profile(bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profile")
+    (folder / "a.py").write_text(TEXT)
+    twellc.profile(bytelm, folder / "a.py", folder / "p")
+    return folder / "p"
+
+
+@pytest.fixture(scope="module")
+def other_text(bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("other")
+    (folder / "b.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    twellc.profile(bytelm, folder / "b.txt", folder / "q")
+    return folder / "q"
+
+
+def first_weight(path: Path, module: str) -> np.ndarray[Any, Any]:
+    """Return w_gate of a block in a rewritten ONNX file."""
+    model = onnx.load(path)
+    node = next(node for node in model.graph.node if node.domain == "twell" and module in node.name)
+    return np.asarray(onnx.numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == node.input[1])))
+
+
+def test_sorted_graph_and_its_check(cli: Cli, bytelm: Path, profile: Path, tmp_path: Path) -> None:
+    for name, options in {"plain": [], "sorted": ["--calibration", profile]}.items():
+        assert cli("compile", bytelm, "--backend", "none", "--onnx", tmp_path / f"{name}.onnx", *options).exit_code == 0
+    order = twellc.Profile.read(profile).blocks[PRUNED].order
+    plain, arranged = (first_weight(tmp_path / f"{name}.onnx", PRUNED) for name in ("plain", "sorted"))
+    assert np.array_equal(arranged, plain[order]) and not np.array_equal(arranged, plain)
+    result = twellc.check(bytelm, tmp_path / "sorted.onnx")
+    assert result.within and len(result.blocks) == 4
+    assert all(block.accuracy.separation.rewrite.relative < 1e-10 for block in result.blocks)  # type: ignore[union-attr]
+    shown = twellc.inspect(tmp_path / "sorted.onnx").layers
+    assert all(layer.neurons is not None and layer.neurons.sorted for layer in shown)
+
+
+def test_pruned_graph_report_and_check(cli: Cli, bytelm: Path, profile: Path, other_text: Path, tmp_path: Path) -> None:
+    """Its report says how many neurons, how sure that is, and what the second profile loses; its check measures it."""
+    options = ["--calibration", profile, "--prune-dead", "--prune-check", other_text]
+    outputs = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", tmp_path / "r.json"]
+    result = cli("compile", bytelm, *outputs, *options)
+    assert result.exit_code == 0
+    said = " ".join(result.stderr.split())
+    assert "approximate, as --prune-dead asks for" in said and "95 % confidence" in said and "--prune-check" in said
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["settings"]["prune_dead"] is True and len(report["settings"]["calibration"]) == 64
+    block = twellc.Profile.read(profile).blocks[PRUNED]
+    neurons = next(layer["neurons"] for layer in report["layers"] if layer["module"] == PRUNED)
+    assert neurons["never"] == block.never.sum() and neurons["tokens"] == block.tokens
+    assert neurons["kept"] == 1024 - neurons["dead"] == len(first_weight(tmp_path / "m.onnx", PRUNED))
+    gone = block.order[neurons["kept"] :]
+    second = twellc.Profile.read(other_text).blocks[PRUNED]
+    assert neurons["lost"] == pytest.approx(second.firing[gone].sum() / second.nonzeros) and neurons["lost"] > 0
+    (tmp_path / "b.txt").write_text("The quick brown fox jumps over the lazy dog. " * 4)
+    checked = twellc.check(bytelm, tmp_path / "m.onnx", text=tmp_path / "b.txt")
+    by_module = {each.module: each for each in checked.blocks}
+    separation = by_module[PRUNED].accuracy.separation
+    assert separation is not None and separation.rewrite.relative > 1e-10
+    assert any("removed by --prune-dead" in note for note in checked.notes)
+
+
+def test_inspect_shows_what_becomes_of_neurons(cli: Cli, bytelm: Path, profile: Path) -> None:
+    result = cli("inspect", bytelm, "--calibration", profile, "--prune-dead")
+    assert result.exit_code == 0 and "of 1024" in result.stdout and "calibrated by p: " in result.stderr
+    layers = twellc.inspect(bytelm, calibration=profile).layers
+    assert all(layer.neurons is not None and layer.neurons.kept == 1024 for layer in layers)
+
+
+def test_a_plan_says_what_was_done(cli: Cli, bytelm: Path, profile: Path, tmp_path: Path) -> None:
+    """Its graph was not kept: to make it again, check needs the profile."""
+    plan = tmp_path / "m.plan"
+    assert cli("compile", bytelm, "-o", plan, "--calibration", profile, "--prune-dead").exit_code == 0
+    manifest = read_manifest(plan)
+    neurons = {layer.module: layer.neurons for layer in manifest.layers}[PRUNED]
+    assert neurons is not None and neurons.dead > 0 and manifest.settings.prune_dead is True
+    assert any("approximate" in note for note in manifest.notes)
+    assert twellc.inspect(plan).layers == manifest.layers
+    (tmp_path / "seen.py").write_text(TEXT[:100])
+    arguments = ["check", bytelm, plan, "--text", tmp_path / "seen.py"]
+    failed(cli(*arguments), "was compiled with a profile", "Give it with --calibration PROFILE")
+    (tmp_path / "another").write_bytes(b"x")
+    failed(cli(*arguments, "--calibration", tmp_path / "another"), "got another one")
+    assert cli(*arguments, "--calibration", profile).exit_code == 0
+
+
+@pytest.mark.parametrize("field", ["kept", "sorted", "rate_bound"])
+def test_a_damaged_record_of_neurons(cli: Cli, bytelm: Path, profile: Path, tmp_path: Path, field: str) -> None:
+    plan = tmp_path / "m.plan"
+    plan.write_bytes(b"ftrt")
+    content = json.loads(json.dumps(_manifest(plan, field)))
+    (tmp_path / "m.plan.json").write_text(json.dumps(content))
+    failed(cli("inspect", plan), "the manifest is damaged: layers[0].neurons")
+
+
+def _manifest(plan: Path, field: str) -> dict[str, Any]:
+    neurons: dict[str, Any] = {"kept": 8, "sorted": True, "unable": 0, "dead": 0, "rate_bound": 0.1, "reason": ""}
+    neurons[field] = "x"
+    layer = {"module": "m", "variant": "gated", "activation": "relu", "d_model": 8, "d_ff": 8, "d_out": 8,
+             "matched": True, "decision": "twell", "reason": "", "residual": False, "neurons": neurons}  # fmt: skip
+    from twellc.manifest import SCHEMA
+
+    return {
+        "schema": SCHEMA, "twellc": "0", "model": {"name": "m", "kind": "k", "sha256": "0"},
+        "settings": {"dtype": "bf16", "layers": "auto", "compression": 8, "attention_forms": []},
+        "layers": [layer], "attention": [], "notes": [], "warnings": [],
+        "plugins": {"namespace": "twell", "version": "v", "names": [], "embedded": False},
+        "onnx": {"file": None, "sha256": "0"}, "profiles": [{}], "backend": {"name": "b", "version": "v"},
+        "plan": {"file": plan.name, "bytes": 4, "sha256": "0", "inputs": [], "outputs": [], "plugin_layers": []},
+    }  # fmt: skip
+
+
+def test_what_is_refused(cli: Cli, bytelm: Path, llama: Path, profile: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("no profile")
+    onnx.save(gated(), tmp_path / "m.onnx")
+    before = files_in(tmp_path)
+    output = ["--backend", "none", "--onnx", tmp_path / "out.onnx"]
+    for command in (["compile", *output], ["inspect"]):
+        name, *rest = command
+
+        def refused(model: Path, *options: object, name: str = name, rest: list[Any] = rest) -> Any:
+            return cli(name, model, *rest, *options)
+
+        failed(refused(llama, "--calibration", profile), "is a profile of another model", "got bytelm")
+        failed(refused(bytelm, "--calibration", tmp_path / "empty"), "the file is empty")
+        failed(refused(bytelm, "--calibration", tmp_path / "text"), "is no profile of twellc")
+        failed(refused(bytelm, "--calibration", tmp_path / "none"), "there is no such file")
+        failed(refused(bytelm, "--prune-dead"), "--prune-dead: needs a profile", "Add --calibration PROFILE")
+        failed(refused(bytelm, "--calibration", profile, "--prune-check", profile), "nothing to check without")
+        failed(refused(tmp_path / "m.onnx", "--calibration", profile), "only a model that twellc traces")
+    assert files_in(tmp_path) == before
+
+
+def test_few_tokens_are_warned_of(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
+    twellc.profile(bytelm, {"input_ids": np.array([[65, 66, 67]])}, tmp_path / "p")
+    result = cli("compile", bytelm, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--calibration", tmp_path / "p")
+    assert result.exit_code == 0 and "Warning: 3 tokens are few" in " ".join(result.stderr.split())
