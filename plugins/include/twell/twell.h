@@ -101,7 +101,7 @@ TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors con
                                  cudaStream_t stream);
 
 // The whole block. `workspace` is device memory, 256-byte aligned; what it holds before and after has no meaning. Which
-// kernels run depends on the device, `tokens` and the layer: plugins/kernels/README.md says which. All of them promise:
+// kernels run depends on the device, `tokens` and the layer: twell_describe says which. All of them promise:
 //  - a neuron that does not fire adds exactly 0, whatever its rows of w_up and w_down hold;
 //  - a NaN in a row of x reaches all of that row of y, a NaN in the residual its place of y;
 //  - of finite inputs, only z and y can overflow, where they leave the range of the element type; u and h cannot;
