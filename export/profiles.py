@@ -196,6 +196,19 @@ def _fix_symbols(
             )  # fmt: skip
 
 
+def symbol_sizes(inputs: ModelInputs, profile: Profile) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Return what the symbols of a model's inputs stand for at a profile's smallest, tuned and largest shapes."""
+    sizes: tuple[dict[str, int], dict[str, int], dict[str, int]] = ({}, {}, {})
+    for spec in inputs.specs:
+        shapes = profile[spec.name]
+        for values, shape in zip(sizes, (shapes.min, shapes.opt, shapes.max), strict=True):
+            for dim, size in zip(spec.shape, shape, strict=True):
+                value = None if isinstance(dim, int) else symbol_value(dim, size)
+                if value is not None:
+                    values.update({str(symbol): value for symbol in getattr(dim, "free_symbols", ())})
+    return sizes
+
+
 def _assume(inputs: ModelInputs, name: str, symbol: str, notes: list[str]) -> tuple[int, int, int]:
     low, high = inputs.bounds.get(symbol, (1, sympy.oo))
     low = max(low, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch.fx import Node
@@ -11,18 +12,23 @@ from twellc.base.dtypes import dtype_name, kernel_dtypes
 from twellc.base.errors import UserError, first_few
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
-from twellc.passes.report import Layer
+from twellc.passes.report import Choice, Layer
 from twellc.plugins.library import MAX_D_FF
 
 KERNEL_DTYPES = kernel_dtypes()
 
 
-def decide(blocks: list[FfnBlock], layers: str) -> list[Layer]:
+# Says what is best for a block that can be rewritten.
+Advise = Callable[[FfnBlock], Choice]
+
+
+def decide(blocks: list[FfnBlock], layers: str, advise: Advise | None = None) -> list[Layer]:
     """Return a decision for each block.
 
     Args:
         blocks: What `find_ffn_blocks` found.
         layers: `auto`, `all`, `none`, or a regular expression that is searched in the module paths.
+        advise: Decides for `auto`; None takes every match. What it expects of other blocks is noted, too.
 
     Raises:
         UserError: `layers` is no regular expression, or matches none of the blocks.
@@ -42,7 +48,7 @@ def decide(blocks: list[FfnBlock], layers: str) -> list[Layer]:
     taken: dict[Node, str] = {}  # projections of the blocks that TwELL runs
     owners: dict[tuple[Weight, ...], str] = {}  # first blocks with these weights
     for block in blocks:
-        layer = _decide(block, layers, pattern, taken)
+        layer = _decide(block, layers, pattern, taken, advise)
         weights = tuple(part.weight for part in (block.gate, block.up, block.down) if part)
         owner = owners.setdefault(weights, block.module)
         if owner != block.module and block.up is not None:  # without it not all of the weights are known
@@ -53,16 +59,24 @@ def decide(blocks: list[FfnBlock], layers: str) -> list[Layer]:
     return result
 
 
-def _decide(block: FfnBlock, layers: str, pattern: re.Pattern[str] | None, taken: dict[Node, str]) -> Layer:
+def _decide(
+    block: FfnBlock, layers: str, pattern: re.Pattern[str] | None, taken: dict[Node, str], advise: Advise | None
+) -> Layer:
+    hot, compression = 0, None
     refusal = block.refusal or _limits(block) or _conflict(block, taken)
+    choice = advise(block) if advise is not None and not refusal else None
     if refusal:
         decision, reason = "dense", refusal
     elif layers == "none":
         decision, reason = "dense", "--layers none"
     elif pattern is not None and not pattern.search(block.module):
         decision, reason = "dense", f"not matched by --layers {pattern.pattern}"
-    else:
+    elif choice is None or choice.assumed:
         decision, reason = "twell", "matches"
+    elif layers == "auto" and choice.decision == "dense":
+        decision, reason = "dense", f"left dense: {choice.facts}"
+    else:
+        decision, reason, hot, compression = "twell", choice.facts, choice.hot, choice.compression
     return Layer(
         module=block.module,
         variant=block.variant,
@@ -74,6 +88,9 @@ def _decide(block: FfnBlock, layers: str, pattern: re.Pattern[str] | None, taken
         decision=decision,
         reason=reason,
         residual=decision == "twell" and block.residual is not None,
+        hot=hot,
+        compression=compression,
+        expectation=choice.expectation if choice is not None else None,
     )
 
 

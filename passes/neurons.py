@@ -66,6 +66,8 @@ def arrange_neurons(
     reported = []
     for block, layer in zip(blocks, layers, strict=True):
         arrangement = _arrange(program, block, calibration) if layer.decision == "twell" else None
+        if arrangement is None or not arrangement.report.sorted:
+            layer = replace(layer, hot=0)  # the first neurons are not the hottest
         if arrangement is None:
             reported.append(layer)
             continue

@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 
 from twellc.base.records import Json, as_json
 from twellc.passes.attention import rewrite_attention
-from twellc.passes.decide import decide
+from twellc.passes.decide import Advise, decide
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.feature_last import feature_last
@@ -124,18 +124,19 @@ def prepare(program: ExportedProgram, dtype: torch.dtype, dump: GraphDump = NOWH
     return dense
 
 
-def find(program: ExportedProgram, layers: str) -> Found:
+def find(program: ExportedProgram, layers: str, advise: Advise | None = None) -> Found:
     """Find the blocks of a prepared program, and decide what becomes of each.
 
     Args:
         program: The program.
         layers: See `decide`.
+        advise: Likewise.
 
     Raises:
         UserError: See `decide`.
     """
     blocks = find_ffn_blocks(program)
-    return Found(blocks, decide(blocks, layers))
+    return Found(blocks, decide(blocks, layers, advise))
 
 
 def run_passes(
@@ -146,6 +147,7 @@ def run_passes(
     attention: tuple[str, ...] = (),
     dump: GraphDump = NOWHERE,
     calibration: Calibration | None = None,
+    advise: Advise | None = None,
 ) -> Rewritten:
     """Run every pass.
 
@@ -153,21 +155,23 @@ def run_passes(
         program: A traced program.
         dtype: bfloat16 or float16.
         layers: See `decide`.
-        compression: The TwELL compression factor: 1, 2, 4 or 8.
+        compression: The TwELL compression factor where `advise` says nothing: 1, 2, 4 or 8.
         attention: The forms to write attention in, see `rewrite_attention`; none leaves it as it is.
         dump: Receives the graph as traced, and after each pass.
         calibration: How often neurons fire, and what may be done with that; None if nothing is known.
+        advise: See `decide`.
 
     Raises:
         UserError: See `prepare` and `find`.
     """
     dump.program("traced", program)
     dense = prepare(program, dtype, dump)
-    found = find(dense, layers)
-    blocks, hot = [block for block, _ in found.chosen], [layer.hot for _, layer in found.chosen]
+    found = find(dense, layers, advise)
     arrangements, decisions = arrange_neurons(dense, found.blocks, found.layers, calibration)
     orders = {module: each.order for module, each in arrangements.items() if each.changes}
-    rewritten = rewrite_ffn(dense, blocks, compression, hot, orders)
+    chosen = Found(found.blocks, decisions).chosen
+    blocks, hot = [block for block, _ in chosen], [layer.hot for _, layer in chosen]
+    rewritten = rewrite_ffn(dense, blocks, [layer.compression or compression for _, layer in chosen], hot, orders)
     dump.program("rewrite_ffn", rewritten)
     attended: list[Attention] = []
     if attention:

@@ -10,6 +10,66 @@ from twellc.base.records import OPTIONAL, Record
 
 
 @dataclass(frozen=True)
+class ExpectedTime(Record):
+    """What a block is expected to take in a call of so many tokens, in microseconds."""
+
+    tokens: int
+    dense_us: float
+    twell_us: float
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast TwELL is."""
+        return self.dense_us / self.twell_us
+
+
+@dataclass(frozen=True)
+class Expectation(Record):
+    """What measured times of a GPU let expect of a block.
+
+    Attributes:
+        gpu: The GPU.
+        assumed: Whether the density is assumed, with neurons that fire equally often, as nothing was measured.
+        density: Share of gate activations that are not zero.
+        gain: How many times as fast as dense TwELL is: the geometric mean over the sizes that profiles are tuned for.
+        pays_below: The density below which TwELL pays, if neurons differ as these do: 1 where it always does, 0 where
+            it never does.
+        times: Times of TwELL and of the dense block, at the sizes that profiles begin with, are tuned for and end with.
+    """
+
+    gpu: str
+    assumed: bool
+    density: float
+    gain: float
+    pays_below: float
+    times: list[ExpectedTime]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is best for a block.
+
+    Attributes:
+        decision: `twell` or `dense`.
+        facts: Why, in words.
+        hot: How many neurons, the most active ones, are a dense product; 0 where it is dense.
+        compression: The TwELL compression factor.
+        expectation: What is expected of it; None where an earlier decision is repeated.
+    """
+
+    decision: str
+    facts: str
+    hot: int
+    compression: int
+    expectation: Expectation | None
+
+    @property
+    def assumed(self) -> bool:
+        """Whether it follows from what is assumed alone, and decides nothing."""
+        return self.expectation is not None and self.expectation.assumed
+
+
+@dataclass(frozen=True)
 class Neurons(Record):
     """What became of the neurons of a block that TwELL runs.
 
@@ -64,6 +124,8 @@ class Layer(Record):
         residual: Whether it also adds its result to what this was added to, if TwELL runs it.
         hot: How many of its neurons, the first ones, calls with many tokens compute densely, if TwELL runs it.
         neurons: What became of its neurons; None where nothing did, or TwELL does not run it.
+        compression: The TwELL compression factor that a profile suggests; None where there is none.
+        expectation: What measured times let expect of it; None where nobody asked, or it cannot be rewritten.
     """
 
     module: str
@@ -77,6 +139,8 @@ class Layer(Record):
     reason: str
     residual: bool
     hot: int = 0
+    compression: int | None = field(default=None, metadata=OPTIONAL)
+    expectation: Expectation | None = field(default=None, metadata=OPTIONAL)
     neurons: Neurons | None = field(default=None, metadata=OPTIONAL)
 
     @classmethod
@@ -90,7 +154,15 @@ class Layer(Record):
         inner = known.get("neurons")
         if inner is not None:
             inner = Neurons(**{each.name: inner[each.name] for each in fields(Neurons) if each.name in inner})
-        return cls(**{**known, "neurons": inner})
+        expected = known.get("expectation")
+        if expected is not None:
+            times = [
+                ExpectedTime(**{each.name: time[each.name] for each in fields(ExpectedTime)})
+                for time in expected["times"]
+            ]
+            named = {each.name: expected[each.name] for each in fields(Expectation)}
+            expected = Expectation(**{**named, "times": times})
+        return cls(**{**known, "neurons": inner, "expectation": expected})
 
 
 @dataclass(frozen=True)

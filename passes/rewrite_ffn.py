@@ -43,7 +43,7 @@ def arranged_copy(tensor: torch.Tensor, weight: Weight, in_out: bool) -> tuple[s
 def rewrite_ffn(
     program: ExportedProgram,
     blocks: list[FfnBlock],
-    compression: int,
+    compression: int | Sequence[int],
     hot: Sequence[int] = (),
     neurons: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> ExportedProgram:
@@ -52,7 +52,7 @@ def rewrite_ffn(
     Args:
         program: A canonical program.
         blocks: Some of those found in it, without a refusal.
-        compression: The TwELL compression factor: 1, 2, 4 or 8.
+        compression: The TwELL compression factor, 1, 2, 4 or 8, or that of each block.
         hot: Of each block how many neurons, the first ones, calls with many tokens compute densely; if empty, none.
         neurons: Of a block, by its module, the neurons to keep in their new order, int64 [kept]; without an entry all
             stay where they are.
@@ -81,7 +81,8 @@ def rewrite_ffn(
         # A vector is stored neither way round.
         return None if linear.bias is None else arrange(linear.bias, in_out=False, order=order)
 
-    for block, block_hot in zip(blocks, hot or [0] * len(blocks), strict=True):
+    compressions = [compression] * len(blocks) if isinstance(compression, int) else compression
+    for block, block_compression, block_hot in zip(blocks, compressions, hot or [0] * len(blocks), strict=True):
         assert not block.refusal and block.up is not None
         down, up, gate = block.down, block.up, block.gate
         anchor, order = nodes[block.y.name], neurons.get(block.module)
@@ -90,7 +91,7 @@ def rewrite_ffn(
             operands += [arrange(linear.weight, False, order), bias(linear, order)]
         operands += [arrange(down.weight, True, order), bias(down, None)]
         operands.append(nodes[block.residual.other.name] if block.residual else None)
-        options = (block.activation, block.threshold, compression, block_hot)
+        options = (block.activation, block.threshold, block_compression, block_hot)
         with rewritten.graph.inserting_before(anchor):
             op = rewritten.graph.call_function(GATED_MLP if gate else MLP, (*operands, *options))
         # It is named after the block also where it takes the place of a sum behind it.

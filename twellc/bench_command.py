@@ -11,6 +11,7 @@ from rich.table import Table
 
 import twellc
 from twellc.base.dtypes import DTYPES
+from twellc.base.errors import UserError
 from twellc.config import DEFAULT_COMPRESSION, DEFAULT_REPEATS
 from twellc.plugins.library import COMPRESSIONS
 from twellc.terminal import (
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.argument("model", type=FilePath())
+@click.argument("model", type=FilePath(), required=False)
 @click.option(
     "--shapes", default="", metavar="SIZES,...",
     help="Sizes of the model's dynamic dimensions, in their order; of a language model sequences and their tokens, "
@@ -65,10 +66,25 @@ if TYPE_CHECKING:
 @click.option(
     "--plot", type=FilePath(), metavar="FILE", help="Draw the speed-ups, as .svg, .png or .pdf; needs matplotlib.",
 )  # fmt: skip
-@click.option("--overwrite", is_flag=True, help="Replace an existing picture.")
+@click.option(
+    "--calibrate", is_flag=True,
+    help="Measure no model, but what blocks of many sizes take on the GPU at hand, for --target-gpu of compile and "
+    "inspect; takes less than four minutes.",
+)  # fmt: skip
+@click.option("-o", "--output", type=FilePath(), metavar="FILE", help="With --calibrate: the data file to write.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing picture or data file.")
 @trust_model_option
 @inputs_option
-def bench(model: Path, shapes: str, compression: str, as_json: bool, inputs: tuple[str, ...], **options: Any) -> None:
+def bench(
+    model: Path | None,
+    shapes: str,
+    compression: str,
+    as_json: bool,
+    inputs: tuple[str, ...],
+    calibrate: bool,
+    output: Path | None,
+    **options: Any,
+) -> None:
     """Measure MODEL on the GPU at hand: as it is, rewritten, and what else one could run.
 
     MODEL is a torch.export archive, a Hugging Face directory or a pickled module. At each shape the whole model and its
@@ -79,6 +95,13 @@ def bench(model: Path, shapes: str, compression: str, as_json: bool, inputs: tup
     Results are compared with float64 before they are timed; who is too far off is named and left out. Exit status 2:
     the input is bad, or there is no GPU.
     """
+    if calibrate:
+        _calibrate(model, output, options["overwrite"])
+        return
+    if model is None:
+        raise UserError("MODEL", "there is nothing to measure", expected="a model, or --calibrate")
+    if output is not None:
+        raise UserError(f"--output {output}", "is for --calibrate alone", fix="Use --json > FILE.")
     with show_progress() as progress:
         result = twellc.bench(
             model, shapes=shapes.split(",") if shapes else (), compression=int(compression), inputs=inputs,
@@ -89,6 +112,20 @@ def bench(model: Path, shapes: str, compression: str, as_json: bool, inputs: tup
             click.echo(json.dumps(result.to_json(), indent=2))
         else:
             print_bench(result)
+
+
+def _calibrate(model: Path | None, output: Path | None, overwrite: bool) -> None:
+    if model is not None:
+        raise UserError("--calibrate", "measures no model", got=str(model), fix="Leave it out.")
+    if output is None:
+        raise UserError("--calibrate", "no data file to write", fix="Add -o FILE.")
+    from twellc.benchmarking.calibrate import calibrate
+
+    with show_progress() as progress:
+        times = calibrate(output, overwrite, progress)
+    with never_failing():
+        state = "" if times.complete else "; time or memory ran out before all of the grid was measured"
+        click.echo(f"{output}: {times.gpu}, {len(times.dense)} dense and {len(times.twell)} sparse times{state}")
 
 
 def print_bench(result: BenchResult) -> None:

@@ -59,6 +59,7 @@ from twellc.terminal import (
     prune_dead_option,
     say,
     show_progress,
+    target_gpu_option,
     trust_model_option,
 )
 
@@ -176,10 +177,10 @@ main.add_command(bench)
     help="Which matching blocks to rewrite; REGEX is searched in their module paths.",
 )  # fmt: skip
 @click.option(
-    "--compression", type=click.Choice(tuple(map(str, COMPRESSIONS))), default=str(DEFAULT_COMPRESSION),
-    show_default=True,
+    "--compression", type=click.Choice(tuple(map(str, COMPRESSIONS))),
     help="TwELL compression factor: a tile of 256 neurons keeps 256/N - 1 activations of a token; more of them are "
-    "kept apart or recomputed. It changes speed and memory, never results.",
+    "kept apart or recomputed. It changes speed and memory, never results. Default: "
+    f"{DEFAULT_COMPRESSION}, or with --calibration the largest with which few tiles have more.",
 )  # fmt: skip
 @calibration_option
 @prune_dead_option
@@ -201,13 +202,14 @@ main.add_command(bench)
     help="Who computes attention: tensorrt, or cudnn by a plugin, which takes causal and unmasked attention and leaves "
     "other to TensorRT. auto: cudnn where it is at hand and was measured faster, which is TensorRT on Hopper.",
 )  # fmt: skip
+@target_gpu_option
 @click.option("--embed-plugins", is_flag=True, help="Put the plugin library into the plan.")
 @click.option(
     "--plugin-library", "plugin_libraries", multiple=True, type=FilePath(), metavar="FILE",
     help="A library of other people's TensorRT plugins, for a graph with nodes of theirs; several may be given. Its "
     "code runs here.",
 )  # fmt: skip
-def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str, **options: Any) -> None:
+def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str | None, **options: Any) -> None:
     """Compile MODEL into a TensorRT plan.
 
     MODEL is a torch.export archive, a Hugging Face directory, an ONNX file of plain operators or a pickled module.
@@ -217,8 +219,9 @@ def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str
     """
     with show_progress() as progress:
         manifest = twellc.compile(
-            profiles=profiles, compression=int(compression), inputs=inputs, progress=progress, **options
-        )
+            profiles=profiles, compression=None if compression is None else int(compression), inputs=inputs,
+            progress=progress, **options,
+        )  # fmt: skip
     written = options["output"] or options["onnx"] or triton_plan(options["triton"], options["model"])
     with never_failing():
         _print_manifest(manifest, written)
@@ -276,8 +279,8 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
 @click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision to judge a model in; default as in compile.")
 @click.option(
     "--density", type=Share(), default=DEFAULT_DENSITY, show_default=True, metavar="SHARE",
-    help="Share of gate activations that are not zero, from 0 to 1, to count operations and bytes at; it is assumed, "
-    "not measured.",
+    help="Share of gate activations that are not zero, from 0 to 1, to count operations and bytes and expect times at; "
+    "it is assumed, not measured.",
 )  # fmt: skip
 @click.option(
     "--tokens", type=click.IntRange(1, LARGEST_SIZE), default=DEFAULT_TOKENS, show_default=True, metavar="N",
@@ -287,6 +290,7 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
     "--gpu", type=click.Choice(tuple(GPUS)), default=DEFAULT_GPU, show_default=True,
     help="The GPU whose kernels to name; none has to be there.",
 )  # fmt: skip
+@target_gpu_option
 @calibration_option
 @prune_dead_option
 @prune_check_option
@@ -297,8 +301,10 @@ def inspect(target: Path, as_json: bool, **options: Any) -> None:
 
     A plan is read through its manifest, so no GPU is needed. A rewritten ONNX file shows its plugin nodes, too.
 
-    A second table counts the FLOPs and bytes of each block in one call, with dense products and where only active
-    neurons are computed, at an assumed density: counts, no prediction of time.
+    How much faster than a dense block each is expected to be follows from times measured on the target GPU, at the
+    density that is assumed; a plan says what was expected when it was compiled. A second table counts the FLOPs and
+    bytes of each block in one call, with dense products and where only active neurons are computed: counts, no
+    prediction of time.
 
     Then come the kernels that compute each rewritten block in such a call: which route they are, and what is launched,
     with its configuration.
@@ -392,13 +398,17 @@ def _print_layers(layers: list[Layer]) -> None:
     if not layers:
         console.print("no feed-forward blocks with an activation that twellc knows")
         return
-    table = Table("block", "variant", "activation", "d_model", "d_ff", "result", "why")
+    shown = any(layer.expectation is not None for layer in layers)
+    table = Table(
+        "block", "variant", "activation", "d_model", "d_ff", "result", *(["expected"] if shown else []), "why"
+    )
     for layer in layers:
         rewritten = layer.decision == "twell"
+        gain = "" if layer.expectation is None else f"{layer.expectation.gain:.2f} x"
         table.add_row(
             layer.module, layer.variant, layer.activation, str(layer.d_model), _neurons(layer),
             Text(_rewritten(layer), "green") if rewritten else "dense",
-            layer.reason,
+            *([gain] if shown else []), layer.reason,
         )  # fmt: skip
     console.print(table)
     count = sum(layer.decision == "twell" for layer in layers)

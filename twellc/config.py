@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,7 +38,7 @@ class CompileOptions:
         dtype: `bf16` or `fp16`; None takes the model's own, or bf16 where that is neither.
         profiles: Shape ranges of inputs, in the order in which they were given.
         layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
-        compression: The TwELL compression factor.
+        compression: The TwELL compression factor; None takes the default, or with a profile what suits each block.
         strict: Fail when nothing matches or a block that looks like one is refused.
         dump_graphs: A folder for the graph as traced and after each pass.
         report: Where to write the report as JSON.
@@ -52,10 +53,13 @@ class CompileOptions:
         padding: Whether a causal Hugging Face model takes no `attention_mask` (`none`) or one (`mask`); None takes the
             default of the model, `none` where it is causal.
         logits: The places whose logits a causal Hugging Face model computes: `all` or the `last` one.
+        target_gpu: The GPU to decide for: a name that twellc knows, or a data file of measured times; None takes the
+            GPU at hand where its times are known, else an H100.
         plugin_libraries: TensorRT plugin libraries of other people, for graphs that hold nodes of theirs.
         calibration: A profile of the model, see `twellc profile`.
         prune_dead: Whether neurons that never fired in the profile are removed, which is approximate.
         prune_check: A second profile, to count what that loses.
+        decided: What an earlier compilation with a profile decided for blocks, by module, to do it again.
         in_memory: What to call a model that is in memory, and in `model` only for the command; empty for a file.
     """
 
@@ -66,7 +70,7 @@ class CompileOptions:
     dtype: str | None = None
     profiles: tuple[tuple[str, ShapeRange], ...] = ()
     layers: str = "auto"
-    compression: int = DEFAULT_COMPRESSION
+    compression: int | None = None
     strict: bool = False
     dump_graphs: Path | None = None
     report: Path | None = None
@@ -79,10 +83,12 @@ class CompileOptions:
     attention_forms: tuple[str, ...] = ()
     padding: str | None = None
     logits: str = "all"
+    target_gpu: str | None = None
     plugin_libraries: tuple[Path, ...] = ()
     calibration: Path | None = None
     prune_dead: bool = False
     prune_check: Path | None = None
+    decided: Mapping[str, Mapping[str, Any]] | None = None
     in_memory: str = ""
 
 
@@ -93,12 +99,15 @@ class InspectOptions:
     Attributes:
         target: A model, a plan or a rewritten ONNX file.
         dtype: Precision to judge a model in; None takes the one that `twellc compile` would.
-        density: Assumed share of gate activations that are not zero, to count operations and bytes at.
+        density: Assumed share of gate activations that are not zero, to count operations and bytes and expect times at.
         tokens: Tokens in a call to count operations and bytes of, and to name the kernels of.
         gpu: The GPU whose kernels to name, of `twellc.plugins.library.GPUS`.
+        target_gpu: See `CompileOptions`.
         trust_model: Load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
-        calibration, prune_dead, prune_check: See `CompileOptions`.
+        calibration: See `CompileOptions`.
+        prune_dead: See `CompileOptions`.
+        prune_check: See `CompileOptions`.
         in_memory: See `CompileOptions`.
     """
 
@@ -107,6 +116,7 @@ class InspectOptions:
     density: float = DEFAULT_DENSITY
     tokens: int = DEFAULT_TOKENS
     gpu: str = DEFAULT_GPU
+    target_gpu: str | None = None
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()
     calibration: Path | None = None
@@ -277,7 +287,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "padding": (None, *PADDINGS),
     "logits": LOGITS,
     "attention": ATTENTIONS,
-    "compression": COMPRESSIONS,
+    "compression": (None, *COMPRESSIONS),
 }
 
 

@@ -35,6 +35,11 @@ SCHEMA = 3
 
 _SHAPES = {"min": [int], "opt": [int], "max": [int]}
 _TENSOR = {"name": str, "dtype": str, "shape": [int]}
+# What the manifest holds of a block of which something was expected.
+_EXPECTATION = {
+    "gpu": str, "assumed": bool, "density": (float, int), "gain": (float, int), "pays_below": (float, int),
+    "times": [{"tokens": int, "dense_us": (float, int), "twell_us": (float, int)}],
+}  # fmt: skip
 # Where a plan needs some.
 _LIBRARIES = [{"names": [str], "file": str, "sha256": str}]
 _NEURONS = {
@@ -48,12 +53,13 @@ _FORM: dict[str, Any] = {
     "model": {"name": str, "kind": str, "sha256": str},
     "settings": {
         "dtype": str, "layers": str, "compression": int, "attention_forms": [str], "calibration?": str,
-        "prune_dead?": bool,
+        "prune_dead?": bool, "decided?": {str: {"decision": str, "facts": str, "hot": int, "compression": int}},
     },
     "layers": [
         {
             "module": str, "variant": str, "activation": str, "d_model": int, "d_ff": int, "d_out": int,
             "matched": bool, "decision": str, "reason": str, "residual": bool, "hot": int, "neurons?": _NEURONS,
+            "compression?": int, "expectation?": _EXPECTATION,
         }
     ],
     "attention": [
@@ -84,7 +90,7 @@ class ModelFile(Record):
 class Settings(Record):
     """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones.
 
-    `calibration` is the SHA-256 of the profile.
+    `calibration` is the SHA-256 of the profile, `decided` what was decided by it.
     """
 
     dtype: str
@@ -95,6 +101,7 @@ class Settings(Record):
     logits: str | None = field(default=None, metadata=OPTIONAL)
     calibration: str | None = field(default=None, metadata=OPTIONAL)
     prune_dead: bool | None = field(default=None, metadata=OPTIONAL)
+    decided: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,11 @@ class Share(click.FloatRange):
 trust_model_option = click.option(
     "--trust-model", is_flag=True, help="Load a pickle, or an archive that could execute code."
 )
+target_gpu_option = click.option(
+    "--target-gpu", metavar="GPU|FILE",
+    help="The GPU that speed is expected and decided for: h100, h200, or a data file of twellc bench --calibrate. "
+    "Default: the GPU at hand, if its times are known, else h100.",
+)  # fmt: skip
 calibration_option = click.option(
     "--calibration", type=FilePath(), metavar="PROFILE",
     help="How often the model's neurons fire, from `twellc profile`. The neurons of each block are sorted by it, the "

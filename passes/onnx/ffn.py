@@ -28,7 +28,7 @@ from onnx_graphsurgeon.logger import G_LOGGER
 from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.dtypes import BY_NAME, dtype_name
 from twellc.base.errors import UserError, first_line
-from twellc.passes.decide import decide
+from twellc.passes.decide import Advise, decide
 from twellc.passes.match.find_ffn import FfnBlock, find_blocks
 from twellc.passes.match.linear import Weight
 from twellc.passes.onnx.graph import Shadow, constant_values, shadow_of
@@ -71,13 +71,16 @@ class OnnxBlocks:
     casts: bool
 
 
-def find_onnx_blocks(model: onnx.ModelProto, dtype: torch.dtype, layers: str) -> OnnxBlocks:
+def find_onnx_blocks(
+    model: onnx.ModelProto, dtype: torch.dtype, layers: str, advise: Advise | None = None
+) -> OnnxBlocks:
     """Find the blocks of a model and decide what becomes of each.
 
     Args:
         model: A model with its weights in memory.
         dtype: What blocks in float32 are rewritten in: bfloat16 or float16.
         layers: See `decide`.
+        advise: Likewise.
 
     Raises:
         UserError: See `decide`.
@@ -90,7 +93,7 @@ def find_onnx_blocks(model: onnx.ModelProto, dtype: torch.dtype, layers: str) ->
     ]
     given = [block.dtype for block in blocks]
     blocks = [replace(block, dtype=dtype) if block.dtype == torch.float32 else block for block in blocks]
-    decisions = decide(blocks, layers)
+    decisions = decide(blocks, layers, advise)
     casts = any(
         before == torch.float32 and layer.decision == "twell" for before, layer in zip(given, decisions, strict=True)
     )

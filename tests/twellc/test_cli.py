@@ -73,17 +73,19 @@ def test_compile_to_a_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
     assert sorted(files_in(tmp_path)) == ["m.onnx", "m.plan", "m.plan.json", "report.json"]
     manifest = json.loads((tmp_path / "m.plan.json").read_text())
     assert report.read_text() == (tmp_path / "m.plan.json").read_text()
-    assert manifest["schema"] == 2
+    assert manifest["schema"] == 3
     assert manifest["model"] == {
         "name": "gated.pt2",
         "kind": "torch.export archive",
         "sha256": manifest["model"]["sha256"],
     }
     assert manifest["settings"] == {"dtype": "bf16", "layers": "auto", "compression": 4, "attention_forms": []}
+    expectation = manifest["layers"][0]["expectation"]
     assert manifest["layers"] == [
         {
             "module": "ffn", "variant": "gated", "activation": "relu", "d_model": 16, "d_ff": 320, "d_out": 16,
-            "matched": True, "decision": "twell", "reason": "matches", "residual": True,
+            "matched": True, "decision": "twell", "reason": "matches", "residual": True, "hot": 0,
+            "expectation": expectation,
         }
     ]  # fmt: skip
     assert manifest["plugins"]["names"] == ["TwellGatedMlp"]
@@ -97,7 +99,8 @@ def test_compile_to_a_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
     assert manifest["backend"]["name"] == "tensorrt-rtx"
     assert manifest["profiles"] == [{"x": {"min": [1, 3, 16], "opt": [2, 3, 16], "max": [64, 3, 16]}}]
     assert manifest["warnings"] == []
-    assert "no sparsity was measured" in " ".join(manifest["notes"])
+    assert "no profile says how often neurons fire" in " ".join(manifest["notes"])
+    assert expectation["assumed"] and [time["tokens"] for time in expectation["times"]] == [3, 6, 192]
     assert "1 of 1 feed-forward blocks rewritten" in result.stdout
     assert "1 plugin layers" in result.stdout
     (node,) = (node for node in onnx.load(graph).graph.node if node.domain == "twell")

@@ -1,7 +1,5 @@
 """Measure what blocks take on the GPU at hand, for decisions: a grid of tokens, widths, densities and distributions.
 
-    python -m twellc.benchmarking.calibrate -o FILE.json
-
 Beside TwELL stands the fastest of three dense blocks: eager, compiled, and compiled with gate and up packed in one
 product. Times are of one call within a CUDA graph that holds one call for each of several sets of weights, so that
 weights come from memory as they do in a model. All contestants of a size take turns, in a new order in each repetition.
@@ -20,13 +18,12 @@ import math
 import random
 import statistics
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
-import click
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -38,7 +35,8 @@ from twellc.config import DEFAULT_COMPRESSION
 from twellc.decisions.times import DensePoint, Times, TwellPoint, zipf_rates
 from twellc.plugins.ops import GATED_MLP, MLP
 
-DEFAULT_SECONDS = 200
+# No other size is begun after so long.
+_SECONDS = 200
 # Weights in rotation come to about this much, several times the L2 of any GPU.
 _ROTATED_BYTES = 512 << 20
 _MANY_TOKENS = 8192  # beyond it activations push weights out of L2 anyway
@@ -92,8 +90,7 @@ _LARGE = (1, 2, 8, 16, 17, 32, 64, 65, 128, 256, 512, 1024, 1280, 1281, 2048, 40
 _PLAIN = (1, 2, 3, 8, 16, 17, 32, 64, 65, 128, 256, 512, 1024, 1280, 1281, 1920, 1921, 4096, 8192, 32768)
 _NARROW = (1, 8, 32, 128, 512, 2048, 8192, 32768)
 
-# As far as the op at hand can.
-_HOT = (128, 256, 512, 1024) if any(option.name == "hot" for option in GATED_MLP._schema.arguments) else ()
+_HOT = (128, 256, 512, 1024)
 
 _ALL = (
     *_equal(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0),
@@ -204,7 +201,7 @@ def _compiled(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def twell(x: Tensor, hot: int, w: Weights) -> Tensor:
     """Compute the block by TwELL, but for the first `hot` neurons."""
-    options = ("relu", 0.0, DEFAULT_COMPRESSION, *([hot] if hot else []))
+    options = ("relu", 0.0, DEFAULT_COMPRESSION, hot)
     y: Tensor
     if w.up is None:
         y = MLP(x, w.gate, None, w.down_by_neuron, None, None, *options)
@@ -281,26 +278,25 @@ def _machine() -> dict[str, str]:
     }
 
 
-def calibrate(path: Path, overwrite: bool, seconds: float, progress: Callable[[str], None]) -> Times:
+def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> Times:
     """Measure the grid and write the data file, anew after each number of tokens.
 
     Args:
         path: The data file. What an interrupted run leaves is a whole file that holds what was measured so far.
         overwrite: Whether it may replace a file.
-        seconds: Begin no other size after so long.
         progress: Receives what is being measured.
 
     Returns:
         What was measured.
 
     Raises:
-        UserError: There is no GPU, nothing was measured, or the file cannot be written.
+        UserError: There is no GPU, or its memory holds none of the sizes, or the file cannot be written.
     """
     timing.refuse_without_gpu("--calibrate", "Run it on a machine with the GPU that plans are for.")
     Outputs(overwrite).check("--output", path)
     torch.manual_seed(0)
     random.seed(0)
-    end = time.monotonic() + seconds
+    end = monotonic() + _SECONDS
     times = Times(_machine(), False, [], [])
     left = False
     for grid in GRIDS:
@@ -310,10 +306,10 @@ def calibrate(path: Path, overwrite: bool, seconds: float, progress: Callable[[s
         count = max(2, min(12, _ROTATED_BYTES // bytes_each))
         sets: list[Weights] = []
         for tokens in grid.tokens:
-            if time.monotonic() > end:
+            if monotonic() > end:
                 left = True
                 break
-            progress(f"{shape}, {tokens} tokens: {max(0, math.ceil(end - time.monotonic()))} s at most to go")
+            progress(f"{shape}, {tokens} tokens: {max(0, math.ceil(end - monotonic()))} s at most to go")
             sets = sets or [draw_weights(grid, columns) for _ in range(count)]
             try:
                 dense_point, points = measure_size(grid, tokens, sets, columns, 5 if tokens > 256 else 9)
@@ -325,7 +321,7 @@ def calibrate(path: Path, overwrite: bool, seconds: float, progress: Callable[[s
             times.twell.extend(points)
             _write(path, times)
     if not times.dense:
-        raise UserError("--seconds", "nothing was measured in so short a time", got=f"{seconds:g}")
+        raise UserError("--calibrate", "this GPU's memory holds none of the sizes", got=times.gpu)
     times = Times(times.machine, not left, times.dense, times.twell)
     _write(path, times)
     return times
@@ -337,21 +333,3 @@ def _write(path: Path, times: Times) -> None:
     with writing(path):
         partial.write_text(times.to_text(), encoding="utf-8")
         partial.replace(path)
-
-
-@click.command(help=__doc__)
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The data file.")
-@click.option("--seconds", type=click.FloatRange(0), default=DEFAULT_SECONDS, show_default=True)
-@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
-def main(output: Path, seconds: float, overwrite: bool) -> None:
-    """Measure the GPU at hand."""
-    try:
-        times = calibrate(output, overwrite, seconds, lambda step: click.echo(step, err=True))
-    except UserError as error:
-        raise click.UsageError(str(error), ctx=None) from error
-    state = "all of the grid" if times.complete else "a part of the grid: time or memory ran out"
-    click.echo(f"{output}: {times.gpu}, {len(times.dense)} dense and {len(times.twell)} sparse times, {state}")
-
-
-if __name__ == "__main__":
-    main()

@@ -19,6 +19,7 @@ from twellc.base.dtypes import DTYPES, torch_dtype
 from twellc.base.errors import UserError
 from twellc.checks.evaluator import OnnxEvaluator, PluginNode
 from twellc.checks.samples import Sample
+from twellc.decisions.advise import repeat
 from twellc.export.profiles import ModelInputs, program_inputs
 from twellc.inputs import InputDeclaration
 from twellc.loaders.loaded import LoadedModel
@@ -273,8 +274,14 @@ class _Visitor:
 
 def _find(program: ExportedProgram, settings: dict[str, Any]) -> Found:
     try:
-        return find(program, str(settings.get("layers", "auto")))
-    except UserError:  # the blocks are not those of the model that the settings are for
+        decided = settings.get("decided")
+        return find(program, str(settings.get("layers", "auto")), None if decided is None else repeat(decided))
+    except (
+        UserError,
+        TypeError,
+        AttributeError,
+        KeyError,
+    ):  # the blocks are not those of the model that the settings are for
         return find(program, "auto")
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from twellc.base.records import Record
 from twellc.decisions.predict import CostModel, Widths
 from twellc.decisions.times import Rates
+from twellc.passes.report import Choice, Expectation, ExpectedTime
 from twellc.plugins.library import COMPRESSIONS, TILE
 
 # Numbers of hot neurons that are tried.
@@ -42,52 +43,13 @@ class Tokens(Record):
     max: int
 
 
-@dataclass(frozen=True)
-class Expected(Record):
-    """What a block is expected to take in a call of so many tokens, in microseconds."""
-
-    tokens: int
-    dense_us: float
-    twell_us: float
-
-    @property
-    def gain(self) -> float:
-        """How many times as fast TwELL is."""
-        return self.dense_us / self.twell_us
-
-
-@dataclass(frozen=True)
-class Choice(Record):
-    """What becomes of a block.
-
-    Attributes:
-        decision: `twell` or `dense`.
-        reason: Why, in words.
-        density: Share of gate activations that are not zero.
-        hot: How many neurons, the most active ones, are a dense product; 0 where it is dense.
-        compression: The TwELL compression factor.
-        gain: How many times as fast as dense TwELL is expected to be, over the profiles.
-        pays_below: The density below which TwELL pays, if neurons differ as these do; 1 where it always does, 0 where
-            it never does.
-        expected: Times of TwELL, with these hot neurons, and of the dense block, by profile at min, opt and max.
-    """
-
-    decision: str
-    reason: str
-    density: float
-    hot: int
-    compression: int
-    gain: float
-    pays_below: float
-    expected: list[Expected]
-
-
 def choose(
     model: CostModel,
     widths: Widths,
     rates: Rates,
     profiles: Sequence[Tokens],
     row_spread: float = DEFAULT_ROW_SPREAD,
+    assumed: bool = False,
 ) -> Choice:
     """Decide what becomes of a block.
 
@@ -97,6 +59,7 @@ def choose(
         rates: How often each neuron fires, as a share of the tokens, in any order: [d_ff].
         profiles: Rows of the calls that it is for.
         row_spread: How unequal rows are: standard deviation of the logarithm of their non-zeros.
+        assumed: Whether the rates are a guess.
     """
     rates = np.sort(np.asarray(rates, dtype=np.float64))[::-1]
     tuned = sorted({profile.opt for profile in profiles})
@@ -104,22 +67,37 @@ def choose(
     hot, gain = _best(model, widths, rates, dense)
     pays_below = _break_even(model, widths, rates, dense, hot)
     counts = sorted({count for profile in profiles for count in (profile.min, profile.opt, profile.max)})
-    expected = [
-        Expected(count, round(model.dense_us(widths, count), 2), round(model.twell_us(widths, count, rates, hot), 2))
+    times = [
+        ExpectedTime(
+            count, round(model.dense_us(widths, count), 2), round(model.twell_us(widths, count, rates, hot), 2)
+        )
         for count in counts
     ]
     density = float(rates.mean())
-    at = f"at {_and(list(map(count_text, tuned)))} token{'s' if tuned != [1] else ''}"
-    if gain >= _LEAST_GAIN:
-        reason = f"{percent(density)} active, expected {gain:.2f} times as fast {at}"
-        reason += f", {hot} hot neurons dense" if hot else ""
-        decision = "twell"
-    else:
-        limit = f"pays below {percent(pays_below)}" if pays_below else "does not pay at any density"
-        decision, reason = "dense", f"left dense: {percent(density)} active, {limit} {at}"
-    compression = choose_compression(rates[hot:], row_spread)
-    taken = hot if decision == "twell" else 0
-    return Choice(decision, reason, density, taken, compression, round(gain, 4), pays_below, expected)
+    pays = gain >= _LEAST_GAIN
+    return Choice(
+        decision="twell" if pays else "dense",
+        facts=_facts(density, gain, tuned, hot) if pays else _facts_against(density, pays_below, tuned),
+        hot=hot if pays else 0,
+        compression=choose_compression(rates[hot:], row_spread),
+        expectation=Expectation(
+            model.times.gpu, assumed, round(density, 7), round(gain, 4), round(pays_below, 7), times
+        ),
+    )
+
+
+def at_tokens(counts: Sequence[int]) -> str:
+    """Say at how many tokens."""
+    words = [count_text(count) for count in counts]
+    several = " and ".join([", ".join(words[:-1]), words[-1]]) if words[1:] else words[0]
+    return f"at {several} token{'' if list(counts) == [1] else 's'}"
+
+
+def pays_text(pays_below: float) -> str:
+    """Say up to which density TwELL pays."""
+    if pays_below in (0, 1):
+        return f"pays at {'any' if pays_below else 'no'} density"
+    return f"pays below {percent(pays_below)}"
 
 
 def choose_compression(rates: Rates, row_spread: float = DEFAULT_ROW_SPREAD) -> int:
@@ -158,6 +136,15 @@ def count_text(count: int) -> str:
     return f"{count:,}".replace(",", " ") if count >= 10_000 else str(count)
 
 
+def _facts(density: float, gain: float, tuned: Sequence[int], hot: int) -> str:
+    facts = f"{percent(density)} active, expected {gain:.2f} times as fast {at_tokens(tuned)}"
+    return f"{facts}, {hot} hot neurons dense" if hot else facts
+
+
+def _facts_against(density: float, pays_below: float, tuned: Sequence[int]) -> str:
+    return f"{percent(density)} active, {pays_text(pays_below)} {at_tokens(tuned)}"
+
+
 def _best(model: CostModel, widths: Widths, rates: Rates, dense: dict[int, float]) -> tuple[int, float]:
     """Return the fewest hot neurons with which the gain is next to the best one, and that gain."""
     gains = {hot: _gain(model, widths, rates, dense, hot) for hot in _HOT if hot < widths.d_ff}
@@ -183,7 +170,3 @@ def _break_even(model: CostModel, widths: Widths, rates: Rates, dense: dict[int,
     else:
         return 1.0
     return limit
-
-
-def _and(words: list[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if words[1:] else words[0]

@@ -46,7 +46,7 @@ _LENGTH = 8.0
 _OTHER_VARIANT = 4.0
 _OTHER_RANGE = 8.0
 _ALL_MOST_ACTIVE = 4.0
-_NOISE = 0.03
+_NOISE = 0.02
 _LEAST_DENSITY = 1e-5
 
 
@@ -69,11 +69,11 @@ class Widths:
 class ModelError:
     """How far predictions are off: the share of them within 10 % and 20 % of the measured time, and of how many.
 
-    `points` are left out one by one, `widths` with all points of the same widths.
+    `points` are left out one by one, `widths` with all points of the same widths; None where there are no others.
     """
 
     points: tuple[float, float, int]
-    widths: tuple[float, float, int]
+    widths: tuple[float, float, int] | None
 
 
 @dataclass(frozen=True)
@@ -129,24 +129,35 @@ class CostModel:
             return self._twell.predict(call)
         return self._twell.predict(_sparse_block(call)) + self._dense.predict(_hot_block(call)) - self._dense.constant
 
+    def is_near(self, widths: Widths) -> bool:
+        """Whether d_model and d_ff are those of measured blocks, or at most twice or half of some."""
+        return all(
+            min(measured) / 2 <= width <= 2 * max(measured)
+            for width, measured in (
+                (widths.d_model, [d_model for _, d_model, _ in self.shapes]),
+                (widths.d_ff, [d_ff for *_, d_ff in self.shapes]),
+            )
+        )
+
     def error(self) -> ModelError:
         """Say how far predictions are off, by leaving measured points out and predicting them from the others."""
-        points = self._twell.left_out()
-        widths = []
-        for shape in dict.fromkeys(map(_shape, self.times.twell)):
+        errors = []
+        for shape in self.shapes if len(self.shapes) > 1 else ():
             rest = CostModel(
                 replace(
                     self.times,
-                    dense=[point for point in self.times.dense if _shape(point) != shape] or self.times.dense,
-                    twell=[point for point in self.times.twell if _shape(point) != shape] or self.times.twell,
+                    dense=[point for point in self.times.dense if _shape(point) != shape],
+                    twell=[point for point in self.times.twell if _shape(point) != shape],
                 )
             )
-            widths += [
-                math.log(point.us / rest._twell.predict(_twell_call(point)))
-                for point in self.times.twell
-                if _shape(point) == shape
-            ]
-        return ModelError(_within(points), _within(np.array(widths)))
+            own = [point for point in self.times.twell if _shape(point) == shape]
+            errors += [math.log(point.us / rest._twell.predict(_twell_call(point))) for point in own]
+        return ModelError(_within(self._twell.left_out()), _within(np.array(errors)) if errors else None)
+
+    @property
+    def shapes(self) -> set[tuple[str, int, int]]:
+        """Variant, d_model and d_ff of the blocks that were measured by TwELL."""
+        return set(map(_shape, self.times.twell))
 
 
 def _shape(point: Measured) -> tuple[str, int, int]:
@@ -238,12 +249,13 @@ _Point = TypeVar("_Point", bound=Measured)
 
 
 class _Interpolated:
-    """Times by floor and interpolated ratio; `dense` bounds the floors of TwELL."""
+    """Times by floor and interpolated ratio; what is predicted of dense blocks, by `dense`, bounds floors of TwELL."""
 
     def __init__(self, calls: list[_Call], points: Sequence[Measured], dense: _Interpolated | None) -> None:
         self._bound = dense
         self.splits = any(call.hot for call in calls)
         us = np.array([point.us for point in points])
+        self._shortest = float(us.min())
         groups = np.array([self._group(call) for call in calls])
         self._prices: dict[int, _Array] = {}
         for group in set(groups.tolist()):
@@ -264,9 +276,9 @@ class _Interpolated:
         return float(self._prices[0][0])
 
     def predict(self, call: _Call) -> float:
-        """Return the time of a call in microseconds."""
+        """Return the time of a call in microseconds, no less than the shortest that was measured."""
         near = self._covariance(np.array([_place(call)]), np.array([self._group(call)]))[0]
-        return self._floor(call) * math.exp(self._mean + float(near @ self._weights))
+        return max(self._floor(call) * math.exp(self._mean + float(near @ self._weights)), self._shortest)
 
     def left_out(self) -> _Array:
         """Return the logarithm of measured by predicted time for each point, predicted from all others."""
@@ -298,7 +310,7 @@ class _Interpolated:
             return float(prices @ _dense_parts(call))
         assert self._bound is not None
         priced = prices * _twell_parts(call)
-        bound = self._bound._floor(replace(_sparse_block(call), rates=None))
+        bound = self._bound.predict(replace(_sparse_block(call), rates=None))
         return min(float(priced[: _HOT.start].sum()), bound) + float(priced[_HOT].sum())
 
     def _covariance(self, places: _Array, groups: _Array) -> _Array:

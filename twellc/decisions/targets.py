@@ -70,3 +70,10 @@ def shipped_times(name: str) -> Times:
 @functools.cache
 def _shipped(name: str) -> CostModel:
     return CostModel(shipped_times(name))
+
+
+def gpu_at_hand() -> str | None:
+    """Return the driver's name of the first GPU that torch sees; None without one."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

@@ -11,6 +11,9 @@ import onnx
 from twellc.base.dtypes import dtype_name, torch_dtype
 from twellc.calibration.calibration import load_calibration
 from twellc.config import InspectOptions, refuse_calibration, refuse_dtype
+from twellc.decisions.advise import Advisor, firing_of
+from twellc.decisions.choose import Tokens
+from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.inputs import InputDeclaration
 from twellc.inspection.description import Description, PluginNode
 from twellc.loaders.model import load_model
@@ -34,27 +37,34 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     Raises:
         UserError: It is no model, or not one that `dtype` or `inputs` are for.
     """
+    calls = [Tokens(options.tokens, options.tokens, options.tokens)]
+    target = choose_target(options.target_gpu, gpu_at_hand())
     if looks_like_onnx(options.target):
         refuse_calibration(options, f"{options.target}, an ONNX file")
         progress("loading the model")
-        return inspect_onnx(options.target, options.dtype, options.inputs)
+        return inspect_onnx(
+            options.target, options.dtype, options.inputs, Advisor(target, {}, lambda block: calls, options.density)
+        )
     progress("loading and tracing the model")
     calibrated = load_calibration(options, options.target)
     model = load_model(options.target, options.trust_model, options.inputs)
     chosen, notes = choose_dtype(model, options.dtype)
     progress("looking for feed-forward blocks")
     program = prepare(model.program, torch_dtype(chosen))
-    found = find(program, "auto")
     calibration = None if calibrated is None else calibrated.calibration
+    advisor = Advisor(target, firing_of(calibration), lambda block: calls, options.density)
+    found = find(program, "auto", advisor)
     layers = arrange_neurons(program, found.blocks, found.layers, calibration)[1]
     attention = rewrite_attention(program, (MATMUL,))[1]
-    notes = model.notes + notes + activation_notes(model, layers)
+    notes = [*model.notes, *notes, *activation_notes(model, layers), *advisor.notes(layers)]
     if calibrated is not None:
         notes += [*calibrated.profile.warnings, *calibrated.notes(layers)]
     return Description(model.kind, layers, notes, dtype=chosen, attention=attention)
 
 
-def inspect_onnx(path: Path, dtype: str | None, declared: tuple[InputDeclaration, ...]) -> Description:
+def inspect_onnx(
+    path: Path, dtype: str | None, declared: tuple[InputDeclaration, ...], advisor: Advisor
+) -> Description:
     """Return what `twellc inspect` shows of an ONNX file; of a rewritten one also its `twell` nodes."""
     model = open_model(path, declared)
     nodes = twell_nodes(model)
@@ -65,8 +75,8 @@ def inspect_onnx(path: Path, dtype: str | None, declared: tuple[InputDeclaration
         notes = [f"{path.name} is a rewritten graph: {len(nodes)} of its nodes are plugins"]
         return Description("rewritten ONNX file", layers, notes, dtype=chosen, nodes=nodes)
     chosen = choose_onnx_dtype(model, dtype)
-    found = find_onnx_blocks(model, torch_dtype(chosen), "auto")
-    return Description(KIND, found.layers, cast_notes(found, chosen), dtype=chosen)
+    found = find_onnx_blocks(model, torch_dtype(chosen), "auto", advisor)
+    return Description(KIND, found.layers, [*cast_notes(found, chosen), *advisor.notes(found.layers)], dtype=chosen)
 
 
 def twell_nodes(model: onnx.ModelProto) -> list[PluginNode]:

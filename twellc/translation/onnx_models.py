@@ -11,8 +11,10 @@ import sympy
 
 from twellc.base.dtypes import BY_ONNX, DTYPES, torch_dtype
 from twellc.base.errors import UserError
-from twellc.config import CompileOptions, refuse_calibration
-from twellc.export.profiles import InputSpec, ModelInputs
+from twellc.config import DEFAULT_COMPRESSION, CompileOptions, refuse_calibration
+from twellc.decisions.advise import Advisor
+from twellc.decisions.targets import choose_target, gpu_at_hand
+from twellc.export.profiles import InputSpec, ModelInputs, resolve_profiles
 from twellc.inputs import InputDeclaration, refuse_inputs
 from twellc.loaders.loaded import refuse_choices
 from twellc.loaders.onnx_file import load_onnx
@@ -21,6 +23,7 @@ from twellc.passes.onnx.ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
 from twellc.passes.onnx.graph import dtype_of
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.translation.result import Translation, annotate, check_matches
+from twellc.translation.sizes import rows_of_inputs
 
 KIND = "ONNX file"
 # Sizes to tune unnamed dimensions for: the first of several is usually a batch.
@@ -46,15 +49,17 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     inputs = model_inputs(options.model, model)
     dtype = choose_onnx_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
-    found = find_onnx_blocks(model, torch_dtype(dtype), options.layers)
-    rewritten = rewrite_onnx(found, options.compression)
+    profiles, _ = resolve_profiles(inputs, list(options.profiles), {})
+    advisor = Advisor(choose_target(options.target_gpu, gpu_at_hand()), {}, rows_of_inputs(inputs, profiles))
+    found = find_onnx_blocks(model, torch_dtype(dtype), options.layers, advisor)
+    rewritten = rewrite_onnx(found, options.compression or DEFAULT_COMPRESSION)
     dump = GraphDump(options.dump_graphs)
     dump.text("source", lambda: onnx.helper.printable_graph(model.graph))
     dump.text("rewrite_onnx", lambda: onnx.helper.printable_graph(rewritten.graph))
     warnings = check_matches(found.layers, options)
     graph = onnx_ir.serde.deserialize_model(rewritten)
-    settings, auto = annotate(graph, found.layers, dtype, options, {"attention_forms": []})
-    notes = [*cast_notes(found, dtype), *auto]
+    settings = annotate(graph, found.layers, dtype, options, {"attention_forms": []})
+    notes = [*cast_notes(found, dtype), *advisor.notes(found.layers)]
     return Translation(KIND, inputs, {}, found.layers, [], graph, settings, notes, warnings)
 
 

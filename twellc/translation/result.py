@@ -10,12 +10,11 @@ import onnx_ir
 
 from twellc.base.errors import UserError, first_few
 from twellc.base.version import __version__
-from twellc.config import CompileOptions
+from twellc.config import DEFAULT_COMPRESSION, CompileOptions
 from twellc.export.profiles import ModelInputs
 from twellc.loaders.loaded import DimensionRange
 from twellc.passes.report import Attention, Layer
 
-_AUTO_NOTE = "--layers auto rewrites every match: no sparsity was measured, so speed is not known"
 METADATA_KEY = "twellc"
 
 
@@ -48,8 +47,8 @@ class Translation:
 
 def annotate(
     graph: onnx_ir.Model, layers: list[Layer], dtype: str, options: CompileOptions, traced_by: dict[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    """Write into a graph what was done, and return the settings that decide what it is, with what to say of them.
+) -> dict[str, Any]:
+    """Write into a graph what was done, and return the settings that decide what it is.
 
     Args:
         graph: The graph.
@@ -58,17 +57,21 @@ def annotate(
         options: See `CompileOptions`.
         traced_by: The settings that the model was traced by, and the forms of its attention.
     """
-    settings = {"dtype": dtype, "layers": options.layers, "compression": options.compression, **traced_by}
+    settings = {
+        "dtype": dtype,
+        "layers": options.layers,
+        "compression": options.compression or DEFAULT_COMPRESSION,
+        **traced_by,
+    }
     done = {"twellc": __version__, "settings": settings, "layers": [_noted(layer) for layer in layers]}
     graph.metadata_props[METADATA_KEY] = json.dumps(done)
-    automatic = options.layers == "auto" and any(layer.decision == "twell" for layer in layers)
-    return settings, [_AUTO_NOTE] if automatic else []
+    return settings
 
 
 def _noted(layer: Layer) -> dict[str, Any]:
-    """Return what a graph says of a layer: nothing of what was measured by --prune-check, which changes no graph."""
+    """Return what a graph says of a layer: nothing of what changes no graph, such as what is expected on a GPU."""
     neurons = layer.neurons and replace(layer.neurons, lost=None, lost_of=None)
-    return asdict(replace(layer, neurons=neurons))
+    return asdict(replace(layer, neurons=neurons, expectation=None))
 
 
 def check_matches(layers: list[Layer], options: CompileOptions) -> list[str]:

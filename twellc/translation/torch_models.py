@@ -10,10 +10,12 @@ from torch.export import ExportedProgram
 from twellc.base.dtypes import DTYPES, dtype_name, torch_dtype
 from twellc.base.errors import first_few
 from twellc.calibration.calibration import load_calibration
-from twellc.config import CompileOptions
+from twellc.config import DEFAULT_COMPRESSION, CompileOptions
+from twellc.decisions.advise import Advisor, firing_of, repeat
+from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.attention_forms import choose_forms
 from twellc.export.onnx_export import export_onnx, opset_of
-from twellc.export.profiles import input_specs, program_inputs
+from twellc.export.profiles import input_specs, program_inputs, resolve_profiles
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.passes.dump import GraphDump
@@ -22,6 +24,7 @@ from twellc.passes.pipeline import run_passes
 from twellc.passes.precision import parameter_dtypes
 from twellc.passes.report import Layer
 from twellc.translation.result import Translation, annotate, check_matches
+from twellc.translation.sizes import rows_of_blocks
 
 # Other names of activations in Hugging Face configs.
 _SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "squared_relu": "relu2"}
@@ -39,10 +42,15 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     dtype, notes = choose_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
     forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention)
+    given = program_inputs(model.program)
+    profiles, _ = resolve_profiles(given, list(options.profiles), model.dimension_ranges)
+    calibration = None if calibrated is None else calibrated.calibration
+    target = choose_target(options.target_gpu, gpu_at_hand())
+    advisor = Advisor(target, firing_of(calibration), rows_of_blocks(given, profiles), compression=options.compression)
     dump = GraphDump(options.dump_graphs)
     rewritten = run_passes(
-        model.program, torch_dtype(dtype), options.layers, options.compression, forms, dump,
-        None if calibrated is None else calibrated.calibration,
+        model.program, torch_dtype(dtype), options.layers, options.compression or DEFAULT_COMPRESSION, forms, dump,
+        calibration, advisor if options.decided is None else repeat(options.decided),
     )  # fmt: skip
     warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
     notes = [*notes, *activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
@@ -54,11 +62,11 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     inputs = program_inputs(rewritten.program)
     traced_by: dict[str, Any] = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
     if calibrated is not None:
-        traced_by |= calibrated.settings()
+        traced_by |= {**calibrated.settings(), "decided": options.decided or advisor.decided}
         notes += calibrated.notes(rewritten.layers)
         warnings += calibrated.profile.warnings
-    settings, auto = annotate(graph, rewritten.layers, dtype, options, traced_by)
-    notes = [*model.notes, *notes, *auto]
+    settings = annotate(graph, rewritten.layers, dtype, options, traced_by)
+    notes = [*model.notes, *notes, *advisor.notes(rewritten.layers)]
     return Translation(
         model.kind, inputs, model.dimension_ranges, rewritten.layers, rewritten.attention, graph, settings, notes,
         warnings,

@@ -14,7 +14,7 @@ import twellc
 from tests.conftest import Cli
 from tests.onnx_graphs import gated
 from tests.twellc.test_cli import failed, files_in
-from twellc.manifest import read_manifest
+from twellc.manifest import SCHEMA, read_manifest
 
 pytestmark = pytest.mark.usefixtures("remembered_models")
 
@@ -119,10 +119,10 @@ def test_a_damaged_record_of_neurons(cli: Cli, bytelm: Path, profile: Path, tmp_
 def _manifest(plan: Path, field: str) -> dict[str, Any]:
     neurons: dict[str, Any] = {"kept": 8, "sorted": True, "unable": 0, "dead": 0, "rate_bound": 0.1, "reason": ""}
     neurons[field] = "x"
-    layer = {"module": "m", "variant": "gated", "activation": "relu", "d_model": 8, "d_ff": 8, "d_out": 8,
-             "matched": True, "decision": "twell", "reason": "", "residual": False, "neurons": neurons}  # fmt: skip
-    from twellc.manifest import SCHEMA
-
+    layer = {
+        "module": "m", "variant": "gated", "activation": "relu", "d_model": 8, "d_ff": 8, "d_out": 8, "matched": True,
+        "decision": "twell", "reason": "", "residual": False, "hot": 0, "neurons": neurons,
+    }  # fmt: skip
     return {
         "schema": SCHEMA, "twellc": "0", "model": {"name": "m", "kind": "k", "sha256": "0"},
         "settings": {"dtype": "bf16", "layers": "auto", "compression": 8, "attention_forms": []},

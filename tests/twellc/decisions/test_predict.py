@@ -22,7 +22,7 @@ def test_error_of_the_model(target: str) -> None:
     error = choose_target(target, None).model.error()
     assert error.points[0] >= 0.9
     assert error.points[1] >= 0.95
-    assert error.widths[1] >= 0.95
+    assert error.widths is None or error.widths[1] >= 0.95
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -47,7 +47,7 @@ def test_more_active_neurons_take_longer(target: str, tokens: int) -> None:
     if tokens == 1000:  # a dense block, whatever its density
         assert max(times) < 1.1 * min(times)
     else:
-        assert all(after > 0.98 * before for before, after in pairwise(times))
+        assert all(after > 0.97 * before for before, after in pairwise(times))
         assert times[-1] > 1.1 * times[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from twellc.benchmarking.calibrate import (
     place_columns,
     twell,
 )
+from twellc.cli import main
 from twellc.decisions.times import read_times, zipf_rates
 
 ACTIVITIES = (
@@ -56,7 +58,7 @@ def test_contestants_compute_the_same(variant: str) -> None:
 
 def test_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(calibrate.main, ["-o", str(tmp_path / "gpu.json")])
+    result = CliRunner().invoke(main, ["bench", "--calibrate", "-o", str(tmp_path / "gpu.json")])
     assert result.exit_code == 2
     assert "--calibrate: measures on a GPU, and torch sees none here. Run it on a machine with" in result.output
     assert not list(tmp_path.iterdir())
@@ -69,7 +71,7 @@ def test_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calibrate, "GRIDS", (gated, Grid("plain", 256, 512, (8,), ()), Grid("gated", 256, 64, (8,), ()))
     )
     path = tmp_path / "gpu.json"
-    result = CliRunner().invoke(calibrate.main, ["-o", str(path)])
+    result = CliRunner().invoke(main, ["bench", "--calibrate", "-o", str(path)])
     assert result.exit_code == 0, result.output
     times = read_times(path)
     assert times.complete
@@ -82,9 +84,36 @@ def test_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_out_of_time(tmp_path: Path) -> None:
+def test_out_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "GRIDS", (Grid("gated", 256, 768, (1, 2), ACTIVITIES[:1]),))
+    clock = itertools.count(step=150)
+    monkeypatch.setattr(calibrate, "monotonic", lambda: next(clock))
     path = tmp_path / "gpu.json"
-    result = CliRunner().invoke(calibrate.main, ["-o", str(path), "--seconds", "0"])
+    result = CliRunner().invoke(main, ["bench", "--calibrate", "-o", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "time or memory ran out before all of the grid was measured" in result.output
+    assert not read_times(path).complete
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--calibrate"], "--calibrate: no data file to write. Add -o FILE."),
+        (["model.pt2", "--calibrate", "-o", "gpu.json"], "--calibrate: measures no model; got model.pt2."),
+        ([], "MODEL: there is nothing to measure; expected a model, or --calibrate."),
+        (["model.pt2", "-o", "gpu.json"], "--output gpu.json: is for --calibrate alone. Use --json > FILE."),
+    ],
+)
+def test_what_does_not_go_together(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["bench", *options])
     assert result.exit_code == 2
-    assert "--seconds: nothing was measured in so short a time; got 0." in result.output
-    assert not list(tmp_path.iterdir())
+    assert message in result.output
+
+
+def test_no_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    path = tmp_path / "gpu.json"
+    path.write_text("")
+    result = CliRunner().invoke(main, ["bench", "--calibrate", "-o", str(path)])
+    assert result.exit_code == 2
+    assert f"--output {path}: the file exists already. Add --overwrite to replace it." in result.output

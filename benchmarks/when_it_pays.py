@@ -1,0 +1,148 @@
+"""Write the tables of docs/when-it-pays.md from measured times and committed results.
+
+python benchmarks/when_it_pays.py
+
+A table stands between two comments in the page, `<!-- NAME -->` and `<!-- end -->`; all else in it is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from twellc.decisions.choose import Tokens, choose, count_text, percent
+from twellc.decisions.predict import CostModel, Widths
+from twellc.decisions.targets import TARGETS, choose_target
+
+_ROOT = Path(__file__).resolve().parents[1]
+PAGE = _ROOT / "docs" / "when-it-pays.md"
+_SUITE = _ROOT / "benchmarks" / "results" / "suite-h200-2026-11-24.json"
+_RATES = _ROOT / "benchmarks" / "data" / "trained_rates.npz"
+_SIZES = (1, 16, 64, 256, 1024, 2048, 8192, 32768)
+_BLOCKS = (
+    Widths("gated", 2048, 5632, 2048),
+    Widths("gated", 4096, 11008, 4096),
+    Widths("plain", 2048, 8192, 2048),
+)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table whose first column is words and all others are numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def measured_gains() -> str:
+    """Return speed-ups by density and number of tokens, as the suite measured them."""
+    results: list[dict[str, Any]] = json.loads(_SUITE.read_text())["results"]
+    chosen = [each for each in results if (each["d_model"], each["d_ff"], each["variant"]) == (2048, 5632, "gated")]
+    tokens = (1, 16, 64, 256, 1024, 2048, 8192, 32768)
+    rows = []
+    for neurons, name in (("equal", "all alike"), ("zipf", "Zipf's law")):
+        for density in sorted({each["density"] for each in chosen if each["neurons"] == neurons}):
+            gains = {
+                each["tokens"]: _gain(each["times"])
+                for each in chosen
+                if (each["neurons"], each["density"], each["heavy"]) == (neurons, density, 0)
+            }
+            rows.append(
+                [f"{percent(density)}, {name}", *(f"{gains[count]:.2f}" if count in gains else "" for count in tokens)]
+            )
+    return table(["active, neurons", *map(count_text, tokens)], rows)
+
+
+def _gain(times: dict[str, dict[str, float]]) -> float:
+    dense = min(time["median_us"] for name, time in times.items() if name.startswith("dense "))
+    return dense / times["mlp"]["median_us"]
+
+
+def models() -> dict[str, CostModel]:
+    """Return the GPUs of which enough was measured to say something about other densities and widths."""
+    every = {target.upper(): choose_target(target, None).model for target in TARGETS}
+    return {name: model for name, model in every.items() if len(model.shapes) > 1}
+
+
+def break_evens() -> str:
+    """Return the density below which TwELL pays, by GPU, block and number of tokens, as the cost model has it."""
+    rows = []
+    for gpu, model in models().items():
+        for block in _BLOCKS:
+            limits = (
+                choose(model, block, np.full(block.d_ff, 0.005), [Tokens(count, count, count)]).expectation.pays_below
+                for count in _SIZES
+            )
+            name = f"{gpu}, {block.variant} {_wide(block.d_model)} / {_wide(block.d_ff)}"
+            rows.append([name, *({0.0: "never", 1.0: "always"}.get(limit, percent(limit)) for limit in limits)])
+    return table(["GPU, block", *map(count_text, _SIZES)], rows)
+
+
+def _wide(width: int) -> str:
+    return f"{width:,}".replace(",", " ") if width >= 10_000 else str(width)
+
+
+def trained_layers() -> str:
+    """Return what is expected of the four trained layers."""
+    rows = []
+    with np.load(_RATES) as rates:
+        layers = {name: rates[name] for name in sorted(rates.files)}
+    for gpu, model in models().items():
+        for index, layer in enumerate(layers.values()):
+            cells = []
+            for count in (1, 2048, 8192, 32768):
+                choice = choose(model, _BLOCKS[0], layer, [Tokens(count, count, count)])
+                hot = f", {choice.hot} hot" if choice.hot else ""
+                cells.append(f"{choice.expectation.gain:.2f}{hot}" if choice.decision == "twell" else "dense")
+            rows.append([f"{gpu}, layer {index}, {percent(float(layer.mean()))}", *cells])
+    return table(["GPU, layer, active", *map(count_text, (1, 2048, 8192, 32768))], rows)
+
+
+def errors() -> str:
+    """Return how far the cost model is off."""
+    rows = []
+    for target in TARGETS:
+        model = choose_target(target, None).model
+        error, machine = model.error(), model.times.machine
+        cells = [_share(share) for share in error.points[:2]]
+        cells += [_share(share) for share in error.widths[:2]] if error.widths is not None else ["", ""]
+        rows.append([f"{model.times.gpu}, {machine['date']}, {machine['commit']}", str(error.points[2]), *cells])
+    return table(
+        ["GPU, measured on, at commit", "times", "within 10 %", "within 20 %", "other widths: 10 %", "20 %"], rows
+    )
+
+
+def _share(share: float) -> str:
+    return f"{math.floor(100 * share)} %"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "measured gains": measured_gains,
+    "break-evens": break_evens,
+    "trained layers": trained_layers,
+    "errors": errors,
+}
+
+
+def filled(text: str) -> str:
+    """Return the page with all tables made anew."""
+
+    def fill(found: re.Match[str]) -> str:
+        return f"<!-- {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->"
+
+    return re.sub(rf"<!-- ({'|'.join(map(re.escape, TABLES))}) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
+
+
+@click.command(help=__doc__)
+def main() -> None:
+    """Fill in the page."""
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
