@@ -59,6 +59,10 @@ class Twell:
         self.workspace = torch.empty(self._lib.twell_workspace_bytes(self._problem), dtype=torch.uint8, device="cuda")
         self.y = torch.empty_like(x)
 
+    def kernels(self) -> list[str]:
+        """Return the route of the whole block, then its launches."""
+        return library.describe(self._problem).splitlines()
+
     def _tensors(self, w: Weights) -> library.Tensors:
         pointers = {"w_gate": w.block.gate, "w_up": w.block.up, "w_down": w.down_by_neuron, "x": self._x, "y": self.y}
         return library.Tensors(**{name: tensor.data_ptr() for name, tensor in pointers.items() if tensor is not None})
@@ -237,6 +241,7 @@ def measure(setting: Setting, tokens: int, compiled: bool, repeats: int) -> dict
         "mean_nonzeros": float(nonzeros.double().mean()),
         "max_nonzeros": int(nonzeros.max()),
         "weight_sets": len(sets),
+        "kernels": twell.kernels(),
         "errors": errors,
         "times": times,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,27 @@ class Tensors(ctypes.Structure):
         (name, ctypes.c_void_p)
         for name in ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual", "y")
     )
+
+
+class Device(ctypes.Structure):
+    """Mirror of `twell_device`: a GPU."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32) for name in ("major", "minor", "multiprocessors", "shared_bytes", "l2_bytes")
+    )
+
+
+# GPUs by name, as their drivers or data sheets describe them.
+GPUS = {
+    "H200": Device(9, 0, 132, 227 << 10, 60 << 20),
+    "H100": Device(9, 0, 132, 227 << 10, 50 << 20),
+    "H100-PCIe": Device(9, 0, 114, 227 << 10, 50 << 20),
+    "H20": Device(9, 0, 78, 227 << 10, 60 << 20),
+    "A100": Device(8, 0, 108, 163 << 10, 40 << 20),
+    "L40S": Device(8, 9, 142, 99 << 10, 96 << 20),
+    "RTX-4090": Device(8, 9, 128, 99 << 10, 72 << 20),
+    "RTX-5090": Device(12, 0, 170, 99 << 10, 96 << 20),
+}
 
 
 class AttentionProblem(ctypes.Structure):
@@ -143,10 +165,36 @@ def load() -> ctypes.CDLL:
         ("twell_workspace_bytes", ctypes.c_size_t, [problem]),
         ("twell_gate", ctypes.c_int, [problem, tensors, pointer, pointer]),
         ("twell_mlp", ctypes.c_int, [problem, tensors, pointer, ctypes.c_size_t, pointer]),
+        ("twell_describe", ctypes.c_size_t, [problem, ctypes.POINTER(Device), ctypes.c_char_p, ctypes.c_size_t]),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = restype, argtypes
     return library
+
+
+def describe(problem: Problem, device: Device | None = None) -> str:
+    """Return which kernels compute a block on a GPU, as `twell_describe` says it; None for the current GPU.
+
+    The first line is `route NAME`, each other one a launch.
+
+    Raises:
+        UserError: There are no kernels for the problem or the GPU; or as in `load`.
+    """
+    library = load()
+    function = functools.partial(library.twell_describe, problem, device)
+    if function(None, 0) == 0:
+        fault = library.twell_validate(problem)
+        message = fault.decode() if fault else "there is no GPU with compute capability 8.0 or later"
+        raise UserError("twell_describe", message, fix="Name one of the GPUs in twellc.plugins.library.GPUS")
+    return read_text(function)
+
+
+def read_text(function: Callable[[ctypes.Array[ctypes.c_char] | None, int], int]) -> str:
+    """Return what a function of the C API writes that takes a buffer and its size, and returns the size it needs."""
+    size = function(None, 0)
+    buffer = ctypes.create_string_buffer(max(size, 1))
+    function(buffer, size)
+    return buffer.value.decode()
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from twellc.config import (
     BACKENDS,
     DEFAULT_COMPRESSION,
     DEFAULT_DENSITY,
+    DEFAULT_GPU,
     DEFAULT_TOKENS,
     LOGITS,
     PADDINGS,
@@ -41,7 +42,7 @@ from twellc.config import (
 from twellc.cost import CostTable, LayerCosts
 from twellc.export.shapes import LARGEST_SIZE
 from twellc.passes.report import Attention, Layer
-from twellc.plugins.library import COMPRESSIONS
+from twellc.plugins.library import COMPRESSIONS, GPUS
 from twellc.profile_command import profile
 from twellc.report_command import report
 from twellc.terminal import (
@@ -65,6 +66,7 @@ from twellc.terminal import (
 
 if TYPE_CHECKING:
     from twellc.checks.checking import BlockAccuracy, CheckResult
+    from twellc.inspection.kernels import KernelTable
     from twellc.manifest import Manifest
 
 _FAULT = 70  # EX_SOFTWARE of sysexits.h
@@ -287,7 +289,11 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
 )  # fmt: skip
 @click.option(
     "--tokens", type=click.IntRange(1, LARGEST_SIZE), default=DEFAULT_TOKENS, show_default=True, metavar="N",
-    help="Tokens in a call to count operations and bytes of.",
+    help="Tokens in a call to count operations and bytes of, and to name the kernels of.",
+)  # fmt: skip
+@click.option(
+    "--gpu", type=click.Choice(tuple(GPUS)), default=DEFAULT_GPU, show_default=True,
+    help="The GPU whose kernels to name; none has to be there.",
 )  # fmt: skip
 @target_gpu_option
 @calibration_option
@@ -304,6 +310,9 @@ def inspect(target: Path, as_json: bool, **options: Any) -> None:
     density that is assumed; a plan says what was expected when it was compiled. A second table counts the FLOPs and
     bytes of each block in one call, with dense products and where only active neurons are computed: counts, no
     prediction of time.
+
+    Then come the kernels that compute each rewritten block in such a call: which route they are, and what is launched,
+    with its configuration.
     """
     with show_progress() as progress:
         found = twellc.inspect(target, progress=progress, **options)
@@ -319,6 +328,7 @@ def inspect(target: Path, as_json: bool, **options: Any) -> None:
         _print_libraries(description.manifest)
     if description.layers:
         _print_cost(found.cost)
+    _print_kernels(found.kernels)
     for node in description.nodes or ():
         weights = ", ".join(f"{name} {shape}" for name, shape in node.weights.items())
         click.echo(plain(f"{node.name}: {node.type}, {node.dtype}, {weights}"))
@@ -479,6 +489,20 @@ def _print_cost(cost: CostTable) -> None:
     console.print(
         "counts, no prediction of time; gathered: rows of active neurons, read token by token, mostly from caches"
     )
+
+
+def _print_kernels(kernels: KernelTable) -> None:
+    """Show the launches of each block; blocks that have the same ones together."""
+    console = open_console()
+    modules: dict[tuple[str, ...], list[str]] = {}
+    for block in kernels.blocks:
+        modules.setdefault((block.route, *block.launches), []).append(block.module)
+    for (route, *launches), names in modules.items():
+        console.print(
+            f"kernels on {kernels.gpu}, {kernels.tokens} tokens: {route}, for {first_few(names)}", soft_wrap=True
+        )
+        for launch in launches:
+            console.print(f"  {launch}", soft_wrap=True)
 
 
 def _print_accuracy(result: CheckResult) -> None:

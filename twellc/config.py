@@ -21,6 +21,7 @@ LOGITS = ("all", "last")
 DEFAULT_COMPRESSION = 8
 DEFAULT_DENSITY = 0.005
 DEFAULT_TOKENS = 2048
+DEFAULT_GPU = "H200"
 DEFAULT_BATCH = 8
 DEFAULT_REPEATS = 20
 
@@ -101,7 +102,8 @@ class InspectOptions:
         target: A model, a plan or a rewritten ONNX file.
         dtype: Precision to judge a model in; None takes the one that `twellc compile` would.
         density: Assumed share of gate activations that are not zero, to count operations and bytes and expect times at.
-        tokens: Tokens in a call to count operations and bytes of.
+        tokens: Tokens in a call to count operations and bytes of, and to name the kernels of.
+        gpu: The GPU whose kernels to name, of `twellc.plugins.library.GPUS`.
         target_gpu: See `CompileOptions`.
         trust_model: Load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
@@ -115,6 +117,7 @@ class InspectOptions:
     dtype: str | None = None
     density: float = DEFAULT_DENSITY
     tokens: int = DEFAULT_TOKENS
+    gpu: str = DEFAULT_GPU
     target_gpu: str | None = None
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()

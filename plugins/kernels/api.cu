@@ -4,15 +4,17 @@
 
 #include <algorithm>
 
-#include "dense.h"
-#include "few.h"
-#include "gate.h"
-#include "problem.cuh"
-#include "schedule.h"
-#include "sparse_rows.h"
-#include "split.h"
+#include "few_tokens/few.h"
+#include "host/problem.h"
+#include "many_tokens/dense.h"
+#include "many_tokens/gate.h"
+#include "many_tokens/schedule.h"
+#include "many_tokens/sparse_rows.h"
+#include "many_tokens/split.h"
+#include "many_tokens/up_down.h"
+#include "one_or_two_tokens/one_or_two.h"
+#include "routes.h"
 #include "twell/twell.h"
-#include "up_down.h"
 
 #if !defined(TWELL_VERSION)
 #error "TWELL_VERSION must be the project's version as a string literal"
@@ -27,8 +29,12 @@ using twell::num_tiles;
 using twell::words_per_tile;
 
 constexpr size_t kAlignment = 16;
+// twell_internal_dense and twell_internal_describe: not a number of rows.
 constexpr int64_t kDenseBlock = -3;
 constexpr int64_t kSplit = -5;
+// twell_internal_describe likewise: the routes, or the gate alone.
+constexpr int64_t kRoutes = -6;
+constexpr int64_t kGate = -7;
 constexpr int kMinComputeCapabilityMajor = 8;
 
 bool is_aligned(void const* pointer, size_t alignment) { return reinterpret_cast<uintptr_t>(pointer) % alignment == 0; }
@@ -116,6 +122,61 @@ cudaError_t run_split(twell_problem const& problem, twell_tensors const& tensors
     return run(split.rest, twell::kGuardDecides);
 }
 
+// The whole block.
+cudaError_t run(twell_problem const& problem, twell_tensors const& tensors, void* workspace, Device const& device,
+                cudaStream_t stream) {
+    uint32_t* const packed = static_cast<uint32_t*>(workspace);
+    void* const scratch = scratch_in(workspace, &problem);
+    twell::Route const route = twell::choose_route(problem, device);
+    if (device.trace != nullptr) {
+        device.trace->add("route %s\n", twell::name_of(route));
+    }
+    switch (route) {
+        case twell::Route::kOneOrTwoTokens:
+            return twell::launch_one_or_two(problem, tensors, scratch, device, stream);
+        case twell::Route::kFewTokens:
+            return twell::launch_few(problem, tensors, scratch, device, stream);
+        case twell::Route::kDenseBlock:
+            return twell::launch_dense_rows(problem, tensors, scratch, true, device, stream);
+        default:
+            if (twell::is_split(problem)) {
+                return run_split(problem, tensors, workspace, device, stream);
+            }
+            return run_steps(problem, tensors, packed, scratch, twell::kGuardDecides, device, stream);
+    }
+}
+
+// The same, but with so many rows on the dense path, or as a dense block, or split.
+cudaError_t run_forced(twell_problem const& problem, twell_tensors const& tensors, void* workspace, int64_t dense_rows,
+                       twell::Kernels choice, Device const& device, cudaStream_t stream) {
+    void* const scratch = scratch_in(workspace, &problem);
+    if (dense_rows == kDenseBlock) {
+        return twell::launch_dense_rows(problem, tensors, scratch, false, device, stream);
+    }
+    if (dense_rows == kSplit) {
+        return run_split(problem, tensors, workspace, device, stream, choice);
+    }
+    return run_steps(problem, tensors, static_cast<uint32_t*>(workspace), scratch, dense_rows, device, stream, choice);
+}
+
+// The device that is described, or the current one if it is null.
+cudaError_t find_device(twell_device const* described, Device& device) {
+    if (described == nullptr) {
+        return find_device(device);
+    }
+    device = {described->major, described->minor, described->multiprocessors, described->shared_bytes,
+              described->l2_bytes};
+    bool const exists = device.major >= kMinComputeCapabilityMajor && device.minor >= 0 &&
+                        device.num_multiprocessors > 0 && device.max_shared_bytes > 0 && device.l2_bytes > 0;
+    return exists ? cudaSuccess : cudaErrorNotSupported;
+}
+
+// Pointers that nobody follows, for a call that is only described.
+twell_tensors described_tensors(twell_problem const& problem, void* memory) {
+    bool const gated = problem.variant == TWELL_GATED;
+    return {memory, memory, memory, gated ? memory : nullptr, gated ? memory : nullptr, memory, memory, memory, memory};
+}
+
 }  // namespace
 
 extern "C" {
@@ -136,6 +197,16 @@ TWELL_API cudaError_t twell_internal_schedule(twell_problem const* problem, uint
 // choice of twell::Kernels. For tests, likewise.
 TWELL_API cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                            int64_t dense_rows, int32_t kernels, cudaStream_t stream);
+
+// twell_describe of a call of twell_internal_dense, or, for kRoutes, of twell_mlp, or, for kGate, of
+// twell_internal_gate. For tests, likewise.
+TWELL_API size_t twell_internal_describe(twell_problem const* problem, twell_device const* device, int64_t dense_rows,
+                                         int32_t kernels, char* text, size_t size);
+
+// The table of routes, as Markdown; and the rows of all tables of configurations: a line each, what twell_describe says
+// of a launch before the bar. They return what twell_describe does. For tests, likewise.
+TWELL_API size_t twell_internal_routes(char* text, size_t size);
+TWELL_API size_t twell_internal_configurations(char* text, size_t size);
 
 // Where a call of twell_internal_dense leaves how many neurons are hot, in device memory, and 256 bytes behind it which
 // ones; null if there are none. For tests, likewise.
@@ -199,7 +270,8 @@ size_t twell_workspace_bytes(twell_problem const* problem) {
     if (!is_valid(problem) || problem->tokens == 0) {
         return 0;
     }
-    size_t const few = twell::aligned(twell_packed_bytes(problem)) + twell::few_scratch_bytes(*problem);
+    size_t const few = twell::aligned(twell_packed_bytes(problem)) +
+                       std::max(twell::one_or_two_scratch_bytes(*problem), twell::few_scratch_bytes(*problem));
     return std::max({few, bytes_of_steps(*problem), twell::split_bytes(*problem, bytes_of_steps)});
 }
 
@@ -234,32 +306,55 @@ cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors
     TWELL_TRY(first_error({check_block_tensors(*problem, *tensors), check_required(workspace, kWorkspaceAlignment)}));
     Device device = {};
     TWELL_TRY(find_device(device));
-    void* const scratch = scratch_in(workspace, problem);
-    if (twell::is_dense_block(*problem, device)) {
-        return twell::launch_dense_rows(*problem, *tensors, scratch, true, device, stream);
+    return run(*problem, *tensors, workspace, device, stream);
+}
+
+size_t twell_describe(twell_problem const* problem, twell_device const* device, char* text, size_t size) {
+    return twell_internal_describe(problem, device, kRoutes, static_cast<int32_t>(twell::Kernels::kBest), text, size);
+}
+
+size_t twell_internal_describe(twell_problem const* problem, twell_device const* described, int64_t dense_rows,
+                               int32_t kernels, char* text, size_t size) {
+    Device device = {};
+    if (!is_valid(problem) || find_device(described, device) != cudaSuccess) {
+        return 0;
     }
-    if (twell::is_few(*problem, device)) {
-        return twell::launch_few(*problem, *tensors, scratch, device, stream);
+    twell::Text trace(text, size);
+    device.trace = &trace;
+    if (problem->tokens == 0) {
+        return trace.bytes();
     }
-    if (twell::is_split(*problem)) {
-        return run_split(*problem, *tensors, workspace, device, stream);
-    }
-    return run_steps(*problem, *tensors, static_cast<uint32_t*>(workspace), scratch, twell::kGuardDecides, device,
-                     stream);
+    void* const memory = reinterpret_cast<void*>(kWorkspaceAlignment);
+    twell_tensors const tensors = described_tensors(*problem, memory);
+    twell::Kernels const choice = static_cast<twell::Kernels>(kernels);
+    cudaError_t const error =
+        dense_rows == kRoutes ? run(*problem, tensors, memory, device, nullptr)
+        : dense_rows == kGate
+            ? twell::launch_gate(*problem, tensors, {static_cast<uint32_t*>(memory)}, device, nullptr, choice)
+            : run_forced(*problem, tensors, memory, dense_rows, choice, device, nullptr);
+    return error == cudaSuccess ? trace.bytes() : 0;
+}
+
+size_t twell_internal_routes(char* text, size_t size) {
+    twell::Text table(text, size);
+    twell::list_routes(table);
+    return table.bytes();
+}
+
+size_t twell_internal_configurations(char* text, size_t size) {
+    twell::Text rows(text, size);
+    twell::list_one_or_two(rows);
+    twell::list_few(rows);
+    twell::list_gate(rows);
+    twell::list_up_down(rows);
+    return rows.bytes();
 }
 
 cudaError_t twell_internal_dense(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                  int64_t dense_rows, int32_t kernels, cudaStream_t stream) {
     Device device = {};
     TWELL_TRY(find_device(device));
-    if (dense_rows == kDenseBlock) {
-        return twell::launch_dense_rows(*problem, *tensors, scratch_in(workspace, problem), false, device, stream);
-    }
-    if (dense_rows == kSplit) {
-        return run_split(*problem, *tensors, workspace, device, stream, static_cast<twell::Kernels>(kernels));
-    }
-    return run_steps(*problem, *tensors, static_cast<uint32_t*>(workspace), scratch_in(workspace, problem), dense_rows,
-                     device, stream, static_cast<twell::Kernels>(kernels));
+    return run_forced(*problem, *tensors, workspace, dense_rows, static_cast<twell::Kernels>(kernels), device, stream);
 }
 
 uint32_t const* twell_internal_hot_neurons(twell_problem const* problem, void* workspace, int32_t kernels) {

@@ -126,13 +126,14 @@ def without_residual() -> Iterator[Case]:
         yield dataclasses.replace(base, biases=biases, density=0.2, dtype=next(dtypes))
     yield dataclasses.replace(base, gated=False, d_model=72, density=0.2)  # no up projection: any d_model
     # Every number of tokens in a block on 132 multiprocessors, several tiles a cluster: rows by the cost of tilings
-    # (matmul_sm90.h), of which no test can see what is chosen.
+    # (matmul_sm90.h). That every tiling is reached is a test in test_routes.py.
     many = (257, 321, 337, 385, 449, 513, 577, 641, 705, 769, 833, 897, 961, 1057, 1089, 1201, 1217, 1297, 1345)
     many += (1441, 1489, 1537, 1601, 1665, 1729, 1793, 1857, 1921, 1985, 2500, 3557, 5000)
     for rows in many:
         yield Case(rows=rows, d_model=256, d_ff=5632, d_out=2048, density=0.2, biases="", dtype=next(dtypes))
     yield Case(rows=2048, d_model=2048, d_ff=5632, d_out=2048, density=0.9, biases="")
     yield Case(rows=600, d_model=4096, d_ff=11008, d_out=4096, density=0.05, biases="", dtype=FP16)
+    yield Case(rows=2180, d_model=64, d_ff=328, d_out=8, density=0.3)
 
 
 def table() -> Iterator[Case]:
@@ -262,6 +263,10 @@ def block_table() -> Iterator[Case]:
     for rows, d_ff in ((193, 10621), (500, 1038), (513, 6033)):
         yield Case(rows, 200, d_ff, 264, density=0.3, dtype=next(dtypes))
         yield Case(rows, 200, d_ff, 264, density=0.3, dtype=next(dtypes), residual=True)
+    # The smallest blocks of tokens of a wide down projection; two matrices with 96 tokens a block.
+    for rows, d_out in ((1, 8464), (36, 9136), (43, 9576), (51, 10944), (65, 8736)):
+        yield Case(rows, 192, 16, d_out, density=0.3, dtype=next(dtypes))
+    yield Case(95, 64, 3385, 16, density=0.3)
     # Parts of sums, with a residual.
     for rows, gated in itertools.product((1, 25, 41, 65, 97, 129, 161, 225, 513, 1585), (True, False)):
         yield Case(rows, 200, 5632, 1000, density=0.3, biases="d", dtype=next(dtypes), gated=gated, residual=True)

@@ -172,6 +172,7 @@ def without_residual() -> Iterator[Case]:
         yield dataclasses.replace(base, gated=gated, activation=activation, dtype=dtype)
     for d_ff, gated, rows in itertools.product((14784, 14785, 20000), (True, False), (20, 30, 40)):
         yield Case(rows=rows, d_model=264, d_ff=d_ff, d_out=72, density=0.004, gated=gated, dtype=next(dtypes))
+    yield Case(rows=60, d_model=192, d_ff=17212, d_out=2376, density=0.004, gated=False)  # more CTAs than places
     # A dense down projection, of whose neurons one to eight CTAs have a share, by its width and the tokens.
     for rows, d_out in itertools.product((12, 24, 48, 100), (520, 1032, 1544, 2312, 4104, 8712, 17000)):
         for gated in (True, False):

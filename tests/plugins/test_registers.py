@@ -14,7 +14,8 @@ GENERIC = ("80", "90a", "120")
 
 
 def compile_kernels(nvcc: Path, source: Path, architecture: str, output: Path) -> subprocess.CompletedProcess[str]:
-    command = [str(nvcc), "-std=c++17", "-O3", "-cubin", "-o", str(output), f"-I{KERNELS.parent / 'include'}"]
+    includes = [f"-I{KERNELS.parent / 'include'}", f"-I{KERNELS}"]
+    command = [str(nvcc), "-std=c++17", "-O3", "-cubin", "-o", str(output), *includes]
     command += [f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-Xptxas=-v,-warn-spills,-Werror"]
     return subprocess.run([*command, str(source)], check=False, capture_output=True, text=True)
 
@@ -23,15 +24,16 @@ def compile_kernels(nvcc: Path, source: Path, architecture: str, output: Path) -
 @pytest.mark.parametrize(
     ("source", "architecture", "fewest"),
     [
-        *itertools.product(("few.cu",), GENERIC, (6,)),
-        *itertools.product(("gate.cu", "up_down.cu"), GENERIC, (8,)),
-        *itertools.product(("dense_generic.cu",), GENERIC, (4,)),
-        *itertools.product(("schedule.cu",), GENERIC, (2,)),
-        ("gate_sm90.cu", "90a", 24),
-        ("few_sm90.cu", "90a", 8),
-        ("dense_sm90.cu", "90a", 48),
-        ("hidden_sm90.cu", "90a", 42),
-        ("hot_sm90.cu", "90a", 14),
+        *itertools.product(("few_tokens/few.cu",), GENERIC, (6,)),
+        *itertools.product(("one_or_two_tokens/one_or_two.cu",), GENERIC, (3,)),
+        *itertools.product(("many_tokens/gate.cu", "many_tokens/up_down.cu"), GENERIC, (8,)),
+        *itertools.product(("many_tokens/dense_generic.cu",), GENERIC, (4,)),
+        *itertools.product(("many_tokens/schedule.cu",), GENERIC, (2,)),
+        ("many_tokens/gate_sm90.cu", "90a", 24),
+        ("few_tokens/few_sm90.cu", "90a", 8),
+        ("many_tokens/dense_sm90.cu", "90a", 48),
+        ("dense_block/hidden_sm90.cu", "90a", 42),
+        ("many_tokens/chunks/hot_sm90.cu", "90a", 14),
     ],
 )
 def test_no_spills(source: str, architecture: str, fewest: int, nvcc: Path, tmp_path: Path) -> None:

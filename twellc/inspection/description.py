@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from twellc.base.records import OPTIONAL, Json, Record
 from twellc.cost import CostTable
+from twellc.inspection.kernels import KernelTable
 from twellc.manifest import Manifest
 from twellc.passes.report import Attention, Layer
 
@@ -63,10 +64,12 @@ class Inspection(Record):
     Attributes:
         description: What is known of the model or plan.
         cost: Operations and bytes of one call.
+        kernels: Which kernels compute the blocks in one call.
     """
 
     description: Description
     cost: CostTable
+    kernels: KernelTable
 
     @property
     def layers(self) -> list[Layer]:
@@ -77,5 +80,7 @@ class Inspection(Record):
         """Return everything as JSON types in one object; of a plan with what its manifest holds."""
         manifest = self.description.manifest
         if manifest is None:
-            return {**self.description.to_json(), "cost": self.cost.to_json()}
-        return {"kind": self.description.kind, **manifest.to_json(), "cost": self.cost.to_json()}
+            found = self.description.to_json()
+        else:
+            found = {"kind": self.description.kind, **manifest.to_json()}
+        return {**found, "cost": self.cost.to_json(), "kernels": self.kernels.to_json()}

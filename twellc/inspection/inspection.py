@@ -11,6 +11,7 @@ from twellc.config import InspectOptions, refuse_calibration, refuse_dtype
 from twellc.cost import count_costs
 from twellc.inputs import refuse_inputs
 from twellc.inspection.description import Description, Inspection
+from twellc.inspection.kernels import list_kernels
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.manifest import is_plan, read_manifest
 
@@ -23,12 +24,14 @@ def inspect_model(options: InspectOptions, progress: Callable[[str], None]) -> I
         progress: Receives the name of each step.
 
     Raises:
-        UserError: It is neither a model nor a plan, or not one that `dtype` or `inputs` are for.
+        UserError: It is neither a model nor a plan, or not one that `dtype` or `inputs` are for; or the plugin library
+            is missing.
     """
     found = _describe(options, progress)
     if options.in_memory:
         found = replace(found, kind=options.in_memory)
-    return Inspection(found, count_costs(found.layers, options.tokens, options.density))
+    cost = count_costs(found.layers, options.tokens, options.density)
+    return Inspection(found, cost, list_kernels(found.layers, options.tokens, options.gpu))
 
 
 def _describe(options: InspectOptions, progress: Callable[[str], None]) -> Description:

@@ -55,6 +55,15 @@ typedef struct {
     int32_t hot;          // 0 to d_ff: so many neurons, the first ones, had better be computed densely; see twell_mlp
 } twell_problem;
 
+// A GPU, in the words of cudaDeviceGetAttribute.
+typedef struct {
+    int32_t major;            // cudaDevAttrComputeCapabilityMajor
+    int32_t minor;            // cudaDevAttrComputeCapabilityMinor
+    int32_t multiprocessors;  // cudaDevAttrMultiProcessorCount
+    int32_t shared_bytes;     // cudaDevAttrMaxSharedMemoryPerBlockOptin
+    int32_t l2_bytes;         // cudaDevAttrL2CacheSize
+} twell_device;
+
 // Device pointers, 16-byte aligned. Biases and residual may be null. `w_up` and `b_up` are null for TWELL_PLAIN.
 // Inputs may overlap each other; the residual may be x. None may overlap y.
 typedef struct {
@@ -92,7 +101,7 @@ TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors con
                                  cudaStream_t stream);
 
 // The whole block. `workspace` is device memory, 256-byte aligned; what it holds before and after has no meaning. Which
-// kernels run depends on the device, `tokens` and the layer: plugins/kernels/README.md says which. All of them promise:
+// kernels run depends on the device, `tokens` and the layer: twell_describe says which. All of them promise:
 //  - a neuron that does not fire adds exactly 0, whatever its rows of w_up and w_down hold;
 //  - a NaN in a row of x reaches all of that row of y, a NaN in the residual its place of y;
 //  - of finite inputs, only z and y can overflow, where they leave the range of the element type; u and h cannot;
@@ -106,6 +115,14 @@ TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors con
 // cannot gain ignore it, and so does fp16, where sums over these neurons alone may be out of range.
 TWELL_API cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                 size_t workspace_bytes, cudaStream_t stream);
+
+// Says which kernels twell_mlp launches for a problem: a line "route NAME", then one for each launch, in order, "KERNEL
+// [NAME=VALUE ...] | grid=XxY threads=N shared=BYTES [NAME=VALUE ...]". What stands before the bar tells which compiled
+// kernel it is, the rest how it is launched; "scratch=USED/MOST" counts elements of a piece of the workspace. With no
+// tokens there is no line. `device` says which GPU, and may be null for the current one; else none has to be there.
+// Writes at most `size` bytes to `text`, of which the last one is 0, and returns how many bytes all of it takes; 0 for
+// a problem that twell_validate refuses, or a device below compute capability 8.0 or none.
+TWELL_API size_t twell_describe(twell_problem const* problem, twell_device const* device, char* text, size_t size);
 
 // Version of this library, "major.minor.patch".
 TWELL_API char const* twell_version(void);

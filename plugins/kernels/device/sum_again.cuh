@@ -1,0 +1,120 @@
+// Values of y that a matrix product cannot tell, summed again over the active neurons.
+//
+// A product with h rounded to the element type, and 0 for inactive neurons, is not finite in more cases than the
+// contract allows: u or h may be out of the element type's range, and 0 times an inactive neuron's weight that is
+// infinite or NaN is NaN.
+#pragma once
+
+#include "device/element.cuh"
+#include "device/epilogue.cuh"
+#include "device/vector.cuh"
+#include "host/problem.h"
+#include "twell/twell.h"
+
+namespace twell {
+
+template <class Element>
+__device__ __forceinline__ bool is_finite(uint4 vector) {
+    return (Element::is_not_finite2(vector.x) | Element::is_not_finite2(vector.y) | Element::is_not_finite2(vector.z) |
+            Element::is_not_finite2(vector.w)) == 0;
+}
+
+// Bit i: element i is not finite.
+template <class Element>
+__device__ __forceinline__ uint32_t find_not_finite(uint4 vector) {
+    uint32_t const words[4] = {vector.x, vector.y, vector.z, vector.w};
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        uint32_t const found = Element::is_not_finite2(words[i]);
+        bits |= ((found & 1) | (found >> 31 << 1)) << (2 * i);
+    }
+    return bits;
+}
+
+// z or u of one neuron of a row, in fp32, by one warp.
+template <class Element, int kLoads>
+__device__ __forceinline__ float project(BlockTensors const& block, int64_t row, uint16_t const* weights,
+                                         uint16_t const* bias, int neuron) {
+    float const sum = dot_row<Element, kLoads>(block.x + row * block.d_model,
+                                               weights + static_cast<int64_t>(neuron) * block.d_model, block.d_model);
+    return bias == nullptr ? sum : sum + Element::to_float(bias[neuron]);
+}
+
+// h of one neuron of a row of a gated block, where only z and g are rounded, by one warp; false if it is inactive.
+template <class Element, int kLoads>
+__device__ __forceinline__ bool compute_h(float& h, BlockTensors const& block, int64_t row, int neuron) {
+    uint16_t const g =
+        activate<Element>(project<Element, kLoads>(block, row, block.w_gate, block.b_gate, neuron), block.act);
+    if (!is_nonzero(g)) {
+        return false;
+    }
+    float const u = project<Element, kLoads>(block, row, block.w_up, block.b_up, neuron);
+    h = Element::to_float(g) * (block.relu_on_up && u <= 0.0f ? 0.0f : u);  // NaN is kept
+    return true;
+}
+
+// y of a row in kVector columns, by one warp. h_row is the row's h, rounded: where that is finite and not 0, it is
+// used. An inactive neuron's is 0, but so may be an active one's. kLoads: see dot_row; fewer take fewer registers.
+template <class Element, int kLoads = 4>
+__device__ __forceinline__ void sum_again(BlockTensors const& block, uint16_t const* h_row, int64_t row,
+                                          int first_column) {
+    constexpr uint32_t kAllColumns = (1u << kVector) - 1;
+    int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    float sums[kVector] = {};  // over this lane's neurons
+    float sum = 0.0f;          // of this lane's column, over neurons that the warp takes one by one
+    uint32_t nans = 0;         // columns whose sum is a NaN by now, whatever else is added
+    for (int begin = 0; begin < block.d_ff && nans != kAllColumns; begin += kWarpSize) {
+        int const neuron = begin + lane;
+        bool const exists = neuron < block.d_ff;
+        float const h = Element::to_float(exists ? __ldcg(h_row + neuron) : uint16_t{0});
+        uint4 const weights =
+            exists ? load_vector(block.w_down + static_cast<int64_t>(neuron) * block.d_out + first_column)
+                   : make_uint4(0, 0, 0, 0);
+        uint32_t const bad_weights = find_not_finite<Element>(weights);
+        bool const is_simple = fabsf(h) < INFINITY && (bad_weights & ~nans) == 0;
+        if (is_simple && h != 0.0f) {
+            float values[kVector];
+            unpack<Element>(values, weights);
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) {
+                sums[k] = fmaf(h, values[k], sums[k]);
+            }
+        }
+        uint32_t rest = __ballot_sync(0xffffffffu, !is_simple);
+        for (; rest != 0 && nans != kAllColumns; rest &= rest - 1) {
+            int const owner = __ffs(rest) - 1;
+            float one_h = __shfl_sync(0xffffffffu, h, owner);
+            if (one_h == 0.0f && (__shfl_sync(0xffffffffu, bad_weights, owner) & ~nans) == 0) {
+                continue;  // it would change nothing
+            }
+            // Of a plain block h is g: exact, and 0 only if inactive.
+            bool is_active = one_h != 0.0f;
+            if (block.w_up != nullptr && !(is_active && fabsf(one_h) < INFINITY)) {
+                is_active = compute_h<Element, kLoads>(one_h, block, row, begin + owner);
+            }
+            if (is_active && lane < kVector) {
+                int64_t const place = static_cast<int64_t>(begin + owner) * block.d_out + first_column + lane;
+                sum = fmaf(one_h, Element::to_float(block.w_down[place]), sum);
+            }
+            nans = __ballot_sync(0xffffffffu, isnan(sum));
+        }
+    }
+    // A lane keeps its column's.
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+#pragma unroll
+        for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+            sums[k] += __shfl_xor_sync(0xffffffffu, sums[k], distance);
+        }
+        sum += lane == k ? sums[k] : 0.0f;
+    }
+    if (lane < kVector) {
+        int const column = first_column + lane;
+        float value[1] = {sum};
+        add_bias_and_residual<Element>(value, block, row, column);
+        block.y[row * block.d_out + column] = Element::from_float(value[0]);
+    }
+}
+
+}  // namespace twell

@@ -1,0 +1,96 @@
+// What the launchers derive from a twell_problem.
+#pragma once
+
+#include <stddef.h>
+
+#include "device/element.cuh"
+#include "twell/twell.h"
+
+namespace twell {
+
+inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+// Products of the gate projection.
+inline float gate_products(twell_problem const& problem) {
+    return static_cast<float>(problem.tokens) * static_cast<float>(problem.d_model) * static_cast<float>(problem.d_ff);
+}
+
+inline int num_tiles(twell_problem const& problem) { return static_cast<int>(ceil_div(problem.d_ff, TWELL_TILE)); }
+
+// 32-bit words of one tile of one row: the count, then the slots.
+inline int words_per_tile(twell_problem const& problem) { return TWELL_TILE / problem.compression; }
+
+// Elements in a row of the spilled matrix, see pack.cuh.
+inline int64_t spilled_stride(twell_problem const& problem) {
+    return static_cast<int64_t>(num_tiles(problem)) * TWELL_TILE;
+}
+
+// Pieces of the workspace start at multiples of this.
+constexpr size_t kWorkspaceAlignment = 256;
+
+inline size_t aligned(size_t bytes) {
+    return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
+
+// Cuts memory into pieces of kWorkspaceAlignment.
+template <class T>
+T* take(unsigned char*& memory, int64_t count) {
+    T* const piece = reinterpret_cast<T*>(memory);
+    memory += aligned(static_cast<size_t>(count) * sizeof(T));
+    return piece;
+}
+
+// What take_all(memory) takes of a memory, in all.
+template <class TakeAll>
+size_t bytes_taken(TakeAll take_all) {
+    unsigned char* end = nullptr;
+    take_all(end);
+    return reinterpret_cast<size_t>(end);
+}
+
+inline size_t spilled_bytes(twell_problem const& problem) {
+    return aligned(static_cast<size_t>(problem.tokens) * spilled_stride(problem) * sizeof(uint16_t));
+}
+
+inline Activation activation_of(twell_problem const& problem) {
+    float const cut = problem.activation == TWELL_FATRELU ? problem.threshold : 0.0f;
+    uint32_t const bits = problem.dtype == TWELL_BF16 ? Bf16::round_down(cut) : Fp16::round_down(cut);
+    return {bits << 16 | bits, problem.activation == TWELL_RELU2};
+}
+
+// What y is computed from: the beginning of most kernels' parameters, whatever they need of it.
+struct BlockTensors {
+    uint16_t const* x;         // [tokens, d_model]
+    uint16_t const* w_gate;    // [d_ff, d_model]
+    uint16_t const* b_gate;    // [d_ff] or null
+    uint16_t const* w_up;      // [d_ff, d_model], null in a plain block
+    uint16_t const* b_up;      // [d_ff] or null
+    uint16_t const* w_down;    // [d_ff, d_out]
+    uint16_t const* b_down;    // [d_out] or null
+    uint16_t const* residual;  // [tokens, d_out] or null
+    uint16_t* y;               // [tokens, d_out]
+    int d_model;
+    int d_ff;
+    int d_out;
+    bool relu_on_up;  // dReLU
+    Activation act;
+};
+
+inline void set_block(BlockTensors& block, twell_problem const& problem, twell_tensors const& tensors) {
+    block.x = static_cast<uint16_t const*>(tensors.x);
+    block.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
+    block.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
+    block.w_up = static_cast<uint16_t const*>(tensors.w_up);
+    block.b_up = static_cast<uint16_t const*>(tensors.b_up);
+    block.w_down = static_cast<uint16_t const*>(tensors.w_down);
+    block.b_down = static_cast<uint16_t const*>(tensors.b_down);
+    block.residual = static_cast<uint16_t const*>(tensors.residual);
+    block.y = static_cast<uint16_t*>(tensors.y);
+    block.d_model = problem.d_model;
+    block.d_ff = problem.d_ff;
+    block.d_out = problem.d_out;
+    block.relu_on_up = problem.activation == TWELL_DRELU;
+    block.act = activation_of(problem);
+}
+
+}  // namespace twell

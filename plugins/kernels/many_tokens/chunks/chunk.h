@@ -1,0 +1,74 @@
+// Chunks: what chunk_up.cuh multiplies, pairs of a row and an active neuron that lie in one block of neurons.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "host/launch.h"
+#include "many_tokens/chunks/hot.h"
+#include "twell/twell.h"
+
+namespace twell {
+
+// A multiprocessor holds kSlabColumns columns of Wu of a block of neurons in shared memory.
+constexpr int kSlabColumns = 64;
+constexpr int kMostBlockNeurons = 1472;
+constexpr int kMostNeuronBlocks = 16;
+// Behind the blocks of neurons that lie side by side comes one of the hot neurons, whose u are another kernel's.
+constexpr int kMostBlocks = kMostNeuronBlocks + 1;
+
+// A chunk has pairs of up to eight rows: kOctets octets with pairs of two rows each.
+constexpr int kOctetPairs = 8;
+constexpr int kOctets = 4;
+constexpr int kChunkPairs = kOctetPairs * kOctets;
+constexpr int kRowsOfOctet = 2;
+constexpr int kRowsOfChunk = kRowsOfOctet * kOctets;
+
+// So many neighbouring rows, a run, share their chunks. They have at most kRunChunks for each block of neurons on
+// average, and kRunChunksOfBlock for any; also for the hot neurons', which do not count towards the average.
+constexpr int kRunRows = 64;
+constexpr int kRunChunks = 25;
+constexpr int kRunChunksOfBlock = 50;
+
+constexpr uint32_t kSecondRow = 1u << 31;  // in an entry: the pair is of the second of the octet's rows
+
+struct Chunk {
+    // Pair i of octet o is word i * kOctets + o: which of its block's neurons, and maybe kSecondRow.
+    uint32_t entries[kChunkPairs];
+    uint32_t rows[kRowsOfChunk];  // of x
+    // Pair i of octet o is word o * kOctetPairs + i: which of its row's list it is, in the low half, and the bits of g
+    // in the high half; or kNoPair.
+    uint32_t items[kChunkPairs];
+};
+constexpr uint32_t kNoPair = 0xffffffffu;
+// What the product needs of a chunk.
+constexpr int kChunkFrontBytes = offsetof(Chunk, items);
+static_assert(kChunkFrontBytes % sizeof(uint4) == 0 && sizeof(Chunk) % sizeof(uint4) == 0, "copied in vectors");
+
+// Where chunks lie in a piece of device memory of chunk_bytes(problem), 256-byte aligned. Without memory there are
+// none.
+struct Chunks {
+    uint32_t* counts;  // [num_blocks + 1]: chunks of each block of neurons
+    Chunk* chunks;     // [num_blocks + 1, block_capacity]
+    float* sums;       // [chunks of all but the last, block by block, num_slabs, kChunkPairs]: parts of x . Wu[n]
+    HotNeurons hot;    // of the last block; without memory there are none
+    uint32_t block_capacity;  // the most chunks of a block
+    int num_blocks;           // of neurons, without the last one
+    int block_neurons;
+    uint32_t inverse;  // of block_neurons: 2^32 / block_neurons, rounded up
+    int num_slabs;
+};
+
+// Whether rows of the sparse path are multiplied by chunks. Kernels::kSm90: wherever they can be.
+bool has_chunks(twell_problem const& problem, Device const& device, Kernels choice);
+
+// So many non-zeros of a row find a place in chunks, on average.
+float nonzeros_in_chunks(twell_problem const& problem);
+
+// Never shrinks when `tokens` grows; the same on every device.
+size_t chunk_bytes(twell_problem const& problem);
+
+// Small calls have no hot neurons. Kernels::kSm90: all may.
+Chunks chunks_at(twell_problem const& problem, Kernels choice, void* memory);
+
+}  // namespace twell

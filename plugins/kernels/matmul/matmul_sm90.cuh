@@ -1,0 +1,708 @@
+// Matrix products on Hopper (sm_90a): TMA, mbarriers, wgmma. What the gate and the dense path have in common.
+//
+// The products are computed transposed, neurons x tokens, because the tensor cores' second extent is free: any multiple
+// of 8 up to 256. So a launch can cut the tokens into blocks that fill its last round of tiles. A pair of CTAs, a
+// cluster, computes [one tile of 2 x 128 neurons, one block of tokens] at a time; both need the same tokens, so each
+// loads half of them for both. Or the tile is [128 neurons, two blocks of tokens], and weights are what they share. Or
+// the product is not transposed: the tile is [block of neurons, 2 x 128 tokens], where the neurons can be cut freely.
+// ("Neurons" are the columns of the result, also where these are d_out.) The kernels have
+//   a loader       which brings slices of the weights and the tokens into the stages, across the boundaries of tiles;
+//   two consumers  warpgroups, of 64 neurons (if tall, tokens) each, which multiply and leave the rounded result in
+//                  shared memory;
+//   helpers        three warps, which carry that result on while the consumers are at the next tile.
+// A kernel may multiply the same tokens by several weight matrices at once.
+#pragma once
+
+#include <cuda.h>
+
+#include "device/cluster.cuh"
+#include "device/element.cuh"
+#include "device/wgmma.cuh"
+#include "matmul/matmul_generic.cuh"
+#include "packed/pack.cuh"
+#include "twell/twell.h"
+
+namespace twell::matmul_sm90 {
+
+constexpr int kClusterSize = 2;
+constexpr int BLOCK_M = TWELL_TILE / kClusterSize;  // neurons of a CTA, if tall tokens
+constexpr int BLOCK_K = 64;
+constexpr int WGMMA_M = 64;
+constexpr int WGMMA_K = 16;
+constexpr int kRowsPerSwizzle = 8;
+constexpr int kRowElements = 64;  // in a row of shared memory, as long as the swizzle pattern
+constexpr int kBytesRow = kRowElements * 2;
+constexpr int kWarpNeurons = 16;  // of a consumer warp, or tokens
+constexpr int kBytesWarpRow = kWarpNeurons * 2;
+static_assert(BLOCK_K == kRowElements && WGMMA_M == kRowElements, "a row lies along K or along M");
+
+constexpr int kWarpgroupSize = 128;
+constexpr int kWarpgroupWarps = kWarpgroupSize / kWarpSize;
+constexpr int kConsumers = BLOCK_M / WGMMA_M;  // warpgroups
+constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
+constexpr int kThreads = (1 + kConsumers) * kWarpgroupSize;
+constexpr int kHelpers = kWarpgroupWarps - 1;  // warps
+
+// Registers a thread. The kernels start with as many as __launch_bounds__ gives each; then the first warpgroup gives
+// some of its own to the consumers, whose accumulators alone take up to 128.
+constexpr int kRegistersFirst = 88;
+constexpr int kRegistersConsumer = 208;
+constexpr bool registers_suffice(int first, int consumer) {
+    return (first + kConsumers * consumer) * kWarpgroupSize <= 65536 / kThreads / 8 * 8 * kThreads;
+}
+static_assert(registers_suffice(kRegistersFirst, kRegistersConsumer), "setmaxnreg.inc would wait for ever");
+
+// Token blocks that are visited with all tiles before the next ones: about 8 x 256 rows of x and as many neurons'
+// weights are then at work at a time, the least traffic from memory to L2.
+constexpr int kGroupBlocks = 8;
+
+constexpr int kMaxSharedBytes = 227 * 1024;
+
+// How a cluster's two CTAs divide a tile, and what they share.
+enum class Layout {
+    kSharesTokens,   // [2 x 128 neurons, a block of tokens]
+    kSharesWeights,  // [128 neurons, 2 blocks of tokens]
+    kTall,           // [a block of neurons, 2 x 128 tokens], sharing weights: the product is not transposed
+};
+
+// Tokens in a block, if tall neurons; a multiple of 8, at most 256. Either there is room for the whole result, which
+// helpers carry on, or each consumer warp has a little and carries it on itself. So many weight matrices are multiplied
+// at once.
+template <int kBlock, bool kResultInShared = true, int kMatrices = 1, Layout kTileLayout = Layout::kSharesTokens>
+struct Config {
+    static constexpr int BLOCK_N = kBlock;
+    static constexpr int kProducts = kMatrices;
+    static constexpr Layout kLayout = kTileLayout;
+    static constexpr int kAccumulators = WGMMA_M * BLOCK_N / kWarpgroupSize;  // of one product
+    static constexpr bool kSharesTokens = kTileLayout == Layout::kSharesTokens;
+    static constexpr bool kSharesWeights = kTileLayout == Layout::kSharesWeights;
+    static constexpr bool kIsTall = kTileLayout == Layout::kTall;
+    static constexpr int kTileNeurons = kIsTall ? BLOCK_N : kSharesTokens ? kClusterSize * BLOCK_M : BLOCK_M;
+    static constexpr int kTokens = kIsTall ? BLOCK_M : BLOCK_N;  // of a CTA
+    static constexpr int kTileTokens = kSharesTokens ? kTokens : kClusterSize * kTokens;
+    // Each CTA loads that many tokens: its own, or half of a shared block, whole swizzle patterns. The halves may
+    // overlap by one.
+    static constexpr int kRowsLoaded =
+        kSharesTokens ? (BLOCK_N / kClusterSize + kRowsPerSwizzle - 1) / kRowsPerSwizzle * kRowsPerSwizzle : kTokens;
+    // And of each matrix that many weights: half of a shared block; if tall, one of two matrices.
+    static constexpr int kWeightRowsLoaded = kIsTall ? BLOCK_N : kSharesWeights ? BLOCK_M / kClusterSize : BLOCK_M;
+    static_assert(BLOCK_N % 8 == 0 && BLOCK_N >= 16 && BLOCK_N <= 256, "what wgmma can do");
+    static_assert(!kIsTall || kProducts == kClusterSize, "each CTA loads a matrix");
+
+    // Shared memory: stages of A (weights), 128 neurons of each matrix, and B (tokens) [BLOCK_N, BLOCK_K], or if tall
+    // of A (tokens) and B (weights), [BLOCK_N, BLOCK_K] of each matrix, swizzled by TMA; the rounded result, [BLOCK_N,
+    // 64 neurons] of each consumer or twice [16 tokens, 16 neurons] of each warp; barriers.
+    static constexpr int kBytesMatrix = (kIsTall ? BLOCK_N : BLOCK_M) * BLOCK_K * 2;
+    static constexpr int kBytesTokens = kTokens * BLOCK_K * 2;
+    static constexpr int kBytesA = kIsTall ? kBytesTokens : kProducts * kBytesMatrix;
+    static constexpr int kBytesB = kIsTall ? kProducts * kBytesMatrix : kBytesTokens;
+    static constexpr int kBytesStage = kBytesA + kBytesB;
+    static constexpr int kBytesLoaded =  // into a stage
+        kProducts * kBytesMatrix + (kSharesTokens ? kClusterSize : 1) * kRowsLoaded * BLOCK_K * 2;
+    static constexpr int kBytesResultPart = BLOCK_N * kBytesRow;
+    static constexpr int kBytesWarp = 2 * 2 * kRowsPerSwizzle * kBytesWarpRow;
+    static constexpr int kBytesResult = kResultInShared ? kConsumers * kBytesResultPart : kConsumerWarps * kBytesWarp;
+    static constexpr int kMoreBarriers = 4;  // for what a kernel does with the result
+    static constexpr int kMostStages = (kMaxSharedBytes - 128 - kBytesResult) / kBytesStage;
+    static constexpr int kNumStages = kMostStages < 8 ? kMostStages : 8;
+    static constexpr int kOffsetResult = kNumStages * kBytesStage;
+    static constexpr int kOffsetBarriers = kOffsetResult + kBytesResult;
+    static constexpr int kOffsetMoreBarriers = kOffsetBarriers + 2 * kNumStages * 8;
+    static constexpr int kSharedBytes = kOffsetMoreBarriers + kMoreBarriers * 8;
+    static_assert(kNumStages >= 3 && kSharedBytes <= kMaxSharedBytes, "what a block of sm_90 can have");
+    static_assert(kBytesStage % 1024 == 0 && kBytesResultPart % 1024 == 0,
+                  "swizzle patterns of 128 bytes start at multiples of 1024");
+};
+
+// Of the products' common extent, in steps of BLOCK_K.
+struct Slices {
+    int begin;
+    int end;
+
+    __device__ __forceinline__ int count() const { return end - begin; }
+};
+
+// Which tokens and neurons are the i-th to be computed.
+struct Tile {
+    int block_idx;
+    int tile_idx;
+
+    __device__ __forceinline__ Tile(int num_blocks, int num_tiles, int i) {
+        int const per_group = kGroupBlocks * num_tiles;
+        int const within = i % per_group;
+        int const first_block = i / per_group * kGroupBlocks;
+        int const blocks = min(num_blocks - first_block, kGroupBlocks);
+        tile_idx = within / blocks;
+        block_idx = first_block + within % blocks;
+    }
+
+    // The first of a CTA's part.
+    template <class Cfg>
+    __device__ __forceinline__ int neuron_of(int rank) const {
+        return tile_idx * Cfg::kTileNeurons + (Cfg::kSharesTokens ? rank * BLOCK_M : 0);
+    }
+
+    template <class Cfg>
+    __device__ __forceinline__ int token_of(int rank) const {
+        return block_idx * Cfg::kTileTokens + (Cfg::kSharesTokens ? 0 : rank * Cfg::kTokens);
+    }
+};
+
+// The tokens that a CTA multiplies: a block from `begin` on. The first `skipped` are another CTA's, and from `end` on
+// there are none. For TMA takes longer to fill up for tokens that are not there than to read some again.
+struct Tokens {
+    int begin;
+    int skipped;
+    int end;  // counted from `begin`
+
+    // Its own ones begin with `own`.
+    __device__ __forceinline__ Tokens(int own, int block, int num_tokens)
+        : begin(max(min(own, num_tokens - block), 0)), skipped(own - begin), end(min(num_tokens - begin, block)) {}
+
+    // Those of a CTA's part of a tile.
+    template <class Cfg>
+    __device__ __forceinline__ static Tokens of(Tile const& tile, int rank, int num_tokens) {
+        return Tokens(tile.token_of<Cfg>(rank), Cfg::kTokens, num_tokens);
+    }
+
+    // Whether its i-th token is one of its own.
+    __device__ __forceinline__ bool has(int i) const { return i >= skipped && i < end; }
+};
+
+__device__ __forceinline__ uint32_t shared_address(void const* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// mbarriers
+
+__device__ __forceinline__ void init_barrier(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Waits for the end of the phase with this parity. A fresh barrier counts as having ended a phase of parity 1.
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// After init_barrier, before sync_cluster().
+__device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives at the barrier of this name in a CTA of the cluster. NOTE: orders nothing for the other CTA's ordinary reads.
+__device__ __forceinline__ void arrive_at_cta(uint32_t barrier, uint32_t cta) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+        "}\n" ::"r"(barrier),
+        "r"(cta)
+        : "memory");
+}
+
+// The same, and what this thread has seen or done before is visible to who waits there with wait_for_cluster().
+__device__ __forceinline__ void release_to_cta(uint32_t barrier, uint32_t cta) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+        "}\n" ::"r"(barrier),
+        "r"(cta)
+        : "memory");
+}
+
+__device__ __forceinline__ void wait_for_cluster(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void arrive_and_expect(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// TMA. Rows and columns outside the matrix become zeros and count as bytes that came.
+
+__device__ __forceinline__ void prefetch_map(CUtensorMap const& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+__device__ __forceinline__ void load_box(uint32_t destination, CUtensorMap const& map, uint32_t barrier, int column,
+                                         int row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            destination),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row)
+        : "memory");
+}
+
+// Brings what load_box would load to L2.
+__device__ __forceinline__ void prefetch_box(CUtensorMap const& map, int column, int row) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row)
+                 : "memory");
+}
+
+// load_box into all CTAs of the cluster: at the same place, signalled at the same barrier of each.
+__device__ __forceinline__ void load_box_for_all(uint32_t destination, CUtensorMap const& map, uint32_t barrier,
+                                                 int column, int row) {
+    uint16_t const ctas = (1 << kClusterSize) - 1;
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%4, %5}], [%2], %3;" ::"r"(destination),
+        "l"(&map), "r"(barrier), "h"(ctas), "r"(column), "r"(row)
+        : "memory");
+}
+
+// Brings so many bytes, a multiple of 16, to L2.
+__device__ __forceinline__ void prefetch_bytes(void const* pointer, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
+}
+
+// wgmma
+
+// Describes rows of 64 elements in a stage, from `address` on; groups of 8 rows follow each other. For a K-major matrix
+// the rows' elements lie along K, for an M-major one along M; then the rows do along K.
+__device__ __forceinline__ uint64_t describe(uint32_t address) {
+    return static_cast<uint64_t>((address & 0x3ffffu) >> 4) | uint64_t{1} << 16 |
+           uint64_t{kRowsPerSwizzle * kBytesRow >> 4} << 32 | uint64_t{1} << 62;
+}
+
+__device__ __forceinline__ void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait_wgmma() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Goes round the stages; `parity` is that of the phase in which the present round fills them.
+template <int kNumStages>
+struct Ring {
+    int stage = 0;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == kNumStages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// Where everything lies in shared memory, which starts at `base`. A stage is full when all its bytes are there, and
+// empty when the consumers of both CTAs are done with it, since either CTA writes into both.
+template <class Cfg>
+struct Shared {
+    uint32_t base;
+
+    __device__ __forceinline__ uint32_t stage_a(int stage) const { return base + stage * Cfg::kBytesStage; }
+    __device__ __forceinline__ uint32_t stage_b(int stage) const { return stage_a(stage) + Cfg::kBytesA; }
+    __device__ __forceinline__ uint32_t stage_weights(int stage) const {
+        return Cfg::kIsTall ? stage_b(stage) : stage_a(stage);
+    }
+    __device__ __forceinline__ uint32_t stage_tokens(int stage) const {
+        return Cfg::kIsTall ? stage_a(stage) : stage_b(stage);
+    }
+    __device__ __forceinline__ uint32_t result() const { return base + Cfg::kOffsetResult; }
+    __device__ __forceinline__ uint32_t stage_full(int stage) const { return barrier(stage); }
+    __device__ __forceinline__ uint32_t stage_empty(int stage) const { return barrier(Cfg::kNumStages + stage); }
+    // One of those that a kernel may use as it likes.
+    __device__ __forceinline__ uint32_t more_barrier(int i) const { return barrier(2 * Cfg::kNumStages + i); }
+
+    // By one thread, before sync_cluster().
+    __device__ __forceinline__ void init_stages() const {
+        for (int stage = 0; stage < Cfg::kNumStages; ++stage) {
+            init_barrier(stage_full(stage), 1);
+            init_barrier(stage_empty(stage), kClusterSize * kConsumerWarps);
+        }
+    }
+
+  private:
+    __device__ __forceinline__ uint32_t barrier(int i) const { return base + Cfg::kOffsetBarriers + i * 8; }
+};
+
+// Loads the slices of tiles, by one thread of each CTA. The weights are one or several [neurons, K] in boxes of
+// [kWeightRowsLoaded, BLOCK_K], or, if transposed, [K, neurons] in boxes of [BLOCK_K, WGMMA_M]; the tokens are
+// [tokens, K] in boxes of [kRowsLoaded, BLOCK_K].
+template <class Cfg, bool kTransposedA>
+struct Loader {
+    Shared<Cfg> const& shared;
+    CUtensorMap const* weights;  // [kProducts]
+    CUtensorMap const& tokens;
+    int rank;
+    int num_tokens;
+    int num_neurons;
+    Ring<Cfg::kNumStages> ring = {};
+
+    __device__ __forceinline__ void load(Tile const& tile, Slices slices) {
+        for (int slice = slices.begin; slice < slices.end; ++slice) {
+            load_slice(tile, slice);
+        }
+    }
+
+    // The same for the first tile, if its tokens must not be read before wait(): the weights come earlier. What fits in
+    // the stages is all that is loaded unless goes_on().
+    template <class Wait, class GoesOn>
+    __device__ __forceinline__ bool load_first(Tile const& tile, Slices slices, Wait wait, GoesOn goes_on) {
+        int const ahead = min(slices.count(), Cfg::kNumStages);
+        for (int stage = 0; stage < ahead; ++stage) {
+            load_weights(tile, slices.begin + stage, stage);
+        }
+        wait();
+        for (int stage = 0; stage < ahead; ++stage, ring.advance()) {
+            load_tokens(tile, slices.begin + stage, stage);
+        }
+        if (!goes_on()) {
+            for (int stage = 0; stage < ahead; ++stage) {
+                wait_barrier(shared.stage_full(stage), 0);
+            }
+            return false;
+        }
+        load(tile, {slices.begin + ahead, slices.end});
+        return true;
+    }
+
+    // When both CTAs' consumers are done with all that was loaded, nobody signals this one's barriers any more, so that
+    // it may end.
+    __device__ __forceinline__ void wait_for_consumers() {
+        for (int i = 0; i < Cfg::kNumStages; ++i) {
+            wait_barrier(shared.stage_empty(ring.stage), ring.parity ^ 1);
+            ring.advance();
+        }
+    }
+
+  private:
+    __device__ __forceinline__ void load_slice(Tile const& tile, int slice) {
+        wait_barrier(shared.stage_empty(ring.stage), ring.parity ^ 1);
+        load_weights(tile, slice, ring.stage);
+        load_tokens(tile, slice, ring.stage);
+        ring.advance();
+    }
+
+    // A box that lies outside as a whole may hold any neurons, and TMA takes longer to fill up than to read.
+    __device__ __forceinline__ int box_at(int neuron) const { return neuron < num_neurons ? neuron : 0; }
+
+    // Also announces the tokens.
+    __device__ __forceinline__ void load_weights(Tile const& tile, int slice, int stage) const {
+        int const neuron = tile.neuron_of<Cfg>(rank);
+        uint32_t const full = shared.stage_full(stage);
+        arrive_and_expect(full, Cfg::kBytesLoaded);
+#pragma unroll
+        for (int product = 0; product < Cfg::kProducts; ++product) {
+            uint32_t const destination = shared.stage_weights(stage) + product * Cfg::kBytesMatrix;
+            if constexpr (Cfg::kIsTall) {
+                // Either CTA brings one.
+                if (product == rank) {
+                    load_box_for_all(destination, weights[product], full, slice * BLOCK_K, neuron);
+                }
+            } else if constexpr (Cfg::kSharesWeights) {
+                // Either CTA brings a half, which is a consumer's.
+                int const first = box_at(neuron + rank * WGMMA_M);
+                load_box_for_all(destination + rank * (Cfg::kBytesMatrix / kClusterSize), weights[product], full,
+                                 kTransposedA ? first : slice * BLOCK_K, kTransposedA ? slice * BLOCK_K : first);
+            } else if constexpr (kTransposedA) {
+                for (int consumer = 0; consumer < kConsumers; ++consumer) {
+                    load_box(destination + consumer * (BLOCK_K * kBytesRow), weights[product], full,
+                             box_at(neuron + consumer * WGMMA_M), slice * BLOCK_K);
+                }
+            } else {
+                load_box(destination, weights[product], full, slice * BLOCK_K, box_at(neuron));
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_tokens(Tile const& tile, int slice, int stage) const {
+        uint32_t const full = shared.stage_full(stage);
+        int const token = Tokens::of<Cfg>(tile, rank, num_tokens).begin;
+        if constexpr (!Cfg::kSharesTokens) {
+            load_box(shared.stage_tokens(stage), tokens, full, slice * BLOCK_K, token);
+        } else {
+            int const half = rank == 0 ? 0 : Cfg::BLOCK_N - Cfg::kRowsLoaded;
+            load_box_for_all(shared.stage_tokens(stage) + half * kBytesRow, tokens, full, slice * BLOCK_K,
+                             token + half);
+        }
+    }
+};
+
+// accumulators[p] = the sum over slices of a product's operands, of kColumns columns, by one warpgroup. full(stage):
+// the barrier that says that a stage is there; a(stage), b(stage): where the first product's operands lie, the next
+// one's kProductA and kProductB bytes on; release(slice, stage): a slice's stage has been read. Without slices the
+// accumulators stay as they are.
+template <class Element, int kColumns, bool kTransposedA, int kProductA = 0, int kProductB = 0, int kProducts,
+          int kAccumulators, int kNumStages, class Full, class A, class B, class Release>
+__device__ __forceinline__ void multiply_slices(float (&accumulators)[kProducts][kAccumulators], Ring<kNumStages>& ring,
+                                                int num_slices, Full full, A a_of, B b_of, Release release) {
+    // An M-major A has 16 whole rows for each step along K, else a step moves along the rows.
+    constexpr int kStepA = kTransposedA ? WGMMA_K * kBytesRow : WGMMA_K * 2;
+    int stage_before = 0;
+    for (int slice = 0; slice < num_slices; ++slice) {
+        wait_barrier(full(ring.stage), ring.parity);
+        uint64_t const a = describe(a_of(ring.stage));
+        uint64_t const b = describe(b_of(ring.stage));
+        begin_wgmma();
+#pragma unroll
+        for (int k = 0; k < BLOCK_K / WGMMA_K; ++k) {
+#pragma unroll
+            for (int product = 0; product < kProducts; ++product) {
+                Wgmma<Element, kColumns>::template run<kTransposedA>(
+                    accumulators[product], a + (product * kProductA + k * kStepA >> 4),
+                    b + (product * kProductB + k * (WGMMA_K * 2) >> 4), (slice | k) != 0);
+            }
+        }
+        commit_wgmma();
+        // One slice stays in flight while the stage of the one before is handed back.
+        wait_wgmma<1>();
+        if (slice != 0) {
+            release(slice - 1, stage_before);
+        }
+        stage_before = ring.stage;
+        ring.advance();
+    }
+    wait_wgmma<0>();
+    // The compiler does not know that the accumulators were not valid until here.
+#pragma unroll
+    for (int product = 0; product < kProducts; ++product) {
+#pragma unroll
+        for (int k = 0; k < kAccumulators; ++k) {
+            asm volatile("" : "+f"(accumulators[product][k])::"memory");
+        }
+    }
+    release(num_slices - 1, stage_before);
+}
+
+// Tells the CTAs of the cluster that a stage is empty, by a warp: both load into it.
+__device__ __forceinline__ void release_stage(uint32_t empty) {
+    uint32_t const lane = threadIdx.x % kWarpSize;
+    if (lane < kClusterSize) {
+        arrive_at_cta(empty, lane);
+    }
+}
+
+// accumulators = what the loader loads, by one consumer.
+template <class Element, class Cfg, bool kTransposedA>
+__device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][Cfg::kAccumulators],
+                                         Shared<Cfg> const& shared, Ring<Cfg::kNumStages>& ring, int consumer,
+                                         int num_slices) {
+    constexpr int kProductA = Cfg::kIsTall ? 0 : Cfg::kBytesMatrix;
+    constexpr int kProductB = Cfg::kIsTall ? Cfg::kBytesMatrix : 0;
+    multiply_slices<Element, Cfg::BLOCK_N, kTransposedA, kProductA, kProductB>(
+        accumulators, ring, num_slices, [&](int stage) { return shared.stage_full(stage); },
+        [&](int stage) { return shared.stage_a(stage) + consumer * (WGMMA_M * BLOCK_K * 2); },
+        [&](int stage) { return shared.stage_b(stage); },
+        [&](int, int stage) { release_stage(shared.stage_empty(stage)); });
+}
+
+// The result. The XOR makes 8 tokens' chunks of the same neurons fall into different banks; TMA's swizzle is the same.
+template <class Cfg>
+__device__ __forceinline__ uint32_t chunk_offset(int token, int chunk) {
+    constexpr int kChunks = kRowElements / kVector;
+    return static_cast<uint32_t>(chunk / kChunks * Cfg::kBytesResultPart + token * kBytesRow +
+                                 (((chunk % kChunks) ^ (token & 7)) << 4));
+}
+constexpr int kChunksPerToken = BLOCK_M / kVector;
+
+// Four 8 x 8 matrices, transposed: lanes 8 i to 8 i + 7 give the addresses of matrix i's columns.
+__device__ __forceinline__ void store_transposed_x4(uint32_t address, uint32_t const (&fragment)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_x4(uint32_t address, uint32_t const (&fragment)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(fragment[0]),
+                 "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_x2(uint32_t address, uint32_t fragment0, uint32_t fragment1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(fragment0),
+                 "r"(fragment1)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_transposed_x2(uint32_t address, uint32_t fragment0, uint32_t fragment1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(fragment0),
+                 "r"(fragment1)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 load_chunk(uint32_t address) {
+    uint4 chunk;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
+                 : "r"(address)
+                 : "memory");
+    return chunk;
+}
+
+__device__ __forceinline__ void store_chunk(uint32_t address, uint4 chunk) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z),
+                 "r"(chunk.w)
+                 : "memory");
+}
+
+// Brings a line of memory to L2.
+__device__ __forceinline__ void prefetch_line(void const* pointer) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory");
+}
+
+// The biases of a consumer thread's two neurons, `neuron` and the eighth after it; 0 past the last one.
+template <class Element>
+__device__ __forceinline__ float2 load_biases(uint16_t const* bias, int neuron, int num_neurons) {
+    float2 biases = make_float2(0.0f, 0.0f);
+    if (bias != nullptr) {
+        biases.x = neuron < num_neurons ? Element::to_float(bias[neuron]) : 0.0f;
+        biases.y = neuron + 8 < num_neurons ? Element::to_float(bias[neuron + 8]) : 0.0f;
+    }
+    return biases;
+}
+
+// Rounds a consumer's accumulators, with a thread's biases of its two neurons: two tokens of one neuron, the i-th
+// accumulator's and the next one's.
+template <class Element, int kAccumulators>
+__device__ __forceinline__ uint32_t round_pair(float const (&accumulators)[kAccumulators], float2 biases, int i) {
+    float const bias = i % 4 == 0 ? biases.x : biases.y;
+    return Element::from_float2(accumulators[i] + bias, accumulators[i + 1] + bias);
+}
+
+// The same where a pair are neighbouring neurons of one token, `neuron` and the next one.
+template <class Element, int kAccumulators>
+__device__ __forceinline__ uint32_t round_neurons(float const (&accumulators)[kAccumulators], uint16_t const* bias,
+                                                  int neuron, int num_neurons, int i) {
+    float2 biases = make_float2(0.0f, 0.0f);
+    if (bias != nullptr) {
+        biases.x = neuron < num_neurons ? Element::to_float(bias[neuron]) : 0.0f;
+        biases.y = neuron + 1 < num_neurons ? Element::to_float(bias[neuron + 1]) : 0.0f;
+    }
+    return Element::from_float2(accumulators[i] + biases.x, accumulators[i + 1] + biases.y);
+}
+
+// Leaves what round(i) makes of a consumer's i-th and next accumulators, for every even i, in the result. A warp has 16
+// neurons: two chunks of each token's row.
+template <class Cfg, class Round>
+__device__ __forceinline__ void store_result(uint32_t result, int first_chunk, Round round) {
+    constexpr int N = Cfg::BLOCK_N;
+    int const lane = threadIdx.x % kWarpSize;
+    uint32_t const address = result + chunk_offset<Cfg>(lane / 16 * 8 + lane % 8, first_chunk + lane / 8 % 2);
+#pragma unroll
+    for (int j = 0; j + 1 < N / 8; j += 2) {
+        uint32_t const fragment[4] = {round(j * 4), round(j * 4 + 2), round(j * 4 + 4), round(j * 4 + 6)};
+        store_transposed_x4(address + j * 8 * kBytesRow, fragment);
+    }
+    if constexpr (N / 8 % 2 != 0) {
+        constexpr int j = N / 8 - 1;
+        // Lanes from 16 on give no address.
+        store_transposed_x2(address + j * 8 * kBytesRow, round(j * 4), round(j * 4 + 2));
+    }
+}
+
+// Where a token's chunk lies among the 16 tokens that a warp passes on at a time, 512 bytes. The XOR makes 8 tokens'
+// chunks fall into different banks.
+__device__ __forceinline__ uint32_t passed_offset(int token, int chunk) {
+    return static_cast<uint32_t>(token * kBytesWarpRow + ((chunk ^ (token >> 2 & 1)) << 4));
+}
+
+// The same, but passes the result on at once, by way of 2 x 512 bytes of the warp: calls store(token, chunk, values)
+// with eight neurons of a token, chunk 0 or 1 of the warp's 16; if tall, with any chunk of one of the warp's 16 tokens.
+template <class Cfg, class Round, class Store>
+__device__ __forceinline__ void pass_result(uint32_t warp_bytes, Round round, Store store) {
+    constexpr int N = Cfg::BLOCK_N;
+    int const lane = threadIdx.x % kWarpSize;
+    uint32_t const source = warp_bytes + passed_offset(lane / 2, lane % 2);
+    uint32_t const destination = warp_bytes + (Cfg::kIsTall ? passed_offset(lane / 8 % 2 * 8 + lane % 8, lane / 16)
+                                                            : passed_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2));
+#pragma unroll
+    for (int j = 0; j < N / 8; j += 2) {
+        bool const is_whole = j + 1 < N / 8;  // else lanes from 16 on give no address
+        uint32_t const buffer = destination + j / 2 % 2 * (Cfg::kBytesWarp / 2);
+        if (is_whole) {
+            uint32_t const fragment[4] = {round(j * 4), round(j * 4 + 2), round(j * 4 + 4), round(j * 4 + 6)};
+            if (Cfg::kIsTall) {
+                store_x4(buffer, fragment);
+            } else {
+                store_transposed_x4(buffer, fragment);
+            }
+        } else if (Cfg::kIsTall) {
+            store_x2(buffer, round(j * 4), round(j * 4 + 2));
+        } else {
+            store_transposed_x2(buffer, round(j * 4), round(j * 4 + 2));
+        }
+        __syncwarp();
+        if (is_whole || (Cfg::kIsTall ? lane % 2 == 0 : lane < 16)) {
+            uint4 const values = load_chunk(source + j / 2 % 2 * (Cfg::kBytesWarp / 2));
+            if (Cfg::kIsTall) {
+                store(lane / 2, j + lane % 2, values);
+            } else {
+                store(j * 8 + lane / 2, lane % 2, values);
+            }
+        }
+    }
+}
+
+// The way back, if not tall: adds rows to a consumer's accumulators, by way of the same memory. load(token, chunk)
+// gives eight neurons of a token, chunk 0 or 1 of the warp's 16.
+template <class Element, class Cfg, class Load>
+__device__ __forceinline__ void add_rows(float (&accumulators)[Cfg::kAccumulators], uint32_t warp_bytes, Load load) {
+    static_assert(!Cfg::kIsTall, "a warp has 16 neurons");
+    constexpr int kTurnTokens = kWarpSize / 2;
+    constexpr int kTurns = (Cfg::BLOCK_N + kTurnTokens - 1) / kTurnTokens;
+    constexpr int kAtOnce = 8;  // loads under way
+    int const lane = threadIdx.x % kWarpSize;
+    uint32_t const destination = warp_bytes + passed_offset(lane / 2, lane % 2);
+    uint32_t const source = warp_bytes + passed_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+#pragma unroll
+    for (int begin = 0; begin < kTurns; begin += kAtOnce) {
+        uint4 chunks[kAtOnce];
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+            if (begin + r < kTurns) {
+                chunks[r] = load((begin + r) * kTurnTokens + lane / 2, lane % 2);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+            int const turn = begin + r;
+            if (turn >= kTurns) {
+                break;
+            }
+            uint32_t const buffer = turn % 2 * (Cfg::kBytesWarp / 2);
+            store_chunk(destination + buffer, chunks[r]);
+            __syncwarp();
+            uint32_t fragment[4];
+            matmul_generic::load_matrix_x4<true>(fragment, source + buffer);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                int const i = turn * 8 + k * 2;
+                if (i < Cfg::kAccumulators) {
+                    float2 const pair = Element::to_float2(fragment[k]);
+                    accumulators[i] += pair.x;
+                    accumulators[i + 1] += pair.y;
+                }
+            }
+        }
+    }
+    __syncwarp();  // the memory may be written again
+}
+
+}  // namespace twell::matmul_sm90

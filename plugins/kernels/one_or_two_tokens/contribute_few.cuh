@@ -1,0 +1,306 @@
+// The whole block for one or two tokens, for every GPU from sm_80 on, where a row of each matrix is short enough for a
+// CTA to read at once, and there are no more neurons than all CTAs take at once.
+//
+// The time is that of reading w_gate, then of whatever follows, one latency after the other. So all CTAs have equally
+// many neurons; and the one that finds a neuron active also multiplies h by the neuron's row of w_down, which it has
+// sent for together with that of w_up. What is left is to add up what CTAs contribute to y, in their order.
+#pragma once
+
+#include "device/dependent_launch.cuh"
+#include "device/element.cuh"
+#include "device/epilogue.cuh"
+#include "device/vector.cuh"
+#include "few_tokens/gate_up_few.cuh"
+#include "host/problem.h"
+
+namespace twell::contribute_few {
+
+using gate_up_few::kBytesPiece;
+using gate_up_few::kThreads;
+using gate_up_few::kWarps;
+
+constexpr int kMostTokens = 2;
+constexpr int kNeurons = MMA_M;  // of a CTA, at most
+constexpr int kCtasPerMultiprocessor = 3;
+// Registers are kept free for one more, so that a CTA that adds up has a place beside them, and they beside it.
+constexpr int kMinBlocks = 4;
+constexpr int kMostColumns = kThreads * kVector;  // of a matrix: a thread has a vector of each row
+constexpr int kNumStages = 3;
+constexpr int kBytesQueue = kNumStages * gate_up_few::kBytesWarpStage<1, 1>;  // of a warp
+constexpr int kSharedBytes = kWarps * kBytesQueue;
+// Afterwards rows of w_down lie there, and behind those of the i-th warp the sums of the i-th token's u.
+constexpr int kOffsetUp = kNeurons * kBytesPiece;
+static_assert(kOffsetUp + kNeurons * kWarps * 4 <= kBytesQueue && kMostTokens <= kWarps, "");
+
+// All CTAs that add up read at the same time which ones contribute, but not all of them the same copy.
+constexpr int kCopies = 8;
+
+struct Params : BlockTensors {
+    float* contributions;   // [tokens, num_ctas, d_out], written by those that contribute
+    uint32_t* contributes;  // [kCopies, tokens, num_ctas]: 0 if it does not
+    int num_ctas;
+    int neurons_each;  // of a CTA
+    int neurons_left;  // so many CTAs have one more
+};
+
+// Multiplies x by rows of w_up, those of a set of the neurons from `neuron_begin` on, kRows at once, and leaves each
+// warp's part of the sums: parts(token) is [kNeurons][kWarps].
+template <class Element, int kTokens, int kRows, class Parts>
+__device__ __forceinline__ void multiply_up(Params const& params, int neuron_begin, uint32_t set, Parts parts) {
+    int const lane = threadIdx.x % kWarpSize;
+    int const warp = threadIdx.x / kWarpSize;
+    int const k = static_cast<int>(threadIdx.x) * kVector;
+    bool const exists = k < params.d_model;
+    uint16_t const* const w_up = params.w_up + static_cast<int64_t>(neuron_begin) * params.d_model + k;
+    uint16_t const* const x = params.x + min(k, params.d_model - kVector);
+    while (set != 0) {
+        uint4 weights[kRows];
+        uint32_t rest = set;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r, rest &= rest - 1) {
+            weights[r] =
+                load_vector_if(w_up + static_cast<int64_t>(__ffs(rest) - 1) * params.d_model, exists && rest != 0);
+        }
+        float sums[kTokens][kRows] = {};
+#pragma unroll
+        for (int t = 0; t < kTokens; ++t) {
+            uint4 const loaded = __ldcg(reinterpret_cast<uint4 const*>(x + t * params.d_model));
+            uint4 const values = exists ? loaded : uint4{};  // whatever it is, infinity times 0 would be a NaN
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                accumulate<Element>(sums[t][r], values, weights[r]);
+            }
+        }
+#pragma unroll
+        for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+#pragma unroll
+            for (int t = 0; t < kTokens; ++t) {
+#pragma unroll
+                for (int r = 0; r < kRows; ++r) {
+                    sums[t][r] += __shfl_xor_sync(0xffffffffu, sums[t][r], distance);
+                }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r, set &= set - 1) {
+            if (set != 0 && lane == 0) {
+#pragma unroll
+                for (int t = 0; t < kTokens; ++t) {
+                    parts(t)[(__ffs(set) - 1) * kWarps + warp] = sums[t][r];
+                }
+            }
+        }
+    }
+}
+
+// What each CTA's neurons contribute to y.
+template <class Element, int kTokens>
+__global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params const params) {
+    static_assert(kTokens * kNeurons <= kWarpSize && kTokens <= kMostTokens, "a lane has a neuron of a token");
+    extern __shared__ __align__(128) unsigned char dynamic[];
+    __shared__ float gate_parts[kWarps][kTokens][kNeurons];
+    auto const up_parts = [](int token) { return reinterpret_cast<float*>(dynamic + token * kBytesQueue + kOffsetUp); };
+
+    int const lane = threadIdx.x % kWarpSize;
+    int const warp = threadIdx.x / kWarpSize;
+    int const cta = static_cast<int>(blockIdx.x);
+    int const neuron_begin = cta * params.neurons_each + min(cta, params.neurons_left);
+    int const num_neurons = params.neurons_each + (cta < params.neurons_left ? 1 : 0);
+    // A lane's; if there is one token, two lanes have the same.
+    int const neuron = lane % kNeurons;
+    int const token = lane / kNeurons % kTokens;
+    bool const has_neuron = neuron < num_neurons;
+    uint16_t b_gate = 0;
+    uint16_t b_up = 0;
+    auto const begin = [&] {
+        wait_for_previous_launch();
+        allow_dependent_launch();
+        if (has_neuron && params.b_gate != nullptr) {
+            b_gate = params.b_gate[neuron_begin + neuron];
+        }
+        if (has_neuron && params.b_up != nullptr) {
+            b_up = params.b_up[neuron_begin + neuron];
+        }
+    };
+    float accumulators[1][1][4] = {};
+    uint32_t const queues = gate_up_few::shared_address(dynamic);
+    gate_up_few::multiply<Element, 1, 1, kNumStages>(
+        accumulators, gate_up_few::Consecutive{params.w_gate, neuron_begin, num_neurons},
+        gate_up_few::Consecutive{params.x, 0, kTokens}, params.d_model, queues, begin);
+    if (lane % 4 == 0) {  // the first two of eight tokens
+#pragma unroll
+        for (int t = 0; t < kTokens; ++t) {
+            gate_parts[warp][t][lane / 4] = accumulators[0][0][t];
+            gate_parts[warp][t][lane / 4 + 8] = accumulators[0][0][t + 2];
+        }
+    }
+    __syncthreads();
+    // Each warp adds up for itself, so that all of them know.
+    float z = Element::to_float(b_gate);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+        z += gate_parts[w][token][neuron];
+    }
+    uint16_t const g = has_neuron ? activate<Element>(z, params.act) : static_cast<uint16_t>(0);
+    uint32_t const found = __ballot_sync(0xffffffffu, is_nonzero(g));
+    uint32_t active[kTokens];
+    uint32_t any = 0;
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+        active[t] = found >> t * kNeurons & ((1u << kNeurons) - 1);
+        any |= active[t];
+    }
+    if (threadIdx.x < kCopies) {
+#pragma unroll
+        for (int t = 0; t < kTokens; ++t) {
+            params.contributes[(static_cast<int>(threadIdx.x) * kTokens + t) * params.num_ctas + cta] = active[t];
+        }
+    }
+    if (any == 0) {
+        return;
+    }
+
+    // Rows of w_down. Columns past the end repeat the last ones and are not stored.
+    int const column = static_cast<int>(threadIdx.x) * kVector;
+    uint32_t const pieces = queues + warp * kBytesQueue + lane * 16;
+    uint16_t const* const w_down =
+        params.w_down + static_cast<int64_t>(neuron_begin) * params.d_out + min(column, params.d_out - kVector);
+    uint32_t piece = pieces;
+    for (uint32_t rest = any; rest != 0; rest &= rest - 1, piece += kBytesPiece) {
+        gate_up_few::copy_async(piece, w_down + static_cast<int64_t>(__ffs(rest) - 1) * params.d_out, true);
+    }
+    gate_up_few::commit_async();
+
+    float h = Element::to_float(g);
+    if (params.w_up != nullptr) {
+        if ((any & (any - 1)) == 0) {
+            multiply_up<Element, kTokens, 1>(params, neuron_begin, any, up_parts);
+        } else {
+            multiply_up<Element, kTokens, 4>(params, neuron_begin, any, up_parts);
+        }
+        __syncthreads();
+        // NOTE: u and h stay in fp32; a dense fp16 block, which stores both, can overflow here.
+        float u = Element::to_float(b_up);
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) {
+            u += up_parts(token)[neuron * kWarps + w];  // of an inactive neuron whatever is there: not used
+        }
+        u = params.relu_on_up && u <= 0.0f ? 0.0f : u;  // NaN is kept
+        h *= u;
+    }
+
+    gate_up_few::wait_async<0>();
+    float sums[kTokens][kVector] = {};
+    piece = pieces;
+    for (uint32_t rest = any; rest != 0; rest &= rest - 1, piece += kBytesPiece) {
+        int const n = __ffs(rest) - 1;
+        float weights[kVector];
+        unpack<Element>(weights, gate_up_few::load_shared(piece));
+#pragma unroll
+        for (int t = 0; t < kTokens; ++t) {
+            float const factor = __shfl_sync(0xffffffffu, h, t * kNeurons + n);
+            if (kTokens == 1 || (active[t] >> n & 1) != 0) {
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) {
+                    sums[t][i] = fmaf(factor, weights[i], sums[t][i]);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+        if (active[t] != 0 && column < params.d_out) {
+            float4* const contribution = reinterpret_cast<float4*>(
+                params.contributions + static_cast<int64_t>(t * params.num_ctas + cta) * params.d_out + column);
+            contribution[0] = make_float4(sums[t][0], sums[t][1], sums[t][2], sums[t][3]);
+            contribution[1] = make_float4(sums[t][4], sums[t][5], sums[t][6], sums[t][7]);
+        }
+    }
+}
+
+// A CTA adds up some columns of a token; its warps share out the contributions.
+constexpr int kAddColumns = 16;
+constexpr int kAddThreads = 512;
+constexpr int kAddLanes = kAddColumns / 4;       // side by side, with four columns each
+constexpr int kAddRows = kWarpSize / kAddLanes;  // of a warp at a time
+constexpr int kAddWarps = kAddThreads / kWarpSize;
+constexpr int kMostCtas = kAddWarps * kWarpSize;  // a lane looks at one
+
+// Zeros if they do not exist. Volatile, so that loads are under way together.
+__device__ __forceinline__ float4 load_if(float const* pointer, bool exists) {
+    float4 values;
+    asm volatile(
+        "{\n"
+        ".reg .pred exists;\n"
+        "setp.ne.s32 exists, %5, 0;\n"
+        "mov.f32 %0, 0f00000000;\n"
+        "mov.f32 %1, 0f00000000;\n"
+        "mov.f32 %2, 0f00000000;\n"
+        "mov.f32 %3, 0f00000000;\n"
+        "@exists ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+        "}\n"
+        : "=&f"(values.x), "=&f"(values.y), "=&f"(values.z), "=&f"(values.w)
+        : "l"(pointer), "r"(static_cast<int>(exists))
+        : "memory");
+    return values;
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kAddThreads) add_kernel(Params const params) {
+    __shared__ float parts[kAddWarps][kAddColumns];
+    int const thread = threadIdx.x;
+    int const lane = thread % kWarpSize;
+    int const warp = thread / kWarpSize;
+    int const slab = static_cast<int>(blockIdx.x);
+    int const column = slab * kAddColumns + lane % kAddLanes * 4;
+    int const first_cta = params.num_ctas * warp / kAddWarps;
+    int const count = params.num_ctas * (warp + 1) / kAddWarps - first_cta;
+    int const token = static_cast<int>(blockIdx.y);
+    int const tokens = static_cast<int>(gridDim.y);
+    uint32_t const* const contributes =
+        params.contributes + (slab % kCopies * tokens + token) * params.num_ctas + first_cta;
+    float const* const contribution =
+        params.contributions +
+        static_cast<int64_t>(token * params.num_ctas + first_cta + lane / kAddLanes) * params.d_out + column;
+    allow_dependent_launch();
+    wait_for_previous_launch();
+    bool const one_contributes = lane < count && __ldcg(contributes + lane) != 0;
+    uint32_t const there = __ballot_sync(0xffffffffu, one_contributes) >> lane / kAddLanes;
+    float4 values[kAddLanes];
+#pragma unroll
+    for (int r = 0; r < kAddLanes; ++r) {
+        values[r] = load_if(contribution + static_cast<int64_t>(r * kAddRows) * params.d_out,
+                            (there >> r * kAddRows & 1) != 0 && column < params.d_out);
+    }
+    // Comes together with the contributions.
+    float y[1] = {};
+    int const stored = slab * kAddColumns + thread;
+    bool const stores = thread < kAddColumns && stored < params.d_out;
+    if (stores) {
+        add_bias_and_residual<Element>(y, params, token, stored);
+    }
+    float4 sum = {};
+#pragma unroll
+    for (int r = 0; r < kAddLanes; ++r) {
+        add(sum, values[r]);
+    }
+#pragma unroll
+    for (int distance = kAddLanes; distance < kWarpSize; distance *= 2) {
+        add(sum,
+            make_float4(__shfl_xor_sync(0xffffffffu, sum.x, distance), __shfl_xor_sync(0xffffffffu, sum.y, distance),
+                        __shfl_xor_sync(0xffffffffu, sum.z, distance), __shfl_xor_sync(0xffffffffu, sum.w, distance)));
+    }
+    if (lane < kAddLanes) {
+        *reinterpret_cast<float4*>(&parts[warp][lane * 4]) = sum;
+    }
+    __syncthreads();
+    if (stores) {
+#pragma unroll
+        for (int w = 0; w < kAddWarps; ++w) {
+            y[0] += parts[w][thread];
+        }
+        params.y[token * params.d_out + stored] = Element::from_float(y[0]);
+    }
+}
+
+}  // namespace twell::contribute_few

@@ -1,0 +1,78 @@
+#include <algorithm>
+
+#include "host/problem.h"
+#include "one_or_two_tokens/contribute_few.cuh"
+#include "one_or_two_tokens/one_or_two.h"
+
+namespace twell {
+namespace {
+
+// Whether CTAs may contribute to y (contribute_few.cuh), if the device has enough of them.
+bool suits_contributing(twell_problem const& problem) {
+    return std::max(problem.d_model, problem.d_out) <= contribute_few::kMostColumns &&
+           problem.d_ff <= contribute_few::kMostCtas * contribute_few::kNeurons;
+}
+
+int most_contributing_ctas(twell_problem const& problem) { return std::min(problem.d_ff, contribute_few::kMostCtas); }
+
+contribute_few::Params take_contributions(twell_problem const& problem, unsigned char*& memory) {
+    contribute_few::Params params = {};
+    if (suits_contributing(problem)) {
+        int64_t const rows =
+            std::min(problem.tokens, int64_t{contribute_few::kMostTokens}) * most_contributing_ctas(problem);
+        params.contributions = take<float>(memory, rows * problem.d_out);
+        params.contributes = take<uint32_t>(memory, rows * contribute_few::kCopies);
+    }
+    return params;
+}
+
+// As many for each multiprocessor as its share of the neurons needs, so that none has more to read than another.
+int num_contributing_ctas(twell_problem const& problem, Device const& device) {
+    using contribute_few::kMostCtas;
+    int const multiprocessors = std::min(device.num_multiprocessors, kMostCtas);
+    int const needed = static_cast<int>(ceil_div(problem.d_ff, multiprocessors * contribute_few::kNeurons));
+    int const of_each = std::min({needed, contribute_few::kCtasPerMultiprocessor, kMostCtas / multiprocessors});
+    return std::min(problem.d_ff, multiprocessors * of_each);
+}
+
+template <class Element>
+cudaError_t launch_contributing(twell_problem const& problem, twell_tensors const& tensors, void* memory,
+                                Device const& device, cudaStream_t stream) {
+    unsigned char* next = static_cast<unsigned char*>(memory);
+    contribute_few::Params params = take_contributions(problem, next);
+    set_block(params, problem, tensors);
+    params.num_ctas = num_contributing_ctas(problem, device);
+    params.neurons_each = problem.d_ff / params.num_ctas;
+    params.neurons_left = problem.d_ff % params.num_ctas;
+    static_assert(contribute_few::kMostTokens == 2, "one of two kernels");
+    auto const kernel = problem.tokens == 1 ? contribute_few::contribute_kernel<Element, 1>
+                                            : contribute_few::contribute_kernel<Element, 2>;
+    TWELL_TRY(launch_dependent({"contribute", {{"tokens", problem.tokens}}}, kernel, params,
+                               dim3(static_cast<unsigned>(params.num_ctas)), contribute_few::kThreads,
+                               contribute_few::kSharedBytes, device, stream,
+                               {{}, params.num_ctas, most_contributing_ctas(problem)}));
+    dim3 const grid(static_cast<unsigned>(ceil_div(problem.d_out, contribute_few::kAddColumns)),
+                    static_cast<unsigned>(problem.tokens));
+    return launch_dependent({"add_contributions"}, contribute_few::add_kernel<Element>, params, grid,
+                            contribute_few::kAddThreads, 0, device, stream);
+}
+
+}  // namespace
+
+size_t one_or_two_scratch_bytes(twell_problem const& problem) {
+    return bytes_taken([&](unsigned char*& end) { take_contributions(problem, end); });
+}
+
+void list_one_or_two(Text& text) {
+    add_line(text, {"contribute", {{"tokens", 1}}});
+    add_line(text, {"contribute", {{"tokens", 2}}});
+    add_line(text, {"add_contributions"});
+}
+
+cudaError_t launch_one_or_two(twell_problem const& problem, twell_tensors const& tensors, void* scratch,
+                              Device const& device, cudaStream_t stream) {
+    return problem.dtype == TWELL_BF16 ? launch_contributing<Bf16>(problem, tensors, scratch, device, stream)
+                                       : launch_contributing<Fp16>(problem, tensors, scratch, device, stream);
+}
+
+}  // namespace twell

@@ -1,0 +1,169 @@
+#include <algorithm>
+
+#include "few_tokens/few.h"
+#include "host/problem.h"
+#include "many_tokens/dense.h"
+#include "one_or_two_tokens/contribute_few.cuh"
+#include "routes.h"
+
+namespace twell {
+namespace {
+
+// What columns of the table below hold.
+constexpr Route kOneOrTwo = Route::kOneOrTwoTokens;
+constexpr Route kFew = Route::kFewTokens;
+constexpr Route kDense = Route::kDenseBlock;
+constexpr Route kMany = Route::kManyTokens;
+constexpr bool kSm80 = false;
+constexpr bool kSm90 = true;
+constexpr int kBoth = -1;
+constexpr int kGated = TWELL_GATED;
+constexpr int kPlain = TWELL_PLAIN;
+constexpr int64_t kNoEnd = TWELL_MAX_TOKENS;
+constexpr int kAnyWidth = TWELL_MAX_WIDTH;
+constexpr float kAnyProducts = 0.0f;
+
+// Neurons that a device computes at once: so many by each of `places`, which so many multiprocessors have.
+struct Round {
+    int neurons;
+    int places;
+    int multiprocessors;
+    int most_places;  // of the device
+
+    constexpr int neurons_of(Device const& device) const {
+        int const groups = std::min(device.num_multiprocessors / multiprocessors, most_places);
+        return neurons * groups * std::min(places, most_places / std::max(groups, 1));
+    }
+};
+constexpr int kAnyPlaces = 1 << 16;
+constexpr Round kAnyNeurons = {0, 0, 1, 1};
+constexpr Round kContributing = {contribute_few::kNeurons, contribute_few::kCtasPerMultiprocessor, 1,
+                                 contribute_few::kMostCtas};
+// By the clusters of two CTAs in gate_up_sm90.cuh: the largest of up to 64 tokens, and those of more.
+constexpr Round kClusters224 = {224, 1, 2, kAnyPlaces};
+constexpr Round kClusters96 = {96, 1, 2, kAnyPlaces};
+constexpr int kWidestX = kMostDModelFew;
+constexpr int kTmaBox = kFewestColumnsSm90;
+
+// What a row is for: all of it must fit.
+struct Row {
+    Route route;
+    bool needs_sm90;  // compute capability 9.0, and kernels for it in the library
+    int variant;
+    int64_t fewest_tokens;
+    int64_t most_tokens;
+    int fewest_columns;  // d_model, d_ff, d_out
+    int most_d_model;
+    int most_d_out;
+    Round round;          // at least d_ff neurons at once
+    float most_products;  // tokens * d_model * d_ff
+};
+
+// The limits were measured on an H200, see benchmarks/LOG.md.
+//  - Few tokens: their kernels lose little if a layer is dense, as long as one round holds all of its neurons.
+//  - Dense blocks: where the guard would cost a dense layer more than skipping gains a sparse one. Narrow layers are so
+//    with any number of tokens, since packing takes longer than a product there.
+//  - What is left: layers too narrow or too wide for the other kernels.
+constexpr int kProductsPerToken = 2048 * 5632;
+constexpr float kProducts1920 = 1920.0f * kProductsPerToken;
+constexpr Row kRoutes[] = {
+    // clang-format off
+    //          GPU    block   tokens         columns   d_model    d_out      d_ff           products
+    {kOneOrTwo, kSm80, kBoth,  1,  2,         1,        2048,      2048,      kContributing, kAnyProducts},
+    {kFew,      kSm80, kBoth,  1,  16,        1,        kWidestX,  kAnyWidth, kAnyNeurons,   kAnyProducts},
+    {kFew,      kSm90, kBoth,  17, 64,        1,        kWidestX,  kAnyWidth, kClusters224,  kAnyProducts},
+    {kFew,      kSm90, kGated, 65, 128,       kTmaBox,  kWidestX,  kAnyWidth, kClusters96,   kAnyProducts},
+    {kMany,     kSm90, kGated, 65, 128,       1,        kAnyWidth, kAnyWidth, kClusters96,   kAnyProducts},
+    {kDense,    kSm90, kBoth,  17, 1280,      1,        16384,     kAnyWidth, kAnyNeurons,   kAnyProducts},
+    {kDense,    kSm90, kBoth,  17, kNoEnd,    1,        16384,     kAnyWidth, kAnyNeurons,   kProducts1920},
+    {kDense,    kSm90, kGated, 17, kNoEnd,    1,        1024,      1024,      kAnyNeurons,   kAnyProducts},
+    {kDense,    kSm90, kPlain, 17, kNoEnd,    1,        1536,      1536,      kAnyNeurons,   kAnyProducts},
+    {kFew,      kSm90, kBoth,  17, 128,       kTmaBox,  kWidestX,  kAnyWidth, kAnyNeurons,   kAnyProducts},
+    {kFew,      kSm80, kBoth,  17, 64,        1,        kWidestX,  kAnyWidth, kAnyNeurons,   kAnyProducts},
+    {kMany,     kSm80, kBoth,  1,  kNoEnd,    1,        kAnyWidth, kAnyWidth, kAnyNeurons,   kAnyProducts},
+    // clang-format on
+};
+static_assert(contribute_few::kMostTokens >= 2 && contribute_few::kMostColumns >= 2048 && kMostTokensFewGeneric >= 64 &&
+                  kMostTokensFew >= 128 && kMostDModelDenseBlock >= 16384,
+              "what the kernels can compute");
+
+bool fits(Row const& row, twell_problem const& problem, Device const& device) {
+    return (!row.needs_sm90 || is_sm90(device)) && (row.variant == kBoth || row.variant == problem.variant) &&
+           problem.tokens >= row.fewest_tokens && problem.tokens <= row.most_tokens &&
+           std::min({problem.d_model, problem.d_ff, problem.d_out}) >= row.fewest_columns &&
+           problem.d_model <= row.most_d_model && problem.d_out <= row.most_d_out &&
+           (row.round.neurons == 0 || problem.d_ff <= row.round.neurons_of(device)) &&
+           (row.most_products == kAnyProducts || gate_products(problem) <= row.most_products);
+}
+
+void add_columns(Text& text, int fewest, int most) {
+    if (fewest > 1 && most < kAnyWidth) {
+        text.add(" | %d to %d", fewest, most);
+    } else if (fewest > 1) {
+        text.add(" | %d and more", fewest);
+    } else if (most < kAnyWidth) {
+        text.add(" | up to %d", most);
+    } else {
+        text.add(" | any");
+    }
+}
+
+}  // namespace
+
+Route choose_route(twell_problem const& problem, Device const& device) {
+    for (Row const& row : kRoutes) {
+        if (fits(row, problem, device)) {
+            return row.route;
+        }
+    }
+    return Route::kManyTokens;
+}
+
+char const* name_of(Route route) {
+    switch (route) {
+        case Route::kOneOrTwoTokens:
+            return "one_or_two_tokens";
+        case Route::kFewTokens:
+            return "few_tokens";
+        case Route::kDenseBlock:
+            return "dense_block";
+        default:
+            return "many_tokens";
+    }
+}
+
+void list_routes(Text& text) {
+    text.add("| route | GPU | block | tokens | d_model | d_out | d_ff | tokens · d_model · d_ff |\n");
+    text.add("| --- | --- | --- | --- | --- | --- | --- | --- |\n");
+    for (Row const& row : kRoutes) {
+        text.add("| `%s` | %s | %s", name_of(row.route), row.needs_sm90 ? "9.0" : "8.0 and later",
+                 row.variant == TWELL_GATED   ? "gated"
+                 : row.variant == TWELL_PLAIN ? "plain"
+                                              : "any");
+        long long const fewest = row.fewest_tokens;
+        if (row.most_tokens == kNoEnd) {
+            text.add(" | %lld and more", fewest);
+        } else {
+            text.add(" | %lld to %lld", fewest, static_cast<long long>(row.most_tokens));
+        }
+        add_columns(text, row.fewest_columns, row.most_d_model);
+        add_columns(text, row.fewest_columns, row.most_d_out);
+        if (row.round.neurons == 0) {
+            add_columns(text, row.fewest_columns, kAnyWidth);
+        } else {
+            if (row.fewest_columns > 1) {
+                text.add(" | %d and more, up to", row.fewest_columns);
+            } else {
+                text.add(" | up to");
+            }
+            text.add(" %d for each multiprocessor", row.round.neurons * row.round.places / row.round.multiprocessors);
+        }
+        if (row.most_products == kAnyProducts) {
+            text.add(" | any |\n");
+        } else {
+            text.add(" | up to %.0f · 2048 · 5632 |\n", row.most_products / kProductsPerToken);
+        }
+    }
+}
+
+}  // namespace twell

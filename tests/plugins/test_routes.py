@@ -1,0 +1,306 @@
+"""Which kernels run, as `twell_describe` says it of devices that need not be there: only the last test needs a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.plugins import test_chunks, test_direct, test_gate_kernels, test_guard, test_hot, test_kernels
+from tests.plugins.test_kernels import Case
+from twellc.base.errors import UserError
+from twellc.plugins import library
+from twellc.plugins.library import GPUS, Device, Problem
+
+ROOT = Path(__file__).resolve().parents[2]
+BEST, GENERIC, SM90 = 0, 1, 2  # twell::Kernels
+# twell_internal_describe: what is called; a number of rows forces so many onto the dense path.
+GUARD_DECIDES, DENSE_BLOCK, SPLIT, ROUTES, GATE = -1, -3, -5, -6, -7
+MOST_MEMORY = 192 << 30  # no weights take more
+
+A100, ADA, H200 = GPUS["A100"], GPUS["L40S"], GPUS["H200"]
+MULTIPROCESSORS = (78, 114, 132, 148)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A line of `twell_describe`."""
+
+    row: str  # of the configurations: a name, and numbers
+    values: dict[str, str]
+
+    @property
+    def kernel(self) -> str:
+        return self.row.partition(" ")[0]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        x, y = self.values["grid"].split("x")
+        return int(x), int(y)
+
+
+def hopper(multiprocessors: int) -> Device:
+    return Device(9, 0, multiprocessors, H200.shared_bytes, H200.l2_bytes)
+
+
+def problem(
+    tokens: int, d_model: int, d_ff: int, d_out: int | None = None, *, gated: bool = True, compression: int = 8
+) -> Problem:
+    return Problem(tokens, d_model, d_ff, d_out or d_model, compression, 0, 0 if gated else 1, 0, 0.0)
+
+
+def internal(name: str, *arguments: Any) -> Callable[..., int]:
+    """Return a function of the library that gives text, and is in no header; before buffer and size, its arguments."""
+    function: Any = getattr(library.load(), name)
+    function.restype, function.argtypes = ctypes.c_size_t, [*arguments, ctypes.c_char_p, ctypes.c_size_t]
+    return function  # type: ignore[no-any-return]
+
+
+def launches(described: Problem, device: Device, call: int = ROUTES, kernels: int = BEST) -> tuple[str, list[Launch]]:
+    """Return the route, empty where it is forced, and what is launched; nothing where such kernels cannot run."""
+    function = internal(
+        "twell_internal_describe", ctypes.POINTER(Problem), ctypes.POINTER(Device), ctypes.c_int64, ctypes.c_int32
+    )
+    route, found = "", []
+    for line in library.read_text(functools.partial(function, described, device, call, kernels)).splitlines():
+        row, bar, rest = line.partition(" | ")
+        if bar:
+            found.append(Launch(row, dict(value.split("=") for value in rest.split(" "))))
+        else:
+            route = line.removeprefix("route ")
+    return route, found
+
+
+def configurations() -> list[str]:
+    return library.read_text(internal("twell_internal_configurations")).splitlines()
+
+
+# Where routes begin on 132 multiprocessors, as they were chosen when every limit was a constant: by d_model, d_ff and
+# whether there is an up projection.
+ONE, FEW, DENSE, MANY = "one_or_two_tokens", "few_tokens", "dense_block", "many_tokens"
+ROUTES_OF_132 = {
+    (2048, 5632, True): {1: ONE, 3: FEW, 129: DENSE, 1921: MANY},
+    (2048, 5632, False): {1: ONE, 3: FEW, 65: DENSE, 1921: MANY},
+    (4096, 11008, True): {1: FEW, 65: DENSE, 1281: MANY},
+    (4096, 14336, False): {1: FEW, 65: DENSE, 1281: MANY},
+    (2048, 8192, True): {1: FEW, 65: DENSE, 1321: MANY},
+    (1024, 4096, True): {1: ONE, 3: FEW, 129: DENSE},
+    (1024, 4096, False): {1: ONE, 3: FEW, 65: DENSE},
+    (1536, 6144, True): {1: ONE, 3: FEW, 129: DENSE, 2347: MANY},
+    (1536, 6144, False): {1: ONE, 3: FEW, 65: DENSE},
+    (4096, 16384, True): {1: FEW, 17: DENSE, 1281: MANY},
+    (4096, 16384, False): {1: FEW, 17: DENSE, 1281: MANY},
+    (2048, 6336, True): {1: ONE, 3: FEW, 129: DENSE, 1707: MANY},
+    (2048, 6337, True): {1: FEW, 65: DENSE, 1707: MANY},
+    (2048, 14784, True): {1: FEW, 65: DENSE, 1281: MANY},
+    (2048, 14785, True): {1: FEW, 17: DENSE, 1281: MANY},
+    (16392, 8300, True): {1: FEW, 129: MANY},
+    (65544, 304, True): {1: MANY},
+}
+
+
+@pytest.mark.parametrize("layer", ROUTES_OF_132, ids=str)
+def test_routes_of_132_multiprocessors(layer: tuple[int, int, bool]) -> None:
+    d_model, d_ff, gated = layer
+    found: dict[int, str] = {}
+    for tokens in (*range(1, 2400), 4096, 8192, 131072):
+        route, _ = launches(problem(tokens, d_model, d_ff, gated=gated), H200)
+        if not found or route != list(found.values())[-1]:
+            found[tokens] = route
+    assert found == ROUTES_OF_132[layer]
+
+
+@pytest.mark.parametrize("multiprocessors", MULTIPROCESSORS)
+def test_limits_are_rounds_of_the_device(multiprocessors: int) -> None:
+    """A layer of one neuron more than a round has another route, whatever the device."""
+    device = hopper(multiprocessors)
+    for tokens, neurons, below, above in ((1, 48, ONE, FEW), (128, 48, FEW, DENSE), (64, 112, FEW, DENSE)):
+        round_ = neurons * multiprocessors
+        assert launches(problem(tokens, 2048, round_), device)[0] == below
+        assert launches(problem(tokens, 2048, round_ + 1), device)[0] == above
+
+
+def drawn(rng: random.Random, count: int) -> Iterator[Problem]:
+    """Draw problems of every size whose weights some GPU could hold."""
+    made = 0
+    while made < count:
+        d_model, d_out = (8 * int(2 ** rng.uniform(0, 16)) for _ in range(2))
+        d_ff, tokens = int(2 ** rng.uniform(0, 16)), int(2 ** rng.uniform(0, 29))
+        if 2 * d_ff * (2 * d_model + d_out) + 2 * tokens * (d_model + d_ff + d_out) <= MOST_MEMORY:
+            made += 1
+            yield problem(tokens, d_model, d_ff, d_out, gated=rng.random() < 0.7, compression=rng.choice((1, 2, 4, 8)))
+
+
+@pytest.mark.parametrize("multiprocessors", MULTIPROCESSORS)
+def test_nothing_overflows(multiprocessors: int) -> None:
+    device = hopper(multiprocessors)
+    rng = random.Random(multiprocessors)
+    edges = [tokens + step for tokens in (1, 2, 4, 8, 16, 64, 128, 256, 1280, 1920, 4096, 16384) for step in (0, 1)]
+    layers = [(2048, 48 * multiprocessors), (2048, 112 * multiprocessors), *(layer[:2] for layer in ROUTES_OF_132)]
+    edge_problems = [
+        problem(tokens, *layer, gated=gated) for tokens in edges for layer in layers for gated in (True, False)
+    ]
+    for each in (*drawn(rng, 4000), *edge_problems):
+        route, found = launches(each, device)
+        assert found, each.tokens
+        for launch in found:
+            assert_fits(launch, device, launch.kernel)
+            if launch.kernel == "gate_up_sm90" and each.d_model <= 16384 and route == FEW:
+                assert launch.grid[0] <= multiprocessors, "one round"
+        if each.d_model <= 16384:
+            for launch in launches(each, device, DENSE_BLOCK)[1]:
+                assert_fits(launch, device, launch.kernel)
+        for kernels in (BEST, SM90):
+            for launch in launches(each, device, GUARD_DECIDES, kernels)[1]:
+                assert_fits(launch, device, launch.kernel)
+
+
+@pytest.mark.parametrize("device", [A100, ADA, GPUS["RTX-5090"], Device(8, 6, 84, 99 << 10, 6 << 20)])
+def test_nothing_overflows_elsewhere(device: Device) -> None:
+    for each in drawn(random.Random(0), 4000):
+        for launch in launches(each, device)[1]:
+            assert "sm90" not in launch.kernel
+            assert_fits(launch, device, launch.kernel)
+
+
+PERSISTENT = ("gate_sm90", "hidden_gated_sm90", "hidden_plain_sm90", "dense_up_sm90", "dense_down_sm90", "hot_sm90")
+
+
+def assert_fits(launch: Launch, device: Device, kernel: str) -> None:
+    x, y = launch.grid
+    assert 1 <= x < 2**31 and 1 <= y < 2**16, launch
+    assert 1 <= int(launch.values["threads"]) <= 1024, launch
+    assert int(launch.values["shared"]) <= device.shared_bytes, launch
+    if kernel in PERSISTENT:
+        assert x % 2 == 0 and x <= device.multiprocessors, launch  # clusters of two, a CTA each multiprocessor
+    if "scratch" in launch.values:
+        used, most = launch.values["scratch"].split("/")
+        assert int(used) <= int(most), launch
+
+
+def test_table_of_the_readmes() -> None:
+    """READMEs quote the table as it is in the code."""
+    table = library.read_text(internal("twell_internal_routes"))
+    for readme in ("README.md", "plugins/kernels/README.md"):
+        quoted = re.search(r"<!-- routes -->\n(.*?)<!-- /routes -->", (ROOT / readme).read_text(), re.DOTALL)
+        assert quoted is not None, readme
+        assert quoted.group(1) == table, readme
+
+
+def test_describe() -> None:
+    text = library.describe(problem(1, 2048, 5632), H200)
+    assert text.splitlines()[0] == "route one_or_two_tokens"
+    assert "contribute tokens=1 | grid=396x1 threads=256" in text
+    assert library.describe(problem(0, 2048, 5632), H200) == ""
+
+
+def test_text_is_cut_off() -> None:
+    function = functools.partial(library.load().twell_describe, problem(1, 2048, 5632), H200)
+    whole = library.read_text(function)
+    for size in (0, 1, 5, len(whole), len(whole) + 1, len(whole) + 100):
+        buffer = ctypes.create_string_buffer(b"#" * (len(whole) + 200))
+        assert function(buffer, size) == len(whole) + 1
+        kept = max(0, min(size - 1, len(whole)))
+        assert buffer.raw[:kept].decode() == whole[:kept]
+        assert buffer.raw[size : size + 20] == b"#" * 20
+        assert size == 0 or buffer.raw[kept] == 0
+
+
+@pytest.mark.parametrize(
+    ("described", "device", "message"),
+    [
+        (problem(1, 12, 8), H200, "d_model must be a positive multiple of 8"),
+        (problem(1, 16, 8), Device(7, 5, 72, 64 << 10, 6 << 20), "compute capability 8.0"),
+        (problem(1, 16, 8), Device(9, 0, 0, 227 << 10, 50 << 20), "compute capability 8.0"),
+    ],
+)
+def test_what_cannot_be_described(described: Problem, device: Device, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        library.describe(described, device)
+
+
+def of(case: Case) -> Problem:
+    return Problem(
+        case.rows, case.d_model, case.d_ff, case.d_out, case.compression,
+        library.DTYPES[str(case.dtype).removeprefix("torch.")], library.VARIANTS["gated" if case.gated else "plain"],
+        library.ACTIVATIONS[case.activation], 0.25 if case.activation == "fatrelu" else 0.0,
+    )  # fmt: skip
+
+
+def all_calls() -> Iterator[tuple[Problem, int, int]]:
+    """What the tests against the reference call: problem, call, kernels."""
+    for case in (*test_kernels.table(), *test_kernels.SMALL):
+        yield of(case), ROUTES, BEST
+    for case in (*test_gate_kernels.table(), *test_gate_kernels.SMALL):
+        for kernels in (GENERIC, SM90):
+            yield of(case), GATE, kernels
+    for case in test_guard.any_d_model_table():
+        yield of(case), GUARD_DECIDES, GENERIC
+    for case in test_guard.table():
+        yield of(case), GUARD_DECIDES, BEST
+        yield of(case), GUARD_DECIDES, SM90
+    for case in test_guard.block_table():
+        yield of(case), DENSE_BLOCK, BEST
+    for case in test_chunks.table():
+        yield of(case), GUARD_DECIDES, SM90
+    for case, _ in test_hot.table():
+        yield of(case), GUARD_DECIDES, SM90
+    yield problem(300, 8192, 8192, 64), GUARD_DECIDES, BEST  # test_direct.test_columns_in_several_launches
+
+
+def test_every_route_and_configuration_is_reached() -> None:
+    """By cases of the tests, on the GPU that they are run on."""
+    assert test_direct.pytestmark is not None
+    routes: set[str] = set()
+    rows: set[str] = set()
+    for described, call, kernels in all_calls():
+        route, found = launches(described, H200, call, kernels)
+        routes.add(route)
+        rows |= {launch.row for launch in found}
+        if call == ROUTES:  # generic kernels for few tokens: as if the library had no others
+            rows |= {launch.row for launch in launches(described, A100)[1]}
+    assert routes - {""} == {ONE, FEW, DENSE, MANY}
+    assert rows <= set(configurations())
+    assert sorted(set(configurations()) - rows) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(rows=1),
+        Case(rows=5, d_model=264, d_ff=8192),
+        Case(rows=40, d_model=264),
+        Case(rows=100, d_model=264),
+        Case(rows=30, d_model=264, d_ff=20000),
+        Case(rows=500, d_model=264, biases=""),
+        Case(rows=2500, d_model=2048, d_ff=5632, d_out=2048, density=0.01, biases=""),
+        Case(rows=20000, d_model=2048, d_ff=5632, d_out=2048, density=0.01, biases=""),
+        Case(rows=300, d_model=65544, d_ff=300, d_out=24),
+    ],
+    ids=str,
+)
+def test_what_is_said_is_what_runs(case: Case, tmp_path: Path) -> None:
+    """The launches of a call, by the profiler: as many, of the same sizes, in the same order."""
+    call = test_kernels.Call(test_kernels.make_block(case, integers=False), case.compression)
+    call.mlp()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call.mlp()
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    kernels = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
+    ran = [(tuple(event["args"]["grid"][:2]), event["args"]["block"][0]) for event in kernels]
+    said = library.describe(call.problem).splitlines()[1:]
+    parsed = [re.search(r"grid=(\d+)x(\d+) threads=(\d+)", line) for line in said]
+    assert ran == [((int(m[1]), int(m[2])), int(m[3])) for m in parsed if m is not None]

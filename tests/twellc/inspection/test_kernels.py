@@ -1,0 +1,62 @@
+"""Which kernels `twellc inspect` names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Cli
+from tests.models import Gated, Residual, export
+from twellc.inspection.kernels import list_kernels
+from twellc.passes.report import Layer
+
+
+def layer(**changes: Any) -> Layer:
+    row = {"module": "mlp", "variant": "gated", "activation": "relu", "matched": True, "decision": "twell"}
+    widths = {"d_model": 2048, "d_ff": 5632, "d_out": 2048}
+    return Layer(**{**row, "reason": "", "residual": False, **widths, **changes})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gpu", "route", "kernel"),
+    [
+        (1, "H200", "one_or_two_tokens", "contribute"),
+        (64, "H200", "few_tokens", "gate_up_sm90 neurons=96"),
+        (64, "H100-PCIe", "few_tokens", "gate_up_sm90 neurons=128"),
+        (64, "A100", "few_tokens", "gate_up_few"),
+        (512, "H100", "dense_block", "hidden_gated_sm90"),
+        (8192, "H20", "many_tokens", "gate_sm90"),
+        (8192, "RTX-4090", "many_tokens", "gate_generic"),
+    ],
+)
+def test_route_of_a_block(tokens: int, gpu: str, route: str, kernel: str) -> None:
+    (block,) = list_kernels([layer()], tokens, gpu).blocks
+    assert block.route == route
+    assert block.launches[0].startswith(kernel)
+
+
+def test_hot_neurons_are_a_dense_block_of_their_own() -> None:
+    (block,) = list_kernels([layer(hot=512)], 8192, "H200").blocks
+    assert block.launches[0].startswith("hidden_gated_sm90")
+    assert any(launch.startswith("sparse_down") for launch in block.launches)
+
+
+def test_only_rewritten_blocks_have_kernels() -> None:
+    layers = [layer(decision="dense"), layer(activation="silu"), layer(d_model=0, d_ff=0), layer(module="last")]
+    assert [block.module for block in list_kernels(layers, 1, "H200").blocks] == ["last"]
+
+
+def test_command(cli: Cli, tmp_path: Path) -> None:
+    model = tmp_path / "m.pt2"
+    torch.export.save(export(Residual(Gated(d_ff=320)).bfloat16(), torch.randn(4, 16).bfloat16()), model)
+    result = cli("inspect", model, "--tokens", "1", "--gpu", "A100")
+    assert result.exit_code == 0, result.output
+    assert "kernels on A100, 1 tokens: one_or_two_tokens, for" in result.output
+    assert "contribute tokens=1 | grid=" in result.output
+    table = json.loads(cli("inspect", model, "--json").stdout)["kernels"]
+    assert (table["gpu"], table["tokens"]) == ("H200", 2048)
+    assert [block["route"] for block in table["blocks"]] == ["dense_block"]
