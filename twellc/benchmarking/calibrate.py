@@ -32,6 +32,7 @@ from twellc.base.errors import UserError
 from twellc.base.files import Outputs, uninterrupted, writing
 from twellc.benchmarking import timing
 from twellc.config import DEFAULT_COMPRESSION
+from twellc.decisions.predict import Widths, is_split
 from twellc.decisions.times import DensePoint, Times, TwellPoint, zipf_rates
 from twellc.plugins.ops import GATED_MLP, MLP
 
@@ -41,13 +42,14 @@ _SECONDS = 200
 _ROTATED_BYTES = 512 << 20
 _MANY_TOKENS = 8192  # beyond it activations push weights out of L2 anyway
 _SPREAD = 0.8  # of the tokens' densities, log-normal
-_FEWEST_TOKENS_HOT = 1921  # with fewer tokens hot neurons are like all others
+# Where calls are not split hot neurons matter less, only by their order: measured at these numbers of tokens.
+_TOKENS_IN_ORDER = (1, 8, 32, 128)
 _CERTAIN = 30.0  # so many standard deviations from zero a gate value is active whatever else is drawn
 # Twice the error of a dense block in bf16.
 _LARGEST_ERROR = 0.02
 
 
-Distribution = tuple[float, str]
+Distribution = tuple[float, str, int]
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class Activity:
 
     @property
     def distribution(self) -> Distribution:
-        """What x and the gate decide."""
-        return self.density, self.neurons
+        """What x and the gate decide: density, kind, and how many of the most active neurons come first."""
+        return self.density, self.neurons, self.hot
 
 
 @dataclass(frozen=True)
@@ -90,18 +92,17 @@ _LARGE = (1, 2, 8, 16, 17, 32, 64, 65, 128, 256, 512, 1024, 1280, 1281, 2048, 40
 _PLAIN = (1, 2, 3, 8, 16, 17, 32, 64, 65, 128, 256, 512, 1024, 1280, 1281, 1920, 1921, 4096, 8192, 32768)
 _NARROW = (1, 8, 32, 128, 512, 2048, 8192, 32768)
 
-_HOT = (128, 256, 512, 1024)
+_HOT = (128, 512, 1024, 2048)
 
 _ALL = (
     *_equal(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0),
     *_unequal("zipf", 0.005, 0.01, 0.02, 0.04),
-    *_unequal("sorted", 0.005, 0.02),
-    *(Activity(density, "sorted", hot) for density in (0.005, 0.02) for hot in _HOT),
+    *(Activity(density, "zipf", hot) for density in (0.005, 0.02) for hot in _HOT),
 )
 _SOME = (
     *_equal(0.001, 0.003, 0.01, 0.03, 0.1),
     *_unequal("zipf", 0.005, 0.02),
-    *(Activity(0.01, "sorted", hot) for hot in _HOT[1:3]),
+    *(Activity(0.01, "zipf", hot) for hot in _HOT[1:3]),
 )
 
 # The most useful first: a run that has to stop early has those.
@@ -148,9 +149,9 @@ def draw_weights(grid: Grid, columns: dict[Distribution, int], device: str = "cu
     gate = torch.randn((d_ff, d_model), device=device) * scale
     gate[:, 0] = -scale
     gate[:, 1 : 1 + len(columns)] = 0
-    for (density, neurons), column in columns.items():
+    for (density, _, hot), column in columns.items():
         offsets = _quantile(torch.tensor(density)) - _quantile(torch.from_numpy(zipf_rates(d_ff, density)))
-        order = torch.arange(d_ff) if neurons == "sorted" else torch.randperm(d_ff)
+        order = torch.cat([torch.arange(hot), hot + torch.randperm(d_ff - hot)])
         gate[:, column] = (offsets[order] * scale).to(device)
     up = None if grid.variant == "plain" else torch.randn((d_ff, d_model), device=device) * scale
     packed = torch.cat([gate] if up is None else [gate, up]).bfloat16()
@@ -162,7 +163,7 @@ def draw_rows(
     tokens: int, d_model: int, distribution: Distribution, columns: dict[Distribution, int], device: str = "cuda"
 ) -> Tensor:
     """Draw x [tokens, d_model] for which so many neurons are active."""
-    density, _ = distribution
+    density, *_ = distribution
     x = torch.randn((tokens, d_model), device=device)
     if density == 1:
         x[:, 0] = -_CERTAIN * d_model**0.5
@@ -234,7 +235,9 @@ def measure_size(
         RuntimeError: TwELL's result is not that of the dense block.
     """
     used = sets if tokens <= _MANY_TOKENS else sets[:2]
-    activities = [each for each in grid.activities if not each.hot or tokens >= _FEWEST_TOKENS_HOT]
+    widths = Widths(grid.variant, grid.d_model, grid.d_ff, grid.d_model)
+    with_hot = tokens in _TOKENS_IN_ORDER or is_split(widths, tokens)
+    activities = [each for each in grid.activities if not each.hot or with_hot]
     drawn = {
         distribution: draw_rows(tokens, grid.d_model, distribution, columns)
         for distribution in dict.fromkeys(activity.distribution for activity in activities)
@@ -246,7 +249,7 @@ def measure_size(
         if not error <= _LARGEST_ERROR:
             raise RuntimeError(f"{grid}, {tokens} tokens, {activity}: off from the dense block by {error:.2e}")
         del exact
-    any_rows = next(iter(rows.values())) if rows else draw_rows(tokens, grid.d_model, (0.01, "equal"), columns)
+    any_rows = next(iter(rows.values())) if rows else draw_rows(tokens, grid.d_model, (0.01, "equal", 0), columns)
     calls: dict[Any, Callable[[Weights], Tensor]] = dict(_dense_forms(any_rows, grid.variant))
     calls |= {activity: functools.partial(twell, x, activity.hot) for activity, x in rows.items()}
     recorded = [timing.record([functools.partial(call, w) for w in used]) for call in calls.values()]

@@ -34,6 +34,10 @@ _Array = np.ndarray[Any, np.dtype[np.float64]]
 _RANGES = (16, 128, 1920)
 # In this one of them most blocks are dense, whatever their density.
 _DENSE_RANGE = 2
+# Calls of more tokens and products are split, unless d_model and d_out are at most so wide.
+_SPLIT_ABOVE_TOKENS = 640
+_SPLIT_ABOVE_PRODUCTS = 960 * 2048 * 5632
+_NARROW = {"gated": 1024, "plain": 1536}
 _ELEMENT = 2
 # As many neurons are counted as the most active ones: the kernels' own hot neurons are so many.
 _MOST_ACTIVE = 128
@@ -78,7 +82,10 @@ class ModelError:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a block: rates are how often each neuron fires, the hot ones first; none for a dense block."""
+    """A call of a block: rates are how often each neuron fires, the hot ones first; none for a dense block.
+
+    Few tokens are not split, but for them, too, the hot neurons come first.
+    """
 
     widths: Widths
     tokens: int
@@ -86,10 +93,15 @@ class _Call:
     hot: int = 0
 
     @functools.cached_property
+    def split(self) -> int:
+        """How many of the hot neurons are a dense product."""
+        return self.hot if is_split(self.widths, self.tokens) else 0
+
+    @functools.cached_property
     def sparse_rates(self) -> Rates:
-        """Of the neurons that are not hot."""
+        """Of the neurons that are not in that product."""
         assert self.rates is not None
-        rates: Rates = self.rates[self.hot :]
+        rates: Rates = self.rates[self.split :]
         return rates
 
     @functools.cached_property
@@ -122,11 +134,13 @@ class CostModel:
             widths: The block.
             tokens: Rows of the call.
             rates: How often each neuron fires, as a share of the tokens: [d_ff].
-            hot: How many neurons, the first in `rates`, are a dense product. With few tokens none are.
+            hot: How many neurons, the first in `rates`, are a dense product where calls are split.
         """
-        call = _Call(widths, tokens, rates, hot if tokens > _RANGES[-1] else 0)
-        if not call.hot or self._twell.splits:
+        call = _Call(widths, tokens, rates, hot)
+        if self._twell.splits or not hot:
             return self._twell.predict(call)
+        if not call.split:
+            return self._twell.predict(replace(call, hot=0))
         return self._twell.predict(_sparse_block(call)) + self._dense.predict(_hot_block(call)) - self._dense.constant
 
     def is_near(self, widths: Widths) -> bool:
@@ -175,7 +189,7 @@ def _dense_call(point: DensePoint) -> _Call:
 
 def _twell_call(point: TwellPoint) -> _Call:
     widths = Widths(point.variant, point.d_model, point.d_ff, point.d_model)
-    return _Call(widths, point.tokens, point_rates(point), point.hot if point.tokens > _RANGES[-1] else 0)
+    return _Call(widths, point.tokens, point_rates(point), point.hot)
 
 
 def point_rates(point: TwellPoint) -> Rates:
@@ -185,6 +199,16 @@ def point_rates(point: TwellPoint) -> Rates:
     rates = zipf_rates(point.d_ff, point.nominal)
     scaled: Rates = np.minimum(rates * (point.density / rates.mean()), 1.0)
     return scaled
+
+
+def is_split(widths: Widths, tokens: int) -> bool:
+    """Whether hot neurons are a dense product of their own in a call, as routes.cu has it for Hopper."""
+    narrow = _NARROW[widths.variant]
+    return (
+        tokens > _SPLIT_ABOVE_TOKENS
+        and tokens * widths.d_model * widths.d_ff > _SPLIT_ABOVE_PRODUCTS
+        and max(widths.d_model, widths.d_out) > narrow
+    )
 
 
 def _range_of(tokens: int) -> int:
@@ -201,7 +225,7 @@ def _dense_parts(call: _Call) -> list[float]:
 
 def _twell_parts(call: _Call) -> list[float]:
     """Return what TwELL has to do, likewise; the last four are of the hot neurons."""
-    w, tokens, hot = call.widths, call.tokens, call.hot
+    w, tokens, hot = call.widths, call.tokens, call.split
     neuron = (w.inputs - 1) * w.d_model + w.d_out
     with np.errstate(divide="ignore"):
         distinct = float(-np.expm1(tokens * np.log1p(-np.minimum(call.sparse_rates, 1.0))).sum())
@@ -220,22 +244,22 @@ _MOST, _OTHERS, _HOT = 3, 4, slice(5, None)  # places of parts
 
 def _hot_block(call: _Call) -> _Call:
     """Return the dense block of the hot neurons."""
-    return _Call(replace(call.widths, d_ff=call.hot), call.tokens)
+    return _Call(replace(call.widths, d_ff=call.split), call.tokens)
 
 
 def _sparse_block(call: _Call) -> _Call:
     """Return the block of all other neurons."""
-    return _Call(replace(call.widths, d_ff=call.widths.d_ff - call.hot), call.tokens, call.sparse_rates)
+    return _Call(replace(call.widths, d_ff=call.widths.d_ff - call.split), call.tokens, call.sparse_rates)
 
 
 def _place(call: _Call) -> list[float]:
     """Return where a call lies between the others, in octaves."""
     w = call.widths
-    place = [math.log2(call.tokens), math.log2(w.d_model * w.d_out) / 2, math.log2(w.d_ff - call.hot)]
+    place = [math.log2(call.tokens), math.log2(w.d_model * w.d_out) / 2, math.log2(w.d_ff - call.split)]
     place.append(_OTHER_VARIANT * (w.variant == "plain"))
     if call.rates is not None:
         most, others = call.pairs
-        density = (most + others) / (call.tokens * (w.d_ff - call.hot))
+        density = (most + others) / (call.tokens * (w.d_ff - call.split))
         share = most / (most + others) if most + others else 0.0
         place += [
             math.log2(max(density, _LEAST_DENSITY)),
@@ -255,7 +279,7 @@ class _Interpolated:
 
     def __init__(self, calls: list[_Call], points: Sequence[Measured], dense: _Interpolated | None) -> None:
         self._bound = dense
-        self.splits = any(call.hot for call in calls)
+        self.splits = any(call.split for call in calls)
         us = np.array([point.us for point in points])
         self._least = _LEAST_SHARE * float(us.min())
         groups = np.array([self._group(call) for call in calls])
@@ -288,7 +312,9 @@ class _Interpolated:
         return errors
 
     def _group(self, call: _Call) -> int:
-        return 0 if call.rates is None else _range_of(call.tokens)
+        if call.rates is None:
+            return 0
+        return len(_RANGES) if call.split else _range_of(call.tokens)
 
     def _fit(self, calls: list[_Call], us: _Array) -> _Array:
         """Return the prices of a group of calls."""

@@ -11,7 +11,7 @@ A file holds one object in JSON:
 Times are microseconds of one call in bfloat16: the median, and the range that holds the middle 80 %. A dense block's is
 that of the fastest of several forms, which `by` names. `density` is the share of gate activations that were not zero,
 `nominal` the one that was asked for; `neurons` says how they are shared out: `equal`; `zipf`, by Zipf's law, in no
-order; `sorted`, the same with the neurons in the order of their firing, of which the first `hot` were a dense product.
+order but for the `hot` most active, which come first and are a dense product where calls are split.
 
 Importing this imports no torch: decisions and reports read it, too.
 """
@@ -34,7 +34,7 @@ Rates = np.ndarray[Any, np.dtype[np.float64]]  # how often each neuron fires, as
 
 FORMAT = 1
 VARIANTS = ("gated", "plain")
-NEURONS = ("equal", "zipf", "sorted")
+NEURONS = ("equal", "zipf")
 
 _FIX = "Measure the GPU again: twellc bench --calibrate -o FILE"
 
@@ -76,8 +76,8 @@ class TwellPoint(Measured):
     Attributes:
         density: Share of gate activations that were not zero.
         nominal: The share that was asked for.
-        neurons: How they are shared out over neurons: `equal`, `zipf` or `sorted`.
-        hot: How many neurons, the first ones, were a dense product.
+        neurons: How they are shared out over neurons: `equal` or `zipf`.
+        hot: How many neurons came first and were a dense product where calls are split.
     """
 
     density: float

@@ -29,10 +29,6 @@ def test_decisions_by_a_profile(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
         for density in (limit / 8, limit / 4, limit / 2, limit, 2 * limit, 4 * limit)
         for time in [10.0 * (density / limit) ** 0.5]
     ]
-    # Hot neurons are no help there.
-    twell += [
-        TwellPoint(*size, 30.0, 30.0, 30.0, limit, limit, "sorted", hot) for size in sizes[3:] for hot in (128, 512)
-    ]
     times = tmp_path / "gpu.json"
     times.write_text(Times({"gpu": "NVIDIA Test"}, True, dense, twell).to_text())
 

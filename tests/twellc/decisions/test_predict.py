@@ -8,9 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from twellc.decisions.predict import CostModel, Widths, point_rates
+from twellc.decisions.predict import CostModel, Widths, is_split, point_rates
 from twellc.decisions.targets import TARGETS, choose_target, shipped_times
 from twellc.decisions.times import zipf_rates
+from twellc.plugins import library
 
 GATED = Widths("gated", 2048, 5632, 2048)
 H200 = choose_target("h200", None).model
@@ -79,16 +80,37 @@ def test_neurons_that_differ() -> None:
 
 def test_hot_neurons_of_few_tokens_are_like_others() -> None:
     rates = zipf_rates(5632, 0.02)
-    for tokens in (1, 64, 1024):
+    for tokens in (1, 64, 960):
         assert H200.twell_us(GATED, tokens, rates, 512) == H200.twell_us(GATED, tokens, rates)
     assert H200.twell_us(GATED, 8192, rates, 512) < H200.twell_us(GATED, 8192, rates)
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [
+        Widths(*each)
+        for each in (
+            ("gated", 2048, 5632, 2048), ("gated", 4096, 11008, 4096), ("gated", 1024, 8192, 1024),
+            ("plain", 1536, 8192, 1536), ("plain", 2048, 8192, 2048), ("gated", 2048, 512, 2048),
+        )
+    ],
+    ids=str,
+)  # fmt: skip
+def test_calls_are_split_where_the_kernels_split_them(widths: Widths) -> None:
+    for tokens in (1, 16, 128, 512, 640, 641, 660, 661, 960, 961, 2048, 8192, 20_000):
+        described = library.Problem(
+            tokens, widths.d_model, widths.d_ff, widths.d_out, 8, library.DTYPES["bfloat16"],
+            library.VARIANTS[widths.variant], library.ACTIVATIONS["relu"], 0.0, 256,
+        )  # fmt: skip
+        text = library.describe(described, library.GPUS["H100"])
+        assert is_split(widths, tokens) == ("hidden" in text and "gate_sm90" in text), text
 
 
 def test_measured_splits_are_taken_as_they_are() -> None:
     """With points of hot neurons among the times, these decide what hot neurons take."""
     times = shipped_times("h200")
     zipf = [point for point in times.twell if point.neurons == "zipf"]
-    slow = [replace(point, neurons="sorted", hot=512, us=3 * point.us) for point in zipf]
+    slow = [replace(point, hot=512, us=3 * point.us) for point in zipf]
     model = CostModel(replace(times, twell=[*times.twell, *slow]))
     for point in slow:
         widths = Widths(point.variant, point.d_model, point.d_ff, point.d_model)
