@@ -172,7 +172,7 @@ class Setting:
         heavy = f", one token with {self.heavy} active neurons" if self.heavy > 0 else ""
         trained = self.neurons == "trained"
         neurons = f"trained layer {self.layer}" if trained else f"density {self.density:g}, {self.neurons} neurons"
-        hot = f", in order, the first {self.hot} as a dense block" if self.hot > 0 else ""
+        hot = f", the {self.hot} hottest as a dense block" if self.hot > 0 else ""
         return f"d_model {self.d_model}, d_ff {self.d_ff}, {self.dtype}, {neurons}, {self.variant}{heavy}{hot}"
 
 
@@ -217,7 +217,7 @@ SUITE = (
 def measure(setting: Setting, tokens: int, compiled: bool, repeats: int) -> dict[str, Any]:
     """Check and time one size."""
     dtype = getattr(torch, setting.dtype)
-    neurons = Neurons(setting.neurons, setting.density, setting.layer, setting.heavy, setting.hot > 0)
+    neurons = Neurons(setting.neurons, setting.density, setting.layer, setting.heavy, setting.hot)
     x, sets = make_inputs(tokens, setting.d_model, setting.d_ff, dtype, neurons, setting.variant)
     twell = Twell(x, setting.d_ff, setting.compression, setting.variant, setting.hot)
     forms = [dense_forms(w.block, x, compiled) for w in sets]
@@ -307,7 +307,7 @@ def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repe
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Put the neurons in order, and compute so many, those that fire most often, as a dense block.",
+    help="Put so many neurons first, those that fire most often, and compute them as a dense block.",
 )
 @click.option("--suite", is_flag=True, help="Run all settings that benchmarks/README.md states, not the one above.")
 @click.option("--part", default="1/1", show_default=True, help="Of the suite: 2/3 is the second of three parts.")

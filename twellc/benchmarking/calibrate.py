@@ -33,6 +33,7 @@ from twellc.base.files import Outputs, uninterrupted, writing
 from twellc.benchmarking import timing
 from twellc.config import DEFAULT_COMPRESSION
 from twellc.decisions.times import DensePoint, Times, TwellPoint, zipf_rates
+from twellc.passes.firing import hot_first
 from twellc.plugins.ops import GATED_MLP, MLP
 
 # No other size is begun after so long.
@@ -47,7 +48,7 @@ _CERTAIN = 30.0  # so many standard deviations from zero a gate value is active 
 _LARGEST_ERROR = 0.02
 
 
-Distribution = tuple[float, str]
+Distribution = tuple[float, str, int]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Activity:
     @property
     def distribution(self) -> Distribution:
         """What x and the gate decide."""
-        return self.density, self.neurons
+        return self.density, self.neurons, self.hot
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,12 @@ _HOT = (128, 256, 512, 1024)
 _ALL = (
     *_equal(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0),
     *_unequal("zipf", 0.005, 0.01, 0.02, 0.04),
-    *_unequal("sorted", 0.005, 0.02),
-    *(Activity(density, "sorted", hot) for density in (0.005, 0.02) for hot in _HOT),
+    *(Activity(density, "zipf", hot) for density in (0.005, 0.02) for hot in _HOT),
 )
 _SOME = (
     *_equal(0.001, 0.003, 0.01, 0.03, 0.1),
     *_unequal("zipf", 0.005, 0.02),
-    *(Activity(0.01, "sorted", hot) for hot in _HOT[1:3]),
+    *(Activity(0.01, "zipf", hot) for hot in _HOT[1:3]),
 )
 
 # The most useful first: a run that has to stop early has those.
@@ -148,10 +148,11 @@ def draw_weights(grid: Grid, columns: dict[Distribution, int], device: str = "cu
     gate = torch.randn((d_ff, d_model), device=device) * scale
     gate[:, 0] = -scale
     gate[:, 1 : 1 + len(columns)] = 0
-    for (density, neurons), column in columns.items():
-        offsets = _quantile(torch.tensor(density)) - _quantile(torch.from_numpy(zipf_rates(d_ff, density)))
-        order = torch.arange(d_ff) if neurons == "sorted" else torch.randperm(d_ff)
-        gate[:, column] = (offsets[order] * scale).to(device)
+    for (density, _, hot), column in columns.items():
+        rates = zipf_rates(d_ff, density)[torch.randperm(d_ff).numpy()]
+        rates = rates[hot_first(rates, hot)]
+        offsets = _quantile(torch.tensor(density)) - _quantile(torch.from_numpy(rates))
+        gate[:, column] = (offsets * scale).to(device)
     up = None if grid.variant == "plain" else torch.randn((d_ff, d_model), device=device) * scale
     packed = torch.cat([gate] if up is None else [gate, up]).bfloat16()
     down = (torch.randn((d_model, d_ff), device=device) * 0.2).bfloat16()
@@ -162,7 +163,7 @@ def draw_rows(
     tokens: int, d_model: int, distribution: Distribution, columns: dict[Distribution, int], device: str = "cuda"
 ) -> Tensor:
     """Draw x [tokens, d_model] for which so many neurons are active."""
-    density, _ = distribution
+    density = distribution[0]
     x = torch.randn((tokens, d_model), device=device)
     if density == 1:
         x[:, 0] = -_CERTAIN * d_model**0.5
@@ -246,7 +247,7 @@ def measure_size(
         if not error <= _LARGEST_ERROR:
             raise RuntimeError(f"{grid}, {tokens} tokens, {activity}: off from the dense block by {error:.2e}")
         del exact
-    any_rows = next(iter(rows.values())) if rows else draw_rows(tokens, grid.d_model, (0.01, "equal"), columns)
+    any_rows = next(iter(rows.values())) if rows else draw_rows(tokens, grid.d_model, (0.01, "equal", 0), columns)
     calls: dict[Any, Callable[[Weights], Tensor]] = dict(_dense_forms(any_rows, grid.variant))
     calls |= {activity: functools.partial(twell, x, activity.hot) for activity, x in rows.items()}
     recorded = [timing.record([functools.partial(call, w) for w in used]) for call in calls.values()]

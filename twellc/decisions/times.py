@@ -10,8 +10,9 @@ A file holds one object in JSON:
 
 Times are microseconds of one call in bfloat16: the median, and the range that holds the middle 80 %. A dense block's is
 that of the fastest of several forms, which `by` names. `density` is the share of gate activations that were not zero,
-`nominal` the one that was asked for; `neurons` says how they are shared out: `equal`; `zipf`, by Zipf's law, in no
-order; `sorted`, the same with the neurons in the order of their firing, of which the first `hot` were a dense product.
+`nominal` the one that was asked for; `neurons` says how they are shared out: `equal`; `zipf`, by Zipf's law. The `hot`
+hottest stood first and were a dense product, all others in no order; in files of before 2026-11-26 also `sorted`, by
+Zipf's law with all neurons in the order of their firing.
 
 Importing this imports no torch: decisions and reports read it, too.
 """
@@ -76,8 +77,8 @@ class TwellPoint(Measured):
     Attributes:
         density: Share of gate activations that were not zero.
         nominal: The share that was asked for.
-        neurons: How they are shared out over neurons: `equal`, `zipf` or `sorted`.
-        hot: How many neurons, the first ones, were a dense product.
+        neurons: How they are shared out over neurons: `equal`, `zipf` or, once, `sorted`.
+        hot: How many neurons, the hottest and first ones, were a dense product.
     """
 
     density: float

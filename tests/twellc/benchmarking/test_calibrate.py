@@ -25,7 +25,7 @@ from twellc.decisions.times import read_times, zipf_rates
 
 ACTIVITIES = (
     *(Activity(density) for density in (0.005, 0.1, 1.0)),
-    *(Activity(0.02, neurons) for neurons in ("zipf", "sorted")),
+    *(Activity(0.02, "zipf", hot) for hot in (0, 100)),
 )
 
 
@@ -42,14 +42,16 @@ def test_as_many_are_active_as_asked(activity: Activity) -> None:
         assert rates.max() < 3 * activity.density
     else:
         assert rates.max() > 0.4
-        assert (rates[:100].mean() > 0.1) == (activity.neurons == "sorted")
+        assert (rates[:100].mean() > 0.1) == bool(activity.hot)
+        others = rates[activity.hot :].sort(descending=True).values
+        assert others[:64].sum() > 1.5 * rates[activity.hot : activity.hot + 64].sum(), "the others are in no order"
 
 
 @pytest.mark.parametrize("variant", ["gated", "plain"])
 def test_contestants_compute_the_same(variant: str) -> None:
     torch.manual_seed(0)
     weights = draw_weights(Grid(variant, 64, 256, (), ()), {}, "cpu")
-    x = draw_rows(8, 64, (0.1, "equal"), {}, "cpu")
+    x = draw_rows(8, 64, (0.1, "equal", 0), {}, "cpu")
     y = dense(x, weights.gate, weights.up, weights.down)
     torch.testing.assert_close(twell(x, 0, weights), y, rtol=0.05, atol=0.05)
     if variant == "gated":

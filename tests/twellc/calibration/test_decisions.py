@@ -31,7 +31,7 @@ def test_decisions_by_a_profile(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     ]
     # Hot neurons are no help there.
     twell += [
-        TwellPoint(*size, 30.0, 30.0, 30.0, limit, limit, "sorted", hot) for size in sizes[3:] for hot in (128, 512)
+        TwellPoint(*size, 30.0, 30.0, 30.0, limit, limit, "zipf", hot) for size in sizes[3:] for hot in (128, 512)
     ]
     times = tmp_path / "gpu.json"
     times.write_text(Times({"gpu": "NVIDIA Test"}, True, dense, twell).to_text())

@@ -88,7 +88,7 @@ def test_measured_splits_are_taken_as_they_are() -> None:
     """With points of hot neurons among the times, these decide what hot neurons take."""
     times = shipped_times("h200")
     zipf = [point for point in times.twell if point.neurons == "zipf"]
-    slow = [replace(point, neurons="sorted", hot=512, us=3 * point.us) for point in zipf]
+    slow = [replace(point, neurons="zipf", hot=512, us=3 * point.us) for point in zipf]
     model = CostModel(replace(times, twell=[*times.twell, *slow]))
     for point in slow:
         widths = Widths(point.variant, point.d_model, point.d_ff, point.d_model)
