@@ -26,8 +26,9 @@ from draw import DISTRIBUTIONS, TRAINED_LAYERS, Neurons, Weights, make_inputs
 from torch import Tensor
 from torch.nn import functional
 
+from twellc.benchmarking import contest
 from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, PACKED, dense_forms
-from twellc.benchmarking.timing import machine, record, time_calls
+from twellc.benchmarking.timing import machine
 from twellc.plugins import library
 
 CHECKED_ROWS = 64
@@ -267,9 +268,7 @@ def allow_many_sizes() -> None:
 
 def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repeats: int) -> dict[str, Any]:
     """Time one call of each contestant, which has one for each set of weights, in microseconds, as JSON."""
-    (count,) = {len(calls) for calls in contestants.values()}
-    times = time_calls([record(calls) for calls in contestants.values()], repeats, count)
-    return {name: each.to_json() for name, each in zip(contestants, times, strict=True)}
+    return {name: times.to_json() for name, times in contest.time_rotated(contestants, repeats).items()}
 
 
 @click.command()

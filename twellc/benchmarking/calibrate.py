@@ -38,8 +38,6 @@ from twellc.plugins.ops import GATED_MLP, MLP
 
 # No other size is begun after so long.
 _SECONDS = 200
-# Weights in rotation come to about this much, several times the L2 of any GPU.
-_ROTATED_BYTES = 512 << 20
 _MANY_TOKENS = 8192  # beyond it activations push weights out of L2 anyway
 _SPREAD = 0.8  # of the tokens' densities, log-normal
 _FEWEST_TOKENS_HOT = 1921  # with fewer tokens hot neurons are like all others
@@ -304,7 +302,7 @@ def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> T
         shape = f"{grid.variant} {grid.d_model} / {grid.d_ff}"
         columns = place_columns(grid.activities)
         bytes_each = 2 * grid.d_model * grid.d_ff * (3 if grid.variant == "gated" else 2)
-        count = max(2, min(12, _ROTATED_BYTES // bytes_each))
+        count = timing.sets_in_rotation(bytes_each)
         sets: list[Weights] = []
         for tokens in grid.tokens:
             if monotonic() > end:
