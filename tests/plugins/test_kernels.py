@@ -519,8 +519,7 @@ def test_integers_match_bit_by_bit(case: Case) -> None:
         steps = call.steps()
         same = ~call.dense_rows_of_steps()
         assert_same_bits(steps[same], expected[same])
-    if torch.isfinite(reference.emulate(block)).all():  # else a sum at the end of fp16's range may go either way
-        reference.assert_close(y, block)
+    reference.assert_close(y, block)
     assert_guards(call.y_buffer)
     assert_guards(call.packed_buffer)
 
@@ -840,7 +839,7 @@ def test_cuda_graph_without_warm_up(rows: int) -> None:
         reference.assert_close(call.y, call.block)
     """
     root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, cwd=root, env=environment)
 
 

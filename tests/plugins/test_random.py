@@ -150,7 +150,8 @@ def test_random_problem(_: int) -> None:
     for name, run in ways(call).items():
         sys.stdout.write(f"{name}\n")
         y = run()
-        reference.assert_close(y, block)
+        is_split = splits(call.problem) and name in ("mlp", "split", "split generic")
+        reference.assert_close(y, block, split=case.hot if is_split else 0)
         assert_same_bits(run(), y)
         assert_guards(call.y_buffer)
         assert_guards(call.packed_buffer)

@@ -302,3 +302,34 @@ def test_sound_result_where_plain_overflows() -> None:
     assert_close(y, block)
     with pytest.raises(AssertionError, match="too large"):
         assert_close(y * 2, block)
+
+
+def test_accepts_either_side_of_the_range() -> None:
+    """A sum that rounds to the largest float16, or to infinity, as roundings of h will have it."""
+    block = Block(
+        torch.ones(1, 8, dtype=torch.float16), torch.ones(8, 8, dtype=torch.float16), None,
+        torch.full((8, 8), 1023.75, dtype=torch.float16),
+    )  # fmt: skip
+    for value in (65504.0, float("inf")):
+        assert_close(torch.full((1, 8), value, dtype=torch.float16), block)
+    for value in (float("nan"), 60000.0):
+        with pytest.raises(AssertionError):
+            assert_close(torch.full((1, 8), value, dtype=torch.float16), block)
+
+
+def test_one_rounding_more_of_the_first_neurons() -> None:
+    """It is more than all others where the rest cancels what was rounded, and is allowed only if told of."""
+    block = make_block(torch.bfloat16, 0.0, gated=False)
+    half = D_FF // 2
+    for tensor in (block.w_gate, block.b_gate):
+        assert tensor is not None
+        tensor[half:] = tensor[:half]
+    block.w_down[:half].abs_()
+    block.w_down[half:] = -block.w_down[:half]
+    first = reference.reference(
+        dataclasses.replace(block, w_gate=block.w_gate[:half], b_gate=block.b_gate[:half], w_down=block.w_down[:half])
+    )
+    y = (first.bfloat16().double() - first).bfloat16()
+    assert_close(y, block, split=half)
+    with pytest.raises(AssertionError, match="too large"):
+        assert_close(y, block)

@@ -78,7 +78,7 @@ def test_against_float64(case: Case, kernels: int) -> None:
     block = split_block(case, hot_density=0.3)
     call = Call(block, case.compression, hot=case.hot)
     y = run_poisoned(call, SPLIT, kernels)
-    reference.assert_close(y, block)
+    reference.assert_close(y, block, split=case.hot)
     assert_guards(call.y_buffer)
     assert_same_bits(run_poisoned(call, SPLIT, kernels), y)
 
@@ -91,7 +91,7 @@ def test_densities_of_either_part(hot_density: float, density: float, kernels: i
     case = dataclasses.replace(BASE, rows=600, d_model=256, d_ff=1500, density=density, residual=True)
     block = split_block(case, hot_density)
     call = Call(block, case.compression, hot=case.hot)
-    reference.assert_close(run_poisoned(call, SPLIT, kernels), block)
+    reference.assert_close(run_poisoned(call, SPLIT, kernels), block, split=case.hot)
     assert_guards(call.y_buffer)
 
 
@@ -103,12 +103,13 @@ def test_large_calls_are_split(hot: int, residual: bool) -> None:
     block = split_block(case, hot_density=0.2)
     call = Call(block, case.compression, hot=hot)
     y = call.poisoned(call.mlp)
-    reference.assert_close(y, block)
+    reference.assert_close(y, block, split=case.hot)
     assert_same_bits(y, run_poisoned(call, SPLIT, BEST))
     whole = Call(block, case.compression)
     whole_y = whole.poisoned(whole.mlp)
     reference.assert_close(whole_y, block)
-    assert not torch.equal(y, whole_y)  # else nothing was split: sums have another order
+    if hot < case.d_ff:  # else both may be one dense block
+        assert not torch.equal(y, whole_y)  # else nothing was split: sums have another order
 
 
 @pytest.mark.parametrize("hot", [0, 8, 127])
@@ -151,7 +152,7 @@ def test_nan_and_infinity_stay_in_their_rows(gated: bool, activation: str, kerne
     block.residual[7, 9] = float("inf")
     y = run_poisoned(Call(block, 8, hot=case.hot), SPLIT, kernels)
     assert torch.isnan(y[3]).all()
-    reference.assert_close(y, block)
+    reference.assert_close(y, block, split=case.hot)
     clean = [row for row in range(case.rows) if row not in (*dirty, 7)]
     assert torch.isfinite(y[clean]).all()
 
@@ -166,7 +167,7 @@ def test_weights_that_are_not_finite(kernels: int) -> None:
     leave_out_lost_gates(block)
     y = run_poisoned(Call(block, 8, hot=case.hot), SPLIT, kernels)
     assert torch.isfinite(y).any() and not torch.isfinite(y).all()
-    reference.assert_close(y, block)
+    reference.assert_close(y, block, split=case.hot)
 
 
 def test_fp16_ignores_the_hint() -> None:
@@ -187,7 +188,7 @@ def test_hidden_values_that_overflow(kernels: int) -> None:
     )
     y = run_poisoned(Call(large, 8, hot=case.hot), SPLIT, kernels)
     assert torch.isfinite(y).all()
-    reference.assert_close(y, large)
+    reference.assert_close(y, large, split=case.hot)
 
 
 @pytest.mark.parametrize("density", [0.005, 0.1])
@@ -213,7 +214,7 @@ def test_calls_that_follow_one_another(kernels: int) -> None:
     for call in calls:
         call.start_steps(SPLIT, kernels)
         torch.cuda.synchronize()
-        reference.assert_close(call.y, call.block)
+        reference.assert_close(call.y, call.block, split=case.hot)
     expected = [call.y.clone() for call in calls]
     for _ in range(50):
         for call in calls:
@@ -236,7 +237,7 @@ def test_cuda_graph() -> None:
         call.y.view(torch.int16).fill_(POISON)
         graph.replay()
         torch.cuda.synchronize()
-        reference.assert_close(call.y, call.block)
+        reference.assert_close(call.y, call.block, split=case.hot)
         replayed = call.y.clone()
         assert_same_bits(call.poisoned(call.mlp), replayed)
 
@@ -252,7 +253,7 @@ def test_the_torch_op_passes_it_on(gated: bool) -> None:
     y = (GATED_MLP if gated else MLP)(*operands, "relu", 0.0, 8, case.hot)
     call = Call(block, 8, hot=case.hot)
     assert_same_bits(y, call.poisoned(call.mlp))
-    reference.assert_close(y, block)
+    reference.assert_close(y, block, split=case.hot)
 
 
 SMALL = [
@@ -270,4 +271,4 @@ def test_sanitize(case: Case) -> None:
     for kernels in (GENERIC, BEST) if ON_SM90 else (GENERIC,):
         call.start_steps(SPLIT, kernels)
         torch.cuda.synchronize()
-        reference.assert_close(call.y.cpu(), block)
+        reference.assert_close(call.y.cpu(), block, split=case.hot)
