@@ -97,7 +97,8 @@ def bench(
     MODEL is a torch.export archive, a Hugging Face directory or a pickled module. At each shape the whole model and its
     rewritten feed-forward blocks alone are timed in torch, eager and compiled, in CUDA graphs, and then each block by
     itself. Beside them stand dense blocks with gate and up in one product, in the model's precision and in FP8, and
-    plans where full TensorRT is installed. The model is rewritten as compile would for these shapes. Speed-ups are over the fastest dense one in torch that is not in FP8.
+    plans where full TensorRT is installed. The model is rewritten as compile would for these shapes. Speed-ups are over
+    the fastest dense one in torch that is not in FP8.
 
     Results are compared with float64 before they are timed; who is too far off is named and left out. Exit status 2:
     the input is bad, or there is no GPU.
