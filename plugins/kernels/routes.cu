@@ -3,6 +3,7 @@
 #include "few_tokens/few.h"
 #include "host/problem.h"
 #include "many_tokens/dense.h"
+#include "many_tokens/split.h"
 #include "one_or_two_tokens/contribute_few.cuh"
 #include "routes.h"
 
@@ -22,6 +23,8 @@ constexpr int kPlain = TWELL_PLAIN;
 constexpr int64_t kNoEnd = TWELL_MAX_TOKENS;
 constexpr int kAnyWidth = TWELL_MAX_WIDTH;
 constexpr float kAnyProducts = 0.0f;
+constexpr bool kEvenIfSplit = true;
+constexpr bool kUnlessSplit = false;
 
 // Neurons that a device computes at once: so many by each of `places`, which so many multiprocessors have.
 struct Round {
@@ -56,31 +59,36 @@ struct Row {
     int most_d_model;
     int most_d_out;
     Round round;          // at least d_ff neurons at once
+    bool takes_split;     // also calls that can be split: hot neurons pay for packing the others from half as many on
     float most_products;  // tokens * d_model * d_ff
 };
 
 // The limits were measured on an H200, see benchmarks/LOG.md.
 //  - Few tokens: their kernels lose little if a layer is dense, as long as one round holds all of its neurons.
 //  - Dense blocks: where the guard would cost a dense layer more than skipping gains a sparse one. Narrow layers are so
-//    with any number of tokens, since packing takes longer than a product there.
+//    with any number of tokens, since packing takes longer than a product there. Of layers that can be split, whoever
+//    names hot neurons knows the activity, and the hot ones are dense in any case: half the limits, as an H100 has it.
 //  - What is left: layers too narrow or too wide for the other kernels.
 constexpr int kProductsPerToken = 2048 * 5632;
+constexpr float kProducts960 = 960.0f * kProductsPerToken;
 constexpr float kProducts1920 = 1920.0f * kProductsPerToken;
 constexpr Row kRoutes[] = {
     // clang-format off
-    //          GPU    block   tokens         columns   d_model    d_out      d_ff           products
-    {kOneOrTwo, kSm80, kBoth,  1,  2,         1,        2048,      2048,      kContributing, kAnyProducts},
-    {kFew,      kSm80, kBoth,  1,  16,        1,        kWidestX,  kAnyWidth, kAnyNeurons,   kAnyProducts},
-    {kFew,      kSm90, kBoth,  17, 64,        1,        kWidestX,  kAnyWidth, kClusters224,  kAnyProducts},
-    {kFew,      kSm90, kGated, 65, 128,       kTmaBox,  kWidestX,  kAnyWidth, kClusters96,   kAnyProducts},
-    {kMany,     kSm90, kGated, 65, 128,       1,        kAnyWidth, kAnyWidth, kClusters96,   kAnyProducts},
-    {kDense,    kSm90, kBoth,  17, 1280,      1,        16384,     kAnyWidth, kAnyNeurons,   kAnyProducts},
-    {kDense,    kSm90, kBoth,  17, kNoEnd,    1,        16384,     kAnyWidth, kAnyNeurons,   kProducts1920},
-    {kDense,    kSm90, kGated, 17, kNoEnd,    1,        1024,      1024,      kAnyNeurons,   kAnyProducts},
-    {kDense,    kSm90, kPlain, 17, kNoEnd,    1,        1536,      1536,      kAnyNeurons,   kAnyProducts},
-    {kFew,      kSm90, kBoth,  17, 128,       kTmaBox,  kWidestX,  kAnyWidth, kAnyNeurons,   kAnyProducts},
-    {kFew,      kSm80, kBoth,  17, 64,        1,        kWidestX,  kAnyWidth, kAnyNeurons,   kAnyProducts},
-    {kMany,     kSm80, kBoth,  1,  kNoEnd,    1,        kAnyWidth, kAnyWidth, kAnyNeurons,   kAnyProducts},
+    //          GPU    block   tokens         columns   d_model    d_out      d_ff           hot           products
+    {kOneOrTwo, kSm80, kBoth,  1,  2,         1,        2048,      2048,      kContributing, kEvenIfSplit, kAnyProducts},
+    {kFew,      kSm80, kBoth,  1,  16,        1,        kWidestX,  kAnyWidth, kAnyNeurons,   kEvenIfSplit, kAnyProducts},
+    {kFew,      kSm90, kBoth,  17, 64,        1,        kWidestX,  kAnyWidth, kClusters224,  kEvenIfSplit, kAnyProducts},
+    {kFew,      kSm90, kGated, 65, 128,       kTmaBox,  kWidestX,  kAnyWidth, kClusters96,   kEvenIfSplit, kAnyProducts},
+    {kMany,     kSm90, kGated, 65, 128,       1,        kAnyWidth, kAnyWidth, kClusters96,   kEvenIfSplit, kAnyProducts},
+    {kDense,    kSm90, kGated, 17, kNoEnd,    1,        1024,      1024,      kAnyNeurons,   kEvenIfSplit, kAnyProducts},
+    {kDense,    kSm90, kPlain, 17, kNoEnd,    1,        1536,      1536,      kAnyNeurons,   kEvenIfSplit, kAnyProducts},
+    {kDense,    kSm90, kBoth,  17, 640,       1,        16384,     kAnyWidth, kAnyNeurons,   kEvenIfSplit, kAnyProducts},
+    {kDense,    kSm90, kBoth,  17, kNoEnd,    1,        16384,     kAnyWidth, kAnyNeurons,   kEvenIfSplit, kProducts960},
+    {kDense,    kSm90, kBoth,  17, 1280,      1,        16384,     kAnyWidth, kAnyNeurons,   kUnlessSplit, kAnyProducts},
+    {kDense,    kSm90, kBoth,  17, kNoEnd,    1,        16384,     kAnyWidth, kAnyNeurons,   kUnlessSplit, kProducts1920},
+    {kFew,      kSm90, kBoth,  17, 128,       kTmaBox,  kWidestX,  kAnyWidth, kAnyNeurons,   kEvenIfSplit, kAnyProducts},
+    {kFew,      kSm80, kBoth,  17, 64,        1,        kWidestX,  kAnyWidth, kAnyNeurons,   kEvenIfSplit, kAnyProducts},
+    {kMany,     kSm80, kBoth,  1,  kNoEnd,    1,        kAnyWidth, kAnyWidth, kAnyNeurons,   kEvenIfSplit, kAnyProducts},
     // clang-format on
 };
 static_assert(contribute_few::kMostTokens >= 2 && contribute_few::kMostColumns >= 2048 && kMostTokensFewGeneric >= 64 &&
@@ -92,6 +100,7 @@ bool fits(Row const& row, twell_problem const& problem, Device const& device) {
            problem.tokens >= row.fewest_tokens && problem.tokens <= row.most_tokens &&
            std::min({problem.d_model, problem.d_ff, problem.d_out}) >= row.fewest_columns &&
            problem.d_model <= row.most_d_model && problem.d_out <= row.most_d_out &&
+           (row.takes_split || !is_split(problem)) &&
            (row.round.neurons == 0 || problem.d_ff <= row.round.neurons_of(device)) &&
            (row.most_products == kAnyProducts || gate_products(problem) <= row.most_products);
 }
@@ -133,8 +142,8 @@ char const* name_of(Route route) {
 }
 
 void list_routes(Text& text) {
-    text.add("| route | GPU | block | tokens | d_model | d_out | d_ff | tokens · d_model · d_ff |\n");
-    text.add("| --- | --- | --- | --- | --- | --- | --- | --- |\n");
+    text.add("| route | GPU | block | tokens | d_model | d_out | d_ff | hot | tokens · d_model · d_ff |\n");
+    text.add("| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n");
     for (Row const& row : kRoutes) {
         text.add("| `%s` | %s | %s", name_of(row.route), row.needs_sm90 ? "9.0" : "8.0 and later",
                  row.variant == TWELL_GATED   ? "gated"
@@ -158,6 +167,7 @@ void list_routes(Text& text) {
             }
             text.add(" %d for each multiprocessor", row.round.neurons * row.round.places / row.round.multiprocessors);
         }
+        text.add(row.takes_split ? " | any" : " | no split");
         if (row.most_products == kAnyProducts) {
             text.add(" | any |\n");
         } else {

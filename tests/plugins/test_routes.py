@@ -53,9 +53,16 @@ def hopper(multiprocessors: int) -> Device:
 
 
 def problem(
-    tokens: int, d_model: int, d_ff: int, d_out: int | None = None, *, gated: bool = True, compression: int = 8
+    tokens: int,
+    d_model: int,
+    d_ff: int,
+    d_out: int | None = None,
+    *,
+    gated: bool = True,
+    compression: int = 8,
+    hot: int = 0,
 ) -> Problem:
-    return Problem(tokens, d_model, d_ff, d_out or d_model, compression, 0, 0 if gated else 1, 0, 0.0)
+    return Problem(tokens, d_model, d_ff, d_out or d_model, compression, 0, 0 if gated else 1, 0, 0.0, hot)
 
 
 def internal(name: str, *arguments: Any) -> Callable[..., int]:
@@ -127,6 +134,26 @@ def test_limits_are_rounds_of_the_device(multiprocessors: int) -> None:
         round_ = neurons * multiprocessors
         assert launches(problem(tokens, 2048, round_), device)[0] == below
         assert launches(problem(tokens, 2048, round_ + 1), device)[0] == above
+
+
+# The first token count at which a layer with hot neurons is split.
+SPLIT_FROM = {(2048, 5632, True): 961, (2048, 4392, True): 1232, (4096, 11008, True): 641, (1536, 6144, False): None}
+
+
+@pytest.mark.parametrize("layer", SPLIT_FROM, ids=str)
+def test_calls_are_split_from_half_as_many_tokens(layer: tuple[int, int, bool]) -> None:
+    d_model, d_ff, gated = layer
+    split = [
+        tokens
+        for tokens in range(129, 2000)
+        if launches(problem(tokens, d_model, d_ff, gated=gated, hot=512), H200)[0] == MANY
+    ]
+    begin = SPLIT_FROM[layer]
+    assert split == ([] if begin is None else list(range(begin, 2000)))
+    for tokens in split[:1]:
+        kernels = [launch.kernel for launch in launches(problem(tokens, d_model, d_ff, gated=gated, hot=512), H200)[1]]
+        assert kernels[:2] == ["hidden_gated_sm90", "dense_down_sm90"], kernels
+        assert "gate_sm90" in kernels
 
 
 def drawn(rng: random.Random, count: int) -> Iterator[Problem]:
