@@ -26,8 +26,9 @@ from draw import DISTRIBUTIONS, TRAINED_LAYERS, Neurons, Weights, make_inputs
 from torch import Tensor
 from torch.nn import functional
 
+from twellc.benchmarking import contest
 from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, PACKED, dense_forms
-from twellc.benchmarking.timing import machine, record, time_calls
+from twellc.benchmarking.timing import machine
 from twellc.plugins import library
 
 CHECKED_ROWS = 64
@@ -172,7 +173,7 @@ class Setting:
         heavy = f", one token with {self.heavy} active neurons" if self.heavy > 0 else ""
         trained = self.neurons == "trained"
         neurons = f"trained layer {self.layer}" if trained else f"density {self.density:g}, {self.neurons} neurons"
-        hot = f", in order, the first {self.hot} as a dense block" if self.hot > 0 else ""
+        hot = f", the {self.hot} hottest as a dense block" if self.hot > 0 else ""
         return f"d_model {self.d_model}, d_ff {self.d_ff}, {self.dtype}, {neurons}, {self.variant}{heavy}{hot}"
 
 
@@ -217,7 +218,7 @@ SUITE = (
 def measure(setting: Setting, tokens: int, compiled: bool, repeats: int) -> dict[str, Any]:
     """Check and time one size."""
     dtype = getattr(torch, setting.dtype)
-    neurons = Neurons(setting.neurons, setting.density, setting.layer, setting.heavy, setting.hot > 0)
+    neurons = Neurons(setting.neurons, setting.density, setting.layer, setting.heavy, setting.hot)
     x, sets = make_inputs(tokens, setting.d_model, setting.d_ff, dtype, neurons, setting.variant)
     twell = Twell(x, setting.d_ff, setting.compression, setting.variant, setting.hot)
     forms = [dense_forms(w.block, x, compiled) for w in sets]
@@ -267,9 +268,7 @@ def allow_many_sizes() -> None:
 
 def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repeats: int) -> dict[str, Any]:
     """Time one call of each contestant, which has one for each set of weights, in microseconds, as JSON."""
-    (count,) = {len(calls) for calls in contestants.values()}
-    times = time_calls([record(calls) for calls in contestants.values()], repeats, count)
-    return {name: each.to_json() for name, each in zip(contestants, times, strict=True)}
+    return {name: times.to_json() for name, times in contest.time_rotated(contestants, repeats).items()}
 
 
 @click.command()
@@ -307,7 +306,7 @@ def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repe
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Put the neurons in order, and compute so many, those that fire most often, as a dense block.",
+    help="Put so many neurons first, those that fire most often, and compute them as a dense block.",
 )
 @click.option("--suite", is_flag=True, help="Run all settings that benchmarks/README.md states, not the one above.")
 @click.option("--part", default="1/1", show_default=True, help="Of the suite: 2/3 is the second of three parts.")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from twellc.benchmarking.forms import Block
 from twellc.decisions.times import zipf_rates
+from twellc.passes.firing import hot_first
 
 DISTRIBUTIONS = ("equal", "zipf", "trained")
 TRAINED_LAYERS = 4
@@ -33,14 +34,14 @@ class Neurons:
         density: Share of gate activations that are not zero; of trained neurons it follows from the layer.
         layer: Of trained neurons, 0 to 3.
         heavy: So many neurons, the first, are active for the token in the middle.
-        ordered: Whether those that fire most often come first, else they stand in no order.
+        hot: So many, those that fire most often, come first, as the compiler puts them.
     """
 
     distribution: str = "equal"
     density: float = 0.005
     layer: int = 0
     heavy: int = 0
-    ordered: bool = False
+    hot: int = 0
 
     def rates(self) -> Tensor:
         """Return the trained layer's share of tokens for which each neuron fires, float32 [5632]."""
@@ -116,16 +117,16 @@ def make_inputs(
     for _ in range(weight_sets(tokens, d_model, d_ff)):
         gate = draw(d_ff, d_model) / d_model**0.5
         gate[:, 0] = -1 / d_model**0.5
-        gate[:, 1] = 0
         if neurons.heavy > 0:
             gate[:, 2] = 0
             gate[: neurons.heavy, 2] = 1 / d_model**0.5
+        offset = torch.zeros(d_ff, device=device)
         if rates is not None:
-            gate[:, 1] = offsets(rates, activity) / d_model**0.5
+            offset = offsets(rates, activity)
         elif neurons.distribution == "zipf":
-            gate[:, 1] = zipf_offsets(d_ff, density, device) / d_model**0.5
-        if neurons.ordered:
-            gate[:, 1] = gate[:, 1].sort(descending=True).values
+            offset = zipf_offsets(d_ff, density, device)
+        order = hot_first((offset + _CERTAIN).cpu().numpy(), neurons.hot)  # 0 where one never fires
+        gate[:, 1] = offset[torch.from_numpy(order).to(device)] / d_model**0.5
         up = None if variant == "plain" else (draw(d_ff, d_model) / d_model**0.5).to(dtype)
         down = (draw(d_model, d_ff) * 0.2).to(dtype)
         sets.append(Weights(Block(gate.to(dtype), up, down), down.t().contiguous()))

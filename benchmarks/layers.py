@@ -1,12 +1,12 @@
-"""Time the four trained layers as they are, sorted, with a hot split and without dead neurons, against dense torch.
+"""Time the four trained layers as they are, with a hot split and without dead neurons, against dense torch.
 
 python benchmarks/layers.py --json results.json
 
-Columns, all of the same layer with the same x: `as is`; `sorted`, neurons that fire often first; `split H`, sorted,
-with the first H neurons as dense products in the same call; `pruned`, sorted and without the neurons that never fired
-(but up to 7 of them, which make the width a multiple of 8); `pruned split H`. Dense blocks are eager, compiled and
-packed; dense FP8 and the packed block without the dead neurons stand beside them. Rows of every contestant are compared
-with float64 before it is timed.
+Columns, all of the same layer with the same x: `as is`; `split H`, the H hottest neurons first, as dense products in
+the same call; `pruned`, without the neurons that never fired (but up to 7 of them, which make the width a multiple of
+8); `pruned split H`. Neurons are arranged by the compiler's own code. Dense blocks are eager, compiled and packed;
+dense FP8 and the packed block without the dead neurons stand beside them. Rows of every contestant are compared with
+float64 before it is timed.
 
 The first table says how much faster all four layers are together than the fastest dense block of each, which does not
 leave out dead neurons. `exact` takes the fastest column of each layer that drops nothing, `pruned` the fastest of all,
@@ -23,12 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import torch
 from block import CHECKED_ROWS, allow_many_sizes, fastest, new_report, refuse_error, relative_error, time_rotated
 from draw import TRAINED_LAYERS, Neurons, Weights, make_inputs
 from torch import Tensor
 
 from twellc.benchmarking.forms import EAGER, FP8, Block, Packed, dense_forms
+from twellc.passes.firing import hot_first
+from twellc.passes.neurons import without
 from twellc.plugins.ops import GATED_MLP
 
 _D_MODEL, _D_FF = 2048, 5632
@@ -37,7 +40,6 @@ PACKED_ALIVE = "dense packed, pruned"
 # Tokens: speed-ups that all layers together are to reach, exact and with pruning.
 TARGETS = {1: (2.7, 2.7), 8: (2.3, 2.3), 32: (1.7, 1.7), 2048: (1.3, 1.6), 8192: (1.45, 1.75), 32768: (1.55, 1.85)}
 LEAST_LAYER = 0.95  # of each layer
-_WIDTH_MULTIPLE = 8
 
 
 def takes_hot() -> bool:
@@ -65,13 +67,13 @@ def run_twell(x: Tensor, weights: Weights, hot: int) -> Tensor:
 
 def columns(sets: list[Weights], rates: Tensor, hot: tuple[int, ...]) -> dict[str, list[tuple[Weights, int]]]:
     """Return the blocks that twell computes by column: weights and number of hot neurons for each set of weights."""
-    order = rates.argsort(descending=True, stable=True)
-    alive = order[: -(-int((rates > 0).sum()) // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE]
-    in_order, pruned = ([part(w, chosen) for w in sets] for chosen in (order, alive))
-    found = {"as is": [(w, 0) for w in sets], "sorted": [(w, 0) for w in in_order]}
-    found |= {f"split {count}": [(w, count) for w in in_order] for count in hot if count < len(order)}
-    found |= {"pruned": [(w, 0) for w in pruned]}
-    found |= {f"pruned split {count}": [(w, count) for w in pruned] for count in hot if count < len(alive)}
+    shares = rates.cpu().numpy()
+    found: dict[str, list[tuple[Weights, int]]] = {}
+    for name, prefix, kept in (("as is", "", np.arange(len(shares))), ("pruned", "pruned ", without(shares == 0))):
+        for count in (0, *hot):
+            if count < len(kept):
+                chosen = torch.from_numpy(kept[hot_first(shares[kept], count)]).to(rates.device)
+                found[f"{prefix}split {count}" if count else name] = [(part(w, chosen), count) for w in sets]
     return found
 
 

@@ -140,6 +140,22 @@ def shapes(d_ff: int) -> dict[str, tuple[int, ...]]:
     return {"firing": (d_ff,), "rows": (d_ff + 1,), "tiles": (TILE + 1,), "positions": (POSITION_BINS, 2)}
 
 
+def hot_first(firing: NDArray[np.float64] | Counts, hot: int) -> Counts:
+    """Return the order that neurons are put in: the hottest, so many, then the others, then those that never fire.
+
+    Within each part they keep their order; without hot ones all do.
+
+    Args:
+        firing: How often each neuron fires, [d_ff].
+        hot: How many are hot.
+    """
+    if not hot:
+        return np.arange(len(firing))
+    place = np.where(firing > 0, 1, 2)
+    place[np.argsort(-firing, kind="stable")[:hot]] = 0
+    return np.argsort(place, kind="stable")
+
+
 def rate_bound(tokens: int) -> float:
     """Return how often, at most, a neuron fires that did not in so many tokens, with a confidence of 95 %.
 

@@ -1,11 +1,13 @@
 """Decide which neurons of a block are kept, and in which order. Sums do not care about their order.
 
     before   neuron      0   1   2   3   4   5         the profile: how many tokens each fired for
-             fired for   3   0   1   9   0   2
-    after                3   0   5   2 | 1   4         the hottest first; those that never fired last, or removed
+             fired for   3   0   1   9   0   8
+    after, 2 are hot     3   5 | 0   2 | 1   4         the hot ones first; those that never fired last, or removed
 
-**Sorting** changes no term of any sum, so it is exact. What a neuron is in w_gate, w_up, their biases and w_down moves
-together. A block whose weights are also read elsewhere keeps its order: it would need a copy of them.
+**Moving** them changes no term of any sum, so it is exact. What a neuron is in w_gate, w_up, their biases and w_down
+moves together. Only a block of which some neurons are hot is touched, since the kernels take the first ones as hot. All
+others keep the order of the model: wholly sorted, the first tiles would hold most of the non-zeros, and overflow. A
+block whose weights are also read elsewhere keeps its order: it would need a copy of them.
 
 **Removing neurons that cannot fire** is exact, too, and needs no profile. A neuron cannot fire if its row of w_gate (of
 a plain block, w_up) is all zero and its bias, if any, is not above the threshold. For every finite x it then adds
@@ -29,7 +31,7 @@ from numpy.typing import NDArray
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from twellc.passes.firing import Calibration, rate_bound
+from twellc.passes.firing import Calibration, Counts, hot_first, rate_bound
 from twellc.passes.graph.program import tensor_of
 from twellc.passes.match.activations import packet
 from twellc.passes.match.find_ffn import FfnBlock
@@ -44,9 +46,17 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, eq=False)
 class Arrangement:
-    """The neurons of a block in their new order, int64 [kept], what is said of them, and whether the order changes."""
+    """What becomes of the neurons of a block.
+
+    Attributes:
+        order: Those that are kept, in their new order, int64 [kept].
+        hot: How many of them, the first ones, are hot.
+        report: What is said of them.
+        changes: Whether any is moved or removed.
+    """
 
     order: torch.Tensor
+    hot: int
     report: Neurons
     changes: bool
 
@@ -65,43 +75,46 @@ def arrange_neurons(
     found: dict[str, Arrangement] = {}
     reported = []
     for block, layer in zip(blocks, layers, strict=True):
-        arrangement = _arrange(program, block, calibration) if layer.decision == "twell" else None
-        if arrangement is None or not arrangement.report.sorted:
-            layer = replace(layer, hot=0)  # the first neurons are not the hottest
+        arrangement = _arrange(program, block, calibration, layer.hot) if layer.decision == "twell" else None
         if arrangement is None:
-            reported.append(layer)
+            reported.append(replace(layer, hot=0))  # the first neurons are not the hottest
             continue
         found[block.module] = arrangement
         said = str(arrangement.report)
         reason = f"{layer.reason}; {said}" if said else layer.reason
-        reported.append(replace(layer, reason=reason, neurons=arrangement.report))
+        reported.append(replace(layer, reason=reason, hot=arrangement.hot, neurons=arrangement.report))
     return found, reported
 
 
-def _arrange(program: ExportedProgram, block: FfnBlock, calibration: Calibration | None) -> Arrangement | None:
+def _arrange(
+    program: ExportedProgram, block: FfnBlock, calibration: Calibration | None, hot: int
+) -> Arrangement | None:
+    """Return what becomes of the neurons of a block of which so many are to be hot; None where there is nothing to say.
+
+    Hot are none where nothing says which, or they must not be moved; and no more than are kept.
+    """
     shared = _shared(block)
     profile = None if calibration is None else calibration.blocks.get(block.module)
     if profile is not None and (profile.d_ff, profile.variant) != (block.d_ff, block.variant):
         profile = None
     reason = shared or ("" if profile is not None or calibration is None else "the profile does not know the block")
-    order, unable, dead = np.arange(block.d_ff), np.zeros(block.d_ff, bool), np.zeros(block.d_ff, bool)
+    unable, dead = np.zeros(block.d_ff, bool), np.zeros(block.d_ff, bool)
     if not shared:
-        order = order if profile is None else profile.order
         cannot = np.flatnonzero(_cannot_fire(program, block))
         unable[cannot[1:]] = True
         if profile is not None and calibration is not None and calibration.prune_dead:
             dead = profile.never & ~unable
             dead[cannot[:1]] = False
-    removed = (unable | dead)[order]
-    candidates = np.concatenate([order[~removed], order[removed]])
-    count = min(_round_up(int((~removed).sum())), block.d_ff)
-    kept, gone = candidates[:count], candidates[count:]
+    kept = without(unable | dead)
+    gone = np.setdiff1d(np.arange(block.d_ff), kept)
     if calibration is None and not len(gone):
         return None
+    hot = 0 if profile is None or shared else min(hot, len(kept))
+    if profile is not None:
+        kept = kept[hot_first(profile.firing[kept], hot)]
     unseen = None if calibration is None or calibration.unseen is None else calibration.unseen.get(block.module)
     report = Neurons(
-        kept=count,
-        sorted=profile is not None and not shared,
+        kept=len(kept),
         unable=int(unable[gone].sum()),
         dead=int(dead[gone].sum()),
         never=None if profile is None else int(profile.never.sum()),
@@ -111,11 +124,18 @@ def _arrange(program: ExportedProgram, block: FfnBlock, calibration: Calibration
         lost_of=None if unseen is None else unseen.tokens,
         reason=reason,
     )
-    return Arrangement(torch.from_numpy(kept), report, not np.array_equal(kept, np.arange(block.d_ff)))
+    return Arrangement(torch.from_numpy(kept), hot, report, not np.array_equal(kept, np.arange(block.d_ff)))
 
 
-def _round_up(count: int) -> int:
-    return max(-(-count // _ALIGNMENT), 1) * _ALIGNMENT
+def without(removed: NDArray[np.bool_]) -> Counts:
+    """Return the neurons that stay when some are removed, bool [d_ff]: int64 [kept], a multiple of 8 of them if it can.
+
+    They keep their order, as do the first of those to be removed, which fill up.
+    """
+    places = np.flatnonzero(removed)
+    alive = len(removed) - len(places)
+    spared = -alive % _ALIGNMENT or (0 if alive else _ALIGNMENT)
+    return np.delete(np.arange(len(removed)), places[spared:])
 
 
 def _cannot_fire(program: ExportedProgram, block: FfnBlock) -> NDArray[np.bool_]:

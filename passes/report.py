@@ -75,7 +75,6 @@ class Neurons(Record):
 
     Attributes:
         kept: How many it has left.
-        sorted: Whether they stand in the order of a profile, the hottest first.
         unable: How many were removed since their weights prove that they cannot fire.
         dead: How many were removed since they never fired, which is approximate.
         never: How many never fired in the profile.
@@ -87,7 +86,6 @@ class Neurons(Record):
     """
 
     kept: int
-    sorted: bool
     unable: int
     dead: int
     never: int | None = field(default=None, metadata=OPTIONAL)
@@ -100,8 +98,7 @@ class Neurons(Record):
     def __str__(self) -> str:
         if self.reason:
             return f"neurons as they are, since {self.reason}"
-        said = ["neurons sorted"] if self.sorted else []
-        said += [f"{self.unable} that cannot fire removed"] if self.unable else []
+        said = [f"{self.unable} that cannot fire removed"] if self.unable else []
         if self.dead:
             said.append(f"{self.dead} of {self.never} that never fired removed (approximate)")
         elif self.never:

@@ -6,7 +6,7 @@
 
 A block with a residual takes in the Add behind y, and stands in its place.
 Wd' is Wd transposed, a new parameter: the kernels read the weights of one neuron as one row. A parameter that nothing
-reads any more is dropped from the program. Where neurons are sorted or removed (see `neurons.py`), all weights and the
+reads any more is dropped from the program. Where neurons are moved or removed (see `neurons.py`), all weights and the
 biases of gate and up are new parameters.
 """
 

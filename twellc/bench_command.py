@@ -12,16 +12,20 @@ from rich.table import Table
 import twellc
 from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
-from twellc.config import DEFAULT_COMPRESSION, DEFAULT_REPEATS
+from twellc.config import DEFAULT_REPEATS
 from twellc.plugins.library import COMPRESSIONS
 from twellc.terminal import (
     Command,
     FilePath,
+    calibration_option,
     inputs_option,
     never_failing,
     open_console,
+    prune_check_option,
+    prune_dead_option,
     say,
     show_progress,
+    target_gpu_option,
     trust_model_option,
 )
 
@@ -39,9 +43,12 @@ if TYPE_CHECKING:
 @click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision; default as in compile.")
 @click.option("--layers", default="auto", show_default=True, metavar="auto|all|REGEX", help="As in compile.")
 @click.option(
-    "--compression", type=click.Choice(tuple(map(str, COMPRESSIONS))), default=str(DEFAULT_COMPRESSION),
-    show_default=True, help="As in compile.",
+    "--compression", type=click.Choice(tuple(map(str, COMPRESSIONS))), help="As in compile.",
 )  # fmt: skip
+@target_gpu_option
+@calibration_option
+@prune_dead_option
+@prune_check_option
 @click.option(
     "--text", type=FilePath(), metavar="FILE",
     help="Run a language model on this text, in UTF-8, through its own tokenizer. How many neurons fire depends on it.",
@@ -78,7 +85,7 @@ if TYPE_CHECKING:
 def bench(
     model: Path | None,
     shapes: str,
-    compression: str,
+    compression: str | None,
     as_json: bool,
     inputs: tuple[str, ...],
     calibrate: bool,
@@ -88,9 +95,10 @@ def bench(
     """Measure MODEL on the GPU at hand: as it is, rewritten, and what else one could run.
 
     MODEL is a torch.export archive, a Hugging Face directory or a pickled module. At each shape the whole model and its
-    rewritten feed-forward blocks alone are timed in torch, eager and compiled, in CUDA graphs. Beside them stand dense
-    blocks with gate and up in one product, in the model's precision and in FP8, and plans where full TensorRT is
-    installed. Speed-ups are over the fastest dense one in torch that is not in FP8.
+    rewritten feed-forward blocks alone are timed in torch, eager and compiled, in CUDA graphs, and then each block by
+    itself. Beside them stand dense blocks with gate and up in one product, in the model's precision and in FP8, and
+    plans where full TensorRT is installed. The model is rewritten as compile would for these shapes. Speed-ups are over
+    the fastest dense one in torch that is not in FP8.
 
     Results are compared with float64 before they are timed; who is too far off is named and left out. Exit status 2:
     the input is bad, or there is no GPU.
@@ -104,8 +112,8 @@ def bench(
         raise UserError(f"--output {output}", "is for --calibrate alone", fix="Use --json > FILE.")
     with show_progress() as progress:
         result = twellc.bench(
-            model, shapes=shapes.split(",") if shapes else (), compression=int(compression), inputs=inputs,
-            progress=progress, **options,
+            model, shapes=shapes.split(",") if shapes else (), compression=int(compression) if compression else None,
+            inputs=inputs, progress=progress, **options,
         )  # fmt: skip
     with never_failing():
         if as_json:
@@ -139,6 +147,8 @@ def print_bench(result: BenchResult) -> None:
     models, blocks = [each.model for each in result.results], [each.blocks for each in result.results]
     console.print(_times("whole model", shapes, models))
     console.print(_times("rewritten feed-forward blocks alone", shapes, blocks))
+    if any(each.by_block for each in result.results):
+        console.print(_by_block(result, shapes))
     for title, own in (("whole model", models), ("blocks alone", blocks)):
         if any(each.joules_per_token for each in own):
             console.print(_energy(f"energy a token in mJ, {title}", shapes, own))
@@ -166,6 +176,18 @@ def _times(title: str, shapes: list[str], standings: list[Standings]) -> Table:
     table = _table(f"{title}: milliseconds (speed-up)", shapes)
     for label in dict.fromkeys(label for each in standings for label in each.times):
         table.add_row(label, *(_time(each, label) for each in standings))
+    return table
+
+
+def _by_block(result: BenchResult, shapes: list[str]) -> Table:
+    table = _table("each block by itself: microseconds, fastest dense one and twell (speed-up)", shapes)
+    found = [{times.module: times for times in each.by_block} for each in result.results]
+    for module in dict.fromkeys(module for each in found for module in each):
+        cells = [each.get(module) for each in found]
+        table.add_row(
+            module,
+            *("-" if own is None else f"{own.dense_us:.1f}, {own.twell_us:.1f} ({own.gain:.2f})" for own in cells),
+        )
     return table
 
 

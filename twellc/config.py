@@ -136,7 +136,11 @@ class BenchOptions:
         shapes: Sizes of the model's dynamic dimensions, in order, to measure at; none takes usual ones.
         dtype: Precision; None takes the one that `twellc compile` would.
         layers: Which matches to rewrite, as in `CompileOptions`.
-        compression: The TwELL compression factor.
+        compression: See `CompileOptions`.
+        target_gpu: See `CompileOptions`.
+        calibration: See `CompileOptions`.
+        prune_dead: See `CompileOptions`.
+        prune_check: See `CompileOptions`.
         seed: Seed of random inputs; None takes 0.
         arrays: An `.npz` file with the inputs, instead of random ones.
         text: A text to make the inputs from, instead of random ones.
@@ -154,7 +158,11 @@ class BenchOptions:
     shapes: tuple[Shape, ...] = ()
     dtype: str | None = None
     layers: str = "auto"
-    compression: int = DEFAULT_COMPRESSION
+    compression: int | None = None
+    target_gpu: str | None = None
+    calibration: Path | None = None
+    prune_dead: bool = False
+    prune_check: Path | None = None
     seed: int | None = None
     arrays: Path | None = None
     text: Path | None = None

@@ -122,8 +122,8 @@ target_gpu_option = click.option(
 )  # fmt: skip
 calibration_option = click.option(
     "--calibration", type=FilePath(), metavar="PROFILE",
-    help="How often the model's neurons fire, from `twellc profile`. The neurons of each block are sorted by it, the "
-    "hottest first, which is exact.",
+    help="How often the model's neurons fire, from `twellc profile`. By it is decided what becomes of each block, and "
+    "which of its neurons are hot: these are moved to the front, which is exact.",
 )  # fmt: skip
 prune_dead_option = click.option(
     "--prune-dead", is_flag=True,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 import torch
 
@@ -84,27 +85,29 @@ def test_columns_compute_the_same(draw: Any, layers: Any, monkeypatch: pytest.Mo
     rates = draw.Neurons("trained", layer=3).rates()
     x, sets = trained(draw, 3, 8, monkeypatch)
     found = layers.columns(sets, rates, (512, 5000, 5632))
-    assert list(found) == ["as is", "sorted", "split 512", "split 5000", "pruned", "pruned split 512"]
+    assert list(found) == ["as is", "split 512", "split 5000", "pruned", "pruned split 512"]
     widths = {name: len(own[0][0].block.gate) for name, own in found.items()}
-    assert widths["sorted"] == 5632 and widths["pruned"] == 4392  # 4389 fire
+    assert widths["split 512"] == 5632 and widths["pruned"] == 4392  # 4389 fire
     assert [hot for _, hot in found["split 512"]] == [512, 512]
+    alive, dead = (np.flatnonzero(which.numpy()) for which in (rates > 0, rates == 0))
     exact = sets[0].block.double().dense(x.double())
     for name, own in found.items():
         weights = own[0][0]
         torch.testing.assert_close(weights.block.double().dense(x.double()), exact, msg=name)
         torch.testing.assert_close(layers.run_twell(x, weights, 0).double(), exact, rtol=0.05, atol=0.05)
         assert torch.equal(weights.block.down.t(), weights.down_by_neuron)
-    order = found["sorted"][0][0].block.active(x).float().mean(0)
-    assert order[:512].mean() > order[512:1024].mean() and not order[-1243:].any()
+    fires = found["split 512"][0][0].block.active(x).float().mean(0)
+    assert fires[:512].mean() > 4 * fires[512:1024].mean() and not fires[-1243:].any()
+    assert torch.equal(found["pruned"][0][0].block.gate, sets[0].block.gate[np.sort(np.r_[alive, dead[:3]])])
 
 
 def results(layers: Any) -> list[dict[str, Any]]:
     """Return two layers as they are measured, with round times."""
     times: list[dict[str, float]] = [
         {"dense eager": 300, "dense packed": 200, "dense FP8": 120, layers.PACKED_ALIVE: 150, "as is": 100,
-         "sorted": 125, "split 512": 80, "pruned": 50},
+         "split 256": 125, "split 512": 80, "pruned": 50},
         {"dense eager": 100, "dense packed": 110, "dense FP8": 80, layers.PACKED_ALIVE: 90, "as is": 125,
-         "sorted": 100, "split 512": 160, "pruned": 100},
+         "split 256": 100, "split 512": 160, "pruned": 100},
     ]  # fmt: skip
     return [
         {
@@ -118,9 +121,9 @@ def results(layers: Any) -> list[dict[str, Any]]:
 def test_layers_together(layers: Any) -> None:
     found = layers.together(results(layers))
     assert found["dense_us"] == 300  # 200 packed, 100 eager
-    assert found["chosen"] == {"exact": ["split 512", "sorted"], "pruned": ["pruned", "sorted"]}
+    assert found["chosen"] == {"exact": ["split 512", "split 256"], "pruned": ["pruned", "split 256"]}
     assert found["speed_up"] == {
-        "all as is": 300 / 225, "all sorted": 300 / 225, "all split 512": 300 / 240, "all pruned": 2.0,
+        "all as is": 300 / 225, "all split 256": 300 / 225, "all split 512": 300 / 240, "all pruned": 2.0,
         "exact": 300 / 180, "pruned": 2.0,
     }  # fmt: skip
     assert found["least_layer"]["all as is"] == 0.8 and found["least_layer"]["exact"] == 1.0

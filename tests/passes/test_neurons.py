@@ -1,4 +1,4 @@
-"""Neurons that are sorted, or removed: what is kept, what stays as it is, and that results do not change."""
+"""Neurons that are moved, or removed: what is kept, what stays as it is, and that results do not change."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from tests import models
 from tests.models import D_FF, D_MODEL, Gated, Plain, Residual, Written, canonical, export, run
-from twellc.passes.firing import BlockProfile, Calibration
+from twellc.passes.firing import BlockProfile, Calibration, hot_first
 from twellc.passes.graph.execution import run_program
 from twellc.passes.match.activations import packet
 from twellc.passes.pipeline import Rewritten, run_passes
+from twellc.passes.report import Choice
 from twellc.plugins.ops import GATED_MLP, MLP
 
 DEAD = (3, 5, 7, 11, 13, 20, 21, 22, 23, 24, 30, 39)
@@ -34,12 +35,14 @@ def calibration(*blocks: BlockProfile, **options: Any) -> Calibration:
     return Calibration({block.module: block for block in blocks}, **options)
 
 
-def rewritten(
-    module: nn.Module, known: Calibration | None, *inputs: Tensor, dtype: torch.dtype = torch.bfloat16
-) -> Rewritten:
+def rewritten(module: nn.Module, known: Calibration | None, hot: int = 0) -> Rewritten:
+    """Rewrite a module, of each of whose blocks so many neurons are to be hot."""
     seeded = torch.Generator().manual_seed(0)
-    given = inputs or (torch.randn(models.BATCH, models.SEQUENCE, D_MODEL, generator=seeded),)
-    return run_passes(export(module.to(dtype), *(x.to(dtype) for x in given)), dtype, "all", 8, calibration=known)
+    program = export(
+        module.bfloat16(), torch.randn(models.BATCH, models.SEQUENCE, D_MODEL, generator=seeded).bfloat16()
+    )
+    choice = Choice("twell", "matches", hot, 8, None)
+    return run_passes(program, torch.bfloat16, "all", 8, calibration=known, advise=lambda block: choice)
 
 
 def operands(found: Rewritten) -> list[Tensor | None]:
@@ -55,35 +58,62 @@ def biased(variant: str, **options: Any) -> nn.Module:
     return Residual(Gated(biases="gud", **options) if variant == "gated" else Plain(biases="ud", **options))
 
 
+def order_of(block: BlockProfile, hot: int) -> Tensor:
+    """Work out the order of a block's neurons: hot ones, others that fire, and those that never do."""
+    hottest = sorted(range(block.d_ff), key=lambda neuron: (-block.firing[neuron], neuron))[:hot]
+    others = [neuron for neuron in range(block.d_ff) if neuron not in hottest]
+    fire = [neuron for neuron in others if block.firing[neuron]]
+    return torch.tensor([*sorted(hottest), *fire, *(neuron for neuron in others if neuron not in fire)])
+
+
+def test_the_example_of_the_docstring() -> None:
+    firing = np.array([3, 0, 1, 9, 0, 8])
+    assert hot_first(firing, 2).tolist() == [3, 5, 0, 2, 1, 4]
+    assert hot_first(firing, 1).tolist() == [3, 0, 2, 5, 1, 4]
+    assert hot_first(firing, 0).tolist() == list(range(6))
+    assert hot_first(firing, 6).tolist() == list(range(6))
+    assert hot_first(np.array([1, 1, 0, 1]), 2).tolist() == [0, 1, 3, 2]
+
+
 @pytest.mark.parametrize("variant", ["gated", "plain"])
-def test_sorted(variant: str) -> None:
+def test_hot_ones_come_first(variant: str) -> None:
     """Every weight and bias of a neuron moves with it, and y is the same but for the order of sums."""
     module, block = biased(variant), profile("ffn", variant=variant)
-    found, plain = rewritten(module, calibration(block)), rewritten(module, None)
-    order = torch.from_numpy(block.order)
-    assert block.firing[order].tolist() == sorted(block.firing, reverse=True)
+    found, plain = rewritten(module, calibration(block), 8), rewritten(module, None)
+    order = order_of(block, 8)
     for ours, theirs in zip(operands(found)[:-1], operands(plain)[:-1], strict=True):
         assert ours is not None and theirs is not None and torch.equal(ours, theirs[order])
     assert torch.equal(operands(found)[-1], operands(plain)[-1])  # type: ignore[arg-type]
     (layer,) = found.layers
-    assert layer.reason == "matches; neurons sorted, 12 never fired"
+    assert (layer.reason, layer.hot) == ("matches; 12 never fired", 8)
     assert layer.neurons is not None
-    assert (layer.neurons.kept, layer.neurons.sorted, layer.neurons.dead, layer.neurons.tokens) == (D_FF, True, 0, 97)
+    assert (layer.neurons.kept, layer.neurons.dead, layer.neurons.tokens) == (D_FF, 0, 97)
     assert layer.neurons.rate_bound == pytest.approx(1 - 0.05 ** (1 / 97))
     torch.testing.assert_close(run(found.program)[0], run(plain.program)[0], rtol=2e-2, atol=2e-2)
     assert plain.layers[0].neurons is None
 
 
-def test_sorting_changes_only_the_order_of_sums() -> None:
+@pytest.mark.parametrize("known", [calibration(profile("ffn")), None])
+def test_without_hot_ones_all_stay(known: Calibration | None) -> None:
+    """A profile alone moves nothing; and without one nobody knows which are hot."""
+    module = biased("gated")
+    found, plain = rewritten(module, known, 0 if known else 8), rewritten(module, None)
+    for ours, theirs in zip(operands(found), operands(plain), strict=True):
+        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+    assert found.layers[0].hot == 0
+    assert found.layers[0].reason == ("matches; 12 never fired" if known else "matches")
+
+
+def test_moving_changes_only_the_order_of_sums() -> None:
     """In float64 y is the same to the last bits; integers, which are summed exactly, give the same bits."""
     module = biased("gated")
-    found = rewritten(module, calibration(profile("ffn")))
+    found = rewritten(module, calibration(profile("ffn")), 8)
     x = torch.randint(-4, 5, (models.BATCH, models.SEQUENCE, D_MODEL)).double()
     program = found.program
     for name, tensor in program.state_dict.items():
         program.state_dict[name] = torch.nn.Parameter((4 * tensor).round().double(), requires_grad=False)
     weights = [None if each is None else each for each in operands(found)]
-    order = torch.from_numpy(profile("ffn").order)
+    order = order_of(profile("ffn"), 8)
     back = [each if each is None or len(each) != D_FF else each[torch.argsort(order)] for each in weights]
     ours, theirs = (GATED_MLP(x, *each, None, "relu", 0.0, 8) for each in (weights, back))
     assert torch.equal(ours, theirs) and ours.count_nonzero() > 0
@@ -98,8 +128,8 @@ def test_packed_and_stored_the_other_way_round() -> None:
 
     module = Written(forward, both=torch.randn(D_MODEL, 2 * D_FF), down=torch.randn(D_MODEL, D_FF))
     names = [layer.module for layer in rewritten(module, None).layers]
-    found = rewritten(module, calibration(profile(names[0])))
-    order = torch.from_numpy(profile(names[0]).order)
+    found = rewritten(module, calibration(profile(names[0])), 8)
+    order = order_of(profile(names[0]), 8)
     gate, _, up, _, down, _ = operands(found)
     both = module.both.detach().t()  # type: ignore[union-attr, operator]
     assert torch.equal(gate, both[:D_FF][order]) and torch.equal(up, both[D_FF:][order])  # type: ignore[arg-type]
@@ -111,12 +141,12 @@ def twice(self: Any, x: Tensor) -> Tensor:
 
 
 def test_shared_weights_stay() -> None:
-    """Two calls read them; sorted for one they would need a copy."""
+    """Two calls read them; in another order for one they would need a copy."""
     known = calibration(profile("ffn"), profile("ffn#2"), prune_dead=True)
-    found = rewritten(Written(twice, ffn=Gated()), known)
+    found = rewritten(Written(twice, ffn=Gated()), known, 8)
     assert len(found.layers) == 2
     for layer in found.layers:
-        assert layer.neurons is not None and not layer.neurons.sorted
+        assert layer.neurons is not None and layer.hot == 0
         assert (layer.neurons.kept, layer.neurons.dead, layer.neurons.never) == (D_FF, 0, len(DEAD))
         assert "neurons as they are, since its weight ffn." in layer.reason and "also read elsewhere" in layer.reason
 
@@ -129,8 +159,8 @@ def test_weights_that_the_model_returns_stay() -> None:
 
 @pytest.mark.parametrize("known", [profile("another"), profile("ffn", d_ff=48), profile("ffn", variant="plain")])
 def test_a_block_that_the_profile_does_not_know(known: BlockProfile) -> None:
-    (layer,) = rewritten(Residual(Gated()), calibration(known, prune_dead=True)).layers
-    assert layer.neurons is not None and layer.neurons.kept == D_FF
+    (layer,) = rewritten(Residual(Gated()), calibration(known, prune_dead=True), 8).layers
+    assert layer.neurons is not None and (layer.neurons.kept, layer.hot) == (D_FF, 0)
     assert layer.neurons.reason == "the profile does not know the block"
 
 
@@ -140,19 +170,26 @@ def test_dense_blocks_are_left_alone() -> None:
     assert layer.decision == "dense" and layer.neurons is None
 
 
+@pytest.mark.parametrize(("hot", "taken"), [(0, 0), (8, 8), (36, 32)])
 @pytest.mark.parametrize("variant", ["gated", "plain"])
-def test_dead_neurons_are_removed(variant: str) -> None:
-    """40 less 12 are 28, and 32 the next multiple of 8: four of the dead fill up."""
+def test_dead_neurons_are_removed(variant: str, hot: int, taken: int) -> None:
+    """40 less 12 are 28, and 32 the next multiple of 8: four of the dead fill up. No more are hot than are kept."""
     module, block = biased(variant), profile("ffn", variant=variant)
     unseen = profile("ffn", variant=variant, dead=())
-    found = rewritten(module, calibration(block, prune_dead=True, unseen={"ffn": unseen}))
+    found = rewritten(module, calibration(block, prune_dead=True, unseen={"ffn": unseen}), hot)
     gone = np.array(DEAD)[4:]
     (layer,) = found.layers
     assert layer.neurons is not None
     assert (layer.neurons.kept, layer.neurons.dead, layer.neurons.never) == (32, 8, 12)
     assert layer.neurons.lost == pytest.approx(unseen.firing[gone].sum() / unseen.nonzeros)
     assert layer.neurons.lost_of == 97
-    assert layer.reason == "matches; neurons sorted, 8 of 12 that never fired removed (approximate)"
+    assert layer.reason == "matches; 8 of 12 that never fired removed (approximate)"
+    assert layer.hot == taken
+    order = order_of(block, taken) if 0 < taken < 32 else torch.arange(D_FF)
+    kept = order[~torch.isin(order, torch.from_numpy(gone))]
+    before = operands(rewritten(module, None))
+    for ours, theirs in zip(operands(found)[:-1], before[:-1], strict=True):
+        assert ours is not None and theirs is not None and torch.equal(ours, theirs[kept])
     shapes = [None if each is None else tuple(each.shape) for each in operands(found)]
     assert shapes == [(32, D_MODEL), (32,)] * (2 if variant == "gated" else 1) + [(32, D_MODEL), (D_MODEL,)]
     # The same block with neurons that do nothing in their place.
@@ -239,7 +276,7 @@ def test_what_proves_nothing() -> None:
 
 
 def test_without_a_bias_and_with_a_profile() -> None:
-    """The one that stays is not removed as dead either; it stands behind those that fire."""
+    """The one that stays is not removed as dead either."""
     dead = tuple(sorted({*CANNOT, *DEAD}))
     found = rewritten(unable("gated", biases=""), calibration(profile("ffn", dead=dead), prune_dead=True))
     (layer,) = found.layers
@@ -252,8 +289,8 @@ def test_without_a_bias_and_with_a_profile() -> None:
 
 
 def test_the_graph_has_the_same_form() -> None:
-    """Sorting adds no operation."""
-    found, plain = (rewritten(biased("gated"), known) for known in (calibration(profile("ffn")), None))
+    """Moving them adds no operation."""
+    found, plain = (rewritten(biased("gated"), known, 8) for known in (calibration(profile("ffn")), None))
     assert models.calls(found.program) == models.calls(plain.program)
     assert len(found.program.state_dict) == len(plain.program.state_dict)
     assert all(packet(node) is not torch.ops.aten.index_select for node in found.program.graph.nodes)

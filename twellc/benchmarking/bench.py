@@ -3,7 +3,7 @@
 At each shape there are two contests, in CUDA graphs, of contestants that take turns. In the first everybody runs the
 whole model, in the second the rewritten blocks alone, one after the other, on what they see in the model. Before that,
 results are compared with float64: whoever is more than twice as wrong as the eager model is named and left out, but for
-FP8, which is as wrong as it is.
+FP8, and what lacks pruned neurons, which are as wrong as they are. At last each block is timed by itself.
 """
 
 from __future__ import annotations
@@ -23,12 +23,21 @@ from torch.utils import _pytree as pytree
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError, first_few
 from twellc.base.files import Outputs, temporary_folder
-from twellc.benchmarking.blocks import Form, Seen, block_calls, dense_models, see_blocks, with_all_neurons
-from twellc.benchmarking.contest import Contest
+from twellc.benchmarking.blocks import (
+    TWELL,
+    Form,
+    Seen,
+    block_calls,
+    dense_models,
+    rotated_calls,
+    see_blocks,
+    with_all_neurons,
+)
+from twellc.benchmarking.contest import Contest, time_rotated
 from twellc.benchmarking.energy import EnergyMeter
-from twellc.benchmarking.forms import COMPILED, EAGER, FP8, dense_forms
+from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, dense_forms
 from twellc.benchmarking.inputs import make_samples
-from twellc.benchmarking.plans import add_plan, build_plans, why_no_plans
+from twellc.benchmarking.plans import PLAN_TWELL, add_plan, build_plans, profiles_of, why_no_plans
 from twellc.benchmarking.plot import refuse_plot, write_plot
 from twellc.benchmarking.result import (
     SCHEMA,
@@ -36,21 +45,27 @@ from twellc.benchmarking.result import (
     TWELL_COMPILED,
     TWELL_EAGER,
     BenchResult,
+    BlockTimes,
     ShapeResult,
     Standings,
 )
 from twellc.benchmarking.timing import machine, refuse_without_gpu
+from twellc.calibration.calibration import LoadedCalibration, load_calibration
 from twellc.checks.reference import widen_sample
 from twellc.checks.samples import Sample
-from twellc.config import BenchOptions
-from twellc.export.profiles import program_inputs
+from twellc.config import DEFAULT_COMPRESSION, BenchOptions
+from twellc.decisions.advise import Advisor, firing_of
+from twellc.decisions.targets import choose_target, gpu_at_hand
+from twellc.export.profiles import program_inputs, resolve_profiles
 from twellc.export.runner import OpenPlan
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.passes.graph.execution import call_arguments
-from twellc.passes.pipeline import run_passes
+from twellc.passes.pipeline import Rewritten, run_passes
 from twellc.passes.precision import widen
+from twellc.passes.report import Layer
 from twellc.plugins import library
+from twellc.translation.sizes import rows_of_blocks
 from twellc.translation.torch_models import choose_dtype
 
 _DEVICE = "cuda"
@@ -77,9 +92,10 @@ def bench_model(options: BenchOptions, progress: Callable[[str], None]) -> Bench
         if options.plot is not None:
             outputs.check("--plot", options.plot)
             refuse_plot(options.plot)
+        calibrated = load_calibration(options, options.model)
         library.load()
         refuse_without_gpu("twellc bench", _what_it_would_do(options))
-        result = _Bench(options, folder, progress).run()
+        result = _Bench(options, calibrated, folder, progress).run()
         if options.plot is not None:
             write_plot(result, outputs.stage(options.plot))
         outputs.commit()
@@ -99,14 +115,20 @@ def _what_it_would_do(options: BenchOptions) -> str:
 class _Bench:
     """One run of the command."""
 
-    def __init__(self, options: BenchOptions, folder: Path, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        options: BenchOptions,
+        calibrated: LoadedCalibration | None,
+        folder: Path,
+        progress: Callable[[str], None],
+    ) -> None:
         self._options, self._folder, self._progress = options, folder, progress
         progress("loading and tracing the model")
         self._model = load_model(options.model, options.trust_model, options.inputs)
         self._dtype, self._notes = choose_dtype(self._model, options.dtype)
         self._samples, self._inputs = make_samples(options, self._model)
         progress("rewriting feed-forward blocks")
-        self._rewritten = run_passes(self._model.program, torch_dtype(self._dtype), options.layers, options.compression)
+        self._rewritten = self._rewrite(calibrated)
         if not any(layer.decision == "twell" for layer in self._rewritten.layers):
             reasons = [f"{layer.module}: {layer.reason}" for layer in self._rewritten.layers]
             raise UserError(
@@ -119,17 +141,40 @@ class _Bench:
         except UserError as error:
             self._notes.append(f"energy was not measured: {error}")
 
+    def _rewrite(self, calibrated: LoadedCalibration | None) -> Rewritten:
+        """Rewrite the model as `twellc compile` does for optimization profiles that are the shapes to measure at."""
+        options, given = self._options, program_inputs(self._model.program)
+        self._profiles = profiles_of(given, list(self._samples.values()))
+        profiles, _ = resolve_profiles(given, self._profiles, self._model.dimension_ranges)
+        calibration = None if calibrated is None else calibrated.calibration
+        target = choose_target(options.target_gpu, gpu_at_hand())
+        rows = rows_of_blocks(given, profiles)
+        advisor = Advisor(target, firing_of(calibration), rows, compression=options.compression)
+        rewritten = run_passes(
+            self._model.program, torch_dtype(self._dtype), options.layers, self._compression,
+            calibration=calibration, advise=advisor,
+        )  # fmt: skip
+        self._notes += advisor.notes(rewritten.layers)
+        if calibrated is not None:
+            self._notes += [*calibrated.profile.warnings, *calibrated.notes(rewritten.layers)]
+        return rewritten
+
+    @property
+    def _compression(self) -> int:
+        """The TwELL compression factor of blocks of which nothing is known."""
+        return self._options.compression or DEFAULT_COMPRESSION
+
     def run(self) -> BenchResult:
         """Measure every shape."""
         plans, failed = self._plans()
         truths = self._truths()
-        whole = with_all_neurons(self._rewritten, self._options.compression)
+        whole = with_all_neurons(self._rewritten, self._compression)
         programs = (self._rewritten.dense, self._rewritten.program, whole)
         dense, ours, whole = (move_to_device_pass(each, _DEVICE) for each in programs)
         results = []
         for index, (shape, sample) in enumerate(self._samples.items()):
             self._progress(f"measuring: {shape}")
-            measured = _Shape(self._options, self._draw, self._meter)
+            measured = _Shape(self._options, self._rewritten.layers, self._draw, self._meter, self._notes)
             args, kwargs = call_arguments(dense, _on_device(sample))
             own = {label: functools.partial(add_plan, plan=plan, inputs=_on_device(sample), profile=index)
                    for label, plan in plans.items()}  # fmt: skip
@@ -149,8 +194,7 @@ class _Bench:
             self._notes.append(obstacle)
         if obstacle or not self._options.tensorrt:
             return {}, {}
-        samples = list(self._samples.values())
-        return build_plans(self._options, program_inputs(self._model.program), samples, self._folder, self._progress)
+        return build_plans(self._options, self._profiles, self._folder, self._progress)
 
     def _draw(self, result: Any) -> Tensor:
         """Return some rows of the first floating-point output, the same ones each time."""
@@ -195,8 +239,20 @@ def _on_device(sample: Sample) -> Sample:
 class _Shape:
     """What is measured at one shape."""
 
-    def __init__(self, options: BenchOptions, draw: Callable[[Any], Tensor], meter: EnergyMeter | None) -> None:
-        self._options, self._draw, self._meter = options, draw, meter
+    def __init__(
+        self,
+        options: BenchOptions,
+        layers: list[Layer],
+        draw: Callable[[Any], Tensor],
+        meter: EnergyMeter | None,
+        notes: list[str],
+    ) -> None:
+        self._options, self._draw, self._meter, self._notes = options, draw, meter, notes
+        chosen = [layer for layer in layers if layer.decision == "twell"]
+        self._modules = [layer.module for layer in chosen]
+        pruned = any(layer.neurons is not None and layer.neurons.dead for layer in chosen)
+        # Who may be as wrong as it is: what is pruned lacks what its neurons would add.
+        self._lossy = {FP8, *((TWELL, TWELL_EAGER, TWELL_COMPILED, PLAN_TWELL) if pruned else ())}
 
     def run(
         self,
@@ -207,9 +263,9 @@ class _Shape:
         dense: ExportedProgram,
         ours: ExportedProgram,
         whole: ExportedProgram,
-        plans: Mapping[str, Callable[[Contest, str], None]],
+        plans: Mapping[str, Callable[..., None]],
     ) -> ShapeResult:
-        """Hold both contests; `whole` is `ours` with all neurons, see `with_all_neurons`."""
+        """Hold both contests, and time each block; `whole` is `ours` with all neurons, see `with_all_neurons`."""
         torch._dynamo.reset()  # or it would compile for several shapes at once
         seen = see_blocks(whole, args, kwargs)
         tokens = seen[0].x.numel() // seen[0].x.shape[-1]
@@ -224,11 +280,29 @@ class _Shape:
         modules |= {name: _compiled(each) for name, each in models.items()} if self._options.compiled else models
         contest = Contest(truth, self._draw, language_model=False)
         for label, module in modules.items():
-            contest.add(label, functools.partial(module, *args, **kwargs), module, lossy=label == FP8)
+            contest.add(label, functools.partial(module, *args, **kwargs), module, lossy=label in self._lossy)
         for label, add in plans.items():
-            add(contest, label)
-        blocks = _blocks(seen, see_blocks(ours, args, kwargs), forms)
-        return ShapeResult(shape, tokens, densities, self._standings(contest, tokens), self._standings(blocks, tokens))
+            add(contest, label, lossy=label in self._lossy)
+        own = see_blocks(ours, args, kwargs)
+        blocks = _blocks(seen, own, forms, self._lossy)
+        standings = self._standings(contest, tokens), self._standings(blocks, tokens)
+        del contest, blocks, forms, models, modules  # and their memory
+        return ShapeResult(shape, tokens, densities, *standings, self._by_block(shape, seen, own, standings[1]))
+
+    def _by_block(self, shape: str, seen: list[Seen], ours: list[Seen], together: Standings) -> list[BlockTimes]:
+        """Time each block by itself, by twell and by the dense forms that were not left out of the contest."""
+        names = [name for name in BASELINES if name in together.times]
+        if not names or TWELL not in together.times:
+            return []
+        found = []
+        try:
+            for module, whole, own in zip(self._modules, seen, ours, strict=True):
+                times = time_rotated(rotated_calls(whole, own, names), self._options.repeats)
+                best = min(names, key=lambda name: times[name].median_us)
+                found.append(BlockTimes(module, best, times[best].median_us, times[TWELL].median_us))
+        except torch.OutOfMemoryError:
+            self._notes.append(f"{shape}: not every block was timed by itself, copies of its weights do not fit")
+        return found
 
     def _standings(self, contest: Contest, tokens: int) -> Standings:
         times = contest.time(self._options.repeats)
@@ -245,7 +319,7 @@ def _compiled(module: Any) -> Any:
     return torch.compile(module, dynamic=False)
 
 
-def _blocks(seen: list[Seen], ours: list[Seen], forms: list[dict[str, Form]]) -> Contest:
+def _blocks(seen: list[Seen], ours: list[Seen], forms: list[dict[str, Form]], lossy: set[str]) -> Contest:
     """Start a contest of the blocks alone; the truth is that of `seen`, which have all neurons."""
     rows = [torch.randperm(each.x.numel() // each.x.shape[-1])[:_CHECKED_BLOCK_ROWS].to(_DEVICE) for each in seen]
     exact = [
@@ -263,5 +337,5 @@ def _blocks(seen: list[Seen], ours: list[Seen], forms: list[dict[str, Form]]) ->
 
     contest = Contest(scaled(exact), drawn, language_model=False)
     for name, call in block_calls(ours, forms).items():
-        contest.add(name, call, lossy=name == FP8)
+        contest.add(name, call, lossy=name in lossy)
     return contest

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from twellc.benchmarking.forms import FP8, PACKED, Block
+from twellc.benchmarking.forms import COMPILED, FP8, PACKED, Block, dense_forms
+from twellc.benchmarking.timing import sets_in_rotation
 from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.pipeline import Rewritten
 from twellc.passes.rewrite_ffn import rewrite_ffn
@@ -45,6 +46,14 @@ class Seen:
         """Compute y [..., d_out] again, by the op and without a residual."""
         y: Tensor = self.op(**{**self.arguments, "residual": None})
         return y
+
+    def copy(self) -> Seen:
+        """Return the call with copies of the weights, but for torch."""
+        copied = {
+            name: value.clone() if isinstance(value, Tensor) and name not in ("x", "residual") else value
+            for name, value in self.arguments.items()
+        }
+        return dataclasses.replace(self, arguments=copied)
 
 
 def with_all_neurons(rewritten: Rewritten, compression: int) -> ExportedProgram:
@@ -86,6 +95,24 @@ def block_calls(ours: list[Seen], forms: list[dict[str, Form]]) -> dict[str, Cal
     names = [name for name in forms[0] if all(name in own for own in forms)]
     calls: dict[str, Callable[[], list[Tensor]]] = {name: functools.partial(run, name) for name in names}
     return {**calls, TWELL: lambda: [each.run() for each in ours]}
+
+
+def rotated_calls(whole: Seen, own: Seen, names: list[str]) -> dict[str, list[Callable[[], Tensor]]]:
+    """Return calls that compute one block on what it has read, for several copies of its weights.
+
+    Args:
+        whole: The block with all neurons.
+        own: The block as twell computes it.
+        names: The dense forms, by which to compute it beside twell, none in FP8.
+    """
+    weights = [each for each in vars(whole.block).values() if isinstance(each, Tensor)]
+    more = sets_in_rotation(sum(each.numel() * each.element_size() for each in weights)) - 1
+    blocks = [whole.block, *(whole.block.copy() for _ in range(more))]
+    forms = [dense_forms(block, own.x, COMPILED in names, with_fp8=False) for block in blocks]
+    calls: dict[str, list[Callable[[], Tensor]]] = {
+        name: [functools.partial(form[name], own.x) for form in forms] for name in names
+    }
+    return {**calls, TWELL: [own.run, *(own.copy().run for _ in range(more))]}
 
 
 def with_forms(program: ExportedProgram, forms: list[Form]) -> nn.Module:

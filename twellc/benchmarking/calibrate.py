@@ -34,12 +34,11 @@ from twellc.benchmarking import timing
 from twellc.config import DEFAULT_COMPRESSION
 from twellc.decisions.predict import Widths, is_split
 from twellc.decisions.times import DensePoint, Times, TwellPoint, zipf_rates
+from twellc.passes.firing import hot_first
 from twellc.plugins.ops import GATED_MLP, MLP
 
 # No other size is begun after so long.
 _SECONDS = 200
-# Weights in rotation come to about this much, several times the L2 of any GPU.
-_ROTATED_BYTES = 512 << 20
 _MANY_TOKENS = 8192  # beyond it activations push weights out of L2 anyway
 _SPREAD = 0.8  # of the tokens' densities, log-normal
 # Where calls are not split hot neurons matter less, only by their order: measured at these numbers of tokens.
@@ -150,9 +149,10 @@ def draw_weights(grid: Grid, columns: dict[Distribution, int], device: str = "cu
     gate[:, 0] = -scale
     gate[:, 1 : 1 + len(columns)] = 0
     for (density, _, hot), column in columns.items():
-        offsets = _quantile(torch.tensor(density)) - _quantile(torch.from_numpy(zipf_rates(d_ff, density)))
-        order = torch.cat([torch.arange(hot), hot + torch.randperm(d_ff - hot)])
-        gate[:, column] = (offsets[order] * scale).to(device)
+        rates = zipf_rates(d_ff, density)[torch.randperm(d_ff).numpy()]
+        rates = rates[hot_first(rates, hot)]
+        offsets = _quantile(torch.tensor(density)) - _quantile(torch.from_numpy(rates))
+        gate[:, column] = (offsets * scale).to(device)
     up = None if grid.variant == "plain" else torch.randn((d_ff, d_model), device=device) * scale
     packed = torch.cat([gate] if up is None else [gate, up]).bfloat16()
     down = (torch.randn((d_model, d_ff), device=device) * 0.2).bfloat16()
@@ -163,7 +163,7 @@ def draw_rows(
     tokens: int, d_model: int, distribution: Distribution, columns: dict[Distribution, int], device: str = "cuda"
 ) -> Tensor:
     """Draw x [tokens, d_model] for which so many neurons are active."""
-    density, *_ = distribution
+    density = distribution[0]
     x = torch.randn((tokens, d_model), device=device)
     if density == 1:
         x[:, 0] = -_CERTAIN * d_model**0.5
@@ -306,7 +306,7 @@ def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> T
         shape = f"{grid.variant} {grid.d_model} / {grid.d_ff}"
         columns = place_columns(grid.activities)
         bytes_each = 2 * grid.d_model * grid.d_ff * (3 if grid.variant == "gated" else 2)
-        count = max(2, min(12, _ROTATED_BYTES // bytes_each))
+        count = timing.sets_in_rotation(bytes_each)
         sets: list[Weights] = []
         for tokens in grid.tokens:
             if monotonic() > end:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +10,13 @@ from torch import Tensor
 from twellc.base.errors import first_line
 from twellc.benchmarking.timing import Call, Times, record, time_calls
 from twellc.checks.accuracy import measure
+
+
+def time_rotated(contestants: Mapping[str, Sequence[Call]], repeats: int) -> dict[str, Times]:
+    """Time one call of each contestant, which has one for each of several sets of weights."""
+    (count,) = {len(calls) for calls in contestants.values()}
+    times = time_calls([record(calls) for calls in contestants.values()], repeats, count)
+    return dict(zip(contestants, times, strict=True))
 
 
 class Contest:

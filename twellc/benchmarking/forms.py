@@ -71,8 +71,15 @@ class Block:
 
     def double(self) -> Block:
         """Return the block in float64."""
+        return self._with(Tensor.double)
+
+    def copy(self) -> Block:
+        """Return the block with copies of its weights."""
+        return self._with(Tensor.clone)
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Block:
         tensors: dict[str, Any] = {
-            name: value.double() for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
         return dataclasses.replace(self, **tensors)
 
@@ -209,18 +216,21 @@ def _dense(x: Tensor, *weights: Any) -> Tensor:
     return Block(*weights).dense(x)
 
 
-def dense_forms(block: Block, x: Tensor, with_compiled: bool = True) -> dict[str, Callable[[Tensor], Tensor]]:
+def dense_forms(
+    block: Block, x: Tensor, with_compiled: bool = True, with_fp8: bool = True
+) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return the dense forms of a block by name, as far as GPU and widths allow for them.
 
     Args:
         block: The block.
         x: What FP8 is calibrated on, [..., d_model].
         with_compiled: Whether to have the form that is compiled as a whole.
+        with_fp8: Whether to have the form in FP8.
     """
     forms: dict[str, Callable[[Tensor], Tensor]] = {EAGER: block.dense}
     if with_compiled:
         forms[COMPILED] = compiled_dense(block)
     forms[PACKED] = Packed(block)
-    if takes_fp8(block):
+    if with_fp8 and takes_fp8(block):
         forms[FP8] = Fp8(block, x)
     return forms

@@ -28,18 +28,26 @@ def why_no_plans() -> str:
     return "" if has_gpu() else "no plans were measured: there is no GPU"
 
 
+def profiles_of(inputs: ModelInputs, samples: list[Sample]) -> list[tuple[str, ShapeRange]]:
+    """Return an optimization profile for each sample, as `CompileOptions` has them; none for a fixed model."""
+    dynamic = [spec.name for spec in inputs.specs if not all(isinstance(dim, int) for dim in spec.shape)]
+    return [(name, ShapeRange(*[tuple(sample[name].shape)] * 3)) for sample in samples for name in dynamic]
+
+
 def build_plans(
-    options: BenchOptions, inputs: ModelInputs, samples: list[Sample], folder: Path, progress: Callable[[str], None]
+    options: BenchOptions, profiles: list[tuple[str, ShapeRange]], folder: Path, progress: Callable[[str], None]
 ) -> tuple[dict[str, OpenPlan], dict[str, str]]:
-    """Build a dense plan and a rewritten one, each with an optimization profile for each sample, and open them.
+    """Build a dense plan and a rewritten one, and open them.
+
+    Args:
+        options: What was asked for.
+        profiles: See `profiles_of`.
+        folder: Where they may stand.
+        progress: Receives the name of each step.
 
     Returns:
         The plans by the contestants' names, and why others could not be built.
     """
-    dynamic = [spec.name for spec in inputs.specs if not all(isinstance(dim, int) for dim in spec.shape)]
-    profiles = [
-        (name, ShapeRange(*[tuple(sample[name].shape)] * 3)) for sample in samples if dynamic for name in dynamic
-    ]
     plans, failed = {}, {}
     for label, layers in ((PLAN_DENSE, "none"), (PLAN_TWELL, options.layers)):
         progress(f"building plans: {label}")
@@ -49,7 +57,8 @@ def build_plans(
                 CompileOptions(
                     options.model, path, backend=TENSORRT, dtype=options.dtype, layers=layers,
                     compression=options.compression, profiles=tuple(profiles), trust_model=options.trust_model,
-                    inputs=options.inputs, in_memory=options.in_memory,
+                    inputs=options.inputs, target_gpu=options.target_gpu, calibration=options.calibration,
+                    prune_dead=options.prune_dead, in_memory=options.in_memory,
                 ),
                 lambda step: None,
             )  # fmt: skip
@@ -60,7 +69,9 @@ def build_plans(
     return plans, failed
 
 
-def add_plan(contest: Contest, label: str, plan: OpenPlan, inputs: dict[str, torch.Tensor], profile: int) -> None:
+def add_plan(
+    contest: Contest, label: str, plan: OpenPlan, inputs: dict[str, torch.Tensor], profile: int, lossy: bool
+) -> None:
     """Add a plan to a contest, for inputs by name and the optimization profile that takes their shapes."""
     try:
         execution = prepare(plan, inputs, profile)
@@ -72,4 +83,4 @@ def add_plan(contest: Contest, label: str, plan: OpenPlan, inputs: dict[str, tor
         execution.enqueue()
         return execution.outputs
 
-    contest.add(label, call, execution)
+    contest.add(label, call, execution, lossy=lossy)

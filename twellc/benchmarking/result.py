@@ -52,6 +52,28 @@ class Standings(Record):
 
 
 @dataclass(frozen=True)
+class BlockTimes(Record):
+    """What one block takes by itself, in microseconds, with weights that come from memory.
+
+    Attributes:
+        module: Path of its module.
+        dense: The fastest dense form of it in torch, without FP8.
+        dense_us: Time of this form.
+        twell_us: Time of TwELL.
+    """
+
+    module: str
+    dense: str
+    dense_us: float
+    twell_us: float
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast TwELL is."""
+        return self.dense_us / self.twell_us
+
+
+@dataclass(frozen=True)
 class ShapeResult(Record):
     """What was measured at one shape.
 
@@ -61,6 +83,7 @@ class ShapeResult(Record):
         densities: Share of gate activations that are not zero, for each rewritten block.
         model: The whole model.
         blocks: The rewritten blocks alone, one after the other, on what they see in the model.
+        by_block: Each of them by itself; none where TwELL, or all that it is compared with, was left out.
     """
 
     shape: str
@@ -68,6 +91,7 @@ class ShapeResult(Record):
     densities: list[float]
     model: Standings
     blocks: Standings
+    by_block: list[BlockTimes]
 
 
 @dataclass(frozen=True)

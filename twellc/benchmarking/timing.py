@@ -20,6 +20,8 @@ from twellc.plugins import library
 
 Call = Callable[[], object]
 
+# Weights in rotation come to about this much, several times the L2 of any GPU.
+_ROTATED_BYTES = 512 << 20
 _WARM_UPS = 3  # the first call compiles, and cuBLAS sets itself up
 
 
@@ -117,6 +119,11 @@ def time_calls(calls: Sequence[Call], repeats: int, count: int = 1) -> list[Time
             if repetition >= 0:
                 found[index].append(start.elapsed_time(end) * 1e3 / count)
     return [times_of(values) for values in found]
+
+
+def sets_in_rotation(bytes_each: int) -> int:
+    """Return for how many sets of weights a call is recorded, so that they come from memory as in a model."""
+    return max(2, min(12, _ROTATED_BYTES // bytes_each))
 
 
 def times_of(values: Sequence[float]) -> Times:

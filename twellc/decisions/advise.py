@@ -11,7 +11,7 @@ import numpy as np
 
 from twellc.base.errors import first_few
 from twellc.config import DEFAULT_COMPRESSION, DEFAULT_DENSITY
-from twellc.decisions.choose import DEFAULT_ROW_SPREAD, Tokens, choose, pays_text, percent
+from twellc.decisions.choose import DEFAULT_ROW_SPREAD, Tokens, choose, choose_compression, pays_text, percent
 from twellc.decisions.predict import Widths
 from twellc.decisions.targets import Target
 from twellc.decisions.times import Rates
@@ -74,7 +74,8 @@ class Advisor:
             choice = choose(self._target.model, kept, known.rates, tokens, known.row_spread)
             if not self._target.model.is_near(kept):  # a guess leaves nothing dense
                 density = percent(choice.expectation.density) if choice.expectation is not None else ""
-                choice = replace(choice, decision="twell", facts=f"{density} active", hot=0)
+                slots = choose_compression(known.rates, known.row_spread)
+                choice = replace(choice, decision="twell", facts=f"{density} active", hot=0, compression=slots)
             choice = replace(choice, compression=self._compression or choice.compression)
             self.decided[block.module] = {name: getattr(choice, name) for name in _REPEATED}
             return choice

@@ -2,8 +2,8 @@
 
 It is dense, or TwELL's, or TwELL's beside a dense product of its hot neurons; and it has so many slots. Times are
 predicted by a `CostModel` at the number of tokens that each optimization profile is tuned for; over several profiles
-the geometric mean of the gains decides. Neurons are taken to be in the order of their firing, as the reordering leaves
-them: the hot ones are the first.
+the geometric mean of the gains decides. The hot neurons are the hottest, and come first; the others stay in the order
+of the model, which decides how many slots they need.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from twellc.base.records import Record
 from twellc.decisions.predict import CostModel, Widths
 from twellc.decisions.times import Rates
+from twellc.passes.firing import hot_first
 from twellc.passes.report import Choice, Expectation, ExpectedTime
 from twellc.plugins.library import COMPRESSIONS, TILE
 
@@ -56,12 +57,13 @@ def choose(
     Args:
         model: Times on the target GPU.
         widths: The block.
-        rates: How often each neuron fires, as a share of the tokens, in any order: [d_ff].
+        rates: How often each neuron fires, as a share of the tokens, in the order of the model: [d_ff].
         profiles: Rows of the calls that it is for.
         row_spread: How unequal rows are: standard deviation of the logarithm of their non-zeros.
         assumed: Whether the rates are a guess.
     """
-    rates = np.sort(np.asarray(rates, dtype=np.float64))[::-1]
+    in_order = np.asarray(rates, dtype=np.float64)
+    rates = np.sort(in_order)[::-1]
     tuned = sorted({profile.opt for profile in profiles})
     dense = {tokens: model.dense_us(widths, tokens) for tokens in tuned}
     hot, gain = _best(model, widths, rates, dense)
@@ -75,11 +77,12 @@ def choose(
     ]
     density = float(rates.mean())
     pays = gain >= _LEAST_GAIN
+    taken = hot if pays else 0
     return Choice(
         decision="twell" if pays else "dense",
         facts=_facts(density, gain, tuned, hot) if pays else _facts_against(density, pays_below, tuned),
-        hot=hot if pays else 0,
-        compression=choose_compression(rates[hot:], row_spread),
+        hot=taken,
+        compression=choose_compression(in_order[hot_first(in_order, taken)][taken:], row_spread),
         expectation=Expectation(
             model.times.gpu, assumed, round(density, 7), round(gain, 4), round(pays_below, 7), times
         ),

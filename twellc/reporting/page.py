@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +23,7 @@ from twellc.reporting.sources import Sources
 from twellc.reporting.words import clean, count, percent, short_names, times
 
 if TYPE_CHECKING:
-    from twellc.benchmarking.result import Standings
+    from twellc.benchmarking.result import BenchResult, Standings
 
 # Firing curves of so many blocks are shown at once, those of others on demand.
 _SHOWN_CURVES = 8
@@ -67,11 +67,13 @@ class Row:
         module: Path of its module.
         layer: What became of it; None where nothing says it.
         block: Which of its neurons fire; None where no profile says it.
+        measured: How many times as fast as dense it was measured to be by itself; empty where it was not.
     """
 
     module: str
     layer: Layer | None
     block: BlockProfile | None
+    measured: str
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,11 @@ def _content(sources: Sources) -> dict[str, Any]:
         "notes": list(dict.fromkeys(note for each in sayings for note in each.notes or ())),
         "warnings": list(dict.fromkeys(text for each in (profile, decisions) if each for text in each.warnings or ())),
         "stats": _stats(sources, blocks),
-        "rows": [Row(each, layers.get(each), profile.blocks.get(each) if profile else None) for each in modules],
+        "rows": [
+            Row(each, layers.get(each), profile.blocks.get(each) if profile else None, _measured_of(each, bench))
+            for each in modules
+        ],
+        "by_block": any(result.by_block for result in bench.results) if bench else False,
         "decided": bool(layers),
         "expected": expected[0] if expected else None,
         "names": short_names([block.module for block in blocks]),
@@ -196,9 +202,21 @@ def _stats(sources: Sources, blocks: Sequence[BlockProfile]) -> list[Stat]:
 
 def _span(gains: dict[int, float], what: str) -> Stat:
     """Return the range of some gains, by tokens a call."""
-    low, high, fewest, most = min(gains.values()), max(gains.values()), min(gains), max(gains)
-    value = times(high) if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {times(high)}"
-    return Stat(value, f"{what} at {count(fewest)}{f' to {count(most)}' if most > fewest else ''} tokens a call")
+    fewest, most = min(gains), max(gains)
+    label = f"{what} at {count(fewest)}{f' to {count(most)}' if most > fewest else ''} tokens a call"
+    return Stat(_range(gains.values()), label)
+
+
+def _range(gains: Collection[float]) -> str:
+    low, high = min(gains), max(gains)
+    return times(high) if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {times(high)}"
+
+
+def _measured_of(module: str, bench: BenchResult | None) -> str:
+    """Say how many times as fast a block was by itself, over all shapes."""
+    results = bench.results if bench is not None else []
+    gains = [each.gain for result in results for each in result.by_block if each.module == module]
+    return _range(gains) if gains else ""
 
 
 def _expected(layers: Sequence[Layer]) -> dict[int, float]:

@@ -109,10 +109,10 @@ TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors con
 // They may differ, and so may the last bits of a row between calls with other `tokens` or other rows beside it, in
 //  - the order of sums;
 //  - whether u and h are rounded to the element type, as a dense block does, or kept in fp32.
-// `hot` is a hint about speed, for neurons that have been sorted, those that often fire first: calls with many tokens
-// may compute the first `hot`, rounded down to a multiple of 8 unless it is d_ff, as a dense block, and the others as
-// without it. What that block adds to y is rounded to the element type once more than without it. Calls in which it
-// cannot gain ignore it, and so does fp16, where sums over these neurons alone may be out of range.
+// `hot` is a hint about speed, where the neurons that fire most often come first: calls with many tokens may compute
+// the first `hot`, rounded down to a multiple of 8 unless it is d_ff, as a dense block, and the others as without it.
+// What that block adds to y is rounded to the element type once more than without it. Calls in which it cannot gain
+// ignore it, and so does fp16, where sums over these neurons alone may be out of range.
 TWELL_API cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                 size_t workspace_bytes, cudaStream_t stream);
 

@@ -21,8 +21,10 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     def record(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
         return lambda: [call() for call in calls]
 
-    def time_calls(calls: Sequence[Callable[[], object]], repeats: int) -> list[Times]:
+    def time_calls(calls: Sequence[Callable[[], object]], repeats: int, count: int = 1) -> list[Times]:
         assert repeats > 0
+        results = [call() for call in calls]
+        assert count == 1 or all(len(result) == count for result in results)  # type: ignore[arg-type]
         return [Times(1000.0 - index, 900.0, 1100.0) for index in range(len(calls))]
 
     monkeypatch.setattr(contest, "record", record)

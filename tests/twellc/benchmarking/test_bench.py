@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,6 +92,11 @@ def test_language_model_on_a_text(cli: Cli, bytelm: Path, tmp_path: Path) -> Non
             errors = standings["errors"]
             assert all(errors[name] <= 2 * errors["dense eager"] + 0.001 for name in names if name != FP8)
             assert 2 * errors["dense eager"] < errors[FP8] < 0.3
+        # The dense forms but FP8, and twell, take turns: three, and the fourth.
+        assert each["by_block"] == [
+            {"module": layer["module"], "dense": "dense packed", "dense_us": 998.0, "twell_us": 997.0}
+            for layer in report["layers"]
+        ]
     ElementTree.fromstring(plot.read_text())
     for words in ("whole model", "rewritten feed-forward blocks alone", "twell", "dense FP8"):
         assert f"<!-- {words} -->" in plot.read_text()
@@ -105,6 +112,9 @@ def test_tables(cli: Cli, bytelm: Path) -> None:
         assert words in text
     (row,) = (line for line in text.splitlines() if "twell eager" in line)
     assert "0.999 ±10% (1.00)" in row
+    assert "each block by itself: microseconds" in text
+    (row,) = (line for line in text.splitlines() if "model.layers.3.mlp" in line)
+    assert "999.0, 998.0 (1.00)" in row
     assert "dense compiled" not in text and "random, seed 0" in text and "plans" not in found.stderr
 
 
@@ -144,6 +154,54 @@ def test_a_wrong_contestant_is_left_out(monkeypatch: pytest.MonkeyPatch, cli: Cl
     found = cli("bench", bytelm, "--shapes", "1x8", "--no-compiled")
     assert found.exit_code == 0
     assert "Left out: 1x8, blocks alone, twell: its result is off" in found.stderr
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_blocks_are_timed_by_themselves(monkeypatch: pytest.MonkeyPatch, bytelm: Path) -> None:
+    """Each over copies of its own weights, which compute the same; not by forms that were left out."""
+    seen: list[list[torch.Tensor]] = []
+    original = blocks.rotated_calls
+
+    def watched(whole: blocks.Seen, own: blocks.Seen, names: list[str]) -> Any:
+        calls = original(whole, own, names)
+        seen.append([call() for each in calls.values() for call in each])
+        assert list(calls) == ["dense eager", "dense packed", "twell"] and len(calls["twell"]) == 12
+        pointers = {call.__self__.arguments["w_gate"].data_ptr() for call in calls["twell"]}  # type: ignore[attr-defined]
+        assert len(pointers) == 12
+        return calls
+
+    monkeypatch.setattr(importlib.import_module("twellc.benchmarking.bench"), "rotated_calls", watched)
+    (found,) = twellc.bench(bytelm, shapes=["1x8"], compiled=False).results
+    assert len(found.by_block) == len(seen) == 4
+    for results in seen:
+        for y in results:
+            torch.testing.assert_close(y, results[0], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_a_profile(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
+    """What is measured is what compile makes: blocks that do not pay are dense, and dead neurons are gone."""
+    (tmp_path / "a.py").write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200)))
+    twellc.profile(bytelm, tmp_path / "a.py", tmp_path / "p")
+    shared = ("--calibration", tmp_path / "p", "--prune-dead", "--target-gpu", "h200")
+    found = cli("bench", bytelm, "--shapes", "1x8,2x30", "--json", "--no-compiled", *shared)
+    assert found.exit_code == 0, found.output
+    report = json.loads(found.stdout)
+    compiled = ("--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", tmp_path / "r.json")
+    profiles = ("--profile", "input_ids:1x8:1x8:1x8", "--profile", "input_ids:2x30:2x30:2x30")
+    assert cli("compile", bytelm, *compiled, *shared, *profiles).exit_code == 0
+    assert report["layers"] == json.loads((tmp_path / "r.json").read_text())["layers"]
+    assert any(layer["neurons"]["dead"] for layer in report["layers"])
+    assert any("approximate, as --prune-dead asks for" in note for note in report["notes"])
+    for each in report["results"]:
+        for part, name in (("model", "twell eager"), ("blocks", "twell")):
+            assert name in each[part]["times"], each[part]["failed"]
+        assert len(each["by_block"]) == len(report["layers"])
+
+
+def test_a_profile_is_refused(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
+    failed(cli("bench", bytelm, "--prune-dead"), "--prune-dead: needs a profile", "Add --calibration PROFILE")
+    failed(cli("bench", bytelm, "--calibration", tmp_path / "none"), "there is no such file")
 
 
 # ---- on a GPU ----

@@ -14,7 +14,11 @@ import twellc
 from tests.conftest import Cli
 from tests.onnx_graphs import gated
 from tests.twellc.test_cli import failed, files_in
+from twellc.decisions.advise import Advisor
 from twellc.manifest import SCHEMA, read_manifest
+from twellc.passes.firing import hot_first
+from twellc.passes.match.find_ffn import FfnBlock
+from twellc.passes.report import Choice
 
 pytestmark = pytest.mark.usefixtures("remembered_models")
 
@@ -45,17 +49,31 @@ def first_weight(path: Path, module: str) -> np.ndarray[Any, Any]:
     return np.asarray(onnx.numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == node.input[1])))
 
 
-def test_sorted_graph_and_its_check(cli: Cli, bytelm: Path, profile: Path, tmp_path: Path) -> None:
-    for name, options in {"plain": [], "sorted": ["--calibration", profile]}.items():
+def splitting(advisor: Advisor, block: FfnBlock) -> Choice:
+    """Advise hot neurons for one block, and none for the others."""
+    choice = Choice("twell", "matches", 128 if block.module == PRUNED else 0, 8, None)
+    advisor.decided[block.module] = {"decision": "twell", "facts": "matches", "hot": choice.hot, "compression": 8}
+    return choice
+
+
+def test_split_graph_and_its_check(
+    cli: Cli, bytelm: Path, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hottest neurons of the block that is split stand first; of the others none is moved."""
+    monkeypatch.setattr(Advisor, "__call__", splitting)
+    for name, options in {"plain": [], "split": ["--calibration", profile]}.items():
         assert cli("compile", bytelm, "--backend", "none", "--onnx", tmp_path / f"{name}.onnx", *options).exit_code == 0
-    order = twellc.Profile.read(profile).blocks[PRUNED].order
-    plain, arranged = (first_weight(tmp_path / f"{name}.onnx", PRUNED) for name in ("plain", "sorted"))
-    assert np.array_equal(arranged, plain[order]) and not np.array_equal(arranged, plain)
-    result = twellc.check(bytelm, tmp_path / "sorted.onnx")
+    for module, block in twellc.Profile.read(profile).blocks.items():
+        plain, arranged = (first_weight(tmp_path / f"{name}.onnx", module) for name in ("plain", "split"))
+        order = hot_first(block.firing, 128 if module == PRUNED else 0)
+        assert np.array_equal(arranged, plain[order])
+        assert np.array_equal(arranged, plain) == (module != PRUNED)
+    result = twellc.check(bytelm, tmp_path / "split.onnx")
     assert result.within and len(result.blocks) == 4
     assert all(block.accuracy.separation.rewrite.relative < 1e-10 for block in result.blocks)  # type: ignore[union-attr]
-    shown = twellc.inspect(tmp_path / "sorted.onnx").layers
-    assert all(layer.neurons is not None and layer.neurons.sorted for layer in shown)
+    shown = twellc.inspect(tmp_path / "split.onnx").layers
+    assert [layer.hot for layer in shown] == [128 if layer.module == PRUNED else 0 for layer in shown]
+    assert all(layer.neurons is not None and layer.neurons.kept == 1024 for layer in shown)
 
 
 def test_pruned_graph_report_and_check(cli: Cli, bytelm: Path, profile: Path, other_text: Path, tmp_path: Path) -> None:
@@ -72,7 +90,8 @@ def test_pruned_graph_report_and_check(cli: Cli, bytelm: Path, profile: Path, ot
     neurons = next(layer["neurons"] for layer in report["layers"] if layer["module"] == PRUNED)
     assert neurons["never"] == block.never.sum() and neurons["tokens"] == block.tokens
     assert neurons["kept"] == 1024 - neurons["dead"] == len(first_weight(tmp_path / "m.onnx", PRUNED))
-    gone = block.order[neurons["kept"] :]
+    never = np.flatnonzero(block.never)
+    gone = never[len(never) - neurons["dead"] :]
     second = twellc.Profile.read(other_text).blocks[PRUNED]
     assert neurons["lost"] == pytest.approx(second.firing[gone].sum() / second.nonzeros) and neurons["lost"] > 0
     (tmp_path / "b.txt").write_text("The quick brown fox jumps over the lazy dog. " * 4)
@@ -107,7 +126,7 @@ def test_a_plan_says_what_was_done(cli: Cli, bytelm: Path, profile: Path, tmp_pa
     assert cli(*arguments, "--calibration", profile).exit_code == 0
 
 
-@pytest.mark.parametrize("field", ["kept", "sorted", "rate_bound"])
+@pytest.mark.parametrize("field", ["kept", "reason", "rate_bound"])
 def test_a_damaged_record_of_neurons(cli: Cli, bytelm: Path, profile: Path, tmp_path: Path, field: str) -> None:
     plan = tmp_path / "m.plan"
     plan.write_bytes(b"ftrt")
@@ -117,8 +136,8 @@ def test_a_damaged_record_of_neurons(cli: Cli, bytelm: Path, profile: Path, tmp_
 
 
 def _manifest(plan: Path, field: str) -> dict[str, Any]:
-    neurons: dict[str, Any] = {"kept": 8, "sorted": True, "unable": 0, "dead": 0, "rate_bound": 0.1, "reason": ""}
-    neurons[field] = "x"
+    neurons: dict[str, Any] = {"kept": 8, "unable": 0, "dead": 0, "rate_bound": 0.1, "reason": ""}
+    neurons[field] = 0 if field == "reason" else "x"
     layer = {
         "module": "m", "variant": "gated", "activation": "relu", "d_model": 8, "d_ff": 8, "d_out": 8, "matched": True,
         "decision": "twell", "reason": "", "residual": False, "hot": 0, "neurons": neurons,

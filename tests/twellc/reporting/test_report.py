@@ -70,6 +70,7 @@ def test_whole_page(cli: Cli, files: dict[str, Path], tmp_path: Path) -> None:
         "compression 8, as compiled", "128 hot neurons, computed densely, have", f"{never} never fired",
         "half of the non-zeros", "NVIDIA H100", "Over 400 tokens of a.txt, in bf16", "energy was not measured",
         "the text is short", "400 tokens are few", "Left dense", "tensorrt 10.6", "down + residual", "twell, expected",
+        f"12.3 % 1.25 {TIMES} gated", f"12.3 % 1.28 {TIMES} gated", "dense packed 41.0 32.0 1.28",
     ):  # fmt: skip
         assert expected in page.text
     assert page.tags.count("svg") == 2 + 4 + 3
