@@ -12,6 +12,8 @@ ranges of tokens, since other kernels run there. Then the ratio of measured time
 measured points, by logarithms of tokens, widths and density, by variant, and by how unequal neurons are: kriging with
 an exponential covariance. Along one axis that is linear between neighbours; far from all points it is their average.
 
+Of a GPU that is like another, the floor is what the other one is predicted to take: a few times of its own suffice.
+
 Unequal neurons count twice: fewer of them fire in a call of few tokens, and rows of the most active ones stay in
 caches.
 """
