@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# Before torch is there. Tensors of tests are small, and tests run in a process for each core: more threads would only
+# spin while they wait for each other. What tests start inherits this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import click.testing
 import pytest
 import torch
