@@ -21,10 +21,12 @@ from tables import table
 from twellc.decisions.choose import Tokens, choose, count_text, percent
 from twellc.decisions.predict import CostModel, Widths
 from twellc.decisions.targets import TARGETS, choose_target
+from twellc.decisions.times import Rates
 
 _ROOT = Path(__file__).resolve().parents[1]
 PAGE = _ROOT / "docs" / "when-it-pays.md"
 _SUITE = _ROOT / "benchmarks" / "results" / "suite-h200-2026-11-24.json"
+_LAYERS = {target: _ROOT / "benchmarks" / "results" / f"layers-{target}-2026-11-25.json" for target in ("h100", "h200")}
 _RATES = _ROOT / "benchmarks" / "data" / "trained_rates.npz"
 _SIZES = (1, 16, 64, 256, 1024, 2048, 8192, 32768)
 _BLOCKS = (
@@ -77,13 +79,17 @@ def break_evens() -> str:
     return table(["GPU, block", *map(count_text, _SIZES)], rows)
 
 
+def _layers() -> list[Rates]:
+    """Return how often the neurons of the four trained layers fire."""
+    with np.load(_RATES) as rates:
+        return [rates[name] for name in sorted(rates.files)]
+
+
 def trained_layers() -> str:
     """Return what is expected of the four trained layers."""
     rows = []
-    with np.load(_RATES) as rates:
-        layers = {name: rates[name] for name in sorted(rates.files)}
     for gpu, model in models().items():
-        for index, layer in enumerate(layers.values()):
+        for index, layer in enumerate(_layers()):
             cells = []
             for count in (1, 2048, 8192, 32768):
                 choice = choose(model, _BLOCKS[0], layer, [Tokens(count, count, count)])
@@ -91,6 +97,34 @@ def trained_layers() -> str:
                 cells.append(f"{choice.expectation.gain:.2f}{hot}" if choice.decision == "twell" else "dense")
             rows.append([f"{gpu}, layer {index}, {percent(float(layer.mean()))}", *cells])
     return table(["GPU, layer, active", *map(count_text, (1, 2048, 8192, 32768))], rows)
+
+
+def measured_layers() -> str:
+    """Return how fast the four trained layers are together, as measured."""
+    rows = []
+    for target, path in _LAYERS.items():
+        for each in sorted(json.loads(path.read_text())["together"], key=lambda each: int(each["tokens"])):
+            speed_up, fp8 = each["speed_up"], each["over dense FP8"]
+            cells = [f"{found[name]:.2f}" for found in (speed_up, fp8) for name in ("exact", "pruned")]
+            rows.append([target.upper(), count_text(each["tokens"]), *cells])
+    header = ["GPU", "tokens", "exact", "pruned, too", "exact, over dense FP8", "pruned, over dense FP8"]
+    return table(header, rows)
+
+
+def _layer_errors(target: str) -> tuple[float, float]:
+    """Return which share of the trained layers' measured times the cost model predicts within 10 and 20 %."""
+    model, rates, found = choose_target(target, None).model, _layers(), []
+    for result in json.loads(_LAYERS[target].read_text())["results"]:
+        hottest = np.sort(rates[result["layer"]])[::-1]
+        for name, times in result["times"].items():
+            if name.startswith("dense"):
+                continue
+            kept = hottest[: result["alive"]] if name.startswith("pruned") else hottest
+            hot = int(name.rpartition("split ")[2]) if "split" in name else 0
+            widths = Widths("gated", 2048, len(kept), 2048)
+            found.append(abs(model.twell_us(widths, result["tokens"], kept, hot) / times["median_us"] - 1))
+    off = np.array(found)
+    return float((off <= 0.1).mean()), float((off <= 0.2).mean())
 
 
 def errors() -> str:
@@ -101,10 +135,10 @@ def errors() -> str:
         error, machine = model.error(), model.times.machine
         cells = [_share(share) for share in error.points[:2]]
         cells += [_share(share) for share in error.widths[:2]] if error.widths is not None else ["", ""]
+        cells += [_share(share) for share in _layer_errors(target)]
         rows.append([f"{model.times.gpu}, {machine['date']}, {machine['commit']}", str(error.points[2]), *cells])
-    return table(
-        ["GPU, measured on, at commit", "times", "within 10 %", "within 20 %", "other widths: 10 %", "20 %"], rows
-    )
+    header = ["GPU, measured on, at commit", "times", "within 10 %", "within 20 %", "other widths: 10 %", "20 %"]
+    return table([*header, "trained layers: 10 %", "20 %"], rows)
 
 
 def _share(share: float) -> str:
@@ -115,6 +149,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "measured gains": measured_gains,
     "break-evens": break_evens,
     "trained layers": trained_layers,
+    "measured layers": measured_layers,
     "errors": errors,
 }
 

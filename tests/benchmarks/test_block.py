@@ -121,7 +121,7 @@ def results(layers: Any) -> list[dict[str, Any]]:
 def test_layers_together(layers: Any) -> None:
     found = layers.together(results(layers))
     assert found["dense_us"] == 300  # 200 packed, 100 eager
-    assert found["chosen"] == {"exact": ["split 512", "split 256"], "pruned": ["pruned", "split 256"]}
+    assert found["chosen"] == {"exact": ["split 512", "dense eager"], "pruned": ["pruned", "dense eager"]}
     assert found["speed_up"] == {
         "all as is": 300 / 225, "all split 256": 300 / 225, "all split 512": 300 / 240, "all pruned": 2.0,
         "exact": 300 / 180, "pruned": 2.0,

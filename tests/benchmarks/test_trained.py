@@ -32,8 +32,8 @@ def test_the_whole_way(trained: Any, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(results.read_text())
     assert report["training"]["steps"] > 0 and report["recipe"]["layers"] == 2
-    planned = [name for name, _ in trained.plan_commands(tmp_path, "1x1", False, False)]
-    assert list(report["commands"]) == planned and {"compile", "check"} <= set(planned)
+    planned = [name for name, _ in trained.plan_commands(tmp_path, trained.TINY, False, False)]
+    assert list(report["commands"]) == planned and {"profile", "compile, pruned", "check, pruned"} <= set(planned)
     for name, each in report["commands"].items():
         assert each["status"] == 0, each
         assert str(tmp_path) not in each["command"]

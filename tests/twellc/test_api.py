@@ -71,7 +71,10 @@ def test_inspection_of_a_plan_is_its_manifest(compiled: Any) -> None:
     _, plan, manifest = compiled
     found = twellc.inspect(plan, tokens=7, density=0.125)
     assert found.description.manifest == manifest
-    assert found.to_json() == {"kind": "plan", **manifest.to_json(), "cost": found.cost.to_json()}
+    assert found.kernels is not None
+    assert found.to_json() == {
+        "kind": "plan", **manifest.to_json(), "cost": found.cost.to_json(), "kernels": found.kernels.to_json()
+    }  # fmt: skip
     assert (found.cost.tokens, found.cost.assumed_density) == (7, 0.125)
 
 

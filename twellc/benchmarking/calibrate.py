@@ -1,7 +1,7 @@
 """Measure what blocks take on the GPU at hand, for decisions: a grid of tokens, widths, densities and distributions.
 
-Beside TwELL stands the fastest of three dense blocks: eager, compiled, and compiled with gate and up packed in one
-product. Times are of one call within a CUDA graph that holds one call for each of several sets of weights, so that
+Beside TwELL stands the faster of two dense blocks: eager, and with gate and up packed in one product and a fused
+activation. Times are of one call within a CUDA graph that holds one call for each of several sets of weights, so that
 weights come from memory as they do in a model. All contestants of a size take turns, in a new order in each repetition.
 
 Weights are drawn once a width. How active a token is stands in the first column of x, how active a neuron is in one
@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from twellc.base.errors import UserError
 from twellc.base.files import Outputs, uninterrupted, writing
 from twellc.benchmarking import timing
+from twellc.benchmarking.forms import Block, Packed
 from twellc.config import DEFAULT_COMPRESSION
 from twellc.decisions.predict import Widths, is_split
 from twellc.decisions.times import DensePoint, Times, TwellPoint, zipf_rates
@@ -91,7 +91,7 @@ _LARGE = (1, 2, 8, 16, 17, 32, 64, 65, 128, 256, 512, 1024, 1280, 1281, 2048, 40
 _PLAIN = (1, 2, 3, 8, 16, 17, 32, 64, 65, 128, 256, 512, 1024, 1280, 1281, 1920, 1921, 4096, 8192, 32768)
 _NARROW = (1, 8, 32, 128, 512, 2048, 8192, 32768)
 
-_HOT = (128, 512, 1024, 2048)
+_HOT = (128, 512, 1024, 3072)
 
 _ALL = (
     *_equal(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0),
@@ -101,7 +101,7 @@ _ALL = (
 _SOME = (
     *_equal(0.001, 0.003, 0.01, 0.03, 0.1),
     *_unequal("zipf", 0.005, 0.02),
-    *(Activity(0.01, "zipf", hot) for hot in _HOT[1:3]),
+    *(Activity(0.01, "zipf", hot) for hot in (512, 1024)),
 )
 
 # The most useful first: a run that has to stop early has those.
@@ -123,15 +123,10 @@ GRIDS = (
 
 @dataclass(frozen=True)
 class Weights:
-    """One block: gate and up [d_ff, d_model], both in `packed` [2 d_ff, d_model]; down both ways round.
+    """A block, and what other contestants need of it: all in one product, and down [d_ff, d_model]."""
 
-    A plain block has no up, and `packed` is its gate.
-    """
-
-    packed: Tensor
-    gate: Tensor
-    up: Tensor | None
-    down: Tensor
+    block: Block
+    packed: Packed
     down_by_neuron: Tensor
 
 
@@ -154,9 +149,9 @@ def draw_weights(grid: Grid, columns: dict[Distribution, int], device: str = "cu
         offsets = _quantile(torch.tensor(density)) - _quantile(torch.from_numpy(rates))
         gate[:, column] = (offsets * scale).to(device)
     up = None if grid.variant == "plain" else torch.randn((d_ff, d_model), device=device) * scale
-    packed = torch.cat([gate] if up is None else [gate, up]).bfloat16()
     down = (torch.randn((d_model, d_ff), device=device) * 0.2).bfloat16()
-    return Weights(packed, packed[:d_ff], None if up is None else packed[d_ff:], down, down.t().contiguous())
+    block = Block(gate.bfloat16(), None if up is None else up.bfloat16(), down)
+    return Weights(block, Packed(block), down.t().contiguous())
 
 
 def draw_rows(
@@ -182,48 +177,27 @@ def _quantile(share: Tensor) -> Tensor:
     return value.float()
 
 
-def dense(x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor) -> Tensor:
-    """Compute the block for x [tokens, d_model] as two or three products."""
-    g = torch.relu(functional.linear(x, gate))
-    return functional.linear(g if up is None else g * functional.linear(x, up), down)
-
-
-def dense_packed(x: Tensor, packed: Tensor, down: Tensor) -> Tensor:
-    """Compute a gated block with one product for gate and up."""
-    g, u = functional.linear(x, packed).chunk(2, -1)
-    return functional.linear(torch.relu(g) * u, down)
-
-
-@functools.cache
-def _compiled(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    torch._dynamo.config.recompile_limit = 64
-    return torch.compile(block, dynamic=True)
-
-
 def twell(x: Tensor, hot: int, w: Weights) -> Tensor:
     """Compute the block by TwELL, but for the first `hot` neurons."""
-    options = ("relu", 0.0, DEFAULT_COMPRESSION, hot)
+    block, options = w.block, ("relu", 0.0, DEFAULT_COMPRESSION, hot)
     y: Tensor
-    if w.up is None:
-        y = MLP(x, w.gate, None, w.down_by_neuron, None, None, *options)
+    if block.up is None:
+        y = MLP(x, block.gate, None, w.down_by_neuron, None, None, *options)
     else:
-        y = GATED_MLP(x, w.gate, None, w.up, None, w.down_by_neuron, None, None, *options)
+        y = GATED_MLP(x, block.gate, None, block.up, None, w.down_by_neuron, None, None, *options)
     return y
 
 
 def share_active(x: Tensor, w: Weights) -> float:
     """Return the share of gate activations that are not zero."""
-    return float((functional.linear(x, w.gate) > 0).double().mean())
+    return float(w.block.active(x).double().mean())
 
 
-def _dense_forms(x: Tensor, variant: str) -> dict[str, Callable[[Weights], Tensor]]:
-    forms: dict[str, Callable[[Weights], Tensor]] = {
-        "eager": lambda w: dense(x, w.gate, w.up, w.down),
-        "compiled": lambda w: _compiled(dense)(x, w.gate, w.up, w.down),
-    }
-    if variant == "gated":
-        forms["packed"] = lambda w: _compiled(dense_packed)(x, w.packed, w.down)
-    return forms
+# Neither has to be compiled for each size.
+_DENSE: dict[str, Callable[[Weights, Tensor], Tensor]] = {
+    "eager": lambda w, x: w.block.dense(x),
+    "packed": lambda w, x: w.packed(x),
+}
 
 
 def measure_size(
@@ -244,13 +218,15 @@ def measure_size(
     }
     rows = {activity: drawn[activity.distribution] for activity in activities}
     for activity, x in rows.items():
-        exact = dense(x, sets[0].gate, sets[0].up, sets[0].down).float()
+        exact = sets[0].block.dense(x).float()
         error = float((twell(x, activity.hot, sets[0]).float() - exact).norm() / exact.norm().clamp(min=1e-30))
         if not error <= _LARGEST_ERROR:
             raise RuntimeError(f"{grid}, {tokens} tokens, {activity}: off from the dense block by {error:.2e}")
         del exact
     any_rows = next(iter(rows.values())) if rows else draw_rows(tokens, grid.d_model, (0.01, "equal", 0), columns)
-    calls: dict[Any, Callable[[Weights], Tensor]] = dict(_dense_forms(any_rows, grid.variant))
+    calls: dict[Any, Callable[[Weights], Tensor]] = {
+        name: functools.partial(lambda w, form: form(w, any_rows), form=form) for name, form in _DENSE.items()
+    }
     calls |= {activity: functools.partial(twell, x, activity.hot) for activity, x in rows.items()}
     recorded = [timing.record([functools.partial(call, w) for w in used]) for call in calls.values()]
     times = dict(zip(calls, timing.time_calls(recorded, repeats, len(used)), strict=True))

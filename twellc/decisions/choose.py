@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from twellc.base.records import Record
-from twellc.decisions.predict import CostModel, Widths
+from twellc.decisions.predict import CostModel, Widths, is_split
 from twellc.decisions.times import Rates
 from twellc.passes.firing import hot_first
 from twellc.passes.report import Choice, Expectation, ExpectedTime
@@ -150,7 +150,8 @@ def _facts_against(density: float, pays_below: float, tuned: Sequence[int]) -> s
 
 def _best(model: CostModel, widths: Widths, rates: Rates, dense: dict[int, float]) -> tuple[int, float]:
     """Return the fewest hot neurons with which the gain is next to the best one, and that gain."""
-    gains = {hot: _gain(model, widths, rates, dense, hot) for hot in _HOT if hot < widths.d_ff}
+    tried = _HOT if any(is_split(widths, tokens) for tokens in dense) else (0,)
+    gains = {hot: _gain(model, widths, rates, dense, hot) for hot in tried if hot < widths.d_ff}
     best = max(gains.values())
     return next((hot, gain) for hot, gain in gains.items() if gain >= best * _WORTH_IT)
 

@@ -66,14 +66,15 @@ def density(names: Sequence[str], blocks: Sequence[BlockProfile], limits: Sequen
         places = _rows(axes, names)
         axes.barh(places, densities, height=0.55, color=_WARM)
         # A limit far to the right would leave no room for the bars.
-        right = max([1e-9, *densities, *(each for each in shown if each < 4 * max(densities))])
+        right = 1.25 * max([1e-9, *densities, *(each for each in shown if each < 4 * max(densities))])
+        shown = [each if each <= right else np.nan for each in shown]
         axes.scatter(shown, places, marker="|", s=120, linewidths=2, color=_HOT, zorder=3)
         for place, value in zip(places, densities, strict=True):
             axes.annotate(
                 percent(value / 100), (value, place), (6, 0), textcoords="offset points", va="center",
                 fontsize=_text_size(names),
             )  # fmt: skip
-        axes.set(xlim=(0, 1.25 * right), xlabel="activations that are not zero, %")
+        axes.set(xlim=(0, right), xlabel="activations that are not zero, %")
         axes.grid(axis="x")
     return svg[0]
 

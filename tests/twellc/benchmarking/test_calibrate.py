@@ -13,8 +13,6 @@ from twellc.benchmarking import calibrate
 from twellc.benchmarking.calibrate import (
     Activity,
     Grid,
-    dense,
-    dense_packed,
     draw_rows,
     draw_weights,
     place_columns,
@@ -37,7 +35,7 @@ def test_as_many_are_active_as_asked(activity: Activity) -> None:
     x = draw_rows(1000, 512, activity.distribution, columns, "cpu")
     wanted = activity.density if activity.neurons == "equal" else zipf_rates(1408, activity.density).mean()
     assert calibrate.share_active(x, weights) == pytest.approx(wanted, rel=0.1)
-    rates = (torch.nn.functional.linear(x, weights.gate) > 0).double().mean(dim=0)
+    rates = weights.block.active(x).double().mean(dim=0)
     if activity.neurons == "equal":
         assert rates.max() < 4 * activity.density
     else:
@@ -52,10 +50,9 @@ def test_contestants_compute_the_same(variant: str) -> None:
     torch.manual_seed(0)
     weights = draw_weights(Grid(variant, 64, 256, (), ()), {}, "cpu")
     x = draw_rows(8, 64, (0.1, "equal", 0), {}, "cpu")
-    y = dense(x, weights.gate, weights.up, weights.down)
+    y = weights.block.dense(x)
     torch.testing.assert_close(twell(x, 0, weights), y, rtol=0.05, atol=0.05)
-    if variant == "gated":
-        assert torch.equal(dense_packed(x, weights.packed, weights.down), y)
+    torch.testing.assert_close(weights.packed(x), y)
 
 
 def test_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

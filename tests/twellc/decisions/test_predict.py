@@ -10,7 +10,7 @@ import pytest
 
 from twellc.decisions.predict import CostModel, Widths, is_split, point_rates
 from twellc.decisions.targets import TARGETS, choose_target, shipped_times
-from twellc.decisions.times import zipf_rates
+from twellc.decisions.times import Times, zipf_rates
 from twellc.plugins import library
 
 GATED = Widths("gated", 2048, 5632, 2048)
@@ -70,19 +70,33 @@ def test_wider_blocks_take_longer() -> None:
 
 
 def test_neurons_that_differ() -> None:
-    """As many non-zeros of few neurons take less than of many."""
+    """As many non-zeros of few neurons take less than of many, where fewer rows of the weights are read."""
     rates = zipf_rates(5632, 0.02)
     equal = np.full(5632, rates.mean())
-    for tokens in (32, 32768):
-        assert H200.twell_us(GATED, tokens, rates) < H200.twell_us(GATED, tokens, equal)
+    assert H200.twell_us(GATED, 32, rates) < H200.twell_us(GATED, 32, equal)
     assert H200.twell_us(GATED, 8192, rates[::-1]) == pytest.approx(H200.twell_us(GATED, 8192, rates))
 
 
-def test_hot_neurons_of_few_tokens_are_like_others() -> None:
+def test_hot_neurons_of_few_tokens_are_not_split() -> None:
+    """That they come first takes a little longer, as measured: the same CTAs have them all."""
     rates = zipf_rates(5632, 0.02)
-    for tokens in (1, 64, 960):
-        assert H200.twell_us(GATED, tokens, rates, 512) == H200.twell_us(GATED, tokens, rates)
+    for tokens in (1, 32, 128):
+        assert 1 <= H200.twell_us(GATED, tokens, rates, 512) / H200.twell_us(GATED, tokens, rates) < 1.3
     assert H200.twell_us(GATED, 8192, rates, 512) < H200.twell_us(GATED, 8192, rates)
+
+
+def test_a_gpu_like_another() -> None:
+    """A few measured points scale all that is known of the other GPU, near them more than elsewhere."""
+    times = shipped_times("h200")
+    twice = [replace(point, us=2 * point.us) for point in times.twell if point.tokens == 2048 and not point.hot]
+    dense = [replace(point, us=2 * point.us) for point in times.dense if point.tokens == 2048]
+    model = CostModel(Times({"gpu": "slow"}, False, dense, twice), H200)
+    assert model.shapes == H200.shapes
+    for density, hot in ((0.005, 0), (0.02, 512)):
+        rates = zipf_rates(5632, density)
+        ratio = model.twell_us(GATED, 2048, rates, hot) / H200.twell_us(GATED, 2048, rates, hot)
+        assert ratio == pytest.approx(2, rel=0.05)
+    assert model.dense_us(GATED, 2048) == pytest.approx(2 * H200.dense_us(GATED, 2048), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -109,10 +123,11 @@ def test_calls_are_split_where_the_kernels_split_them(widths: Widths) -> None:
 def test_measured_splits_are_taken_as_they_are() -> None:
     """With points of hot neurons among the times, these decide what hot neurons take."""
     times = shipped_times("h200")
-    zipf = [point for point in times.twell if point.neurons == "zipf"]
-    slow = [replace(point, hot=512, us=3 * point.us) for point in zipf]
-    model = CostModel(replace(times, twell=[*times.twell, *slow]))
-    for point in slow:
+    zipf = [point for point in times.twell if point.neurons == "zipf" and not point.hot]
+    slow = [replace(point, hot=512, us=1.5 * point.us) for point in zipf]
+    model = CostModel(replace(times, twell=[*(point for point in times.twell if not point.hot), *slow]))
+    edges = (1280, 1281, 1920, 1921)  # neighbours between which calls that are not split take another route
+    for point in (point for point in slow if point.tokens not in edges):
         widths = Widths(point.variant, point.d_model, point.d_ff, point.d_model)
         assert model.twell_us(widths, point.tokens, point_rates(point), 512) == pytest.approx(point.us, rel=0.15)
 
