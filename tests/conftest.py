@@ -18,11 +18,15 @@ import torch
 from torch.export import ExportedProgram
 
 from tests import models
+from tests.quick_torch import make_quick
 from twellc.base.files import ENDING_SIGNALS
 
 ROOT = Path(__file__).resolve().parents[1]
 # Models, each as loaded and as functionalised.
 MOST_REMEMBERED = 16
+
+
+make_quick()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
