@@ -8,14 +8,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# Before torch is there. Tensors of tests are small, and tests run in a process for each core: more threads would only
+# spin while they wait for each other. What tests start inherits this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import click.testing
 import pytest
 import torch
+from torch.export import ExportedProgram
 
 from tests import models
+from tests.quick_torch import make_quick
 from twellc.base.files import ENDING_SIGNALS
 
 ROOT = Path(__file__).resolve().parents[1]
+# Models, each as loaded and as functionalised.
+MOST_REMEMBERED = 16
+
+
+make_quick()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -89,22 +100,55 @@ def load_once() -> Callable[..., Any]:
     loaded: dict[Any, Any] = {}
 
     def load(path: Path, *arguments: Any) -> Any:
-        files = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(path.glob("*"))) if path.is_dir() else ()
-        if not files:
-            return load_model(path, *arguments)
-        key = (path, files, *arguments)
-        if key not in loaded:
-            loaded[key] = load_model(path, *arguments)
-        return loaded[key]
+        files = sorted(path.glob("*")) if path.is_dir() else [path] if path.is_file() else []
+        key = (path, *((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files), *arguments)
+        return _remembered(loaded, key, lambda: load_model(path, *arguments))
 
     return load
 
 
+@pytest.fixture(scope="session")
+def functionalize_once() -> Callable[..., Any]:
+    """Return `functionalize` with a memory: it takes as long as tracing."""
+    from twellc.passes.pipeline import NOWHERE, functionalize
+
+    functional: dict[Any, Any] = {}
+
+    def once(program: ExportedProgram, dump: Any = NOWHERE) -> ExportedProgram:
+        if dump is not NOWHERE:
+            return functionalize(program, dump)
+        # With the program, so that no other one gets its id.
+        _, found = _remembered(functional, id(program), lambda: (program, functionalize(program)))
+        assert isinstance(found, ExportedProgram)
+        return found
+
+    return once
+
+
+def _remembered(memory: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """Return what the memory holds, which is made if it is not there; the oldest is forgotten."""
+    found = memory.pop(key, None) or make()
+    memory[key] = found
+    if len(memory) > MOST_REMEMBERED:
+        del memory[next(iter(memory))]
+    return found
+
+
 @pytest.fixture
-def remembered_models(load_once: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load and trace each Hugging Face directory once, for all tests with this fixture."""
-    for module in ("checks.checking", "inspection.models", "profiling.run", "translation.torch_models"):
+def remembered_models(
+    load_once: Callable[..., Any], functionalize_once: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Load and trace each model once, for all tests with this fixture."""
+    for module in (
+        "benchmarking.bench",
+        "checks.checking",
+        "inspection.models",
+        "profiling.run",
+        "translation.torch_models",
+    ):
         monkeypatch.setattr(f"twellc.{module}.load_model", load_once)
+    for module in ("checks.reference", "passes.pipeline"):
+        monkeypatch.setattr(f"twellc.{module}.functionalize", functionalize_once)
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click.testing
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from tests.conftest import Cli
 from tests.processes import environment
 
 
@@ -22,14 +23,26 @@ def trained(benchmark_module: Callable[[str], Any]) -> Any:
 
 
 @pytest.mark.slow
-def test_the_whole_way(trained: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("remembered_models")
+def test_the_whole_way(trained: Any, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = tmp_path / "results.json"
-    arguments = ["--tiny", "--device", "cpu", "--no-compiled", "--minutes", "0.03", "--json", results]
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "trained.py", "--out", tmp_path / "out", *arguments],
-        capture_output=True, text=True, check=False, env=environment(), timeout=500,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run, started = subprocess.run, []
+
+    def run_here(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run one command as the script does, and the others, which it starts likewise, in this process."""
+        started.append(command[:4])
+        if command[4] == "profile":
+            return run(command, env=environment(), **options)
+        result = cli(*command[4:])
+        return subprocess.CompletedProcess(command, result.exit_code, result.stdout, result.stderr)
+
+    monkeypatch.setattr(subprocess, "run", run_here)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)  # other tests come after
+    arguments = ["--tiny", "--device", "cpu", "--no-compiled", "--minutes", "0.03", "--json", str(results)]
+    with torch.random.fork_rng():
+        done = click.testing.CliRunner().invoke(trained.main, ["--out", str(tmp_path / "out"), *arguments])
+    assert done.exit_code == 0, done.output
+    assert started == [[sys.executable, "-P", "-m", "twellc"]] * 5
     report = json.loads(results.read_text())
     assert report["training"]["steps"] > 0 and report["recipe"]["layers"] == 2
     planned = [name for name, _ in trained.plan_commands(tmp_path, trained.TINY, False, False)]

@@ -117,6 +117,14 @@ def in_namespace(script: str, *arguments: object) -> subprocess.CompletedProcess
     return subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=200)
 
 
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is read without tracing it, for what happens to any."""
+    path = tmp_path_factory.mktemp("graph") / "gated.onnx"
+    onnx.save(gated(), path)
+    return path
+
+
 def test_full_disk(archive: Path, tmp_path: Path) -> None:
     """The graph fits on the disk, the plan does not."""
     script = (
@@ -202,9 +210,9 @@ def test_pipe_that_nobody_reads(archive: Path, tmp_path: Path, arguments: list[s
 @pytest.mark.parametrize(
     "script", ['"$@" > /dev/full', '"$@" | true; exit ${PIPESTATUS[0]}', '"$@" >&-', '"$@" >&- 2>&-']
 )
-def test_summary_that_cannot_be_printed(archive: Path, tmp_path: Path, script: str) -> None:
+def test_summary_that_cannot_be_printed(graph: Path, tmp_path: Path, script: str) -> None:
     """The outputs are there by then, so the command did what it was to do."""
-    done = in_shell(script, "compile", archive, "-o", "m.plan", folder=tmp_path)
+    done = in_shell(script, "compile", graph, "-o", "m.plan", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
     assert sorted(files_in(tmp_path)) == ["m.plan", "m.plan.json"]
@@ -213,8 +221,8 @@ def test_summary_that_cannot_be_printed(archive: Path, tmp_path: Path, script: s
 
 
 @pytest.mark.parametrize("script", ['"$@" >&-', '"$@" 2>&-', '"$@" <&- >&- 2>&-'])
-def test_closed_streams(archive: Path, tmp_path: Path, script: str) -> None:
-    done = in_shell(script, "inspect", archive, folder=tmp_path)
+def test_closed_streams(graph: Path, tmp_path: Path, script: str) -> None:
+    done = in_shell(script, "inspect", graph, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert ("1 of 1 feed-forward blocks rewritten" in done.stdout) == (">&-" not in script.replace("2>&-", ""))

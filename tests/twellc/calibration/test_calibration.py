@@ -20,8 +20,6 @@ from twellc.passes.firing import hot_first
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.report import Choice
 
-pytestmark = pytest.mark.usefixtures("remembered_models")
-
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200))
 PRUNED = "model.layers.2.mlp"
 

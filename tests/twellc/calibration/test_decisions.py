@@ -11,8 +11,6 @@ import twellc
 from tests.conftest import Cli
 from twellc.decisions.times import DensePoint, Times, TwellPoint
 
-pytestmark = pytest.mark.usefixtures("remembered_models")
-
 
 def test_decisions_by_a_profile(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     """On a GPU where TwELL pays for some of the layers only, the others are left dense."""

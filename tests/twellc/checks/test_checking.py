@@ -38,33 +38,11 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_weights import fold_weights
-from twellc.passes.pipeline import functionalize
 from twellc.translation.translate import translate_to_file
-
-pytestmark = pytest.mark.usefixtures("remembered_models", "remembered_programs")
 
 # Inputs of a twell node after x: weights of a gated block with all biases, and without any.
 WITH_BIASES = ("w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down")
 WITHOUT = ("w_gate", "w_up", "w_down")
-
-
-@pytest.fixture(scope="module")
-def functional_programs() -> dict[int, tuple[ExportedProgram, ExportedProgram]]:
-    return {}
-
-
-@pytest.fixture
-def remembered_programs(
-    functional_programs: dict[int, tuple[ExportedProgram, ExportedProgram]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Functionalise each loaded model once: that takes longer than all else, and passes change no program in place."""
-
-    def once(program: ExportedProgram) -> ExportedProgram:
-        if id(program) not in functional_programs:
-            functional_programs[id(program)] = (program, functionalize(program))
-        return functional_programs[id(program)][1]
-
-    monkeypatch.setattr("twellc.checks.reference.functionalize", once)
 
 
 def graph_of(model: Path, path: Path) -> Path:

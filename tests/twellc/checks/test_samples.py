@@ -25,8 +25,6 @@ from twellc.config import CompileOptions
 from twellc.export.profiles import InputSpec, ModelInputs
 from twellc.translation.translate import translate_to_file
 
-pytestmark = pytest.mark.usefixtures("remembered_models")
-
 BATCH, HALF = (sympy.Symbol(name, positive=True, integer=True) for name in ("batch", "half"))
 SPECS = {
     "x": InputSpec("x", torch.bfloat16, (BATCH, 3)),

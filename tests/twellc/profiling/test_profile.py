@@ -19,8 +19,6 @@ from tests.twellc.test_cli import failed, files_in
 from twellc.passes.firing import BlockProfile
 from twellc.plugins.library import TILE
 
-pytestmark = pytest.mark.usefixtures("remembered_models")
-
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(60))
 
 

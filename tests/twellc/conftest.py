@@ -1,0 +1,10 @@
+"""Models are loaded and traced once for all tests of this folder."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _remembered(remembered_models: None) -> None:
+    pass
