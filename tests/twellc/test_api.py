@@ -36,7 +36,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path,
 def imported_by(code: str) -> set[str]:
     """Return which of the large libraries a new process has imported after `code`."""
     code += "\nimport sys; print(*sys.modules.keys() & {'torch', 'onnx', 'onnx_ir', 'transformers', 'numpy', 'sympy'})"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
     return set(done.stdout.splitlines()[-1].split())
 
 
