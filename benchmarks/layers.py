@@ -42,11 +42,6 @@ TARGETS = {1: (2.7, 2.7), 8: (2.3, 2.3), 32: (1.7, 1.7), 2048: (1.3, 1.6), 8192:
 LEAST_LAYER = 0.95  # of each layer
 
 
-def takes_hot() -> bool:
-    """Whether the op takes a number of hot neurons."""
-    return any(argument.name == "hot" for argument in GATED_MLP._schema.arguments)
-
-
 def part(weights: Weights, chosen: Tensor) -> Weights:
     """Return a block of some of the neurons, in the order of `chosen`, int64 [neurons]."""
     block = weights.block
@@ -58,9 +53,8 @@ def part(weights: Weights, chosen: Tensor) -> Weights:
 def run_twell(x: Tensor, weights: Weights, hot: int) -> Tensor:
     """Compute the block by the `twell` op."""
     block = weights.block
-    given: dict[str, int] = {"hot": hot} if hot else {}
     y: Tensor = GATED_MLP(
-        x, block.gate, None, block.up, None, weights.down_by_neuron, None, None, "relu", 0.0, _COMPRESSION, **given
+        x, block.gate, None, block.up, None, weights.down_by_neuron, None, None, "relu", 0.0, _COMPRESSION, hot
     )
     return y
 
@@ -236,9 +230,6 @@ def main(tokens: str, hot: str, repeats: int, seed: int, json_path: Path | None)
     torch.manual_seed(seed)
     random.seed(seed)
     numbers = tuple(int(value) for value in hot.split(",") if value)
-    if numbers and not takes_hot():
-        click.echo("the op takes no `hot`: no split is measured", err=True)
-        numbers = ()
     allow_many_sizes()
     report = new_report() | {"together": []}
     for count in (int(value) for value in tokens.split(",")):

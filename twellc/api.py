@@ -131,7 +131,7 @@ def compile(
         given = _parsed(CompileOptions, options, in_memory)
         made = compile_options(path, None if output is None else Path(output), **given)
         if made.html is not None and made.calibration is not None:
-            from twellc.reporting.figures import require_matplotlib
+            from twellc.benchmarking.plot import require_matplotlib
 
             require_matplotlib(f"--html {made.html}")
         # The calibration is a profile of this model, or compiling fails.

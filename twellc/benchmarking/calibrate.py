@@ -30,6 +30,7 @@ from torch import Tensor
 from twellc.base.errors import UserError
 from twellc.base.files import Outputs, uninterrupted, writing
 from twellc.benchmarking import timing
+from twellc.benchmarking.contest import time_rotated
 from twellc.benchmarking.forms import Block, Packed
 from twellc.config import DEFAULT_COMPRESSION
 from twellc.decisions.predict import Widths, is_split
@@ -193,13 +194,6 @@ def share_active(x: Tensor, w: Weights) -> float:
     return float(w.block.active(x).double().mean())
 
 
-# Neither has to be compiled for each size.
-_DENSE: dict[str, Callable[[Weights, Tensor], Tensor]] = {
-    "eager": lambda w, x: w.block.dense(x),
-    "packed": lambda w, x: w.packed(x),
-}
-
-
 def measure_size(
     grid: Grid, tokens: int, sets: list[Weights], columns: dict[Distribution, int], repeats: int
 ) -> tuple[DensePoint, list[TwellPoint]]:
@@ -224,12 +218,14 @@ def measure_size(
             raise RuntimeError(f"{grid}, {tokens} tokens, {activity}: off from the dense block by {error:.2e}")
         del exact
     any_rows = next(iter(rows.values())) if rows else draw_rows(tokens, grid.d_model, (0.01, "equal", 0), columns)
+    # Neither dense form has to be compiled for each size.
     calls: dict[Any, Callable[[Weights], Tensor]] = {
-        name: functools.partial(lambda w, form: form(w, any_rows), form=form) for name, form in _DENSE.items()
+        "eager": lambda w: w.block.dense(any_rows),
+        "packed": lambda w: w.packed(any_rows),
     }
     calls |= {activity: functools.partial(twell, x, activity.hot) for activity, x in rows.items()}
-    recorded = [timing.record([functools.partial(call, w) for w in used]) for call in calls.values()]
-    times = dict(zip(calls, timing.time_calls(recorded, repeats, len(used)), strict=True))
+    rotated = {name: [functools.partial(call, w) for w in used] for name, call in calls.items()}
+    times = time_rotated(rotated, repeats)
     size = (grid.variant, grid.d_model, grid.d_ff, tokens)
     best = min((name for name in times if isinstance(name, str)), key=lambda name: times[name].median_us)
     points = []

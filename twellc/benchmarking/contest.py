@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -11,8 +11,10 @@ from twellc.base.errors import first_line
 from twellc.benchmarking.timing import Call, Times, record, time_calls
 from twellc.checks.accuracy import measure
 
+_Name = TypeVar("_Name")
 
-def time_rotated(contestants: Mapping[str, Sequence[Call]], repeats: int) -> dict[str, Times]:
+
+def time_rotated(contestants: Mapping[_Name, Sequence[Call]], repeats: int) -> dict[_Name, Times]:
     """Time one call of each contestant, which has one for each of several sets of weights."""
     (count,) = {len(calls) for calls in contestants.values()}
     times = time_calls([record(calls) for calls in contestants.values()], repeats, count)

@@ -9,7 +9,18 @@ from twellc.base.files import writing
 from twellc.benchmarking.result import SHOWN, BenchResult, Standings
 
 _FORMATS = ("svg", "png", "pdf")
-_MISSING = "needs matplotlib"
+
+
+def require_matplotlib(where: str) -> None:
+    """Fail now rather than after the work is done if no figure can be drawn.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise UserError(where, "needs matplotlib", fix="pip install 'twellc[plot]'") from error
 
 
 def refuse_plot(path: Path) -> None:
@@ -20,10 +31,7 @@ def refuse_plot(path: Path) -> None:
     """
     if path.suffix[1:].lower() not in _FORMATS:
         raise UserError(f"--plot {path}", "no such format", expected=" or ".join(f".{each}" for each in _FORMATS))
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"--plot {path}", _MISSING, fix="pip install 'twellc[plot]'") from error
+    require_matplotlib(f"--plot {path}")
 
 
 def write_plot(result: BenchResult, path: Path) -> None:

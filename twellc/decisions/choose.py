@@ -129,9 +129,9 @@ def overflow(rates: Rates, compression: int, row_spread: float = DEFAULT_ROW_SPR
     return float(np.clip(((1 - fits) @ weights / weights.sum()).mean(), 0, 1))
 
 
-def percent(share: float) -> str:
-    """Write a share as a percentage of two digits."""
-    return f"{float(f'{100 * share:.2g}'):g} %"
+def percent(share: float, digits: int = 2) -> str:
+    """Write a share as a percentage of so many digits."""
+    return f"{float(f'{100 * share:.{digits}g}'):g} %"
 
 
 def count_text(count: int) -> str:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from twellc.base.errors import UserError
 from twellc.passes.firing import BlockProfile
 from twellc.plugins.library import COMPRESSIONS, TILE
 from twellc.reporting.words import clean, percent, short_count
@@ -44,18 +43,6 @@ _STYLE: dict[Any, Any] = {
 _POINTS = 160
 # From so many blocks on rows are narrow.
 _MANY = 25
-
-
-def require_matplotlib(where: str) -> None:
-    """Fail now rather than after the work is done if no figure can be drawn.
-
-    Raises:
-        UserError: matplotlib is missing.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise UserError(where, "needs matplotlib", fix="pip install 'twellc[plot]'") from error
 
 
 def density(names: Sequence[str], blocks: Sequence[BlockProfile], limits: Sequence[float | None]) -> str:

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from twellc.base.files import Outputs
 from twellc.base.version import __version__
+from twellc.benchmarking.plot import require_matplotlib
 from twellc.calibration.profile import PERCENTILES, SLOTS
 from twellc.passes.firing import BlockProfile, rate_bound
 from twellc.passes.report import Attention, Layer
@@ -118,7 +119,7 @@ def make_page(sources: Sources, output: Path | None, *, overwrite: bool = False)
         if output is not None:
             outputs.check("--output", output)
         if sources.profile is not None or sources.bench is not None:
-            figures.require_matplotlib("report")
+            require_matplotlib("report")
         page = _render(sources)
         if output is not None:
             outputs.write(output, page)

@@ -6,18 +6,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from twellc.decisions import choose
+
 _LONGEST_NAME = 16
 _NARROW_SPACE = "\u202f"
 
 
 def percent(share: float) -> str:
     """Write a share as a percentage of three digits at most."""
-    return f"{float(f'{100 * share:.3g}'):g} %"
+    return choose.percent(share, 3)
 
 
 def count(number: int) -> str:
     """Write a count, from five digits on in groups of three."""
-    return f"{number:,}".replace(",", _NARROW_SPACE) if number >= 10_000 else str(number)
+    return choose.count_text(number).replace(" ", _NARROW_SPACE)
 
 
 def short_count(number: int) -> str:
