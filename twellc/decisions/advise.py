@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from twellc.base.errors import first_few
 from twellc.config import DEFAULT_COMPRESSION, DEFAULT_DENSITY
@@ -20,6 +21,8 @@ from twellc.passes.firing import Calibration, Counts
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.report import Choice, Layer
 
+# Calls in fp16 are not split: sums over the hot neurons alone may be out of its range.
+_SPLIT_DTYPE = torch.bfloat16
 # Of a choice, what another compilation needs to choose the same.
 _REPEATED = ("decision", "facts", "hot", "compression")
 
@@ -71,7 +74,9 @@ class Advisor:
         known = self._firing.get(block.module)
         if known is not None:
             kept = replace(widths, d_ff=len(known.rates))
-            choice = choose(self._target.model, kept, known.rates, tokens, known.row_spread)
+            choice = choose(
+                self._target.model, kept, known.rates, tokens, known.row_spread, splits=block.dtype == _SPLIT_DTYPE
+            )
             if not self._target.model.is_near(kept):  # a guess leaves nothing dense
                 density = percent(choice.expectation.density) if choice.expectation is not None else ""
                 slots = choose_compression(known.rates, known.row_spread)

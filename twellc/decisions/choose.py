@@ -51,6 +51,7 @@ def choose(
     profiles: Sequence[Tokens],
     row_spread: float = DEFAULT_ROW_SPREAD,
     assumed: bool = False,
+    splits: bool = True,
 ) -> Choice:
     """Decide what becomes of a block.
 
@@ -61,12 +62,13 @@ def choose(
         profiles: Rows of the calls that it is for.
         row_spread: How unequal rows are: standard deviation of the logarithm of their non-zeros.
         assumed: Whether the rates are a guess.
+        splits: Whether the kernels split calls of its dtype.
     """
     in_order = np.asarray(rates, dtype=np.float64)
     rates = np.sort(in_order)[::-1]
     tuned = sorted({profile.opt for profile in profiles})
     dense = {tokens: model.dense_us(widths, tokens) for tokens in tuned}
-    hot, gain = _best(model, widths, rates, dense)
+    hot, gain = _best(model, widths, rates, dense, _HOT if splits else (0,))
     pays_below = _break_even(model, widths, rates, dense, hot)
     counts = sorted({count for profile in profiles for count in (profile.min, profile.opt, profile.max)})
     times = [
@@ -148,9 +150,12 @@ def _facts_against(density: float, pays_below: float, tuned: Sequence[int]) -> s
     return f"{percent(density)} active, {pays_text(pays_below)} {at_tokens(tuned)}"
 
 
-def _best(model: CostModel, widths: Widths, rates: Rates, dense: dict[int, float]) -> tuple[int, float]:
-    """Return the fewest hot neurons with which the gain is next to the best one, and that gain."""
-    tried = _HOT if any(is_split(widths, tokens) for tokens in dense) else (0,)
+def _best(
+    model: CostModel, widths: Widths, rates: Rates, dense: dict[int, float], tried: Sequence[int]
+) -> tuple[int, float]:
+    """Return the fewest hot neurons, of the numbers `tried`, with which the gain is next to the best one, and that."""
+    if not any(is_split(widths, tokens) for tokens in dense):
+        tried = (0,)
     gains = {hot: _gain(model, widths, rates, dense, hot) for hot in tried if hot < widths.d_ff}
     best = max(gains.values())
     return next((hot, gain) for hot, gain in gains.items() if gain >= best * _WORTH_IT)

@@ -95,6 +95,16 @@ def test_decisions_are_repeated(blocks: list[FfnBlock]) -> None:
     assert again == [replace(layer, expectation=None) for layer in layers]
 
 
+def test_fp16_is_not_split(blocks: list[FfnBlock]) -> None:
+    """Then no neuron has to be moved, and what is expected is the time without a split."""
+    rates = np.random.default_rng(0).permutation(zipf_rates(5632, 0.02))
+    advise = advisor({"0.ffn": Firing(rates), "1.ffn": Firing(rates)})
+    half, own = decide([replace(blocks[0], dtype=torch.float16), blocks[1]], "auto", advise)
+    assert half.hot == 0 and own.hot >= 128
+    assert half.expectation is not None and own.expectation is not None
+    assert half.expectation.gain < own.expectation.gain
+
+
 def test_refused_blocks_get_no_advice(blocks: list[FfnBlock]) -> None:
     (layer,) = decide([replace(blocks[0], refusal="no")], "auto", advisor({}))
     assert (layer.reason, layer.expectation) == ("no", None)
