@@ -27,13 +27,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from twellc.benchmarking import contest
-from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, PACKED, dense_forms
+from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, PACKED, dense_forms, many_sizes
 from twellc.benchmarking.timing import machine
 from twellc.plugins import library
 
 CHECKED_ROWS = 64
-# Sizes that torch may compile the dense blocks for.
-_MOST_SIZES = 1024
 # The contestant without --hot.
 WHOLE = "mlp, whole"
 
@@ -260,12 +258,6 @@ def settings_of(part: str) -> tuple[Setting, ...]:
     return SUITE[int(number) - 1 :: int(count)]
 
 
-def allow_many_sizes() -> None:
-    """Let torch compile the dense blocks for each of many sizes."""
-    torch._dynamo.config.recompile_limit = _MOST_SIZES
-    torch._dynamo.config.accumulated_recompile_limit = _MOST_SIZES
-
-
 def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repeats: int) -> dict[str, Any]:
     """Time one call of each contestant, which has one for each set of weights, in microseconds, as JSON."""
     return {name: times.to_json() for name, times in contest.time_rotated(contestants, repeats).items()}
@@ -319,6 +311,7 @@ def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repe
 )
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here.")
+@many_sizes()
 def main(
     tokens: str,
     d_model: int,
@@ -353,7 +346,6 @@ def main(
     setting = Setting(counts, d_model, d_ff, dtype, density, neurons, layer, int(compression), variant, heavy, hot)
     settings = settings_of(part) if suite else (setting,)
     report = new_report()
-    allow_many_sizes()
     for setting in settings:
         click.echo(f"{report['machine']['gpu']}, torch {report['machine']['torch']}: {setting}\n\n{HEADER}")
         for count in setting.tokens:

@@ -25,11 +25,11 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from block import CHECKED_ROWS, allow_many_sizes, fastest, new_report, refuse_error, relative_error, time_rotated
+from block import CHECKED_ROWS, fastest, new_report, refuse_error, relative_error, time_rotated
 from draw import TRAINED_LAYERS, Neurons, Weights, make_inputs
 from torch import Tensor
 
-from twellc.benchmarking.forms import BASELINES, EAGER, FP8, Block, Packed, dense_forms
+from twellc.benchmarking.forms import BASELINES, EAGER, FP8, Block, Packed, dense_forms, many_sizes
 from twellc.passes.firing import hot_first
 from twellc.passes.neurons import without
 from twellc.plugins.ops import GATED_MLP
@@ -223,6 +223,7 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here.")
+@many_sizes()
 def main(tokens: str, hot: str, repeats: int, seed: int, json_path: Path | None) -> None:
     """Print Markdown tables: speed-ups of the four trained layers together, and of each, with times in microseconds."""
     if not torch.cuda.is_available():
@@ -230,7 +231,6 @@ def main(tokens: str, hot: str, repeats: int, seed: int, json_path: Path | None)
     torch.manual_seed(seed)
     random.seed(seed)
     numbers = tuple(int(value) for value in hot.split(",") if value)
-    allow_many_sizes()
     report = new_report() | {"together": []}
     for count in (int(value) for value in tokens.split(",")):
         results = []

@@ -35,7 +35,7 @@ from twellc.benchmarking.blocks import (
 )
 from twellc.benchmarking.contest import Contest, time_rotated
 from twellc.benchmarking.energy import EnergyMeter
-from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, dense_forms
+from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, dense_forms, many_sizes
 from twellc.benchmarking.inputs import make_samples
 from twellc.benchmarking.plans import PLAN_TWELL, add_plan, build_plans, profiles_of, why_no_plans
 from twellc.benchmarking.plot import refuse_plot, write_plot
@@ -164,6 +164,7 @@ class _Bench:
         """The TwELL compression factor of blocks of which nothing is known."""
         return self._options.compression or DEFAULT_COMPRESSION
 
+    @many_sizes()
     def run(self) -> BenchResult:
         """Measure every shape."""
         plans, failed = self._plans()

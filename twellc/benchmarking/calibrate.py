@@ -31,7 +31,7 @@ from twellc.base.errors import UserError
 from twellc.base.files import Outputs, uninterrupted, writing
 from twellc.benchmarking import timing
 from twellc.benchmarking.contest import time_rotated
-from twellc.benchmarking.forms import Block, Packed
+from twellc.benchmarking.forms import Block, Packed, many_sizes
 from twellc.config import DEFAULT_COMPRESSION
 from twellc.decisions.predict import Widths, is_split
 from twellc.decisions.times import DensePoint, Times, TwellPoint, zipf_rates
@@ -253,6 +253,7 @@ def _machine() -> dict[str, str]:
     }
 
 
+@many_sizes()
 def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> Times:
     """Measure the grid and write the data file, anew after each number of tokens.
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ _FP8_MAX = torch.finfo(_FP8_DTYPE).max
 _FP8_CAPABILITY = (8, 9)
 # cuBLAS takes FP8 matrices whose sizes are multiples of this.
 _FP8_MULTIPLE = 16
+# Sizes that torch compiles one function for.
+_MOST_SIZES = 1024
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,13 @@ def _quantise(x: Tensor, per_unit: Tensor) -> Tensor:
 
 def _combine_fp8(gate_up: Tensor, gated: bool, activation: str, threshold: float, per_unit: Tensor) -> Tensor:
     return _to_fp8(_combine_packed(gate_up, gated, activation, threshold), per_unit)
+
+
+@contextmanager
+def many_sizes() -> Iterator[None]:
+    """Let torch compile these forms for each of many sizes: by default it fails after the eighth."""
+    with torch._dynamo.config.patch(recompile_limit=_MOST_SIZES, accumulated_recompile_limit=_MOST_SIZES):
+        yield
 
 
 @functools.cache

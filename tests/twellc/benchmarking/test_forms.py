@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from twellc.benchmarking import forms
-from twellc.benchmarking.forms import BASELINES, EAGER, FP8, PACKED, Block, dense_forms
+from twellc.benchmarking.forms import BASELINES, EAGER, FP8, PACKED, Block, Packed, dense_forms, many_sizes
 
 
 def block(variant: str, activation: str, biases: bool, device: str = "cpu") -> Block:
@@ -63,6 +63,22 @@ def test_fp8_rounds() -> None:
     large = replace(own, down=own.down * 1e4)
     assert relative(dense_forms(large, x * 1e3, False)[FP8](x * 1e3), large.double().dense(1e3 * x.double())) < 0.15
     assert not dense_forms(own, 0 * x, False)[FP8](0 * x).any()
+
+
+def test_many_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each width of a grid, or of a model's blocks, is compiled for: more of them than torch does by itself."""
+    compiled = torch.compile(forms._combine_packed, fullgraph=True, backend="eager")
+    monkeypatch.setattr(forms, "_compiled", lambda function: compiled)
+    x = torch.randn(3, 8).bfloat16()
+    widths = range(2, 4 + torch._dynamo.config.recompile_limit)
+    blocks = [Block(torch.ones(width, 8).bfloat16(), None, torch.ones(8, width).bfloat16()) for width in widths]
+    with many_sizes():
+        for own in blocks:
+            assert relative(Packed(own)(x), own.double().dense(x.double())) < 0.01
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        for own in blocks:
+            Packed(own)(x)
 
 
 def test_active() -> None:
