@@ -89,6 +89,7 @@ def test_active() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("variant", "activation", "biases"), CASES)
+@many_sizes()
 def test_on_the_gpu(variant: str, activation: str, biases: bool) -> None:
     own = block(variant, activation, biases, "cuda")
     for tokens in (1, 5, 16, 40):
