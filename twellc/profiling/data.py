@@ -120,7 +120,8 @@ def _token_batches(source: int, path: Path, intake: Intake) -> Iterator[Batch]:
     where = f"--inputs {path}"
     specs = {spec.name: spec for spec in intake.limits.inputs.specs}
     foreign = sorted(specs.keys() - {_IDS, _MASK})
-    if _IDS not in specs or foreign or len(specs[_IDS].shape) != 2:
+    kinds = (torch.int32, torch.int64)
+    if _IDS not in specs or foreign or len(specs[_IDS].shape) != 2 or specs[_IDS].dtype not in kinds:
         raise UserError(
             where, "the model takes other inputs than token ids", got=", ".join(specs), expected=_IDS,
             fix="Give the arrays of all inputs with --inputs FILE.npz.",
@@ -150,7 +151,7 @@ def _token_batches(source: int, path: Path, intake: Intake) -> Iterator[Batch]:
     read = 0
     for ids, read in _sequences(path, where, intake, length):
         found = True
-        _check_range(where, ids, intake.limits.token_ids)
+        _check_range(where, ids, spec, intake.limits.token_ids)
         if not pads and len(ids) < shortest:
             continue
         if waiting and (len(waiting) == rows or (not pads and len(ids) != len(waiting[0]))):
@@ -181,11 +182,17 @@ def _padded(
     return Batch(inputs, {_IDS: counted}, source, len(rows), int(counted.sum()), read)
 
 
-def _check_range(where: str, ids: list[int], vocabulary: int | None) -> None:
-    if vocabulary is not None and not 0 <= min(ids) <= max(ids) < vocabulary:
+def _check_range(where: str, ids: list[int], spec: InputSpec, vocabulary: int | None) -> None:
+    """Fail where the model has not these token ids; of a model whose vocabulary is not known, where its input has not.
+
+    Raises:
+        UserError: It has not.
+    """
+    largest = torch.iinfo(spec.dtype).max if vocabulary is None else vocabulary - 1
+    if not 0 <= min(ids) <= max(ids) <= largest:
         raise UserError(
             where, "has token ids that the model has not", got=f"{min(ids)} to {max(ids)}",
-            expected=f"0 to {vocabulary - 1}",
+            expected=f"0 to {largest}",
             fix="Check that the tokenizer is that of the model.",
         )  # fmt: skip
 
@@ -275,6 +282,8 @@ def _documents_of_lines(path: Path, where: str, field: str) -> Iterator[_Documen
             except (ValueError, RecursionError) as error:
                 raise UserError(place, f"cannot be read as JSON ({first_line(error)})") from error
             content = record.get(field, record.get(_IDS)) if isinstance(record, dict) else None
+            if isinstance(content, str) and not _is_text(content):
+                raise UserError(place, f"the field {field!r} has half of a surrogate pair", expected="a text in UTF-8")
             if isinstance(content, str) or (isinstance(content, list) and all(type(token) is int for token in content)):
                 yield [(content, read)]
             else:
@@ -283,6 +292,15 @@ def _documents_of_lines(path: Path, where: str, field: str) -> Iterator[_Documen
                     expected=f'{{"{field}": "a text"}}, or token ids in the field {_IDS!r}',
                     fix="Name the field with --field.",
                 )  # fmt: skip
+
+
+def _is_text(content: str) -> bool:
+    """Whether there are characters for all of a text: JSON can spell half of one, which no tokenizer takes."""
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _shown(record: object) -> str:

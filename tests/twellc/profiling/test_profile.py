@@ -264,6 +264,7 @@ DATA = {
         b'{"input_ids": [1, 256]}\n',
         "has token ids that the model has not; got 1 to 256; expected 0 to 255",
     ),
+    "half.jsonl": (b'{"text": "a\\ud800"}\n', "line 1: the field 'text' has half of a surrogate pair"),
     "damaged.npy": (b"\x93NUMPY", "cannot be read as an .npy file"),
     "damaged.npz": (b"PK\x03\x04", "cannot be read as an .npz file"),
 }
@@ -277,6 +278,19 @@ def test_bad_data(cli: Cli, bytelm: Path, tmp_path: Path, name: str) -> None:
     before = files_in(tmp_path)
     failed(cli("profile", bytelm, "--inputs", tmp_path / name, "-o", tmp_path / "p"), name, message)
     assert files_in(tmp_path) == before
+
+
+def test_token_ids_that_no_integer_of_the_model_holds(tmp_path: Path) -> None:
+    """Of a model that is no Hugging Face directory it is not known how many token ids there are."""
+
+    class Embedded(Residual):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(nn.functional.one_hot(input_ids, models.D_MODEL).bfloat16())
+
+    program = export(Embedded(Gated()).bfloat16(), torch.ones(1, 3, dtype=torch.int64))
+    data = lines(tmp_path / "ids.jsonl", [{"input_ids": [1, 2**80, 3]}])
+    with pytest.raises(twellc.UserError, match=f"got 1 to {2**80}; expected 0 to {2**63 - 1}"):
+        twellc.profile(program, data)
 
 
 def test_bad_arrays(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
