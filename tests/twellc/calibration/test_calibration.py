@@ -169,6 +169,8 @@ def test_what_is_refused(cli: Cli, bytelm: Path, llama: Path, profile: Path, tmp
         failed(refused(bytelm, "--prune-dead"), "--prune-dead: needs a profile", "Add --calibration PROFILE")
         failed(refused(bytelm, "--calibration", profile, "--prune-check", profile), "nothing to check without")
         failed(refused(tmp_path / "m.onnx", "--calibration", profile), "only a model that twellc traces")
+    onto_itself = ["--calibration", profile, "--report", profile, "--overwrite"]
+    failed(cli("compile", bytelm, *output, *onto_itself), f"--report {profile}: is a file that is read")
     assert files_in(tmp_path) == before
 
 

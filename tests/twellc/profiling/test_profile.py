@@ -319,6 +319,11 @@ def test_what_does_not_fit(cli: Cli, bytelm: Path, archive: Path, tmp_path: Path
     failed(cli("profile", bytelm, *text, "-o", tmp_path / "no" / "p"), "the output folder does not exist")
     failed(cli("profile", bytelm, *text, "-o", bytelm / "p.safetensors"), "belongs to the model")
     failed(cli("profile", archive, *text, "-o", archive, "--overwrite"), "belongs to the model")
+    (tmp_path / "link").symlink_to(tmp_path / "a.txt")
+    for name in ("a.txt", "link"):
+        onto_itself = ["--inputs", tmp_path / "link", "-o", tmp_path / name, "--overwrite"]
+        failed(cli("profile", bytelm, *onto_itself), f"{name}: is a file that is read")
+    (tmp_path / "link").unlink()
     torch.save(nn.Linear(8, 8), tmp_path / "m.pt")
     arguments = ["--trust-model", "--input", "input:float32[batch,8]", "--inputs", tmp_path / "a.txt"]
     failed(cli("profile", tmp_path / "m.pt", *arguments, "-o", tmp_path / "p"), "has no feed-forward block")
