@@ -232,6 +232,13 @@ def writing(path: Path) -> Iterator[None]:
         ) from error  # fmt: skip
 
 
+def why_no_file(path: Path) -> str:
+    """Say why there is no plain file at a path."""
+    if path.is_dir():
+        return "is a folder"
+    return "is a device or a pipe" if path.exists() else "there is no such file"
+
+
 def refuse_inputs(option: str, path: Path, inputs: Iterable[Path | None]) -> None:
     """Fail where an output would replace a file that the user gave to read.
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from twellc.base.errors import UserError, first_line
-from twellc.base.files import Outputs
+from twellc.base.files import Outputs, why_no_file
 from twellc.base.records import Json, as_json
 from twellc.base.version import __version__
 from twellc.passes.firing import ARRAYS, BlockProfile, rate_bound, shapes
@@ -207,7 +207,7 @@ def _content(profile: Profile) -> bytes:
 
 def _read(path: Path, where: str) -> Profile:
     if not path.is_file():
-        raise UserError(where, "there is no such file", expected="a profile, as `twellc profile` writes it")
+        raise UserError(where, why_no_file(path), expected="a profile, as `twellc profile` writes it")
     if path.stat().st_size == 0:
         raise UserError(where, "the file is empty", expected="a profile, as `twellc profile` writes it")
     try:

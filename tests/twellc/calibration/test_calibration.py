@@ -166,6 +166,7 @@ def test_what_is_refused(cli: Cli, bytelm: Path, llama: Path, profile: Path, tmp
         failed(refused(bytelm, "--calibration", tmp_path / "empty"), "the file is empty")
         failed(refused(bytelm, "--calibration", tmp_path / "text"), "is no profile of twellc")
         failed(refused(bytelm, "--calibration", tmp_path / "none"), "there is no such file")
+        failed(refused(bytelm, "--calibration", tmp_path), "is a folder; expected a profile")
         failed(refused(bytelm, "--prune-dead"), "--prune-dead: needs a profile", "Add --calibration PROFILE")
         failed(refused(bytelm, "--calibration", profile, "--prune-check", profile), "nothing to check without")
         failed(refused(tmp_path / "m.onnx", "--calibration", profile), "only a model that twellc traces")
