@@ -13,6 +13,7 @@ import torch
 
 from twellc.base.arrays import Array, to_numpy
 from twellc.base.errors import UserError, first_line
+from twellc.base.files import why_no_file
 from twellc.checks.samples import Limits, Sample, as_sample, load_npz
 from twellc.export.profiles import InputSpec
 from twellc.loaders.tokenizer import Tokenizer
@@ -77,8 +78,7 @@ def kind_of(path: Path) -> str:
     """
     where = f"--inputs {path}"
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "there is no such file"
-        raise UserError(where, what, expected="a text, or a .jsonl, .npz or .npy file")
+        raise UserError(where, why_no_file(path), expected="a text, or a .jsonl, .npz or .npy file")
     if path.stat().st_size == 0:
         raise UserError(where, "the file is empty")
     return {".jsonl": "lines of JSON", ".npz": "arrays", ".npy": "token ids"}.get(path.suffix, "text")
@@ -367,6 +367,11 @@ def _rows_of(specs: dict[str, InputSpec], sample: Sample) -> int:
 
 def _right_padding(where: str, mask: Array, ids: Array | None) -> torch.Tensor:
     """Return the mask of a model that takes none, since no token of it sees a later one: padding must come last."""
+    if mask.dtype.kind not in "biu":
+        raise UserError(
+            f"{where}, array {_MASK}", "holds no whole numbers", got=str(mask.dtype),
+            expected="1 for tokens, 0 for padding",
+        )  # fmt: skip
     tensor = torch.from_numpy(np.array(mask) != 0)
     if ids is None or tensor.shape != ids.shape or tensor.dim() != 2:
         raise UserError(f"{where}, array {_MASK}", "has another shape than input_ids", got=str(list(tensor.shape)))

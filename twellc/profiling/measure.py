@@ -97,12 +97,13 @@ class ProgramObserver:
         self.unplaced: set[str] = set()
         self._interpreter = _Interpreter(self._program, set(gates))
 
-    def run(self, inputs: Sample, counted: dict[str, torch.Tensor]) -> None:
+    def run(self, inputs: Sample, counted: dict[str, torch.Tensor], where: str) -> None:
         """Run the program on a batch, and count.
 
         Args:
             inputs: The inputs, on the CPU.
             counted: See `Batch`.
+            where: What to call the data in a message.
 
         Raises:
             UserError: An activation is NaN.
@@ -123,7 +124,10 @@ class ProgramObserver:
         flags = torch.stack([counter.nan for counter in self.counters.values()]).tolist()
         for module, is_nan in zip(self._modules.values(), flags, strict=True):
             if is_nan:
-                raise UserError(f"layer {module}", "its activations are NaN for these inputs")
+                raise UserError(
+                    f"layer {module}", f"its activations are NaN for {where}",
+                    fix="Check the data and the model's weights; where float16 overflows, --dtype bf16 helps.",
+                )  # fmt: skip
 
     def profiles(self) -> list[BlockProfile]:
         """Return what was counted, by block."""

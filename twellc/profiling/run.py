@@ -163,7 +163,7 @@ def _run(
         )
         where = f"--inputs {source}" if isinstance(source, Path) else name
         try:
-            observer.run(batch.inputs, batch.counted)
+            observer.run(batch.inputs, batch.counted, where)
         except torch.OutOfMemoryError as error:
             raise _no_memory(device, "Use a smaller --batch or --sequence.") from error
         except (IndexError, RuntimeError) as error:  # torch's own

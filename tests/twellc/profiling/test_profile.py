@@ -297,12 +297,16 @@ def test_bad_arrays(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "floats.npy", np.ones((2, 3)))
     np.savez(tmp_path / "none.npz", input_ids=np.zeros((0, 3), np.int64))
     np.savez(tmp_path / "names.npz", ids=np.zeros((1, 3), np.int64))
-    np.savez(tmp_path / "masked.npz", input_ids=np.ones((1, 3), np.int64), attention_mask=np.zeros((1, 3)))
+    np.savez(tmp_path / "masked.npz", input_ids=np.ones((1, 3), np.int64), attention_mask=np.zeros((1, 3), bool))
+    np.savez(tmp_path / "nan.npz", input_ids=np.ones((1, 3), np.int64), attention_mask=np.full((1, 3), np.nan))
+    np.savez(tmp_path / "texts.npz", input_ids=np.ones((1, 3), np.int64), attention_mask=np.full((1, 3), "1"))
     for name, message in {
         "floats.npy": "holds no token ids; got float64",
         "none.npz": "leaves what the model can take",
         "names.npz": "has no array input_ids",
         "masked.npz": "holds no token",
+        "nan.npz": "array attention_mask: holds no whole numbers; got float64",
+        "texts.npz": "array attention_mask: holds no whole numbers; got <U1",
     }.items():
         failed(cli("profile", bytelm, "--inputs", tmp_path / name, "-o", tmp_path / "p"), name, message)
 
@@ -311,6 +315,8 @@ def test_what_does_not_fit(cli: Cli, bytelm: Path, archive: Path, tmp_path: Path
     (tmp_path / "a.txt").write_text(TEXT)
     text = ["--inputs", tmp_path / "a.txt"]
     failed(cli("profile", bytelm, "-o", tmp_path / "p"), "there is no data")
+    failed(cli("profile", bytelm, "--inputs", tmp_path, "-o", tmp_path / "p"), "is a folder; expected a text")
+    failed(cli("profile", bytelm, "--inputs", "/dev/null", "-o", tmp_path / "p"), "/dev/null: is a device or a pipe")
     failed(cli("profile", bytelm, *text, "-o", tmp_path / "p", "--sequence", 4096), "--sequence 4096", "1 to 1024")
     failed(cli("profile", bytelm, *text, "-o", tmp_path / "p", "--sequence", 1), "no place for a token")
     failed(cli("profile", bytelm, *text, "-o", tmp_path / "p", "--device", "tpu"), "--device: no such device")
@@ -334,7 +340,8 @@ def test_nan_is_refused(cli: Cli, archive: Path, tmp_path: Path) -> None:
     x = np.zeros((1, models.SEQUENCE, models.D_MODEL))
     x[0, 0, 0] = np.nan
     np.savez(tmp_path / "x.npz", x=x)
-    failed(cli("profile", archive, "--inputs", tmp_path / "x.npz", "-o", tmp_path / "p"), "layer ffn", "NaN")
+    arguments = ["--inputs", tmp_path / "x.npz", "-o", tmp_path / "p"]
+    failed(cli("profile", archive, *arguments), "layer ffn: its activations are NaN for", "x.npz", "Check the data")
     assert not (tmp_path / "p").exists()
 
 
