@@ -14,9 +14,10 @@ import twellc
 from tests.conftest import Cli
 from tests.onnx_graphs import gated
 from tests.twellc.test_cli import failed, files_in
+from twellc.calibration.calibration import LoadedCalibration
 from twellc.decisions.advise import Advisor
 from twellc.manifest import SCHEMA, read_manifest
-from twellc.passes.firing import hot_first
+from twellc.passes.firing import Calibration, hot_first
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.report import Choice
 
@@ -105,6 +106,12 @@ def test_inspect_shows_what_becomes_of_neurons(cli: Cli, bytelm: Path, profile: 
     assert result.exit_code == 0 and "of 1024" in result.stdout and "calibrated by p: " in result.stderr
     layers = twellc.inspect(bytelm, calibration=profile).layers
     assert all(layer.neurons is not None and layer.neurons.kept == 1024 for layer in layers)
+
+
+def test_nothing_is_called_approximate_where_no_neuron_was_removed(bytelm: Path, profile: Path) -> None:
+    everything = twellc.Profile.read(profile)
+    loaded = LoadedCalibration(profile, everything, Calibration(everything.blocks, prune_dead=True), "0" * 64)
+    assert loaded.notes([])[1:] == ["--prune-dead removed no neuron"]
 
 
 def test_a_plan_says_what_was_done(cli: Cli, bytelm: Path, profile: Path, tmp_path: Path) -> None:
