@@ -19,6 +19,7 @@ from twellc.base.files import Outputs, why_no_file
 from twellc.base.records import Json, as_json
 from twellc.base.version import __version__
 from twellc.passes.firing import ARRAYS, BlockProfile, rate_bound, shapes
+from twellc.plugins.library import TILE
 
 FORMAT, VERSION = "twellc profile", 1
 PERCENTILES = (0.5, 0.9, 0.99, 0.999)
@@ -248,7 +249,9 @@ def _of_content(content: dict[str, Any], tensors: dict[str, Any]) -> Profile:
                 raise ValueError(f"the counts {module}/{name} are none")
         block = BlockProfile(module, _text(described["variant"]), _text(described["activation"]), **arrays)
         by_row, by_tile = (int(counts @ np.arange(len(counts))) for counts in (block.rows, block.tiles))
-        if not by_row == by_tile == block.nonzeros:
+        possible = block.firing.max() <= block.tokens and (block.positions <= (block.tokens, block.nonzeros)).all()
+        whole = block.tiles.sum() == block.tokens * -(-block.d_ff // TILE)
+        if not (by_row == by_tile == block.nonzeros and possible and whole):
             raise ValueError(f"the counts of {module} contradict each other")
         if block.tokens == 0:
             raise ValueError(f"{module} has seen no token")
