@@ -256,6 +256,8 @@ def merge_profiles(
     from twellc.calibration.profile import Profile
 
     paths = list(map(Path, profiles))
+    if not paths:
+        raise UserError("--merge", "there is no profile to merge", expected="one file at least")
     merged = Profile.read(paths[0])
     for path in paths[1:]:
         merged = merged.merged(Profile.read(path), str(path))

@@ -63,6 +63,11 @@ class FiringCounter:
         if places.bins is not None:
             counts["positions"].index_add_(0, places.bins, torch.stack([ones[:, 0], active], 1))
 
+    @property
+    def tokens(self) -> torch.Tensor:
+        """How many tokens were seen, int64 []."""
+        return self._counts["rows"].sum()
+
     def profile(self) -> BlockProfile:
         """Return what was counted."""
         block = self._block
@@ -128,6 +133,11 @@ class ProgramObserver:
                     f"layer {module}", f"its activations are NaN for {where}",
                     fix="Check the data and the model's weights; where float16 overflows, --dtype bf16 helps.",
                 )  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the block saw that saw fewest."""
+        return int(torch.stack([counter.tokens for counter in self.counters.values()]).min())
 
     def profiles(self) -> list[BlockProfile]:
         """Return what was counted, by block."""

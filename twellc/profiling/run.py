@@ -126,8 +126,7 @@ def _profile(
     intake = _intake(options, model, notes)
     progress("running the model")
     observer = _observed(program, blocks, device)
-    batches = _within(read_batches(data, intake), options.tokens)
-    sources = _run(observer, batches, data, device, advance)
+    sources = _run(observer, read_batches(data, intake), data, options.tokens, device, advance)
     if observer.unplaced:
         notes.append(f"padding counts as tokens in {first_few(sorted(observer.unplaced))}: it is not known where it is")
     return Profile(
@@ -151,9 +150,11 @@ def _run(
     observer: ProgramObserver,
     batches: Iterable[Batch],
     data: Sequence[Path | Arrays],
+    tokens: int | None,
     device: torch.device,
     advance: Advance,
 ) -> list[DataSource]:
+    """Run batches until there are none, or the blocks have seen so many tokens; return what was read of the data."""
     total = sum(each.stat().st_size for each in data if isinstance(each, Path))
     sources: dict[int, DataSource] = {}
     for batch in batches:
@@ -176,21 +177,13 @@ def _run(
             before, sequences=before.sequences + batch.sequences, tokens=before.tokens + batch.tokens
         )
         advance(batch.read, total)
+        if tokens is not None and observer.tokens >= tokens:
+            break
     return list(sources.values())
 
 
 def _no_memory(device: torch.device, fix: str) -> UserError:
     return UserError(f"--device {device}", "its memory ran out", fix=fix)
-
-
-def _within(batches: Iterable[Batch], tokens: int | None) -> Iterable[Batch]:
-    """Yield batches until they hold so many tokens."""
-    seen = 0
-    for batch in batches:
-        yield batch
-        seen += batch.tokens
-        if tokens is not None and seen >= tokens:
-            return
 
 
 def _intake(options: ProfileOptions, model: LoadedModel, notes: list[str]) -> Intake:

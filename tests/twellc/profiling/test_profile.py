@@ -197,6 +197,22 @@ def test_tokens_end_the_run_early(bytelm: Path, tmp_path: Path) -> None:
     assert read[-1] == (len(TEXT), len(TEXT)) and read == sorted(read)
 
 
+def test_rows_that_are_no_token_ids_end_the_run_early_too(archive: Path) -> None:
+    x = torch.randn(10, models.SEQUENCE, models.D_MODEL)
+    profile = twellc.profile(archive, {"x": x}, batch=2, tokens=3 * models.SEQUENCE)
+    assert profile.tokens == 4 * models.SEQUENCE and profile.data[0].sequences == 4
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch": 0}, {"batch": 2.5}, {"batch": None}, {"tokens": 0}, {"sequence": -1}, {"sequence": "8"}]
+)
+def test_numbers_that_count_nothing(options: dict[str, Any]) -> None:
+    with pytest.raises(twellc.UserError, match=f"^--{min(options)}: is no count; got .*; expected an integer"):
+        twellc.profile("m", "data", **options)
+    with pytest.raises(twellc.UserError, match="there is no profile to merge"):
+        twellc.merge_profiles([], "merged")
+
+
 def test_a_text_is_read_piece_by_piece(bytelm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a piece ends within a character."""
     (tmp_path / "a.txt").write_text("äöü äöü\n" * 40 + "ß" * 30)
