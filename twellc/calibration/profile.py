@@ -6,6 +6,7 @@ Importing this imports no torch.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ class Profile:
         return Profile(self.model, self.data + other.data, created, __version__, notes, blocks)
 
     @classmethod
-    def read(cls, path: Path, option: str = "") -> Profile:
+    def read(cls, path: str | os.PathLike[str], option: str = "") -> Profile:
         """Read the file of a profile.
 
         Args:
@@ -127,17 +128,17 @@ class Profile:
         Raises:
             UserError: It is no profile, damaged, or of another version of the format.
         """
-        return _read(path, f"{option} {path}".strip())
+        return _read(Path(path), f"{option} {path}".strip())
 
-    def write(self, path: Path, *, overwrite: bool = False) -> None:
+    def write(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the file of a profile.
 
         Raises:
             UserError: It cannot be written, or exists and `overwrite` is not set.
         """
         with Outputs(overwrite) as outputs:
-            outputs.check("--output", path)
-            outputs.write(path, self.content())
+            outputs.check("--output", Path(path))
+            outputs.write(Path(path), self.content())
             outputs.commit()
 
     def content(self) -> bytes:

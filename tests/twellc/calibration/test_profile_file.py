@@ -54,7 +54,7 @@ def test_rate_bound() -> None:
 
 def test_a_file_is_what_was_written(tmp_path: Path) -> None:
     profile().write(tmp_path / "p")
-    found = Profile.read(tmp_path / "p")
+    found = Profile.read(str(tmp_path / "p"))
     assert found.to_json() == profile().to_json()
     assert json.loads(json.dumps(found.to_json())) == found.to_json()
     assert found.blocks["mlp"].firing.tolist() == FIRING
