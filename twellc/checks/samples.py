@@ -165,6 +165,8 @@ def load_npz(path: Path) -> dict[str, Array]:
 
 def _as_input(where: str, spec: InputSpec, array: Array, token_ids: int | None) -> torch.Tensor:
     where = f"{where}, array {spec.name}"
+    if array.dtype == ml_dtypes.bfloat16 and spec.dtype.is_floating_point:
+        array = array.astype(np.float32)  # to numpy it is no floating-point dtype
     if array.dtype == np.dtype("V2") and spec.dtype == torch.bfloat16:
         return to_torch(array.view(ml_dtypes.bfloat16))  # how numpy.savez stores what it does not know
     kinds = "f" if spec.dtype.is_floating_point else "b" if spec.dtype == torch.bool else "iu"

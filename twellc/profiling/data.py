@@ -5,10 +5,11 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import sympy
 import torch
 
 from twellc.base.arrays import Array, to_numpy
@@ -337,7 +338,8 @@ def _array_batches(source: int, where: str, arrays: dict[str, Array], size: int,
     mask = None
     if _MASK in arrays and _MASK not in specs and _IDS in specs:
         mask = _right_padding(where, arrays.pop(_MASK), arrays.get(_IDS))
-    sample = as_sample(where, arrays, intake.limits)
+    symbol = _row_symbol(specs)
+    sample = as_sample(where, arrays, _without_most(intake.limits, symbol))
     counted = {
         name: _without_padding(tensor, intake.pad)
         for name, tensor in sample.items()
@@ -348,7 +350,10 @@ def _array_batches(source: int, where: str, arrays: dict[str, Array], size: int,
         counted[_IDS] = mask != 0
     if any(not tensor.numel() for tensor in sample.values()) or any(not each.any() for each in counted.values()):
         raise UserError(where, "holds no token", got=", ".join(f"{n} {list(t.shape)}" for n, t in sample.items()))
-    rows, step = _rows_of(specs, sample), intake.batch
+    rows, step = 0, intake.batch
+    if symbol:
+        first = next(iter(specs.values()))
+        rows, step = len(sample[first.name]), min(step, intake.limits.sizes(first, 0)[1])
     for start in range(0, rows, step) if rows else (0,):
         part = slice(start, start + step) if rows else slice(None)
         chosen = {name: tensor[part] if rows else tensor for name, tensor in sample.items()}
@@ -358,11 +363,22 @@ def _array_batches(source: int, where: str, arrays: dict[str, Array], size: int,
         yield Batch(chosen, places, source, min(step, rows - start) if rows else 1, tokens, read)
 
 
-def _rows_of(specs: dict[str, InputSpec], sample: Sample) -> int:
-    """Return how many rows the inputs have that can run in parts; 0 where they cannot."""
+def _row_symbol(specs: dict[str, InputSpec]) -> str:
+    """Return the symbol of the rows of all inputs if these can run in parts; an empty text if they cannot."""
     first = {str(spec.shape[0]) if spec.shape else "" for spec in specs.values()}
-    symbolic = all(spec.shape and not isinstance(spec.shape[0], int) for spec in specs.values())
-    return len(next(iter(sample.values()))) if symbolic and len(first) == 1 and "" not in first else 0
+    others = {str(symbol) for spec in specs.values() for dim in spec.shape[1:] for symbol in _symbols(dim)}
+    (symbol,) = first if len(first) == 1 else ("",)
+    return symbol if symbol.isidentifier() and symbol not in others else ""
+
+
+def _symbols(dim: int | sympy.Expr) -> set[sympy.Expr]:
+    return set() if isinstance(dim, int) else dim.free_symbols
+
+
+def _without_most(limits: Limits, symbol: str) -> Limits:
+    """Return limits by which a dimension may be as large as it likes; an empty symbol stands for none."""
+    least, _ = limits.inputs.bounds.get(symbol, (1, None))
+    return replace(limits, inputs=replace(limits.inputs, bounds={**limits.inputs.bounds, symbol: (least, None)}))
 
 
 def _right_padding(where: str, mask: Array, ids: Array | None) -> torch.Tensor:

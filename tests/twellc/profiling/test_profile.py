@@ -179,6 +179,9 @@ def test_an_archive_in_memory_and_in_a_file(archive: Path, tmp_path: Path) -> No
     assert [each[:2] for each in block.density_by_position()] == [(0, 0), (1, 1), (2, 3)]
     np.savez(tmp_path / "x.npz", x=x.numpy())
     assert twellc.profile(archive, tmp_path / "x.npz").blocks["ffn"].firing.tolist() == block.firing.tolist()
+    # More rows than the model takes at once, and bfloat16 as it is.
+    many = twellc.profile(archive, {"x": x.bfloat16().repeat(7, 1, 1)}, batch=100)
+    assert many.data[0].sequences == 70 and many.blocks["ffn"].tokens == 7 * block.tokens
     module = Residual(Gated(d_ff=320)).bfloat16().eval()
     example = (torch.randn(4, 16).bfloat16(),)
     fixed = twellc.profile(module, [{"x": torch.randn(4, 16)}, {"x": torch.randn(4, 16)}], args=example)
