@@ -82,7 +82,7 @@ def kind_of(path: Path) -> str:
         raise UserError(where, why_no_file(path), expected="a text, or a .jsonl, .npz or .npy file")
     if path.stat().st_size == 0:
         raise UserError(where, "the file is empty")
-    return {".jsonl": "lines of JSON", ".npz": "arrays", ".npy": "token ids"}.get(path.suffix, "text")
+    return {".jsonl": "lines of JSON", ".npz": "arrays", ".npy": "token ids"}.get(path.suffix.lower(), "text")
 
 
 def read_batches(data: Sequence[Path | Arrays], intake: Intake) -> Iterator[Batch]:
@@ -160,7 +160,7 @@ def _token_batches(source: int, path: Path, intake: Intake) -> Iterator[Batch]:
         waiting.append(ids)
     yield from flush(read)
     if not found:
-        raise UserError(where, "nothing in it becomes a token", fix="Give a file with text in it.")
+        raise UserError(where, "nothing in it becomes a token", fix="Give a file with text or token ids in it.")
     if not tokens:
         raise UserError(where, "its sequences are shorter than the model takes", expected=f"{shortest} tokens at least")
 
@@ -282,11 +282,16 @@ def _documents_of_lines(path: Path, where: str, field: str) -> Iterator[_Documen
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise UserError(place, f"cannot be read as JSON ({first_line(error)})") from error
-            content = record.get(field, record.get(_IDS)) if isinstance(record, dict) else None
+            fields = record if isinstance(record, dict) else {}
+            name = field if field in fields else _IDS
+            content = fields.get(name)
             if isinstance(content, str) and not _is_text(content):
-                raise UserError(place, f"the field {field!r} has half of a surrogate pair", expected="a text in UTF-8")
+                raise UserError(place, f"the field {name!r} has half of a surrogate pair", expected="a text in UTF-8")
             if isinstance(content, str) or (isinstance(content, list) and all(type(token) is int for token in content)):
                 yield [(content, read)]
+            elif name in fields:
+                held = type(content).__name__ + (" with others than integers" if isinstance(content, list) else "")
+                raise UserError(place, f"the field {name!r} is neither a text nor a list of token ids", got=held)
             else:
                 raise UserError(
                     place, f"has no text in the field {field!r}", got=_shown(record),

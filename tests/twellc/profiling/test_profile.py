@@ -283,6 +283,12 @@ DATA = {
         b'{"input_ids": [1, 256]}\n',
         "has token ids that the model has not; got 1 to 256; expected 0 to 255",
     ),
+    "number.jsonl": (
+        b'{"text": 1, "input_ids": [1]}\n',
+        "is neither a text nor a list of token ids; got int",
+    ),
+    "floats.jsonl": (b'{"input_ids": [1, 2.0]}\n', "the field 'input_ids' is neither a text nor a list of token ids"),
+    "suffix.NPY": (b"\x93NUMPY", "cannot be read as an .npy file"),
     "half.jsonl": (b'{"text": "a\\ud800"}\n', "line 1: the field 'text' has half of a surrogate pair"),
     "damaged.npy": (b"\x93NUMPY", "cannot be read as an .npy file"),
     "damaged.npz": (b"PK\x03\x04", "cannot be read as an .npz file"),
