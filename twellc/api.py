@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twellc.base.errors import UserError
-from twellc.base.files import temporary_folder, uninterrupted
+from twellc.base.files import refuse_inputs, temporary_folder, uninterrupted
 from twellc.config import (
     BenchOptions,
     CheckOptions,
@@ -256,6 +256,8 @@ def merge_profiles(
     from twellc.calibration.profile import Profile
 
     paths = list(map(Path, profiles))
+    if not paths:
+        raise UserError("--merge", "there is no profile to merge", expected="one file at least")
     merged = Profile.read(paths[0])
     for path in paths[1:]:
         merged = merged.merged(Profile.read(path), str(path))
@@ -321,6 +323,9 @@ def report(
     from twellc.reporting.page import make_page
     from twellc.reporting.sources import decisions_of, gather, read_bench, read_decisions
 
+    if output is not None:
+        given = [Path(each) for each in (profile, decisions, bench) if isinstance(each, str | os.PathLike)]
+        refuse_inputs("--output", Path(output), given)
     if isinstance(profile, str | os.PathLike):
         profile = Profile.read(Path(profile))
     decided = None

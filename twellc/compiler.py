@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from twellc.base.errors import UserError
-from twellc.base.files import Outputs, external_data
+from twellc.base.files import Outputs, external_data, places, refuse_inputs
 from twellc.base.isolation import run_isolated
 from twellc.config import CompileOptions
 from twellc.export.plan import build_plan, check_builder
@@ -127,25 +127,21 @@ def _check_outputs(options: CompileOptions, outputs: Outputs) -> None:
         twin = taken.setdefault(os.path.realpath(path), option)
         if twin != option:
             raise UserError(f"{option} {path}", f"is the same file as {twin}")
+        refuse_inputs(option, path, (options.calibration, options.prune_check))
     files = list(options.model.iterdir()) if options.model.is_dir() else []
     folder = Path(os.path.realpath(options.model))
-    files += [path for _, path in _destinations(options) if any(folder in place.parents for place in _places(path))]
+    files += [path for _, path in _destinations(options) if any(folder in place.parents for place in places(path))]
     files = [file for file in files if file.is_file() and not any(map(file.match, _COMPILED))]
     _refuse_model_files(options, [options.model, *options.plugin_libraries, *files])
 
 
 def _refuse_model_files(options: CompileOptions, files: list[Path]) -> None:
-    places = {place for file in files for place in _places(file)}
+    taken = {place for file in files for place in places(file)}
     for option, path in _destinations(options):
-        if places & _places(path):
+        if taken & places(path):
             raise UserError(
                 f"{option} {path}", "belongs to the model, or stands among its files", fix="Write to another place."
             )
-
-
-def _places(path: Path) -> set[Path]:
-    """Return where a file is: a link both where it stands and where it leads."""
-    return {Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name)}
 
 
 def _destinations(options: CompileOptions) -> Iterator[tuple[str, Path]]:

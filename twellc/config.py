@@ -301,12 +301,18 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
+# Options that count something, and whether None stands for a default.
+_COUNTS = {"batch": False, "sequence": True, "tokens": True, "repeats": False}
+
+
 def refuse_choice(option: str, value: object) -> None:
     """Fail if an option has a value that there is not.
 
     Raises:
         UserError: It has.
     """
+    if option in _COUNTS and not (type(value) is int and value >= 1) and not (value is None and _COUNTS[option]):
+        raise UserError(f"--{option}", "is no count", got=repr(value), expected="an integer from 1 on")
     choices = _CHOICES.get(option)
     if choices is not None and value not in choices:
         raise UserError(f"--{option}", "no such choice", got=repr(value), expected=" or ".join(map(str, choices)))

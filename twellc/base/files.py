@@ -232,6 +232,28 @@ def writing(path: Path) -> Iterator[None]:
         ) from error  # fmt: skip
 
 
+def why_no_file(path: Path) -> str:
+    """Say why there is no plain file at a path."""
+    if path.is_dir():
+        return "is a folder"
+    return "is a device or a pipe" if path.exists() else "there is no such file"
+
+
+def refuse_inputs(option: str, path: Path, inputs: Iterable[Path | None]) -> None:
+    """Fail where an output would replace a file that the user gave to read.
+
+    Raises:
+        UserError: It would.
+    """
+    if any(given is not None and places(path) & places(given) for given in inputs):
+        raise UserError(f"{option} {path}", "is a file that is read", fix="Write to another place.")
+
+
+def places(path: Path) -> set[Path]:
+    """Return where a file is: a link both where it stands and where it leads."""
+    return {Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name)}
+
+
 def external_data(onnx_path: Path) -> Path:
     """Where twellc puts the weights of a large ONNX file."""
     return onnx_path.with_name(onnx_path.name + ".data")

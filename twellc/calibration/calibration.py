@@ -43,6 +43,8 @@ class LoadedCalibration:
         dead = sum(neurons.dead for neurons in found)
         if not self.calibration.prune_dead:
             return notes
+        if not dead:
+            return [*notes, "--prune-dead removed no neuron"]
         bound = rate_bound(self.profile.tokens)
         note = (
             f"approximate, as --prune-dead asks for: {dead} neurons that never fired in {self.profile.tokens} tokens "

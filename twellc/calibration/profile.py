@@ -6,6 +6,7 @@ Importing this imports no torch.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from twellc.base.errors import UserError, first_line
-from twellc.base.files import Outputs
+from twellc.base.files import Outputs, why_no_file
 from twellc.base.records import Json, as_json
 from twellc.base.version import __version__
 from twellc.passes.firing import ARRAYS, BlockProfile, rate_bound, shapes
+from twellc.plugins.library import TILE
 
 FORMAT, VERSION = "twellc profile", 1
 PERCENTILES = (0.5, 0.9, 0.99, 0.999)
@@ -116,7 +118,7 @@ class Profile:
         return Profile(self.model, self.data + other.data, created, __version__, notes, blocks)
 
     @classmethod
-    def read(cls, path: Path, option: str = "") -> Profile:
+    def read(cls, path: str | os.PathLike[str], option: str = "") -> Profile:
         """Read the file of a profile.
 
         Args:
@@ -126,17 +128,17 @@ class Profile:
         Raises:
             UserError: It is no profile, damaged, or of another version of the format.
         """
-        return _read(path, f"{option} {path}".strip())
+        return _read(Path(path), f"{option} {path}".strip())
 
-    def write(self, path: Path, *, overwrite: bool = False) -> None:
+    def write(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the file of a profile.
 
         Raises:
             UserError: It cannot be written, or exists and `overwrite` is not set.
         """
         with Outputs(overwrite) as outputs:
-            outputs.check("--output", path)
-            outputs.write(path, self.content())
+            outputs.check("--output", Path(path))
+            outputs.write(Path(path), self.content())
             outputs.commit()
 
     def content(self) -> bytes:
@@ -207,7 +209,7 @@ def _content(profile: Profile) -> bytes:
 
 def _read(path: Path, where: str) -> Profile:
     if not path.is_file():
-        raise UserError(where, "there is no such file", expected="a profile, as `twellc profile` writes it")
+        raise UserError(where, why_no_file(path), expected="a profile, as `twellc profile` writes it")
     if path.stat().st_size == 0:
         raise UserError(where, "the file is empty", expected="a profile, as `twellc profile` writes it")
     try:
@@ -248,7 +250,9 @@ def _of_content(content: dict[str, Any], tensors: dict[str, Any]) -> Profile:
                 raise ValueError(f"the counts {module}/{name} are none")
         block = BlockProfile(module, _text(described["variant"]), _text(described["activation"]), **arrays)
         by_row, by_tile = (int(counts @ np.arange(len(counts))) for counts in (block.rows, block.tiles))
-        if not by_row == by_tile == block.nonzeros:
+        possible = block.firing.max() <= block.tokens and (block.positions <= (block.tokens, block.nonzeros)).all()
+        whole = block.tiles.sum() == block.tokens * -(-block.d_ff // TILE)
+        if not (by_row == by_tile == block.nonzeros and possible and whole):
             raise ValueError(f"the counts of {module} contradict each other")
         if block.tokens == 0:
             raise ValueError(f"{module} has seen no token")

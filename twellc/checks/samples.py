@@ -15,6 +15,7 @@ import torch
 from twellc.base.arrays import Array, to_torch
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
+from twellc.base.files import why_no_file
 from twellc.export.profiles import InputSpec, ModelInputs, symbol_value
 from twellc.loaders.tokenizer import FIX, load_tokenizer
 
@@ -139,7 +140,7 @@ def load_npz(path: Path) -> dict[str, Array]:
         UserError: It is no such file.
     """
     if not path.is_file():
-        raise UserError(f"--inputs {path}", "there is no such file", expected="an .npz file")
+        raise UserError(f"--inputs {path}", why_no_file(path), expected="an .npz file")
     try:
         loaded = np.load(path, allow_pickle=False)
         if not isinstance(loaded, np.lib.npyio.NpzFile):
@@ -164,6 +165,8 @@ def load_npz(path: Path) -> dict[str, Array]:
 
 def _as_input(where: str, spec: InputSpec, array: Array, token_ids: int | None) -> torch.Tensor:
     where = f"{where}, array {spec.name}"
+    if array.dtype == ml_dtypes.bfloat16 and spec.dtype.is_floating_point:
+        array = array.astype(np.float32)  # to numpy it is no floating-point dtype
     if array.dtype == np.dtype("V2") and spec.dtype == torch.bfloat16:
         return to_torch(array.view(ml_dtypes.bfloat16))  # how numpy.savez stores what it does not know
     kinds = "f" if spec.dtype.is_floating_point else "b" if spec.dtype == torch.bool else "iu"
@@ -273,7 +276,7 @@ def read_text(path: Path, model: Path, language_model: bool, limits: Limits) -> 
         UserError: The text is missing, empty, too short or no UTF-8, or the model is none for text or has no tokenizer.
     """
     if not path.is_file():
-        raise UserError(f"--text {path}", "there is no such file", expected="a text in UTF-8")
+        raise UserError(f"--text {path}", why_no_file(path), expected="a text in UTF-8")
     specs = {spec.name: spec for spec in limits.inputs.specs}
     foreign = sorted(specs.keys() - {"input_ids", "attention_mask"})
     if not model.is_dir() or not language_model or foreign or limits.token_ids is None:

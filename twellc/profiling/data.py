@@ -5,14 +5,16 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import sympy
 import torch
 
 from twellc.base.arrays import Array, to_numpy
 from twellc.base.errors import UserError, first_line
+from twellc.base.files import why_no_file
 from twellc.checks.samples import Limits, Sample, as_sample, load_npz
 from twellc.export.profiles import InputSpec
 from twellc.loaders.tokenizer import Tokenizer
@@ -77,11 +79,10 @@ def kind_of(path: Path) -> str:
     """
     where = f"--inputs {path}"
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "there is no such file"
-        raise UserError(where, what, expected="a text, or a .jsonl, .npz or .npy file")
+        raise UserError(where, why_no_file(path), expected="a text, or a .jsonl, .npz or .npy file")
     if path.stat().st_size == 0:
         raise UserError(where, "the file is empty")
-    return {".jsonl": "lines of JSON", ".npz": "arrays", ".npy": "token ids"}.get(path.suffix, "text")
+    return {".jsonl": "lines of JSON", ".npz": "arrays", ".npy": "token ids"}.get(path.suffix.lower(), "text")
 
 
 def read_batches(data: Sequence[Path | Arrays], intake: Intake) -> Iterator[Batch]:
@@ -120,7 +121,8 @@ def _token_batches(source: int, path: Path, intake: Intake) -> Iterator[Batch]:
     where = f"--inputs {path}"
     specs = {spec.name: spec for spec in intake.limits.inputs.specs}
     foreign = sorted(specs.keys() - {_IDS, _MASK})
-    if _IDS not in specs or foreign or len(specs[_IDS].shape) != 2:
+    kinds = (torch.int32, torch.int64)
+    if _IDS not in specs or foreign or len(specs[_IDS].shape) != 2 or specs[_IDS].dtype not in kinds:
         raise UserError(
             where, "the model takes other inputs than token ids", got=", ".join(specs), expected=_IDS,
             fix="Give the arrays of all inputs with --inputs FILE.npz.",
@@ -150,7 +152,7 @@ def _token_batches(source: int, path: Path, intake: Intake) -> Iterator[Batch]:
     read = 0
     for ids, read in _sequences(path, where, intake, length):
         found = True
-        _check_range(where, ids, intake.limits.token_ids)
+        _check_range(where, ids, spec, intake.limits.token_ids)
         if not pads and len(ids) < shortest:
             continue
         if waiting and (len(waiting) == rows or (not pads and len(ids) != len(waiting[0]))):
@@ -158,7 +160,7 @@ def _token_batches(source: int, path: Path, intake: Intake) -> Iterator[Batch]:
         waiting.append(ids)
     yield from flush(read)
     if not found:
-        raise UserError(where, "nothing in it becomes a token", fix="Give a file with text in it.")
+        raise UserError(where, "nothing in it becomes a token", fix="Give a file with text or token ids in it.")
     if not tokens:
         raise UserError(where, "its sequences are shorter than the model takes", expected=f"{shortest} tokens at least")
 
@@ -181,11 +183,17 @@ def _padded(
     return Batch(inputs, {_IDS: counted}, source, len(rows), int(counted.sum()), read)
 
 
-def _check_range(where: str, ids: list[int], vocabulary: int | None) -> None:
-    if vocabulary is not None and not 0 <= min(ids) <= max(ids) < vocabulary:
+def _check_range(where: str, ids: list[int], spec: InputSpec, vocabulary: int | None) -> None:
+    """Fail where the model has not these token ids; of a model whose vocabulary is not known, where its input has not.
+
+    Raises:
+        UserError: It has not.
+    """
+    largest = torch.iinfo(spec.dtype).max if vocabulary is None else vocabulary - 1
+    if not 0 <= min(ids) <= max(ids) <= largest:
         raise UserError(
             where, "has token ids that the model has not", got=f"{min(ids)} to {max(ids)}",
-            expected=f"0 to {vocabulary - 1}",
+            expected=f"0 to {largest}",
             fix="Check that the tokenizer is that of the model.",
         )  # fmt: skip
 
@@ -274,15 +282,31 @@ def _documents_of_lines(path: Path, where: str, field: str) -> Iterator[_Documen
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise UserError(place, f"cannot be read as JSON ({first_line(error)})") from error
-            content = record.get(field, record.get(_IDS)) if isinstance(record, dict) else None
+            fields = record if isinstance(record, dict) else {}
+            name = field if field in fields else _IDS
+            content = fields.get(name)
+            if isinstance(content, str) and not _is_text(content):
+                raise UserError(place, f"the field {name!r} has half of a surrogate pair", expected="a text in UTF-8")
             if isinstance(content, str) or (isinstance(content, list) and all(type(token) is int for token in content)):
                 yield [(content, read)]
+            elif name in fields:
+                held = type(content).__name__ + (" with others than integers" if isinstance(content, list) else "")
+                raise UserError(place, f"the field {name!r} is neither a text nor a list of token ids", got=held)
             else:
                 raise UserError(
                     place, f"has no text in the field {field!r}", got=_shown(record),
                     expected=f'{{"{field}": "a text"}}, or token ids in the field {_IDS!r}',
                     fix="Name the field with --field.",
                 )  # fmt: skip
+
+
+def _is_text(content: str) -> bool:
+    """Whether there are characters for all of a text: JSON can spell half of one, which no tokenizer takes."""
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _shown(record: object) -> str:
@@ -319,7 +343,8 @@ def _array_batches(source: int, where: str, arrays: dict[str, Array], size: int,
     mask = None
     if _MASK in arrays and _MASK not in specs and _IDS in specs:
         mask = _right_padding(where, arrays.pop(_MASK), arrays.get(_IDS))
-    sample = as_sample(where, arrays, intake.limits)
+    symbol = _row_symbol(specs)
+    sample = as_sample(where, arrays, _without_most(intake.limits, symbol))
     counted = {
         name: _without_padding(tensor, intake.pad)
         for name, tensor in sample.items()
@@ -330,7 +355,10 @@ def _array_batches(source: int, where: str, arrays: dict[str, Array], size: int,
         counted[_IDS] = mask != 0
     if any(not tensor.numel() for tensor in sample.values()) or any(not each.any() for each in counted.values()):
         raise UserError(where, "holds no token", got=", ".join(f"{n} {list(t.shape)}" for n, t in sample.items()))
-    rows, step = _rows_of(specs, sample), intake.batch
+    rows, step = 0, intake.batch
+    if symbol:
+        first = next(iter(specs.values()))
+        rows, step = len(sample[first.name]), min(step, intake.limits.sizes(first, 0)[1])
     for start in range(0, rows, step) if rows else (0,):
         part = slice(start, start + step) if rows else slice(None)
         chosen = {name: tensor[part] if rows else tensor for name, tensor in sample.items()}
@@ -340,15 +368,31 @@ def _array_batches(source: int, where: str, arrays: dict[str, Array], size: int,
         yield Batch(chosen, places, source, min(step, rows - start) if rows else 1, tokens, read)
 
 
-def _rows_of(specs: dict[str, InputSpec], sample: Sample) -> int:
-    """Return how many rows the inputs have that can run in parts; 0 where they cannot."""
+def _row_symbol(specs: dict[str, InputSpec]) -> str:
+    """Return the symbol of the rows of all inputs if these can run in parts; an empty text if they cannot."""
     first = {str(spec.shape[0]) if spec.shape else "" for spec in specs.values()}
-    symbolic = all(spec.shape and not isinstance(spec.shape[0], int) for spec in specs.values())
-    return len(next(iter(sample.values()))) if symbolic and len(first) == 1 and "" not in first else 0
+    others = {str(symbol) for spec in specs.values() for dim in spec.shape[1:] for symbol in _symbols(dim)}
+    (symbol,) = first if len(first) == 1 else ("",)
+    return symbol if symbol.isidentifier() and symbol not in others else ""
+
+
+def _symbols(dim: int | sympy.Expr) -> set[sympy.Expr]:
+    return set() if isinstance(dim, int) else dim.free_symbols
+
+
+def _without_most(limits: Limits, symbol: str) -> Limits:
+    """Return limits by which a dimension may be as large as it likes; an empty symbol stands for none."""
+    least, _ = limits.inputs.bounds.get(symbol, (1, None))
+    return replace(limits, inputs=replace(limits.inputs, bounds={**limits.inputs.bounds, symbol: (least, None)}))
 
 
 def _right_padding(where: str, mask: Array, ids: Array | None) -> torch.Tensor:
     """Return the mask of a model that takes none, since no token of it sees a later one: padding must come last."""
+    if mask.dtype.kind not in "biu":
+        raise UserError(
+            f"{where}, array {_MASK}", "holds no whole numbers", got=str(mask.dtype),
+            expected="1 for tokens, 0 for padding",
+        )  # fmt: skip
     tensor = torch.from_numpy(np.array(mask) != 0)
     if ids is None or tensor.shape != ids.shape or tensor.dim() != 2:
         raise UserError(f"{where}, array {_MASK}", "has another shape than input_ids", got=str(list(tensor.shape)))

@@ -63,6 +63,11 @@ class FiringCounter:
         if places.bins is not None:
             counts["positions"].index_add_(0, places.bins, torch.stack([ones[:, 0], active], 1))
 
+    @property
+    def tokens(self) -> torch.Tensor:
+        """How many tokens were seen, int64 []."""
+        return self._counts["rows"].sum()
+
     def profile(self) -> BlockProfile:
         """Return what was counted."""
         block = self._block
@@ -97,12 +102,13 @@ class ProgramObserver:
         self.unplaced: set[str] = set()
         self._interpreter = _Interpreter(self._program, set(gates))
 
-    def run(self, inputs: Sample, counted: dict[str, torch.Tensor]) -> None:
+    def run(self, inputs: Sample, counted: dict[str, torch.Tensor], where: str) -> None:
         """Run the program on a batch, and count.
 
         Args:
             inputs: The inputs, on the CPU.
             counted: See `Batch`.
+            where: What to call the data in a message.
 
         Raises:
             UserError: An activation is NaN.
@@ -123,7 +129,15 @@ class ProgramObserver:
         flags = torch.stack([counter.nan for counter in self.counters.values()]).tolist()
         for module, is_nan in zip(self._modules.values(), flags, strict=True):
             if is_nan:
-                raise UserError(f"layer {module}", "its activations are NaN for these inputs")
+                raise UserError(
+                    f"layer {module}", f"its activations are NaN for {where}",
+                    fix="Check the data and the model's weights; where float16 overflows, --dtype bf16 helps.",
+                )  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the block saw that saw fewest."""
+        return int(torch.stack([counter.tokens for counter in self.counters.values()]).min())
 
     def profiles(self) -> list[BlockProfile]:
         """Return what was counted, by block."""

@@ -15,7 +15,7 @@ import torch
 
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError, first_few, first_line
-from twellc.base.files import Outputs
+from twellc.base.files import Outputs, refuse_inputs
 from twellc.base.version import __version__
 from twellc.calibration.profile import DataSource, Profile, ProfiledModel
 from twellc.checks.samples import Limits
@@ -58,6 +58,7 @@ def profile_model(
     with Outputs(options.overwrite) as outputs:
         if options.output is not None:
             outputs.check("--output", options.output)
+            refuse_inputs("--output", options.output, paths)
             _refuse_model_files(options.output, options.model)
         profile = _profile(options, data, device, progress, advance)
         if options.output is not None:
@@ -125,8 +126,7 @@ def _profile(
     intake = _intake(options, model, notes)
     progress("running the model")
     observer = _observed(program, blocks, device)
-    batches = _within(read_batches(data, intake), options.tokens)
-    sources = _run(observer, batches, data, device, advance)
+    sources = _run(observer, read_batches(data, intake), data, options.tokens, device, advance)
     if observer.unplaced:
         notes.append(f"padding counts as tokens in {first_few(sorted(observer.unplaced))}: it is not known where it is")
     return Profile(
@@ -150,9 +150,11 @@ def _run(
     observer: ProgramObserver,
     batches: Iterable[Batch],
     data: Sequence[Path | Arrays],
+    tokens: int | None,
     device: torch.device,
     advance: Advance,
 ) -> list[DataSource]:
+    """Run batches until there are none, or the blocks have seen so many tokens; return what was read of the data."""
     total = sum(each.stat().st_size for each in data if isinstance(each, Path))
     sources: dict[int, DataSource] = {}
     for batch in batches:
@@ -162,7 +164,7 @@ def _run(
         )
         where = f"--inputs {source}" if isinstance(source, Path) else name
         try:
-            observer.run(batch.inputs, batch.counted)
+            observer.run(batch.inputs, batch.counted, where)
         except torch.OutOfMemoryError as error:
             raise _no_memory(device, "Use a smaller --batch or --sequence.") from error
         except (IndexError, RuntimeError) as error:  # torch's own
@@ -175,21 +177,13 @@ def _run(
             before, sequences=before.sequences + batch.sequences, tokens=before.tokens + batch.tokens
         )
         advance(batch.read, total)
+        if tokens is not None and observer.tokens >= tokens:
+            break
     return list(sources.values())
 
 
 def _no_memory(device: torch.device, fix: str) -> UserError:
     return UserError(f"--device {device}", "its memory ran out", fix=fix)
-
-
-def _within(batches: Iterable[Batch], tokens: int | None) -> Iterable[Batch]:
-    """Yield batches until they hold so many tokens."""
-    seen = 0
-    for batch in batches:
-        yield batch
-        seen += batch.tokens
-        if tokens is not None and seen >= tokens:
-            return
 
 
 def _intake(options: ProfileOptions, model: LoadedModel, notes: list[str]) -> Intake:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twellc.base.errors import UserError, first_few
+from twellc.base.files import why_no_file
 from twellc.base.records import OPTIONAL, Json, Record, of_json
 from twellc.calibration.profile import Profile, refuse_other_model
 from twellc.manifest import SCHEMA, Backend, ModelFile, is_plan, read_manifest
@@ -138,7 +139,7 @@ def read_bench(path: Path) -> BenchResult:
 
 def _read_json(path: Path, where: str, expected: str) -> dict[str, Any]:
     if not path.is_file():
-        raise UserError(where, "there is no such file", expected=expected)
+        raise UserError(where, why_no_file(path), expected=expected)
     if path.stat().st_size == 0:
         raise UserError(where, "the file is empty", expected=expected)
     try:

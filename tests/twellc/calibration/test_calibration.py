@@ -14,9 +14,10 @@ import twellc
 from tests.conftest import Cli
 from tests.onnx_graphs import gated
 from tests.twellc.test_cli import failed, files_in
+from twellc.calibration.calibration import LoadedCalibration
 from twellc.decisions.advise import Advisor
 from twellc.manifest import SCHEMA, read_manifest
-from twellc.passes.firing import hot_first
+from twellc.passes.firing import Calibration, hot_first
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.report import Choice
 
@@ -107,6 +108,12 @@ def test_inspect_shows_what_becomes_of_neurons(cli: Cli, bytelm: Path, profile: 
     assert all(layer.neurons is not None and layer.neurons.kept == 1024 for layer in layers)
 
 
+def test_nothing_is_called_approximate_where_no_neuron_was_removed(bytelm: Path, profile: Path) -> None:
+    everything = twellc.Profile.read(profile)
+    loaded = LoadedCalibration(profile, everything, Calibration(everything.blocks, prune_dead=True), "0" * 64)
+    assert loaded.notes([])[1:] == ["--prune-dead removed no neuron"]
+
+
 def test_a_plan_says_what_was_done(cli: Cli, bytelm: Path, profile: Path, tmp_path: Path) -> None:
     """Its graph was not kept: to make it again, check needs the profile."""
     plan = tmp_path / "m.plan"
@@ -166,9 +173,12 @@ def test_what_is_refused(cli: Cli, bytelm: Path, llama: Path, profile: Path, tmp
         failed(refused(bytelm, "--calibration", tmp_path / "empty"), "the file is empty")
         failed(refused(bytelm, "--calibration", tmp_path / "text"), "is no profile of twellc")
         failed(refused(bytelm, "--calibration", tmp_path / "none"), "there is no such file")
+        failed(refused(bytelm, "--calibration", tmp_path), "is a folder; expected a profile")
         failed(refused(bytelm, "--prune-dead"), "--prune-dead: needs a profile", "Add --calibration PROFILE")
         failed(refused(bytelm, "--calibration", profile, "--prune-check", profile), "nothing to check without")
         failed(refused(tmp_path / "m.onnx", "--calibration", profile), "only a model that twellc traces")
+    onto_itself = ["--calibration", profile, "--report", profile, "--overwrite"]
+    failed(cli("compile", bytelm, *output, *onto_itself), f"--report {profile}: is a file that is read")
     assert files_in(tmp_path) == before
 
 

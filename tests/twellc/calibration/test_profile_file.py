@@ -54,7 +54,7 @@ def test_rate_bound() -> None:
 
 def test_a_file_is_what_was_written(tmp_path: Path) -> None:
     profile().write(tmp_path / "p")
-    found = Profile.read(tmp_path / "p")
+    found = Profile.read(str(tmp_path / "p"))
     assert found.to_json() == profile().to_json()
     assert json.loads(json.dumps(found.to_json())) == found.to_json()
     assert found.blocks["mlp"].firing.tolist() == FIRING
@@ -81,6 +81,9 @@ DAMAGE: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "another width": ({"mlp/firing": np.ones(7, np.int64)}, {}, "the counts mlp/firing are none"),
     "negative": ({"mlp/tiles": np.full(257, -1)}, {}, "the counts mlp/tiles are none"),
     "contradiction": ({"mlp/firing": np.ones(6, np.int64)}, {}, "the counts of mlp contradict each other"),
+    "more often than there are tokens": ({"mlp/firing": np.array([9, 0, 0, 0, 0, 0])}, {}, "contradict each other"),
+    "more tiles than there are": ({"mlp/tiles": np.array([1, 1, 1, 2, *[0] * 253])}, {}, "contradict each other"),
+    "more places than tokens": ({"mlp/positions": np.full((32, 2), 5)}, {}, "contradict each other"),
 }
 
 

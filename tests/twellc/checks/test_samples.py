@@ -150,8 +150,8 @@ def test_files_that_are_no_npz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=message):
             read_arrays(tmp_path / name, Limits(INPUTS, None, None))
-    for path in (tmp_path / "missing", tmp_path):
-        with pytest.raises(UserError, match="there is no such file"):
+    for path, message in ((tmp_path / "missing", "there is no such file"), (tmp_path, "is a folder")):
+        with pytest.raises(UserError, match=message):
             read_arrays(path, Limits(INPUTS, None, None))
     assert not (tmp_path / "pickle-ran").exists()
 

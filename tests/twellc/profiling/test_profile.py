@@ -179,6 +179,9 @@ def test_an_archive_in_memory_and_in_a_file(archive: Path, tmp_path: Path) -> No
     assert [each[:2] for each in block.density_by_position()] == [(0, 0), (1, 1), (2, 3)]
     np.savez(tmp_path / "x.npz", x=x.numpy())
     assert twellc.profile(archive, tmp_path / "x.npz").blocks["ffn"].firing.tolist() == block.firing.tolist()
+    # More rows than the model takes at once, and bfloat16 as it is.
+    many = twellc.profile(archive, {"x": x.bfloat16().repeat(7, 1, 1)}, batch=100)
+    assert many.data[0].sequences == 70 and many.blocks["ffn"].tokens == 7 * block.tokens
     module = Residual(Gated(d_ff=320)).bfloat16().eval()
     example = (torch.randn(4, 16).bfloat16(),)
     fixed = twellc.profile(module, [{"x": torch.randn(4, 16)}, {"x": torch.randn(4, 16)}], args=example)
@@ -195,6 +198,22 @@ def test_tokens_end_the_run_early(bytelm: Path, tmp_path: Path) -> None:
     read.clear()
     assert twellc.profile(bytelm, tmp_path / "a.txt", **options).tokens > len(TEXT)
     assert read[-1] == (len(TEXT), len(TEXT)) and read == sorted(read)
+
+
+def test_rows_that_are_no_token_ids_end_the_run_early_too(archive: Path) -> None:
+    x = torch.randn(10, models.SEQUENCE, models.D_MODEL)
+    profile = twellc.profile(archive, {"x": x}, batch=2, tokens=3 * models.SEQUENCE)
+    assert profile.tokens == 4 * models.SEQUENCE and profile.data[0].sequences == 4
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch": 0}, {"batch": 2.5}, {"batch": None}, {"tokens": 0}, {"sequence": -1}, {"sequence": "8"}]
+)
+def test_numbers_that_count_nothing(options: dict[str, Any]) -> None:
+    with pytest.raises(twellc.UserError, match=f"^--{min(options)}: is no count; got .*; expected an integer"):
+        twellc.profile("m", "data", **options)
+    with pytest.raises(twellc.UserError, match="there is no profile to merge"):
+        twellc.merge_profiles([], "merged")
 
 
 def test_a_text_is_read_piece_by_piece(bytelm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +283,13 @@ DATA = {
         b'{"input_ids": [1, 256]}\n',
         "has token ids that the model has not; got 1 to 256; expected 0 to 255",
     ),
+    "number.jsonl": (
+        b'{"text": 1, "input_ids": [1]}\n',
+        "is neither a text nor a list of token ids; got int",
+    ),
+    "floats.jsonl": (b'{"input_ids": [1, 2.0]}\n', "the field 'input_ids' is neither a text nor a list of token ids"),
+    "suffix.NPY": (b"\x93NUMPY", "cannot be read as an .npy file"),
+    "half.jsonl": (b'{"text": "a\\ud800"}\n', "line 1: the field 'text' has half of a surrogate pair"),
     "damaged.npy": (b"\x93NUMPY", "cannot be read as an .npy file"),
     "damaged.npz": (b"PK\x03\x04", "cannot be read as an .npz file"),
 }
@@ -279,16 +305,33 @@ def test_bad_data(cli: Cli, bytelm: Path, tmp_path: Path, name: str) -> None:
     assert files_in(tmp_path) == before
 
 
+def test_token_ids_that_no_integer_of_the_model_holds(tmp_path: Path) -> None:
+    """Of a model that is no Hugging Face directory it is not known how many token ids there are."""
+
+    class Embedded(Residual):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(nn.functional.one_hot(input_ids, models.D_MODEL).bfloat16())
+
+    program = export(Embedded(Gated()).bfloat16(), torch.ones(1, 3, dtype=torch.int64))
+    data = lines(tmp_path / "ids.jsonl", [{"input_ids": [1, 2**80, 3]}])
+    with pytest.raises(twellc.UserError, match=f"got 1 to {2**80}; expected 0 to {2**63 - 1}"):
+        twellc.profile(program, data)
+
+
 def test_bad_arrays(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "floats.npy", np.ones((2, 3)))
     np.savez(tmp_path / "none.npz", input_ids=np.zeros((0, 3), np.int64))
     np.savez(tmp_path / "names.npz", ids=np.zeros((1, 3), np.int64))
-    np.savez(tmp_path / "masked.npz", input_ids=np.ones((1, 3), np.int64), attention_mask=np.zeros((1, 3)))
+    np.savez(tmp_path / "masked.npz", input_ids=np.ones((1, 3), np.int64), attention_mask=np.zeros((1, 3), bool))
+    np.savez(tmp_path / "nan.npz", input_ids=np.ones((1, 3), np.int64), attention_mask=np.full((1, 3), np.nan))
+    np.savez(tmp_path / "texts.npz", input_ids=np.ones((1, 3), np.int64), attention_mask=np.full((1, 3), "1"))
     for name, message in {
         "floats.npy": "holds no token ids; got float64",
         "none.npz": "leaves what the model can take",
         "names.npz": "has no array input_ids",
         "masked.npz": "holds no token",
+        "nan.npz": "array attention_mask: holds no whole numbers; got float64",
+        "texts.npz": "array attention_mask: holds no whole numbers; got <U1",
     }.items():
         failed(cli("profile", bytelm, "--inputs", tmp_path / name, "-o", tmp_path / "p"), name, message)
 
@@ -297,6 +340,8 @@ def test_what_does_not_fit(cli: Cli, bytelm: Path, archive: Path, tmp_path: Path
     (tmp_path / "a.txt").write_text(TEXT)
     text = ["--inputs", tmp_path / "a.txt"]
     failed(cli("profile", bytelm, "-o", tmp_path / "p"), "there is no data")
+    failed(cli("profile", bytelm, "--inputs", tmp_path, "-o", tmp_path / "p"), "is a folder; expected a text")
+    failed(cli("profile", bytelm, "--inputs", "/dev/null", "-o", tmp_path / "p"), "/dev/null: is a device or a pipe")
     failed(cli("profile", bytelm, *text, "-o", tmp_path / "p", "--sequence", 4096), "--sequence 4096", "1 to 1024")
     failed(cli("profile", bytelm, *text, "-o", tmp_path / "p", "--sequence", 1), "no place for a token")
     failed(cli("profile", bytelm, *text, "-o", tmp_path / "p", "--device", "tpu"), "--device: no such device")
@@ -305,6 +350,11 @@ def test_what_does_not_fit(cli: Cli, bytelm: Path, archive: Path, tmp_path: Path
     failed(cli("profile", bytelm, *text, "-o", tmp_path / "no" / "p"), "the output folder does not exist")
     failed(cli("profile", bytelm, *text, "-o", bytelm / "p.safetensors"), "belongs to the model")
     failed(cli("profile", archive, *text, "-o", archive, "--overwrite"), "belongs to the model")
+    (tmp_path / "link").symlink_to(tmp_path / "a.txt")
+    for name in ("a.txt", "link"):
+        onto_itself = ["--inputs", tmp_path / "link", "-o", tmp_path / name, "--overwrite"]
+        failed(cli("profile", bytelm, *onto_itself), f"{name}: is a file that is read")
+    (tmp_path / "link").unlink()
     torch.save(nn.Linear(8, 8), tmp_path / "m.pt")
     arguments = ["--trust-model", "--input", "input:float32[batch,8]", "--inputs", tmp_path / "a.txt"]
     failed(cli("profile", tmp_path / "m.pt", *arguments, "-o", tmp_path / "p"), "has no feed-forward block")
@@ -315,7 +365,8 @@ def test_nan_is_refused(cli: Cli, archive: Path, tmp_path: Path) -> None:
     x = np.zeros((1, models.SEQUENCE, models.D_MODEL))
     x[0, 0, 0] = np.nan
     np.savez(tmp_path / "x.npz", x=x)
-    failed(cli("profile", archive, "--inputs", tmp_path / "x.npz", "-o", tmp_path / "p"), "layer ffn", "NaN")
+    arguments = ["--inputs", tmp_path / "x.npz", "-o", tmp_path / "p"]
+    failed(cli("profile", archive, *arguments), "layer ffn: its activations are NaN for", "x.npz", "Check the data")
     assert not (tmp_path / "p").exists()
 
 

@@ -163,6 +163,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+def test_a_page_replaces_nothing_that_it_is_made_of(files: dict[str, Path]) -> None:
+    for option, path in files.items():
+        content = path.read_bytes()
+        with pytest.raises(twellc.UserError, match="is a file that is read"):
+            twellc.report(path, overwrite=True, **{option: path})
+        assert path.read_bytes() == content
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_refuses(cli: Cli, files: dict[str, Path], tmp_path: Path, case: str) -> None:
     given, message = BAD[case]
