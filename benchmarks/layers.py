@@ -29,7 +29,7 @@ from block import CHECKED_ROWS, fastest, new_report, refuse_error, relative_erro
 from draw import TRAINED_LAYERS, Neurons, Weights, make_inputs
 from torch import Tensor
 
-from twellc.benchmarking.forms import BASELINES, EAGER, FP8, Block, Packed, dense_forms, many_sizes
+from twellc.benchmarking.forms import BASELINES, EAGER, FP8, Block, Packed, dense_forms
 from twellc.passes.firing import hot_first
 from twellc.passes.neurons import without
 from twellc.plugins.ops import GATED_MLP
@@ -73,6 +73,7 @@ def columns(sets: list[Weights], rates: Tensor, hot: tuple[int, ...]) -> dict[st
 
 def measure(layer: int, tokens: int, hot: tuple[int, ...], repeats: int) -> dict[str, Any]:
     """Check and time one layer at one number of tokens."""
+    torch._dynamo.reset()  # or compiled kernels would be launched as suits the size before
     neurons = Neurons("trained", layer=layer)
     x, sets = make_inputs(tokens, _D_MODEL, _D_FF, torch.bfloat16, neurons, "gated")
     blocks = columns(sets, neurons.rates().cuda(), hot)
@@ -223,7 +224,6 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here.")
-@many_sizes()
 def main(tokens: str, hot: str, repeats: int, seed: int, json_path: Path | None) -> None:
     """Print Markdown tables: speed-ups of the four trained layers together, and of each, with times in microseconds."""
     if not torch.cuda.is_available():
