@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from block import CHECKED_ROWS, fastest, new_report, refuse_error, relative_error, time_rotated
 from draw import TRAINED_LAYERS, Neurons, Weights, make_inputs
+from tables import table
 from torch import Tensor
 
 from twellc.benchmarking.forms import BASELINES, EAGER, FP8, Block, Packed, dense_forms
@@ -175,14 +176,14 @@ def markdown(report: dict[str, Any]) -> str:
         rows.append(cells)
     header = ["tokens", "dense µs", "exact", "target", "least layer", "with pruning", "target", "least layer",
               f"over {FP8}", f"over {PACKED_ALIVE}"]  # fmt: skip
-    blocks = ["All layers together, over the fastest dense block of each:\n\n" + _table(header, rows)]
+    blocks = ["All layers together, over the fastest dense block of each:\n\n" + table(header, rows)]
     names = [name for name in sums[0]["speed_up"] if name.startswith("all ")]
     header = ["tokens", *(name.removeprefix("all ") for name in names)]
     rows = [
         [f"{each['tokens']}", *(_pair(each["speed_up"].get(n), each["least_layer"].get(n)) for n in names)]
         for each in sums
     ]
-    blocks.append("Speed-up with one column for all layers (least of one layer):\n\n" + _table(header, rows))
+    blocks.append("Speed-up with one column for all layers (least of one layer):\n\n" + table(header, rows))
     for tokens in [each["tokens"] for each in sums]:
         results = [result for result in report["results"] if result["tokens"] == tokens]
         columns = list(dict.fromkeys(name for result in results for name in result["times"]))
@@ -194,7 +195,7 @@ def markdown(report: dict[str, Any]) -> str:
             for result in results
         ]  # fmt: skip
         header = ["layer", "non-zeros a row, mean / max", "neurons that fired", *columns]
-        blocks.append(f"{tokens} tokens, µs (speed-up):\n\n" + _table(header, rows))
+        blocks.append(f"{tokens} tokens, µs (speed-up):\n\n" + table(header, rows))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -210,10 +211,6 @@ def _with_speed_up(name: str, median: dict[str, float]) -> str:
     if name not in median:
         return "-"
     return f"{median[name]:.1f}" + ("" if name.startswith("dense") else f" ({fastest(median) / median[name]:.2f})")
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---:"] * len(header), *rows])
 
 
 @click.command()
