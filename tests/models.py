@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from twellc.passes.graph.execution import example_inputs, run_program
+from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.pipeline import canonicalize
 from twellc.passes.rewrite_ffn import rewrite_ffn
@@ -150,7 +150,7 @@ def run(program: ExportedProgram, *inputs: Tensor) -> list[Tensor]:
     named = example_inputs(program)
     if inputs:
         named = dict(zip(named, inputs, strict=True))
-    return run_program(program, named)
+    return Runner(program)(named)
 
 
 def eager(module: nn.Module, *inputs: Tensor) -> list[Tensor]:

@@ -31,40 +31,48 @@ def _flat_arguments(program: ExportedProgram, leaves: list[Any], inputs: dict[st
     return [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
-def run_program(
-    program: ExportedProgram, inputs: dict[str, torch.Tensor], visit: Callable[[str, Any], Any] | None = None
-) -> list[torch.Tensor]:
-    """Return the tensor outputs of a program, in order, for inputs by name.
+Visit = Callable[[str, Any], Any]
+
+
+class Runner:
+    """Runs a program, which must not be changed meanwhile, any number of times.
 
     What the program writes to its inputs and buffers is undone: each run computes from the same values.
-
-    Args:
-        program: The program.
-        inputs: Its tensor inputs.
-        visit: Receives the name and the value of each node, and returns the value to go on with.
     """
-    leaves, spec = pytree.tree_flatten(program.example_inputs)
-    values = _flat_arguments(program, leaves, {name: tensor.clone() for name, tensor in inputs.items()})
-    module = program.module(check_guards=False)
-    state = {tensor: tensor.clone() for tensor in (tensor_of(program, name) for name in written_tensors(program))}
-    with torch.no_grad():
-        try:
-            if visit is None:
-                args, kwargs = pytree.tree_unflatten(values, spec)
-                result = module(*args, **kwargs)
-            else:
-                assert isinstance(module, GraphModule)
-                result = _Visited(module, visit).run(*values, enable_io_processing=False)
-        finally:
-            for tensor, value in state.items():
-                tensor.copy_(value)
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self._program = program
+        self._module = program.module(check_guards=False)
+
+    def __call__(self, inputs: dict[str, torch.Tensor], visit: Visit | None = None) -> list[torch.Tensor]:
+        """Return the tensor outputs, in order, for inputs by name.
+
+        Args:
+            inputs: The tensor inputs.
+            visit: Receives the name and the value of each node, and returns the value to go on with.
+        """
+        program = self._program
+        leaves, spec = pytree.tree_flatten(program.example_inputs)
+        values = _flat_arguments(program, leaves, {name: tensor.clone() for name, tensor in inputs.items()})
+        state = {tensor: tensor.clone() for tensor in (tensor_of(program, name) for name in written_tensors(program))}
+        with torch.no_grad():
+            try:
+                if visit is None:
+                    args, kwargs = pytree.tree_unflatten(values, spec)
+                    result = self._module(*args, **kwargs)
+                else:
+                    assert isinstance(self._module, GraphModule)
+                    result = _Visited(self._module, visit).run(*values, enable_io_processing=False)
+            finally:
+                for tensor, value in state.items():
+                    tensor.copy_(value)
+        return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
 class _Visited(Interpreter):
     """Runs a graph node by node and shows each value to a visitor."""
 
-    def __init__(self, module: GraphModule, visit: Callable[[str, Any], Any]) -> None:
+    def __init__(self, module: GraphModule, visit: Visit) -> None:
         super().__init__(module)
         self._visit = visit
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from twellc.passes.attention import AS_WRITTEN, CUDNN, MATMUL, OPERATOR, rewrite_attention
-from twellc.passes.graph.execution import run_program
+from twellc.passes.graph.execution import Runner
 from twellc.passes.pipeline import functionalize
 from twellc.passes.report import Attention
 
@@ -130,7 +130,7 @@ def _rewritten(
         with torch.no_grad():
             truth = module.double()(*wide.values())
             module.to(dtype)
-        (plain,), (ours,) = run_program(program, inputs), run_program(result, inputs)
+        (plain,), (ours,) = Runner(program)(inputs), Runner(result)(inputs)
         assert _error(ours, truth) <= 1.5 * _error(plain, truth) + (1e-6 if dtype == torch.float32 else 1e-3)
     return result, block
 
@@ -179,7 +179,7 @@ def test_a_row_that_is_masked_whole_is_finite() -> None:
     mask = torch.zeros(BATCH, 1, 1, TOKENS, dtype=torch.bool)
     names = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
     x = torch.randn(BATCH, TOKENS, 32, dtype=torch.bfloat16)
-    (y,) = run_program(result, dict(zip(names, (x, mask), strict=True)))
+    (y,) = Runner(result)(dict(zip(names, (x, mask), strict=True)))
     assert y.isfinite().all()
 
 
@@ -273,7 +273,7 @@ def test_layers_of_torch_itself(masked: bool) -> None:
         exported = result.run_decompositions()  # as the exporter does, which traces every view again
         for shape in ((3, 9, 32), (1, 2, 32)):
             x = torch.randn(shape, dtype=torch.bfloat16)
-            (plain,), (ours,) = (run_program(each, {"x": x}) for each in (program, exported))
+            (plain,), (ours,) = (Runner(each)({"x": x}) for each in (program, exported))
             assert _error(ours, plain) < 1e-2
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests import models
 from tests.models import D_FF, D_MODEL, Gated, Plain, Residual, Written, canonical, export, run
 from twellc.passes.firing import BlockProfile, Calibration, hot_first
-from twellc.passes.graph.execution import run_program
+from twellc.passes.graph.execution import Runner
 from twellc.passes.match.activations import packet
 from twellc.passes.pipeline import Rewritten, run_passes
 from twellc.passes.report import Choice
@@ -248,9 +248,9 @@ def test_removing_them_changes_nothing(variant: str, activation: str, values: st
     assert (layer.neurons.unable, layer.neurons.kept, layer.neurons.dead) == (16, 24, 0)
     assert layer.reason == "matches; 16 that cannot fire removed"
     name = next(iter(models.example_inputs(found.program)))
-    ours, theirs = (run_program(program, {name: x})[0] for program in (found.program, with_all(module)))
+    ours, theirs = (Runner(program)({name: x})[0] for program in (found.program, with_all(module)))
     torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2, equal_nan=True)
-    dense = run_program(found.dense, {name: x})[0]
+    dense = Runner(found.dense)({name: x})[0]
     if values in ("nan", "inf", "-inf"):
         assert ours[0, 0].isnan().all() and dense[0, 0].isnan().all()
         assert not ours[1].isnan().any()

@@ -16,7 +16,7 @@ from tests import models
 from tests.models import Gated, Plain, Residual, Written, canonical, eager, export, run
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.base.errors import UserError
-from twellc.passes.graph.execution import run_program
+from twellc.passes.graph.execution import Runner
 from twellc.passes.graph.program import user_inputs
 from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.pipeline import canonicalize
@@ -55,7 +55,7 @@ def run_as_typed(program: ExportedProgram, x: Tensor) -> Tensor:
     said = {node.name: node.meta["val"].dtype for node in program.graph.nodes if hasattr(node.meta.get("val"), "dtype")}
     done: dict[str, Any] = {}
     (x_name,) = (node.name for node in user_inputs(program))
-    (y,) = run_program(program, {x_name: x}, lambda name, value: done.setdefault(name, value))
+    (y,) = Runner(program)({x_name: x}, lambda name, value: done.setdefault(name, value))
     assert {name: dtype for name, dtype in said.items() if name in done and done[name].dtype != dtype} == {}
     return y
 
@@ -520,10 +520,10 @@ def test_lowered_model_is_as_accurate_as_transformers_own(family: str) -> None:
     assert [(b.variant, b.activation, b.dtype, b.refusal) for b in blocks] == [
         (variant, activation, torch.bfloat16, "")
     ] * count
-    truth = run_program(widen(program), inputs)[0]
+    truth = Runner(widen(program))(inputs)[0]
     plain = model.to(torch.bfloat16)(**inputs, use_cache=False).logits
-    (result, *_) = run_program(lowered, inputs)
+    (result, *_) = Runner(lowered)(inputs)
     assert result.dtype == torch.float32
     assert_as_accurate(result.bfloat16(), plain, truth)
-    rewritten = run_program(models.rewrite(lowered), inputs)[0]
+    rewritten = Runner(models.rewrite(lowered))(inputs)[0]
     assert_as_accurate(rewritten.bfloat16(), plain, truth)

@@ -25,7 +25,7 @@ from twellc.export.shapes import ShapeRange
 from twellc.export.tensorrt_host import Host
 from twellc.loaders.model import load_model
 from twellc.passes.attention import CUDNN, MATMUL
-from twellc.passes.graph.execution import example_inputs, run_program
+from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.pipeline import functionalize
 from twellc.passes.precision import in_precision, widen
 from twellc.translation.torch_models import translate
@@ -134,8 +134,8 @@ def check_layers(host: Host, model: Path, dtype: str, forms: tuple[str, ...], pa
     execution = prepare(plan, inputs)
     names = [found["Name"] for found in engine_layers(execution)]
     assert sum(layer in name for name in names) == LAYERS, names
-    (ours,), plain = run(plan, inputs), run_program(dense, inputs)[0]
-    truth = run_program(widen(dense), widen_sample(inputs))[0]
+    (ours,), plain = run(plan, inputs), Runner(dense)(inputs)[0]
+    truth = Runner(widen(dense))(widen_sample(inputs))[0]
     assert_as_accurate(ours, plain, truth)
 
 

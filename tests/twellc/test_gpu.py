@@ -13,7 +13,7 @@ from twellc.checks.accuracy import measure
 from twellc.checks.checking import check
 from twellc.config import CheckOptions, CompileOptions
 from twellc.loaders.model import load_model
-from twellc.passes.graph.execution import run_program
+from twellc.passes.graph.execution import Runner
 from twellc.passes.pipeline import run_passes
 from twellc.passes.precision import widen
 from twellc.translation.translate import translate_to_file
@@ -24,7 +24,7 @@ TEXT = b'def main(arguments: list[str]) -> int:\n    """Parse the command line."
 
 def on_gpu(program: ExportedProgram, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     moved = move_to_device_pass(program, "cuda")
-    return run_program(moved, {name: tensor.cuda() for name, tensor in inputs.items()})[0].cpu()
+    return Runner(moved)({name: tensor.cuda() for name, tensor in inputs.items()})[0].cpu()
 
 
 @pytest.mark.gpu
@@ -38,7 +38,7 @@ def test_example_model(dtype: torch.dtype, compression: int) -> None:
     # One token alone, too. Moving a program to the GPU moves its weights: the truth comes first.
     one = {name: tensor[:1, :1] for name, tensor in inputs.items()}
     wide = widen(result.dense)
-    truth, truth_of_one = run_program(wide, inputs)[0], run_program(wide, one)[0]
+    truth, truth_of_one = Runner(wide)(inputs)[0], Runner(wide)(one)[0]
     plain, ours = on_gpu(result.dense, inputs), on_gpu(result.program, inputs)
     accuracy = measure("logits", ours, plain, truth, language_model=True)
     assert accuracy.within, accuracy

@@ -23,7 +23,7 @@ from twellc.decisions.advise import repeat
 from twellc.export.profiles import ModelInputs, program_inputs
 from twellc.inputs import InputDeclaration
 from twellc.loaders.loaded import LoadedModel
-from twellc.passes.graph.execution import example_inputs, run_program
+from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.graph.program import editable, finish
 from twellc.passes.onnx.ffn import Ends, find_onnx_blocks, lower_onnx
 from twellc.passes.onnx.part import part_of
@@ -183,34 +183,35 @@ class TorchReference:
         blocks = [BlockRuns() for _ in nodes]
         runs = Runs([], [], blocks=blocks, exact=self._with_blocks is self._plain)
         inputs: list[dict[str, torch.Tensor]] = []
+        run_plain, run_blocks = Runner(self._plain), Runner(self._with_blocks)
         for sample in samples:
-            runs.plain.append(run_program(self._plain, sample))
+            runs.plain.append(run_plain(sample))
             if graph is None:
                 continue
             visitor = _Visitor(ends)
-            run_program(self._with_blocks, sample, visitor)
+            run_blocks(sample, visitor)
             inputs.append(visitor.read)
             for index, node in enumerate(nodes):
                 blocks[index].add_low(node, *_read_by(ends[index], visitor.read), visitor.y[index])
-            runs.spliced.append(run_program(self._with_blocks, sample, _Visitor(ends, nodes)))
+            runs.spliced.append(run_blocks(sample, _Visitor(ends, nodes)))
         progress("running the model in float64")
-        wide = widen(_round_thresholds(self._plain))
-        runs.original.extend(run_program(wide, widen_sample(sample)) for sample in samples)
+        wide = Runner(widen(_round_thresholds(self._plain)))
+        runs.original.extend(wide(widen_sample(sample)) for sample in samples)
         if self._with_blocks is not self._plain:
             del wide  # a large model is larger in float64
-            wide = widen(_round_thresholds(self._with_blocks))
+            wide = Runner(widen(_round_thresholds(self._with_blocks)))
         for sample, given in zip(samples, inputs, strict=False):  # without a graph there are no inputs of blocks
             widened = widen_sample(sample)
-            runs.rewritten.append(run_program(wide, widened, _Visitor(ends, nodes)))
+            runs.rewritten.append(wide(widened, _Visitor(ends, nodes)))
             visitor = _Visitor(ends, given={name: value.double() for name, value in given.items()})
-            run_program(wide, widened, visitor)
+            wide(widened, visitor)
             for index, node in enumerate(nodes):
                 blocks[index].add_wide(node, *_read_by(ends[index], given), visitor.y[index])
         if self._plain is self._source:
             return replace(runs, truth=runs.original)
         del wide
-        wide = widen(self._source)
-        runs.truth.extend(run_program(wide, widen_sample(sample)) for sample in samples)
+        wide = Runner(widen(self._source))
+        runs.truth.extend(wide(widen_sample(sample)) for sample in samples)
         return runs
 
 

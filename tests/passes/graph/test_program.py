@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from tests.models import Gated, Plain, Residual, calls, canonical, eager, export, run
 from tests.tolerance import assert_same
-from twellc.passes.graph.execution import example_inputs, run_program
+from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.graph.program import (
     add_parameter,
     constants_of,
@@ -139,7 +139,7 @@ def test_user_inputs_are_tensors_in_order() -> None:
     assert names == ["second", "first_a", "first_b"]
     examples = example_inputs(program)
     assert list(examples) == names
-    (y,) = run_program(program, {name: torch.full((16,), float(i)) for i, name in enumerate(names)})
+    (y,) = Runner(program)({name: torch.full((16,), float(i)) for i, name in enumerate(names)})
     assert torch.equal(y, torch.ones(16)), "0 * w * 2 + 2 - 1"
 
 
@@ -157,7 +157,7 @@ def test_each_run_computes_from_the_same_values() -> None:
     program = canonical(Writing(), torch.zeros(4))
     x = torch.zeros(4)
     for _ in range(2):
-        y, count = run_program(program, {"x": x})
+        y, count = Runner(program)({"x": x})
         assert (y.tolist(), count.item()) == ([2] * 4, 1)
     assert x.tolist() == [0] * 4
 
@@ -180,7 +180,7 @@ def test_a_constant_that_is_written_to() -> None:
     program = canonicalize(exported)
     assert len(written_tensors(program)) == 1
     for _ in range(2):
-        assert run_program(program, {"x": torch.ones(4)})[0].tolist() == [2] * 4
+        assert Runner(program)({"x": torch.ones(4)})[0].tolist() == [2] * 4
 
 
 def test_a_visitor_sees_and_replaces_values() -> None:
@@ -196,12 +196,12 @@ def test_a_visitor_sees_and_replaces_values() -> None:
         seen[name] = value
         return value + 10 if name == "relu" else value
 
-    y, x = run_program(program, inputs, visit)
+    y, x = Runner(program)(inputs, visit)
     assert y.tolist() == [11, 11, 13, 15]
     assert torch.equal(x, inputs["x"])
     assert seen["relu"].tolist() == [0, 0, 2, 4], "the value that the program computed"
     assert seen["mul"].tolist() == [-2, 0, 2, 4]
-    assert [each.tolist() for each in run_program(program, inputs)] == [[1, 1, 3, 5], [-1, 0, 1, 2]]
+    assert [each.tolist() for each in Runner(program)(inputs)] == [[1, 1, 3, 5], [-1, 0, 1, 2]]
 
 
 def test_canonicalize_functionalises() -> None:

@@ -24,7 +24,7 @@ from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes, to_numpy, to_to
 from twellc.config import CompileOptions
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.loaders.loaded import LoadedModel
-from twellc.passes.graph.execution import run_program
+from twellc.passes.graph.execution import Runner
 from twellc.passes.pipeline import canonicalize
 from twellc.passes.precision import widen
 from twellc.translation.torch_models import translate
@@ -104,8 +104,8 @@ def test_language_model_with_padding(llama: Path, load_once: Callable[..., Loade
         inputs = {"input_ids": ids, "attention_mask": mask}
         results = [
             evaluator.run(inputs)[0],
-            run_program(program, inputs)[0],
-            run_program(truth, inputs)[0],
+            Runner(program)(inputs)[0],
+            Runner(truth)(inputs)[0],
         ]
         candidate, plain, true = (result[mask == 1] for result in results)
         assert_as_accurate(candidate.bfloat16(), plain.bfloat16(), true)

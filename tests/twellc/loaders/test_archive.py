@@ -31,7 +31,7 @@ from twellc.checks.checking import check
 from twellc.config import CheckOptions, CompileOptions
 from twellc.loaders.model import load_model
 from twellc.loaders.tracing import keep_tensor_outputs
-from twellc.passes.graph.execution import example_inputs, run_program
+from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.pipeline import canonicalize, functionalize
 from twellc.translation.translate import translate_to_file
 
@@ -210,7 +210,7 @@ def test_programs_that_torch_export_writes(case: str, tmp_path: Path) -> None:
     program = export(module, *inputs, dynamic=dynamic)
     torch.export.save(program, path)
     model = load_model(path, trust_model=False)
-    outputs = run_program(model.program, example_inputs(model.program))
+    outputs = Runner(model.program)(example_inputs(model.program))
     result = module(*inputs)
     expected = list(result.values()) if isinstance(result, dict) else [result]
     expected = list(result) if isinstance(result, tuple) else expected
@@ -224,7 +224,7 @@ def test_keyword_inputs(tmp_path: Path) -> None:
     dynamic = {"x": AUTO, "past": [{0: Dim.AUTO, 2: Dim.AUTO}] * 2, "scale": {0: Dim.AUTO}}
     torch.export.save(torch.export.export(module, (), inputs, dynamic_shapes=dynamic), path)
     model = load_model(path, trust_model=False)
-    for actual, wanted in zip(run_program(model.program, example_inputs(model.program)), module(**inputs), strict=True):
+    for actual, wanted in zip(Runner(model.program)(example_inputs(model.program)), module(**inputs), strict=True):
         assert torch.equal(actual, wanted)
 
 
@@ -290,7 +290,7 @@ def test_results_that_are_no_tensors(case: str, tmp_path: Path) -> None:
     assert [node.op for node in program.graph.output_node().args[0]] == ["call_function"] * len(names)
     assert not program.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int)
     for each in (model.program, program):
-        for actual, expected in zip(run_program(each, example_inputs(each)), wanted, strict=True):
+        for actual, expected in zip(Runner(each)(example_inputs(each)), wanted, strict=True):
             assert torch.equal(actual, expected)
     summary = translate_to_file(CompileOptions(model=path, backend="none"), tmp_path / "m.onnx", lambda step: None)
     assert model.notes[0] in summary.notes
@@ -322,7 +322,7 @@ def test_a_buffer_that_the_model_writes_stays(tmp_path: Path) -> None:
     model = load_model(path, trust_model=False)
     assert model.output_names == ["output_1"]
     assert list(functionalize(model.program).graph_signature.buffers_to_mutate.values()) == ["calls"]
-    assert torch.equal(run_program(model.program, {"x": x})[0], x)
+    assert torch.equal(Runner(model.program)({"x": x})[0], x)
 
 
 def test_what_the_model_writes_is_not_kept(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from twellc.base.errors import UserError
 from twellc.loaders.huggingface import _weight_files
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
-from twellc.passes.graph.execution import example_inputs, run_program
+from twellc.passes.graph.execution import Runner, example_inputs
 
 
 def logits_of(model: LoadedModel, **inputs: torch.Tensor) -> torch.Tensor:
-    return run_program(model.program, inputs)[0]
+    return Runner(model.program)(inputs)[0]
 
 
 def tokens(*shape: int) -> dict[str, torch.Tensor]:

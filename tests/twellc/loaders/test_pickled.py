@@ -11,7 +11,7 @@ from torch import nn
 from twellc.base.errors import UserError
 from twellc.inputs import InputDeclaration, parse_input
 from twellc.loaders.model import load_model
-from twellc.passes.graph.execution import run_program
+from twellc.passes.graph.execution import Runner
 from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.pipeline import canonicalize
 
@@ -40,7 +40,7 @@ def test_traced_with_dynamic_dimensions(pickled: Path) -> None:
     assert (block.variant, block.d_model, block.d_ff, block.d_out) == ("plain", 16, 40, 24)
     x = torch.randn(1, 9, 16)
     expected = torch.load(pickled, weights_only=False)(x)
-    torch.testing.assert_close(run_program(model.program, {"input": x})[0], expected)
+    torch.testing.assert_close(Runner(model.program)({"input": x})[0], expected)
 
 
 @pytest.mark.parametrize("legacy", [False, True])

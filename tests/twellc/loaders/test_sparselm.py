@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from twellc.base.errors import UserError
 from twellc.loaders.model import load_model
-from twellc.passes.graph.execution import run_program
+from twellc.passes.graph.execution import Runner
 
 
 def sparselm(llama: Path, folder: Path, bare_weights: bool) -> Path:
@@ -38,8 +38,8 @@ def test_layouts(llama: Path, tmp_path: Path, bare_weights: bool) -> None:
     ids = torch.randint(0, 90, (2, 9))
     inputs = {"input_ids": ids}
     loaded = load_model(sparselm(llama, tmp_path / "sparselm", bare_weights), trust_model=False)
-    expected = run_program(load_model(llama, trust_model=False).program, inputs)[0]
-    assert torch.equal(run_program(loaded.program, inputs)[0], expected)
+    expected = Runner(load_model(llama, trust_model=False).program)(inputs)[0]
+    assert torch.equal(Runner(loaded.program)(inputs)[0], expected)
     assert loaded.declared_activation == "silu"
 
 

@@ -16,7 +16,7 @@ from tests.conftest import Cli
 from twellc.base.errors import UserError
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
-from twellc.passes.graph.execution import example_inputs, run_program
+from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.pipeline import canonicalize
 
 GROUPED = {**models.SMALL, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
@@ -87,8 +87,8 @@ def test_causal_without_a_mask(family: str, tmp_path: Path) -> None:
     for shape in ((1, 1), (3, 2), (2, 23)):
         ids = torch.randint(2, 96, shape)
         expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-        assert_same(run_program(loaded.program, {"input_ids": ids})[0], expected)
-        assert_same(run_program(canonical, {"input_ids": ids})[0], expected)
+        assert_same(Runner(loaded.program)({"input_ids": ids})[0], expected)
+        assert_same(Runner(canonical)({"input_ids": ids})[0], expected)
 
 
 @pytest.mark.parametrize("family", CAUSAL)
@@ -102,10 +102,10 @@ def test_causal_with_a_mask(family: str, tmp_path: Path) -> None:
     mask = torch.ones_like(ids)
     mask[0, -4:], mask[1, :5] = 0, 0
     expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    found = run_program(loaded.program, {"input_ids": ids, "attention_mask": mask})[0]
+    found = Runner(loaded.program)({"input_ids": ids, "attention_mask": mask})[0]
     assert_same(found[mask == 1], expected[mask == 1])
     one = {"input_ids": ids[:1, :1], "attention_mask": mask[:1, :1]}
-    assert_same(run_program(loaded.program, one)[0], model(**one, use_cache=False).logits)
+    assert_same(Runner(loaded.program)(one)[0], model(**one, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt-neox", "a window that is none"])
@@ -155,7 +155,7 @@ def test_masks_of_windows_are_shared_by_kind(tmp_path: Path) -> None:
     assert len(kinds) == 2 and None in kinds
     ids = torch.randint(2, 96, (2, 17))
     expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    assert_same(run_program(loaded.program, {"input_ids": ids})[0], expected)
+    assert_same(Runner(loaded.program)({"input_ids": ids})[0], expected)
 
 
 def test_encoder(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_encoder(tmp_path: Path) -> None:
     ids, padding = torch.randint(2, 96, (4, 11)), torch.ones(4, 11, dtype=torch.int64)
     padding[0, -4:], padding[1, :5], padding[3] = 0, 0, 0
     expected = model(input_ids=ids, attention_mask=padding).logits
-    found = run_program(loaded.program, {"input_ids": ids, "attention_mask": padding})[0]
+    found = Runner(loaded.program)({"input_ids": ids, "attention_mask": padding})[0]
     assert_same(found[padding == 1], expected[padding == 1])
 
 
@@ -188,7 +188,7 @@ def test_encoder_and_decoder(name: str, tmp_path: Path) -> None:
     inputs = {"input_ids": torch.randint(2, 96, (3, 9)), "decoder_input_ids": torch.randint(2, 96, (3, 12))}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     inputs["attention_mask"][0, -3:] = 0
-    assert_same(run_program(loaded.program, inputs)[0], model(**inputs, use_cache=False).logits)
+    assert_same(Runner(loaded.program)(inputs)[0], model(**inputs, use_cache=False).logits)
 
 
 # ---- what is left of transformers afterwards ----
@@ -222,7 +222,7 @@ def test_logits_of_the_last_place(padding: str, tmp_path: Path) -> None:
         ids = torch.randint(2, 96, shape)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         expected = model(**inputs, use_cache=False).logits[:, -1:]
-        assert_same(run_program(loaded.program, inputs)[0], expected)
+        assert_same(Runner(loaded.program)(inputs)[0], expected)
     graph = canonicalize(loaded.program).graph
     wide = [node for node in graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
             if node.meta["val"].shape[-1] == 96]  # fmt: skip
