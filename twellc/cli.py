@@ -353,7 +353,8 @@ def inspect(target: Path, as_json: bool, **options: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
     "--calibration", type=FilePath(), metavar="PROFILE",
-    help="The profile that CANDIDATE was compiled with, for a plan that no GPU can run, if its graph was not kept.",
+    help="The profile that CANDIDATE was compiled with; another one is refused. Only a plan needs it that no GPU can "
+    "run, if its graph was not kept.",
 )  # fmt: skip
 @trust_model_option
 @inputs_option

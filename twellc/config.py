@@ -188,7 +188,8 @@ class CheckOptions:
         text: A text to make the inputs from, instead of random ones.
         trust_model: Load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
-        calibration: The profile that the candidate was compiled with, for a plan whose graph has to be made again.
+        calibration: The profile that the candidate was compiled with, for a plan whose graph has to be made again;
+            another one is refused.
     """
 
     model: Path

@@ -127,8 +127,27 @@ def test_a_plan_says_what_was_done(cli: Cli, bytelm: Path, profile: Path, tmp_pa
     arguments = ["check", bytelm, plan, "--text", tmp_path / "seen.py"]
     failed(cli(*arguments), "was compiled with a profile", "Give it with --calibration PROFILE")
     (tmp_path / "another").write_bytes(b"x")
-    failed(cli(*arguments, "--calibration", tmp_path / "another"), "got another one")
+    failed(cli(*arguments, "--calibration", tmp_path / "another"), "is another profile")
     assert cli(*arguments, "--calibration", profile).exit_code == 0
+
+
+def test_check_takes_only_the_profile_of_its_candidate(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    """Also where it has no need of one, as of an ONNX file."""
+    for name in ("p", "other"):
+        twellc.profile(archive, {"x": np.random.default_rng(len(name)).normal(size=(1, 3, 16))}, tmp_path / name)
+    (tmp_path / "empty").touch()
+    for name, options in {"plain": [], "calibrated": ["--calibration", tmp_path / "p"]}.items():
+        outputs = ["--backend", "none", "--onnx", tmp_path / f"{name}.onnx"]
+        assert cli("compile", archive, *outputs, *options).exit_code == 0
+
+    def check(name: str, profile: str) -> Any:
+        return cli("check", archive, tmp_path / f"{name}.onnx", "--calibration", tmp_path / profile)
+
+    assert check("calibrated", "p").exit_code == 0
+    for profile in ("other", "empty"):
+        failed(check("calibrated", profile), f"{profile}: is another profile", "Give that one, or none")
+    failed(check("calibrated", "none"), "there is no such file; expected the profile that")
+    failed(check("plain", "p"), "plain.onnx was compiled without a profile", "Leave it out")
 
 
 @pytest.mark.parametrize("field", ["kept", "reason", "rate_bound"])
