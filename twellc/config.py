@@ -101,7 +101,8 @@ class InspectOptions:
     Attributes:
         target: A model, a plan or a rewritten ONNX file.
         dtype: Precision to judge a model in; None takes the one that `twellc compile` would.
-        density: Assumed share of gate activations that are not zero, to count operations and bytes and expect times at.
+        density: Assumed share of gate activations that are not zero, to count operations and bytes and expect times at,
+            of blocks that no profile knows.
         tokens: Tokens in a call to count operations and bytes of, and to name the kernels of.
         gpu: The GPU whose kernels to name, of `twellc.plugins.library.GPUS`.
         target_gpu: See `CompileOptions`.

@@ -104,7 +104,12 @@ def test_pruned_graph_report_and_check(cli: Cli, bytelm: Path, profile: Path, ot
 def test_inspect_shows_what_becomes_of_neurons(cli: Cli, bytelm: Path, profile: Path) -> None:
     result = cli("inspect", bytelm, "--calibration", profile, "--prune-dead")
     assert result.exit_code == 0 and "of 1024" in result.stdout and "calibrated by p: " in result.stderr
-    layers = twellc.inspect(bytelm, calibration=profile).layers
+    assert "at the densities of the profile" in result.stdout
+    found, blocks = twellc.inspect(bytelm, calibration=profile), twellc.Profile.read(profile).blocks
+    assert {row.module: row.density for row in found.cost.layers} == {
+        module: pytest.approx(block.density) for module, block in blocks.items()
+    }
+    layers = found.layers
     assert all(layer.neurons is not None and layer.neurons.kept == 1024 for layer in layers)
 
 

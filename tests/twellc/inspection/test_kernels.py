@@ -12,7 +12,7 @@ import torch
 from tests.conftest import Cli
 from tests.models import Gated, Residual, export
 from twellc.inspection.kernels import list_kernels
-from twellc.passes.report import Layer
+from twellc.passes.report import Layer, Neurons
 
 
 def layer(**changes: Any) -> Layer:
@@ -43,6 +43,11 @@ def test_hot_neurons_are_a_dense_block_of_their_own() -> None:
     (block,) = list_kernels([layer(hot=512)], 8192, "H200").blocks
     assert block.launches[0].startswith("hidden_gated_sm90")
     assert any(launch.startswith("sparse_down") for launch in block.launches)
+
+
+def test_only_neurons_that_are_left_are_computed() -> None:
+    pruned = layer(neurons=Neurons(kept=1024, unable=0, dead=5632 - 1024))
+    assert list_kernels([pruned], 64, "H200").blocks == list_kernels([layer(d_ff=1024)], 64, "H200").blocks
 
 
 def test_only_rewritten_blocks_have_kernels() -> None:
