@@ -33,7 +33,6 @@ from twellc.config import (
     BACKENDS,
     DEFAULT_COMPRESSION,
     DEFAULT_DENSITY,
-    DEFAULT_GPU,
     DEFAULT_TOKENS,
     LOGITS,
     PADDINGS,
@@ -292,8 +291,8 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
     help="Tokens in a call to count operations and bytes of, and to name the kernels of.",
 )  # fmt: skip
 @click.option(
-    "--gpu", type=click.Choice(tuple(GPUS)), default=DEFAULT_GPU, show_default=True,
-    help="The GPU whose kernels to name; none has to be there.",
+    "--gpu", type=click.Choice(tuple(GPUS)),
+    help="The GPU whose kernels to name; none has to be there. Default: the one that speed is expected for.",
 )  # fmt: skip
 @target_gpu_option
 @calibration_option
@@ -312,7 +311,8 @@ def inspect(target: Path, as_json: bool, **options: Any) -> None:
     computed: counts, no prediction of time.
 
     Then come the kernels that compute each rewritten block in such a call: which route they are, and what is launched,
-    with its configuration.
+    with its configuration. They are those of the target GPU, of a plan those of the GPU that it was compiled for,
+    unless --target-gpu or --gpu names another one.
     """
     with show_progress() as progress:
         found = twellc.inspect(target, progress=progress, **options)
