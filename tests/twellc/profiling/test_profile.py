@@ -258,8 +258,18 @@ def test_merging(cli: Cli, bytelm: Path, llama: Path, tmp_path: Path) -> None:
     twellc.profile(bytelm, tmp_path / "a.txt", tmp_path / "half", dtype="fp16")
     arguments = ["--merge", tmp_path / "a", tmp_path / "half", "-o", tmp_path / "d"]
     failed(cli("profile", *arguments), "in another precision; got fp16; expected bf16")
-    failed(cli("profile", "--merge", tmp_path / "a", "--inputs", tmp_path / "b.txt", "-o", tmp_path / "d"), "Leave one")
     assert files_in(tmp_path).keys() - {"half"} == before.keys()
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--inputs x", "--dtype bf16", "--tokens 5", "--padding none", "--batch 8", "--trust-model"],
+)
+def test_merging_takes_no_option_of_a_run(cli: Cli, tmp_path: Path, option: str) -> None:
+    """Not even a default one."""
+    name, *_ = words = option.split()
+    result = cli("profile", "--merge", tmp_path / "a", "-o", tmp_path / "b", *words)
+    failed(result, f"Error: {name}: merging profiles runs no model; got --merge. Leave one out.")
 
 
 def test_few_tokens_are_warned_of(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
