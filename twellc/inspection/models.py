@@ -58,7 +58,7 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     attention = rewrite_attention(program, (MATMUL,))[1]
     notes = [*model.notes, *notes, *activation_notes(model, layers), *advisor.notes(layers)]
     if calibrated is not None:
-        notes += [*calibrated.profile.warnings, *calibrated.notes(layers)]
+        notes += [*calibrated.profile.warnings, *calibrated.notes(layers, chosen)]
     return Description(model.kind, layers, notes, dtype=chosen, attention=attention)
 
 

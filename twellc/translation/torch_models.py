@@ -63,7 +63,7 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     traced_by: dict[str, Any] = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
     if calibrated is not None:
         traced_by |= {**calibrated.settings(), "decided": options.decided or advisor.decided}
-        notes += calibrated.notes(rewritten.layers)
+        notes += calibrated.notes(rewritten.layers, dtype)
         warnings += calibrated.profile.warnings
     settings = annotate(graph, rewritten.layers, dtype, options, traced_by)
     notes = [*model.notes, *notes, *advisor.notes(rewritten.layers)]

@@ -119,6 +119,15 @@ def test_nothing_is_called_approximate_where_no_neuron_was_removed(bytelm: Path,
     assert loaded.notes([])[1:] == ["--prune-dead removed no neuron"]
 
 
+def test_a_profile_in_another_precision(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    twellc.profile(archive, {"x": np.ones((1, 3, 16))}, tmp_path / "p", dtype="fp16")
+    outputs = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--overwrite"]
+    said = "Note: the profile is of the model in fp16, compiled in bf16: other neurons may fire there."
+    for command in (["compile", archive, *outputs], ["inspect", archive]):
+        assert said in cli(*command, "--calibration", tmp_path / "p").stderr
+        assert said not in cli(*command, "--calibration", tmp_path / "p", "--dtype", "fp16").stderr
+
+
 def test_a_plan_says_what_was_done(cli: Cli, bytelm: Path, profile: Path, tmp_path: Path) -> None:
     """Its graph was not kept: to make it again, check needs the profile."""
     plan = tmp_path / "m.plan"
