@@ -35,6 +35,22 @@ class LoadedCalibration:
         pruned = {"prune_dead": True} if self.calibration.prune_dead else {}
         return {"calibration": self.sha256, **pruned}
 
+    def refuse_other_blocks(self, layers: list[Layer]) -> None:
+        """Fail if the profile has counts of blocks that the model has not, as from another version of twellc.
+
+        Raises:
+            UserError: It has.
+        """
+        own = {layer.module: layer.d_ff for layer in layers}
+        for module, block in self.profile.blocks.items():
+            if own.get(module) != block.d_ff:
+                raise UserError(
+                    f"--calibration {self.path}", "counts the neurons of a block that the model has not",
+                    got=f"{module} with d_ff {block.d_ff}",
+                    expected=first_few([f"{name} with {d_ff}" for name, d_ff in own.items()]) or "no block",
+                    fix="Profile this model with `twellc profile`.",
+                )  # fmt: skip
+
     def notes(self, layers: list[Layer], dtype: str | None = None) -> list[str]:
         """Say what the calibration was, and what was removed by it.
 

@@ -54,6 +54,8 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     calibration = None if calibrated is None else calibrated.calibration
     advisor = Advisor(target, firing_of(calibration), lambda block: calls, options.density)
     found = find(program, "auto", advisor)
+    if calibrated is not None:
+        calibrated.refuse_other_blocks(found.layers)
     layers = arrange_neurons(program, found.blocks, found.layers, calibration)[1]
     attention = rewrite_attention(program, (MATMUL,))[1]
     notes = [*model.notes, *notes, *activation_notes(model, layers), *advisor.notes(layers)]

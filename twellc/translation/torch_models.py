@@ -52,6 +52,8 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
         model.program, torch_dtype(dtype), options.layers, options.compression or DEFAULT_COMPRESSION, forms, dump,
         calibration, advisor if options.decided is None else repeat(options.decided),
     )  # fmt: skip
+    if calibrated is not None:
+        calibrated.refuse_other_blocks(rewritten.layers)
     warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
     notes = [*notes, *activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
     progress("exporting to ONNX")

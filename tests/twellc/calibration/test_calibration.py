@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,18 @@ def test_a_profile_in_another_precision(cli: Cli, archive: Path, tmp_path: Path)
     for command in (["compile", archive, *outputs], ["inspect", archive]):
         assert said in cli(*command, "--calibration", tmp_path / "p").stderr
         assert said not in cli(*command, "--calibration", tmp_path / "p", "--dtype", "fp16").stderr
+
+
+def test_a_profile_of_other_blocks(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    """The model is the same, but its block has another name: the page of --html could not be made."""
+    profile = twellc.profile(archive, {"x": np.ones((1, 3, 16))})
+    (block,) = profile.blocks.values()
+    replace(profile, blocks={"other": replace(block, module="other")}).write(tmp_path / "p")
+    outputs = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--html", tmp_path / "m.html"]
+    for command in (["compile", archive, *outputs], ["inspect", archive]):
+        result = cli(*command, "--calibration", tmp_path / "p")
+        failed(result, f"--calibration {tmp_path / 'p'}: counts the neurons of a block", "got other with d_ff 320")
+        assert "exporting" not in result.stderr
 
 
 def test_a_plan_says_what_was_done(cli: Cli, bytelm: Path, profile: Path, tmp_path: Path) -> None:
