@@ -379,4 +379,8 @@ def _on_disk(model: Model, example: _Example) -> Iterator[tuple[Path, str]]:
     from twellc.memory import IN_MEMORY, save
 
     with temporary_folder() as folder:
-        yield save(model, example, folder), IN_MEMORY
+        path = save(model, example, folder)
+        try:
+            yield path, IN_MEMORY
+        except UserError as error:
+            raise error.about(str(path), path.stem) from error.__cause__
