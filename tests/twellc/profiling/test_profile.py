@@ -291,7 +291,7 @@ DATA = {
     "other.jsonl": (b'{"body": "a"}\n', "Name the field with --field"),
     "ids.jsonl": (
         b'{"input_ids": [1, 256]}\n',
-        "has token ids that the model has not; got 1 to 256; expected 0 to 255",
+        "line 1: has token ids that the model has not; got 1 to 256; expected 0 to 255",
     ),
     "number.jsonl": (
         b'{"text": 1, "input_ids": [1]}\n',
