@@ -216,6 +216,19 @@ def test_numbers_that_count_nothing(options: dict[str, Any]) -> None:
         twellc.merge_profiles([], "merged")
 
 
+@pytest.mark.parametrize("data", [5, None, [5], [None]])
+def test_what_is_no_data(data: Any) -> None:
+    with pytest.raises(twellc.UserError, match=r"^data: is no data to run a model on; got (int|NoneType);"):
+        twellc.profile("m", data)
+
+
+@pytest.mark.parametrize("device", [None, 5])
+def test_what_is_no_device(tmp_path: Path, device: Any) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(twellc.UserError, match=f"^--device: no such device; got {device}; expected auto, cpu"):
+        twellc.profile("m", tmp_path / "a.txt", device=device)
+
+
 def test_a_text_is_read_piece_by_piece(bytelm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a piece ends within a character."""
     (tmp_path / "a.txt").write_text("äöü äöü\n" * 40 + "ß" * 30)
