@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from twellc.benchmarking import contest
-from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, PACKED, dense_forms, many_sizes
+from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, PACKED, dense_forms
 from twellc.benchmarking.timing import machine
 from twellc.plugins import library
 
@@ -215,6 +215,7 @@ SUITE = (
 
 def measure(setting: Setting, tokens: int, compiled: bool, repeats: int) -> dict[str, Any]:
     """Check and time one size."""
+    torch._dynamo.reset()  # or compiled kernels would be launched as suits the size before
     dtype = getattr(torch, setting.dtype)
     neurons = Neurons(setting.neurons, setting.density, setting.layer, setting.heavy, setting.hot)
     x, sets = make_inputs(tokens, setting.d_model, setting.d_ff, dtype, neurons, setting.variant)
@@ -311,7 +312,6 @@ def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repe
 )
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here.")
-@many_sizes()
 def main(
     tokens: str,
     d_model: int,

@@ -27,9 +27,10 @@ import numpy as np
 import torch
 from block import CHECKED_ROWS, fastest, new_report, refuse_error, relative_error, time_rotated
 from draw import TRAINED_LAYERS, Neurons, Weights, make_inputs
+from tables import table
 from torch import Tensor
 
-from twellc.benchmarking.forms import BASELINES, EAGER, FP8, Block, Packed, dense_forms, many_sizes
+from twellc.benchmarking.forms import BASELINES, EAGER, FP8, Block, Packed, dense_forms
 from twellc.passes.firing import hot_first
 from twellc.passes.neurons import without
 from twellc.plugins.ops import GATED_MLP
@@ -73,6 +74,7 @@ def columns(sets: list[Weights], rates: Tensor, hot: tuple[int, ...]) -> dict[st
 
 def measure(layer: int, tokens: int, hot: tuple[int, ...], repeats: int) -> dict[str, Any]:
     """Check and time one layer at one number of tokens."""
+    torch._dynamo.reset()  # or compiled kernels would be launched as suits the size before
     neurons = Neurons("trained", layer=layer)
     x, sets = make_inputs(tokens, _D_MODEL, _D_FF, torch.bfloat16, neurons, "gated")
     blocks = columns(sets, neurons.rates().cuda(), hot)
@@ -174,14 +176,14 @@ def markdown(report: dict[str, Any]) -> str:
         rows.append(cells)
     header = ["tokens", "dense µs", "exact", "target", "least layer", "with pruning", "target", "least layer",
               f"over {FP8}", f"over {PACKED_ALIVE}"]  # fmt: skip
-    blocks = ["All layers together, over the fastest dense block of each:\n\n" + _table(header, rows)]
+    blocks = ["All layers together, over the fastest dense block of each:\n\n" + table(header, rows)]
     names = [name for name in sums[0]["speed_up"] if name.startswith("all ")]
     header = ["tokens", *(name.removeprefix("all ") for name in names)]
     rows = [
         [f"{each['tokens']}", *(_pair(each["speed_up"].get(n), each["least_layer"].get(n)) for n in names)]
         for each in sums
     ]
-    blocks.append("Speed-up with one column for all layers (least of one layer):\n\n" + _table(header, rows))
+    blocks.append("Speed-up with one column for all layers (least of one layer):\n\n" + table(header, rows))
     for tokens in [each["tokens"] for each in sums]:
         results = [result for result in report["results"] if result["tokens"] == tokens]
         columns = list(dict.fromkeys(name for result in results for name in result["times"]))
@@ -193,7 +195,7 @@ def markdown(report: dict[str, Any]) -> str:
             for result in results
         ]  # fmt: skip
         header = ["layer", "non-zeros a row, mean / max", "neurons that fired", *columns]
-        blocks.append(f"{tokens} tokens, µs (speed-up):\n\n" + _table(header, rows))
+        blocks.append(f"{tokens} tokens, µs (speed-up):\n\n" + table(header, rows))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -211,10 +213,6 @@ def _with_speed_up(name: str, median: dict[str, float]) -> str:
     return f"{median[name]:.1f}" + ("" if name.startswith("dense") else f" ({fastest(median) / median[name]:.2f})")
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---:"] * len(header), *rows])
-
-
 @click.command()
 @click.option("--tokens", default=",".join(map(str, TARGETS)), show_default=True, help="Row counts.")
 @click.option(
@@ -223,7 +221,6 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here.")
-@many_sizes()
 def main(tokens: str, hot: str, repeats: int, seed: int, json_path: Path | None) -> None:
     """Print Markdown tables: speed-ups of the four trained layers together, and of each, with times in microseconds."""
     if not torch.cuda.is_available():

@@ -29,6 +29,7 @@ from typing import Any
 import click
 import torch
 import transformers
+from tables import table
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -234,7 +235,7 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     for name, each in report["commands"].items():
         if name.startswith("bench") and "found" in each:
-            lines += ["", *_bench_table(name, each["found"])]
+            lines += ["", _bench_table(name, each["found"])]
     return "\n".join(lines) + "\n"
 
 
@@ -254,17 +255,16 @@ def _summary(name: str, each: dict[str, Any]) -> str:
     return ""
 
 
-def _bench_table(name: str, found: dict[str, Any]) -> list[str]:
-    shapes = [each["shape"] for each in found["results"]]
-    lines = [f"| {name}: speed-up over the fastest dense | {' | '.join(shapes)} |", "| --- |" + " ---: |" * len(shapes)]
+def _bench_table(name: str, found: dict[str, Any]) -> str:
+    rows = []
     for part, title in (("blocks", "blocks alone"), ("model", "whole model")):
         standings = [each[part] for each in found["results"]]
         for label in dict.fromkeys(label for each in standings for label in each["speed_ups"]):
             cells = [each["speed_ups"].get(label) for each in standings]
-            values = " | ".join("-" if value is None else f"{value:.2f}" for value in cells)
-            lines.append(f"| {title}, {label} | {values} |")
-    densities = " | ".join(f"{sum(each['densities']) / len(each['densities']):.2%}" for each in found["results"])
-    return [*lines, f"| mean density | {densities} |"]
+            rows.append([f"{title}, {label}", *("-" if value is None else f"{value:.2f}" for value in cells)])
+    densities = [sum(each["densities"]) / len(each["densities"]) for each in found["results"]]
+    rows.append(["mean density", *(f"{density:.2%}" for density in densities)])
+    return table([f"{name}: speed-up over the fastest dense", *(each["shape"] for each in found["results"])], rows)
 
 
 @click.command()

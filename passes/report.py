@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from twellc.base.records import OPTIONAL, Record
 
@@ -146,27 +144,6 @@ class Layer(Record):
     def kept(self) -> int:
         """How many neurons are left."""
         return self.d_ff if self.neurons is None else self.neurons.kept
-
-    @classmethod
-    def of_json(cls, content: Mapping[str, Any]) -> Layer:
-        """Return the row that an object of JSON describes; what is no field is left out.
-
-        Raises:
-            TypeError, AttributeError: It lacks a field, or is none.
-        """
-        known = {each.name: content[each.name] for each in fields(cls) if each.name in content}
-        inner = known.get("neurons")
-        if inner is not None:
-            inner = Neurons(**{each.name: inner[each.name] for each in fields(Neurons) if each.name in inner})
-        expected = known.get("expectation")
-        if expected is not None:
-            times = [
-                ExpectedTime(**{each.name: time[each.name] for each in fields(ExpectedTime)})
-                for time in expected["times"]
-            ]
-            named = {each.name: expected[each.name] for each in fields(Expectation)}
-            expected = Expectation(**{**named, "times": times})
-        return cls(**{**known, "neurons": inner, "expectation": expected})
 
 
 @dataclass(frozen=True)

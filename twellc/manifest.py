@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
 from twellc.base.files import digest
-from twellc.base.records import OPTIONAL, Record
+from twellc.base.records import OPTIONAL, Record, of_json
 from twellc.base.version import __version__
 from twellc.config import LOGITS, PADDINGS, CompileOptions
 from twellc.export.plan import Plan
@@ -330,7 +330,7 @@ def _of_json(content: dict[str, Any]) -> Manifest:
     records = {
         "model": pick(ModelFile, content["model"]),
         "settings": pick(Settings, content["settings"]),
-        "layers": [Layer.of_json(layer) for layer in content["layers"]],
+        "layers": [of_json(Layer, layer) for layer in content["layers"]],
         "attention": [pick(Attention, block) for block in content["attention"]],
         "plugins": pick(Plugins, {**content["plugins"], "libraries": libraries}),
         "onnx": pick(OnnxFile, content["onnx"]),

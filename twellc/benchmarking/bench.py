@@ -20,7 +20,6 @@ from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
-from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError, first_few
 from twellc.base.files import Outputs, temporary_folder
 from twellc.benchmarking.blocks import (
@@ -54,19 +53,16 @@ from twellc.calibration.calibration import LoadedCalibration, load_calibration
 from twellc.checks.reference import widen_sample
 from twellc.checks.samples import Sample
 from twellc.config import DEFAULT_COMPRESSION, BenchOptions
-from twellc.decisions.advise import Advisor, firing_of
-from twellc.decisions.targets import choose_target, gpu_at_hand
-from twellc.export.profiles import program_inputs, resolve_profiles
+from twellc.export.profiles import program_inputs
 from twellc.export.runner import OpenPlan
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.passes.graph.execution import call_arguments
-from twellc.passes.pipeline import Rewritten, run_passes
+from twellc.passes.pipeline import Rewritten
 from twellc.passes.precision import widen
 from twellc.passes.report import Layer
 from twellc.plugins import library
-from twellc.translation.sizes import rows_of_blocks
-from twellc.translation.torch_models import choose_dtype
+from twellc.translation.torch_models import choose_dtype, rewrite
 
 _DEVICE = "cuda"
 _CHECKED_ROWS = 512  # of the whole model's first output
@@ -143,17 +139,8 @@ class _Bench:
 
     def _rewrite(self, calibrated: LoadedCalibration | None) -> Rewritten:
         """Rewrite the model as `twellc compile` does for optimization profiles that are the shapes to measure at."""
-        options, given = self._options, program_inputs(self._model.program)
-        self._profiles = profiles_of(given, list(self._samples.values()))
-        profiles, _ = resolve_profiles(given, self._profiles, self._model.dimension_ranges)
-        calibration = None if calibrated is None else calibrated.calibration
-        target = choose_target(options.target_gpu, gpu_at_hand())
-        rows = rows_of_blocks(given, profiles)
-        advisor = Advisor(target, firing_of(calibration), rows, compression=options.compression)
-        rewritten = run_passes(
-            self._model.program, torch_dtype(self._dtype), options.layers, self._compression,
-            calibration=calibration, advise=advisor,
-        )  # fmt: skip
+        self._profiles = profiles_of(program_inputs(self._model.program), list(self._samples.values()))
+        rewritten, advisor = rewrite(self._model, self._dtype, self._options, self._profiles, calibrated)
         self._notes += advisor.notes(rewritten.layers)
         if calibrated is not None:
             self._notes += [*calibrated.profile.warnings, *calibrated.notes(rewritten.layers)]

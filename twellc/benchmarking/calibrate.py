@@ -281,7 +281,8 @@ def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> T
         bytes_each = 2 * grid.d_model * grid.d_ff * (3 if grid.variant == "gated" else 2)
         count = timing.sets_in_rotation(bytes_each)
         sets: list[Weights] = []
-        for tokens in grid.tokens:
+        # The most first: torch launches the compiled activation as suits the first size it sees.
+        for tokens in reversed(grid.tokens):
             if monotonic() > end:
                 left = True
                 break
@@ -290,9 +291,9 @@ def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> T
             try:
                 dense_point, points = measure_size(grid, tokens, sets, columns, 5 if tokens > 256 else 9)
             except torch.OutOfMemoryError:
-                progress(f"{shape}: more than {tokens} tokens do not fit in this GPU's memory")
+                progress(f"{shape}: {tokens} tokens do not fit in this GPU's memory")
                 left = True
-                break
+                continue
             times.dense.append(dense_point)
             times.twell.extend(points)
             _write(path, times)

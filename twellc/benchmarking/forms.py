@@ -125,8 +125,9 @@ def many_sizes() -> Iterator[None]:
 @functools.cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function through torch.compile."""
-    # Without fullgraph, torch would go on in eager mode, and say nothing, after some recompilations.
-    return torch.compile(function, fullgraph=True)
+    # Without fullgraph, torch would go on in eager mode, and say nothing, after some recompilations. From its cache it
+    # would take a kernel whose launch suits the number of tokens for which another run compiled it.
+    return torch.compile(function, fullgraph=True, options={"fx_graph_cache": False})
 
 
 def _fused(function: Callable[..., Tensor], rows: Tensor, *rest: Any) -> Tensor:

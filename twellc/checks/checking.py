@@ -13,7 +13,7 @@ import torch
 
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import digest, external_data, temporary_folder, why_no_file
-from twellc.base.records import Json, Record
+from twellc.base.records import Json, Record, of_json
 from twellc.checks.accuracy import (
     COARSE,
     DiscreteAccuracy,
@@ -393,7 +393,7 @@ def _neurons(model: onnx.ModelProto) -> dict[tuple[str, int], Neurons]:
     """Return what became of the neurons of blocks, by module and d_ff, as far as a graph says so."""
     text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), "")
     try:
-        layers = [Layer.of_json(layer) for layer in json.loads(text)["layers"]]
+        layers = [of_json(Layer, layer) for layer in json.loads(text)["layers"]]
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
     return {_key(layer): layer.neurons for layer in layers if layer.neurons is not None}

@@ -12,13 +12,22 @@ import torch
 
 from twellc.base.errors import first_few
 from twellc.config import DEFAULT_COMPRESSION, DEFAULT_DENSITY
-from twellc.decisions.choose import DEFAULT_ROW_SPREAD, Tokens, choose, choose_compression, pays_text, percent
+from twellc.decisions.choose import (
+    DEFAULT_ROW_SPREAD,
+    Tokens,
+    active_text,
+    choose,
+    choose_compression,
+    pays_text,
+    percent,
+)
 from twellc.decisions.predict import Widths
 from twellc.decisions.targets import Target
 from twellc.decisions.times import Rates
 from twellc.passes.decide import Advise
 from twellc.passes.firing import Calibration, Counts
 from twellc.passes.match.find_ffn import FfnBlock
+from twellc.passes.neurons import without
 from twellc.passes.report import Choice, Layer
 
 # Calls in fp16 are not split: sums over the hot neurons alone may be out of its range.
@@ -34,10 +43,12 @@ class Firing:
     Attributes:
         rates: How often each neuron does, as a share of the tokens: [d_ff].
         row_spread: See `choose`.
+        removed: How many neurons it had besides these.
     """
 
     rates: Rates
     row_spread: float = DEFAULT_ROW_SPREAD
+    removed: int = 0
 
 
 class Advisor:
@@ -75,12 +86,13 @@ class Advisor:
         if known is not None:
             kept = replace(widths, d_ff=len(known.rates))
             choice = choose(
-                self._target.model, kept, known.rates, tokens, known.row_spread, splits=block.dtype == _SPLIT_DTYPE
-            )
+                self._target.model, kept, known.rates, tokens, known.row_spread,
+                splits=block.dtype == _SPLIT_DTYPE, removed=known.removed,
+            )  # fmt: skip
             if not self._target.model.is_near(kept):  # a guess leaves nothing dense
-                density = percent(choice.expectation.density) if choice.expectation is not None else ""
+                active = active_text(float(known.rates.mean()), kept.d_ff, known.removed)
                 slots = choose_compression(known.rates, known.row_spread)
-                choice = replace(choice, decision="twell", facts=f"{density} active", hot=0, compression=slots)
+                choice = replace(choice, decision="twell", facts=active, hot=0, compression=slots)
             choice = replace(choice, compression=self._compression or choice.compression)
             self.decided[block.module] = {name: getattr(choice, name) for name in _REPEATED}
             return choice
@@ -134,9 +146,9 @@ def firing_of(calibration: Calibration | None) -> dict[str, Firing]:
     found = {}
     for module, block in calibration.blocks.items() if calibration is not None else ():
         rates = block.rates
-        if calibration is not None and calibration.prune_dead and not block.never.all():
-            rates = rates[~block.never]
-        found[module] = Firing(rates, row_spread(block.rows))
+        if calibration is not None and calibration.prune_dead:
+            rates = rates[without(block.never)]
+        found[module] = Firing(rates, row_spread(block.rows), len(block.rates) - len(rates))
     return found
 
 

@@ -52,6 +52,7 @@ def choose(
     row_spread: float = DEFAULT_ROW_SPREAD,
     assumed: bool = False,
     splits: bool = True,
+    removed: int = 0,
 ) -> Choice:
     """Decide what becomes of a block.
 
@@ -63,6 +64,7 @@ def choose(
         row_spread: How unequal rows are: standard deviation of the logarithm of their non-zeros.
         assumed: Whether the rates are a guess.
         splits: Whether the kernels split calls of its dtype.
+        removed: How many neurons it had besides those of `rates`.
     """
     in_order = np.asarray(rates, dtype=np.float64)
     rates = np.sort(in_order)[::-1]
@@ -78,11 +80,12 @@ def choose(
         for count in counts
     ]
     density = float(rates.mean())
+    active = active_text(density, widths.d_ff, removed)
     pays = gain >= _LEAST_GAIN
     taken = hot if pays else 0
     return Choice(
         decision="twell" if pays else "dense",
-        facts=_facts(density, gain, tuned, hot) if pays else _facts_against(density, pays_below, tuned),
+        facts=_facts(active, gain, tuned, hot) if pays else f"{active}, {pays_text(pays_below)} {at_tokens(tuned)}",
         hot=taken,
         compression=choose_compression(in_order[hot_first(in_order, taken)][taken:], row_spread),
         expectation=Expectation(
@@ -141,13 +144,15 @@ def count_text(count: int) -> str:
     return f"{count:,}".replace(",", " ") if count >= 10_000 else str(count)
 
 
-def _facts(density: float, gain: float, tuned: Sequence[int], hot: int) -> str:
-    facts = f"{percent(density)} active, expected {gain:.2f} times as fast {at_tokens(tuned)}"
+def active_text(density: float, d_ff: int, removed: int) -> str:
+    """Say which share of the neurons is active, and of which ones if some were removed."""
+    left = f" of the {count_text(d_ff)} neurons left" if removed else ""
+    return f"{percent(density)}{left} active"
+
+
+def _facts(active: str, gain: float, tuned: Sequence[int], hot: int) -> str:
+    facts = f"{active}, expected {gain:.2f} times as fast {at_tokens(tuned)}"
     return f"{facts}, {hot} hot neurons dense" if hot else facts
-
-
-def _facts_against(density: float, pays_below: float, tuned: Sequence[int]) -> str:
-    return f"{percent(density)} active, {pays_text(pays_below)} {at_tokens(tuned)}"
 
 
 def _best(

@@ -12,8 +12,6 @@ ranges of tokens, since other kernels run there. Then the ratio of measured time
 measured points, by logarithms of tokens, widths and density, by variant, and by how unequal neurons are: kriging with
 an exponential covariance. Along one axis that is linear between neighbours; far from all points it is their average.
 
-Of a GPU that is like another, the floor is what the other one is predicted to take: a few times of its own suffice.
-
 Unequal neurons count twice: fewer of them fire in a call of few tokens, and rows of the most active ones stay in
 caches.
 """
@@ -114,20 +112,12 @@ class _Call:
 
 
 class CostModel:
-    """What blocks take on one GPU.
+    """What blocks take on one GPU, from what was measured there."""
 
-    Args:
-        times: What was measured there.
-        like: Another GPU of the same architecture, of which more was measured: then what it takes is the floor.
-    """
-
-    def __init__(self, times: Times, like: CostModel | None = None) -> None:
-        self.times, self._like = times, like
-        dense, twell = [_dense_call(point) for point in times.dense], [_twell_call(point) for point in times.twell]
-        self._dense: _Interpolated = _Interpolated(dense, times.dense, None, None if like is None else like._dense)
-        self._twell: _Interpolated = _Interpolated(
-            twell, times.twell, self._dense, None if like is None else like._twell
-        )
+    def __init__(self, times: Times) -> None:
+        self.times = times
+        self._dense = _Interpolated(list(map(_dense_call, times.dense)), times.dense, None)
+        self._twell = _Interpolated(list(map(_twell_call, times.twell)), times.twell, self._dense)
 
     def dense_us(self, widths: Widths, tokens: int) -> float:
         """Return the time of a dense block, the fastest form of it."""
@@ -162,15 +152,13 @@ class CostModel:
     def error(self) -> ModelError:
         """Say how far predictions are off, by leaving measured points out and predicting them from the others."""
         errors = []
-        own_shapes = set(map(_shape, self.times.twell))
-        for shape in own_shapes if len(own_shapes) > 1 else ():
+        for shape in self.shapes if len(self.shapes) > 1 else ():
             rest = CostModel(
                 replace(
                     self.times,
                     dense=[point for point in self.times.dense if _shape(point) != shape],
                     twell=[point for point in self.times.twell if _shape(point) != shape],
-                ),
-                self._like,
+                )
             )
             own = [point for point in self.times.twell if _shape(point) == shape]
             errors += [math.log(point.us / rest._twell.predict(_twell_call(point))) for point in own]
@@ -179,7 +167,7 @@ class CostModel:
     @property
     def shapes(self) -> set[tuple[str, int, int]]:
         """Variant, d_model and d_ff of the blocks that were measured by TwELL."""
-        return set(map(_shape, self.times.twell)) | (set() if self._like is None else self._like.shapes)
+        return set(map(_shape, self.times.twell))
 
 
 def _shape(point: Measured) -> tuple[str, int, int]:
@@ -283,21 +271,16 @@ _LEAST_SHARE = 0.5
 
 
 class _Interpolated:
-    """Times by floor and interpolated ratio; what is predicted of dense blocks, by `dense`, bounds floors of TwELL.
+    """Times by floor and interpolated ratio; what is predicted of dense blocks, by `dense`, bounds floors of TwELL."""
 
-    What `like` predicts is the floor if it is given.
-    """
-
-    def __init__(
-        self, calls: list[_Call], points: Sequence[Measured], dense: _Interpolated | None, like: _Interpolated | None
-    ) -> None:
-        self._bound, self._like = dense, like
-        self.splits: bool = like.splits if like is not None else any(call.split for call in calls)
+    def __init__(self, calls: list[_Call], points: Sequence[Measured], dense: _Interpolated | None) -> None:
+        self._bound = dense
+        self.splits = any(call.split for call in calls)
         us = np.array([point.us for point in points])
         self._least = _LEAST_SHARE * float(us.min())
         groups = np.array([self._group(call) for call in calls])
         self._prices: dict[int, _Array] = {}
-        for group in set(groups.tolist()) if like is None else ():
+        for group in set(groups.tolist()):
             members = np.flatnonzero(groups == group)
             self._prices[group] = self._fit([calls[index] for index in members], us[members])
         self._places = np.array([_place(call) for call in calls])
@@ -312,7 +295,7 @@ class _Interpolated:
     @property
     def constant(self) -> float:
         """What a dense block takes without any work."""
-        return self._like.constant if self._like is not None else float(self._prices[0][0])
+        return float(self._prices[0][0])
 
     def predict(self, call: _Call) -> float:
         """Return the time of a call in microseconds, no less than half of the shortest that was measured."""
@@ -346,8 +329,6 @@ class _Interpolated:
         return prices
 
     def _floor(self, call: _Call) -> float:
-        if self._like is not None:
-            return self._like.predict(call)
         prices = self._prices[self._group(call)]
         if call.rates is None or self._group(call) == _DENSE_RANGE:
             return float(prices @ _dense_parts(call))

@@ -69,8 +69,7 @@ def shipped_times(name: str) -> Times:
 
 @functools.cache
 def _shipped(name: str) -> CostModel:
-    # Of an H100 little was measured, at widths and densities that were measured of an H200, too.
-    return CostModel(shipped_times(name), _shipped("h200") if name == "h100" else None)
+    return CostModel(shipped_times(name))
 
 
 def gpu_at_hand() -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import onnx
 
 from twellc.base.dtypes import dtype_name, torch_dtype
+from twellc.base.records import of_json
 from twellc.calibration.calibration import load_calibration
 from twellc.config import InspectOptions, refuse_calibration, refuse_dtype
 from twellc.decisions.advise import Advisor, firing_of
@@ -127,7 +128,7 @@ def _metadata(model: onnx.ModelProto) -> tuple[str | None, list[Layer]]:
     text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), "")
     try:
         content = json.loads(text)
-        layers = [Layer.of_json(layer) for layer in content["layers"]]
+        layers = [of_json(Layer, layer) for layer in content["layers"]]
         dtype = str(content["settings"]["dtype"])
     except (ValueError, KeyError, TypeError, AttributeError):
         return None, []

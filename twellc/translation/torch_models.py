@@ -9,18 +9,20 @@ from torch.export import ExportedProgram
 
 from twellc.base.dtypes import DTYPES, dtype_name, torch_dtype
 from twellc.base.errors import first_few
-from twellc.calibration.calibration import load_calibration
-from twellc.config import DEFAULT_COMPRESSION, CompileOptions
+from twellc.calibration.calibration import LoadedCalibration, load_calibration
+from twellc.config import DEFAULT_COMPRESSION, BenchOptions, CompileOptions
 from twellc.decisions.advise import Advisor, firing_of, repeat
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.attention_forms import choose_forms
 from twellc.export.onnx_export import export_onnx, opset_of
 from twellc.export.profiles import input_specs, program_inputs, resolve_profiles
+from twellc.export.shapes import ShapeRange
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
-from twellc.passes.dump import GraphDump
+from twellc.passes.decide import Advise
+from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import has_inner_graphs, written_tensors
-from twellc.passes.pipeline import run_passes
+from twellc.passes.pipeline import Rewritten, run_passes
 from twellc.passes.precision import parameter_dtypes
 from twellc.passes.report import Layer
 from twellc.translation.result import Translation, annotate, check_matches
@@ -42,18 +44,9 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     dtype, notes = choose_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
     forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention)
-    given = program_inputs(model.program)
-    profiles, _ = resolve_profiles(given, list(options.profiles), model.dimension_ranges)
-    calibration = None if calibrated is None else calibrated.calibration
-    target = choose_target(options.target_gpu, gpu_at_hand())
-    advisor = Advisor(target, firing_of(calibration), rows_of_blocks(given, profiles), compression=options.compression)
     dump = GraphDump(options.dump_graphs)
-    rewritten = run_passes(
-        model.program, torch_dtype(dtype), options.layers, options.compression or DEFAULT_COMPRESSION, forms, dump,
-        calibration, advisor if options.decided is None else repeat(options.decided),
-    )  # fmt: skip
-    if calibrated is not None:
-        calibrated.refuse_other_blocks(rewritten.layers)
+    decided = None if options.decided is None else repeat(options.decided)
+    rewritten, advisor = rewrite(model, dtype, options, list(options.profiles), calibrated, forms, dump, decided)
     warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
     notes = [*notes, *activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
     progress("exporting to ONNX")
@@ -73,6 +66,48 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
         model.kind, inputs, model.dimension_ranges, rewritten.layers, rewritten.attention, graph, settings, notes,
         warnings,
     )  # fmt: skip
+
+
+def rewrite(
+    model: LoadedModel,
+    dtype: str,
+    options: CompileOptions | BenchOptions,
+    profiles: list[tuple[str, ShapeRange]],
+    calibrated: LoadedCalibration | None,
+    attention: tuple[str, ...] = (),
+    dump: GraphDump = NOWHERE,
+    decided: Advise | None = None,
+) -> tuple[Rewritten, Advisor]:
+    """Run every pass on a model, as options and calibration have it.
+
+    Args:
+        model: The model.
+        dtype: `bf16` or `fp16`.
+        options: What decides about blocks: `layers`, `compression` and `target_gpu`.
+        profiles: The optimization profiles, as `CompileOptions` has them.
+        calibrated: What is known of the model's neurons.
+        attention: See `run_passes`.
+        dump: See `run_passes`.
+        decided: What was decided before; None decides now.
+
+    Returns:
+        What the passes made, and who gives advice, with notes for the user.
+
+    Raises:
+        UserError: See `run_passes`, `resolve_profiles`, `choose_target` and `LoadedCalibration`.
+    """
+    given = program_inputs(model.program)
+    resolved, _ = resolve_profiles(given, profiles, model.dimension_ranges)
+    calibration = None if calibrated is None else calibrated.calibration
+    target = choose_target(options.target_gpu, gpu_at_hand())
+    advisor = Advisor(target, firing_of(calibration), rows_of_blocks(given, resolved), compression=options.compression)
+    rewritten = run_passes(
+        model.program, torch_dtype(dtype), options.layers, options.compression or DEFAULT_COMPRESSION, attention, dump,
+        calibration, decided or advisor,
+    )  # fmt: skip
+    if calibrated is not None:
+        calibrated.refuse_other_blocks(rewritten.layers)
+    return rewritten, advisor
 
 
 def choose_dtype(model: LoadedModel, requested: str | None) -> tuple[str, list[str]]:

@@ -76,10 +76,10 @@ def test_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert times.complete
     assert times.gpu == torch.cuda.get_device_name()
     assert [(point.variant, point.tokens) for point in times.dense] == [
-        ("gated", 1), ("gated", 300), ("plain", 8), ("gated", 8),
+        ("gated", 300), ("gated", 1), ("plain", 8), ("gated", 8),
     ]  # fmt: skip
     # Three hundred tokens of so narrow a block are not split: hot neurons are not measured there.
-    assert [point.tokens for point in times.twell] == [1] * len(ACTIVITIES) + [300] * (len(ACTIVITIES) - 1)
+    assert [point.tokens for point in times.twell] == [300] * (len(ACTIVITIES) - 1) + [1] * len(ACTIVITIES)
     assert list(tmp_path.iterdir()) == [path]
 
 

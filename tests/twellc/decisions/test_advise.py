@@ -95,6 +95,13 @@ def test_decisions_are_repeated(blocks: list[FfnBlock]) -> None:
     assert again == [replace(layer, expectation=None) for layer in layers]
 
 
+def test_what_was_removed_is_not_counted(blocks: list[FfnBlock]) -> None:
+    firing = {"0.ffn": Firing(np.full(4000, 0.3), removed=1632), "1.ffn": Firing(np.full(4000, 0.003), removed=1632)}
+    first, second = decide(blocks, "auto", advisor(firing))
+    assert first.reason.startswith("left dense: 30 % of the 4000 neurons left active, pays below ")
+    assert second.reason.startswith("0.3 % of the 4000 neurons left active, expected ")
+
+
 def test_fp16_is_not_split(blocks: list[FfnBlock]) -> None:
     """Then no neuron has to be moved, and what is expected is the time without a split."""
     rates = np.random.default_rng(0).permutation(zipf_rates(5632, 0.02))

@@ -10,7 +10,7 @@ import pytest
 
 from twellc.decisions.predict import CostModel, Widths, is_split, point_rates
 from twellc.decisions.targets import TARGETS, choose_target, shipped_times
-from twellc.decisions.times import Times, zipf_rates
+from twellc.decisions.times import zipf_rates
 from twellc.plugins import library
 
 GATED = Widths("gated", 2048, 5632, 2048)
@@ -83,20 +83,6 @@ def test_hot_neurons_of_few_tokens_are_not_split() -> None:
     for tokens in (1, 32, 128):
         assert 1 <= H200.twell_us(GATED, tokens, rates, 512) / H200.twell_us(GATED, tokens, rates) < 1.3
     assert H200.twell_us(GATED, 8192, rates, 512) < H200.twell_us(GATED, 8192, rates)
-
-
-def test_a_gpu_like_another() -> None:
-    """A few measured points scale all that is known of the other GPU, near them more than elsewhere."""
-    times = shipped_times("h200")
-    twice = [replace(point, us=2 * point.us) for point in times.twell if point.tokens == 2048 and not point.hot]
-    dense = [replace(point, us=2 * point.us) for point in times.dense if point.tokens == 2048]
-    model = CostModel(Times({"gpu": "slow"}, False, dense, twice), H200)
-    assert model.shapes == H200.shapes
-    for density, hot in ((0.005, 0), (0.02, 512)):
-        rates = zipf_rates(5632, density)
-        ratio = model.twell_us(GATED, 2048, rates, hot) / H200.twell_us(GATED, 2048, rates, hot)
-        assert ratio == pytest.approx(2, rel=0.05)
-    assert model.dense_us(GATED, 2048) == pytest.approx(2 * H200.dense_us(GATED, 2048), rel=0.05)
 
 
 @pytest.mark.parametrize(
