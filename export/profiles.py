@@ -155,6 +155,11 @@ def symbol_value(dim: sympy.Expr, size: int) -> int | None:
     return None
 
 
+def form_of(dim: sympy.Expr) -> str:
+    """Return a dimension of one symbol for a message, such as `2*n`: torch's own names of symbols say nothing."""
+    return str(dim.xreplace(dict.fromkeys(dim.free_symbols, sympy.Symbol("n"))))
+
+
 def _fix_symbols(
     spec: InputSpec,
     shape_range: ShapeRange,
@@ -180,8 +185,9 @@ def _fix_symbols(
         sizes = [value for value in (symbol_value(dim, size) for size in wanted) if value is not None]
         if len(sizes) < len(wanted):
             raise UserError(
-                "--profile", f"dimension {axis} of {spec.name} has impossible sizes", got=str(wanted), expected=str(dim)
-            )
+                "--profile", f"dimension {axis} of {spec.name} has impossible sizes", got=str(wanted),
+                expected=form_of(dim),
+            )  # fmt: skip
         wanted = (sizes[0], sizes[1], sizes[2])
         low, high = bounds.get(symbol, (1, sympy.oo))
         if wanted[0] < low or sympy.Integer(wanted[2]) > high:

@@ -120,6 +120,7 @@ def _arrange(
         never=None if profile is None else int(profile.never.sum()),
         tokens=None if profile is None else profile.tokens,
         rate_bound=None if profile is None else rate_bound(profile.tokens),
+        density=None if profile is None else int(profile.firing[kept].sum()) / (profile.tokens * len(kept)),
         lost=None if unseen is None else float(unseen.firing[gone].sum() / max(unseen.nonzeros, 1)),
         lost_of=None if unseen is None else unseen.tokens,
         reason=reason,

@@ -78,6 +78,7 @@ class Neurons(Record):
         never: How many never fired in the profile.
         tokens: How many tokens the profile has seen.
         rate_bound: How often, at most, a neuron fires that never did, with a confidence of 95 %.
+        density: Share of the activations of those that are left that were not zero in the profile.
         lost: The share of a second profile's non-zeros that the removed neurons have.
         lost_of: How many tokens the second profile has seen.
         reason: Why nothing was done; empty where something was.
@@ -89,6 +90,7 @@ class Neurons(Record):
     never: int | None = field(default=None, metadata=OPTIONAL)
     tokens: int | None = field(default=None, metadata=OPTIONAL)
     rate_bound: float | None = field(default=None, metadata=OPTIONAL)
+    density: float | None = field(default=None, metadata=OPTIONAL)
     lost: float | None = field(default=None, metadata=OPTIONAL)
     lost_of: int | None = field(default=None, metadata=OPTIONAL)
     reason: str = ""
@@ -137,6 +139,11 @@ class Layer(Record):
     compression: int | None = field(default=None, metadata=OPTIONAL)
     expectation: Expectation | None = field(default=None, metadata=OPTIONAL)
     neurons: Neurons | None = field(default=None, metadata=OPTIONAL)
+
+    @property
+    def kept(self) -> int:
+        """How many neurons are left."""
+        return self.d_ff if self.neurons is None else self.neurons.kept
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,13 @@ GPUS = {
     "RTX-4090": Device(8, 9, 128, 99 << 10, 72 << 20),
     "RTX-5090": Device(12, 0, 170, 99 << 10, 96 << 20),
 }
+
+
+def gpu_named(driver_name: str) -> str | None:
+    """Return which of GPUS a driver's name, such as `NVIDIA H100 80GB HBM3`, is of; None where it is none of them."""
+    words = set(re.split(r"[\s-]+", driver_name.upper()))
+    found = [name for name in GPUS if words.issuperset(name.upper().split("-"))]
+    return max(found, key=len, default=None)
 
 
 class AttentionProblem(ctypes.Structure):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -232,7 +232,14 @@ def profile(
     with uninterrupted():  # native modules do not survive an interrupt while they are imported
         from twellc.profiling.run import profile_model
 
-    several = [data] if isinstance(data, str | os.PathLike | Mapping) else data
+    kinds = (str, os.PathLike, Mapping)
+    several = list(data) if isinstance(data, Iterable) and not isinstance(data, kinds) else [data]
+    for each in several:
+        if not isinstance(each, kinds):
+            raise UserError(
+                "data", "is no data to run a model on", got=type(each).__name__,
+                expected="a path, tensors or arrays by the names of inputs, or several of these",
+            )  # fmt: skip
     sources = [each if isinstance(each, Mapping) else Path(each) for each in several]
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
         given = _parsed(ProfileOptions, options, in_memory)
@@ -379,4 +386,8 @@ def _on_disk(model: Model, example: _Example) -> Iterator[tuple[Path, str]]:
     from twellc.memory import IN_MEMORY, save
 
     with temporary_folder() as folder:
-        yield save(model, example, folder), IN_MEMORY
+        path = save(model, example, folder)
+        try:
+            yield path, IN_MEMORY
+        except UserError as error:
+            raise error.about(str(path), path.stem) from error.__cause__

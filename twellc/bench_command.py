@@ -23,6 +23,7 @@ from twellc.terminal import (
     open_console,
     prune_check_option,
     prune_dead_option,
+    refuse_other_options,
     say,
     show_progress,
     target_gpu_option,
@@ -82,7 +83,10 @@ if TYPE_CHECKING:
 @click.option("--overwrite", is_flag=True, help="Replace an existing picture or data file.")
 @trust_model_option
 @inputs_option
+@click.pass_context
 def bench(
+    context: click.Context,
+    /,
     model: Path | None,
     shapes: str,
     compression: str | None,
@@ -104,6 +108,8 @@ def bench(
     the input is bad, or there is no GPU.
     """
     if calibrate:
+        taken = ("calibrate", "model", "output", "overwrite")
+        refuse_other_options(context, "--calibrate", taken, "is for measuring a model")
         _calibrate(model, output, options["overwrite"])
         return
     if model is None:

@@ -33,7 +33,6 @@ from twellc.config import (
     BACKENDS,
     DEFAULT_COMPRESSION,
     DEFAULT_DENSITY,
-    DEFAULT_GPU,
     DEFAULT_TOKENS,
     LOGITS,
     PADDINGS,
@@ -285,15 +284,15 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
 @click.option(
     "--density", type=Share(), default=DEFAULT_DENSITY, show_default=True, metavar="SHARE",
     help="Share of gate activations that are not zero, from 0 to 1, to count operations and bytes and expect times at; "
-    "it is assumed, not measured.",
+    "it is assumed, of blocks that no profile knows.",
 )  # fmt: skip
 @click.option(
     "--tokens", type=click.IntRange(1, LARGEST_SIZE), default=DEFAULT_TOKENS, show_default=True, metavar="N",
     help="Tokens in a call to count operations and bytes of, and to name the kernels of.",
 )  # fmt: skip
 @click.option(
-    "--gpu", type=click.Choice(tuple(GPUS)), default=DEFAULT_GPU, show_default=True,
-    help="The GPU whose kernels to name; none has to be there.",
+    "--gpu", type=click.Choice(tuple(GPUS)),
+    help="The GPU whose kernels to name; none has to be there. Default: the one that speed is expected for.",
 )  # fmt: skip
 @target_gpu_option
 @calibration_option
@@ -307,12 +306,13 @@ def inspect(target: Path, as_json: bool, **options: Any) -> None:
     A plan is read through its manifest, so no GPU is needed. A rewritten ONNX file shows its plugin nodes, too.
 
     How much faster than a dense block each is expected to be follows from times measured on the target GPU, at the
-    density that is assumed; a plan says what was expected when it was compiled. A second table counts the FLOPs and
-    bytes of each block in one call, with dense products and where only active neurons are computed: counts, no
-    prediction of time.
+    density of the profile, or one that is assumed; a plan says what was expected when it was compiled. A second table
+    counts the FLOPs and bytes of each block in one call, with dense products and where only active neurons are
+    computed: counts, no prediction of time.
 
     Then come the kernels that compute each rewritten block in such a call: which route they are, and what is launched,
-    with its configuration.
+    with its configuration. They are those of the target GPU, of a plan those of the GPU that it was compiled for,
+    unless --target-gpu or --gpu names another one.
     """
     with show_progress() as progress:
         found = twellc.inspect(target, progress=progress, **options)
@@ -353,7 +353,8 @@ def inspect(target: Path, as_json: bool, **options: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
     "--calibration", type=FilePath(), metavar="PROFILE",
-    help="The profile that CANDIDATE was compiled with, for a plan that no GPU can run, if its graph was not kept.",
+    help="The profile that CANDIDATE was compiled with; another one is refused. Only a plan needs it that no GPU can "
+    "run, if its graph was not kept.",
 )  # fmt: skip
 @trust_model_option
 @inputs_option
@@ -427,8 +428,7 @@ def _rewritten(layer: Layer) -> str:
 
 def _neurons(layer: Layer) -> str:
     """Return how many neurons a block has, and how many of the model's these are if it has lost some."""
-    kept = layer.d_ff if layer.neurons is None else layer.neurons.kept
-    return str(layer.d_ff) if kept == layer.d_ff else f"{kept} of {layer.d_ff}"
+    return str(layer.d_ff) if layer.kept == layer.d_ff else f"{layer.kept} of {layer.d_ff}"
 
 
 def _print_attention(blocks: list[Attention]) -> None:
@@ -470,16 +470,29 @@ _FORMS = {
 
 def _print_cost(cost: CostTable) -> None:
     console = open_console()
-    table = Table(
-        "block", title=f"{cost.tokens} tokens a call, at an assumed density of {100 * cost.assumed_density:g} %"
-    )
-    for column in ("GFLOP dense", "sparse", "ratio", "MB dense", "sparse", "ratio", "MB gathered"):
+    known = any(row.density is not None for row in cost.layers)
+    where = ["at the densities of the profile"] if known else []
+    if not known or any(row.density is None and row.sparse != row.dense for row in cost.layers):
+        where.append(f"at an assumed density of {100 * cost.assumed_density:g} %")
+    table = Table("block", title=f"{cost.tokens} tokens a call, {', else '.join(where)}")
+    for column in (
+        *(["density"] if known else []),
+        "GFLOP dense",
+        "sparse",
+        "ratio",
+        "MB dense",
+        "sparse",
+        "ratio",
+        "MB gathered",
+    ):
         table.add_column(column, justify="right")
     total = LayerCosts(cost.total.dense, cost.total.sparse, "all")
     for row in [*cost.layers, *([total] if len(cost.layers) > 1 else [])]:
         if row is total:
             table.add_section()
         cells = [row.module]
+        if known:
+            cells.append("-" if row.density is None else f"{row.density:.2%}")
         pairs = ((row.dense.flops, row.sparse.flops, 1e9), (row.dense.bytes, row.sparse.bytes, 1e6))
         for dense, sparse, unit in pairs:
             ratio = f"{dense / sparse:.2f}" if sparse else "-"  # a node of another origin may not say its widths

@@ -12,7 +12,7 @@ from twellc.base.errors import UserError
 from twellc.export.shapes import Shape, ShapeRange
 from twellc.export.triton import PLAN_NAME, VERSION, model_folder
 from twellc.inputs import InputDeclaration
-from twellc.plugins.library import COMPRESSIONS
+from twellc.plugins.library import COMPRESSIONS, GPUS
 
 ATTENTIONS = ("auto", "tensorrt", "cudnn")
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx", "none")
@@ -101,10 +101,11 @@ class InspectOptions:
     Attributes:
         target: A model, a plan or a rewritten ONNX file.
         dtype: Precision to judge a model in; None takes the one that `twellc compile` would.
-        density: Assumed share of gate activations that are not zero, to count operations and bytes and expect times at.
+        density: Assumed share of gate activations that are not zero, to count operations and bytes and expect times at,
+            of blocks that no profile knows.
         tokens: Tokens in a call to count operations and bytes of, and to name the kernels of.
-        gpu: The GPU whose kernels to name, of `twellc.plugins.library.GPUS`.
-        target_gpu: See `CompileOptions`.
+        gpu: The GPU whose kernels to name, of `twellc.plugins.library.GPUS`; None takes that of `target_gpu`.
+        target_gpu: See `CompileOptions`; of what is compiled None takes the GPU that it was compiled for.
         trust_model: Load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
         calibration: See `CompileOptions`.
@@ -117,7 +118,7 @@ class InspectOptions:
     dtype: str | None = None
     density: float = DEFAULT_DENSITY
     tokens: int = DEFAULT_TOKENS
-    gpu: str = DEFAULT_GPU
+    gpu: str | None = None
     target_gpu: str | None = None
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()
@@ -188,7 +189,8 @@ class CheckOptions:
         text: A text to make the inputs from, instead of random ones.
         trust_model: Load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
-        calibration: The profile that the candidate was compiled with, for a plan whose graph has to be made again.
+        calibration: The profile that the candidate was compiled with, for a plan whose graph has to be made again;
+            another one is refused.
     """
 
     model: Path
@@ -298,6 +300,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "logits": LOGITS,
     "attention": ATTENTIONS,
     "compression": (None, *COMPRESSIONS),
+    "gpu": (None, *GPUS),
 }
 
 

@@ -23,9 +23,9 @@ These are counts and do not predict time.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from twellc.base.records import Json, Record
+from twellc.base.records import OPTIONAL, Json, Record
 from twellc.passes.report import Layer
 from twellc.plugins.library import TILE
 
@@ -55,9 +55,16 @@ class FormCosts(Record):
 
 @dataclass(frozen=True)
 class LayerCosts(FormCosts):
-    """Costs of the block of a module."""
+    """Costs of the block of a module.
+
+    Attributes:
+        module: Path of the module that holds its weights.
+        density: Share of gate activations, of the neurons that are left, that a profile found not to be zero; None
+            where it is assumed, or the block is dense.
+    """
 
     module: str
+    density: float | None = field(default=None, metadata=OPTIONAL)
 
     def to_json(self) -> dict[str, Json]:
         """Return it as JSON types, the module first."""
@@ -70,7 +77,7 @@ class CostTable(Record):
 
     Attributes:
         tokens: Tokens in the call.
-        assumed_density: Assumed share of gate activations that are not zero.
+        assumed_density: Assumed share of gate activations that are not zero, where no profile says it.
         bytes_per_element: Bytes of an element.
         layers: Costs of each block, in the order of the report.
         total: Their sum.
@@ -91,8 +98,14 @@ def dense_cost(layer: Layer, tokens: int) -> Cost:
 
 
 def sparse_cost(layer: Layer, tokens: int, density: float) -> Cost:
-    """Return the cost of a block whose share of non-zero gate activations is `density`, as a plugin computes it."""
-    d_model, d_ff, d_out = layer.d_model, layer.d_ff, layer.d_out
+    """Return the cost of a block as a plugin computes it: of the neurons that are left.
+
+    Args:
+        layer: The block, described as in a report.
+        tokens: Tokens in one call.
+        density: Share of their gate activations that are not zero.
+    """
+    d_model, d_ff, d_out = layer.d_model, layer.kept, layer.d_out
     neuron = (_inputs(layer) - 1) * d_model + d_out
     active = tokens * density * d_ff
     distinct = d_ff * -math.expm1(tokens * math.log1p(-density)) if density < 1 else d_ff
@@ -111,13 +124,15 @@ def count_costs(layers: list[Layer], tokens: int, density: float) -> CostTable:
     Args:
         layers: Blocks as in a report.
         tokens: Tokens in one call.
-        density: Share of gate activations that are not zero, from 0 to 1.
+        density: Share of gate activations that are not zero, from 0 to 1, in blocks that no profile knows.
     """
     rows = []
     for layer in layers:
         dense = dense_cost(layer, tokens)
-        sparse = sparse_cost(layer, tokens, density) if layer.decision == "twell" else dense
-        rows.append(LayerCosts(dense, sparse, layer.module))
+        known = None if layer.neurons is None else layer.neurons.density
+        own = density if known is None else known
+        sparse = sparse_cost(layer, tokens, own) if layer.decision == "twell" else dense
+        rows.append(LayerCosts(dense, sparse, layer.module, known))
     nothing = Cost(0, 0)
     total = FormCosts(sum((row.dense for row in rows), nothing), sum((row.sparse for row in rows), nothing))
     return CostTable(tokens, density, BYTES_PER_ELEMENT, rows, total)

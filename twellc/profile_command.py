@@ -14,7 +14,7 @@ from rich.table import Table
 
 import twellc
 from twellc.base.dtypes import DTYPES
-from twellc.base.errors import UserError, first_few
+from twellc.base.errors import first_few
 from twellc.config import DEFAULT_BATCH, PADDINGS
 from twellc.export.shapes import LARGEST_SIZE
 from twellc.terminal import (
@@ -24,6 +24,7 @@ from twellc.terminal import (
     never_failing,
     open_console,
     plain,
+    refuse_other_options,
     say,
     show_progress,
     trust_model_option,
@@ -73,7 +74,16 @@ _COUNT = click.IntRange(1, LARGEST_SIZE)
 @click.option("--overwrite", is_flag=True, help="Replace an existing output file.")
 @trust_model_option
 @inputs_option
-def profile(paths: tuple[Path, ...], data: tuple[Path, ...], merge: bool, as_json: bool, **options: Any) -> None:
+@click.pass_context
+def profile(
+    context: click.Context,
+    /,
+    paths: tuple[Path, ...],
+    data: tuple[Path, ...],
+    merge: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Count which neurons of MODEL fire for the user's data, and how often.
 
     MODEL is a torch.export archive, a Hugging Face directory or a pickled module. It runs as `twellc compile` would
@@ -82,8 +92,8 @@ def profile(paths: tuple[Path, ...], data: tuple[Path, ...], merge: bool, as_jso
     The profile is for --calibration of compile, inspect and check. It holds counts, and nothing of the data itself.
     """
     if merge:
-        if data:
-            raise UserError("--inputs", "merging profiles runs no model", got="--merge", fix="Leave one out.")
+        taken = ("merge", "paths", "output", "overwrite", "as_json")
+        refuse_other_options(context, "--merge", taken, "merging profiles runs no model")
         found = twellc.merge_profiles(paths, options["output"], overwrite=options["overwrite"])
     else:
         with _progress_bar() as (progress, advance):

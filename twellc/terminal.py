@@ -7,12 +7,13 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.text import Text
 
@@ -138,6 +139,24 @@ inputs_option = click.option(
     "--input", "inputs", multiple=True, metavar="NAME:DTYPE[DIM,...]",
     help="An input of a pickled module, such as x:float32[batch,sequence,512]; a name stands for a dynamic dimension.",
 )  # fmt: skip
+
+
+def refuse_other_options(context: click.Context, option: str, taken: Collection[str], why: str) -> None:
+    """Fail if options are given that have no meaning beside another one.
+
+    Args:
+        context: That of the command.
+        option: The other one.
+        taken: Names of the parameters that have one, its own included.
+        why: Why the others have none.
+
+    Raises:
+        UserError: There are some.
+    """
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if name not in taken and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise UserError(max(parameter.opts, key=len), why, got=option, fix="Leave one out.")
 
 
 @contextmanager

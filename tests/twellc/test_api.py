@@ -133,6 +133,10 @@ def refusals(folder: Path) -> dict[str, tuple[Any, type[Exception], str]]:
         "optimized": (
             lambda: twellc.inspect(twellc.optimize(Plain().eval()), args=inputs), twellc.UserError, "twellc.restore",
         ),
+        "its name": (
+            lambda: twellc.profile(torch.nn.Linear(16, 16).eval(), {"input": inputs[0]}, args=inputs),
+            twellc.UserError, "^Linear: has no feed-forward block",
+        ),
         "no output": (lambda: twellc.compile(model, args=inputs), twellc.UserError, "no plan to write"),
         "unknown option": (
             lambda: twellc.compile(program, folder / "m.plan", precision="bf16"), TypeError, "no option 'precision'",

@@ -28,6 +28,10 @@ class UserError(Exception):
             message += f" {fix}"
         super().__init__(message)
 
+    def about(self, path: str, name: str) -> UserError:
+        """Return the same mistake, of something that the user knows by another name than that of its file."""
+        return _restore(str(self).replace(path, name))
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the finished message: errors cross processes."""
         return _restore, (str(self),)

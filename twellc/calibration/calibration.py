@@ -35,10 +35,34 @@ class LoadedCalibration:
         pruned = {"prune_dead": True} if self.calibration.prune_dead else {}
         return {"calibration": self.sha256, **pruned}
 
-    def notes(self, layers: list[Layer]) -> list[str]:
-        """Say what the calibration was, and what was removed by it."""
+    def refuse_other_blocks(self, layers: list[Layer]) -> None:
+        """Fail if the profile has counts of blocks that the model has not, as from another version of twellc.
+
+        Raises:
+            UserError: It has.
+        """
+        own = {layer.module: layer.d_ff for layer in layers}
+        for module, block in self.profile.blocks.items():
+            if own.get(module) != block.d_ff:
+                raise UserError(
+                    f"--calibration {self.path}", "counts the neurons of a block that the model has not",
+                    got=f"{module} with d_ff {block.d_ff}",
+                    expected=first_few([f"{name} with {d_ff}" for name, d_ff in own.items()]) or "no block",
+                    fix="Profile this model with `twellc profile`.",
+                )  # fmt: skip
+
+    def notes(self, layers: list[Layer], dtype: str | None = None) -> list[str]:
+        """Say what the calibration was, and what was removed by it.
+
+        Args:
+            layers: What became of the blocks.
+            dtype: The precision that the model is compiled in; None says nothing of it.
+        """
         data = first_few([source.name for source in self.profile.data])
         notes = [f"calibrated by {self.path.name}: {self.profile.tokens} tokens of {data}"]
+        ran_in = self.profile.model.dtype
+        if dtype not in (None, ran_in):
+            notes.append(f"the profile is of the model in {ran_in}, compiled in {dtype}: other neurons may fire there")
         found = [layer.neurons for layer in layers if layer.neurons is not None]
         dead = sum(neurons.dead for neurons in found)
         if not self.calibration.prune_dead:

@@ -12,7 +12,7 @@ import onnx
 import torch
 
 from twellc.base.errors import UserError, first_line
-from twellc.base.files import digest, external_data, temporary_folder
+from twellc.base.files import digest, external_data, temporary_folder, why_no_file
 from twellc.base.records import Json, Record, of_json
 from twellc.checks.accuracy import (
     COARSE,
@@ -159,6 +159,7 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
     if looks_like_onnx(candidate_path):
         progress("reading the candidate")
         candidate = _open_onnx(candidate_path)
+        _refuse_other_profile(options, candidate.settings.get("calibration"))
     elif is_plan(candidate_path):
         candidate = _open_plan(options, folder, progress)
     else:
@@ -292,6 +293,7 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
             fix="Check the model without them; compare this plan's outputs by hand.",
         )  # fmt: skip
     settings = {name: value for name, value in vars(manifest.settings).items() if value is not None}
+    _refuse_other_profile(options, settings.get("calibration"))
     profile = {name: vars(shapes) for name, shapes in manifest.profiles[0].items()}
     assert manifest.backend is not None and manifest.plan is not None  # see read_manifest
     backend, expected, kept_name = manifest.backend.name, manifest.onnx.sha256, manifest.onnx.file
@@ -312,10 +314,14 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     if is_kept:
         candidate, source = _open_onnx(kept), f"{kept.name}, the ONNX graph that it was built from"
     else:
-        calibration = _profile_of(options, settings.get("calibration"))
+        if "calibration" in settings and options.calibration is None:
+            raise UserError(
+                str(plan), "was compiled with a profile, which is needed to make its graph again",
+                fix="Give it with --calibration PROFILE; or compile again, and keep the graph with --onnx.",
+            )  # fmt: skip
         compilation = CompileOptions(
             options.model, backend="none", trust_model=options.trust_model, inputs=options.inputs,
-            **{**settings, "calibration": calibration},
+            **{**settings, "calibration": options.calibration},
         )  # fmt: skip
         # Its name is in the graph where weights stand in a file of their own.
         written = save_onnx(translate_any(compilation, progress).graph, folder / (kept_name or UNKEPT_GRAPH))
@@ -330,22 +336,30 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     return replace(candidate, settings=settings, executed=executed, note=note, profile=profile)
 
 
-def _profile_of(options: CheckOptions, sha256: str | None) -> Path | None:
-    """Return the profile that a plan was compiled with.
+def _refuse_other_profile(options: CheckOptions, sha256: str | None) -> None:
+    """Fail if a profile is given that is not the one that the candidate was compiled with.
+
+    Args:
+        options: See `CheckOptions`.
+        sha256: SHA-256 of the profile that it was compiled with; None where there was none.
 
     Raises:
-        UserError: It is not given.
+        UserError: It is.
     """
-    if sha256 is None:
-        return None
     path = options.calibration
-    if path is None or not path.is_file() or digest(path) != sha256:
+    if path is None:
+        return
+    where, expected = f"--calibration {path}", f"the profile that {options.candidate} was compiled with"
+    if not path.is_file():
+        raise UserError(where, why_no_file(path), expected=expected)
+    if sha256 is None:
+        raise UserError(where, f"{options.candidate} was compiled without a profile", fix="Leave it out.")
+    own = digest(path)
+    if own != sha256:
         raise UserError(
-            str(options.candidate), "was compiled with a profile, which is needed to make its graph again",
-            got="none" if path is None else f"another one, {path}",
-            fix="Give it with --calibration PROFILE; or compile again, and keep the graph with --onnx.",
+            where, "is another profile", got=f"SHA-256 {own[:12]}…", expected=f"{expected}, {str(sha256)[:12]}…",
+            fix="Give that one, or none.",
         )  # fmt: skip
-    return path
 
 
 def _graph(

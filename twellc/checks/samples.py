@@ -16,7 +16,7 @@ from twellc.base.arrays import Array, to_torch
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import why_no_file
-from twellc.export.profiles import InputSpec, ModelInputs, symbol_value
+from twellc.export.profiles import InputSpec, ModelInputs, form_of, symbol_value
 from twellc.loaders.tokenizer import FIX, load_tokenizer
 
 Sample = dict[str, torch.Tensor]
@@ -207,7 +207,7 @@ def _check_shapes(source: str, limits: Limits, sample: Sample) -> None:
     fixed: dict[sympy.Expr, tuple[int, str]] = {}
     for spec in limits.inputs.specs:
         where, shape = f"{source}, array {spec.name}", tuple(sample[spec.name].shape)
-        expected = "x".join(map(str, spec.shape)) or "a scalar"
+        expected = " x ".join(_sizes(limits, spec, axis) for axis in range(len(spec.shape))) or "a scalar"
         if len(shape) != len(spec.shape):
             raise UserError(
                 where, f"has {len(shape)} dimensions", got=_text(shape), expected=f"{len(spec.shape)} ({expected})"
@@ -223,11 +223,9 @@ def _check_shapes(source: str, limits: Limits, sample: Sample) -> None:
             size, (low, high) = symbol_value(dim, shape[axis]), limits.symbol_values(spec, axis, symbol)
             if size is None or not low <= size <= high:
                 source = "the plan's profile and the model" if limits.profile is not None else "the model"
-                least, largest = (_size(dim, {symbol: bound}) for bound in (low, high))
-                sizes = f"from {least}" if high == _UNBOUNDED else f"{least} to {largest}"
                 raise UserError(
                     where, f"dimension {axis} leaves what {source} can take", got=_text(shape),
-                    expected=sizes if dim == symbol else f"{sizes}, of the form {dim}",
+                    expected=_sizes(limits, spec, axis),
                 )  # fmt: skip
             before, owner = fixed.setdefault(symbol, (size, spec.name))
             if before != size:
@@ -235,6 +233,20 @@ def _check_shapes(source: str, limits: Limits, sample: Sample) -> None:
                     where, f"dimension {axis} contradicts {owner}, which shares it", got=_text(shape),
                     expected=f"{_size(dim, {symbol: before})}",
                 )  # fmt: skip
+
+
+def _sizes(limits: Limits, spec: InputSpec, axis: int) -> str:
+    """Say which sizes a dimension takes, without the names of symbols."""
+    dim = spec.shape[axis]
+    if isinstance(dim, int):
+        return str(dim)
+    if len(dim.free_symbols) != 1:
+        return "any"
+    (symbol,) = dim.free_symbols
+    low, high = limits.symbol_values(spec, axis, symbol)
+    least, largest = (_size(dim, {symbol: bound}) for bound in (low, high))
+    sizes = f"from {least}" if high == _UNBOUNDED else f"{least} to {largest}"
+    return sizes if dim == symbol else f"{sizes}, of the form {form_of(dim)}"
 
 
 def _text(shape: tuple[int, ...]) -> str:

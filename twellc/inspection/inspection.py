@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from twellc.base.errors import UserError
 from twellc.base.files import uninterrupted
-from twellc.config import InspectOptions, refuse_calibration, refuse_dtype
+from twellc.config import DEFAULT_GPU, InspectOptions, refuse_calibration, refuse_dtype
 from twellc.cost import count_costs
 from twellc.inputs import refuse_inputs
 from twellc.inspection.description import Description, Inspection
 from twellc.inspection.kernels import list_kernels
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.manifest import is_plan, read_manifest
+from twellc.plugins.library import gpu_named
 
 
 def inspect_model(options: InspectOptions, progress: Callable[[str], None]) -> Inspection:
@@ -30,8 +31,26 @@ def inspect_model(options: InspectOptions, progress: Callable[[str], None]) -> I
     found = _describe(options, progress)
     if options.in_memory:
         found = replace(found, kind=options.in_memory)
+    gpu, note = _gpu(options, found)
+    found = replace(found, notes=[*found.notes, *note])
     cost = count_costs(found.layers, options.tokens, options.density)
-    return Inspection(found, cost, list_kernels(found.layers, options.tokens, options.gpu))
+    return Inspection(found, cost, list_kernels(found.layers, options.tokens, gpu))
+
+
+def _gpu(options: InspectOptions, found: Description) -> tuple[str, list[str]]:
+    """Return the GPU whose kernels to name, of `GPUS`, and what the user should know of that."""
+    if options.gpu is not None:
+        return options.gpu, []
+    if options.target_gpu is not None:
+        from twellc.decisions.targets import choose_target  # not needed of a plan, and imports numpy
+
+        target = choose_target(options.target_gpu, None).gpu
+    else:
+        target = next((layer.expectation.gpu for layer in found.layers if layer.expectation is not None), DEFAULT_GPU)
+    gpu = gpu_named(target)
+    if gpu is not None:
+        return gpu, []
+    return DEFAULT_GPU, [f"the kernels are those of an {DEFAULT_GPU}, since {target} is not known (--gpu changes it)"]
 
 
 def _describe(options: InspectOptions, progress: Callable[[str], None]) -> Description:

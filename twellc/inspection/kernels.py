@@ -60,7 +60,7 @@ def _problem_of(layer: Layer, tokens: int) -> Problem | None:
     if layer.decision != "twell" or layer.activation not in ACTIVATIONS:
         return None
     return Problem(
-        tokens=tokens, d_model=layer.d_model, d_ff=layer.d_ff, d_out=layer.d_out,
+        tokens=tokens, d_model=layer.d_model, d_ff=layer.kept, d_out=layer.d_out,
         compression=layer.compression or DEFAULT_COMPRESSION, dtype=DTYPES["bfloat16"],
         variant=VARIANTS[layer.variant], activation=ACTIVATIONS[layer.activation], hot=layer.hot,
     )  # fmt: skip

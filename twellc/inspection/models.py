@@ -55,11 +55,13 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     calibration = None if calibrated is None else calibrated.calibration
     advisor = Advisor(target, firing_of(calibration), lambda block: calls, options.density)
     found = find(program, "auto", advisor)
+    if calibrated is not None:
+        calibrated.refuse_other_blocks(found.layers)
     layers = arrange_neurons(program, found.blocks, found.layers, calibration)[1]
     attention = rewrite_attention(program, (MATMUL,))[1]
     notes = [*model.notes, *notes, *activation_notes(model, layers), *advisor.notes(layers)]
     if calibrated is not None:
-        notes += [*calibrated.profile.warnings, *calibrated.notes(layers)]
+        notes += [*calibrated.profile.warnings, *calibrated.notes(layers, chosen)]
     return Description(model.kind, layers, notes, dtype=chosen, attention=attention)
 
 

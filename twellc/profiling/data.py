@@ -150,9 +150,9 @@ def _token_batches(source: int, path: Path, intake: Intake) -> Iterator[Batch]:
             waiting.clear()
 
     read = 0
-    for ids, read in _sequences(path, where, intake, length):
+    for ids, read, place in _sequences(path, where, intake, length):
         found = True
-        _check_range(where, ids, spec, intake.limits.token_ids)
+        _check_range(place, ids, spec, intake.limits.token_ids)
         if not pads and len(ids) < shortest:
             continue
         if waiting and (len(waiting) == rows or (not pads and len(ids) != len(waiting[0]))):
@@ -198,8 +198,8 @@ def _check_range(where: str, ids: list[int], spec: InputSpec, vocabulary: int | 
         )  # fmt: skip
 
 
-def _sequences(path: Path, where: str, intake: Intake, length: int) -> Iterator[tuple[list[int], int]]:
-    """Yield sequences of at most `length` tokens, with the number of bytes read so far.
+def _sequences(path: Path, where: str, intake: Intake, length: int) -> Iterator[tuple[list[int], int, str]]:
+    """Yield sequences of at most `length` tokens, with the number of bytes read so far and what to call their place.
 
     A document is cut into sequences without overlap; where it is text, each gets the tokenizer's special tokens.
     """
@@ -207,10 +207,11 @@ def _sequences(path: Path, where: str, intake: Intake, length: int) -> Iterator[
     if kind == "token ids":
         for row, read in _ids_of_array(path, where, intake.pad):
             for start in range(0, len(row), length):
-                yield [int(token) for token in row[start : start + length]], read
+                yield [int(token) for token in row[start : start + length]], read, where
         return
-    documents = _documents_of_lines(path, where, intake.field) if kind == "lines of JSON" else [_pieces(path, where)]
-    for document in documents:
+    whole: list[tuple[str, _Document]] = [(where, _pieces(path, where))]
+    documents = _documents_of_lines(path, where, intake.field) if kind == "lines of JSON" else whole
+    for place, document in documents:
         before: list[int] = []
         after: list[int] = []
         waiting: list[int] = []
@@ -225,10 +226,10 @@ def _sequences(path: Path, where: str, intake: Intake, length: int) -> Iterator[
             if content < 1:
                 raise UserError(f"--sequence {length}", "has no place for a token beside the special ones")
             while len(waiting) >= content:
-                yield before + waiting[:content] + after, read
+                yield before + waiting[:content] + after, read, place
                 del waiting[:content]
         if waiting:
-            yield before + waiting + after, read
+            yield before + waiting + after, read, place
 
 
 def _tokenizer(where: str, intake: Intake) -> Tokenizer:
@@ -269,8 +270,8 @@ def _pieces(path: Path, where: str) -> Iterator[tuple[str, int]]:
                 return
 
 
-def _documents_of_lines(path: Path, where: str, field: str) -> Iterator[_Document]:
-    """Yield the text, or else the `input_ids`, of each line; empty lines are left out."""
+def _documents_of_lines(path: Path, where: str, field: str) -> Iterator[tuple[str, _Document]]:
+    """Yield the text, or else the `input_ids`, of each line, with what to call its place; empty ones are left out."""
     read = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -288,7 +289,7 @@ def _documents_of_lines(path: Path, where: str, field: str) -> Iterator[_Documen
             if isinstance(content, str) and not _is_text(content):
                 raise UserError(place, f"the field {name!r} has half of a surrogate pair", expected="a text in UTF-8")
             if isinstance(content, str) or (isinstance(content, list) and all(type(token) is int for token in content)):
-                yield [(content, read)]
+                yield place, [(content, read)]
             elif name in fields:
                 held = type(content).__name__ + (" with others than integers" if isinstance(content, list) else "")
                 raise UserError(place, f"the field {name!r} is neither a text nor a list of token ids", got=held)

@@ -76,7 +76,7 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
+        device = torch.device(name) if isinstance(name, str) else None
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):

@@ -58,7 +58,7 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     traced_by: dict[str, Any] = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
     if calibrated is not None:
         traced_by |= {**calibrated.settings(), "decided": options.decided or advisor.decided}
-        notes += calibrated.notes(rewritten.layers)
+        notes += calibrated.notes(rewritten.layers, dtype)
         warnings += calibrated.profile.warnings
     settings = annotate(graph, rewritten.layers, dtype, options, traced_by)
     notes = [*model.notes, *notes, *advisor.notes(rewritten.layers)]
@@ -94,7 +94,7 @@ def rewrite(
         What the passes made, and who gives advice, with notes for the user.
 
     Raises:
-        UserError: See `run_passes`, `resolve_profiles` and `choose_target`.
+        UserError: See `run_passes`, `resolve_profiles`, `choose_target` and `LoadedCalibration`.
     """
     given = program_inputs(model.program)
     resolved, _ = resolve_profiles(given, profiles, model.dimension_ranges)
@@ -105,6 +105,8 @@ def rewrite(
         model.program, torch_dtype(dtype), options.layers, options.compression or DEFAULT_COMPRESSION, attention, dump,
         calibration, decided or advisor,
     )  # fmt: skip
+    if calibrated is not None:
+        calibrated.refuse_other_blocks(rewritten.layers)
     return rewritten, advisor
 
 

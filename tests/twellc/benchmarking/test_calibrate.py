@@ -100,6 +100,7 @@ def test_out_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--calibrate"], "--calibrate: no data file to write. Add -o FILE."),
         (["model.pt2", "--calibrate", "-o", "gpu.json"], "--calibrate: measures no model; got model.pt2."),
+        (["--calibrate", "-o", "gpu.json", "--dtype", "bf16"], "--dtype: is for measuring a model; got --calibrate."),
         ([], "MODEL: there is nothing to measure; expected a model, or --calibrate."),
         (["model.pt2", "-o", "gpu.json"], "--output gpu.json: is for --calibrate alone. Use --json > FILE."),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,12 @@ def test_pruned_graph_report_and_check(cli: Cli, bytelm: Path, profile: Path, ot
 def test_inspect_shows_what_becomes_of_neurons(cli: Cli, bytelm: Path, profile: Path) -> None:
     result = cli("inspect", bytelm, "--calibration", profile, "--prune-dead")
     assert result.exit_code == 0 and "of 1024" in result.stdout and "calibrated by p: " in result.stderr
-    layers = twellc.inspect(bytelm, calibration=profile).layers
+    assert "at the densities of the profile" in result.stdout
+    found, blocks = twellc.inspect(bytelm, calibration=profile), twellc.Profile.read(profile).blocks
+    assert {row.module: row.density for row in found.cost.layers} == {
+        module: pytest.approx(block.density) for module, block in blocks.items()
+    }
+    layers = found.layers
     assert all(layer.neurons is not None and layer.neurons.kept == 1024 for layer in layers)
 
 
@@ -112,6 +118,27 @@ def test_nothing_is_called_approximate_where_no_neuron_was_removed(bytelm: Path,
     everything = twellc.Profile.read(profile)
     loaded = LoadedCalibration(profile, everything, Calibration(everything.blocks, prune_dead=True), "0" * 64)
     assert loaded.notes([])[1:] == ["--prune-dead removed no neuron"]
+
+
+def test_a_profile_in_another_precision(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    twellc.profile(archive, {"x": np.ones((1, 3, 16))}, tmp_path / "p", dtype="fp16")
+    outputs = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--overwrite"]
+    said = "Note: the profile is of the model in fp16, compiled in bf16: other neurons may fire there."
+    for command in (["compile", archive, *outputs], ["inspect", archive]):
+        assert said in cli(*command, "--calibration", tmp_path / "p").stderr
+        assert said not in cli(*command, "--calibration", tmp_path / "p", "--dtype", "fp16").stderr
+
+
+def test_a_profile_of_other_blocks(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    """The model is the same, but its block has another name: the page of --html could not be made."""
+    profile = twellc.profile(archive, {"x": np.ones((1, 3, 16))})
+    (block,) = profile.blocks.values()
+    replace(profile, blocks={"other": replace(block, module="other")}).write(tmp_path / "p")
+    outputs = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--html", tmp_path / "m.html"]
+    for command in (["compile", archive, *outputs], ["inspect", archive]):
+        result = cli(*command, "--calibration", tmp_path / "p")
+        failed(result, f"--calibration {tmp_path / 'p'}: counts the neurons of a block", "got other with d_ff 320")
+        assert "exporting" not in result.stderr
 
 
 def test_a_plan_says_what_was_done(cli: Cli, bytelm: Path, profile: Path, tmp_path: Path) -> None:
@@ -127,8 +154,27 @@ def test_a_plan_says_what_was_done(cli: Cli, bytelm: Path, profile: Path, tmp_pa
     arguments = ["check", bytelm, plan, "--text", tmp_path / "seen.py"]
     failed(cli(*arguments), "was compiled with a profile", "Give it with --calibration PROFILE")
     (tmp_path / "another").write_bytes(b"x")
-    failed(cli(*arguments, "--calibration", tmp_path / "another"), "got another one")
+    failed(cli(*arguments, "--calibration", tmp_path / "another"), "is another profile")
     assert cli(*arguments, "--calibration", profile).exit_code == 0
+
+
+def test_check_takes_only_the_profile_of_its_candidate(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    """Also where it has no need of one, as of an ONNX file."""
+    for name in ("p", "other"):
+        twellc.profile(archive, {"x": np.random.default_rng(len(name)).normal(size=(1, 3, 16))}, tmp_path / name)
+    (tmp_path / "empty").touch()
+    for name, options in {"plain": [], "calibrated": ["--calibration", tmp_path / "p"]}.items():
+        outputs = ["--backend", "none", "--onnx", tmp_path / f"{name}.onnx"]
+        assert cli("compile", archive, *outputs, *options).exit_code == 0
+
+    def check(name: str, profile: str) -> Any:
+        return cli("check", archive, tmp_path / f"{name}.onnx", "--calibration", tmp_path / profile)
+
+    assert check("calibrated", "p").exit_code == 0
+    for profile in ("other", "empty"):
+        failed(check("calibrated", profile), f"{profile}: is another profile", "Give that one, or none")
+    failed(check("calibrated", "none"), "there is no such file; expected the profile that")
+    failed(check("plain", "p"), "plain.onnx was compiled without a profile", "Leave it out")
 
 
 @pytest.mark.parametrize("field", ["kept", "reason", "rate_bound"])

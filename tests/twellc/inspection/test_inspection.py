@@ -16,7 +16,7 @@ from tests.models import Gated, Plain, Residual, export
 from tests.onnx_graphs import gated
 from tests.twellc.test_cli import failed
 from twellc.cost import Cost, count_costs, dense_cost, sparse_cost
-from twellc.passes.report import Layer
+from twellc.passes.report import Layer, Neurons
 
 D_MODEL, D_FF, D_OUT = 32, 600, 48
 
@@ -106,6 +106,17 @@ def test_totals_and_blocks_left_dense() -> None:
             costs = [getattr(getattr(row, form), quantity) for row in found.layers]
             assert getattr(getattr(found.total, form), quantity) == sum(costs)
     assert count_costs([], 16, 0.01).total.dense.flops == 0
+
+
+def test_what_a_profile_knows_is_not_assumed() -> None:
+    """Sparse counts are of the neurons that are left, dense ones of all."""
+    pruned = layer("gated", neurons=Neurons(kept=D_FF - 200, unable=0, dead=200, density=0.25))
+    unknown = layer("gated", module="other", neurons=Neurons(kept=D_FF, unable=0, dead=0))
+    found = count_costs([pruned, unknown], 16, 0.01)
+    assert [row.density for row in found.layers] == [0.25, None]
+    assert found.layers[0].sparse == sparse_cost(layer("gated", d_ff=D_FF - 200), 16, 0.25)
+    assert found.layers[1].sparse == sparse_cost(layer("gated"), 16, 0.01)
+    assert [row.dense for row in found.layers] == [dense_cost(layer("gated"), 16)] * 2
 
 
 # ---- the command ----

@@ -216,6 +216,19 @@ def test_numbers_that_count_nothing(options: dict[str, Any]) -> None:
         twellc.merge_profiles([], "merged")
 
 
+@pytest.mark.parametrize("data", [5, None, [5], [None]])
+def test_what_is_no_data(data: Any) -> None:
+    with pytest.raises(twellc.UserError, match=r"^data: is no data to run a model on; got (int|NoneType);"):
+        twellc.profile("m", data)
+
+
+@pytest.mark.parametrize("device", [None, 5])
+def test_what_is_no_device(tmp_path: Path, device: Any) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(twellc.UserError, match=f"^--device: no such device; got {device}; expected auto, cpu"):
+        twellc.profile("m", tmp_path / "a.txt", device=device)
+
+
 def test_a_text_is_read_piece_by_piece(bytelm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a piece ends within a character."""
     (tmp_path / "a.txt").write_text("äöü äöü\n" * 40 + "ß" * 30)
@@ -258,8 +271,18 @@ def test_merging(cli: Cli, bytelm: Path, llama: Path, tmp_path: Path) -> None:
     twellc.profile(bytelm, tmp_path / "a.txt", tmp_path / "half", dtype="fp16")
     arguments = ["--merge", tmp_path / "a", tmp_path / "half", "-o", tmp_path / "d"]
     failed(cli("profile", *arguments), "in another precision; got fp16; expected bf16")
-    failed(cli("profile", "--merge", tmp_path / "a", "--inputs", tmp_path / "b.txt", "-o", tmp_path / "d"), "Leave one")
     assert files_in(tmp_path).keys() - {"half"} == before.keys()
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--inputs x", "--dtype bf16", "--tokens 5", "--padding none", "--batch 8", "--trust-model"],
+)
+def test_merging_takes_no_option_of_a_run(cli: Cli, tmp_path: Path, option: str) -> None:
+    """Not even a default one."""
+    name, *_ = words = option.split()
+    result = cli("profile", "--merge", tmp_path / "a", "-o", tmp_path / "b", *words)
+    failed(result, f"Error: {name}: merging profiles runs no model; got --merge. Leave one out.")
 
 
 def test_few_tokens_are_warned_of(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
@@ -281,7 +304,7 @@ DATA = {
     "other.jsonl": (b'{"body": "a"}\n', "Name the field with --field"),
     "ids.jsonl": (
         b'{"input_ids": [1, 256]}\n',
-        "has token ids that the model has not; got 1 to 256; expected 0 to 255",
+        "line 1: has token ids that the model has not; got 1 to 256; expected 0 to 255",
     ),
     "number.jsonl": (
         b'{"text": 1, "input_ids": [1]}\n',
