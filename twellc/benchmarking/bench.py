@@ -143,7 +143,7 @@ class _Bench:
         rewritten, advisor = rewrite(self._model, self._dtype, self._options, self._profiles, calibrated)
         self._notes += advisor.notes(rewritten.layers)
         if calibrated is not None:
-            self._notes += [*calibrated.profile.warnings, *calibrated.notes(rewritten.layers)]
+            self._notes += [*calibrated.profile.warnings, *calibrated.notes(rewritten.layers, self._dtype)]
         return rewritten
 
     @property

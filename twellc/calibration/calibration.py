@@ -51,17 +51,17 @@ class LoadedCalibration:
                     fix="Profile this model with `twellc profile`.",
                 )  # fmt: skip
 
-    def notes(self, layers: list[Layer], dtype: str | None = None) -> list[str]:
+    def notes(self, layers: list[Layer], dtype: str) -> list[str]:
         """Say what the calibration was, and what was removed by it.
 
         Args:
             layers: What became of the blocks.
-            dtype: The precision that the model is compiled in; None says nothing of it.
+            dtype: The precision that the model is compiled in.
         """
         data = first_few([source.name for source in self.profile.data])
         notes = [f"calibrated by {self.path.name}: {self.profile.tokens} tokens of {data}"]
         ran_in = self.profile.model.dtype
-        if dtype not in (None, ran_in):
+        if dtype != ran_in:
             notes.append(f"the profile is of the model in {ran_in}, compiled in {dtype}: other neurons may fire there")
         found = [layer.neurons for layer in layers if layer.neurons is not None]
         dead = sum(neurons.dead for neurons in found)

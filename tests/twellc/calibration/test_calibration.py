@@ -117,7 +117,7 @@ def test_inspect_shows_what_becomes_of_neurons(cli: Cli, bytelm: Path, profile: 
 def test_nothing_is_called_approximate_where_no_neuron_was_removed(bytelm: Path, profile: Path) -> None:
     everything = twellc.Profile.read(profile)
     loaded = LoadedCalibration(profile, everything, Calibration(everything.blocks, prune_dead=True), "0" * 64)
-    assert loaded.notes([])[1:] == ["--prune-dead removed no neuron"]
+    assert loaded.notes([], everything.model.dtype)[1:] == ["--prune-dead removed no neuron"]
 
 
 def test_a_profile_in_another_precision(cli: Cli, archive: Path, tmp_path: Path) -> None:
