@@ -100,7 +100,7 @@ _ALL = (
     *(Activity(density, "zipf", hot) for density in (0.005, 0.02) for hot in _HOT),
 )
 _SOME = (
-    *_equal(0.001, 0.003, 0.01, 0.03, 0.1),
+    *_equal(0.001, 0.003, 0.01, 0.03, 0.1, 1.0),
     *_unequal("zipf", 0.005, 0.02),
     *(Activity(0.01, "zipf", hot) for hot in (512, 1024)),
 )
