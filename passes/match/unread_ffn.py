@@ -135,8 +135,14 @@ def _carries(node: Node, source: Node) -> bool:
         return False
     if op in _PARTS or node.target is operator.getitem or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return True
-    sizes = [each.meta["val"].numel() for each in (source, node) if isinstance(each.meta.get("val"), torch.Tensor)]
+    sizes = [value.numel() for value in map(_value, (source, node)) if isinstance(value, torch.Tensor)]
     return len(sizes) == 2 and statically_known_true(sizes[0] == sizes[1])
+
+
+def _value(node: Node) -> object:
+    """Return the value of a node, or the first of several: that of a normalisation is what it normalises."""
+    value = node.meta.get("val")
+    return value[0] if isinstance(value, tuple | list) and value else value
 
 
 def _widths(product: Linear) -> tuple[int, int]:

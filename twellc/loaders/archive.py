@@ -7,6 +7,7 @@ operators and plain integer expressions is loaded; any other needs the user's wo
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import re
@@ -35,6 +36,8 @@ _PLAIN_RECORDS = re.compile(
 _CONTAINERS = ("in_spec", "out_spec", "context")
 _IMPORTS = ("__enum__", "default_factory_module")
 _AGAIN = "Copy it again, or export the model again."
+# The module of an output class of transformers, which tells pytree of it; the class is named in JSON in a string.
+_OUTPUT_CLASS = re.compile(rb'\\"type\\": \\"(transformers\.(?:modeling_outputs|models\.\w+\.modeling_\w+))\.')
 _OPERATORS = re.compile(r"torch\.ops\.[\w.]+|_operator\.\w+|math\.\w+|torch\.sym_\w+")
 
 
@@ -49,16 +52,26 @@ def load_archive(path: Path, trust_model: bool) -> LoadedModel:
     _refuse_damage(path)
     try:
         with quiet_torch():
+            _import_output_classes(path)
             # Not torch.export.load: after a failure that looks for pickles of older formats, which no scan saw.
             program = load_pt2(path).exported_programs["model"]
     except Exception as error:  # any damage inside surfaces here, as whatever the deserializer stumbles over
         raise UserError(
             str(path), f"torch {torch.__version__} cannot load the archive ({first_line(error)})",
-            fix="Export it again, with this version of torch.",
+            fix="Export it again, with this version of torch, from a model that returns tensors, tuples or dicts.",
         ) from error  # fmt: skip
     _forget_ranges_of_expressions(program)
     names, notes = keep_tensor_outputs(path, program)
     return LoadedModel(path, "torch.export archive", program, names, notes=notes)
+
+
+def _import_output_classes(path: Path) -> None:
+    """Import the modules of transformers, and no others, that define the classes of the archive's results."""
+    archive = torch._C.PyTorchFileReader(str(path))
+    for record in archive.get_all_records():
+        if record.startswith("models/"):
+            for module in sorted(set(_OUTPUT_CLASS.findall(archive.get_record(record)))):
+                importlib.import_module(module.decode())
 
 
 def _forget_ranges_of_expressions(program: ExportedProgram) -> None:

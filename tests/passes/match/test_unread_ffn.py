@@ -140,6 +140,12 @@ UNREAD: dict[str, tuple[nn.Module, str, str, str]] = {
         "relu",
         "linear, relu, rms_norm, linear",
     ),
+    "a batch norm behind the activation": (
+        Plain(between=lambda t: F.batch_norm(t.mT, torch.zeros(D_FF), torch.ones(D_FF)).mT),
+        "plain",
+        "relu",
+        "linear, relu, transpose, _native_batch_norm_legit_no_training, getitem, transpose, linear",
+    ),
     "the rest of a row decides": (Gated(above_statistics), "gated", "relu", "linear, sub, relu, gelu, mul, linear"),
     "convolutions with a mask": (
         Written(

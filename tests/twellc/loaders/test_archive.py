@@ -105,6 +105,17 @@ def test_any_file_name(harmless: Path, tmp_path: Path, name: str) -> None:
     assert load_model(path, trust_model=False).path == path
 
 
+def test_output_classes_of_transformers_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive names the class of its results; pytree knows it once its module is imported."""
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    torch.export.save(export(Written(lambda s, x: outputs.BaseModelOutput(x + 1))), tmp_path / "model.pt2")
+    imported: list[str] = []
+    original = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", lambda name, *rest: imported.append(name) or original(name, *rest))
+    assert load_model(tmp_path / "model.pt2", trust_model=False).output_names == ["last_hidden_state"]
+    assert "transformers.modeling_outputs" in imported
+
+
 class Shared(nn.Module):
     """Two inputs that share a dimension: torch.export writes a guard into the archive."""
 
