@@ -26,7 +26,7 @@ from twellc.checks.accuracy import (
 )
 from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes, runs_kernels
 from twellc.checks.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
-from twellc.checks.samples import Limits, Sample, draw_samples, read_arrays, read_text
+from twellc.checks.samples import Limits, Sample, draw_samples, padding_of, read_arrays, read_text
 from twellc.config import LOGITS, PADDINGS, CheckOptions, CompileOptions
 from twellc.export.onnx_export import save_onnx
 from twellc.export.runner import run_plan
@@ -210,8 +210,11 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         ids = [sample["input_ids"].long() for sample in samples]
         bits = [text_bits([outputs[0] for outputs in each], ids) for each in (ours, runs.plain, runs.truth)]
         text = TextAccuracy(bits[0][0], *(each for _, each in bits)) if bits[0][0] else None
+    tokens = [padding_of(sample) for sample in samples]
+    if any(each is not None for each in tokens):
+        notes.append("places of padding are not compared: what a model gives for them has no meaning")
     count = len(reference.outputs)
-    outputs = [_output(candidate_path, reference, runs, ours, index, dead > 0) for index in range(count)]
+    outputs = [_output(candidate_path, reference, runs, ours, index, dead > 0, tokens) for index in range(count)]
     coarse = ", ".join(output.name for output in outputs if output.coarse)
     if coarse:
         notes.append(f"within tolerance says little: low precision alone is more than {COARSE:.0%} off in {coarse}")
@@ -403,10 +406,16 @@ def _neurons(model: onnx.ModelProto) -> dict[tuple[str, int], Neurons]:
 
 
 def _output(
-    candidate: Path, reference: Reference, runs: Runs, ours: list[Outputs], index: int, pruned: bool
+    candidate: Path,
+    reference: Reference,
+    runs: Runs,
+    ours: list[Outputs],
+    index: int,
+    pruned: bool,
+    tokens: list[torch.Tensor | None],
 ) -> OutputAccuracy | DiscreteAccuracy:
     def stacked(results: list[Outputs]) -> torch.Tensor:
-        return _stack([result[index] for result in results])
+        return _stack([_without_padding(each[index], own) for each, own in zip(results, tokens, strict=True)])
 
     name = reference.outputs[index]
     for got, expected in zip(ours, runs.plain, strict=True):
@@ -437,6 +446,13 @@ def _block(layer: Layer, runs: BlockRuns, neurons: Neurons | None) -> BlockAccur
     kept = 1.0 if neurons is None else neurons.kept / layer.d_ff
     density = kept * sum(runs.active) / max(sum(runs.activations), 1)
     return BlockAccuracy(layer.module, density, replace(result, separation=separation))
+
+
+def _without_padding(output: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+    """Return an output [batch, tokens, …] as [places, …] without those of padding; any other as it is."""
+    if tokens is None or output.dim() < 3 or output.shape[:2] != tokens.shape:
+        return output
+    return output[tokens.to(output.device)]
 
 
 def _stack(outputs: Outputs) -> torch.Tensor:

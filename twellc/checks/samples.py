@@ -198,6 +198,19 @@ def _as_input(where: str, spec: InputSpec, array: Array, token_ids: int | None) 
     return to_torch(array.astype(bool if kinds == "b" else np.int64)).to(spec.dtype)
 
 
+def padding_of(sample: Sample) -> torch.Tensor | None:
+    """Return which places of outputs [batch, tokens, …] are no padding, bool [batch, tokens]; None if all are none.
+
+    The mask of a decoder says it, if the model has one.
+    """
+    decoder = any(name.startswith("decoder_") for name in sample)
+    mask = sample.get("decoder_attention_mask" if decoder else "attention_mask")
+    if mask is None or mask.dim() != 2:
+        return None
+    tokens = mask != 0
+    return None if tokens.all() or not tokens.any() else tokens
+
+
 def _check_shapes(source: str, limits: Limits, sample: Sample) -> None:
     """Check shapes against the model, the profile and each other.
 

@@ -28,9 +28,9 @@ from twellc.base.arrays import to_torch
 from twellc.base.errors import UserError
 from twellc.checks import evaluator
 from twellc.checks.accuracy import Share
-from twellc.checks.checking import CheckResult, check
+from twellc.checks.checking import CheckResult, _without_padding, check
 from twellc.checks.reference import integer_ranges
-from twellc.checks.samples import Limits, Sample, draw_samples
+from twellc.checks.samples import Limits, Sample, draw_samples, padding_of
 from twellc.cli import _print_accuracy
 from twellc.config import CheckOptions, CompileOptions
 from twellc.export.profiles import program_inputs
@@ -825,6 +825,33 @@ def test_the_model_is_traced_as_it_was_compiled(padding: str, logits: str, tmp_p
     assert result.within
     assert (result.text is None) == (logits == "last")
     assert any("--logits last computes one place" in note for note in result.notes) == (logits == "last")
+
+
+def test_padding_is_not_compared(tmp_path: Path) -> None:
+    """What stands left of a row sees no token: no two forms of attention agree on what it gets."""
+    model = models.save(models.llama(vocab_size=256), tmp_path / "model")
+    translate_to_file(
+        CompileOptions(model=model, backend="none", padding="mask"), tmp_path / "m.onnx", lambda step: None
+    )
+    mask = np.ones((2, 9), np.int64)
+    mask[1, :5] = 0
+    np.savez(tmp_path / "x.npz", input_ids=np.arange(18).reshape(2, 9), attention_mask=mask)
+    result = check(CheckOptions(model, tmp_path / "m.onnx", arrays=tmp_path / "x.npz"), lambda step: None)
+    assert result.within, result
+    assert result.notes == ["places of padding are not compared: what a model gives for them has no meaning"]
+
+
+def test_only_places_of_padding_are_left_out() -> None:
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    tokens = padding_of({"input_ids": mask, "attention_mask": mask})
+    assert tokens is not None and tokens.tolist() == mask.bool().tolist()
+    output = torch.arange(12).reshape(2, 3, 2)
+    assert _without_padding(output, tokens).tolist() == output.reshape(6, 2)[1:].tolist()
+    for other in (output[:, :1], output[..., 0], output.reshape(3, 2, 2)):
+        assert _without_padding(other, tokens) is other
+    assert padding_of({"attention_mask": torch.ones(2, 3)}) is padding_of({"attention_mask": torch.zeros(2, 3)}) is None
+    assert padding_of({"attention_mask": mask, "decoder_input_ids": mask}) is None
+    assert padding_of({"attention_mask": torch.ones(2, 3), "decoder_attention_mask": mask}) is not None
 
 
 def test_the_candidate_of_a_causal_model_and_an_encoder(llama: Path, tmp_path: Path) -> None:
