@@ -672,7 +672,6 @@ def test_broadcast_projections_are_refused() -> None:
 
 
 NO_BLOCKS: dict[str, nn.Module] = {
-    "dropout in training": Gated(between=lambda t: F.dropout(t, 0.5, training=True)),
     "a sum instead of a product": Written(
         lambda s, x: s.ffn.down(torch.relu(s.ffn.gate(x)) + s.ffn.up(x)), ffn=Gated()
     ),

@@ -140,6 +140,12 @@ UNREAD: dict[str, tuple[nn.Module, str, str, str]] = {
         "relu",
         "linear, relu, rms_norm, linear",
     ),
+    "dropout in training": (
+        Gated(between=lambda t: F.dropout(t, 0.5, training=True)),
+        "gated",
+        "relu",
+        "linear, relu, mul, native_dropout, getitem, linear",
+    ),
     "a batch norm behind the activation": (
         Plain(between=lambda t: F.batch_norm(t.mT, torch.zeros(D_FF), torch.ones(D_FF)).mT),
         "plain",
