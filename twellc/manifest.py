@@ -44,7 +44,7 @@ _EXPECTATION = {
 _LIBRARIES = [{"names": [str], "file": str, "sha256": str}]
 _NEURONS = {
     "kept": int, "unable": int, "dead": int, "never?": int, "tokens?": int, "rate_bound?": (float, int),
-    "lost?": (float, int), "lost_of?": int, "reason": str,
+    "density?": (float, int), "lost?": (float, int), "lost_of?": int, "reason": str,
 }  # fmt: skip
 # What the manifest of a plan holds: a type or one of several; a list of one form; a dictionary with these
 # keys, which a question mark makes optional, or with any (`str`).

@@ -177,7 +177,7 @@ def test_check_takes_only_the_profile_of_its_candidate(cli: Cli, archive: Path, 
     failed(check("plain", "p"), "plain.onnx was compiled without a profile", "Leave it out")
 
 
-@pytest.mark.parametrize("field", ["kept", "reason", "rate_bound"])
+@pytest.mark.parametrize("field", ["kept", "reason", "rate_bound", "density"])
 def test_a_damaged_record_of_neurons(cli: Cli, bytelm: Path, profile: Path, tmp_path: Path, field: str) -> None:
     plan = tmp_path / "m.plan"
     plan.write_bytes(b"ftrt")
@@ -187,7 +187,7 @@ def test_a_damaged_record_of_neurons(cli: Cli, bytelm: Path, profile: Path, tmp_
 
 
 def _manifest(plan: Path, field: str) -> dict[str, Any]:
-    neurons: dict[str, Any] = {"kept": 8, "unable": 0, "dead": 0, "rate_bound": 0.1, "reason": ""}
+    neurons: dict[str, Any] = {"kept": 8, "unable": 0, "dead": 0, "rate_bound": 0.1, "density": 0.1, "reason": ""}
     neurons[field] = 0 if field == "reason" else "x"
     layer = {
         "module": "m", "variant": "gated", "activation": "relu", "d_model": 8, "d_ff": 8, "d_out": 8, "matched": True,
