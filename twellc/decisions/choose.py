@@ -70,7 +70,7 @@ def choose(
     rates = np.sort(in_order)[::-1]
     tuned = sorted({profile.opt for profile in profiles})
     dense = {tokens: model.dense_us(widths, tokens) for tokens in tuned}
-    hot, gain = _best(model, widths, rates, dense, _HOT if splits else (0,))
+    hot, gain = _best(model, widths, rates, dense, splits)
     pays_below = _break_even(model, widths, rates, dense, hot)
     counts = sorted({count for profile in profiles for count in (profile.min, profile.opt, profile.max)})
     times = [
@@ -155,12 +155,9 @@ def _facts(active: str, gain: float, tuned: Sequence[int], hot: int) -> str:
     return f"{facts}, {hot} hot neurons dense" if hot else facts
 
 
-def _best(
-    model: CostModel, widths: Widths, rates: Rates, dense: dict[int, float], tried: Sequence[int]
-) -> tuple[int, float]:
-    """Return the fewest hot neurons, of the numbers `tried`, with which the gain is next to the best one, and that."""
-    if not any(is_split(widths, tokens) for tokens in dense):
-        tried = (0,)
+def _best(model: CostModel, widths: Widths, rates: Rates, dense: dict[int, float], splits: bool) -> tuple[int, float]:
+    """Return the fewest hot neurons with which the gain is next to the best one, and that gain."""
+    tried = _HOT if splits and any(is_split(widths, tokens) for tokens in dense) else (0,)
     gains = {hot: _gain(model, widths, rates, dense, hot) for hot in tried if hot < widths.d_ff}
     best = max(gains.values())
     return next((hot, gain) for hot, gain in gains.items() if gain >= best * _WORTH_IT)

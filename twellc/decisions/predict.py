@@ -112,12 +112,18 @@ class _Call:
 
 
 class CostModel:
-    """What blocks take on one GPU, from what was measured there."""
+    """What blocks take on one GPU, from what was measured there; fitted when it is asked for the first time."""
 
     def __init__(self, times: Times) -> None:
         self.times = times
-        self._dense = _Interpolated(list(map(_dense_call, times.dense)), times.dense, None)
-        self._twell = _Interpolated(list(map(_twell_call, times.twell)), times.twell, self._dense)
+
+    @functools.cached_property
+    def _dense(self) -> _Interpolated:
+        return _Interpolated(list(map(_dense_call, self.times.dense)), self.times.dense, None)
+
+    @functools.cached_property
+    def _twell(self) -> _Interpolated:
+        return _Interpolated(list(map(_twell_call, self.times.twell)), self.times.twell, self._dense)
 
     def dense_us(self, widths: Widths, tokens: int) -> float:
         """Return the time of a dense block, the fastest form of it."""
