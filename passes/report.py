@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from twellc.base.records import OPTIONAL, Record
@@ -144,6 +145,12 @@ class Layer(Record):
     def kept(self) -> int:
         """How many neurons are left."""
         return self.d_ff if self.neurons is None else self.neurons.kept
+
+
+def missing_blocks(layers: Sequence[Layer], widths: Mapping[str, int]) -> list[str]:
+    """Return those modules of `widths`, d_ff by module, of which there is no layer with that d_ff."""
+    own = {layer.module: layer.d_ff for layer in layers}
+    return [module for module, d_ff in widths.items() if own.get(module) != d_ff]
 
 
 @dataclass(frozen=True)

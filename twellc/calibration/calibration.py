@@ -11,7 +11,7 @@ from twellc.calibration.profile import Profile, refuse_other_model
 from twellc.config import CalibrationOptions, refuse_pruning
 from twellc.loaders.loaded import fingerprint
 from twellc.passes.firing import Calibration, rate_bound
-from twellc.passes.report import Layer
+from twellc.passes.report import Layer, missing_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,15 +41,15 @@ class LoadedCalibration:
         Raises:
             UserError: It has.
         """
-        own = {layer.module: layer.d_ff for layer in layers}
-        for module, block in self.profile.blocks.items():
-            if own.get(module) != block.d_ff:
-                raise UserError(
-                    f"--calibration {self.path}", "counts the neurons of a block that the model has not",
-                    got=f"{module} with d_ff {block.d_ff}",
-                    expected=first_few([f"{name} with {d_ff}" for name, d_ff in own.items()]) or "no block",
-                    fix="Profile this model with `twellc profile`.",
-                )  # fmt: skip
+        blocks = self.profile.blocks
+        missing = missing_blocks(layers, {module: block.d_ff for module, block in blocks.items()})
+        if missing:
+            raise UserError(
+                f"--calibration {self.path}", "counts the neurons of a block that the model has not",
+                got=f"{missing[0]} with d_ff {blocks[missing[0]].d_ff}",
+                expected=first_few([f"{layer.module} with {layer.d_ff}" for layer in layers]) or "no block",
+                fix="Profile this model with `twellc profile`.",
+            )  # fmt: skip
 
     def notes(self, layers: list[Layer], dtype: str) -> list[str]:
         """Say what the calibration was, and what was removed by it.

@@ -13,7 +13,7 @@ from twellc.base.files import why_no_file
 from twellc.base.records import OPTIONAL, Json, Record, of_json
 from twellc.calibration.profile import Profile, refuse_other_model
 from twellc.manifest import SCHEMA, Backend, ModelFile, is_plan, read_manifest
-from twellc.passes.report import Attention, Layer
+from twellc.passes.report import Attention, Layer, missing_blocks
 
 if TYPE_CHECKING:
     from twellc.benchmarking.result import BenchResult
@@ -177,9 +177,9 @@ def gather(profile: Profile | None, decisions: Decisions | None, bench: BenchRes
 def _refuse_other_blocks(where: str, layers: list[Layer], widths: dict[str, int]) -> None:
     """Fail if a model's blocks are not those that are known already, by module with their d_ff."""
     own = {layer.module: layer.d_ff for layer in layers}
-    differing = [module for module, d_ff in widths.items() if own.get(module) != d_ff]
-    if differing:
-        module = differing[0]
+    missing = missing_blocks(layers, widths)
+    if missing:
+        module = missing[0]
         got = f"d_ff {own[module]} of {module}" if module in own else f"blocks {first_few(list(own)) or 'none'}"
         raise UserError(
             where, "is of another model than the rest of the report", got=got,
