@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twellc.base.errors import UserError
-from twellc.base.files import refuse_inputs, temporary_folder, uninterrupted
+from twellc.base.files import refuse_replacing, temporary_folder, uninterrupted
 from twellc.config import (
     BenchOptions,
     CheckOptions,
@@ -332,7 +332,7 @@ def report(
 
     if output is not None:
         given = [Path(each) for each in (profile, decisions, bench) if isinstance(each, str | os.PathLike)]
-        refuse_inputs("--output", Path(output), given)
+        refuse_replacing("--output", Path(output), given)
     if isinstance(profile, str | os.PathLike):
         profile = Profile.read(Path(profile))
     decided = None

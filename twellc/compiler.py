@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from twellc.base.errors import UserError
-from twellc.base.files import Outputs, external_data, places, refuse_inputs
+from twellc.base.files import Outputs, external_data, places, refuse_replacing
 from twellc.base.isolation import run_isolated
 from twellc.config import CompileOptions
 from twellc.export.plan import build_plan, check_builder
@@ -127,7 +127,7 @@ def _check_outputs(options: CompileOptions, outputs: Outputs) -> None:
         twin = taken.setdefault(os.path.realpath(path), option)
         if twin != option:
             raise UserError(f"{option} {path}", f"is the same file as {twin}")
-        refuse_inputs(option, path, (options.calibration, options.prune_check))
+        refuse_replacing(option, path, (options.calibration, options.prune_check))
     files = list(options.model.iterdir()) if options.model.is_dir() else []
     folder = Path(os.path.realpath(options.model))
     files += [path for _, path in _destinations(options) if any(folder in place.parents for place in places(path))]

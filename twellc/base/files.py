@@ -239,7 +239,7 @@ def why_no_file(path: Path) -> str:
     return "is a device or a pipe" if path.exists() else "there is no such file"
 
 
-def refuse_inputs(option: str, path: Path, inputs: Iterable[Path | None]) -> None:
+def refuse_replacing(option: str, path: Path, inputs: Iterable[Path | None]) -> None:
     """Fail where an output would replace a file that the user gave to read.
 
     Raises:

@@ -26,7 +26,7 @@ from twellc.checks.accuracy import (
 )
 from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes, runs_kernels
 from twellc.checks.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
-from twellc.checks.samples import Limits, Sample, draw_samples, padding_of, read_arrays, read_text
+from twellc.checks.samples import Limits, Sample, draw_samples, places_of_tokens, read_arrays, read_text
 from twellc.config import LOGITS, PADDINGS, CheckOptions, CompileOptions
 from twellc.export.onnx_export import save_onnx
 from twellc.export.runner import run_plan
@@ -210,7 +210,7 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         ids = [sample["input_ids"].long() for sample in samples]
         bits = [text_bits([outputs[0] for outputs in each], ids) for each in (ours, runs.plain, runs.truth)]
         text = TextAccuracy(bits[0][0], *(each for _, each in bits)) if bits[0][0] else None
-    tokens = [padding_of(sample) for sample in samples]
+    tokens = [places_of_tokens(sample) for sample in samples]
     if any(each is not None for each in tokens):
         notes.append("places of padding are not compared: what a model gives for them has no meaning")
     count = len(reference.outputs)

@@ -198,7 +198,7 @@ def _as_input(where: str, spec: InputSpec, array: Array, token_ids: int | None) 
     return to_torch(array.astype(bool if kinds == "b" else np.int64)).to(spec.dtype)
 
 
-def padding_of(sample: Sample) -> torch.Tensor | None:
+def places_of_tokens(sample: Sample) -> torch.Tensor | None:
     """Return which places of outputs [batch, tokens, …] are no padding, bool [batch, tokens]; None if all are none.
 
     The mask of a decoder says it, if the model has one.

@@ -15,7 +15,7 @@ import torch
 
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError, first_few, first_line
-from twellc.base.files import Outputs, refuse_inputs
+from twellc.base.files import Outputs, refuse_replacing
 from twellc.base.version import __version__
 from twellc.calibration.profile import DataSource, Profile, ProfiledModel
 from twellc.checks.samples import Limits
@@ -58,7 +58,7 @@ def profile_model(
     with Outputs(options.overwrite) as outputs:
         if options.output is not None:
             outputs.check("--output", options.output)
-            refuse_inputs("--output", options.output, paths)
+            refuse_replacing("--output", options.output, paths)
             _refuse_model_files(options.output, options.model)
         profile = _profile(options, data, device, progress, advance)
         if options.output is not None:

@@ -30,7 +30,7 @@ from twellc.checks import evaluator
 from twellc.checks.accuracy import Share
 from twellc.checks.checking import CheckResult, _without_padding, check
 from twellc.checks.reference import integer_ranges
-from twellc.checks.samples import Limits, Sample, draw_samples, padding_of
+from twellc.checks.samples import Limits, Sample, draw_samples, places_of_tokens
 from twellc.cli import _print_accuracy
 from twellc.config import CheckOptions, CompileOptions
 from twellc.export.profiles import program_inputs
@@ -843,15 +843,19 @@ def test_padding_is_not_compared(tmp_path: Path) -> None:
 
 def test_only_places_of_padding_are_left_out() -> None:
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
-    tokens = padding_of({"input_ids": mask, "attention_mask": mask})
+    tokens = places_of_tokens({"input_ids": mask, "attention_mask": mask})
     assert tokens is not None and tokens.tolist() == mask.bool().tolist()
     output = torch.arange(12).reshape(2, 3, 2)
     assert _without_padding(output, tokens).tolist() == output.reshape(6, 2)[1:].tolist()
     for other in (output[:, :1], output[..., 0], output.reshape(3, 2, 2)):
         assert _without_padding(other, tokens) is other
-    assert padding_of({"attention_mask": torch.ones(2, 3)}) is padding_of({"attention_mask": torch.zeros(2, 3)}) is None
-    assert padding_of({"attention_mask": mask, "decoder_input_ids": mask}) is None
-    assert padding_of({"attention_mask": torch.ones(2, 3), "decoder_attention_mask": mask}) is not None
+    assert (
+        places_of_tokens({"attention_mask": torch.ones(2, 3)})
+        is places_of_tokens({"attention_mask": torch.zeros(2, 3)})
+        is None
+    )
+    assert places_of_tokens({"attention_mask": mask, "decoder_input_ids": mask}) is None
+    assert places_of_tokens({"attention_mask": torch.ones(2, 3), "decoder_attention_mask": mask}) is not None
 
 
 def test_the_candidate_of_a_causal_model_and_an_encoder(llama: Path, tmp_path: Path) -> None:
