@@ -138,7 +138,7 @@ def activations(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _weight_files(path: Path) -> tuple[list[Path], list[str]]:
-    """Return the weights' files, which are safetensors inside of the folder; and a note on an index that is not used."""
+    """Return the weights' files, which are safetensors inside of the folder; and a note on an index of no use."""
     index = path / _INDEX
     if (path / _WEIGHTS).is_file():
         note = f"{_INDEX} is not used: the whole model is in {_WEIGHTS}"

@@ -81,9 +81,7 @@ def _as_configuration(path: Path, model_class: Any, config: dict[str, Any]) -> A
         raise UserError(where, f"transformers cannot read the configuration ({first_line(error)})") from error
 
 
-def _make_model(
-    path: Path, model_class: Any, config: Any, tensors: dict[str, torch.Tensor]
-) -> tuple[Any, list[str]]:
+def _make_model(path: Path, model_class: Any, config: Any, tensors: dict[str, torch.Tensor]) -> tuple[Any, list[str]]:
     """Make a model of its configuration and its tensors; and say which of these were left out."""
     try:
         with warnings.catch_warnings():

@@ -1,7 +1,7 @@
 """Keep transformers from fetching files, and from asking the package `kernels` for native code.
 
-By what a config.json says, and for some model types in any case, transformers loads compiled kernels from a hub where that
-package is installed. No file of a model is to do that.
+By what a config.json says, and for some model types in any case, transformers loads compiled kernels from a hub where
+that package is installed. No file of a model is to do that.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def _no_module(path: Path, content: object) -> UserError:
         got = f"a dict of {first_few(list(content))}"
     return UserError(
         str(path), "holds no module", got=got, expected="a pickled torch.nn.Module",
-        fix="Weights alone do not say what to compute: load them into the module, and save that with torch.export.save.",
+        fix="Weights do not say what to compute: load them into the module, and save that with torch.export.save.",
     )  # fmt: skip
 
 

@@ -26,7 +26,8 @@ from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.tokenizer import Tokenizer, load_tokenizer
 from twellc.passes.pipeline import find, prepare
-from twellc.profiling.data import Arrays, Batch, Intake, kind_of, read_batches
+from twellc.profiling.data import Arrays, Batch, Intake, read_batches
+from twellc.profiling.documents import kind_of, notes_on
 from twellc.profiling.measure import ProgramObserver
 from twellc.translation.torch_models import choose_dtype
 
@@ -122,7 +123,7 @@ def _profile(
         raise UserError(str(options.model), "has no feed-forward block that twellc can rewrite", got=reasons)
     progress("taking the model's fingerprint")
     sha256 = fingerprint(options.model)
-    notes = [*model.notes, *notes]
+    notes = [*model.notes, *notes, *notes_on(each for each in data if isinstance(each, Path))]
     intake = _intake(options, model, notes)
     progress("running the model")
     observer = _observed(program, blocks, device)

@@ -236,7 +236,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a weight is missing": (lose_a_weight, "1 weights are missing; got model.layers.1.mlp.up_proj.weight"),
     "other shapes": (
         configuring(intermediate_size=64),
-        "weights have other shapes than the config says; got model.layers.0.mlp.down_proj.weight [32, 320] for [32, 64]",
+        "have other shapes than the config says; got model.layers.0.mlp.down_proj.weight [32, 320] for [32, 64]",
     ),
     "a shard is missing": (index({"x": "model-00001-of-00002.safetensors"}), "the weights are missing"),
     "index is no index": (writing_index("[]"), "is not an index of weights"),
