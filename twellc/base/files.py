@@ -14,9 +14,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 from twellc.base.errors import UserError
 
@@ -240,7 +241,7 @@ def why_no_file(path: Path) -> str:
     return "is a device or a pipe" if path.exists() else "there is no such file"
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """Open a plain file to read. A pipe would be waited for, and a device may do anything.
 
     Raises:

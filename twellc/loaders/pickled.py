@@ -105,7 +105,7 @@ def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, list[str]]:
         while isinstance(module, OptimizedModule | torch.nn.DataParallel):
             compiled = isinstance(module, OptimizedModule)
             found.add("torch.compile" if compiled else "DataParallel")
-            module = module._orig_mod if compiled else module.module
+            module = module.get_submodule("_orig_mod" if compiled else "module")
         for name, child in module.named_children():
             part = inner(child)
             if part is not child:
