@@ -349,7 +349,7 @@ def test_failed_build_keeps_old_outputs(
         plan_path.write_bytes(b"half a plan")
         raise UserError("tensorrt-rtx", "the builder refuses the network")
 
-    monkeypatch.setattr("twellc.compiler.build_plan", break_down)
+    monkeypatch.setattr("twellc.compiling.compiler.build_plan", break_down)
     for name in ("m.plan", "m.plan.json", "m.onnx"):
         (tmp_path / name).write_text("old")
     before = files_in(tmp_path)
@@ -449,7 +449,7 @@ def test_fault_of_ours_is_a_traceback(cli: Cli, archive: Path, tmp_path: Path, m
     def break_down(*arguments: Any) -> None:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr("twellc.compiler.build_plan", break_down)
+    monkeypatch.setattr("twellc.compiling.compiler.build_plan", break_down)
     result = cli("compile", archive, "-o", tmp_path / "m.plan")
     assert result.exit_code == 70
     assert "Traceback" in result.stderr and "AssertionError: a bug" in result.stderr

@@ -49,20 +49,21 @@ from twellc.benchmarking.result import (
     Standings,
 )
 from twellc.benchmarking.timing import machine, refuse_without_gpu
-from twellc.calibration.calibration import LoadedCalibration, load_calibration
 from twellc.checks.reference import widen_sample
-from twellc.checks.samples import Sample
-from twellc.config import DEFAULT_COMPRESSION, BenchOptions
+from twellc.compiling.translate_torch import rewrite
 from twellc.export.profiles import program_inputs
 from twellc.export.runner import OpenPlan
+from twellc.firing.calibration import LoadedCalibration, load_calibration
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
+from twellc.loaders.precision import choose_dtype
+from twellc.options.commands import DEFAULT_COMPRESSION, BenchOptions
 from twellc.passes.graph.execution import call_arguments
 from twellc.passes.pipeline import Rewritten
 from twellc.passes.precision import widen
 from twellc.passes.report import Layer
 from twellc.plugins import library
-from twellc.translation.torch_models import choose_dtype, rewrite
+from twellc.samples.samples import Sample
 
 _DEVICE = "cuda"
 _CHECKED_ROWS = 512  # of the whole model's first output

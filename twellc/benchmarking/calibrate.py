@@ -32,10 +32,10 @@ from twellc.base.files import Outputs, uninterrupted, writing
 from twellc.benchmarking import timing
 from twellc.benchmarking.contest import time_rotated
 from twellc.benchmarking.forms import Block, Packed, many_sizes
-from twellc.config import DEFAULT_COMPRESSION
 from twellc.decisions.predict import Widths, is_split
 from twellc.decisions.times import DensePoint, Times, TwellPoint, zipf_rates
-from twellc.passes.firing import hot_first
+from twellc.options.commands import DEFAULT_COMPRESSION
+from twellc.passes.block_profile import hot_first
 from twellc.plugins.ops import GATED_MLP, MLP
 
 # No other size is begun after so long.

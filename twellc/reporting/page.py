@@ -15,8 +15,8 @@ from markupsafe import Markup
 from twellc.base.files import Outputs
 from twellc.base.version import __version__
 from twellc.benchmarking.plot import require_matplotlib
-from twellc.calibration.profile import PERCENTILES, SLOTS
-from twellc.passes.firing import BlockProfile, rate_bound
+from twellc.firing.profile import PERCENTILES, SLOTS
+from twellc.passes.block_profile import BlockProfile, rate_bound
 from twellc.passes.report import Attention, Layer
 from twellc.plugins.library import COMPRESSIONS, PLUGIN_NAMES, TILE
 from twellc.reporting import figures

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from twellc.base.errors import UserError, first_few
 from twellc.base.files import why_no_file
 from twellc.base.records import OPTIONAL, Json, Record, of_json
-from twellc.calibration.profile import Profile, refuse_other_model
-from twellc.manifest import SCHEMA, Backend, ModelFile, is_plan, read_manifest
+from twellc.compiling.manifest import SCHEMA, Backend, ModelFile, is_plan, read_manifest
+from twellc.firing.profile import Profile, refuse_other_model
 from twellc.passes.report import Attention, Layer, missing_blocks
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from twellc.calibration.profile import DataSource, Profile, ProfiledModel
-from twellc.passes.firing import BlockProfile
+from twellc.firing.profile import DataSource, Profile, ProfiledModel
+from twellc.passes.block_profile import BlockProfile
 from twellc.plugins.library import TILE
 
 SHA256 = "0" * 64
