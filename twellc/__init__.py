@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from twellc.benchmarking.result import BenchResult
     from twellc.checks.checking import CheckResult
     from twellc.compiling.manifest import Manifest
-    from twellc.firing.profile import Profile
+    from twellc.firing.profile import FiringProfile
     from twellc.inspection.description import Inspection
     from twellc.optimization import optimize, optimized_blocks, restore
     from twellc.options.commands import BenchOptions, CheckOptions, CompileOptions, InspectOptions, ProfileOptions
@@ -31,11 +31,11 @@ __all__ = [
     "CheckOptions",
     "CheckResult",
     "CompileOptions",
+    "FiringProfile",
     "InspectOptions",
     "Inspection",
     "Layer",
     "Manifest",
-    "Profile",
     "ProfileOptions",
     "Rewritten",
     "UserError",
@@ -56,7 +56,7 @@ __all__ = [
 _HOMES = {
     "api": ("bench", "check", "compile", "inspect", "merge_profiles", "profile", "report", "rewrite"),
     "benchmarking.result": ("BenchResult",),
-    "firing.profile": ("Profile",),
+    "firing.profile": ("FiringProfile",),
     "checks.checking": ("CheckResult",),
     "options.commands": ("BenchOptions", "CheckOptions", "CompileOptions", "InspectOptions", "ProfileOptions"),
     "base.errors": ("UserError",),

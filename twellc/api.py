@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from twellc.benchmarking.result import BenchResult
     from twellc.checks.checking import CheckResult
     from twellc.compiling.manifest import Manifest
-    from twellc.firing.profile import Profile
+    from twellc.firing.profile import FiringProfile
     from twellc.inspection.description import Inspection
     from twellc.passes.pipeline import Rewritten
 
@@ -210,7 +210,7 @@ def profile(
     progress: Progress = lambda step: None,
     advance: Callable[[int, int], None] = lambda read, total: None,
     **options: Any,
-) -> Profile:
+) -> FiringProfile:
     """Count which neurons of a model fire for the user's data, as `twellc profile` does.
 
     Args:
@@ -249,7 +249,7 @@ def profile(
 
 def merge_profiles(
     profiles: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], *, overwrite: bool = False
-) -> Profile:
+) -> FiringProfile:
     """Make one profile of several of the same model, as `twellc profile --merge` does.
 
     Args:
@@ -260,14 +260,14 @@ def merge_profiles(
     Raises:
         UserError: One cannot be read, or they are of different models; nothing was written.
     """
-    from twellc.firing.profile import Profile
+    from twellc.firing.profile import FiringProfile
 
     paths = list(map(Path, profiles))
     if not paths:
         raise UserError("--merge", "there is no profile to merge", expected="one file at least")
-    merged = Profile.read(paths[0])
+    merged = FiringProfile.read(paths[0])
     for path in paths[1:]:
-        merged = merged.merged(Profile.read(path), str(path))
+        merged = merged.merged(FiringProfile.read(path), str(path))
     merged.write(Path(output), overwrite=overwrite)
     return merged
 
@@ -305,7 +305,7 @@ def bench(
 def report(
     output: str | os.PathLike[str] | None = None,
     *,
-    profile: Profile | str | os.PathLike[str] | None = None,
+    profile: FiringProfile | str | os.PathLike[str] | None = None,
     decisions: Manifest | Inspection | str | os.PathLike[str] | None = None,
     bench: BenchResult | str | os.PathLike[str] | None = None,
     overwrite: bool = False,
@@ -326,7 +326,7 @@ def report(
         UserError: None of the three was given, they are of different models, one cannot be read, or matplotlib is
             missing; nothing was written.
     """
-    from twellc.firing.profile import Profile
+    from twellc.firing.profile import FiringProfile
     from twellc.reporting.page import make_page
     from twellc.reporting.sources import decisions_of, gather, read_bench, read_decisions
 
@@ -334,7 +334,7 @@ def report(
         given = [Path(each) for each in (profile, decisions, bench) if isinstance(each, str | os.PathLike)]
         refuse_replacing("--output", Path(output), given)
     if isinstance(profile, str | os.PathLike):
-        profile = Profile.read(Path(profile))
+        profile = FiringProfile.read(Path(profile))
     decided = None
     if isinstance(decisions, str | os.PathLike):
         decided = read_decisions(Path(decisions))

@@ -21,7 +21,7 @@ from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError, first_few
-from twellc.base.files import Outputs, temporary_folder
+from twellc.base.files import OutputFiles, temporary_folder
 from twellc.benchmarking.blocks import (
     TWELL,
     Form,
@@ -85,7 +85,7 @@ def bench_model(options: BenchOptions, progress: Callable[[str], None]) -> Bench
         raise UserError(str(options.model), "there is no such file or folder", expected="a model")
     if looks_like_onnx(options.model):
         raise UserError(str(options.model), "is an ONNX file, which torch does not run", fix="Give the model itself.")
-    with Outputs(options.overwrite) as outputs, temporary_folder() as folder:
+    with OutputFiles(options.overwrite) as outputs, temporary_folder() as folder:
         if options.plot is not None:
             outputs.check("--plot", options.plot)
             refuse_plot(options.plot)

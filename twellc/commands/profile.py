@@ -31,7 +31,7 @@ from twellc.export.shapes import LARGEST_SIZE
 from twellc.options.commands import DEFAULT_BATCH, PADDINGS
 
 if TYPE_CHECKING:
-    from twellc.firing.profile import Profile
+    from twellc.firing.profile import FiringProfile
 
 _COUNT = click.IntRange(1, LARGEST_SIZE)
 
@@ -124,7 +124,7 @@ def _progress_bar() -> Iterator[tuple[Callable[[str], None], Callable[[int, int]
         )
 
 
-def print_profile(profile: Profile) -> None:
+def print_profile(profile: FiringProfile) -> None:
     """Print the statistics of a profile."""
     for warning in profile.warnings:
         say("Warning:", f"{warning}.", "bold yellow")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from twellc.base.errors import UserError
-from twellc.base.files import Outputs, external_data, places, refuse_replacing
+from twellc.base.files import OutputFiles, external_data, places, refuse_replacing
 from twellc.base.isolation import run_isolated
 from twellc.compiling.manifest import UNKEPT_GRAPH, Manifest, by_cudnn, make_manifest, manifest_path, needs_plugins
 from twellc.compiling.summary import TranslationSummary
@@ -51,7 +51,7 @@ def compile_model(
     """
     check_libraries(options.plugin_libraries)
     backend = None if options.backend == "none" else choose_host(options.backend)
-    with Outputs(options.overwrite) as outputs:
+    with OutputFiles(options.overwrite) as outputs:
         if options.triton is not None and options.output is not None:
             outputs.make_folder(options.output.parent)
         _check_outputs(options, outputs)
@@ -117,7 +117,7 @@ def _needs(options: CompileOptions, translation: TranslationSummary) -> str:
     return "; ".join([*own, *others])
 
 
-def _check_outputs(options: CompileOptions, outputs: Outputs) -> None:
+def _check_outputs(options: CompileOptions, outputs: OutputFiles) -> None:
     taken: dict[str, str] = {}
     for option, path in _destinations(options):
         if option == "--dump-graphs":

@@ -15,7 +15,7 @@ from twellc.base.records import OPTIONAL, Record, of_json
 from twellc.base.version import __version__
 from twellc.compiling.summary import TranslationSummary
 from twellc.export.plan import Plan
-from twellc.export.shapes import Profile, ShapeRange
+from twellc.export.shapes import ShapeProfile, ShapeRange
 from twellc.export.tensorrt_host import python_module
 from twellc.options.commands import LOGITS, PADDINGS, CompileOptions
 from twellc.passes.report import Attention, Layer
@@ -192,7 +192,7 @@ class Manifest(Record):
     warnings: list[str]
     plugins: Plugins
     onnx: OnnxFile
-    profiles: list[Profile]
+    profiles: list[ShapeProfile]
     backend: Backend | None
     plan: PlanFile | None
 

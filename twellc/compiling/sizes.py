@@ -10,11 +10,11 @@ import torch
 
 from twellc.decisions.choose import Tokens
 from twellc.export.profiles import ModelInputs, symbol_sizes
-from twellc.export.shapes import Profile
+from twellc.export.shapes import ShapeProfile
 from twellc.passes.match.find_ffn import FfnBlock
 
 
-def rows_of_blocks(inputs: ModelInputs, profiles: list[Profile]) -> Callable[[FfnBlock], list[Tokens]]:
+def rows_of_blocks(inputs: ModelInputs, profiles: list[ShapeProfile]) -> Callable[[FfnBlock], list[Tokens]]:
     """Return what tells the rows of a block of a traced program: those of its x [..., d_model]."""
     sizes = [symbol_sizes(inputs, profile) for profile in profiles]
 
@@ -25,10 +25,10 @@ def rows_of_blocks(inputs: ModelInputs, profiles: list[Profile]) -> Callable[[Ff
     return rows
 
 
-def rows_of_inputs(inputs: ModelInputs, profiles: list[Profile]) -> Callable[[FfnBlock], list[Tokens]]:
+def rows_of_inputs(inputs: ModelInputs, profiles: list[ShapeProfile]) -> Callable[[FfnBlock], list[Tokens]]:
     """Return what tells the rows of a block where shapes within the graph are not known: the most that an input has."""
 
-    def most(profile: Profile, which: str) -> int:
+    def most(profile: ShapeProfile, which: str) -> int:
         shapes = ((spec, getattr(profile[spec.name], which)) for spec in inputs.specs)
         # Floating-point inputs have features behind the tokens.
         rows = (math.prod(shape[:-1] if spec.dtype.is_floating_point else shape) for spec, shape in shapes)

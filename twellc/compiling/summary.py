@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twellc.export.shapes import Profile
+from twellc.export.shapes import ShapeProfile
 from twellc.passes.report import Attention, Layer
 
 
@@ -33,7 +33,7 @@ class TranslationSummary:
     attention: list[Attention]
     notes: list[str]
     warnings: list[str]
-    profiles: list[Profile]
+    profiles: list[ShapeProfile]
     files: list[str]
     digest: str
     external_data: list[Path]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from twellc.base.errors import UserError, first_few
 from twellc.base.files import digest
-from twellc.firing.profile import Profile, refuse_other_model
+from twellc.firing.profile import FiringProfile, refuse_other_model
 from twellc.loaders.loaded import fingerprint
 from twellc.options.commands import CalibrationOptions, refuse_pruning
 from twellc.passes.block_profile import Calibration, rate_bound
@@ -26,7 +26,7 @@ class LoadedCalibration:
     """
 
     path: Path
-    profile: Profile
+    profile: FiringProfile
     calibration: Calibration
     sha256: str
 
@@ -103,7 +103,7 @@ def load_calibration(options: CalibrationOptions, model: Path) -> LoadedCalibrat
     return LoadedCalibration(options.calibration, profile, calibration, digest(options.calibration))
 
 
-def _read(path: Path, option: str, sha256: str, model: Path) -> Profile:
-    profile = Profile.read(path, option)
+def _read(path: Path, option: str, sha256: str, model: Path) -> FiringProfile:
+    profile = FiringProfile.read(path, option)
     refuse_other_model(f"{option} {path}", profile, sha256, model.name)
     return profile

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from twellc.base.errors import UserError, first_line
-from twellc.base.files import Outputs, why_no_file
+from twellc.base.files import OutputFiles, why_no_file
 from twellc.base.records import Json, as_json
 from twellc.base.version import __version__
 from twellc.passes.block_profile import ARRAYS, BlockProfile, rate_bound, shapes
@@ -53,7 +53,7 @@ class DataSource:
 
 
 @dataclass(frozen=True, eq=False)
-class Profile:
+class FiringProfile:
     """How often the neurons of a model's feed-forward blocks fired on the user's data.
 
     Attributes:
@@ -97,7 +97,7 @@ class Profile:
             "blocks": [_statistics(block) for block in self.blocks.values()],
         }
 
-    def merged(self, other: Profile, where: str = "merge") -> Profile:
+    def merged(self, other: FiringProfile, where: str = "merge") -> FiringProfile:
         """Return the profile of one model over the data of two.
 
         Args:
@@ -115,10 +115,10 @@ class Profile:
         blocks = {module: block.plus(other.blocks[module]) for module, block in self.blocks.items()}
         notes = list(dict.fromkeys(self.notes + other.notes))
         created = max(self.created, other.created)
-        return Profile(self.model, self.data + other.data, created, __version__, notes, blocks)
+        return FiringProfile(self.model, self.data + other.data, created, __version__, notes, blocks)
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str], option: str = "") -> Profile:
+    def read(cls, path: str | os.PathLike[str], option: str = "") -> FiringProfile:
         """Read the file of a profile.
 
         Args:
@@ -136,7 +136,7 @@ class Profile:
         Raises:
             UserError: It cannot be written, or exists and `overwrite` is not set.
         """
-        with Outputs(overwrite) as outputs:
+        with OutputFiles(overwrite) as outputs:
             outputs.check("--output", Path(path))
             outputs.write(Path(path), self.content())
             outputs.commit()
@@ -146,7 +146,7 @@ class Profile:
         return _content(self)
 
 
-def refuse_other_model(where: str, profile: Profile, sha256: str, name: str) -> None:
+def refuse_other_model(where: str, profile: FiringProfile, sha256: str, name: str) -> None:
     """Fail if a profile is of another model than the one with this fingerprint.
 
     Raises:
@@ -160,7 +160,7 @@ def refuse_other_model(where: str, profile: Profile, sha256: str, name: str) -> 
         )  # fmt: skip
 
 
-def _form(profile: Profile) -> list[tuple[str, str, str, int]]:
+def _form(profile: FiringProfile) -> list[tuple[str, str, str, int]]:
     return [(each.module, each.variant, each.activation, each.d_ff) for each in profile.blocks.values()]
 
 
@@ -190,7 +190,7 @@ def _statistics(block: BlockProfile) -> dict[str, Json]:
 # ---- the file ----
 
 
-def _content(profile: Profile) -> bytes:
+def _content(profile: FiringProfile) -> bytes:
     content = {
         "model": asdict(profile.model),
         "data": [asdict(source) for source in profile.data],
@@ -207,7 +207,7 @@ def _content(profile: Profile) -> bytes:
     return bytes(save(tensors, metadata))
 
 
-def _read(path: Path, where: str) -> Profile:
+def _read(path: Path, where: str) -> FiringProfile:
     if not path.is_file():
         raise UserError(where, why_no_file(path), expected="a profile, as `twellc profile` writes it")
     if path.stat().st_size == 0:
@@ -235,7 +235,7 @@ def _is_ours(metadata: dict[str, str]) -> bool:
     return metadata.get("format") == FORMAT and metadata.get("version") == str(VERSION)
 
 
-def _of_content(content: dict[str, Any], tensors: dict[str, Any]) -> Profile:
+def _of_content(content: dict[str, Any], tensors: dict[str, Any]) -> FiringProfile:
     """Return the profile of a file's metadata and tensors.
 
     Raises:
@@ -264,7 +264,7 @@ def _of_content(content: dict[str, Any], tensors: dict[str, Any]) -> Profile:
         for each in content["data"]
     ]
     model = ProfiledModel(**{name: _text(content["model"][name]) for name in ("name", "kind", "sha256", "dtype")})
-    return Profile(
+    return FiringProfile(
         model, data, _text(content["created"]), _text(content["twellc"]), list(map(_text, content["notes"])), blocks
     )
 

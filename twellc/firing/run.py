@@ -15,11 +15,11 @@ import torch
 
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError, first_few, first_line
-from twellc.base.files import Outputs, refuse_replacing
+from twellc.base.files import OutputFiles, refuse_replacing
 from twellc.base.version import __version__
 from twellc.export.profiles import program_inputs
 from twellc.firing.measure import ProgramObserver
-from twellc.firing.profile import DataSource, Profile, ProfiledModel
+from twellc.firing.profile import DataSource, FiringProfile, ProfiledModel
 from twellc.loaders.loaded import LoadedModel, fingerprint
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
@@ -36,7 +36,7 @@ Advance = Callable[[int, int], None]
 
 def profile_model(
     options: ProfileOptions, data: Sequence[Path | Arrays], progress: Callable[[str], None], advance: Advance
-) -> Profile:
+) -> FiringProfile:
     """Run a model on data, count which neurons fire, and write the profile if there is an `output`.
 
     Args:
@@ -55,7 +55,7 @@ def profile_model(
     for path in paths:
         kind_of(path)
     device = choose_device(options.device)
-    with Outputs(options.overwrite) as outputs:
+    with OutputFiles(options.overwrite) as outputs:
         if options.output is not None:
             outputs.check("--output", options.output)
             refuse_replacing("--output", options.output, paths)
@@ -105,7 +105,7 @@ def _profile(
     device: torch.device,
     progress: Callable[[str], None],
     advance: Advance,
-) -> Profile:
+) -> FiringProfile:
     if looks_like_onnx(options.model):
         raise UserError(
             str(options.model), "an ONNX file cannot be profiled", expected="the model that it was exported from"
@@ -129,7 +129,7 @@ def _profile(
     sources = _run(observer, read_batches(data, intake), data, options.tokens, device, advance)
     if observer.unplaced:
         notes.append(f"padding counts as tokens in {first_few(sorted(observer.unplaced))}: it is not known where it is")
-    return Profile(
+    return FiringProfile(
         ProfiledModel(options.model.name, options.in_memory or model.kind, sha256, chosen),
         sources,
         datetime.now(UTC).isoformat(timespec="seconds"),

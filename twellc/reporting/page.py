@@ -12,7 +12,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from twellc.base.files import Outputs
+from twellc.base.files import OutputFiles
 from twellc.base.version import __version__
 from twellc.benchmarking.plot import require_matplotlib
 from twellc.firing.profile import PERCENTILES, SLOTS
@@ -115,7 +115,7 @@ def make_page(sources: Sources, output: Path | None, *, overwrite: bool = False)
     Raises:
         UserError: The file cannot be written, or exists; or matplotlib is missing, for a profile or measurements.
     """
-    with Outputs(overwrite) as outputs:
+    with OutputFiles(overwrite) as outputs:
         if output is not None:
             outputs.check("--output", output)
         if sources.profile is not None or sources.bench is not None:

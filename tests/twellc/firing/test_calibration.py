@@ -63,7 +63,7 @@ def test_split_graph_and_its_check(
     monkeypatch.setattr(Advisor, "__call__", splitting)
     for name, options in {"plain": [], "split": ["--calibration", profile]}.items():
         assert cli("compile", bytelm, "--backend", "none", "--onnx", tmp_path / f"{name}.onnx", *options).exit_code == 0
-    for module, block in twellc.Profile.read(profile).blocks.items():
+    for module, block in twellc.FiringProfile.read(profile).blocks.items():
         plain, arranged = (first_weight(tmp_path / f"{name}.onnx", module) for name in ("plain", "split"))
         order = hot_first(block.firing, 128 if module == PRUNED else 0)
         assert np.array_equal(arranged, plain[order])
@@ -86,13 +86,13 @@ def test_pruned_graph_report_and_check(cli: Cli, bytelm: Path, profile: Path, ot
     assert "approximate, as --prune-dead asks for" in said and "95 % confidence" in said and "--prune-check" in said
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["settings"]["prune_dead"] is True and len(report["settings"]["calibration"]) == 64
-    block = twellc.Profile.read(profile).blocks[PRUNED]
+    block = twellc.FiringProfile.read(profile).blocks[PRUNED]
     neurons = next(layer["neurons"] for layer in report["layers"] if layer["module"] == PRUNED)
     assert neurons["never"] == block.never.sum() and neurons["tokens"] == block.tokens
     assert neurons["kept"] == 1024 - neurons["dead"] == len(first_weight(tmp_path / "m.onnx", PRUNED))
     never = np.flatnonzero(block.never)
     gone = never[len(never) - neurons["dead"] :]
-    second = twellc.Profile.read(other_text).blocks[PRUNED]
+    second = twellc.FiringProfile.read(other_text).blocks[PRUNED]
     assert neurons["lost"] == pytest.approx(second.firing[gone].sum() / second.nonzeros) and neurons["lost"] > 0
     (tmp_path / "b.txt").write_text("The quick brown fox jumps over the lazy dog. " * 4)
     checked = twellc.check(bytelm, tmp_path / "m.onnx", text=tmp_path / "b.txt")
@@ -106,7 +106,7 @@ def test_inspect_shows_what_becomes_of_neurons(cli: Cli, bytelm: Path, profile: 
     result = cli("inspect", bytelm, "--calibration", profile, "--prune-dead")
     assert result.exit_code == 0 and "of 1024" in result.stdout and "calibrated by p: " in result.stderr
     assert "at the densities of the profile" in result.stdout
-    found, blocks = twellc.inspect(bytelm, calibration=profile), twellc.Profile.read(profile).blocks
+    found, blocks = twellc.inspect(bytelm, calibration=profile), twellc.FiringProfile.read(profile).blocks
     assert {row.module: row.density for row in found.cost.layers} == {
         module: pytest.approx(block.density) for module, block in blocks.items()
     }
@@ -115,7 +115,7 @@ def test_inspect_shows_what_becomes_of_neurons(cli: Cli, bytelm: Path, profile: 
 
 
 def test_nothing_is_called_approximate_where_no_neuron_was_removed(bytelm: Path, profile: Path) -> None:
-    everything = twellc.Profile.read(profile)
+    everything = twellc.FiringProfile.read(profile)
     loaded = LoadedCalibration(profile, everything, Calibration(everything.blocks, prune_dead=True), "0" * 64)
     assert loaded.notes([], everything.model.dtype)[1:] == ["--prune-dead removed no neuron"]
 

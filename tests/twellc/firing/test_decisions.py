@@ -9,7 +9,7 @@ import pytest
 
 import twellc
 from tests.conftest import Cli
-from twellc.decisions.times import DensePoint, Times, TwellPoint
+from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint
 
 
 def test_decisions_by_a_profile(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_decisions_by_a_profile(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
         for time in [10.0 * (density / limit) ** 0.5]
     ]
     times = tmp_path / "gpu.json"
-    times.write_text(Times({"gpu": "NVIDIA Test"}, True, dense, twell).to_text())
+    times.write_text(GpuTimes({"gpu": "NVIDIA Test"}, True, dense, twell).to_text())
 
     graph, report = tmp_path / "m.onnx", tmp_path / "r.json"
     options = ["--calibration", tmp_path / "p", "--target-gpu", times, "--profile", "input_ids:1x1:4x512:4x1024"]

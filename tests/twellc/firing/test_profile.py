@@ -167,7 +167,7 @@ def test_left_padding_needs_a_mask(cli: Cli, llama: Path, tmp_path: Path) -> Non
     arguments = [llama, "--inputs", tmp_path / "a.npz", "-o", tmp_path / "p"]
     failed(cli("profile", *arguments), "padding before tokens", "Add --padding mask")
     assert cli("profile", *arguments, "--padding", "mask").exit_code == 0
-    assert twellc.Profile.read(tmp_path / "p").tokens == 5
+    assert twellc.FiringProfile.read(tmp_path / "p").tokens == 5
 
 
 def test_an_archive_in_memory_and_in_a_file(archive: Path, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_the_command_and_its_table(cli: Cli, bytelm: Path, tmp_path: Path) -> No
     result = cli("profile", bytelm, "--inputs", tmp_path / "a.txt", tmp_path / "b.txt", "-o", tmp_path / "p")
     assert result.exit_code == 0
     assert "model.layers.3.mlp" in result.stdout and "of 1024" in result.stdout and "95 % confidence" in result.stdout
-    profile = twellc.Profile.read(tmp_path / "p")
+    profile = twellc.FiringProfile.read(tmp_path / "p")
     assert [each.name for each in profile.data] == ["a.txt", "b.txt"]
     failed(cli("profile", bytelm, "--inputs", tmp_path / "a.txt", "-o", tmp_path / "p"), "exists already")
     again = cli("profile", bytelm, tmp_path / "a.txt", "-o", tmp_path / "p", "--overwrite", "--json")
@@ -259,7 +259,7 @@ def test_merging(cli: Cli, bytelm: Path, llama: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         twellc.profile(bytelm, tmp_path / f"{name}.txt", tmp_path / name)
     assert cli("profile", "--merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "c").exit_code == 0
-    merged = twellc.Profile.read(tmp_path / "c")
+    merged = twellc.FiringProfile.read(tmp_path / "c")
     assert merged.data == both.data
     for module, block in both.blocks.items():
         for name in ("firing", "rows", "tiles", "positions"):

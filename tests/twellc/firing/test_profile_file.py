@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import twellc
-from twellc.firing.profile import DataSource, Profile, ProfiledModel
+from twellc.firing.profile import DataSource, FiringProfile, ProfiledModel
 from twellc.passes.block_profile import BlockProfile, rate_bound
 
 FIRING = [3, 0, 1, 3, 0, 2]
@@ -25,9 +25,9 @@ def block(module: str = "mlp") -> BlockProfile:
     return BlockProfile(module, "gated", "relu", np.array(FIRING), np.array(ROWS), tiles, positions)
 
 
-def profile() -> Profile:
+def profile() -> FiringProfile:
     model = ProfiledModel("m", "Hugging Face directory", "0" * 64, "bf16")
-    return Profile(
+    return FiringProfile(
         model, [DataSource("a.txt", "text", 1, 4)], "2026-11-25T09:30:00+00:00", "0.1.0", [], {"mlp": block()}
     )
 
@@ -54,14 +54,14 @@ def test_rate_bound() -> None:
 
 def test_a_file_is_what_was_written(tmp_path: Path) -> None:
     profile().write(tmp_path / "p")
-    found = Profile.read(str(tmp_path / "p"))
+    found = FiringProfile.read(str(tmp_path / "p"))
     assert found.to_json() == profile().to_json()
     assert json.loads(json.dumps(found.to_json())) == found.to_json()
     assert found.blocks["mlp"].firing.tolist() == FIRING
     with pytest.raises(twellc.UserError, match="exists already"):
         found.write(tmp_path / "p")
     found.merged(found).write(tmp_path / "p", overwrite=True)
-    assert Profile.read(tmp_path / "p").blocks["mlp"].firing.tolist() == [2 * count for count in FIRING]
+    assert FiringProfile.read(tmp_path / "p").blocks["mlp"].firing.tolist() == [2 * count for count in FIRING]
 
 
 def rewritten(path: Path, tensors: dict[str, Any] | None = None, **metadata: str) -> None:
@@ -92,16 +92,16 @@ def test_damage(tmp_path: Path, name: str) -> None:
     tensors, metadata, message = DAMAGE[name]
     rewritten(tmp_path / "p", tensors, **metadata)
     with pytest.raises(twellc.UserError, match=message):
-        Profile.read(tmp_path / "p", "--calibration")
+        FiringProfile.read(tmp_path / "p", "--calibration")
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x00" * 64, b"\xff" * 8])
 def test_no_profile(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "p").write_bytes(content)
     with pytest.raises(twellc.UserError, match=r"^--calibration .*p: (the file is empty|is no profile of twellc)"):
-        Profile.read(tmp_path / "p", "--calibration")
+        FiringProfile.read(tmp_path / "p", "--calibration")
     with pytest.raises(twellc.UserError, match="there is no such file"):
-        Profile.read(tmp_path / "missing")
+        FiringProfile.read(tmp_path / "missing")
 
 
 def test_every_cut_is_noticed(tmp_path: Path) -> None:
@@ -110,4 +110,4 @@ def test_every_cut_is_noticed(tmp_path: Path) -> None:
     for size in range(1, len(whole), 97):
         (tmp_path / "p").write_bytes(whole[:size])
         with pytest.raises(twellc.UserError, match="is no profile"):
-            Profile.read(tmp_path / "p")
+            FiringProfile.read(tmp_path / "p")
