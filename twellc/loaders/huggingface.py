@@ -13,7 +13,6 @@ import torch
 
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import temporary_folder
-from twellc.config import PADDINGS
 from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
 from twellc.loaders.checkpoint import activations, read_checkpoint
@@ -21,6 +20,7 @@ from twellc.loaders.huggingface_inputs import inputs_of, longest_text, text_conf
 from twellc.loaders.loaded import LoadedModel, NoChoiceError, refuse_choices
 from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.loaders.tracing import keep_tensor_outputs, trace
+from twellc.options.commands import PADDINGS
 
 
 def load_directory(path: Path, padding: str | None = None, logits: str = "all") -> LoadedModel:
