@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from twellc.base.errors import UserError
@@ -24,6 +25,18 @@ class ShapeRange:
 
 # One optimization profile: a range for every input.
 ShapeProfile = dict[str, ShapeRange]
+
+
+def fixed_sizes(profiles: Iterable[tuple[str, ShapeRange]]) -> dict[str, Shape]:
+    """Return the only sizes that inputs have in ranges of theirs, by their names; 0 where there are several."""
+    ranges: dict[str, list[Shape]] = {}
+    for name, given in profiles:
+        ranges.setdefault(name, []).extend((given.min, given.opt, given.max))
+    sizes = {
+        name: tuple(dims[0] if len(set(dims)) == 1 else 0 for dims in zip(*shapes, strict=False))
+        for name, shapes in ranges.items()
+    }
+    return {name: shape for name, shape in sizes.items() if any(shape)}
 
 
 def parse_size(digits: str) -> int:

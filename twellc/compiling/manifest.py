@@ -90,6 +90,7 @@ class ModelFile(Record):
 class Settings(Record):
     """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones.
 
+    `sizes` are those that the model was traced for where it does not take every size, such as `input_ids:1x128`,
     `calibration` is the SHA-256 of the profile, `decided` what was decided by it.
     """
 
@@ -99,6 +100,7 @@ class Settings(Record):
     attention_forms: list[str]
     padding: str | None = field(default=None, metadata=OPTIONAL)
     logits: str | None = field(default=None, metadata=OPTIONAL)
+    sizes: str | None = field(default=None, metadata=OPTIONAL)
     calibration: str | None = field(default=None, metadata=OPTIONAL)
     prune_dead: bool | None = field(default=None, metadata=OPTIONAL)
     decided: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)

@@ -9,6 +9,7 @@ from twellc.base.errors import UserError
 from twellc.base.files import open_file
 from twellc.loaders.archive import load_archive
 from twellc.loaders.huggingface import load_directory
+from twellc.loaders.huggingface_inputs import FixedSizes
 from twellc.loaders.loaded import LoadedModel, refuse_choices
 from twellc.loaders.pickled import load_pickle
 from twellc.options.declared_inputs import InputDeclaration, refuse_inputs
@@ -20,6 +21,7 @@ def load_model(
     inputs: tuple[InputDeclaration, ...] = (),
     padding: str | None = None,
     logits: str = "all",
+    sizes: FixedSizes | None = None,
 ) -> LoadedModel:
     """Load a model of any supported kind; files are told apart by their content, not by their names.
 
@@ -29,6 +31,7 @@ def load_model(
         inputs: The inputs of a pickled module.
         padding: Whether a causal Hugging Face model takes an `attention_mask`; see `CompileOptions`.
         logits: The places whose logits a causal Hugging Face model computes; see `CompileOptions`.
+        sizes: The only sizes that are asked for, for Hugging Face models that do not take every size.
 
     Raises:
         UserError: There is no such model, it cannot be loaded, or it leaves no choice of `padding` or `logits`.
@@ -38,7 +41,7 @@ def load_model(
     kind = "directory" if path.is_dir() else _sniff(path)
     if kind == "directory":
         refuse_inputs(inputs, f"{path}, another kind of model")
-        return load_directory(path, padding, logits)
+        return load_directory(path, padding, logits, sizes)
     refuse_choices(padding, logits, f"{path}, another kind of model")
     if kind == "pickle":
         return load_pickle(path, trust_model, inputs)

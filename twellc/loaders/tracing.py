@@ -11,12 +11,18 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
-from twellc.base.errors import UserError, first_line
+from twellc.base.errors import UserError
+from twellc.loaders.tracing_errors import untraceable
 from twellc.passes.graph.program import quiet_torch
 
 
 def trace(
-    path: Path, module: torch.nn.Module, inputs: dict[str, torch.Tensor], shapes: dict[str, dict[int, Any]], fix: str
+    path: Path,
+    module: torch.nn.Module,
+    inputs: dict[str, torch.Tensor],
+    shapes: dict[str, dict[int, Any]],
+    fix: str,
+    fix_sizes: str,
 ) -> ExportedProgram:
     """Trace a module.
 
@@ -26,6 +32,7 @@ def trace(
         inputs: Example inputs by parameter of `forward`.
         shapes: The dynamic dimensions (torch.export.Dim) of each input, by axis.
         fix: What to do where it cannot be traced.
+        fix_sizes: What to do where it cannot since a dimension must not vary, or not so much.
 
     Raises:
         UserError: It cannot be traced.
@@ -42,7 +49,7 @@ def trace(
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
     except Exception as error:  # torch.export raises what the module's code raises
-        raise UserError(str(path), f"torch.export cannot trace the model ({first_line(error)})", fix=fix) from error
+        raise untraceable(path, error, inputs, fix, fix_sizes) from error
 
 
 def keep_tensor_outputs(path: Path, program: ExportedProgram) -> tuple[list[str], list[str]]:
