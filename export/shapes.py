@@ -27,8 +27,12 @@ class ShapeRange:
 ShapeProfile = dict[str, ShapeRange]
 
 
-def fixed_sizes(profiles: Iterable[tuple[str, ShapeRange]]) -> dict[str, Shape]:
-    """Return the only sizes that inputs have in ranges of theirs, by their names; 0 where there are several."""
+# Sizes of inputs by their names, 0 for those that may vary.
+FixedSizes = tuple[tuple[str, Shape], ...]
+
+
+def fixed_sizes(profiles: Iterable[tuple[str, ShapeRange]]) -> FixedSizes:
+    """Return the only sizes that inputs have in ranges of theirs."""
     ranges: dict[str, list[Shape]] = {}
     for name, given in profiles:
         ranges.setdefault(name, []).extend((given.min, given.opt, given.max))
@@ -36,7 +40,7 @@ def fixed_sizes(profiles: Iterable[tuple[str, ShapeRange]]) -> dict[str, Shape]:
         name: tuple(dims[0] if len(set(dims)) == 1 else 0 for dims in zip(*shapes, strict=False))
         for name, shapes in ranges.items()
     }
-    return {name: shape for name, shape in sizes.items() if any(shape)}
+    return tuple((name, shape) for name, shape in sizes.items() if any(shape))
 
 
 def parse_size(digits: str) -> int:

@@ -14,11 +14,11 @@ from torch.export import ExportedProgram
 
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import temporary_folder
+from twellc.export.shapes import FixedSizes
 from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
 from twellc.loaders.checkpoint import activations, read_checkpoint
 from twellc.loaders.huggingface_inputs import (
-    FixedSizes,
     Input,
     at_sizes,
     inputs_of,
@@ -32,9 +32,7 @@ from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.commands import PADDINGS
 
 
-def load_directory(
-    path: Path, padding: str | None = None, logits: str = "all", sizes: FixedSizes | None = None
-) -> LoadedModel:
+def load_directory(path: Path, padding: str | None = None, logits: str = "all", sizes: FixedSizes = ()) -> LoadedModel:
     """Load and trace a model from config.json and safetensors, in the precision of its weights.
 
     The program takes `input_ids` and, if the model does and may be padded on the left, `attention_mask`, int64
@@ -64,7 +62,7 @@ def load_directory(
             model_class = _class_of(path, checkpoint.config)
             config = _as_configuration(path, model_class, checkpoint.config)
             model, notes = _make_model(path, model_class, config, checkpoint.tensors)
-        return _trace(path, model, checkpoint.config, checkpoint.notes + notes, padding, logits, sizes or {})
+        return _trace(path, model, checkpoint.config, checkpoint.notes + notes, padding, logits, sizes)
 
 
 def _class_of(path: Path, config: dict[str, Any]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from twellc.base.errors import UserError
+from twellc.export.shapes import FixedSizes
 from twellc.loaders.loaded import DimensionRange
 
 
@@ -103,14 +103,10 @@ def longest_text(model: Any, decodes: bool = False) -> int:
     return longest
 
 
-# Sizes of inputs by their names, 0 for those that may vary.
-FixedSizes = Mapping[str, tuple[int, ...]]
-
-
 def at_sizes(inputs: dict[str, Input], sizes: FixedSizes) -> dict[str, Input]:
     """Return inputs with fixed sizes in place of dynamic dimensions, wherever these occur."""
     fixed: dict[str, int] = {}
-    for name, shape in sizes.items():
+    for name, shape in sizes:
         for axis, dim in inputs[name].dynamic().items() if name in inputs else ():
             size = shape[axis] if len(shape) == len(inputs[name].shape) else 0
             if size and not dim.least <= size <= dim.largest:
@@ -127,13 +123,13 @@ def at_sizes(inputs: dict[str, Input], sizes: FixedSizes) -> dict[str, Input]:
 
 def written_sizes(sizes: FixedSizes) -> str:
     """Return sizes as text, such as `input_ids:1x128`, for `read_sizes`."""
-    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in sizes.items())
+    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in sizes)
 
 
 def read_sizes(text: str) -> FixedSizes:
     """Return the sizes that `written_sizes` wrote; none for any other text."""
     found = re.findall(r"(?:^|,)([^,:]+):(\d{1,10}(?:x\d{1,10})*)(?=,|$)", text)
-    return {name: tuple(map(int, shape.split("x"))) for name, shape in found}
+    return tuple((name, tuple(map(int, shape.split("x")))) for name, shape in found)
 
 
 def inputs_of(path: Path, model: Any, masked: bool) -> dict[str, Input]:

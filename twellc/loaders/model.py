@@ -7,9 +7,9 @@ from pathlib import Path
 
 from twellc.base.errors import UserError
 from twellc.base.files import open_file
+from twellc.export.shapes import FixedSizes
 from twellc.loaders.archive import load_archive
 from twellc.loaders.huggingface import load_directory
-from twellc.loaders.huggingface_inputs import FixedSizes
 from twellc.loaders.loaded import LoadedModel, refuse_choices
 from twellc.loaders.pickled import load_pickle
 from twellc.options.declared_inputs import InputDeclaration, refuse_inputs
@@ -21,7 +21,7 @@ def load_model(
     inputs: tuple[InputDeclaration, ...] = (),
     padding: str | None = None,
     logits: str = "all",
-    sizes: FixedSizes | None = None,
+    sizes: FixedSizes = (),
 ) -> LoadedModel:
     """Load a model of any supported kind; files are told apart by their content, not by their names.
 
