@@ -12,7 +12,7 @@ from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError
-from twellc.loaders.tracing_errors import untraceable
+from twellc.loaders.tracing_errors import refuse_assumptions, untraceable
 from twellc.passes.graph.program import quiet_torch
 
 
@@ -40,7 +40,7 @@ def trace(
     try:
         with quiet_torch(), torch.no_grad():
             # Comparisons of two lengths (masks in T5) become assertions instead of constraints on the lengths.
-            return torch.export.export(
+            program = torch.export.export(
                 module,
                 (),
                 inputs,
@@ -50,6 +50,8 @@ def trace(
             )
     except Exception as error:  # torch.export raises what the module's code raises
         raise untraceable(path, error, inputs, fix, fix_sizes) from error
+    refuse_assumptions(path, program, fix_sizes)
+    return program
 
 
 def keep_tensor_outputs(path: Path, program: ExportedProgram) -> tuple[list[str], list[str]]:

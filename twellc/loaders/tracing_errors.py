@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
 
 from twellc.base.errors import UserError, first_line
+from twellc.passes.graph.program import user_inputs
 
 _SIZE = r"L\['(\w+)'\]\.size\(\)\[(\d+)\]"
 _EQUAL = re.compile(rf"The values of \w+ = {_SIZE} and \w+ = {_SIZE} must always be equal")
@@ -17,6 +20,11 @@ _LOWER, _UPPER = re.compile(rf"(\d+) <= {_SIZE}"), re.compile(rf"{_SIZE} <= (\d+
 _MULTIPLE = re.compile(r"(?:Eq\(Mod\([^,]+, (\d+)\), 0\)|% (\d+)\)? == 0)")
 _VALUES = "data-dependent"
 _DTYPES = re.compile(r"expected scalar type|to have the same dtype|expected .* to have dtype")
+# n % 8 == 0, and rows*n == 8*rows*(n//8) of a view.
+_ASSUMED = re.compile(
+    r"Eq\(Mod\((?P<rest>\w+), (?P<of>\d+)\), 0\)"
+    r"|Eq\((?:\w+\*)*(?P<view>\w+)(?:\*\w+)*, (?P<groups>\d+)\*(?:\w+\*)*\(\((?P=view)//(?P=groups)\)\)\)"
+)
 # torch's own fault, on the way to say that a size is the only one.
 _NO_RANGE = "Cannot create Dim with inconsistent"
 
@@ -33,11 +41,37 @@ def untraceable(path: Path, error: Exception, inputs: dict[str, torch.Tensor], f
     """
     demands = _demands(str(error), inputs)
     if demands:
-        return UserError(str(path), f"the model does not take every size: {'; '.join(demands)}", fix=fix_sizes)
+        return _not_every_size(path, demands, fix_sizes)
     if _DTYPES.search(str(error)):
         fix = "Its code mixes dtypes: save the model in float32, and compile with the --dtype that you want."
     why = ", since what it does depends on values" if _VALUES in str(error) else ""
     return UserError(str(path), f"torch.export cannot trace the model{why} ({first_line(error)})", fix=fix)
+
+
+def refuse_assumptions(path: Path, program: ExportedProgram, fix_sizes: str) -> None:
+    """Fail where a traced program holds for multiples of a number only; torch.export leaves it to an assertion.
+
+    Raises:
+        UserError: It does.
+    """
+    places = {
+        str(dim): _dimension(node.name, str(axis))
+        for node in user_inputs(program)
+        for axis, dim in enumerate(getattr(node.meta["val"], "shape", ()))
+    }
+    demands = {}
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        condition = node.args[0].meta["val"] if isinstance(node.args[0], Node) else node.args[0]
+        found = _ASSUMED.fullmatch(str(condition))
+        symbol = found and (found["rest"] or found["view"])
+        if found and symbol in places:
+            demands[f"{places[symbol]} must be a multiple of {found['of'] or found['groups']}"] = None
+    if demands:
+        raise _not_every_size(path, list(demands), fix_sizes)
+
+
+def _not_every_size(path: Path, demands: list[str], fix_sizes: str) -> UserError:
+    return UserError(str(path), f"the model does not take every size: {'; '.join(demands)}", fix=fix_sizes)
 
 
 def _demands(message: str, inputs: dict[str, torch.Tensor]) -> list[str]:
