@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
-from twellc.base.files import digest
+from twellc.base.files import digest, read_file
 from twellc.base.records import OPTIONAL, Record, of_json
 from twellc.base.version import __version__
 from twellc.compiling.summary import TranslationSummary
@@ -294,7 +294,7 @@ def read_manifest(plan: Path) -> Manifest:
             fix="Keep both files of `twellc compile` together.",
         )  # fmt: skip
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
         raise UserError(
             str(path), f"is no manifest of twellc: it cannot be read as JSON ({error})", fix=_FIX

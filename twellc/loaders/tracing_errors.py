@@ -59,7 +59,7 @@ def refuse_assumptions(path: Path, program: ExportedProgram, fix_sizes: str) -> 
         for node in user_inputs(program)
         for axis, dim in enumerate(getattr(node.meta["val"], "shape", ()))
     }
-    demands = {}
+    demands: dict[str, None] = {}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         condition = node.args[0].meta["val"] if isinstance(node.args[0], Node) else node.args[0]
         found = _ASSUMED.fullmatch(str(condition))

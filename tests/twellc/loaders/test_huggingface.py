@@ -292,7 +292,7 @@ UNTRACEABLE: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "lengths": (
         "BartForSequenceClassification", BART,
-        "the model does not take every size: dimension 1 of decoder_input_ids must be that of dimension 1 of input_ids.",
+        "the model does not take every size: dimension 1 of decoder_input_ids must be that of dimension 1 of input",
         "Compile it for one size, such as --profile input_ids:1x128:1x128:1x128 --profile decoder_input_ids:1x128:",
     ),
     "a length": (
