@@ -182,7 +182,9 @@ def test_profile(case: Case, source: str, device: str) -> None:
     model, given = case.given(source)
     seen: list[Tensor] = []
     blocks = [module for module in case.module.modules() if hasattr(module, "up" if "x" in case.inputs else "up_proj")]
-    gates = [next(getattr(each, name) for name in ("gate", "gate_proj", "up") if hasattr(each, name)) for each in blocks]
+    gates = [
+        next(getattr(each, name) for name in ("gate", "gate_proj", "up") if hasattr(each, name)) for each in blocks
+    ]
     hooks = [gate.register_forward_hook(lambda _, __, z: seen.append((z > 0).flatten(0, -2).sum(0))) for gate in gates]
     with torch.no_grad():
         case.module(*case.inputs.values())
@@ -235,7 +237,9 @@ class Files:
     arrays: Path
 
 
-@pytest.fixture(scope="module", params=CASES[:4], ids=lambda case: f"{case[0]}-{case[1]}".replace("torch.", ""))
+@pytest.fixture(
+    scope="module", params=[CASES[0], CASES[3]], ids=lambda case: f"{case[0]}-{case[1]}".replace("torch.", "")
+)
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("files")
     made = make(*request.param)
@@ -269,7 +273,7 @@ def test_commands(files: Files, settings: dict[str, str], tmp_path: Path) -> Non
     command("compile", files.archive, *shared, **settings)
     assert "within" in command("check", files.archive, graph, "--json", **settings)
     command("compile", files.archive, *shared, "--calibration", profile, **settings)
-    declared = f"--input=x:float32[tokens,{D_MODEL}]"
+    declared = f"--input=input:float32[tokens,{D_MODEL}]"
     command("inspect", files.pickled, "--trust-model", declared, **settings)
     command("compile", files.pickled, "--trust-model", declared, *shared, **settings)
 
