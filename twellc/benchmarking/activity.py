@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twellc.decisions.times import zipf_rates
-from twellc.passes.firing import hot_first
+from twellc.passes.block_profile import hot_first
 
 # So many standard deviations from zero a gate value is active, or is not, whatever else is drawn.
 CERTAIN = 30.0
