@@ -93,7 +93,8 @@ def test_page(trained: Any) -> None:
     shapes = [{"shape": "1x1", "densities": [0.01, 0.03], "model": standings, "blocks": standings}]
     check = {"within": False, "text": {"candidate_bits": 1.25, "plain_bits": 1.0}}
     report = {
-        "machine": {"gpu": "a GPU", "torch": "2", "commit": "abc"}, "parameters": 2e8, "training": {"steps": 2, "tokens": 64, "seconds": 9},
+        "machine": {"gpu": "a GPU", "torch": "2", "commit": "abc"}, "parameters": 2e8,
+        "training": {"steps": 2, "tokens": 64, "seconds": 9},
         "commands": {
             "check": {"command": "twellc check m", "status": 1, "seconds": 2.0, "found": check},
             "compile": {"command": "twellc compile m", "status": 2, "seconds": 1.0, "message": "Usage\nError: no."},

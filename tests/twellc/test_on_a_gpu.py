@@ -76,6 +76,7 @@ class Case:
     dynamic: Any
     truth: Tensor
     blocks: int
+    gate: str
 
     def given(self, source: str) -> tuple[Any, dict[str, Any]]:
         """Return the model as a program or as a module, and the example inputs that go with it."""
@@ -91,6 +92,10 @@ def requires(*modules: str) -> None:
             pytest.skip(f"{module} is not installed")
 
 
+def name_of(case: tuple[str, torch.dtype]) -> str:
+    return f"{case[0]}-{case[1]}".replace("torch.", "")
+
+
 def make(variant: str, dtype: torch.dtype) -> Case:
     module: nn.Module
     if variant == "llama":
@@ -104,10 +109,11 @@ def make(variant: str, dtype: torch.dtype) -> Case:
     wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs.values()]
     truth = copy.deepcopy(module).double()(*wide)
     program = models.export(module, *inputs.values(), dynamic=dynamic)
-    return Case(module, inputs, program, dynamic, truth, 2 if variant == "llama" else 1)
+    gate = {"gated": "ffn.gate", "plain": "ffn.up", "llama": "gate_proj"}[variant]
+    return Case(module, inputs, program, dynamic, truth, 2 if variant == "llama" else 1, gate)
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}".replace("torch.", ""))
+@pytest.fixture(params=CASES, ids=name_of)
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     """A model; afterwards it must be what it was, where it was."""
     made = make(*request.param)
@@ -181,10 +187,7 @@ def test_plan(case: Case, source: str, tensorrt: Host, tmp_path: Path) -> None:
 def test_profile(case: Case, source: str, device: str) -> None:
     model, given = case.given(source)
     seen: list[Tensor] = []
-    blocks = [module for module in case.module.modules() if hasattr(module, "up" if "x" in case.inputs else "up_proj")]
-    gates = [
-        next(getattr(each, name) for name in ("gate", "gate_proj", "up") if hasattr(each, name)) for each in blocks
-    ]
+    gates = [module for name, module in case.module.named_modules() if name.endswith(case.gate)]
     hooks = [gate.register_forward_hook(lambda _, __, z: seen.append((z > 0).flatten(0, -2).sum(0))) for gate in gates]
     with torch.no_grad():
         case.module(*case.inputs.values())
@@ -237,9 +240,7 @@ class Files:
     arrays: Path
 
 
-@pytest.fixture(
-    scope="module", params=[CASES[0], CASES[3]], ids=lambda case: f"{case[0]}-{case[1]}".replace("torch.", "")
-)
+@pytest.fixture(scope="module", params=[CASES[0], CASES[3]], ids=name_of)
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("files")
     made = make(*request.param)
