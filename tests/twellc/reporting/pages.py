@@ -64,7 +64,7 @@ def layers(modules: Sequence[str] = MODULES, assumed: bool = False) -> list[dict
 
 
 def varied_layers(modules: Sequence[str]) -> list[dict[str, Any]]:
-    """What became of the blocks of a model of many: every eighth is too dense, others differ in gain and hot neurons."""
+    """What became of the blocks of a larger model: every eighth is too dense, others differ in gain and hot neurons."""
     found = layers([*modules, "last"])[:-1]
     for index, layer in enumerate(found):
         active, gain = f"{0.2 + index / 10:.1f} %", 1.1 + index / 40
