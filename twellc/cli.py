@@ -31,7 +31,6 @@ from twellc.bench_command import bench
 from twellc.config import (
     ATTENTIONS,
     BACKENDS,
-    DEFAULT_COMPRESSION,
     DEFAULT_DENSITY,
     DEFAULT_TOKENS,
     LOGITS,
@@ -41,6 +40,7 @@ from twellc.config import (
 from twellc.cost import CostTable, LayerCosts
 from twellc.export.shapes import LARGEST_SIZE
 from twellc.passes.report import Attention, Layer
+from twellc.plugins.block import DEFAULT_COMPRESSION
 from twellc.plugins.library import COMPRESSIONS, GPUS
 from twellc.profile_command import profile
 from twellc.report_command import report

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from twellc.passes.attention import AS_WRITTEN, CUDNN, MATMUL, OPERATOR, rewrite_attention
 from twellc.passes.graph.execution import Runner
-from twellc.passes.pipeline import functionalize
+from tests.models import functionalize
 from twellc.passes.report import Attention
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from tests.models import D_FF, D_MODEL, Gated, Plain, Residual, Written, canonic
 from twellc.passes.firing import BlockProfile, Calibration, hot_first
 from twellc.passes.graph.execution import Runner
 from twellc.passes.match.activations import packet
-from twellc.passes.pipeline import Rewritten, run_passes
+from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
 from twellc.passes.report import Choice
 from twellc.plugins.ops import GATED_MLP, MLP
 
@@ -42,7 +42,8 @@ def rewritten(module: nn.Module, known: Calibration | None, hot: int = 0) -> Rew
         module.bfloat16(), torch.randn(models.BATCH, models.SEQUENCE, D_MODEL, generator=seeded).bfloat16()
     )
     choice = Choice("twell", "matches", hot, 8, None)
-    return run_passes(program, torch.bfloat16, "all", 8, calibration=known, advise=lambda block: choice)
+    options = PassOptions(torch.bfloat16, "all", calibration=known, advise=lambda block, neurons: choice)
+    return run_passes(program, options)
 
 
 def operands(found: Rewritten) -> list[Tensor | None]:

@@ -19,7 +19,7 @@ from twellc.base.errors import UserError
 from twellc.passes.graph.execution import Runner
 from twellc.passes.graph.program import user_inputs
 from twellc.passes.match.find_ffn import find_ffn_blocks
-from twellc.passes.pipeline import canonicalize
+from tests.models import canonicalize
 from twellc.passes.precision import lower, parameter_dtypes, widen
 
 LOW = [torch.bfloat16, torch.float16]

@@ -26,7 +26,7 @@ from twellc.export.tensorrt_host import Host
 from twellc.loaders.model import load_model
 from twellc.passes.attention import CUDNN, MATMUL
 from twellc.passes.graph.execution import Runner, example_inputs
-from twellc.passes.pipeline import functionalize
+from tests.models import functionalize
 from twellc.passes.precision import in_precision, widen
 from twellc.translation.torch_models import translate
 

@@ -52,7 +52,7 @@ from twellc.benchmarking.timing import machine, refuse_without_gpu
 from twellc.calibration.calibration import LoadedCalibration, load_calibration
 from twellc.checks.reference import widen_sample
 from twellc.checks.samples import Sample
-from twellc.config import DEFAULT_COMPRESSION, BenchOptions
+from twellc.config import BenchOptions
 from twellc.export.profiles import program_inputs
 from twellc.export.runner import OpenPlan
 from twellc.loaders.model import load_model
@@ -146,17 +146,12 @@ class _Bench:
             self._notes += [*calibrated.profile.warnings, *calibrated.notes(rewritten.layers, self._dtype)]
         return rewritten
 
-    @property
-    def _compression(self) -> int:
-        """The TwELL compression factor of blocks of which nothing is known."""
-        return self._options.compression or DEFAULT_COMPRESSION
-
     @many_sizes()
     def run(self) -> BenchResult:
         """Measure every shape."""
         plans, failed = self._plans()
         truths = self._truths()
-        whole = with_all_neurons(self._rewritten, self._compression)
+        whole = with_all_neurons(self._rewritten, self._options.compression)
         programs = (self._rewritten.dense, self._rewritten.program, whole)
         dense, ours, whole = (move_to_device_pass(each, _DEVICE) for each in programs)
         results = []

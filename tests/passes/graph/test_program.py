@@ -24,7 +24,7 @@ from twellc.passes.graph.program import (
     verify,
     written_tensors,
 )
-from twellc.passes.pipeline import canonicalize
+from tests.models import canonicalize
 
 
 def shrink_a_parameter(program: ExportedProgram) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from twellc.passes.match.causal_mask import positions_kept
-from twellc.passes.pipeline import functionalize
+from tests.models import functionalize
 
 Mask = Callable[[Tensor, Tensor], Tensor]
 LOW = torch.finfo(torch.float32).min

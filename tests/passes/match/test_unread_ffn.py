@@ -11,7 +11,7 @@ from tests import models
 from tests.models import D_FF, D_MODEL, Gated, Plain, Written, blocks_of, calls, canonical, rewrite
 from twellc.passes.decide import decide
 from twellc.passes.match.find_ffn import find_ffn_blocks
-from twellc.passes.pipeline import canonicalize
+from tests.models import canonicalize
 
 
 def drawn(*shape: int) -> Tensor:

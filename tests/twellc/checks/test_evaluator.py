@@ -25,7 +25,7 @@ from twellc.config import CompileOptions
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.loaders.loaded import LoadedModel
 from twellc.passes.graph.execution import Runner
-from twellc.passes.pipeline import canonicalize
+from tests.models import canonicalize
 from twellc.passes.precision import widen
 from twellc.translation.torch_models import translate
 

@@ -32,7 +32,7 @@ from twellc.config import CheckOptions, CompileOptions
 from twellc.loaders.model import load_model
 from twellc.loaders.tracing import keep_tensor_outputs
 from twellc.passes.graph.execution import Runner, example_inputs
-from twellc.passes.pipeline import canonicalize, functionalize
+from tests.models import canonicalize, functionalize
 from twellc.translation.translate import translate_to_file
 
 Records = dict[str, bytes]

@@ -13,7 +13,7 @@ from twellc.inputs import InputDeclaration, parse_input
 from twellc.loaders.model import load_model
 from twellc.passes.graph.execution import Runner
 from twellc.passes.match.find_ffn import find_ffn_blocks
-from twellc.passes.pipeline import canonicalize
+from tests.models import canonicalize
 
 
 class Marker:
