@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import twellc
 from tests.conftest import Cli
-from tests.models import Gated, export
-from twellc.base.arrays import to_numpy
+from tests.models import BATCH, D_MODEL, SEQUENCE, Gated, export
 from twellc.passes import pipeline
 from twellc.passes.dump import GraphDump
 from twellc.passes.pipeline import STEPS, Passed, PassOptions, Stage, run_until
@@ -84,10 +83,7 @@ def inspected(cli: Cli, model: Path, folder: Path) -> None:
 
 
 def profiled(cli: Cli, model: Path, folder: Path) -> None:
-    example = torch.export.load(model).example_inputs
-    assert example is not None
-    arrays = {f"args_{index}": to_numpy(each) for index, each in enumerate(example[0])}
-    twellc.profile(model, arrays, folder / "p")
+    twellc.profile(model, {"x": torch.randn(BATCH, SEQUENCE, D_MODEL).bfloat16()})
 
 
 def checked(cli: Cli, model: Path, folder: Path) -> None:

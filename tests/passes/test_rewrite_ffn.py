@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from tests.models import Gated, Plain, Residual, Written, calls, canonical, eager, export, rewrite, run
+from tests.models import Gated, Plain, Residual, Written, calls, canonical, eager, export, options_of, rewrite, run
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.passes import pipeline
 from twellc.passes.decide import decide
