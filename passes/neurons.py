@@ -35,7 +35,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from twellc.base.arrays import to_numpy
-from twellc.passes.firing import BlockProfile, Calibration, Counts, hot_first, rate_bound
+from twellc.passes.block_profile import BlockProfile, Calibration, Counts, hot_first, rate_bound
 from twellc.passes.graph.program import tensor_of
 from twellc.passes.match.activations import packet
 from twellc.passes.match.find_ffn import FfnBlock

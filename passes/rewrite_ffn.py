@@ -24,7 +24,7 @@ from torch.fx import Node
 from twellc.passes.graph.program import add_parameter, editable, finish, replace_node, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
-from twellc.plugins.block import TENSORS, BlockOptions, BlockWeights, TensorField
+from twellc.plugins.block import TENSORS, BlockOptions, TensorField, WeightOperands
 from twellc.plugins.ops import OPS
 
 T = TypeVar("T")
@@ -50,12 +50,12 @@ def arranged_copy(tensor: torch.Tensor, weight: Weight, in_out: bool) -> tuple[s
     return suffix, view.clone(memory_format=torch.contiguous_format)
 
 
-def weights_of(block: FfnBlock, place: Callable[[Weight, TensorField], T]) -> BlockWeights[T]:
+def weights_of(block: FfnBlock, place: Callable[[Weight, TensorField], T]) -> WeightOperands[T]:
     """Return the weights and biases of a block, each as `place` gives it: the weight, and which tensor it is to be."""
     parts = {"gate": block.gate, "up": block.up, "down": block.down}
     stored = {f"w_{name}": part.weight for name, part in parts.items() if part is not None}
     stored |= {f"b_{name}": part.bias for name, part in parts.items() if part is not None and part.bias is not None}
-    return BlockWeights(**{each.name: place(stored[each.name], each) for each in TENSORS if each.name in stored})
+    return WeightOperands(**{each.name: place(stored[each.name], each) for each in TENSORS if each.name in stored})
 
 
 def rewrite_ffn(

@@ -59,9 +59,7 @@ class Variant:
 
 GATED, PLAIN = (
     Variant(name, op, node, code)
-    for (name, code), op, node in zip(
-        library.VARIANTS.items(), ("gated_mlp", "mlp"), library.PLUGIN_NAMES, strict=True
-    )
+    for (name, code), op, node in zip(library.VARIANTS.items(), ("gated_mlp", "mlp"), library.PLUGIN_NAMES, strict=True)
 )
 VARIANTS = {each.name: each for each in (GATED, PLAIN)}
 BY_NODE = {each.node: each for each in VARIANTS.values()}
@@ -116,7 +114,7 @@ _WEIGHTS = _OPERANDS[1:-1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockWeights(Generic[T]):
+class WeightOperands(Generic[T]):
     """The weights and biases of a block, as tensors of torch, nodes of a graph, or whatever stands for them.
 
     `TENSORS` says what each is. Without `w_gate` the block is plain.
@@ -143,9 +141,9 @@ class BlockWeights(Generic[T]):
         """Return those that are there, by name, in the order of `TENSORS`."""
         return {name: value for name in _WEIGHTS if (value := getattr(self, name)) is not None}
 
-    def map(self, function: Callable[[T], U]) -> BlockWeights[U]:
+    def map(self, function: Callable[[T], U]) -> WeightOperands[U]:
         """Return the same with something else in the place of each."""
-        return BlockWeights(**{name: function(value) for name, value in self.named().items()})
+        return WeightOperands(**{name: function(value) for name, value in self.named().items()})
 
     def of(self, x: T, residual: T | None = None) -> Operands[T]:
         """Return them with what the block reads."""
@@ -153,8 +151,8 @@ class BlockWeights(Generic[T]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operands(BlockWeights[T]):
-    """All tensors that a block reads; see `BlockWeights`."""
+class Operands(WeightOperands[T]):
+    """All tensors that a block reads; see `WeightOperands`."""
 
     x: T
     residual: T | None = None
@@ -164,9 +162,9 @@ class Operands(BlockWeights[T]):
         return {name: value for name in _OPERANDS if (value := getattr(self, name)) is not None}
 
     @property
-    def weights(self) -> BlockWeights[T]:
+    def weights(self) -> WeightOperands[T]:
         """The weights and biases alone."""
-        return BlockWeights(**super().named())
+        return WeightOperands(**super().named())
 
     def arguments(self) -> list[T | None]:
         """Return the arguments of the op: the tensors of its variant, None where there is none."""

@@ -5,8 +5,9 @@
     twell::TwellAttention(q, k, v, [lengths])
 
 What is in brackets is left out of the inputs where it is absent; the attributes `gate_bias`, `up_bias`, `down_bias`,
-`residual` and `lengths` say what is there. The other attributes of a block are its options (see `block.py`). The lengths must be 1 to the number of keys: a graph that cannot promise
-that clamps them before, since the plugin has no kernel of its own to do it.
+`residual` and `lengths` say what is there. The other attributes of a block are its options, see `block.py`. The lengths
+must be 1 to the number of keys: a graph that cannot promise that clamps them before, since the plugin has no kernel of
+its own to do it.
 
 TensorRT's parser finds the plugin by the node's type and its attributes `plugin_version` and `plugin_namespace`.
 """
@@ -25,7 +26,10 @@ IDENTITY = {"plugin_version": PLUGIN_VERSION, "plugin_namespace": PLUGIN_NAMESPA
 # Attributes and their types: of the node of each block, and of attention.
 ATTRIBUTES: dict[str, dict[str, type]] = {
     **{
-        name: {**{each.name: each.kind for each in OPTIONS}, **{each.flag: int for each in variant.tensors if each.flag}}
+        name: {
+            **{each.name: each.kind for each in OPTIONS},
+            **{each.flag: int for each in variant.tensors if each.flag},
+        }
         for name, variant in BY_NODE.items()
     },
     ATTENTION: {"scale": float, "causal": int, "lengths": int},

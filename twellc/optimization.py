@@ -33,7 +33,7 @@ from twellc.passes.match.linear import Weight, strip
 from twellc.passes.pipeline import PassOptions, Stage, run_until
 from twellc.passes.report import Layer
 from twellc.passes.rewrite_ffn import weights_of
-from twellc.plugins.block import DEFAULT_COMPRESSION, BlockOptions, BlockWeights, TensorField
+from twellc.plugins.block import DEFAULT_COMPRESSION, BlockOptions, TensorField, WeightOperands
 from twellc.plugins.library import COMPRESSIONS
 from twellc.plugins.ops import run_block
 
@@ -80,7 +80,7 @@ class _Block:
     """
 
     layer: Layer
-    weights: BlockWeights[_Operand]
+    weights: WeightOperands[_Operand]
     options: BlockOptions
     argument: str
     ranks: tuple[int, ...]
@@ -103,7 +103,7 @@ class _Optimized(nn.Module):
             return super().forward(*arguments, **named)
         return run_block(weights.of(x), block.options)
 
-    def _weights(self, x: Tensor) -> BlockWeights[Tensor] | None:
+    def _weights(self, x: Tensor) -> WeightOperands[Tensor] | None:
         """Return what the op reads besides x, or None where the original forward must run."""
         block = self._twellc
         if self.training or not _is_as_found(self, block.kinds) or not _is_taken(x, block):
@@ -119,7 +119,7 @@ class _Optimized(nn.Module):
             if records and parameter.requires_grad:
                 return None
             tensors[name] = operand.view(parameter)
-        return BlockWeights(**tensors)
+        return WeightOperands(**tensors)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _remake, (type(self).__mro__[2],), vars(self).copy()
@@ -237,7 +237,7 @@ def optimized_blocks(module: nn.Module) -> list[Layer]:
 
 
 def _replace(
-    submodule: nn.Module, layer: Layer, weights: BlockWeights[_Operand], options: BlockOptions, ranks: tuple[int, ...]
+    submodule: nn.Module, layer: Layer, weights: WeightOperands[_Operand], options: BlockOptions, ranks: tuple[int, ...]
 ) -> None:
     for operand in weights.named().values():
         parameter = operand.parameter(submodule)
@@ -344,7 +344,7 @@ def _in_eval_mode(module: nn.Module) -> Iterator[None]:
             each.training = training
 
 
-def _weights_of(module: nn.Module, block: FfnBlock) -> BlockWeights[_Operand] | None:
+def _weights_of(module: nn.Module, block: FfnBlock) -> WeightOperands[_Operand] | None:
     """Return how to read the op's weights from a module's parameters; None where the block computes them."""
     if block.refusal or block.up is None:
         return None

@@ -14,7 +14,7 @@ from tests.models import D_FF, D_MODEL, Gated, Plain, Residual, Written, canonic
 from twellc.decisions.advise import Advisor
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target
-from twellc.passes.firing import BlockProfile, Calibration, hot_first
+from twellc.passes.block_profile import BlockProfile, Calibration, hot_first
 from twellc.passes.graph.execution import Runner
 from twellc.passes.match.activations import packet
 from twellc.passes.match.find_ffn import FfnBlock
@@ -338,7 +338,9 @@ def test_neurons_that_cannot_fire_are_not_decided_about(prune: bool) -> None:
 @pytest.mark.parametrize("build", ["shared", "unable", "both"])
 def test_the_report_tells_what_was_really_removed(build: str) -> None:
     """The reason, the expectation, the row of the report and the graph speak of the same neurons."""
-    module = {"shared": Written(twice, ffn=Gated()), "unable": unable("gated", biases=""), "both": unable("gated")}[build]
+    module = {"shared": Written(twice, ffn=Gated()), "unable": unable("gated", biases=""), "both": unable("gated")}[
+        build
+    ]
     dead = tuple(range(20)) if build != "unable" else ()
     known = calibration(*(profile(name, dead=dead) for name in ("ffn", "ffn#2")), prune_dead=build != "unable")
     target = choose_target("h200", None)

@@ -23,7 +23,7 @@ from twellc.base.arrays import BFLOAT16, Array, to_numpy, to_torch
 from twellc.base.dtypes import kernel_dtypes
 from twellc.base.errors import UserError, first_line
 from twellc.plugins.attention_op import ATTENTION
-from twellc.plugins.block import BY_NODE, BlockOptions, BlockWeights, Operands
+from twellc.plugins.block import BY_NODE, BlockOptions, Operands, WeightOperands
 from twellc.plugins.library import ATTENTION_NAME, PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import read_node
 from twellc.plugins.ops import activate, run_block
@@ -197,7 +197,7 @@ class PluginNode:
         options: Its fields.
     """
 
-    weights: BlockWeights[onnx.TensorProto]
+    weights: WeightOperands[onnx.TensorProto]
     residual: bool
     options: BlockOptions
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.models import Gated, Residual, blocks_of, canonical
+from twellc.compiling.sizes import rows_of_blocks, rows_of_inputs
 from twellc.decisions.advise import Advisor, repeat, row_spread
 from twellc.decisions.choose import Tokens, percent
 from twellc.decisions.predict import CostModel
@@ -21,7 +22,6 @@ from twellc.passes.decide import Advise, decide
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.neurons import Staying
 from twellc.passes.report import Layer
-from twellc.translation.sizes import rows_of_blocks, rows_of_inputs
 
 TARGET = choose_target("h200", None)
 TOKENS = [Tokens(1, 8192, 8192)]
