@@ -24,9 +24,12 @@ def write_numbers(program: ExportedProgram) -> ExportedProgram:
     program = editable(program)
     first = next(node for node in program.graph.nodes if node.op != "placeholder")
     for node, name in _numbers(program).items():
+        value = node.meta["val"]
         with program.graph.inserting_before(first):
             number = program.graph.call_function(
-                aten.full.default, ([], tensor_of(program, name).item()), {"dtype": node.meta["val"].dtype}
+                aten.full.default,
+                ([], tensor_of(program, name).item()),
+                {"dtype": value.dtype, "device": value.device},
             )
         number.meta = dict(node.meta)
         for reader in (node, *(user for user in node.users if packet(user) is aten.clone)):

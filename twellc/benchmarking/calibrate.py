@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twellc.base.arrays import to_numpy
 from twellc.base.errors import UserError
 from twellc.base.files import OutputFiles, uninterrupted, writing
 from twellc.benchmarking import timing
@@ -145,7 +146,7 @@ def draw_weights(grid: Grid, columns: dict[Distribution, int], device: str = "cu
     gate[:, 0] = -scale
     gate[:, 1 : 1 + len(columns)] = 0
     for (density, _, hot), column in columns.items():
-        rates = zipf_rates(d_ff, density)[torch.randperm(d_ff).numpy()]
+        rates = zipf_rates(d_ff, density)[to_numpy(torch.randperm(d_ff))]
         rates = rates[hot_first(rates, hot)]
         offsets = _quantile(torch.tensor(density)) - _quantile(torch.from_numpy(rates))
         gate[:, column] = (offsets * scale).to(device)
