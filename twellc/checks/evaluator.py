@@ -79,7 +79,8 @@ class OnnxEvaluator:
         """
         arrays = {name: to_numpy(tensor) for name, tensor in inputs.items()}
         try:
-            results = self._evaluator.run(None, arrays, intermediate=True)
+            with np.errstate(all="ignore"):  # what is NaN or infinite is in the results
+                results = self._evaluator.run(None, arrays, intermediate=True)
             assert isinstance(results, dict)
             return {name: to_torch(np.asarray(results[name])) for name in names}
         except Exception as error:  # each operator's own, for a graph that somebody else made
@@ -210,13 +211,16 @@ def _run_op(
 
 
 def _run_where_it_is_fast(op: torch._ops.OpOverload, tensors: list[torch.Tensor | None], *options: Any) -> torch.Tensor:
-    """Run an op on the GPU, if there is one and the first tensor is of a type that its kernels take."""
+    """Run an op on the GPU, if there is one and the first tensor is of a type that its kernels take.
+
+    The result is where the first tensor is.
+    """
     first = tensors[0]
     assert first is not None
     device = "cuda" if runs_kernels() and first.dtype in kernel_dtypes() else "cpu"
     moved = [None if tensor is None else tensor.to(device) for tensor in tensors]
     y: torch.Tensor = op(*moved, *options)
-    return y.cpu()
+    return y.to(first.device)
 
 
 @dataclass(frozen=True)
@@ -261,7 +265,7 @@ class PluginNode:
 
     def active(self, x: torch.Tensor) -> int:
         """Return how many activations of the gate (of a plain block: of the hidden tensor) are not zero for x."""
-        weight, bias = (None if each is None else each.float() for each in self._load(2))
+        weight, bias = (None if each is None else each.float().to(x.device) for each in self._load(2))
         assert weight is not None
         z = torch.nn.functional.linear(x.float(), weight, bias).to(x.dtype)
         return int(activate(z, self.activation, self.threshold).count_nonzero())
