@@ -505,9 +505,9 @@ def _without_padding(output: torch.Tensor, tokens: torch.Tensor | None) -> torch
 def _stack(outputs: Outputs) -> torch.Tensor:
     """Join the samples' outputs row by row, or element by element where the lengths of their rows differ."""
     widths = {_width(output) for output in outputs}
-    width = widths.pop() if len(widths) == 1 else 1
+    width = max(widths) if len(widths) == 1 else 1
     return torch.cat([output.reshape(-1, width) for output in outputs])
 
 
 def _width(output: torch.Tensor) -> int:
-    return output.shape[-1] if output.dim() else 1
+    return max(output.shape[-1], 1) if output.dim() else 1

@@ -428,6 +428,7 @@ def test_bits_of_text() -> None:
     assert text_bits([half], [ids]) == (2, pytest.approx(1.0))
     assert text_bits([half, half[:, :2]], [ids, torch.tensor([[1, 2]])]) == (3, pytest.approx((1 + 1 + 2) / 3))
     assert text_bits([half[:, :1]], [ids[:, :1]]) == (0, 0.0)
+    assert math.isnan(text_bits([half * torch.nan], [ids])[1])
 
 
 def test_perplexity() -> None:
