@@ -1,6 +1,6 @@
 """The passes in their order: the one list, from which `compile`, `inspect`, `check` and `optimize` take theirs.
 
-    FUNCTIONAL     decompose, write_numbers, merge_views, name_relus     what a model computes, in one form
+    FUNCTIONAL     decompose, name_casts, write_numbers, merge_views, name_relus     what a model computes, in one form
     ARRANGING      fold_weights, feature_last                            blocks as the matcher looks for them
     in_precision   the whole program in bfloat16 or float16
     find           blocks are found and decided upon; changes nothing
@@ -29,6 +29,7 @@ from twellc.passes.firing import Calibration
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.merge_views import merge_views
+from twellc.passes.name_casts import name_casts
 from twellc.passes.name_relus import name_relus
 from twellc.passes.neurons import arrange_neurons
 from twellc.passes.precision import in_precision
@@ -46,7 +47,7 @@ class Pass(Protocol):
         """Run it."""
 
 
-FUNCTIONAL: tuple[Pass, ...] = (decompose, write_numbers, merge_views, name_relus)
+FUNCTIONAL: tuple[Pass, ...] = (decompose, name_casts, write_numbers, merge_views, name_relus)
 ARRANGING: tuple[Pass, ...] = (fold_weights, feature_last)
 
 
