@@ -1,12 +1,13 @@
 """Compute the weights that the graph computes from constants alone.
 
-    before   linear(x, div(W, 2))          linear(x, mul(V, div(g, norm(V))))          linear(x, chunk(W, 2)[0])
-    after    linear(x, W')                 linear(x, W')                               linear(x, W')
+    before   linear(x, div(W, 2))     linear(x, mul(V, div(g, norm(V))))     linear(x, view(Q [o, g, n], [o, g * n]))
+    after    linear(x, W')            linear(x, W')                          linear(x, W')
 
 Such weights come from weight normalisation, from scales that a model applies to its own weights, and from weights that
-are stored as integers. They are computed as the model computes them, so no value changes. Only what a matrix product
-reads as its weight is folded; a mere view or cast of a constant stays in the graph. What no parameter takes part in
-becomes a buffer, since it may be no weight of the model: rotary frequencies that are scaled, say.
+are stored as integers, also in groups of 4 bits. They are computed as the model computes them, so no value changes.
+Only what a matrix product reads as its weight is folded; a transposition, a cast or a view that keeps the matrix stays
+in the graph. What no parameter takes part in becomes a buffer, since it may be no weight of the model: rotary
+frequencies that are scaled, say.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.fx.node import map_arg
 
 from twellc.passes.graph.program import add_parameter, constants_of, editable, finish, replace_node, tensor_of
 from twellc.passes.match.activations import packet
-from twellc.passes.match.linear import PRODUCTS, VIEWS
+from twellc.passes.match.linear import PRODUCTS, VALUE_PRESERVING, VIEWS, matrix_sizes, same_sizes
 
 aten = torch.ops.aten
 
@@ -35,7 +36,7 @@ def fold_weights(program: ExportedProgram) -> ExportedProgram:
         if _is_pure(node) and node.all_input_nodes and known.issuperset(node.all_input_nodes):
             known.add(node)
             computed.append(node)
-    weights = [node.name for node in computed if not is_view(node) and _is_weight(node)]
+    weights = [node.name for node in computed if not _keeps_matrix(node) and _is_weight(node)]
     if not weights:
         return program
     program = editable(program)
@@ -87,7 +88,14 @@ def _is_weight(node: Node) -> bool:
     """Whether a product reads the node, directly or through views."""
     if not isinstance(node.meta["val"], torch.Tensor) or not node.meta["val"].is_floating_point():
         return False
-    return any(packet(user) in PRODUCTS or (is_view(user) and _is_weight(user)) for user in node.users)
+    return any(packet(user) in PRODUCTS or (_keeps_matrix(user) and _is_weight(user)) for user in node.users)
+
+
+def _keeps_matrix(node: Node) -> bool:
+    """Whether a node is a view of a matrix as one of the same rows and columns, or a transposition or cast of it."""
+    if packet(node) not in VALUE_PRESERVING:
+        return is_view(node)
+    return is_view(node) and same_sizes(*(matrix_sizes(each) for each in (node, node.all_input_nodes[0])))
 
 
 def _sources(node: Node) -> list[Node]:
