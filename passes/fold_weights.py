@@ -13,6 +13,7 @@ frequencies that are scaled, say.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import torch
 from torch.export import ExportedProgram
@@ -33,7 +34,7 @@ def fold_weights(program: ExportedProgram) -> ExportedProgram:
     computed: list[Node] = []  # from constants alone, in graph order
     known = set(constants)
     for node in program.graph.nodes:
-        if _is_pure(node) and node.all_input_nodes and known.issuperset(node.all_input_nodes):
+        if is_pure(node) and node.all_input_nodes and known.issuperset(node.all_input_nodes):
             known.add(node)
             computed.append(node)
     weights = [node.name for node in computed if not _keeps_matrix(node) and _is_weight(node)]
@@ -41,26 +42,14 @@ def fold_weights(program: ExportedProgram) -> ExportedProgram:
         return program
     program = editable(program)
     copies = {node.name: node for node in program.graph.nodes}
-    values: dict[Node, torch.Tensor] = {}
-
-    def value(node: Node) -> torch.Tensor:
-        if node not in values:
-            if node.op == "placeholder":
-                return tensor_of(program, names[node])
-            assert callable(node.target)
-            args, kwargs = map_arg((node.args, node.kwargs), value)
-            values[node] = node.target(*args, **kwargs)
-        return values[node]
-
     names, parameters = constants_of(program), set(program.graph_signature.parameters)
+    evaluator = Evaluator(lambda constant: tensor_of(program, names[constant]))
     first = next(iter(names))
     folds: list[tuple[Node, list[str], torch.Tensor]] = []  # complete before the first: one may be made of another
-    with torch.no_grad():
-        for name in weights:
-            node = copies[name]
-            sources = [names[source] for source in _sources(node) if source in names]
-            folds.append((node, sources, value(node).detach().clone()))
-            values.clear()
+    for name in weights:
+        node = copies[name]
+        sources = [names[source] for source in _sources(node) if source in names]
+        folds.append((node, sources, evaluator.value(node).detach().clone()))
     for node, sources, tensor in folds:
         kind = InputKind.BUFFER if parameters.isdisjoint(sources) else InputKind.PARAMETER
         folded = add_parameter(program, f"{sources[0]}_folded", tensor, like=first, kind=kind)
@@ -69,7 +58,35 @@ def fold_weights(program: ExportedProgram) -> ExportedProgram:
     return finish(program)
 
 
-def _is_pure(node: Node) -> bool:
+class Evaluator:
+    """Computes what a graph computes from constants alone, as the graph does.
+
+    Args:
+        lookup: Gives the tensor of a constant's placeholder.
+    """
+
+    def __init__(self, lookup: Callable[[Node], torch.Tensor]) -> None:
+        self._lookup = lookup
+
+    @torch.no_grad()
+    def value(self, node: Node) -> torch.Tensor:
+        """Return the value of a constant, or of what is computed from constants."""
+        known: dict[Node, torch.Tensor] = {}  # for this call only: such tensors may be large
+
+        def compute(node: Node) -> torch.Tensor:
+            if node.op == "placeholder":
+                return self._lookup(node)
+            if node not in known:
+                assert callable(node.target)
+                args, kwargs = map_arg((node.args, node.kwargs), compute)
+                known[node] = node.target(*args, **kwargs)
+            return known[node]
+
+        return compute(node)
+
+
+def is_pure(node: Node) -> bool:
+    """Whether a node computes the same from the same operands, and nothing else."""
     if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
         return False
     if node.target is operator.getitem:

@@ -1,7 +1,7 @@
 """The passes in their order: the one list, from which `compile`, `inspect`, `check` and `optimize` take theirs.
 
     FUNCTIONAL     decompose, name_casts, write_numbers, merge_views, name_relus     what a model computes, in one form
-    ARRANGING      fold_weights, feature_last                            blocks as the matcher looks for them
+    ARRANGING      fold_weights, fold_constants, feature_last            blocks as the matcher looks for them
     in_precision   the whole program in bfloat16 or float16
     find           blocks are found and decided upon; changes nothing
     rewrite_ffn    blocks as `twell` ops
@@ -26,6 +26,7 @@ from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.feature_last import feature_last
 from twellc.passes.firing import Calibration
+from twellc.passes.fold_constants import fold_constants
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.merge_views import merge_views
@@ -48,7 +49,7 @@ class Pass(Protocol):
 
 
 FUNCTIONAL: tuple[Pass, ...] = (decompose, name_casts, write_numbers, merge_views, name_relus)
-ARRANGING: tuple[Pass, ...] = (fold_weights, feature_last)
+ARRANGING: tuple[Pass, ...] = (fold_weights, fold_constants, feature_last)
 
 
 @dataclass(frozen=True)

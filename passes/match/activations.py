@@ -64,7 +64,7 @@ def parse_activation(node: Node, strip: Callable[[Node], Node]) -> Activation | 
         node: The node that holds the activated tensor.
         strip: Looks through operations that change no value.
     """
-    squared = _square_of(node)
+    squared = square_of(node)
     if squared is not None:
         inner = _parse_simple(strip(squared))
         if inner is not None and inner.name == "relu":
@@ -100,7 +100,7 @@ def spelt_out_relu(node: Node) -> Activation | None:
     return None
 
 
-def _square_of(node: Node) -> Node | None:
+def square_of(node: Node) -> Node | None:
     """Return t where `node` computes t * t."""
     op, operands = packet(node), arguments(node)
     squares = op is aten.square or (op in (aten.pow, aten.mul) and len(operands) == 2)
