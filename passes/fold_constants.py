@@ -27,20 +27,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
 from twellc.passes.feature_last import read_convolution
-from twellc.passes.fold_weights import Evaluator, is_pure
-from twellc.passes.graph.program import add_parameter, constants_of, editable, finish, replace_node, tensor_of
+from twellc.passes.graph.constants import Constants, ProgramConstants, is_pure
+from twellc.passes.graph.program import editable, finish
 from twellc.passes.match.activations import Activation, arguments, packet, parse_activation, square_of
 from twellc.passes.match.linear import (
     CASTS,
@@ -63,60 +61,16 @@ _MOST_STEPS = 16
 
 def fold_constants(program: ExportedProgram) -> ExportedProgram:
     """Return the program with constants folded into the weights of its blocks; itself where it has none to fold."""
-    if next(_Folder(_ProgramConstants(program)).plans(), None) is None:
+    if next(_Folder(ProgramConstants(program)).plans(), None) is None:
         return program
     program = editable(program)
-    _Folder(_ProgramConstants(program)).run()
+    _Folder(ProgramConstants(program)).run()
     return finish(program)
 
 
-class Constants(Protocol):
-    """A graph and its constants, which can be added to.
-
-    Attributes:
-        graph: The graph.
-        names: The names of its constants.
-    """
-
-    graph: Graph
-    names: dict[Node, str]
-
-    def value(self, node: Node) -> Tensor:
-        """Return the value of a constant, or of what is computed from constants alone."""
-
-    def add(self, name: str, tensor: Tensor, like: Node) -> Node:
-        """Add a constant of a kind with another one."""
-
-    def replace(self, node: Node, new: Node, computes: Node) -> None:
-        """Let what reads `node` read `new`, which computes what the node `computes` has computed."""
-
-
-def fold_graph(constants: Constants) -> None:
+def fold_constants_in(constants: Constants) -> None:
     """Fold constants in a graph whose nodes have their values in `meta`; see above."""
     _Folder(constants).run()
-
-
-class _ProgramConstants:
-    def __init__(self, program: ExportedProgram) -> None:
-        self.graph, self.names = program.graph, constants_of(program)
-        self._program = program
-        self._parameters = set(program.graph_signature.parameters)
-        self._evaluator = Evaluator(lambda node: tensor_of(program, self.names[node]))
-
-    def value(self, node: Node) -> Tensor:
-        """See `Constants`."""
-        return self._evaluator.value(node).detach()
-
-    def add(self, name: str, tensor: Tensor, like: Node) -> Node:
-        """See `Constants`."""
-        kind = InputKind.PARAMETER if self.names[like] in self._parameters else InputKind.BUFFER
-        node = add_parameter(self._program, name, tensor, like=like, kind=kind)
-        self.names = constants_of(self._program)
-        return node
-
-    def replace(self, node: Node, new: Node, computes: Node) -> None:
-        """See `Constants`."""
-        replace_node(self._program, node, new)
 
 
 # ---- what is read ----
@@ -225,6 +179,7 @@ class _Folder:
         self._constants = constants
         self._reader = LinearReader(constants.names)
         self._made: dict[str, list[tuple[Tensor, Node]]] = {}  # by name: what a second call of a module reads again
+        self._erased: set[Node] = set()
         self._fixed = set(constants.names)  # and what is computed from constants alone
         for node in constants.graph.nodes:
             if is_pure(node) and self._fixed.issuperset(node.all_input_nodes):
@@ -334,17 +289,16 @@ class _Folder:
 
     def _follow(self, chain: _Chain) -> bool:
         node, op = chain.core, packet(chain.core)
+        if op in PERMUTATIONS | CASTS and not _has_floats(operand(node)):
+            return False
         if op in PERMUTATIONS:
             order = permutation(node)
             chain.axis, chain.order = order[chain.axis], [order[dim] for dim in chain.order]
             return _go(chain, operand(node))
         if op in CASTS:
-            source = operand(node)
-            if not (node.meta["val"].is_floating_point() and source.meta["val"].is_floating_point()):
-                return False
             chain.casts.add(node.meta["val"].dtype)
-            chain.folded.append((node, source))
-            return _go(chain, source)
+            chain.folded.append((node, operand(node)))
+            return _go(chain, operand(node))
         source = step(node)
         if source is not None:
             if same_sizes(source.meta["val"].shape, node.meta["val"].shape):
@@ -391,12 +345,11 @@ class _Folder:
                 scale, shift = -one, number
         else:
             return None
-        if source is None or source in self._fixed or not isinstance(source.meta.get("val"), Tensor):
+        if source is None or source in self._fixed or not _has_floats(source):
             return None
         finite = bool(scale.isfinite().all() and shift.isfinite().all())
         same = same_sizes(source.meta["val"].shape, node.meta["val"].shape)
-        floats = source.meta["val"].is_floating_point()
-        return (source, scale, shift, between) if finite and same and floats else None
+        return (source, scale, shift, between) if finite and same else None
 
     def _batch_norm(self, norm: Node, axis: int) -> tuple[Node, Tensor, Tensor] | None:
         x, weight, bias, mean, variance, *options = arguments(norm)
@@ -493,8 +446,8 @@ class _Folder:
         for folded in plan.folded:
             self._replace(folded, _followed(folded.product.x, now))
         for node in reversed(list(self._constants.graph.nodes)):
-            if node in inside and not node.users:
-                self._constants.graph.erase_node(node)
+            if node in inside:
+                self._erase(node)
 
     def _write_activation(self, activation: Activation, now: dict[Node, Node]) -> set[Node]:
         """Write an activation as operators that take any precision, and return these."""
@@ -533,14 +486,22 @@ class _Folder:
                 new = graph.call_function(product.node.target, given)
         new.meta = dict(product.node.meta)
         self._constants.replace(product.node, new, folded.computes)
-        if not product.node.users:
-            graph.erase_node(product.node)
+        self._erase(product.node)
+
+    def _erase(self, node: Node) -> None:
+        """Remove what nothing reads any more, and what it alone has read."""
+        if node.op == "call_function" and not node.users and node not in self._erased:
+            sources = node.all_input_nodes
+            self._erased.add(node)
+            self._constants.graph.erase_node(node)
+            for source in sources:
+                self._erase(source)
 
     def _add(self, name: str, tensor: Tensor, like: Node) -> Node:
         for known, node in self._made.setdefault(name, []):
             if torch.equal(known, tensor):
                 return node
-        node = self._constants.add(name, tensor, like)
+        node = self._constants.add(name, tensor, like=[like])
         self._reader.constants = self._constants.names
         self._fixed.add(node)
         self._made[name].append((tensor, node))
@@ -580,7 +541,12 @@ def _is_one(scale: Tensor) -> bool:
 def _go(chain: _Chain, source: Node) -> bool:
     chain.nodes.append(chain.core)
     chain.core = source
-    return isinstance(source.meta.get("val"), Tensor)
+    return True
+
+
+def _has_floats(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _followed(node: Node, now: dict[Node, Node]) -> Node:

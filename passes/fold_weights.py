@@ -12,16 +12,12 @@ frequencies that are scaled, say.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.fx import Node
-from torch.fx.node import map_arg
 
-from twellc.passes.graph.program import add_parameter, constants_of, editable, finish, replace_node, tensor_of
+from twellc.passes.graph.constants import Constants, ProgramConstants, is_pure
+from twellc.passes.graph.program import editable, finish
 from twellc.passes.match.activations import packet
 from twellc.passes.match.linear import PRODUCTS, VALUE_PRESERVING, VIEWS, matrix_sizes, same_sizes
 
@@ -30,70 +26,34 @@ aten = torch.ops.aten
 
 def fold_weights(program: ExportedProgram) -> ExportedProgram:
     """Return the program with computed weights as constants; itself where it has none."""
-    constants = constants_of(program)
-    computed: list[Node] = []  # from constants alone, in graph order
-    known = set(constants)
-    for node in program.graph.nodes:
-        if is_pure(node) and node.all_input_nodes and known.issuperset(node.all_input_nodes):
-            known.add(node)
-            computed.append(node)
-    weights = [node.name for node in computed if not _keeps_matrix(node) and _is_weight(node)]
-    if not weights:
+    if not _computed_weights(ProgramConstants(program)):
         return program
     program = editable(program)
-    copies = {node.name: node for node in program.graph.nodes}
-    names, parameters = constants_of(program), set(program.graph_signature.parameters)
-    evaluator = Evaluator(lambda constant: tensor_of(program, names[constant]))
-    first = next(iter(names))
-    folds: list[tuple[Node, list[str], torch.Tensor]] = []  # complete before the first: one may be made of another
-    for name in weights:
-        node = copies[name]
-        sources = [names[source] for source in _sources(node) if source in names]
-        folds.append((node, sources, evaluator.value(node).detach().clone()))
-    for node, sources, tensor in folds:
-        kind = InputKind.BUFFER if parameters.isdisjoint(sources) else InputKind.PARAMETER
-        folded = add_parameter(program, f"{sources[0]}_folded", tensor, like=first, kind=kind)
-        folded.meta = {**node.meta, "val": folded.meta["val"]}
-        replace_node(program, node, folded)
+    fold_weights_in(ProgramConstants(program))
     return finish(program)
 
 
-class Evaluator:
-    """Computes what a graph computes from constants alone, as the graph does.
-
-    Args:
-        lookup: Gives the tensor of a constant's placeholder.
-    """
-
-    def __init__(self, lookup: Callable[[Node], torch.Tensor]) -> None:
-        self._lookup = lookup
-
-    @torch.no_grad()
-    def value(self, node: Node) -> torch.Tensor:
-        """Return the value of a constant, or of what is computed from constants."""
-        known: dict[Node, torch.Tensor] = {}  # for this call only: such tensors may be large
-
-        def compute(node: Node) -> torch.Tensor:
-            if node.op == "placeholder":
-                return self._lookup(node)
-            if node not in known:
-                assert callable(node.target)
-                args, kwargs = map_arg((node.args, node.kwargs), compute)
-                known[node] = node.target(*args, **kwargs)
-            return known[node]
-
-        return compute(node)
+def fold_weights_in(constants: Constants) -> None:
+    """Make constants of the computed weights of a graph whose nodes have their values in `meta`."""
+    folds: list[tuple[Node, list[Node], torch.Tensor]] = []  # complete before the first: one may be made of another
+    for node in _computed_weights(constants):
+        sources = [source for source in _sources(node) if source in constants.names]
+        folds.append((node, sources, constants.value(node).clone()))
+    for node, sources, tensor in folds:
+        folded = constants.add(f"{constants.names[sources[0]]}_folded", tensor, like=sources)
+        folded.meta = {**node.meta, "val": folded.meta["val"]}
+        constants.replace(node, folded, computes=folded)
 
 
-def is_pure(node: Node) -> bool:
-    """Whether a node computes the same from the same operands, and nothing else."""
-    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
-        return False
-    if node.target is operator.getitem:
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and (
-        torch.Tag.nondeterministic_seeded not in node.target.tags and not node.target._schema.is_mutable
-    )
+def _computed_weights(constants: Constants) -> list[Node]:
+    """Return the weights that are computed from constants alone, in graph order."""
+    known, found = set(constants.names), []
+    for node in constants.graph.nodes:
+        if is_pure(node) and node.all_input_nodes and known.issuperset(node.all_input_nodes):
+            known.add(node)
+            if not _keeps_matrix(node) and _is_weight(node):
+                found.append(node)
+    return found
 
 
 def is_view(node: Node) -> bool:
