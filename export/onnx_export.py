@@ -24,6 +24,7 @@ from torch.export import ExportedProgram
 
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import external_data
+from twellc.export.names import name_ends
 from twellc.export.onnx_optimizer import optimize_exactly
 from twellc.passes.attention import OPERATOR
 from twellc.passes.dump import NOWHERE, GraphDump
@@ -60,7 +61,7 @@ def export_onnx(
     Args:
         program: A program, rewritten or not.
         input_names: Names for the graph's inputs, in the program's order.
-        output_names: Names for the graph's outputs, in the program's order.
+        output_names: Names for the graph's outputs, in the program's order, none of them that of an input.
         dimension_names: Names for the program's symbolic dimensions, by symbol.
         opset: The version of ONNX's operators.
         dump: Receives the ONNX graph as torch writes it, and optimized.
@@ -73,8 +74,6 @@ def export_onnx(
             exported = torch.onnx.export(
                 program,
                 (),
-                input_names=input_names,
-                output_names=output_names,
                 opset_version=opset,
                 dynamo=True,
                 optimize=False,
@@ -91,7 +90,7 @@ def export_onnx(
     dump.text("onnx", lambda: str(model))
     optimize_exactly(model)
     dump.text("optimize_exactly", lambda: str(model))
-    _name_outputs(model.graph, output_names)
+    name_ends(model.graph, input_names, output_names)
     model.graph.metadata_props.clear()
     for node in model.graph:
         _name_by_module(node)
@@ -121,15 +120,6 @@ def _name_by_module(node: onnx_ir.Node) -> None:
     # The modules from the outermost one on, each with its whole path, and the name of the operation in torch's graph.
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     node.name = "/".join([*scopes[-2:], node.name or node.op_type])
-
-
-def _name_outputs(graph: onnx_ir.Graph, names: list[str]) -> None:
-    """Give outputs their names: what is returned twice had both, and keeps the last."""
-    if [value.name for value in graph.outputs] != names:
-        for index, value in enumerate(graph.outputs):
-            value.name = f"__output_{index}"  # none may have another's
-        for value, name in zip(graph.outputs, names, strict=True):
-            value.name = name
 
 
 def _rename_dimensions(value: onnx_ir.Value, names: dict[str, str]) -> None:

@@ -14,6 +14,7 @@ from twellc.base.errors import UserError
 from twellc.config import DEFAULT_COMPRESSION, CompileOptions, refuse_calibration
 from twellc.decisions.advise import Advisor
 from twellc.decisions.targets import choose_target, gpu_at_hand
+from twellc.export.names import distinct_outputs, name_ends
 from twellc.export.profiles import InputSpec, ModelInputs, resolve_profiles
 from twellc.inputs import InputDeclaration, refuse_inputs
 from twellc.loaders.loaded import refuse_choices
@@ -58,8 +59,11 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     dump.text("rewrite_onnx", lambda: onnx.helper.printable_graph(rewritten.graph))
     warnings = check_matches(found.layers, options)
     graph = onnx_ir.serde.deserialize_model(rewritten)
+    names = [spec.name for spec in inputs.specs]
+    outputs, renamed = distinct_outputs(names, [value.name for value in model.graph.output])
+    name_ends(graph.graph, names, outputs)
     settings = annotate(graph, found.layers, dtype, options, {"attention_forms": []})
-    notes = [*cast_notes(found, dtype), *advisor.notes(found.layers)]
+    notes = [*renamed, *cast_notes(found, dtype), *advisor.notes(found.layers)]
     return Translation(KIND, inputs, {}, found.layers, [], graph, settings, notes, warnings)
 
 
