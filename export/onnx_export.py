@@ -105,7 +105,29 @@ def export_onnx(
 
 
 def save_onnx(model: onnx_ir.Model, path: Path) -> list[Path]:
-    """Write a model to `path`; weights above 1 GiB go to `path` + `.data`. Returns the files that were written."""
+    """Write a model to `path`; weights above 1 GiB go to `path` + `.data`. Returns the files that were written.
+
+    Raises:
+        onnx.checker.ValidationError: It is not valid, which is a fault of ours.
+    """
+    written = _write(model, path)
+    onnx.checker.check_model(path)
+    return written
+
+
+def check_types(path: Path) -> str:
+    """Say what is against ONNX's rules of types and shapes in a file; an empty text where nothing is.
+
+    TensorRT takes more than ONNX allows, such as convolutions in bfloat16 before opset 22.
+    """
+    try:
+        onnx.checker.check_model(path, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        return first_line(error)
+    return ""
+
+
+def _write(model: onnx_ir.Model, path: Path) -> list[Path]:
     size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
     if size <= _LARGEST_SINGLE_FILE:
         onnx_ir.save(model, path)
