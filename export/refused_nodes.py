@@ -50,7 +50,9 @@ def cure(nodes: list[RefusedNode]) -> str:
 
 def refused_nodes(model: onnx.ModelProto) -> list[RefusedNode]:
     """Return the nodes that no version of the parser takes, as far as that can be told without one."""
-    nodes = (RefusedNode(node.name, node.op_type, node.domain) for node in nodes_of(model.graph) if not _is_plugin(node))
+    nodes = (
+        RefusedNode(node.name, node.op_type, node.domain) for node in nodes_of(model.graph) if not _is_plugin(node)
+    )
     return [node for node in nodes if _is_foreign(node) or _NOT_OF_TENSORS.fullmatch(node.operator)]
 
 

@@ -22,6 +22,8 @@ from twellc.base.errors import UserError, first_line
 from twellc.export.names import distinct_outputs
 from twellc.passes.graph.program import quiet_torch, user_inputs
 
+_NUMBERS = (SymIntArgument, SymFloatArgument, SymBoolArgument)
+
 
 def trace(
     path: Path, module: torch.nn.Module, inputs: dict[str, torch.Tensor], shapes: dict[str, dict[int, Any]], fix: str
@@ -67,7 +69,7 @@ def keep_tensor_outputs(path: Path, program: ExportedProgram) -> tuple[list[str]
         UserError: It returns no tensor, or takes a number that varies.
     """
     for spec in program.graph_signature.input_specs:
-        if spec.kind == InputKind.USER_INPUT and isinstance(spec.arg, SymIntArgument | SymFloatArgument | SymBoolArgument):
+        if spec.kind == InputKind.USER_INPUT and isinstance(spec.arg, _NUMBERS):
             raise UserError(
                 str(path), f"input {spec.arg.name} is a number that varies from call to call", expected="tensors",
                 fix="Let the model take it as a tensor of no dimensions, or trace it with the number fixed.",
