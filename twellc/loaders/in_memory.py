@@ -19,7 +19,7 @@ from twellc.loaders.precision import choose_dtype
 from twellc.optimization import optimized_blocks
 from twellc.options.declared_inputs import InputDeclaration
 from twellc.passes.graph.program import quiet_torch
-from twellc.passes.pipeline import Rewritten, run_passes
+from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
 
 IN_MEMORY = "ExportedProgram in memory"
 
@@ -58,7 +58,7 @@ def rewrite_model(
     else:
         loaded = LoadedModel(Path(type(model).__name__), IN_MEMORY, exported(model, example), [])
     chosen, _ = choose_dtype(loaded, dtype)
-    return run_passes(loaded.program, torch_dtype(chosen), layers, compression)
+    return run_passes(loaded.program, PassOptions(torch_dtype(chosen), layers, compression))
 
 
 def save(model: ExportedProgram | torch.nn.Module, example: Example, folder: Path) -> Path:

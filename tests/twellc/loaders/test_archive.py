@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_leaves
 
-from tests.models import Gated, Residual, Written, export, llama
+from tests.models import Gated, Residual, Written, canonicalize, export, functionalize, llama
 from twellc.base.errors import UserError
 from twellc.checks.accuracy import OutputAccuracy
 from twellc.checks.checking import check
@@ -33,7 +33,6 @@ from twellc.loaders.model import load_model
 from twellc.loaders.tracing import keep_tensor_outputs
 from twellc.options.commands import CheckOptions, CompileOptions
 from twellc.passes.graph.execution import Runner, example_inputs
-from twellc.passes.pipeline import canonicalize, functionalize
 
 Records = dict[str, bytes]
 Json = dict[str, Any]

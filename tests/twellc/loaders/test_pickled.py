@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.models import canonicalize
 from twellc.base.errors import UserError
 from twellc.loaders.model import load_model
 from twellc.options.declared_inputs import InputDeclaration, parse_input
 from twellc.passes.graph.execution import Runner
 from twellc.passes.match.find_ffn import find_ffn_blocks
-from twellc.passes.pipeline import canonicalize
 
 
 class Marker:
