@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from twellc.base.arrays import to_numpy
 from twellc.decisions.times import zipf_rates
 from twellc.passes.block_profile import hot_first
 
@@ -44,5 +45,5 @@ def zipf_offsets(d_ff: int, density: float, device: str) -> Tensor:
 
 def hot_neurons_first(offsets: Tensor, hot: int) -> Tensor:
     """Put the neurons that fire most often first, as many as are `hot`, as the compiler does: [d_ff]."""
-    active: NDArray[np.float64] = (offsets.double() + CERTAIN).cpu().numpy()  # 0 where one never fires
+    active: NDArray[np.float64] = to_numpy(offsets.double() + CERTAIN)  # 0 where one never fires
     return offsets[torch.from_numpy(hot_first(active, hot)).to(offsets.device)]

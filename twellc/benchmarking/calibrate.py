@@ -33,8 +33,8 @@ from twellc.benchmarking.contest import time_rotated
 from twellc.benchmarking.forms import Block, Packed, many_sizes
 from twellc.decisions.predict import Widths, is_split
 from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint
-from twellc.options.commands import DEFAULT_COMPRESSION
-from twellc.plugins.ops import GATED_MLP, MLP
+from twellc.plugins.block import BlockOptions, Operands
+from twellc.plugins.ops import run_block
 
 # No other size is begun after so long.
 _SECONDS = 200
@@ -163,13 +163,9 @@ def draw_rows(
 
 def twell(x: Tensor, hot: int, w: BlockWeights) -> Tensor:
     """Compute the block by TwELL, but for the first `hot` neurons."""
-    block, options = w.block, ("relu", 0.0, DEFAULT_COMPRESSION, hot)
-    y: Tensor
-    if block.up is None:
-        y = MLP(x, block.gate, None, w.down_by_neuron, None, None, *options)
-    else:
-        y = GATED_MLP(x, block.gate, None, block.up, None, w.down_by_neuron, None, None, *options)
-    return y
+    block = w.block
+    first = {"w_up": block.gate} if block.up is None else {"w_gate": block.gate, "w_up": block.up}
+    return run_block(Operands(x=x, **first, w_down=w.down_by_neuron), BlockOptions(activation="relu", hot=hot))
 
 
 def share_active(x: Tensor, w: BlockWeights) -> float:
