@@ -483,6 +483,7 @@ class _Folder:
                 new = graph.call_function(aten.linear.default, tuple(operands))
             else:
                 given = (*operands, None)[:3] + arguments(product.node)[3:]
+                assert callable(product.node.target)
                 new = graph.call_function(product.node.target, given)
         new.meta = dict(product.node.meta)
         self._constants.replace(product.node, new, folded.computes)
