@@ -25,6 +25,7 @@ from torch.export import ExportedProgram
 
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import external_data
+from twellc.export.names import name_ends
 from twellc.export.onnx_optimizer import optimize_exactly
 from twellc.passes.attention import OPERATOR
 from twellc.passes.dump import NOWHERE, GraphDump
@@ -62,7 +63,7 @@ def export_onnx(
     Args:
         program: A program, rewritten or not.
         input_names: Names for the graph's inputs, in the program's order.
-        output_names: Names for the graph's outputs, in the program's order.
+        output_names: Names for the graph's outputs, in the program's order, none of them that of an input.
         dimension_names: Names for the program's symbolic dimensions, by symbol.
         opset: The version of ONNX's operators.
         dump: Receives the ONNX graph as torch writes it, and optimized.
@@ -75,8 +76,6 @@ def export_onnx(
             exported = torch.onnx.export(
                 program,
                 (),
-                input_names=input_names,
-                output_names=output_names,
                 opset_version=opset,
                 dynamo=True,
                 optimize=False,
@@ -93,7 +92,7 @@ def export_onnx(
     dump.text("onnx", lambda: str(model))
     optimize_exactly(model)
     dump.text("optimize_exactly", lambda: str(model))
-    _name_outputs(model.graph, output_names)
+    name_ends(model.graph, input_names, output_names)
     model.graph.metadata_props.clear()
     for node in model.graph:
         _name_by_module(node)
@@ -108,7 +107,29 @@ def export_onnx(
 
 
 def save_onnx(model: onnx_ir.Model, path: Path) -> list[Path]:
-    """Write a model to `path`; weights above 1 GiB go to `path` + `.data`. Returns the files that were written."""
+    """Write a model to `path`; weights above 1 GiB go to `path` + `.data`. Returns the files that were written.
+
+    Raises:
+        onnx.checker.ValidationError: It is not valid, which is a fault of ours.
+    """
+    written = _write(model, path)
+    onnx.checker.check_model(path)
+    return written
+
+
+def check_types(path: Path) -> str:
+    """Say what is against ONNX's rules of types and shapes in a file; an empty text where nothing is.
+
+    TensorRT takes more than ONNX allows, such as convolutions in bfloat16 before opset 22.
+    """
+    try:
+        onnx.checker.check_model(path, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        return first_line(error)
+    return ""
+
+
+def _write(model: onnx_ir.Model, path: Path) -> list[Path]:
     size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
     if size <= _LARGEST_SINGLE_FILE:
         onnx_ir.save(model, path)
@@ -123,15 +144,6 @@ def _name_by_module(node: onnx_ir.Node) -> None:
     # The modules from the outermost one on, each with its whole path, and the name of the operation in torch's graph.
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     node.name = "/".join([*scopes[-2:], node.name or node.op_type])
-
-
-def _name_outputs(graph: onnx_ir.Graph, names: list[str]) -> None:
-    """Give outputs their names: what is returned twice had both, and keeps the last."""
-    if [value.name for value in graph.outputs] != names:
-        for index, value in enumerate(graph.outputs):
-            value.name = f"__output_{index}"  # none may have another's
-        for value, name in zip(graph.outputs, names, strict=True):
-            value.name = name
 
 
 def _rename_dimensions(value: onnx_ir.Value, names: dict[str, str]) -> None:

@@ -35,9 +35,11 @@ from twellc.passes.decide import Advise, decide, options_of
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.feature_last import feature_last
+from twellc.passes.fold_constants import fold_constants
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.merge_views import merge_views
+from twellc.passes.name_casts import name_casts
 from twellc.passes.name_relus import name_relus
 from twellc.passes.neurons import Staying
 from twellc.passes.precision import in_precision
@@ -204,8 +206,8 @@ def _rewrite_attention(passed: Passed, options: PassOptions) -> Passed:
 
 
 STEPS: dict[Stage, tuple[Step, ...]] = {
-    Stage.FUNCTIONAL: (step(decompose), step(write_numbers), step(merge_views), step(name_relus)),
-    Stage.ARRANGING: (step(fold_weights), step(feature_last)),
+    Stage.FUNCTIONAL: (step(decompose), step(name_casts), step(write_numbers), step(merge_views), step(name_relus)),
+    Stage.ARRANGING: (step(fold_weights), step(fold_constants), step(feature_last)),
     Stage.PRECISION: (Step("in_precision", _in_precision),),
     Stage.FIND: (Step("find", _find, edits=False),),
     Stage.STAY: (Step("stay", _stay, edits=False),),

@@ -15,8 +15,9 @@ Blocks are found, and refused, by the same matcher as in PyTorch programs (`find
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,11 +25,14 @@ import onnx
 import onnx_graphsurgeon as gs
 import torch
 from onnx_graphsurgeon.logger import G_LOGGER
+from torch.fx import Node
 
 from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.dtypes import BY_NAME, dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.passes.decide import Advise, decide, options_of
+from twellc.passes.fold_constants import fold_constants_in
+from twellc.passes.fold_weights import fold_weights_in
 from twellc.passes.match.find_ffn import FfnBlock, find_blocks
 from twellc.passes.match.linear import Weight
 from twellc.passes.onnx.graph import Shadow, constant_values, shadow_of
@@ -87,10 +91,12 @@ def find_onnx_blocks(
         UserError: See `decide`.
     """
     (_, shadow), blocks = _open(model)
-    names = {node: tensor.name for node, tensor in shadow.tensors.items()}
+
+    def name(node: Node) -> str:
+        return shadow.tensors[node].name if node in shadow.tensors else node.name
+
     ends = [
-        Ends(names[block.x], names[block.residual.other] if block.residual else None, names[block.y])
-        for block in blocks
+        Ends(name(block.x), name(block.residual.other) if block.residual else None, name(block.y)) for block in blocks
     ]
     given = [block.dtype for block in blocks]
     blocks = [replace(block, dtype=dtype) if block.dtype == torch.float32 else block for block in blocks]
@@ -180,8 +186,44 @@ def _open(model: onnx.ModelProto) -> tuple[tuple[gs.Graph, Shadow], list[FfnBloc
                 tensor.shape = [
                     dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in kind.shape.dim
                 ]
-    shadow = shadow_of(graph, _modules(model))
-    return (graph, shadow), find_blocks(shadow.graph, shadow.constants)
+    modules = _modules(model)
+    shadow, blocks = _blocks_of(graph, modules)
+    names = {block.module for block in blocks}
+    for where, inner in _inner_graphs(graph):
+        inner_shadow, found = _blocks_of(inner, modules)
+        shadow.tensors |= inner_shadow.tensors
+        for block in found:
+            module = next(name for name in _numbered(block.module) if name not in names)
+            names.add(module)
+            blocks.append(replace(block, module=module, refusal=f"it is in a graph of {where}", residual=None))
+    return (graph, shadow), blocks
+
+
+def _blocks_of(graph: gs.Graph, modules: dict[str, str]) -> tuple[Shadow, list[FfnBlock]]:
+    shadow = shadow_of(graph, modules)
+    fold_weights_in(shadow)
+    fold_constants_in(shadow)
+    blocks = []
+    for block in find_blocks(shadow.graph, shadow.names):
+        ends = (block.x, block.y, *((block.residual.other,) if block.residual else ()))
+        if not all(end in shadow.tensors for end in ends):
+            block = replace(block, refusal="what it computes is a tensor of another shape in the graph", residual=None)
+        blocks.append(block)
+    return shadow, blocks
+
+
+def _inner_graphs(graph: gs.Graph) -> Iterator[tuple[str, gs.Graph]]:
+    """Yield the graphs in nodes, such as branches, with what has them."""
+    for node in graph.nodes:
+        for inner in node.attrs.values():
+            if isinstance(inner, gs.Graph):
+                yield f"the {node.op} {node.name or node.outputs[0].name}", inner
+                yield from _inner_graphs(inner)
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    yield from (f"{name}#{number}" for number in itertools.count(2))
 
 
 def _modules(model: onnx.ModelProto) -> dict[str, str]:

@@ -32,7 +32,7 @@ class Everything(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         z = nn.functional.conv1d(x.add_(1.0), self.up.weight * self.scale[:, None, None])
-        y = torch.maximum(self.down(z * (z > 0)), torch.tensor(0.5))
+        y = torch.maximum(self.down(z * (z > 0).type_as(z) / 2), torch.tensor(0.5))
         seen = y.transpose(1, 2) + self.block(y.transpose(1, 2))
         return nn.functional.scaled_dot_product_attention(seen[:, None], seen[:, None], seen[:, None])
 
@@ -47,13 +47,14 @@ def dumped(module: nn.Module, folder: Path) -> dict[str, str]:
 def test_each_pass_is_seen(tmp_path: Path) -> None:
     graphs = dumped(Everything(), tmp_path)
     assert list(graphs) == [
-        "traced", "decompose", "write_numbers", "merge_views", "name_relus", "fold_weights", "feature_last",
-        "in_precision", "rewrite_ffn", "rewrite_attention",
+        "traced", "decompose", "name_casts", "write_numbers", "merge_views", "name_relus", "fold_weights",
+        "fold_constants", "feature_last", "in_precision", "rewrite_ffn", "rewrite_attention",
     ]  # fmt: skip
     texts = list(graphs.values())
     assert all(before != after for before, after in itertools.pairwise(texts))
     expected = {
-        "decompose": "aten.add.Tensor", "write_numbers": "aten.full.default", "name_relus": "aten.relu.default",
+        "decompose": "aten.add.Tensor", "name_casts": "aten._to_copy.default",
+        "write_numbers": "aten.full.default", "name_relus": "aten.relu.default",
         "feature_last": "aten.linear.default", "in_precision": "bf16", "rewrite_ffn": "twell.gated_mlp.default",
         "rewrite_attention": "aten.matmul.default",
     }  # fmt: skip

@@ -7,7 +7,7 @@ do on a GPU; the reference evaluator alone would round inside of them, at every 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+from onnx.defs import get_schema
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun, RuntimeContextError
 from onnx.reference.ops import load_op
@@ -22,6 +23,7 @@ from onnx.reference.ops import load_op
 from twellc.base.arrays import BFLOAT16, Array, to_numpy, to_torch
 from twellc.base.dtypes import kernel_dtypes
 from twellc.base.errors import UserError, first_line
+from twellc.checks.operators import own_operator
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.block import BY_NODE, BlockOptions, Operands, WeightOperands
 from twellc.plugins.library import ATTENTION_NAME, PLUGIN_NAMESPACE
@@ -57,7 +59,7 @@ class OnnxEvaluator:
             unknown = sorted({node.op_type for node in known} - {*BY_NODE, ATTENTION_NAME})
             if not model.graph.node or unknown:
                 raise ValueError(f"unknown twell nodes {unknown}" if unknown else "it has no nodes")
-            self._evaluator = ReferenceEvaluator(model, new_ops=[*_OPERATORS, *_widened_operators(model)])
+            self._evaluator = ReferenceEvaluator(model, new_ops=[*_OPERATORS, *_standard_operators(model)])
         except Exception as error:  # protobuf, onnx and numpy each have their own errors for a damaged model
             raise UserError(str(path), f"is no ONNX model that can be evaluated ({error})") from error
 
@@ -78,7 +80,8 @@ class OnnxEvaluator:
         """
         arrays = {name: to_numpy(tensor) for name, tensor in inputs.items()}
         try:
-            results = self._evaluator.run(None, arrays, intermediate=True)
+            with np.errstate(all="ignore"):  # what is NaN or infinite is in the results
+                results = self._evaluator.run(None, arrays, intermediate=True)
             assert isinstance(results, dict)
             return {name: to_torch(np.asarray(results[name])) for name in names}
         except Exception as error:  # each operator's own, for a graph that somebody else made
@@ -91,19 +94,33 @@ def _widen(operand: Any) -> Any:
     return operand.astype(np.float32) if low else operand
 
 
-def _widened_operators(model: onnx.ModelProto) -> list[type[OpRun]]:
-    """Return the standard operators of a model, computing in float32 what comes in bfloat16 or float16."""
+def _standard_operators(model: onnx.ModelProto) -> list[type[OpRun]]:
+    """Return the standard operators of a model that the reference evaluator must not take from itself.
+
+    They compute in float32 what comes in bfloat16 or float16.
+    """
     version = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
-    standard = {node.op_type for node in model.graph.node if node.domain in ("", "ai.onnx")}
-    found = {op_type: _implementation(op_type, version) for op_type in sorted(standard - _AS_THEY_ARE)}
-    return [_widened(op_type, operator) for op_type, operator in found.items() if operator is not None]
+    found = []
+    for op_type in sorted({node.op_type for node in _nodes(model.graph) if node.domain in ("", "ai.onnx")}):
+        own = own_operator(op_type, version)
+        if op_type in _AS_THEY_ARE:
+            found += [] if own is None else [own]
+        elif (operator := own or _implementation(op_type, version)) is not None:
+            found.append(_widened(op_type, operator))
+    return found
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Yield all nodes of a graph, and those of the graphs that they hold."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _nodes(attribute.g)
 
 
 def _implementation(op_type: str, version: int) -> Any:
-    """Return the class for an operator, the reference evaluator's or ours; None where it composes it of others."""
-    own = next((operator for operator in (Gelu, GatherElements) if operator.__name__ == op_type), None)
-    if own is not None:
-        return own
+    """Return the reference evaluator's class for an operator; None where it composes it of others."""
     try:
         return load_op("", op_type, version)
     except (RuntimeContextError, AssertionError):
@@ -115,6 +132,8 @@ def _widened(op_type: str, operator: Any) -> type[OpRun]:
 
     class Widened(operator):  # type: ignore[misc]
         op_domain = ""
+        # Attributes and defaults of the version that it is for, which its own name says, and the new one does not.
+        op_schema = getattr(operator, "op_schema", None) or get_schema(*operator.infer_name())
 
         def run(self, *operands: Any, **options: Any) -> tuple[Any, ...]:
             low = [x.dtype for x in operands if isinstance(x, np.ndarray) and x.dtype in (BFLOAT16, np.float16)]
@@ -126,26 +145,6 @@ def _widened(op_type: str, operator: Any) -> type[OpRun]:
     # The evaluator finds it by this name.
     Widened.__name__ = op_type
     return Widened
-
-
-class Gelu(OpRun):
-    """Gelu in one step; the reference evaluator has it only as a function of other operators."""
-
-    op_domain = ""
-
-    def _run(self, x: Array, approximate: str = "none") -> tuple[Array]:
-        return (to_numpy(torch.nn.functional.gelu(to_torch(x), approximate=approximate)),)
-
-
-class GatherElements(OpRun):
-    """GatherElements; the reference evaluator's fails for data of more than 32 elements with fewer indices."""
-
-    op_domain = ""
-
-    def _run(self, data: Array, indices: Array, axis: int = 0) -> tuple[Array]:
-        size = data.shape[axis]
-        wrapped = to_torch(np.where(indices < 0, indices + size, indices).astype(np.int64))
-        return (to_numpy(torch.gather(to_torch(data), axis, wrapped)),)
 
 
 class _Block(OpRun):
@@ -179,7 +178,7 @@ def runs_kernels() -> bool:
 
 def _run_block(operands: Operands[torch.Tensor], options: BlockOptions) -> torch.Tensor:
     device = _fast_device(operands.x)
-    return run_block(operands.map(lambda tensor: tensor.to(device)), options).cpu()
+    return run_block(operands.map(lambda tensor: tensor.to(device)), options).to(operands.x.device)
 
 
 def _fast_device(x: torch.Tensor) -> str:
@@ -219,7 +218,7 @@ class PluginNode:
 
     def active(self, x: torch.Tensor) -> int:
         """Return how many activations of the gate (of a plain block: of the hidden tensor) are not zero for x."""
-        weight, bias = (None if each is None else _load(each).float() for each in self.weights.first)
+        weight, bias = (None if each is None else _load(each).float().to(x.device) for each in self.weights.first)
         assert weight is not None
         z = torch.nn.functional.linear(x.float(), weight, bias).to(x.dtype)
         return int(activate(z, self.options.activation, self.options.threshold).count_nonzero())
@@ -253,7 +252,7 @@ def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode]:
     return nodes
 
 
-# Casts and what only moves or makes values; and what holds graphs, whose operators are not replaced.
+# Casts and what only moves or makes values; and what holds graphs, and computes nothing by itself.
 _AS_THEY_ARE = frozenset(
     ("Cast", "CastLike", "Constant", "ConstantOfShape", "QuantizeLinear", "DequantizeLinear", "If", "Loop", "Scan")
 )

@@ -13,6 +13,7 @@ from twellc.compiling.result import Translation, annotate, check_matches
 from twellc.compiling.sizes import rows_of_inputs
 from twellc.decisions.advise import Advisor, repeat
 from twellc.decisions.targets import choose_target, gpu_at_hand
+from twellc.export.names import distinct_outputs, name_ends
 from twellc.export.profiles import resolve_profiles
 from twellc.loaders.loaded import refuse_choices
 from twellc.loaders.onnx_models import KIND, choose_onnx_dtype, model_inputs, open_model, refuse_rewritten
@@ -51,10 +52,13 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     dump.text("rewrite_onnx", lambda: onnx.helper.printable_graph(rewritten.graph))
     warnings = check_matches(found.layers, options)
     graph = onnx_ir.serde.deserialize_model(rewritten)
+    names = [spec.name for spec in inputs.specs]
+    outputs, renamed = distinct_outputs(names, [value.name for value in model.graph.output])
+    name_ends(graph.graph, names, outputs)
     decided = options.decided or advisor.decided
     traced_by = {"attention_forms": [], **({"decided": decided} if decided else {})}
     settings = annotate(graph, found.layers, dtype, options, traced_by)
-    notes = [*cast_notes(found, dtype), *advisor.notes(found.layers)]
+    notes = [*renamed, *cast_notes(found, dtype), *advisor.notes(found.layers)]
     return Translation(KIND, inputs, {}, found.layers, [], graph, settings, notes, warnings)
 
 

@@ -184,11 +184,14 @@ def test_plan_that_runs(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: py
     stand_in = evaluator.OnnxEvaluator(graph)
     monkeypatch.setattr("twellc.checks.checking.why_not_here", lambda backend: "")
     monkeypatch.setattr("twellc.checks.checking.load_host", lambda backend: None)
+    opened: list[Path] = []
+    monkeypatch.setattr("twellc.checks.checking.open_plan", lambda host, path, version: opened.append(path))
     monkeypatch.setattr(
-        "twellc.checks.checking.run_plan", lambda *arguments: [y * 1.5 for y in stand_in.run(arguments[-1])]
+        "twellc.checks.checking.PlanRunner", lambda plan: lambda sample: [y * 1.5 for y in stand_in.run(sample)]
     )
     result = run_check(archive, plan)
     assert (result.executed, result.note) == ("the plan", "")
+    assert opened == [plan], "once for all samples"
     assert [block.diverges for block in result.blocks] == [False]
     assert (result.within, result.causes) == (False, ["rest"])
     graph.unlink()
