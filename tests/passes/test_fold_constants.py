@@ -11,12 +11,25 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from tests.models import D_FF, D_MODEL, Function, Gated, Plain, Written, calls, canonical, eager, export, rewrite, run
+from tests.models import (
+    D_FF,
+    D_MODEL,
+    Function,
+    Gated,
+    Plain,
+    Written,
+    calls,
+    canonical,
+    eager,
+    export,
+    functionalize,
+    rewrite,
+    run,
+)
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.passes.fold_constants import fold_constants
 from twellc.passes.graph.program import constants_of
 from twellc.passes.match.find_ffn import find_ffn_blocks
-from twellc.passes.pipeline import functionalize
 
 Form = Callable[[Any, Tensor], Any]
 
