@@ -26,7 +26,8 @@ from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import ProfileOptions
 from twellc.passes.pipeline import PassOptions, Stage, run_until
-from twellc.samples.batches import Arrays, Batch, Intake, kind_of, read_batches
+from twellc.samples.batches import Arrays, Batch, Intake, read_batches
+from twellc.samples.documents import kind_of, notes_on
 from twellc.samples.samples import Limits
 from twellc.samples.tokenizer import Tokenizer, load_tokenizer
 
@@ -121,7 +122,7 @@ def _profile(
         raise UserError(str(options.model), "has no feed-forward block that twellc can rewrite", got=reasons)
     progress("taking the model's fingerprint")
     sha256 = fingerprint(options.model)
-    notes = [*model.notes, *notes]
+    notes = [*model.notes, *notes, *notes_on(each for each in data if isinstance(each, Path))]
     intake = _intake(options, model, notes)
     progress("running the model")
     observer = _observed(program, blocks, device)
