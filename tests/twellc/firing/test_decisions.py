@@ -70,8 +70,8 @@ def test_blocks_left_dense_without_a_profile(source: str, cli: Cli, tmp_path: Pa
     model = tmp_path / "m.pt2"
     if source == "ONNX":
         model = tmp_path / "plain.onnx"
-        arguments = ("--layers", "none", "--backend", "none", "--onnx", model)
-        assert cli("compile", tmp_path / "m.pt2", *arguments).exit_code == 0
+        written = cli("compile", tmp_path / "m.pt2", "--layers", "none", "--backend", "none", "--onnx", model)
+        assert written.exit_code == 0
     sizes = [("gated", 16, 320, tokens) for tokens in (1, 64, 1000, 2048, 8192)]
     dense = [DensePoint(*size, 10.0, 10.0, 10.0, "eager") for size in sizes]
     densities = (0.0001, 0.001, 0.01, 0.1, 0.5)
