@@ -59,7 +59,7 @@ class CompileOptions:
         calibration: A profile of the model, see `twellc profile`.
         prune_dead: Whether neurons that never fired in the profile are removed, which is approximate.
         prune_check: A second profile, to count what that loses.
-        decided: What an earlier compilation with a profile decided for blocks, by module, to do it again.
+        decided: What an earlier compilation decided for blocks, by module, to do it again.
         in_memory: What to call a model that is in memory, and in `model` only for the command; empty for a file.
     """
 
