@@ -358,7 +358,7 @@ class _Folder:
         epsilon = float(options[2 if packet(norm) is aten.batch_norm else 1])
         if axis != 1 or any(each is not None and each not in self._fixed for each in (weight, bias, mean, variance)):
             return None
-        values = [None if each is None else self._value(each).double() for each in arguments(norm)[1:5]]
+        values = [None if each is None else self._value(each) for each in arguments(norm)[1:5]]
         assert values[2] is not None and values[3] is not None
         scale = (values[3] + epsilon).rsqrt()
         scale = scale if values[0] is None else scale * values[0]
@@ -377,7 +377,7 @@ class _Folder:
         at = axis - (result.dim() - value.dim())
         if any(size != 1 for dim, size in enumerate(value.shape) if dim != at) or value.numel() == 0:
             return None
-        return self._value(argument).double().flatten()
+        return self._value(argument).flatten()
 
     def _in_one_precision(self, hidden: _Hidden, down: _Product) -> bool:
         dtype = down.x.meta["val"].dtype
@@ -398,19 +398,19 @@ class _Folder:
 
     # ---- folding ----
 
-    def _value(self, constant: Node) -> Tensor:
-        """Return a constant on the CPU, where all is folded, wherever it lies."""
-        return self._constants.value(constant).cpu()
+    def _value(self, node: Node) -> Tensor:
+        """Return a constant as float64 on the CPU, wherever the model lies: all folding is done there."""
+        return self._constants.value(node).double().cpu()
 
     def _matrix(self, product: _Product) -> Tensor:
         """Return the weight as float64 [out, in]."""
-        return arranged_view(self._value(product.weight.node), product.weight, in_out=False)[1].double()
+        return arranged_view(self._value(product.weight.node), product.weight, in_out=False)[1]
 
     def _vector(self, product: _Product) -> Tensor:
         """Return the bias as float64 [out], or [1] if there is none."""
         if product.bias is None:
             return torch.zeros(1, dtype=torch.float64)
-        return arranged_view(self._value(product.bias.node), product.bias, in_out=False)[1].double()
+        return arranged_view(self._value(product.bias.node), product.bias, in_out=False)[1]
 
     def _fold_into(self, product: _Product, chain: _Chain) -> _Folded:
         """Scale and shift the result of a product."""
