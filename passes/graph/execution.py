@@ -37,8 +37,8 @@ Visit = Callable[[str, Any], Any]
 class Runner:
     """Runs a program, which must not be changed meanwhile, any number of times.
 
-    What the program writes to its inputs and buffers is undone: each run computes from the same values. Inputs are moved
-    to where those are that it was traced with.
+    What the program writes to its inputs and buffers is undone: each run computes from the same values. Inputs are
+    moved to where those are that it was traced with.
     """
 
     def __init__(self, program: ExportedProgram) -> None:
