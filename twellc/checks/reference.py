@@ -24,13 +24,14 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.onnx_models import choose_onnx_dtype, integer_range, model_inputs, open_model, refuse_rewritten
 from twellc.loaders.precision import choose_dtype
 from twellc.options.declared_inputs import InputDeclaration
+from twellc.passes.decide import Advise
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.graph.program import editable, finish
-from twellc.passes.onnx.ffn import Ends, find_onnx_blocks, lower_onnx
+from twellc.passes.onnx.ffn import Ends, OnnxBlocks, find_onnx_blocks, lower_onnx
 from twellc.passes.onnx.part import part_of
 from twellc.passes.onnx.precision import widen_onnx
-from twellc.passes.pipeline import Found, arrange, find, functionalize
-from twellc.passes.precision import in_precision, widen
+from twellc.passes.pipeline import Passed, PassOptions, Stage, run_until
+from twellc.passes.precision import widen
 from twellc.passes.report import Layer
 from twellc.samples.samples import Sample
 
@@ -177,19 +178,23 @@ class TorchReference:
 
     def __init__(self, model: LoadedModel, settings: dict[str, Any]) -> None:
         """Lower the model as its compilation did, by the settings of the candidate, and find its blocks."""
-        # What the model is measured by takes no part in the passes that bring its blocks into form.
-        self._source = functionalize(model.program)
         name = settings.get("dtype")
         self.dtype = torch_dtype(name if name in DTYPES else choose_dtype(model, None)[0])
-        self._plain = in_precision(self._source, self.dtype)
-        arranged = arrange(self._source)
-        self._with_blocks = self._plain if arranged is self._source else in_precision(arranged, self.dtype)
+        options = PassOptions(self.dtype)
+        functional = run_until(model.program, options, Stage.FUNCTIONAL)
+        arranged = run_until(functional, options, Stage.ARRANGING)
+        with_blocks = run_until(arranged, options, Stage.PRECISION)
+        self._source, self._with_blocks = functional.program, with_blocks.program
+        # What the model is measured by takes no part in the passes that bring its blocks into form.
+        self._plain = self._with_blocks
+        if arranged.program is not self._source:
+            self._plain = run_until(functional, options, Stage.PRECISION, without=(Stage.ARRANGING,)).program
         self.inputs = program_inputs(self._source)
         self.integers = integer_ranges(model)
         self.token_ids = model.vocabulary
         self.outputs = model.output_names
         self.language_model = model.language_model
-        chosen = _find(self._with_blocks, settings).chosen
+        chosen = _decided(with_blocks, options, settings).chosen
         self._ends = [
             Ends(block.x.name, block.residual.other.name if block.residual else None, block.y.name)
             for block, _ in chosen
@@ -302,12 +307,23 @@ class _Visitor:
         return value
 
 
-def _find(program: ExportedProgram, settings: dict[str, Any]) -> Found:
+def _decided(prepared: Passed, options: PassOptions, settings: dict[str, Any]) -> Passed:
+    """Find the blocks, and decide what becomes of each as the compilation did."""
     try:
-        decided = settings.get("decided")
-        return find(program, str(settings.get("layers", "auto")), None if decided is None else repeat(decided))
+        wanted = replace(options, layers=str(settings.get("layers", "auto")), advise=_advise(settings))
+        return run_until(prepared, wanted, Stage.DECIDE)
     except (UserError, TypeError, AttributeError, KeyError):
-        return find(program, "auto")  # the blocks are not those of the model that the settings are for
+        return run_until(prepared, options, Stage.DECIDE)  # the blocks are not those that the settings are for
+
+
+def _advise(settings: dict[str, Any]) -> Advise | None:
+    """Return what repeats the decisions of a compilation; None where it took every match.
+
+    Raises:
+        TypeError, AttributeError, KeyError: The settings have not their form.
+    """
+    decided = settings.get("decided")
+    return None if decided is None else repeat(decided)
 
 
 def integer_ranges(model: LoadedModel) -> dict[str, tuple[int, int]]:
@@ -338,7 +354,7 @@ class OnnxReference:
         refuse_rewritten(path, self._model)
         name = settings.get("dtype")
         self.dtype = torch_dtype(name if name in DTYPES else choose_onnx_dtype(self._model, None))
-        found = find_onnx_blocks(self._model, self.dtype, str(settings.get("layers", "auto")))
+        found = _decided_onnx(self._model, self.dtype, settings)
         self._plain = lower_onnx(found) if found.casts else self._model
         chosen = [(ends, layer) for ends, layer in zip(found.ends, found.layers, strict=True)
                   if layer.decision == "twell"]  # fmt: skip
@@ -394,6 +410,14 @@ class OnnxReference:
         evaluator = OnnxEvaluator(self._path, widen_onnx(self._model))
         runs.truth.extend(evaluator.run(widen_sample(sample)) for sample in samples)
         return runs
+
+
+def _decided_onnx(model: onnx.ModelProto, dtype: torch.dtype, settings: dict[str, Any]) -> OnnxBlocks:
+    layers = str(settings.get("layers", "auto"))
+    try:
+        return find_onnx_blocks(model, dtype, layers, _advise(settings))
+    except (TypeError, AttributeError, KeyError):
+        return find_onnx_blocks(model, dtype, layers)
 
 
 def _cast(tensors: Sample, dtype: torch.dtype) -> Sample:
