@@ -37,9 +37,11 @@ def write_numbers(program: ExportedProgram) -> ExportedProgram:
     program = editable(program)
     first = next(node for node in program.graph.nodes if node.op != "placeholder")
     for node, number, readers in list(_numbers(program)):
-        with program.graph.inserting_before(first):
-            full = program.graph.call_function(aten.full.default, ([], number), {"dtype": node.meta["val"].dtype})
         value = node.meta["val"]
+        with program.graph.inserting_before(first):
+            full = program.graph.call_function(
+                aten.full.default, ([], number), {"dtype": value.dtype, "device": value.device}
+            )
         full.meta = {**node.meta, "val": value if value.dim() == 0 else value.flatten()[0]}
         for reader in readers:
             if packet(reader) is aten.clone:

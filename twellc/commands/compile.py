@@ -27,11 +27,11 @@ from twellc.commands.terminal import (
 from twellc.options.commands import (
     ATTENTIONS,
     BACKENDS,
-    DEFAULT_COMPRESSION,
     LOGITS,
     PADDINGS,
     triton_plan,
 )
+from twellc.plugins.block import DEFAULT_COMPRESSION
 from twellc.plugins.library import COMPRESSIONS
 
 if TYPE_CHECKING:

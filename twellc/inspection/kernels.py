@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twellc.base.records import Record
-from twellc.options.commands import DEFAULT_COMPRESSION
 from twellc.passes.report import Layer
-from twellc.plugins.library import ACTIVATIONS, DTYPES, GPUS, VARIANTS, Problem, describe, load
+from twellc.plugins.block import VARIANTS, BlockOptions, compression_of, problem_of
+from twellc.plugins.library import ACTIVATIONS, GPUS, Problem, describe, load
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def _problem_of(layer: Layer, tokens: int) -> Problem | None:
     """Return what a call computes; None where the block stays dense, or a node of another origin does not say it."""
     if layer.decision != "twell" or layer.activation not in ACTIVATIONS:
         return None
-    return Problem(
+    options = BlockOptions(activation=layer.activation, compression=compression_of(layer.compression), hot=layer.hot)
+    return problem_of(
+        VARIANTS[layer.variant], options, "bfloat16",
         tokens=tokens, d_model=layer.d_model, d_ff=layer.kept, d_out=layer.d_out,
-        compression=layer.compression or DEFAULT_COMPRESSION, dtype=DTYPES["bfloat16"],
-        variant=VARIANTS[layer.variant], activation=ACTIVATIONS[layer.activation], hot=layer.hot,
     )  # fmt: skip

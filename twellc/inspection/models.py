@@ -13,7 +13,7 @@ from twellc.base.records import of_json
 from twellc.compiling.result import METADATA_KEY
 from twellc.compiling.translate_onnx import cast_notes
 from twellc.compiling.translate_torch import activation_notes
-from twellc.decisions.advise import Advisor, firing_of
+from twellc.decisions.advise import Advisor
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.firing.calibration import load_calibration
@@ -24,14 +24,13 @@ from twellc.loaders.onnx_models import KIND, choose_onnx_dtype, open_model
 from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import InspectOptions, refuse_calibration, refuse_dtype
 from twellc.options.declared_inputs import InputDeclaration
-from twellc.passes.attention import MATMUL, rewrite_attention
-from twellc.passes.neurons import arrange_neurons
+from twellc.passes.attention import MATMUL
 from twellc.passes.onnx.ffn import find_onnx_blocks
 from twellc.passes.onnx.graph import dtype_of
-from twellc.passes.pipeline import find, prepare
+from twellc.passes.pipeline import PassOptions, Stage, run_until
 from twellc.passes.report import Layer
+from twellc.plugins.block import BY_NODE
 from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
-from twellc.plugins.onnx_node import GATED, HOT, RESIDUAL
 
 
 def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> Description:
@@ -46,25 +45,24 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
         refuse_calibration(options, f"{options.target}, an ONNX file")
         progress("loading the model")
         return inspect_onnx(
-            options.target, options.dtype, options.inputs, Advisor(target, {}, lambda block: calls, options.density)
+            options.target, options.dtype, options.inputs, Advisor(target, lambda block: calls, options.density)
         )
     progress("loading and tracing the model")
     calibrated = load_calibration(options, options.target)
     model = load_model(options.target, options.trust_model, options.inputs)
     chosen, notes = choose_dtype(model, options.dtype)
     progress("looking for feed-forward blocks")
-    program = prepare(model.program, torch_dtype(chosen))
     calibration = None if calibrated is None else calibrated.calibration
-    advisor = Advisor(target, firing_of(calibration), lambda block: calls, options.density)
-    found = find(program, "auto", advisor)
+    advisor = Advisor(target, lambda block: calls, options.density)
+    wanted = PassOptions(torch_dtype(chosen), attention=(MATMUL,), calibration=calibration, advise=advisor)
+    passed = run_until(model.program, wanted, Stage.ATTENTION, without=(Stage.FFN,))
+    layers = passed.layers
     if calibrated is not None:
-        calibrated.refuse_other_blocks(found.layers)
-    layers = arrange_neurons(program, found.blocks, found.layers, calibration)[1]
-    attention = rewrite_attention(program, (MATMUL,))[1]
+        calibrated.refuse_other_blocks(layers)
     notes = [*model.notes, *notes, *activation_notes(model, layers), *advisor.notes(layers)]
     if calibrated is not None:
         notes += [*calibrated.profile.warnings, *calibrated.notes(layers, chosen)]
-    return Description(model.kind, layers, notes, dtype=chosen, attention=attention)
+    return Description(model.kind, layers, notes, dtype=chosen, attention=passed.attention)
 
 
 def inspect_onnx(
@@ -114,13 +112,13 @@ def _layer_of(node: PluginNode) -> Layer:
     """Describe a node in a graph that does not say what its layers were."""
     shapes = list(node.weights.values())
     (d_ff, d_model), d_out = shapes[0] if shapes else (0, 0), shapes[-1][1] if shapes else 0
-    hot = node.fields.get(HOT)
+    hot = node.fields.get("hot")
     return Layer(
         module=node.name or node.outputs[0],
-        variant="gated" if node.type == GATED else "plain",
+        variant=BY_NODE[node.type].name,
         activation=str(node.fields.get("activation")),
         d_model=d_model, d_ff=d_ff, d_out=d_out, matched=True, decision="twell", reason="is a plugin node",
-        residual=node.fields.get(RESIDUAL) == 1,
+        residual=node.fields.get("residual") == 1,
         hot=hot if isinstance(hot, int) else 0,
     )  # fmt: skip
 

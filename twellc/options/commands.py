@@ -18,7 +18,6 @@ ATTENTIONS = ("auto", "tensorrt", "cudnn")
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx", "none")
 PADDINGS = ("none", "mask")
 LOGITS = ("all", "last")
-DEFAULT_COMPRESSION = 8
 DEFAULT_DENSITY = 0.005
 DEFAULT_TOKENS = 2048
 DEFAULT_GPU = "H200"

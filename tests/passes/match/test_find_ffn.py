@@ -14,10 +14,22 @@ from torch.export import ExportedProgram
 from transformers.pytorch_utils import Conv1D
 
 from tests import models
-from tests.models import D_FF, D_MODEL, Gated, Plain, Written, blocks_of, calls, canonical, eager, rewrite, run
+from tests.models import (
+    D_FF,
+    D_MODEL,
+    Gated,
+    Plain,
+    Written,
+    blocks_of,
+    calls,
+    canonical,
+    canonicalize,
+    eager,
+    rewrite,
+    run,
+)
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.passes.match.find_ffn import find_ffn_blocks
-from twellc.passes.pipeline import canonicalize
 from twellc.passes.precision import lower
 
 Form = Callable[[nn.Module, Tensor], Tensor]

@@ -8,10 +8,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from tests import models
-from tests.models import D_FF, D_MODEL, Gated, Plain, Written, blocks_of, calls, canonical, rewrite
+from tests.models import D_FF, D_MODEL, Gated, Plain, Written, blocks_of, calls, canonical, canonicalize, rewrite
 from twellc.passes.decide import decide
 from twellc.passes.match.find_ffn import find_ffn_blocks
-from twellc.passes.pipeline import canonicalize
 
 
 def drawn(*shape: int) -> Tensor:
