@@ -10,15 +10,20 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from tests.models import D_FF, D_MODEL, Function, Gated, Plain, Written, calls, canonical, eager, export, rewrite, run
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.passes.fold_constants import fold_constants
 from twellc.passes.graph.program import constants_of
 from twellc.passes.match.find_ffn import find_ffn_blocks
-from twellc.passes.pipeline import functionalize
+from twellc.passes.pipeline import PassOptions, Stage, run_until
 
 Form = Callable[[Any, Tensor], Any]
+
+
+def functionalize(program: ExportedProgram) -> ExportedProgram:
+    return run_until(program, PassOptions(), Stage.FUNCTIONAL).program
 
 
 def drawn_norm(kind: type[nn.Module], **options: bool) -> nn.Module:
