@@ -122,7 +122,7 @@ SPELLINGS: dict[str, tuple[str, float, Function]] = {
     "masked_fill threshold": ("fatrelu", 0.25, lambda t: t.masked_fill(t <= 0.25, 0.0)),
     "masked_fill_": ("relu", 0, masked_in_place),
     "masked_fill, a tensor": ("relu", 0, lambda t: t.masked_fill(~(t > 0), torch.tensor(0.0))),
-    "threshold_": ("relu", 0, lambda t: F.threshold_(t.clone(), 0.0, 0.0)),
+    "threshold_": ("relu", 0, lambda t: torch.threshold_(t.clone(), 0.0, 0.0)),
     "nn.Threshold": ("relu", 0, nn.Threshold(0.0, 0.0)),
     "nn.Hardtanh": ("relu", 0, nn.Hardtanh(0.0, math.inf)),
     "clamp_min_": ("relu", 0, lambda t: t.clone().clamp_min_(0)),
