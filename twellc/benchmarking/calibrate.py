@@ -34,7 +34,7 @@ from twellc.benchmarking.contest import time_rotated
 from twellc.benchmarking.forms import Block, Packed, many_sizes
 from twellc.decisions.predict import Widths, is_split
 from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint, zipf_rates
-from twellc.options.commands import DEFAULT_COMPRESSION
+from twellc.options.decisions import DEFAULT_COMPRESSION
 from twellc.passes.block_profile import hot_first
 from twellc.plugins.ops import GATED_MLP, MLP
 

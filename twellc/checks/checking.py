@@ -32,11 +32,12 @@ from twellc.compiling.translate import translate_any
 from twellc.export.onnx_export import save_onnx
 from twellc.export.runner import run_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
-from twellc.loaders.loaded import LoadedModel, NoChoiceError
+from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx
 from twellc.loaders.onnx_format import looks_like_onnx
-from twellc.options.commands import LOGITS, PADDINGS, CheckOptions, CompileOptions
+from twellc.options.commands import CheckOptions, CompileOptions
+from twellc.options.source import LOGITS, PADDINGS, NoChoiceError, TracingOptions
 from twellc.passes.report import Layer, Neurons
 from twellc.samples.samples import Limits, Sample, draw_samples, places_of_tokens, read_arrays, read_text
 
@@ -241,8 +242,10 @@ def _load_as_compiled(options: CheckOptions, settings: dict[str, Any]) -> Loaded
     padding, logits = settings.get("padding"), settings.get("logits")
     try:
         return load_model(
-            options.model, options.trust_model, options.inputs,
-            padding if padding in PADDINGS else None, logits if logits in LOGITS else LOGITS[0],
+            TracingOptions(
+                options.model, trust_model=options.trust_model, inputs=options.inputs,
+                padding=padding if padding in PADDINGS else None, logits=logits if logits in LOGITS else LOGITS[0],
+            )
         )  # fmt: skip
     except NoChoiceError as error:
         raise UserError(

@@ -10,25 +10,10 @@ import click
 from rich.table import Table
 
 import twellc
-from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
-from twellc.commands.terminal import (
-    Command,
-    FilePath,
-    calibration_option,
-    inputs_option,
-    never_failing,
-    open_console,
-    prune_check_option,
-    prune_dead_option,
-    refuse_other_options,
-    say,
-    show_progress,
-    target_gpu_option,
-    trust_model_option,
-)
+from twellc.commands.options import FilePath, decision_options, refuse_other_options, sample_options, tracing_options
+from twellc.commands.terminal import Command, never_failing, open_console, say, show_progress
 from twellc.options.commands import DEFAULT_REPEATS
-from twellc.plugins.library import COMPRESSIONS
 
 if TYPE_CHECKING:
     from twellc.benchmarking.result import BenchResult, Standings
@@ -41,23 +26,7 @@ if TYPE_CHECKING:
     help="Sizes of the model's dynamic dimensions, in their order; of a language model sequences and their tokens, "
     "such as 1x1,1x512,4x2048. Default: one token, and some prompts.",
 )  # fmt: skip
-@click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision; default as in compile.")
-@click.option("--layers", default="auto", show_default=True, metavar="auto|all|REGEX", help="As in compile.")
-@click.option(
-    "--compression", type=click.Choice(tuple(map(str, COMPRESSIONS))), help="As in compile.",
-)  # fmt: skip
-@target_gpu_option
-@calibration_option
-@prune_dead_option
-@prune_check_option
-@click.option(
-    "--text", type=FilePath(), metavar="FILE",
-    help="Run a language model on this text, in UTF-8, through its own tokenizer. How many neurons fire depends on it.",
-)  # fmt: skip
-@click.option(
-    "--inputs", "arrays", type=FilePath(), metavar="FILE.npz", help="Run on these arrays, named as the model's inputs.",
-)  # fmt: skip
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), metavar="N", help="Seed of random inputs; default: 0.")
+@sample_options
 @click.option(
     "--repeats", type=click.IntRange(1), default=DEFAULT_REPEATS, show_default=True, metavar="N",
     help="How often each contestant is timed; they take turns.",
@@ -81,17 +50,15 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("-o", "--output", type=FilePath(), metavar="FILE", help="With --calibrate: the data file to write.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing picture or data file.")
-@trust_model_option
-@inputs_option
+@tracing_options
+@decision_options
 @click.pass_context
 def bench(
     context: click.Context,
     /,
     model: Path | None,
     shapes: str,
-    compression: str | None,
     as_json: bool,
-    inputs: tuple[str, ...],
     calibrate: bool,
     output: Path | None,
     **options: Any,
@@ -117,10 +84,8 @@ def bench(
     if output is not None:
         raise UserError(f"--output {output}", "is for --calibrate alone", fix="Use --json > FILE.")
     with show_progress() as progress:
-        result = twellc.bench(
-            model, shapes=shapes.split(",") if shapes else (), compression=int(compression) if compression else None,
-            inputs=inputs, progress=progress, **options,
-        )  # fmt: skip
+        sizes = shapes.split(",") if shapes else ()
+        result = twellc.bench(model, shapes=sizes, progress=progress, **options)
     with never_failing():
         if as_json:
             click.echo(json.dumps(result.to_json(), indent=2))

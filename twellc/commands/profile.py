@@ -13,22 +13,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 import twellc
-from twellc.base.dtypes import DTYPES
 from twellc.base.errors import first_few
-from twellc.commands.terminal import (
-    Command,
-    FilePath,
-    inputs_option,
-    never_failing,
-    open_console,
-    plain,
-    refuse_other_options,
-    say,
-    show_progress,
-    trust_model_option,
-)
+from twellc.commands.options import FilePath, refuse_other_options, tracing_options
+from twellc.commands.terminal import Command, never_failing, open_console, plain, say, show_progress
 from twellc.export.shapes import LARGEST_SIZE
-from twellc.options.commands import DEFAULT_BATCH, PADDINGS
+from twellc.options.commands import DEFAULT_BATCH
 
 if TYPE_CHECKING:
     from twellc.firing.profile import FiringProfile
@@ -65,15 +54,9 @@ _COUNT = click.IntRange(1, LARGEST_SIZE)
     metavar="NAME",
     help="The field of a line of JSON that holds the text.",
 )
-@click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision to run the model in; default as in compile.")
-@click.option(
-    "--padding", type=click.Choice(PADDINGS),
-    help="Of a causal Hugging Face model, as in compile. mask: for arrays that are padded on the left.",
-)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the statistics as JSON instead of a table.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output file.")
-@trust_model_option
-@inputs_option
+@tracing_options
 @click.pass_context
 def profile(
     context: click.Context,

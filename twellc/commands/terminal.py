@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 from rich.console import Console
 from rich.text import Text
 
@@ -80,83 +77,6 @@ class Command(click.Command):
         except InterruptedBySignal as end:
             click.echo(f"Ended by {end.signal.name}. Nothing was left half-written.", err=True)
             raise
-
-
-class FilePath(click.Path):
-    """A path that every library can open."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        """Return the path of a text, or fail."""
-        if not value:
-            self.fail("an empty text is no path.", parameter, context)
-        try:
-            str(value).encode()
-        except UnicodeEncodeError:
-            self.fail(f"{value!a} is no UTF-8, which some libraries insist on. Rename it.", parameter, context)
-        return super().convert(value, parameter, context)
-
-
-class Share(click.FloatRange):
-    """A number from 0 to 1. Any range of click's takes NaN."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1)
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
-        """Return the number of a text, or fail."""
-        share: float = super().convert(value, parameter, context)
-        if math.isnan(share):
-            self.fail(f"{value} is not in the range 0<=x<=1.", parameter, context)
-        return share
-
-
-trust_model_option = click.option(
-    "--trust-model", is_flag=True, help="Load a pickle, or an archive that could execute code."
-)
-target_gpu_option = click.option(
-    "--target-gpu", metavar="GPU|FILE",
-    help="The GPU that speed is expected and decided for: h100, h200, or a data file of twellc bench --calibrate. "
-    "Default: the GPU at hand, if its times are known, else h100.",
-)  # fmt: skip
-calibration_option = click.option(
-    "--calibration", type=FilePath(), metavar="PROFILE",
-    help="How often the model's neurons fire, from `twellc profile`. By it is decided what becomes of each block, and "
-    "which of its neurons are hot: these are moved to the front, which is exact.",
-)  # fmt: skip
-prune_dead_option = click.option(
-    "--prune-dead", is_flag=True,
-    help="Approximate: remove the neurons that never fired in the profile. Other inputs may need them; check measures "
-    "what that does.",
-)  # fmt: skip
-prune_check_option = click.option(
-    "--prune-check", type=FilePath(), metavar="PROFILE",
-    help="A second profile, of other data: report which share of its non-zeros the removed neurons have.",
-)  # fmt: skip
-inputs_option = click.option(
-    "--input", "inputs", multiple=True, metavar="NAME:DTYPE[DIM,...]",
-    help="An input of a pickled module, such as x:float32[batch,sequence,512]; a name stands for a dynamic dimension.",
-)  # fmt: skip
-
-
-def refuse_other_options(context: click.Context, option: str, taken: Collection[str], why: str) -> None:
-    """Fail if options are given that have no meaning beside another one.
-
-    Args:
-        context: That of the command.
-        option: The other one.
-        taken: Names of the parameters that have one, its own included.
-        why: Why the others have none.
-
-    Raises:
-        UserError: There are some.
-    """
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        if name not in taken and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise UserError(max(parameter.opts, key=len), why, got=option, fix="Leave one out.")
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from twellc.compiling.summary import TranslationSummary
 from twellc.export.plan import Plan
 from twellc.export.shapes import ShapeProfile, ShapeRange
 from twellc.export.tensorrt_host import python_module
-from twellc.options.commands import LOGITS, PADDINGS, CompileOptions
+from twellc.options.commands import CompileOptions
+from twellc.options.source import LOGITS, PADDINGS
 from twellc.passes.report import Attention, Layer
 from twellc.plugins.library import (
     ATTENTION_FORMS,

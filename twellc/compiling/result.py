@@ -12,7 +12,7 @@ from twellc.base.errors import UserError, first_few
 from twellc.base.version import __version__
 from twellc.export.profiles import ModelInputs
 from twellc.loaders.loaded import DimensionRange
-from twellc.options.commands import DEFAULT_COMPRESSION, CompileOptions
+from twellc.options.commands import CompileOptions
 from twellc.passes.report import Attention, Layer
 
 METADATA_KEY = "twellc"
@@ -60,7 +60,7 @@ def annotate(
     settings = {
         "dtype": dtype,
         "layers": options.layers,
-        "compression": options.compression or DEFAULT_COMPRESSION,
+        "compression": options.base_compression,
         **traced_by,
     }
     done = {"twellc": __version__, "settings": settings, "layers": [_noted(layer) for layer in layers]}

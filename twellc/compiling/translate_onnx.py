@@ -14,9 +14,10 @@ from twellc.compiling.sizes import rows_of_inputs
 from twellc.decisions.advise import Advisor
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.profiles import resolve_profiles
-from twellc.loaders.loaded import refuse_choices
 from twellc.loaders.onnx_models import KIND, choose_onnx_dtype, model_inputs, open_model, refuse_rewritten
-from twellc.options.commands import DEFAULT_COMPRESSION, CompileOptions, refuse_calibration
+from twellc.options.commands import CompileOptions
+from twellc.options.decisions import refuse_calibration
+from twellc.options.source import refuse_choices
 from twellc.passes.dump import GraphDump
 from twellc.passes.onnx.ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
 
@@ -43,7 +44,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     profiles, _ = resolve_profiles(inputs, list(options.profiles), {})
     advisor = Advisor(choose_target(options.target_gpu, gpu_at_hand()), {}, rows_of_inputs(inputs, profiles))
     found = find_onnx_blocks(model, torch_dtype(dtype), options.layers, advisor)
-    rewritten = rewrite_onnx(found, options.compression or DEFAULT_COMPRESSION)
+    rewritten = rewrite_onnx(found, options.base_compression)
     dump = GraphDump(options.dump_graphs)
     dump.text("source", lambda: onnx.helper.printable_graph(model.graph))
     dump.text("rewrite_onnx", lambda: onnx.helper.printable_graph(rewritten.graph))

@@ -21,7 +21,8 @@ from twellc.firing.calibration import LoadedCalibration, load_calibration
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.precision import choose_dtype
-from twellc.options.commands import DEFAULT_COMPRESSION, BenchOptions, CompileOptions
+from twellc.options.commands import CompileOptions
+from twellc.options.decisions import DecisionOptions
 from twellc.passes.decide import Advise
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import has_inner_graphs, written_tensors
@@ -40,7 +41,7 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     """
     progress("loading and tracing the model")
     calibrated = load_calibration(options, options.model)
-    model = load_model(options.model, options.trust_model, options.inputs, options.padding, options.logits)
+    model = load_model(options)
     dtype, notes = choose_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
     forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention)
@@ -71,7 +72,7 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
 def rewrite(
     model: LoadedModel,
     dtype: str,
-    options: CompileOptions | BenchOptions,
+    options: DecisionOptions,
     profiles: list[tuple[str, ShapeRange]],
     calibrated: LoadedCalibration | None,
     attention: tuple[str, ...] = (),
@@ -83,7 +84,7 @@ def rewrite(
     Args:
         model: The model.
         dtype: `bf16` or `fp16`.
-        options: What decides about blocks: `layers`, `compression` and `target_gpu`.
+        options: What decides about blocks.
         profiles: The optimization profiles, as `CompileOptions` has them.
         calibrated: What is known of the model's neurons.
         attention: See `run_passes`.
@@ -102,7 +103,7 @@ def rewrite(
     target = choose_target(options.target_gpu, gpu_at_hand())
     advisor = Advisor(target, firing_of(calibration), rows_of_blocks(given, resolved), compression=options.compression)
     rewritten = run_passes(
-        model.program, torch_dtype(dtype), options.layers, options.compression or DEFAULT_COMPRESSION, attention, dump,
+        model.program, torch_dtype(dtype), options.layers, options.base_compression, attention, dump,
         calibration, decided or advisor,
     )  # fmt: skip
     if calibrated is not None:

@@ -23,7 +23,8 @@ from twellc.decisions.choose import (
 from twellc.decisions.predict import Widths
 from twellc.decisions.targets import Target
 from twellc.decisions.times import Rates
-from twellc.options.commands import DEFAULT_COMPRESSION, DEFAULT_DENSITY
+from twellc.options.commands import DEFAULT_DENSITY
+from twellc.options.decisions import DEFAULT_COMPRESSION
 from twellc.passes.block_profile import Calibration, Counts
 from twellc.passes.decide import Advise
 from twellc.passes.match.find_ffn import FfnBlock

@@ -111,7 +111,7 @@ def _profile(
             str(options.model), "an ONNX file cannot be profiled", expected="the model that it was exported from"
         )
     progress("loading and tracing the model")
-    model = load_model(options.model, options.trust_model, options.inputs, options.padding)
+    model = load_model(options)
     chosen, notes = choose_dtype(model, options.dtype)
     progress("looking for feed-forward blocks")
     program = prepare(model.program, torch_dtype(chosen))

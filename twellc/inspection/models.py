@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import onnx
 
@@ -22,8 +21,9 @@ from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.onnx_models import KIND, choose_onnx_dtype, open_model
 from twellc.loaders.precision import choose_dtype
-from twellc.options.commands import InspectOptions, refuse_calibration, refuse_dtype
-from twellc.options.declared_inputs import InputDeclaration
+from twellc.options.commands import InspectOptions
+from twellc.options.decisions import refuse_calibration, refuse_decisions
+from twellc.options.source import refuse_choices, refuse_tracing
 from twellc.passes.attention import MATMUL, rewrite_attention
 from twellc.passes.neurons import arrange_neurons
 from twellc.passes.onnx.ffn import find_onnx_blocks
@@ -42,21 +42,19 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     """
     calls = [Tokens(options.tokens, options.tokens, options.tokens)]
     target = choose_target(options.target_gpu, gpu_at_hand())
-    if looks_like_onnx(options.target):
-        refuse_calibration(options, f"{options.target}, an ONNX file")
+    if looks_like_onnx(options.model):
+        refuse_calibration(options, f"{options.model}, an ONNX file")
         progress("loading the model")
-        return inspect_onnx(
-            options.target, options.dtype, options.inputs, Advisor(target, {}, lambda block: calls, options.density)
-        )
+        return inspect_onnx(options, Advisor(target, {}, lambda block: calls, options.density))
     progress("loading and tracing the model")
-    calibrated = load_calibration(options, options.target)
-    model = load_model(options.target, options.trust_model, options.inputs)
+    calibrated = load_calibration(options, options.model)
+    model = load_model(options)
     chosen, notes = choose_dtype(model, options.dtype)
     progress("looking for feed-forward blocks")
     program = prepare(model.program, torch_dtype(chosen))
     calibration = None if calibrated is None else calibrated.calibration
-    advisor = Advisor(target, firing_of(calibration), lambda block: calls, options.density)
-    found = find(program, "auto", advisor)
+    advisor = Advisor(target, firing_of(calibration), lambda block: calls, options.density, options.compression)
+    found = find(program, options.layers, advisor)
     if calibrated is not None:
         calibrated.refuse_other_blocks(found.layers)
     layers = arrange_neurons(program, found.blocks, found.layers, calibration)[1]
@@ -67,20 +65,21 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     return Description(model.kind, layers, notes, dtype=chosen, attention=attention)
 
 
-def inspect_onnx(
-    path: Path, dtype: str | None, declared: tuple[InputDeclaration, ...], advisor: Advisor
-) -> Description:
+def inspect_onnx(options: InspectOptions, advisor: Advisor) -> Description:
     """Return what `twellc inspect` shows of an ONNX file; of a rewritten one also its `twell` nodes."""
-    model = open_model(path, declared)
+    path = options.model
+    model = open_model(path, options.inputs)
     nodes = twell_nodes(model)
     if nodes:
-        refuse_dtype(dtype, f"{path}, a rewritten graph")
+        refuse_tracing(options, f"{path}, a rewritten graph")
+        refuse_decisions(options, f"{path}, a rewritten graph")
         chosen, layers = _metadata(model)
         layers = layers or [_layer_of(node) for node in nodes if node.type in PLUGIN_NAMES]
         notes = [f"{path.name} is a rewritten graph: {len(nodes)} of its nodes are plugins"]
         return Description("rewritten ONNX file", layers, notes, dtype=chosen, nodes=nodes)
-    chosen = choose_onnx_dtype(model, dtype)
-    found = find_onnx_blocks(model, torch_dtype(chosen), "auto", advisor)
+    refuse_choices(options.padding, options.logits, f"{path}, an {KIND}")
+    chosen = choose_onnx_dtype(model, options.dtype)
+    found = find_onnx_blocks(model, torch_dtype(chosen), options.layers, advisor)
     return Description(KIND, found.layers, [*cast_notes(found, chosen), *advisor.notes(found.layers)], dtype=chosen)
 
 
