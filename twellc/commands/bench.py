@@ -19,10 +19,15 @@ if TYPE_CHECKING:
     from twellc.benchmarking.result import BenchResult, Standings
 
 
+def _split(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[str, ...]:
+    """Return the parts of a text between commas."""
+    return tuple(text.split(",")) if text else ()
+
+
 @click.command(cls=Command)
 @click.argument("model", type=FilePath(), required=False)
 @click.option(
-    "--shapes", default="", metavar="SIZES,...",
+    "--shapes", metavar="SIZES,...", callback=_split,
     help="Sizes of the model's dynamic dimensions, in their order; of a language model sequences and their tokens, "
     "such as 1x1,1x512,4x2048. Default: one token, and some prompts.",
 )  # fmt: skip
@@ -44,11 +49,12 @@ if TYPE_CHECKING:
     "--plot", type=FilePath(), metavar="FILE", help="Draw the speed-ups, as .svg, .png or .pdf; needs matplotlib.",
 )  # fmt: skip
 @click.option(
-    "--calibrate", is_flag=True,
+    "--measure-gpu", is_flag=True,
     help="Measure no model, but what blocks of many sizes take on the GPU at hand, for --target-gpu of compile and "
     "inspect; takes less than four minutes.",
 )  # fmt: skip
-@click.option("-o", "--output", type=FilePath(), metavar="FILE", help="With --calibrate: the data file to write.")
+@click.option("--calibrate", is_flag=True, hidden=True, help="The old name of --measure-gpu.")
+@click.option("-o", "--output", type=FilePath(), metavar="FILE", help="With --measure-gpu: the data file to write.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing picture or data file.")
 @tracing_options
 @decision_options
@@ -57,8 +63,8 @@ def bench(
     context: click.Context,
     /,
     model: Path | None,
-    shapes: str,
     as_json: bool,
+    measure_gpu: bool,
     calibrate: bool,
     output: Path | None,
     **options: Any,
@@ -75,17 +81,18 @@ def bench(
     the input is bad, or there is no GPU.
     """
     if calibrate:
-        taken = ("calibrate", "model", "output", "overwrite")
-        refuse_other_options(context, "--calibrate", taken, "is for measuring a model")
-        _calibrate(model, output, options["overwrite"])
+        say("Note:", "--calibrate is called --measure-gpu now; the next version does not know the old name.")
+    if measure_gpu or calibrate:
+        taken = ("measure_gpu", "calibrate", "model", "output", "overwrite")
+        refuse_other_options(context, "--measure-gpu", taken, "is for measuring a model")
+        _measure_gpu(model, output, options["overwrite"])
         return
     if model is None:
-        raise UserError("MODEL", "there is nothing to measure", expected="a model, or --calibrate")
+        raise UserError("MODEL", "there is nothing to measure", expected="a model, or --measure-gpu")
     if output is not None:
-        raise UserError(f"--output {output}", "is for --calibrate alone", fix="Use --json > FILE.")
+        raise UserError(f"--output {output}", "is for --measure-gpu alone", fix="Use --json > FILE.")
     with show_progress() as progress:
-        sizes = shapes.split(",") if shapes else ()
-        result = twellc.bench(model, shapes=sizes, progress=progress, **options)
+        result = twellc.bench(model, progress=progress, **options)
     with never_failing():
         if as_json:
             click.echo(json.dumps(result.to_json(), indent=2))
@@ -93,11 +100,11 @@ def bench(
             print_bench(result)
 
 
-def _calibrate(model: Path | None, output: Path | None, overwrite: bool) -> None:
+def _measure_gpu(model: Path | None, output: Path | None, overwrite: bool) -> None:
     if model is not None:
-        raise UserError("--calibrate", "measures no model", got=str(model), fix="Leave it out.")
+        raise UserError("--measure-gpu", "measures no model", got=str(model), fix="Leave it out.")
     if output is None:
-        raise UserError("--calibrate", "no data file to write", fix="Add -o FILE.")
+        raise UserError("--measure-gpu", "no data file to write", fix="Add -o FILE.")
     from twellc.benchmarking.calibrate import calibrate
 
     with show_progress() as progress:

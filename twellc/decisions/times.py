@@ -36,7 +36,7 @@ FORMAT = 1
 VARIANTS = ("gated", "plain")
 NEURONS = ("equal", "zipf")
 
-_FIX = "Measure the GPU again: twellc bench --calibrate -o FILE"
+_FIX = "Measure the GPU again: twellc bench --measure-gpu -o FILE"
 
 
 @dataclass(frozen=True)

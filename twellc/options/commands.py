@@ -12,7 +12,7 @@ from twellc.base.errors import UserError
 from twellc.export.shapes import Shape, ShapeRange
 from twellc.export.triton import PLAN_NAME, VERSION, model_folder
 from twellc.options.decisions import DecisionOptions
-from twellc.options.samples import SampleOptions
+from twellc.options.samples import LARGEST_SEED, SampleOptions
 from twellc.options.source import LOGITS, PADDINGS, SourceOptions, TracingOptions
 from twellc.plugins.library import COMPRESSIONS, GPUS
 

@@ -64,7 +64,7 @@ def test_bad_file(case: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message) as error:
         read_times(path)
     assert str(error.value).startswith(f"--target-gpu {path}: ")
-    assert "Measure the GPU again: twellc bench --calibrate -o FILE" in str(error.value)
+    assert "Measure the GPU again: twellc bench --measure-gpu -o FILE" in str(error.value)
 
 
 def test_a_folder(tmp_path: Path) -> None:
