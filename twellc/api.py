@@ -273,7 +273,7 @@ def merge_profiles(
 
     paths = list(map(Path, profiles))
     if not paths:
-        raise UserError("--merge", "there is no profile to merge", expected="one file at least")
+        raise UserError("--merge", "there is not a profile to merge", expected="one file at least")
     merged = FiringProfile.read(paths[0])
     for path in paths[1:]:
         merged = merged.merged(FiringProfile.read(path), str(path))

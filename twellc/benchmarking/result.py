@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twellc.base.records import Json, Record
+from twellc.base.records import Amount, Json, Record, Share, Size, Time
 from twellc.benchmarking.blocks import TWELL
 from twellc.benchmarking.forms import BASELINES, FP8
 from twellc.benchmarking.timing import CallTime, Machine
@@ -25,9 +25,9 @@ class Standings(Record):
     """
 
     times: dict[str, CallTime]
-    errors: dict[str, float]
+    errors: dict[str, Amount]
     failed: dict[str, str]
-    joules_per_token: dict[str, float]
+    joules_per_token: dict[str, Amount]
 
     @property
     def baseline(self) -> str | None:
@@ -64,8 +64,8 @@ class BlockTimes(Record):
 
     module: str
     dense: str
-    dense_us: float
-    twell_us: float
+    dense_us: Time
+    twell_us: Time
 
     @property
     def gain(self) -> float:
@@ -87,8 +87,8 @@ class ShapeResult(Record):
     """
 
     shape: str
-    tokens: int
-    densities: list[float]
+    tokens: Size
+    densities: list[Share]
     model: Standings
     blocks: Standings
     by_block: list[BlockTimes]

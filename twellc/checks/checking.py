@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import digest, external_data, temporary_folder, why_no_file
-from twellc.base.records import Json, Record, of_json
+from twellc.base.records import Json, Record, of_json, parse_json
 from twellc.checks.accuracy import (
     COARSE,
     DiscreteAccuracy,
@@ -278,8 +277,8 @@ def _open_onnx(path: Path) -> _Candidate:
     model = load_onnx(path)
     evaluator = OnnxEvaluator(path, model)
     try:
-        settings = json.loads(evaluator.metadata[METADATA_KEY])["settings"]
-    except (KeyError, ValueError):
+        settings = dict(parse_json(evaluator.metadata[METADATA_KEY])["settings"])
+    except (KeyError, TypeError, ValueError):
         settings = {}
     executed = "the ONNX graph, in onnx's reference evaluator"
     if runs_kernels():
@@ -298,7 +297,7 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
             got=", ".join(f"{name} ({each.file})" for each in manifest.plugins.libraries for name in each.names),
             fix="Check the model without them; compare this plan's outputs by hand.",
         )  # fmt: skip
-    settings = {name: value for name, value in vars(manifest.settings).items() if value is not None}
+    settings: dict[str, Any] = manifest.settings.to_json()
     _refuse_other_profile(options, settings.get("calibration"))
     profile = {name: vars(shapes) for name, shapes in manifest.profiles[0].items()}
     assert manifest.backend is not None and manifest.plan is not None  # see read_manifest
@@ -399,7 +398,7 @@ def _neurons(model: onnx.ModelProto) -> dict[tuple[str, int], Neurons]:
     """Return what became of the neurons of blocks, by module and d_ff, as far as a graph says so."""
     text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), "")
     try:
-        layers = [of_json(Layer, layer) for layer in json.loads(text)["layers"]]
+        layers = [of_json(Layer, layer) for layer in parse_json(text)["layers"]]
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
     return {_key(layer): layer.neurons for layer in layers if layer.neurons is not None}

@@ -1,4 +1,4 @@
-"""The GPU that decisions are made for: its times come with twellc, or in a data file of `twellc bench --measure-gpu`."""
+"""The GPU that decisions are made for: its times come with twellc, or in a file of `twellc bench --measure-gpu`."""
 
 from __future__ import annotations
 

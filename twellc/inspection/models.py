@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import onnx
 
 from twellc.base.dtypes import dtype_name, torch_dtype
-from twellc.base.records import of_json
+from twellc.base.records import of_json, parse_json
 from twellc.compiling.result import METADATA_KEY
 from twellc.compiling.translate_onnx import cast_notes
 from twellc.compiling.translate_torch import activation_notes
@@ -128,7 +127,7 @@ def _metadata(model: onnx.ModelProto) -> tuple[str | None, list[Layer]]:
     """Return the precision and the layers that a rewritten graph notes, as far as it does and in this form."""
     text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), "")
     try:
-        content = json.loads(text)
+        content = parse_json(text)
         layers = [of_json(Layer, layer) for layer in content["layers"]]
         dtype = str(content["settings"]["dtype"])
     except (ValueError, KeyError, TypeError, AttributeError):
