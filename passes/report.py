@@ -57,20 +57,15 @@ class Choice:
         decision: `twell` or `dense`.
         facts: Why, in words.
         hot: How many neurons, the most active ones, are a dense product; 0 where it is dense.
-        compression: The TwELL compression factor.
+        compression: The TwELL compression factor; None leaves it to the options of the compilation.
         expectation: What is expected of it; None where an earlier decision is repeated.
     """
 
     decision: str
     facts: str
     hot: int
-    compression: int
+    compression: int | None
     expectation: Expectation | None
-
-    @property
-    def assumed(self) -> bool:
-        """Whether it follows from what is assumed alone, and decides nothing."""
-        return self.expectation is not None and self.expectation.assumed
 
 
 @dataclass(frozen=True)

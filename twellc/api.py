@@ -21,7 +21,6 @@ from twellc.options.commands import (
     compile_options,
     refuse_choice,
 )
-from twellc.options.decisions import DEFAULT_COMPRESSION
 from twellc.options.declared_inputs import parse_input
 from twellc.options.keywords import (
     BenchKeywords,
@@ -72,7 +71,7 @@ def rewrite(
     model: Model,
     *,
     layers: str = "auto",
-    compression: int = DEFAULT_COMPRESSION,
+    compression: int | None = None,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
@@ -84,7 +83,7 @@ def rewrite(
         model: An ExportedProgram, which is left as it is; a module in eval mode with example inputs; or the path of
             a torch.export archive, a Hugging Face directory or a pickled module.
         layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
-        compression: The TwELL compression factor.
+        compression: The TwELL compression factor; None takes the default.
         args: Example inputs of a module, as `torch.export.export` takes them.
         kwargs: Those by name.
         dynamic_shapes: Their dynamic dimensions, likewise.

@@ -71,7 +71,7 @@ class UnreadForms:
             return None
         for way in _ways(down.x, _carries):
             activation = parse_activation(way[-1], strip)
-            if activation is None or not activation.name.startswith(("relu", "fatrelu")):
+            if activation is None or not activation.name.lower().startswith(("relu", "fatrelu")):
                 continue
             before = self._projected(activation.pre)
             if before is None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from tests.models import functionalize
 from twellc.passes.attention import AS_WRITTEN, CUDNN, MATMUL, OPERATOR, rewrite_attention
 from twellc.passes.graph.execution import Runner
-from twellc.passes.pipeline import functionalize
 from twellc.passes.report import Attention
 
 aten = torch.ops.aten

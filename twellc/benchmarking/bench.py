@@ -152,7 +152,7 @@ class _Bench:
         """Measure every shape."""
         plans, failed = self._plans()
         truths = self._truths()
-        whole = with_all_neurons(self._rewritten, self._options.base_compression)
+        whole = with_all_neurons(self._rewritten, self._options.compression)
         programs = (self._rewritten.dense, self._rewritten.program, whole)
         dense, ours, whole = (move_to_device_pass(each, _DEVICE) for each in programs)
         results = []

@@ -9,8 +9,10 @@ from __future__ import annotations
 import platform
 import random
 import statistics
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -61,6 +63,15 @@ def machine() -> Machine:
         cuda=str(torch.version.cuda),
         twellc=library.load().twell_version().decode(),
     )
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit of the source tree that a folder is in, or nothing where it is in none."""
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def refuse_without_gpu(where: str, instead: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 import torch
 
+from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import digest, external_data, temporary_folder, why_no_file
 from twellc.base.records import Json, Record, of_json, parse_json
@@ -29,7 +30,7 @@ from twellc.compiling.manifest import UNKEPT_GRAPH, is_plan, read_manifest, refu
 from twellc.compiling.result import METADATA_KEY
 from twellc.compiling.translate import translate_any
 from twellc.export.onnx_export import save_onnx
-from twellc.export.runner import run_plan
+from twellc.export.runner import PlanRunner, open_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
@@ -90,8 +91,9 @@ class CheckResult(Record):
 
     @property
     def within(self) -> bool:
-        """Whether every output and every block is within tolerance."""
-        return all(output.within for output in self.outputs) and self.first_divergence is None
+        """Whether every output and every block is within tolerance, and there was something to compare."""
+        compared = any(output.elements for output in self.outputs)
+        return compared and all(output.within for output in self.outputs) and self.first_divergence is None
 
     @property
     def first_divergence(self) -> str | None:
@@ -100,15 +102,20 @@ class CheckResult(Record):
 
     @property
     def causes(self) -> list[str]:
-        """What put the candidate outside of tolerance, of `rewrite`, `kernels` and `rest`; empty where not known."""
+        """What put the candidate outside of tolerance: some of the shares of `Separation`; empty where not known.
+
+        It is `low_precision` where the plain model is NaN or infinite as well.
+        """
         outputs = [output for output in self.outputs if isinstance(output, OutputAccuracy)]
         measured = [*outputs, *(block.accuracy for block in self.blocks)]
         separations = [each.separation for each in measured if each.separation is not None]
-        if self.within or not separations:
+        if self.within:
             return []
-        found = [] if all(each.rewrite_within for each in separations) else ["rewrite"]
+        found = ["low_precision"] if any(each.overflows for each in measured) else []
+        found += [] if all(each.rewrite_within for each in separations) else ["rewrite"]
         found += [] if all(each.kernels_within for each in separations) else ["kernels"]
-        return found or ["rest"]
+        unexplained = separations and not all(each.excusable for each in measured)
+        return found or (["rest"] if unexplained else [])
 
     def to_json(self) -> dict[str, Json]:
         """Return everything as JSON types; what is NaN or infinite becomes null."""
@@ -215,6 +222,7 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         notes.append("places of padding are not compared: what a model gives for them has no meaning")
     count = len(reference.outputs)
     outputs = [_output(candidate_path, reference, runs, ours, index, dead > 0, tokens) for index in range(count)]
+    notes += [note for output in outputs for note in _notes(output, reference.dtype)]
     coarse = ", ".join(output.name for output in outputs if output.coarse)
     if coarse:
         notes.append(f"within tolerance says little: low precision alone is more than {COARSE:.0%} off in {coarse}")
@@ -308,14 +316,11 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     obstacle = why_not_here(backend)
     if not obstacle:
         refuse_other_plugins(plan, manifest)
-        host = load_host(backend)
+        progress("opening the plan")
+        run = PlanRunner(open_plan(load_host(backend), plan, manifest.backend.version))
         names = [tensor.name for tensor in manifest.plan.inputs]
         graph = (kept, load_onnx(kept)) if is_kept else None
-        version = manifest.backend.version
-        return _Candidate(
-            lambda sample: run_plan(host, plan, version, sample), names, settings, "the plan", graph, is_graph=False,
-            profile=profile,
-        )  # fmt: skip
+        return _Candidate(run, names, settings, "the plan", graph, is_graph=False, profile=profile)
     if is_kept:
         candidate, source = _open_onnx(kept), f"{kept.name}, the ONNX graph that it was built from"
     else:
@@ -431,13 +436,55 @@ def _output(
         return measure_discrete(name, mine, plain, truth)
     # A row whose length varies with the input is no row of logits over a vocabulary.
     language_model = reference.language_model and index == 0 and len({_width(each[index]) for each in runs.plain}) == 1
-    result = measure(name, mine, plain, truth, language_model)
+    result = measure(name, mine, plain, truth, language_model, reference.dtype)
     if not runs.spliced:
         return result
     rewritten, original = stacked(runs.rewritten), stacked(runs.original)
     exact = runs.exact and not pruned
-    separation = separate(mine, stacked(runs.spliced), plain, truth, rewritten, original, exact=exact)
+    separation = separate(mine, stacked(runs.spliced), plain, truth, rewritten, original, exact, reference.dtype)
     return replace(result, separation=separation)
+
+
+def _notes(output: OutputAccuracy | DiscreteAccuracy, dtype: torch.dtype) -> list[str]:
+    """Say what could not be compared in an output, and why; `dtype` is what the model was compiled in."""
+    name, low = output.name, dtype_name(dtype)
+    if not output.elements:
+        return [f"{name} has no elements for these inputs: there is nothing to compare"]
+    if isinstance(output, DiscreteAccuracy):
+        many = f"low precision alone has {output.plain_differing} of {output.elements} elements of {name} wrong"
+        return [f"{many}, and is no yardstick"] if output.lacks_yardstick else []
+    cure = (
+        f"compile it with --dtype bf16, which has the range of float32; float16 ends at {torch.finfo(dtype).max:g}"
+        if dtype == torch.float16
+        else f"{low} has the range of float32, and no other --dtype has a larger one"
+    )
+    of = f"of {output.elements} elements of {name}"
+    own, plain = output.stray - output.shared_stray, output.plain_stray - output.shared_stray
+    notes = []
+    if output.shared_stray:
+        notes.append(
+            f"{output.shared_stray} {of} are NaN or infinite in the candidate and in the plain model, and finite in "
+            f"float64: the model overflows {low}; {cure}"
+        )
+    if own:
+        notes.append(
+            f"{own} {of} are NaN or infinite in the candidate alone, where the plain model agrees with float64, or are "
+            "not so where they must be"
+        )
+    if plain:
+        notes.append(
+            f"{plain} {of} are NaN or infinite in the plain model in {low} alone: its error is taken from the others, "
+            "and as two roundings at least"
+        )
+    if output.not_finite:
+        notes.append(f"{output.not_finite} {of} are NaN or infinite in float64, and must be the same in the candidate")
+    if output.extreme:
+        notes.append(
+            f"{output.extreme} {of} are beyond half of the range of their dtype in float64: each is judged by itself"
+        )
+    if not output.compared:
+        notes.append(f"no element of {name} could be compared")
+    return notes
 
 
 def _block(layer: Layer, runs: BlockRuns, neurons: Neurons | None) -> BlockAccuracy:
@@ -460,9 +507,9 @@ def _without_padding(output: torch.Tensor, tokens: torch.Tensor | None) -> torch
 def _stack(outputs: Outputs) -> torch.Tensor:
     """Join the samples' outputs row by row, or element by element where the lengths of their rows differ."""
     widths = {_width(output) for output in outputs}
-    width = widths.pop() if len(widths) == 1 else 1
+    width = max(widths) if len(widths) == 1 else 1
     return torch.cat([output.reshape(-1, width) for output in outputs])
 
 
 def _width(output: torch.Tensor) -> int:
-    return output.shape[-1] if output.dim() else 1
+    return max(output.shape[-1], 1) if output.dim() else 1

@@ -12,9 +12,9 @@ from click.core import ParameterSource
 
 from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
-from twellc.options.decisions import DEFAULT_COMPRESSION
 from twellc.options.samples import LARGEST_SEED
 from twellc.options.source import LOGITS, PADDINGS
+from twellc.plugins.block import DEFAULT_COMPRESSION
 from twellc.plugins.library import COMPRESSIONS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -29,8 +29,9 @@ _COUNT = click.IntRange(1, LARGEST_SIZE)
 @click.argument("paths", nargs=-1, required=True, type=FilePath(), metavar="MODEL [DATA]...")
 @click.option(
     "--inputs", "data", multiple=True, type=FilePath(), metavar="DATA",
-    help="What to run the model on; more files may follow. FILE.jsonl: a text, or token ids as input_ids, in each "
-    "line; FILE.npz: arrays named as the model's inputs; FILE.npy: token ids; any other file is a text in UTF-8.",
+    help="What to run the model on; more files may follow. FILE.jsonl, FILE.ndjson, FILE.json: a text, or token ids as "
+    "input_ids, in each object; FILE.csv, FILE.tsv: a text in each row; FILE.npz: arrays named as the model's inputs; "
+    "FILE.npy: token ids; any other file is a text in UTF-8.",
 )  # fmt: skip
 @click.option("-o", "--output", required=True, type=FilePath(), metavar="FILE", help="The profile to write.")
 @click.option("--merge", is_flag=True, help="Make one profile of several of one model: the arguments are profiles.")
@@ -52,7 +53,7 @@ _COUNT = click.IntRange(1, LARGEST_SIZE)
     default="text",
     show_default=True,
     metavar="NAME",
-    help="The field of a line of JSON that holds the text.",
+    help="The field of a JSON object, or the column of a table, that holds the text.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the statistics as JSON instead of a table.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output file.")

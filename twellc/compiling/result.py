@@ -14,6 +14,7 @@ from twellc.export.profiles import ModelInputs
 from twellc.loaders.loaded import DimensionRange
 from twellc.options.commands import CompileOptions
 from twellc.passes.report import Attention, Layer
+from twellc.plugins.block import compression_of
 
 METADATA_KEY = "twellc"
 
@@ -60,7 +61,7 @@ def annotate(
     settings = {
         "dtype": dtype,
         "layers": options.layers,
-        "compression": options.base_compression,
+        "compression": compression_of(options.compression),
         **traced_by,
     }
     done = {"twellc": __version__, "settings": settings, "layers": [_noted(layer) for layer in layers]}

@@ -25,8 +25,9 @@ from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import ProfileOptions
-from twellc.passes.pipeline import find, prepare
-from twellc.samples.batches import Arrays, Batch, Intake, kind_of, read_batches
+from twellc.passes.pipeline import PassOptions, Stage, run_until
+from twellc.samples.batches import Arrays, Batch, Intake, read_batches
+from twellc.samples.documents import kind_of, notes_on
 from twellc.samples.samples import Limits
 from twellc.samples.tokenizer import Tokenizer, load_tokenizer
 
@@ -114,15 +115,14 @@ def _profile(
     model = load_model(options)
     chosen, notes = choose_dtype(model, options.dtype)
     progress("looking for feed-forward blocks")
-    program = prepare(model.program, torch_dtype(chosen))
-    found = find(program, "all")
-    layers, blocks = found.layers, [block for block, _ in found.chosen]
+    found = run_until(model.program, PassOptions(torch_dtype(chosen), layers="all"), Stage.DECIDE)
+    program, layers, blocks = found.program, found.layers, [block for block, _ in found.chosen]
     if not blocks:
         reasons = first_few([f"{layer.module}: {layer.reason}" for layer in layers], "; ")
         raise UserError(str(options.model), "has no feed-forward block that twellc can rewrite", got=reasons)
     progress("taking the model's fingerprint")
     sha256 = fingerprint(options.model)
-    notes = [*model.notes, *notes]
+    notes = [*model.notes, *notes, *notes_on(each for each in data if isinstance(each, Path))]
     intake = _intake(options, model, notes)
     progress("running the model")
     observer = _observed(program, blocks, device)

@@ -37,7 +37,7 @@ def inspect_model(options: InspectOptions, progress: Callable[[str], None]) -> I
     found = replace(found, notes=[*found.notes, *note])
     cost = count_costs(found.layers, options.tokens, options.density)
     compiled = found.manifest
-    compression = options.base_compression if compiled is None else compiled.settings.compression
+    compression = options.compression if compiled is None else compiled.settings.compression
     return Inspection(found, cost, list_kernels(found.layers, options.tokens, gpu, compression))
 
 

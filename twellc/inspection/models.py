@@ -11,7 +11,7 @@ from twellc.base.records import of_json, parse_json
 from twellc.compiling.result import METADATA_KEY
 from twellc.compiling.translate_onnx import cast_notes
 from twellc.compiling.translate_torch import activation_notes
-from twellc.decisions.advise import Advisor, firing_of
+from twellc.decisions.advise import Advisor
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.firing.calibration import load_calibration
@@ -23,14 +23,13 @@ from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import InspectOptions
 from twellc.options.decisions import refuse_calibration, refuse_decisions
 from twellc.options.source import refuse_choices, refuse_tracing
-from twellc.passes.attention import MATMUL, rewrite_attention
-from twellc.passes.neurons import arrange_neurons
+from twellc.passes.attention import MATMUL
 from twellc.passes.onnx.ffn import find_onnx_blocks
 from twellc.passes.onnx.graph import dtype_of
-from twellc.passes.pipeline import find, prepare
+from twellc.passes.pipeline import PassOptions, Stage, run_until
 from twellc.passes.report import Layer
+from twellc.plugins.block import BY_NODE
 from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
-from twellc.plugins.onnx_node import GATED, HOT, RESIDUAL
 
 
 def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> Description:
@@ -44,24 +43,25 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     if looks_like_onnx(options.model):
         refuse_calibration(options, f"{options.model}, an ONNX file")
         progress("loading the model")
-        return inspect_onnx(options, Advisor(target, {}, lambda block: calls, options.density))
+        return inspect_onnx(options, Advisor(target, lambda block: calls, options.density, options.compression))
     progress("loading and tracing the model")
     calibrated = load_calibration(options, options.model)
     model = load_model(options)
     chosen, notes = choose_dtype(model, options.dtype)
     progress("looking for feed-forward blocks")
-    program = prepare(model.program, torch_dtype(chosen))
     calibration = None if calibrated is None else calibrated.calibration
-    advisor = Advisor(target, firing_of(calibration), lambda block: calls, options.density, options.compression)
-    found = find(program, options.layers, advisor)
+    advisor = Advisor(target, lambda block: calls, options.density, options.compression)
+    wanted = PassOptions(
+        torch_dtype(chosen), options.layers, options.compression, (MATMUL,), calibration, advise=advisor
+    )
+    passed = run_until(model.program, wanted, Stage.ATTENTION, without=(Stage.FFN,))
+    layers = passed.layers
     if calibrated is not None:
-        calibrated.refuse_other_blocks(found.layers)
-    layers = arrange_neurons(program, found.blocks, found.layers, calibration)[1]
-    attention = rewrite_attention(program, (MATMUL,))[1]
+        calibrated.refuse_other_blocks(layers)
     notes = [*model.notes, *notes, *activation_notes(model, layers), *advisor.notes(layers)]
     if calibrated is not None:
         notes += [*calibrated.profile.warnings, *calibrated.notes(layers, chosen)]
-    return Description(model.kind, layers, notes, dtype=chosen, attention=attention)
+    return Description(model.kind, layers, notes, dtype=chosen, attention=passed.attention)
 
 
 def inspect_onnx(options: InspectOptions, advisor: Advisor) -> Description:
@@ -112,13 +112,13 @@ def _layer_of(node: PluginNode) -> Layer:
     """Describe a node in a graph that does not say what its layers were."""
     shapes = list(node.weights.values())
     (d_ff, d_model), d_out = shapes[0] if shapes else (0, 0), shapes[-1][1] if shapes else 0
-    hot = node.fields.get(HOT)
+    hot = node.fields.get("hot")
     return Layer(
         module=node.name or node.outputs[0],
-        variant="gated" if node.type == GATED else "plain",
+        variant=BY_NODE[node.type].name,
         activation=str(node.fields.get("activation")),
         d_model=d_model, d_ff=d_ff, d_out=d_out, matched=True, decision="twell", reason="is a plugin node",
-        residual=node.fields.get(RESIDUAL) == 1,
+        residual=node.fields.get("residual") == 1,
         hot=hot if isinstance(hot, int) else 0,
     )  # fmt: skip
 

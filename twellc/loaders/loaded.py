@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch.export import ExportedProgram
 
+from twellc.base.files import open_file
+
 DimensionRange = tuple[int, int, int]
 
 
@@ -46,8 +48,9 @@ class LoadedModel:
 def fingerprint(path: Path) -> str:
     """Return the SHA-256 of a model: of the file, or of the names and contents of a directory's model files."""
     digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted([*path.glob("*.json"), *path.glob("*.safetensors")]):
+    within = sorted(file for file in [*path.glob("*.json"), *path.glob("*.safetensors")] if file.is_file())
+    for file in within if path.is_dir() else [path]:
         digest.update(file.name.encode() if path.is_dir() else b"")
-        with file.open("rb") as stream:
+        with open_file(file) as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()

@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 from twellc.base.errors import UserError
+from twellc.base.files import open_file
 from twellc.loaders.archive import load_archive
 from twellc.loaders.huggingface import load_directory
 from twellc.loaders.loaded import LoadedModel
@@ -49,7 +50,7 @@ def _sniff(path: Path) -> str:
     if path.stat().st_size == 0:
         return "the file is empty"
     if not zipfile.is_zipfile(path):
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             head = stream.read(2)
         if head.startswith(b"\x80"):
             return "pickle"

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from twellc.base.errors import UserError
 
-DEFAULT_COMPRESSION = 8
-
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionOptions:
@@ -30,11 +28,6 @@ class DecisionOptions:
     calibration: Path | None = None
     prune_dead: bool = False
     prune_check: Path | None = None
-
-    @property
-    def base_compression(self) -> int:
-        """The TwELL compression factor of blocks of which nothing is known."""
-        return self.compression or DEFAULT_COMPRESSION
 
 
 def refuse_pruning(options: DecisionOptions) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,14 +12,14 @@ import torch
 
 from twellc.base.arrays import Array, to_numpy
 from twellc.base.errors import UserError, first_line
-from twellc.base.files import why_no_file
 from twellc.export.profiles import InputSpec
+from twellc.samples.documents import IDS, kind_of, read_documents
 from twellc.samples.samples import Limits, Sample, as_sample, load_npz
 from twellc.samples.tokenizer import Tokenizer
 
 _DEFAULT_SEQUENCE = 1024
 _CHUNK = 1 << 16
-_IDS, _MASK = "input_ids", "attention_mask"
+_MASK = "attention_mask"
 
 Arrays = Mapping[str, "torch.Tensor | Array"]
 
@@ -58,7 +56,7 @@ class Intake:
         sequence: Tokens in a sequence at most; None takes 1024, or what the model takes at most.
         pads_right: Whether it may get padding behind a sequence without a mask that says so.
         pad: The token id of padding in the user's arrays, if that is known.
-        field: The field of a line of JSON that holds the text.
+        field: The field of an object, or the column of a table, that holds the text.
         tokenizer: Loads the tokenizer; None for a model that has none.
     """
 
@@ -69,20 +67,6 @@ class Intake:
     pad: int | None
     field: str
     tokenizer: Callable[[], Tokenizer] | None
-
-
-def kind_of(path: Path) -> str:
-    """Return `text`, `lines of JSON`, `arrays` or `token ids`: what a file of data is read as, by its suffix.
-
-    Raises:
-        UserError: There is no such file, or it is empty.
-    """
-    where = f"--inputs {path}"
-    if not path.is_file():
-        raise UserError(where, why_no_file(path), expected="a text, or a .jsonl, .npz or .npy file")
-    if path.stat().st_size == 0:
-        raise UserError(where, "the file is empty")
-    return {".jsonl": "lines of JSON", ".npz": "arrays", ".npy": "token ids"}.get(path.suffix.lower(), "text")
 
 
 def read_batches(data: Sequence[Path | Arrays], intake: Intake) -> Iterator[Batch]:
@@ -111,7 +95,7 @@ def read_batches(data: Sequence[Path | Arrays], intake: Intake) -> Iterator[Batc
 
 
 def _as_array(value: torch.Tensor | Array) -> Array:
-    return to_numpy(value.cpu()) if isinstance(value, torch.Tensor) else np.asarray(value)
+    return to_numpy(value) if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
 # ---- sequences of token ids ----
@@ -120,14 +104,14 @@ def _as_array(value: torch.Tensor | Array) -> Array:
 def _token_batches(source: int, path: Path, intake: Intake) -> Iterator[Batch]:
     where = f"--inputs {path}"
     specs = {spec.name: spec for spec in intake.limits.inputs.specs}
-    foreign = sorted(specs.keys() - {_IDS, _MASK})
+    foreign = sorted(specs.keys() - {IDS, _MASK})
     kinds = (torch.int32, torch.int64)
-    if _IDS not in specs or foreign or len(specs[_IDS].shape) != 2 or specs[_IDS].dtype not in kinds:
+    if IDS not in specs or foreign or len(specs[IDS].shape) != 2 or specs[IDS].dtype not in kinds:
         raise UserError(
-            where, "the model takes other inputs than token ids", got=", ".join(specs), expected=_IDS,
+            where, "the model takes other inputs than token ids", got=", ".join(specs), expected=IDS,
             fix="Give the arrays of all inputs with --inputs FILE.npz.",
         )  # fmt: skip
-    spec = specs[_IDS]
+    spec = specs[IDS]
     (fewest, most), (shortest, longest) = intake.limits.sizes(spec, 0), intake.limits.sizes(spec, 1)
     if intake.sequence is not None and not shortest <= intake.sequence <= longest:
         raise UserError(
@@ -178,9 +162,9 @@ def _padded(
     counted[: len(rows)] = torch.arange(width) < lengths[:, None]
     mask = counted.clone()
     mask[len(rows) :] = mask[len(rows) - 1]
-    filled = {_IDS: ids, _MASK: mask.to(torch.int64)}
+    filled = {IDS: ids, _MASK: mask.to(torch.int64)}
     inputs = {name: filled[name].to(spec.dtype) for name, spec in specs.items()}
-    return Batch(inputs, {_IDS: counted}, source, len(rows), int(counted.sum()), read)
+    return Batch(inputs, {IDS: counted}, source, len(rows), int(counted.sum()), read)
 
 
 def _check_range(where: str, ids: list[int], spec: InputSpec, vocabulary: int | None) -> None:
@@ -203,15 +187,12 @@ def _sequences(path: Path, where: str, intake: Intake, length: int) -> Iterator[
 
     A document is cut into sequences without overlap; where it is text, each gets the tokenizer's special tokens.
     """
-    kind = kind_of(path)
-    if kind == "token ids":
+    if kind_of(path) == "token ids":
         for row, read in _ids_of_array(path, where, intake.pad):
             for start in range(0, len(row), length):
                 yield [int(token) for token in row[start : start + length]], read, where
         return
-    whole: list[tuple[str, _Document]] = [(where, _pieces(path, where))]
-    documents = _documents_of_lines(path, where, intake.field) if kind == "lines of JSON" else whole
-    for place, document in documents:
+    for place, document in read_documents(path, intake.field):
         before: list[int] = []
         after: list[int] = []
         waiting: list[int] = []
@@ -242,78 +223,6 @@ def _tokenizer(where: str, intake: Intake) -> Tokenizer:
     return intake.tokenizer()
 
 
-# Parts of a document, text or token ids, each with the number of bytes read so far.
-_Document = Iterable[tuple[str | list[int], int]]
-
-
-def _pieces(path: Path, where: str) -> Iterator[tuple[str, int]]:
-    """Yield a text piece by piece; pieces end with a line, or before a space, if there is one."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    waiting, read = "", 0
-    with path.open("rb") as file:
-        while True:
-            chunk = file.read(_CHUNK)
-            pending = len(decoder.getstate()[0])
-            try:
-                waiting += decoder.decode(chunk, final=not chunk)
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    where, f"is no UTF-8 at byte {read - pending + error.start}", expected="a text in UTF-8"
-                ) from error
-            read += len(chunk)
-            cut = waiting.rfind("\n") + 1 or waiting.rfind(" ")
-            cut = cut if chunk and cut > 0 else len(waiting)
-            if waiting[:cut]:
-                yield waiting[:cut], read
-            waiting = waiting[cut:]
-            if not chunk:
-                return
-
-
-def _documents_of_lines(path: Path, where: str, field: str) -> Iterator[tuple[str, _Document]]:
-    """Yield the text, or else the `input_ids`, of each line, with what to call its place; empty ones are left out."""
-    read = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            read += len(line)
-            if not line.strip():
-                continue
-            place = f"{where}, line {number}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(place, f"cannot be read as JSON ({first_line(error)})") from error
-            fields = record if isinstance(record, dict) else {}
-            name = field if field in fields else _IDS
-            content = fields.get(name)
-            if isinstance(content, str) and not _is_text(content):
-                raise UserError(place, f"the field {name!r} has half of a surrogate pair", expected="a text in UTF-8")
-            if isinstance(content, str) or (isinstance(content, list) and all(type(token) is int for token in content)):
-                yield place, [(content, read)]
-            elif name in fields:
-                held = type(content).__name__ + (" with others than integers" if isinstance(content, list) else "")
-                raise UserError(place, f"the field {name!r} is neither a text nor a list of token ids", got=held)
-            else:
-                raise UserError(
-                    place, f"has no text in the field {field!r}", got=_shown(record),
-                    expected=f'{{"{field}": "a text"}}, or token ids in the field {_IDS!r}',
-                    fix="Name the field with --field.",
-                )  # fmt: skip
-
-
-def _is_text(content: str) -> bool:
-    """Whether there are characters for all of a text: JSON can spell half of one, which no tokenizer takes."""
-    try:
-        content.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _shown(record: object) -> str:
-    return f"the fields {', '.join(map(repr, record))}" if isinstance(record, dict) else type(record).__name__
-
-
 def _ids_of_array(path: Path, where: str, pad: int | None) -> Iterator[tuple[Array, int]]:
     """Yield each row of a matrix of token ids, without padding at its ends, or a vector; it is not read as a whole."""
     try:
@@ -342,18 +251,18 @@ def _ids_of_array(path: Path, where: str, pad: int | None) -> Iterator[tuple[Arr
 def _array_batches(source: int, where: str, arrays: dict[str, Array], size: int, intake: Intake) -> Iterator[Batch]:
     specs = {spec.name: spec for spec in intake.limits.inputs.specs}
     mask = None
-    if _MASK in arrays and _MASK not in specs and _IDS in specs:
-        mask = _right_padding(where, arrays.pop(_MASK), arrays.get(_IDS))
+    if _MASK in arrays and _MASK not in specs and IDS in specs:
+        mask = _right_padding(where, arrays.pop(_MASK), arrays.get(IDS))
     symbol = _row_symbol(specs)
     sample = as_sample(where, arrays, _without_most(intake.limits, symbol))
     counted = {
         name: _without_padding(tensor, intake.pad)
         for name, tensor in sample.items()
-        if name.endswith(_IDS) and tensor.dim() == 2
+        if name.endswith(IDS) and tensor.dim() == 2
     }
     mask = sample.get(_MASK) if mask is None else mask
-    if mask is not None and _IDS in counted and mask.shape == counted[_IDS].shape:
-        counted[_IDS] = mask != 0
+    if mask is not None and IDS in counted and mask.shape == counted[IDS].shape:
+        counted[IDS] = mask != 0
     if any(not tensor.numel() for tensor in sample.values()) or any(not each.any() for each in counted.values()):
         raise UserError(where, "holds no token", got=", ".join(f"{n} {list(t.shape)}" for n, t in sample.items()))
     rows, step = 0, intake.batch

@@ -6,8 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from twellc.base.errors import UserError, first_line
+from twellc.base.files import temporary_folder
+from twellc.loaders.checkpoint import read_config
+from twellc.loaders.nothing_fetched import nothing_fetched
 
 # Text is bytes to a model with this many token ids and without a tokenizer.
 _BYTES = 256
@@ -15,6 +19,7 @@ _FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 FIX = "Turn the text into token ids yourself and give the arrays with --inputs FILE.npz."
 
 
@@ -58,12 +63,11 @@ def load_tokenizer(model: Path, vocabulary: int) -> Tokenizer:
                 fix="Put the files of the model's tokenizer beside its config.json, or turn the text into token ids "
                 "yourself and give the arrays with --inputs FILE.npz.",
             )  # fmt: skip
-        first = json.loads((model / "config.json").read_bytes()).get("bos_token_id")
+        first = read_config(model).get("bos_token_id")
         before = [first] if isinstance(first, int) else []
         note = "the model has 256 token ids and no tokenizer: the text is read as bytes"
         note += f", behind the token {first}" if before else ""
         return Tokenizer(lambda text: list(text.encode()), before, notes=[note])
-    import transformers
 
     def encode(text: str, special: bool = False) -> list[int]:
         try:
@@ -71,15 +75,29 @@ def load_tokenizer(model: Path, vocabulary: int) -> Tokenizer:
         except Exception as error:
             raise _broken(model, error) from error
 
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises what it likes for a damaged folder
-        raise _broken(model, error) from error
+    tokenizer = _from_transformers(model)
     plain, special = encode("a"), encode("a", special=True)
     start = next((i for i in range(len(special)) if special[i : i + len(plain)] == plain), None) if plain else None
     if start is None:
         return Tokenizer(encode)
     return Tokenizer(encode, special[:start], special[start + len(plain) :])
+
+
+def _from_transformers(model: Path) -> Any:
+    """Load a tokenizer from links to the plain files of a folder; transformers would wait for a pipe among them."""
+    config = read_config(model)
+    with nothing_fetched(), temporary_folder() as folder:
+        from transformers import AutoTokenizer
+
+        for file in model.iterdir():
+            if file.is_file() and file.suffix not in _WEIGHTS:
+                (folder / file.name).symlink_to(file.resolve())
+        (folder / "config.json").unlink()
+        (folder / "config.json").write_text(json.dumps(config))
+        try:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # transformers raises what it likes for a damaged folder
+            raise _broken(model, error).about(str(folder), str(model)) from error
 
 
 def _broken(model: Path, error: Exception) -> UserError:

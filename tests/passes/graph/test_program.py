@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from tests.models import Gated, Plain, Residual, calls, canonical, eager, export, run
+from tests.models import Gated, Plain, Residual, calls, canonical, canonicalize, eager, export, run
 from tests.tolerance import assert_same
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.graph.program import (
@@ -24,7 +24,6 @@ from twellc.passes.graph.program import (
     verify,
     written_tensors,
 )
-from twellc.passes.pipeline import canonicalize
 
 
 def shrink_a_parameter(program: ExportedProgram) -> None:

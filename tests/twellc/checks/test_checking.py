@@ -39,6 +39,7 @@ from twellc.options.commands import CheckOptions, CompileOptions
 from twellc.options.source import TracingOptions
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_weights import fold_weights
+from twellc.passes.pipeline import STEPS, Stage, step
 from twellc.samples.samples import Limits, Sample, draw_samples, places_of_tokens
 
 # Inputs of a twell node after x: weights of a gated block with all biases, and without any.
@@ -184,11 +185,14 @@ def test_plan_that_runs(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: py
     stand_in = evaluator.OnnxEvaluator(graph)
     monkeypatch.setattr("twellc.checks.checking.why_not_here", lambda backend: "")
     monkeypatch.setattr("twellc.checks.checking.load_host", lambda backend: None)
+    opened: list[Path] = []
+    monkeypatch.setattr("twellc.checks.checking.open_plan", lambda host, path, version: opened.append(path))
     monkeypatch.setattr(
-        "twellc.checks.checking.run_plan", lambda *arguments: [y * 1.5 for y in stand_in.run(arguments[-1])]
+        "twellc.checks.checking.PlanRunner", lambda plan: lambda sample: [y * 1.5 for y in stand_in.run(sample)]
     )
     result = run_check(archive, plan)
     assert (result.executed, result.note) == ("the plan", "")
+    assert opened == [plan], "once for all samples"
     assert [block.diverges for block in result.blocks] == [False]
     assert (result.within, result.causes) == (False, ["rest"])
     graph.unlink()
@@ -625,7 +629,7 @@ def test_a_fault_of_a_pass_before_the_rewriting(tmp_path: Path, monkeypatch: pyt
             folded.state_dict[name][5] *= 3
         return folded
 
-    monkeypatch.setattr("twellc.passes.pipeline.ARRANGING", (faulty, feature_last))
+    monkeypatch.setitem(STEPS, Stage.ARRANGING, (step(faulty), step(feature_last)))
     bad = run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "bad.onnx"))
     assert (bad.within, bad.causes, bad.first_divergence) == (False, ["rewrite"], None)
 

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 from torch import Tensor, nn
 from torch.export import Dim
 
-from tests.models import Gated, Plain, Residual, canonical, rewrite, run
+from tests.models import Gated, Plain, Residual, canonical, canonicalize, rewrite, run
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.base.errors import UserError
 from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes, to_numpy, to_torch
@@ -27,7 +27,6 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.options.commands import CompileOptions
 from twellc.options.source import TracingOptions
 from twellc.passes.graph.execution import Runner
-from twellc.passes.pipeline import canonicalize
 from twellc.passes.precision import widen
 
 

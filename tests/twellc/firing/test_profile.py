@@ -233,7 +233,7 @@ def test_a_text_is_read_piece_by_piece(bytelm: Path, tmp_path: Path, monkeypatch
     """Also where a piece ends within a character."""
     (tmp_path / "a.txt").write_text("äöü äöü\n" * 40 + "ß" * 30)
     whole = twellc.profile(bytelm, tmp_path / "a.txt", sequence=32)
-    monkeypatch.setattr("twellc.samples.batches._CHUNK", 7)
+    monkeypatch.setattr("twellc.samples.documents._CHUNK", 7)
     pieces = twellc.profile(bytelm, tmp_path / "a.txt", sequence=32)
     for module, block in whole.blocks.items():
         assert block.firing.tolist() == pieces.blocks[module].firing.tolist()

@@ -22,9 +22,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.export.pt2_archive._package import package_pt2
 from torch.utils._pytree import tree_leaves
 
-from tests.models import Gated, Residual, Written, export, llama
+from tests.models import Gated, Residual, Written, canonicalize, export, functionalize, llama
 from twellc.base.errors import UserError
 from twellc.checks.accuracy import OutputAccuracy
 from twellc.checks.checking import check
@@ -34,7 +35,6 @@ from twellc.loaders.tracing import keep_tensor_outputs
 from twellc.options.commands import CheckOptions, CompileOptions
 from twellc.options.source import TracingOptions
 from twellc.passes.graph.execution import Runner, example_inputs
-from twellc.passes.pipeline import canonicalize, functionalize
 
 Records = dict[str, bytes]
 Json = dict[str, Any]
@@ -647,3 +647,37 @@ def test_flipped_weight_is_noticed(harmless: Path, tmp_path: Path, trust_model: 
     assert torch.export.load(path), "torch notices by itself: the check is not needed"
     with pytest.raises(UserError, match=r"data/weights/weight_0' does not have its checksum\. Copy it again"):
         load_model(TracingOptions(path, trust_model=trust_model))
+
+
+# ---- programs by other names ----
+
+
+def test_the_only_program_of_an_archive(tmp_path: Path) -> None:
+    program = torch.export.export(Residual(Gated()).eval(), (torch.randn(2, 3, 16),))
+    package_pt2(tmp_path / "net.pt2", exported_programs={"net": program})
+    model = load_model(TracingOptions(tmp_path / "net.pt2"))
+    assert model.notes == ["the program of the archive is called 'net'"]
+    inputs = example_inputs(program)
+    torch.testing.assert_close(Runner(model.program)(inputs), Runner(program)(inputs))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["encoder", "decoder"], r"does not hold one program; got 'decoder', 'encoder'; expected one, or .* 'model'\."),
+        (["model", "draft"], ""),
+    ],
+)
+def test_several_programs(names: list[str], message: str, tmp_path: Path) -> None:
+    """One that is called `model` is taken, whatever lies beside it."""
+    programs = {
+        name: torch.export.export(nn.Linear(4, 4 + index), (torch.ones(2, 4),)) for index, name in enumerate(names)
+    }
+    package_pt2(tmp_path / "two.pt2", exported_programs=programs)
+    if message:
+        with pytest.raises(UserError, match=message):
+            load_model(TracingOptions(tmp_path / "two.pt2"))
+    else:
+        model = load_model(TracingOptions(tmp_path / "two.pt2"))
+        assert model.notes == ["other programs of the archive are left out: draft"]
+        assert Runner(model.program)({"input": torch.ones(2, 4)})[0].shape == (2, 4)

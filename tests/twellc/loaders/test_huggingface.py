@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import models
 from twellc.base.errors import UserError
-from twellc.loaders.huggingface import _weight_files
+from twellc.loaders.checkpoint import read_checkpoint
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.options.source import TracingOptions
@@ -184,8 +185,16 @@ def configuring(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: edit_config(folder, **changes)
 
 
+def writing_index(text: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+        (folder / "model.safetensors.index.json").write_text(text)
+
+    return change
+
+
 def index(weight_map: object) -> Callable[[Path], None]:
-    return writing("model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return writing_index(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def lose_a_weight(folder: Path) -> None:
@@ -224,12 +233,15 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         configuring(max_position_embeddings="64"),
         "Validation error for field 'max_position_embeddings': TypeError",
     ),
-    "truncated weights": (truncate, "transformers cannot load the model"),
+    "truncated weights": (truncate, "model.safetensors: is not a whole safetensors file"),
     "a weight is missing": (lose_a_weight, "1 weights are missing; got model.layers.1.mlp.up_proj.weight"),
-    "other shapes": (configuring(intermediate_size=64), "cannot load the model|other shapes"),
+    "other shapes": (
+        configuring(intermediate_size=64),
+        "have other shapes than the config says; got model.layers.0.mlp.down_proj.weight [32, 320] for [32, 64]",
+    ),
     "a shard is missing": (index({"x": "model-00001-of-00002.safetensors"}), "the weights are missing"),
-    "index is no index": (writing("model.safetensors.index.json", "[]"), "is not an index of weights"),
-    "index without a map": (writing("model.safetensors.index.json", "{}"), "is not an index of weights"),
+    "index is no index": (writing_index("[]"), "is not an index of weights"),
+    "index without a map": (writing_index("{}"), "is not an index of weights"),
     "index maps to numbers": (index({"x": 3}), "the weights are missing"),
     "a shard outside": (index({"x": "../secret.safetensors"}), "names a file outside of its folder; got '../secret"),
     "a shard elsewhere": (index({"x": "/etc/passwd"}), "names a file outside of its folder"),
@@ -314,10 +326,13 @@ def test_mixture_of_experts(tmp_path: Path) -> None:
 
 def test_weights_that_may_not_be_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may read all; safetensors says that such a file is missing."""
+    really = os.open
 
-    def refuse(path: Path, *_: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
+    def refuse(path: Path, *rest: Any, **options: Any) -> int:
+        if str(path).endswith(".safetensors"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return really(path, *rest, **options)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(PermissionError, match=r"model\.safetensors"):
-        _weight_files(llama)
+        read_checkpoint(llama)

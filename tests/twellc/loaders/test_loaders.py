@@ -48,7 +48,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "zip": (any_zip, "a zip archive without a torch.export program"),
     "TorchScript": (torchscript, "a TorchScript archive; export the module with torch.export instead"),
     "pickle": (lambda: pickle.dumps({"a": 1}), "is a pickle, and loading a pickle executes code"),
-    "state dict": (lambda: saved(nn.Linear(4, 4).state_dict()), "is a pickle, and loading a pickle executes code"),
+    "state dict": (lambda: saved(nn.Linear(4, 4).state_dict()), "holds no module; got weights by their names"),
     "module": (lambda: saved(nn.Linear(4, 4)), "is a pickle, and loading a pickle executes code"),
 }
 

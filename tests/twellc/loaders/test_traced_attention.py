@@ -13,12 +13,12 @@ from torch.fx import Graph, Node
 
 from tests import models
 from tests.conftest import Cli
+from tests.models import canonicalize
 from twellc.base.errors import UserError
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.options.source import TracingOptions
 from twellc.passes.graph.execution import Runner, example_inputs
-from twellc.passes.pipeline import canonicalize
 
 GROUPED = {**models.SMALL, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
 SINGLE = {**models.SMALL, "intermediate_size": 64, "max_position_embeddings": 64}

@@ -63,6 +63,20 @@ def layers(modules: Sequence[str] = MODULES, assumed: bool = False) -> list[dict
     return [layer(index, module) for index, module in enumerate(modules)]
 
 
+def varied_layers(modules: Sequence[str]) -> list[dict[str, Any]]:
+    """What became of the blocks of a model of many: every eighth is too dense, others differ in gain and hot."""
+    found = layers([*modules, "last"])[:-1]
+    for index, layer in enumerate(found):
+        active, gain = f"{0.2 + index / 10:.1f} %", 1.1 + index / 40
+        if index % 8 == 7:
+            layer |= {"decision": "dense", "hot": 0, "reason": f"{active} active, pays below 0.2 % at 2048 tokens"}
+            layer["expectation"] = layer["expectation"] | {"gain": 0.9, "pays_below": 0.002}
+        else:
+            layer |= {"reason": f"{active} active, expected {gain:.2f} times as fast", "hot": 128 * (index % 3)}
+            layer["expectation"] = layer["expectation"] | {"gain": gain}
+    return found
+
+
 def decisions(modules: Sequence[str] = MODULES, assumed: bool = False) -> dict[str, Any]:
     """What `twellc compile --report` writes, as far as a report reads it."""
     return {
