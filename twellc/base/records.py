@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _Record = TypeVar("_Record", bound="Record")
 
@@ -18,14 +18,18 @@ Json = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
 class Record:
     """A dataclass that is an object in JSON; an optional field that is None is left out there."""
 
+    # Properties that the object has, too.
+    computed: ClassVar[tuple[str, ...]] = ()
+
     def to_json(self) -> dict[str, Json]:
         """Return it as JSON types; what is NaN or infinite becomes null."""
         assert is_dataclass(self)
-        return {
+        found = {
             field.name: as_json(value)
             for field in fields(self)
             if not ((value := getattr(self, field.name)) is None and field.metadata.get("optional"))
         }
+        return found | {name: as_json(getattr(self, name)) for name in self.computed}
 
 
 OPTIONAL = {"optional": True}  # metadata of a field

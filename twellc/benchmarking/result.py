@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twellc.base.records import Amount, Json, Record, Share, Size, Time
+from twellc.base.records import Amount, Record, Share, Size, Time
 from twellc.benchmarking.blocks import TWELL
 from twellc.benchmarking.forms import BASELINES, FP8
 from twellc.benchmarking.timing import CallTime, Machine
@@ -23,6 +23,8 @@ class Standings(Record):
         failed: Why others were left out.
         joules_per_token: Energy of some, if it was measured.
     """
+
+    computed = ("baseline", "speed_ups")
 
     times: dict[str, CallTime]
     errors: dict[str, Amount]
@@ -45,10 +47,6 @@ class Standings(Record):
     def fastest(self, labels: tuple[str, ...]) -> str | None:
         """Return the fastest of some contestants, None where all of them are missing."""
         return min(filter(self.times.__contains__, labels), key=lambda label: self.times[label].median_us, default=None)
-
-    def to_json(self) -> dict[str, Json]:
-        """Return it as JSON types, with the speed-ups."""
-        return {**super().to_json(), "baseline": self.baseline, "speed_ups": dict(self.speed_ups)}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import digest, external_data, temporary_folder, why_no_file
-from twellc.base.records import Json, Record, of_json, parse_json
+from twellc.base.records import Record, of_json, parse_json
 from twellc.checks.accuracy import (
     COARSE,
     DiscreteAccuracy,
@@ -52,6 +52,8 @@ class BlockAccuracy(Record):
         accuracy: Accuracy of the node's output; the truth is the block in float64 with the weights of low precision.
     """
 
+    computed = ("diverges",)
+
     module: str
     density: float
     accuracy: OutputAccuracy
@@ -61,10 +63,6 @@ class BlockAccuracy(Record):
         """Whether the node is outside of its tolerance, or computes something else in float64."""
         separation = self.accuracy.separation
         return not self.accuracy.within or (separation is not None and not separation.rewrite_within)
-
-    def to_json(self) -> dict[str, Json]:
-        """Return it as JSON types, with what is said of it."""
-        return {**super().to_json(), "diverges": self.diverges}
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,8 @@ class CheckResult(Record):
         blocks: Accuracy of each plugin node, in order.
         text: How well the text was predicted; None without one, or where the model does not predict the next token.
     """
+
+    computed = ("within", "first_divergence", "causes")
 
     executed: str
     note: str
@@ -116,15 +116,6 @@ class CheckResult(Record):
         found += [] if all(each.kernels_within for each in separations) else ["kernels"]
         unexplained = separations and not all(each.excusable for each in measured)
         return found or (["rest"] if unexplained else [])
-
-    def to_json(self) -> dict[str, Json]:
-        """Return everything as JSON types; what is NaN or infinite becomes null."""
-        summary: dict[str, Json] = {
-            "within": self.within,
-            "first_divergence": self.first_divergence,
-            "causes": list(self.causes),
-        }
-        return {**super().to_json(), **summary}
 
 
 @dataclass(frozen=True)

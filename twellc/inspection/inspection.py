@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from twellc.base.errors import UserError
 from twellc.base.files import uninterrupted
 from twellc.compiling.manifest import is_plan, read_manifest
 from twellc.inspection.description import Description, Inspection
@@ -15,7 +14,7 @@ from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.options.commands import DEFAULT_GPU, InspectOptions
 from twellc.options.decisions import refuse_decisions
 from twellc.options.declared_inputs import refuse_inputs
-from twellc.options.source import refuse_tracing
+from twellc.options.source import refuse_missing, refuse_tracing
 from twellc.plugins.library import gpu_named
 
 
@@ -59,8 +58,7 @@ def _gpu(options: InspectOptions, found: Description) -> tuple[str, list[str]]:
 
 def _describe(options: InspectOptions, progress: Callable[[str], None]) -> Description:
     target = options.model
-    if not target.exists():
-        raise UserError(str(target), "there is no such file or folder", expected="a model or a plan")
+    refuse_missing(target, "a model or a plan")
     if not looks_like_onnx(target) and is_plan(target):
         refuse_inputs(options.inputs, f"{target}, a plan")
         refuse_tracing(options, f"{target}, a plan")

@@ -12,7 +12,7 @@ from twellc.loaders.huggingface import load_directory
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.pickled import load_pickle
 from twellc.options.declared_inputs import refuse_inputs
-from twellc.options.source import TracingOptions, refuse_choices
+from twellc.options.source import TracingOptions, refuse_choices, refuse_missing
 
 
 def load_model(source: TracingOptions) -> LoadedModel:
@@ -22,8 +22,7 @@ def load_model(source: TracingOptions) -> LoadedModel:
         UserError: There is no such model, it cannot be loaded, or it leaves no choice of `padding` or `logits`.
     """
     path, inputs = source.model, source.inputs
-    if not path.exists():
-        raise UserError(str(path), "there is no such file or folder", expected=_EXPECTED)
+    refuse_missing(path, _EXPECTED)
     kind = "directory" if path.is_dir() else _sniff(path)
     if kind == "directory":
         refuse_inputs(inputs, f"{path}, another kind of model")

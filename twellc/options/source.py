@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
@@ -77,3 +78,16 @@ def refuse_tracing(options: TracingOptions, target: str) -> None:
             fix="Leave it out.",
         )  # fmt: skip
     refuse_choices(options.padding, options.logits, target)
+
+
+def refuse_missing(path: Path, expected: str) -> None:
+    """Fail if there is no such file or folder; a name of Hugging Face's hub, such as `org/name`, is no path.
+
+    Raises:
+        UserError: There is none.
+    """
+    if path.exists():
+        return
+    of_hub = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)) and not path.parent.exists()
+    fix = f"Only local folders are read; fetch one by `hf download {path} --local-dir {path.name}`." if of_hub else ""
+    raise UserError(str(path), "there is no such file or folder", expected=expected, fix=fix)
