@@ -390,7 +390,11 @@ class _Folder:
         ) and casts <= {dtype, *WIDENING.get(dtype, ())}
 
     def _is_private(self, hidden: _Hidden, down: _Product) -> bool:
-        """Whether nothing but the block reads what would change."""
+        """Whether nothing but the block reads what would change, and within it only the chains that change it."""
+        for chain in hidden.chains:
+            on_the_way = {*chain.nodes, chain.core} - {chain.top}
+            if not all(set(chain.nodes).issuperset(node.users) for node in on_the_way):
+                return False
         inside = {*hidden.nodes, *(node for chain in hidden.chains for node in chain.nodes)}
         readers = {*inside, *down.nodes}
         changed = {*inside, *(part.product.node for part in hidden.projections)}
@@ -506,7 +510,7 @@ class _Folder:
         for known, node in self._made.setdefault(name, []):
             if torch.equal(known, tensor):
                 return node
-        node = self._constants.add(name, tensor.to(like.meta["val"].device), like=[like])
+        node = self._constants.add(name, tensor.to(self._constants.value(like).device), like=[like])
         self._reader.constants = self._constants.names
         self._fixed.add(node)
         self._made[name].append((tensor, node))

@@ -20,6 +20,7 @@ import torch
 from tests import models
 from tests.quick_torch import make_quick
 from twellc.base.files import ENDING_SIGNALS
+from twellc.options.source import TracingOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 # Models, each as loaded and as functionalised.
@@ -99,10 +100,11 @@ def load_once() -> Callable[..., Any]:
 
     loaded: dict[Any, Any] = {}
 
-    def load(path: Path, *arguments: Any) -> Any:
+    def load(source: TracingOptions) -> Any:
+        path, traced_by = source.model, (source.trust_model, source.inputs, source.padding, source.logits)
         files = sorted(path.glob("*")) if path.is_dir() else [path] if path.is_file() else []
-        key = (path, *((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files), *arguments)
-        return _remembered(loaded, key, lambda: load_model(path, *arguments))
+        key = (path, *((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files), *traced_by)
+        return _remembered(loaded, key, lambda: load_model(source))
 
     return load
 

@@ -126,7 +126,7 @@ def check_layers(host: Host, model: Path, dtype: str, forms: tuple[str, ...], pa
     save_onnx(translation.graph, folder / "m.onnx")
     build_plan(host.name, folder / "m.onnx", folder / "m.plan", profiles, [], [], "", lambda phase: None)
     plan = open_plan(host, folder / "m.plan", host.version)
-    loaded = load_model(model, False, (), padding, "all")
+    loaded = load_model(options)
     dense = in_precision(functionalize(loaded.program), DTYPES[dtype])
     inputs = example_inputs(loaded.program)
     if "input_ids" in inputs:

@@ -83,9 +83,7 @@ def test_a_rewritten_program_runs(torch_tensorrt: Any, calls: list[str], activat
     rewritten = twellc.rewrite(program, layers="all").program
     assert [node.target for node in rewritten.graph.nodes if node.target in (GATED_MLP, MLP)] == 2 * [GATED_MLP, MLP]
     shapes = {"min_shape": (1, 72), "opt_shape": (16, 72), "max_shape": (WIDEST, 72)}
-    compiled = torch_tensorrt.dynamo.compile(
-        rewritten, inputs=[torch_tensorrt.Input(**shapes, dtype=dtype)], **OPTIONS
-    )
+    compiled = torch_tensorrt.dynamo.compile(rewritten, inputs=[torch_tensorrt.Input(**shapes, dtype=dtype)], **OPTIONS)
     assert len(calls) == 4
     for count in (1, 7, WIDEST):
         assert_right(compiled, module, count, 72, dtype)

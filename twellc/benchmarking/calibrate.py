@@ -243,7 +243,7 @@ def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> G
     Raises:
         UserError: There is no GPU, or its memory holds none of the sizes, or the file cannot be written.
     """
-    timing.refuse_without_gpu("--calibrate", "Run it on a machine with the GPU that plans are for.")
+    timing.refuse_without_gpu("--measure-gpu", "Run it on a machine with the GPU that plans are for.")
     OutputFiles(overwrite).check("--output", path)
     torch.manual_seed(0)
     random.seed(0)
@@ -273,7 +273,7 @@ def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> G
             times.twell.extend(points)
             _write(path, times)
     if not times.dense:
-        raise UserError("--calibrate", "this GPU's memory holds none of the sizes", got=times.gpu)
+        raise UserError("--measure-gpu", "this GPU's memory holds none of the sizes", got=times.gpu)
     times = GpuTimes(times.machine, not left, times.dense, times.twell)
     _write(path, times)
     return times

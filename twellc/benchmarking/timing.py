@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from twellc.base.errors import UserError
-from twellc.base.records import Record
+from twellc.base.records import Record, Size, Time
 from twellc.plugins import library
 
 Call = Callable[[], object]
@@ -31,9 +31,9 @@ _WARM_UPS = 3  # the first call compiles, and cuBLAS sets itself up
 class CallTime(Record):
     """What one call takes, in microseconds: the median, and the range that holds the middle 80 % of repetitions."""
 
-    median_us: float
-    p10_us: float
-    p90_us: float
+    median_us: Time
+    p10_us: Time
+    p90_us: Time
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Machine(Record):
     """What was measured on and with: names and versions, and the GPU's multiprocessors."""
 
     gpu: str
-    multiprocessors: int
+    multiprocessors: Size
     python: str
     torch: str
     cuda: str

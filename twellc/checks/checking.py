@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import digest, external_data, temporary_folder, why_no_file
-from twellc.base.records import Json, Record, of_json
+from twellc.base.records import Record, of_json, parse_json
 from twellc.checks.accuracy import (
     COARSE,
     DiscreteAccuracy,
@@ -33,11 +32,12 @@ from twellc.compiling.translate import translate_any
 from twellc.export.onnx_export import save_onnx
 from twellc.export.runner import PlanRunner, open_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
-from twellc.loaders.loaded import LoadedModel, NoChoiceError
+from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx
 from twellc.loaders.onnx_format import looks_like_onnx
-from twellc.options.commands import LOGITS, PADDINGS, CheckOptions, CompileOptions
+from twellc.options.commands import CheckOptions, CompileOptions
+from twellc.options.source import LOGITS, PADDINGS, NoChoiceError, TracingOptions
 from twellc.passes.report import Layer, Neurons
 from twellc.samples.samples import Limits, Sample, draw_samples, places_of_tokens, read_arrays, read_text
 
@@ -52,6 +52,8 @@ class BlockAccuracy(Record):
         accuracy: Accuracy of the node's output; the truth is the block in float64 with the weights of low precision.
     """
 
+    computed = ("diverges",)
+
     module: str
     density: float
     accuracy: OutputAccuracy
@@ -61,10 +63,6 @@ class BlockAccuracy(Record):
         """Whether the node is outside of its tolerance, or computes something else in float64."""
         separation = self.accuracy.separation
         return not self.accuracy.within or (separation is not None and not separation.rewrite_within)
-
-    def to_json(self) -> dict[str, Json]:
-        """Return it as JSON types, with what is said of it."""
-        return {**super().to_json(), "diverges": self.diverges}
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,8 @@ class CheckResult(Record):
         blocks: Accuracy of each plugin node, in order.
         text: How well the text was predicted; None without one, or where the model does not predict the next token.
     """
+
+    computed = ("within", "first_divergence", "causes")
 
     executed: str
     note: str
@@ -116,15 +116,6 @@ class CheckResult(Record):
         found += [] if all(each.kernels_within for each in separations) else ["kernels"]
         unexplained = separations and not all(each.excusable for each in measured)
         return found or (["rest"] if unexplained else [])
-
-    def to_json(self) -> dict[str, Json]:
-        """Return everything as JSON types; what is NaN or infinite becomes null."""
-        summary: dict[str, Json] = {
-            "within": self.within,
-            "first_divergence": self.first_divergence,
-            "causes": list(self.causes),
-        }
-        return {**super().to_json(), **summary}
 
 
 @dataclass(frozen=True)
@@ -249,8 +240,10 @@ def _load_as_compiled(options: CheckOptions, settings: dict[str, Any]) -> Loaded
     padding, logits = settings.get("padding"), settings.get("logits")
     try:
         return load_model(
-            options.model, options.trust_model, options.inputs,
-            padding if padding in PADDINGS else None, logits if logits in LOGITS else LOGITS[0],
+            TracingOptions(
+                options.model, trust_model=options.trust_model, inputs=options.inputs,
+                padding=padding if padding in PADDINGS else None, logits=logits if logits in LOGITS else LOGITS[0],
+            )
         )  # fmt: skip
     except NoChoiceError as error:
         raise UserError(
@@ -283,8 +276,8 @@ def _open_onnx(path: Path) -> _Candidate:
     model = load_onnx(path)
     evaluator = OnnxEvaluator(path, model)
     try:
-        settings = json.loads(evaluator.metadata[METADATA_KEY])["settings"]
-    except (KeyError, ValueError):
+        settings = dict(parse_json(evaluator.metadata[METADATA_KEY])["settings"])
+    except (KeyError, TypeError, ValueError):
         settings = {}
     executed = "the ONNX graph, in onnx's reference evaluator"
     if runs_kernels():
@@ -303,7 +296,7 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
             got=", ".join(f"{name} ({each.file})" for each in manifest.plugins.libraries for name in each.names),
             fix="Check the model without them; compare this plan's outputs by hand.",
         )  # fmt: skip
-    settings = {name: value for name, value in vars(manifest.settings).items() if value is not None}
+    settings: dict[str, Any] = manifest.settings.to_json()
     _refuse_other_profile(options, settings.get("calibration"))
     profile = {name: vars(shapes) for name, shapes in manifest.profiles[0].items()}
     assert manifest.backend is not None and manifest.plan is not None  # see read_manifest
@@ -401,7 +394,7 @@ def _neurons(model: onnx.ModelProto) -> dict[tuple[str, int], Neurons]:
     """Return what became of the neurons of blocks, by module and d_ff, as far as a graph says so."""
     text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), "")
     try:
-        layers = [of_json(Layer, layer) for layer in json.loads(text)["layers"]]
+        layers = [of_json(Layer, layer) for layer in parse_json(text)["layers"]]
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
     return {_key(layer): layer.neurons for layer in layers if layer.neurons is not None}

@@ -13,14 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 import twellc
-from twellc.commands.terminal import (
-    Command,
-    FilePath,
-    inputs_option,
-    open_console,
-    show_progress,
-    trust_model_option,
-)
+from twellc.commands.options import FilePath, json_option, sample_options, source_options
+from twellc.commands.terminal import Command, open_console, show_progress
 
 if TYPE_CHECKING:
     from twellc.checks.checking import BlockAccuracy, CheckResult
@@ -29,26 +23,14 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("model", type=FilePath())
 @click.argument("candidate", type=FilePath())
-@click.option(
-    "--seed", type=click.IntRange(-(2**63), 2**64 - 1), metavar="N", help="Seed of random inputs; default: 0.",
-)  # fmt: skip
-@click.option(
-    "--inputs", "arrays", type=FilePath(), metavar="FILE.npz",
-    help="Run on these arrays, named as the model's inputs, instead of random inputs.",
-)  # fmt: skip
-@click.option(
-    "--text", type=FilePath(), metavar="FILE",
-    help="Run a language model on this text, in UTF-8, through the tokenizer in its Hugging Face directory, and "
-    "measure how well it is predicted.",
-)  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@sample_options
+@json_option
 @click.option(
     "--calibration", type=FilePath(), metavar="PROFILE",
     help="The profile that CANDIDATE was compiled with; another one is refused. Only a plan needs it that no GPU can "
     "run, if its graph was not kept.",
 )  # fmt: skip
-@trust_model_option
-@inputs_option
+@source_options
 @click.pass_context
 def check(context: click.Context, /, model: Path, candidate: Path, as_json: bool, **options: Any) -> None:
     """Compare CANDIDATE, a rewritten ONNX file or a plan, with the MODEL that it was made from.

@@ -15,9 +15,10 @@ from twellc.decisions.advise import Advisor, repeat
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.names import distinct_outputs, name_ends
 from twellc.export.profiles import resolve_profiles
-from twellc.loaders.loaded import refuse_choices
 from twellc.loaders.onnx_models import KIND, choose_onnx_dtype, model_inputs, open_model, refuse_rewritten
-from twellc.options.commands import CompileOptions, refuse_calibration
+from twellc.options.commands import CompileOptions
+from twellc.options.decisions import refuse_calibration
+from twellc.options.source import refuse_choices
 from twellc.passes.dump import GraphDump
 from twellc.passes.onnx.ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
 

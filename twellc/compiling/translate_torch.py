@@ -22,7 +22,8 @@ from twellc.firing.calibration import LoadedCalibration, load_calibration
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.precision import choose_dtype
-from twellc.options.commands import BenchOptions, CompileOptions
+from twellc.options.commands import CompileOptions
+from twellc.options.decisions import DecisionOptions
 from twellc.passes.dump import GraphDump
 from twellc.passes.graph.program import has_inner_graphs, written_tensors
 from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
@@ -40,7 +41,7 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     """
     progress("loading and tracing the model")
     calibrated = load_calibration(options, options.model)
-    model = load_model(options.model, options.trust_model, options.inputs, options.padding, options.logits)
+    model = load_model(options)
     dtype, notes = choose_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
     forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention)
@@ -76,7 +77,7 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
 def rewrite(
     model: LoadedModel,
     dtype: str,
-    options: CompileOptions | BenchOptions,
+    options: DecisionOptions,
     profiles: list[tuple[str, ShapeRange]],
     calibrated: LoadedCalibration | None,
     wanted: PassOptions = PassOptions(),  # noqa: B008
@@ -86,7 +87,7 @@ def rewrite(
     Args:
         model: The model.
         dtype: `bf16` or `fp16`.
-        options: What decides about blocks: `layers`, `compression` and `target_gpu`.
+        options: What decides about blocks.
         profiles: The optimization profiles, as `CompileOptions` has them.
         calibrated: What is known of the model's neurons.
         wanted: What else the passes are to do; `advise` repeats what was decided before, None decides now.

@@ -112,7 +112,7 @@ def _profile(
             str(options.model), "an ONNX file cannot be profiled", expected="the model that it was exported from"
         )
     progress("loading and tracing the model")
-    model = load_model(options.model, options.trust_model, options.inputs, options.padding)
+    model = load_model(options)
     chosen, notes = choose_dtype(model, options.dtype)
     progress("looking for feed-forward blocks")
     found = run_until(model.program, PassOptions(torch_dtype(chosen), layers="all"), Stage.DECIDE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.precision import choose_dtype
 from twellc.loaders.tracing import paths_of
 from twellc.optimization import optimized_blocks
-from twellc.options.declared_inputs import InputDeclaration
+from twellc.options.source import TracingOptions
 from twellc.passes.graph.program import editable, quiet_torch
 from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
 
@@ -44,25 +43,26 @@ class Example(Protocol):
         """Their dynamic dimensions."""
 
 
-def rewrite_model(
-    model: str | os.PathLike[str] | ExportedProgram | torch.nn.Module,
-    example: Example,
-    dtype: str | None,
-    layers: str,
-    compression: int,
-    trust_model: bool,
-    inputs: tuple[InputDeclaration, ...],
-) -> Rewritten:
+def rewrite_model(options: TracingOptions, model: LoadedModel, layers: str, compression: int | None) -> Rewritten:
     """Run the passes over a model; see `twellc.rewrite`."""
-    if isinstance(model, str | os.PathLike):
-        path = Path(model)
-        if looks_like_onnx(path):
-            raise UserError(str(path), "is an ONNX file, which has no program of torch", fix="Use twellc.compile.")
-        loaded = load_model(path, trust_model, inputs)
-    else:
-        loaded = LoadedModel(Path(type(model).__name__), IN_MEMORY, exported(model, example), [])
-    chosen, _ = choose_dtype(loaded, dtype)
-    return run_passes(loaded.program, PassOptions(torch_dtype(chosen), layers, compression))
+    chosen, _ = choose_dtype(model, options.dtype)
+    return run_passes(model.program, PassOptions(torch_dtype(chosen), layers, compression))
+
+
+def load_for_rewriting(options: TracingOptions) -> LoadedModel:
+    """Load a model that has a program of torch.
+
+    Raises:
+        UserError: It has none, or see `load_model`.
+    """
+    if looks_like_onnx(options.model):
+        raise UserError(str(options.model), "is an ONNX file, which has no program of torch", fix="Use twellc.compile.")
+    return load_model(options)
+
+
+def loaded(model: ExportedProgram | torch.nn.Module, example: Example) -> LoadedModel:
+    """Return a model in memory as if it had been loaded; see `exported`."""
+    return LoadedModel(Path(type(model).__name__), IN_MEMORY, exported(model, example), [])
 
 
 def save(model: ExportedProgram | torch.nn.Module, example: Example, folder: Path) -> Path:

@@ -26,6 +26,7 @@ from twellc.compiling.translate_torch import translate
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.loaders.loaded import LoadedModel
 from twellc.options.commands import CompileOptions
+from twellc.options.source import TracingOptions
 from twellc.passes.graph.execution import Runner
 from twellc.passes.precision import widen
 
@@ -94,7 +95,7 @@ def test_language_model_with_padding(llama: Path, load_once: Callable[..., Loade
     evaluator = OnnxEvaluator(tmp_path / "m.onnx")
     assert sorted(evaluator.inputs) == ["attention_mask", "input_ids"]
     assert evaluator.outputs == ["logits"]
-    program = canonicalize(load_once(llama, False, (), "mask", "all").program)
+    program = canonicalize(load_once(TracingOptions(llama, padding="mask")).program)
     truth = widen(program)
     ids = torch.randint(2, 96, (3, 11))
     for side in ("left", "right", "none"):

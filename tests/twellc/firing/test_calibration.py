@@ -218,7 +218,7 @@ def test_what_is_refused(cli: Cli, bytelm: Path, llama: Path, profile: Path, tmp
 
         failed(refused(llama, "--calibration", profile), "is a profile of another model", "got bytelm")
         failed(refused(bytelm, "--calibration", tmp_path / "empty"), "the file is empty")
-        failed(refused(bytelm, "--calibration", tmp_path / "text"), "is no profile of twellc")
+        failed(refused(bytelm, "--calibration", tmp_path / "text"), "is not a profile of twellc")
         failed(refused(bytelm, "--calibration", tmp_path / "none"), "there is no such file")
         failed(refused(bytelm, "--calibration", tmp_path), "is a folder; expected a profile")
         failed(refused(bytelm, "--prune-dead"), "--prune-dead: needs a profile", "Add --calibration PROFILE")

@@ -17,6 +17,7 @@ from tests.models import canonicalize
 from twellc.base.errors import UserError
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
+from twellc.options.source import TracingOptions
 from twellc.passes.graph.execution import Runner, example_inputs
 
 GROUPED = {**models.SMALL, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
@@ -55,7 +56,7 @@ def build(name: str, options: dict[str, Any], attention: str = "eager") -> Any:
 
 
 def load(model: Any, folder: Path, padding: str | None = None, logits: str = "all") -> LoadedModel:
-    return load_model(models.save(model, folder, torch.float32), False, (), padding, logits)
+    return load_model(TracingOptions(models.save(model, folder, torch.float32), padding=padding, logits=logits))
 
 
 def attentions(loaded: LoadedModel) -> list[Node]:

@@ -184,7 +184,7 @@ WIDER = [layer | {"d_ff": 1024} for layer in bench_result()["layers"]]
 OTHER = {"name": "m", "kind": "k", "sha256": "1" * 64}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, "there is nothing to report on"),
-    "no profile": ({"profile": b"{}"}, "is no profile of twellc"),
+    "no profile": ({"profile": b"{}"}, "is not a profile of twellc"),
     "empty profile": ({"profile": b""}, "the file is empty"),
     "missing": ({"decisions": None}, "there is no such file"),
     "empty": ({"bench": b""}, "the file is empty"),
