@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # From the bottom to the top; everything else in twellc is above all of them.
 LAYERS = ("base", "plugins", "passes", "export")
-# The module that a plain `python -m` runs is named, not imported.
-RUN_BY_NAME = {"twellc.plugins.registration_worker"}
+# The module that a plain `python -m` runs is named, not imported; and one that names itself in its messages.
+RUN_BY_NAME = {"twellc.plugins.registration_worker", "twellc.torch_tensorrt"}
 
 
 def sources() -> dict[str, ast.Module]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from twellc.base.errors import UserError
 from twellc.base.files import refuse_replacing, temporary_folder, uninterrupted
@@ -22,6 +22,15 @@ from twellc.options.commands import (
     refuse_choice,
 )
 from twellc.options.declared_inputs import parse_input
+from twellc.options.keywords import (
+    BenchKeywords,
+    CheckKeywords,
+    CompileKeywords,
+    InspectKeywords,
+    ProfileKeywords,
+    TracingKeywords,
+)
+from twellc.options.source import TracingOptions
 
 if TYPE_CHECKING:
     import torch
@@ -61,28 +70,24 @@ class _Example:
 def rewrite(
     model: Model,
     *,
-    dtype: str | None = None,
     layers: str = "auto",
-    compression: int = 8,
+    compression: int | None = None,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
-    trust_model: bool = False,
-    inputs: Sequence[str] = (),
+    **options: Unpack[TracingKeywords],
 ) -> Rewritten:
     """Rewrite the feed-forward blocks of a model into `twell` ops, and run nothing else of the compiler.
 
     Args:
         model: An ExportedProgram, which is left as it is; a module in eval mode with example inputs; or the path of
             a torch.export archive, a Hugging Face directory or a pickled module.
-        dtype: `bf16` or `fp16`; None takes the model's own, or bf16 where that is neither.
         layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
-        compression: The TwELL compression factor.
+        compression: The TwELL compression factor; None takes the default.
         args: Example inputs of a module, as `torch.export.export` takes them.
         kwargs: Those by name.
         dynamic_shapes: Their dynamic dimensions, likewise.
-        trust_model: Load a pickle, or an archive that could execute code.
-        inputs: The inputs of a pickled module, such as `x:float32[batch,512]`.
+        options: The fields of `twellc.options.source.TracingOptions`; `inputs` as on the command line, too.
 
     Returns:
         The program before and after, and what became of each block. `result.program.module()` runs it.
@@ -90,12 +95,15 @@ def rewrite(
     Raises:
         UserError: The model cannot be read or traced, or an option does not fit it.
     """
-    from twellc.loaders.in_memory import rewrite_model
+    from twellc.loaders.in_memory import load_for_rewriting, loaded, rewrite_model
 
-    refuse_choice("dtype", dtype)
     refuse_choice("compression", compression)
-    example = _Example(args, kwargs, dynamic_shapes)
-    return rewrite_model(model, example, dtype, layers, compression, trust_model, tuple(map(parse_input, inputs)))
+    given = _parsed(TracingOptions, options, "")
+    if isinstance(model, str | os.PathLike):
+        source = TracingOptions(Path(model), **given)
+        return rewrite_model(source, load_for_rewriting(source), layers, compression)
+    source = TracingOptions(Path(type(model).__name__), **given)
+    return rewrite_model(source, loaded(model, _Example(args, kwargs, dynamic_shapes)), layers, compression)
 
 
 def compile(
@@ -106,7 +114,7 @@ def compile(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     progress: Progress = lambda step: None,
-    **options: Any,
+    **options: Unpack[CompileKeywords],
 ) -> Manifest:
     """Compile a model into a TensorRT plan, as `twellc compile` does.
 
@@ -145,7 +153,7 @@ def inspect(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     progress: Progress = lambda step: None,
-    **options: Any,
+    **options: Unpack[InspectKeywords],
 ) -> Inspection:
     """Show the feed-forward blocks of a model or a plan, and what becomes of each, as `twellc inspect` does.
 
@@ -175,7 +183,7 @@ def check(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     progress: Progress = lambda step: None,
-    **options: Any,
+    **options: Unpack[CheckKeywords],
 ) -> CheckResult:
     """Compare a plan or a rewritten ONNX file with the model that it was made from, as `twellc check` does.
 
@@ -209,7 +217,7 @@ def profile(
     dynamic_shapes: Any = None,
     progress: Progress = lambda step: None,
     advance: Callable[[int, int], None] = lambda read, total: None,
-    **options: Any,
+    **options: Unpack[ProfileKeywords],
 ) -> FiringProfile:
     """Count which neurons of a model fire for the user's data, as `twellc profile` does.
 
@@ -264,7 +272,7 @@ def merge_profiles(
 
     paths = list(map(Path, profiles))
     if not paths:
-        raise UserError("--merge", "there is no profile to merge", expected="one file at least")
+        raise UserError("--merge", "there is not a profile to merge", expected="one file at least")
     merged = FiringProfile.read(paths[0])
     for path in paths[1:]:
         merged = merged.merged(FiringProfile.read(path), str(path))
@@ -279,7 +287,7 @@ def bench(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     progress: Progress = lambda step: None,
-    **options: Any,
+    **options: Unpack[BenchKeywords],
 ) -> BenchResult:
     """Measure a model on the GPU at hand, as it is and rewritten, as `twellc bench` does.
 
@@ -345,7 +353,7 @@ def report(
     return make_page(gather(profile, decided, bench), None if output is None else Path(output), overwrite=overwrite)
 
 
-def _parsed(kind: type[Any], options: dict[str, Any], in_memory: str) -> dict[str, Any]:
+def _parsed(kind: type[Any], options: Mapping[str, Any], in_memory: str) -> dict[str, Any]:
     """Return options with paths and texts turned into what the options class `kind` holds.
 
     Args:
@@ -371,7 +379,7 @@ def _parsed(kind: type[Any], options: dict[str, Any], in_memory: str) -> dict[st
         if name in options:
             parsed[name] = tuple(parse(each) if isinstance(each, str) else each for each in options[name])
     if in_memory:
-        parsed |= {"trust_model": True} | ({"in_memory": in_memory} if "in_memory" in names else {})
+        parsed |= {"trust_model": True, "in_memory": in_memory}
     return parsed
 
 

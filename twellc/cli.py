@@ -28,6 +28,7 @@ from twellc.commands.terminal import (
     InterruptedBySignal,
     discard_output,
     never_failing,
+    verbosity_options,
 )
 
 _FAULT = 70  # EX_SOFTWARE of sysexits.h
@@ -59,6 +60,10 @@ def _ended_by_broken_pipe() -> Iterator[None]:
 class _Group(click.Group):
     """The commands. A fault of twellc itself is a traceback and an exit status of its own."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params += verbosity_options()
+
     def main(self, *args: Any, **kwargs: Any) -> Any:
         _open_closed_streams()
         try:
@@ -85,7 +90,7 @@ class _Group(click.Group):
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__)
+@click.version_option(__version__, "-V", "--version")
 def main() -> None:
     """Compile transformers with sparse feed-forward layers into TensorRT engines.
 

@@ -57,7 +57,8 @@ from twellc.firing.calibration import LoadedCalibration, load_calibration
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.precision import choose_dtype
-from twellc.options.commands import DEFAULT_COMPRESSION, BenchOptions
+from twellc.options.commands import BenchOptions
+from twellc.options.source import refuse_missing
 from twellc.passes.graph.execution import call_arguments
 from twellc.passes.pipeline import Rewritten
 from twellc.passes.precision import widen
@@ -81,8 +82,7 @@ def bench_model(options: BenchOptions, progress: Callable[[str], None]) -> Bench
     Raises:
         UserError: There is no GPU, the model or its inputs cannot be read, or none of its blocks is rewritten.
     """
-    if not options.model.exists():
-        raise UserError(str(options.model), "there is no such file or folder", expected="a model")
+    refuse_missing(options.model, "a model")
     if looks_like_onnx(options.model):
         raise UserError(str(options.model), "is an ONNX file, which torch does not run", fix="Give the model itself.")
     with OutputFiles(options.overwrite) as outputs, temporary_folder() as folder:
@@ -121,7 +121,7 @@ class _Bench:
     ) -> None:
         self._options, self._folder, self._progress = options, folder, progress
         progress("loading and tracing the model")
-        self._model = load_model(options.model, options.trust_model, options.inputs)
+        self._model = load_model(options)
         self._dtype, self._notes = choose_dtype(self._model, options.dtype)
         self._samples, self._inputs = make_samples(options, self._model)
         progress("rewriting feed-forward blocks")
@@ -130,7 +130,8 @@ class _Bench:
             reasons = [f"{layer.module}: {layer.reason}" for layer in self._rewritten.layers]
             raise UserError(
                 str(options.model), "no feed-forward block is rewritten, so there is nothing to compare",
-                got=first_few(reasons, "; "), fix="`twellc inspect` shows the blocks.",
+                got=first_few(reasons, "; "),
+                fix="`--layers all` takes those that are left dense, too; `twellc inspect` shows the blocks.",
             )  # fmt: skip
         self._meter: EnergyMeter | None = None
         try:
@@ -147,17 +148,12 @@ class _Bench:
             self._notes += [*calibrated.profile.warnings, *calibrated.notes(rewritten.layers, self._dtype)]
         return rewritten
 
-    @property
-    def _compression(self) -> int:
-        """The TwELL compression factor of blocks of which nothing is known."""
-        return self._options.compression or DEFAULT_COMPRESSION
-
     @many_sizes()
     def run(self) -> BenchResult:
         """Measure every shape."""
         plans, failed = self._plans()
         truths = self._truths()
-        whole = with_all_neurons(self._rewritten, self._compression)
+        whole = with_all_neurons(self._rewritten, self._options.compression)
         programs = (self._rewritten.dense, self._rewritten.program, whole)
         dense, ours, whole = (move_to_device_pass(each, _DEVICE) for each in programs)
         results = []

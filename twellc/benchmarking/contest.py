@@ -85,6 +85,11 @@ class Contest:
             self._yardstick = result
         accuracy = measure(label, result, self._yardstick, self._truth, self._language_model)
         self.errors[label] = accuracy.candidate.relative
+        if accuracy.stray:
+            counted = f"{accuracy.stray} of {accuracy.elements} elements"
+            return f"its result is NaN or infinite in {counted} that it must not be, or the other way round"
+        if not accuracy.comparable:
+            return "its result cannot be compared: no element is finite in float64 and in the range of its dtype"
         if accuracy.within or lossy:
             return ""
         return f"its result is off: {accuracy.candidate}, where the model in torch has {accuracy.plain}"

@@ -55,10 +55,10 @@ def build_plans(
         try:
             compile_model(
                 CompileOptions(
-                    options.model, path, backend=TENSORRT, dtype=options.dtype, layers=layers,
-                    compression=options.compression, profiles=tuple(profiles), trust_model=options.trust_model,
-                    inputs=options.inputs, target_gpu=options.target_gpu, calibration=options.calibration,
-                    prune_dead=options.prune_dead, in_memory=options.in_memory,
+                    options.model, path, backend=TENSORRT, profiles=tuple(profiles), layers=layers,
+                    compression=options.compression, target_gpu=options.target_gpu, calibration=options.calibration,
+                    prune_dead=options.prune_dead, dtype=options.dtype, padding=options.padding, logits=options.logits,
+                    trust_model=options.trust_model, inputs=options.inputs, in_memory=options.in_memory,
                 ),
                 lambda step: None,
             )  # fmt: skip

@@ -9,13 +9,15 @@ from __future__ import annotations
 import platform
 import random
 import statistics
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from twellc.base.errors import UserError
-from twellc.base.records import Record
+from twellc.base.records import Record, Size, Time
 from twellc.plugins import library
 
 Call = Callable[[], object]
@@ -29,9 +31,9 @@ _WARM_UPS = 3  # the first call compiles, and cuBLAS sets itself up
 class CallTime(Record):
     """What one call takes, in microseconds: the median, and the range that holds the middle 80 % of repetitions."""
 
-    median_us: float
-    p10_us: float
-    p90_us: float
+    median_us: Time
+    p10_us: Time
+    p90_us: Time
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Machine(Record):
     """What was measured on and with: names and versions, and the GPU's multiprocessors."""
 
     gpu: str
-    multiprocessors: int
+    multiprocessors: Size
     python: str
     torch: str
     cuda: str
@@ -61,6 +63,15 @@ def machine() -> Machine:
         cuda=str(torch.version.cuda),
         twellc=library.load().twell_version().decode(),
     )
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit of the source tree that a folder is in, or nothing where it is in none."""
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def refuse_without_gpu(where: str, instead: str) -> None:

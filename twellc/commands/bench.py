@@ -10,54 +10,28 @@ import click
 from rich.table import Table
 
 import twellc
-from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
-from twellc.commands.terminal import (
-    Command,
-    FilePath,
-    calibration_option,
-    inputs_option,
-    never_failing,
-    open_console,
-    prune_check_option,
-    prune_dead_option,
-    refuse_other_options,
-    say,
-    show_progress,
-    target_gpu_option,
-    trust_model_option,
-)
+from twellc.commands.options import FilePath, decision_options, refuse_other_options, sample_options, tracing_options
+from twellc.commands.terminal import Command, never_failing, open_console, say, show_progress
 from twellc.options.commands import DEFAULT_REPEATS
-from twellc.plugins.library import COMPRESSIONS
 
 if TYPE_CHECKING:
     from twellc.benchmarking.result import BenchResult, Standings
 
 
+def _split(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[str, ...]:
+    """Return the parts of a text between commas."""
+    return tuple(text.split(",")) if text else ()
+
+
 @click.command(cls=Command)
 @click.argument("model", type=FilePath(), required=False)
 @click.option(
-    "--shapes", default="", metavar="SIZES,...",
+    "--shapes", metavar="SIZES,...", callback=_split,
     help="Sizes of the model's dynamic dimensions, in their order; of a language model sequences and their tokens, "
     "such as 1x1,1x512,4x2048. Default: one token, and some prompts.",
 )  # fmt: skip
-@click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision; default as in compile.")
-@click.option("--layers", default="auto", show_default=True, metavar="auto|all|REGEX", help="As in compile.")
-@click.option(
-    "--compression", type=click.Choice(tuple(map(str, COMPRESSIONS))), help="As in compile.",
-)  # fmt: skip
-@target_gpu_option
-@calibration_option
-@prune_dead_option
-@prune_check_option
-@click.option(
-    "--text", type=FilePath(), metavar="FILE",
-    help="Run a language model on this text, in UTF-8, through its own tokenizer. How many neurons fire depends on it.",
-)  # fmt: skip
-@click.option(
-    "--inputs", "arrays", type=FilePath(), metavar="FILE.npz", help="Run on these arrays, named as the model's inputs.",
-)  # fmt: skip
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), metavar="N", help="Seed of random inputs; default: 0.")
+@sample_options
 @click.option(
     "--repeats", type=click.IntRange(1), default=DEFAULT_REPEATS, show_default=True, metavar="N",
     help="How often each contestant is timed; they take turns.",
@@ -75,23 +49,22 @@ if TYPE_CHECKING:
     "--plot", type=FilePath(), metavar="FILE", help="Draw the speed-ups, as .svg, .png or .pdf; needs matplotlib.",
 )  # fmt: skip
 @click.option(
-    "--calibrate", is_flag=True,
+    "--measure-gpu", is_flag=True,
     help="Measure no model, but what blocks of many sizes take on the GPU at hand, for --target-gpu of compile and "
     "inspect; takes less than four minutes.",
 )  # fmt: skip
-@click.option("-o", "--output", type=FilePath(), metavar="FILE", help="With --calibrate: the data file to write.")
+@click.option("--calibrate", is_flag=True, hidden=True, help="The old name of --measure-gpu.")
+@click.option("-o", "--output", type=FilePath(), metavar="FILE", help="With --measure-gpu: the data file to write.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing picture or data file.")
-@trust_model_option
-@inputs_option
+@tracing_options
+@decision_options
 @click.pass_context
 def bench(
     context: click.Context,
     /,
     model: Path | None,
-    shapes: str,
-    compression: str | None,
     as_json: bool,
-    inputs: tuple[str, ...],
+    measure_gpu: bool,
     calibrate: bool,
     output: Path | None,
     **options: Any,
@@ -108,19 +81,18 @@ def bench(
     the input is bad, or there is no GPU.
     """
     if calibrate:
-        taken = ("calibrate", "model", "output", "overwrite")
-        refuse_other_options(context, "--calibrate", taken, "is for measuring a model")
-        _calibrate(model, output, options["overwrite"])
+        say("Note:", "--calibrate is called --measure-gpu now; the next version does not know the old name.")
+    if measure_gpu or calibrate:
+        taken = ("measure_gpu", "calibrate", "model", "output", "overwrite")
+        refuse_other_options(context, "--measure-gpu", taken, "is for measuring a model")
+        _measure_gpu(model, output, options["overwrite"])
         return
     if model is None:
-        raise UserError("MODEL", "there is nothing to measure", expected="a model, or --calibrate")
+        raise UserError("MODEL", "there is nothing to measure", expected="a model, or --measure-gpu")
     if output is not None:
-        raise UserError(f"--output {output}", "is for --calibrate alone", fix="Use --json > FILE.")
+        raise UserError(f"--output {output}", "is for --measure-gpu alone", fix="Use --json > FILE.")
     with show_progress() as progress:
-        result = twellc.bench(
-            model, shapes=shapes.split(",") if shapes else (), compression=int(compression) if compression else None,
-            inputs=inputs, progress=progress, **options,
-        )  # fmt: skip
+        result = twellc.bench(model, progress=progress, **options)
     with never_failing():
         if as_json:
             click.echo(json.dumps(result.to_json(), indent=2))
@@ -128,11 +100,11 @@ def bench(
             print_bench(result)
 
 
-def _calibrate(model: Path | None, output: Path | None, overwrite: bool) -> None:
+def _measure_gpu(model: Path | None, output: Path | None, overwrite: bool) -> None:
     if model is not None:
-        raise UserError("--calibrate", "measures no model", got=str(model), fix="Leave it out.")
+        raise UserError("--measure-gpu", "measures no model", got=str(model), fix="Leave it out.")
     if output is None:
-        raise UserError("--calibrate", "no data file to write", fix="Add -o FILE.")
+        raise UserError("--measure-gpu", "no data file to write", fix="Add -o FILE.")
     from twellc.benchmarking.calibrate import calibrate
 
     with show_progress() as progress:

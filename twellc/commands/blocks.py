@@ -8,9 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from twellc.base.errors import first_few
-from twellc.commands.terminal import (
-    open_console,
-)
+from twellc.commands.terminal import open_console
 from twellc.passes.report import Attention, Layer
 
 

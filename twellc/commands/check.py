@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 import twellc
-from twellc.commands.terminal import (
-    Command,
-    FilePath,
-    inputs_option,
-    open_console,
-    show_progress,
-    trust_model_option,
-)
+from twellc.commands.options import FilePath, json_option, sample_options, source_options
+from twellc.commands.terminal import Command, open_console, show_progress
 
 if TYPE_CHECKING:
     from twellc.checks.checking import BlockAccuracy, CheckResult
@@ -28,26 +23,14 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("model", type=FilePath())
 @click.argument("candidate", type=FilePath())
-@click.option(
-    "--seed", type=click.IntRange(-(2**63), 2**64 - 1), metavar="N", help="Seed of random inputs; default: 0.",
-)  # fmt: skip
-@click.option(
-    "--inputs", "arrays", type=FilePath(), metavar="FILE.npz",
-    help="Run on these arrays, named as the model's inputs, instead of random inputs.",
-)  # fmt: skip
-@click.option(
-    "--text", type=FilePath(), metavar="FILE",
-    help="Run a language model on this text, in UTF-8, through the tokenizer in its Hugging Face directory, and "
-    "measure how well it is predicted.",
-)  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@sample_options
+@json_option
 @click.option(
     "--calibration", type=FilePath(), metavar="PROFILE",
     help="The profile that CANDIDATE was compiled with; another one is refused. Only a plan needs it that no GPU can "
     "run, if its graph was not kept.",
 )  # fmt: skip
-@trust_model_option
-@inputs_option
+@source_options
 @click.pass_context
 def check(context: click.Context, /, model: Path, candidate: Path, as_json: bool, **options: Any) -> None:
     """Compare CANDIDATE, a rewritten ONNX file or a plan, with the MODEL that it was made from.
@@ -88,31 +71,38 @@ def print_accuracy(result: CheckResult) -> None:
                 f"{output.plain_differing}, tolerance {output.tolerance})"
             )
             continue
-        table = Table("against", "max error", "mean error", "relative error", "cosine", title=f"output {output.name}")
-        rows = (
-            ("candidate - float64", output.candidate),
-            ("plain low precision - float64", output.plain),
-            ("candidate - plain low precision", output.difference),
+        table = Table(
+            "against",
+            "max error",
+            "mean error",
+            "relative error",
+            "cosine",
+            "NaN or inf",
+            title=f"output {output.name}",
         )
-        for name, error in rows:
-            table.add_row(name, f"{error.max:.3e}", f"{error.mean:.3e}", f"{error.relative:.3e}", f"{error.cosine:.6f}")
-        table.add_row("tolerance", f"{output.max_tolerance:.3e}", "", f"{output.relative_tolerance:.3e}", "")
+        rows = (
+            ("candidate - float64", output.candidate, f"{output.stray} of {output.elements}"),
+            ("plain low precision - float64", output.plain, f"{output.plain_stray} of {output.elements}"),
+            ("candidate - plain low precision", output.difference, ""),
+        )
+        for name, error, stray in rows:
+            errors = (_figure(each) for each in (error.max, error.mean, error.relative))
+            table.add_row(name, *errors, _figure(error.cosine, ".6f"), stray)
+        table.add_row("tolerance", _figure(output.max_tolerance), "", _figure(output.relative_tolerance), "", "0")
         console.print(table)
         if output.separation is not None:
             separation = output.separation
             table = Table("error of the candidate", "max error", "relative error")
             for cause, label in _CAUSES.items():
                 share = getattr(separation, cause)
-                sign = "+" if cause in ("kernels", "rest") else ""
-                table.add_row(label, f"{share.max:{sign}.3e}", f"{share.relative:{sign}.3e}")
+                form = "+.3e" if cause in ("kernels", "rest") else ".3e"
+                table.add_row(label, _figure(share.max, form), _figure(share.relative, form))
             console.print(table)
         if output.top1 is not None and output.plain_top1 is not None:
             console.print(
                 f"top-1 agreement with float64: {output.top1:.2%} (plain {output.plain_top1:.2%}); "
                 f"KL divergence: {output.kl:.3e} nats (plain {output.plain_kl:.3e})"
             )
-        if output.stray:
-            console.print(f"{output.stray} elements are NaN or infinite where the plain model is finite, or vice versa")
     if result.text is not None:
         text = result.text
         perplexities = map(perplexity, (text.candidate_bits, text.plain_bits, text.truth_bits))
@@ -133,6 +123,11 @@ def print_accuracy(result: CheckResult) -> None:
     console.print(Text("OUTSIDE TOLERANCE", "bold red"), f"{where}{causes}", sep="", soft_wrap=True)
 
 
+def _figure(value: float, form: str = ".3e") -> str:
+    """Return a number as text; a line where there was nothing to compute it from."""
+    return "-" if math.isnan(value) else format(value, form)
+
+
 _CAUSES = {
     "low_precision": "low precision",
     "rewrite": "rewriting (in float64)",
@@ -142,12 +137,22 @@ _CAUSES = {
 _SHOWN_BLOCKS = 5
 
 
+def _verdict(block: BlockAccuracy) -> Text:
+    if not block.diverges:
+        return Text("within", "green")
+    accuracy = block.accuracy
+    if accuracy.stray:
+        return Text(f"NaN or infinite in {accuracy.stray} of {accuracy.elements}", "bold red")
+    return Text("diverges" if accuracy.compared else "not compared: its input is not finite", "bold red")
+
+
 def _print_blocks(console: Console, blocks: list[BlockAccuracy]) -> None:
     """Show the blocks with the largest error for their tolerance, and the first that diverges, in order."""
 
     def badness(block: BlockAccuracy) -> tuple[bool, float]:
         accuracy = block.accuracy
-        return block.diverges, accuracy.candidate.relative / (accuracy.relative_tolerance or 1)
+        error = accuracy.candidate.relative / (accuracy.relative_tolerance or 1)
+        return block.diverges, 0.0 if math.isnan(error) else error
 
     worst = sorted(blocks, key=badness, reverse=True)[:_SHOWN_BLOCKS]
     first = next((block for block in blocks if block.diverges), None)
@@ -160,10 +165,9 @@ def _print_blocks(console: Console, blocks: list[BlockAccuracy]) -> None:
         separation = block.accuracy.separation
         assert separation is not None
         table.add_row(
-            block.module, f"{block.density:.2%}", f"{block.accuracy.candidate.relative:.3e}",
-            f"{block.accuracy.relative_tolerance:.3e}", f"{separation.low_precision.relative:.3e}",
-            f"{separation.rewrite.relative:.3e}", f"{separation.kernels.relative:+.3e}",
-            Text("diverges", "bold red") if block.diverges else Text("within", "green"),
+            block.module, f"{block.density:.2%}", _figure(block.accuracy.candidate.relative),
+            _figure(block.accuracy.relative_tolerance), _figure(separation.low_precision.relative),
+            _figure(separation.rewrite.relative), _figure(separation.kernels.relative, "+.3e"), _verdict(block),
         )  # fmt: skip
     console.print(table)
     densities = [block.density for block in blocks]

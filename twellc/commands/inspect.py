@@ -10,24 +10,10 @@ import click
 from rich.table import Table
 
 import twellc
-from twellc.base.dtypes import DTYPES
 from twellc.base.errors import first_few
 from twellc.commands.blocks import print_attention, print_layers
-from twellc.commands.terminal import (
-    Command,
-    FilePath,
-    Share,
-    calibration_option,
-    inputs_option,
-    open_console,
-    plain,
-    prune_check_option,
-    prune_dead_option,
-    say,
-    show_progress,
-    target_gpu_option,
-    trust_model_option,
-)
+from twellc.commands.options import FilePath, Share, decision_options, json_option, tracing_options
+from twellc.commands.terminal import Command, open_console, plain, say, show_progress
 from twellc.export.shapes import LARGEST_SIZE
 from twellc.inspection.flops import CostTable, LayerCosts
 from twellc.options.commands import (
@@ -42,9 +28,8 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.argument("target", type=FilePath())
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision to judge a model in; default as in compile.")
+@click.argument("model", type=FilePath(), metavar="TARGET")
+@json_option
 @click.option(
     "--density", type=Share(), default=DEFAULT_DENSITY, show_default=True, metavar="SHARE",
     help="Share of gate activations that are not zero, from 0 to 1, to count operations and bytes and expect times at; "
@@ -58,13 +43,9 @@ if TYPE_CHECKING:
     "--gpu", type=click.Choice(tuple(GPUS)),
     help="The GPU whose kernels to name; none has to be there. Default: the one that speed is expected for.",
 )  # fmt: skip
-@target_gpu_option
-@calibration_option
-@prune_dead_option
-@prune_check_option
-@trust_model_option
-@inputs_option
-def inspect(target: Path, as_json: bool, **options: Any) -> None:
+@tracing_options
+@decision_options
+def inspect(model: Path, as_json: bool, **options: Any) -> None:
     """Show the feed-forward blocks of TARGET, a model or a plan, and what becomes of each.
 
     A plan is read through its manifest, so no GPU is needed. A rewritten ONNX file shows its plugin nodes, too.
@@ -79,7 +60,7 @@ def inspect(target: Path, as_json: bool, **options: Any) -> None:
     unless --target-gpu or --gpu names another one.
     """
     with show_progress() as progress:
-        found = twellc.inspect(target, progress=progress, **options)
+        found = twellc.inspect(model, progress=progress, **options)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
         return

@@ -8,9 +8,7 @@ from typing import Any
 
 import click
 
-from twellc.commands.terminal import (
-    Command,
-)
+from twellc.commands.terminal import Command
 
 
 @click.command(cls=Command)

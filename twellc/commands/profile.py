@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import twellc
-from twellc.base.dtypes import DTYPES
 from twellc.base.errors import first_few
-from twellc.commands.terminal import (
-    Command,
-    FilePath,
-    inputs_option,
-    never_failing,
-    open_console,
-    plain,
-    refuse_other_options,
-    say,
-    show_progress,
-    trust_model_option,
-)
+from twellc.commands.options import FilePath, refuse_other_options, tracing_options
+from twellc.commands.terminal import Command, never_failing, open_console, say, show_data
 from twellc.export.shapes import LARGEST_SIZE
-from twellc.options.commands import DEFAULT_BATCH, PADDINGS
+from twellc.options.commands import DEFAULT_BATCH
 
 if TYPE_CHECKING:
     from twellc.firing.profile import FiringProfile
@@ -66,15 +52,9 @@ _COUNT = click.IntRange(1, LARGEST_SIZE)
     metavar="NAME",
     help="The field of a JSON object, or the column of a table, that holds the text.",
 )
-@click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision to run the model in; default as in compile.")
-@click.option(
-    "--padding", type=click.Choice(PADDINGS),
-    help="Of a causal Hugging Face model, as in compile. mask: for arrays that are padded on the left.",
-)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the statistics as JSON instead of a table.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output file.")
-@trust_model_option
-@inputs_option
+@tracing_options
 @click.pass_context
 def profile(
     context: click.Context,
@@ -97,7 +77,7 @@ def profile(
         refuse_other_options(context, "--merge", taken, "merging profiles runs no model")
         found = twellc.merge_profiles(paths, options["output"], overwrite=options["overwrite"])
     else:
-        with _progress_bar() as (progress, advance):
+        with show_data() as (progress, advance):
             files = [*data, *paths[1:]]
             found = twellc.profile(paths[0], files, progress=progress, advance=advance, **options)
     with never_failing():
@@ -106,23 +86,6 @@ def profile(
         else:
             print_profile(found)
             open_console().print(f"{options['output']}: {found.tokens} tokens", soft_wrap=True)
-
-
-@contextmanager
-def _progress_bar() -> Iterator[tuple[Callable[[str], None], Callable[[int, int], None]]]:
-    """Show the step, and how much of the data is done and the time left, where there is a terminal."""
-    console = open_console(stderr=True)
-    if not console.is_terminal:
-        with show_progress() as progress:
-            yield progress, lambda read, total: None
-        return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield (
-            lambda step: bar.update(task, description=plain(step)),
-            lambda read, total: bar.update(task, completed=read, total=total or None),
-        )
 
 
 def print_profile(profile: FiringProfile) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 import twellc
-from twellc.commands.terminal import Command, FilePath, never_failing, open_console
+from twellc.commands.options import FilePath
+from twellc.commands.terminal import Command, never_failing, open_console
 
 
 @click.command(cls=Command)

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-import math
+import logging
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from twellc.base.errors import UserError
+from twellc.commands.foreign import answer
 
 
 class InterruptedBySignal(SystemExit):
@@ -60,13 +72,37 @@ class _Console(Console):
 
 
 class Command(click.Command):
-    """A command whose user errors are one message and exit status 2."""
+    """A command whose user errors are one message and exit status 2, and which says more or less if asked to."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params += verbosity_options()
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Parse the command line; what is an option of another tool is answered with ours."""
+        given = list(args)
+        try:
+            return super().parse_args(context, args)
+        except click.NoSuchOption as error:
+            told = answer(error.option_name)
+            if told is None:
+                raise
+            raise click.UsageError(told, ctx=None) from error
+        except click.MissingParameter as error:
+            if self.name != "compile" or not any(each.startswith("--onnx") for each in given):
+                raise
+            raise click.UsageError(
+                "MODEL is missing. trtexec's --onnx=FILE is the argument MODEL here: twellc compile FILE -o PLAN. "
+                "--onnx FILE is where the rewritten graph is kept.", ctx=None,
+            ) from error  # fmt: skip
 
     def invoke(self, context: click.Context) -> Any:
         """Run the command."""
         try:
             return super().invoke(context)
         except UserError as error:
+            if _level() > 0:
+                traceback.print_exc()
             raise click.UsageError(plain(str(error)), ctx=None) from error
         except BrokenPipeError:
             raise
@@ -82,100 +118,156 @@ class Command(click.Command):
             raise
 
 
-class FilePath(click.Path):
-    """A path that every library can open."""
+# ---- more or less ----
+
+_LEVEL = "twellc.verbosity"
+
+
+def verbosity_options() -> list[click.Parameter]:
+    """Return the options that say more or less, which have no value for a command."""
+
+    def louder(context: click.Context, parameter: click.Parameter, given: bool) -> None:
+        if given:
+            context.meta[_LEVEL] = 1
+            logger = logging.getLogger("twellc")
+            logger.setLevel(logging.DEBUG)
+            logger.addHandler(logging.StreamHandler())
+
+    def quieter(context: click.Context, parameter: click.Parameter, given: bool) -> None:
+        if given:
+            context.meta[_LEVEL] = -1
+
+    return [
+        click.Option(
+            ["-v", "--verbose"], is_flag=True, expose_value=False, callback=louder,
+            help="Say more on standard error: what is logged, how long each step takes, and where an error was raised.",
+        ),
+        click.Option(
+            ["-q", "--quiet"], is_flag=True, expose_value=False, callback=quieter,
+            help="Say nothing on standard error but warnings and errors.",
+        ),
+    ]  # fmt: skip
+
+
+def _level() -> int:
+    """Return 1 after --verbose, -1 after --quiet, else 0."""
+    context = click.get_current_context(silent=True)
+    level: int = 0 if context is None else context.meta.get(_LEVEL, 0)
+    return level
+
+
+# ---- progress ----
+
+# A step that takes longer says so, in seconds.
+_LONG = 10
+
+Progressing = Callable[[str], None]
+Advancing = Callable[[int, int], None]
+
+
+class _Step:
+    """The step that a command is at: what comes before a colon in its name tells steps apart."""
 
     def __init__(self) -> None:
-        super().__init__(path_type=Path)
+        self.text, self.started, self.due = "", time.monotonic(), float(_LONG)
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        """Return the path of a text, or fail."""
-        if not value:
-            self.fail("an empty text is no path.", parameter, context)
-        try:
-            str(value).encode()
-        except UnicodeEncodeError:
-            self.fail(f"{value!a} is no UTF-8, which some libraries insist on. Rename it.", parameter, context)
-        return super().convert(value, parameter, context)
+    def begin(self, text: str) -> bool:
+        """Take the name of a step; return whether it is another one."""
+        other = text.partition(":")[0] != self.text.partition(":")[0]
+        self.text = text
+        if other:
+            self.started, self.due = time.monotonic(), float(_LONG)
+        return other
 
-
-class Share(click.FloatRange):
-    """A number from 0 to 1. Any range of click's takes NaN."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1)
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
-        """Return the number of a text, or fail."""
-        share: float = super().convert(value, parameter, context)
-        if math.isnan(share):
-            self.fail(f"{value} is not in the range 0<=x<=1.", parameter, context)
-        return share
+    @property
+    def seconds(self) -> int:
+        """How long it has taken."""
+        return int(time.monotonic() - self.started)
 
 
-trust_model_option = click.option(
-    "--trust-model", is_flag=True, help="Load a pickle, or an archive that could execute code."
-)
-target_gpu_option = click.option(
-    "--target-gpu", metavar="GPU|FILE",
-    help="The GPU that speed is expected and decided for: h100, h200, or a data file of twellc bench --calibrate. "
-    "Default: the GPU at hand, if its times are known, else h100.",
-)  # fmt: skip
-calibration_option = click.option(
-    "--calibration", type=FilePath(), metavar="PROFILE",
-    help="How often the model's neurons fire, from `twellc profile`. By it is decided what becomes of each block, and "
-    "which of its neurons are hot: these are moved to the front, which is exact.",
-)  # fmt: skip
-prune_dead_option = click.option(
-    "--prune-dead", is_flag=True,
-    help="Approximate: remove the neurons that never fired in the profile. Other inputs may need them; check measures "
-    "what that does.",
-)  # fmt: skip
-prune_check_option = click.option(
-    "--prune-check", type=FilePath(), metavar="PROFILE",
-    help="A second profile, of other data: report which share of its non-zeros the removed neurons have.",
-)  # fmt: skip
-inputs_option = click.option(
-    "--input", "inputs", multiple=True, metavar="NAME:DTYPE[DIM,...]",
-    help="An input of a pickled module, such as x:float32[batch,sequence,512]; a name stands for a dynamic dimension.",
-)  # fmt: skip
+class _Took(ProgressColumn):
+    """How long a step has taken, if that is long."""
 
+    def __init__(self, step: _Step) -> None:
+        super().__init__()
+        self._step = step
 
-def refuse_other_options(context: click.Context, option: str, taken: Collection[str], why: str) -> None:
-    """Fail if options are given that have no meaning beside another one.
-
-    Args:
-        context: That of the command.
-        option: The other one.
-        taken: Names of the parameters that have one, its own included.
-        why: Why the others have none.
-
-    Raises:
-        UserError: There are some.
-    """
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        if name not in taken and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise UserError(max(parameter.opts, key=len), why, got=option, fix="Leave one out.")
+    def render(self, task: Task) -> Text:
+        return Text(f"{self._step.seconds} s" if self._step.seconds >= _LONG or _level() > 0 else "")
 
 
 @contextmanager
-def show_progress() -> Iterator[Callable[[str], None]]:
-    """Show the current step on a terminal's standard error; print each step once where there is no terminal."""
-    console = open_console(stderr=True)
-    if not console.is_terminal:
-        shown: set[str] = set()
+def show_progress() -> Iterator[Progressing]:
+    """Show what step a command is at; see `show_data`."""
+    with show_data() as (progress, _):
+        yield progress
 
-        def show(step: str) -> None:
-            step = step.partition(":")[0]
-            if step not in shown:
-                shown.add(step)
-                click.echo(f"{step} …", err=True)
 
+@contextmanager
+def show_data() -> Iterator[tuple[Progressing, Advancing]]:
+    """Show the step and how long it takes on standard error, and of data how much is read and the time left.
+
+    Where there is no terminal each step is printed once, and again while it takes long, ever more rarely.
+    """
+    console, step = open_console(stderr=True), _Step()
+    if _level() < 0:
+        yield lambda text: None, lambda read, total: None
+    elif not console.is_terminal:
+        with _said(step) as progress:
+            yield progress, lambda read, total: None
+    else:
+        bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            _Took(step),
+            console=console,
+            transient=True,
+        )
+        with bar:
+            task = bar.add_task("starting", total=None)
+
+            def begin(text: str) -> None:
+                step.begin(text)
+                bar.update(task, description=plain(text))
+
+            def advance(read: int, total: int) -> None:
+                if total and len(bar.columns) == 3:  # data has a bar
+                    bar.columns = (*bar.columns, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+                bar.update(task, completed=read, total=total or None)
+
+            yield begin, advance
+
+
+@contextmanager
+def _said(step: _Step) -> Iterator[Progressing]:
+    """Print steps, each once, and again while one takes long."""
+    shown: set[str] = set()
+    over = threading.Event()
+
+    def show(text: str) -> None:
+        before, seconds = step.text, step.seconds
+        if step.begin(text) and before and _level() > 0:
+            click.echo(f"{before.partition(':')[0]}: {seconds} s", err=True)
+        name = text.partition(":")[0]
+        if name not in shown:
+            shown.add(name)
+            click.echo(f"{name} …", err=True)
+
+    def remind() -> None:
+        while not over.wait(1):
+            if step.text and step.seconds >= step.due:
+                step.due *= 2
+                with never_failing():
+                    click.echo(f"{plain(step.text)} … {step.seconds} s", file=stream)
+
+    stream = sys.stderr
+    thread = threading.Thread(target=remind, daemon=True)
+    thread.start()
+    try:
         yield show
-        return
-    with console.status("starting") as status:
-        yield lambda step: status.update(Text(plain(step)))
+    finally:
+        over.set()
+        thread.join()
 
 
 def open_console(stderr: bool = False) -> Console:
@@ -186,5 +278,7 @@ def open_console(stderr: bool = False) -> Console:
 
 
 def say(kind: str, message: str, style: str = "") -> None:
-    """Print a message on standard error, behind the word that says what kind of message it is."""
+    """Print a message on standard error, behind the word that says what kind of message it is; no notes if quiet."""
+    if _level() < 0 and kind == "Note:":
+        return
     open_console(stderr=True).print(Text(kind, style), message, soft_wrap=True)

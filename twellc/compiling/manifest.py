@@ -3,78 +3,32 @@
 from __future__ import annotations
 
 import errno
-import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated
 
 from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
 from twellc.base.files import digest, read_file
-from twellc.base.records import OPTIONAL, Record, of_json
+from twellc.base.records import OPTIONAL, Count, OneOf, Range, Record, of_json, parse_json
 from twellc.base.version import __version__
 from twellc.compiling.summary import TranslationSummary
 from twellc.export.plan import Plan
-from twellc.export.shapes import ShapeProfile, ShapeRange
+from twellc.export.shapes import LARGEST_SIZE, ShapeProfile
 from twellc.export.tensorrt_host import python_module
-from twellc.options.commands import LOGITS, PADDINGS, CompileOptions
-from twellc.passes.report import Attention, Layer
+from twellc.options.commands import CompileOptions
+from twellc.options.source import LOGITS, PADDINGS
+from twellc.passes.report import Attention, Compression, Layer, Repeated
 from twellc.plugins.library import (
     ATTENTION_FORMS,
     ATTENTION_NAME,
-    COMPRESSIONS,
     PLUGIN_NAMES,
     PLUGIN_NAMESPACE,
     PLUGIN_VERSION,
 )
 from twellc.plugins.registration import how_to_register
 
-_Record = TypeVar("_Record", bound=Record)
-
 SCHEMA = 3
-
-_SHAPES = {"min": [int], "opt": [int], "max": [int]}
-_TENSOR = {"name": str, "dtype": str, "shape": [int]}
-# What the manifest holds of a block of which something was expected.
-_EXPECTATION = {
-    "gpu": str, "assumed": bool, "density": (float, int), "gain": (float, int), "pays_below": (float, int),
-    "times": [{"tokens": int, "dense_us": (float, int), "twell_us": (float, int)}],
-}  # fmt: skip
-# Where a plan needs some.
-_LIBRARIES = [{"names": [str], "file": str, "sha256": str}]
-_NEURONS = {
-    "kept": int, "unable": int, "dead": int, "never?": int, "tokens?": int, "rate_bound?": (float, int),
-    "density?": (float, int), "lost?": (float, int), "lost_of?": int, "reason": str,
-}  # fmt: skip
-# What the manifest of a plan holds: a type or one of several; a list of one form; a dictionary with these
-# keys, which a question mark makes optional, or with any (`str`).
-_FORM: dict[str, Any] = {
-    "twellc": str,
-    "model": {"name": str, "kind": str, "sha256": str},
-    "settings": {
-        "dtype": str, "layers": str, "compression": int, "attention_forms": [str], "calibration?": str,
-        "prune_dead?": bool, "decided?": {str: {"decision": str, "facts": str, "hot": int, "compression": int}},
-    },
-    "layers": [
-        {
-            "module": str, "variant": str, "activation": str, "d_model": int, "d_ff": int, "d_out": int,
-            "matched": bool, "decision": str, "reason": str, "residual": bool, "hot": int, "neurons?": _NEURONS,
-            "compression?": int, "expectation?": _EXPECTATION,
-        }
-    ],
-    "attention": [
-        {"module": str, "heads": int, "kv_heads": int, "width": int, "mask": str, "form": str, "reason": str}
-    ],
-    "notes": [str],
-    "warnings": [str],
-    "plugins": {"namespace": str, "version": str, "names": [str], "embedded": bool},
-    "onnx": {"file": (str, type(None)), "sha256": str},
-    "profiles": [{str: _SHAPES}],
-    "backend": {"name": str, "version": str},
-    "plan": {
-        "file": str, "bytes": int, "sha256": str, "inputs": [_TENSOR], "outputs": [_TENSOR], "plugin_layers": [str],
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,19 +45,19 @@ class Settings(Record):
     """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones.
 
     `sizes` are those that the model was traced for where it does not take every size, such as `input_ids:1x128`,
-    `calibration` is the SHA-256 of the profile, `decided` what was decided by it.
+    `calibration` is the SHA-256 of the profile, `decided` what was decided of blocks.
     """
 
-    dtype: str
+    dtype: Annotated[str, OneOf(tuple(DTYPES))]
     layers: str
-    compression: int
-    attention_forms: list[str]
-    padding: str | None = field(default=None, metadata=OPTIONAL)
-    logits: str | None = field(default=None, metadata=OPTIONAL)
+    compression: Compression
+    attention_forms: list[Annotated[str, OneOf(ATTENTION_FORMS)]]
+    padding: Annotated[str, OneOf(PADDINGS)] | None = field(default=None, metadata=OPTIONAL)
+    logits: Annotated[str, OneOf(LOGITS)] | None = field(default=None, metadata=OPTIONAL)
     sizes: str | None = field(default=None, metadata=OPTIONAL)
     calibration: str | None = field(default=None, metadata=OPTIONAL)
     prune_dead: bool | None = field(default=None, metadata=OPTIONAL)
-    decided: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    decided: dict[str, Repeated] | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)
@@ -149,7 +103,7 @@ class PlanTensor(Record):
 
     name: str
     dtype: str
-    shape: list[int]
+    shape: list[Annotated[int, Range(-1, LARGEST_SIZE)]]
 
 
 @dataclass(frozen=True)
@@ -157,7 +111,7 @@ class PlanFile(Record):
     """A plan: name, size and SHA-256 of its file, its tensors, and the names of its plugin layers."""
 
     file: str
-    bytes: int
+    bytes: Count
     sha256: str
     inputs: list[PlanTensor]
     outputs: list[PlanTensor]
@@ -268,7 +222,7 @@ def make_manifest(
         schema=SCHEMA,
         twellc=__version__,
         model=ModelFile(**translation.model),
-        settings=Settings(**translation.settings),
+        settings=of_json(Settings, translation.settings),
         layers=translation.layers,
         attention=translation.attention,
         notes=list(translation.notes),
@@ -294,53 +248,51 @@ def read_manifest(plan: Path) -> Manifest:
             fix="Keep both files of `twellc compile` together.",
         )  # fmt: skip
     try:
-        manifest = json.loads(read_file(path))
-    except (ValueError, RecursionError) as error:
+        content = parse_json(read_file(path))
+    except ValueError as error:
         raise UserError(
-            str(path), f"is no manifest of twellc: it cannot be read as JSON ({error})", fix=_FIX
+            str(path), f"is not a manifest of twellc: it cannot be read as JSON ({error})", fix=_FIX
         ) from error
-    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    schema = content.get("schema") if isinstance(content, dict) else None
     if type(schema) is not int:
-        raise UserError(str(path), "is no manifest of twellc: it names no schema", fix=_FIX)
+        raise UserError(str(path), "is not a manifest of twellc: it names no schema", fix=_FIX)
     if schema != SCHEMA:
         raise UserError(
             str(path), "the manifest is of another version", got=str(schema), expected=str(SCHEMA),
             fix="Use the twellc that made the plan, or compile the model again.",
         )  # fmt: skip
-    misfit = _misfit(manifest, _FORM) or _unusable(manifest)
-    if misfit:
-        raise UserError(str(path), f"the manifest is damaged: {misfit}", fix=_FIX)
-    if manifest["plan"]["sha256"] != digest(plan):
+    try:
+        manifest = of_json(Manifest, content)
+        _refuse_contradictions(manifest)
+    except ValueError as error:
+        raise UserError(str(path), f"the manifest is damaged: {error}", fix=_FIX) from error
+    assert manifest.plan is not None
+    if manifest.plan.sha256 != digest(plan):
         raise UserError(str(path), "the manifest belongs to another plan, or the plan is damaged", fix=_FIX)
-    return _of_json(manifest)
+    return manifest
 
 
-def _of_json(content: dict[str, Any]) -> Manifest:
-    """Return the manifest of JSON that has the form of one; what the form does not name is left out."""
+def _refuse_contradictions(manifest: Manifest) -> None:
+    """Fail if the manifest of a plan contradicts itself.
 
-    def pick(record: type[_Record], values: dict[str, Any]) -> _Record:
-        return record(**{each.name: values[each.name] for each in fields(record) if each.name in values})  # type: ignore[arg-type]
-
-    plan = content["plan"]
-    tensors = {key: [pick(PlanTensor, tensor) for tensor in plan[key]] for key in ("inputs", "outputs")}
-    profiles = [
-        {name: ShapeRange(*(tuple(shapes[which]) for which in _SHAPES)) for name, shapes in profile.items()}
-        for profile in content["profiles"]
-    ]
-    given = content["plugins"].get("libraries")
-    libraries = None if given is None else [pick(PluginLibrary, library) for library in given]
-    records = {
-        "model": pick(ModelFile, content["model"]),
-        "settings": pick(Settings, content["settings"]),
-        "layers": [of_json(Layer, layer) for layer in content["layers"]],
-        "attention": [pick(Attention, block) for block in content["attention"]],
-        "plugins": pick(Plugins, {**content["plugins"], "libraries": libraries}),
-        "onnx": pick(OnnxFile, content["onnx"]),
-        "profiles": profiles,
-        "backend": pick(Backend, content["backend"]),
-        "plan": pick(PlanFile, {**plan, **tensors}),
-    }
-    return pick(Manifest, {**content, **records})
+    Raises:
+        ValueError: It does; the message names the place.
+    """
+    if manifest.plan is None or manifest.backend is None:
+        raise ValueError("it names no plan" if manifest.plan is None else "it names no backend")
+    if manifest.onnx.file not in (None, Path(manifest.onnx.file or "").name):
+        raise ValueError("onnx.file is not the name of a file beside the plan")
+    if not manifest.profiles:
+        raise ValueError("profiles is empty")
+    for index, profile in enumerate(manifest.profiles):
+        for tensor in manifest.plan.inputs:
+            shapes = profile.get(tensor.name)
+            if shapes is None:
+                raise ValueError(f"profiles[{index}] lacks the input {tensor.name!r}")
+            ranks = {len(shapes.min), len(shapes.opt), len(shapes.max), len(tensor.shape)}
+            sizes = zip(shapes.min, shapes.opt, shapes.max, strict=False)
+            if len(ranks) > 1 or any(not low <= opt <= high for low, opt, high in sizes):
+                raise ValueError(f"profiles[{index}].{tensor.name} has impossible shapes")
 
 
 def refuse_other_plugins(plan: Path, manifest: Manifest) -> None:
@@ -360,54 +312,3 @@ def refuse_other_plugins(plan: Path, manifest: Manifest) -> None:
 
 
 _FIX = "Compile the model again."
-
-
-def _misfit(value: Any, form: Any, place: str = "") -> str:
-    """Say where a JSON value does not have a form; see `_FORM`. Keys that the form does not name are allowed."""
-    if isinstance(form, tuple):
-        return "" if type(value) in form else f"{place} is no {_KINDS[form[0]]}"
-    if isinstance(form, type):
-        return _misfit(value, (form,), place)
-    if not isinstance(value, type(form)):
-        return f"{place} is no {_KINDS[type(form)]}"
-    if isinstance(form, list):
-        items = [(f"{place}[{index}]", item, form[0]) for index, item in enumerate(value)]
-    elif str in form:
-        items = [(f"{place}.{key}", item, form[str]) for key, item in value.items()]
-    else:
-        missing = [key for key in form if key not in value and not key.endswith("?")]
-        if missing:
-            return f"{place} has no {missing[0]}".strip()
-        wanted = {key.removesuffix("?"): inner for key, inner in form.items()}
-        items = [(f"{place}.{key}".strip("."), value[key], inner) for key, inner in wanted.items() if key in value]
-    return next(filter(None, (_misfit(item, wanted, where) for where, item, wanted in items)), "")
-
-
-_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "list", dict: "object"}
-
-
-def _unusable(manifest: dict[str, Any]) -> str:
-    """Say what contradicts itself in a manifest that has the right form."""
-    settings = manifest["settings"]
-    allowed = {"dtype": DTYPES, "compression": COMPRESSIONS, "padding": PADDINGS, "logits": LOGITS}
-    known = all(settings[name] in values for name, values in allowed.items() if name in settings)
-    if not known or not set(settings["attention_forms"]) <= set(ATTENTION_FORMS):
-        return "settings has values that twellc compile does not take"
-    libraries = _misfit(manifest["plugins"].get("libraries", []), _LIBRARIES, "plugins.libraries")
-    if libraries:
-        return libraries
-    inputs = {tensor["name"]: tensor["shape"] for tensor in manifest["plan"]["inputs"]}
-    if manifest["onnx"]["file"] not in (None, Path(manifest["onnx"]["file"] or "").name):
-        return "onnx.file is no name of a file beside the plan"
-    if not manifest["profiles"]:
-        return "profiles is empty"
-    for index, profile in enumerate(manifest["profiles"]):
-        for name, shape in inputs.items():
-            if name not in profile:
-                return f"profiles[{index}] lacks the input {name!r}"
-            shapes = profile[name]
-            ranks = {len(shapes[which]) for which in _SHAPES} | {len(shape)}
-            sizes = zip(*(shapes[which] for which in _SHAPES), strict=False)
-            if len(ranks) > 1 or any(not 1 <= low <= opt <= high for low, opt, high in sizes):
-                return f"profiles[{index}].{name} has impossible shapes"
-    return ""

@@ -12,8 +12,9 @@ from twellc.base.errors import UserError, first_few
 from twellc.base.version import __version__
 from twellc.export.profiles import ModelInputs
 from twellc.loaders.loaded import DimensionRange
-from twellc.options.commands import DEFAULT_COMPRESSION, CompileOptions
+from twellc.options.commands import CompileOptions
 from twellc.passes.report import Attention, Layer
+from twellc.plugins.block import compression_of
 
 METADATA_KEY = "twellc"
 
@@ -60,7 +61,7 @@ def annotate(
     settings = {
         "dtype": dtype,
         "layers": options.layers,
-        "compression": options.compression or DEFAULT_COMPRESSION,
+        "compression": compression_of(options.compression),
         **traced_by,
     }
     done = {"twellc": __version__, "settings": settings, "layers": [_noted(layer) for layer in layers]}

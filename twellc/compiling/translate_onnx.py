@@ -11,12 +11,14 @@ from twellc.base.dtypes import DTYPES, torch_dtype
 from twellc.base.errors import UserError
 from twellc.compiling.result import Translation, annotate, check_matches
 from twellc.compiling.sizes import rows_of_inputs
-from twellc.decisions.advise import Advisor
+from twellc.decisions.advise import Advisor, repeat
 from twellc.decisions.targets import choose_target, gpu_at_hand
+from twellc.export.names import distinct_outputs, name_ends
 from twellc.export.profiles import resolve_profiles
-from twellc.loaders.loaded import refuse_choices
 from twellc.loaders.onnx_models import KIND, choose_onnx_dtype, model_inputs, open_model, refuse_rewritten
-from twellc.options.commands import DEFAULT_COMPRESSION, CompileOptions, refuse_calibration
+from twellc.options.commands import CompileOptions
+from twellc.options.decisions import refuse_calibration
+from twellc.options.source import refuse_choices
 from twellc.passes.dump import GraphDump
 from twellc.passes.onnx.ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
 
@@ -41,16 +43,23 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     dtype = choose_onnx_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
     profiles, _ = resolve_profiles(inputs, list(options.profiles), {})
-    advisor = Advisor(choose_target(options.target_gpu, gpu_at_hand()), {}, rows_of_inputs(inputs, profiles))
-    found = find_onnx_blocks(model, torch_dtype(dtype), options.layers, advisor)
-    rewritten = rewrite_onnx(found, options.compression or DEFAULT_COMPRESSION)
+    target = choose_target(options.target_gpu, gpu_at_hand())
+    advisor = Advisor(target, rows_of_inputs(inputs, profiles), compression=options.compression)
+    advise = advisor if options.decided is None else repeat(options.decided)
+    found = find_onnx_blocks(model, torch_dtype(dtype), options.layers, advise)
+    rewritten = rewrite_onnx(found, options.compression)
     dump = GraphDump(options.dump_graphs)
     dump.text("source", lambda: onnx.helper.printable_graph(model.graph))
     dump.text("rewrite_onnx", lambda: onnx.helper.printable_graph(rewritten.graph))
     warnings = check_matches(found.layers, options)
     graph = onnx_ir.serde.deserialize_model(rewritten)
-    settings = annotate(graph, found.layers, dtype, options, {"attention_forms": []})
-    notes = [*cast_notes(found, dtype), *advisor.notes(found.layers)]
+    names = [spec.name for spec in inputs.specs]
+    outputs, renamed = distinct_outputs(names, [value.name for value in model.graph.output])
+    name_ends(graph.graph, names, outputs)
+    decided = options.decided or advisor.decided
+    traced_by = {"attention_forms": [], **({"decided": decided} if decided else {})}
+    settings = annotate(graph, found.layers, dtype, options, traced_by)
+    notes = [*renamed, *cast_notes(found, dtype), *advisor.notes(found.layers)]
     return Translation(KIND, inputs, {}, found.layers, [], graph, settings, notes, warnings)
 
 

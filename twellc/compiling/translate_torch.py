@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch.export import ExportedProgram
@@ -11,7 +12,7 @@ from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import first_few
 from twellc.compiling.result import Translation, annotate, check_matches
 from twellc.compiling.sizes import rows_of_blocks
-from twellc.decisions.advise import Advisor, firing_of, repeat
+from twellc.decisions.advise import Advisor, repeat
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.attention_forms import choose_forms
 from twellc.export.onnx_export import export_onnx, opset_of
@@ -21,11 +22,11 @@ from twellc.firing.calibration import LoadedCalibration, load_calibration
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.precision import choose_dtype
-from twellc.options.commands import DEFAULT_COMPRESSION, BenchOptions, CompileOptions
-from twellc.passes.decide import Advise
-from twellc.passes.dump import NOWHERE, GraphDump
+from twellc.options.commands import CompileOptions
+from twellc.options.decisions import DecisionOptions
+from twellc.passes.dump import GraphDump
 from twellc.passes.graph.program import has_inner_graphs, written_tensors
-from twellc.passes.pipeline import Rewritten, run_passes
+from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
 from twellc.passes.report import Layer
 
 # Other names of activations in Hugging Face configs.
@@ -40,16 +41,15 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     """
     progress("loading and tracing the model")
     calibrated = load_calibration(options, options.model)
-    model = load_model(
-        options.model, options.trust_model, options.inputs, options.padding, options.logits,
-        fixed_sizes(options.profiles),
-    )  # fmt: skip
+    model = load_model(options, fixed_sizes(options.profiles))
     dtype, notes = choose_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
     forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention)
     dump = GraphDump(options.dump_graphs)
-    decided = None if options.decided is None else repeat(options.decided)
-    rewritten, advisor = rewrite(model, dtype, options, list(options.profiles), calibrated, forms, dump, decided)
+    wanted = PassOptions(
+        attention=forms, dump=dump, advise=None if options.decided is None else repeat(options.decided)
+    )
+    rewritten, advisor = rewrite(model, dtype, options, list(options.profiles), calibrated, wanted)
     warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
     notes = [*notes, *activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
     progress("exporting to ONNX")
@@ -60,9 +60,12 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     inputs = program_inputs(rewritten.program)
     traced_by: dict[str, Any] = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
     if calibrated is not None:
-        traced_by |= {**calibrated.settings(), "decided": options.decided or advisor.decided}
+        traced_by |= calibrated.settings()
         notes += calibrated.notes(rewritten.layers, dtype)
         warnings += calibrated.profile.warnings
+    decided = options.decided or advisor.decided
+    if decided or calibrated is not None:
+        traced_by["decided"] = decided
     settings = annotate(graph, rewritten.layers, dtype, options, traced_by)
     notes = [*model.notes, *notes, *advisor.notes(rewritten.layers)]
     return Translation(
@@ -74,24 +77,20 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
 def rewrite(
     model: LoadedModel,
     dtype: str,
-    options: CompileOptions | BenchOptions,
+    options: DecisionOptions,
     profiles: list[tuple[str, ShapeRange]],
     calibrated: LoadedCalibration | None,
-    attention: tuple[str, ...] = (),
-    dump: GraphDump = NOWHERE,
-    decided: Advise | None = None,
+    wanted: PassOptions = PassOptions(),  # noqa: B008
 ) -> tuple[Rewritten, Advisor]:
     """Run every pass on a model, as options and calibration have it.
 
     Args:
         model: The model.
         dtype: `bf16` or `fp16`.
-        options: What decides about blocks: `layers`, `compression` and `target_gpu`.
+        options: What decides about blocks.
         profiles: The optimization profiles, as `CompileOptions` has them.
         calibrated: What is known of the model's neurons.
-        attention: See `run_passes`.
-        dump: See `run_passes`.
-        decided: What was decided before; None decides now.
+        wanted: What else the passes are to do; `advise` repeats what was decided before, None decides now.
 
     Returns:
         What the passes made, and who gives advice, with notes for the user.
@@ -103,11 +102,12 @@ def rewrite(
     resolved, _ = resolve_profiles(given, profiles, model.dimension_ranges)
     calibration = None if calibrated is None else calibrated.calibration
     target = choose_target(options.target_gpu, gpu_at_hand())
-    advisor = Advisor(target, firing_of(calibration), rows_of_blocks(given, resolved), compression=options.compression)
-    rewritten = run_passes(
-        model.program, torch_dtype(dtype), options.layers, options.compression or DEFAULT_COMPRESSION, attention, dump,
-        calibration, decided or advisor,
+    advisor = Advisor(target, rows_of_blocks(given, resolved), compression=options.compression)
+    wanted = replace(
+        wanted, dtype=torch_dtype(dtype), layers=options.layers, compression=options.compression,
+        calibration=calibration, advise=wanted.advise or advisor,
     )  # fmt: skip
+    rewritten = run_passes(model.program, wanted)
     if calibrated is not None:
         calibrated.refuse_other_blocks(rewritten.layers)
     return rewritten, advisor

@@ -1,4 +1,4 @@
-"""The GPU that decisions are made for: its times come with twellc, or in a data file of `twellc bench --calibrate`."""
+"""The GPU that decisions are made for: its times come with twellc, or in a file of `twellc bench --measure-gpu`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def choose_target(requested: str | None, at_hand: str | None) -> Target:
             raise UserError(
                 f"--target-gpu {requested}", "neither the name of a GPU nor a file",
                 expected=f"{' or '.join(TARGETS)}, or a data file",
-                fix="Measure another GPU: twellc bench --calibrate -o FILE",
+                fix="Measure another GPU: twellc bench --measure-gpu -o FILE",
             )  # fmt: skip
         return Target(CostModel(read_times(Path(requested))), "")
     for name in TARGETS if at_hand is not None else ():

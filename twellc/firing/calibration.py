@@ -9,7 +9,7 @@ from twellc.base.errors import UserError, first_few
 from twellc.base.files import digest
 from twellc.firing.profile import FiringProfile, refuse_other_model
 from twellc.loaders.loaded import fingerprint
-from twellc.options.commands import CalibrationOptions, refuse_pruning
+from twellc.options.decisions import DecisionOptions, refuse_pruning
 from twellc.passes.block_profile import Calibration, rate_bound
 from twellc.passes.report import Layer, missing_blocks
 
@@ -83,7 +83,7 @@ class LoadedCalibration:
         return [*notes, note]
 
 
-def load_calibration(options: CalibrationOptions, model: Path) -> LoadedCalibration | None:
+def load_calibration(options: DecisionOptions, model: Path) -> LoadedCalibration | None:
     """Read the profiles that options name; None where they name none.
 
     Raises:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -17,8 +17,9 @@ from safetensors.numpy import save
 
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import OutputFiles, why_no_file
-from twellc.base.records import Json, as_json
+from twellc.base.records import LARGEST, Count, Json, Range, Record, as_json, of_json, parse_json
 from twellc.base.version import __version__
+from twellc.export.shapes import LARGEST_SIZE
 from twellc.passes.block_profile import ARRAYS, BlockProfile, rate_bound, shapes
 from twellc.plugins.library import TILE
 
@@ -33,7 +34,7 @@ _FIX = "Run `twellc profile` again."
 
 
 @dataclass(frozen=True)
-class ProfiledModel:
+class ProfiledModel(Record):
     """The model: name of its file or folder, kind, SHA-256 of its files, and the precision that it ran in."""
 
     name: str
@@ -43,13 +44,35 @@ class ProfiledModel:
 
 
 @dataclass(frozen=True)
-class DataSource:
+class DataSource(Record):
     """Data that a model was run on: its name, kind, and how many sequences and tokens of it."""
 
     name: str
     kind: str
-    sequences: int
-    tokens: int
+    sequences: Count
+    tokens: Count
+
+
+@dataclass(frozen=True)
+class ProfiledBlock(Record):
+    """A block, as the file names it beside its counts: see `BlockProfile`."""
+
+    module: str
+    variant: str
+    activation: str
+    d_ff: Annotated[int, Range(1, LARGEST_SIZE)]
+
+
+@dataclass(frozen=True)
+class _Content(Record):
+    """What the file of a profile says in JSON; the counts are tensors."""
+
+    model: ProfiledModel
+    data: list[DataSource]
+    created: str
+    twellc: str
+    notes: list[str]
+    blocks: list[ProfiledBlock]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +149,7 @@ class FiringProfile:
             option: The option that names it, for messages.
 
         Raises:
-            UserError: It is no profile, damaged, or of another version of the format.
+            UserError: It is not a profile, damaged, or of another version of the format.
         """
         return _read(Path(path), f"{option} {path}".strip())
 
@@ -191,17 +214,9 @@ def _statistics(block: BlockProfile) -> dict[str, Json]:
 
 
 def _content(profile: FiringProfile) -> bytes:
-    content = {
-        "model": asdict(profile.model),
-        "data": [asdict(source) for source in profile.data],
-        "created": profile.created,
-        "twellc": profile.twellc,
-        "notes": profile.notes,
-        "blocks": [
-            {"module": block.module, "variant": block.variant, "activation": block.activation, "d_ff": block.d_ff}
-            for block in profile.blocks.values()
-        ],
-    }
+    blocks = [ProfiledBlock(block.module, block.variant, block.activation, block.d_ff)
+              for block in profile.blocks.values()]  # fmt: skip
+    content = _Content(profile.model, profile.data, profile.created, profile.twellc, profile.notes, blocks).to_json()
     tensors = {f"{module}/{name}": getattr(block, name) for module, block in profile.blocks.items() for name in ARRAYS}
     metadata = {"format": FORMAT, "version": str(VERSION), "profile": json.dumps(content)}
     return bytes(save(tensors, metadata))
@@ -217,17 +232,17 @@ def _read(path: Path, where: str) -> FiringProfile:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()} if _is_ours(metadata) else {}  # noqa: SIM118
     except (SafetensorError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(where, f"is no profile of twellc ({first_line(error)})", fix=_FIX) from error
+        raise UserError(where, f"is not a profile of twellc ({first_line(error)})", fix=_FIX) from error
     if metadata.get("format") != FORMAT:
-        raise UserError(where, "is no profile of twellc", expected="a file that `twellc profile` wrote", fix=_FIX)
+        raise UserError(where, "is not a profile of twellc", expected="a file that `twellc profile` wrote", fix=_FIX)
     if not _is_ours(metadata):
         raise UserError(
             where, "the profile is of another version of the format", got=str(metadata.get("version")),
             expected=str(VERSION), fix="Use the twellc that made it, or run `twellc profile` again.",
         )  # fmt: skip
     try:
-        return _of_content(json.loads(metadata["profile"]), tensors)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _of_content(of_json(_Content, parse_json(metadata.get("profile", ""))), tensors)
+    except ValueError as error:
         raise UserError(where, f"the profile is damaged ({first_line(error)})", fix=_FIX) from error
 
 
@@ -235,20 +250,22 @@ def _is_ours(metadata: dict[str, str]) -> bool:
     return metadata.get("format") == FORMAT and metadata.get("version") == str(VERSION)
 
 
-def _of_content(content: dict[str, Any], tensors: dict[str, Any]) -> FiringProfile:
+def _of_content(content: _Content, tensors: dict[str, Any]) -> FiringProfile:
     """Return the profile of a file's metadata and tensors.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: They have not the form of one, or contradict each other.
+        ValueError: They contradict each other.
     """
     blocks = {}
-    for described in content["blocks"]:
-        module = _text(described["module"])
-        arrays = {name: tensors[f"{module}/{name}"] for name in ARRAYS}
-        for name, shape in shapes(described["d_ff"]).items():
-            if arrays[name].dtype != np.int64 or arrays[name].shape != shape or arrays[name].min() < 0:
-                raise ValueError(f"the counts {module}/{name} are none")
-        block = BlockProfile(module, _text(described["variant"]), _text(described["activation"]), **arrays)
+    for described in content.blocks:
+        module = described.module
+        arrays = {}
+        for name, shape in shapes(described.d_ff).items():
+            counts = tensors.get(f"{module}/{name}")
+            if counts is None or counts.dtype != np.int64 or counts.shape != shape or not _are_counts(counts):
+                raise ValueError(f"the counts {module}/{name} are missing or are not counts")
+            arrays[name] = counts
+        block = BlockProfile(module, described.variant, described.activation, **arrays)
         by_row, by_tile = (int(counts @ np.arange(len(counts))) for counts in (block.rows, block.tiles))
         possible = block.firing.max() <= block.tokens and (block.positions <= (block.tokens, block.nonzeros)).all()
         whole = block.tiles.sum() == block.tokens * -(-block.d_ff // TILE)
@@ -259,17 +276,10 @@ def _of_content(content: dict[str, Any], tensors: dict[str, Any]) -> FiringProfi
         blocks[module] = block
     if not blocks:
         raise ValueError("it has no block")
-    data = [
-        DataSource(_text(each["name"]), _text(each["kind"]), int(each["sequences"]), int(each["tokens"]))
-        for each in content["data"]
-    ]
-    model = ProfiledModel(**{name: _text(content["model"][name]) for name in ("name", "kind", "sha256", "dtype")})
-    return FiringProfile(
-        model, data, _text(content["created"]), _text(content["twellc"]), list(map(_text, content["notes"])), blocks
-    )
+    return FiringProfile(content.model, content.data, content.created, content.twellc, content.notes, blocks)
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
-    return value
+def _are_counts(counts: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
+    """Whether numbers are counts, whose sum, each times its place, fits into 64 bits."""
+    most = float(counts.max()) * len(counts) * len(counts)
+    return bool(counts.min() >= 0) and most < LARGEST

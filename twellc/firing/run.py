@@ -25,7 +25,7 @@ from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import ProfileOptions
-from twellc.passes.pipeline import find, prepare
+from twellc.passes.pipeline import PassOptions, Stage, run_until
 from twellc.samples.batches import Arrays, Batch, Intake, read_batches
 from twellc.samples.documents import kind_of, notes_on
 from twellc.samples.samples import Limits
@@ -112,12 +112,11 @@ def _profile(
             str(options.model), "an ONNX file cannot be profiled", expected="the model that it was exported from"
         )
     progress("loading and tracing the model")
-    model = load_model(options.model, options.trust_model, options.inputs, options.padding)
+    model = load_model(options)
     chosen, notes = choose_dtype(model, options.dtype)
     progress("looking for feed-forward blocks")
-    program = prepare(model.program, torch_dtype(chosen))
-    found = find(program, "all")
-    layers, blocks = found.layers, [block for block, _ in found.chosen]
+    found = run_until(model.program, PassOptions(torch_dtype(chosen), layers="all"), Stage.DECIDE)
+    program, layers, blocks = found.program, found.layers, [block for block, _ in found.chosen]
     if not blocks:
         reasons = first_few([f"{layer.module}: {layer.reason}" for layer in layers], "; ")
         raise UserError(str(options.model), "has no feed-forward block that twellc can rewrite", got=reasons)

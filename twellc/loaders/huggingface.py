@@ -26,10 +26,10 @@ from twellc.loaders.huggingface_inputs import (
     vocabulary_of,
     written_sizes,
 )
-from twellc.loaders.loaded import LoadedModel, NoChoiceError, refuse_choices
+from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.loaders.tracing import keep_tensor_outputs, trace
-from twellc.options.commands import PADDINGS
+from twellc.options.source import PADDINGS, NoChoiceError, refuse_choices
 
 
 def load_directory(path: Path, padding: str | None = None, logits: str = "all", sizes: FixedSizes = ()) -> LoadedModel:

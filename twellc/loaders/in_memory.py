@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
 
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError, first_line
@@ -16,10 +18,11 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.precision import choose_dtype
+from twellc.loaders.tracing import paths_of
 from twellc.optimization import optimized_blocks
-from twellc.options.declared_inputs import InputDeclaration
-from twellc.passes.graph.program import quiet_torch
-from twellc.passes.pipeline import Rewritten, run_passes
+from twellc.options.source import TracingOptions
+from twellc.passes.graph.program import editable, quiet_torch
+from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
 
 IN_MEMORY = "ExportedProgram in memory"
 
@@ -40,25 +43,26 @@ class Example(Protocol):
         """Their dynamic dimensions."""
 
 
-def rewrite_model(
-    model: str | os.PathLike[str] | ExportedProgram | torch.nn.Module,
-    example: Example,
-    dtype: str | None,
-    layers: str,
-    compression: int,
-    trust_model: bool,
-    inputs: tuple[InputDeclaration, ...],
-) -> Rewritten:
+def rewrite_model(options: TracingOptions, model: LoadedModel, layers: str, compression: int | None) -> Rewritten:
     """Run the passes over a model; see `twellc.rewrite`."""
-    if isinstance(model, str | os.PathLike):
-        path = Path(model)
-        if looks_like_onnx(path):
-            raise UserError(str(path), "is an ONNX file, which has no program of torch", fix="Use twellc.compile.")
-        loaded = load_model(path, trust_model, inputs)
-    else:
-        loaded = LoadedModel(Path(type(model).__name__), IN_MEMORY, exported(model, example), [])
-    chosen, _ = choose_dtype(loaded, dtype)
-    return run_passes(loaded.program, torch_dtype(chosen), layers, compression)
+    chosen, _ = choose_dtype(model, options.dtype)
+    return run_passes(model.program, PassOptions(torch_dtype(chosen), layers, compression))
+
+
+def load_for_rewriting(options: TracingOptions) -> LoadedModel:
+    """Load a model that has a program of torch.
+
+    Raises:
+        UserError: It has none, or see `load_model`.
+    """
+    if looks_like_onnx(options.model):
+        raise UserError(str(options.model), "is an ONNX file, which has no program of torch", fix="Use twellc.compile.")
+    return load_model(options)
+
+
+def loaded(model: ExportedProgram | torch.nn.Module, example: Example) -> LoadedModel:
+    """Return a model in memory as if it had been loaded; see `exported`."""
+    return LoadedModel(Path(type(model).__name__), IN_MEMORY, exported(model, example), [])
 
 
 def save(model: ExportedProgram | torch.nn.Module, example: Example, folder: Path) -> Path:
@@ -71,10 +75,36 @@ def save(model: ExportedProgram | torch.nn.Module, example: Example, folder: Pat
     path = folder / f"{type(model).__name__}.pt2"
     try:
         with quiet_torch():
-            torch.export.save(program, path)
+            torch.export.save(_in_plain_containers(program), path)
     except Exception as error:  # torch raises what it likes for what it cannot write down
         raise UserError(type(model).__name__, f"torch.export.save cannot save it ({first_line(error)})") from error
     return path
+
+
+def _in_plain_containers(program: ExportedProgram) -> ExportedProgram:
+    """Return a program of the same tensors that takes and returns dictionaries: classes cannot be saved."""
+    program = editable(program)
+    call, *others = program.module_call_graph
+    if call.signature is None or call.signature.out_spec is None:
+        return program
+    returned: dict[str | int, Any] = {}
+    for path in paths_of(call.signature.out_spec):
+        where = returned
+        for part in path[:-1]:
+            where = where.setdefault(part, {})
+        where.update(dict.fromkeys(path[-1:], 0))
+    specs = program.graph_signature.input_specs
+    names = [spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT]
+    signature = dataclasses.replace(
+        call.signature,
+        in_spec=pytree.tree_structure(((), dict.fromkeys(names, 0))),
+        out_spec=pytree.tree_structure(returned or 0),
+        forward_arg_names=None,
+    )
+    program._module_call_graph = [dataclasses.replace(call, signature=signature), *others]
+    if program.example_inputs is not None:
+        program.example_inputs = (), dict(zip(names, pytree.tree_leaves(program.example_inputs), strict=True))
+    return program
 
 
 def exported(model: ExportedProgram | torch.nn.Module, example: Example) -> ExportedProgram:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch.export import ExportedProgram
 
-from twellc.base.errors import UserError
 from twellc.base.files import open_file
 
 DimensionRange = tuple[int, int, int]
@@ -29,7 +28,7 @@ class LoadedModel:
         language_model: Whether its first output holds logits over the vocabulary.
         declared_activation: The activation that a config.json names; empty without one.
         notes: What the user should hear about how it was loaded.
-        settings: The choices that it was traced by, of `padding` and `logits` of `CompileOptions`; empty for a model
+        settings: The choices that it was traced by, of `padding` and `logits` of `TracingOptions`; empty for a model
             that leaves none.
     """
 
@@ -44,24 +43,6 @@ class LoadedModel:
     declared_activation: str = ""
     notes: list[str] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
-
-
-class NoChoiceError(UserError):
-    """A choice of `padding` or `logits` was made, and the model leaves none."""
-
-
-def refuse_choices(padding: str | None, logits: str, target: str) -> None:
-    """Fail if a choice is made that only causal Hugging Face models leave.
-
-    Raises:
-        NoChoiceError: It is.
-    """
-    chosen = [f"--padding {padding}"] if padding is not None else []
-    chosen += [f"--logits {logits}"] if logits != "all" else []
-    if chosen:
-        raise NoChoiceError(
-            chosen[0], "only a causal Hugging Face model leaves the choice", got=target, fix="Leave it out."
-        )
 
 
 def fingerprint(path: Path) -> str:

@@ -95,7 +95,7 @@ def read_batches(data: Sequence[Path | Arrays], intake: Intake) -> Iterator[Batc
 
 
 def _as_array(value: torch.Tensor | Array) -> Array:
-    return to_numpy(value.cpu()) if isinstance(value, torch.Tensor) else np.asarray(value)
+    return to_numpy(value) if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
 # ---- sequences of token ids ----

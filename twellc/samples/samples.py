@@ -12,7 +12,7 @@ import numpy as np
 import sympy
 import torch
 
-from twellc.base.arrays import Array, to_torch
+from twellc.base.arrays import Array, to_numpy, to_torch
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import read_file, why_no_file
@@ -178,7 +178,7 @@ def _as_input(where: str, spec: InputSpec, array: Array, token_ids: int | None) 
         )  # fmt: skip
     if kinds == "f":
         tensor = to_torch(array.astype(np.float64)).to(spec.dtype)
-        if not np.array_equal(np.isinf(array), tensor.isinf().numpy()):
+        if not np.array_equal(np.isinf(array), to_numpy(tensor.isinf())):
             raise UserError(
                 where, f"has values that overflow {dtype_name(spec.dtype)}", got=f"{np.nanmax(np.abs(array)):.3g}",
                 expected=f"at most {torch.finfo(spec.dtype).max:.3g}",

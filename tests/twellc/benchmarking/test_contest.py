@@ -58,6 +58,25 @@ def test_without_a_yardstick() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("lossy", [False, True])
+def test_what_is_not_finite(lossy: bool) -> None:
+    """NaN for NaN is no agreement, nor one that a lossy contestant may have."""
+    found = Contest(TRUTH, lambda result: result, language_model=False)
+    found.add("yardstick", lambda: (TRUTH * torch.nan).bfloat16(), lossy=lossy)
+    found.add("as NaN", lambda: (TRUTH * torch.nan).bfloat16(), lossy=lossy)
+    one = TRUTH.bfloat16()
+    one[3, 5] = torch.inf
+    found.add("one", lambda: one, lossy=lossy)
+    found.add("right", rounded(torch.float64), lossy=lossy)
+    assert list(found.time(1)) == ["right"]
+    assert "NaN or infinite in 128 of 128 elements" in found.failed["yardstick"]
+    assert "NaN or infinite in 1 of 128 elements" in found.failed["one"]
+    nothing = Contest(TRUTH * torch.nan, lambda result: result, language_model=False)
+    nothing.add("any", lambda: (TRUTH * torch.nan).bfloat16(), lossy=lossy)
+    assert "cannot be compared" in nothing.failed["any"]
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_without_a_truth() -> None:
     found = Contest(None, lambda result: result, language_model=False)
     found.add("any", lambda: torch.zeros(3))

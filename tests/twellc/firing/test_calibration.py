@@ -20,6 +20,7 @@ from twellc.decisions.advise import Advisor
 from twellc.firing.calibration import LoadedCalibration
 from twellc.passes.block_profile import Calibration, hot_first
 from twellc.passes.match.find_ffn import FfnBlock
+from twellc.passes.neurons import Staying
 from twellc.passes.report import Choice
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200))
@@ -49,7 +50,7 @@ def first_weight(path: Path, module: str) -> np.ndarray[Any, Any]:
     return np.asarray(onnx.numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == node.input[1])))
 
 
-def splitting(advisor: Advisor, block: FfnBlock) -> Choice:
+def splitting(advisor: Advisor, block: FfnBlock, neurons: Staying) -> Choice:
     """Advise hot neurons for one block, and none for the others."""
     choice = Choice("twell", "matches", 128 if block.module == PRUNED else 0, 8, None)
     advisor.decided[block.module] = {"decision": "twell", "facts": "matches", "hot": choice.hot, "compression": 8}
@@ -212,12 +213,12 @@ def test_what_is_refused(cli: Cli, bytelm: Path, llama: Path, profile: Path, tmp
     for command in (["compile", *output], ["inspect"]):
         name, *rest = command
 
-        def refused(model: Path, *options: object, name: str = name, rest: list[Any] = rest) -> Any:
+        def refused(model: Path, *options: object, name: object = name, rest: list[Any] = rest) -> Any:
             return cli(name, model, *rest, *options)
 
         failed(refused(llama, "--calibration", profile), "is a profile of another model", "got bytelm")
         failed(refused(bytelm, "--calibration", tmp_path / "empty"), "the file is empty")
-        failed(refused(bytelm, "--calibration", tmp_path / "text"), "is no profile of twellc")
+        failed(refused(bytelm, "--calibration", tmp_path / "text"), "is not a profile of twellc")
         failed(refused(bytelm, "--calibration", tmp_path / "none"), "there is no such file")
         failed(refused(bytelm, "--calibration", tmp_path), "is a folder; expected a profile")
         failed(refused(bytelm, "--prune-dead"), "--prune-dead: needs a profile", "Add --calibration PROFILE")

@@ -210,9 +210,9 @@ def test_rows_that_are_no_token_ids_end_the_run_early_too(archive: Path) -> None
     "options", [{"batch": 0}, {"batch": 2.5}, {"batch": None}, {"tokens": 0}, {"sequence": -1}, {"sequence": "8"}]
 )
 def test_numbers_that_count_nothing(options: dict[str, Any]) -> None:
-    with pytest.raises(twellc.UserError, match=f"^--{min(options)}: is no count; got .*; expected an integer"):
+    with pytest.raises(twellc.UserError, match=f"^--{min(options)}: is not a count; got .*; expected an integer"):
         twellc.profile("m", "data", **options)
-    with pytest.raises(twellc.UserError, match="there is no profile to merge"):
+    with pytest.raises(twellc.UserError, match="there is not a profile to merge"):
         twellc.merge_profiles([], "merged")
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
 import twellc
+from twellc.cli import main
 from twellc.firing.profile import DataSource, FiringProfile, ProfiledModel
 from twellc.passes.block_profile import BlockProfile, rate_bound
 
@@ -71,15 +73,45 @@ def rewritten(path: Path, tensors: dict[str, Any] | None = None, **metadata: str
     save_file({**load_file(path), **(tensors or {})}, path, {**old, **metadata})
 
 
+def content(text: str = "", **changes: Any) -> str:
+    """Return what a profile says in JSON, with changes; `text` stands for VALUE, as no JSON of Python's would."""
+    written = profile().content()
+    own = json.loads(json.loads(written[8 : 8 + int.from_bytes(written[:8], "little")])["__metadata__"]["profile"])
+    return json.dumps({**own, **changes}).replace('"VALUE"', text)
+
+
+BLOCK = {"module": "mlp", "variant": "gated", "activation": "relu"}
+SOURCE = {"name": "a", "kind": "text", "sequences": 1}
 DAMAGE: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
-    "another format": ({}, {"format": "another"}, "is no profile of twellc; expected a file that"),
+    "another format": ({}, {"format": "another"}, "is not a profile of twellc; expected a file that"),
     "another version": ({}, {"version": "2"}, "the profile is of another version of the format; got 2; expected 1"),
     "no JSON": ({}, {"profile": "{"}, "the profile is damaged"),
     "no object": ({}, {"profile": "[1]"}, "the profile is damaged"),
-    "no blocks": ({}, {"profile": json.dumps({"blocks": []})}, r"the profile is damaged \(it has no block\)"),
-    "floats": ({"mlp/firing": np.ones(6)}, {}, "the counts mlp/firing are none"),
-    "another width": ({"mlp/firing": np.ones(7, np.int64)}, {}, "the counts mlp/firing are none"),
-    "negative": ({"mlp/tiles": np.full(257, -1)}, {}, "the counts mlp/tiles are none"),
+    "no blocks": ({}, {"profile": json.dumps({"blocks": []})}, r"the profile is damaged \(has no model\)"),
+    "none of any": ({}, {"profile": content(blocks=[])}, r"the profile is damaged \(it has no block\)"),
+    "floats": ({"mlp/firing": np.ones(6)}, {}, "the counts mlp/firing are missing or are not counts"),
+    "another width": ({"mlp/firing": np.ones(7, np.int64)}, {}, "the counts mlp/firing are missing or are not counts"),
+    "negative": ({"mlp/tiles": np.full(257, -1)}, {}, "the counts mlp/tiles are missing or are not counts"),
+    **{
+        f"{text} tokens": ({}, {"profile": content(text, data=[{**SOURCE, "tokens": "VALUE"}])}, message)
+        for text, message in {
+            "Infinity": "Infinity is not a number of JSON",
+            "NaN": "NaN is not a number of JSON",
+            "1e999": r"data\[0\].tokens is not an integer",
+            "-1": r"data\[0\].tokens is not at least 0: -1",
+            "9223372036854775808": r"data\[0\].tokens is not at most",
+        }.items()
+    },
+    **{
+        f"{text} neurons": ({}, {"profile": content(text, blocks=[{**BLOCK, "d_ff": "VALUE"}])}, message)
+        for text, message in {
+            "Infinity": "Infinity is not a number of JSON",
+            "1e999": r"blocks\[0\].d_ff is not an integer",
+            "0": r"blocks\[0\].d_ff is not at least 1: 0",
+            "4294967296": r"blocks\[0\].d_ff is not at most",
+        }.items()
+    },
+    "counts whose sum has no 64 bits": ({"mlp/rows": np.full(7, 2**62)}, {}, "mlp/rows are missing or are not counts"),
     "contradiction": ({"mlp/firing": np.ones(6, np.int64)}, {}, "the counts of mlp contradict each other"),
     "more often than there are tokens": ({"mlp/firing": np.array([9, 0, 0, 0, 0, 0])}, {}, "contradict each other"),
     "more tiles than there are": ({"mlp/tiles": np.array([1, 1, 1, 2, *[0] * 253])}, {}, "contradict each other"),
@@ -98,7 +130,7 @@ def test_damage(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x00" * 64, b"\xff" * 8])
 def test_no_profile(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "p").write_bytes(content)
-    with pytest.raises(twellc.UserError, match=r"^--calibration .*p: (the file is empty|is no profile of twellc)"):
+    with pytest.raises(twellc.UserError, match=r"^--calibration .*p: (the file is empty|is not a profile of twellc)"):
         FiringProfile.read(tmp_path / "p", "--calibration")
     with pytest.raises(twellc.UserError, match="there is no such file"):
         FiringProfile.read(tmp_path / "missing")
@@ -109,5 +141,20 @@ def test_every_cut_is_noticed(tmp_path: Path) -> None:
     whole = (tmp_path / "p").read_bytes()
     for size in range(1, len(whole), 97):
         (tmp_path / "p").write_bytes(whole[:size])
-        with pytest.raises(twellc.UserError, match="is no profile"):
+        with pytest.raises(twellc.UserError, match="is not a profile"):
             FiringProfile.read(tmp_path / "p")
+
+
+@pytest.mark.parametrize("text", ["Infinity", "1e999", "NaN"])
+def test_commands_refuse_numbers_that_are_none(text: str, archive: Path, tmp_path: Path) -> None:
+    """A traceback and exit status 70 would blame twellc."""
+    bad, page = tmp_path / "p", tmp_path / "p.html"
+    rewritten(bad, profile=content(text, data=[{**SOURCE, "tokens": "VALUE"}]))
+    for arguments in (
+        ["report", bad, "-o", page],
+        ["inspect", archive, "--calibration", bad],
+        ["profile", "--merge", bad, bad, "-o", tmp_path / "q"],
+    ):
+        result = CliRunner().invoke(main, list(map(str, arguments)))
+        assert result.exit_code == 2, result.output
+        assert result.stderr.count("Error: ") == 1 and "the profile is damaged" in result.stderr

@@ -21,6 +21,7 @@ from tests.processes import environment
 from twellc.base.errors import UserError
 from twellc.loaders.checkpoint import Checkpoint, read_checkpoint
 from twellc.loaders.model import load_model
+from twellc.options.source import TracingOptions
 from twellc.passes.graph.execution import Runner
 
 Tensors = dict[str, torch.Tensor]
@@ -122,7 +123,7 @@ def test_taken(state: str, llama: Path, folder: Path) -> None:
 def logits(folder: Path) -> torch.Tensor:
     torch.manual_seed(0)
     ids = torch.randint(2, 96, (2, 7))
-    return Runner(load_model(folder, trust_model=False).program)({"input_ids": ids})[0]
+    return Runner(load_model(TracingOptions(folder)).program)({"input_ids": ids})[0]
 
 
 @pytest.mark.parametrize("state", ["an index of shards that are gone", "compiled layers", "dtype by its old name"])
@@ -136,7 +137,7 @@ def test_weights_that_are_tied(tmp_path: Path) -> None:
     folder = models.save(models.llama(tie_word_embeddings=True), tmp_path / "tied")
     assert "lm_head.weight" not in stored(folder)
     ids = torch.randint(2, 96, (2, 7))
-    program = load_model(folder, trust_model=False).program
+    program = load_model(TracingOptions(folder)).program
     own = transformers.LlamaForCausalLM.from_pretrained(folder)(ids, use_cache=False).logits
     assert torch.equal(Runner(program)({"input_ids": ids})[0], own)
 
@@ -147,7 +148,7 @@ def test_weights_of_several_dtypes(folder: Path) -> None:
         name: value.to(torch.float32 if "norm" in name else torch.bfloat16) for name, value in stored(folder).items()
     }
     save_file(tensors, folder / "model.safetensors")
-    program = load_model(folder, trust_model=False).program
+    program = load_model(TracingOptions(folder)).program
     assert {value.dtype for value in program.state_dict.values()} == {torch.bfloat16}
 
 
@@ -274,7 +275,7 @@ def test_refused(state: str, folder: Path) -> None:
     change, message = REFUSED[state]
     change(folder)
     with pytest.raises(UserError) as refusal:
-        load_model(folder, trust_model=False)
+        load_model(TracingOptions(folder))
     assert str(refusal.value).startswith(str(folder)) and message in str(refusal.value)
 
 
@@ -292,4 +293,4 @@ def test_a_shard_that_is_a_pipe(folder: Path) -> None:
     os.mkfifo(folder / "a.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
     with pytest.raises(UserError, match=r"a\.safetensors: the weights are missing"):
-        load_model(folder, trust_model=False)
+        load_model(TracingOptions(folder))

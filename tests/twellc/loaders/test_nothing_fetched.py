@@ -21,6 +21,7 @@ from tests import models
 from tests.processes import environment
 from twellc.base.errors import UserError
 from twellc.loaders.model import load_model
+from twellc.options.source import TracingOptions
 from twellc.samples.tokenizer import load_tokenizer
 
 STAND_IN = """
@@ -70,7 +71,7 @@ if sys.argv[1] == "late":
     import kernels, transformers.integrations.hub_kernels
 for folder in map(Path, sys.argv[2:]):
     try:
-        load_model(folder, trust_model=False)
+        load_model(TracingOptions(folder))
         load_tokenizer(folder, 256)
     except Exception as error:
         sys.exit(f"{folder.name}: {error!r}")
@@ -180,7 +181,7 @@ def test_remote_code_is_refused_wherever_it_is_named(
     folder = configured(llama, tmp_path / "model", changes)
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(UserError, match=rf"config\.json: the model needs remote code \({place}\)"):
-        load_model(folder, trust_model=False)
+        load_model(TracingOptions(folder))
     assert not (tmp_path / "ran").exists()
 
 
@@ -195,7 +196,7 @@ def test_code_beside_a_model_is_not_run(bytelm: Path, tmp_path: Path) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
     (folder / "generation_config.json").write_text(json.dumps({"custom_generate": "custom_generate/generate.py"}))
     (folder / "processor_config.json").write_text(json.dumps(code))
-    load_model(folder, trust_model=False)
+    load_model(TracingOptions(folder))
     (folder / "tokenizer_config.json").write_text(json.dumps(code | {"tokenizer_class": "Code"}))
     with pytest.raises(UserError, match="cannot load the tokenizer"):
         load_tokenizer(folder, 256)
@@ -226,7 +227,7 @@ def test_pipes_among_the_files_of_a_model(bytelm: Path, tmp_path: Path) -> None:
         else:
             (folder / name).symlink_to(tmp_path / "pipe")
     (folder / "folder.json").mkdir()
-    load_model(folder, trust_model=False)
+    load_model(TracingOptions(folder))
     assert load_tokenizer(folder, 256)("ab") == [0, 97, 98]
     fingerprint(folder)
     (folder / "vocab.txt").write_text("a\nb\n")  # now there is a tokenizer, of which most is missing
@@ -242,4 +243,4 @@ def test_a_pipe_in_place_of_a_file_that_is_needed(name: str, llama: Path, tmp_pa
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(UserError, match=r"no config\.json in this folder|the weights are missing"):
-        load_model(folder, trust_model=False)
+        load_model(TracingOptions(folder))

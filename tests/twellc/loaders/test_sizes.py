@@ -17,6 +17,7 @@ from twellc.export.shapes import ShapeRange, fixed_sizes
 from twellc.loaders.huggingface_inputs import read_sizes, written_sizes
 from twellc.loaders.model import load_model
 from twellc.loaders.tracing import trace
+from twellc.options.source import TracingOptions
 from twellc.passes.graph.execution import Runner
 
 SMALL = {**models.SMALL, "num_hidden_layers": 1, "intermediate_size": 64, "hidden_act": "relu"}
@@ -40,7 +41,7 @@ def test_an_encoder_and_a_decoder_of_different_sizes(tmp_path: Path) -> None:
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     config.decoder_start_token_id, config.pad_token_id = 1, 0
     eager = transformers.EncoderDecoderModel(config).eval()
-    model = load_model(save(eager, tmp_path), trust_model=False)
+    model = load_model(TracingOptions(save(eager, tmp_path)))
     ranges = {model.dimension_names[symbol]: sizes for symbol, sizes in model.dimension_ranges.items()}
     assert ranges == {"batch": (1, 1, 8), "sequence": (1, 24, 24), "decoder_sequence": (1, 40, 40)}
     assert model.vocabulary == 80
@@ -58,7 +59,7 @@ def test_an_encoder_of_images_and_a_decoder(tmp_path: Path) -> None:
     )
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     eager = transformers.VisionEncoderDecoderModel(config).eval()
-    model = load_model(save(eager, tmp_path), trust_model=False)
+    model = load_model(TracingOptions(save(eager, tmp_path)))
     ranges = {model.dimension_names[symbol]: sizes for symbol, sizes in model.dimension_ranges.items()}
     assert ranges == {"batch": (1, 1, 8), "decoder_sequence": (1, 40, 40)} and model.vocabulary == 96
     inputs = {"pixel_values": torch.randn(2, 3, 32, 32), "decoder_input_ids": torch.randint(2, 80, (2, 9))}
@@ -84,9 +85,9 @@ def test_one_size(canine: Path) -> None:
         r"as --profile input_ids:1x64:1x64:1x64\."
     )
     with pytest.raises(UserError, match=message) as refusal:
-        load_model(canine, trust_model=False)
+        load_model(TracingOptions(canine))
     assert "ontrol flow" not in str(refusal.value)
-    model = load_model(canine, trust_model=False, sizes=(("input_ids", (0, 32)),))
+    model = load_model(TracingOptions(canine), sizes=(("input_ids", (0, 32)),))
     assert model.settings == {"sizes": "input_ids:0x32"} and set(model.dimension_names.values()) == {"batch"}
     eager = transformers.CanineModel.from_pretrained(canine).eval()
     ids = torch.randint(2, 96, (3, 32))
@@ -95,9 +96,9 @@ def test_one_size(canine: Path) -> None:
     with pytest.raises(
         UserError, match="does not take this size in dimension 1 of input_ids; got 65; expected 1 to 64"
     ):
-        load_model(canine, trust_model=False, sizes=(("input_ids", (1, 65)),))
+        load_model(TracingOptions(canine), sizes=(("input_ids", (1, 65)),))
     with pytest.raises(UserError, match="does not take every size"):  # none that is known is fixed
-        load_model(canine, trust_model=False, sizes=(("input_ids", (0, 0)), ("other", (3,))))
+        load_model(TracingOptions(canine), sizes=(("input_ids", (0, 0)), ("other", (3,))))
 
 
 def test_compile_and_check_at_one_size(cli: Cli, canine: Path, tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_compile_and_check_at_one_size(cli: Cli, canine: Path, tmp_path: Path) -
 
 
 def test_models_that_take_every_size_are_not_fixed(llama: Path) -> None:
-    model = load_model(llama, trust_model=False, sizes=(("input_ids", (1, 8)),))
+    model = load_model(TracingOptions(llama), sizes=(("input_ids", (1, 8)),))
     assert "sizes" not in model.settings and set(model.dimension_names.values()) == {"batch", "sequence"}
 
 

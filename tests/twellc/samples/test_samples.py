@@ -242,7 +242,7 @@ def test_code_of_a_tokenizer_does_not_run(with_tokenizer: Path, tmp_path: Path) 
         config = json.loads((folder / name).read_text())
         config |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
         (folder / name).write_text(json.dumps(config))
-    with pytest.raises(UserError, match="transformers cannot load the tokenizer"):
+    with pytest.raises(UserError, match=r"needs remote code \(auto_map\)"):
         read_text(tmp_path / "t", folder, True, text_limits(96))
     assert not proof.exists()
 
