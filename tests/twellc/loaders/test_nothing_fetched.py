@@ -66,6 +66,7 @@ BY_TWELLC = """
 import sys
 from pathlib import Path
 from twellc.loaders.model import load_model
+from twellc.options.source import TracingOptions
 from twellc.samples.tokenizer import load_tokenizer
 if sys.argv[1] == "late":
     import kernels, transformers.integrations.hub_kernels
