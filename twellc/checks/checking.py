@@ -32,6 +32,7 @@ from twellc.compiling.translate import translate_any
 from twellc.export.onnx_export import save_onnx
 from twellc.export.runner import PlanRunner, open_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
+from twellc.loaders.huggingface_inputs import read_sizes
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx
@@ -237,13 +238,14 @@ def _load_as_compiled(options: CheckOptions, settings: dict[str, Any]) -> Loaded
     Raises:
         UserError: The model cannot be loaded, or leaves no such settings.
     """
-    padding, logits = settings.get("padding"), settings.get("logits")
+    padding, logits, sizes = settings.get("padding"), settings.get("logits"), settings.get("sizes")
     try:
         return load_model(
             TracingOptions(
                 options.model, trust_model=options.trust_model, inputs=options.inputs,
                 padding=padding if padding in PADDINGS else None, logits=logits if logits in LOGITS else LOGITS[0],
-            )
+            ),
+            read_sizes(str(sizes)),
         )  # fmt: skip
     except NoChoiceError as error:
         raise UserError(

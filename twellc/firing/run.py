@@ -15,7 +15,7 @@ import torch
 
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError, first_few, first_line
-from twellc.base.files import OutputFiles, refuse_replacing
+from twellc.base.files import OutputFiles, read_file, refuse_replacing
 from twellc.base.version import __version__
 from twellc.export.profiles import program_inputs
 from twellc.firing.measure import ProgramObserver
@@ -188,7 +188,7 @@ def _no_memory(device: torch.device, fix: str) -> UserError:
 
 def _intake(options: ProfileOptions, model: LoadedModel, notes: list[str]) -> Intake:
     limits = Limits(program_inputs(model.program), None, model.vocabulary)
-    config = json.loads((options.model / "config.json").read_bytes()) if options.model.is_dir() else {}
+    config = json.loads(read_file(options.model / "config.json")) if options.model.is_dir() else {}
     pad = config.get("pad_token_id")
     directory = model.vocabulary is not None and options.model.is_dir()
 

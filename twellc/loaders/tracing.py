@@ -18,15 +18,21 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
-from twellc.base.errors import UserError, first_line
+from twellc.base.errors import UserError
 from twellc.export.names import distinct_outputs
+from twellc.loaders.tracing_errors import refuse_assumptions, untraceable
 from twellc.passes.graph.program import quiet_torch, user_inputs
 
 _NUMBERS = (SymIntArgument, SymFloatArgument, SymBoolArgument)
 
 
 def trace(
-    path: Path, module: torch.nn.Module, inputs: dict[str, torch.Tensor], shapes: dict[str, dict[int, Any]], fix: str
+    path: Path,
+    module: torch.nn.Module,
+    inputs: dict[str, torch.Tensor],
+    shapes: dict[str, dict[int, Any]],
+    fix: str,
+    fix_sizes: str,
 ) -> ExportedProgram:
     """Trace a module.
 
@@ -36,6 +42,7 @@ def trace(
         inputs: Example inputs by parameter of `forward`.
         shapes: The dynamic dimensions (torch.export.Dim) of each input, by axis.
         fix: What to do where it cannot be traced.
+        fix_sizes: What to do where it cannot since a dimension must not vary, or not so much.
 
     Raises:
         UserError: It cannot be traced.
@@ -43,7 +50,7 @@ def trace(
     try:
         with quiet_torch(), torch.no_grad():
             # Comparisons of two lengths (masks in T5) become assertions instead of constraints on the lengths.
-            return torch.export.export(
+            program = torch.export.export(
                 module,
                 (),
                 inputs,
@@ -52,7 +59,9 @@ def trace(
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
     except Exception as error:  # torch.export raises what the module's code raises
-        raise UserError(str(path), f"torch.export cannot trace the model ({first_line(error)})", fix=fix) from error
+        raise untraceable(path, error, inputs, fix, fix_sizes) from error
+    refuse_assumptions(path, program, fix_sizes)
+    return program
 
 
 def keep_tensor_outputs(path: Path, program: ExportedProgram) -> tuple[list[str], list[str]]:
