@@ -190,15 +190,13 @@ def _trace(
     dynamic = {dim.name: dim for each in inputs.values() for dim in each.dynamic().values()}
     dims = {name: torch.export.Dim(name, min=dim.least, max=dim.largest) for name, dim in dynamic.items()}
     shapes = {name: {axis: dims[dim.name] for axis, dim in each.dynamic().items()} for name, each in inputs.items()}
-    fix = (
-        "Control flow that depends on values cannot be exported. Where only a size must not vary, export the model at"
-        " one size with torch.export.save, and compile that archive."
-    )
+    fix = ""
     if any("expert" in f"{name} {type(module).__name__}".lower() for name, module in model.named_modules()):
-        fix = f"Mixture-of-experts models cannot be exported as they are. {fix}"
+        fix = "Mixture-of-experts models cannot be exported as they are."
     _fix_arguments(model, settings)
     with traced_attention(padded="attention_mask" in inputs, longest=longest_text(model)):
-        program = trace(path, model, {name: each.example() for name, each in inputs.items()}, shapes, fix)
+        examples = {name: each.example() for name, each in inputs.items()}
+        program = trace(str(path), model, (), examples, shapes, fix)
     experts = next((node for node in program.graph.nodes if "grouped_mm" in str(node.target)), None)
     if experts is not None:
         raise UserError(

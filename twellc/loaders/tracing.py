@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.exc import UserError as TorchUserError
 from torch.export import ExportedProgram
 from torch.export.graph_signature import (
     InputKind,
@@ -16,6 +18,7 @@ from torch.export.graph_signature import (
     SymIntArgument,
     TensorArgument,
 )
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError, first_line
@@ -26,16 +29,17 @@ _NUMBERS = (SymIntArgument, SymFloatArgument, SymBoolArgument)
 
 
 def trace(
-    path: Path, module: torch.nn.Module, inputs: dict[str, torch.Tensor], shapes: dict[str, dict[int, Any]], fix: str
+    name: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any, fix: str = ""
 ) -> ExportedProgram:
     """Trace a module.
 
     Args:
-        path: Where it came from, for the message.
+        name: What to call it in the message.
         module: The module, in eval mode.
-        inputs: Example inputs by parameter of `forward`.
-        shapes: The dynamic dimensions (torch.export.Dim) of each input, by axis.
-        fix: What to do where it cannot be traced.
+        args: Example inputs.
+        kwargs: Those by parameter of `forward`.
+        shapes: The dynamic dimensions of each input, as torch.export takes them.
+        fix: What to do where it cannot be traced, for the user of its loader.
 
     Raises:
         UserError: It cannot be traced.
@@ -45,14 +49,43 @@ def trace(
             # Comparisons of two lengths (masks in T5) become assertions instead of constraints on the lengths.
             return torch.export.export(
                 module,
-                (),
-                inputs,
+                args,
+                kwargs,
                 dynamic_shapes=shapes,
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
     except Exception as error:  # torch.export raises what the module's code raises
-        raise UserError(str(path), f"torch.export cannot trace the model ({first_line(error)})", fix=fix) from error
+        raise untraceable(name, error, fix) from error
+
+
+def untraceable(name: str, error: Exception, fix: str = "") -> UserError:
+    """Return what to say of a model that torch.export does not trace: what it says, and advice where that fits.
+
+    Args:
+        name: What to call the model.
+        error: What torch.export raised; anything that the model's own code raises, too.
+        fix: Advice that fits whatever the cause is; empty where there is none.
+    """
+    advice = [text for kinds, words, text in _ADVICE if isinstance(error, kinds) and re.search(words, str(error))][:1]
+    what = f"torch.export cannot trace the model ({first_line(error)})"
+    return UserError(name, what, fix=" ".join([*advice, *([fix] if fix else [])]))
+
+
+_ADVICE: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str, str], ...] = (
+    (
+        GuardOnDataDependentSymNode, "",
+        "Control flow that depends on values cannot be exported: replace it by torch.where or torch.cond.",
+    ),
+    (
+        Exception, r"(?i)constraints violated|is not inferred|specialized|marked .* as dynamic",
+        "Where only a size must not vary, export the model at one size with torch.export.save, and compile that archive.",
+    ),
+    (
+        TorchUserError, r"(?i)dynamic_shapes",
+        "dynamic_shapes has the form of the inputs: one entry for each of args and kwargs.",
+    ),
+)  # fmt: skip
 
 
 def keep_tensor_outputs(path: Path, program: ExportedProgram) -> tuple[list[str], list[str]]:
