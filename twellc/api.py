@@ -46,6 +46,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "inputs": parse_input,
     "plugin_libraries": Path,
     "shapes": parse_sizes,
+    "import_modules": str,
 }
 
 
@@ -369,7 +370,8 @@ def _parsed(kind: type[Any], options: dict[str, Any], in_memory: str) -> dict[st
             parsed[name] = Path(options[name])
     for name, parse in _PARSERS.items():
         if name in options:
-            parsed[name] = tuple(parse(each) if isinstance(each, str) else each for each in options[name])
+            several = [options[name]] if isinstance(options[name], str) else options[name]
+            parsed[name] = tuple(parse(each) if isinstance(each, str) else each for each in several)
     if in_memory:
         parsed |= {"trust_model": True} | ({"in_memory": in_memory} if "in_memory" in names else {})
     return parsed

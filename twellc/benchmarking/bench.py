@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError, first_few
 from twellc.base.files import OutputFiles, temporary_folder
+from twellc.base.modules import import_modules
 from twellc.benchmarking.blocks import (
     TWELL,
     Form,
@@ -81,6 +82,7 @@ def bench_model(options: BenchOptions, progress: Callable[[str], None]) -> Bench
     Raises:
         UserError: There is no GPU, the model or its inputs cannot be read, or none of its blocks is rewritten.
     """
+    import_modules(options.import_modules)
     if not options.model.exists():
         raise UserError(str(options.model), "there is no such file or folder", expected="a model")
     if looks_like_onnx(options.model):

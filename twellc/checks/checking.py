@@ -13,6 +13,7 @@ import torch
 
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import digest, external_data, temporary_folder, why_no_file
+from twellc.base.modules import import_modules
 from twellc.base.records import Json, Record, of_json
 from twellc.checks.accuracy import (
     COARSE,
@@ -144,6 +145,7 @@ def check(options: CheckOptions, progress: Callable[[str], None]) -> CheckResult
     Raises:
         UserError: Something cannot be read, or model, candidate and inputs do not belong together.
     """
+    import_modules(options.import_modules)
     with temporary_folder() as folder:
         return _check(options, folder, progress)
 

@@ -16,6 +16,7 @@ from twellc.commands.terminal import (
     Command,
     FilePath,
     calibration_option,
+    import_option,
     inputs_option,
     never_failing,
     open_console,
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=FilePath(), metavar="FILE", help="With --calibrate: the data file to write.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing picture or data file.")
 @trust_model_option
+@import_option
 @inputs_option
 @click.pass_context
 def bench(

@@ -15,6 +15,7 @@ import twellc
 from twellc.commands.terminal import (
     Command,
     FilePath,
+    import_option,
     inputs_option,
     open_console,
     show_progress,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     "run, if its graph was not kept.",
 )  # fmt: skip
 @trust_model_option
+@import_option
 @inputs_option
 @click.pass_context
 def check(context: click.Context, /, model: Path, candidate: Path, as_json: bool, **options: Any) -> None:

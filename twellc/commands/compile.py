@@ -14,6 +14,7 @@ from twellc.commands.terminal import (
     Command,
     FilePath,
     calibration_option,
+    import_option,
     inputs_option,
     never_failing,
     open_console,
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing output files.")
 @trust_model_option
+@import_option
 @inputs_option
 @click.option(
     "--triton", type=FilePath(), metavar="DIR",

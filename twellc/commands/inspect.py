@@ -18,6 +18,7 @@ from twellc.commands.terminal import (
     FilePath,
     Share,
     calibration_option,
+    import_option,
     inputs_option,
     open_console,
     plain,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 @prune_dead_option
 @prune_check_option
 @trust_model_option
+@import_option
 @inputs_option
 def inspect(target: Path, as_json: bool, **options: Any) -> None:
     """Show the feed-forward blocks of TARGET, a model or a plan, and what becomes of each.

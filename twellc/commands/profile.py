@@ -18,6 +18,7 @@ from twellc.base.errors import first_few
 from twellc.commands.terminal import (
     Command,
     FilePath,
+    import_option,
     inputs_option,
     never_failing,
     open_console,
@@ -73,6 +74,7 @@ _COUNT = click.IntRange(1, LARGEST_SIZE)
 @click.option("--json", "as_json", is_flag=True, help="Print the statistics as JSON instead of a table.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output file.")
 @trust_model_option
+@import_option
 @inputs_option
 @click.pass_context
 def profile(

@@ -116,6 +116,11 @@ class Share(click.FloatRange):
 trust_model_option = click.option(
     "--trust-model", is_flag=True, help="Load a pickle, or an archive that could execute code."
 )
+import_option = click.option(
+    "--import", "import_modules", multiple=True, metavar="MODULE",
+    help="A module to import first, such as one that registers operators of the model; several may be given. Its code "
+    "runs.",
+)  # fmt: skip
 target_gpu_option = click.option(
     "--target-gpu", metavar="GPU|FILE",
     help="The GPU that speed is expected and decided for: h100, h200, or a data file of twellc bench --calibrate. "

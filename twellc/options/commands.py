@@ -46,6 +46,7 @@ class CompileOptions:
         overwrite: Whether outputs may replace existing files.
         trust_model: Whether to load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
+        import_modules: Modules to import first, such as those that register operators of a model; their code runs.
         triton: The folder of the model in a Triton model repository; `output` lies in it.
         embed_plugins: Whether the plan carries the plugin library.
         attention: `auto`, `tensorrt` or `cudnn`: who computes attention.
@@ -79,6 +80,7 @@ class CompileOptions:
     overwrite: bool = False
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()
+    import_modules: tuple[str, ...] = ()
     triton: Path | None = None
     embed_plugins: bool = False
     attention: str = "auto"
@@ -108,6 +110,7 @@ class InspectOptions:
         target_gpu: See `CompileOptions`; of what is compiled None takes the GPU that it was compiled for.
         trust_model: Load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
+        import_modules: See `CompileOptions`.
         calibration: See `CompileOptions`.
         prune_dead: See `CompileOptions`.
         prune_check: See `CompileOptions`.
@@ -122,6 +125,7 @@ class InspectOptions:
     target_gpu: str | None = None
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()
+    import_modules: tuple[str, ...] = ()
     calibration: Path | None = None
     prune_dead: bool = False
     prune_check: Path | None = None
@@ -152,6 +156,7 @@ class BenchOptions:
         overwrite: Whether the picture may replace an existing file.
         trust_model: Load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
+        import_modules: See `CompileOptions`.
         in_memory: See `CompileOptions`.
     """
 
@@ -174,6 +179,7 @@ class BenchOptions:
     overwrite: bool = False
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()
+    import_modules: tuple[str, ...] = ()
     in_memory: str = ""
 
 
@@ -189,6 +195,7 @@ class CheckOptions:
         text: A text to make the inputs from, instead of random ones.
         trust_model: Load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
+        import_modules: See `CompileOptions`.
         calibration: The profile that the candidate was compiled with, for a plan whose graph has to be made again;
             another one is refused.
     """
@@ -200,6 +207,7 @@ class CheckOptions:
     text: Path | None = None
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()
+    import_modules: tuple[str, ...] = ()
     calibration: Path | None = None
 
 
@@ -221,6 +229,7 @@ class ProfileOptions:
         overwrite: Whether the output may replace an existing file.
         trust_model: Load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
+        import_modules: See `CompileOptions`.
         in_memory: See `CompileOptions`.
     """
 
@@ -236,6 +245,7 @@ class ProfileOptions:
     overwrite: bool = False
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()
+    import_modules: tuple[str, ...] = ()
     in_memory: str = ""
 
 
@@ -352,11 +362,20 @@ def compile_options(
         if onnx is None and output is not None and output.suffix == ".onnx":
             onnx, output = output, None
         if onnx is None:
-            raise UserError("--backend none", "stops at ONNX, and no ONNX file is named", fix="Add --onnx FILE.")
+            raise UserError(
+                "--backend none", "stops at ONNX, and no ONNX file is named", got="" if output is None else str(output),
+                fix="Add --onnx FILE." if output is None else "Call it FILE.onnx, or build a plan.",
+            )  # fmt: skip
         if output is not None:
             raise UserError("--output", "no plan is built", got="--backend none", fix="Leave one out.")
     elif output is None:
         raise UserError("--output", "no plan to write", fix="Add -o FILE, or stop at --backend none --onnx FILE.")
+    elif output.suffix == ".onnx":
+        raise UserError(
+            f"--output {output}", "a plan is not an ONNX file", fix="Add --backend none for one, or call it otherwise."
+        )
+    if onnx is not None and onnx.suffix in (".plan", ".engine"):
+        raise UserError(f"--onnx {onnx}", "an ONNX file is not a plan", fix="Call it otherwise.")
     return CompileOptions(model, output, onnx, triton=triton, **options)
 
 
