@@ -79,7 +79,7 @@ _ADVICE: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str, str], .
     ),
     (
         Exception, r"(?i)constraints violated|is not inferred|specialized|marked .* as dynamic",
-        "Where only a size must not vary, export the model at one size with torch.export.save, and compile that archive.",
+        "Where only a size must not vary, export the model at one size, and compile that archive.",
     ),
     (
         TorchUserError, r"(?i)dynamic_shapes",
