@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 import torch
 
+from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import digest, external_data, temporary_folder, why_no_file
 from twellc.base.modules import import_modules
@@ -324,9 +325,10 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
                 str(plan), "was compiled with a profile, which is needed to make its graph again",
                 fix="Give it with --calibration PROFILE; or compile again, and keep the graph with --onnx.",
             )  # fmt: skip
+        dtype = settings["dtype"] if settings["dtype"] in DTYPES else None  # of a graph that was left as it is
         compilation = CompileOptions(
             options.model, backend="none", trust_model=options.trust_model, inputs=options.inputs,
-            **{**settings, "calibration": options.calibration},
+            **{**settings, "dtype": dtype, "calibration": options.calibration},
         )  # fmt: skip
         # Its name is in the graph where weights stand in a file of their own.
         written = save_onnx(translate_any(compilation, progress).graph, folder / (kept_name or UNKEPT_GRAPH))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from twellc.base.dtypes import DTYPES
+from twellc.base.dtypes import DTYPES, UNCHANGED
 from twellc.base.errors import UserError
 from twellc.base.files import digest
 from twellc.base.records import OPTIONAL, Record, of_json
@@ -387,7 +387,7 @@ _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list:
 def _unusable(manifest: dict[str, Any]) -> str:
     """Say what contradicts itself in a manifest that has the right form."""
     settings = manifest["settings"]
-    allowed = {"dtype": DTYPES, "compression": COMPRESSIONS, "padding": PADDINGS, "logits": LOGITS}
+    allowed = {"dtype": (*DTYPES, UNCHANGED), "compression": COMPRESSIONS, "padding": PADDINGS, "logits": LOGITS}
     known = all(settings[name] in values for name, values in allowed.items() if name in settings)
     if not known or not set(settings["attention_forms"]) <= set(ATTENTION_FORMS):
         return "settings has values that twellc compile does not take"

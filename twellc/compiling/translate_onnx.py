@@ -7,7 +7,7 @@ from collections.abc import Callable
 import onnx
 import onnx_ir
 
-from twellc.base.dtypes import DTYPES, torch_dtype
+from twellc.base.dtypes import DTYPES, UNCHANGED, torch_dtype
 from twellc.base.errors import UserError
 from twellc.compiling.result import Translation, annotate, check_matches
 from twellc.compiling.sizes import rows_of_inputs
@@ -16,7 +16,14 @@ from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.names import distinct_outputs, name_ends
 from twellc.export.profiles import resolve_profiles
 from twellc.loaders.loaded import refuse_choices
-from twellc.loaders.onnx_models import KIND, choose_onnx_dtype, model_inputs, open_model, refuse_rewritten
+from twellc.loaders.onnx_models import (
+    KIND,
+    choose_onnx_dtype,
+    low_precisions,
+    model_inputs,
+    open_model,
+    refuse_rewritten,
+)
 from twellc.options.commands import DEFAULT_COMPRESSION, CompileOptions, refuse_calibration
 from twellc.passes.dump import GraphDump
 from twellc.passes.onnx.ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
@@ -53,7 +60,8 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     names = [spec.name for spec in inputs.specs]
     outputs, renamed = distinct_outputs(names, [value.name for value in model.graph.output])
     name_ends(graph.graph, names, outputs)
-    settings = annotate(graph, found.layers, dtype, options, {"attention_forms": []})
+    is_low = bool(low_precisions(model)) or any(layer.decision == "twell" for layer in found.layers)
+    settings = annotate(graph, found.layers, dtype if is_low else UNCHANGED, options, {"attention_forms": []})
     notes = [*renamed, *cast_notes(found, dtype), *advisor.notes(found.layers)]
     return Translation(KIND, inputs, {}, found.layers, [], graph, settings, notes, warnings)
 

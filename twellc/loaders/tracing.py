@@ -68,7 +68,10 @@ def untraceable(name: str, error: Exception, fix: str = "") -> UserError:
         fix: Advice that fits whatever the cause is; empty where there is none.
     """
     advice = [text for kinds, words, text in _ADVICE if isinstance(error, kinds) and re.search(words, str(error))][:1]
-    what = f"torch.export cannot trace the model ({first_line(error)})"
+    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
+    # Which dimension it is, and why, stands in the second line.
+    said = lines[1] if lines[1:] and lines[0].startswith("Constraints violated") else first_line(error)
+    what = f"torch.export cannot trace the model ({said})"
     return UserError(name, what, fix=" ".join([*advice, *([fix] if fix else [])]))
 
 
