@@ -68,12 +68,12 @@ def test_other_reports_are_as_the_schemas_say(cli: Cli, llama: Path, tmp_path: P
         assert written.exit_code == 0, written.output
         refuse("manifest", json.loads(written.stdout))
         refuse("inspect", json.loads(cli("inspect", model, "--json").stdout))
-    refuse("bench", pages.bench().to_json())
+    refuse("bench", pages.bench_result())
 
 
 def test_a_schema_refuses_what_is_not_a_report() -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    result = pages.bench().to_json()
+    result = pages.bench_result()
     for damaged in ({}, {**result, "layers": [{}]}, {**result, "results": 3}, {**result, "dtype": None}):
         with pytest.raises(jsonschema.ValidationError):
             refuse("bench", damaged)

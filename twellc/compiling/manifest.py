@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from twellc.base.dtypes import DTYPES
+from twellc.base.dtypes import DTYPES, UNCHANGED
 from twellc.base.errors import UserError
 from twellc.base.files import digest, read_file
 from twellc.base.records import OPTIONAL, Count, OneOf, Range, Record, of_json, parse_json
@@ -48,7 +48,7 @@ class Settings(Record):
     `calibration` is the SHA-256 of the profile, `decided` what was decided by it.
     """
 
-    dtype: Annotated[str, OneOf(tuple(DTYPES))]
+    dtype: Annotated[str, OneOf((*DTYPES, UNCHANGED))]
     layers: str
     compression: Compression
     attention_forms: list[Annotated[str, OneOf(ATTENTION_FORMS)]]

@@ -16,8 +16,8 @@ from twellc.base.errors import UserError
 from twellc.export.shapes import ShapeRange, fixed_sizes
 from twellc.loaders.huggingface_inputs import read_sizes, written_sizes
 from twellc.loaders.model import load_model
-from twellc.options.source import TracingOptions
 from twellc.loaders.tracing import trace
+from twellc.options.source import TracingOptions
 from twellc.passes.graph.execution import Runner
 
 SMALL = {**models.SMALL, "num_hidden_layers": 1, "intermediate_size": 64, "hidden_act": "relu"}
