@@ -9,8 +9,6 @@
 
 namespace twell {
 
-// Of a sum, at most; there are 1, 2 or 4.
-constexpr int kMostParts = 4;
 // Warps' shares of a product. A warp has so many sums at least.
 constexpr int kFewestPartSums = 512;
 

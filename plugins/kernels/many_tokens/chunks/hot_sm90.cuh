@@ -2,8 +2,8 @@
 #pragma once
 
 #include "device/dependent_launch.cuh"
+#include "format/schedule.cuh"
 #include "many_tokens/chunks/hot.h"
-#include "many_tokens/schedule.h"
 #include "matmul/matmul_sm90.cuh"
 
 namespace twell::hot_sm90 {
