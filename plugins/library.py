@@ -68,7 +68,10 @@ class Tensors(ctypes.Structure):
     _fields_ = (
         ("struct_bytes", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
-        *((name, ctypes.c_void_p) for name in ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual")
+        ),
         *((name, ctypes.c_void_p) for name in ("y", "w_gate_scale", "w_up_scale", "w_down_scale")),
     )
 

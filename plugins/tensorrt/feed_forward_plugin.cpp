@@ -182,12 +182,14 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
         return extent == kAny ? placeholder : static_cast<int32_t>(std::min(extent, kBeyondLimits));
     };
     twell_problem problem{};
+    problem.struct_bytes = sizeof(problem);
     problem.tokens = tokens;
     problem.d_model = narrow(d_model, 8);
     problem.d_ff = narrow(d_ff, std::max(options_.hot, 1));
     problem.d_out = narrow(d_out, 8);
     problem.compression = options_.compression;
     problem.dtype = type == DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
+    problem.weight_dtype = problem.dtype;
     problem.variant = variant_;
     problem.activation = options_.activation;
     problem.threshold = options_.threshold;
@@ -319,6 +321,7 @@ int32_t FeedForwardPlugin::enqueue(PluginTensorDesc const* input_desc, PluginTen
         twell_problem const problem = runtime_problem(input_desc);
         auto const input = [&](Role role) { return slots_[role] < 0 ? nullptr : inputs[slots_[role]]; };
         twell_tensors tensors{};
+        tensors.struct_bytes = sizeof(tensors);
         tensors.x = input(kX);
         tensors.w_gate = input(kWGate);
         tensors.b_gate = input(kBGate);

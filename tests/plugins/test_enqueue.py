@@ -115,16 +115,16 @@ class Block:
 
     def problem(self, tokens: int, dtype: int) -> library.Problem:
         return library.Problem(
-            tokens,
-            self.d_model,
-            self.d_ff,
-            self.d_out,
-            self.compression,
-            library.DTYPES["float16" if dtype == FP16 else "bfloat16"],
-            library.VARIANTS["gated" if self.gated else "plain"],
-            library.ACTIVATIONS[self.activation],
-            self.threshold,
-            self.hot,
+            tokens=tokens,
+            d_model=self.d_model,
+            d_ff=self.d_ff,
+            d_out=self.d_out,
+            compression=self.compression,
+            dtype=library.DTYPES["float16" if dtype == FP16 else "bfloat16"],
+            variant=library.VARIANTS["gated" if self.gated else "plain"],
+            activation=library.ACTIVATIONS[self.activation],
+            threshold=self.threshold,
+            hot=self.hot,
         )
 
     def create(self, host: ctypes.CDLL) -> Any:

@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from tests.plugins import reference
-from tests.plugins.reference import Block
-from tests.plugins.test_guard import DENSE_BLOCK, EARLY, KERNELS, paths, run_dense
-from tests.plugins.test_kernels import (
-    BF16,
-    FP16,
-    MANY_NEURONS,
+from tests.plugins.calls import (
+    DENSE_BLOCK,
+    EARLY,
+    KERNELS,
     Call,
-    Case,
     assert_guards,
     assert_same_bits,
-    make_block,
+    paths,
+    run_dense,
+    ways,
 )
-from tests.plugins.test_random import ways
+from tests.plugins.cases import BF16, FP16, MANY_NEURONS, Case, make_block
+from tests.plugins.reference import Block
 
 pytestmark = pytest.mark.gpu
 

@@ -15,16 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.plugins import test_chunks, test_direct, test_gate_kernels, test_guard, test_hot, test_kernels
-from tests.plugins.test_kernels import Case
+from tests.plugins import cases
+from tests.plugins.calls import BEST, DENSE_BLOCK, GENERIC, GUARD_DECIDES, SM90, Call, Choice, Run, choose
+from tests.plugins.cases import Case, make_block
 from twellc.base.errors import UserError
 from twellc.plugins import library
 from twellc.plugins.library import GPUS, Device, Problem
 
 ROOT = Path(__file__).resolve().parents[2]
-BEST, GENERIC, SM90 = 0, 1, 2  # twell::Kernels
-# twell_internal_describe: what is called; a number of rows forces so many onto the dense path.
-GUARD_DECIDES, DENSE_BLOCK, SPLIT, ROUTES, GATE = -1, -3, -5, -6, -7
 MOST_MEMORY = 192 << 30  # no weights take more
 
 A100, ADA, H200 = GPUS["A100"], GPUS["L40S"], GPUS["H200"]
@@ -62,7 +60,15 @@ def problem(
     compression: int = 8,
     hot: int = 0,
 ) -> Problem:
-    return Problem(tokens, d_model, d_ff, d_out or d_model, compression, 0, 0 if gated else 1, 0, 0.0, hot)
+    return Problem(
+        tokens=tokens,
+        d_model=d_model,
+        d_ff=d_ff,
+        d_out=d_out or d_model,
+        compression=compression,
+        variant=0 if gated else 1,
+        hot=hot,
+    )
 
 
 def internal(name: str, *arguments: Any) -> Callable[..., int]:
@@ -72,13 +78,15 @@ def internal(name: str, *arguments: Any) -> Callable[..., int]:
     return function  # type: ignore[no-any-return]
 
 
-def launches(described: Problem, device: Device, call: int = ROUTES, kernels: int = BEST) -> tuple[str, list[Launch]]:
+def launches(
+    described: Problem, device: Device, call: Run = Run.ROUTES, kernels: int = BEST
+) -> tuple[str, list[Launch]]:
     """Return the route, empty where it is forced, and what is launched; nothing where such kernels cannot run."""
     function = internal(
-        "twell_internal_describe", ctypes.POINTER(Problem), ctypes.POINTER(Device), ctypes.c_int64, ctypes.c_int32
+        "twell_internal_describe", ctypes.POINTER(Problem), ctypes.POINTER(Device), ctypes.POINTER(Choice)
     )
     route, found = "", []
-    for line in library.read_text(functools.partial(function, described, device, call, kernels)).splitlines():
+    for line in library.read_text(functools.partial(function, described, device, choose(call, kernels))).splitlines():
         row, bar, rest = line.partition(" | ")
         if bar:
             found.append(Launch(row, dict(value.split("=") for value in rest.split(" "))))
@@ -257,43 +265,48 @@ def test_what_cannot_be_described(described: Problem, device: Device, message: s
 
 def of(case: Case) -> Problem:
     return Problem(
-        case.rows, case.d_model, case.d_ff, case.d_out, case.compression,
-        library.DTYPES[str(case.dtype).removeprefix("torch.")], library.VARIANTS["gated" if case.gated else "plain"],
-        library.ACTIVATIONS[case.activation], 0.25 if case.activation == "fatrelu" else 0.0,
-    )  # fmt: skip
+        tokens=case.rows,
+        d_model=case.d_model,
+        d_ff=case.d_ff,
+        d_out=case.d_out,
+        compression=case.compression,
+        dtype=library.DTYPES[str(case.dtype).removeprefix("torch.")],
+        variant=library.VARIANTS["gated" if case.gated else "plain"],
+        activation=library.ACTIVATIONS[case.activation],
+        threshold=0.25 if case.activation == "fatrelu" else 0.0,
+    )
 
 
-def all_calls() -> Iterator[tuple[Problem, int, int]]:
+def all_calls() -> Iterator[tuple[Problem, Run, int]]:
     """What the tests against the reference call: problem, call, kernels."""
-    for case in (*test_kernels.table(), *test_kernels.SMALL):
-        yield of(case), ROUTES, BEST
-    for case in (*test_gate_kernels.table(), *test_gate_kernels.SMALL):
+    for case in (*cases.kernel_table(), *cases.SMALL_KERNELS):
+        yield of(case), Run.ROUTES, BEST
+    for case in (*cases.gate_table(), *cases.SMALL_GATE):
         for kernels in (GENERIC, SM90):
-            yield of(case), GATE, kernels
-    for case in test_guard.any_d_model_table():
+            yield of(case), Run.GATE, kernels
+    for case in cases.generic_guard_table():
         yield of(case), GUARD_DECIDES, GENERIC
-    for case in test_guard.table():
+    for case in cases.guard_table():
         yield of(case), GUARD_DECIDES, BEST
         yield of(case), GUARD_DECIDES, SM90
-    for case in test_guard.block_table():
+    for case in cases.block_table():
         yield of(case), DENSE_BLOCK, BEST
-    for case in test_chunks.table():
+    for case in cases.chunk_table():
         yield of(case), GUARD_DECIDES, SM90
-    for case, _ in test_hot.table():
+    for case, _ in cases.hot_table():
         yield of(case), GUARD_DECIDES, SM90
     yield problem(300, 8192, 8192, 64), GUARD_DECIDES, BEST  # test_direct.test_columns_in_several_launches
 
 
 def test_every_route_and_configuration_is_reached() -> None:
     """By cases of the tests, on the GPU that they are run on."""
-    assert test_direct.pytestmark is not None
     routes: set[str] = set()
     rows: set[str] = set()
     for described, call, kernels in all_calls():
         route, found = launches(described, H200, call, kernels)
         routes.add(route)
         rows |= {launch.row for launch in found}
-        if call == ROUTES:  # generic kernels for few tokens: as if the library had no others
+        if call == Run.ROUTES:  # generic kernels for few tokens: as if the library had no others
             rows |= {launch.row for launch in launches(described, A100)[1]}
     assert routes - {""} == {ONE, FEW, DENSE, MANY}
     assert rows <= set(configurations())
@@ -318,7 +331,7 @@ def test_every_route_and_configuration_is_reached() -> None:
 )
 def test_what_is_said_is_what_runs(case: Case, tmp_path: Path) -> None:
     """The launches of a call, by the profiler: as many, of the same sizes, in the same order."""
-    call = test_kernels.Call(test_kernels.make_block(case, integers=False), case.compression)
+    call = Call(make_block(case, integers=False), case.compression)
     call.mlp()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
