@@ -231,6 +231,49 @@ def test_table_of_the_readmes() -> None:
         assert quoted.group(1) == table, readme
 
 
+PAGES = ("docs/format.md", "docs/profile.md", "docs/when-it-pays.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_numbers_of_the_pages(page: str) -> None:
+    """A comment before a number says which limit it is: <!-- few_tokens + 1 -->17."""
+    limits = {name: getattr(library.limits(), name) for name, *_ in library.Limits._fields_}
+    quoted = re.findall(r"<!-- (\w+)(?: ([+/]) ([\d /]+?))? -->(\d+)", (ROOT / page).read_text())
+    assert len(quoted) >= 2
+    for name, operator, operands, number in quoted:
+        value = limits[name]
+        for operand in map(int, re.findall(r"\d+", operands)):
+            value = value + operand if operator == "+" else value // operand
+        assert value == int(number), f"{page}: {name}"
+
+
+def test_limits_are_those_of_the_table() -> None:
+    table = library.read_text(internal("twell_internal_routes"))
+    at = library.limits()
+    for text in (
+        f"`one_or_two_tokens` | 8.0 and later | any | 1 to {at.one_or_two_tokens} |",
+        f"`few_tokens` | 8.0 and later | any | 1 to {at.few_tokens} |",
+        f"`few_tokens` | 8.0 and later | any | 17 to {at.few_tokens_generic} |",
+        f"`few_tokens` | 9.0 | any | 17 to {at.few_tokens_sm90} |",
+        f"`dense_block` | 9.0 | gated | 17 and more | up to {at.narrow_gated} |",
+        f"`dense_block` | 9.0 | plain | 17 and more | up to {at.narrow_plain} |",
+        f"`dense_block` | 9.0 | any | 17 to {at.dense_block_tokens_if_split} | up to 16384 | any | any | any |",
+        f"`dense_block` | 9.0 | any | 17 to {at.dense_block_tokens} | up to 16384 | any | any | no split |",
+        f"| any | up to {at.dense_block_products_if_split // (2048 * 5632)} · 2048 · 5632 |",
+        f"| no split | up to {at.dense_block_products // (2048 * 5632)} · 2048 · 5632 |",
+    ):
+        assert text in table, text
+
+
+@pytest.mark.parametrize("below", [True, False], ids=("below", "at"))
+def test_limits_of_hot_neurons_and_chunks(below: bool) -> None:
+    at = library.limits()
+    hot = problem(8192, 2048, 5632, hot=at.fewest_hot - 8 * below)
+    assert ("hidden_gated_sm90" in library.describe(hot, H200)) != below
+    chunks = problem(at.chunk_tokens - below, 4096, 11008)
+    assert ("chunk_up" in library.describe(chunks, H200)) != below
+
+
 def test_describe() -> None:
     text = library.describe(problem(1, 2048, 5632), H200)
     assert text.splitlines()[0] == "route one_or_two_tokens"
