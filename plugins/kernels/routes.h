@@ -40,7 +40,7 @@ size_t describe(twell_problem const* problem, twell_device const* described, cha
     if (copy.tokens == 0) {
         return trace.bytes();
     }
-    // Pointers that nobody follows.
+    // Pointers that no kernel follows: none is launched.
     void* const memory = reinterpret_cast<void*>(kWorkspaceAlignment);
     twell_tensors tensors = {};
     tensors.x = tensors.w_gate = tensors.b_gate = tensors.w_down = tensors.b_down = tensors.residual = memory;

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) down_kernel(
                                slab * Cfg::kColumns + first_thread * 2);
         }
     }
-    // Who waits for the end of this launch takes it for the end of those before.
+    // A launch that waits for the end of this one takes it for the end of those before.
     if (is_first) {
         wait_for_previous_launch();
     }

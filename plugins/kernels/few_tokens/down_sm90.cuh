@@ -1,4 +1,4 @@
-// Down projection for few tokens on Hopper (sm_90a): the sparse one of down_few.cuh, or a dense one.
+// Down projection for few tokens on Hopper (sm_90a): the sparse one of masked_down.cuh, or a dense one.
 //
 // The sparse one reads a row of Wd for each pair of a token and an active neuron; where there are many, reading Wd once
 // takes less. All CTAs know the number of pairs from what the gate left, and so take the same one of the two.
@@ -262,8 +262,8 @@ __device__ __forceinline__ int2 sum_counted(Params const& params) {
     return make_int2(__reduce_add_sync(0xffffffffu, sum.x), __reduce_add_sync(0xffffffffu, sum.y));
 }
 
-// A CTA computes one unit of the sparse projection, a slab of columns of a token, by down_few.cuh; or several side by
-// side, where the dense projection needs a multiprocessor's shared memory. Then teams of threads list the units'
+// A CTA computes one unit of the sparse projection, a slab of columns of a token, by masked_down.cuh; or several side
+// by side, where the dense projection needs a multiprocessor's shared memory. Then teams of threads list the units'
 // neurons, and all warps are shared out over the units by how many neurons they have: else the heaviest would decide
 // the time.
 template <int kUnits>
@@ -290,7 +290,7 @@ constexpr int kSharedBytes = std::max(static_cast<int>(sizeof(SparseShared<kUnit
 template <int kUnits, class Sparse>
 constexpr int kThreads = kTeams<kUnits> * Sparse::kThreads;
 
-// As in down_few.cuh; 0 if there is no such token.
+// As in masked_down.cuh; 0 if the token does not exist.
 __device__ __forceinline__ uint32_t load_mask(Params const& params, int token, int word_begin, int thread) {
     return token < params.tokens ? masked_down::load_mask(params.sparse, token, word_begin, thread) : 0;
 }

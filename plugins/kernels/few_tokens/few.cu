@@ -100,17 +100,17 @@ void set_gate_up(FewConfig& config, FewScratch const& scratch) {
 
 void choose_gate_up(FewConfig& config, twell_problem const& problem, FewScratch const& scratch, Device const& device) {
     if (problem.tokens > GateUp32::kTokens) {
-        set_gate_up<GateUp64>(config, scratch);
-    } else if (problem.tokens > GateUp16::kTokens) {
-        set_gate_up<GateUp32>(config, scratch);
-    } else {
-        bool const is_large = device.max_shared_bytes >= 227 * 1024 &&
-                              filled_share<GateUp16Large>(scratch, device) > filled_share<GateUp16>(scratch, device);
-        bool const eight = problem.tokens <= GateUp8::kTokens;
-        is_large ? eight ? set_gate_up<GateUp8Large>(config, scratch) : set_gate_up<GateUp16Large>(config, scratch)
-        : eight ? set_gate_up<GateUp8>(config, scratch)
-                 : set_gate_up<GateUp16>(config, scratch);
+        return set_gate_up<GateUp64>(config, scratch);
     }
+    if (problem.tokens > GateUp16::kTokens) {
+        return set_gate_up<GateUp32>(config, scratch);
+    }
+    bool const eight = problem.tokens <= GateUp8::kTokens;
+    if (device.max_shared_bytes >= 227 * 1024 &&
+        filled_share<GateUp16Large>(scratch, device) > filled_share<GateUp16>(scratch, device)) {
+        return eight ? set_gate_up<GateUp8Large>(config, scratch) : set_gate_up<GateUp16Large>(config, scratch);
+    }
+    return eight ? set_gate_up<GateUp8>(config, scratch) : set_gate_up<GateUp16>(config, scratch);
 }
 
 template <class Cfg>
@@ -122,10 +122,10 @@ void set_down(FewConfig& config, twell_problem const& problem, Device const& dev
 }
 
 void choose_down(FewConfig& config, twell_problem const& problem, Device const& device) {
-    problem.tokens == 1    ? set_down<Down1>(config, problem, device)
-    : problem.tokens <= 4  ? set_down<Down4>(config, problem, device)
-    : problem.tokens <= 16 ? set_down<Down16>(config, problem, device)
-                           : set_down<Down64>(config, problem, device);
+    return problem.tokens == 1    ? set_down<Down1>(config, problem, device)
+           : problem.tokens <= 4  ? set_down<Down4>(config, problem, device)
+           : problem.tokens <= 16 ? set_down<Down16>(config, problem, device)
+                                  : set_down<Down64>(config, problem, device);
 }
 
 FewConfig choose(twell_problem const& problem, FewScratch const& scratch, Device const& device) {
@@ -134,8 +134,11 @@ FewConfig choose(twell_problem const& problem, FewScratch const& scratch, Device
         if (is_sm90(device) && few_sm90_supports(problem)) {
             config.may_be_dense = true;
             config.gate_up_is_sm90 = problem.tokens > GateUp16::kTokens;
-            config.gate_up_is_sm90 ? choose_gate_up_sm90(config, problem, scratch, device)
-                                   : choose_gate_up(config, problem, scratch, device);
+            if (config.gate_up_is_sm90) {
+                choose_gate_up_sm90(config, problem, scratch, device);
+            } else {
+                choose_gate_up(config, problem, scratch, device);
+            }
             choose_down_sm90(config, problem, scratch, device);
             return config;
         }

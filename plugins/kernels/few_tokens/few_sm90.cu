@@ -205,26 +205,25 @@ bool few_sm90_supports(twell_problem const& problem) {
 void choose_gate_up_sm90(FewConfig& config, twell_problem const& problem, FewScratch const& scratch,
                          Device const& device) {
     if (problem.tokens > 64) {
-        set_gate_up<GateUpAlways>(config, scratch);
-        return;
+        return set_gate_up<GateUpAlways>(config, scratch);
     }
     // As few neurons a cluster as possible, so that as many clusters as possible have some; but all find a place at
     // once.
     int64_t const neurons = ceil_div(problem.d_ff, device.num_multiprocessors / kClusterSize);
-    neurons <= 64    ? set_gate_up<GateUp64>(config, scratch)
-    : neurons <= 96  ? set_gate_up<GateUp96>(config, scratch)
-    : neurons <= 128 ? set_gate_up<GateUp128>(config, scratch)
-    : neurons <= 160 ? set_gate_up<GateUp160>(config, scratch)
-    : neurons <= 192 ? set_gate_up<GateUp192>(config, scratch)
-                     : set_gate_up<GateUp224>(config, scratch);
+    return neurons <= 64    ? set_gate_up<GateUp64>(config, scratch)
+           : neurons <= 96  ? set_gate_up<GateUp96>(config, scratch)
+           : neurons <= 128 ? set_gate_up<GateUp128>(config, scratch)
+           : neurons <= 160 ? set_gate_up<GateUp160>(config, scratch)
+           : neurons <= 192 ? set_gate_up<GateUp192>(config, scratch)
+                            : set_gate_up<GateUp224>(config, scratch);
 }
 
 void choose_down_sm90(FewConfig& config, twell_problem const& problem, FewScratch const& scratch,
                       Device const& device) {
-    problem.tokens <= 4    ? set_down<Down4>(config, problem, scratch, device)
-    : problem.tokens <= 16 ? set_down<Down16>(config, problem, scratch, device)
-    : problem.tokens <= 64 ? set_down<Down64>(config, problem, scratch, device)
-                           : set_down<Down128>(config, problem, scratch, device);
+    return problem.tokens <= 4    ? set_down<Down4>(config, problem, scratch, device)
+           : problem.tokens <= 16 ? set_down<Down16>(config, problem, scratch, device)
+           : problem.tokens <= 64 ? set_down<Down64>(config, problem, scratch, device)
+                                  : set_down<Down128>(config, problem, scratch, device);
 }
 
 cudaError_t launch_gate_up_sm90(Call const& call, FewScratch const& scratch, FewConfig const& config) {

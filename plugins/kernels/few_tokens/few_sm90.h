@@ -9,7 +9,7 @@
 
 namespace twell {
 
-// Whether there are kernels for the problem: rows of TMA's boxes are no longer than the matrices'.
+// Whether there are kernels for the problem: call the others only then. Rows of TMA's boxes must fit the matrices.
 bool few_sm90_supports(twell_problem const& problem);
 
 // Set what the configuration says of either launch.

@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
         int const count = (num_pairs - warp + kWarps - 1) / kWarps;  // this warp's
         auto const neuron_of = [&](int i) { return shared.pairs[warp + i * kWarps] / kMaxTokens; };
         auto const token_of = [&](int i) { return shared.pairs[warp + i * kWarps] % kMaxTokens; };
-        // Where most are active, everybody streams, and who prefetches is in the way.
+        // If most are active, all warps stream, and prefetches are in the way.
         bool const prefetches = params.tokens > 1 || num_pairs <= kMostPrefetched;
         for (int i = 0; i < count; ++i) {
             if (prefetches) {

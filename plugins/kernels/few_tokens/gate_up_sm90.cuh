@@ -1,14 +1,14 @@
 // Gate and up projections for 17 to 128 tokens on Hopper (sm_90a): h[t, n] of the active neurons n of each token t.
 //
-// A cluster of two CTAs owns some neurons and all of d_model, so that the weights come from memory once, and nobody
-// waits for another's sums. Each CTA has half of the tokens: with all tokens in each, reading x over and over would
-// take longer than reading the weights. Warpgroups multiply tokens x neurons by wgmma, from a queue of slices that one
-// warp fills by TMA. Clusters begin at different places of d_model, or all would read the same lines of x at the same
-// time.
+// A cluster of two CTAs owns some neurons and all of d_model, so that the weights come from memory once, and no
+// cluster waits for another's sums. Each CTA has half of the tokens: with all tokens in each, reading x over and over
+// would take longer than reading the weights. Warpgroups multiply tokens x neurons by wgmma, from a queue of slices
+// that one warp fills by TMA. Clusters begin at different places of d_model, or all would read the same lines of x at
+// the same time.
 //
-// Up to 64 tokens whoever finds a neuron active computes its up projection at once: if a CTA has few active pairs of a
-// neuron and a token, a warp takes one after the other; if one of a cluster has many, both multiply w_up as they did
-// w_gate. For more tokens most neurons are active for some token, so w_up is multiplied together with w_gate. CTAs
+// Up to 64 tokens the CTA that finds a neuron active computes its up projection at once: if a CTA has few active pairs
+// of a neuron and a token, a warp takes one after the other; if one of a cluster has many, both multiply w_up as they
+// did w_gate. For more tokens most neurons are active for some token, so w_up is multiplied together with w_gate. CTAs
 // leave the number of their active pairs for the down projection, which is dense if there are many (down_sm90.cuh).
 #pragma once
 
@@ -69,7 +69,8 @@ constexpr int kQuad = 4;
 constexpr int kQuadsOfWord = kMaskBits / kQuad;
 static_assert(kMaskBits == kWarpSize, "a lane for each bit");
 
-// Clusters of so many neurons; CTAs of kMaxTokens tokens; kUpAlways: u of all neurons is computed, active or not.
+// Clusters of kNeuronsOfCluster neurons; CTAs of kMaxTokens tokens; kUpAlways: u of all neurons is computed, active or
+// not.
 template <int kNeuronsOfCluster, int kMaxTokens, bool kUpAlways, int kStages>
 struct Config {
     static constexpr int kNeurons = kNeuronsOfCluster;

@@ -1,4 +1,4 @@
-// Which neurons of a dense block are active: what the kernel of the hidden activations leaves for the down projection.
+// Which neurons are active, as masks: what kernels leave for a down projection.
 #pragma once
 
 #include <stdint.h>
@@ -10,12 +10,13 @@ namespace twell {
 // Tokens' mask words: bit n % 32 of word n / 32 tells whether neuron n is active.
 constexpr int kMaskBits = 32;
 
-// Calls for more tokens do not ask for it.
+// The most tokens of a dense block that leaves its active neurons.
 constexpr int64_t kMostTokensSkipping = 64;
 
 // More than a row can have of the neurons of one count.
 constexpr uint32_t kMostCountedOfRow = 256;
 
+// What the kernel of the hidden activations of a dense block leaves.
 struct Active {
     uint32_t* masks;  // [rows, num_words]: a bit for each neuron, 0 from d_ff on
     int num_words;    // for whole tiles of TWELL_TILE

@@ -27,7 +27,7 @@ struct SomePlaces {
     __device__ __forceinline__ SomePlaces operator+(uint32_t offset) const { return {words, begin + offset, end}; }
 };
 
-// So many entries of a tile lie in one sector of memory with the count.
+// The entries of a tile that lie in one sector of memory with the count.
 constexpr uint32_t kFrontEntries = 7;
 
 // That sector.

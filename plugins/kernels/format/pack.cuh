@@ -19,11 +19,11 @@ constexpr uint32_t kMostUnspilled = 3;
 constexpr int kFewestUnpacked = 8;
 constexpr int kDenseTotal = 16;
 constexpr uint32_t kHasNoEntries = 1u << 16;
-static_assert(kFewestUnpacked > static_cast<int>(kMostUnspilled), "else nobody would have them");
+static_assert(kFewestUnpacked > static_cast<int>(kMostUnspilled), "else no kernel would have them");
 
 __device__ __forceinline__ uint32_t count_of(uint32_t head) { return head & (kHasNoEntries - 1); }
 
-// For the guard: of each tile of a row so many non-zeros are counted, so that a few heavy rows do not hide many light
+// The most non-zeros that are counted of each tile of a row, for the guard: so a few heavy rows do not hide many light
 // ones.
 constexpr uint32_t kMostCounted = 8;
 
@@ -106,7 +106,7 @@ __device__ __forceinline__ uint32_t pack_rows(Octet const (&octets)[kRows], int 
                 make_uint4(octets[r].pairs[0], octets[r].pairs[1], octets[r].pairs[2], octets[r].pairs[3]);
         }
         if (totals[r] > num_slots || has_no_entries) {
-            continue;  // nobody reads the slots
+            continue;  // no kernel reads the slots
         }
         for (; masks[r] != 0; masks[r] &= masks[r] - 1) {
             int const i = __ffs(masks[r]) - 1;

@@ -13,7 +13,7 @@ struct SparseEntry {
     float h;
 };
 
-// Lists, in the place of the spilled matrix: of a row that has a list that is not needed any more.
+// Lists, in the place of the spilled matrix, of which a row that has a list needs nothing any more.
 struct SparseRows {
     unsigned char* memory;
     int64_t stride;  // bytes of a row

@@ -80,7 +80,7 @@ inline cudaError_t query_device(Device& device) {
 }
 
 // Whether the code that the device runs waits in wait_for_previous_launch(). Code from PTX of an older architecture
-// does not: of compute_80 on 10.0, for which there is no other. Static, as the list differs between source files.
+// does not: on 10.0, for example, which has only that of compute_80. Static, as the list differs between source files.
 static inline bool knows_dependent_launch(Device const& device) {
     constexpr int kFirst = 900;
     int const version = device.major * 100 + device.minor * 10;

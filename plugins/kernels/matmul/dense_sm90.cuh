@@ -30,7 +30,7 @@ struct Params {
     int num_neurons;       // up: d_ff; down: d_out
     int num_tiles;         // of neurons
     int num_slices;
-    int num_parts;    // of each sum: so many clusters share the slices, down only
+    int num_parts;    // of each sum: clusters that share the slices, down only
     Parts parts;      // of all tiles
     bool relu_on_up;  // dReLU
     bool all_rows;    // are dense, as the host knows
@@ -335,7 +335,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                     Piece const piece(params, num_blocks, i);
                     loader.load(piece.tile, piece.slices);
                 }
-                if (goes_on) {  // else nobody signals a barrier
+                if (goes_on) {  // else no CTA signals a barrier
                     loader.wait_for_consumers();
                 }
             }

@@ -41,7 +41,7 @@ struct Config {
     // Partial sums of a column that reach shared memory: within a warp they are added by shuffles.
     static constexpr int kPartials = kLanes < kWarpSize ? kWarps : kSlots;
     static_assert(kThreads >= kColumns / 2, "see the epilogue");
-    // Up to so many active neurons of the first pass one CTA takes all, and the others leave.
+    // Up to this number of active neurons of the first pass one CTA takes all, and the others leave.
     static constexpr int kMostAlone = 8 * kSlots;
     static_assert(kMostShares == 1 || kColumns / 2 == kWarpSize, "a warp stores y");
 };
@@ -76,7 +76,7 @@ struct alignas(16) WordTotals {
 };
 
 // Counts the active neurons of a pass, from all threads' mask words: returns those of a warp's words up to the
-// thread's, and leaves the warp's in `totals`, for whoever comes after a __syncthreads().
+// thread's, and leaves the warp's in `totals`, for all threads after a __syncthreads().
 __device__ __forceinline__ int scan_words(WordTotals& totals, uint32_t mask, int thread) {
     int end = 0;
     if (thread < kPassWords) {

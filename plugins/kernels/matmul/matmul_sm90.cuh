@@ -54,9 +54,9 @@ constexpr int kGroupBlocks = 8;
 
 constexpr int kMaxSharedBytes = 227 * 1024;
 
-// Tokens in a block, if tall neurons; a multiple of 8, at most 256. Either there is room for the whole result, which
-// helpers carry on, or each consumer warp has a little and carries it on itself. So many weight matrices are multiplied
-// at once.
+// kBlock: tokens in a block, if tall neurons; a multiple of 8, at most 256. kResultInShared: there is room for the
+// whole result, which helpers carry on; else each consumer warp has a little and carries it on itself. kMatrices:
+// weight matrices that are multiplied at once.
 template <int kBlock, bool kResultInShared = true, int kMatrices = 1, Layout kTileLayout = Layout::kSharesTokens>
 struct Config {
     static constexpr int BLOCK_N = kBlock;
@@ -252,8 +252,8 @@ struct Loader {
         return true;
     }
 
-    // When both CTAs' consumers are done with all that was loaded, nobody signals this one's barriers any more, so that
-    // it may end.
+    // When both CTAs' consumers are done with all that was loaded, no thread signals this one's barriers any more, so
+    // that it may end.
     __device__ __forceinline__ void wait_for_consumers() {
         for (int i = 0; i < Cfg::kNumStages; ++i) {
             wait_barrier(shared.stage_empty(ring.stage), ring.parity ^ 1);

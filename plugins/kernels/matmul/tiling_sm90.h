@@ -49,7 +49,7 @@ struct Product {
     int cluster_cycles;      // what each cluster at work costs: where there is none, the next kernel may begin
 };
 
-// A product, cut into blocks of so many tokens, if tall neurons.
+// A product that is cut into blocks of tokens, if tall of neurons.
 struct Tiling {
     int block = 0;
     Layout layout = Layout::kSharesTokens;
@@ -68,10 +68,10 @@ struct Tiling {
     static constexpr int kCyclesOfOverhead = 4000;
     static constexpr int kCyclesOfTwoParts = 3000;
     static constexpr int kCyclesOfFourParts = 6500;
-    // For each token beyond so many in a block that CTAs share: two parts.
+    // Of two parts: for each token beyond kTokensOfLargeParts in a block that CTAs share.
     static constexpr int kCyclesOfLargeParts = 90;
     static constexpr int kTokensOfLargeParts = 100;
-    // For a round of tall tiles of more neurons than that.
+    // For a round of tall tiles of more than kNeuronsOfLargeTall neurons.
     static constexpr int kCyclesOfLargeTall = 4000;
     static constexpr int kNeuronsOfLargeTall = 128;
     // In larger blocks four parts cost more than they save, presumably as all multiprocessors then wait for memory.

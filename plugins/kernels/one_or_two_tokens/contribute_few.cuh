@@ -46,7 +46,7 @@ struct Params : BlockTensors {
     uint32_t* contributes;  // [kCopies, tokens, num_ctas]: 0 if it does not
     int num_ctas;
     int neurons_each;  // of a CTA
-    int neurons_left;  // so many CTAs have one more
+    int neurons_left;  // that many CTAs have one more
 };
 
 // What each CTA's neurons contribute to y.

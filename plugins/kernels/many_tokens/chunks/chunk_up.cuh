@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
     if (ends_early(is_early(params.schedule))) {
         return;
     }
-    // While chunks are built. NOTE: who may have written Wu has ended, else count_kernel had let nobody start.
+    // While chunks are built. NOTE: the launch that may have written Wu has ended, or count_kernel had let none start.
     load_weights(static_cast<int>(blockIdx.x));
     wait_for_previous_launch();
     allow_dependent_launch();

@@ -1,5 +1,5 @@
-// Hot neurons: where a few neurons are active in so many rows that u of all rows and all of them, a matrix product,
-// takes less time than u of those pairs that are wanted. Beside chunks only.
+// Hot neurons: a few neurons that are active in many rows. A matrix product of all rows and all hot neurons takes less
+// time than u of the wanted pairs alone. Beside chunks only.
 #pragma once
 
 #include <stdint.h>

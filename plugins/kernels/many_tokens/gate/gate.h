@@ -20,7 +20,7 @@ struct GateOutput {
 
 // Which kernel runs, and how, chosen once.
 struct GateConfig {
-    bool exists;                 // false: there is no such kernel for the problem
+    bool exists;                 // false: no kernel can compute the problem
     bool is_sm90;                // the kernel of compute capability 9.0
     matmul_sm90::Tiling tiling;  // then
     int num_count_parts;         // of the count that the kernel leaves, kMostCountParts at most; 0: it does not count

@@ -7,6 +7,7 @@
 
 namespace twell {
 
+// Whether the kernel can compute the problem: call the others only then.
 bool gate_sm90_supports(twell_problem const& problem);
 GateConfig choose_gate_sm90(twell_problem const& problem, Device const& device);
 cudaError_t launch_gate_sm90(Call const& call, GateOutput const& output, GateConfig const& config);

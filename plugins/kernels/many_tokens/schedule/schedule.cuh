@@ -174,7 +174,7 @@ __device__ __forceinline__ void begin_header(Params const& params, bool is_early
     }
 }
 
-// Enters a row with so many non-zeros into its bucket, and whether it has been listed.
+// Enters a row with `count` non-zeros into its bucket, and whether it has been listed.
 __device__ __forceinline__ void enter_row(Params const& params, uint32_t* bucket_rows, int64_t row, uint32_t count,
                                           bool has_list) {
     uint32_t const bucket = static_cast<uint32_t>(bucket_of(static_cast<int>(count)));
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
                 uint32_t const last = sums[r] + (r == 0 ? ends & 0xffffu : ends >> 16);
                 light[r] &= __all_sync(0xffffffffu, head <= kFrontEntries);
                 if (light[r]) {
-                    // Few tiles have so many: a load costs time for each line of memory that it touches.
+                    // Few tiles have that many: a load costs time for each line of memory that it touches.
                     uint4 const more = count > kMostUnspilled ? tile_at(first + r, tile_begin)[1] : uint4{};
                     TileFront{heads[r], more}.list(
                         AllPlaces{params.schedule.words + (first + r) * max_listed(params.num_tiles) + last - count},

@@ -33,7 +33,7 @@ struct Params : BlockTensors {
     bool overlaps;          // where there are dense rows: the launch before, which begins after all others
 };
 
-// This lane's entry of kWarpSize of a list of so many, or the last one.
+// This lane's entry of kWarpSize of a list of `count`, or the last one.
 __device__ __forceinline__ SparseEntry load_entry(SparseEntry const* list, int begin, int count) {
     int const lane = threadIdx.x % kWarpSize;
     return count > 0 ? list[min(begin + lane, count - 1)] : SparseEntry{};
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(
             entry = next_entry;
         }
     }
-    // Who waits for the end of this launch takes it for the end of those before.
+    // A launch that waits for the end of this one takes it for the end of those before.
     if (blockIdx.x == 0) {
         wait_for_previous_launch();
     }
