@@ -146,9 +146,9 @@ def test_a_struct_of_a_newer_caller() -> None:
 
 def test_structs_are_made_by_keyword() -> None:
     with pytest.raises(TypeError, match="positional"):
-        library.Problem(100, 72)  # type: ignore[misc]
+        library.Problem(100, 72)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional"):
-        library.Tensors(256)  # type: ignore[misc]
+        library.Tensors(256)
     made = library.Problem(tokens=3, dtype=1)
     assert (made.struct_bytes, made.dtype, made.weight_dtype) == (ctypes.sizeof(library.Problem), 1, 1)
     assert library.Tensors(x=256).struct_bytes == ctypes.sizeof(library.Tensors)

@@ -18,6 +18,7 @@ from tests.plugins.calls import (
     GUARD_DECIDES,
     POISON,
     Call,
+    Run,
     assert_guards,
     assert_same_bits,
     gate,
@@ -179,7 +180,7 @@ def test_nan_stays_in_its_row() -> None:
 
 @pytest.mark.parametrize("dense_rows", [0, 20, GUARD_DECIDES])
 @pytest.mark.parametrize("spread", [True, False], ids=("spread", "together"))
-def test_sanitize(spread: bool, dense_rows: int) -> None:
+def test_sanitize(spread: bool, dense_rows: int | Run) -> None:
     """What sanitize.py runs."""
     block = patterned_block(2816, 90, BF16, spread=spread, device="cpu")
     call = Call(block.to("cuda"), 8, poison=False)

@@ -59,7 +59,7 @@ FEWEST_ROWS_OF_CHUNKS = 4096
 COUNT_BYTES = 768  # of twell::kMostCountParts words at the end of the schedule, up to the next multiple of 256
 
 
-def assert_rows_stay_apart(case: Case, dense_rows: int, kernels: int, dirty_rows: tuple[int, int, int]) -> None:
+def assert_rows_stay_apart(case: Case, dense_rows: int | Run, kernels: int, dirty_rows: tuple[int, int, int]) -> None:
     """Put NaN, infinity and -infinity into a row of x each, and look for them in all rows of y."""
     block = make_block(case, integers=False)
     x = block.x.clone()
@@ -248,7 +248,7 @@ SMALL += with_residual(SMALL)
 
 @pytest.mark.parametrize(("kernels", "share"), paths(all=1.0, part=0.25, none=0.0, block=DENSE_BLOCK, early=EARLY))
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_sanitize(case: Case, kernels: int, share: float) -> None:
+def test_sanitize(case: Case, kernels: int, share: float | Run) -> None:
     """What sanitize.py runs."""
     block = make_block(case, integers=True, device="cpu")
     call = Call(block.to("cuda"), case.compression, poison=False)
@@ -331,7 +331,7 @@ def test_nan_and_infinity_stay_in_their_rows(
 
 @pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
 @pytest.mark.parametrize("where", ["w_gate", "b_gate", "w_up", "b_up", "w_down"])
-def test_nan_in_one_neuron(where: str, kernels: int, dense_rows: int) -> None:
+def test_nan_in_one_neuron(where: str, kernels: int, dense_rows: int | Run) -> None:
     block = make_block(Case(rows=300, d_model=128, density=0.2), integers=False)
     getattr(block, where)[300] = float("nan")
     y = run_dense(Call(block, 4), dense_rows, kernels)
@@ -342,7 +342,7 @@ def test_nan_in_one_neuron(where: str, kernels: int, dense_rows: int) -> None:
 
 
 @pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
-def test_inactive_neurons_add_nothing(kernels: int, dense_rows: int) -> None:
+def test_inactive_neurons_add_nothing(kernels: int, dense_rows: int | Run) -> None:
     """Where a dense block computes 0 * inf = NaN, the contract is 0, also on the dense path."""
     block = make_block(Case(rows=300, d_model=128, density=0.2), integers=False)
     assert block.b_gate is not None and block.w_up is not None
@@ -357,7 +357,7 @@ def test_inactive_neurons_add_nothing(kernels: int, dense_rows: int) -> None:
 
 
 @pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
-def test_fp16_does_not_overflow_between(kernels: int, dense_rows: int) -> None:
+def test_fp16_does_not_overflow_between(kernels: int, dense_rows: int | Run) -> None:
     """A dense fp16 block stores u and g * u, which do not fit here; y does."""
     block = make_block(Case(rows=300, d_model=128, dtype=FP16, density=0.2, biases=""), integers=False)
     assert block.w_up is not None
@@ -371,7 +371,7 @@ def test_fp16_does_not_overflow_between(kernels: int, dense_rows: int) -> None:
 
 
 @pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
-def test_active_neuron_whose_h_is_too_small_for_fp16(kernels: int, dense_rows: int) -> None:
+def test_active_neuron_whose_h_is_too_small_for_fp16(kernels: int, dense_rows: int | Run) -> None:
     """Its infinite weights reach y, though the dense path rounds its h to 0 as if it were inactive."""
     block = make_block(Case(rows=300, d_model=128, dtype=FP16, density=0.2, biases=""), integers=False)
     assert block.w_up is not None
@@ -391,7 +391,7 @@ def test_active_neuron_whose_h_is_too_small_for_fp16(kernels: int, dense_rows: i
     [*paths(guard=GUARD_DECIDES, block=DENSE_BLOCK), on_sm90(CHUNKS, GUARD_DECIDES, id="chunks")],
 )
 @pytest.mark.parametrize(("full", "density"), [(0.04, 0.002), (0.0, 0.3), (0.0, 0.02)])
-def test_bitwise_repeatable(full: float, density: float, kernels: int, dense_rows: int) -> None:
+def test_bitwise_repeatable(full: float, density: float, kernels: int, dense_rows: int | Run) -> None:
     block = unequal_block(4096, full, density)
     block.x[7, 3] = float("nan")
     call = Call(block, 8)
@@ -427,7 +427,7 @@ def test_cuda_graph_decides_at_each_replay(kernels: int) -> None:
 
 
 @pytest.mark.parametrize(("kernels", "dense_rows"), paths(guard=GUARD_DECIDES, block=DENSE_BLOCK))
-def test_streams_at_once(kernels: int, dense_rows: int) -> None:
+def test_streams_at_once(kernels: int, dense_rows: int | Run) -> None:
     calls = [Call(unequal_block(1500, full, density), 8) for full, density in ((0.0, 0.3), (0.05, 0.002), (0.0, 0.6))]
     expected = []
     for call in calls:

@@ -18,6 +18,7 @@ from tests.plugins.calls import (
     EARLY,
     KERNELS,
     Call,
+    Run,
     assert_guards,
     assert_same_bits,
     paths,
@@ -125,7 +126,7 @@ def test_rows_of_either_path_get_their_own(kernels: int) -> None:
 
 
 @pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
-def test_values_that_are_summed_again(kernels: int, dense_rows: int) -> None:
+def test_values_that_are_summed_again(kernels: int, dense_rows: int | Run) -> None:
     """Where u or h overflows in float16, y is computed again, with its residual."""
     case = Case(rows=300, d_model=128, dtype=FP16, density=0.5, biases="", residual=True)
     block = make_block(case, integers=False)
