@@ -151,4 +151,21 @@ __device__ __forceinline__ void gather_of_lanes(float (&sums)[kVector], uint16_t
     }
 }
 
+// Sends for this thread's vector of each row of a set, given as bits: the i-th to pieces + i * kBytesPiece in shared
+// memory. `matrix` is that of the thread's columns.
+__device__ __forceinline__ void send_for_set(uint32_t pieces, uint16_t const* matrix, int row_length, uint32_t set) {
+    for (uint32_t rest = set; rest != 0; rest &= rest - 1, pieces += kBytesPiece) {
+        copy_async(pieces, matrix + static_cast<int64_t>(__ffs(rest) - 1) * row_length, true);
+    }
+    commit_async();
+}
+
+// Calls use(row, vector) for each of them, when they have come.
+template <class Use>
+__device__ __forceinline__ void use_set(uint32_t pieces, uint32_t set, Use use) {
+    for (uint32_t rest = set; rest != 0; rest &= rest - 1, pieces += kBytesPiece) {
+        use(__ffs(rest) - 1, load_chunk(pieces));
+    }
+}
+
 }  // namespace twell

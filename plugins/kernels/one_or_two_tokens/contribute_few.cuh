@@ -121,11 +121,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
     uint32_t const pieces = queues + warp * kBytesQueue + lane * 16;
     uint16_t const* const w_down =
         params.w_down + static_cast<int64_t>(neuron_begin) * params.d_out + min(column, params.d_out - kVector);
-    uint32_t piece = pieces;
-    for (uint32_t rest = any; rest != 0; rest &= rest - 1, piece += kBytesPiece) {
-        copy_async(piece, w_down + static_cast<int64_t>(__ffs(rest) - 1) * params.d_out, true);
-    }
-    commit_async();
+    send_for_set(pieces, w_down, params.d_out, any);
 
     float h = Element::to_float(g);
     if (params.w_up != nullptr) {
@@ -147,11 +143,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
 
     wait_async<0>();
     float sums[kTokens][kVector] = {};
-    piece = pieces;
-    for (uint32_t rest = any; rest != 0; rest &= rest - 1, piece += kBytesPiece) {
-        int const n = __ffs(rest) - 1;
+    use_set(pieces, any, [&](int n, uint4 row) {
         float weights[kVector];
-        unpack<Element>(weights, load_chunk(piece));
+        unpack<Element>(weights, row);
 #pragma unroll
         for (int t = 0; t < kTokens; ++t) {
             float const factor = __shfl_sync(0xffffffffu, h, t * kNeurons + n);
@@ -162,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
                 }
             }
         }
-    }
+    });
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
         if (active[t] != 0 && column < params.d_out) {
