@@ -120,8 +120,8 @@ __device__ __forceinline__ void dot_products(int count, int d_model, uint32_t qu
 // sums[i] += x . matrix[row of lane i], over kSteps pieces of one vector a lane, from `column` on; the loads of kAtOnce
 // rows are issued together. Past `count` the last row is repeated, and the sums are not used.
 template <class Element, int kAtOnce, int kSteps, int kRows>
-__device__ __forceinline__ void add_products(float (&sums)[kRows], uint16_t const* x_row, uint16_t const* matrix,
-                                             int row_length, int column, uint32_t row, int count) {
+__device__ __forceinline__ void add_products(float (&sums)[kRows], uint16_t const* x_row, uint16_t const* const& matrix,
+                                             int const& row_length, int column, uint32_t row, int count) {
     uint4 x_vectors[kSteps];
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
@@ -186,10 +186,11 @@ __device__ __forceinline__ float reduce_rows(float (&sums)[kRows]) {
 constexpr int kLeastDotColumns = 2 * kWarpColumns;
 
 // By one warp: x . matrix[row] over the columns from `begin` to `end`, for the rows of the first `count` lanes, at most
-// kRows, given as reduce_rows says.
+// kRows, given as reduce_rows says. NOTE: what is a kernel's parameter comes by reference, or the compiler keeps it in
+// registers.
 template <class Element, int kRows>
-__device__ __forceinline__ float dot_rows(uint16_t const* x_row, uint16_t const* matrix, int row_length, int begin,
-                                          int end, uint32_t row, int count) {
+__device__ __forceinline__ float dot_rows(uint16_t const* x_row, uint16_t const* const& matrix, int const& row_length,
+                                          int begin, int const& end, uint32_t row, int count) {
     int const lane = threadIdx.x % kWarpSize;
     float sums[kRows] = {};
     constexpr int kAtOnce = 2;

@@ -20,13 +20,13 @@ __device__ __forceinline__ float to_float(uint16_t h) {
 }
 
 // sums += h * row
-template <class Element>
-__device__ __forceinline__ void add_row(float (&sums)[kVector], float h, uint4 row) {
+template <class Element, class H>
+__device__ __forceinline__ void add_row(float (&sums)[kVector], H h, uint4 row) {
     float values[kVector];
     unpack<Element>(values, row);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-        sums[k] = fmaf(h, values[k], sums[k]);
+        sums[k] = fmaf(to_float<Element>(h), values[k], sums[k]);
     }
 }
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ void gather_some(float (&sums)[kVector], uint16_t con
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         if (position + r * slots < count) {
-            add_row<Element>(sums, to_float<Element>(values[r]), vectors[r]);
+            add_row<Element>(sums, values[r], vectors[r]);
         }
     }
 }
@@ -127,20 +127,26 @@ __device__ __forceinline__ void gather_queued(float (&sums)[kVector], uint16_t c
     wait_async<0>();
 }
 
+// A row of a matrix and its factor.
+struct RowFactor {
+    uint32_t neuron;
+    float h;
+};
+
 // Adds the rows that the lanes from `begin` on have, `count` <= kRows of them, each by one lane with its factor. All
 // loads are issued together: past the last row they repeat it, and the values are not used.
 template <class Element, int kRows>
 __device__ __forceinline__ void gather_of_lanes(float (&sums)[kVector], uint16_t const* matrix, int row_length,
-                                                uint32_t neuron, float h, int begin, int count) {
+                                                RowFactor row, int begin, int count) {
     uint4 vectors[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        uint32_t const n = __shfl_sync(0xffffffffu, neuron, begin + min(r, count - 1));
+        uint32_t const n = __shfl_sync(0xffffffffu, row.neuron, begin + min(r, count - 1));
         vectors[r] = load_vector(matrix + static_cast<int64_t>(n) * row_length);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        float const factor = __shfl_sync(0xffffffffu, h, begin + min(r, count - 1));
+        float const factor = __shfl_sync(0xffffffffu, row.h, begin + min(r, count - 1));
         float w_values[kVector];
         unpack<Element>(w_values, vectors[r]);
 #pragma unroll

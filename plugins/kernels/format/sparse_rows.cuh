@@ -3,15 +3,13 @@
 
 #include <stdint.h>
 
+#include "device/gather_rows.cuh"
 #include "format/schedule.cuh"
 #include "twell/twell.h"
 
 namespace twell {
 
-struct SparseEntry {
-    uint32_t neuron;
-    float h;
-};
+using SparseEntry = RowFactor;
 
 // Lists, in the place of the spilled matrix, of which a row that has a list needs nothing any more.
 struct SparseRows {

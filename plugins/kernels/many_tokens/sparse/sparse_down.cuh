@@ -52,10 +52,10 @@ __device__ __forceinline__ void add_list(float (&sums)[kVector], Params const& p
         int const listed = min(count - begin, kWarpSize);
         int done = 0;
         for (; done + kRowsAtOnce <= listed; done += kRowsAtOnce) {
-            gather_of_lanes<Element, kRowsAtOnce>(sums, w_down, params.d_out, entry.neuron, entry.h, done, kRowsAtOnce);
+            gather_of_lanes<Element, kRowsAtOnce>(sums, w_down, params.d_out, entry, done, kRowsAtOnce);
         }
         for (; done < listed; done += kRowsAtEnd) {
-            gather_of_lanes<Element, kRowsAtEnd>(sums, w_down, params.d_out, entry.neuron, entry.h, done,
+            gather_of_lanes<Element, kRowsAtEnd>(sums, w_down, params.d_out, entry, done,
                                                  min(listed - done, kRowsAtEnd));
         }
     }
