@@ -67,14 +67,32 @@ def test_every_folder_is_listed() -> None:
     assert folders == {"kernels", *OTHERS}
 
 
-def test_includes_between_kernel_folders_point_down() -> None:
+def upward(arrows: dict[str, set[str]]) -> list[str]:
+    """Return the arrows that are not allowed."""
     allowed = {**KERNELS, **TOP}
-    upward = [
-        f"{folder or 'kernels'} -> {each}"
-        for folder, found in kernel_arrows().items()
-        for each in sorted(found - allowed[folder])
+    return [
+        f"{folder or 'kernels'} -> {each or 'kernels'}"
+        for folder, found in arrows.items()
+        for each in sorted(found - allowed.get(folder, set()))
     ]
-    assert not upward
+
+
+def test_includes_between_kernel_folders_point_down() -> None:
+    assert not upward(kernel_arrows())
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("device", "host/launch.h"),
+        ("few_tokens", "many_tokens/many_tokens.h"),
+        ("many_tokens/guard", "many_tokens/gate/gate.h"),
+        ("matmul", "routes.h"),
+        ("new_folder", "device/vector.cuh"),
+    ],
+)
+def test_an_upward_include_is_found(folder: str, name: str) -> None:
+    assert upward({**kernel_arrows(), folder: {folder_of(name)}}) == [f"{folder} -> {folder_of(name) or 'kernels'}"]
 
 
 def test_routes_do_not_know_each_other() -> None:
