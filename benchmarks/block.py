@@ -2,6 +2,7 @@
 
 python benchmarks/block.py --tokens 2048,8192 --json results.json
 python benchmarks/block.py --suite --json results.json > results.md
+python benchmarks/block.py --smoke
 
 Builds nothing: it uses the plugin library that twellc finds. Every size is checked against float64 before it is timed.
 Times are of one call within a CUDA graph that holds one call for each of several sets of weights, so that weights come
@@ -14,13 +15,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+import session
 import torch
 from draw import DISTRIBUTIONS, TRAINED_LAYERS, Neurons, Weights, make_inputs
 from torch import Tensor
@@ -28,7 +29,6 @@ from torch.nn import functional
 
 from twellc.benchmarking import contest
 from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, PACKED, dense_forms
-from twellc.benchmarking.timing import machine
 from twellc.plugins import library
 
 CHECKED_ROWS = 64
@@ -54,8 +54,9 @@ class Twell:
             hot=hot,
         )
         words = -(-d_ff // library.TILE) * (library.TILE // compression)
-        self.packed = torch.empty((tokens, words), dtype=torch.int32, device="cuda")
-        self.workspace = torch.empty(self._lib.twell_workspace_bytes(self._problem), dtype=torch.uint8, device="cuda")
+        self.packed = torch.empty((tokens, words), dtype=torch.int32, device=x.device)
+        size = self._lib.twell_workspace_bytes(self._problem)
+        self.workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
         self.y = torch.empty_like(x)
 
     def kernels(self) -> list[str]:
@@ -102,7 +103,7 @@ def check(x: Tensor, w: Weights, twell: Twell, forms: dict[str, Callable[[Tensor
     Raises:
         click.ClickException: Something is more than twice as wrong as eager dense torch.
     """
-    rows = torch.randperm(len(x), device="cuda")[:CHECKED_ROWS]
+    rows = torch.randperm(len(x), device=x.device)[:CHECKED_ROWS]
     exact = w.block.double().dense(x[rows].double())
     errors = {name: relative_error(form(x)[rows], exact) for name, form in forms.items()}
     twell.y.fill_(float("nan"))
@@ -112,13 +113,6 @@ def check(x: Tensor, w: Weights, twell: Twell, forms: dict[str, Callable[[Tensor
         if name != FP8:
             refuse_error(f"{len(x)} tokens: {name}", error, errors[EAGER])
     return errors
-
-
-def new_report() -> dict[str, Any]:
-    """What a script that runs under click writes down first: machine and arguments, but no paths."""
-    given = click.get_current_context().params
-    arguments = {name: value for name, value in given.items() if name not in ("json_path", "plans", "out", "device")}
-    return {"machine": machine().to_json(), "arguments": arguments, "results": []}
 
 
 def fastest(median: dict[str, float]) -> float:
@@ -215,13 +209,15 @@ SUITE = (
     *(Setting((1, 4, 16, 17, 32, 64), d_model, 4 * d_model, density=1.0, variant="plain") for d_model in (1024, 2048)),
 )
 
+_QUICKEST = min(range(len(SUITE)), key=lambda index: (len(SUITE[index].tokens), max(SUITE[index].tokens)))
+
 
 def measure(setting: Setting, tokens: int, compiled: bool, repeats: int) -> dict[str, Any]:
     """Check and time one size."""
     torch._dynamo.reset()  # or compiled kernels would be launched as suits the size before
     dtype = getattr(torch, setting.dtype)
     neurons = Neurons(setting.neurons, setting.density, setting.layer, setting.heavy, setting.hot)
-    x, sets = make_inputs(tokens, setting.d_model, setting.d_ff, dtype, neurons, setting.variant)
+    x, sets = make_inputs(tokens, setting.d_model, setting.d_ff, dtype, neurons, setting.variant, session.DEVICE)
     twell = Twell(x, setting.d_ff, setting.compression, setting.variant, setting.hot)
     forms = [dense_forms(w.block, x, compiled) for w in sets]
     errors = check(x, sets[0], twell, forms[0])
@@ -314,7 +310,8 @@ def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repe
     help="Also time the dense block through torch.compile as a whole.",
 )
 @click.option("--seed", default=0, show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here.")
+@session.json_option
+@session.smoke_option(tokens="1,40", d_model=256, d_ff=768, part=f"{_QUICKEST + 1}/{len(SUITE)}", repeats=2)
 def main(
     tokens: str,
     d_model: int,
@@ -335,8 +332,7 @@ def main(
     json_path: Path | None,
 ) -> None:
     """Print Markdown tables of times in microseconds; the speed-up is over the fastest dense block but FP8."""
-    if not torch.cuda.is_available():
-        raise click.ClickException("there is no CUDA device")
+    session.refuse_without_gpu()
     if density == 1 and neurons == "zipf":
         raise click.UsageError("--density 1 leaves no neuron less active than another: use --neurons equal")
     if neurons == "trained" and (d_model, d_ff) != (2048, 5632):
@@ -348,15 +344,14 @@ def main(
     counts = tuple(int(value) for value in tokens.split(","))
     setting = Setting(counts, d_model, d_ff, dtype, density, neurons, layer, int(compression), variant, heavy, hot)
     settings = settings_of(part) if suite else (setting,)
-    report = new_report()
+    report = session.new_report()
     for setting in settings:
         click.echo(f"{report['machine']['gpu']}, torch {report['machine']['torch']}: {setting}\n\n{HEADER}")
         for count in setting.tokens:
             result = measure(setting, count, compiled, repeats)
             report["results"].append(result)
             click.echo(table_row(result))
-            if json_path is not None:  # after every size, so that an interrupted run leaves what it has
-                json_path.write_text(json.dumps(report, indent=1) + "\n")
+            session.write_results(json_path, report)
         click.echo()
 
 

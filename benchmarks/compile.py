@@ -1,12 +1,12 @@
 """Measure `twellc compile` on a model of full size: time and peak memory of all its processes.
 
 python benchmarks/make_llama.py --size 1.5b build/llama-1.5b
-python benchmarks/compile.py build/llama-1.5b --results benchmarks/results
+python benchmarks/compile.py build/llama-1.5b --json benchmarks/results/compile-llama-1.5b.json
+python benchmarks/compile.py --smoke
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -18,6 +18,9 @@ from typing import Any
 
 import click
 import psutil
+import session
+from make_llama import write_llama
+from tables import table
 
 
 def measure(command: list[str]) -> dict[str, Any]:
@@ -47,15 +50,23 @@ def measure(command: list[str]) -> dict[str, Any]:
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
     try:
-        return process.children(recursive=True)
+        children: list[psutil.Process] = process.children(recursive=True)
     except psutil.Error:
         return []
+    return children
+
+
+def _smallest_model() -> str:
+    folder = Path(session.scratch_folder()) / "llama-smoke"
+    write_llama("smoke", folder)
+    return str(folder)
 
 
 @click.command()
-@click.argument("model", type=click.Path(exists=True, path_type=Path))
-@click.option("--results", type=click.Path(path_type=Path), help="Folder for a JSON file with the figures.")
-def main(model: Path, results: Path | None) -> None:
+@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@session.json_option
+@session.smoke_option(model=_smallest_model)
+def main(model: Path, json_path: Path | None) -> None:
     """Compile MODEL with TensorRT-RTX and print a row of figures."""
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 1e9
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:
@@ -63,21 +74,18 @@ def main(model: Path, results: Path | None) -> None:
         # -P keeps the working directory, where twellc's sources may lie unbuilt, off the module path.
         figures = measure([sys.executable, "-P", "-m", "twellc", "compile", str(model), "-o", str(plan)])
         if figures.pop("status") != 0:
-            sys.exit(f"twellc compile {model} failed, so there are no figures; see its message above")
+            raise click.ClickException(f"twellc compile {model} failed, so there are no figures; see its message above")
         figures["plan"] = plan.stat().st_size / 1e9
-    figures |= {
-        "model": model.name,
-        "weights": weights,
-        "machine": f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, {platform.machine()}",
-        "load": os.getloadavg()[1],
-    }
-    print("| model | weights GB | seconds | resident GB | private GB | private / weights |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    row = (figures[name] for name in ("weights", "seconds", "resident", "private"))
-    print(f"| {model.name} | {' | '.join(f'{value:.2f}' for value in row)} | {figures['private'] / weights:.2f} |")
-    if results is not None:
-        results.mkdir(parents=True, exist_ok=True)
-        (results / f"compile-{model.name}.json").write_text(json.dumps(figures, indent=2) + "\n")
+    report = session.new_report()
+    report["machine"] |= {
+        "cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "processor": platform.machine(), "load": os.getloadavg()[1],
+    }  # fmt: skip
+    report["results"].append({"model": model.name, "weights": weights, **figures})
+    cells = [f"{value:.2f}" for value in (weights, figures["seconds"], figures["resident"], figures["private"])]
+    header = ["model", "weights GB", "seconds", "resident GB", "private GB", "private / weights"]
+    click.echo(table(header, [[model.name, *cells, f"{figures['private'] / weights:.2f}"]]))
+    session.write_results(json_path, report)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Time a whole ReLU Llama in TensorRT, as plans of twellc, against torch: prefill of several shapes, and one token.
 
 python benchmarks/engine.py --json results.json --plans build/plans
+python benchmarks/engine.py --smoke
 
 The model is that of model.py, with fewer layers. Contestants are two plans of the same export, one with all
 feed-forward blocks rewritten (twell) and one with none (dense), in each form of attention that is asked for; and torch,
@@ -34,9 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+import session
 import torch
 import transformers
-from block import new_report
 from model import CAUSAL, Logits, causal_attention, gate_density, make_model, rewrite
 from tables import table
 from torch import Tensor
@@ -47,9 +48,9 @@ from twellc.benchmarking.blocks import dense_models, see_blocks
 from twellc.benchmarking.contest import Contest
 from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, dense_forms
 from twellc.benchmarking.plans import add_plan
+from twellc.compiling.manifest import manifest_path
 from twellc.export.runner import Execution, OpenPlan, engine_layers, open_plan, prepare
 from twellc.export.tensorrt_host import Host, load_host
-from twellc.manifest import manifest_path
 from twellc.passes.precision import widen
 
 Shape = tuple[int, int]
@@ -225,7 +226,7 @@ def times_by_kind(execution: Execution) -> dict[str, Any]:
     """Return a plan's time by kind of layer, and its layers from the longest on."""
     nodes = {_bare(layer["Name"]): onnx_nodes(layer.get("Metadata", "")) for layer in engine_layers(execution)}
     kinds = dict.fromkeys(TABLE_KINDS, 0.0)
-    layers = []
+    layers: list[dict[str, Any]] = []
     for name, microseconds in times_by_layer(execution).items():
         kind = kind_of(name, nodes.get(name, []))
         kinds[kind] += microseconds
@@ -240,7 +241,7 @@ def times_by_kind(execution: Execution) -> dict[str, Any]:
 
 def start_contest(model: Logits, ids: Tensor) -> Contest:
     """Start a contest of logits at tokens that are drawn at random."""
-    rows = torch.randperm(ids.numel(), device="cuda")[:_CHECKED_TOKENS]
+    rows = torch.randperm(ids.numel(), device=ids.device)[:_CHECKED_TOKENS]
 
     def drawn(logits: Any) -> Tensor:
         tensor: Tensor = pytree.tree_leaves(logits)[0]
@@ -279,13 +280,13 @@ def measure_shape(
     model: Logits, plans: dict[str, OpenPlan], shape: Shape, repeats: int, rewritten: bool
 ) -> dict[str, Any]:
     """Check and time all contestants at one shape."""
-    ids = torch.randint(0, model.model.config.vocab_size, shape, device="cuda")
+    ids = torch.randint(0, model.model.config.vocab_size, shape, device=session.DEVICE)
     contest = start_contest(model, ids)
     gc.collect()
     torch.cuda.empty_cache()  # of the model in float64
     add_torch(contest, model, ids, rewritten)
     for label, plan in plans.items():
-        add_plan(contest, label, plan, *inputs_of(plan, ids))
+        add_plan(contest, label, plan, *inputs_of(plan, ids), lossy=False)
     times = {label: each.to_json() for label, each in contest.time(repeats).items()}
     profiled = {}
     for label in filter(contest.__contains__, plans):
@@ -300,6 +301,12 @@ def measure_shape(
 
 
 # ---- the page ----
+
+
+def shape_table(result: dict[str, Any]) -> str:
+    """Return what was measured at one shape, to be shown before the others are known."""
+    rows = [[label, _time(time)] for label, time in result["times"].items()]
+    return table([f"{result['shape']}, milliseconds", "median (10th to 90th percentile)"], rows) + "\n"
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -360,15 +367,6 @@ def _time(time: dict[str, float] | None) -> str:
     return f"{time['median_us'] / 1e3:.3f} ({time['p10_us'] / 1e3:.3f} to {time['p90_us'] / 1e3:.3f})"
 
 
-def commit() -> str:
-    """Return the commit of the source tree, if it is one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 @click.command()
 @click.option("--layers", default=8, show_default=True)
 @click.option("--d-model", default=2048, show_default=True)
@@ -382,7 +380,8 @@ def commit() -> str:
               help="dense: without rewritten torch, which takes minutes to compile.")  # fmt: skip
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--plans", type=click.Path(file_okay=False, path_type=Path), help="Keep the plans here, or take them.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here, and a page beside it.")
+@session.json_option
+@session.smoke_option(layers=2, d_model=256, d_ff=768, heads=2, shapes="1x1,2x32", repeats=2)
 @torch.no_grad()
 def main(
     layers: int,
@@ -400,8 +399,7 @@ def main(
 ) -> None:
     """Print Markdown tables: milliseconds, speed-ups, microseconds by kind of layer, and errors of the logits."""
     chosen = parse_shapes(shapes)
-    if not torch.cuda.is_available():
-        raise click.ClickException("there is no CUDA device")
+    session.refuse_without_gpu()
     try:
         host = load_host("tensorrt")
     except UserError as error:
@@ -414,9 +412,10 @@ def main(
     llama.set_attn_implementation("sdpa")
     llama.config.dtype = torch.bfloat16
     model = Logits(llama)
-    report = new_report()
-    report["machine"] |= {"transformers": transformers.__version__, "tensorrt": host.version, "commit": commit()}
-    report["density"] = gate_density(model, (torch.randint(0, llama.config.vocab_size, (4, 512), device="cuda"),))
+    report = session.new_report()
+    report["machine"] |= {"transformers": transformers.__version__, "tensorrt": host.version}
+    ids = torch.randint(0, llama.config.vocab_size, (4, 512), device=session.DEVICE)
+    report["density"] = gate_density(model, (ids,))
     report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     with tempfile.TemporaryDirectory() as scratch:
         paths, report["failed"] = build_plans(
@@ -427,14 +426,14 @@ def main(
         for shape in chosen:
             click.echo(f"measuring {shape_name(shape)}", err=True)
             try:
-                report["results"].append(measure_shape(model, opened, shape, repeats, contestants == "all"))
+                result = measure_shape(model, opened, shape, repeats, contestants == "all")
+                report["results"].append(result)
+                click.echo(shape_table(result))
             except Exception as error:  # whatever it is, other shapes go on
                 report["failed"][shape_name(shape)] = f"{type(error).__name__}: {first_line(error)}"
             gc.collect()
             torch.cuda.empty_cache()
-            if json_path is not None:  # after every shape, so that an interrupted run leaves what it has
-                json_path.write_text(json.dumps(report, indent=1) + "\n")
-                json_path.with_suffix(".md").write_text(markdown(report))
+            session.write_results(json_path, report, markdown(report))
     click.echo(markdown(report))
     if report["failed"] or any(result["failed"] for result in report["results"]):
         raise click.ClickException("some contestants failed, see above")

@@ -1,6 +1,7 @@
 """Time the four trained layers as they are, with a hot split and without dead neurons, against dense torch.
 
 python benchmarks/layers.py --json results.json
+python benchmarks/layers.py --smoke
 
 Columns, all of the same layer with the same x: `as is`; `split H`, the H hottest neurons first, as dense products in
 the same call; `pruned`, without the neurons that never fired (but up to 7 of them, which make the width a multiple of
@@ -8,7 +9,7 @@ the same call; `pruned`, without the neurons that never fired (but up to 7 of th
 dense FP8 and the packed block without the dead neurons stand beside them. Rows of every contestant are compared with
 float64 before it is timed.
 
-The first table says how much faster all four layers are together than the fastest dense block of each, which does not
+The table of all layers says how much faster the four are together than the fastest dense block of each, which does not
 leave out dead neurons. `exact` takes the fastest column of each layer that drops nothing, `pruned` the fastest of all,
 as a compiler does that knows these times; a layer that none of them makes faster is left dense.
 """
@@ -16,7 +17,6 @@ as a compiler does that knows these times; a layer that none of them makes faste
 from __future__ import annotations
 
 import functools
-import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,14 +24,15 @@ from typing import Any
 
 import click
 import numpy as np
+import session
 import torch
-from block import CHECKED_ROWS, fastest, new_report, refuse_error, relative_error, time_rotated
+from block import CHECKED_ROWS, fastest, refuse_error, relative_error, time_rotated
 from draw import TRAINED_LAYERS, Neurons, Weights, make_inputs
-from tables import table
+from tables import head, row, table
 from torch import Tensor
 
 from twellc.benchmarking.forms import BASELINES, EAGER, FP8, Block, Packed, dense_forms
-from twellc.passes.firing import hot_first
+from twellc.passes.block_profile import hot_first
 from twellc.passes.neurons import without
 from twellc.plugins.ops import GATED_MLP
 
@@ -76,15 +77,15 @@ def measure(layer: int, tokens: int, hot: tuple[int, ...], repeats: int) -> dict
     """Check and time one layer at one number of tokens."""
     torch._dynamo.reset()  # or compiled kernels would be launched as suits the size before
     neurons = Neurons("trained", layer=layer)
-    x, sets = make_inputs(tokens, _D_MODEL, _D_FF, torch.bfloat16, neurons, "gated")
-    blocks = columns(sets, neurons.rates().cuda(), hot)
+    x, sets = make_inputs(tokens, _D_MODEL, _D_FF, torch.bfloat16, neurons, "gated", session.DEVICE)
+    blocks = columns(sets, neurons.rates().to(session.DEVICE), hot)
     forms = [dense_forms(w.block, x) for w in sets]
     contestants: dict[str, Sequence[Callable[[], Tensor]]] = {
         name: [functools.partial(form[name], x) for form in forms] for name in forms[0]
     }
     contestants[PACKED_ALIVE] = [functools.partial(Packed(w.block), x) for w, _ in blocks["pruned"]]
     contestants |= {name: [functools.partial(run_twell, x, *each) for each in own] for name, own in blocks.items()}
-    rows = torch.randperm(tokens, device="cuda")[:CHECKED_ROWS]
+    rows = torch.randperm(tokens, device=x.device)[:CHECKED_ROWS]
     exact = sets[0].block.double().dense(x[rows].double())
     errors = {name: relative_error(calls[0]()[rows], exact) for name, calls in contestants.items()}
     for name, error in errors.items():
@@ -158,9 +159,8 @@ def together(results: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """Write a report's tables as Markdown."""
-    sums = report["together"]
+def markdown(sums: list[dict[str, Any]]) -> str:
+    """Return the tables of the layers together as Markdown."""
     rows = []
     for each in sums:
         targets = TARGETS.get(each["tokens"])
@@ -184,19 +184,19 @@ def markdown(report: dict[str, Any]) -> str:
         for each in sums
     ]
     blocks.append("Speed-up with one column for all layers (least of one layer):\n\n" + table(header, rows))
-    for tokens in [each["tokens"] for each in sums]:
-        results = [result for result in report["results"] if result["tokens"] == tokens]
-        columns = list(dict.fromkeys(name for result in results for name in result["times"]))
-        rows = [
-            [
-                f"{result['layer']}", f"{result['mean_nonzeros']:.0f} / {result['max_nonzeros']}", f"{result['alive']}",
-                *(_with_speed_up(name, medians(result)) for name in columns),
-            ]
-            for result in results
-        ]  # fmt: skip
-        header = ["layer", "non-zeros a row, mean / max", "neurons that fired", *columns]
-        blocks.append(f"{tokens} tokens, µs (speed-up):\n\n" + table(header, rows))
     return "\n\n".join(blocks) + "\n"
+
+
+def layer_head(result: dict[str, Any]) -> str:
+    """Return the first lines of the table of one number of tokens, whose first layer has all columns."""
+    header = ["layer", "non-zeros a row, mean / max", "neurons that fired", *result["times"]]
+    return f"{result['tokens']} tokens, µs (speed-up):\n\n{head(header)}"
+
+
+def layer_row(result: dict[str, Any], columns: Sequence[str]) -> str:
+    """Return the row of a layer."""
+    numbers = f"{result['mean_nonzeros']:.0f} / {result['max_nonzeros']}", f"{result['alive']}"
+    return row([f"{result['layer']}", *numbers, *(_with_speed_up(name, medians(result)) for name in columns)])
 
 
 def _yes(reached: bool) -> str:
@@ -220,26 +220,31 @@ def _with_speed_up(name: str, median: dict[str, float]) -> str:
 )
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here.")
+@session.json_option
+@session.smoke_option(tokens="1,40", hot="512", repeats=2)
 def main(tokens: str, hot: str, repeats: int, seed: int, json_path: Path | None) -> None:
     """Print Markdown tables: speed-ups of the four trained layers together, and of each, with times in microseconds."""
-    if not torch.cuda.is_available():
-        raise click.ClickException("there is no CUDA device")
+    session.refuse_without_gpu()
     torch.manual_seed(seed)
     random.seed(seed)
     numbers = tuple(int(value) for value in hot.split(",") if value)
-    report = new_report() | {"together": []}
-    for count in (int(value) for value in tokens.split(",")):
-        results = []
-        for layer in range(TRAINED_LAYERS):
-            click.echo(f"{count} tokens, layer {layer}", err=True)
-            results.append(measure(layer, count, numbers, repeats))
-        report["results"] += results
-        report["together"].append(together(results))
-        if json_path is not None:  # after every count, so that an interrupted run leaves what it has
-            json_path.write_text(json.dumps(report, indent=1) + "\n")
+    report = session.new_report() | {"together": []}
     machine = report["machine"]
-    click.echo(f"{machine['gpu']}, torch {machine['torch']}\n\n{markdown(report)}")
+    click.echo(f"{machine['gpu']}, torch {machine['torch']}, commit {machine['commit']}\n")
+    for count in (int(value) for value in tokens.split(",")):
+        results: list[dict[str, Any]] = []
+        for layer in range(TRAINED_LAYERS):
+            result = measure(layer, count, numbers, repeats)
+            results.append(result)
+            report["results"].append(result)
+            session.write_results(json_path, report)
+            if layer == 0:
+                click.echo(layer_head(result))
+            click.echo(layer_row(result, list(results[0]["times"])))
+        report["together"].append(together(results))
+        session.write_results(json_path, report)
+        click.echo()
+    click.echo(markdown(report["together"]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Time a whole ReLU Llama of 1.5 billion parameters in torch: rewritten by twellc against the dense original.
 
 python benchmarks/model.py --json results.json
+python benchmarks/model.py --smoke
 
 Prefill is a forward pass over several sequences. Decode is one new token a sequence with a key-value cache, in a CUDA
 graph. The dense model is timed eager, compiled, and compiled with gate and up in one product; the fastest counts, as
@@ -16,22 +17,21 @@ sign. The JSON file states the share that was counted in a forward pass.
 from __future__ import annotations
 
 import functools
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+import session
 import torch
 import transformers
-from block import new_report
-from draw import quantile, zipf_offsets
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import twellc
+from twellc.benchmarking.activity import quantile, zipf_offsets
 from twellc.benchmarking.blocks import TWELL, block_calls, dense_models, see_blocks
 from twellc.benchmarking.energy import EnergyMeter
 from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, PACKED, dense_forms
@@ -42,7 +42,6 @@ from twellc.passes.precision import widen
 CAUSAL = "benchmark"
 _DECODED = "cached_benchmark"
 _CHECKED_TOKENS = 64
-_ENERGY_SECONDS = 3.0
 
 _caches: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer, [batch, heads, tokens, width]
 
@@ -83,7 +82,7 @@ def make_model(
     heads: int | None = None,
     kv_heads: int | None = None,
 ) -> Any:
-    """Make the model in bfloat16 on the GPU, with random weights and sparse gates; with heads of width 128 by default.
+    """Make the model in bfloat16, with random weights and sparse gates; with heads of width 128 by default.
 
     `kv_heads` is the number of heads of keys and values; by default as many as there are heads.
     """
@@ -93,7 +92,7 @@ def make_model(
         max_position_embeddings=4096, use_cache=False, tie_word_embeddings=False,
     )  # fmt: skip
     config._attn_implementation = CAUSAL
-    with torch.device("cuda"):
+    with torch.device(session.DEVICE):
         model: Any = transformers.LlamaForCausalLM(config)
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
     root = d_model**0.5
@@ -105,7 +104,7 @@ def make_model(
             weight[:2] = 0
         elif "_proj" in name:
             weight[:, :2] = 0
-    active = (torch.exp(0.8 * torch.randn(vocabulary, device="cuda") - 0.32) * density).clamp(max=0.9)
+    active = (torch.exp(0.8 * torch.randn(vocabulary, device=session.DEVICE) - 0.32) * density).clamp(max=0.9)
     embedding = model.model.embed_tokens.weight.normal_()
     embedding[:, 0] = quantile(active) * root
     embedding[:, 1] = root
@@ -113,7 +112,7 @@ def make_model(
         gate = layer.mlp.gate_proj.weight
         gate[:, 0] = -1 / root
         if neurons == "zipf":
-            gate[:, 1] = zipf_offsets(d_ff, density) / root
+            gate[:, 1] = zipf_offsets(d_ff, density, session.DEVICE) / root
     return model
 
 
@@ -186,8 +185,9 @@ def measure_setting(
     inputs: tuple[Tensor, ...],
     graphs: bool,
     repeats: int,
+    energy_seconds: float,
 ) -> dict[str, Any]:
-    """Time and energy of one setting."""
+    """Time and energy of one setting; without any seconds for energy, none is measured."""
     torch._dynamo.reset()  # or it would compile for several sizes at once
 
     def prepare(call: Call) -> Call:
@@ -217,9 +217,11 @@ def measure_setting(
     parts = block_calls(seen, forms)
     alone = {kind: prepare(parts[TWELL if kind == "twell" else label]) for kind, label in best.items()}
     feed_forward = {kind: times["median_us"] for kind, times in time_all(alone).items()}
-    meter = EnergyMeter()
     tokens = inputs[0].numel()
-    energy = {kind: meter.of(calls[label], _ENERGY_SECONDS, medians[kind]) / tokens for kind, label in best.items()}
+    energy = {}
+    if energy_seconds > 0:
+        meter = EnergyMeter()
+        energy = {kind: meter.of(calls[label], energy_seconds, medians[kind]) / tokens for kind, label in best.items()}
     return {
         "setting": name, "tokens": tokens, "times": times, "best": best,
         "speed_up": medians["dense"] / medians["twell"], "joules_per_token": energy,
@@ -238,8 +240,12 @@ def measure_setting(
 @click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations.")
 @click.option("--neurons", type=click.Choice(["equal", "zipf"]), default="equal", show_default=True)
 @click.option("--repeats", default=10, show_default=True)
+@click.option("--energy-seconds", default=3.0, show_default=True, help="For the energy of each contestant; 0: none.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here.")
+@session.json_option
+@session.smoke_option(
+    prefill="2x64", decode="2", cache=32, layers=2, d_model=256, d_ff=768, repeats=2, energy_seconds=0.1
+)
 @torch.no_grad()
 def main(
     prefill: str,
@@ -251,12 +257,12 @@ def main(
     density: float,
     neurons: str,
     repeats: int,
+    energy_seconds: float,
     seed: int,
     json_path: Path | None,
 ) -> None:
     """Print a Markdown table: milliseconds a step, speed-up over the faster dense model, and energy."""
-    if not torch.cuda.is_available():
-        raise click.ClickException("there is no CUDA device")
+    session.refuse_without_gpu()
     torch.manual_seed(seed)
     random.seed(seed)
     transformers.AttentionInterface.register(CAUSAL, causal_attention)
@@ -265,10 +271,10 @@ def main(
     vocabulary = model.model.config.vocab_size
 
     def tokens(batch: int, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        ids = torch.randint(0, vocabulary, (batch, length), device="cuda")
-        return ids, (first + torch.arange(length, device="cuda")).expand(batch, -1).contiguous()
+        ids = torch.randint(0, vocabulary, (batch, length), device=session.DEVICE)
+        return ids, (first + torch.arange(length, device=session.DEVICE)).expand(batch, -1).contiguous()
 
-    report = new_report()
+    report = session.new_report()
     report["machine"]["transformers"] = transformers.__version__
     report["density"] = gate_density(model, tokens(4, 512))
     report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
@@ -285,11 +291,11 @@ def main(
         found = {label: f"{times['median_us'] / 1e3:.3f}" for label, times in result["times"].items()}
         labels = (EAGER, COMPILED, PACKED, FP8, "twell eager", "twell compiled")
         times = " | ".join(found.get(label, "-") for label in labels)
-        energy = " | ".join(f"{result['joules_per_token'][kind] * 1e3:.2f}" for kind in ("dense", "twell"))
+        joules = result["joules_per_token"]
+        energy = " | ".join(f"{joules[kind] * 1e3:.2f}" if kind in joules else "-" for kind in ("dense", "twell"))
         share = " | ".join(f"{result['feed_forward_share'][kind]:.2f}" for kind in ("dense", "twell"))
         click.echo(f"| {result['setting']} | {times} | {result['speed_up']:.2f} | {share} | {energy} |")
-        if json_path is not None:
-            json_path.write_text(json.dumps(report, indent=1) + "\n")
+        session.write_results(json_path, report)
 
     if prefill:
         batch, length = (int(size) for size in prefill.split("x"))
@@ -299,19 +305,18 @@ def main(
         del short
         inputs = tokens(batch, length)
         rewritten = rewrite(model, inputs)
-        add(measure_setting(f"prefill {prefill}", model, rewritten, inputs, graphs=False, repeats=repeats))
+        name = f"prefill {prefill}"
+        add(measure_setting(name, model, rewritten, inputs, False, repeats, energy_seconds))
         del rewritten
     if decode:
         model.model.set_attn_implementation(_DECODED)
         for batch in (int(size) for size in decode.split(",")):
             shape = (batch, d_model // 128, cache, 128)
-            _caches[:] = [
-                (torch.randn(shape, device="cuda").bfloat16(), torch.randn(shape, device="cuda").bfloat16())
-                for _ in range(layers)
-            ]
+            drawn = [torch.randn(shape, device=session.DEVICE).bfloat16() for _ in range(2 * layers)]
+            _caches[:] = zip(drawn[::2], drawn[1::2], strict=True)
             inputs = tokens(batch, 1, first=cache - 1)
             rewritten = rewrite(model, inputs)
-            add(measure_setting(f"decode {batch}", model, rewritten, inputs, graphs=True, repeats=repeats))
+            add(measure_setting(f"decode {batch}", model, rewritten, inputs, True, repeats, energy_seconds))
 
 
 if __name__ == "__main__":

@@ -7,5 +7,14 @@ from collections.abc import Iterable, Sequence
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table whose first column is words and all others are numbers."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head(header), *map(row, rows)])
+
+
+def head(header: Sequence[str]) -> str:
+    """Return the first two lines of such a table, whose rows come later."""
+    return f"{row(header)}\n{row(['---', *['---:'] * (len(header) - 1)])}"
+
+
+def row(cells: Sequence[str]) -> str:
+    """Return a row of a table."""
+    return f"| {' | '.join(cells)} |"

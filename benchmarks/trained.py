@@ -9,7 +9,7 @@ a text that was trained on; `twellc compile`, with that profile and with pruning
 `twellc bench` on a text that was held out. What needs a GPU is left out where there is none; a command that fails is
 named, and the exit status is 1.
 
-`--tiny --device cpu` does the same with a model of 2 narrow layers and a few steps, to try the script.
+`--smoke` does the same with a model of 2 narrow layers and a few steps, with `--device cpu` on any machine.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+import session
 import torch
 import transformers
-from tables import table
+from tables import head, row, table
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -61,7 +62,7 @@ class Recipe:
     profile: str = "1x1:8x1024:32x1024"
 
 
-TINY = Recipe(
+SMOKE = Recipe(
     layers=2, d_model=64, d_ff=256, heads=4, window=64, batch=4, corpus_bytes=200_000, profiled_bytes=2048,
     checked_bytes=256, benched_bytes=512, shapes="1x1,2x16", profile="1x1:2x16:2x32",
 )  # fmt: skip
@@ -221,22 +222,26 @@ def run_command(arguments: list[str], out: Path) -> dict[str, Any]:
 
 def markdown(report: dict[str, Any]) -> str:
     """Write a report's tables as Markdown."""
-    training = report["training"]
-    lines = [
-        f"{report['machine']}: {training['steps']} steps of {training['tokens'] / training['steps']:.0f} tokens in "
-        f"{training['seconds']} s, {report['parameters'] / 1e6:.0f} million parameters",
-        "",
-        "| command | exit status | s | result |",
-        "| --- | ---: | ---: | --- |",
-    ]
-    lines += [
-        f"| `{each['command']}` | {each['status']} | {each['seconds']} | {_summary(name, each)} |"
-        for name, each in report["commands"].items()
-    ]
+    lines = [opening(report), *(command_row(name, each) for name, each in report["commands"].items())]
     for name, each in report["commands"].items():
         if name.startswith("bench") and "found" in each:
             lines += ["", _bench_table(name, each["found"])]
     return "\n".join(lines) + "\n"
+
+
+def opening(report: dict[str, Any]) -> str:
+    """Return the page up to the table of commands, whose rows come later."""
+    training, machine = report["training"], report["machine"]
+    return (
+        f"{machine['gpu']}, torch {machine['torch']}, commit {machine['commit']}: {training['steps']} steps of "
+        f"{training['tokens'] / training['steps']:.0f} tokens in {training['seconds']} s, "
+        f"{report['parameters'] / 1e6:.0f} million parameters\n\n{head(['command', 'exit status', 's', 'result'])}"
+    )
+
+
+def command_row(name: str, each: dict[str, Any]) -> str:
+    """Return the row of a command that ran."""
+    return row([f"`{each['command']}`", str(each["status"]), str(each["seconds"]), _summary(name, each)])
 
 
 def _summary(name: str, each: dict[str, Any]) -> str:
@@ -271,20 +276,20 @@ def _bench_table(name: str, found: dict[str, Any]) -> str:
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Model and results.")
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True, help="Of training.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="To train on.")
-@click.option("--tiny", is_flag=True, help="A model of 2 narrow layers.")
 @click.option("--compiled/--no-compiled", default=True, show_default=True, help="Train through torch.compile.")
 @click.option("--reuse", is_flag=True, help="Do not train: take the model that is in --out.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here, and a page beside it.")
+@session.json_option
+@session.smoke_option(out=session.scratch_folder, minutes=0.05, compiled=False)
 def main(
-    out: Path, minutes: float, device: str, tiny: bool, compiled: bool, reuse: bool, seed: int, json_path: Path | None
+    out: Path, minutes: float, device: str, compiled: bool, reuse: bool, seed: int, json_path: Path | None
 ) -> None:
     """Train, profile, compile, check and bench; print a Markdown table of what came out."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise click.ClickException("there is no CUDA device")
+    if device == "cuda":
+        session.refuse_without_gpu()
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
-    recipe = TINY if tiny else Recipe()
+    recipe = SMOKE if session.is_smoke() else Recipe()
     out.mkdir(parents=True, exist_ok=True)
     training_file = out / "training.json"
     if not reuse:
@@ -306,17 +311,18 @@ def main(
     training = json.loads(training_file.read_text())
     gpu = device == "cuda" and has_gpu()
     report: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name() if gpu else "CPU", "torch": torch.__version__,
-        "recipe": dataclasses.asdict(recipe), "training": training, "parameters": training.pop("parameters"),
-        "commands": {},
+        "machine": session.describe_machine(), "recipe": dataclasses.asdict(recipe),
+        "parameters": training.pop("parameters"), "training": training, "commands": {},
     }  # fmt: skip
+    click.echo(opening(report))
     for name, arguments in plan_commands(out, recipe, gpu and python_module("tensorrt") is not None, gpu):
         click.echo(f"twellc {name}", err=True)
         report["commands"][name] = run_command(arguments, out)
-        if json_path is not None:  # after every command, so that an interrupted run leaves what it has
-            json_path.write_text(json.dumps(report, indent=1) + "\n")
-            json_path.with_suffix(".md").write_text(markdown(report))
-    click.echo(markdown(report))
+        click.echo(command_row(name, report["commands"][name]))
+        session.write_results(json_path, report, markdown(report))
+    for name, each in report["commands"].items():
+        if name.startswith("bench") and "found" in each:
+            click.echo(f"\n{_bench_table(name, each['found'])}")
     failed = [name for name, each in report["commands"].items() if each["status"] != 0]
     if failed:
         raise click.ClickException(f"commands failed: {', '.join(failed)}")

@@ -1,6 +1,7 @@
 """Write the tables of docs/when-it-pays.md from measured times and committed results.
 
 python benchmarks/when_it_pays.py
+python benchmarks/when_it_pays.py --smoke
 
 A table stands between two comments in the page, `<!-- NAME -->` and `<!-- end -->`; all else in it is written by hand.
 """
@@ -22,6 +23,7 @@ from twellc.decisions.choose import Tokens, choose, count_text, percent
 from twellc.decisions.predict import CostModel, Widths
 from twellc.decisions.targets import TARGETS, choose_target
 from twellc.decisions.times import Rates
+from twellc.passes.report import Choice, Expectation
 
 _ROOT = Path(__file__).resolve().parents[1]
 PAGE = _ROOT / "docs" / "when-it-pays.md"
@@ -64,15 +66,19 @@ def models() -> dict[str, CostModel]:
     return {target.upper(): choose_target(target, None).model for target in TARGETS}
 
 
+def expect(model: CostModel, block: Widths, rates: Rates, tokens: int) -> tuple[Choice, Expectation]:
+    """Return what is best for a block at one number of tokens, and what is expected of it."""
+    choice = choose(model, block, rates, [Tokens(tokens, tokens, tokens)])
+    assert choice.expectation is not None  # nothing is repeated here
+    return choice, choice.expectation
+
+
 def break_evens() -> str:
     """Return the density below which TwELL pays, by GPU, block and number of tokens, as the cost model has it."""
     rows = []
     for gpu, model in models().items():
         for block in _BLOCKS:
-            limits = (
-                choose(model, block, np.full(block.d_ff, 0.005), [Tokens(count, count, count)]).expectation.pays_below
-                for count in _SIZES
-            )
+            limits = (expect(model, block, np.full(block.d_ff, 0.005), count)[1].pays_below for count in _SIZES)
             name = f"{gpu}, {block.variant} {count_text(block.d_model)} / {count_text(block.d_ff)}"
             rows.append([name, *({0.0: "never", 1.0: "always"}.get(limit, percent(limit)) for limit in limits)])
     return table(["GPU, block", *map(count_text, _SIZES)], rows)
@@ -91,9 +97,9 @@ def trained_layers() -> str:
         for index, layer in enumerate(_layers()):
             cells = []
             for count in (1, 2048, 8192, 32768):
-                choice = choose(model, _BLOCKS[0], layer, [Tokens(count, count, count)])
+                choice, expected = expect(model, _BLOCKS[0], layer, count)
                 hot = f", {choice.hot} hot" if choice.hot else ""
-                cells.append(f"{choice.expectation.gain:.2f}{hot}" if choice.decision == "twell" else "dense")
+                cells.append(f"{expected.gain:.2f}{hot}" if choice.decision == "twell" else "dense")
             rows.append([f"{gpu}, layer {index}, {percent(float(layer.mean()))}", *cells])
     return table(["GPU, layer, active", *map(count_text, (1, 2048, 8192, 32768))], rows)
 
@@ -162,9 +168,13 @@ def filled(text: str) -> str:
     return re.sub(rf"<!-- ({'|'.join(map(re.escape, TABLES))}) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
 
 
-@click.command(help=__doc__)
-def main() -> None:
-    """Fill in the page."""
+@click.command()
+@click.option("--smoke", is_flag=True, help="Print the tables, and write nothing.")
+def main(smoke: bool) -> None:
+    """Fill in the tables of docs/when-it-pays.md."""
+    if smoke:
+        click.echo("\n\n".join(make() for make in TABLES.values()))
+        return
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

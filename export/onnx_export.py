@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,16 +25,18 @@ from torch.export import ExportedProgram
 
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import external_data
+from twellc.export.names import name_ends
 from twellc.export.onnx_optimizer import optimize_exactly
 from twellc.passes.attention import OPERATOR
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import quiet_torch
 from twellc.passes.report import Attention
 from twellc.plugins.attention_op import ATTENTION
+from twellc.plugins.block import OPTIONS, Variant, call_of
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import ATTENTION as ATTENTION_NODE
-from twellc.plugins.onnx_node import BIASES, GATED, HOT, PLAIN, RESIDUAL, attention_attributes, node_attributes
-from twellc.plugins.ops import GATED_MLP, MLP
+from twellc.plugins.onnx_node import ATTRIBUTES, IDENTITY, attention_attributes, node_attributes
+from twellc.plugins.ops import OPS
 
 # The first with the operators of our graphs, and the first with Attention.
 _OPSET, _ATTENTION_OPSET = 20, 23
@@ -60,7 +63,7 @@ def export_onnx(
     Args:
         program: A program, rewritten or not.
         input_names: Names for the graph's inputs, in the program's order.
-        output_names: Names for the graph's outputs, in the program's order.
+        output_names: Names for the graph's outputs, in the program's order, none of them that of an input.
         dimension_names: Names for the program's symbolic dimensions, by symbol.
         opset: The version of ONNX's operators.
         dump: Receives the ONNX graph as torch writes it, and optimized.
@@ -73,13 +76,11 @@ def export_onnx(
             exported = torch.onnx.export(
                 program,
                 (),
-                input_names=input_names,
-                output_names=output_names,
                 opset_version=opset,
                 dynamo=True,
                 optimize=False,
                 verbose=False,
-                custom_translation_table={GATED_MLP: _gated_mlp, MLP: _mlp, ATTENTION: _attention},
+                custom_translation_table={**_BLOCKS, ATTENTION: _attention},
             )
     except torch.onnx.errors.OnnxExporterError as error:
         raise UserError(
@@ -91,7 +92,7 @@ def export_onnx(
     dump.text("onnx", lambda: str(model))
     optimize_exactly(model)
     dump.text("optimize_exactly", lambda: str(model))
-    _name_outputs(model.graph, output_names)
+    name_ends(model.graph, input_names, output_names)
     model.graph.metadata_props.clear()
     for node in model.graph:
         _name_by_module(node)
@@ -106,7 +107,29 @@ def export_onnx(
 
 
 def save_onnx(model: onnx_ir.Model, path: Path) -> list[Path]:
-    """Write a model to `path`; weights above 1 GiB go to `path` + `.data`. Returns the files that were written."""
+    """Write a model to `path`; weights above 1 GiB go to `path` + `.data`. Returns the files that were written.
+
+    Raises:
+        onnx.checker.ValidationError: It is not valid, which is a fault of ours.
+    """
+    written = _write(model, path)
+    onnx.checker.check_model(path)
+    return written
+
+
+def check_types(path: Path) -> str:
+    """Say what is against ONNX's rules of types and shapes in a file; an empty text where nothing is.
+
+    TensorRT takes more than ONNX allows, such as convolutions in bfloat16 before opset 22.
+    """
+    try:
+        onnx.checker.check_model(path, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        return first_line(error)
+    return ""
+
+
+def _write(model: onnx_ir.Model, path: Path) -> list[Path]:
     size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
     if size <= _LARGEST_SINGLE_FILE:
         onnx_ir.save(model, path)
@@ -121,15 +144,6 @@ def _name_by_module(node: onnx_ir.Node) -> None:
     # The modules from the outermost one on, each with its whole path, and the name of the operation in torch's graph.
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     node.name = "/".join([*scopes[-2:], node.name or node.op_type])
-
-
-def _name_outputs(graph: onnx_ir.Graph, names: list[str]) -> None:
-    """Give outputs their names: what is returned twice had both, and keeps the last."""
-    if [value.name for value in graph.outputs] != names:
-        for index, value in enumerate(graph.outputs):
-            value.name = f"__output_{index}"  # none may have another's
-        for value, name in zip(graph.outputs, names, strict=True):
-            value.name = name
 
 
 def _rename_dimensions(value: onnx_ir.Value, names: dict[str, str]) -> None:
@@ -152,20 +166,14 @@ def _cause(error: BaseException) -> str:
 
 
 _KINDS = onnx.defs.OpSchema.AttrType
-_OPTIONS = {
-    **{
-        name: {"activation": _KINDS.STRING, "threshold": _KINDS.FLOAT, "compression": _KINDS.INT,
-               **dict.fromkeys((HOT, *biases, RESIDUAL), _KINDS.INT)}
-        for name, biases in BIASES.items()
-    },
-    ATTENTION_NODE: {"scale": _KINDS.FLOAT, "causal": _KINDS.INT, "lengths": _KINDS.INT},
-}  # fmt: skip
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_KIND_OF = {str: _KINDS.STRING, float: _KINDS.FLOAT, int: _KINDS.INT}
 
 
-def _schema(op_type: str, options: dict[str, Any]) -> onnx.defs.OpSchema:
+def _schema(op_type: str, attributes: dict[str, type]) -> onnx.defs.OpSchema:
     parameter, parameter_option = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.FormalParameterOption
     types = ("float16", "bfloat16", "float", "double")
-    options = {**options, "plugin_version": _KINDS.STRING, "plugin_namespace": _KINDS.STRING}
+    attributes = {**attributes, **dict.fromkeys(IDENTITY, str)}
     return onnx.defs.OpSchema(
         op_type,
         PLUGIN_NAMESPACE,
@@ -177,29 +185,31 @@ def _schema(op_type: str, options: dict[str, Any]) -> onnx.defs.OpSchema:
             ("T", [f"tensor({name})" for name in types], ""),
             ("I", [f"tensor({name})" for name in (*types, "int32")], ""),
         ],
-        attributes=[onnx.defs.OpSchema.Attribute(name, kind) for name, kind in options.items()],
+        attributes=[onnx.defs.OpSchema.Attribute(name, _KIND_OF[kind]) for name, kind in attributes.items()],
     )
 
 
 _TWELL = values.Opset(PLUGIN_NAMESPACE, 1)
 _NODES: dict[str, Callable[..., Any]] = {
-    name: values.Op(_TWELL, name, _schema(name, options)) for name, options in _OPTIONS.items()
+    name: values.Op(_TWELL, name, _schema(name, attributes)) for name, attributes in ATTRIBUTES.items()
 }
 
 
-def _gated_mlp(
-    x: Any, w_gate: Any, b_gate: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any, residual: Any,
-    activation: str, threshold: float, compression: int, hot: int = 0,
-) -> Any:  # fmt: skip
-    operands = [x, w_gate, b_gate, w_up, b_up, w_down, b_down]
-    return _emit(GATED, operands, residual, activation, threshold, compression, hot)
+def _block(variant: Variant) -> Callable[..., Any]:
+    """Return what writes a call of the variant's op as a node."""
 
+    def write(*arguments: Any, **named: Any) -> Any:
+        operands, options = call_of(variant, arguments, named)
+        return _NODES[variant.node](*operands.named().values(), **node_attributes(operands, options))
 
-def _mlp(
-    x: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any, residual: Any,
-    activation: str, threshold: float, compression: int, hot: int = 0,
-) -> Any:  # fmt: skip
-    return _emit(PLAIN, [x, w_up, b_up, w_down, b_down], residual, activation, threshold, compression, hot)
+    # torch.onnx takes from these how to call it.
+    parameters = [inspect.Parameter(each.name, _POSITIONAL, annotation=Any) for each in variant.tensors]
+    for each in OPTIONS:
+        default = inspect.Parameter.empty if each.default is None else each.default
+        parameters.append(inspect.Parameter(each.name, _POSITIONAL, annotation=each.kind, default=default))
+    write.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    write.__annotations__ = {each.name: each.annotation for each in parameters}
+    return write
 
 
 def _attention(q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool) -> Any:
@@ -211,8 +221,4 @@ def _attention(q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool)
     return _NODES[ATTENTION_NODE](*inputs, **attention_attributes(scale, causal, lengths is not None))
 
 
-def _emit(op_type: str, operands: list[Any], residual: Any, *options: Any) -> Any:
-    present = [bias is not None for bias in operands[2::2]]
-    attributes = node_attributes(op_type, present, residual is not None, *options)
-    inputs = [operand for operand in (*operands, residual) if operand is not None]
-    return _NODES[op_type](*inputs, **attributes)
+_BLOCKS: dict[Callable[..., Any], Callable[..., Any]] = {op: _block(variant) for variant, op in OPS.items()}

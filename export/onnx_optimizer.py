@@ -18,9 +18,12 @@ from onnxscript.rewriter import RewritePass, RewriteRule
 from onnxscript.rewriter.pattern import Constant
 from onnxscript.rewriter.rules import common as rules
 
+from twellc.passes.graph.program import quiet_torch
+
 _ROUNDS = 2  # as many as onnxscript's own optimizer takes
 
 
+@quiet_torch()
 def optimize_exactly(model: onnx_ir.Model) -> None:
     """Fold constants, drop what does nothing or is there twice, and make weights initializers, in place."""
     result = onnx_ir.passes.Sequential(

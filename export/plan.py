@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 from twellc.base.errors import UserError
 from twellc.base.files import external_data
 from twellc.export.mapped_file import pages_given_back
-from twellc.export.shapes import Profile
+from twellc.export.refused_nodes import RefusedNode, cure, describe, nodes_of
+from twellc.export.shapes import ShapeProfile
 from twellc.export.tensorrt_host import Host, create_network, load_host, make_logger, write_plan
 from twellc.plugins.other_libraries import OtherLibrary, register_libraries
 from twellc.plugins.registration import register
@@ -70,7 +73,7 @@ def build_plan(
     backend: str,
     onnx_path: Path,
     plan_path: Path,
-    profiles: list[Profile],
+    profiles: list[ShapeProfile],
     embedded: list[Path],
     libraries: list[Path],
     needs: str,
@@ -101,12 +104,7 @@ def build_plan(
     network = create_network(host, builder)
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(onnx_path)):
-        errors = [parser.get_error(i).desc() for i in range(parser.num_errors)]
-        raise UserError(
-            f"{host.name} {host.version}", f"the ONNX parser refuses the model ({reasons(messages + errors)})",
-            fix="If nodes are plugins of other people, name their library with --plugin-library. Keep the graph with "
-            "--onnx to look at it.",
-        )  # fmt: skip
+        raise _refusal(host, onnx_path, [parser.get_error(i) for i in range(parser.num_errors)], messages)
     config = builder.create_builder_config()
     config.progress_monitor = _monitor(host, progress)
     # Layers of a plan can then be told by the nodes that they were made of; see `runner.engine_layers`.
@@ -151,6 +149,25 @@ def reasons(messages: list[str]) -> str:
     """Join the first lines of TensorRT's error messages."""
     lines = [line.strip() for message in messages for line in message.strip().splitlines() if line.strip()]
     return "; ".join(dict.fromkeys(lines[:3])) or "it gives no reason"
+
+
+def _refusal(host: Host, onnx_path: Path, errors: list[Any], messages: list[str]) -> UserError:
+    """Return what to say of a graph that the parser does not take: which nodes, and what to do about them."""
+    where = f"{host.name} {host.version}"
+    domains = {node.op_type: node.domain for node in nodes_of(onnx.load(onnx_path, load_external_data=False).graph)}
+    codes = host.module.ErrorCode
+    nodes = [
+        RefusedNode(error.node_name(), error.node_operator(), domains.get(error.node_operator(), ""))
+        for error in errors
+        # A node of a domain that the parser does not know is looked for among the plugins.
+        if error.code() == codes.UNSUPPORTED_NODE or (error.code() == codes.INVALID_NODE and "Plugin" in error.desc())
+    ]
+    if nodes:
+        return UserError(where, f"the ONNX parser does not know {describe(nodes)}", fix=cure(nodes))
+    return UserError(
+        where, f"the ONNX parser refuses the model ({reasons(messages + [error.desc() for error in errors])})",
+        fix="Keep the graph with --onnx to look at it.",
+    )  # fmt: skip
 
 
 def _describe(tensor: Any) -> Tensor:

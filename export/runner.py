@@ -135,25 +135,29 @@ def _check_shape(plan: OpenPlan, name: str, shape: tuple[int, ...], profile: int
         )  # fmt: skip
 
 
-def run_plan(host: Host, path: Path, built_with: str, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Run a plan on this machine's GPU, in its first optimization profile.
+class PlanRunner:
+    """Runs an open plan any number of times, in its first optimization profile; prepared again where shapes change."""
 
-    Args:
-        host: The TensorRT to run it with.
-        path: The plan.
-        built_with: The version of this TensorRT that built it, for the message where it does not open.
-        inputs: CPU tensors by name.
+    def __init__(self, plan: OpenPlan) -> None:
+        self._plan = plan
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._execution: Execution | None = None
 
-    Returns:
-        The outputs as CPU tensors, in the engine's order.
+    def __call__(self, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the outputs as CPU tensors, in the engine's order, for CPU tensors by name.
 
-    Raises:
-        UserError: TensorRT refuses the plan or the shapes, or torch sees no GPU.
-    """
-    execution = prepare(open_plan(host, path, built_with), inputs)
-    execution.enqueue()
-    torch.cuda.current_stream().synchronize()
-    return [tensor.cpu() for tensor in execution.outputs]
+        Raises:
+            UserError: TensorRT refuses the shapes, or fails.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+        if self._execution is None or shapes != self._shapes:
+            self._execution = None  # and its memory, before there is another
+            self._execution, self._shapes = prepare(self._plan, inputs), shapes
+        else:
+            for name in self._plan.names("INPUT"):
+                self._execution.tensors[name].copy_(inputs[name])
+        self._execution.enqueue()
+        return [tensor.cpu() for tensor in self._execution.outputs]
 
 
 def engine_layers(execution: Execution) -> list[dict[str, Any]]:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Annotated
 
 from twellc.base.errors import UserError
+from twellc.base.records import Range
 
 Shape = tuple[int, ...]
 
 # TensorRT counts in 32 bits.
 LARGEST_SIZE = 2**31 - 1
+Sizes = tuple[Annotated[int, Range(1, LARGEST_SIZE)], ...]
 
 
 @dataclass(frozen=True)
 class ShapeRange:
     """Smallest, tuned and largest shape of one input."""
 
-    min: Shape
-    opt: Shape
-    max: Shape
+    min: Sizes
+    opt: Sizes
+    max: Sizes
 
 
 # One optimization profile: a range for every input.
-Profile = dict[str, ShapeRange]
+ShapeProfile = dict[str, ShapeRange]
 
 
 def parse_size(digits: str) -> int:

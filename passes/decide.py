@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch.fx import Node
@@ -12,23 +12,28 @@ from twellc.base.dtypes import dtype_name, kernel_dtypes
 from twellc.base.errors import UserError, first_few
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
+from twellc.passes.neurons import Staying, all_of
 from twellc.passes.report import Choice, Layer
+from twellc.plugins.block import BlockOptions, compression_of
 from twellc.plugins.library import MAX_D_FF
 
 KERNEL_DTYPES = kernel_dtypes()
 
 
-# Says what is best for a block that can be rewritten.
-Advise = Callable[[FfnBlock], Choice]
+# Says what is best for a block that can be rewritten, of which these neurons stay.
+Advise = Callable[[FfnBlock, Staying], Choice]
 
 
-def decide(blocks: list[FfnBlock], layers: str, advise: Advise | None = None) -> list[Layer]:
+def decide(
+    blocks: Sequence[FfnBlock], layers: str, advise: Advise | None = None, staying: Sequence[Staying] | None = None
+) -> list[Layer]:
     """Return a decision for each block.
 
     Args:
         blocks: What `find_ffn_blocks` found.
         layers: `auto`, `all`, `none`, or a regular expression that is searched in the module paths.
         advise: Decides for `auto`; None takes every match. What it expects of other blocks is noted, too.
+        staying: Of each block the neurons that stay if TwELL runs it; None where all do, and nothing is known of them.
 
     Raises:
         UserError: `layers` is no regular expression, or matches none of the blocks.
@@ -47,8 +52,8 @@ def decide(blocks: list[FfnBlock], layers: str, advise: Advise | None = None) ->
     result: list[Layer] = []
     taken: dict[Node, str] = {}  # projections of the blocks that TwELL runs
     owners: dict[tuple[Weight, ...], str] = {}  # first blocks with these weights
-    for block in blocks:
-        layer = _decide(block, layers, pattern, taken, advise)
+    for block, neurons in zip(blocks, staying or map(all_of, blocks), strict=True):
+        layer = _decide(block, neurons, layers, pattern, taken, advise)
         weights = tuple(part.weight for part in (block.gate, block.up, block.down) if part)
         owner = owners.setdefault(weights, block.module)
         if owner != block.module and block.up is not None:  # without it not all of the weights are known
@@ -59,19 +64,40 @@ def decide(blocks: list[FfnBlock], layers: str, advise: Advise | None = None) ->
     return result
 
 
+def options_of(block: FfnBlock, layer: Layer, compression: int | None) -> BlockOptions:
+    """Return how a block is computed by what was decided of it.
+
+    Args:
+        block: The block.
+        layer: The decision.
+        compression: The TwELL compression factor where the decision names none; None takes the default.
+    """
+    return BlockOptions(
+        activation=block.activation,
+        threshold=block.threshold,
+        compression=compression_of(layer.compression, compression),
+        hot=layer.hot,
+    )
+
+
 def _decide(
-    block: FfnBlock, layers: str, pattern: re.Pattern[str] | None, taken: dict[Node, str], advise: Advise | None
+    block: FfnBlock,
+    neurons: Staying,
+    layers: str,
+    pattern: re.Pattern[str] | None,
+    taken: dict[Node, str],
+    advise: Advise | None,
 ) -> Layer:
     hot, compression = 0, None
     refusal = block.refusal or _limits(block) or _conflict(block, taken)
-    choice = advise(block) if advise is not None and not refusal else None
+    choice = advise(block, neurons) if advise is not None and not refusal else None
     if refusal:
         decision, reason = "dense", refusal
     elif layers == "none":
         decision, reason = "dense", "--layers none"
     elif pattern is not None and not pattern.search(block.module):
         decision, reason = "dense", f"not matched by --layers {pattern.pattern}"
-    elif choice is None or choice.assumed:
+    elif choice is None:
         decision, reason = "twell", "matches"
     elif layers == "auto" and choice.decision == "dense":
         decision, reason = "dense", f"left dense: {choice.facts}"

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from twellc.base.errors import UserError, first_line
+from twellc.base.errors import UserError, first_few, first_line
 from twellc.passes.graph.program import drop_unused_constants, editable, finish, quiet_torch
 
 aten = torch.ops.aten
@@ -21,7 +21,8 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
     """Return the program functionalised, with no decomposition and without assertions.
 
     Raises:
-        UserError: torch cannot trace the program again, as where its parts contradict each other.
+        UserError: torch cannot trace the program again, as where its parts contradict each other, or where it only
+            pretends to be quantised.
     """
     try:
         with quiet_torch():
@@ -30,6 +31,10 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
             drop_unused_constants(program)  # torch stumbles over a second name of a tensor that is written to
             decomposed = program.run_decompositions({})
     except Exception as error:  # torch runs every operator on shapes, and each raises what it likes
+        fakes = {node.name for node in program.graph.nodes if "fake_quant" in str(node.target)}
+        if fakes:
+            what = f"its numbers are fake-quantised, as for training ({first_few(sorted(fakes))})"
+            raise UserError("the model's graph", what, fix="Convert the model first, and export it then.") from error
         what = f"torch {torch.__version__} cannot run it on shapes ({first_line(error)})"
         raise UserError("the model's graph", what, fix="Export the model again.") from error
     program = editable(decomposed)

@@ -39,7 +39,7 @@ _ELEMENTWISE = frozenset((aten.clone, aten.contiguous, aten.alias, aten.detach, 
 
 
 @dataclass(frozen=True)
-class _Product:
+class Product:
     """linear(x, W, bias), with its inputs along dimension `x_axis` of x and its outputs along dimension `axis`."""
 
     x: Node
@@ -53,7 +53,7 @@ def feature_last(program: ExportedProgram) -> ExportedProgram:
     """Return the program with chains of products over an inner dimension changed; itself where it has none."""
     reader = LinearReader(constants_of(program))
     axes: dict[Node, int] = {}
-    products: dict[Node, _Product] = {}
+    products: dict[Node, Product] = {}
     for node in program.graph.nodes:
         product = _read(node, reader) if node.op == "call_function" else None
         if product is not None:
@@ -66,7 +66,7 @@ def feature_last(program: ExportedProgram) -> ExportedProgram:
     return _Rewriter(program, products, axes).run(needed)
 
 
-def _chained(products: dict[Node, _Product], axes: dict[Node, int]) -> set[str]:
+def _chained(products: dict[Node, Product], axes: dict[Node, int]) -> set[str]:
     """Return the names of the products that feed another, those others, and what stands between them."""
     ends = [node for node, product in products.items() if axes.get(product.x) == product.x_axis]
     needed: set[str] = set()
@@ -81,7 +81,7 @@ def _chained(products: dict[Node, _Product], axes: dict[Node, int]) -> set[str]:
 
 
 class _Rewriter:
-    def __init__(self, program: ExportedProgram, products: dict[Node, _Product], axes: dict[Node, int]) -> None:
+    def __init__(self, program: ExportedProgram, products: dict[Node, Product], axes: dict[Node, int]) -> None:
         self._program = editable(program)
         self._copies = {node.name: node for node in self._program.graph.nodes}
         self._products = {node.name: product for node, product in products.items()}
@@ -124,7 +124,7 @@ class _Rewriter:
             bias = () if product.bias is None else (self._copies[product.bias.name],)
             return self._call(aten.linear.default, self._input(product), weight, *bias, like=node)
 
-    def _input(self, product: _Product) -> Node:
+    def _input(self, product: Product) -> Node:
         """Return what a product reads, with features last."""
         x = self._copies[product.x.name]
         if self._axes.get(x.name) == product.x_axis and x.name in self._twins:
@@ -162,21 +162,24 @@ def _elementwise_axis(node: Node, axes: dict[Node, int]) -> int | None:
     return found.pop() if len(found) == 1 and same else None
 
 
-def _read(node: Node, reader: LinearReader) -> _Product | None:
+def _read(node: Node, reader: LinearReader) -> Product | None:
     op = packet(node)
-    readers: dict[object, Callable[[Node, LinearReader], _Product | None]] = {
+    readers: dict[object, Callable[[Node, LinearReader], Product | None]] = {
         aten.matmul: _left_matmul, aten.mm: _left_matmul, aten.bmm: _left_matmul,
         aten.einsum: _einsum, aten.tensordot: _tensordot,
     }  # fmt: skip
-    read = _convolution if op in CONVOLUTIONS else readers.get(op)
-    product = None if read is None else read(node, reader)
+    read = readers.get(op, read_convolution)
+    product = read(node, reader)
     if product is None:
         return None
     common = product.axis == node.meta["val"].dim() - 1 and product.x_axis == product.x.meta["val"].dim() - 1
     return None if common else product
 
 
-def _convolution(node: Node, reader: LinearReader) -> _Product | None:
+def read_convolution(node: Node, reader: LinearReader) -> Product | None:
+    """Read a convolution with a kernel of size 1, whose features are the dimension before its images'."""
+    if packet(node) not in CONVOLUTIONS:
+        return None
     x, w, bias, *options = arguments(node)[:3] + (None,) * (3 - len(arguments(node))) + arguments(node)[3:]
     weight = reader.weight(w)
     plain = packet(node) is aten.convolution
@@ -190,10 +193,10 @@ def _convolution(node: Node, reader: LinearReader) -> _Product | None:
         if option not in ("same", "valid") and any(value != default for value in values):
             return None
     axis = x.meta["val"].dim() - len(kernel) - 1
-    return _Product(x, axis, axis, weight, bias)
+    return Product(x, axis, axis, weight, bias)
 
 
-def _left_matmul(node: Node, reader: LinearReader) -> _Product | None:
+def _left_matmul(node: Node, reader: LinearReader) -> Product | None:
     """W x: features are the last dimension but one."""
     w, x = arguments(node)
     weight = reader.weight(w)
@@ -202,10 +205,10 @@ def _left_matmul(node: Node, reader: LinearReader) -> _Product | None:
         return None
     if not same_sizes(matrix_sizes(w), [node.meta["val"].shape[-2], x.meta["val"].shape[-2]]):
         return None  # a weight of its own for each batch
-    return _Product(x, dims - 2, dims - 2, weight, None)
+    return Product(x, dims - 2, dims - 2, weight, None)
 
 
-def _einsum(node: Node, reader: LinearReader) -> _Product | None:
+def _einsum(node: Node, reader: LinearReader) -> Product | None:
     equation, operands = arguments(node)[0].replace(" ", ""), arguments(node)[1]
     inputs, arrow, result = equation.partition("->")
     letters = inputs.split(",")
@@ -224,11 +227,11 @@ def _einsum(node: Node, reader: LinearReader) -> _Product | None:
             continue
         if w_letters[0] in summed:
             weight = weight.transposed()
-        return _Product(x, x_letters.index(*summed), result.index(*new), weight, None)
+        return Product(x, x_letters.index(*summed), result.index(*new), weight, None)
     return None
 
 
-def _tensordot(node: Node, reader: LinearReader) -> _Product | None:
+def _tensordot(node: Node, reader: LinearReader) -> Product | None:
     """tensordot(W, x): the new dimension comes first."""
     w, x, of_w, of_x = arguments(node)
     weight = reader.weight(w)
@@ -236,4 +239,4 @@ def _tensordot(node: Node, reader: LinearReader) -> _Product | None:
         return None
     if of_w[0] % 2 == 0:
         weight = weight.transposed()
-    return _Product(x, of_x[0] % x.meta["val"].dim(), 0, weight, None)
+    return Product(x, of_x[0] % x.meta["val"].dim(), 0, weight, None)

@@ -1,30 +1,32 @@
 """Name the ReLUs that are spelt out: a mask, cast or not, would keep its own precision.
 
-before   x * (x > 0)      x * (x > t)
-after    relu(x)          threshold(x, t, 0)
+before   x * (x > 0)      (x + abs(x)) / 2      x[x < 0] = 0      x * (x > t)            prelu(x, w) with w = 0
+after    relu(x)          relu(x)               relu(x)           threshold(x, t, 0)     relu(x)
+
+Left as they are: forms that torch has an operator for, such as clamp and where, which the matcher reads; and what is
+no ReLU for every x, such as a threshold for each neuron.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.export import ExportedProgram
+from torch.fx import Node
 
-from twellc.passes.graph.program import editable, finish, replace_node
-from twellc.passes.match.activations import masked_relu
+from twellc.passes.graph.program import constants_of, editable, finish, replace_node, tensor_of
+from twellc.passes.match.activations import Activation, arguments, packet, spelt_out_relu
 
 aten = torch.ops.aten
 
 
 def name_relus(program: ExportedProgram) -> ExportedProgram:
     """Return the program with `aten.relu` and `aten.threshold` for what computes them; itself where nothing does."""
-    products = program.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
-    if not any(map(masked_relu, products)):
+    if next(_spelt_out(program), None) is None:
         return program
     program = editable(program)
-    for node in program.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
-        found = masked_relu(node)
-        if found is None:
-            continue
+    for node, found in _spelt_out(program):
         with program.graph.inserting_before(node):
             if found.threshold:
                 relu = program.graph.call_function(aten.threshold.default, (found.pre, found.threshold, 0.0))
@@ -32,4 +34,18 @@ def name_relus(program: ExportedProgram) -> ExportedProgram:
                 relu = program.graph.call_function(aten.relu.default, (found.pre,))
         relu.meta = dict(node.meta)
         replace_node(program, node, relu)
+        program.graph.erase_node(node)  # torch keeps rrelu, which may be random
     return finish(program)
+
+
+def _spelt_out(program: ExportedProgram) -> Iterator[tuple[Node, Activation]]:
+    """Yield the nodes that compute a ReLU, also while they are replaced."""
+    constants = constants_of(program)
+    for node in list(program.graph.nodes):
+        found = spelt_out_relu(node)
+        if packet(node) is aten.prelu:
+            x, slope = arguments(node)
+            if slope in constants and not tensor_of(program, constants[slope]).any():
+                found = Activation("relu", 0.0, x, (node,))
+        if found is not None and found.sparse and node.users:
+            yield node, found

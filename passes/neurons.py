@@ -18,11 +18,14 @@ where the gate overflows to infinity the neuron adds inf * 0 = NaN. Such neurons
 **Removing neurons that never fired** in a profile is approximate, and done only if asked for: they may fire for another
 input. The number of neurons becomes a multiple of 8, so that rows of the hidden tensor stay aligned; some of those that
 could go fill up.
+
+`staying` says what stays, before it is decided whether TwELL runs a block: the decision is about those neurons. `order`
+says afterwards in which order they come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,7 +34,8 @@ from numpy.typing import NDArray
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from twellc.passes.firing import Calibration, Counts, hot_first, rate_bound
+from twellc.base.arrays import to_numpy
+from twellc.passes.block_profile import BlockProfile, Calibration, Counts, hot_first, rate_bound
 from twellc.passes.graph.program import tensor_of
 from twellc.passes.match.activations import packet
 from twellc.passes.match.find_ffn import FfnBlock
@@ -45,59 +49,75 @@ _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Arrangement:
-    """What becomes of the neurons of a block.
+class Staying:
+    """Which neurons of a block stay if TwELL runs it, and what is known of them.
 
     Attributes:
-        order: Those that are kept, in their new order, int64 [kept].
-        hot: How many of them, the first ones, are hot.
-        report: What is said of them.
-        changes: Whether any is moved or removed.
+        kept: Those that stay, in the order of the model, int64 [kept].
+        rates: How often each of them fires, as a share of the tokens, float64 [kept]; None where nothing is known.
+        rows: How many tokens had 0, 1, 2, … neurons firing, int64; None likewise.
+        movable: Whether they may change places.
+        report: What is said of them; None where nothing is.
     """
 
-    order: torch.Tensor
-    hot: int
-    report: Neurons
-    changes: bool
+    kept: Counts
+    rates: NDArray[np.float64] | None = None
+    rows: Counts | None = None
+    movable: bool = True
+    report: Neurons | None = None
 
 
-def arrange_neurons(
-    program: ExportedProgram, blocks: list[FfnBlock], layers: list[Layer], calibration: Calibration | None
-) -> tuple[dict[str, Arrangement], list[Layer]]:
-    """Return what becomes of the neurons of blocks, by module, and the layers with it; without an entry all stays.
+def all_of(block: FfnBlock) -> Staying:
+    """Return that all neurons of a block stay."""
+    return Staying(np.arange(block.d_ff))
+
+
+def staying(program: ExportedProgram, blocks: Sequence[FfnBlock], calibration: Calibration | None) -> list[Staying]:
+    """Return which neurons of each block stay if TwELL runs it.
 
     Args:
         program: A canonical program.
         blocks: All blocks found in it.
-        layers: What was decided of each.
         calibration: What is known of how often neurons fire; None if nothing is.
     """
-    found: dict[str, Arrangement] = {}
-    reported = []
-    for block, layer in zip(blocks, layers, strict=True):
-        arrangement = _arrange(program, block, calibration, layer.hot) if layer.decision == "twell" else None
-        if arrangement is None:
-            reported.append(replace(layer, hot=0))  # the first neurons are not the hottest
-            continue
-        found[block.module] = arrangement
-        said = str(arrangement.report)
-        reason = f"{layer.reason}; {said}" if said else layer.reason
-        reported.append(replace(layer, reason=reason, hot=arrangement.hot, neurons=arrangement.report))
-    return found, reported
+    return [all_of(block) if block.refusal else _staying(program, block, calibration) for block in blocks]
 
 
-def _arrange(
-    program: ExportedProgram, block: FfnBlock, calibration: Calibration | None, hot: int
-) -> Arrangement | None:
-    """Return what becomes of the neurons of a block of which so many are to be hot; None where there is nothing to say.
+def order(
+    blocks: Sequence[FfnBlock], neurons: Sequence[Staying], layers: Sequence[Layer]
+) -> tuple[dict[str, torch.Tensor], list[Layer]]:
+    """Return the neurons of blocks in their new order, by module, and the layers with what became of them.
 
-    Hot are none where nothing says which, or they must not be moved; and no more than are kept.
+    Args:
+        blocks: The blocks.
+        neurons: Which neurons of each stay.
+        layers: What was decided of each. Hot are none where nothing says which, or they must not be moved; and no more
+            than are kept.
+
+    Returns:
+        Neurons to keep in their new order, int64 [kept]; without an entry all stay where they are.
     """
+    orders: dict[str, torch.Tensor] = {}
+    reported = []
+    for block, known, layer in zip(blocks, neurons, layers, strict=True):
+        if layer.decision != "twell":
+            reported.append(replace(layer, hot=0))
+            continue
+        hot = 0 if known.rates is None or not known.movable else min(layer.hot, len(known.kept))
+        kept = known.kept if known.rates is None else known.kept[hot_first(known.rates, hot)]
+        if not np.array_equal(kept, np.arange(block.d_ff)):
+            orders[block.module] = torch.from_numpy(kept)
+        said = str(known.report) if known.report is not None else ""
+        reason = f"{layer.reason}; {said}" if said else layer.reason
+        reported.append(replace(layer, reason=reason, hot=hot, neurons=known.report))
+    return orders, reported
+
+
+def _staying(program: ExportedProgram, block: FfnBlock, calibration: Calibration | None) -> Staying:
     shared = _shared(block)
     profile = None if calibration is None else calibration.blocks.get(block.module)
     if profile is not None and (profile.d_ff, profile.variant) != (block.d_ff, block.variant):
         profile = None
-    reason = shared or ("" if profile is not None or calibration is None else "the profile does not know the block")
     unable, dead = np.zeros(block.d_ff, bool), np.zeros(block.d_ff, bool)
     if not shared:
         cannot = np.flatnonzero(_cannot_fire(program, block))
@@ -107,25 +127,34 @@ def _arrange(
             dead[cannot[:1]] = False
     kept = without(unable | dead)
     gone = np.setdiff1d(np.arange(block.d_ff), kept)
-    if calibration is None and not len(gone):
-        return None
-    hot = 0 if profile is None or shared else min(hot, len(kept))
+    report = Neurons(len(kept), unable=int(unable[gone].sum()), dead=int(dead[gone].sum()))
+    if calibration is not None:
+        unknown = "" if profile is not None else "the profile does not know the block"
+        report = replace(_with_profile(report, block, profile, kept, calibration), reason=shared or unknown)
+    elif not len(gone):
+        return Staying(kept, movable=not shared)
+    if profile is None:
+        return Staying(kept, movable=not shared, report=report)
+    return Staying(kept, profile.rates[kept], profile.rows, not shared, report)
+
+
+def _with_profile(
+    report: Neurons, block: FfnBlock, profile: BlockProfile | None, kept: Counts, calibration: Calibration
+) -> Neurons:
+    """Add what profiles say of a block."""
+    unseen = None if calibration.unseen is None else calibration.unseen.get(block.module)
     if profile is not None:
-        kept = kept[hot_first(profile.firing[kept], hot)]
-    unseen = None if calibration is None or calibration.unseen is None else calibration.unseen.get(block.module)
-    report = Neurons(
-        kept=len(kept),
-        unable=int(unable[gone].sum()),
-        dead=int(dead[gone].sum()),
-        never=None if profile is None else int(profile.never.sum()),
-        tokens=None if profile is None else profile.tokens,
-        rate_bound=None if profile is None else rate_bound(profile.tokens),
-        density=None if profile is None else int(profile.firing[kept].sum()) / (profile.tokens * len(kept)),
-        lost=None if unseen is None else float(unseen.firing[gone].sum() / max(unseen.nonzeros, 1)),
-        lost_of=None if unseen is None else unseen.tokens,
-        reason=reason,
-    )
-    return Arrangement(torch.from_numpy(kept), hot, report, not np.array_equal(kept, np.arange(block.d_ff)))
+        report = replace(
+            report,
+            never=int(profile.never.sum()),
+            tokens=profile.tokens,
+            rate_bound=rate_bound(profile.tokens),
+            density=int(profile.firing[kept].sum()) / (profile.tokens * len(kept)),
+        )
+    if unseen is not None:
+        lost = float((unseen.nonzeros - unseen.firing[kept].sum()) / max(unseen.nonzeros, 1))
+        report = replace(report, lost=lost, lost_of=unseen.tokens)
+    return report
 
 
 def without(removed: NDArray[np.bool_]) -> Counts:
@@ -141,20 +170,20 @@ def without(removed: NDArray[np.bool_]) -> Counts:
 
 def _cannot_fire(program: ExportedProgram, block: FfnBlock) -> NDArray[np.bool_]:
     """Return which neurons' weights prove that they cannot fire for a finite x, bool [d_ff]."""
-    part = block.gate or block.up
-    assert part is not None
 
     def values(weight: Weight) -> torch.Tensor:
         return arranged_view(tensor_of(program, weight.name).detach(), weight, in_out=False)[1]
 
+    part = block.gate or block.up
+    assert part is not None
     cannot = ~values(part.weight).any(1)
     if part.bias is not None and cannot.any():
         cannot &= activate(values(part.bias), block.activation, block.threshold) == 0
-    found: NDArray[np.bool_] = cannot.numpy()
+    found: NDArray[np.bool_] = to_numpy(cannot)
     return found
 
 
-def _weights(block: FfnBlock) -> list[Weight]:
+def _by_neuron(block: FfnBlock) -> list[Weight]:
     """Return the constants in which a neuron has a place."""
     parts = [part for part in (block.gate, block.up) if part is not None]
     return [block.down.weight, *(each for part in parts for each in (part.weight, part.bias) if each is not None)]
@@ -163,7 +192,7 @@ def _weights(block: FfnBlock) -> list[Weight]:
 def _shared(block: FfnBlock) -> str:
     """Say which constant of a block something else reads, too; an empty text if nothing does."""
     inside = {node for part in (block.gate, block.up, block.down) if part is not None for node in part.nodes}
-    for weight in _weights(block):
+    for weight in _by_neuron(block):
         if not inside.issuperset(_readers(weight.node)):
             return f"its weight {weight.name} is also read elsewhere"
     return ""

@@ -1,70 +1,118 @@
-"""The passes in their order: the one list, from which `compile`, `inspect`, `check` and `optimize` take theirs.
+"""The passes in their order: the one list, of which `compile`, `inspect`, `profile`, `check` and `optimize` run a part.
 
-    FUNCTIONAL     decompose, write_numbers, merge_views, name_relus     what a model computes, in one form
-    ARRANGING      fold_weights, feature_last                            blocks as the matcher looks for them
-    in_precision   the whole program in bfloat16 or float16
-    find           blocks are found and decided upon; changes nothing
-    rewrite_ffn    blocks as `twell` ops
-    rewrite_attention
+Each stage has its steps, in `STEPS`; a step is added there, and every command that comes to its stage runs it.
 
-`inspect` runs them up to `find`, and asks `rewrite_attention` what it would do. `check` compares with the program
-behind FUNCTIONAL, which no pass has touched that could be wrong about a weight. `optimize` needs the first two groups.
+    FUNCTIONAL   what a model computes, in one form
+    ARRANGING    blocks as the matcher looks for them
+    PRECISION    the whole program in bfloat16 or float16
+    FIND         feed-forward blocks are found; nothing changes
+    STAY         which neurons of each stay if TwELL runs it
+    DECIDE       what becomes of each, by how often those neurons fire
+    ORDER        in which order they come
+    FFN          blocks as `twell` ops
+    ATTENTION    attention in a form that the host can fuse
+
+`compile`, `bench` and `rewrite` run all of them. `inspect` leaves FFN out, which copies weights. `profile` stops behind
+DECIDE and `optimize` behind FIND. `check` stops behind DECIDE, too; it compares with a program that has left ARRANGING
+out, since such passes could be wrong about a weight.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum, auto
 from typing import Protocol
 
 import torch
 from torch.export import ExportedProgram
 
 from twellc.base.records import Json, as_json
+from twellc.passes import neurons
 from twellc.passes.attention import rewrite_attention
-from twellc.passes.decide import Advise, decide
+from twellc.passes.block_profile import Calibration
+from twellc.passes.decide import Advise, decide, options_of
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.feature_last import feature_last
-from twellc.passes.firing import Calibration
+from twellc.passes.fold_constants import fold_constants
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.merge_views import merge_views
+from twellc.passes.name_casts import name_casts
 from twellc.passes.name_relus import name_relus
-from twellc.passes.neurons import arrange_neurons
+from twellc.passes.neurons import Staying
 from twellc.passes.precision import in_precision
 from twellc.passes.report import Attention, Layer
 from twellc.passes.rewrite_ffn import rewrite_ffn
 from twellc.passes.write_numbers import write_numbers
 
 
-class Pass(Protocol):
-    """A pass over a program, of which it makes a new one, or gives back what it finds nothing to do in."""
+class Stage(IntEnum):
+    """How far a program has come."""
 
-    __name__: str
-
-    def __call__(self, program: ExportedProgram, /) -> ExportedProgram:
-        """Run it."""
-
-
-FUNCTIONAL: tuple[Pass, ...] = (decompose, write_numbers, merge_views, name_relus)
-ARRANGING: tuple[Pass, ...] = (fold_weights, feature_last)
+    TRACED = auto()
+    FUNCTIONAL = auto()
+    ARRANGING = auto()
+    PRECISION = auto()
+    FIND = auto()
+    STAY = auto()
+    DECIDE = auto()
+    ORDER = auto()
+    FFN = auto()
+    ATTENTION = auto()
 
 
 @dataclass(frozen=True)
-class Found:
-    """The feed-forward blocks of a program.
+class PassOptions:
+    """What the passes are to do.
 
     Attributes:
-        blocks: The blocks.
-        layers: What becomes of each.
+        dtype: bfloat16 or float16; None keeps the precision of the program.
+        layers: Which blocks to rewrite: see `decide`.
+        compression: The TwELL compression factor where `advise` names none: 1, 2, 4 or 8; None takes the default.
+        attention: The forms to write attention in, see `rewrite_attention`; none leaves it as it is.
+        calibration: How often neurons fire, and what may be done with that; None if nothing is known.
+        advise: See `decide`.
+        dump: Receives the graph as traced, and after each pass.
     """
 
-    blocks: list[FfnBlock]
-    layers: list[Layer]
+    dtype: torch.dtype | None = None
+    layers: str = "auto"
+    compression: int | None = None
+    attention: tuple[str, ...] = ()
+    calibration: Calibration | None = None
+    advise: Advise | None = None
+    dump: GraphDump = NOWHERE
+
+
+@dataclass(frozen=True, eq=False)
+class Passed:
+    """A program on its way, and what has been found out about it.
+
+    Attributes:
+        program: The program.
+        stage: The last stage that it has passed.
+        dense: The program before its blocks were rewritten; None until then.
+        blocks: Its feed-forward blocks, from FIND on.
+        staying: Which neurons of each stay if TwELL runs it, from STAY on.
+        layers: What becomes of each, from DECIDE on.
+        orders: The neurons of blocks in their new order, by module, from ORDER on; others stay where they are.
+        attention: What became of each attention block; empty where none was to be rewritten.
+    """
+
+    program: ExportedProgram
+    stage: Stage = Stage.TRACED
+    dense: ExportedProgram | None = None
+    blocks: Sequence[FfnBlock] = ()
+    staying: Sequence[Staying] = ()
+    layers: list[Layer] = field(default_factory=list)
+    orders: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    attention: list[Attention] = field(default_factory=list)
 
     @property
     def chosen(self) -> list[tuple[FfnBlock, Layer]]:
-        """Those that TwELL is to run."""
+        """The blocks that TwELL is to run, and what was decided of them."""
         pairs = zip(self.blocks, self.layers, strict=True)
         return [(block, layer) for block, layer in pairs if layer.decision == "twell"]
 
@@ -90,98 +138,122 @@ class Rewritten:
         return {"layers": as_json(self.layers), "attention": as_json(self.attention)}
 
 
-def functionalize(program: ExportedProgram, dump: GraphDump = NOWHERE) -> ExportedProgram:
-    """Return a traced program in one form; its values are those of the model.
+# ---- steps ----
 
-    Raises:
-        UserError: See `decompose`.
+
+class Pass(Protocol):
+    """A pass over a program, of which it makes a new one, or gives back what it finds nothing to do in."""
+
+    __name__: str
+
+    def __call__(self, program: ExportedProgram, /) -> ExportedProgram:
+        """Run it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the list.
+
+    Attributes:
+        name: Its name, which dumped graphs bear.
+        run: What it does.
+        edits: Whether it is a pass over the program, whose graph is dumped behind it.
     """
-    return _run(FUNCTIONAL, program, dump)
+
+    name: str
+    run: Callable[[Passed, PassOptions], Passed]
+    edits: bool = True
 
 
-def arrange(program: ExportedProgram, dump: GraphDump = NOWHERE) -> ExportedProgram:
-    """Return a functionalised program with its weights folded and features last; itself where that changes nothing."""
-    return _run(ARRANGING, program, dump)
+def step(each: Pass) -> Step:
+    """Return a pass that needs nothing but the program as a step."""
+    return Step(each.__name__, lambda passed, options: replace(passed, program=each(passed.program)))
 
 
-def canonicalize(program: ExportedProgram, dump: GraphDump = NOWHERE) -> ExportedProgram:
-    """Return a traced program as the matcher reads it, in the precision that it has.
-
-    Raises:
-        UserError: See `decompose`.
-    """
-    return arrange(functionalize(program, dump), dump)
+def _in_precision(passed: Passed, options: PassOptions) -> Passed:
+    if options.dtype is None:
+        return passed
+    return replace(passed, program=in_precision(passed.program, options.dtype))
 
 
-def prepare(program: ExportedProgram, dtype: torch.dtype, dump: GraphDump = NOWHERE) -> ExportedProgram:
-    """Return a traced program as the matcher reads it, in bfloat16 or float16.
-
-    Raises:
-        UserError: See `decompose` and `lower`.
-    """
-    dense = in_precision(canonicalize(program, dump), dtype)
-    dump.program("in_precision", dense)
-    return dense
+def _find(passed: Passed, options: PassOptions) -> Passed:
+    return replace(passed, blocks=find_ffn_blocks(passed.program))
 
 
-def find(program: ExportedProgram, layers: str, advise: Advise | None = None) -> Found:
-    """Find the blocks of a prepared program, and decide what becomes of each.
+def _stay(passed: Passed, options: PassOptions) -> Passed:
+    return replace(passed, staying=neurons.staying(passed.program, passed.blocks, options.calibration))
+
+
+def _decide(passed: Passed, options: PassOptions) -> Passed:
+    return replace(passed, layers=decide(passed.blocks, options.layers, options.advise, passed.staying))
+
+
+def _order(passed: Passed, options: PassOptions) -> Passed:
+    orders, layers = neurons.order(passed.blocks, passed.staying, passed.layers)
+    return replace(passed, orders=orders, layers=layers)
+
+
+def _rewrite_ffn(passed: Passed, options: PassOptions) -> Passed:
+    rewrites = [(block, options_of(block, layer, options.compression)) for block, layer in passed.chosen]
+    return replace(passed, dense=passed.program, program=rewrite_ffn(passed.program, rewrites, passed.orders))
+
+
+def _rewrite_attention(passed: Passed, options: PassOptions) -> Passed:
+    if not options.attention:
+        return passed
+    program, attention = rewrite_attention(passed.program, options.attention)
+    return replace(passed, program=program, attention=attention)
+
+
+STEPS: dict[Stage, tuple[Step, ...]] = {
+    Stage.FUNCTIONAL: (step(decompose), step(name_casts), step(write_numbers), step(merge_views), step(name_relus)),
+    Stage.ARRANGING: (step(fold_weights), step(fold_constants), step(feature_last)),
+    Stage.PRECISION: (Step("in_precision", _in_precision),),
+    Stage.FIND: (Step("find", _find, edits=False),),
+    Stage.STAY: (Step("stay", _stay, edits=False),),
+    Stage.DECIDE: (Step("decide", _decide, edits=False),),
+    Stage.ORDER: (Step("order", _order, edits=False),),
+    Stage.FFN: (Step("rewrite_ffn", _rewrite_ffn),),
+    Stage.ATTENTION: (Step("rewrite_attention", _rewrite_attention),),
+}
+
+
+# ---- runs ----
+
+
+def run_until(
+    start: ExportedProgram | Passed, options: PassOptions, until: Stage, without: Collection[Stage] = ()
+) -> Passed:
+    """Run the stages behind `start` up to `until`.
 
     Args:
-        program: The program.
-        layers: See `decide`.
-        advise: Likewise.
+        start: A traced program, or what an earlier call has returned.
+        options: What the passes are to do.
+        until: The last stage to run.
+        without: Stages to leave out.
 
     Raises:
-        UserError: See `decide`.
+        UserError: See `decompose`, `lower` and `decide`.
     """
-    blocks = find_ffn_blocks(program)
-    return Found(blocks, decide(blocks, layers, advise))
+    passed = start if isinstance(start, Passed) else Passed(start)
+    if passed.stage == Stage.TRACED:
+        options.dump.program("traced", passed.program)
+    for stage, steps in STEPS.items():
+        if not passed.stage < stage <= until or stage in without:
+            continue
+        for each in steps:
+            passed = each.run(passed, options)
+            if each.edits:
+                options.dump.program(each.name, passed.program)
+    return replace(passed, stage=max(passed.stage, until))
 
 
-def run_passes(
-    program: ExportedProgram,
-    dtype: torch.dtype,
-    layers: str,
-    compression: int,
-    attention: tuple[str, ...] = (),
-    dump: GraphDump = NOWHERE,
-    calibration: Calibration | None = None,
-    advise: Advise | None = None,
-) -> Rewritten:
-    """Run every pass.
-
-    Args:
-        program: A traced program.
-        dtype: bfloat16 or float16.
-        layers: See `decide`.
-        compression: The TwELL compression factor where `advise` says nothing: 1, 2, 4 or 8.
-        attention: The forms to write attention in, see `rewrite_attention`; none leaves it as it is.
-        dump: Receives the graph as traced, and after each pass.
-        calibration: How often neurons fire, and what may be done with that; None if nothing is known.
-        advise: See `decide`.
+def run_passes(program: ExportedProgram, options: PassOptions) -> Rewritten:
+    """Run every pass over a traced program.
 
     Raises:
-        UserError: See `prepare` and `find`.
+        UserError: See `run_until`.
     """
-    dump.program("traced", program)
-    dense = prepare(program, dtype, dump)
-    found = find(dense, layers, advise)
-    arrangements, decisions = arrange_neurons(dense, found.blocks, found.layers, calibration)
-    orders = {module: each.order for module, each in arrangements.items() if each.changes}
-    chosen = Found(found.blocks, decisions).chosen
-    blocks, hot = [block for block, _ in chosen], [layer.hot for _, layer in chosen]
-    rewritten = rewrite_ffn(dense, blocks, [layer.compression or compression for _, layer in chosen], hot, orders)
-    dump.program("rewrite_ffn", rewritten)
-    attended: list[Attention] = []
-    if attention:
-        rewritten, attended = rewrite_attention(rewritten, attention)
-        dump.program("rewrite_attention", rewritten)
-    return Rewritten(dense, rewritten, decisions, attended)
-
-
-def _run(passes: tuple[Pass, ...], program: ExportedProgram, dump: GraphDump) -> ExportedProgram:
-    for each in passes:
-        program = each(program)
-        dump.program(each.__name__, program)
-    return program
+    passed = run_until(program, options, Stage.ATTENTION)
+    assert passed.dense is not None
+    return Rewritten(passed.dense, passed.program, passed.layers, passed.attention)

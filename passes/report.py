@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from twellc.base.records import OPTIONAL, Record
+from twellc.base.records import OPTIONAL, Amount, Count, OneOf, Record, Share, Size, Time
+from twellc.plugins.library import COMPRESSIONS
+
+Decision = Annotated[str, OneOf(("twell", "dense"))]
+Compression = Annotated[int, OneOf(COMPRESSIONS)]
 
 
 @dataclass(frozen=True)
 class ExpectedTime(Record):
     """What a block is expected to take in a call of so many tokens, in microseconds."""
 
-    tokens: int
-    dense_us: float
-    twell_us: float
+    tokens: Size
+    dense_us: Time
+    twell_us: Time
 
     @property
     def gain(self) -> float:
@@ -38,9 +43,9 @@ class Expectation(Record):
 
     gpu: str
     assumed: bool
-    density: float
-    gain: float
-    pays_below: float
+    density: Share
+    gain: Amount
+    pays_below: Share
     times: list[ExpectedTime]
 
 
@@ -52,20 +57,25 @@ class Choice:
         decision: `twell` or `dense`.
         facts: Why, in words.
         hot: How many neurons, the most active ones, are a dense product; 0 where it is dense.
-        compression: The TwELL compression factor.
+        compression: The TwELL compression factor; None leaves it to the options of the compilation.
         expectation: What is expected of it; None where an earlier decision is repeated.
     """
 
     decision: str
     facts: str
     hot: int
-    compression: int
+    compression: int | None
     expectation: Expectation | None
 
-    @property
-    def assumed(self) -> bool:
-        """Whether it follows from what is assumed alone, and decides nothing."""
-        return self.expectation is not None and self.expectation.assumed
+
+@dataclass(frozen=True)
+class Repeated(Record):
+    """What another compilation needs of a `Choice` to choose the same."""
+
+    decision: Decision
+    facts: str
+    hot: Count
+    compression: Compression
 
 
 @dataclass(frozen=True)
@@ -85,15 +95,15 @@ class Neurons(Record):
         reason: Why nothing was done; empty where something was.
     """
 
-    kept: int
-    unable: int
-    dead: int
-    never: int | None = field(default=None, metadata=OPTIONAL)
-    tokens: int | None = field(default=None, metadata=OPTIONAL)
-    rate_bound: float | None = field(default=None, metadata=OPTIONAL)
-    density: float | None = field(default=None, metadata=OPTIONAL)
-    lost: float | None = field(default=None, metadata=OPTIONAL)
-    lost_of: int | None = field(default=None, metadata=OPTIONAL)
+    kept: Count
+    unable: Count
+    dead: Count
+    never: Count | None = field(default=None, metadata=OPTIONAL)
+    tokens: Count | None = field(default=None, metadata=OPTIONAL)
+    rate_bound: Share | None = field(default=None, metadata=OPTIONAL)
+    density: Share | None = field(default=None, metadata=OPTIONAL)
+    lost: Share | None = field(default=None, metadata=OPTIONAL)
+    lost_of: Count | None = field(default=None, metadata=OPTIONAL)
     reason: str = ""
 
     def __str__(self) -> str:
@@ -129,15 +139,15 @@ class Layer(Record):
     module: str
     variant: str
     activation: str
-    d_model: int
-    d_ff: int
-    d_out: int
+    d_model: Count
+    d_ff: Count
+    d_out: Count
     matched: bool
-    decision: str
+    decision: Decision
     reason: str
     residual: bool
-    hot: int = 0
-    compression: int | None = field(default=None, metadata=OPTIONAL)
+    hot: Count = 0
+    compression: Compression | None = field(default=None, metadata=OPTIONAL)
     expectation: Expectation | None = field(default=None, metadata=OPTIONAL)
     neurons: Neurons | None = field(default=None, metadata=OPTIONAL)
 
@@ -167,9 +177,9 @@ class Attention(Record):
     """
 
     module: str
-    heads: int
-    kv_heads: int
-    width: int
+    heads: Count
+    kv_heads: Count
+    width: Count
     mask: str
     form: str
     reason: str

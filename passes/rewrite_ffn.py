@@ -12,8 +12,10 @@ biases of gate and up are new parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch.export import ExportedProgram
@@ -21,8 +23,11 @@ from torch.fx import Node
 
 from twellc.passes.graph.program import add_parameter, editable, finish, replace_node, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
-from twellc.passes.match.linear import Linear, Weight
-from twellc.plugins.ops import GATED_MLP, MLP
+from twellc.passes.match.linear import Weight
+from twellc.plugins.block import TENSORS, BlockOptions, TensorField, WeightOperands
+from twellc.plugins.ops import OPS
+
+T = TypeVar("T")
 
 
 def arranged_view(tensor: torch.Tensor, weight: Weight, in_out: bool) -> tuple[str, torch.Tensor]:
@@ -45,20 +50,24 @@ def arranged_copy(tensor: torch.Tensor, weight: Weight, in_out: bool) -> tuple[s
     return suffix, view.clone(memory_format=torch.contiguous_format)
 
 
+def weights_of(block: FfnBlock, place: Callable[[Weight, TensorField], T]) -> WeightOperands[T]:
+    """Return the weights and biases of a block, each as `place` gives it: the weight, and which tensor it is to be."""
+    parts = {"gate": block.gate, "up": block.up, "down": block.down}
+    stored = {f"w_{name}": part.weight for name, part in parts.items() if part is not None}
+    stored |= {f"b_{name}": part.bias for name, part in parts.items() if part is not None and part.bias is not None}
+    return WeightOperands(**{each.name: place(stored[each.name], each) for each in TENSORS if each.name in stored})
+
+
 def rewrite_ffn(
     program: ExportedProgram,
-    blocks: list[FfnBlock],
-    compression: int | Sequence[int],
-    hot: Sequence[int] = (),
+    rewrites: Sequence[tuple[FfnBlock, BlockOptions]],
     neurons: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> ExportedProgram:
     """Return the program with blocks rewritten.
 
     Args:
         program: A canonical program.
-        blocks: Some of those found in it, without a refusal.
-        compression: The TwELL compression factor, 1, 2, 4 or 8, or that of each block.
-        hot: Of each block how many neurons, the first ones, calls with many tokens compute densely; if empty, none.
+        rewrites: Some of the blocks found in it, without a refusal, and how each is to be computed.
         neurons: Of a block, by its module, the neurons to keep in their new order, int64 [kept]; without an entry all
             stay where they are.
     """
@@ -66,8 +75,9 @@ def rewrite_ffn(
     nodes: dict[str, Node] = {node.name: node for node in rewritten.graph.nodes}
     arranged: dict[tuple[Weight, bool], Node] = {}
 
-    def arrange(weight: Weight, in_out: bool, order: torch.Tensor | None) -> Node:
-        """Return the placeholder that holds the weight stored [in, out] or [out, in], as asked, neurons in `order`."""
+    def arrange(weight: Weight, role: TensorField, order: torch.Tensor | None) -> Node:
+        """Return the placeholder that holds a weight as the op reads it, its neurons in `order`."""
+        in_out, order = role.in_out, order if role.by_neuron else None
         placeholder = nodes[weight.node.name]
         as_it_is = weight.in_out == in_out and weight.rows is None and placeholder.meta["val"].dim() <= 2
         if as_it_is and order is None:
@@ -79,31 +89,23 @@ def rewrite_ffn(
             suffix, copied = arranged_copy(stored, weight, in_out)
         else:
             suffix, view = arranged_view(stored, weight, in_out)
-            suffix, copied = f"{'' if as_it_is else suffix}_arranged", view.index_select(0, order)
+            suffix, copied = f"{'' if as_it_is else suffix}_arranged", view.index_select(0, order.to(view.device))
         made = add_parameter(rewritten, f"{weight.name}{suffix}", copied, like=placeholder)
         if order is None:
             arranged[weight, in_out] = made
         return made
 
-    def bias(linear: Linear, order: torch.Tensor | None) -> Node | None:
-        # A vector is stored neither way round.
-        return None if linear.bias is None else arrange(linear.bias, in_out=False, order=order)
-
-    compressions = [compression] * len(blocks) if isinstance(compression, int) else compression
-    for block, block_compression, block_hot in zip(blocks, compressions, hot or [0] * len(blocks), strict=True):
-        assert not block.refusal and block.up is not None
-        down, up, gate = block.down, block.up, block.gate
-        anchor, order = nodes[block.y.name], neurons.get(block.module)
-        operands: list[Node | None] = [nodes[block.x.name]]
-        for linear in (gate, up) if gate else (up,):
-            operands += [arrange(linear.weight, False, order), bias(linear, order)]
-        operands += [arrange(down.weight, True, order), bias(down, None)]
-        operands.append(nodes[block.residual.other.name] if block.residual else None)
-        options = (block.activation, block.threshold, block_compression, block_hot)
+    for block, options in rewrites:
+        assert not block.refusal
+        anchor = nodes[block.y.name]
+        residual = nodes[block.residual.other.name] if block.residual else None
+        place = functools.partial(arrange, order=neurons.get(block.module))
+        operands = weights_of(block, place).of(nodes[block.x.name], residual)
         with rewritten.graph.inserting_before(anchor):
-            op = rewritten.graph.call_function(GATED_MLP if gate else MLP, (*operands, *options))
+            arguments = (*operands.arguments(), *options.arguments())
+            op = rewritten.graph.call_function(OPS[operands.variant], arguments)
         # It is named after the block also where it takes the place of a sum behind it.
-        op.meta = {**nodes[down.node.name].meta, "val": anchor.meta["val"]}
+        op.meta = {**nodes[block.down.node.name].meta, "val": anchor.meta["val"]}
         replace_node(rewritten, anchor, op)
         nodes[anchor.name] = op  # what a later block may read as its x
     return finish(rewritten)

@@ -5,39 +5,70 @@
     twell::TwellAttention(q, k, v, [lengths])
 
 What is in brackets is left out of the inputs where it is absent; the attributes `gate_bias`, `up_bias`, `down_bias`,
-`residual` and `lengths` say what is there. The lengths must be 1 to the number of keys: a graph that cannot promise
-that clamps them before, since the plugin has no kernel of its own to do it.
+`residual` and `lengths` say what is there. The other attributes of a block are its options, see `block.py`. The lengths
+must be 1 to the number of keys: a graph that cannot promise that clamps them before, since the plugin has no kernel of
+its own to do it.
 
 TensorRT's parser finds the plugin by the node's type and its attributes `plugin_version` and `plugin_namespace`.
 """
 
 from __future__ import annotations
 
-from twellc.plugins.library import ATTENTION_NAME, PLUGIN_NAMES, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
-GATED, PLAIN = PLUGIN_NAMES
+from twellc.plugins.block import BY_NODE, OPTIONS, BlockOptions, Operands
+from twellc.plugins.library import ATTENTION_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION
+
+T = TypeVar("T")
 ATTENTION = ATTENTION_NAME
-# Attributes that say which optional inputs there are.
-RESIDUAL = "residual"
-# The attribute that says how many neurons, the first ones, calls with many tokens compute densely.
-HOT = "hot"
-BIASES = {GATED: ("gate_bias", "up_bias", "down_bias"), PLAIN: ("up_bias", "down_bias")}
+IDENTITY = {"plugin_version": PLUGIN_VERSION, "plugin_namespace": PLUGIN_NAMESPACE}
+# Attributes and their types: of the node of each block, and of attention.
+ATTRIBUTES: dict[str, dict[str, type]] = {
+    **{
+        name: {
+            **{each.name: each.kind for each in OPTIONS},
+            **{each.flag: int for each in variant.tensors if each.flag},
+        }
+        for name, variant in BY_NODE.items()
+    },
+    ATTENTION: {"scale": float, "causal": int, "lengths": int},
+}
 
 
-def node_attributes(
-    op_type: str, present: list[bool], residual: bool, activation: str, threshold: float, compression: int, hot: int
-) -> dict[str, str | int | float]:
-    """Return the attributes of a node; `present` says of each bias in `BIASES[op_type]` whether it is there."""
-    return {
-        "activation": activation,
-        "threshold": float(threshold),
-        "compression": compression,
-        HOT: hot,
-        **{name: int(there) for name, there in zip(BIASES[op_type], present, strict=True)},
-        RESIDUAL: int(residual),
-        "plugin_version": PLUGIN_VERSION,
-        "plugin_namespace": PLUGIN_NAMESPACE,
-    }
+def node_attributes(operands: Operands[Any], options: BlockOptions) -> dict[str, str | int | float]:
+    """Return the attributes of a block's node; its inputs are the operands that are there, in their order."""
+    given = operands.named()
+    flags = {each.flag: int(each.name in given) for each in operands.variant.tensors if each.flag}
+    return {**{each.name: each.kind(getattr(options, each.name)) for each in OPTIONS}, **flags, **IDENTITY}
+
+
+def read_node(op_type: str, inputs: Sequence[T], attributes: Mapping[str, Any]) -> tuple[Operands[T], BlockOptions]:
+    """Return the operands and the options of a block's node.
+
+    Raises:
+        ValueError: It has not the inputs and attributes of one.
+    """
+    variant = BY_NODE[op_type]
+    try:
+        present = [each for each in variant.tensors if not each.flag or attributes[each.flag]]
+        operands = Operands(**{each.name: value for each, value in zip(present, inputs, strict=True)})
+        return operands, read_options(attributes)
+    except (KeyError, ValueError) as error:
+        raise ValueError("it has not the fields and inputs of one") from error
+
+
+def read_options(attributes: Mapping[str, Any]) -> BlockOptions:
+    """Return the options among the attributes of a block's node.
+
+    Raises:
+        KeyError: One is missing.
+    """
+    return BlockOptions(**{each.name: each.kind(_text(attributes[each.name])) for each in OPTIONS})
+
+
+def _text(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def attention_attributes(scale: float, causal: bool, lengths: bool) -> dict[str, str | int | float]:
@@ -46,6 +77,5 @@ def attention_attributes(scale: float, causal: bool, lengths: bool) -> dict[str,
         "scale": float(scale),
         "causal": int(causal),
         "lengths": int(lengths),
-        "plugin_version": PLUGIN_VERSION,
-        "plugin_namespace": PLUGIN_NAMESPACE,
+        **IDENTITY,
     }

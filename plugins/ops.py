@@ -21,13 +21,26 @@ tokens compute so many, the first ones, as a dense product. It changes no result
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from twellc.base.dtypes import dtype_name
 from twellc.plugins import library
+from twellc.plugins.block import (
+    GATED,
+    PLAIN,
+    TENSORS,
+    BlockOptions,
+    Operands,
+    Variant,
+    call_of,
+    problem_of,
+    schema_of,
+    tensors_of,
+)
 
 
 def activate(z: Tensor, activation: str, threshold: float) -> Tensor:
@@ -40,73 +53,48 @@ def activate(z: Tensor, activation: str, threshold: float) -> Tensor:
     return r * r if activation == "relu2" else r
 
 
-def _check(
-    x: Tensor,
-    w_gate: Tensor,
-    b_gate: Tensor | None,
-    w_up: Tensor | None,
-    b_up: Tensor | None,
-    w_down: Tensor,
-    b_down: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    hot: int,
-) -> None:
-    for name, weight in (("the first weight", w_gate), ("w_down", w_down)):
+def _widths(operands: Operands[Tensor]) -> dict[str, int]:
+    """Return d_model, d_ff and d_out, as the weights have them."""
+    weights = {"the first weight": operands.first[0], "w_down": operands.w_down}
+    for name, weight in weights.items():
         if weight.dim() != 2:
             raise ValueError(f"twell: {name} must have two dimensions, got {tuple(weight.shape)}")
-    (d_ff, d_model), d_out = w_gate.shape, w_down.shape[1]
-    expected = {
-        "x": (x, (*x.shape[:-1], d_model)),
-        "w_down": (w_down, (d_ff, d_out)),
-        "w_up": (w_up, (d_ff, d_model)),
-        "b_gate": (b_gate, (d_ff,)),
-        "b_up": (b_up, (d_ff,)),
-        "b_down": (b_down, (d_out,)),
-        "residual": (residual, (*x.shape[:-1], d_out)),
-    }
-    for name, (tensor, shape) in expected.items():
+    (d_ff, d_model), d_out = operands.first[0].shape, operands.w_down.shape[1]
+    return {"d_model": d_model, "d_ff": d_ff, "d_out": d_out}
+
+
+def _check(operands: Operands[Tensor], options: BlockOptions) -> None:
+    widths, given, dtype = _widths(operands), operands.named(), operands.first[0].dtype
+    leading = operands.x.shape[:-1]
+    for each in TENSORS:
+        tensor = given.get(each.name)
         if tensor is None:
             continue
+        rows = leading if each.shape[0] == "..." else ()
+        shape = (*rows, *(widths[name] for name in each.shape if name != "..."))
         if tuple(tensor.shape) != shape:
-            raise ValueError(f"twell: {name} must have shape {shape}, got {tuple(tensor.shape)}")
-        if tensor.dtype != w_gate.dtype:
-            raise TypeError(f"twell: {name} must be {w_gate.dtype} like the weights, got {tensor.dtype}")
-    allowed = [name for name in library.ACTIVATIONS if name != "drelu" or w_up is not None]
-    if activation not in allowed:
-        raise ValueError(f"twell: activation must be one of {', '.join(allowed)}, got {activation!r}")
-    if not 0 <= hot <= d_ff:
-        raise ValueError(f"twell: hot must be 0 to d_ff = {d_ff}, got {hot}")
+            raise ValueError(f"twell: {each.name} must have shape {shape}, got {tuple(tensor.shape)}")
+        if tensor.dtype != dtype:
+            raise TypeError(f"twell: {each.name} must be {dtype} like the weights, got {tensor.dtype}")
+    options.check(operands.variant, widths["d_ff"])
 
 
-def _compute(
-    x: Tensor,
-    w_gate: Tensor,
-    b_gate: Tensor | None,
-    w_up: Tensor | None,
-    b_up: Tensor | None,
-    w_down: Tensor,
-    b_down: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    threshold: float,
-    compression: int,
-    hot: int = 0,
-) -> Tensor:
+def _compute(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     """Compute the block with dense torch operations: the meaning of the op, and its CPU implementation."""
-    _check(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, activation, hot)
+    _check(operands, options)
+    x, residual, activation = operands.x, operands.residual, options.activation
     math_dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
     def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         wide_bias = None if bias is None else bias.to(math_dtype)
         return torch.nn.functional.linear(rows.to(math_dtype), weight.to(math_dtype), wide_bias)
 
-    g = activate(project(x, w_gate, b_gate).to(x.dtype), activation, threshold).to(math_dtype)
+    g = activate(project(x, *operands.first).to(x.dtype), activation, options.threshold).to(math_dtype)
     h = g
-    if w_up is not None:
-        up = project(x, w_up, b_up)
+    if operands.w_gate is not None:
+        up = project(x, operands.w_up, operands.b_up)
         h = torch.where(g == 0, torch.zeros_like(g), g * (torch.relu(up) if activation == "drelu" else up))
-    y = project(h, w_down.t(), b_down)
+    y = project(h, operands.w_down.t(), operands.b_down)
     return (y if residual is None else residual.to(math_dtype) + y).to(x.dtype)
 
 
@@ -116,52 +104,24 @@ def _as_read(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _launch(
-    x: Tensor,
-    w_gate: Tensor,
-    b_gate: Tensor | None,
-    w_up: Tensor | None,
-    b_up: Tensor | None,
-    w_down: Tensor,
-    b_down: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    threshold: float,
-    compression: int,
-    hot: int = 0,
-) -> Tensor:
+def _launch(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     """Run the block on the GPU through the C API, on the current stream."""
-    _check(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, activation, hot)
-    dtype = str(x.dtype).removeprefix("torch.")
+    _check(operands, options)
+    x, widths, dtype = operands.x, _widths(operands), dtype_name(operands.x.dtype)
     if dtype not in library.DTYPES:
         raise TypeError(f"twell: the CUDA kernels take {' or '.join(library.DTYPES)}, got {dtype}")
-    inputs = {
-        name: None if tensor is None else _as_read(tensor)
-        for name, tensor in zip(_TENSORS, (x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual), strict=True)
-    }
-    for name, tensor in inputs.items():
-        if tensor is not None and tensor.device != x.device:
+    for name, tensor in operands.named().items():
+        if tensor.device != x.device:
             raise ValueError(f"twell: {name} must be on {x.device}, got {tensor.device}")
-    (d_ff, d_model), d_out = w_gate.shape, w_down.shape[1]
-    y = x.new_empty((*x.shape[:-1], d_out))
-    problem = library.Problem(
-        tokens=x.numel() // d_model,
-        d_model=d_model,
-        d_ff=d_ff,
-        d_out=d_out,
-        compression=compression,
-        dtype=library.DTYPES[dtype],
-        variant=library.VARIANTS["plain" if w_up is None else "gated"],
-        activation=library.ACTIVATIONS[activation],
-        threshold=threshold,
-        hot=hot,
-    )
+    tokens = x.numel() // widths["d_model"]
+    problem = problem_of(operands.variant, options, dtype, tokens=tokens, **widths)
     lib = library.load()
     fault = lib.twell_validate(ctypes.byref(problem))
     if fault:
         raise ValueError(f"twell: {fault.decode()}")
-    pointers = {name: None if tensor is None else tensor.data_ptr() for name, tensor in inputs.items()}
-    tensors = library.Tensors(**pointers, y=y.data_ptr())
+    read = operands.map(_as_read)  # kept until the kernels are launched
+    y = x.new_empty((*x.shape[:-1], widths["d_out"]))
+    tensors = tensors_of(read.map(Tensor.data_ptr), y.data_ptr())
     workspace = torch.empty(lib.twell_workspace_bytes(ctypes.byref(problem)), dtype=torch.uint8, device=x.device)
     with torch.cuda.device(x.device):
         stream = torch.cuda.current_stream().cuda_stream
@@ -173,59 +133,34 @@ def _launch(
     return y
 
 
-def _infer(
-    x: Tensor,
-    w_gate: Tensor,
-    b_gate: Tensor | None,
-    w_up: Tensor | None,
-    b_up: Tensor | None,
-    w_down: Tensor,
-    b_down: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    threshold: float,
-    compression: int,
-    hot: int = 0,
-) -> Tensor:
+def _infer(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     """Give the shape and dtype of the result, for tracing."""
-    _check(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, activation, hot)
-    return x.new_empty((*x.shape[:-1], w_down.shape[1]))
+    _check(operands, options)
+    return operands.x.new_empty((*operands.x.shape[:-1], operands.w_down.shape[1]))
 
 
-_TENSORS = ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual")
-_OPTIONS = "str activation, float threshold, int compression, int hot=0"
+def _implementation(variant: Variant, run: Callable[[Operands[Tensor], BlockOptions], Tensor]) -> Callable[..., Tensor]:
+    """Return what torch calls with the arguments of an op."""
+
+    def call(*arguments: Any, **named: Any) -> Tensor:
+        return run(*call_of(variant, arguments, named))
+
+    return call
+
+
 _LIBRARY = torch.library.Library("twell", "DEF")
-_LIBRARY.define(
-    "gated_mlp(Tensor x, Tensor w_gate, Tensor? b_gate, Tensor w_up, Tensor? b_up, Tensor w_down, Tensor? b_down, "
-    f"Tensor? residual, {_OPTIONS}) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_LIBRARY.define(
-    f"mlp(Tensor x, Tensor w_up, Tensor? b_up, Tensor w_down, Tensor? b_down, Tensor? residual, {_OPTIONS}) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
-def _without_gate(
-    run: Callable[..., Tensor],
-    x: Tensor,
-    w_up: Tensor,
-    b_up: Tensor | None,
-    w_down: Tensor,
-    b_down: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    threshold: float,
-    compression: int,
-    hot: int = 0,
-) -> Tensor:
-    """Call `run` for a plain block: the projection whose output is activated stands in the place of the gate."""
-    return run(x, w_up, b_up, None, None, w_down, b_down, residual, activation, threshold, compression, hot)
-
-
-for _key, _run in (("CPU", _compute), ("CUDA", _launch), ("Meta", _infer)):
-    _LIBRARY.impl("gated_mlp", _run, _key)
-    _LIBRARY.impl("mlp", functools.partial(_without_gate, _run), _key)
+for _variant in (GATED, PLAIN):
+    _LIBRARY.define(schema_of(_variant), tags=torch.Tag.pt2_compliant_tag)
+    for _key, _run in (("CPU", _compute), ("CUDA", _launch), ("Meta", _infer)):
+        _LIBRARY.impl(_variant.op, _implementation(_variant, _run), _key)
 
 GATED_MLP: torch._ops.OpOverload = torch.ops.twell.gated_mlp.default
 MLP: torch._ops.OpOverload = torch.ops.twell.mlp.default
+OPS = {GATED: GATED_MLP, PLAIN: MLP}
+VARIANT_OF = {op: variant for variant, op in OPS.items()}
+
+
+def run_block(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
+    """Call the op of a block."""
+    y: Tensor = OPS[operands.variant](*operands.arguments(), *options.arguments())
+    return y

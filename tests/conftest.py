@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import click.testing
 import pytest
 import torch
-from torch.export import ExportedProgram
 
 from tests import models
 from tests.quick_torch import make_quick
 from twellc.base.files import ENDING_SIGNALS
+from twellc.options.source import TracingOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 # Models, each as loaded and as functionalised.
@@ -99,27 +100,30 @@ def load_once() -> Callable[..., Any]:
 
     loaded: dict[Any, Any] = {}
 
-    def load(path: Path, *arguments: Any) -> Any:
+    def load(source: TracingOptions) -> Any:
+        path, traced_by = source.model, (source.trust_model, source.inputs, source.padding, source.logits)
         files = sorted(path.glob("*")) if path.is_dir() else [path] if path.is_file() else []
-        key = (path, *((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files), *arguments)
-        return _remembered(loaded, key, lambda: load_model(path, *arguments))
+        key = (path, *((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files), *traced_by)
+        return _remembered(loaded, key, lambda: load_model(source))
 
     return load
 
 
 @pytest.fixture(scope="session")
-def functionalize_once() -> Callable[..., Any]:
-    """Return `functionalize` with a memory: it takes as long as tracing."""
-    from twellc.passes.pipeline import NOWHERE, functionalize
+def functional_once() -> tuple[Any, ...]:
+    """Return the steps of the stage FUNCTIONAL with a memory: they take as long as tracing."""
+    from twellc.passes.pipeline import STEPS, Stage
 
-    functional: dict[Any, Any] = {}
+    return tuple(replace(step, run=_once(step.run)) for step in STEPS[Stage.FUNCTIONAL])
 
-    def once(program: ExportedProgram, dump: Any = NOWHERE) -> ExportedProgram:
-        if dump is not NOWHERE:
-            return functionalize(program, dump)
-        # With the program, so that no other one gets its id.
-        _, found = _remembered(functional, id(program), lambda: (program, functionalize(program)))
-        assert isinstance(found, ExportedProgram)
+
+def _once(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step with a memory; it must not depend on the options."""
+    known: dict[Any, Any] = {}
+
+    def once(passed: Any, options: Any) -> Any:
+        # With what was given, so that no other program gets its id.
+        _, found = _remembered(known, id(passed.program), lambda: (passed, run(passed, options)))
         return found
 
     return once
@@ -136,19 +140,20 @@ def _remembered(memory: dict[Any, Any], key: Any, make: Callable[[], Any]) -> An
 
 @pytest.fixture
 def remembered_models(
-    load_once: Callable[..., Any], functionalize_once: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    load_once: Callable[..., Any], functional_once: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Load and trace each model once, for all tests with this fixture."""
     for module in (
         "benchmarking.bench",
         "checks.checking",
         "inspection.models",
-        "profiling.run",
-        "translation.torch_models",
+        "firing.run",
+        "compiling.translate_torch",
     ):
         monkeypatch.setattr(f"twellc.{module}.load_model", load_once)
-    for module in ("checks.reference", "passes.pipeline"):
-        monkeypatch.setattr(f"twellc.{module}.functionalize", functionalize_once)
+    from twellc.passes.pipeline import STEPS, Stage
+
+    monkeypatch.setitem(STEPS, Stage.FUNCTIONAL, functional_once)
 
 
 @pytest.fixture
@@ -159,7 +164,7 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
     def run_here(function: Callable[..., Any], *arguments: Any, progress: Callable[[str], None]) -> Any:
         return function(*arguments, progress)
 
-    monkeypatch.setattr("twellc.compiler.run_isolated", run_here)
+    monkeypatch.setattr("twellc.compiling.compiler.run_isolated", run_here)
 
     def run(*arguments: object) -> click.testing.Result:
         result = click.testing.CliRunner().invoke(main, [str(argument) for argument in arguments])

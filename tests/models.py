@@ -18,8 +18,9 @@ from torch.export import ExportedProgram
 
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
-from twellc.passes.pipeline import canonicalize
+from twellc.passes.pipeline import PassOptions, Stage, run_until
 from twellc.passes.rewrite_ffn import rewrite_ffn
+from twellc.plugins.block import BlockOptions
 
 Function = Callable[[Tensor], Tensor]
 BATCH, SEQUENCE, D_MODEL, D_FF = 2, 3, 16, 40
@@ -122,6 +123,16 @@ def export(module: nn.Module, *inputs: Tensor, dynamic: Any = None, **kwargs: Te
         )
 
 
+def functionalize(program: ExportedProgram) -> ExportedProgram:
+    """Return a traced program in one form; its values are those of the model."""
+    return run_until(program, PassOptions(), Stage.FUNCTIONAL).program
+
+
+def canonicalize(program: ExportedProgram) -> ExportedProgram:
+    """Return a traced program as the matcher reads it, in the precision that it has."""
+    return run_until(program, PassOptions(), Stage.ARRANGING).program
+
+
 def canonical(module: nn.Module, *inputs: Tensor, dynamic: Any = None) -> ExportedProgram:
     return canonicalize(export(module, *inputs, dynamic=dynamic))
 
@@ -132,7 +143,14 @@ def blocks_of(module: nn.Module, *inputs: Tensor) -> list[FfnBlock]:
 
 def rewrite(program: ExportedProgram, compression: int = 8) -> ExportedProgram:
     """Rewrite every block of a canonical program that is not refused, whatever its dtype."""
-    return rewrite_ffn(program, [block for block in find_ffn_blocks(program) if not block.refusal], compression)
+    return rewrite_ffn(
+        program,
+        [(block, options_of(block, compression)) for block in find_ffn_blocks(program) if not block.refusal],
+    )
+
+
+def options_of(block: FfnBlock, compression: int = 8, hot: int = 0) -> BlockOptions:
+    return BlockOptions(activation=block.activation, threshold=block.threshold, compression=compression, hot=hot)
 
 
 def calls(program: ExportedProgram) -> Counter[str]:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from twellc.base.errors import UserError
 from twellc.base.files import refuse_replacing, temporary_folder, uninterrupted
-from twellc.config import (
+from twellc.export.shapes import parse_profile, parse_sizes
+from twellc.options.commands import (
     BenchOptions,
     CheckOptions,
     CompileOptions,
@@ -20,8 +21,16 @@ from twellc.config import (
     compile_options,
     refuse_choice,
 )
-from twellc.export.shapes import parse_profile, parse_sizes
-from twellc.inputs import parse_input
+from twellc.options.declared_inputs import parse_input
+from twellc.options.keywords import (
+    BenchKeywords,
+    CheckKeywords,
+    CompileKeywords,
+    InspectKeywords,
+    ProfileKeywords,
+    TracingKeywords,
+)
+from twellc.options.source import TracingOptions
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +38,10 @@ if TYPE_CHECKING:
 
     from twellc.base.arrays import Array
     from twellc.benchmarking.result import BenchResult
-    from twellc.calibration.profile import Profile
     from twellc.checks.checking import CheckResult
+    from twellc.compiling.manifest import Manifest
+    from twellc.firing.profile import FiringProfile
     from twellc.inspection.description import Inspection
-    from twellc.manifest import Manifest
     from twellc.passes.pipeline import Rewritten
 
     Model = str | os.PathLike[str] | ExportedProgram | torch.nn.Module
@@ -61,28 +70,24 @@ class _Example:
 def rewrite(
     model: Model,
     *,
-    dtype: str | None = None,
     layers: str = "auto",
-    compression: int = 8,
+    compression: int | None = None,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
-    trust_model: bool = False,
-    inputs: Sequence[str] = (),
+    **options: Unpack[TracingKeywords],
 ) -> Rewritten:
     """Rewrite the feed-forward blocks of a model into `twell` ops, and run nothing else of the compiler.
 
     Args:
         model: An ExportedProgram, which is left as it is; a module in eval mode with example inputs; or the path of
             a torch.export archive, a Hugging Face directory or a pickled module.
-        dtype: `bf16` or `fp16`; None takes the model's own, or bf16 where that is neither.
         layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
-        compression: The TwELL compression factor.
+        compression: The TwELL compression factor; None takes the default.
         args: Example inputs of a module, as `torch.export.export` takes them.
         kwargs: Those by name.
         dynamic_shapes: Their dynamic dimensions, likewise.
-        trust_model: Load a pickle, or an archive that could execute code.
-        inputs: The inputs of a pickled module, such as `x:float32[batch,512]`.
+        options: The fields of `twellc.options.source.TracingOptions`; `inputs` as on the command line, too.
 
     Returns:
         The program before and after, and what became of each block. `result.program.module()` runs it.
@@ -90,12 +95,15 @@ def rewrite(
     Raises:
         UserError: The model cannot be read or traced, or an option does not fit it.
     """
-    from twellc.memory import rewrite_model
+    from twellc.loaders.in_memory import load_for_rewriting, loaded, rewrite_model
 
-    refuse_choice("dtype", dtype)
     refuse_choice("compression", compression)
-    example = _Example(args, kwargs, dynamic_shapes)
-    return rewrite_model(model, example, dtype, layers, compression, trust_model, tuple(map(parse_input, inputs)))
+    given = _parsed(TracingOptions, options, "")
+    if isinstance(model, str | os.PathLike):
+        source = TracingOptions(Path(model), **given)
+        return rewrite_model(source, load_for_rewriting(source), layers, compression)
+    source = TracingOptions(Path(type(model).__name__), **given)
+    return rewrite_model(source, loaded(model, _Example(args, kwargs, dynamic_shapes)), layers, compression)
 
 
 def compile(
@@ -106,7 +114,7 @@ def compile(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     progress: Progress = lambda step: None,
-    **options: Any,
+    **options: Unpack[CompileKeywords],
 ) -> Manifest:
     """Compile a model into a TensorRT plan, as `twellc compile` does.
 
@@ -125,7 +133,7 @@ def compile(
     Raises:
         UserError: Something that was given does not work; nothing was written.
     """
-    from twellc.compiler import compile_model
+    from twellc.compiling.compiler import compile_model
 
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
         given = _parsed(CompileOptions, options, in_memory)
@@ -145,7 +153,7 @@ def inspect(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     progress: Progress = lambda step: None,
-    **options: Any,
+    **options: Unpack[InspectKeywords],
 ) -> Inspection:
     """Show the feed-forward blocks of a model or a plan, and what becomes of each, as `twellc inspect` does.
 
@@ -175,7 +183,7 @@ def check(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     progress: Progress = lambda step: None,
-    **options: Any,
+    **options: Unpack[CheckKeywords],
 ) -> CheckResult:
     """Compare a plan or a rewritten ONNX file with the model that it was made from, as `twellc check` does.
 
@@ -209,8 +217,8 @@ def profile(
     dynamic_shapes: Any = None,
     progress: Progress = lambda step: None,
     advance: Callable[[int, int], None] = lambda read, total: None,
-    **options: Any,
-) -> Profile:
+    **options: Unpack[ProfileKeywords],
+) -> FiringProfile:
     """Count which neurons of a model fire for the user's data, as `twellc profile` does.
 
     Args:
@@ -230,7 +238,7 @@ def profile(
             written.
     """
     with uninterrupted():  # native modules do not survive an interrupt while they are imported
-        from twellc.profiling.run import profile_model
+        from twellc.firing.run import profile_model
 
     kinds = (str, os.PathLike, Mapping)
     several = list(data) if isinstance(data, Iterable) and not isinstance(data, kinds) else [data]
@@ -249,7 +257,7 @@ def profile(
 
 def merge_profiles(
     profiles: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], *, overwrite: bool = False
-) -> Profile:
+) -> FiringProfile:
     """Make one profile of several of the same model, as `twellc profile --merge` does.
 
     Args:
@@ -260,14 +268,14 @@ def merge_profiles(
     Raises:
         UserError: One cannot be read, or they are of different models; nothing was written.
     """
-    from twellc.calibration.profile import Profile
+    from twellc.firing.profile import FiringProfile
 
     paths = list(map(Path, profiles))
     if not paths:
-        raise UserError("--merge", "there is no profile to merge", expected="one file at least")
-    merged = Profile.read(paths[0])
+        raise UserError("--merge", "there is not a profile to merge", expected="one file at least")
+    merged = FiringProfile.read(paths[0])
     for path in paths[1:]:
-        merged = merged.merged(Profile.read(path), str(path))
+        merged = merged.merged(FiringProfile.read(path), str(path))
     merged.write(Path(output), overwrite=overwrite)
     return merged
 
@@ -279,7 +287,7 @@ def bench(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     progress: Progress = lambda step: None,
-    **options: Any,
+    **options: Unpack[BenchKeywords],
 ) -> BenchResult:
     """Measure a model on the GPU at hand, as it is and rewritten, as `twellc bench` does.
 
@@ -305,7 +313,7 @@ def bench(
 def report(
     output: str | os.PathLike[str] | None = None,
     *,
-    profile: Profile | str | os.PathLike[str] | None = None,
+    profile: FiringProfile | str | os.PathLike[str] | None = None,
     decisions: Manifest | Inspection | str | os.PathLike[str] | None = None,
     bench: BenchResult | str | os.PathLike[str] | None = None,
     overwrite: bool = False,
@@ -326,7 +334,7 @@ def report(
         UserError: None of the three was given, they are of different models, one cannot be read, or matplotlib is
             missing; nothing was written.
     """
-    from twellc.calibration.profile import Profile
+    from twellc.firing.profile import FiringProfile
     from twellc.reporting.page import make_page
     from twellc.reporting.sources import decisions_of, gather, read_bench, read_decisions
 
@@ -334,7 +342,7 @@ def report(
         given = [Path(each) for each in (profile, decisions, bench) if isinstance(each, str | os.PathLike)]
         refuse_replacing("--output", Path(output), given)
     if isinstance(profile, str | os.PathLike):
-        profile = Profile.read(Path(profile))
+        profile = FiringProfile.read(Path(profile))
     decided = None
     if isinstance(decisions, str | os.PathLike):
         decided = read_decisions(Path(decisions))
@@ -345,7 +353,7 @@ def report(
     return make_page(gather(profile, decided, bench), None if output is None else Path(output), overwrite=overwrite)
 
 
-def _parsed(kind: type[Any], options: dict[str, Any], in_memory: str) -> dict[str, Any]:
+def _parsed(kind: type[Any], options: Mapping[str, Any], in_memory: str) -> dict[str, Any]:
     """Return options with paths and texts turned into what the options class `kind` holds.
 
     Args:
@@ -371,7 +379,7 @@ def _parsed(kind: type[Any], options: dict[str, Any], in_memory: str) -> dict[st
         if name in options:
             parsed[name] = tuple(parse(each) if isinstance(each, str) else each for each in options[name])
     if in_memory:
-        parsed |= {"trust_model": True} | ({"in_memory": in_memory} if "in_memory" in names else {})
+        parsed |= {"trust_model": True, "in_memory": in_memory}
     return parsed
 
 
@@ -383,7 +391,7 @@ def _on_disk(model: Model, example: _Example) -> Iterator[tuple[Path, str]]:
             raise UserError("args, kwargs, dynamic_shapes", "only a module needs example inputs", got=str(model))
         yield Path(model), ""
         return
-    from twellc.memory import IN_MEMORY, save
+    from twellc.loaders.in_memory import IN_MEMORY, save
 
     with temporary_folder() as folder:
         path = save(model, example, folder)

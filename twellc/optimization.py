@@ -26,14 +26,16 @@ from torch.export import Dim, ShapesCollection
 from torch.fx import Node
 
 from twellc.base.errors import UserError, first_few, first_line
-from twellc.passes.decide import KERNEL_DTYPES, decide
+from twellc.passes.decide import KERNEL_DTYPES, decide, options_of
 from twellc.passes.graph.program import quiet_torch, user_inputs, written_tensors
-from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
-from twellc.passes.match.linear import Linear, Weight, strip
-from twellc.passes.pipeline import canonicalize
+from twellc.passes.match.find_ffn import FfnBlock
+from twellc.passes.match.linear import Weight, strip
+from twellc.passes.pipeline import PassOptions, Stage, run_until
 from twellc.passes.report import Layer
+from twellc.passes.rewrite_ffn import weights_of
+from twellc.plugins.block import DEFAULT_COMPRESSION, BlockOptions, TensorField, WeightOperands
 from twellc.plugins.library import COMPRESSIONS
-from twellc.plugins.ops import GATED_MLP, MLP
+from twellc.plugins.ops import run_block
 
 _LOG = logging.getLogger("twellc")
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -70,18 +72,16 @@ class _Block:
 
     Attributes:
         layer: Its row in a report.
-        operands: Gate (of a gated block), up and down projection: weight and bias of each.
-        threshold: The threshold of fatrelu.
-        compression: The TwELL compression factor.
+        weights: Its weights and biases.
+        options: How it is computed.
         argument: Name of the parameter of its forward that x is; empty where it cannot be named.
         ranks: Numbers of dimensions of x for which the forward was seen to be this block.
         kinds: The classes of its submodules, in the order of `modules()`.
     """
 
     layer: Layer
-    operands: tuple[_Operand | None, ...]
-    threshold: float
-    compression: int
+    weights: WeightOperands[_Operand]
+    options: BlockOptions
     argument: str
     ranks: tuple[int, ...]
     kinds: tuple[type[nn.Module], ...]
@@ -98,14 +98,12 @@ class _Optimized(nn.Module):
         x = named.get(block.argument) if not arguments and len(named) == 1 else None
         if len(arguments) == 1 and not named:
             x = arguments[0]
-        tensors = self._operands(x) if isinstance(x, Tensor) else None
-        if tensors is None:
+        weights = self._weights(x) if isinstance(x, Tensor) else None
+        if x is None or weights is None:
             return super().forward(*arguments, **named)
-        layer = block.layer
-        op = GATED_MLP if layer.variant == "gated" else MLP
-        return op(x, *tensors, None, layer.activation, block.threshold, block.compression, layer.hot)
+        return run_block(weights.of(x), block.options)
 
-    def _operands(self, x: Tensor) -> list[Tensor | None] | None:
+    def _weights(self, x: Tensor) -> WeightOperands[Tensor] | None:
         """Return what the op reads besides x, or None where the original forward must run."""
         block = self._twellc
         if self.training or not _is_as_found(self, block.kinds) or not _is_taken(x, block):
@@ -113,18 +111,15 @@ class _Optimized(nn.Module):
         records = torch.is_grad_enabled()
         if records and x.requires_grad:
             return None
-        tensors: list[Tensor | None] = []
-        for operand in block.operands:
-            if operand is None:
-                tensors.append(None)
-                continue
+        tensors: dict[str, Tensor] = {}
+        for name, operand in block.weights.named().items():
             parameter = operand.parameter(self)
             if parameter is None or parameter.dtype != x.dtype or parameter.device != x.device:
                 return None
             if records and parameter.requires_grad:
                 return None
-            tensors.append(operand.view(parameter))
-        return tensors
+            tensors[name] = operand.view(parameter)
+        return WeightOperands(**tensors)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _remake, (type(self).__mro__[2],), vars(self).copy()
@@ -162,7 +157,7 @@ def _remake(original: type[nn.Module]) -> nn.Module:
     return made.__new__(made)
 
 
-def optimize(module: _Module, *, layers: str = "auto", compression: int = 8) -> _Module:
+def optimize(module: _Module, *, layers: str = "auto", compression: int = DEFAULT_COMPRESSION) -> _Module:
     """Run the feed-forward blocks of a module by the `twell` ops, in place.
 
     A submodule is taken if torch.export can trace it alone, with one tensor [..., d_model], and what it computes is
@@ -200,9 +195,9 @@ def optimize(module: _Module, *, layers: str = "auto", compression: int = 8) -> 
     blocks = [replace(block, module=path, dtype=torch.bfloat16) for path, _, block, _ in found]
     decisions = decide(blocks, layers)
     for (_, submodule, block, ranks), layer in zip(found, decisions, strict=True):
-        operands = _operands_of(submodule, block)
-        if layer.decision == "twell" and operands is not None:
-            _replace(submodule, block, layer, operands, compression, ranks)
+        weights = _weights_of(submodule, block)
+        if layer.decision == "twell" and weights is not None:
+            _replace(submodule, layer, weights, options_of(block, layer, compression), ranks)
         else:
             _LOG.info("%s stays dense: %s", layer.module, layer.reason)
     if not optimized_blocks(module) and layers != "none":
@@ -223,7 +218,7 @@ def restore(module: _Module) -> _Module:
     """
     for submodule in list(module.modules()):
         if isinstance(submodule, _Optimized):
-            for operand in filter(None, submodule._twellc.operands):
+            for operand in submodule._twellc.weights.named().values():
                 parameter = operand.parameter(submodule)
                 if operand.transposed and parameter is not None:
                     parameter.data = parameter.data.contiguous()
@@ -242,21 +237,16 @@ def optimized_blocks(module: nn.Module) -> list[Layer]:
 
 
 def _replace(
-    submodule: nn.Module,
-    block: FfnBlock,
-    layer: Layer,
-    operands: tuple[_Operand | None, ...],
-    compression: int,
-    ranks: tuple[int, ...],
+    submodule: nn.Module, layer: Layer, weights: WeightOperands[_Operand], options: BlockOptions, ranks: tuple[int, ...]
 ) -> None:
-    for operand in filter(None, operands):
+    for operand in weights.named().values():
         parameter = operand.parameter(submodule)
         if operand.transposed and parameter is not None and not parameter.t().is_contiguous():
             parameter.data = parameter.data.t().contiguous().t()
     argument = next(iter(inspect.signature(submodule.forward).parameters.values()))
     name = argument.name if argument.kind is argument.POSITIONAL_OR_KEYWORD else ""
     kinds = tuple(type(each) for each in submodule.modules())[1:]
-    taken = _Block(layer, operands, block.threshold, compression, name, ranks, kinds)
+    taken = _Block(layer, weights, options, name, ranks, kinds)
     submodule.__class__ = _optimized(type(submodule))  # type: ignore[arg-type]
     submodule._twellc = taken  # type: ignore[assignment]
 
@@ -321,13 +311,13 @@ def _block_of(path: str, module: nn.Module, rank: int) -> FfnBlock | None:
         try:
             with quiet_torch(), torch.no_grad(), _in_eval_mode(module):
                 traced = torch.export.export(module, (x,), dynamic_shapes=shapes, strict=False)
-                program = canonicalize(traced)
+                found = run_until(traced, PassOptions(), Stage.FIND)
         except Exception as error:  # torch.export raises what the module's code raises
             _LOG.debug("%s is not traced with x of width %d: %s", path, width, first_line(error))
             continue
+        program, blocks = found.program, found.blocks
         outputs = program.graph.output_node().args[0]
         inputs = list(user_inputs(program))
-        blocks = find_ffn_blocks(program)
         if len(inputs) == len(outputs) == len(blocks) == 1 and not written_tensors(program):
             return blocks[0] if _is_all(blocks[0], inputs[0], outputs[0]) else None
     return None
@@ -354,21 +344,16 @@ def _in_eval_mode(module: nn.Module) -> Iterator[None]:
             each.training = training
 
 
-def _operands_of(module: nn.Module, block: FfnBlock) -> tuple[_Operand | None, ...] | None:
-    """Return how to read the op's operands from a module's parameters; None where the block computes them."""
+def _weights_of(module: nn.Module, block: FfnBlock) -> WeightOperands[_Operand] | None:
+    """Return how to read the op's weights from a module's parameters; None where the block computes them."""
     if block.refusal or block.up is None:
         return None
 
-    def weight_of(weight: Weight, down: bool) -> _Operand:
-        return _Operand(tuple(weight.name.split(".")), weight.in_out != down, weight.rows)
+    def place(weight: Weight, role: TensorField) -> _Operand:
+        transposed = len(role.shape) == 2 and weight.in_out != role.in_out
+        return _Operand(tuple(weight.name.split(".")), transposed, weight.rows)
 
-    def bias_of(linear: Linear) -> _Operand | None:
-        bias = linear.bias
-        return None if bias is None else _Operand(tuple(bias.name.split(".")), rows=bias.rows)
-
-    operands: list[_Operand | None] = []
-    for linear in (block.gate, block.up, block.down) if block.gate is not None else (block.up, block.down):
-        operands += [weight_of(linear.weight, down=linear is block.down), bias_of(linear)]
-    if any(operand is not None and operand.parameter(module) is None for operand in operands):
+    weights = weights_of(block, place)
+    if any(operand.parameter(module) is None for operand in weights.named().values()):
         return None
-    return tuple(operands)
+    return weights

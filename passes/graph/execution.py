@@ -37,12 +37,14 @@ Visit = Callable[[str, Any], Any]
 class Runner:
     """Runs a program, which must not be changed meanwhile, any number of times.
 
-    What the program writes to its inputs and buffers is undone: each run computes from the same values.
+    What the program writes to its inputs and buffers is undone: each run computes from the same values. Inputs are
+    moved to where those are that it was traced with.
     """
 
     def __init__(self, program: ExportedProgram) -> None:
         self._program = program
         self._module = program.module(check_guards=False)
+        self._devices = {name: tensor.device for name, tensor in example_inputs(program).items()}
 
     def __call__(self, inputs: dict[str, torch.Tensor], visit: Visit | None = None) -> list[torch.Tensor]:
         """Return the tensor outputs, in order, for inputs by name.
@@ -53,7 +55,8 @@ class Runner:
         """
         program = self._program
         leaves, spec = pytree.tree_flatten(program.example_inputs)
-        values = _flat_arguments(program, leaves, {name: tensor.clone() for name, tensor in inputs.items()})
+        own = {name: inputs[name].to(device, copy=True) for name, device in self._devices.items()}
+        values = _flat_arguments(program, leaves, own)
         state = {tensor: tensor.clone() for tensor in (tensor_of(program, name) for name in written_tensors(program))}
         with torch.no_grad():
             try:

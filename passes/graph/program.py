@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Node
 
+_LOGGERS = ("torch", "onnx_ir", "onnxscript")
 _CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -159,13 +160,14 @@ def user_inputs(program: ExportedProgram) -> Iterator[Node]:
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Keep from the user what torch warns of, logs with tracebacks, and prints of a graph: a failure raises, too."""
-    log = logging.getLogger("torch")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
+    """Keep from the user what torch and its ONNX tools warn of, log and print of a graph: a failure raises, too."""
+    logs = {log: log.level for log in map(logging.getLogger, _LOGGERS)}
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.setLevel(level)
+        for log, level in logs.items():
+            log.setLevel(level)

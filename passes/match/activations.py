@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,9 @@ _OTHER = {
     aten.sigmoid: "sigmoid",
     aten.prelu: "prelu",
     aten.relu6: "relu6",
+    aten.rrelu: "rrelu",
 }
+EACH_NEURON = "FATReLU with a threshold for each neuron"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def parse_activation(node: Node, strip: Callable[[Node], Node]) -> Activation | 
         node: The node that holds the activated tensor.
         strip: Looks through operations that change no value.
     """
-    squared = _square_of(node)
+    squared = square_of(node)
     if squared is not None:
         inner = _parse_simple(strip(squared))
         if inner is not None and inner.name == "relu":
@@ -77,26 +79,28 @@ def is_squared_relu(node: Node) -> bool:
     return activation is not None and activation.name == "relu2"
 
 
-def masked_relu(node: Node) -> Activation | None:
-    """Read x * (x > t) or x * (x >= t), which is relu or fatrelu except that an x of -inf gives NaN."""
-    if packet(node) is not aten.mul:
-        return None
-    for x, mask in (arguments(node), reversed(arguments(node))):
-        if not isinstance(x, Node) or not isinstance(mask, Node):
-            return None
-        casts = (mask,) if packet(mask) in (aten._to_copy, aten.to) else ()
-        mask = arguments(mask)[0] if casts else mask
-        if packet(mask) not in (aten.gt, aten.ge) or arguments(mask)[0] is not x:
-            continue
-        value, product = x.meta["val"], node.meta["val"]
-        threshold = _threshold(mask)
-        if threshold is None or not value.is_floating_point() or value.dtype != product.dtype:
-            return None
-        return Activation("fatrelu" if threshold else "relu", threshold, x, (node, mask, *casts))
+def spelt_out_relu(node: Node) -> Activation | None:
+    """Read a ReLU that is spelt out in arithmetic: as relu or fatrelu, except that an x of -inf may give NaN.
+
+    x * mask      relu(x) * mask      (x + |x|) / 2      x - min(x, 0)      -min(-x, 0)      x + relu(-x)
+    x with zeros written into it: x[x < 0] = 0, masked_scatter(x, x < 0, zeros)
+    rrelu in eval with slopes of 0
+    """
+    op = packet(node)
+    if op is aten.mul:
+        return _parse_masked(node) or _parse_mean_with_abs(node)
+    if op is aten.div:
+        return _parse_mean_with_abs(node)
+    if op in (aten.add, aten.sub, aten.neg):
+        return _parse_difference(node)
+    if op in (aten.index_put, aten.masked_scatter):
+        return _parse_written(node)
+    if op is aten.rrelu and arguments(node)[1:3] == (0, 0) and True not in arguments(node)[3:4]:
+        return Activation("relu", 0.0, arguments(node)[0], (node,))
     return None
 
 
-def _square_of(node: Node) -> Node | None:
+def square_of(node: Node) -> Node | None:
     """Return t where `node` computes t * t."""
     op, operands = packet(node), arguments(node)
     squares = op is aten.square or (op in (aten.pow, aten.mul) and len(operands) == 2)
@@ -125,21 +129,25 @@ def _parse_simple(node: Node) -> Activation | None:
     if op is None or not arguments(node) or not isinstance(arguments(node)[0], Node):
         return None
     pre = arguments(node)[0]
-    if op is aten.relu:
+    if op is aten.relu or _is_flat_below_zero(node):
         return Activation("relu", 0.0, pre, (node,))
     if op in (aten.clamp, aten.clip, aten.clamp_min, aten.hardtanh):
         return _parse_clamp(node, pre)
-    if op is aten.maximum or node.target is aten.max.other:
+    if op in (aten.maximum, aten.fmax) or node.target is aten.max.other:
         return _parse_maximum(node)
     if op is aten.threshold and len(arguments(node)) == 3:
         return _parse_threshold(node, pre)
     if op in (aten.where, aten.masked_fill):
         return _parse_where(node)
-    if op is aten.mul:
-        return masked_relu(node)
-    if op in _OTHER:
-        return Activation(_OTHER[op], 0.0, pre, (node,))
-    return None
+    spelt_out = spelt_out_relu(node)
+    return Activation(_OTHER[op], 0.0, pre, (node,)) if spelt_out is None and op in _OTHER else spelt_out
+
+
+def _is_flat_below_zero(node: Node) -> bool:
+    """Whether an activation that is a line below zero, or a curve there, has the factor 0 for it."""
+    if packet(node) not in (aten.leaky_relu, aten.elu) or node.kwargs:
+        return False
+    return any(_number(factor) == 0 for factor in arguments(node)[1:2])
 
 
 def _parse_clamp(node: Node, pre: Node) -> Activation | None:
@@ -150,18 +158,19 @@ def _parse_clamp(node: Node, pre: Node) -> Activation | None:
         for i, name in enumerate(names)
     ]
     low, high = bounds
-    if not _is_zero(low) or isinstance(high, Node):
+    if _number(low) != 0 or isinstance(high, Node):
         return None
+    nodes = (node, *_numbers_shaped_like(low, pre))
     if high is None or high == math.inf:
-        return Activation("relu", 0.0, pre, (node,))
+        return Activation("relu", 0.0, pre, nodes)
     # Not relu2, which is the square, for a bound of 2.
-    return Activation("relu6" if high == 6 else f"relu up to {high:g}", 0.0, pre, (node,))
+    return Activation("relu6" if high == 6 else f"relu up to {high:g}", 0.0, pre, nodes)
 
 
 def _parse_maximum(node: Node) -> Activation | None:
     for pre, other in (arguments(node), reversed(arguments(node))):
-        if isinstance(pre, Node) and isinstance(other, Node) and _is_zero(other):
-            return Activation("relu", 0.0, pre, (node, *_zeros_shaped_like(other, pre)))
+        if isinstance(pre, Node) and isinstance(other, Node) and _number(other) == 0:
+            return Activation("relu", 0.0, pre, (node, *_numbers_shaped_like(other, pre)))
     return None
 
 
@@ -173,57 +182,226 @@ def _parse_threshold(node: Node, pre: Node) -> Activation | None:
 
 
 def _parse_where(node: Node) -> Activation | None:
-    """where(x > t, x, 0), where(x <= t, 0, x), masked_fill(x, x <= t, 0), and all of them with >= and <."""
+    """Read where(x > t, x, 0), where(x <= t, 0, x), masked_fill(x, x <= t, 0), and all of them with >= and <."""
     condition, chosen, other = (arguments(node) + (None,) * 3)[:3]
     if packet(node) is aten.masked_fill:
         condition, chosen, other = chosen, other, condition
-    if not isinstance(condition, Node) or len(arguments(condition)) != 2:
+    mask = _mask(condition)
+    if mask is None:
         return None
-    keeps_pre = _is_zero(other)
-    pre = chosen if keeps_pre else other if _is_zero(chosen) else None
-    strict, loose = (aten.gt, aten.ge) if keeps_pre else (aten.le, aten.lt)
-    if pre is None or arguments(condition)[0] is not pre or packet(condition) not in (strict, loose):
+    kept, dropped = (other, chosen) if mask.inverse else (chosen, other)
+    return _cut(kept, mask, (node, *_numbers_shaped_like(dropped, mask.x))) if _number(dropped) == 0 else None
+
+
+def _parse_masked(node: Node) -> Activation | None:
+    """Read x * mask, relu(x) * mask."""
+    if len(arguments(node)) != 2:
         return None
-    assert isinstance(pre, Node)
-    threshold = _threshold(condition)
+    for kept, factor in (arguments(node), reversed(arguments(node))):
+        mask = _mask(factor)
+        if mask is None or mask.inverse or not isinstance(kept, Node):
+            continue
+        value, product = kept.meta["val"], node.meta["val"]
+        if value.is_floating_point() and value.dtype == product.dtype and (found := _cut(kept, mask, (node,))):
+            return found
+    return None
+
+
+def _parse_mean_with_abs(node: Node) -> Activation | None:
+    """Read (x + |x|) / 2."""
+    half = 2 if packet(node) is aten.div else 0.5
+    for total, factor in (arguments(node), reversed(arguments(node))):
+        if not isinstance(total, Node) or packet(total) is not aten.add or _number(factor) != half:
+            continue
+        for x, size in (arguments(total), reversed(arguments(total))):
+            if isinstance(size, Node) and packet(size) is aten.abs and arguments(size)[0] is x and not total.kwargs:
+                return Activation("relu", 0.0, x, (node, total, size))
+    return None
+
+
+def _parse_difference(node: Node) -> Activation | None:
+    """Read x - min(x, 0), -min(-x, 0), x + relu(-x)."""
+    if node.kwargs or not all(isinstance(operand, Node) for operand in arguments(node)):
+        return None
+    if packet(node) is aten.neg:
+        x, nodes = _negative_part(arguments(node)[0])
+        return (
+            None
+            if x is None or packet(x) is not aten.neg
+            else Activation("relu", 0.0, arguments(x)[0], (node, *nodes, x))
+        )
+    left, right = arguments(node)
+    if packet(node) is aten.sub:
+        x, nodes = _negative_part(right)
+        return None if x is None or x is not left else Activation("relu", 0.0, x, (node, *nodes))
+    for x, other in ((left, right), (right, left)):
+        relu = _parse_simple(other) if packet(other) is not aten.add else None
+        if relu is not None and relu.name == "relu" and packet(relu.pre) is aten.neg and arguments(relu.pre)[0] is x:
+            return Activation("relu", 0.0, x, (node, *relu.nodes, relu.pre))
+    return None
+
+
+def _negative_part(node: Node) -> tuple[Node | None, tuple[Node, ...]]:
+    """Return x where `node` computes min(x, 0), and the nodes that do."""
+    if packet(node) in (aten.minimum, aten.fmin) or node.target is aten.min.other:
+        for x, zero in (arguments(node), reversed(arguments(node))):
+            if isinstance(x, Node) and _number(zero) == 0:
+                return x, (node, *_numbers_shaped_like(zero, x))
+    elif packet(node) in (aten.clamp, aten.clip, aten.clamp_max):
+        x, *bounds = arguments(node)
+        low, high = (None, *bounds) if packet(node) is aten.clamp_max else (*bounds, None, node.kwargs.get("max"))[:2]
+        if low is None and _number(high) == 0:
+            return x, (node, *_numbers_shaped_like(high, x))
+    return None, ()
+
+
+def _parse_written(node: Node) -> Activation | None:
+    """Read x[x <= t] = 0, masked_scatter(x, x <= t, zeros)."""
+    x, mask, value, *accumulate = arguments(node)
+    if packet(node) is aten.index_put:
+        if len(mask) != 1 or any(accumulate):
+            return None
+        (mask,) = mask
+    found = _mask(mask)
+    if found is None or not found.inverse or _number(value) != 0:
+        return None
+    return _cut(x, found, (node, *_numbers_shaped_like(value, found.x)))
+
+
+# ---- masks ----
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """A tensor that is 1, or true, where x > threshold, and 0 elsewhere; the other way round if `inverse`.
+
+    `threshold` is None where each neuron has one of its own.
+    """
+
+    x: Node
+    threshold: float | None
+    inverse: bool
+    nodes: tuple[Node, ...]
+
+    def inverted(self) -> _Mask:
+        return replace(self, inverse=not self.inverse)
+
+
+def _cut(kept: object, mask: _Mask, nodes: tuple[Node, ...]) -> Activation | None:
+    """Return what it means that a mask keeps x, or relu(x), and that all else is 0."""
+    if not isinstance(kept, Node):
+        return None
+    nodes, threshold = (*nodes, *mask.nodes), mask.threshold
+    if kept is not mask.x:
+        relu = _parse_simple(kept)
+        if relu is None or relu.name != "relu" or relu.pre is not mask.x:
+            return None
+        nodes = (*nodes, *relu.nodes)
+        threshold = None if threshold is None else max(threshold, 0.0)
     if threshold is None:
+        return Activation(EACH_NEURON, 0.0, mask.x, nodes)
+    if not 0 <= threshold < math.inf:
         return None
-    zeros = (node for zero in (chosen, other, arguments(condition)[1]) for node in _zeros_shaped_like(zero, pre))
-    return Activation("fatrelu" if threshold else "relu", threshold, pre, (node, condition, *zeros))
+    return Activation("fatrelu" if threshold else "relu", threshold, mask.x, nodes)
 
 
-def _threshold(comparison: Node) -> float | None:
-    """Return the t >= 0 that makes x > t mean what the comparison of a tensor with a number says, or its inverse."""
-    op, (x, threshold) = packet(comparison), arguments(comparison)
-    if isinstance(threshold, Node) and _is_zero(threshold):
-        threshold = 0
-    if not isinstance(threshold, int | float):
+def _mask(node: object) -> _Mask | None:
+    """Read a mask, of any type."""
+    if not isinstance(node, Node) or not arguments(node):
         return None
+    op, given = packet(node), arguments(node)
+    if op in _MIRRORED:
+        return _comparison(node)
+    if op is aten.heaviside:
+        at_zero = _number(given[1])
+        finite = at_zero is not None and math.isfinite(at_zero)
+        return _Mask(given[0], 0.0, False, (node, *_numbers_shaped_like(given[1], given[0]))) if finite else None
+    if op is aten.sign:
+        relu = _parse_simple(given[0])
+        return _Mask(relu.pre, 0.0, False, (node, *relu.nodes)) if relu is not None and relu.name == "relu" else None
+    inner: _Mask | None = None
+    if op in (aten._to_copy, aten.to):
+        inner = _mask(given[0])
+    elif op in (aten.logical_not, aten.bitwise_not) and given[0].meta["val"].dtype == torch.bool:
+        inner = _mask(given[0])
+        inner = inner and inner.inverted()
+    elif op is aten.where and len(given) == 3:
+        inner, ends = _mask(given[0]), (_number(given[1]), _number(given[2]))
+        if inner is None or ends not in ((1, 0), (0, 1)):
+            return None
+        inner = inner if ends == (1, 0) else inner.inverted()
+        inner = replace(
+            inner, nodes=(*inner.nodes, *(each for end in given[1:] for each in _numbers_shaped_like(end, inner.x)))
+        )
+    elif op in (aten.rsub, aten.sub) and len(given) == 2 and not node.kwargs:
+        whole, part = given if op is aten.sub else given[::-1]
+        inner = _mask(part) if _number(whole) == 1 else None
+        inner = inner and inner.inverted()
+    elif op in (aten.relu, aten.clamp, aten.clamp_min):
+        relu = _parse_simple(node)
+        if relu is not None and relu.name == "relu" and packet(relu.pre) is aten.sign:
+            return _Mask(arguments(relu.pre)[0], 0.0, False, (*relu.nodes, relu.pre))
+    return None if inner is None else replace(inner, nodes=(node, *inner.nodes))
+
+
+# Comparisons, and what they are with their operands swapped.
+_MIRRORED: dict[object, object] = {aten.gt: aten.lt, aten.ge: aten.le, aten.lt: aten.gt, aten.le: aten.ge}
+
+
+def _comparison(node: Node) -> _Mask | None:
+    op, (x, bound) = packet(node), arguments(node)
+    if _number(x) is not None:
+        op, x, bound = _MIRRORED[op], bound, x
+    if not isinstance(x, Node) or not x.meta["val"].is_floating_point():
+        return None
+    nodes, inverse = (node, *_numbers_shaped_like(bound, x)), op in (aten.le, aten.lt)
+    number = _number(bound)
+    if number is None:
+        return _Mask(x, None, inverse, nodes) if _is_vector_of_constants(bound, x) else None
     dtype = x.meta["val"].dtype
     # The comparison rounds its number to the tensor's dtype, the op does not.
-    rounded = float(torch.tensor(threshold, dtype=torch.float64).to(dtype))
-    if not 0 <= rounded < math.inf:
-        return None
-    if op in (aten.gt, aten.le) or rounded == 0:
-        return rounded
-    # x >= t is x > the float32 before t, for every x of float32 or a narrower type.
-    return None if dtype == torch.float64 else float(np.nextafter(np.float32(rounded), np.float32(0)))
+    threshold = float(torch.tensor(number, dtype=torch.float64).to(dtype))
+    if op in (aten.ge, aten.lt) and threshold > 0:
+        # x >= t is x > the float32 before t, for every x of float32 or a narrower type.
+        if dtype == torch.float64 or threshold == math.inf:
+            return None
+        threshold = float(np.nextafter(np.float32(threshold), np.float32(0)))
+    return None if math.isnan(threshold) else _Mask(x, threshold, inverse, nodes)
 
 
-def _zeros_shaped_like(argument: object, pre: Node) -> tuple[Node, ...]:
+def _is_vector_of_constants(bound: object, x: Node) -> bool:
+    """Whether a tensor has a number for each neuron and is computed from stored tensors alone."""
+    if not isinstance(bound, Node):
+        return False
+    sizes, wanted = bound.meta["val"].shape, x.meta["val"].shape[-1:]
+    if not wanted or list(sizes[-1:]) != list(wanted) or any(size != 1 for size in sizes[:-1]):
+        return False
+    pending = [bound]
+    for node in pending:
+        pending += [source for source in node.all_input_nodes if source not in pending]
+        if x in pending or len(pending) > 16:
+            return False
+    return True
+
+
+def _numbers_shaped_like(argument: object, pre: Node) -> tuple[Node, ...]:
     """Return the node that reads `pre` only for its shape, if `argument` is one."""
     return (argument,) if isinstance(argument, Node) and argument is not pre and pre in argument.all_input_nodes else ()
 
 
-def _is_zero(argument: object) -> bool:
-    """Whether an argument is the number 0 or a tensor that the graph fills with 0."""
+def _number(argument: object) -> float | None:
+    """Return the number that an argument is, or that fills it as a tensor."""
     if isinstance(argument, int | float):
-        return argument == 0
+        return float(argument)
     if not isinstance(argument, Node):
-        return False
+        return None
     op = packet(argument)
     if op in (aten.zeros_like, aten.zeros, aten.new_zeros):
-        return True
-    if op in (aten.full, aten.full_like, aten.scalar_tensor):
-        return bool(arguments(argument)[-1] == 0)
-    return False
+        return 0.0
+    if op in (aten.ones_like, aten.ones, aten.new_ones):
+        return 1.0
+    if op in (aten.full, aten.full_like, aten.new_full, aten.scalar_tensor):
+        return _number(arguments(argument)[-1])
+    if op in (aten.clone, aten._to_copy, aten.expand, aten.view, aten.lift_fresh_copy, aten.alias):
+        return _number(arguments(argument)[0])
+    return None

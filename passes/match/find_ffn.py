@@ -18,6 +18,7 @@ else is no block at all and is not reported.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -26,8 +27,18 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
 from twellc.passes.graph.program import constants_of
-from twellc.passes.match.activations import Activation, arguments, packet, parse_activation
-from twellc.passes.match.linear import CASTS, Linear, LinearReader, operand, source_with_sizes, step, strip, width
+from twellc.passes.match.activations import EACH_NEURON, Activation, arguments, packet, parse_activation
+from twellc.passes.match.linear import (
+    CASTS,
+    Linear,
+    LinearReader,
+    Weight,
+    operand,
+    source_with_sizes,
+    step,
+    strip,
+    width,
+)
 from twellc.passes.match.residual import Residual, find_residual
 from twellc.passes.match.unread_ffn import UnreadForm, UnreadForms
 
@@ -93,7 +104,7 @@ def find_blocks(graph: Graph, constants: dict[Node, str]) -> list[FfnBlock]:
     matched = {node: block for node in graph.nodes if (block := finder.match(node)) is not None}
     reported = {node for block in matched.values() for part in (block.gate, block.up) if part for node in part.nodes}
     blocks: list[FfnBlock] = []
-    seen: dict[str, int] = {}
+    names = _Names()
     sums: set[Node] = set()  # of two blocks that are added one gets the sum
     for node in graph.nodes:
         block, form = matched.get(node), None
@@ -108,17 +119,31 @@ def find_blocks(graph: Graph, constants: dict[Node, str]) -> list[FfnBlock]:
         if residual is not None and residual.sum not in sums:
             sums.add(residual.sum)
             block = replace(block, x=residual.x, residual=residual)
-        count = seen[block.module] = seen.get(block.module, 0) + 1
-        if count > 1:
-            block = replace(block, module=f"{block.module}#{count}")
-        blocks.append(block)
+        blocks.append(replace(block, module=names.unique(block)))
     return blocks
+
+
+class _Names:
+    """Makes the names of blocks unique."""
+
+    def __init__(self) -> None:
+        self._weights: dict[str, tuple[Weight, Weight]] = {}  # first and last of the first block of each name
+        self._calls: Counter[str] = Counter()
+
+    def unique(self, block: FfnBlock) -> str:
+        """Return the module of a block; of a second pair of layers in it the first layer, of a second call `mlp#2`."""
+        first = block.gate or block.up or block.down
+        name, weights = block.module, (first.weight, block.down.weight)
+        if self._weights.setdefault(name, weights) != weights:
+            name = ".".join(_path(first))
+        self._calls[name] += 1
+        return name if self._calls[name] == 1 else f"{name}#{self._calls[name]}"
 
 
 def _refused(form: UnreadForm) -> FfnBlock:
     d_model, d_ff, d_out = form.widths
     return FfnBlock(
-        module=_module(form.down.node, [form.up, form.down]),
+        module=_module([form.up, form.down]),
         variant="gated" if form.gated else "plain",
         activation=form.activation.name,
         threshold=form.activation.threshold,
@@ -164,7 +189,10 @@ class _Finder:
         try:
             if not activation.sparse and activation.name != "drelu":
                 kind = "gate activation" if gate is not None and gate is not up else "activation"
-                raise _RefusedError(f"{kind} is {activation.name}; TwELL needs a ReLU family")
+                needed = (
+                    "the kernels have one for all" if activation.name == EACH_NEURON else "TwELL needs a ReLU family"
+                )
+                raise _RefusedError(f"{kind} is {activation.name}; {needed}")
             if computed_on:
                 raise _RefusedError(computed_on)
             if up is None:
@@ -181,7 +209,7 @@ class _Finder:
         plain = gate is up
         some = gate if up is None else up
         return FfnBlock(
-            module=_module(node, [part for part in (gate, up, down) if part is not None]),
+            module=_module([part for part in (gate, up, down) if part is not None]),
             variant="plain" if plain else "gated",
             activation=activation.name,
             threshold=activation.threshold,
@@ -305,14 +333,21 @@ class _Finder:
         return node
 
 
-def _module(node: Node, parts: list[Linear]) -> str:
+def _module(parts: list[Linear]) -> str:
+    """Return the module that holds all parts, else the last part."""
     paths = [part.weight.name.split(".")[:-1] for part in parts]
     common: list[str] = []
     for names in zip(*paths, strict=False):
         if len(set(names)) > 1:
             break
         common.append(names[0])
-    return ".".join(common or paths[-1]) or node.name
+    return ".".join(common or _path(parts[-1]))
+
+
+def _path(part: Linear) -> list[str]:
+    """Return the module of a projection; its weight if that stands at the root of the model."""
+    *path, name = part.weight.name.split(".")
+    return path or [name.partition("_folded")[0]]
 
 
 def _behind_casts(node: Node) -> Node:

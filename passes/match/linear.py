@@ -34,7 +34,7 @@ PRODUCTS = CONVOLUTIONS | {
 }  # fmt: skip
 _SPLITS = frozenset((aten.chunk, aten.split, aten.split_with_sizes, aten.tensor_split))
 # Dtypes by the values that they can hold: a cast to a later one and back changes nothing.
-_WIDENING = {
+WIDENING = {
     torch.bfloat16: (torch.float32, torch.float64),
     torch.float16: (torch.float32, torch.float64),
     torch.float32: (torch.float64,),
@@ -267,7 +267,7 @@ def _cast_source(node: Node) -> Node | None:
         return source
     while packet(source) not in CASTS and (earlier := step(source)) is not None:
         source = earlier
-    if packet(source) not in CASTS or source.meta["val"].dtype not in _WIDENING.get(dtype, ()):
+    if packet(source) not in CASTS or source.meta["val"].dtype not in WIDENING.get(dtype, ()):
         return None
     original = operand(source)
     return original if original.meta["val"].dtype == dtype else None

@@ -15,8 +15,9 @@ Blocks are found, and refused, by the same matcher as in PyTorch programs (`find
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,19 +25,23 @@ import onnx
 import onnx_graphsurgeon as gs
 import torch
 from onnx_graphsurgeon.logger import G_LOGGER
+from torch.fx import Node
 
 from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.dtypes import BY_NAME, dtype_name
 from twellc.base.errors import UserError, first_line
-from twellc.passes.decide import Advise, decide
+from twellc.passes.decide import Advise, decide, options_of
+from twellc.passes.fold_constants import fold_constants_in
+from twellc.passes.fold_weights import fold_weights_in
 from twellc.passes.match.find_ffn import FfnBlock, find_blocks
 from twellc.passes.match.linear import Weight
 from twellc.passes.onnx.graph import Shadow, constant_values, shadow_of
 from twellc.passes.precision import convert
 from twellc.passes.report import Layer
-from twellc.passes.rewrite_ffn import arranged_copy
+from twellc.passes.rewrite_ffn import arranged_copy, weights_of
+from twellc.plugins.block import Operands, TensorField
 from twellc.plugins.library import PLUGIN_NAMESPACE
-from twellc.plugins.onnx_node import GATED, PLAIN, node_attributes
+from twellc.plugins.onnx_node import node_attributes
 
 # Initializers above this size take no part in shape inference, which would copy them.
 _SMALL = 1024
@@ -62,6 +67,7 @@ class OnnxBlocks:
         layers: What becomes of each.
         ends: Names of the tensors of each.
         casts: Whether some of those that are rewritten compute in float32 in the model.
+        folds: Whether some of them have weights that the model computes, or that constants are folded into.
     """
 
     model: onnx.ModelProto
@@ -69,6 +75,7 @@ class OnnxBlocks:
     layers: list[Layer]
     ends: list[Ends]
     casts: bool
+    folds: bool
 
 
 def find_onnx_blocks(
@@ -86,10 +93,12 @@ def find_onnx_blocks(
         UserError: See `decide`.
     """
     (_, shadow), blocks = _open(model)
-    names = {node: tensor.name for node, tensor in shadow.tensors.items()}
+
+    def name(node: Node) -> str:
+        return shadow.tensors[node].name if node in shadow.tensors else node.name
+
     ends = [
-        Ends(names[block.x], names[block.residual.other] if block.residual else None, names[block.y])
-        for block in blocks
+        Ends(name(block.x), name(block.residual.other) if block.residual else None, name(block.y)) for block in blocks
     ]
     given = [block.dtype for block in blocks]
     blocks = [replace(block, dtype=dtype) if block.dtype == torch.float32 else block for block in blocks]
@@ -97,37 +106,40 @@ def find_onnx_blocks(
     casts = any(
         before == torch.float32 and layer.decision == "twell" for before, layer in zip(given, decisions, strict=True)
     )
-    return OnnxBlocks(model, blocks, decisions, ends, casts)
+    folds = any(
+        _is_folded(block, shadow) and layer.decision == "twell" for block, layer in zip(blocks, decisions, strict=True)
+    )
+    return OnnxBlocks(model, blocks, decisions, ends, casts, folds)
 
 
-def rewrite_onnx(found: OnnxBlocks, compression: int) -> onnx.ModelProto:
+def rewrite_onnx(found: OnnxBlocks, compression: int | None = None) -> onnx.ModelProto:
     """Return the model with `twell` nodes in place of the blocks that were decided to be rewritten.
+
+    Args:
+        found: The blocks.
+        compression: The TwELL compression factor of all blocks; None takes the default.
 
     Raises:
         UserError: A weight does not fit into float16.
     """
 
-    def make(
-        block: FfnBlock, hot: int, operands: list[gs.Tensor | None], residual: gs.Tensor | None, y: gs.Tensor, _: Any
-    ) -> list[gs.Node]:
-        op_type = PLAIN if block.gate is None else GATED
-        present = [bias is not None for bias in operands[2::2]]
-        options = block.activation, block.threshold, compression, hot
-        attributes = node_attributes(op_type, present, residual is not None, *options)
-        inputs = [operand for operand in (*operands, residual) if operand is not None]
+    def make(block: FfnBlock, layer: Layer, operands: Operands[gs.Tensor], y: gs.Tensor, _: Any) -> list[gs.Node]:
+        op_type = operands.variant.node
+        attributes = node_attributes(operands, options_of(block, layer, compression))
+        inputs = list(operands.named().values())
         return [gs.Node(op_type, f"{block.module}/{op_type}", attributes, inputs, [y], domain=PLUGIN_NAMESPACE)]
 
     return _replace(found, make, always=True)
 
 
 def lower_onnx(found: OnnxBlocks) -> onnx.ModelProto:
-    """Return the model with the blocks that rewriting takes from float32 to low precision in that, as plain operators.
+    """Return the model with the blocks as plain operators whose precision or weights the rewriting changes.
 
     What remains between it and the rewritten model is the kernels' doing.
     """
 
     def make(
-        block: FfnBlock, _: int, operands: list[gs.Tensor | None], residual: None, y: gs.Tensor, temporary: Any
+        block: FfnBlock, _: Layer, operands: Operands[gs.Tensor], y: gs.Tensor, temporary: Callable[[], gs.Tensor]
     ) -> list[gs.Node]:
         nodes: list[gs.Node] = []
 
@@ -141,8 +153,8 @@ def lower_onnx(found: OnnxBlocks) -> onnx.ModelProto:
             product = emit("MatMul", x, matrix, out=out if bias is None else None)
             return product if bias is None else emit("Add", product, bias, out=out)
 
-        x, weight, bias, *rest = operands
-        z = project(x, weight, bias, False)
+        x = operands.x
+        z = project(x, *operands.first, False)
         if block.activation == "fatrelu":
             wide = emit("Cast", z, to=onnx.TensorProto.FLOAT)
             threshold = gs.Constant(f"{y.name}/threshold", to_numpy(torch.tensor(block.threshold)))
@@ -152,10 +164,13 @@ def lower_onnx(found: OnnxBlocks) -> onnx.ModelProto:
             hidden = emit("Relu", z)
         if block.activation == "relu2":
             hidden = emit("Mul", hidden, hidden)
-        if block.gate is not None:
-            up = project(x, rest[0], rest[1], False)
+        if operands.w_gate is not None:
+            up = project(x, operands.w_up, operands.b_up, False)
             hidden = emit("Mul", hidden, emit("Relu", up) if block.activation == "drelu" else up)
-        project(hidden, rest[-2], rest[-1], True, out=y)
+        if operands.residual is None:
+            project(hidden, operands.w_down, operands.b_down, True, out=y)
+        else:
+            emit("Add", operands.residual, project(hidden, operands.w_down, operands.b_down, True), out=y)
         return nodes
 
     return _replace(found, make, always=False)
@@ -179,8 +194,51 @@ def _open(model: onnx.ModelProto) -> tuple[tuple[gs.Graph, Shadow], list[FfnBloc
                 tensor.shape = [
                     dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in kind.shape.dim
                 ]
-    shadow = shadow_of(graph, _modules(model))
-    return (graph, shadow), find_blocks(shadow.graph, shadow.constants)
+    modules = _modules(model)
+    shadow, blocks = _blocks_of(graph, modules)
+    names = {block.module for block in blocks}
+    for where, inner in _inner_graphs(graph):
+        inner_shadow, found = _blocks_of(inner, modules)
+        shadow.tensors |= inner_shadow.tensors
+        for block in found:
+            module = next(name for name in _numbered(block.module) if name not in names)
+            names.add(module)
+            blocks.append(replace(block, module=module, refusal=f"it is in a graph of {where}", residual=None))
+    return (graph, shadow), blocks
+
+
+def _blocks_of(graph: gs.Graph, modules: dict[str, str]) -> tuple[Shadow, list[FfnBlock]]:
+    shadow = shadow_of(graph, modules)
+    fold_weights_in(shadow)
+    fold_constants_in(shadow)
+    blocks = []
+    for block in find_blocks(shadow.graph, shadow.names):
+        ends = (block.x, block.y, *((block.residual.other,) if block.residual else ()))
+        if not all(end in shadow.tensors for end in ends):
+            block = replace(block, refusal="what it computes is a tensor of another shape in the graph", residual=None)
+        blocks.append(block)
+    return shadow, blocks
+
+
+def _is_folded(block: FfnBlock, shadow: Shadow) -> bool:
+    """Whether the graph computes a weight of a block, or constants are folded into one."""
+    parts = [part for part in (block.gate, block.up, block.down) if part is not None]
+    weights = (weight for part in parts for weight in (part.weight, part.bias) if weight is not None)
+    return any(weight.node in shadow.computed for weight in weights)
+
+
+def _inner_graphs(graph: gs.Graph) -> Iterator[tuple[str, gs.Graph]]:
+    """Yield the graphs in nodes, such as branches, with what has them."""
+    for node in graph.nodes:
+        for inner in node.attrs.values():
+            if isinstance(inner, gs.Graph):
+                yield f"the {node.op} {node.name or node.outputs[0].name}", inner
+                yield from _inner_graphs(inner)
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    yield from (f"{name}#{number}" for number in itertools.count(2))
 
 
 def _modules(model: onnx.ModelProto) -> dict[str, str]:
@@ -212,15 +270,14 @@ def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
     return light
 
 
-# Makes the nodes of a block from how many of its neurons are hot; x, its weights and biases; its residual, which a
-# block between casts never has; and y. Gets a factory of temporary tensors.
-_Make = Callable[[FfnBlock, int, list[gs.Tensor | None], Any, gs.Tensor, Callable[[], gs.Tensor]], list[gs.Node]]
+# Makes the nodes of a block from what was decided of it, its operands and y. Gets a factory of temporary tensors.
+_Make = Callable[[FfnBlock, Layer, Operands[gs.Tensor], gs.Tensor, Callable[[], gs.Tensor]], list[gs.Node]]
 
 
 def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto:
     (graph, shadow), blocks = _open(found.model)
     arranged: dict[tuple[str, Any, bool], gs.Tensor] = {}
-    taken = set(graph.tensors())
+    taken = {*graph.tensors(), *(tensor.name for tensor in shadow.tensors.values())}
 
     def unique(name: str) -> str:
         number, result = 1, name
@@ -230,8 +287,8 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
         taken.add(result)
         return result
 
-    def arrange(weight: Weight, in_out: bool, dtype: torch.dtype) -> gs.Tensor:
-        tensor = shadow.tensors[weight.node]
+    def arrange(weight: Weight, role: TensorField, dtype: torch.dtype) -> gs.Tensor:
+        tensor, in_out = shadow.tensors[weight.node], role.in_out
         rows = weight.rows
         dims = weight.node.meta["val"].dim()
         same = weight.in_out == in_out and rows is None and dims == len(tensor.shape) and dims <= 2
@@ -251,22 +308,23 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
 
     for found_block, judged, layer in zip(blocks, found.blocks, found.layers, strict=True):
         casts = found_block.dtype != judged.dtype
-        if layer.decision != "twell" or not (casts or always):
+        if layer.decision != "twell" or not (casts or always or _is_folded(found_block, shadow)):
             continue
         block = replace(found_block, dtype=judged.dtype)
         y = shadow.tensors[block.y]
         temporary = functools.partial(_temporary, f"{y.name}/twell", unique)
-        operands = _operands(block, shadow.tensors[block.x], arrange)
+        residual = shadow.tensors[block.residual.other] if block.residual else None  # none between casts
+        place = functools.partial(arrange, dtype=block.dtype)
+        operands = weights_of(block, place).of(shadow.tensors[block.x], residual)
         position = next(index for index, node in enumerate(graph.nodes) if node is y.inputs[0])
         y.inputs.clear()
         nodes: list[gs.Node] = []
         result = y
         if casts:
             low, result = temporary(), temporary()
-            nodes.append(_cast(operands[0], low, block.dtype))
-            operands[0] = low
-        residual = shadow.tensors[block.residual.other] if block.residual else None
-        nodes += make(block, layer.hot, operands, residual, result, temporary)
+            nodes.append(_cast(operands.x, low, block.dtype))
+            operands = replace(operands, x=low)
+        nodes += make(block, layer, operands, result, temporary)
         if casts:
             nodes.append(_cast(result, y, found_block.dtype))
         graph.nodes[position:position] = nodes
@@ -279,17 +337,5 @@ def _temporary(stem: str, unique: Callable[[str], str]) -> gs.Tensor:
     return gs.Variable(unique(stem))
 
 
-def _operands(
-    block: FfnBlock, x: gs.Tensor, arrange: Callable[[Weight, bool, torch.dtype], gs.Tensor]
-) -> list[gs.Tensor | None]:
-    """Return x, then each weight followed by its bias or None."""
-    operands: list[gs.Tensor | None] = [x]
-    for part in (block.gate, block.up, block.down):
-        if part is not None:
-            operands.append(arrange(part.weight, part is block.down, block.dtype))
-            operands.append(None if part.bias is None else arrange(part.bias, False, block.dtype))
-    return operands
-
-
-def _cast(source: gs.Tensor | None, target: gs.Tensor, dtype: torch.dtype) -> gs.Node:
+def _cast(source: gs.Tensor, target: gs.Tensor, dtype: torch.dtype) -> gs.Node:
     return gs.Node("Cast", f"{target.name}/Cast", {"to": BY_NAME[dtype_name(dtype)].onnx}, [source], [target])

@@ -23,32 +23,39 @@ import torch
 from numpy.typing import NDArray
 from torch.fx import Graph, Node
 
+from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.dtypes import BY_ONNX
+from twellc.passes.graph.constants import evaluate
 
 aten = torch.ops.aten
 
 _FIRST_PRIME = 100_003
+_MOST_NUMBERS = 1 << 17
 # Operators of one tensor that have one meaning in all versions and no attributes that matter here.
 _UNARY = {
     "Relu": aten.relu.default,
     "Identity": aten.alias.default,
     "Sigmoid": aten.sigmoid.default,
-    "Elu": aten.elu.default,
     "Selu": aten.selu.default,
     "Celu": aten.celu.default,
     "Gelu": aten.gelu.default,
     "HardSwish": aten.hardswish.default,
-    "LeakyRelu": aten.leaky_relu.default,
     "Mish": aten.mish.default,
     "Softplus": aten.softplus.default,
     "Swish": aten.silu.default,
     "Sqrt": aten.sqrt.default,
+    "Abs": aten.abs.default,
+    "Neg": aten.neg.default,
+    "Not": aten.logical_not.default,
+    "Reciprocal": aten.reciprocal.default,
+    "Sign": aten.sign.default,
 }
+# With a number at the right, with one at the left, which swaps the sides, and with a tensor at the right.
 _COMPARISONS = {
-    "Greater": aten.gt.Scalar,
-    "GreaterOrEqual": aten.ge.Scalar,
-    "Less": aten.lt.Scalar,
-    "LessOrEqual": aten.le.Scalar,
+    "Greater": (aten.gt.Scalar, aten.lt.Scalar, aten.gt.Tensor),
+    "GreaterOrEqual": (aten.ge.Scalar, aten.le.Scalar, aten.ge.Tensor),
+    "Less": (aten.lt.Scalar, aten.gt.Scalar, aten.lt.Tensor),
+    "LessOrEqual": (aten.le.Scalar, aten.ge.Scalar, aten.le.Tensor),
 }
 _ARITHMETIC = {
     "Mul": (aten.mul.Tensor, aten.mul.Scalar),
@@ -77,9 +84,13 @@ def constant_values(tensor: gs.Tensor) -> NDArray[Any] | None:
     if isinstance(tensor, gs.Constant):
         values: NDArray[Any] = tensor.values
         return values
-    if len(tensor.inputs) != 1 or tensor.inputs[0].op != "Constant":
+    if len(tensor.inputs) != 1 or tensor.inputs[0].op not in ("Constant", "DequantizeLinear"):
         return None
     attributes = tensor.inputs[0].attrs
+    if tensor.inputs[0].op == "DequantizeLinear":
+        operands = [constant_values(each) for each in tensor.inputs[0].inputs if each.name]
+        known = [each for each in operands if each is not None]
+        return None if len(known) < len(operands) else _dequantised(attributes, *known)
     for name, kind in (("value_float", np.float32), ("value_floats", np.float32),
                        ("value_int", np.int64), ("value_ints", np.int64)):  # fmt: skip
         if name in attributes:
@@ -88,19 +99,77 @@ def constant_values(tensor: gs.Tensor) -> NDArray[Any] | None:
     return value.values if isinstance(value, gs.Constant) else None
 
 
+def _dequantised(
+    attributes: dict[str, Any], x: NDArray[Any], scale: NDArray[Any], zero: NDArray[Any] | None = None
+) -> NDArray[Any]:
+    """Return (x - zero) * scale with one scale in all, one for each index of an axis, or one for each block there."""
+    axis, block = int(attributes.get("axis", 1)), int(attributes.get("block_size", 0))
+
+    def spread(numbers: NDArray[Any]) -> NDArray[Any]:
+        numbers = numbers.astype(np.float64)
+        if block:
+            return np.repeat(numbers, block, axis)[tuple(map(slice, x.shape))]
+        return (
+            numbers if numbers.ndim == 0 else numbers.reshape([-1 if d == axis % x.ndim else 1 for d in range(x.ndim)])
+        )
+
+    levels = x.astype(np.float64) - (0 if zero is None else spread(zero))
+    result: NDArray[Any] = (levels * spread(scale)).astype(scale.dtype)
+    return result
+
+
 @dataclass
 class Shadow:
-    """The ATen graph of an ONNX graph.
+    """The ATen graph of an ONNX graph; its constants are those of `Constants`.
 
     Attributes:
         graph: Its nodes, with shapes and dtypes in `meta["val"]` where they are known.
-        constants: Names for reports of the placeholders that hold constants.
-        tensors: The ONNX tensor that each node stands for.
+        names: Names for reports of the placeholders that hold constants.
+        tensors: The ONNX tensor that each node stands for; one that the passes have made may stand for none.
+        computed: The constants that the graph computes, or that are folded from some: rounded where it does not round.
     """
 
     graph: Graph = field(default_factory=Graph)
-    constants: dict[Node, str] = field(default_factory=dict)
+    names: dict[Node, str] = field(default_factory=dict)
     tensors: dict[Node, gs.Tensor] = field(default_factory=dict)
+    computed: set[Node] = field(default_factory=set)
+
+    def placeholder(self) -> Node:
+        """Add a placeholder before all other nodes."""
+        first = next(iter(self.graph.nodes), None)
+        if first is None:
+            return self.graph.placeholder("tensor")
+        with self.graph.inserting_before(first):
+            return self.graph.placeholder("tensor")
+
+    def value(self, node: Node) -> torch.Tensor:
+        """See `Constants`."""
+        return evaluate(node, self._stored)
+
+    def _stored(self, constant: Node) -> torch.Tensor:
+        values = constant_values(self.tensors[constant])
+        assert values is not None
+        return to_torch(values).reshape(constant.meta["val"].shape)
+
+    def add(self, name: str, tensor: torch.Tensor, like: list[Node]) -> Node:
+        """See `Constants`."""
+        taken, unique = {each.name for each in self.tensors.values()}, name
+        for number in count(2):
+            if unique not in taken:
+                break
+            unique = f"{name}_{number}"
+        made = self.placeholder()
+        made.name, made.meta["val"] = unique, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        self.names[made], self.tensors[made] = unique, gs.Constant(unique, to_numpy(tensor))
+        self.computed.add(made)
+        return made
+
+    def replace(self, node: Node, new: Node, computes: Node) -> None:
+        """See `Constants`."""
+        node.replace_all_uses_with(new)
+        tensor = self.tensors.get(computes)
+        if tensor is not None and computes.meta["val"].shape == new.meta["val"].shape:
+            self.tensors[new] = tensor
 
 
 def shadow_of(graph: gs.Graph, modules: dict[str, str]) -> Shadow:
@@ -123,12 +192,19 @@ class _Builder:
         self._sizes: dict[str, int] = {}
         self._numbers = count(_FIRST_PRIME, 2)
         self._handlers: dict[str, Callable[[gs.Node], object]] = {
+            "BatchNormalization": self._on_batch_norm,
             "Cast": self._on_cast,
+            "CastLike": self._on_cast_like,
             "Clip": self._on_clip,
+            "DequantizeLinear": self._on_dequantize,
             "Dropout": self._on_dropout,
+            "Elu": self._on_slope,
             "Gemm": self._on_gemm,
             "MatMul": self._on_matmul,
-            "Max": self._on_max,
+            "LeakyRelu": self._on_slope,
+            "Max": self._on_extreme,
+            "Min": self._on_extreme,
+            "PRelu": self._on_prelu,
             "Pow": self._on_pow,
             "Slice": self._on_slice,
             "Split": self._on_split,
@@ -140,7 +216,7 @@ class _Builder:
             **dict.fromkeys(_COMPARISONS, self._on_comparison),
             **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), self._on_reshape),
         }
-        for tensor in graph.inputs:
+        for tensor in (*graph.inputs, *_captured(graph)):
             self._placeholder(tensor)
         for node in graph.nodes:
             self._translate(node)
@@ -193,14 +269,7 @@ class _Builder:
     # ---- operands ----
 
     def _placeholder(self, tensor: gs.Tensor) -> Node:
-        return self._register(tensor, self._first(), self._inferred(tensor))
-
-    def _first(self) -> Node:
-        first = next(iter(self.shadow.graph.nodes), None)
-        if first is None:
-            return self.shadow.graph.placeholder("tensor")
-        with self.shadow.graph.inserting_before(first):
-            return self.shadow.graph.placeholder("tensor")
+        return self._register(tensor, self.shadow.placeholder(), self._inferred(tensor))
 
     def _node(self, tensor: gs.Tensor) -> Node:
         return self._nodes[tensor.name]
@@ -224,8 +293,8 @@ class _Builder:
             dtype, shape = dtype_of(tensor.dtype), tensor.shape
         if dtype is None:
             raise _UnknownError
-        made = self._register(tensor, self._first(), torch.empty(tuple(shape), dtype=dtype, device="meta"))
-        self.shadow.constants[made] = self._readable(tensor.name, reader)
+        made = self._register(tensor, self.shadow.placeholder(), torch.empty(tuple(shape), dtype=dtype, device="meta"))
+        self.shadow.names[made] = self._readable(tensor.name, reader)
 
     def _readable(self, name: str, reader: gs.Node) -> str:
         """Return a dotted name for a constant: its own, or from its reader where exporters only number constants."""
@@ -239,13 +308,13 @@ class _Builder:
         """Return an operand; a constant [1, …, 1, n] as the vector that it is, for biases."""
         operand = self._operand(node, index)
         value = operand.meta["val"]
-        if operand not in self.shadow.constants or value.dim() < 2 or value.numel() != value.shape[-1]:
+        if operand not in self.shadow.names or value.dim() < 2 or value.numel() != value.shape[-1]:
             return operand
         tensor = node.inputs[index]
         if tensor.name not in self._vectors:
-            made = self._first()
+            made = self.shadow.placeholder()
             made.name, made.meta["val"] = f"{tensor.name}.vector", value.reshape(-1)
-            self.shadow.tensors[made], self.shadow.constants[made] = tensor, self.shadow.constants[operand]
+            self.shadow.tensors[made], self.shadow.names[made] = tensor, self.shadow.names[operand]
             self._vectors[tensor.name] = made
         return self._vectors[tensor.name]
 
@@ -262,12 +331,24 @@ class _Builder:
         return number
 
     def _as_number(self, tensor: gs.Tensor) -> float | None:
-        if isinstance(tensor, gs.Constant) and int(np.prod(tensor.shape)) != 1:
+        """Return the value of a constant that is one number, else None."""
+        values = self._few(tensor, 1)
+        return None if values is None else float(values.reshape(-1)[0])
+
+    def _filling(self, tensor: gs.Tensor) -> float | None:
+        """Return the number that a constant is, or that fills a vector, else None."""
+        values = self._few(tensor, _MOST_NUMBERS)
+        if values is None or (values.size > 1 and values.size != values.shape[-1]):
+            return None
+        first = values.reshape(-1)[0]
+        return float(first) if (values == first).all() else None
+
+    def _few(self, tensor: gs.Tensor, most: int) -> NDArray[Any] | None:
+        """Return the numbers of a constant that has no more than `most`."""
+        if isinstance(tensor, gs.Constant) and int(np.prod(tensor.shape)) > most:
             return None
         values = constant_values(tensor)
-        if values is None or values.size != 1 or values.dtype.kind in "OSU":
-            return None
-        return float(values.reshape(-1)[0])
+        return None if values is None or not 0 < values.size <= most or values.dtype.kind in "OSU" else values
 
     def _integers(self, node: gs.Node, index: int, attribute: str) -> list[int] | None:
         """Return constant integers that are an input or, in older versions, an attribute."""
@@ -321,7 +402,14 @@ class _Builder:
         self._emit(node, _UNARY[node.op], self._operand(node, 0))
 
     def _on_comparison(self, node: gs.Node) -> None:
-        self._emit(node, _COMPARISONS[node.op], self._operand(node, 0), self._number(node, 1))
+        at_right, at_left, with_tensor = _COMPARISONS[node.op]
+        numbers = [self._filling(tensor) for tensor in node.inputs]
+        if numbers[1] is not None:
+            self._emit(node, at_right, self._operand(node, 0), numbers[1])
+        elif numbers[0] is not None:
+            self._emit(node, at_left, self._operand(node, 1), numbers[0])
+        else:
+            self._emit(node, with_tensor, self._operand(node, 0), self._operand(node, 1))
 
     def _on_arithmetic(self, node: gs.Node) -> None:
         by_tensor, by_number = _ARITHMETIC[node.op]
@@ -336,18 +424,46 @@ class _Builder:
         elif numbers[0] is None or node.op in ("Add", "Mul"):
             index = 0 if numbers[0] is None else 1
             self._emit(node, by_number, self._operand(node, index), numbers[1 - index])
+        elif node.op == "Sub":
+            self._emit(node, aten.rsub.Scalar, self._operand(node, 1), numbers[0])
         else:
             raise _UnknownError
+
+    def _on_slope(self, node: gs.Node) -> None:
+        op, default = (aten.elu, 1.0) if node.op == "Elu" else (aten.leaky_relu, 0.01)
+        self._emit(node, op.default, self._operand(node, 0), float(node.attrs.get("alpha", default)))
+
+    def _on_prelu(self, node: gs.Node) -> None:
+        if self._filling(node.inputs[1]) == 0:
+            self._emit(node, aten.relu.default, self._operand(node, 0))
+        else:
+            slope = self._vector(node, 1)
+            self._add(
+                node.outputs[0], aten.prelu.default, (self._operand(node, 0), slope), self._inferred(node.outputs[0])
+            )
+
+    def _on_batch_norm(self, node: gs.Node) -> None:
+        if node.attrs.get("training_mode", 0) or not node.attrs.get("spatial", 1) or self._opset < 9:
+            raise _UnknownError
+        x, scale, bias, mean, variance = (self._operand(node, index) for index in range(5))
+        epsilon = float(node.attrs.get("epsilon", 1e-5))
+        statistics = (scale, bias, mean, variance, False, 0.1, epsilon, False)
+        self._add(node.outputs[0], aten.batch_norm.default, (x, *statistics), x.meta.get("val"))
+
+    def _on_dequantize(self, node: gs.Node) -> None:
+        self._constant(node.outputs[0], node)
+        self.shadow.computed.add(self._nodes[node.outputs[0].name])
 
     def _on_pow(self, node: gs.Node) -> None:
         self._emit(node, aten.pow.Tensor_Scalar, self._operand(node, 0), self._number(node, 1))
 
-    def _on_max(self, node: gs.Node) -> None:
-        numbers = [self._as_number(tensor) for tensor in node.inputs]
+    def _on_extreme(self, node: gs.Node) -> None:
+        numbers = [self._filling(tensor) for tensor in node.inputs]
         if len(numbers) != 2 or (numbers[0] is None) == (numbers[1] is None):
             raise _UnknownError
         index = 0 if numbers[0] is None else 1
-        self._emit(node, aten.clamp_min.default, self._operand(node, index), numbers[1 - index])
+        op = aten.clamp_min if node.op == "Max" else aten.clamp_max
+        self._emit(node, op.default, self._operand(node, index), numbers[1 - index])
 
     def _on_clip(self, node: gs.Node) -> None:
         if self._opset < 11:
@@ -361,11 +477,13 @@ class _Builder:
 
     def _on_where(self, node: gs.Node) -> None:
         condition = self._operand(node, 0)
-        chosen, other = (self._as_number(node.inputs[index]) for index in (1, 2))
+        chosen, other = (self._filling(node.inputs[index]) for index in (1, 2))
         if chosen is None and other is not None:
             self._emit(node, aten.where.ScalarOther, condition, self._operand(node, 1), other)
         elif chosen is not None and other is None:
             self._emit(node, aten.where.ScalarSelf, condition, chosen, self._operand(node, 2))
+        elif chosen is not None and other is not None:
+            self._add(node.outputs[0], aten.where.Scalar, (condition, chosen, other), self._inferred(node.outputs[0]))
         else:
             raise _UnknownError
 
@@ -380,6 +498,12 @@ class _Builder:
         if dtype is None:
             raise _UnknownError
         self._emit(node, aten._to_copy.default, self._operand(node, 0), dtype=dtype)
+
+    def _on_cast_like(self, node: gs.Node) -> None:
+        like = self._operand(node, 1).meta.get("val")
+        if like is None:
+            raise _UnknownError
+        self._emit(node, aten._to_copy.default, self._operand(node, 0), dtype=like.dtype)
 
     def _on_transpose(self, node: gs.Node) -> None:
         source = self._operand(node, 0)
@@ -454,6 +578,13 @@ def _read_by(node: gs.Node) -> Iterator[gs.Tensor]:
             for inner in attribute.nodes:
                 yield from _read_by(inner)
             yield from attribute.outputs
+
+
+def _captured(graph: gs.Graph) -> list[gs.Tensor]:
+    """Return the tensors, not constants, that a graph in a node reads from around it."""
+    own = {tensor.name for node in graph.nodes for tensor in node.outputs} | {tensor.name for tensor in graph.inputs}
+    read = {tensor.name: tensor for node in graph.nodes for tensor in node.inputs if isinstance(tensor, gs.Variable)}
+    return [tensor for name, tensor in read.items() if name and name not in own and constant_values(tensor) is None]
 
 
 def _is_prime(number: int) -> bool:

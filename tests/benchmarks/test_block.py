@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,7 +11,6 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.processes import environment
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +126,10 @@ def test_layers_together(layers: Any) -> None:
 
 
 def test_page_of_layers(layers: Any) -> None:
-    page = layers.markdown({"results": results(layers), "together": [layers.together(results(layers))]})
+    found = results(layers)
+    lines = [layers.layer_head(found[0]), *(layers.layer_row(each, list(found[0]["times"])) for each in found)]
+    page = "\n".join([*lines, layers.markdown([layers.together(found)])])
+    assert page.startswith("2048 tokens, µs (speed-up):\n\n| layer | non-zeros a row, mean / max |")
     for line in (
         "| 2048 | 300.0 | 1.67 | 1.3 yes | 1.00 yes | 2.00 | 1.6 yes | 1.00 yes | 1.11, 1.33 | 1.33, 1.60 |",
         "| 2048 | 1.33 (0.80) | 1.33 (1.00) | 1.25 (0.62) | 2.00 (1.00) |",
@@ -144,7 +142,7 @@ def test_page_of_layers(layers: Any) -> None:
 def test_table_row(benchmark_module: Callable[[str], Any]) -> None:
     block = benchmark_module("block")
     times = {"dense eager": 30, "dense packed": 20, "cuBLAS gate": 8, "gate": 10, "mlp": 10}
-    result = {"tokens": 4, "mean_nonzeros": 28.0, "max_nonzeros": 60}
+    result: dict[str, Any] = {"tokens": 4, "mean_nonzeros": 28.0, "max_nonzeros": 60}
     result["times"] = {name: {"median_us": float(value)} for name, value in times.items()}
     row = block.table_row(result)
     assert row == "| 4 | 28.0 / 60 | 30.0 | - | 20.0 | - | 8.0 | 10.0 (1.25) | 10.0 | 2.00 | - |"
@@ -160,41 +158,3 @@ def test_parts_of_the_suite(benchmark_module: Callable[[str], Any]) -> None:
     for wrong in ("", "0/3", "4/3", "a/3", "1"):
         with pytest.raises(click.BadParameter, match="is no part of the suite"):
             block.settings_of(wrong)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", ["block.py", "layers.py", "model.py", "gpu.py"])
-def test_without_a_gpu(script: str) -> None:
-    arguments = ["--out", "nowhere"] if script == "gpu.py" else []
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / script, *arguments],
-        capture_output=True, text=True, check=False, env=environment(), timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr == "Error: there is no CUDA device\n" and done.stdout == ""
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("block.py", "--tokens", "8", "--neurons", "trained", "--layer", "2"),
-        ("layers.py", "--tokens", "8", "--hot", "256,512"),
-    ],
-)
-def test_on_the_gpu(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    script, *options = arguments
-    report = tmp_path / "report.json"
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / script, *options, "--repeats", "2", "--json", report],
-        capture_output=True, text=True, check=False, env=environment(), timeout=500,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    results = json.loads(report.read_text())["results"]
-    assert len(results) == (4 if script == "layers.py" else 1)
-    for each in results:
-        assert {"dense eager", "dense compiled", "dense packed"} <= set(each["times"])
-        assert all(times["median_us"] > 0 for times in each["times"].values())
-        # The draw is that of the layer: between half and twice as many fire as in training.
-        assert 0.5 < each["mean_nonzeros"] / (5632 * [0.0269, 0.0125, 0.0054, 0.0088][each["layer"]]) < 2

@@ -11,11 +11,11 @@ from tests.processes import environment
 
 
 def test_failed_run_gives_no_figures(tmp_path: Path) -> None:
-    model, results = tmp_path / "model", tmp_path / "results"
+    model, results = tmp_path / "model", tmp_path / "results.json"
     model.mkdir()
     (model / "config.json").write_text("no JSON")
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "compile.py", model, "--results", results],
+        [sys.executable, ROOT / "benchmarks" / "compile.py", model, "--json", results],
         capture_output=True, text=True, check=False, env=environment(), timeout=120,
     )  # fmt: skip
     assert done.returncode == 1

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from tests.models import functionalize
 from twellc.passes.attention import AS_WRITTEN, CUDNN, MATMUL, OPERATOR, rewrite_attention
 from twellc.passes.graph.execution import Runner
-from twellc.passes.pipeline import functionalize
 from twellc.passes.report import Attention
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
 def _operator(**options: Any) -> Callable[..., Tensor]:
     def attend(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
         grouped = q.shape[1] != k.shape[1]
-        return nn.functional.scaled_dot_product_attention(q, k, v, *mask, **options, enable_gqa=grouped)
+        return nn.functional.scaled_dot_product_attention(q, k, v, *mask, **{**options, "enable_gqa": grouped})
 
     return attend
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from tests.models import Gated, Plain, Written, blocks_of, calls, canonical, eager, rewrite, run
+from tests.models import Gated, Plain, Written, blocks_of, calls, canonical, canonicalize, eager, export, rewrite, run
 from tests.tolerance import assert_same
+from twellc.base.errors import UserError
 from twellc.passes.graph.program import constants_of
 
 Form = Callable[[Any, Tensor], Tensor]
@@ -44,6 +46,28 @@ def stored_as_integers() -> nn.Module:
     return module
 
 
+class Groups(nn.Linear):
+    """A linear layer whose weights are stored as 4 bits, two in a byte, with a scale for each group of 8."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__(d_in, d_out)
+        grouped = self.weight.detach().view(d_out, -1, 8)
+        scale = grouped.abs().amax(-1, keepdim=True) / 7
+        levels = ((grouped / scale).round() + 8).to(torch.uint8).view(d_out, d_in)
+        self.register_buffer("packed", levels[:, ::2] | (levels[:, 1::2] << 4))
+        self.register_buffer("scale", scale)
+        del self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        low, high = (self.packed & 15).to(torch.int8) - 8, (self.packed >> 4).to(torch.int8) - 8
+        levels = torch.stack([low, high], -1).view(len(self.packed), -1, 8)
+        return F.linear(x, (levels.to(x.dtype) * self.scale.to(x.dtype)).view(len(self.packed), -1), self.bias)
+
+
+def groups_of_4_bits() -> nn.Module:
+    return nn.Sequential(Groups(16, 40), nn.ReLU(), Groups(40, 16))
+
+
 CASES: dict[str, Callable[[], nn.Module]] = {
     "a scale": lambda: Written(
         lambda self, x: self.ffn.down(torch.relu(F.linear(x, self.ffn.up.weight * 0.5))), ffn=Plain()
@@ -65,6 +89,12 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "one made of another": made_of_another,
     "weight normalisation": weight_norm,
     "integers": stored_as_integers,
+    "groups of 4 bits": groups_of_4_bits,
+    "a constant of three dimensions": lambda: Written(
+        lambda self, x: F.linear(torch.relu(F.linear(x, self.up.view(40, 16))), self.down.flatten(1)),
+        up=torch.randn(5, 8, 16) / 4,
+        down=torch.randn(16, 5, 8) / 6,
+    ),
     "chunks of a packed weight": lambda: Written(
         lambda self, x: self.ffn.down(torch.relu(F.linear(x, self.packed.chunk(2)[1]))),
         ffn=Plain(),
@@ -113,6 +143,24 @@ def test_a_plain_constant_stays_in_place() -> None:
     )
     program = canonical(module, torch.randn(5, 16))
     assert list(constants_of(program).values()) == ["w"]
+
+
+def test_fake_quantised_weights_are_named() -> None:
+    """Torch cannot run them on shapes once the program comes from an archive."""
+
+    class Fake(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            scale, zero = self.weight.detach().abs().amax(1) / 127, torch.zeros(self.out_features, dtype=torch.int32)
+            weight = torch.fake_quantize_per_channel_affine(self.weight, scale, zero, 0, -128, 127)
+            return F.linear(x, weight, self.bias)
+
+    archive = io.BytesIO()
+    torch.export.save(export(nn.Sequential(Fake(16, 40), nn.ReLU(), Fake(40, 16)), torch.randn(5, 16)), archive)
+    archive.seek(0)
+    with pytest.raises(UserError) as raised:
+        canonicalize(torch.export.load(archive))
+    assert "its numbers are fake-quantised, as for training (fake_quantize_per_channel_affine" in str(raised.value)
+    assert "Convert the model first" in str(raised.value)
 
 
 def test_parameters_that_the_program_changes_are_no_constants() -> None:

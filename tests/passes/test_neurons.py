@@ -11,10 +11,15 @@ from torch import Tensor, nn
 
 from tests import models
 from tests.models import D_FF, D_MODEL, Gated, Plain, Residual, Written, canonical, export, run
-from twellc.passes.firing import BlockProfile, Calibration, hot_first
+from twellc.decisions.advise import Advisor
+from twellc.decisions.choose import Tokens
+from twellc.decisions.targets import choose_target
+from twellc.passes.block_profile import BlockProfile, Calibration, hot_first
 from twellc.passes.graph.execution import Runner
 from twellc.passes.match.activations import packet
-from twellc.passes.pipeline import Rewritten, run_passes
+from twellc.passes.match.find_ffn import FfnBlock
+from twellc.passes.neurons import Staying
+from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
 from twellc.passes.report import Choice
 from twellc.plugins.ops import GATED_MLP, MLP
 
@@ -42,7 +47,8 @@ def rewritten(module: nn.Module, known: Calibration | None, hot: int = 0) -> Rew
         module.bfloat16(), torch.randn(models.BATCH, models.SEQUENCE, D_MODEL, generator=seeded).bfloat16()
     )
     choice = Choice("twell", "matches", hot, 8, None)
-    return run_passes(program, torch.bfloat16, "all", 8, calibration=known, advise=lambda block: choice)
+    options = PassOptions(torch.bfloat16, "all", calibration=known, advise=lambda block, neurons: choice)
+    return run_passes(program, options)
 
 
 def operands(found: Rewritten) -> list[Tensor | None]:
@@ -286,6 +292,71 @@ def test_without_a_bias_and_with_a_profile() -> None:
     assert layer.neurons.unable + layer.neurons.dead == D_FF - layer.neurons.kept
     gate = operands(found)[0]
     assert gate is not None and bool((gate == 0).all(1).any())
+
+
+# ---- decisions are about what stays ----
+
+
+def asked(module: nn.Module, known: Calibration | None) -> tuple[list[Staying], Rewritten]:
+    """Rewrite a module; return which neurons of each block were decided about, and what was made."""
+    found: list[Staying] = []
+
+    def advise(block: FfnBlock, neurons: Staying) -> Choice:
+        found.append(neurons)
+        return Choice("twell", "matches", 8, 8, None)
+
+    program = export(module.bfloat16(), torch.randn(models.BATCH, models.SEQUENCE, D_MODEL).bfloat16())
+    passed = run_passes(program, PassOptions(torch.bfloat16, "all", calibration=known, advise=advise))
+    return found, passed
+
+
+@pytest.mark.parametrize("prune", [True, False])
+def test_of_shared_weights_all_neurons_are_decided_about(prune: bool) -> None:
+    """Nothing is removed from them, whatever is asked for, and none may be hot."""
+    known = calibration(profile("ffn"), profile("ffn#2"), prune_dead=prune)
+    neurons, passed = asked(Written(twice, ffn=Gated()), known)
+    for each, layer in zip(neurons, passed.layers, strict=True):
+        assert np.array_equal(each.kept, np.arange(D_FF)) and not each.movable
+        assert each.rates is not None and np.array_equal(each.rates, known.blocks["ffn"].rates)
+        assert layer.kept == D_FF and layer.hot == 0
+
+
+@pytest.mark.parametrize("prune", [True, False])
+def test_neurons_that_cannot_fire_are_not_decided_about(prune: bool) -> None:
+    dead = tuple(sorted({*CANNOT, *DEAD}))
+    known = profile("ffn", dead=dead)
+    (neurons,), passed = asked(unable("gated"), calibration(known, prune_dead=prune))
+    (layer,) = passed.layers
+    assert len(neurons.kept) == layer.kept < D_FF
+    assert neurons.rates is not None and np.array_equal(neurons.rates, known.rates[neurons.kept])
+    gate = operands(passed)[0]
+    assert gate is not None and len(gate) == layer.kept
+    (neurons,), passed = asked(unable("gated"), None)
+    assert len(neurons.kept) == passed.layers[0].kept == 24 and neurons.rates is None
+
+
+@pytest.mark.parametrize("build", ["shared", "unable", "both"])
+def test_the_report_tells_what_was_really_removed(build: str) -> None:
+    """The reason, the expectation, the row of the report and the graph speak of the same neurons."""
+    module = {"shared": Written(twice, ffn=Gated()), "unable": unable("gated", biases=""), "both": unable("gated")}[
+        build
+    ]
+    dead = tuple(range(20)) if build != "unable" else ()
+    known = calibration(*(profile(name, dead=dead) for name in ("ffn", "ffn#2")), prune_dead=build != "unable")
+    target = choose_target("h200", None)
+    advise = Advisor(target, lambda block: [Tokens(1, 64, 64)])
+    program = export(module.bfloat16(), torch.randn(models.BATCH, models.SEQUENCE, D_MODEL).bfloat16())
+    passed = run_passes(program, PassOptions(torch.bfloat16, "auto", calibration=known, advise=advise))
+    gate = operands(passed)[0]
+    for layer in passed.layers:
+        block = known.blocks[layer.module]
+        assert gate is not None and layer.kept == len(gate)
+        assert layer.neurons is not None and layer.expectation is not None
+        assert (f" of the {layer.kept} neurons left" in layer.reason) == (layer.kept < D_FF), layer.reason
+        assert layer.neurons.density == pytest.approx(layer.expectation.density, rel=1e-5)
+        assert (layer.kept == D_FF) == (build == "shared")
+        if build == "shared":
+            assert layer.expectation.density == pytest.approx(block.density, rel=1e-5)
 
 
 def test_the_graph_has_the_same_form() -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 
 import twellc
 from tests.conftest import Cli
-from tests.models import Gated, export
+from tests.models import BATCH, D_MODEL, SEQUENCE, Gated, export
 from twellc.passes import pipeline
 from twellc.passes.dump import GraphDump
+from twellc.passes.pipeline import STEPS, Passed, PassOptions, Stage, run_until
 
 ROOT = Path(__file__).resolve().parents[2]
 X = torch.randn(2, 8, 4)
@@ -32,27 +32,29 @@ class Everything(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         z = nn.functional.conv1d(x.add_(1.0), self.up.weight * self.scale[:, None, None])
-        y = torch.maximum(self.down(z * (z > 0)), torch.tensor(0.5))
+        y = torch.maximum(self.down(z * (z > 0).type_as(z) / 2), torch.tensor(0.5))
         seen = y.transpose(1, 2) + self.block(y.transpose(1, 2))
         return nn.functional.scaled_dot_product_attention(seen[:, None], seen[:, None], seen[:, None])
 
 
 def dumped(module: nn.Module, folder: Path) -> dict[str, str]:
     program = export(module.eval().requires_grad_(False), X.clone())
-    pipeline.run_passes(program, torch.bfloat16, "all", 8, ("matmul",), GraphDump(folder))
+    options = PassOptions(torch.bfloat16, "all", attention=("matmul",), dump=GraphDump(folder))
+    pipeline.run_passes(program, options)
     return {path.stem.partition("-")[2]: path.read_text() for path in sorted(folder.iterdir())}
 
 
 def test_each_pass_is_seen(tmp_path: Path) -> None:
     graphs = dumped(Everything(), tmp_path)
     assert list(graphs) == [
-        "traced", "decompose", "write_numbers", "merge_views", "name_relus", "fold_weights", "feature_last",
-        "in_precision", "rewrite_ffn", "rewrite_attention",
+        "traced", "decompose", "name_casts", "write_numbers", "merge_views", "name_relus", "fold_weights",
+        "fold_constants", "feature_last", "in_precision", "rewrite_ffn", "rewrite_attention",
     ]  # fmt: skip
     texts = list(graphs.values())
     assert all(before != after for before, after in itertools.pairwise(texts))
     expected = {
-        "decompose": "aten.add.Tensor", "write_numbers": "aten.full.default", "name_relus": "aten.relu.default",
+        "decompose": "aten.add.Tensor", "name_casts": "aten._to_copy.default",
+        "write_numbers": "aten.full.default", "name_relus": "aten.relu.default",
         "feature_last": "aten.linear.default", "in_precision": "bf16", "rewrite_ffn": "twell.gated_mlp.default",
         "rewrite_attention": "aten.matmul.default",
     }  # fmt: skip
@@ -65,10 +67,13 @@ def test_each_pass_is_seen(tmp_path: Path) -> None:
 
 def test_every_pass_is_in_the_list() -> None:
     """Each file beside pipeline.py is a pass, or one of those that are named here."""
-    others = {"__init__", "pipeline", "decide", "dump", "firing", "neurons", "report"}
-    passes = [*pipeline.FUNCTIONAL, *pipeline.ARRANGING, pipeline.in_precision, pipeline.rewrite_ffn]
-    modules = {each.__module__.rpartition(".")[2] for each in (*passes, pipeline.rewrite_attention)}
-    assert {path.stem for path in (ROOT / "passes").glob("*.py")} - others == modules
+    others = {"__init__", "pipeline", "dump", "block_profile", "report"}
+    files = {path.stem for path in (ROOT / "passes").glob("*.py")} - others
+    # Steps and the files that they call have the same names but for these.
+    renamed = {"in_precision": "precision", "rewrite_attention": "attention", "stay": "neurons", "order": "neurons"}
+    steps = {each.name for steps in STEPS.values() for each in steps} - {"find"}
+    assert files == {renamed.get(name, name) for name in steps}
+    assert list(STEPS) == sorted(STEPS) == list(Stage)[1:]
 
 
 def compiled(cli: Cli, model: Path, folder: Path) -> None:
@@ -79,6 +84,10 @@ def inspected(cli: Cli, model: Path, folder: Path) -> None:
     assert cli("inspect", model).exit_code == 0
 
 
+def profiled(cli: Cli, model: Path, folder: Path) -> None:
+    twellc.profile(model, {"x": torch.randn(BATCH, SEQUENCE, D_MODEL).bfloat16()})
+
+
 def checked(cli: Cli, model: Path, folder: Path) -> None:
     assert cli("check", model, folder / "m.onnx").exit_code == 0
 
@@ -87,18 +96,56 @@ def optimized(cli: Cli, model: Path, folder: Path) -> None:
     twellc.optimize(Gated(d_model=8, d_ff=32))
 
 
-@pytest.mark.parametrize("command", [compiled, inspected, checked, optimized])
-def test_commands_take_their_passes_from_the_list(
-    command: Callable[[Cli, Path, Path], None], cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+ALL = set(STEPS)
+UP_TO_DECIDE = {stage for stage in STEPS if stage <= Stage.DECIDE}
+
+
+@pytest.mark.parametrize(
+    ("command", "stages"),
+    [
+        (compiled, ALL),
+        (inspected, ALL - {Stage.FFN}),
+        (profiled, UP_TO_DECIDE),
+        (checked, UP_TO_DECIDE),
+        (optimized, {stage for stage in STEPS if stage <= Stage.FIND}),
+    ],
+)
+def test_commands_take_their_steps_from_the_list(
+    command: Callable[[Cli, Path, Path], None],
+    stages: set[Stage],
+    cli: Cli,
+    archive: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A step that is added to a stage is run by every command that comes there."""
     compiled(cli, archive, tmp_path)
-    ran = []
+    ran = set()
 
-    def added(program: ExportedProgram) -> ExportedProgram:
-        ran.append(program)
-        return program
+    def added(stage: Stage) -> pipeline.Step:
+        def run(passed: Passed, options: PassOptions) -> Passed:
+            ran.add(stage)
+            return passed
 
-    for group in ("FUNCTIONAL", "ARRANGING"):
-        monkeypatch.setattr(pipeline, group, (*getattr(pipeline, group), added))
+        return pipeline.Step("added", run)
+
+    for stage, steps in STEPS.items():
+        monkeypatch.setitem(STEPS, stage, (*steps, added(stage)))
     command(cli, archive, tmp_path)
-    assert ran
+    assert ran == stages
+
+
+def test_a_run_goes_on_where_another_has_stopped() -> None:
+    """And gives what one run gives; a stage that is left out is not run later."""
+    program = export(Everything().eval().requires_grad_(False), X.clone())
+    options = PassOptions(torch.bfloat16, "all", attention=("matmul",))
+    whole = pipeline.run_passes(program, options)
+    passed = Passed(program)
+    for stage in STEPS:
+        passed = run_until(passed, options, stage)
+        assert passed.stage == stage
+    assert passed.layers == whole.layers and passed.attention == whole.attention
+    assert passed.program.graph_module.code == whole.program.graph_module.code
+    left_out = run_until(program, options, Stage.FIND, without=(Stage.ARRANGING,))
+    assert "conv1d" in left_out.program.graph_module.code
+    assert "conv1d" in run_until(left_out, options, Stage.ATTENTION).program.graph_module.code

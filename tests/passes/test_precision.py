@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from tests import models
-from tests.models import Gated, Plain, Residual, Written, canonical, eager, export, run
+from tests.models import Gated, Plain, Residual, Written, canonical, canonicalize, eager, export, run
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.base.errors import UserError
 from twellc.passes.graph.execution import Runner
 from twellc.passes.graph.program import user_inputs
 from twellc.passes.match.find_ffn import find_ffn_blocks
-from twellc.passes.pipeline import canonicalize
 from twellc.passes.precision import lower, parameter_dtypes, widen
 
 LOW = [torch.bfloat16, torch.float16]

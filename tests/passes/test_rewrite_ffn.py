@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from tests.models import Gated, Plain, Residual, Written, calls, canonical, eager, export, rewrite, run
+from tests.models import Gated, Plain, Residual, Written, calls, canonical, eager, export, options_of, rewrite, run
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.passes import pipeline
+from twellc.passes.block_profile import BlockProfile, Calibration, shapes
 from twellc.passes.decide import decide
-from twellc.passes.firing import BlockProfile, Calibration, shapes
 from twellc.passes.graph.program import constants_of, tensor_of
 from twellc.passes.match.find_ffn import find_ffn_blocks
+from twellc.passes.pipeline import PassOptions
 from twellc.passes.precision import widen
 from twellc.passes.report import Layer
 from twellc.passes.rewrite_ffn import rewrite_ffn
@@ -100,21 +101,22 @@ def test_replaced_parameters_are_dropped() -> None:
 
 def test_nothing_to_rewrite() -> None:
     program = canonical(nn.Linear(16, 16), torch.randn(5, 16))
-    result = rewrite_ffn(program, [], 8)
+    result = rewrite_ffn(program, [])
     assert calls(result) == {"linear": 1}
     assert_same(run(result)[0], run(program)[0])
 
 
 def test_only_the_chosen_blocks() -> None:
     program = canonical(nn.Sequential(Residual(Gated()), Residual(Gated())))
-    result = rewrite_ffn(program, find_ffn_blocks(program)[1:], 8)
+    result = rewrite_ffn(program, [(find_ffn_blocks(program)[1], options_of(find_ffn_blocks(program)[1]))])
     assert calls(result) == {"linear": 3, "relu": 1, "mul": 1, "gated_mlp": 1, "add": 4}
     assert_same(run(result)[0], run(program)[0])
 
 
 def test_hot_neurons_of_each_block() -> None:
     program = canonical(nn.Sequential(Residual(Gated()), Residual(Plain()), Residual(Gated())))
-    result = rewrite_ffn(program, find_ffn_blocks(program), 8, [5, 0, 32])
+    blocks = zip(find_ffn_blocks(program), [5, 0, 32], strict=True)
+    result = rewrite_ffn(program, [(block, options_of(block, hot=hot)) for block, hot in blocks])
     assert [n.args[-1] for n in result.graph.nodes if n.target in (GATED_MLP, MLP)] == [5, 0, 32]
     assert_same(run(result)[0], run(program)[0])
 
@@ -126,12 +128,12 @@ def test_the_decision_says_how_many_are_hot(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(pipeline, "decide", decided)
     program = export(nn.Sequential(Gated(), Gated()).bfloat16(), torch.randn(2, 3, 16).bfloat16())
-    as_it_is = pipeline.run_passes(program, torch.bfloat16, "all", 8)
+    as_it_is = pipeline.run_passes(program, PassOptions(torch.bfloat16, "all"))
     assert [layer.hot for layer in as_it_is.layers] == [0, 0]  # the first neurons are not the hottest
     (layer,) = [layer for layer in as_it_is.layers if layer.decision == "twell"]
     counts = {name: np.ones(shape, np.int64) for name, shape in shapes(layer.d_ff).items()}
     calibration = Calibration({layer.module: BlockProfile(layer.module, "gated", "relu", **counts)})
-    rewritten = pipeline.run_passes(program, torch.bfloat16, "all", 8, calibration=calibration)
+    rewritten = pipeline.run_passes(program, PassOptions(torch.bfloat16, "all", calibration=calibration))
     assert [layer.hot for layer in rewritten.layers] == [0, 16]
     assert op_in(rewritten.program).args[-1] == 16
 

@@ -148,7 +148,7 @@ def test_structs_are_made_by_keyword() -> None:
     with pytest.raises(TypeError, match="positional"):
         library.Problem(100, 72)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional"):
-        library.Tensors(256)
+        library.Tensors(256)  # type: ignore[call-arg]
     made = library.Problem(tokens=3, dtype=1)
     assert (made.struct_bytes, made.dtype, made.weight_dtype) == (ctypes.sizeof(library.Problem), 1, 1)
     assert library.Tensors(x=256).struct_bytes == ctypes.sizeof(library.Tensors)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from tests import models
+from tests.models import functionalize
 from tests.tensorrt.plans import run
 from tests.tolerance import assert_as_accurate
 from twellc.checks.reference import widen_sample
-from twellc.config import CompileOptions
+from twellc.compiling.translate_torch import translate
 from twellc.export.onnx_export import save_onnx
 from twellc.export.plan import build_plan
 from twellc.export.profiles import resolve_profiles
@@ -24,11 +25,10 @@ from twellc.export.runner import engine_layers, open_plan, prepare
 from twellc.export.shapes import ShapeRange
 from twellc.export.tensorrt_host import Host
 from twellc.loaders.model import load_model
+from twellc.options.commands import CompileOptions
 from twellc.passes.attention import CUDNN, MATMUL
 from twellc.passes.graph.execution import Runner, example_inputs
-from twellc.passes.pipeline import functionalize
 from twellc.passes.precision import in_precision, widen
-from twellc.translation.torch_models import translate
 
 pytestmark = pytest.mark.tensorrt
 
@@ -126,7 +126,7 @@ def check_layers(host: Host, model: Path, dtype: str, forms: tuple[str, ...], pa
     save_onnx(translation.graph, folder / "m.onnx")
     build_plan(host.name, folder / "m.onnx", folder / "m.plan", profiles, [], [], "", lambda phase: None)
     plan = open_plan(host, folder / "m.plan", host.version)
-    loaded = load_model(model, False, (), padding, "all")
+    loaded = load_model(options)
     dense = in_precision(functionalize(loaded.program), DTYPES[dtype])
     inputs = example_inputs(loaded.program)
     if "input_ids" in inputs:

@@ -177,4 +177,4 @@ def test_script_without_a_guard(tmp_path: Path) -> None:
 )
 def test_options_are_documented(kind: Any) -> None:
     for field in fields(kind):
-        assert f"        {field.name}: " in kind.__doc__
+        assert any(f"        {field.name}: " in (base.__doc__ or "") for base in kind.__mro__), field.name

@@ -24,8 +24,8 @@ from tests.twellc.test_cli import failed, files_in, group_lives, twellc
 from twellc import __version__
 from twellc.base.errors import UserError
 from twellc.checks.checking import check
-from twellc.config import CheckOptions
-from twellc.manifest import Manifest, manifest_path, read_manifest, refuse_other_plugins
+from twellc.compiling.manifest import Manifest, manifest_path, read_manifest, refuse_other_plugins
+from twellc.options.commands import CheckOptions
 from twellc.plugins.elf import expected_size
 from twellc.plugins.library import library_path
 
@@ -394,7 +394,8 @@ def test_plan_for_newer_plugins(manifest: dict[str, Any], tmp_path: Path) -> Non
         UserError, match=r"got plugin version twellc-3; expected plugin version twellc-4, of twellc 9\.0\.0\. Install"
     ):
         refuse_other_plugins(tmp_path / "m.plan", read)
-    for change in ({"version": "twellc-3"}, {"names": []}):
+    changes: tuple[dict[str, Any], ...] = ({"version": "twellc-3"}, {"names": []})
+    for change in changes:
         changed = replace(read, plugins=replace(read.plugins, **change))
         refuse_other_plugins(tmp_path / "m.plan", changed)
 

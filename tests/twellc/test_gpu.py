@@ -11,12 +11,13 @@ from torch.export.passes import move_to_device_pass
 
 from twellc.checks.accuracy import measure
 from twellc.checks.checking import check
-from twellc.config import CheckOptions, CompileOptions
+from twellc.compiling.translate import translate_to_file
 from twellc.loaders.model import load_model
+from twellc.options.commands import CheckOptions, CompileOptions
+from twellc.options.source import TracingOptions
 from twellc.passes.graph.execution import Runner
-from twellc.passes.pipeline import run_passes
+from twellc.passes.pipeline import PassOptions, run_passes
 from twellc.passes.precision import widen
-from twellc.translation.translate import translate_to_file
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "bytelm"
 TEXT = b'def main(arguments: list[str]) -> int:\n    """Parse the command line."""\n    return 0\n'
@@ -30,8 +31,8 @@ def on_gpu(program: ExportedProgram, inputs: dict[str, torch.Tensor]) -> torch.T
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "compression"), [(torch.bfloat16, 8), (torch.bfloat16, 1), (torch.float16, 4)])
 def test_example_model(dtype: torch.dtype, compression: int) -> None:
-    model = load_model(EXAMPLE, trust_model=False)
-    result = run_passes(model.program, dtype, "all", compression)
+    model = load_model(TracingOptions(EXAMPLE))
+    result = run_passes(model.program, PassOptions(dtype, "all", compression))
     assert [layer.decision for layer in result.layers] == ["twell"] * 4
     ids = torch.frombuffer(bytearray(TEXT * 3), dtype=torch.uint8).long().repeat(2, 1)
     inputs = {"input_ids": ids}

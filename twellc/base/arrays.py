@@ -14,8 +14,11 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:
-    """Return a CPU tensor as an array; bfloat16 becomes ml_dtypes.bfloat16."""
-    tensor = tensor.detach().contiguous()
+    """Return a tensor of any device as an array; bfloat16 becomes ml_dtypes.bfloat16.
+
+    Nothing else may call `Tensor.numpy`, which fails for a tensor on a GPU.
+    """
+    tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(BFLOAT16)
     return tensor.numpy()

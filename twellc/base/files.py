@@ -9,10 +9,12 @@ import hashlib
 import os
 import shutil
 import signal
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -27,7 +29,7 @@ _STAGING = ".twellc-"
 _STAGED, _SCRATCH, _REPLACED = "staged", "scratch", "replaced"
 
 
-class Outputs:
+class OutputFiles:
     """The files that a command writes: staged in hidden folders beside their destinations, moved at the very end.
 
     Use as a context manager; without `commit` nothing of them remains.
@@ -39,7 +41,7 @@ class Outputs:
         self._staged: list[tuple[Path, Path]] = []
         self._created: list[Path] = []
 
-    def __enter__(self) -> Outputs:
+    def __enter__(self) -> OutputFiles:
         return self
 
     def __exit__(
@@ -239,6 +241,31 @@ def why_no_file(path: Path) -> str:
     return "is a device or a pipe" if path.exists() else "there is no such file"
 
 
+def open_file(path: Path) -> BufferedReader:
+    """Open a plain file to read. A pipe would be waited for, and a device may do anything.
+
+    Raises:
+        UserError: There is none at the path.
+    """
+    if path.is_file():
+        # Another file may stand there by now: a pipe is opened at once, and found out.
+        stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            return stream
+        stream.close()
+    raise UserError(str(path), why_no_file(path), expected="a plain file")
+
+
+def read_file(path: Path) -> bytes:
+    """Return what a plain file holds.
+
+    Raises:
+        UserError: There is none at the path.
+    """
+    with open_file(path) as stream:
+        return stream.read()
+
+
 def refuse_replacing(option: str, path: Path, inputs: Iterable[Path | None]) -> None:
     """Fail where an output would replace a file that the user gave to read.
 
@@ -263,7 +290,7 @@ def digest(*paths: Path) -> str:
     """Return a SHA-256 over files: of one file what `sha256sum` prints, of several over their digests."""
     digests = []
     for path in paths:
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             digests.append(hashlib.file_digest(stream, "sha256"))
     if len(digests) == 1:
         return digests[0].hexdigest()

@@ -21,7 +21,7 @@ from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError, first_few
-from twellc.base.files import Outputs, temporary_folder
+from twellc.base.files import OutputFiles, temporary_folder
 from twellc.benchmarking.blocks import (
     TWELL,
     Form,
@@ -49,20 +49,22 @@ from twellc.benchmarking.result import (
     Standings,
 )
 from twellc.benchmarking.timing import machine, refuse_without_gpu
-from twellc.calibration.calibration import LoadedCalibration, load_calibration
 from twellc.checks.reference import widen_sample
-from twellc.checks.samples import Sample
-from twellc.config import DEFAULT_COMPRESSION, BenchOptions
+from twellc.compiling.translate_torch import rewrite
 from twellc.export.profiles import program_inputs
 from twellc.export.runner import OpenPlan
+from twellc.firing.calibration import LoadedCalibration, load_calibration
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
+from twellc.loaders.precision import choose_dtype
+from twellc.options.commands import BenchOptions
+from twellc.options.source import refuse_missing
 from twellc.passes.graph.execution import call_arguments
 from twellc.passes.pipeline import Rewritten
 from twellc.passes.precision import widen
 from twellc.passes.report import Layer
 from twellc.plugins import library
-from twellc.translation.torch_models import choose_dtype, rewrite
+from twellc.samples.samples import Sample
 
 _DEVICE = "cuda"
 _CHECKED_ROWS = 512  # of the whole model's first output
@@ -80,11 +82,10 @@ def bench_model(options: BenchOptions, progress: Callable[[str], None]) -> Bench
     Raises:
         UserError: There is no GPU, the model or its inputs cannot be read, or none of its blocks is rewritten.
     """
-    if not options.model.exists():
-        raise UserError(str(options.model), "there is no such file or folder", expected="a model")
+    refuse_missing(options.model, "a model")
     if looks_like_onnx(options.model):
         raise UserError(str(options.model), "is an ONNX file, which torch does not run", fix="Give the model itself.")
-    with Outputs(options.overwrite) as outputs, temporary_folder() as folder:
+    with OutputFiles(options.overwrite) as outputs, temporary_folder() as folder:
         if options.plot is not None:
             outputs.check("--plot", options.plot)
             refuse_plot(options.plot)
@@ -120,7 +121,7 @@ class _Bench:
     ) -> None:
         self._options, self._folder, self._progress = options, folder, progress
         progress("loading and tracing the model")
-        self._model = load_model(options.model, options.trust_model, options.inputs)
+        self._model = load_model(options)
         self._dtype, self._notes = choose_dtype(self._model, options.dtype)
         self._samples, self._inputs = make_samples(options, self._model)
         progress("rewriting feed-forward blocks")
@@ -129,7 +130,8 @@ class _Bench:
             reasons = [f"{layer.module}: {layer.reason}" for layer in self._rewritten.layers]
             raise UserError(
                 str(options.model), "no feed-forward block is rewritten, so there is nothing to compare",
-                got=first_few(reasons, "; "), fix="`twellc inspect` shows the blocks.",
+                got=first_few(reasons, "; "),
+                fix="`--layers all` takes those that are left dense, too; `twellc inspect` shows the blocks.",
             )  # fmt: skip
         self._meter: EnergyMeter | None = None
         try:
@@ -146,17 +148,12 @@ class _Bench:
             self._notes += [*calibrated.profile.warnings, *calibrated.notes(rewritten.layers, self._dtype)]
         return rewritten
 
-    @property
-    def _compression(self) -> int:
-        """The TwELL compression factor of blocks of which nothing is known."""
-        return self._options.compression or DEFAULT_COMPRESSION
-
     @many_sizes()
     def run(self) -> BenchResult:
         """Measure every shape."""
         plans, failed = self._plans()
         truths = self._truths()
-        whole = with_all_neurons(self._rewritten, self._compression)
+        whole = with_all_neurons(self._rewritten, self._options.compression)
         programs = (self._rewritten.dense, self._rewritten.program, whole)
         dense, ours, whole = (move_to_device_pass(each, _DEVICE) for each in programs)
         results = []

@@ -12,10 +12,12 @@ from torch.export import ExportedProgram
 
 from twellc.benchmarking.forms import COMPILED, FP8, PACKED, Block, dense_forms
 from twellc.benchmarking.timing import sets_in_rotation
+from twellc.passes.decide import options_of
 from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.pipeline import Rewritten
 from twellc.passes.rewrite_ffn import rewrite_ffn
-from twellc.plugins.ops import GATED_MLP, MLP
+from twellc.plugins.block import call_of
+from twellc.plugins.ops import VARIANT_OF
 
 Form = Callable[[Tensor], Tensor]
 
@@ -56,11 +58,15 @@ class Seen:
         return dataclasses.replace(self, arguments=copied)
 
 
-def with_all_neurons(rewritten: Rewritten, compression: int) -> ExportedProgram:
+def with_all_neurons(rewritten: Rewritten, compression: int | None) -> ExportedProgram:
     """Return a program whose rewritten blocks have all neurons, as the model has them: for dense forms of them."""
     blocks = find_ffn_blocks(rewritten.dense)
-    chosen = [block for block, layer in zip(blocks, rewritten.layers, strict=True) if layer.decision == "twell"]
-    return rewrite_ffn(rewritten.dense, chosen, compression)
+    rewrites = [
+        (block, options_of(block, dataclasses.replace(layer, hot=0, compression=None), compression))
+        for block, layer in zip(blocks, rewritten.layers, strict=True)
+        if layer.decision == "twell"
+    ]
+    return rewrite_ffn(rewritten.dense, rewrites)
 
 
 def see_blocks(program: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Seen]:
@@ -124,7 +130,7 @@ def with_forms(program: ExportedProgram, forms: list[Form]) -> nn.Module:
 def substitute(program: ExportedProgram, modules: list[Any]) -> nn.Module:
     """Return a program as a module that calls others, with the same arguments, in the place of its `twell` ops."""
     module: Any = program.module(check_guards=False)
-    nodes = [node for node in module.graph.nodes if node.target in (GATED_MLP, MLP)]
+    nodes = [node for node in module.graph.nodes if node.target in VARIANT_OF]
     for index, (node, own) in enumerate(zip(nodes, modules, strict=True)):
         name = f"substitute_{index}"
         module.add_submodule(name, own)
@@ -138,7 +144,7 @@ def substitute(program: ExportedProgram, modules: list[Any]) -> nn.Module:
 
 
 def _nodes(program: ExportedProgram) -> list[Any]:
-    return [node for node in program.graph.nodes if node.target in (GATED_MLP, MLP)]
+    return [node for node in program.graph.nodes if node.target in VARIANT_OF]
 
 
 def _names(op: Any) -> list[str]:
@@ -171,9 +177,10 @@ class _InPlace(nn.Module):
 
 
 def _block(op: Any, arguments: dict[str, Any]) -> Block:
-    first, up = ("gate", arguments["w_up"]) if op is GATED_MLP else ("up", None)
+    operands, options = call_of(VARIANT_OF[op], (), arguments)
+    (gate, gate_bias), gated = operands.first, operands.w_gate is not None
     return Block(
-        gate=arguments[f"w_{first}"], up=up, down=arguments["w_down"].t().contiguous(),
-        gate_bias=arguments[f"b_{first}"], up_bias=arguments["b_up"] if up is not None else None,
-        down_bias=arguments["b_down"], activation=arguments["activation"], threshold=arguments["threshold"],
+        gate=gate, up=operands.w_up if gated else None, down=operands.w_down.t().contiguous(),
+        gate_bias=gate_bias, up_bias=operands.b_up if gated else None,
+        down_bias=operands.b_down, activation=options.activation, threshold=options.threshold,
     )  # fmt: skip

@@ -11,13 +11,11 @@ in the others.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import math
 import random
 import statistics
-import subprocess
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -28,24 +26,22 @@ import torch
 from torch import Tensor
 
 from twellc.base.errors import UserError
-from twellc.base.files import Outputs, uninterrupted, writing
+from twellc.base.files import OutputFiles, uninterrupted, writing
 from twellc.benchmarking import timing
+from twellc.benchmarking.activity import draw_activity, hot_neurons_first, thresholds, zipf_offsets
 from twellc.benchmarking.contest import time_rotated
 from twellc.benchmarking.forms import Block, Packed, many_sizes
-from twellc.config import DEFAULT_COMPRESSION
 from twellc.decisions.predict import Widths, is_split
-from twellc.decisions.times import DensePoint, Times, TwellPoint, zipf_rates
-from twellc.passes.firing import hot_first
+from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint
+from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.library import limits
-from twellc.plugins.ops import GATED_MLP, MLP
+from twellc.plugins.ops import run_block
 
 # No other size is begun after so long.
 _SECONDS = 200
 _MANY_TOKENS = 8192  # beyond it activations push weights out of L2 anyway
-_SPREAD = 0.8  # of the tokens' densities, log-normal
 # Where calls are not split hot neurons matter less, only by their order: measured at these numbers of tokens.
 _TOKENS_IN_ORDER = (1, 8, 32, 128)
-_CERTAIN = 30.0  # so many standard deviations from zero a gate value is active whatever else is drawn
 # Twice the error of a dense block in bf16.
 _LARGEST_ERROR = 0.02
 
@@ -139,7 +135,7 @@ def grids() -> tuple[Grid, ...]:
 
 
 @dataclass(frozen=True)
-class Weights:
+class BlockWeights:
     """A block, and what other contestants need of it: all in one product, and down [d_ff, d_model]."""
 
     block: Block
@@ -153,7 +149,7 @@ def place_columns(activities: tuple[Activity, ...]) -> dict[Distribution, int]:
     return {distribution: column for column, distribution in enumerate(unequal, 1)}
 
 
-def draw_weights(grid: Grid, columns: dict[Distribution, int], device: str = "cuda") -> Weights:
+def draw_weights(grid: Grid, columns: dict[Distribution, int], device: str = "cuda") -> BlockWeights:
     """Draw the weights of one block; `columns` says where the gate has how active each neuron is."""
     d_model, d_ff = grid.d_model, grid.d_ff
     scale = d_model**-0.5
@@ -161,14 +157,11 @@ def draw_weights(grid: Grid, columns: dict[Distribution, int], device: str = "cu
     gate[:, 0] = -scale
     gate[:, 1 : 1 + len(columns)] = 0
     for (density, _, hot), column in columns.items():
-        rates = zipf_rates(d_ff, density)[torch.randperm(d_ff).numpy()]
-        rates = rates[hot_first(rates, hot)]
-        offsets = _quantile(torch.tensor(density)) - _quantile(torch.from_numpy(rates))
-        gate[:, column] = (offsets * scale).to(device)
+        gate[:, column] = hot_neurons_first(zipf_offsets(d_ff, density, device), hot) * scale
     up = None if grid.variant == "plain" else torch.randn((d_ff, d_model), device=device) * scale
     down = (torch.randn((d_model, d_ff), device=device) * 0.2).bfloat16()
     block = Block(gate.bfloat16(), None if up is None else up.bfloat16(), down)
-    return Weights(block, Packed(block), down.t().contiguous())
+    return BlockWeights(block, Packed(block), down.t().contiguous())
 
 
 def draw_rows(
@@ -177,41 +170,27 @@ def draw_rows(
     """Draw x [tokens, d_model] for which so many neurons are active."""
     density = distribution[0]
     x = torch.randn((tokens, d_model), device=device)
-    if density == 1:
-        x[:, 0] = -_CERTAIN * d_model**0.5
-    else:
-        active = torch.exp(_SPREAD * torch.randn(tokens, device=device))
-        x[:, 0] = _quantile((active / active.mean() * density).clamp(max=0.9)) * d_model**0.5
+    x[:, 0] = thresholds(draw_activity(tokens, density, device), density) * d_model**0.5
     x[:, 1 : 1 + len(columns)] = 0
     if distribution in columns:
         x[:, columns[distribution]] = d_model**0.5
     return x.bfloat16()
 
 
-def _quantile(share: Tensor) -> Tensor:
-    """Where a standard normal variable is exceeded with this probability."""
-    value: Tensor = torch.special.ndtri(1 - share.double())
-    return value.float()
-
-
-def twell(x: Tensor, hot: int, w: Weights) -> Tensor:
+def twell(x: Tensor, hot: int, w: BlockWeights) -> Tensor:
     """Compute the block by TwELL, but for the first `hot` neurons."""
-    block, options = w.block, ("relu", 0.0, DEFAULT_COMPRESSION, hot)
-    y: Tensor
-    if block.up is None:
-        y = MLP(x, block.gate, None, w.down_by_neuron, None, None, *options)
-    else:
-        y = GATED_MLP(x, block.gate, None, block.up, None, w.down_by_neuron, None, None, *options)
-    return y
+    block = w.block
+    first = {"w_up": block.gate} if block.up is None else {"w_gate": block.gate, "w_up": block.up}
+    return run_block(Operands(x=x, **first, w_down=w.down_by_neuron), BlockOptions(activation="relu", hot=hot))
 
 
-def share_active(x: Tensor, w: Weights) -> float:
+def share_active(x: Tensor, w: BlockWeights) -> float:
     """Return the share of gate activations that are not zero."""
     return float(w.block.active(x).double().mean())
 
 
 def measure_size(
-    grid: Grid, tokens: int, sets: list[Weights], columns: dict[Distribution, int], repeats: int
+    grid: Grid, tokens: int, sets: list[BlockWeights], columns: dict[Distribution, int], repeats: int
 ) -> tuple[DensePoint, list[TwellPoint]]:
     """Time the blocks of one width at one number of tokens.
 
@@ -235,7 +214,7 @@ def measure_size(
         del exact
     any_rows = next(iter(rows.values())) if rows else draw_rows(tokens, grid.d_model, (0.01, "equal", 0), columns)
     # Neither dense form has to be compiled for each size.
-    calls: dict[Any, Callable[[Weights], Tensor]] = {
+    calls: dict[Any, Callable[[BlockWeights], Tensor]] = {
         "eager": lambda w: w.block.dense(any_rows),
         "packed": lambda w: w.packed(any_rows),
     }
@@ -251,26 +230,22 @@ def measure_size(
     return DensePoint(*size, *_microseconds(times[best]), best), points
 
 
-def _microseconds(times: timing.Times) -> tuple[float, float, float]:
+def _microseconds(times: timing.CallTime) -> tuple[float, float, float]:
     return round(times.median_us, 3), round(times.p10_us, 3), round(times.p90_us, 3)
 
 
 def _machine() -> dict[str, str]:
     """Say what is measured on and with."""
-    commit = ""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # an installed package has none
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return {
         **{name: str(value) for name, value in timing.machine().to_json().items()},
         "form": "torch ops in CUDA graphs over rotating weights",
-        "commit": commit,
+        "commit": timing.commit_of(Path(__file__).parent),
         "date": str(datetime.datetime.now(datetime.UTC).date()),
     }
 
 
 @many_sizes()
-def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> Times:
+def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> GpuTimes:
     """Measure the grid and write the data file, anew after each number of tokens.
 
     Args:
@@ -284,19 +259,19 @@ def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> T
     Raises:
         UserError: There is no GPU, or its memory holds none of the sizes, or the file cannot be written.
     """
-    timing.refuse_without_gpu("--calibrate", "Run it on a machine with the GPU that plans are for.")
-    Outputs(overwrite).check("--output", path)
+    timing.refuse_without_gpu("--measure-gpu", "Run it on a machine with the GPU that plans are for.")
+    OutputFiles(overwrite).check("--output", path)
     torch.manual_seed(0)
     random.seed(0)
     end = monotonic() + _SECONDS
-    times = Times(_machine(), False, [], [])
+    times = GpuTimes(_machine(), False, [], [])
     left = False
     for grid in grids():
         shape = f"{grid.variant} {grid.d_model} / {grid.d_ff}"
         columns = place_columns(grid.activities)
         bytes_each = 2 * grid.d_model * grid.d_ff * (3 if grid.variant == "gated" else 2)
         count = timing.sets_in_rotation(bytes_each)
-        sets: list[Weights] = []
+        sets: list[BlockWeights] = []
         # The most first: torch launches the compiled activation as suits the first size it sees.
         for tokens in reversed(grid.tokens):
             if monotonic() > end:
@@ -314,13 +289,13 @@ def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> T
             times.twell.extend(points)
             _write(path, times)
     if not times.dense:
-        raise UserError("--calibrate", "this GPU's memory holds none of the sizes", got=times.gpu)
-    times = Times(times.machine, not left, times.dense, times.twell)
+        raise UserError("--measure-gpu", "this GPU's memory holds none of the sizes", got=times.gpu)
+    times = GpuTimes(times.machine, not left, times.dense, times.twell)
     _write(path, times)
     return times
 
 
-def _write(path: Path, times: Times) -> None:
+def _write(path: Path, times: GpuTimes) -> None:
     """Replace the data file as a whole."""
     partial = path.with_name(f".{path.name}.partial")
     with uninterrupted(), writing(path):

@@ -9,13 +9,13 @@ import torch
 
 from twellc.base.errors import UserError
 from twellc.benchmarking.contest import Contest
-from twellc.checks.samples import Sample
-from twellc.compiler import compile_model
-from twellc.config import BenchOptions, CompileOptions
+from twellc.compiling.compiler import compile_model
 from twellc.export.profiles import ModelInputs
 from twellc.export.runner import OpenPlan, open_plan, prepare
 from twellc.export.shapes import ShapeRange
 from twellc.export.tensorrt_host import has_gpu, load_host, python_module
+from twellc.options.commands import BenchOptions, CompileOptions
+from twellc.samples.samples import Sample
 
 TENSORRT = "tensorrt"
 PLAN_DENSE, PLAN_TWELL = "plan dense", "plan twell"
@@ -55,10 +55,10 @@ def build_plans(
         try:
             compile_model(
                 CompileOptions(
-                    options.model, path, backend=TENSORRT, dtype=options.dtype, layers=layers,
-                    compression=options.compression, profiles=tuple(profiles), trust_model=options.trust_model,
-                    inputs=options.inputs, target_gpu=options.target_gpu, calibration=options.calibration,
-                    prune_dead=options.prune_dead, in_memory=options.in_memory,
+                    options.model, path, backend=TENSORRT, profiles=tuple(profiles), layers=layers,
+                    compression=options.compression, target_gpu=options.target_gpu, calibration=options.calibration,
+                    prune_dead=options.prune_dead, dtype=options.dtype, padding=options.padding, logits=options.logits,
+                    trust_model=options.trust_model, inputs=options.inputs, in_memory=options.in_memory,
                 ),
                 lambda step: None,
             )  # fmt: skip

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twellc.base.records import Json, Record
+from twellc.base.records import Amount, Record, Share, Size, Time
 from twellc.benchmarking.blocks import TWELL
 from twellc.benchmarking.forms import BASELINES, FP8
-from twellc.benchmarking.timing import Machine, Times
+from twellc.benchmarking.timing import CallTime, Machine
 from twellc.passes.report import Layer
 
 SCHEMA = 1
@@ -24,10 +24,12 @@ class Standings(Record):
         joules_per_token: Energy of some, if it was measured.
     """
 
-    times: dict[str, Times]
-    errors: dict[str, float]
+    computed = ("baseline", "speed_ups")
+
+    times: dict[str, CallTime]
+    errors: dict[str, Amount]
     failed: dict[str, str]
-    joules_per_token: dict[str, float]
+    joules_per_token: dict[str, Amount]
 
     @property
     def baseline(self) -> str | None:
@@ -46,10 +48,6 @@ class Standings(Record):
         """Return the fastest of some contestants, None where all of them are missing."""
         return min(filter(self.times.__contains__, labels), key=lambda label: self.times[label].median_us, default=None)
 
-    def to_json(self) -> dict[str, Json]:
-        """Return it as JSON types, with the speed-ups."""
-        return {**super().to_json(), "baseline": self.baseline, "speed_ups": dict(self.speed_ups)}
-
 
 @dataclass(frozen=True)
 class BlockTimes(Record):
@@ -64,8 +62,8 @@ class BlockTimes(Record):
 
     module: str
     dense: str
-    dense_us: float
-    twell_us: float
+    dense_us: Time
+    twell_us: Time
 
     @property
     def gain(self) -> float:
@@ -87,8 +85,8 @@ class ShapeResult(Record):
     """
 
     shape: str
-    tokens: int
-    densities: list[float]
+    tokens: Size
+    densities: list[Share]
     model: Standings
     blocks: Standings
     by_block: list[BlockTimes]

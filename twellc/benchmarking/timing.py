@@ -9,13 +9,15 @@ from __future__ import annotations
 import platform
 import random
 import statistics
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from twellc.base.errors import UserError
-from twellc.base.records import Record
+from twellc.base.records import Record, Size, Time
 from twellc.plugins import library
 
 Call = Callable[[], object]
@@ -26,12 +28,12 @@ _WARM_UPS = 3  # the first call compiles, and cuBLAS sets itself up
 
 
 @dataclass(frozen=True)
-class Times(Record):
+class CallTime(Record):
     """What one call takes, in microseconds: the median, and the range that holds the middle 80 % of repetitions."""
 
-    median_us: float
-    p10_us: float
-    p90_us: float
+    median_us: Time
+    p10_us: Time
+    p90_us: Time
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Machine(Record):
     """What was measured on and with: names and versions, and the GPU's multiprocessors."""
 
     gpu: str
-    multiprocessors: int
+    multiprocessors: Size
     python: str
     torch: str
     cuda: str
@@ -61,6 +63,15 @@ def machine() -> Machine:
         cuda=str(torch.version.cuda),
         twellc=library.load().twell_version().decode(),
     )
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit of the source tree that a folder is in, or nothing where it is in none."""
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def refuse_without_gpu(where: str, instead: str) -> None:
@@ -94,7 +105,7 @@ def record(calls: Sequence[Call]) -> Call:
     return graph.replay
 
 
-def time_calls(calls: Sequence[Call], repeats: int, count: int = 1) -> list[Times]:
+def time_calls(calls: Sequence[Call], repeats: int, count: int = 1) -> list[CallTime]:
     """Time calls in turns, in a new order in each repetition.
 
     Each of them runs twice in its turn, and the second time counts.
@@ -126,7 +137,7 @@ def sets_in_rotation(bytes_each: int) -> int:
     return max(2, min(12, _ROTATED_BYTES // bytes_each))
 
 
-def times_of(values: Sequence[float]) -> Times:
+def times_of(values: Sequence[float]) -> CallTime:
     """Return the median and the range of times in microseconds."""
     deciles = statistics.quantiles(values, n=10) if len(values) > 1 else [values[0]] * 9
-    return Times(statistics.median(values), deciles[0], deciles[-1])
+    return CallTime(statistics.median(values), deciles[0], deciles[-1])

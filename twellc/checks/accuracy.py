@@ -1,14 +1,14 @@
 """How far a result is from the truth, and how far it may be.
 
 The truth is the same model in float64. The yardstick is the plain low-precision model: a candidate may be twice as far
-from the truth as that is, plus a floor for the rounding of the output itself. This file is the only home of these
-numbers.
+from the truth as that is, plus a floor for the rounding of the output itself. What is NaN or infinite has no distance:
+the truth alone says where that is right. docs/accuracy.md has the rules; this file is the only home of their numbers.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,13 @@ _FLOOR_RELATIVE = 0.1
 # Floor for outputs of integers and booleans, in units of the root of their number: a model that is wrong in elements at
 # random is rejected by the count of an equally accurate one in at most one of 1000 cases.
 _FLOOR_DIFFERING = 2.0
+# What the error of the plain model is taken as at least, in units of epsilon, where some of it is NaN or infinite and
+# the truth is not: that much low precision costs a model of a few layers.
+_UNKNOWN = 2.0
+# The share of integers or booleans that a candidate may have wrong at most, and the same where the plain model has more
+# than that share wrong, so that it is no yardstick: booleans that are all false are right in half of the elements.
+_MOST_DIFFERING = 0.5
+_MOST_DIFFERING_ALONE = 0.25
 # Error of the plain model, relative or as a share of elements, from which on twice as much says little.
 COARSE = 0.1
 # What the order of sums may change in float64, relative to the result, with room for many layers.
@@ -30,7 +37,8 @@ _REASSOCIATION = 1e-10
 class Error:
     """Distance between two tensors: largest and mean absolute difference, and the difference relative to the second.
 
-    `relative` is ||a - b|| / ||b|| in the Euclidean norm; `cosine` the cosine of the angle between them.
+    `relative` is ||a - b|| / ||b|| in the Euclidean norm; `cosine` the cosine of the angle between them. All are NaN
+    where there is no element to compare.
     """
 
     max: float
@@ -91,11 +99,17 @@ class OutputAccuracy:
 
     Attributes:
         name: Name of the output.
+        elements: Number of its elements.
+        compared: How many of them are finite, and not extreme in float64; errors are over these alone.
         candidate: Candidate against float64.
-        plain: Plain low-precision model against float64: the yardstick.
+        plain: Plain low-precision model against float64, where it is finite: the yardstick.
         difference: Candidate against the plain low-precision model.
-        stray: Elements that are NaN or infinite where the plain model's are not, not in the same way, or the other way
-            round.
+        stray: Elements that are NaN or infinite where float64 is not, not in the same way, or the other way round.
+        plain_stray: The same of the plain low-precision model.
+        shared_stray: Those of `stray` that the plain low-precision model has as well.
+        not_finite: Elements that are NaN or infinite in float64 itself.
+        extreme: Elements that are finite in float64, and beyond half of the range of the output's own dtype. Each is
+            judged by itself.
         top1: Share of positions whose largest logit is at the same place as in float64; language models only.
         kl: Mean Kullback-Leibler divergence from the float64 distribution, in nats; language models only.
         plain_top1, plain_kl: The same of the plain low-precision model.
@@ -104,10 +118,16 @@ class OutputAccuracy:
     """
 
     name: str
+    elements: int
+    compared: int
     candidate: Error
     plain: Error
     difference: Error
     stray: int
+    plain_stray: int
+    shared_stray: int
+    not_finite: int
+    extreme: int
     top1: float | None
     kl: float | None
     plain_top1: float | None
@@ -119,16 +139,32 @@ class OutputAccuracy:
     @property
     def within(self) -> bool:
         """Whether the candidate is within tolerance."""
-        return (
-            self.stray == 0
-            and self.candidate.max <= self.max_tolerance
-            and self.candidate.relative <= self.relative_tolerance
-        )
+        return self.comparable and self._near
+
+    @property
+    def comparable(self) -> bool:
+        """Whether no element strays and there is something to compare, or no element at all."""
+        return self.stray == 0 and (self.compared > 0 or self.elements == 0)
+
+    @property
+    def overflows(self) -> bool:
+        """Whether the candidate strays, and low precision alone is the cause: the plain model does wherever it does."""
+        return self.stray > 0 and self.excusable
+
+    @property
+    def excusable(self) -> bool:
+        """Whether nothing is wrong with the candidate, or only what is wrong with the plain model, too."""
+        return self.stray == self.shared_stray and self._near
 
     @property
     def coarse(self) -> bool:
         """Whether the plain model is so far from the truth that being within tolerance says little."""
         return self.plain.relative > COARSE
+
+    @property
+    def _near(self) -> bool:
+        """Whether nothing that was compared is further off than it may be."""
+        return not (self.candidate.max > self.max_tolerance or self.candidate.relative > self.relative_tolerance)
 
 
 @dataclass(frozen=True)
@@ -161,6 +197,11 @@ class DiscreteAccuracy:
         """Whether the plain model is so far from the truth that being within tolerance says little."""
         return self.plain_differing > COARSE * self.elements
 
+    @property
+    def lacks_yardstick(self) -> bool:
+        """Whether the plain model is wrong so often that the candidate is judged without it."""
+        return self.plain_differing > _MOST_DIFFERING_ALONE * self.elements
+
 
 def measure(
     name: str,
@@ -168,6 +209,7 @@ def measure(
     plain: torch.Tensor,
     truth: torch.Tensor,
     language_model: bool,
+    precision: torch.dtype | None = None,
 ) -> OutputAccuracy:
     """Measure one output of floating-point numbers.
 
@@ -177,42 +219,80 @@ def measure(
         plain: The plain low-precision model's output, of the same shape.
         truth: The output in float64.
         language_model: Whether rows are logits over a vocabulary.
+        precision: What the model computes in, where that is lower than the dtype of the output.
     """
     epsilon = torch.finfo(plain.dtype).eps
+    unknown = _UNKNOWN * torch.finfo(precision or plain.dtype).eps
     ours, theirs = candidate.double(), plain.double()
-    usable = theirs.isfinite() & truth.isfinite()
-    alike = (ours.isfinite() & theirs.isfinite()) | (ours == theirs) | (ours.isnan() & theirs.isnan())
-    stray = int((~alike).sum())
-    ok = usable & ours.isfinite()
-    ours_error, plain_error = _distance(ours[ok], truth[ok]), _distance(theirs[ok], truth[ok])
+    in_range = _in_range(truth, plain.dtype)
+    ok, usable = in_range & ours.isfinite(), in_range & theirs.isfinite()
+    both = ok & usable
+    ours_error, plain_error = _distance(ours[ok], truth[ok]), _distance(theirs[usable], truth[usable])
     largest = float(truth[ok].abs().max()) if bool(ok.any()) else 0.0
+    yardstick, relative_yardstick = plain_error.max, plain_error.relative
+    if not bool(usable[in_range].all()):
+        yardstick = _at_least(unknown * largest, yardstick)
+        relative_yardstick = _at_least(unknown, relative_yardstick)
+    max_tolerance = _at_least(0.0, _FACTOR * yardstick + _FLOOR_MAX * epsilon * largest)
+    share = max_tolerance / largest if largest else epsilon
+    stray, plain_stray = (_stray(each, truth, plain.dtype, share) for each in (ours, theirs))
     top1, kl = _language(ours, truth) if language_model else (None, None)
     plain_top1, plain_kl = _language(theirs, truth) if language_model else (None, None)
     return OutputAccuracy(
         name=name,
+        elements=truth.numel(),
+        compared=int(ok.sum()),
         candidate=ours_error,
         plain=plain_error,
-        difference=_distance(ours[ok], theirs[ok]),
-        stray=stray,
+        difference=_distance(ours[both], theirs[both]),
+        stray=int(stray.sum()),
+        plain_stray=int(plain_stray.sum()),
+        shared_stray=int((stray & plain_stray).sum()),
+        not_finite=int((~truth.isfinite()).sum()),
+        extreme=int((truth.isfinite() & ~in_range).sum()),
         top1=top1,
         kl=kl,
         plain_top1=plain_top1,
         plain_kl=plain_kl,
-        max_tolerance=_FACTOR * plain_error.max + _FLOOR_MAX * epsilon * largest,
-        relative_tolerance=_FACTOR * plain_error.relative + _FLOOR_RELATIVE * epsilon,
+        max_tolerance=max_tolerance,
+        relative_tolerance=_at_least(0.0, _FACTOR * relative_yardstick + _FLOOR_RELATIVE * epsilon),
     )
+
+
+def _at_least(least: float, value: float) -> float:
+    """Return the larger one; `least` where the value is NaN, that of an error of nothing."""
+    return value if value > least else least
+
+
+def _in_range(truth: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return which elements are finite, and not beyond half of a dtype's range.
+
+    The others, such as the least number of a dtype as a mask, would outweigh all else in a norm.
+    """
+    return truth.abs() <= torch.finfo(dtype).max / 2
+
+
+def _stray(values: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, share: float) -> torch.Tensor:
+    """Return which elements are NaN or infinite where they must not be, or are not where they must be.
+
+    Where the truth is beyond half of the dtype's range, what is beyond the range, and an infinity, count as the largest
+    number; an element may be off by that share of itself. So 65 500 may be infinite in float16, and 1 may not.
+    """
+    largest = torch.finfo(dtype).max
+    limited = truth.clamp(-largest, largest)
+    near = (values.clamp(-largest, largest) - limited).abs() <= share * limited.abs()
+    same = (values == truth) | (values.isnan() & truth.isnan())
+    right = torch.where(_in_range(truth, dtype), values.isfinite(), torch.where(truth.isfinite(), near, same))
+    return ~right
 
 
 def measure_discrete(name: str, candidate: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> DiscreteAccuracy:
     """Measure one output of integers or booleans; see `measure`."""
     elements, plain_differing = truth.numel(), int((plain != truth).sum())
-    return DiscreteAccuracy(
-        name=name,
-        elements=elements,
-        differing=int((candidate != truth).sum()),
-        plain_differing=plain_differing,
-        tolerance=int(_FACTOR * plain_differing + _FLOOR_DIFFERING * elements**0.5),
-    )
+    allowed = _FACTOR * plain_differing + _FLOOR_DIFFERING * elements**0.5
+    result = DiscreteAccuracy(name, elements, int((candidate != truth).sum()), plain_differing, tolerance=0)
+    most = (_MOST_DIFFERING_ALONE if result.lacks_yardstick else _MOST_DIFFERING) * elements
+    return replace(result, tolerance=int(min(allowed, most)))
 
 
 def separate(
@@ -223,6 +303,7 @@ def separate(
     rewritten: torch.Tensor,
     original: torch.Tensor,
     exact: bool = True,
+    precision: torch.dtype | None = None,
 ) -> Separation:
     """Separate the error of one output; all tensors are [rows, width].
 
@@ -234,24 +315,27 @@ def separate(
         rewritten: The plain model's with float64 arithmetic, with the plugin nodes in the place of its blocks.
         original: The plain model's with float64 arithmetic: its weights are rounded, nothing else is.
         exact: Whether `rewritten` may differ from `original` by the order of sums only, not by low precision as well.
+        precision: See `measure`.
     """
     same = (rewritten == original) | (rewritten.isnan() & original.isnan())
     shift = torch.where(same, 0.0, (rewritten - original).double())
     stray = int((~shift.isfinite()).sum())
     ours = spliced.double() - shift
-    ok = torch.stack([each.isfinite() for each in (candidate, spliced, plain, truth, shift)]).all(0)
+    compared = _in_range(truth, plain.dtype) & shift.isfinite()
+    ok = torch.stack([compared, *(each.isfinite() for each in (candidate, spliced, plain))]).all(0)
 
     def error(of: torch.Tensor) -> Share:
-        found = _distance(of.double()[ok], truth[ok])
-        return Share(found.max, found.relative)
+        return _share(of.double()[ok] - truth[ok], truth[ok])
 
     def minus(a: Share, b: Share) -> Share:
         return Share(a.max - b.max, a.relative - b.relative)
 
-    low_precision, norm = error(plain), float(truth[ok].norm())
-    changed = float(shift[ok].norm())
-    rewrite = Share(
-        float(shift[ok].abs().max()) if bool(ok.any()) else 0.0, changed / norm if norm else float(changed > 0)
+    low_precision = error(plain)
+    rewrite = _share(shift[compared], truth[compared])
+    most = (
+        _REASSOCIATION
+        if exact
+        else _at_least(_UNKNOWN * torch.finfo(precision or plain.dtype).eps, low_precision.relative)
     )
     return Separation(
         low_precision=low_precision,
@@ -259,8 +343,8 @@ def separate(
         kernels=minus(error(ours), low_precision),
         rest=minus(error(candidate), error(spliced)),
         rewrite_stray=stray,
-        rewrite_within=stray == 0 and rewrite.relative <= (_REASSOCIATION if exact else low_precision.relative),
-        kernels_within=measure("", ours, plain, truth, language_model=False).within,
+        rewrite_within=stray == 0 and not rewrite.relative > most,
+        kernels_within=measure("", ours, plain, truth, False, precision).excusable,
     )
 
 
@@ -286,16 +370,25 @@ def perplexity(bits: float) -> float:
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> Error:
     if a.numel() == 0:
-        return Error(0.0, 0.0, 0.0, 1.0)
-    difference, norm = (a - b).abs(), float(b.norm())
-    relative = float(difference.norm()) / norm if norm else float(difference.norm() > 0)
-    scale = float(a.norm()) * norm
+        return Error(math.nan, math.nan, math.nan, math.nan)
+    difference = a - b
+    share = _share(difference, b)
+    scale = float(a.norm()) * float(b.norm())
     cosine = float((a * b).sum()) / scale if scale else float(torch.equal(a, b))
-    return Error(float(difference.max()), float(difference.mean()), relative, cosine)
+    return Error(share.max, float(difference.abs().mean()), share.relative, cosine)
+
+
+def _share(difference: torch.Tensor, of: torch.Tensor) -> Share:
+    if difference.numel() == 0:
+        return Share(math.nan, math.nan)
+    size, norm = float(difference.norm()), float(of.norm())
+    return Share(float(difference.abs().max()), size / norm if norm else float(size > 0))
 
 
 def _language(logits: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:
     """Return top-1 agreement and the mean KL divergence of softmax(logits) from softmax(truth), over [..., vocab]."""
-    agreement = float((logits.argmax(-1) == truth.argmax(-1)).double().mean())
+    agreement = (logits.argmax(-1) == truth.argmax(-1)) & ~logits.isnan().any(-1)
     ours, theirs = logits.log_softmax(-1), truth.log_softmax(-1)
-    return agreement, float((theirs.exp() * (theirs - ours)).sum(-1).mean())
+    # What has no chance adds nothing, whatever it is divided by.
+    divergence = torch.where(theirs == -math.inf, 0.0, theirs.exp() * (theirs - ours))
+    return float(agreement.double().mean()), float(divergence.sum(-1).mean())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 import onnx
 import torch
 
+from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import digest, external_data, temporary_folder, why_no_file
-from twellc.base.records import Json, Record, of_json
+from twellc.base.records import Record, of_json, parse_json
 from twellc.checks.accuracy import (
     COARSE,
     DiscreteAccuracy,
@@ -26,19 +26,20 @@ from twellc.checks.accuracy import (
 )
 from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes, runs_kernels
 from twellc.checks.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
-from twellc.checks.samples import Limits, Sample, draw_samples, places_of_tokens, read_arrays, read_text
-from twellc.config import LOGITS, PADDINGS, CheckOptions, CompileOptions
+from twellc.compiling.manifest import UNKEPT_GRAPH, is_plan, read_manifest, refuse_other_plugins
+from twellc.compiling.result import METADATA_KEY
+from twellc.compiling.translate import translate_any
 from twellc.export.onnx_export import save_onnx
-from twellc.export.runner import run_plan
+from twellc.export.runner import PlanRunner, open_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
-from twellc.loaders.loaded import LoadedModel, NoChoiceError
+from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx
 from twellc.loaders.onnx_format import looks_like_onnx
-from twellc.manifest import UNKEPT_GRAPH, is_plan, read_manifest, refuse_other_plugins
+from twellc.options.commands import CheckOptions, CompileOptions
+from twellc.options.source import LOGITS, PADDINGS, NoChoiceError, TracingOptions
 from twellc.passes.report import Layer, Neurons
-from twellc.translation.result import METADATA_KEY
-from twellc.translation.translate import translate_any
+from twellc.samples.samples import Limits, Sample, draw_samples, places_of_tokens, read_arrays, read_text
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class BlockAccuracy(Record):
         accuracy: Accuracy of the node's output; the truth is the block in float64 with the weights of low precision.
     """
 
+    computed = ("diverges",)
+
     module: str
     density: float
     accuracy: OutputAccuracy
@@ -60,10 +63,6 @@ class BlockAccuracy(Record):
         """Whether the node is outside of its tolerance, or computes something else in float64."""
         separation = self.accuracy.separation
         return not self.accuracy.within or (separation is not None and not separation.rewrite_within)
-
-    def to_json(self) -> dict[str, Json]:
-        """Return it as JSON types, with what is said of it."""
-        return {**super().to_json(), "diverges": self.diverges}
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,8 @@ class CheckResult(Record):
         text: How well the text was predicted; None without one, or where the model does not predict the next token.
     """
 
+    computed = ("within", "first_divergence", "causes")
+
     executed: str
     note: str
     inputs: str
@@ -90,8 +91,9 @@ class CheckResult(Record):
 
     @property
     def within(self) -> bool:
-        """Whether every output and every block is within tolerance."""
-        return all(output.within for output in self.outputs) and self.first_divergence is None
+        """Whether every output and every block is within tolerance, and there was something to compare."""
+        compared = any(output.elements for output in self.outputs)
+        return compared and all(output.within for output in self.outputs) and self.first_divergence is None
 
     @property
     def first_divergence(self) -> str | None:
@@ -100,24 +102,20 @@ class CheckResult(Record):
 
     @property
     def causes(self) -> list[str]:
-        """What put the candidate outside of tolerance, of `rewrite`, `kernels` and `rest`; empty where not known."""
+        """What put the candidate outside of tolerance: some of the shares of `Separation`; empty where not known.
+
+        It is `low_precision` where the plain model is NaN or infinite as well.
+        """
         outputs = [output for output in self.outputs if isinstance(output, OutputAccuracy)]
         measured = [*outputs, *(block.accuracy for block in self.blocks)]
         separations = [each.separation for each in measured if each.separation is not None]
-        if self.within or not separations:
+        if self.within:
             return []
-        found = [] if all(each.rewrite_within for each in separations) else ["rewrite"]
+        found = ["low_precision"] if any(each.overflows for each in measured) else []
+        found += [] if all(each.rewrite_within for each in separations) else ["rewrite"]
         found += [] if all(each.kernels_within for each in separations) else ["kernels"]
-        return found or ["rest"]
-
-    def to_json(self) -> dict[str, Json]:
-        """Return everything as JSON types; what is NaN or infinite becomes null."""
-        summary: dict[str, Json] = {
-            "within": self.within,
-            "first_divergence": self.first_divergence,
-            "causes": list(self.causes),
-        }
-        return {**super().to_json(), **summary}
+        unexplained = separations and not all(each.excusable for each in measured)
+        return found or (["rest"] if unexplained else [])
 
 
 @dataclass(frozen=True)
@@ -215,6 +213,7 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         notes.append("places of padding are not compared: what a model gives for them has no meaning")
     count = len(reference.outputs)
     outputs = [_output(candidate_path, reference, runs, ours, index, dead > 0, tokens) for index in range(count)]
+    notes += [note for output in outputs for note in _notes(output, reference.dtype)]
     coarse = ", ".join(output.name for output in outputs if output.coarse)
     if coarse:
         notes.append(f"within tolerance says little: low precision alone is more than {COARSE:.0%} off in {coarse}")
@@ -241,8 +240,10 @@ def _load_as_compiled(options: CheckOptions, settings: dict[str, Any]) -> Loaded
     padding, logits = settings.get("padding"), settings.get("logits")
     try:
         return load_model(
-            options.model, options.trust_model, options.inputs,
-            padding if padding in PADDINGS else None, logits if logits in LOGITS else LOGITS[0],
+            TracingOptions(
+                options.model, trust_model=options.trust_model, inputs=options.inputs,
+                padding=padding if padding in PADDINGS else None, logits=logits if logits in LOGITS else LOGITS[0],
+            )
         )  # fmt: skip
     except NoChoiceError as error:
         raise UserError(
@@ -275,8 +276,8 @@ def _open_onnx(path: Path) -> _Candidate:
     model = load_onnx(path)
     evaluator = OnnxEvaluator(path, model)
     try:
-        settings = json.loads(evaluator.metadata[METADATA_KEY])["settings"]
-    except (KeyError, ValueError):
+        settings = dict(parse_json(evaluator.metadata[METADATA_KEY])["settings"])
+    except (KeyError, TypeError, ValueError):
         settings = {}
     executed = "the ONNX graph, in onnx's reference evaluator"
     if runs_kernels():
@@ -295,7 +296,7 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
             got=", ".join(f"{name} ({each.file})" for each in manifest.plugins.libraries for name in each.names),
             fix="Check the model without them; compare this plan's outputs by hand.",
         )  # fmt: skip
-    settings = {name: value for name, value in vars(manifest.settings).items() if value is not None}
+    settings: dict[str, Any] = manifest.settings.to_json()
     _refuse_other_profile(options, settings.get("calibration"))
     profile = {name: vars(shapes) for name, shapes in manifest.profiles[0].items()}
     assert manifest.backend is not None and manifest.plan is not None  # see read_manifest
@@ -306,14 +307,11 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     obstacle = why_not_here(backend)
     if not obstacle:
         refuse_other_plugins(plan, manifest)
-        host = load_host(backend)
+        progress("opening the plan")
+        run = PlanRunner(open_plan(load_host(backend), plan, manifest.backend.version))
         names = [tensor.name for tensor in manifest.plan.inputs]
         graph = (kept, load_onnx(kept)) if is_kept else None
-        version = manifest.backend.version
-        return _Candidate(
-            lambda sample: run_plan(host, plan, version, sample), names, settings, "the plan", graph, is_graph=False,
-            profile=profile,
-        )  # fmt: skip
+        return _Candidate(run, names, settings, "the plan", graph, is_graph=False, profile=profile)
     if is_kept:
         candidate, source = _open_onnx(kept), f"{kept.name}, the ONNX graph that it was built from"
     else:
@@ -396,7 +394,7 @@ def _neurons(model: onnx.ModelProto) -> dict[tuple[str, int], Neurons]:
     """Return what became of the neurons of blocks, by module and d_ff, as far as a graph says so."""
     text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), "")
     try:
-        layers = [of_json(Layer, layer) for layer in json.loads(text)["layers"]]
+        layers = [of_json(Layer, layer) for layer in parse_json(text)["layers"]]
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
     return {_key(layer): layer.neurons for layer in layers if layer.neurons is not None}
@@ -429,13 +427,55 @@ def _output(
         return measure_discrete(name, mine, plain, truth)
     # A row whose length varies with the input is no row of logits over a vocabulary.
     language_model = reference.language_model and index == 0 and len({_width(each[index]) for each in runs.plain}) == 1
-    result = measure(name, mine, plain, truth, language_model)
+    result = measure(name, mine, plain, truth, language_model, reference.dtype)
     if not runs.spliced:
         return result
     rewritten, original = stacked(runs.rewritten), stacked(runs.original)
     exact = runs.exact and not pruned
-    separation = separate(mine, stacked(runs.spliced), plain, truth, rewritten, original, exact=exact)
+    separation = separate(mine, stacked(runs.spliced), plain, truth, rewritten, original, exact, reference.dtype)
     return replace(result, separation=separation)
+
+
+def _notes(output: OutputAccuracy | DiscreteAccuracy, dtype: torch.dtype) -> list[str]:
+    """Say what could not be compared in an output, and why; `dtype` is what the model was compiled in."""
+    name, low = output.name, dtype_name(dtype)
+    if not output.elements:
+        return [f"{name} has no elements for these inputs: there is nothing to compare"]
+    if isinstance(output, DiscreteAccuracy):
+        many = f"low precision alone has {output.plain_differing} of {output.elements} elements of {name} wrong"
+        return [f"{many}, and is no yardstick"] if output.lacks_yardstick else []
+    cure = (
+        f"compile it with --dtype bf16, which has the range of float32; float16 ends at {torch.finfo(dtype).max:g}"
+        if dtype == torch.float16
+        else f"{low} has the range of float32, and no other --dtype has a larger one"
+    )
+    of = f"of {output.elements} elements of {name}"
+    own, plain = output.stray - output.shared_stray, output.plain_stray - output.shared_stray
+    notes = []
+    if output.shared_stray:
+        notes.append(
+            f"{output.shared_stray} {of} are NaN or infinite in the candidate and in the plain model, and finite in "
+            f"float64: the model overflows {low}; {cure}"
+        )
+    if own:
+        notes.append(
+            f"{own} {of} are NaN or infinite in the candidate alone, where the plain model agrees with float64, or are "
+            "not so where they must be"
+        )
+    if plain:
+        notes.append(
+            f"{plain} {of} are NaN or infinite in the plain model in {low} alone: its error is taken from the others, "
+            "and as two roundings at least"
+        )
+    if output.not_finite:
+        notes.append(f"{output.not_finite} {of} are NaN or infinite in float64, and must be the same in the candidate")
+    if output.extreme:
+        notes.append(
+            f"{output.extreme} {of} are beyond half of the range of their dtype in float64: each is judged by itself"
+        )
+    if not output.compared:
+        notes.append(f"no element of {name} could be compared")
+    return notes
 
 
 def _block(layer: Layer, runs: BlockRuns, neurons: Neurons | None) -> BlockAccuracy:
@@ -458,9 +498,9 @@ def _without_padding(output: torch.Tensor, tokens: torch.Tensor | None) -> torch
 def _stack(outputs: Outputs) -> torch.Tensor:
     """Join the samples' outputs row by row, or element by element where the lengths of their rows differ."""
     widths = {_width(output) for output in outputs}
-    width = widths.pop() if len(widths) == 1 else 1
+    width = max(widths) if len(widths) == 1 else 1
     return torch.cat([output.reshape(-1, width) for output in outputs])
 
 
 def _width(output: torch.Tensor) -> int:
-    return output.shape[-1] if output.dim() else 1
+    return max(output.shape[-1], 1) if output.dim() else 1

@@ -7,7 +7,7 @@ do on a GPU; the reference evaluator alone would round inside of them, at every 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+from onnx.defs import get_schema
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun, RuntimeContextError
 from onnx.reference.ops import load_op
@@ -22,10 +23,12 @@ from onnx.reference.ops import load_op
 from twellc.base.arrays import BFLOAT16, Array, to_numpy, to_torch
 from twellc.base.dtypes import kernel_dtypes
 from twellc.base.errors import UserError, first_line
+from twellc.checks.operators import own_operator
 from twellc.plugins.attention_op import ATTENTION
-from twellc.plugins.library import ATTENTION_NAME, PLUGIN_NAMES, PLUGIN_NAMESPACE
-from twellc.plugins.onnx_node import BIASES, GATED, HOT, RESIDUAL
-from twellc.plugins.ops import GATED_MLP, MLP, activate
+from twellc.plugins.block import BY_NODE, BlockOptions, Operands, WeightOperands
+from twellc.plugins.library import ATTENTION_NAME, PLUGIN_NAMESPACE
+from twellc.plugins.onnx_node import read_node
+from twellc.plugins.ops import activate, run_block
 
 
 class OnnxEvaluator:
@@ -53,10 +56,10 @@ class OnnxEvaluator:
             self.outputs = [value.name for value in model.graph.output]
             self.metadata = {entry.key: entry.value for entry in model.metadata_props}
             known = [node for node in model.graph.node if node.domain == PLUGIN_NAMESPACE]
-            unknown = sorted({node.op_type for node in known} - {*PLUGIN_NAMES, ATTENTION_NAME})
+            unknown = sorted({node.op_type for node in known} - {*BY_NODE, ATTENTION_NAME})
             if not model.graph.node or unknown:
                 raise ValueError(f"unknown twell nodes {unknown}" if unknown else "it has no nodes")
-            self._evaluator = ReferenceEvaluator(model, new_ops=[*_OPERATORS, *_widened_operators(model)])
+            self._evaluator = ReferenceEvaluator(model, new_ops=[*_OPERATORS, *_standard_operators(model)])
         except Exception as error:  # protobuf, onnx and numpy each have their own errors for a damaged model
             raise UserError(str(path), f"is no ONNX model that can be evaluated ({error})") from error
 
@@ -77,7 +80,8 @@ class OnnxEvaluator:
         """
         arrays = {name: to_numpy(tensor) for name, tensor in inputs.items()}
         try:
-            results = self._evaluator.run(None, arrays, intermediate=True)
+            with np.errstate(all="ignore"):  # what is NaN or infinite is in the results
+                results = self._evaluator.run(None, arrays, intermediate=True)
             assert isinstance(results, dict)
             return {name: to_torch(np.asarray(results[name])) for name in names}
         except Exception as error:  # each operator's own, for a graph that somebody else made
@@ -90,19 +94,33 @@ def _widen(operand: Any) -> Any:
     return operand.astype(np.float32) if low else operand
 
 
-def _widened_operators(model: onnx.ModelProto) -> list[type[OpRun]]:
-    """Return the standard operators of a model, computing in float32 what comes in bfloat16 or float16."""
+def _standard_operators(model: onnx.ModelProto) -> list[type[OpRun]]:
+    """Return the standard operators of a model that the reference evaluator must not take from itself.
+
+    They compute in float32 what comes in bfloat16 or float16.
+    """
     version = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
-    standard = {node.op_type for node in model.graph.node if node.domain in ("", "ai.onnx")}
-    found = {op_type: _implementation(op_type, version) for op_type in sorted(standard - _AS_THEY_ARE)}
-    return [_widened(op_type, operator) for op_type, operator in found.items() if operator is not None]
+    found = []
+    for op_type in sorted({node.op_type for node in _nodes(model.graph) if node.domain in ("", "ai.onnx")}):
+        own = own_operator(op_type, version)
+        if op_type in _AS_THEY_ARE:
+            found += [] if own is None else [own]
+        elif (operator := own or _implementation(op_type, version)) is not None:
+            found.append(_widened(op_type, operator))
+    return found
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Yield all nodes of a graph, and those of the graphs that they hold."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _nodes(attribute.g)
 
 
 def _implementation(op_type: str, version: int) -> Any:
-    """Return the class for an operator, the reference evaluator's or ours; None where it composes it of others."""
-    own = next((operator for operator in (Gelu, GatherElements) if operator.__name__ == op_type), None)
-    if own is not None:
-        return own
+    """Return the reference evaluator's class for an operator; None where it composes it of others."""
     try:
         return load_op("", op_type, version)
     except (RuntimeContextError, AssertionError):
@@ -114,6 +132,8 @@ def _widened(op_type: str, operator: Any) -> type[OpRun]:
 
     class Widened(operator):  # type: ignore[misc]
         op_domain = ""
+        # Attributes and defaults of the version that it is for, which its own name says, and the new one does not.
+        op_schema = getattr(operator, "op_schema", None) or get_schema(*operator.infer_name())
 
         def run(self, *operands: Any, **options: Any) -> tuple[Any, ...]:
             low = [x.dtype for x in operands if isinstance(x, np.ndarray) and x.dtype in (BFLOAT16, np.float16)]
@@ -127,50 +147,14 @@ def _widened(op_type: str, operator: Any) -> type[OpRun]:
     return Widened
 
 
-class Gelu(OpRun):
-    """Gelu in one step; the reference evaluator has it only as a function of other operators."""
-
-    op_domain = ""
-
-    def _run(self, x: Array, approximate: str = "none") -> tuple[Array]:
-        return (to_numpy(torch.nn.functional.gelu(to_torch(x), approximate=approximate)),)
-
-
-class GatherElements(OpRun):
-    """GatherElements; the reference evaluator's fails for data of more than 32 elements with fewer indices."""
-
-    op_domain = ""
-
-    def _run(self, data: Array, indices: Array, axis: int = 0) -> tuple[Array]:
-        size = data.shape[axis]
-        wrapped = to_torch(np.where(indices < 0, indices + size, indices).astype(np.int64))
-        return (to_numpy(torch.gather(to_torch(data), axis, wrapped)),)
-
-
-class TwellGatedMlp(OpRun):
-    """The gated block through the torch op."""
+class _Block(OpRun):
+    """A block through the torch op."""
 
     op_domain = PLUGIN_NAMESPACE
 
-    def _run(
-        self, *operands: Array, activation: str, threshold: float, compression: int, hot: int,
-        gate_bias: int, up_bias: int, down_bias: int, residual: int, plugin_version: str, plugin_namespace: str,
-    ) -> tuple[Array]:  # fmt: skip
-        tensors = _with_absent([to_torch(array) for array in operands], (gate_bias, up_bias, down_bias), residual)
-        return (to_numpy(_run_op(GATED_MLP, tensors, activation, threshold, compression, hot)),)
-
-
-class TwellMlp(OpRun):
-    """The block without a gate through the torch op."""
-
-    op_domain = PLUGIN_NAMESPACE
-
-    def _run(
-        self, *operands: Array, activation: str, threshold: float, compression: int, hot: int,
-        up_bias: int, down_bias: int, residual: int, plugin_version: str, plugin_namespace: str,
-    ) -> tuple[Array]:  # fmt: skip
-        tensors = _with_absent([to_torch(array) for array in operands], (up_bias, down_bias), residual)
-        return (to_numpy(_run_op(MLP, tensors, activation, threshold, compression, hot)),)
+    def _run(self, *operands: Array, **attributes: Any) -> tuple[Array]:
+        read, options = read_node(type(self).__name__, operands, attributes)
+        return (to_numpy(_run_block(read.map(to_torch), options)),)
 
 
 class TwellAttention(OpRun):
@@ -181,18 +165,10 @@ class TwellAttention(OpRun):
     def _run(
         self, *operands: Array, scale: float, causal: int, lengths: int, plugin_version: str, plugin_namespace: str
     ) -> tuple[Array]:
-        q, k, v, *rest = [to_torch(array) for array in operands]
+        device = _fast_device(to_torch(operands[0]))
+        q, k, v, *rest = [to_torch(array).to(device) for array in operands]
         (counts,) = rest if lengths else (None,)
-        return (to_numpy(_run_where_it_is_fast(ATTENTION, [q, k, v, counts], float(scale), bool(causal))),)
-
-
-def _with_absent(operands: list[torch.Tensor], biases: tuple[int, ...], residual: int) -> list[torch.Tensor | None]:
-    """Return x, then each weight followed by its bias or None, then the residual or None."""
-    remaining = iter(operands)
-    arguments: list[torch.Tensor | None] = [next(remaining)]
-    for bias in biases:
-        arguments += [next(remaining), next(remaining) if bias else None]
-    return [*arguments, next(remaining) if residual else None]
+        return (to_numpy(ATTENTION(q, k, v, counts, float(scale), bool(causal))),)
 
 
 def runs_kernels() -> bool:
@@ -200,25 +176,14 @@ def runs_kernels() -> bool:
     return torch.cuda.is_available()
 
 
-def _run_op(
-    op: torch._ops.OpOverload,
-    tensors: list[torch.Tensor | None],
-    activation: str,
-    threshold: float,
-    compression: int,
-    hot: int,
-) -> torch.Tensor:
-    return _run_where_it_is_fast(op, tensors, activation, float(threshold), int(compression), int(hot))
+def _run_block(operands: Operands[torch.Tensor], options: BlockOptions) -> torch.Tensor:
+    device = _fast_device(operands.x)
+    return run_block(operands.map(lambda tensor: tensor.to(device)), options).to(operands.x.device)
 
 
-def _run_where_it_is_fast(op: torch._ops.OpOverload, tensors: list[torch.Tensor | None], *options: Any) -> torch.Tensor:
-    """Run an op on the GPU, if there is one and the first tensor is of a type that its kernels take."""
-    first = tensors[0]
-    assert first is not None
-    device = "cuda" if runs_kernels() and first.dtype in kernel_dtypes() else "cpu"
-    moved = [None if tensor is None else tensor.to(device) for tensor in tensors]
-    y: torch.Tensor = op(*moved, *options)
-    return y.cpu()
+def _fast_device(x: torch.Tensor) -> str:
+    """Return where to run an op that reads x: on the GPU, if there is one and its kernels take the type of x."""
+    return "cuda" if runs_kernels() and x.dtype in kernel_dtypes() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -226,52 +191,41 @@ class PluginNode:
     """A `twell` node on its own, with its weights.
 
     Attributes:
-        op_type: TwellGatedMlp or TwellMlp.
-        weights: Each weight, followed by its bias or None, in the order of the node's inputs.
+        weights: Its weights and biases; they are loaded at each use, since a large model has too many to keep twice.
         residual: Whether it has a residual as its last input.
-        activation, threshold, compression, hot: Its fields.
+        options: Its fields.
     """
 
-    op_type: str
-    weights: list[onnx.TensorProto | None]
+    weights: WeightOperands[onnx.TensorProto]
     residual: bool
-    activation: str
-    threshold: float
-    compression: int
-    hot: int
+    options: BlockOptions
 
     @property
     def dtype(self) -> torch.dtype:
         """The element type of its weights."""
-        (weight,) = self._load(1)
-        assert weight is not None
-        return weight.dtype
+        return _load(self.weights.first[0]).dtype
 
     @property
     def widths(self) -> tuple[int, int, int]:
         """d_model, d_ff and the width of the output."""
-        first, last = self.weights[0], self.weights[-2]
-        assert first is not None and last is not None
+        first, last = self.weights.first[0], self.weights.w_down
         return first.dims[1], first.dims[0], last.dims[1]
 
     def run(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Return y, in the dtype of x and residual: both are in float64, or in the dtype of the weights."""
-        weights = (None if weight is None else weight.to(x.dtype) for weight in self._load(len(self.weights)))
-        op = GATED_MLP if self.op_type == GATED else MLP
-        options = self.activation, self.threshold, self.compression, self.hot
-        return _run_op(op, [x, *weights, residual], *options)
+        weights = self.weights.map(lambda each: _load(each).to(x.dtype))
+        return _run_block(weights.of(x, residual), self.options)
 
     def active(self, x: torch.Tensor) -> int:
         """Return how many activations of the gate (of a plain block: of the hidden tensor) are not zero for x."""
-        weight, bias = (None if each is None else each.float() for each in self._load(2))
+        weight, bias = (None if each is None else _load(each).float().to(x.device) for each in self.weights.first)
         assert weight is not None
         z = torch.nn.functional.linear(x.float(), weight, bias).to(x.dtype)
-        return int(activate(z, self.activation, self.threshold).count_nonzero())
+        return int(activate(z, self.options.activation, self.options.threshold).count_nonzero())
 
-    def _load(self, count: int) -> list[torch.Tensor | None]:
-        """Return the first weights; they are loaded at each use, since a large model has too many to keep twice."""
-        found = self.weights[:count]
-        return [None if each is None else to_torch(onnx.numpy_helper.to_array(each)) for each in found]
+
+def _load(stored: onnx.TensorProto) -> torch.Tensor:
+    return to_torch(onnx.numpy_helper.to_array(stored))
 
 
 def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode]:
@@ -286,26 +240,21 @@ def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode]:
         if node.domain != PLUGIN_NAMESPACE or node.op_type == ATTENTION_NAME:
             continue
         fields = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
-        stored = node.input[1:-1] if fields.get(RESIDUAL) else node.input[1:]
-        computed = [name for name in stored if name not in constants]
+        try:
+            names, options = read_node(node.op_type, list(node.input), fields)
+        except ValueError as error:
+            raise ValueError(f"the plugin node {node.name} has not the fields and inputs of one") from error
+        weights = names.weights
+        computed = [name for name in weights.named().values() if name not in constants]
         if computed:
             raise ValueError(f"{computed[0]}, a weight of the plugin node {node.name}, is no constant")
-        remaining = iter(constants[name] for name in stored)
-        weights: list[onnx.TensorProto | None] = []
-        try:
-            for bias in BIASES[node.op_type]:
-                weights += [next(remaining), next(remaining) if fields[bias] else None]
-            options = fields["activation"].decode(), float(fields["threshold"]), int(fields["compression"])
-            hot = int(fields[HOT])
-            residual = bool(fields[RESIDUAL])
-        except (KeyError, StopIteration) as error:
-            raise ValueError(f"the plugin node {node.name} has not the fields and inputs of one") from error
-        nodes.append(PluginNode(node.op_type, weights, residual, *options, hot))
+        nodes.append(PluginNode(weights.map(constants.__getitem__), names.residual is not None, options))
     return nodes
 
 
-# Casts and what only moves or makes values; and what holds graphs, whose operators are not replaced.
+# Casts and what only moves or makes values; and what holds graphs, and computes nothing by itself.
 _AS_THEY_ARE = frozenset(
     ("Cast", "CastLike", "Constant", "ConstantOfShape", "QuantizeLinear", "DequantizeLinear", "If", "Loop", "Scan")
 )
-_OPERATORS: list[Any] = [TwellGatedMlp, TwellMlp, TwellAttention]
+# The evaluator finds a class by its name.
+_OPERATORS: list[Any] = [*(type(name, (_Block,), {}) for name in BY_NODE), TwellAttention]

@@ -18,21 +18,22 @@ from torch.export import ExportedProgram
 from twellc.base.dtypes import DTYPES, torch_dtype
 from twellc.base.errors import UserError
 from twellc.checks.evaluator import OnnxEvaluator, PluginNode
-from twellc.checks.samples import Sample
 from twellc.decisions.advise import repeat
 from twellc.export.profiles import ModelInputs, program_inputs
-from twellc.inputs import InputDeclaration
 from twellc.loaders.loaded import LoadedModel
+from twellc.loaders.onnx_models import choose_onnx_dtype, integer_range, model_inputs, open_model, refuse_rewritten
+from twellc.loaders.precision import choose_dtype
+from twellc.options.declared_inputs import InputDeclaration
+from twellc.passes.decide import Advise
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.graph.program import editable, finish
-from twellc.passes.onnx.ffn import Ends, find_onnx_blocks, lower_onnx
+from twellc.passes.onnx.ffn import Ends, OnnxBlocks, find_onnx_blocks, lower_onnx
 from twellc.passes.onnx.part import part_of
 from twellc.passes.onnx.precision import widen_onnx
-from twellc.passes.pipeline import Found, arrange, find, functionalize
-from twellc.passes.precision import in_precision, widen
+from twellc.passes.pipeline import Passed, PassOptions, Stage, run_until
+from twellc.passes.precision import widen
 from twellc.passes.report import Layer
-from twellc.translation.onnx_models import choose_onnx_dtype, integer_range, model_inputs, open_model, refuse_rewritten
-from twellc.translation.torch_models import choose_dtype
+from twellc.samples.samples import Sample
 
 Outputs = list[torch.Tensor]
 
@@ -50,7 +51,7 @@ class CandidateGraph:
 
 @dataclass(frozen=True)
 class BlockRuns:
-    """What a block and its plugin node give for each sample, [..., d_out].
+    """What a block and its plugin node give for each sample, [..., d_out], on the CPU.
 
     Attributes:
         plain: The block in low precision.
@@ -69,20 +70,20 @@ class BlockRuns:
 
     def add_low(self, node: PluginNode, x: torch.Tensor, residual: torch.Tensor | None, plain: torch.Tensor) -> None:
         """Run the node on what the block reads, in low precision."""
-        self.plain.append(plain)
-        self.ours.append(node.run(x, residual))
+        self.plain.append(plain.cpu())
+        self.ours.append(node.run(x, residual).cpu())
         self.active.append(node.active(x))
         self.activations.append(x.numel() // node.widths[0] * node.widths[1])
 
     def add_wide(self, node: PluginNode, x: torch.Tensor, residual: torch.Tensor | None, exact: torch.Tensor) -> None:
         """Run the node on what the block reads, in float64."""
-        self.exact.append(exact)
-        self.rewritten.append(node.run(x.double(), None if residual is None else residual.double()))
+        self.exact.append(exact.cpu())
+        self.rewritten.append(node.run(x.double(), None if residual is None else residual.double()).cpu())
 
 
 @dataclass(frozen=True)
 class Runs:
-    """What the model gives for each sample: a list of its outputs.
+    """What the model gives for each sample: a list of its outputs, on the CPU.
 
     Attributes:
         plain: In low precision.
@@ -113,6 +114,7 @@ class Reference(Protocol):
         token_ids: Number of token ids; None where that is not known.
         outputs: Names of its outputs.
         language_model: Whether the first output holds logits over a vocabulary.
+        dtype: The low precision.
         layers: The blocks that the candidate has a plugin node for.
     """
 
@@ -121,6 +123,7 @@ class Reference(Protocol):
     token_ids: int | None
     outputs: list[str]
     language_model: bool
+    dtype: torch.dtype
     layers: list[Layer]
 
     def run(
@@ -142,6 +145,31 @@ class Reference(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Pair:
+    """A block of the model, and the plugin node that stands for it.
+
+    Attributes:
+        ends: What the block reads and computes.
+        node: The plugin node.
+        runs: What both give.
+    """
+
+    ends: Ends
+    node: PluginNode
+    runs: BlockRuns
+
+
+def _start(
+    graph: CandidateGraph | None, ends: list[Ends], progress: Callable[[str], None], exact: bool = True
+) -> tuple[Runs, list[_Pair]]:
+    """Return runs to fill, and the blocks to compare; see `Reference.run`."""
+    progress("running the model in low precision")
+    nodes = zip(ends, graph.nodes, strict=True) if graph else ()
+    pairs = [_Pair(each, node, BlockRuns()) for each, node in nodes]
+    return Runs([], [], blocks=[pair.runs for pair in pairs], exact=exact), pairs
+
+
 # ---- models that torch traces ----
 
 
@@ -150,19 +178,23 @@ class TorchReference:
 
     def __init__(self, model: LoadedModel, settings: dict[str, Any]) -> None:
         """Lower the model as its compilation did, by the settings of the candidate, and find its blocks."""
-        # What the model is measured by takes no part in the passes that bring its blocks into form.
-        self._source = functionalize(model.program)
         name = settings.get("dtype")
-        dtype = torch_dtype(name if name in DTYPES else choose_dtype(model, None)[0])
-        self._plain = in_precision(self._source, dtype)
-        arranged = arrange(self._source)
-        self._with_blocks = self._plain if arranged is self._source else in_precision(arranged, dtype)
+        self.dtype = torch_dtype(name if name in DTYPES else choose_dtype(model, None)[0])
+        options = PassOptions(self.dtype)
+        functional = run_until(model.program, options, Stage.FUNCTIONAL)
+        arranged = run_until(functional, options, Stage.ARRANGING)
+        with_blocks = run_until(arranged, options, Stage.PRECISION)
+        self._source, self._with_blocks = functional.program, with_blocks.program
+        # What the model is measured by takes no part in the passes that bring its blocks into form.
+        self._plain = self._with_blocks
+        if arranged.program is not self._source:
+            self._plain = run_until(functional, options, Stage.PRECISION, without=(Stage.ARRANGING,)).program
         self.inputs = program_inputs(self._source)
         self.integers = integer_ranges(model)
         self.token_ids = model.vocabulary
         self.outputs = model.output_names
         self.language_model = model.language_model
-        chosen = _find(self._with_blocks, settings).chosen
+        chosen = _decided(with_blocks, options, settings).chosen
         self._ends = [
             Ends(block.x.name, block.residual.other.name if block.residual else None, block.y.name)
             for block, _ in chosen
@@ -177,42 +209,44 @@ class TorchReference:
         progress: Callable[[str], None],
     ) -> Runs:
         """See `Reference`."""
-        progress("running the model in low precision")
-        nodes = graph.nodes if graph else []
-        ends = self._ends if graph else []
-        blocks = [BlockRuns() for _ in nodes]
-        runs = Runs([], [], blocks=blocks, exact=self._with_blocks is self._plain)
+        runs, pairs = _start(graph, self._ends, progress, exact=self._with_blocks is self._plain)
+        ends, nodes = [pair.ends for pair in pairs], [pair.node for pair in pairs]
         inputs: list[dict[str, torch.Tensor]] = []
         run_plain, run_blocks = Runner(self._plain), Runner(self._with_blocks)
         for sample in samples:
-            runs.plain.append(run_plain(sample))
+            runs.plain.append(_on_cpu(run_plain(sample)))
             if graph is None:
                 continue
             visitor = _Visitor(ends)
             run_blocks(sample, visitor)
             inputs.append(visitor.read)
-            for index, node in enumerate(nodes):
-                blocks[index].add_low(node, *_read_by(ends[index], visitor.read), visitor.y[index])
-            runs.spliced.append(run_blocks(sample, _Visitor(ends, nodes)))
+            for index, pair in enumerate(pairs):
+                pair.runs.add_low(pair.node, *_read_by(pair.ends, visitor.read), visitor.y[index])
+            runs.spliced.append(_on_cpu(run_blocks(sample, _Visitor(ends, nodes))))
         progress("running the model in float64")
         wide = Runner(widen(_round_thresholds(self._plain)))
-        runs.original.extend(wide(widen_sample(sample)) for sample in samples)
+        runs.original.extend(_on_cpu(wide(widen_sample(sample))) for sample in samples)
         if self._with_blocks is not self._plain:
             del wide  # a large model is larger in float64
             wide = Runner(widen(_round_thresholds(self._with_blocks)))
         for sample, given in zip(samples, inputs, strict=False):  # without a graph there are no inputs of blocks
             widened = widen_sample(sample)
-            runs.rewritten.append(wide(widened, _Visitor(ends, nodes)))
+            runs.rewritten.append(_on_cpu(wide(widened, _Visitor(ends, nodes))))
             visitor = _Visitor(ends, given={name: value.double() for name, value in given.items()})
             wide(widened, visitor)
-            for index, node in enumerate(nodes):
-                blocks[index].add_wide(node, *_read_by(ends[index], given), visitor.y[index])
+            for index, pair in enumerate(pairs):
+                pair.runs.add_wide(pair.node, *_read_by(pair.ends, given), visitor.y[index])
         if self._plain is self._source:
             return replace(runs, truth=runs.original)
         del wide
         wide = Runner(widen(self._source))
-        runs.truth.extend(wide(widen_sample(sample)) for sample in samples)
+        runs.truth.extend(_on_cpu(wide(widen_sample(sample))) for sample in samples)
         return runs
+
+
+def _on_cpu(outputs: Outputs) -> Outputs:
+    """Return outputs where the candidate's are; the model runs where it lies."""
+    return [output.cpu() for output in outputs]
 
 
 def _round_thresholds(program: ExportedProgram) -> ExportedProgram:
@@ -273,12 +307,23 @@ class _Visitor:
         return value
 
 
-def _find(program: ExportedProgram, settings: dict[str, Any]) -> Found:
+def _decided(prepared: Passed, options: PassOptions, settings: dict[str, Any]) -> Passed:
+    """Find the blocks, and decide what becomes of each as the compilation did."""
     try:
-        decided = settings.get("decided")
-        return find(program, str(settings.get("layers", "auto")), None if decided is None else repeat(decided))
+        wanted = replace(options, layers=str(settings.get("layers", "auto")), advise=_advise(settings))
+        return run_until(prepared, wanted, Stage.DECIDE)
     except (UserError, TypeError, AttributeError, KeyError):
-        return find(program, "auto")  # the blocks are not those of the model that the settings are for
+        return run_until(prepared, options, Stage.DECIDE)  # the blocks are not those that the settings are for
+
+
+def _advise(settings: dict[str, Any]) -> Advise | None:
+    """Return what repeats the decisions of a compilation; None where it took every match.
+
+    Raises:
+        TypeError, AttributeError, KeyError: The settings have not their form.
+    """
+    decided = settings.get("decided")
+    return None if decided is None else repeat(decided)
 
 
 def integer_ranges(model: LoadedModel) -> dict[str, tuple[int, int]]:
@@ -308,9 +353,10 @@ class OnnxReference:
         self._model = open_model(path, declared)
         refuse_rewritten(path, self._model)
         name = settings.get("dtype")
-        dtype = name if name in DTYPES else choose_onnx_dtype(self._model, None)
-        found = find_onnx_blocks(self._model, torch_dtype(dtype), str(settings.get("layers", "auto")))
-        self._plain = lower_onnx(found) if found.casts else self._model
+        self.dtype = torch_dtype(name if name in DTYPES else choose_onnx_dtype(self._model, None))
+        found = _decided_onnx(self._model, self.dtype, settings)
+        self._with_blocks = lower_onnx(found) if found.casts or found.folds else self._model
+        self._plain = self._with_blocks if found.casts else self._model
         chosen = [(ends, layer) for ends, layer in zip(found.ends, found.layers, strict=True)
                   if layer.decision == "twell"]  # fmt: skip
         self._ends = [ends for ends, _ in chosen]
@@ -332,33 +378,32 @@ class OnnxReference:
         progress: Callable[[str], None],
     ) -> Runs:
         """See `Reference`."""
-        progress("running the model in low precision")
-        nodes = graph.nodes if graph else []
-        ends = self._ends if graph else []
-        blocks = [BlockRuns() for _ in nodes]
-        runs = Runs([], [], blocks=blocks)
-        inputs: list[list[dict[str, torch.Tensor]]] = []
-        read = [[name for name in (each.x, each.residual) if name is not None] for each in ends]
+        runs, pairs = _start(graph, self._ends, progress, exact=self._with_blocks is self._plain)
+        read = {pair.ends: [name for name in (pair.ends.x, pair.ends.residual) if name is not None] for pair in pairs}
+        needed = {*self.outputs, *(name for names in read.values() for name in names), *(ends.y for ends in read)}
+        inputs: list[Sample] = []
         evaluator = OnnxEvaluator(self._path, self._plain)
+        evaluate_blocks = evaluator if runs.exact else OnnxEvaluator(self._path, self._with_blocks)
         for sample in samples:
-            needed = {*self.outputs, *(name for names in read for name in names), *(each.y for each in ends)}
-            found = evaluator.run_to(sample, needed)
-            runs.plain.append([found[name] for name in self.outputs])
-            # Of a block in float32 the plugin node reads x behind a cast, and its result is cast back.
-            inputs.append(
-                [{name: found[name].to(node.dtype) for name in names} for names, node in zip(read, nodes, strict=True)]
-            )
-            for block, node, each, given in zip(blocks, nodes, ends, inputs[-1], strict=True):
-                block.add_low(node, *_read_by(each, given), found[each.y].to(node.dtype))
+            found = evaluate_blocks.run_to(sample, needed)
+            runs.plain.append([found[name] for name in self.outputs] if runs.exact else evaluator.run(sample))
+            inputs.append({name: found[name] for names in read.values() for name in names})
+            for pair in pairs:
+                # Of a block in float32 the plugin node reads x behind a cast, and its result is cast back.
+                x, residual = _read_by(pair.ends, _cast(inputs[-1], pair.node.dtype))
+                pair.runs.add_low(pair.node, x, residual, found[pair.ends.y].to(pair.node.dtype))
         progress("running the model in float64")
         wide = widen_onnx(self._plain)
         evaluator = OnnxEvaluator(self._path, wide)
         runs.original.extend(evaluator.run(widen_sample(sample)) for sample in samples)
-        for index, (block, node, each) in enumerate(zip(blocks, nodes, ends, strict=True)):
-            part = OnnxEvaluator(self._path, part_of(wide, list(dict.fromkeys(read[index])), each.y))
-            for sample, all_given in zip(samples, inputs, strict=True):
-                (exact,) = part.run({**widen_sample(sample), **widen_sample(all_given[index])})
-                block.add_wide(node, *_read_by(each, all_given[index]), exact)
+        if not runs.exact:
+            wide = widen_onnx(self._with_blocks)
+        for pair in pairs:
+            part = OnnxEvaluator(self._path, part_of(wide, list(dict.fromkeys(read[pair.ends])), pair.ends.y))
+            for sample, found in zip(samples, inputs, strict=True):
+                given = _cast({name: found[name] for name in read[pair.ends]}, pair.node.dtype)
+                (exact,) = part.run({**widen_sample(sample), **widen_sample(given)})
+                pair.runs.add_wide(pair.node, *_read_by(pair.ends, given), exact)
         if graph is not None:
             evaluator = OnnxEvaluator(graph.path, graph.model)
             runs.spliced.extend(outputs or [evaluator.run(sample) for sample in samples])
@@ -369,6 +414,18 @@ class OnnxReference:
         evaluator = OnnxEvaluator(self._path, widen_onnx(self._model))
         runs.truth.extend(evaluator.run(widen_sample(sample)) for sample in samples)
         return runs
+
+
+def _decided_onnx(model: onnx.ModelProto, dtype: torch.dtype, settings: dict[str, Any]) -> OnnxBlocks:
+    layers = str(settings.get("layers", "auto"))
+    try:
+        return find_onnx_blocks(model, dtype, layers, _advise(settings))
+    except (TypeError, AttributeError, KeyError):
+        return find_onnx_blocks(model, dtype, layers)
+
+
+def _cast(tensors: Sample, dtype: torch.dtype) -> Sample:
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
 def widen_sample(sample: Sample) -> Sample:

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from twellc.base.errors import first_few
-from twellc.config import DEFAULT_COMPRESSION, DEFAULT_DENSITY
 from twellc.decisions.choose import (
     DEFAULT_ROW_SPREAD,
     Tokens,
     active_text,
+    at_tokens,
     choose,
     choose_compression,
     pays_text,
     percent,
+    tuned_for,
 )
 from twellc.decisions.predict import Widths
 from twellc.decisions.targets import Target
-from twellc.decisions.times import Rates
+from twellc.options.commands import DEFAULT_DENSITY
+from twellc.passes.block_profile import Counts
 from twellc.passes.decide import Advise
-from twellc.passes.firing import Calibration, Counts
 from twellc.passes.match.find_ffn import FfnBlock
-from twellc.passes.neurons import without
+from twellc.passes.neurons import Staying
 from twellc.passes.report import Choice, Layer
+from twellc.plugins.block import compression_of
 
 # Calls in fp16 are not split: sums over the hot neurons alone may be out of its range.
 _SPLIT_DTYPE = torch.bfloat16
@@ -36,71 +38,73 @@ _SPLIT_DTYPE = torch.bfloat16
 _REPEATED = ("decision", "facts", "hot", "compression")
 
 
-@dataclass(frozen=True, eq=False)
-class Firing:
-    """How the neurons of a block fire.
-
-    Attributes:
-        rates: How often each neuron does, as a share of the tokens: [d_ff].
-        row_spread: See `choose`.
-        removed: How many neurons it had besides these.
-    """
-
-    rates: Rates
-    row_spread: float = DEFAULT_ROW_SPREAD
-    removed: int = 0
-
-
 class Advisor:
     """Says what is best for each block of a model; see `decide`.
 
+    What is known of a block decides. Of others a density is assumed; that leaves a block dense only where TwELL pays at
+    no density, and only where blocks of such widths were measured.
+
     Attributes:
-        decided: What was decided for blocks of which something is known, by module; see `repeat`.
+        decided: What was decided for blocks of which something is known, or that are left dense, by module; see
+            `repeat`.
 
     Args:
         target: The GPU.
-        firing: How neurons fire, by the path of the module that holds a block's weights.
         tokens: Returns the rows of a block's calls, by optimization profile.
-        density: What is assumed of other blocks: the share of gate activations that are not zero.
+        density: What is assumed of blocks of which nothing is known: the share of gate activations that are not zero.
         compression: The TwELL compression factor of all blocks; None chooses one for each.
     """
 
     def __init__(
         self,
         target: Target,
-        firing: Mapping[str, Firing],
         tokens: Callable[[FfnBlock], list[Tokens]],
         density: float = DEFAULT_DENSITY,
         compression: int | None = None,
     ) -> None:
-        self._target, self._firing, self._tokens, self._density = target, firing, tokens, density
+        self._target, self._tokens, self._density = target, tokens, density
         self._compression = compression
         self.decided: dict[str, dict[str, Any]] = {}
         self._assumed: dict[tuple[Widths, tuple[Tokens, ...]], Choice] = {}
 
-    def __call__(self, block: FfnBlock) -> Choice:
-        """Return what is best for a block."""
-        widths = _widths(block)
+    def __call__(self, block: FfnBlock, neurons: Staying) -> Choice:
+        """Return what is best for a block of which these neurons stay."""
+        widths = replace(_widths(block), d_ff=len(neurons.kept))
         tokens = tuple(self._tokens(block))
-        known = self._firing.get(block.module)
-        if known is not None:
-            kept = replace(widths, d_ff=len(known.rates))
-            choice = choose(
-                self._target.model, kept, known.rates, tokens, known.row_spread,
-                splits=block.dtype == _SPLIT_DTYPE, removed=known.removed,
-            )  # fmt: skip
-            if not self._target.model.is_near(kept):  # a guess leaves nothing dense
-                active = active_text(float(known.rates.mean()), kept.d_ff, known.removed)
-                slots = choose_compression(known.rates, known.row_spread)
-                choice = replace(choice, decision="twell", facts=active, hot=0, compression=slots)
-            choice = replace(choice, compression=self._compression or choice.compression)
-            self.decided[block.module] = {name: getattr(choice, name) for name in _REPEATED}
-            return choice
-        if (widths, tokens) not in self._assumed:
-            rates = np.full(block.d_ff, self._density)
-            choice = choose(self._target.model, widths, rates, tokens, assumed=True)
-            self._assumed[widths, tokens] = replace(choice, hot=0, compression=DEFAULT_COMPRESSION)
-        return self._assumed[widths, tokens]
+        if neurons.rates is None:
+            if (widths, tokens) not in self._assumed:
+                self._assumed[widths, tokens] = self._assume(widths, tokens)
+            choice = self._assumed[widths, tokens]
+            if choice.decision == "twell":
+                return choice
+        else:
+            choice = self._choose(block, widths, tokens, neurons)
+        self.decided[block.module] = {name: getattr(choice, name) for name in _REPEATED}
+        return choice
+
+    def _choose(self, block: FfnBlock, widths: Widths, tokens: tuple[Tokens, ...], neurons: Staying) -> Choice:
+        """Return what is best for a block of which it is known how its neurons fire."""
+        assert neurons.rates is not None
+        spread = DEFAULT_ROW_SPREAD if neurons.rows is None else row_spread(neurons.rows)
+        removed = block.d_ff - widths.d_ff
+        choice = choose(
+            self._target.model, widths, neurons.rates, tokens, spread,
+            splits=neurons.movable and block.dtype == _SPLIT_DTYPE, removed=removed,
+        )  # fmt: skip
+        if not self._target.model.is_near(widths):  # a guess leaves nothing dense
+            active = active_text(float(neurons.rates.mean()), widths.d_ff, removed)
+            slots = choose_compression(neurons.rates, spread)
+            choice = replace(choice, decision="twell", facts=active, hot=0, compression=slots)
+        return replace(choice, compression=compression_of(self._compression, choice.compression))
+
+    def _assume(self, widths: Widths, tokens: tuple[Tokens, ...]) -> Choice:
+        """Return what becomes of a block of which nothing is known."""
+        choice = choose(self._target.model, widths, np.full(widths.d_ff, self._density), tokens, assumed=True)
+        expectation = choice.expectation
+        if expectation is None or expectation.pays_below > 0 or not self._target.model.is_near(widths):
+            return Choice("twell", "matches", 0, None, expectation)
+        facts = f"TwELL {pays_text(expectation.pays_below)} {at_tokens(tuned_for(tokens))}"
+        return Choice("dense", facts, 0, compression_of(self._compression), expectation)
 
     def notes(self, layers: list[Layer]) -> list[str]:
         """Return what the user should know: the GPU that was decided for, and what was assumed of which blocks."""
@@ -108,16 +112,19 @@ class Advisor:
         if not expected:
             return []
         notes = [self._target.note] if self._target.note else []
-        far = {(layer.d_model, layer.d_ff) for layer, _ in expected if not self._target.model.is_near(_widths(layer))}
+        widths = [(layer, replace(_widths(layer), d_ff=layer.kept)) for layer, _ in expected]
+        far = {(layer.d_model, layer.d_ff) for layer, kept in widths if not self._target.model.is_near(kept)}
         if far:
             sizes = first_few([f"{d_model} / {d_ff}" for d_model, d_ff in sorted(far)])
             notes.append(f"no blocks of d_model / d_ff like {sizes} were measured: what is expected of them is a guess")
         assumed = [expectation for layer, expectation in expected if expectation.assumed and layer.decision == "twell"]
+        left = any(expectation.assumed and layer.decision == "dense" for layer, expectation in expected)
         if assumed:
             least, most = (pick(assumed, key=lambda each: each.gain) for pick in (min, max))
             gains = f"{least.gain:.2f}" + (f" to {most.gain:.2f}" if most.gain - least.gain >= 0.01 else "")
+            which = "every match for which TwELL can pay" if left else "every match"
             notes.append(
-                f"--layers auto rewrites every match, since no profile says how often neurons fire. With "
+                f"--layers auto rewrites {which}, since no profile says how often neurons fire. With "
                 f"{percent(self._density)} of the activations not zero, in all neurons alike, blocks are expected to "
                 f"be {gains} times as fast as dense ones on an {least.gpu}; TwELL {pays_text(least.pays_below)}"
             )
@@ -137,19 +144,8 @@ def repeat(decided: Mapping[str, Mapping[str, Any]]) -> Advise:
     choices = {
         module: Choice(**{name: each[name] for name in _REPEATED}, expectation=None) for module, each in decided.items()
     }
-    unknown = Choice("twell", "matches", 0, DEFAULT_COMPRESSION, None)
-    return lambda block: choices.get(block.module, unknown)
-
-
-def firing_of(calibration: Calibration | None) -> dict[str, Firing]:
-    """Return how neurons fire as a calibration has it, without those that it removes."""
-    found = {}
-    for module, block in calibration.blocks.items() if calibration is not None else ():
-        rates = block.rates
-        if calibration is not None and calibration.prune_dead:
-            rates = rates[without(block.never)]
-        found[module] = Firing(rates, row_spread(block.rows), len(block.rates) - len(rates))
-    return found
+    unknown = Choice("twell", "matches", 0, None, None)
+    return lambda block, neurons: choices.get(block.module, unknown)
 
 
 def row_spread(rows: Counts) -> float:

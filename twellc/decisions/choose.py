@@ -17,7 +17,7 @@ import numpy as np
 from twellc.base.records import Record
 from twellc.decisions.predict import CostModel, Widths, is_split
 from twellc.decisions.times import Rates
-from twellc.passes.firing import hot_first
+from twellc.passes.block_profile import hot_first
 from twellc.passes.report import Choice, Expectation, ExpectedTime
 from twellc.plugins.library import COMPRESSIONS, TILE
 
@@ -68,7 +68,7 @@ def choose(
     """
     in_order = np.asarray(rates, dtype=np.float64)
     rates = np.sort(in_order)[::-1]
-    tuned = sorted({profile.opt for profile in profiles})
+    tuned = tuned_for(profiles)
     dense = {tokens: model.dense_us(widths, tokens) for tokens in tuned}
     hot, gain = _best(model, widths, rates, dense, splits)
     pays_below = _break_even(model, widths, rates, dense, hot)
@@ -80,8 +80,8 @@ def choose(
         for count in counts
     ]
     density = float(rates.mean())
-    active = active_text(density, widths.d_ff, removed)
     pays = gain >= _LEAST_GAIN
+    active = active_text(density, widths.d_ff, removed, stays=pays)
     taken = hot if pays else 0
     return Choice(
         decision="twell" if pays else "dense",
@@ -92,6 +92,11 @@ def choose(
             model.times.gpu, assumed, round(density, 7), round(gain, 4), round(pays_below, 7), times
         ),
     )
+
+
+def tuned_for(profiles: Sequence[Tokens]) -> list[int]:
+    """Return the numbers of tokens that profiles are tuned for."""
+    return sorted({profile.opt for profile in profiles})
 
 
 def at_tokens(counts: Sequence[int]) -> str:
@@ -144,9 +149,9 @@ def count_text(count: int) -> str:
     return f"{count:,}".replace(",", " ") if count >= 10_000 else str(count)
 
 
-def active_text(density: float, d_ff: int, removed: int) -> str:
-    """Say which share of the neurons is active, and of which ones if some were removed."""
-    left = f" of the {count_text(d_ff)} neurons left" if removed else ""
+def active_text(density: float, d_ff: int, removed: int, stays: bool = True) -> str:
+    """Say which share of the neurons is active, and of which ones if some are removed; none are from a dense block."""
+    left = f" of the {count_text(d_ff)} neurons {'' if stays else 'that would be '}left" if removed else ""
     return f"{percent(density)}{left} active"
 
 

@@ -1,4 +1,4 @@
-"""The GPU that decisions are made for: its times come with twellc, or in a data file of `twellc bench --calibrate`."""
+"""The GPU that decisions are made for: its times come with twellc, or in a file of `twellc bench --measure-gpu`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from twellc.base.errors import UserError
 from twellc.decisions.predict import CostModel
-from twellc.decisions.times import Times, read_times
+from twellc.decisions.times import GpuTimes, read_times
 
 _FOLDER = Path(__file__).with_name("data")
 DEFAULT_TARGET = "h100"
@@ -50,7 +50,7 @@ def choose_target(requested: str | None, at_hand: str | None) -> Target:
             raise UserError(
                 f"--target-gpu {requested}", "neither the name of a GPU nor a file",
                 expected=f"{' or '.join(TARGETS)}, or a data file",
-                fix="Measure another GPU: twellc bench --calibrate -o FILE",
+                fix="Measure another GPU: twellc bench --measure-gpu -o FILE",
             )  # fmt: skip
         return Target(CostModel(read_times(Path(requested))), "")
     for name in TARGETS if at_hand is not None else ():
@@ -62,7 +62,7 @@ def choose_target(requested: str | None, at_hand: str | None) -> Target:
 
 
 @functools.cache
-def shipped_times(name: str) -> Times:
+def shipped_times(name: str) -> GpuTimes:
     """Return the times of a GPU that come with twellc."""
     return read_times(_FOLDER / f"{name}.json")
 

@@ -20,15 +20,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 
 from twellc.base.errors import UserError
-from twellc.base.records import Record
+from twellc.base.records import Count, OneOf, Record, Share, Size, Time, of_json, parse_json
 
 Rates = np.ndarray[Any, np.dtype[np.float64]]  # how often each neuron fires, as shares of the tokens: [d_ff]
 
@@ -36,7 +35,7 @@ FORMAT = 1
 VARIANTS = ("gated", "plain")
 NEURONS = ("equal", "zipf")
 
-_FIX = "Measure the GPU again: twellc bench --calibrate -o FILE"
+_FIX = "Measure the GPU again: twellc bench --measure-gpu -o FILE"
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,13 @@ class Measured(Record):
         p90_us: Ninetieth percentile.
     """
 
-    variant: str
-    d_model: int
-    d_ff: int
-    tokens: int
-    us: float
-    p10_us: float
-    p90_us: float
+    variant: Annotated[str, OneOf(VARIANTS)]
+    d_model: Size
+    d_ff: Size
+    tokens: Size
+    us: Time
+    p10_us: Time
+    p90_us: Time
 
 
 @dataclass(frozen=True)
@@ -80,14 +79,14 @@ class TwellPoint(Measured):
         hot: How many neurons came first and were a dense product where calls are split.
     """
 
-    density: float
-    nominal: float
-    neurons: str
-    hot: int = 0
+    density: Share
+    nominal: Share
+    neurons: Annotated[str, OneOf(NEURONS)]
+    hot: Count = 0
 
 
 @dataclass(frozen=True)
-class Times(Record):
+class GpuTimes(Record):
     """What was measured on one GPU.
 
     Attributes:
@@ -128,7 +127,7 @@ def zipf_rates(d_ff: int, density: float) -> Rates:
     return rates
 
 
-def read_times(path: Path) -> Times:
+def read_times(path: Path) -> GpuTimes:
     """Read a data file.
 
     Raises:
@@ -136,11 +135,11 @@ def read_times(path: Path) -> Times:
     """
     where = f"--target-gpu {path}"
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except OSError as error:
         raise UserError(where, f"cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(where, f"holds no measured times: it is no JSON ({error})", fix=_FIX) from error
+    except ValueError as error:
+        raise UserError(where, f"holds no measured times: it cannot be read as JSON ({error})", fix=_FIX) from error
     if not isinstance(content, dict) or "format" not in content:
         raise UserError(where, "holds no measured times: it names no format", fix=_FIX)
     if content["format"] != FORMAT:
@@ -148,50 +147,27 @@ def read_times(path: Path) -> Times:
             where, "the measured times are of another format", got=str(content["format"]), expected=str(FORMAT),
             fix=_FIX,
         )  # fmt: skip
-    machine = content.get("machine")
-    if not isinstance(machine, dict) or not isinstance(machine.get("gpu"), str):
-        raise UserError(where, "the measured times name no GPU: machine.gpu is missing", fix=_FIX)
-    if not isinstance(content.get("complete"), bool):
-        raise UserError(where, "the measured times are damaged: complete is neither true nor false", fix=_FIX)
-    dense = _points(DensePoint, content, "dense", where)
-    twell = _points(TwellPoint, content, "twell", where)
-    return Times({str(key): str(value) for key, value in machine.items()}, content["complete"], dense, twell)
+    try:
+        times = of_json(GpuTimes, content)
+        _refuse_contradictions(times)
+    except ValueError as error:
+        raise UserError(where, f"the measured times are damaged: {error}", fix=_FIX) from error
+    return times
 
 
-_Point = TypeVar("_Point", bound=Measured)
+def _refuse_contradictions(times: GpuTimes) -> None:
+    """Fail if times cannot be interpolated in.
 
-
-def _points(kind: type[_Point], content: Mapping[str, Any], name: str, where: str) -> list[_Point]:
-    rows = content.get(name)
-    if not isinstance(rows, list) or not rows:
-        raise UserError(where, f"the measured times are damaged: {name} is no list of points", fix=_FIX)
-    points = []
-    for index, row in enumerate(rows):
-        fault = _fault(kind, row)
-        if fault:
-            raise UserError(where, f"the measured times are damaged: {name}[{index}] {fault}", fix=_FIX)
-        points.append(kind(**{each.name: row[each.name] for each in fields(kind)}))
-    return points
-
-
-def _fault(kind: type[Measured], row: Any) -> str:
-    """Say what is wrong with a point of a data file, or return an empty string."""
-    if not isinstance(row, dict):
-        return "is no object"
-    for name in (each.name for each in fields(kind)):
-        if name not in row:
-            return f"has no {name}"
-        value = row[name]
-        if name in ("variant", "neurons", "by"):
-            allowed = {"variant": VARIANTS, "neurons": NEURONS}.get(name)
-            if not isinstance(value, str) or (allowed and value not in allowed):
-                return f"has {value!r} as {name}" + (f", not {' or '.join(allowed)}" if allowed else "")
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            return f"has {value!r} as {name}, not a number"
-        elif name in ("d_model", "d_ff", "tokens", "hot") and (type(value) is not int or value < (name != "hot")):
-            return f"has {value!r} as {name}, not a count"
-        elif name.endswith("us") and value <= 0:
-            return f"has {value!r} as {name}, not a time"
-        elif name in ("density", "nominal") and not 0 <= value <= 1:
-            return f"has {value!r} as {name}, not a share"
-    return f"has {row['hot']} as hot, not fewer than d_ff" if row.get("hot", 0) >= row["d_ff"] else ""
+    Raises:
+        ValueError: They cannot; the message names the place.
+    """
+    if "gpu" not in times.machine:
+        raise ValueError("machine has no gpu")
+    for name, points in (("dense", times.dense), ("twell", times.twell)):
+        if not points:
+            raise ValueError(f"{name} is empty")
+        for index, point in enumerate(points):
+            if any(math.isnan(each) for each in vars(point).values() if isinstance(each, float)):
+                raise ValueError(f"{name}[{index}] has a null that is not a time or a share")
+            if isinstance(point, TwellPoint) and point.hot >= point.d_ff:
+                raise ValueError(f"{name}[{index}].hot is not less than d_ff")

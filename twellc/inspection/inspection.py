@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from twellc.base.errors import UserError
 from twellc.base.files import uninterrupted
-from twellc.config import DEFAULT_GPU, InspectOptions, refuse_calibration, refuse_dtype
-from twellc.cost import count_costs
-from twellc.inputs import refuse_inputs
+from twellc.compiling.manifest import is_plan, read_manifest
 from twellc.inspection.description import Description, Inspection
+from twellc.inspection.flops import count_costs
 from twellc.inspection.kernels import list_kernels
 from twellc.loaders.onnx_format import looks_like_onnx
-from twellc.manifest import is_plan, read_manifest
+from twellc.options.commands import DEFAULT_GPU, InspectOptions
+from twellc.options.decisions import refuse_decisions
+from twellc.options.declared_inputs import refuse_inputs
+from twellc.options.source import refuse_missing, refuse_tracing
 from twellc.plugins.library import gpu_named
 
 
@@ -34,7 +35,9 @@ def inspect_model(options: InspectOptions, progress: Callable[[str], None]) -> I
     gpu, note = _gpu(options, found)
     found = replace(found, notes=[*found.notes, *note])
     cost = count_costs(found.layers, options.tokens, options.density)
-    return Inspection(found, cost, list_kernels(found.layers, options.tokens, gpu))
+    compiled = found.manifest
+    compression = options.compression if compiled is None else compiled.settings.compression
+    return Inspection(found, cost, list_kernels(found.layers, options.tokens, gpu, compression))
 
 
 def _gpu(options: InspectOptions, found: Description) -> tuple[str, list[str]]:
@@ -54,13 +57,12 @@ def _gpu(options: InspectOptions, found: Description) -> tuple[str, list[str]]:
 
 
 def _describe(options: InspectOptions, progress: Callable[[str], None]) -> Description:
-    target = options.target
-    if not target.exists():
-        raise UserError(str(target), "there is no such file or folder", expected="a model or a plan")
+    target = options.model
+    refuse_missing(target, "a model or a plan")
     if not looks_like_onnx(target) and is_plan(target):
         refuse_inputs(options.inputs, f"{target}, a plan")
-        refuse_dtype(options.dtype, f"{target}, a plan")
-        refuse_calibration(options, f"{target}, a plan")
+        refuse_tracing(options, f"{target}, a plan")
+        refuse_decisions(options, f"{target}, a plan")
         progress("reading the manifest")
         manifest = read_manifest(target)
         return Description("plan", manifest.layers, manifest.notes, attention=manifest.attention, manifest=manifest)

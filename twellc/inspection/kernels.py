@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twellc.base.records import Record
-from twellc.config import DEFAULT_COMPRESSION
 from twellc.passes.report import Layer
-from twellc.plugins.library import ACTIVATIONS, DTYPES, GPUS, VARIANTS, Problem, describe, load
+from twellc.plugins.block import VARIANTS, BlockOptions, compression_of, problem_of
+from twellc.plugins.library import ACTIVATIONS, GPUS, Problem, describe, load
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class KernelTable(Record):
     blocks: list[BlockKernels]
 
 
-def list_kernels(layers: list[Layer], tokens: int, gpu: str) -> KernelTable:
+def list_kernels(layers: list[Layer], tokens: int, gpu: str, compression: int | None = None) -> KernelTable:
     """Return which kernels compute the rewritten blocks; those of bf16, which fp16 has, too, but for hot neurons.
 
     Raises:
@@ -48,19 +48,21 @@ def list_kernels(layers: list[Layer], tokens: int, gpu: str) -> KernelTable:
     """
     blocks = []
     for layer in layers:
-        problem = _problem_of(layer, tokens)
+        problem = _problem_of(layer, tokens, compression)
         if problem is not None and load().twell_validate(problem) is None:
             route, *launches = describe(problem, GPUS[gpu]).splitlines()
             blocks.append(BlockKernels(layer.module, route.removeprefix("route "), launches))
     return KernelTable(gpu, tokens, blocks)
 
 
-def _problem_of(layer: Layer, tokens: int) -> Problem | None:
+def _problem_of(layer: Layer, tokens: int, compression: int | None) -> Problem | None:
     """Return what a call computes; None where the block stays dense, or a node of another origin does not say it."""
     if layer.decision != "twell" or layer.activation not in ACTIVATIONS:
         return None
-    return Problem(
+    options = BlockOptions(
+        activation=layer.activation, compression=compression_of(layer.compression, compression), hot=layer.hot
+    )
+    return problem_of(
+        VARIANTS[layer.variant], options, "bfloat16",
         tokens=tokens, d_model=layer.d_model, d_ff=layer.kept, d_out=layer.d_out,
-        compression=layer.compression or DEFAULT_COMPRESSION, dtype=DTYPES["bfloat16"],
-        variant=VARIANTS[layer.variant], activation=ACTIVATIONS[layer.activation], hot=layer.hot,
     )  # fmt: skip

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import onnx
 
 from twellc.base.dtypes import dtype_name, torch_dtype
-from twellc.base.records import of_json
-from twellc.calibration.calibration import load_calibration
-from twellc.config import InspectOptions, refuse_calibration, refuse_dtype
-from twellc.decisions.advise import Advisor, firing_of
+from twellc.base.records import of_json, parse_json
+from twellc.compiling.result import METADATA_KEY
+from twellc.compiling.translate_onnx import cast_notes
+from twellc.compiling.translate_torch import activation_notes
+from twellc.decisions.advise import Advisor
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
-from twellc.inputs import InputDeclaration
+from twellc.firing.calibration import load_calibration
 from twellc.inspection.description import Description, PluginNode
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
-from twellc.passes.attention import MATMUL, rewrite_attention
-from twellc.passes.neurons import arrange_neurons
+from twellc.loaders.onnx_models import KIND, choose_onnx_dtype, open_model
+from twellc.loaders.precision import choose_dtype
+from twellc.options.commands import InspectOptions
+from twellc.options.decisions import refuse_calibration, refuse_decisions
+from twellc.options.source import refuse_choices, refuse_tracing
+from twellc.passes.attention import MATMUL
 from twellc.passes.onnx.ffn import find_onnx_blocks
 from twellc.passes.onnx.graph import dtype_of
-from twellc.passes.pipeline import find, prepare
+from twellc.passes.pipeline import PassOptions, Stage, run_until
 from twellc.passes.report import Layer
+from twellc.plugins.block import BY_NODE
 from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
-from twellc.plugins.onnx_node import GATED, HOT, RESIDUAL
-from twellc.translation.onnx_models import KIND, cast_notes, choose_onnx_dtype, open_model
-from twellc.translation.result import METADATA_KEY
-from twellc.translation.torch_models import activation_notes, choose_dtype
 
 
 def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> Description:
@@ -40,45 +40,45 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     """
     calls = [Tokens(options.tokens, options.tokens, options.tokens)]
     target = choose_target(options.target_gpu, gpu_at_hand())
-    if looks_like_onnx(options.target):
-        refuse_calibration(options, f"{options.target}, an ONNX file")
+    if looks_like_onnx(options.model):
+        refuse_calibration(options, f"{options.model}, an ONNX file")
         progress("loading the model")
-        return inspect_onnx(
-            options.target, options.dtype, options.inputs, Advisor(target, {}, lambda block: calls, options.density)
-        )
+        return inspect_onnx(options, Advisor(target, lambda block: calls, options.density, options.compression))
     progress("loading and tracing the model")
-    calibrated = load_calibration(options, options.target)
-    model = load_model(options.target, options.trust_model, options.inputs)
+    calibrated = load_calibration(options, options.model)
+    model = load_model(options)
     chosen, notes = choose_dtype(model, options.dtype)
     progress("looking for feed-forward blocks")
-    program = prepare(model.program, torch_dtype(chosen))
     calibration = None if calibrated is None else calibrated.calibration
-    advisor = Advisor(target, firing_of(calibration), lambda block: calls, options.density)
-    found = find(program, "auto", advisor)
+    advisor = Advisor(target, lambda block: calls, options.density, options.compression)
+    wanted = PassOptions(
+        torch_dtype(chosen), options.layers, options.compression, (MATMUL,), calibration, advise=advisor
+    )
+    passed = run_until(model.program, wanted, Stage.ATTENTION, without=(Stage.FFN,))
+    layers = passed.layers
     if calibrated is not None:
-        calibrated.refuse_other_blocks(found.layers)
-    layers = arrange_neurons(program, found.blocks, found.layers, calibration)[1]
-    attention = rewrite_attention(program, (MATMUL,))[1]
+        calibrated.refuse_other_blocks(layers)
     notes = [*model.notes, *notes, *activation_notes(model, layers), *advisor.notes(layers)]
     if calibrated is not None:
         notes += [*calibrated.profile.warnings, *calibrated.notes(layers, chosen)]
-    return Description(model.kind, layers, notes, dtype=chosen, attention=attention)
+    return Description(model.kind, layers, notes, dtype=chosen, attention=passed.attention)
 
 
-def inspect_onnx(
-    path: Path, dtype: str | None, declared: tuple[InputDeclaration, ...], advisor: Advisor
-) -> Description:
+def inspect_onnx(options: InspectOptions, advisor: Advisor) -> Description:
     """Return what `twellc inspect` shows of an ONNX file; of a rewritten one also its `twell` nodes."""
-    model = open_model(path, declared)
+    path = options.model
+    model = open_model(path, options.inputs)
     nodes = twell_nodes(model)
     if nodes:
-        refuse_dtype(dtype, f"{path}, a rewritten graph")
+        refuse_tracing(options, f"{path}, a rewritten graph")
+        refuse_decisions(options, f"{path}, a rewritten graph")
         chosen, layers = _metadata(model)
         layers = layers or [_layer_of(node) for node in nodes if node.type in PLUGIN_NAMES]
         notes = [f"{path.name} is a rewritten graph: {len(nodes)} of its nodes are plugins"]
         return Description("rewritten ONNX file", layers, notes, dtype=chosen, nodes=nodes)
-    chosen = choose_onnx_dtype(model, dtype)
-    found = find_onnx_blocks(model, torch_dtype(chosen), "auto", advisor)
+    refuse_choices(options.padding, options.logits, f"{path}, an {KIND}")
+    chosen = choose_onnx_dtype(model, options.dtype)
+    found = find_onnx_blocks(model, torch_dtype(chosen), options.layers, advisor)
     return Description(KIND, found.layers, [*cast_notes(found, chosen), *advisor.notes(found.layers)], dtype=chosen)
 
 
@@ -112,13 +112,13 @@ def _layer_of(node: PluginNode) -> Layer:
     """Describe a node in a graph that does not say what its layers were."""
     shapes = list(node.weights.values())
     (d_ff, d_model), d_out = shapes[0] if shapes else (0, 0), shapes[-1][1] if shapes else 0
-    hot = node.fields.get(HOT)
+    hot = node.fields.get("hot")
     return Layer(
         module=node.name or node.outputs[0],
-        variant="gated" if node.type == GATED else "plain",
+        variant=BY_NODE[node.type].name,
         activation=str(node.fields.get("activation")),
         d_model=d_model, d_ff=d_ff, d_out=d_out, matched=True, decision="twell", reason="is a plugin node",
-        residual=node.fields.get(RESIDUAL) == 1,
+        residual=node.fields.get("residual") == 1,
         hot=hot if isinstance(hot, int) else 0,
     )  # fmt: skip
 
@@ -127,7 +127,7 @@ def _metadata(model: onnx.ModelProto) -> tuple[str | None, list[Layer]]:
     """Return the precision and the layers that a rewritten graph notes, as far as it does and in this form."""
     text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), "")
     try:
-        content = json.loads(text)
+        content = parse_json(text)
         layers = [of_json(Layer, layer) for layer in content["layers"]]
         dtype = str(content["settings"]["dtype"])
     except (ValueError, KeyError, TypeError, AttributeError):

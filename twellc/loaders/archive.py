@@ -35,6 +35,7 @@ _PLAIN_RECORDS = re.compile(
 # Descriptions of input and output containers, JSON in strings, and what makes pytree import a module there.
 _CONTAINERS = ("in_spec", "out_spec", "context")
 _IMPORTS = ("__enum__", "default_factory_module")
+_NAME = "model"  # of the program that torch.export.save writes
 _AGAIN = "Copy it again, or export the model again."
 # The module of an output class of transformers, which tells pytree of it; the class is named in JSON in a string.
 _OUTPUT_CLASS = re.compile(rb'\\"type\\": \\"(transformers\.(?:modeling_outputs|models\.\w+\.modeling_\w+))\.')
@@ -54,15 +55,35 @@ def load_archive(path: Path, trust_model: bool) -> LoadedModel:
         with quiet_torch():
             _import_output_classes(path)
             # Not torch.export.load: after a failure that looks for pickles of older formats, which no scan saw.
-            program = load_pt2(path).exported_programs["model"]
+            programs = load_pt2(path).exported_programs
     except Exception as error:  # any damage inside surfaces here, as whatever the deserializer stumbles over
         raise UserError(
             str(path), f"torch {torch.__version__} cannot load the archive ({first_line(error)})",
             fix="Export it again, with this version of torch, from a model that returns tensors, tuples or dicts.",
         ) from error  # fmt: skip
+    program, notes = _one_of(path, programs)
     _forget_ranges_of_expressions(program)
-    names, notes = keep_tensor_outputs(path, program)
-    return LoadedModel(path, "torch.export archive", program, names, notes=notes)
+    names, left_out = keep_tensor_outputs(path, program)
+    return LoadedModel(path, "torch.export archive", program, names, notes=notes + left_out)
+
+
+def _one_of(path: Path, programs: dict[str, ExportedProgram]) -> tuple[ExportedProgram, list[str]]:
+    """Return the program that torch.export.save writes, or the only one under another name, with a note.
+
+    Raises:
+        UserError: There is none, or there are several under other names.
+    """
+    if _NAME in programs:
+        others = sorted(programs.keys() - {_NAME})
+        return programs[_NAME], [f"other programs of the archive are left out: {', '.join(others)}"] if others else []
+    if len(programs) != 1:
+        raise UserError(
+            str(path), "the archive does not hold one program", got=", ".join(map(repr, sorted(programs))) or "none",
+            expected=f"one, or one that is called {_NAME!r}",
+            fix="Write each program to an archive of its own, with torch.export.save(program, FILE).",
+        )  # fmt: skip
+    ((name, program),) = programs.items()
+    return program, [f"the program of the archive is called {name!r}"]
 
 
 def _import_output_classes(path: Path) -> None:

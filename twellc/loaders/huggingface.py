@@ -12,12 +12,15 @@ from typing import Any
 import torch
 
 from twellc.base.errors import UserError, first_few, first_line
-from twellc.config import PADDINGS
+from twellc.base.files import temporary_folder
 from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
+from twellc.loaders.checkpoint import activations, read_checkpoint
 from twellc.loaders.huggingface_inputs import inputs_of, longest_text, text_config
-from twellc.loaders.loaded import LoadedModel, NoChoiceError, refuse_choices
+from twellc.loaders.loaded import LoadedModel
+from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.loaders.tracing import keep_tensor_outputs, trace
+from twellc.options.source import PADDINGS, NoChoiceError, refuse_choices
 
 
 def load_directory(path: Path, padding: str | None = None, logits: str = "all") -> LoadedModel:
@@ -36,91 +39,84 @@ def load_directory(path: Path, padding: str | None = None, logits: str = "all") 
         UserError: The directory is incomplete, needs remote code, or holds a model that cannot be traced, or that
             leaves no choice of `padding` or `logits`.
     """
-    config = _read_config(path)
-    files = _weight_files(path)
+    checkpoint = read_checkpoint(path)
+    with nothing_fetched():
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        if checkpoint.config.get("model_type") == sparselm.MODEL_TYPE:
+            llama, tensors = sparselm.as_llama(path, checkpoint.config, checkpoint.tensors)
+            model, notes = _make_model(path, transformers.LlamaForCausalLM, llama, tensors)
+        else:
+            model_class = _class_of(path, checkpoint.config)
+            config = _as_configuration(path, model_class, checkpoint.config)
+            model, notes = _make_model(path, model_class, config, checkpoint.tensors)
+        return _trace(path, model, checkpoint.config, checkpoint.notes + notes, padding, logits)
+
+
+def _class_of(path: Path, config: dict[str, Any]) -> Any:
     import transformers
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    if config.get("model_type") == sparselm.MODEL_TYPE:
-        model, notes = _load_weights(transformers.LlamaForCausalLM, path, **sparselm.as_llama(config, files))
-        return _trace(path, model, config, notes, padding, logits)
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     model_class = getattr(transformers, str(architecture), None)
-    if architecture is None or not isinstance(model_class, type):
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         raise UserError(
             str(path / "config.json"),
             f"transformers {transformers.__version__} has no such architecture",
             got=repr(architecture),
             expected="the name of a transformers class under `architectures`",
         )
-    model, notes = _load_weights(model_class, path)
-    return _trace(path, model, config, notes, padding, logits)
+    return model_class
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
-    if not file.is_file():
-        raise UserError(str(path), "no config.json in this folder", expected="a Hugging Face directory")
+def _as_configuration(path: Path, model_class: Any, config: dict[str, Any]) -> Any:
     try:
-        config = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(str(file), f"cannot be read as JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise UserError(str(file), "is not a JSON object")
-    if "auto_map" in config:
-        raise UserError(
-            str(file), "the model needs remote code (auto_map)",
-            expected="an architecture of transformers itself",
-            fix="Export it with torch.export.save and compile that archive.",
-        )  # fmt: skip
-    return config
+        with temporary_folder() as folder:
+            (folder / "config.json").write_text(json.dumps(config))
+            return model_class.config_class.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers' and its helpers' own, for values that they do not take
+        where = str(path / "config.json")
+        raise UserError(where, f"transformers cannot read the configuration ({first_line(error)})") from error
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """Return the weights' files after checking that they are safetensors inside of the folder."""
-    index = path / "model.safetensors.index.json"
-    files = {"model.safetensors"}
-    if index.is_file():
-        try:
-            files = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise UserError(str(index), f"is not an index of weights ({error!r})") from error
-    for name in sorted(map(str, files)):
-        file = path / name
-        if Path(name).name != name or name in (".", ".."):
-            raise UserError(str(index), "names a file outside of its folder", got=repr(name))
-        if not file.is_file():
-            raise UserError(str(file), "the weights are missing", expected="safetensors")
-        file.open("rb").close()  # safetensors says of a file that may not be read that it is missing
-    return [path / str(name) for name in sorted(files)]
-
-
-def _load_weights(model_class: Any, path: Path, **instead: Any) -> tuple[Any, list[str]]:
-    """Load a model from its folder, or from a configuration and tensors given `instead`; and say what was left out."""
-    source = {"pretrained_model_name_or_path": None if instead else path, "dtype": "auto", **instead}
+def _make_model(path: Path, model_class: Any, config: Any, tensors: dict[str, torch.Tensor]) -> tuple[Any, list[str]]:
+    """Make a model of its configuration and its tensors; and say which of these were left out."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, info = model_class.from_pretrained(
-                **source, local_files_only=True, use_safetensors=True, output_loading_info=True
-            )
-    except Exception as error:  # transformers and safetensors raise what they like for a damaged folder
-        raise UserError(
-            str(path), f"transformers cannot load the model ({first_line(error)})",
-            fix="Check that config.json and the weights are whole and belong together.",
-        ) from error  # fmt: skip
+                None, config=config, state_dict=tensors, dtype="auto", ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )  # fmt: skip
+    except Exception as error:  # transformers raises what it likes for a configuration that does not fit
+        raise _cannot_make(path, config, error) from error
     missing = sorted(info["missing_keys"])
     if missing or info["mismatched_keys"]:
         what = f"{len(missing)} weights are missing" if missing else "weights have other shapes than the config says"
+        others = [f"{name} {list(stored)} for {list(made)}" for name, stored, made in sorted(info["mismatched_keys"])]
         raise UserError(
-            str(path), what, got=first_few(missing or sorted(info["mismatched_keys"])),
+            str(path), what, got=first_few(missing or others),
             fix="Check that config.json and the weights belong together.",
         )  # fmt: skip
     unused = sorted(info["unexpected_keys"])
     note = f"{len(unused)} tensors of the checkpoint have no place in the model: {first_few(unused)}"
     return model.eval().requires_grad_(False), [note] if unused else []
+
+
+def _cannot_make(path: Path, config: Any, error: Exception) -> UserError:
+    for place, name in activations(config.to_dict()).items():
+        if isinstance(error, KeyError) and error.args == (name,):
+            return UserError(
+                str(path / "config.json"), "transformers has no such activation", got=f"{place} {name!r}",
+                fix="Export the model with torch.export.save, from the code that computes this activation, and compile"
+                " that archive.",
+            )  # fmt: skip
+    return UserError(
+        str(path), f"transformers cannot load the model ({first_line(error)})",
+        fix="Check that config.json and the weights are whole and belong together.",
+    )  # fmt: skip
 
 
 def _is_causal(model: Any) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.export import ExportedProgram
 
-from twellc.base.errors import UserError
+from twellc.base.files import open_file
 
 DimensionRange = tuple[int, int, int]
 
@@ -28,7 +28,7 @@ class LoadedModel:
         language_model: Whether its first output holds logits over the vocabulary.
         declared_activation: The activation that a config.json names; empty without one.
         notes: What the user should hear about how it was loaded.
-        settings: The choices that it was traced by, of `padding` and `logits` of `CompileOptions`; empty for a model
+        settings: The choices that it was traced by, of `padding` and `logits` of `TracingOptions`; empty for a model
             that leaves none.
     """
 
@@ -45,29 +45,12 @@ class LoadedModel:
     settings: dict[str, str] = field(default_factory=dict)
 
 
-class NoChoiceError(UserError):
-    """A choice of `padding` or `logits` was made, and the model leaves none."""
-
-
-def refuse_choices(padding: str | None, logits: str, target: str) -> None:
-    """Fail if a choice is made that only causal Hugging Face models leave.
-
-    Raises:
-        NoChoiceError: It is.
-    """
-    chosen = [f"--padding {padding}"] if padding is not None else []
-    chosen += [f"--logits {logits}"] if logits != "all" else []
-    if chosen:
-        raise NoChoiceError(
-            chosen[0], "only a causal Hugging Face model leaves the choice", got=target, fix="Leave it out."
-        )
-
-
 def fingerprint(path: Path) -> str:
     """Return the SHA-256 of a model: of the file, or of the names and contents of a directory's model files."""
     digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted([*path.glob("*.json"), *path.glob("*.safetensors")]):
+    within = sorted(file for file in [*path.glob("*.json"), *path.glob("*.safetensors")] if file.is_file())
+    for file in within if path.is_dir() else [path]:
         digest.update(file.name.encode() if path.is_dir() else b"")
-        with file.open("rb") as stream:
+        with open_file(file) as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()

@@ -6,44 +6,33 @@ import zipfile
 from pathlib import Path
 
 from twellc.base.errors import UserError
-from twellc.inputs import InputDeclaration, refuse_inputs
+from twellc.base.files import open_file
 from twellc.loaders.archive import load_archive
 from twellc.loaders.huggingface import load_directory
-from twellc.loaders.loaded import LoadedModel, refuse_choices
+from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.pickled import load_pickle
+from twellc.options.declared_inputs import refuse_inputs
+from twellc.options.source import TracingOptions, refuse_choices, refuse_missing
 
 
-def load_model(
-    path: Path,
-    trust_model: bool,
-    inputs: tuple[InputDeclaration, ...] = (),
-    padding: str | None = None,
-    logits: str = "all",
-) -> LoadedModel:
-    """Load a model of any supported kind; files are told apart by their content, not by their names.
-
-    Args:
-        path: A torch.export archive, a Hugging Face directory or a pickled module.
-        trust_model: Load a pickle, or an archive that could execute code, too.
-        inputs: The inputs of a pickled module.
-        padding: Whether a causal Hugging Face model takes an `attention_mask`; see `CompileOptions`.
-        logits: The places whose logits a causal Hugging Face model computes; see `CompileOptions`.
+def load_model(source: TracingOptions) -> LoadedModel:
+    """Load and trace a model of any supported kind; files are told apart by their content, not by their names.
 
     Raises:
         UserError: There is no such model, it cannot be loaded, or it leaves no choice of `padding` or `logits`.
     """
-    if not path.exists():
-        raise UserError(str(path), "there is no such file or folder", expected=_EXPECTED)
+    path, inputs = source.model, source.inputs
+    refuse_missing(path, _EXPECTED)
     kind = "directory" if path.is_dir() else _sniff(path)
     if kind == "directory":
         refuse_inputs(inputs, f"{path}, another kind of model")
-        return load_directory(path, padding, logits)
-    refuse_choices(padding, logits, f"{path}, another kind of model")
+        return load_directory(path, source.padding, source.logits)
+    refuse_choices(source.padding, source.logits, f"{path}, another kind of model")
     if kind == "pickle":
-        return load_pickle(path, trust_model, inputs)
+        return load_pickle(path, source.trust_model, inputs)
     refuse_inputs(inputs, f"{path}, another kind of model")
     if kind == "archive":
-        return load_archive(path, trust_model)
+        return load_archive(path, source.trust_model)
     raise UserError(str(path), f"not a model that twellc reads ({kind})", expected=_EXPECTED)
 
 
@@ -60,7 +49,7 @@ def _sniff(path: Path) -> str:
     if path.stat().st_size == 0:
         return "the file is empty"
     if not zipfile.is_zipfile(path):
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             head = stream.read(2)
         if head.startswith(b"\x80"):
             return "pickle"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import pickletools
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
 
-from twellc.base.errors import UserError, first_line
-from twellc.inputs import InputDeclaration
+from twellc.base.errors import UserError, first_few, first_line
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs, trace
+from twellc.options.declared_inputs import InputDeclaration
 
 # Sizes to trace dynamic dimensions with: all different, since torch.export gives equal sizes one symbol; not 1, which
 # it would take for a constant.
@@ -23,6 +28,7 @@ def load_pickle(path: Path, trust_model: bool, inputs: tuple[InputDeclaration, .
     Raises:
         UserError: The user has not said that the file is trusted, it holds no module, or the inputs do not fit it.
     """
+    _refuse_other_pickles(path)
     if not trust_model:
         raise UserError(
             str(path), "is a pickle, and loading a pickle executes code that is in the file",
@@ -36,10 +42,8 @@ def load_pickle(path: Path, trust_model: bool, inputs: tuple[InputDeclaration, .
             fix="The module's classes must be importable here: name the folder of their source in PYTHONPATH.",
         ) from error  # fmt: skip
     if not isinstance(module, torch.nn.Module):
-        raise UserError(
-            str(path), "holds no module", got=type(module).__name__, expected="a pickled torch.nn.Module",
-            fix="Weights alone do not say what to compute: save the module with torch.export.save.",
-        )  # fmt: skip
+        raise _no_module(path, module)
+    module, notes = _unwrapped(module)
     parameters = list(inspect.signature(module.forward).parameters)
     names = [declared.name for declared in inputs]
     if not inputs or not set(names) <= set(parameters) or len(set(names)) < len(names):
@@ -48,7 +52,68 @@ def load_pickle(path: Path, trust_model: bool, inputs: tuple[InputDeclaration, .
             got=", ".join(names) or "none", expected=f"parameters of its forward: {', '.join(parameters)}",
             fix="For example --input x:float32[batch,sequence,512].",
         )  # fmt: skip
-    return _trace(path, module.eval().requires_grad_(False), inputs)
+    model = _trace(path, module.eval().requires_grad_(False), inputs)
+    return replace(model, notes=notes + model.notes)
+
+
+def _refuse_other_pickles(path: Path) -> None:
+    """Fail for what is no module, as far as that can be said without executing code of the file.
+
+    Raises:
+        UserError: It holds an ExportedProgram, or tensors and plain values only.
+    """
+    if _first_class(path) == "torch.export.exported_program.ExportedProgram":
+        raise UserError(
+            str(path), "holds a program of torch.export that torch.save wrote",
+            fix="Write it with torch.export.save(program, FILE), where it was made.",
+        )  # fmt: skip
+    try:
+        content = torch.load(path, map_location="meta", weights_only=True)
+    except Exception:  # anything that the restricted unpickler does not take
+        return
+    raise _no_module(path, content)
+
+
+def _first_class(path: Path) -> str:
+    """Return the class that the pickle of a zip archive names first, which is that of the pickled object."""
+    if not zipfile.is_zipfile(path):
+        return ""
+    with zipfile.ZipFile(path) as archive, contextlib.suppress(ValueError, EOFError):
+        record = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        for operation, argument, _ in pickletools.genops(archive.read(record)):
+            if operation.name == "GLOBAL":
+                return str(argument).replace(" ", ".")
+    return ""
+
+
+def _no_module(path: Path, content: object) -> UserError:
+    tensors = isinstance(content, dict) and any(isinstance(value, torch.Tensor) for value in content.values())
+    got = "weights by their names" if tensors else type(content).__name__
+    if isinstance(content, dict) and not tensors:
+        got = f"a dict of {first_few(list(content))}"
+    return UserError(
+        str(path), "holds no module", got=got, expected="a pickled torch.nn.Module",
+        fix="Weights do not say what to compute: load them into the module, and save that with torch.export.save.",
+    )  # fmt: skip
+
+
+def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, list[str]]:
+    """Return a module without what torch.compile and DataParallel put around it and its parts, and a note on that."""
+    found = set()
+
+    def inner(module: torch.nn.Module) -> torch.nn.Module:
+        while isinstance(module, OptimizedModule | torch.nn.DataParallel):
+            compiled = isinstance(module, OptimizedModule)
+            found.add("torch.compile" if compiled else "DataParallel")
+            module = module.get_submodule("_orig_mod" if compiled else "module")
+        for name, child in module.named_children():
+            part = inner(child)
+            if part is not child:
+                setattr(module, name, part)
+        return module
+
+    bare = inner(module)
+    return bare, [f"the module is taken without {' and '.join(sorted(found))}"] if found else []
 
 
 def _trace(path: Path, module: torch.nn.Module, inputs: tuple[InputDeclaration, ...]) -> LoadedModel:

@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from twellc.base.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 MODEL_TYPE = "llama_sparse_relu"
 _COUNTERS = ("tracker.", "metrics_accumulator.")
 _BARE_WEIGHT = re.compile(r"(.*\.mlp)\.(gate|up|down)_weight")
 
 
-def as_llama(config: dict[str, Any], files: list[Path]) -> dict[str, Any]:
-    """Return `config`, `state_dict` and `dtype` to make a LlamaForCausalLM of a SparseLM checkpoint.
+def as_llama(
+    path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> tuple[LlamaConfig, dict[str, torch.Tensor]]:
+    """Return the configuration and the tensors of a LlamaForCausalLM for those of a SparseLM checkpoint.
 
     Raises:
-        UserError: The configuration is damaged, a file is no safetensors file, or a projection has an unexpected shape.
+        UserError: The configuration is damaged, or a projection has an unexpected shape.
     """
     from transformers import LlamaConfig
 
@@ -32,26 +37,16 @@ def as_llama(config: dict[str, Any], files: list[Path]) -> dict[str, Any]:
     try:
         llama = LlamaConfig(**{**kept, "hidden_act": "relu"})
     except Exception as error:  # transformers' and its helpers' own, for values that they do not take
-        where = str(files[0].with_name("config.json"))
+        where = str(path / "config.json")
         raise UserError(where, f"transformers cannot read the configuration ({first_line(error)})") from error
-    tensors = {}
-    for file in files:
-        for name, tensor in _load_file(file).items():
-            if not any(counter in name for counter in _COUNTERS):
-                renamed, arranged = _as_linear(name, tensor, llama.hidden_size, llama.intermediate_size)
-                tensors[renamed] = arranged
-    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-    return {"config": llama, "state_dict": tensors, "dtype": dtypes.pop() if len(dtypes) == 1 else torch.float32}
-
-
-def _load_file(file: Path) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise UserError(str(file), f"is no safetensors file ({error})") from error
+    arranged = {}
+    for name, tensor in tensors.items():
+        if not any(counter in name for counter in _COUNTERS):
+            renamed, linear = _as_linear(name, tensor, llama.hidden_size, llama.intermediate_size)
+            arranged[renamed] = linear
+    dtypes = {tensor.dtype for tensor in arranged.values() if tensor.is_floating_point()}
+    llama.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    return llama, arranged
 
 
 def _as_linear(name: str, tensor: torch.Tensor, d_model: int, d_ff: int) -> tuple[str, torch.Tensor]:

@@ -8,11 +8,21 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind, TensorArgument
+from torch.export.graph_signature import (
+    InputKind,
+    OutputKind,
+    SymBoolArgument,
+    SymFloatArgument,
+    SymIntArgument,
+    TensorArgument,
+)
 from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError, first_line
-from twellc.passes.graph.program import quiet_torch
+from twellc.export.names import distinct_outputs
+from twellc.passes.graph.program import quiet_torch, user_inputs
+
+_NUMBERS = (SymIntArgument, SymFloatArgument, SymBoolArgument)
 
 
 def trace(
@@ -53,19 +63,27 @@ def keep_tensor_outputs(path: Path, program: ExportedProgram) -> tuple[list[str]
         program: The program as it was traced.
 
     Returns:
-        The names of its tensor outputs, and a note on what was removed.
+        The names of its tensor outputs, each its own, and notes on what was removed and renamed.
 
     Raises:
-        UserError: It returns no tensor.
+        UserError: It returns no tensor, or takes a number that varies.
     """
-    specs, output, names = program.graph_signature.output_specs, program.graph.output_node(), _output_names(program)
+    for spec in program.graph_signature.input_specs:
+        if spec.kind == InputKind.USER_INPUT and isinstance(spec.arg, _NUMBERS):
+            raise UserError(
+                str(path), f"input {spec.arg.name} is a number that varies from call to call", expected="tensors",
+                fix="Let the model take it as a tensor of no dimensions, or trace it with the number fixed.",
+            )  # fmt: skip
+    specs, output, names = program.graph_signature.output_specs, program.graph.output_node(), output_names(program)
     results = [spec for spec in specs if spec.kind == OutputKind.USER_OUTPUT]
-    kept = [name for name, spec in zip(names, results, strict=True) if isinstance(spec.arg, TensorArgument)]
-    removed = [name for name in names if name not in kept]
+    is_tensor = [isinstance(spec.arg, TensorArgument) for spec in results]
+    kept = list(itertools.compress(names, is_tensor))
+    removed = [name for name, tensor in zip(names, is_tensor, strict=True) if not tensor]
     if not kept:
         raise UserError(str(path), "the model returns no tensor", expected="one at least")
+    distinct, notes = distinct_outputs([node.name for node in user_inputs(program)], kept)
     if not removed:
-        return names, []
+        return distinct, notes
     stays = [spec.kind != OutputKind.USER_OUTPUT or isinstance(spec.arg, TensorArgument) for spec in specs]
     program.graph_signature.output_specs = list(itertools.compress(specs, stays))
     output.args = (tuple(itertools.compress(output.args[0], stays)),)
@@ -73,22 +91,40 @@ def keep_tensor_outputs(path: Path, program: ExportedProgram) -> tuple[list[str]
     call = program.module_call_graph[0].signature
     assert call is not None
     call.out_spec = pytree.tree_structure(tuple(kept))
-    return kept, [f"results of the model that are no tensors are left out of the plan: {', '.join(removed)}"]
+    note = f"results of the model that are no tensors are left out of the plan: {', '.join(removed)}"
+    return distinct, [note, *notes]
 
 
-def _output_names(program: ExportedProgram) -> list[str]:
-    """Return the keys of a program that returns a dictionary or a model output, else `output` or numbered ones.
+def output_names(program: ExportedProgram) -> list[str]:
+    """Return a name for each result of a program: keys and fields of what it returns, else `output` or numbered ones.
 
-    Keys of a dictionary within another stand behind that one's: `text_model_output.pooler_output`.
+    What stands within something else is behind that one's name, with its key, field or number:
+    `text_model_output.pooler_output`, `hidden.0`.
     """
     spec = program.call_spec.out_spec
     count = len(program.graph_signature.user_outputs)
+    paths: list[tuple[str | int, ...]] = [()] * count
     if spec is not None and spec.num_leaves == count:
-        paths = [path for path, _ in pytree.tree_flatten_with_path(pytree.tree_unflatten(range(count), spec))[0]]
-        names = [".".join(str(getattr(key, "key", "")) for key in path) for path in paths]
-        in_dictionaries = all(
-            isinstance(key, pytree.MappingKey) and isinstance(key.key, str) for path in paths for key in path
-        )
-        if all(names) and in_dictionaries and len(set(names)) == count:
-            return names
-    return ["output"] if count == 1 else [f"output_{i}" for i in range(count)]
+        paths = paths_of(spec)
+    numbered = ["output"] if count == 1 else [f"output_{i}" for i in range(count)]
+    return [_name_of(path) or number for path, number in zip(paths, numbered, strict=True)]
+
+
+def paths_of(spec: pytree.TreeSpec) -> list[tuple[str | int, ...]]:
+    """Return where each leaf of a structure stands in it: by keys, names of fields, and numbers."""
+    leaves = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))[0]
+    return [tuple(map(_part, path)) for path, _ in leaves]
+
+
+def _part(key: Any) -> str | int:
+    for attribute in ("key", "name", "idx"):  # of a mapping, of a class with fields, of a sequence
+        if hasattr(key, attribute):
+            part = getattr(key, attribute)
+            return part if isinstance(part, int) else str(part)
+    return ""
+
+
+def _name_of(path: tuple[str | int, ...]) -> str:
+    """Return the name of a result by where it stands; empty if that begins with a number, or a part says nothing."""
+    named = bool(path) and not isinstance(path[0], int) and "" not in path
+    return ".".join(map(str, path)) if named else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -12,11 +12,11 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from twellc.base.files import Outputs
+from twellc.base.files import OutputFiles
 from twellc.base.version import __version__
 from twellc.benchmarking.plot import require_matplotlib
-from twellc.calibration.profile import PERCENTILES, SLOTS
-from twellc.passes.firing import BlockProfile, rate_bound
+from twellc.firing.profile import PERCENTILES, SLOTS
+from twellc.passes.block_profile import BlockProfile, rate_bound
 from twellc.passes.report import Attention, Layer
 from twellc.plugins.library import COMPRESSIONS, PLUGIN_NAMES, TILE
 from twellc.reporting import figures
@@ -24,12 +24,18 @@ from twellc.reporting.sources import Sources
 from twellc.reporting.words import clean, count, percent, short_names, times
 
 if TYPE_CHECKING:
-    from twellc.benchmarking.result import BenchResult, Standings
+    from twellc.benchmarking.result import BenchResult, ShapeResult, Standings
 
-# Firing curves of so many blocks are shown at once, those of others on demand.
-_SHOWN_CURVES = 8
+# So many blocks are shown at once, others on demand: rows, firing curves, and stages of the graph.
+_SHOWN = 8
+# So many warnings, and notes.
+_SHOWN_SAYINGS = 4
+# So many stretches of blocks that a row stands for are named.
+_NAMED_STRETCHES = 6
 # Where no hot neurons were decided on, the fewest that have this share of the non-zeros are marked.
 _HALF = 0.5
+# Contestants of the whole model.
+TWELL_MODELS = ("twell eager", "twell compiled")
 _PLUGINS = dict(zip(("gated", "plain"), PLUGIN_NAMES, strict=True))
 _FORMS = {
     "cudnn": "plugin TwellAttention, by cuDNN",
@@ -61,20 +67,88 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A block in the table of decisions.
+class Answer:
+    """A question that the page's head answers: the first number is the largest on the page."""
+
+    question: str
+    stats: list[Stat]
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A block.
 
     Attributes:
         module: Path of its module.
+        place: Its place in the order of the model.
         layer: What became of it; None where nothing says it.
         block: Which of its neurons fire; None where no profile says it.
-        measured: How many times as fast as dense it was measured to be by itself; empty where it was not.
+        gains: How many times as fast as dense it was measured to be by itself, at each shape.
     """
 
     module: str
+    place: int
     layer: Layer | None
     block: BlockProfile | None
+    gains: list[float]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What blocks of one row have in common."""
+        form = self.layer or self.block
+        assert form is not None
+        sizes = (self.layer.d_model, self.layer.d_out, self.layer.decision) if self.layer else ()
+        refusal = self.layer.reason if self.layer and not self.layer.matched else ""
+        return form.variant, form.activation, form.d_ff, *sizes, refusal
+
+
+@dataclass(frozen=True)
+class Row:
+    """A block, or several that are alike, in the table of blocks; what is not known is empty.
+
+    Attributes:
+        module: Path of its module; of several blocks how many they are.
+        names: Of several blocks which they are, by what tells them apart.
+        twell: Whether TwELL runs it.
+        density: Share of its activations that are not zero.
+        never: Neurons that never fired.
+        expected: How many times as fast as dense TwELL is expected to be.
+        pays_below: Density below which it pays.
+        measured: How many times as fast as dense it was by itself.
+        form: Variant and activation.
+        sizes: Its widths.
+        why: Why it became what it is; of several blocks, which of them stand out.
+    """
+
+    module: str
+    names: str
+    twell: bool
+    density: str
+    never: str
+    expected: str
+    pays_below: str
     measured: str
+    form: str
+    sizes: str
+    why: str
+
+
+@dataclass(frozen=True)
+class ShapeSum:
+    """The blocks by themselves at one shape, together.
+
+    Attributes:
+        result: What was measured.
+        dense_us: Sum of the blocks' times by the fastest dense form of each, in microseconds.
+        twell_us: Sum of their times by TwELL.
+        least, most: The block that gains least, and most, with its gain.
+    """
+
+    result: ShapeResult
+    dense_us: float
+    twell_us: float
+    least: str
+    most: str
 
 
 @dataclass(frozen=True)
@@ -115,7 +189,7 @@ def make_page(sources: Sources, output: Path | None, *, overwrite: bool = False)
     Raises:
         UserError: The file cannot be written, or exists; or matplotlib is missing, for a profile or measurements.
     """
-    with Outputs(overwrite) as outputs:
+    with OutputFiles(overwrite) as outputs:
         if output is not None:
             outputs.check("--output", output)
         if sources.profile is not None or sources.bench is not None:
@@ -142,6 +216,11 @@ def _content(sources: Sources) -> dict[str, Any]:
     blocks = [] if profile is None else list(profile.blocks.values())
     layers = {layer.module: layer for layer in sources.layers}
     modules = list(layers) or [block.module for block in blocks]
+    members = [
+        _Member(each, place, layers.get(each), profile.blocks.get(each) if profile else None, _gains_of(each, bench))
+        for place, each in enumerate(modules)
+    ]
+    names = short_names(modules)
     settings = decisions.settings if decisions else None
     named = [profile and profile.model.name, decisions and decisions.model and decisions.model.name]
     dtypes = [settings and settings.dtype, profile and profile.model.dtype, bench and bench.dtype]
@@ -157,12 +236,12 @@ def _content(sources: Sources) -> dict[str, Any]:
         "bench": bench,
         "notes": list(dict.fromkeys(note for each in sayings for note in each.notes or ())),
         "warnings": list(dict.fromkeys(text for each in (profile, decisions) if each for text in each.warnings or ())),
-        "stats": _stats(sources, blocks),
-        "rows": [
-            Row(each, layers.get(each), profile.blocks.get(each) if profile else None, _measured_of(each, bench))
-            for each in modules
-        ],
+        "answers": _answers(sources, blocks, names.short),
+        "rows": [_row([each], names.short) for each in members],
+        "groups": _groups(members, names.short) if len(members) > _SHOWN else [],
+        "all_names": names,
         "by_block": any(result.by_block for result in bench.results) if bench else False,
+        "shape_sums": _shape_sums(bench, dict(zip(modules, names.short, strict=True))) if bench else [],
         "decided": bool(layers),
         "expected": expected[0] if expected else None,
         "names": short_names([block.module for block in blocks]),
@@ -170,7 +249,8 @@ def _content(sources: Sources) -> dict[str, Any]:
         "slots": {slots: TILE // (slots + 1) if TILE // (slots + 1) in COMPRESSIONS else None for slots in SLOTS},
         "compressions": compressions,
         "bound": rate_bound(profile.tokens) if profile else 1.0,
-        "shown_curves": _SHOWN_CURVES,
+        "shown": _SHOWN,
+        "shown_sayings": _SHOWN_SAYINGS,
         "stages": _stages(list(layers.values()), (decisions and decisions.attention) or []),
         "measured": _measured(sources),
         "figures": _drawn(blocks, layers, compressions),
@@ -178,27 +258,47 @@ def _content(sources: Sources) -> dict[str, Any]:
     }
 
 
-def _stats(sources: Sources, blocks: Sequence[BlockProfile]) -> list[Stat]:
-    stats = []
+def _answers(sources: Sources, blocks: Sequence[BlockProfile], short: Sequence[str]) -> list[Answer]:
+    """Say in a few numbers whether the model is sparse, what was done, and what is gained."""
+    sparse, done, gained = [], [], []
     if blocks:
         cells = sum(block.tokens * block.d_ff for block in blocks)
-        stats.append(Stat(percent(sum(block.nonzeros for block in blocks) / cells), "of the activations are not zero"))
+        density = sum(block.nonzeros for block in blocks) / cells
+        each = f", {_range([block.density for block in blocks], percent)} by block" if len(blocks) > 1 else ""
+        sparse.append(Stat(percent(density), f"of the activations are not zero{each}"))
         never, neurons = sum(int(block.never.sum()) for block in blocks), sum(block.d_ff for block in blocks)
-        stats.append(Stat(percent(never / neurons), f"of the neurons never fired: {count(never)} of {count(neurons)}"))
+        sparse.append(Stat(percent(never / neurons), f"of the neurons never fired: {count(never)} of {count(neurons)}"))
     if sources.layers:
-        chosen = sum(layer.decision == "twell" for layer in sources.layers)
-        stats.append(Stat(f"{chosen} of {len(sources.layers)}", "feed-forward blocks run by TwELL"))
+        chosen = [layer for layer in sources.layers if layer.decision == "twell"]
+        done.append(Stat(f"{len(chosen)} of {len(sources.layers)}", "feed-forward blocks run by TwELL"))
+        dense = [place for place, layer in enumerate(sources.layers) if layer.decision != "twell"]
+        if chosen and dense:
+            done.append(Stat(str(len(dense)), f"left dense: {_stretches(dense, short)}"))
+        hot = sum(layer.hot > 0 for layer in chosen)
+        if hot:
+            done.append(Stat(str(hot), "with their hot neurons as a dense product"))
+        removed = sum(layer.neurons.dead for layer in chosen if layer.neurons is not None)
+        if removed:
+            done.append(Stat(count(removed), "neurons removed that never fired"))
+    if sources.bench is not None:
+        results = sources.bench.results
+        contests = (
+            ("of the fastest dense blocks", [each.blocks for each in results], ("twell",)),
+            ("of the fastest dense model", [each.model for each in results], TWELL_MODELS),
+        )
+        for what, standings, labels in contests:
+            measured = {
+                result.tokens: own.speed_ups[best]
+                for result, own in zip(results, standings, strict=True)
+                if (best := own.fastest(labels)) is not None and own.speed_ups
+            }
+            if measured:
+                gained.append(_span(measured, f"the speed {what}, measured"))
     expected = _expected(sources.layers)
     if expected:
-        stats.append(_span(expected, "the speed of dense blocks, expected"))
-    if sources.bench is not None:
-        measured = {
-            result.tokens: result.blocks.speed_ups["twell"]
-            for result in sources.bench.results if "twell" in result.blocks.speed_ups
-        }  # fmt: skip
-        if measured:
-            stats.append(_span(measured, "the speed of the fastest dense blocks, measured"))
-    return stats
+        gained.append(_span(expected, "the speed of dense blocks, expected"))
+    asked = (("Is it sparse?", sparse), ("What was done?", done), ("What is gained?", gained))
+    return [Answer(question, stats) for question, stats in asked if stats]
 
 
 def _span(gains: dict[int, float], what: str) -> Stat:
@@ -208,16 +308,130 @@ def _span(gains: dict[int, float], what: str) -> Stat:
     return Stat(_range(gains.values()), label)
 
 
-def _range(gains: Collection[float]) -> str:
-    low, high = min(gains), max(gains)
-    return times(high) if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {times(high)}"
+def _range(values: Collection[float], write: Callable[[float], str] = times) -> str:
+    """Write the range of some values: a unit stands behind the second alone."""
+    low, high = write(min(values)), write(max(values))
+    if low == high:
+        return high
+    number, space, unit = low.rpartition("\N{NARROW NO-BREAK SPACE}" if write is times else " ")
+    return f"{number if space and high.endswith(unit) else low} to {high}"
 
 
-def _measured_of(module: str, bench: BenchResult | None) -> str:
-    """Say how many times as fast a block was by itself, over all shapes."""
+def _gains_of(module: str, bench: BenchResult | None) -> list[float]:
+    """Return how many times as fast a block was by itself, at each shape."""
     results = bench.results if bench is not None else []
-    gains = [each.gain for result in results for each in result.by_block if each.module == module]
-    return _range(gains) if gains else ""
+    return [each.gain for result in results for each in result.by_block if each.module == module]
+
+
+# ---- rows of blocks ----
+
+
+def _groups(members: Sequence[_Member], short: Sequence[str]) -> list[Row]:
+    """Return a row for all blocks that are alike, in the order of the first of each."""
+    groups: dict[tuple[object, ...], list[_Member]] = {}
+    for member in members:
+        groups.setdefault(member.kind, []).append(member)
+    return [_row(group, short) for group in groups.values()]
+
+
+def _row(members: Sequence[_Member], short: Sequence[str]) -> Row:
+    """Return the row of one block, or of several of one kind; `short` has the names of all blocks."""
+    first, layer, form = members[0], members[0].layer, members[0].layer or members[0].block
+    assert form is not None
+    blocks = [member.block for member in members if member.block is not None]
+    expected = [each.layer.expectation for each in members if each.layer is not None and each.layer.expectation]
+    gains = [gain for member in members for gain in member.gains]
+    alone = len(members) == 1
+    assumed = " (density assumed)" if any(each.assumed for each in expected) else ""
+    never = _range([each.never.mean() for each in blocks], percent) if blocks else ""
+    if alone and blocks:
+        never = f"{count(int(blocks[0].never.sum()))} of {count(form.d_ff)}"
+    return Row(
+        module=first.module if alone else f"{len(members)} blocks",
+        names="" if alone else _stretches([member.place for member in members], short),
+        twell=layer is not None and layer.decision == "twell",
+        density=_range([each.density for each in blocks], percent) if blocks else "",
+        never=never,
+        expected=f"{_range([each.gain for each in expected])}{assumed}" if expected else "",
+        pays_below=_range([each.pays_below for each in expected], _limit) if expected else "",
+        measured=_range(gains) if gains else "",
+        form=f"{form.variant}, {form.activation}",
+        sizes=f"{layer.d_model} → {layer.d_ff}" if layer else "",
+        why=_why(members, short),
+    )
+
+
+def _why(members: Sequence[_Member], short: Sequence[str]) -> str:
+    """Say why blocks are what they became; where their reasons differ, which of the blocks stand out."""
+    reasons = {member.layer.reason for member in members if member.layer is not None}
+    if len(reasons) < 2:
+        return next(iter(reasons), "")
+
+    def named(member: _Member, value: str) -> str:
+        return f"{short[member.place]} ({value})"
+
+    said = []
+    if members[0].layer is not None and members[0].layer.decision != "twell":
+        chosen = max(members, key=_density)
+        assert chosen.layer is not None
+        return f"such as {short[chosen.place]}: {chosen.layer.reason}"
+    gain = {member.module: _gain(member) for member in members}
+    known = [member for member in members if gain[member.module]]
+    if known:
+        least, most = (pick(known, key=lambda member: gain[member.module]) for pick in (min, max))
+        said.append(
+            f"gains least: {named(least, times(gain[least.module]))}, most: {named(most, times(gain[most.module]))}"
+        )
+    seen = [member for member in members if member.block is not None]
+    if seen:
+        densest = max(seen, key=_density)
+        said.append(f"densest: {named(densest, percent(_density(densest)))}")
+    return "; ".join(said)
+
+
+def _gain(member: _Member) -> float:
+    """Return what a block gains at least, as measured or else as expected; 0 where nothing says it."""
+    expectation = member.layer.expectation if member.layer is not None else None
+    return min(member.gains, default=expectation.gain if expectation is not None else 0.0)
+
+
+def _density(member: _Member) -> float:
+    return 0.0 if member.block is None else member.block.density
+
+
+def _limit(density: float) -> str:
+    return "any" if density == 1 else "none" if density == 0 else percent(density)
+
+
+def _stretches(places: Sequence[int], short: Sequence[str]) -> str:
+    """Name blocks at some places in the order of the model, by the first and the last of each stretch."""
+    found: list[list[int]] = []
+    for place in places:
+        if found and place == found[-1][-1] + 1:
+            found[-1].append(place)
+        else:
+            found.append([place])
+    words = [short[each[0]] if len(each) == 1 else f"{short[each[0]]} to {short[each[-1]]}" for each in found]
+    others = sum(map(len, found[_NAMED_STRETCHES:]))
+    return ", ".join(words[:_NAMED_STRETCHES]) + (f" and {others} others" if others else "")
+
+
+def _shape_sums(bench: BenchResult, short: dict[str, str]) -> list[ShapeSum]:
+    """Sum up what blocks took by themselves, at each shape where they were timed."""
+    found = []
+    for result in bench.results:
+        own = result.by_block
+        if own:
+            least, most = (
+                f"{short.get(each.module, each.module)} ({times(each.gain)})"
+                for each in (pick(own, key=lambda block: block.gain) for pick in (min, max))
+            )
+            dense_us, twell_us = sum(each.dense_us for each in own), sum(each.twell_us for each in own)
+            found.append(ShapeSum(result, dense_us, twell_us, least, most))
+    return found
+
+
+# ---- figures, and the graph ----
 
 
 def _expected(layers: Sequence[Layer]) -> dict[int, float]:

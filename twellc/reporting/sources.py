@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from twellc.base.errors import UserError, first_few
 from twellc.base.files import why_no_file
-from twellc.base.records import OPTIONAL, Json, Record, of_json
-from twellc.calibration.profile import Profile, refuse_other_model
-from twellc.manifest import SCHEMA, Backend, ModelFile, is_plan, read_manifest
-from twellc.passes.report import Attention, Layer, missing_blocks
+from twellc.base.records import OPTIONAL, Json, Record, of_json, parse_json
+from twellc.compiling.manifest import SCHEMA, Backend, ModelFile, is_plan, read_manifest
+from twellc.firing.profile import FiringProfile, refuse_other_model
+from twellc.passes.report import Attention, Compression, Layer, missing_blocks
 
 if TYPE_CHECKING:
     from twellc.benchmarking.result import BenchResult
@@ -27,7 +26,7 @@ class Settings(Record):
     """Precision, and the compression factor of a tile."""
 
     dtype: str
-    compression: int
+    compression: Compression
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Sources:
         bench: What was measured.
     """
 
-    profile: Profile | None
+    profile: FiringProfile | None
     decisions: Decisions | None
     bench: BenchResult | None
 
@@ -143,16 +142,15 @@ def _read_json(path: Path, where: str, expected: str) -> dict[str, Any]:
     if path.stat().st_size == 0:
         raise UserError(where, "the file is empty", expected=expected)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda name: None)
-        json.dumps(content, ensure_ascii=False).encode()  # JSON can spell half a character, which fits in no page
-    except (ValueError, RecursionError) as error:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise UserError(where, f"cannot be read as JSON ({error})", expected=expected) from error
     if not isinstance(content, dict):
         raise UserError(where, "holds no JSON object", expected=expected)
     return content
 
 
-def gather(profile: Profile | None, decisions: Decisions | None, bench: BenchResult | None) -> Sources:
+def gather(profile: FiringProfile | None, decisions: Decisions | None, bench: BenchResult | None) -> Sources:
     """Put together what a report is made of.
 
     Raises:

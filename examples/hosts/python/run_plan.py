@@ -25,7 +25,7 @@ def open_plan(trt: Any, path: Path) -> Any:
         print(f"TwELL plugins: {host.state} in {host.host} {host.version}")
     errors: list[str] = []
 
-    class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
+    class Logger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,6 +25,44 @@ def relu2_by_mul(t: Tensor) -> Tensor:
 def masked_in_place(t: Tensor) -> Tensor:
     copy = t.clone()
     return copy.masked_fill_(copy < 0, 0.0)
+
+
+def written(make_mask: Function) -> Function:
+    """Return a function that writes zeros into a copy."""
+
+    def function(t: Tensor) -> Tensor:
+        copy = t.clone()
+        copy[make_mask(copy)] = 0
+        return copy
+
+    return function
+
+
+def written_by_index_put(t: Tensor) -> Tensor:
+    return torch.index_put(t, (t <= 0.25,), torch.tensor(0.0))
+
+
+class Slope(nn.Module):
+    """PReLU with fixed slopes, which `Plain` must not draw anew."""
+
+    def __init__(self, *slopes: float) -> None:
+        super().__init__()
+        self.register_buffer("slopes", torch.tensor(slopes))
+
+    def forward(self, t: Tensor) -> Tensor:
+        return F.prelu(t.flatten(0, 1), self.slopes).view(t.shape)
+
+
+class Above(nn.Module):
+    """Something of t and of a stored tensor."""
+
+    def __init__(self, stored: Tensor, form: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("stored", stored)
+        self.form = form
+
+    def forward(self, t: Tensor) -> Tensor:
+        return self.form(t, self.stored)
 
 
 # x >= t is x > the float32 before t.
@@ -82,6 +121,57 @@ SPELLINGS: dict[str, tuple[str, float, Function]] = {
     "masked_fill": ("relu", 0, lambda t: t.masked_fill(t <= 0, 0.0)),
     "masked_fill threshold": ("fatrelu", 0.25, lambda t: t.masked_fill(t <= 0.25, 0.0)),
     "masked_fill_": ("relu", 0, masked_in_place),
+    "masked_fill, a tensor": ("relu", 0, lambda t: t.masked_fill(~(t > 0), torch.tensor(0.0))),
+    "threshold_": ("relu", 0, lambda t: torch.threshold_(t.clone(), 0.0, 0.0)),
+    "nn.Threshold": ("relu", 0, nn.Threshold(0.0, 0.0)),
+    "nn.Hardtanh": ("relu", 0, nn.Hardtanh(0.0, math.inf)),
+    "clamp_min_": ("relu", 0, lambda t: t.clone().clamp_min_(0)),
+    "clip_": ("relu", 0, lambda t: t.clone().clip_(0)),
+    "fmax": ("relu", 0, lambda t: torch.fmax(torch.zeros_like(t), t)),
+    "maximum, an integer": ("relu", 0, lambda t: torch.maximum(t, torch.tensor(0))),
+    "maximum, a buffer": ("relu", 0, Above(torch.zeros(()), torch.maximum)),
+    "maximum, a buffer of zeros": ("relu", 0, Above(torch.zeros(40), torch.maximum)),
+    "max, a parameter": ("relu", 0, Above(torch.zeros(1, 1, 40), lambda t, zero: torch.max(zero, t))),
+    "leaky_relu of slope 0": ("relu", 0, nn.LeakyReLU(0.0)),
+    "rrelu of slope 0": ("relu", 0, lambda t: F.rrelu(t, 0.0, 0.0)),
+    "elu of alpha 0": ("relu", 0, nn.ELU(0.0)),
+    "prelu of slope 0": ("relu", 0, Slope(0.0)),
+    "prelu of slopes 0": ("relu", 0, Slope(*[0.0] * 40)),
+    "where, swapped comparison": ("relu", 0, lambda t: torch.where(torch.zeros_like(t) < t, t, 0.0)),
+    "where, swapped comparison, 0 first": ("relu", 0, lambda t: torch.where(torch.zeros(()) >= t, 0.0, t)),
+    "where not": ("relu", 0, lambda t: torch.where(~(t > 0), torch.zeros_like(t), t)),
+    "where logical_not": ("relu", 0, lambda t: torch.where(torch.logical_not(t <= 0), t, 0.0)),
+    "where of relu": ("fatrelu", 0.25, lambda t: torch.where(t > 0.25, torch.relu(t), 0.0)),
+    "Tensor.where": ("relu", 0, lambda t: t.where(t > 0, torch.tensor(0.0))),
+    "x[x < 0] = 0": ("relu", 0, written(lambda t: t < 0)),
+    "x[~(x > 0)] = 0": ("relu", 0, written(lambda t: ~(t > 0))),
+    "x[x < t] = 0": ("fatrelu", BELOW, written(lambda t: t < 0.25)),
+    "index_put": ("fatrelu", 0.25, written_by_index_put),
+    "masked_scatter": ("relu", 0, lambda t: t.masked_scatter(t < 0, torch.zeros_like(t))),
+    "heaviside": ("relu", 0, lambda t: t * torch.heaviside(t, torch.tensor(0.5))),
+    "heaviside, zeros": ("relu", 0, lambda t: torch.heaviside(t, t.new_zeros(1)) * t),
+    "a mask by where": ("relu", 0, lambda t: torch.where(t > 0, 1.0, 0.0) * t),
+    "a mask by where, tensors": ("relu", 0, lambda t: t * torch.where(t <= 0, torch.zeros_like(t), torch.ones_like(t))),
+    "1 - mask": ("relu", 0, lambda t: (1 - (t < 0).float()) * t),
+    "1.0 - mask, a tensor": ("relu", 0, lambda t: t * torch.sub(torch.ones(()), (t <= 0).to(t.dtype))),
+    "a mask by type_as": ("relu", 0, lambda t: t * (t > 0).type_as(t)),
+    "an integer mask": ("relu", 0, lambda t: t * (t > 0).int()),
+    "sign and clamp": ("relu", 0, lambda t: t * torch.sign(t).clamp(min=0)),
+    "sign of relu": ("relu", 0, lambda t: torch.sign(torch.relu(t)) * t),
+    "relu(x) * (x > 0)": ("relu", 0, lambda t: torch.relu(t) * (t > 0)),
+    "relu(x) * (x > t)": ("fatrelu", 0.25, lambda t: torch.relu(t) * (t > 0.25)),
+    "relu(x) * (x > -1)": ("relu", 0, lambda t: torch.relu(t) * (t > -1)),
+    "x * (x > t), equal thresholds": ("fatrelu", 0.25, Above(torch.full((40,), 0.25), lambda t, s: t * (t > s))),
+    "where, equal thresholds": ("fatrelu", 0.25, Above(torch.full((40,), 0.25), lambda t, s: torch.where(t > s, t, 0))),
+    "a stored threshold": ("fatrelu", 0.25, Above(torch.tensor(0.25), lambda t, s: torch.relu(t) * (t > s))),
+    "(x + |x|) / 2": ("relu", 0, lambda t: (t + t.abs()) / 2),
+    "0.5 * (|x| + x)": ("relu", 0, lambda t: 0.5 * (torch.abs(t) + t)),
+    "x - clamp(x, max=0)": ("relu", 0, lambda t: t - t.clamp(max=0)),
+    "x - clamp_max(x)": ("relu", 0, lambda t: t - t.clamp_max(0)),
+    "x - min(x, 0)": ("relu", 0, lambda t: t - torch.min(t, torch.zeros_like(t))),
+    "-min(-x, 0)": ("relu", 0, lambda t: -torch.minimum(torch.tensor(0.0), -t)),
+    "x + relu(-x)": ("relu", 0, lambda t: t + torch.relu(-t)),
+    "relu, cast and cast back": ("relu", 0, lambda t: torch.relu(t).double().type_as(t)),
 }
 
 
@@ -250,6 +340,16 @@ REFUSED: dict[str, Function] = {
     "hardswish": F.hardswish,
     "softplus": F.softplus,
     "prelu": nn.PReLU(),
+    "prelu ": Slope(0.0, *[0.25] * 39),
+    "rrelu": F.rrelu,
+}
+# Thresholds that differ: listed, since a ReLU is in it, and dense.
+EACH: dict[str, Function] = {
+    "x * (x > t)": Above(torch.linspace(0.1, 0.5, 40), lambda t, s: t * (t > s)),
+    "where": Above(torch.linspace(0.1, 0.5, 40), lambda t, s: torch.where(t > s, t, 0.0)),
+    "relu(x) * (x > t)": Above(torch.linspace(0.1, 0.5, 40), lambda t, s: torch.relu(t) * (t > s)),
+    "masked_fill": Above(torch.linspace(0.1, 0.5, 40), lambda t, s: t.masked_fill(t <= s, 0.0)),
+    "computed": Above(torch.linspace(-2, 0, 40), lambda t, s: torch.relu(t) * (t > s.exp()).float()),
 }
 
 
@@ -268,6 +368,64 @@ def test_refused_activation(refused: Exported, spelling: str, variant: str) -> N
     assert block.refusal == f"{what} is {name}; TwELL needs a ReLU family"
     expected, actual = refused.outputs[variant, spelling]
     assert torch.equal(actual, expected)
+
+
+@pytest.fixture(scope="module")
+def of_each_neuron() -> Exported:
+    return Exported(EACH)
+
+
+@pytest.mark.parametrize("variant", ["gated", "plain"])
+@pytest.mark.parametrize("spelling", EACH)
+def test_a_threshold_for_each_neuron(of_each_neuron: Exported, spelling: str, variant: str) -> None:
+    block = of_each_neuron.blocks[variant, spelling]
+    assert block is not None
+    what = "gate activation" if variant == "gated" else "activation"
+    assert block.refusal == f"{what} is FATReLU with a threshold for each neuron; the kernels have one for all"
+    expected, actual = of_each_neuron.outputs[variant, spelling]
+    assert torch.equal(actual, expected)
+
+
+# Forms with a ReLU in them that is not all: listed with the operations.
+OTHERWISE: dict[str, tuple[str, Function]] = {
+    "nan_to_num": ("relu, nan_to_num", lambda t: torch.nan_to_num(torch.relu(t))),
+    "bounded above": ("relu, clamp", lambda t: torch.relu(t).clamp(max=6)),
+    "cut above": ("relu, hardtanh", lambda t: F.hardtanh(torch.relu(t), -1.0, 2.0)),
+    "cubed": ("relu, pow", lambda t: torch.relu(t) ** 3),
+    "a log": ("relu, log1p", lambda t: torch.log1p(torch.relu(t))),
+    "tanh": ("relu, tanh", lambda t: torch.tanh(torch.relu(t))),
+    "shifted and squared": ("relu, add, square", lambda t: (torch.relu(t) + 1).square()),
+}
+
+
+@pytest.fixture(scope="module")
+def otherwise() -> Exported:
+    return Exported({spelling: function for spelling, (_, function) in OTHERWISE.items()})
+
+
+@pytest.mark.parametrize("variant", ["gated", "plain"])
+@pytest.mark.parametrize("spelling", OTHERWISE)
+def test_more_than_a_relu(otherwise: Exported, spelling: str, variant: str) -> None:
+    operations, _ = OTHERWISE[spelling]
+    block = otherwise.blocks[variant, spelling]
+    assert block is not None
+    between = f"{operations}, mul" if variant == "gated" else operations
+    assert block.refusal == f"no form that twellc rewrites: linear, {between}, linear"
+    expected, actual = otherwise.outputs[variant, spelling]
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("spelling", ["x[x < 0] = 0", "(x + |x|) / 2", "heaviside", "1 - mask", "x - min(x, 0)"])
+def test_what_is_spelt_out_lets_what_is_not_a_number_through(spelling: str) -> None:
+    module, x = Plain(SPELLINGS[spelling][2]), torch.randn(2, 3, 16)
+    x[1, 2, 3] = math.nan
+    expected, (actual,) = eager(module, x)[0], run(rewrite(canonical(module, x)))
+    assert torch.equal(actual.isnan(), expected.isnan()) and actual.isnan().any() and not actual.isnan().all()
+
+
+def test_a_gate_that_is_shifted_has_no_zeros() -> None:
+    (block,) = blocks_of(Gated(lambda t: torch.relu(t) + 1))
+    assert block.refusal == "no form that twellc rewrites: linear, relu, add, mul, linear"
 
 
 def test_sigmoid_gate_is_refused() -> None:
@@ -308,7 +466,14 @@ NO_BLOCK: dict[str, Function] = {
     "x * (x > -1)": lambda t: t * (t > -1),
     "x * (x > 0) in a wider precision": lambda t: (t * (t > 0).double()).float(),
     "where with ones": lambda t: torch.where(t > 0, t, torch.ones_like(t)),
-    "shifted relu": lambda t: torch.relu(t) + 1,
+    "softplus of ReLU's like": lambda t: (t + t.square().sqrt()) / 3,
+    "mean with another's absolute value": lambda t: (t + (t + 1).abs()) / 2,
+    "x - min(y, 0)": lambda t: t - (t + 1).clamp(max=0),
+    "heaviside at infinity": lambda t: t * torch.heaviside(t, torch.tensor(math.inf)),
+    "a mask of other numbers": lambda t: t * torch.where(t > 0, 2.0, 0.0),
+    "zeros at chosen places": written(lambda t: t < -1),
+    "adds where it writes": lambda t: torch.index_put(t, (t < 0,), torch.tensor(0.0), accumulate=True),
+    "a threshold of other numbers of x": lambda t: t * (t > t.mean(-1, keepdim=True)),
 }
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.models import functionalize
 from twellc.passes.match.causal_mask import positions_kept
-from twellc.passes.pipeline import functionalize
 
 Mask = Callable[[Tensor, Tensor], Tensor]
 LOW = torch.finfo(torch.float32).min

@@ -66,6 +66,24 @@ def _masked(make: GraphMaker, z: str, threshold: float) -> str:
     return make.node("Mul", mask, z)
 
 
+def _picked(make: GraphMaker, z: str, *, inverse: bool = False) -> str:
+    """Keep z where a mask of numbers is 1."""
+    condition = (
+        make.node("Greater", make.constant([0.0] * D_FF), z) if inverse else make.node("Less", make.constant(0.0), z)
+    )
+    one, zero = make.constant(1.0), make.constant(0.0)
+    return make.node("Mul", z, make.node("Where", condition, *((zero, one) if inverse else (one, zero))))
+
+
+def _negated(make: GraphMaker, z: str) -> str:
+    condition = make.node("Not", make.node("GreaterOrEqual", z, make.constant(0.0)))
+    return make.node("Where", condition, make.constant(0.0), z)
+
+
+def _mean_with_abs(make: GraphMaker, z: str) -> str:
+    return make.node("Mul", make.node("Add", z, make.node("Abs", z)), make.constant(0.5))
+
+
 def _squared(make: GraphMaker, z: str) -> str:
     r = make.node("Relu", z)
     return make.node("Mul", r, r)
@@ -85,6 +103,19 @@ ACTIVATIONS: dict[str, tuple[str, float, Callable[[GraphMaker, str], str]]] = {
     "Mul-mask": ("relu", 0, lambda make, z: _masked(make, z, 0)),
     "Mul-mask-t": ("fatrelu", 0.25, lambda make, z: _masked(make, z, 0.25)),
     "ThresholdedRelu": ("fatrelu", 0.25, lambda make, z: make.node("ThresholdedRelu", z, alpha=0.25)),
+    "Max-zeros": ("relu", 0, lambda make, z: make.node("Max", z, make.constant([0.0] * D_FF))),
+    "PRelu-0": ("relu", 0, lambda make, z: make.node("PRelu", z, make.constant([0.0] * D_FF))),
+    "LeakyRelu-0": ("relu", 0, lambda make, z: make.node("LeakyRelu", z, alpha=0.0)),
+    "Elu-0": ("relu", 0, lambda make, z: make.node("Elu", z, alpha=0.0)),
+    "Where-not": ("relu", 0, _negated),
+    "Mul-where": ("relu", 0, _picked),
+    "Mul-where-inverse": ("relu", 0, lambda make, z: _picked(make, z, inverse=True)),
+    "Mul-CastLike": ("relu", 0, lambda make, z: make.node(
+        "Mul", z, make.node("CastLike", make.node("Greater", z, make.constant(0.0)), z))),
+    "Abs": ("relu", 0, _mean_with_abs),
+    "Sub-Min": ("relu", 0, lambda make, z: make.node("Sub", z, make.node("Min", make.constant(0.0), z))),
+    "Greater-vector": ("fatrelu", 0.25, lambda make, z: make.node(
+        "Where", make.node("Greater", z, make.constant([0.25] * D_FF)), z, make.constant(0.0))),
     "Pow": ("relu2", 0, lambda make, z: make.node("Pow", make.node("Relu", z), make.constant(2.0))),
     "Mul": ("relu2", 0, _squared),
     "Mul-x": ("relu2", 0, lambda make, z: make.node("Mul", z, make.node("Relu", z))),
@@ -105,6 +136,15 @@ def test_activation(name: str, dtype: str) -> None:
         "activation": activation.encode(), "threshold": threshold, "compression": 8, "hot": 0, "up_bias": 1,
         "down_bias": 1, "residual": 0, "plugin_version": b"twellc-3", "plugin_namespace": b"twell",
     }  # fmt: skip
+
+
+def test_a_threshold_for_each_neuron() -> None:
+    make = GraphMaker()
+    z = make.linear("x", "mlp.fc1", D_MODEL, D_FF)
+    mask = make.node("Cast", make.node("Greater", z, make.constant(np.linspace(0.1, 1, D_FF))), to=make.onnx_dtype)
+    (layer,) = layers_of(make.model(make.linear(make.node("Mul", z, mask), "mlp.fc2", D_FF, D_OUT)))
+    assert (layer.module, layer.decision) == ("mlp", "dense")
+    assert layer.reason == "activation is FATReLU with a threshold for each neuron; the kernels have one for all"
 
 
 @pytest.mark.parametrize(
@@ -131,6 +171,137 @@ def test_relu6_and_silu_are_refused() -> None:
         ("a", "activation is relu6; TwELL needs a ReLU family"),
         ("b", "gate activation is silu; TwELL needs a ReLU family"),
     ]
+
+
+# ---- constants that are folded ----
+
+
+def _norm(make: GraphMaker, z: str) -> str:
+    """A batch norm of rows [tokens, D_FF]."""
+    mean, variance = make.constant(np.linspace(-1, 1, D_FF)), make.constant(np.linspace(0.5, 2, D_FF))
+    scale, bias = make.constant(np.linspace(2, -1, D_FF)), make.constant(np.linspace(-0.5, 0.5, D_FF))
+    return make.node("BatchNormalization", z, scale, bias, mean, variance, epsilon=1e-3)
+
+
+def _vector(make: GraphMaker) -> str:
+    return make.constant(np.linspace(-1, 2, D_FF))
+
+
+FOLDED: dict[str, Callable[[GraphMaker, str], str]] = {
+    "a norm": lambda make, z: make.node("Relu", _norm(make, z)),
+    "a norm behind": lambda make, z: _norm(make, make.node("Relu", z)),
+    "a number is subtracted": lambda make, z: make.node("Relu", make.node("Sub", z, make.constant(0.5))),
+    "from a number": lambda make, z: make.node("Relu", make.node("Sub", make.constant(0.5), z)),
+    "from a vector": lambda make, z: make.node("Relu", make.node("Sub", _vector(make), z)),
+    "a vector is subtracted": lambda make, z: make.node("Relu", make.node("Sub", z, _vector(make))),
+    "scaled before": lambda make, z: make.node("Relu", make.node("Mul", make.node("Neg", z), _vector(make))),
+    "scaled behind": lambda make, z: make.node("Mul", _vector(make), make.node("Relu", z)),
+    "divided behind": lambda make, z: make.node("Div", make.node("Relu", z), make.constant(3.0)),
+    "shifted behind": lambda make, z: make.node("Add", make.node("Relu", z), _vector(make)),
+    "a gate": lambda make, z: make.node(
+        "Mul", make.node("Mul", make.node("Relu", z), _vector(make)), make.linear("x", "mlp.up", D_MODEL, D_FF)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "bf16") for name in FOLDED), ("a norm", "fp32"), ("a gate", "fp32")]
+)
+def test_constants_are_folded(name: str, dtype: str) -> None:
+    make = GraphMaker(dtype, x_shape=("tokens", D_MODEL))
+    hidden = FOLDED[name](make, make.linear("x", "mlp.fc1", D_MODEL, D_FF, bias=True))
+    model = make.model(make.linear(hidden, "mlp.fc2", D_FF, D_OUT, bias=True), rank=2)
+    rewritten = check_rewrite(model, dtype, (5, D_MODEL))
+    assert {node.op_type for node in rewritten.graph.node} <= {"TwellMlp", "TwellGatedMlp", "Cast"}
+    assert [layer.module for layer in layers_of(model)] == ["mlp"]
+
+
+def test_a_stack_whose_inner_layer_is_scaled() -> None:
+    """What it computes, scaled, is what the second block reads: a rewritten first block must not be scaled twice."""
+    make = GraphMaker(x_shape=("tokens", D_MODEL))
+    hidden = make.node("Relu", make.linear("x", "fc.1", D_MODEL, D_FF))
+    scaled = make.node("Mul", make.linear(hidden, "fc.2", D_FF, D_FF), _vector(make))
+    model = make.model(make.linear(make.node("Relu", scaled), "fc.3", D_FF, D_OUT), rank=2)
+    found = find_onnx_blocks(model, torch.bfloat16, "auto")
+    assert [layer.decision for layer in found.layers] == ["twell", "dense"]
+    x = torch.randn(5, D_MODEL).bfloat16()
+    truth = evaluate(widen_onnx(model), x.double())
+    assert_as_accurate(evaluate(rewrite_onnx(found, 8), x), evaluate(model, x), truth)
+
+
+def test_constants_of_tokens_are_not_folded() -> None:
+    make = GraphMaker(x_shape=(3, D_MODEL))
+    hidden = make.node("Relu", make.linear("x", "mlp.fc1", D_MODEL, D_FF))
+    scaled = make.node("Mul", hidden, make.constant([[1.0], [2.0], [3.0]]))
+    (layer,) = layers_of(make.model(make.linear(scaled, "mlp.fc2", D_FF, D_OUT), rank=2))
+    assert layer.decision == "dense"
+
+
+# ---- weights that are computed ----
+
+
+def _dequantised(make: GraphMaker, kind: str, rows: int, columns: int) -> tuple[str, np.ndarray]:
+    """Return a weight behind DequantizeLinear, and its values."""
+    random = np.random.default_rng(rows)
+    levels = random.integers(-100, 100, (rows, columns))
+    shape: tuple[int, ...] = {"tensor": (), "axis 0": (rows,), "axis 1": (columns,), "blocks": (rows // 8, columns)}[
+        kind
+    ]
+    scale, zero = random.uniform(0.5, 2, shape) / 400, random.integers(-9, 9, shape)
+    attributes = {"tensor": {}, "axis 0": {"axis": 0}, "axis 1": {"axis": -1}, "blocks": {"axis": 0, "block_size": 8}}[
+        kind
+    ]
+    operands = make.constant(levels, dtype=np.int8), make.constant(scale), make.constant(zero, dtype=np.int8)
+    made: str = make.node("DequantizeLinear", *operands, **attributes)
+    spread = {"axis 0": lambda v: v[:, None], "blocks": lambda v: np.repeat(v, 8, 0)}.get(kind, lambda v: v)
+    return made, (levels - spread(zero)) * spread(scale.astype(make.numpy_dtype).astype(float))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("kind", ["tensor", "axis 0", "axis 1", "blocks"])
+def test_dequantised_weights(kind: str, dtype: str) -> None:
+    make = GraphMaker(dtype, opset=21)
+    (up, up_values), (down, down_values) = (
+        _dequantised(make, kind, *sizes) for sizes in ((D_MODEL, D_FF), (D_FF, D_OUT))
+    )
+    y = make.node("MatMul", make.node("Relu", make.node("MatMul", "x", up)), down)
+    found = find_onnx_blocks(make.model(y), torch.float16, "auto")
+    assert [(layer.decision, layer.d_ff) for layer in found.layers] == [("twell", D_FF)]
+    rewritten = rewrite_onnx(found, 8)
+    assert "DequantizeLinear" not in {node.op_type for node in rewritten.graph.node}
+    x = torch.randn(2, 3, D_MODEL).to(torch.float32 if dtype == "fp32" else torch.float16)
+    expected = torch.relu(x.double() @ torch.tensor(up_values)) @ torch.tensor(down_values)
+    plain = torch.relu(x.half() @ torch.tensor(up_values).half()) @ torch.tensor(down_values).half()
+    assert_as_accurate(evaluate(rewritten, x).half(), plain, expected)
+
+
+def test_weights_that_constants_give() -> None:
+    make = GraphMaker()
+    scaled = make.node("Mul", make.weight("fc1", D_FF, D_MODEL), make.constant(np.linspace(0.5, 2, D_FF)[:, None]))
+    hidden = make.node("Relu", make.node("MatMul", "x", make.node("Transpose", scaled, perm=[1, 0])))
+    check_rewrite(make.model(make.linear(hidden, "fc2", D_FF, D_OUT)), "bf16")
+
+
+# ---- graphs in nodes ----
+
+
+def test_a_block_in_a_branch_is_listed() -> None:
+    make = GraphMaker("fp32")
+    hidden = make.node("Relu", make.linear("x", "inner.fc1", D_MODEL, D_FF))
+    inner = make.linear(hidden, "inner.fc2", D_FF, D_MODEL)
+    info = helper.make_tensor_value_info(inner, make.onnx_dtype, None)
+    branch = helper.make_graph(make.nodes, "then", [], [info], make.initializers)
+    other = helper.make_graph([helper.make_node("Identity", ["x"], ["e"])], "other", [], [
+        helper.make_tensor_value_info("e", make.onnx_dtype, None)
+    ])  # fmt: skip
+    make.nodes, make.initializers = [], []
+    choice = make.node("If", make.constant(True, dtype=bool), then_branch=branch, else_branch=other)
+    after = make.linear(make.node("Relu", make.linear(choice, "m.fc1", D_MODEL, D_FF)), "m.fc2", D_FF, D_OUT)
+    found = find_onnx_blocks(make.model(after), torch.bfloat16, "auto")
+    assert [(layer.module, layer.decision, layer.reason) for layer in found.layers] == [
+        ("m", "twell", "matches"), ("inner", "dense", "it is in a graph of the If node_0"),
+    ]  # fmt: skip
+    assert [node.op_type for node in rewrite_onnx(found, 8).graph.node if node.domain == "twell"] == ["TwellMlp"]
 
 
 # ---- gated blocks, in all forms of products ----
@@ -250,7 +421,7 @@ def _resembling(change: str) -> onnx.ModelProto:
     make = GraphMaker(x_shape=(D_MODEL, D_MODEL))
     options = {"alpha": {"alpha": 2.0}, "transA": {"transA": 1}}.get(change, {})
     weight = make.weight("fc1", D_MODEL, D_FF)
-    z = make.node("Gemm", "x", make.node("Neg", weight) if change == "weight" else weight, **options)
+    z = make.node("Gemm", "x", make.node("Tanh", weight) if change == "weight" else weight, **options)
     hidden = make.node("Relu", z)
     if change == "domain":
         make.nodes[-1].domain = "com.example"
@@ -269,7 +440,7 @@ def test_what_merely_resembles_a_block_is_none(change: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "form"),
-    [("weight", "mm (its weight: neg_0_0), relu, mm"), ("training", "mm, relu, dropout_2_0, mm")],
+    [("weight", "mm (its weight: tanh_0_0), relu, mm"), ("training", "mm, relu, dropout_2_0, mm")],
 )
 def test_a_form_that_is_not_read_is_reported(change: str, form: str) -> None:
     (layer,) = layers_of(_resembling(change))
@@ -429,3 +600,22 @@ def test_sum_of_a_float32_graph_keeps_its_precision() -> None:
     model, node = with_residual("fp32", lambda make, other, y: [make.node("Add", other, y)])
     assert field(node, "residual") == 0
     assert model.graph.node[-1].op_type == "Add"
+
+
+def test_lowering_writes_folded_blocks() -> None:
+    """So that `check` can tell what folding rounds from what the kernels do, also behind a residual."""
+    make = GraphMaker("bf16")
+    hidden = make.node("Relu", make.linear(make.node("Neg", "x"), "mlp.up", D_MODEL, D_FF, True))
+    scaled = make.node("Mul", hidden, make.constant(np.linspace(0.5, 2, D_FF)))
+    model = make.model(make.node("Add", "x", make.linear(scaled, "mlp.down", D_FF, D_MODEL)))
+    found = find_onnx_blocks(model, torch.bfloat16, "auto")
+    assert (found.casts, found.folds, found.layers[0].residual) == (False, True, True)
+    lowered = lower_onnx(found)
+    assert sorted(node.op_type for node in lowered.graph.node) == [
+        "Add", "Add", "MatMul", "MatMul", "Neg", "Relu", "Transpose",
+    ]  # fmt: skip
+    x = torch.randn(2, 3, D_MODEL).bfloat16()
+    truth = evaluate(widen_onnx(model), x.double())
+    assert_as_accurate(evaluate(lowered, x), evaluate(model, x), truth)
+    assert_as_accurate(evaluate(rewrite_onnx(found), x), evaluate(model, x), truth)
+    assert not find_onnx_blocks(gated(), torch.bfloat16, "auto").folds

@@ -57,9 +57,9 @@ def test_contestants_compute_the_same(variant: str) -> None:
 
 def test_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(main, ["bench", "--calibrate", "-o", str(tmp_path / "gpu.json")])
+    result = CliRunner().invoke(main, ["bench", "--measure-gpu", "-o", str(tmp_path / "gpu.json")])
     assert result.exit_code == 2
-    assert "--calibrate: measures on a GPU, and torch sees none here. Run it on a machine with" in result.output
+    assert "--measure-gpu: measures on a GPU, and torch sees none here. Run it on a machine with" in result.output
     assert not list(tmp_path.iterdir())
 
 
@@ -70,7 +70,7 @@ def test_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calibrate, "grids", lambda: (gated, Grid("plain", 256, 512, (8,), ()), Grid("gated", 256, 64, (8,), ()))
     )
     path = tmp_path / "gpu.json"
-    result = CliRunner().invoke(main, ["bench", "--calibrate", "-o", str(path)])
+    result = CliRunner().invoke(main, ["bench", "--measure-gpu", "-o", str(path)])
     assert result.exit_code == 0, result.output
     times = read_times(path)
     assert times.complete
@@ -89,7 +89,7 @@ def test_out_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(step=150)
     monkeypatch.setattr(calibrate, "monotonic", lambda: next(clock))
     path = tmp_path / "gpu.json"
-    result = CliRunner().invoke(main, ["bench", "--calibrate", "-o", str(path)])
+    result = CliRunner().invoke(main, ["bench", "--measure-gpu", "-o", str(path)])
     assert result.exit_code == 0, result.output
     assert "time or memory ran out before all of the grid was measured" in result.output
     assert not read_times(path).complete
@@ -98,11 +98,14 @@ def test_out_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--calibrate"], "--calibrate: no data file to write. Add -o FILE."),
-        (["model.pt2", "--calibrate", "-o", "gpu.json"], "--calibrate: measures no model; got model.pt2."),
-        (["--calibrate", "-o", "gpu.json", "--dtype", "bf16"], "--dtype: is for measuring a model; got --calibrate."),
-        ([], "MODEL: there is nothing to measure; expected a model, or --calibrate."),
-        (["model.pt2", "-o", "gpu.json"], "--output gpu.json: is for --calibrate alone. Use --json > FILE."),
+        (["--measure-gpu"], "--measure-gpu: no data file to write. Add -o FILE."),
+        (["model.pt2", "--measure-gpu", "-o", "gpu.json"], "--measure-gpu: measures no model; got model.pt2."),
+        (
+            ["--measure-gpu", "-o", "gpu.json", "--dtype", "bf16"],
+            "--dtype: is for measuring a model; got --measure-gpu.",
+        ),
+        ([], "MODEL: there is nothing to measure; expected a model, or --measure-gpu."),
+        (["model.pt2", "-o", "gpu.json"], "--output gpu.json: is for --measure-gpu alone. Use --json > FILE."),
     ],
 )
 def test_what_does_not_go_together(options: list[str], message: str) -> None:
@@ -115,6 +118,16 @@ def test_no_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     path = tmp_path / "gpu.json"
     path.write_text("")
-    result = CliRunner().invoke(main, ["bench", "--calibrate", "-o", str(path)])
+    result = CliRunner().invoke(main, ["bench", "--measure-gpu", "-o", str(path)])
     assert result.exit_code == 2
     assert f"--output {path}: the file exists already. Add --overwrite to replace it." in result.output
+
+
+def test_the_old_name_still_works_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(main, ["bench", "--calibrate", "-o", str(tmp_path / "gpu.json")])
+    assert (
+        "Note: --calibrate is called --measure-gpu now; the next version does not know the old name." in result.stderr
+    )
+    assert "--calibrate" not in CliRunner().invoke(main, ["bench", "--help"]).output
+    assert "--measure-gpu: measures on a GPU, and torch sees none here." in result.stderr

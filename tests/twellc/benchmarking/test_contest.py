@@ -10,7 +10,7 @@ import torch
 
 from twellc.benchmarking import contest
 from twellc.benchmarking.contest import Contest
-from twellc.benchmarking.timing import Times
+from twellc.benchmarking.timing import CallTime
 
 TRUTH = torch.randn(8, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
@@ -23,7 +23,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda: [call() for call in calls]
 
     monkeypatch.setattr(contest, "record", record)
-    monkeypatch.setattr(contest, "time_calls", lambda calls, repeats: [Times(i, i, i) for i in range(len(calls))])
+    monkeypatch.setattr(contest, "time_calls", lambda calls, repeats: [CallTime(i, i, i) for i in range(len(calls))])
 
 
 def rounded(dtype: torch.dtype) -> Callable[[], Any]:
@@ -55,6 +55,25 @@ def test_without_a_yardstick() -> None:
     found.add("yardstick", fail)
     found.add("other", rounded(torch.bfloat16))
     assert not found.time(1) and "the first contestant failed" in found.failed["other"]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("lossy", [False, True])
+def test_what_is_not_finite(lossy: bool) -> None:
+    """NaN for NaN is no agreement, nor one that a lossy contestant may have."""
+    found = Contest(TRUTH, lambda result: result, language_model=False)
+    found.add("yardstick", lambda: (TRUTH * torch.nan).bfloat16(), lossy=lossy)
+    found.add("as NaN", lambda: (TRUTH * torch.nan).bfloat16(), lossy=lossy)
+    one = TRUTH.bfloat16()
+    one[3, 5] = torch.inf
+    found.add("one", lambda: one, lossy=lossy)
+    found.add("right", rounded(torch.float64), lossy=lossy)
+    assert list(found.time(1)) == ["right"]
+    assert "NaN or infinite in 128 of 128 elements" in found.failed["yardstick"]
+    assert "NaN or infinite in 1 of 128 elements" in found.failed["one"]
+    nothing = Contest(TRUTH * torch.nan, lambda result: result, language_model=False)
+    nothing.add("any", lambda: (TRUTH * torch.nan).bfloat16(), lossy=lossy)
+    assert "cannot be compared" in nothing.failed["any"]
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -86,14 +87,111 @@ def test_rejects_noise_of_three_times_the_plain_error() -> None:
     assert judge(truth + 1.5 * (plain.double() - truth), plain, truth).within
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_fault_that_the_plain_model_has_is_none_of_the_candidate(value: float) -> None:
-    plain, other, truth = projected(torch.bfloat16)
-    plain[3, 5] = other[3, 5] = value
+# ---- what is NaN or infinite ----
+
+NOT_FINITE = [torch.nan, torch.inf, -torch.inf]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize("where", [..., (slice(1, 3),), (3, 5), (slice(None), slice(0, 2))])
+def test_a_fault_of_the_plain_model_is_one_of_the_candidate(value: float, where: Any, dtype: torch.dtype) -> None:
+    """Everywhere, in whole rows, in one element, in 1 of 64 columns: what float64 can compute must be there."""
+    plain, other, truth = projected(dtype)
+    plain[where] = other[where] = value
     result = judge(other, plain, truth)
-    assert (result.within, result.stray) == (True, 0)
-    other[3, 5] = 0
+    count = int((~other.isfinite()).sum())
+    assert (result.within, result.overflows, result.comparable) == (False, True, False)
+    assert (result.stray, result.plain_stray, result.shared_stray) == (count, count, count)
+    assert (result.elements, result.compared) == (truth.numel(), truth.numel() - count)
+    assert math.isnan(result.candidate.max) == (where is ...)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize("where", [..., (slice(1, 3),), (3, 5)])
+def test_a_candidate_that_is_right_where_the_plain_model_is_not(value: float, where: Any, dtype: torch.dtype) -> None:
+    plain, other, truth = projected(dtype)
+    count = plain[where].numel()
+    plain[where] = value
+    result = judge(other, plain, truth)
+    assert (result.within, result.stray, result.plain_stray, result.compared) == (True, 0, count, truth.numel())
+    assert result.relative_tolerance < 5 * torch.finfo(dtype).eps
+    for damage in ("halved", "one row zeroed", "one column doubled", "one element wrong", "a NaN", "all NaN"):
+        assert not judge(DAMAGES[damage](other), plain, truth).within, damage
+    other[where] = value
+    assert not judge(other, plain, truth).within
+
+
+def test_one_fault_of_the_plain_model_allows_one_no_other() -> None:
+    """NaN at one place of the plain model excuses nothing at another, and its place must still be right."""
+    plain, other, truth = projected(torch.float16)
+    plain[3, 5] = torch.nan
+    wrong = other.clone()
+    wrong[3, 5] += 10
+    assert not judge(wrong, plain, truth).within
+    wrong = other.clone()
+    wrong[3, 6] = torch.nan
+    result = judge(wrong, plain, truth)
+    assert (result.within, result.overflows, result.stray, result.shared_stray) == (False, False, 1, 0)
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+def test_what_float64_has_is_required(value: float) -> None:
+    plain, other, truth = projected(torch.bfloat16)
+    truth[2] = value
+    assert judge(other, plain, truth).stray == 128
+    other[2] = value
+    result = judge(other, plain, truth)
+    assert (result.within, result.stray, result.plain_stray, result.not_finite) == (True, 0, 128, 128)
+    for another in {0.0, *NOT_FINITE} - {value}:
+        other[2, 7] = another
+        assert judge(other, plain, truth).stray == 1
+
+
+def test_nothing_that_is_finite_in_float64() -> None:
+    """The same NaN everywhere shows nothing: the check must not pass."""
+    plain, other, truth = projected(torch.bfloat16)
+    for each in (plain, other, truth):
+        each[:] = torch.nan
+    result = judge(other, plain, truth)
+    assert (result.compared, result.stray, result.within, result.overflows) == (0, 0, False, False)
+
+
+@pytest.mark.parametrize("value", [70000.0, -70000.0, 65515.0])
+def test_beyond_the_range_of_float16(value: float) -> None:
+    """There an infinity is the right rounding, or as near as the rest is; elsewhere it is not."""
+    plain, other, truth = projected(torch.float16)
+    truth[3, 5] = value
+    largest = math.copysign(65504, value)
+    for right in (math.copysign(math.inf, value), largest):
+        plain[3, 5] = other[3, 5] = right
+        result = judge(other, plain, truth)
+        assert (result.within, result.stray, result.extreme, result.compared) == (True, 0, 1, truth.numel() - 1)
+    for wrong in (0.0, math.nan, -math.inf * value, 0.9 * largest):
+        other[3, 5] = wrong
+        assert judge(other, plain, truth).stray == 1
+    other[3, 5], truth[3, 5] = math.copysign(math.inf, value), math.copysign(20000, value)
     assert judge(other, plain, truth).stray == 1
+
+
+def test_all_beyond_the_range_of_float16() -> None:
+    plain, other, truth = (torch.full((4, 8), value) for value in (math.inf, math.inf, 1e6))
+    result = judge(other.half(), plain.half(), truth.double())
+    assert (result.compared, result.extreme, result.stray, result.within) == (0, 32, 0, False)
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
+def test_masks_do_not_outweigh_the_rest(dtype: torch.dtype) -> None:
+    """The least number of a dtype, as in masked logits, would make every other error small."""
+    plain, other, truth = projected(dtype)
+    least = torch.finfo(dtype).min
+    for each in (plain, other, truth):
+        each[:, -1] = least
+    assert judge(other, plain, truth).within
+    assert not judge(other * torch.tensor([0.5] * 127 + [1.0]).to(dtype), plain, truth).within
+    other[0, -1] = -1.0
+    assert not judge(other, plain, truth).within
 
 
 def test_minus_infinity_in_all_three() -> None:
@@ -146,9 +244,9 @@ def test_coarse() -> None:
         result = judge(truth * 3, truth.float() * plain, truth)
         assert (result.coarse, result.within) == (coarse, False)
     for count, coarse in ((10, False), (11, True)):
-        plain = truth > 0
-        plain[:count] = False
-        assert measure_discrete("y", truth > 0, plain, truth > 0).coarse == coarse
+        positive = truth > 0
+        positive[:count] = False
+        assert measure_discrete("y", truth > 0, positive, truth > 0).coarse == coarse
 
 
 def test_discrete_outputs_of_no_elements() -> None:
@@ -156,14 +254,35 @@ def test_discrete_outputs_of_no_elements() -> None:
     assert measure_discrete("y", empty, empty, empty).within
 
 
-@pytest.mark.parametrize("elements", [1, 5, 16, 300, 2000])
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.15, 0.5])
+@pytest.mark.parametrize(
+    ("elements", "share"), [(1, 0.0), (5, 0.01), (16, 0.01), (300, 0.01), (2000, 0.01), (300, 0.15), (2000, 0.15)]
+)
 def test_equally_accurate_models_agree(elements: int, share: float) -> None:
     """Models that differ from the truth equally often, at random, reject each other in one of 1000 cases at most."""
     truth = torch.zeros(elements, dtype=torch.bool)
     draws = torch.rand(2000, 2, elements) < share
     rejected = sum(not measure_discrete("y", candidate, plain, truth).within for candidate, plain in draws)
     assert rejected <= 2
+
+
+@pytest.mark.parametrize("elements", [1, 3, 7, 1000])
+def test_a_plain_model_that_is_wrong_excuses_nothing(elements: int) -> None:
+    """The argmax of NaN is the first place, and NaN > 0.5 is false: as wrong as the plain model is not enough."""
+    truth = 1 + torch.arange(elements)
+    zeros = torch.zeros_like(truth)
+    result = measure_discrete("y", zeros, zeros, truth)
+    assert (result.within, result.lacks_yardstick, result.tolerance) == (False, True, elements // 4)
+    assert measure_discrete("y", truth, zeros, truth).within
+    half = truth % 2 == 0 if elements > 1 else truth > 0
+    result = measure_discrete("y", half & False, half & False, half)
+    assert (result.within, result.lacks_yardstick) == (False, True)
+
+
+@pytest.mark.parametrize(("elements", "tolerance"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2), (16, 8), (100, 20)])
+def test_few_elements_decide_something(elements: int, tolerance: int) -> None:
+    truth = torch.arange(elements)
+    assert measure_discrete("y", truth, truth, truth).tolerance == tolerance
+    assert not measure_discrete("y", truth - 1, truth, truth).within
 
 
 def test_nothing_to_compare() -> None:
@@ -269,10 +388,37 @@ def test_rewriting_must_not_make_nan(value: float) -> None:
     assert (both.rewrite_stray, both.rewrite_within) == (0, True)
 
 
+def test_separation_where_low_precision_overflows() -> None:
+    """Neither the kernels nor the rewriting are the cause, and a fault of the rewriting is still found."""
+    plain, spliced, truth = projected(torch.float16)
+    plain[:], spliced[:] = torch.nan, torch.inf
+    separation = separate(spliced, spliced, plain, truth, truth * (1 + 1e-15), truth)
+    assert separation.rewrite_within and separation.kernels_within
+    assert 0 < separation.rewrite.relative < 1e-14
+    assert math.isnan(separation.low_precision.relative) and math.isnan(separation.kernels.relative)
+    assert not separate(spliced, spliced, plain, truth, truth * 1.01, truth).rewrite_within
+    assert not separate(spliced, spliced, plain, truth, truth * 1.01, truth, exact=False).rewrite_within
+    _, right, _ = projected(torch.float16)
+    right[:] = torch.nan
+    good, _, truth = projected(torch.float16)
+    assert not separate(right, right, good, truth, truth, truth).kernels_within
+
+
 def test_separation_of_nothing() -> None:
     empty = torch.zeros(0, 8, dtype=torch.float64)
     separation = separate(empty, empty, empty, empty, empty, empty)
     assert separation.rewrite_within and separation.kernels_within
+
+
+def test_language_model_figures_of_what_is_not_finite() -> None:
+    """NaN agrees with nothing, though its argmax is the first place; what has no chance adds nothing to KL."""
+    truth = torch.tensor([[3.0, 1.0, -torch.inf], [3.0, 1.0, 0.0]], dtype=torch.float64)
+    candidate = truth.float()
+    result = judge(candidate, truth.float(), truth, language_model=True)
+    assert (result.top1, result.kl) == (1.0, pytest.approx(0.0, abs=1e-7))
+    candidate[1] = torch.nan
+    result = judge(candidate, truth.float(), truth, language_model=True)
+    assert result.top1 == 0.5 and result.kl is not None and math.isnan(result.kl)
 
 
 def test_bits_of_text() -> None:
@@ -282,6 +428,7 @@ def test_bits_of_text() -> None:
     assert text_bits([half], [ids]) == (2, pytest.approx(1.0))
     assert text_bits([half, half[:, :2]], [ids, torch.tensor([[1, 2]])]) == (3, pytest.approx((1 + 1 + 2) / 3))
     assert text_bits([half[:, :1]], [ids[:, :1]]) == (0, 0.0)
+    assert math.isnan(text_bits([half * torch.nan], [ids])[1])
 
 
 def test_perplexity() -> None:

@@ -30,15 +30,17 @@ from twellc.checks import evaluator
 from twellc.checks.accuracy import Share
 from twellc.checks.checking import CheckResult, _without_padding, check
 from twellc.checks.reference import integer_ranges
-from twellc.checks.samples import Limits, Sample, draw_samples, places_of_tokens
-from twellc.cli import _print_accuracy
-from twellc.config import CheckOptions, CompileOptions
+from twellc.commands.check import print_accuracy
+from twellc.compiling.translate import translate_to_file
 from twellc.export.profiles import program_inputs
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
+from twellc.options.commands import CheckOptions, CompileOptions
+from twellc.options.source import TracingOptions
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_weights import fold_weights
-from twellc.translation.translate import translate_to_file
+from twellc.passes.pipeline import STEPS, Stage, step
+from twellc.samples.samples import Limits, Sample, draw_samples, places_of_tokens
 
 # Inputs of a twell node after x: weights of a gated block with all biases, and without any.
 WITH_BIASES = ("w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down")
@@ -51,7 +53,7 @@ def graph_of(model: Path, path: Path) -> Path:
 
 
 def run_check(model: Path, candidate: Path, seed: int = 0) -> CheckResult:
-    return check(CheckOptions(model, candidate, seed), lambda step: None)
+    return check(CheckOptions(model, candidate, seed=seed), lambda step: None)
 
 
 def samples_of(model: LoadedModel, profile: dict[str, Any] | None = None) -> list[Sample]:
@@ -183,11 +185,14 @@ def test_plan_that_runs(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: py
     stand_in = evaluator.OnnxEvaluator(graph)
     monkeypatch.setattr("twellc.checks.checking.why_not_here", lambda backend: "")
     monkeypatch.setattr("twellc.checks.checking.load_host", lambda backend: None)
+    opened: list[Path] = []
+    monkeypatch.setattr("twellc.checks.checking.open_plan", lambda host, path, version: opened.append(path))
     monkeypatch.setattr(
-        "twellc.checks.checking.run_plan", lambda *arguments: [y * 1.5 for y in stand_in.run(arguments[-1])]
+        "twellc.checks.checking.PlanRunner", lambda plan: lambda sample: [y * 1.5 for y in stand_in.run(sample)]
     )
     result = run_check(archive, plan)
     assert (result.executed, result.note) == ("the plan", "")
+    assert opened == [plan], "once for all samples"
     assert [block.diverges for block in result.blocks] == [False]
     assert (result.within, result.causes) == (False, ["rest"])
     graph.unlink()
@@ -200,7 +205,7 @@ def test_samples_of_a_plan_keep_to_its_profile(cli: Cli, archive: Path, tmp_path
     plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
     shapes = "x:5x3x16:5x3x16:5x3x16"
     assert cli("compile", archive, "-o", plan, "--onnx", graph, "--profile", shapes).exit_code == 0
-    model = load_model(archive, False)
+    model = load_model(TracingOptions(archive))
     profile = json.loads((tmp_path / "m.plan.json").read_text())["profiles"][0]
     samples = samples_of(model, profile)
     assert [tuple(sample["x"].shape) for sample in samples] == [(5, 3, 16)]
@@ -309,7 +314,7 @@ def test_last_dimension_varies(tmp_path: Path) -> None:
     program = export(Channels().bfloat16(), torch.randn(2, 16, 9).bfloat16(), dynamic=({2: Dim("time", max=64)},))
     torch.export.save(program, model)
     result = run_check(model, graph_of(model, tmp_path / "m.onnx"))
-    assert [tuple(sample["x"].shape) for sample in samples_of(load_model(model, False))] == [
+    assert [tuple(sample["x"].shape) for sample in samples_of(load_model(TracingOptions(model)))] == [
         (2, 16, 1), (2, 16, 9), (2, 16, 27),
     ]  # fmt: skip
     (output,) = result.outputs
@@ -358,9 +363,9 @@ def test_outputs_of_integers_and_booleans(cli: Cli, tmp_path: Path) -> None:
     values = to_torch(onnx.numpy_helper.to_array(head)).flip(0)
     head.raw_data = values.contiguous().view(torch.int16).numpy().tobytes()
     onnx.save(wrong, tmp_path / "wrong.onnx")
-    shown = cli("check", model, tmp_path / "wrong.onnx")
-    assert shown.exit_code == 1
-    assert "OUTSIDE TOLERANCE; every rewritten block is within tolerance by itself" in shown.stdout
+    found = cli("check", model, tmp_path / "wrong.onnx")
+    assert found.exit_code == 1
+    assert "OUTSIDE TOLERANCE; every rewritten block is within tolerance by itself" in found.stdout
 
 
 class Cancelling(nn.Module):
@@ -463,17 +468,17 @@ def test_a_weight_off_by_its_last_bit_is_noticed(deep: Path, deep_graph: Path, t
 
 def test_fault_of_a_kernel(deep: Path, deep_graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel here is wrong, so one is made wrong: the second block loses a tenth of its output in low precision."""
-    original = evaluator._run_op
+    original = evaluator._run_block
 
-    def faulty(op: Any, tensors: list[Any], *options: Any) -> Tensor:
-        y = original(op, tensors, *options)
-        return y * 0.9 if torch.equal(tensors[1], wrong) and y.dtype == torch.bfloat16 else y
+    def faulty(operands: Any, options: Any) -> Tensor:
+        y = original(operands, options)
+        return y * 0.9 if torch.equal(operands.w_gate, wrong) and y.dtype == torch.bfloat16 else y
 
     graph = onnx.load(deep_graph)
     (name,) = (node.input[1] for node in graph.graph.node if node.name.endswith("/node_gated_mlp_1"))
     (tensor,) = (tensor for tensor in graph.graph.initializer if tensor.name == name)
     wrong = to_torch(onnx.numpy_helper.to_array(tensor))
-    monkeypatch.setattr("twellc.checks.evaluator._run_op", faulty)
+    monkeypatch.setattr("twellc.checks.evaluator._run_block", faulty)
     result = run_check(deep, deep_graph)
     assert (result.first_divergence, result.causes) == (MODULES[1], ["kernels"])
     assert [block.diverges for block in result.blocks] == [False, True, False, False]
@@ -528,7 +533,7 @@ def test_only_the_worst_blocks_are_shown(capsys: pytest.CaptureFixture[str], dee
     many = [replace(result.blocks[0], module=f"block{index}") for index in range(20)]
     worst = replace(result.blocks[1].accuracy, relative_tolerance=1e-9, max_tolerance=1e-9)
     many[13] = replace(many[13], accuracy=worst)
-    _print_accuracy(replace(result, blocks=many))
+    print_accuracy(replace(result, blocks=many))
     shown = capsys.readouterr().out
     assert "the worst of 20" in shown
     assert "first block that diverges: block13" in shown
@@ -554,7 +559,7 @@ def test_blocks_of_a_float32_model(opt: Path, tmp_path: Path) -> None:
 
 def test_density(archive: Path, archive_graph: Path, tmp_path: Path) -> None:
     """Against the activations of the module itself, for inputs of every density."""
-    program = load_model(archive, False).program
+    program = load_model(TracingOptions(archive)).program
     weight, bias = (program.state_dict[f"ffn.gate.{name}"].float() for name in ("weight", "bias"))
     for shift in (-8.0, 0.0, 2.0):
         x = (torch.randn(4, 3, 16) + shift).bfloat16()
@@ -624,7 +629,7 @@ def test_a_fault_of_a_pass_before_the_rewriting(tmp_path: Path, monkeypatch: pyt
             folded.state_dict[name][5] *= 3
         return folded
 
-    monkeypatch.setattr("twellc.passes.pipeline.ARRANGING", (faulty, feature_last))
+    monkeypatch.setitem(STEPS, Stage.ARRANGING, (step(faulty), step(feature_last)))
     bad = run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "bad.onnx"))
     assert (bad.within, bad.causes, bad.first_divergence) == (False, ["rewrite"], None)
 
@@ -789,9 +794,9 @@ def test_damaged_plans(cli: Cli, archive: Path, plan: Path, tmp_path: Path) -> N
     plan.write_bytes(plan.read_bytes() + b"x")
     refused("the manifest belongs to another plan")
     manifest.write_text("{")
-    refused("is no manifest of twellc")
+    refused("is not a manifest of twellc")
     manifest.write_text("{}")
-    refused("is no manifest of twellc")
+    refused("is not a manifest of twellc")
     manifest.write_text(json.dumps(json.loads(content) | {"schema": 99}))
     refused("the manifest is of another version; got 99; expected 3")
     manifest.unlink()
@@ -872,7 +877,7 @@ def test_the_candidate_of_a_causal_model_and_an_encoder(llama: Path, tmp_path: P
 
 
 def test_samples(llama: Path) -> None:
-    model = load_model(llama, False, padding="mask")
+    model = load_model(TracingOptions(llama, padding="mask"))
     samples = samples_of(model)
     assert [tuple(sample["input_ids"].shape) for sample in samples] == [(1, 1), (2, 16), (6, 48)]
     for sample in samples:
@@ -895,7 +900,7 @@ def test_samples_of_a_multiple(tmp_path: Path) -> None:
     program = export(Paired().bfloat16(), torch.randn(6, 16).bfloat16(), dynamic=({0: 2 * Dim("half", min=2, max=32)},))
     torch.export.save(program, tmp_path / "m.pt2")
     assert run_check(tmp_path / "m.pt2", graph_of(tmp_path / "m.pt2", tmp_path / "m.onnx")).within
-    model = load_model(tmp_path / "m.pt2", False)
+    model = load_model(TracingOptions(tmp_path / "m.pt2"))
     sizes = [sample["x"].shape[0] for sample in samples_of(model)]
     assert sizes == [4, 6, 18]
     profile = {"x": {"min": [8, 16], "opt": [8, 16], "max": [12, 16]}}

@@ -17,17 +17,18 @@ from onnx import TensorProto, helper
 from torch import Tensor, nn
 from torch.export import Dim
 
-from tests.models import Gated, Plain, Residual, canonical, rewrite, run
+from tests.models import Gated, Plain, Residual, canonical, canonicalize, rewrite, run
 from tests.tolerance import assert_as_accurate, assert_same
+from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.errors import UserError
-from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes, to_numpy, to_torch
-from twellc.config import CompileOptions
+from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes
+from twellc.compiling.translate_torch import translate
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.loaders.loaded import LoadedModel
+from twellc.options.commands import CompileOptions
+from twellc.options.source import TracingOptions
 from twellc.passes.graph.execution import Runner
-from twellc.passes.pipeline import canonicalize
 from twellc.passes.precision import widen
-from twellc.translation.torch_models import translate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool])
@@ -94,7 +95,7 @@ def test_language_model_with_padding(llama: Path, load_once: Callable[..., Loade
     evaluator = OnnxEvaluator(tmp_path / "m.onnx")
     assert sorted(evaluator.inputs) == ["attention_mask", "input_ids"]
     assert evaluator.outputs == ["logits"]
-    program = canonicalize(load_once(llama, False, (), "mask", "all").program)
+    program = canonicalize(load_once(TracingOptions(llama, padding="mask")).program)
     truth = widen(program)
     ids = torch.randint(2, 96, (3, 11))
     for side in ("left", "right", "none"):

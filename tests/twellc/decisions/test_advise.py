@@ -10,15 +10,18 @@ import pytest
 import torch
 
 from tests.models import Gated, Residual, blocks_of, canonical
-from twellc.decisions.advise import Advisor, Firing, repeat, row_spread
+from twellc.compiling.sizes import rows_of_blocks, rows_of_inputs
+from twellc.decisions.advise import Advisor, repeat, row_spread
 from twellc.decisions.choose import Tokens, percent
-from twellc.decisions.targets import choose_target
-from twellc.decisions.times import zipf_rates
+from twellc.decisions.predict import CostModel
+from twellc.decisions.targets import Target, choose_target
+from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint, zipf_rates
 from twellc.export.profiles import program_inputs, resolve_profiles
 from twellc.export.shapes import parse_profile
-from twellc.passes.decide import decide
+from twellc.passes.decide import Advise, decide
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
-from twellc.translation.sizes import rows_of_blocks, rows_of_inputs
+from twellc.passes.neurons import Staying
+from twellc.passes.report import Layer
 
 TARGET = choose_target("h200", None)
 TOKENS = [Tokens(1, 8192, 8192)]
@@ -32,13 +35,30 @@ def blocks() -> list[FfnBlock]:
     return [replace(block, d_model=2048, d_ff=5632, d_out=2048) for block in found]
 
 
-def advisor(firing: dict[str, Firing], density: float = 0.005) -> Advisor:
-    return Advisor(TARGET, firing, lambda block: TOKENS, density)
+def advisor(density: float = 0.005, compression: int | None = None) -> Advisor:
+    return Advisor(TARGET, lambda block: TOKENS, density, compression)
+
+
+def equal(rate: float, kept: int = 5632) -> Staying:
+    """Return that the first neurons stay, and that each fires for this share of the tokens."""
+    return Staying(np.arange(kept), np.full(kept, rate))
+
+
+def unknown(block: FfnBlock) -> Staying:
+    return Staying(np.arange(block.d_ff))
+
+
+def decided(
+    blocks: list[FfnBlock], advise: Advise | None, *neurons: Staying | None, layers: str = "auto"
+) -> list[Layer]:
+    """Decide on blocks by what is known of their neurons."""
+    known = [unknown(block) if each is None else each for block, each in zip(blocks, neurons, strict=True)]
+    return decide(blocks, layers, advise, known)
 
 
 def test_what_is_known_decides(blocks: list[FfnBlock]) -> None:
-    advise = advisor({"0.ffn": Firing(np.full(5632, 0.11)), "1.ffn": Firing(np.full(5632, 0.003))})
-    first, second = decide(blocks, "auto", advise)
+    advise = advisor()
+    first, second = decided(blocks, advise, equal(0.11), equal(0.003))
     assert (first.decision, first.matched, first.residual) == ("dense", True, False)
     assert re.fullmatch(r"left dense: 11 % active, pays below (1\.\d|2) % at 8192 tokens", first.reason)
     assert second.decision == "twell"
@@ -48,17 +68,17 @@ def test_what_is_known_decides(blocks: list[FfnBlock]) -> None:
 
 
 def test_all_takes_what_does_not_pay(blocks: list[FfnBlock]) -> None:
-    advise = advisor({"0.ffn": Firing(np.full(5632, 0.11))})
     for layers in ("all", "0"):
-        layer = decide(blocks, layers, advise)[0]
+        layer = decided(blocks, advisor(), equal(0.11), None, layers=layers)[0]
         assert layer.decision == "twell"
         assert layer.reason.startswith("11 % active, pays below ")
-    assert {layer.reason for layer in decide(blocks, "none", advise)} == {"--layers none"}
+    reasons = {layer.reason for layer in decided(blocks, advisor(), equal(0.11), None, layers="none")}
+    assert reasons == {"--layers none"}
 
 
 def test_what_is_assumed_only_informs(blocks: list[FfnBlock]) -> None:
-    advise = advisor({}, density=0.3)
-    layers = decide(blocks, "auto", advise)
+    advise = advisor(density=0.3)
+    layers = decided(blocks, advise, None, None)
     assert [(layer.decision, layer.reason) for layer in layers] == [("twell", "matches")] * 2
     (note,) = advise.notes(layers)
     expectation = layers[0].expectation
@@ -70,11 +90,62 @@ def test_what_is_assumed_only_informs(blocks: list[FfnBlock]) -> None:
         f"{percent(expectation.pays_below)}"
     )
     assert advise.notes([replace(layer, expectation=None) for layer in layers]) == []
+    assert advise.decided == {}
+
+
+def slow_target(shape: tuple[str, int, int]) -> Target:
+    """Return a GPU on which TwELL takes twice the time of a dense block of one shape, at every density."""
+    sizes = [(*shape, tokens) for tokens in (1, 64, 1000, 2048, 8192)]
+    dense = [DensePoint(*size, 10.0, 10.0, 10.0, "eager") for size in sizes]
+    twell = [
+        TwellPoint(*size, 20.0, 20.0, 20.0, density, density, "equal")
+        for size in sizes
+        for density in (0.0001, 0.001, 0.01, 0.1, 0.5)
+    ]
+    return Target(CostModel(GpuTimes({"gpu": "NVIDIA Test"}, True, dense, twell)), "")
+
+
+def test_where_twell_pays_at_no_density_blocks_are_left_dense_without_a_profile(blocks: list[FfnBlock]) -> None:
+    """And a later compilation that repeats the decisions leaves the same blocks dense."""
+    advise = Advisor(slow_target(("gated", 2048, 5632)), lambda block: TOKENS)
+    layers = decided(blocks, advise, None, None)
+    reason = "left dense: TwELL pays at no density at 8192 tokens"
+    assert [(layer.decision, layer.matched, layer.reason) for layer in layers] == [("dense", True, reason)] * 2
+    assert layers[0].expectation is not None and layers[0].expectation.pays_below == 0
+    assert advise.notes(layers) == []
+    assert [layer.reason for layer in decided(blocks, repeat(advise.decided), None, None)] == [reason] * 2
+    for named in ("all", "ffn"):
+        layers = decided(blocks, advise, None, None, layers=named)
+        assert [layer.decision for layer in layers] == ["twell"] * 2
+        assert layers[0].reason == "TwELL pays at no density at 8192 tokens"
+
+
+def test_some_are_left_dense_without_a_profile(blocks: list[FfnBlock]) -> None:
+    """The note does not say that every match is rewritten."""
+    advise = Advisor(slow_target(("gated", 2048, 5632)), lambda block: TOKENS)
+    far = replace(blocks[1], d_model=256, d_ff=512, d_out=256)
+    layers = decided([blocks[0], far], advise, None, None)
+    assert [layer.decision for layer in layers] == ["dense", "twell"]
+    guess, note = advise.notes(layers)
+    assert guess.startswith("no blocks of d_model / d_ff like 256 / 512 were measured")
+    assert note.startswith("--layers auto rewrites every match for which TwELL can pay, since no profile says ")
+    assert list(advise.decided) == [blocks[0].module]
+
+
+def test_a_width_that_was_not_measured_is_rewritten_and_called_a_guess(blocks: list[FfnBlock]) -> None:
+    """Where the same prediction would leave a measured width dense."""
+    advise = Advisor(slow_target(("gated", 2048, 5632)), lambda block: TOKENS)
+    (layer,) = decided([replace(blocks[0], d_model=16, d_ff=40, d_out=16)], advise, None)
+    assert (layer.decision, layer.reason) == ("twell", "matches")
+    assert layer.expectation is not None and layer.expectation.pays_below == 0
+    assert advise.notes([layer])[0] == (
+        "no blocks of d_model / d_ff like 16 / 40 were measured: what is expected of them is a guess"
+    )
 
 
 def test_widths_far_from_measured_ones(blocks: list[FfnBlock]) -> None:
-    advise = advisor({})
-    layers = decide([replace(blocks[0], d_model=16, d_ff=40, d_out=16)], "auto", advise)
+    advise = advisor()
+    layers = decided([replace(blocks[0], d_model=16, d_ff=40, d_out=16)], advise, None)
     assert advise.notes(layers)[0] == (
         "no blocks of d_model / d_ff like 16 / 40 were measured: what is expected of them is a guess"
     )
@@ -82,38 +153,55 @@ def test_widths_far_from_measured_ones(blocks: list[FfnBlock]) -> None:
 
 def test_a_guess_leaves_nothing_dense(blocks: list[FfnBlock]) -> None:
     far = replace(blocks[0], d_model=16, d_ff=40, d_out=16)
-    (layer,) = decide([far], "auto", advisor({"0.ffn": Firing(np.full(40, 0.5))}))
+    (layer,) = decided([far], advisor(), equal(0.5, 40))
     assert (layer.decision, layer.reason, layer.hot) == ("twell", "50 % active", 0)
 
 
 def test_decisions_are_repeated(blocks: list[FfnBlock]) -> None:
     rates = np.random.default_rng(0).permutation(zipf_rates(5632, 0.02))
-    advise = advisor({"0.ffn": Firing(np.full(5632, 0.11)), "1.ffn": Firing(rates)})
-    layers = decide(blocks, "auto", advise)
+    advise, neurons = advisor(), (equal(0.11), Staying(np.arange(5632), rates))
+    layers = decided(blocks, advise, *neurons)
     assert layers[1].hot >= 128
-    again = decide(blocks, "auto", repeat(advise.decided))
+    again = decided(blocks, repeat(advise.decided), *neurons)
     assert again == [replace(layer, expectation=None) for layer in layers]
 
 
-def test_what_was_removed_is_not_counted(blocks: list[FfnBlock]) -> None:
-    firing = {"0.ffn": Firing(np.full(4000, 0.3), removed=1632), "1.ffn": Firing(np.full(4000, 0.003), removed=1632)}
-    first, second = decide(blocks, "auto", advisor(firing))
-    assert first.reason.startswith("left dense: 30 % of the 4000 neurons left active, pays below ")
+def test_a_block_of_which_nothing_is_known_is_repeated(blocks: list[FfnBlock]) -> None:
+    """Its compression factor is left to the options both times."""
+    advise = advisor(compression=4)
+    layers = decided(blocks, advise, equal(0.003), None)
+    assert [layer.compression for layer in layers] == [4, None]
+    again = decided(blocks, repeat(advise.decided), equal(0.003), None)
+    assert again == [replace(layer, expectation=None) for layer in layers]
+
+
+def test_what_is_removed_is_not_counted(blocks: list[FfnBlock]) -> None:
+    first, second = decided(blocks, advisor(), equal(0.3, 4000), equal(0.003, 4000))
+    assert first.reason.startswith("left dense: 30 % of the 4000 neurons that would be left active, pays below ")
     assert second.reason.startswith("0.3 % of the 4000 neurons left active, expected ")
 
 
 def test_fp16_is_not_split(blocks: list[FfnBlock]) -> None:
     """Then no neuron has to be moved, and what is expected is the time without a split."""
     rates = np.random.default_rng(0).permutation(zipf_rates(5632, 0.02))
-    advise = advisor({"0.ffn": Firing(rates), "1.ffn": Firing(rates)})
-    half, own = decide([replace(blocks[0], dtype=torch.float16), blocks[1]], "auto", advise)
+    neurons = Staying(np.arange(5632), rates)
+    half, own = decided([replace(blocks[0], dtype=torch.float16), blocks[1]], advisor(), neurons, neurons)
     assert half.hot == 0 and own.hot >= 128
     assert half.expectation is not None and own.expectation is not None
     assert half.expectation.gain < own.expectation.gain
 
 
+def test_neurons_that_must_not_move_are_not_split(blocks: list[FfnBlock]) -> None:
+    """As of a block whose weights something else reads: no time with hot neurons is expected of it."""
+    neurons = Staying(np.arange(5632), np.random.default_rng(0).permutation(zipf_rates(5632, 0.02)))
+    fixed, free = decided(blocks, advisor(), replace(neurons, movable=False), neurons)
+    assert fixed.hot == 0 and free.hot >= 128
+    assert fixed.expectation is not None and free.expectation is not None
+    assert fixed.expectation.gain < free.expectation.gain
+
+
 def test_refused_blocks_get_no_advice(blocks: list[FfnBlock]) -> None:
-    (layer,) = decide([replace(blocks[0], refusal="no")], "auto", advisor({}))
+    (layer,) = decided([replace(blocks[0], refusal="no")], advisor(), None)
     assert (layer.reason, layer.expectation) == ("no", None)
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from twellc.base.errors import UserError
 from twellc.decisions.targets import TARGETS, shipped_times
-from twellc.decisions.times import DensePoint, Times, TwellPoint, read_times, zipf_rates
+from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint, read_times, zipf_rates
 
 DENSE = DensePoint("gated", 2048, 5632, 8, 28.0, 27.5, 28.5, "packed")
 TWELL = TwellPoint("gated", 2048, 5632, 8, 12.0, 11.5, 12.5, 0.0048, 0.005, "zipf", 128)
-TIMES = Times({"gpu": "NVIDIA Test", "date": "2026-11-25"}, True, [DENSE], [TWELL])
+TIMES = GpuTimes({"gpu": "NVIDIA Test", "date": "2026-11-25"}, True, [DENSE], [TWELL])
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -34,25 +34,27 @@ def point(row: DensePoint | TwellPoint, **changes: Any) -> list[Any]:
 
 
 BAD = {
-    "no JSON": ("{", "holds no measured times: it is no JSON"),
+    "no JSON": ("{", "holds no measured times: it cannot be read as JSON"),
     "a list": ("[]", "holds no measured times: it names no format"),
     "no format": ("{}", "holds no measured times: it names no format"),
     "other format": (changed(format=2), "are of another format; got 2; expected 1"),
-    "no GPU": (changed(machine={}), "the measured times name no GPU"),
-    "complete": (changed(complete=1), "complete is neither true nor false"),
-    "no points": (changed(dense=[]), "dense is no list of points"),
-    "no object": (changed(dense=[3]), r"dense\[0\] is no object"),
+    "no GPU": (changed(machine={}), "the measured times are damaged: machine has no gpu"),
+    "complete": (changed(complete=1), "complete is not true or false"),
+    "no points": (changed(dense=[]), "dense is empty"),
+    "no object": (changed(dense=[3]), r"dense\[0\] is not an object"),
     "missing": (changed(twell=[{"variant": "gated"}]), r"twell\[0\] has no d_model"),
-    "variant": (changed(dense=point(DENSE, variant="odd")), r"dense\[1\] has 'odd' as variant, not gated or plain"),
-    "neurons": (changed(twell=point(TWELL, neurons="odd")), r"twell\[1\] has 'odd' as neurons"),
-    "form": (changed(dense=point(DENSE, by=1)), r"dense\[1\] has 1 as by"),
-    "count": (changed(dense=point(DENSE, tokens=0)), r"dense\[1\] has 0 as tokens, not a count"),
-    "fraction": (changed(dense=point(DENSE, d_ff=5632.5)), r"dense\[1\] has 5632.5 as d_ff, not a count"),
-    "time": (changed(dense=point(DENSE, us=-1)), r"dense\[1\] has -1 as us, not a time"),
-    "NaN": (changed(dense=point(DENSE, us=float("nan"))), r"dense\[1\] has nan as us, not a number"),
-    "text": (changed(dense=point(DENSE, us="1")), r"dense\[1\] has '1' as us, not a number"),
-    "share": (changed(twell=point(TWELL, density=1.5)), r"twell\[1\] has 1.5 as density, not a share"),
-    "too hot": (changed(twell=point(TWELL, hot=5632)), r"twell\[1\] has 5632 as hot, not fewer than d_ff"),
+    "variant": (changed(dense=point(DENSE, variant="odd")), r"dense\[1\].variant is not gated or plain: 'odd'"),
+    "neurons": (changed(twell=point(TWELL, neurons="odd")), r"twell\[1\].neurons is not equal or zipf: 'odd'"),
+    "form": (changed(dense=point(DENSE, by=1)), r"dense\[1\].by is not a string"),
+    "count": (changed(dense=point(DENSE, tokens=0)), r"dense\[1\].tokens is not at least 1: 0"),
+    "fraction": (changed(dense=point(DENSE, d_ff=5632.5)), r"dense\[1\].d_ff is not an integer"),
+    "time": (changed(dense=point(DENSE, us=-1)), r"dense\[1\].us is not more than 0: -1.0"),
+    "NaN": (changed(dense=point(DENSE, us=float("nan"))), r"NaN is not a number of JSON"),
+    "infinite": (changed(dense=point(DENSE, us=0)).replace('"us": 0', '"us": 1e999'), r"dense\[1\].us is not at most"),
+    "null": (changed(dense=point(DENSE, us=None)), r"dense\[1\] has a null that is not a time or a share"),
+    "text": (changed(dense=point(DENSE, us="1")), r"dense\[1\].us is not a number"),
+    "share": (changed(twell=point(TWELL, density=1.5)), r"twell\[1\].density is not at most 1: 1.5"),
+    "too hot": (changed(twell=point(TWELL, hot=5632)), r"twell\[1\].hot is not less than d_ff"),
 }
 
 
@@ -64,7 +66,7 @@ def test_bad_file(case: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message) as error:
         read_times(path)
     assert str(error.value).startswith(f"--target-gpu {path}: ")
-    assert "Measure the GPU again: twellc bench --calibrate -o FILE" in str(error.value)
+    assert "Measure the GPU again: twellc bench --measure-gpu -o FILE" in str(error.value)
 
 
 def test_a_folder(tmp_path: Path) -> None:

@@ -22,18 +22,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.export.pt2_archive._package import package_pt2
 from torch.utils._pytree import tree_leaves
 
-from tests.models import Gated, Residual, Written, export, llama
+from tests.models import Gated, Residual, Written, canonicalize, export, functionalize, llama
 from twellc.base.errors import UserError
 from twellc.checks.accuracy import OutputAccuracy
 from twellc.checks.checking import check
-from twellc.config import CheckOptions, CompileOptions
+from twellc.compiling.translate import translate_to_file
 from twellc.loaders.model import load_model
 from twellc.loaders.tracing import keep_tensor_outputs
+from twellc.options.commands import CheckOptions, CompileOptions
+from twellc.options.source import TracingOptions
 from twellc.passes.graph.execution import Runner, example_inputs
-from twellc.passes.pipeline import canonicalize, functionalize
-from twellc.translation.translate import translate_to_file
 
 Records = dict[str, bytes]
 Json = dict[str, Any]
@@ -93,7 +94,7 @@ def test_repacked_archive_loads(harmless: Path, tmp_path: Path) -> None:
     """The way that the hostile archives below are written is not what they are refused for."""
     path = tmp_path / "model.pt2"
     path.write_bytes(write_records(read_records(harmless)))
-    model = load_model(path, trust_model=False)
+    model = load_model(TracingOptions(path))
     assert model.kind == "torch.export archive"
     assert model.output_names == ["output"]
 
@@ -102,7 +103,7 @@ def test_repacked_archive_loads(harmless: Path, tmp_path: Path) -> None:
 def test_any_file_name(harmless: Path, tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(harmless.read_bytes())
-    assert load_model(path, trust_model=False).path == path
+    assert load_model(TracingOptions(path)).path == path
 
 
 def test_output_classes_of_transformers_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +112,13 @@ def test_output_classes_of_transformers_are_imported(tmp_path: Path, monkeypatch
     torch.export.save(export(Written(lambda s, x: outputs.BaseModelOutput(x + 1))), tmp_path / "model.pt2")
     imported: list[str] = []
     original = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", lambda name, *rest: imported.append(name) or original(name, *rest))
-    assert load_model(tmp_path / "model.pt2", trust_model=False).output_names == ["last_hidden_state"]
+
+    def noted(name: str, *rest: Any) -> Any:
+        imported.append(name)
+        return original(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", noted)
+    assert load_model(TracingOptions(tmp_path / "model.pt2")).output_names == ["last_hidden_state"]
     assert "transformers.modeling_outputs" in imported
 
 
@@ -220,7 +226,7 @@ def test_programs_that_torch_export_writes(case: str, tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     program = export(module, *inputs, dynamic=dynamic)
     torch.export.save(program, path)
-    model = load_model(path, trust_model=False)
+    model = load_model(TracingOptions(path))
     outputs = Runner(model.program)(example_inputs(model.program))
     result = module(*inputs)
     expected = list(result.values()) if isinstance(result, dict) else [result]
@@ -234,7 +240,7 @@ def test_keyword_inputs(tmp_path: Path) -> None:
     inputs = {"x": X, "past": PAST, "scale": torch.randn(2, 1, 1, 1)}
     dynamic = {"x": AUTO, "past": [{0: Dim.AUTO, 2: Dim.AUTO}] * 2, "scale": {0: Dim.AUTO}}
     torch.export.save(torch.export.export(module, (), inputs, dynamic_shapes=dynamic), path)
-    model = load_model(path, trust_model=False)
+    model = load_model(TracingOptions(path))
     for actual, wanted in zip(Runner(model.program)(example_inputs(model.program)), module(**inputs), strict=True):
         assert torch.equal(actual, wanted)
 
@@ -293,7 +299,7 @@ def test_results_that_are_no_tensors(case: str, tmp_path: Path) -> None:
     module = Written(lambda self, x: change(self.ffn(x)), ffn=Gated())
     path, x = tmp_path / "m.pt2", torch.randn(4, 3, 16)
     torch.export.save(export(module, x, dynamic=(({0: Dim("b", max=8)},),)), path)
-    model = load_model(path, trust_model=False)
+    model = load_model(TracingOptions(path))
     assert model.output_names == names
     assert model.notes == [f"results of the model that are no tensors are left out of the plan: {', '.join(removed)}"]
     wanted = [leaf for leaf in tree_leaves(module(x)) if isinstance(leaf, Tensor)]
@@ -313,7 +319,7 @@ def test_results_that_are_no_tensors(case: str, tmp_path: Path) -> None:
 def test_no_tensor_at_all(tmp_path: Path) -> None:
     torch.export.save(export(Written(lambda self, x: (x.shape[0], None)), torch.randn(4, 6)), tmp_path / "m.pt2")
     with pytest.raises(UserError, match=r"m\.pt2: the model returns no tensor; expected one at least"):
-        load_model(tmp_path / "m.pt2", trust_model=False)
+        load_model(TracingOptions(tmp_path / "m.pt2"))
 
 
 def test_a_buffer_that_the_model_writes_stays(tmp_path: Path) -> None:
@@ -324,13 +330,15 @@ def test_a_buffer_that_the_model_writes_stays(tmp_path: Path) -> None:
             super().__init__()
             self.register_buffer("calls", torch.zeros(1))
 
+        calls: Tensor
+
         def forward(self, x: Tensor) -> tuple[None, Tensor]:
             self.calls += 1
             return None, x * self.calls
 
     path, x = tmp_path / "m.pt2", torch.randn(4, 6)
     torch.export.save(export(Counting(), x), path)
-    model = load_model(path, trust_model=False)
+    model = load_model(TracingOptions(path))
     assert model.output_names == ["output_1"]
     assert list(functionalize(model.program).graph_signature.buffers_to_mutate.values()) == ["calls"]
     assert torch.equal(Runner(model.program)({"x": x})[0], x)
@@ -461,11 +469,11 @@ def test_hostile_archive(attack: str, harmless: Path, tmp_path: Path, monkeypatc
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
     with pytest.raises(UserError, match="add --trust-model") as refusal:
-        load_model(path, trust_model=False)
+        load_model(TracingOptions(path))
     assert reason in str(refusal.value)
     assert not marker.exists(), "the payload ran"
     with contextlib.suppress(UserError):  # torch may stumble over what the payload leaves behind
-        load_model(path, trust_model=True)
+        load_model(TracingOptions(path, trust_model=True))
     assert marker.is_dir(), "the payload is no payload: this test shows nothing"
 
 
@@ -492,9 +500,9 @@ def two_archives_in_one(shown: bytes, hidden: bytes) -> bytes:
         lengths = struct.unpack_from("<HHH", moved, at + 28)
         struct.pack_into("<I", moved, at + 42, struct.unpack_from("<I", moved, at + 42)[0] + start - prefix)
         at += 46 + sum(lengths)
-    end = bytearray(end)
-    struct.pack_into("<I", end, 16, len(hidden_files))
-    return hidden_files + hidden_directory + shown_files + bytes(moved) + bytes(end)
+    ending = bytearray(end)
+    struct.pack_into("<I", ending, 16, len(hidden_files))
+    return hidden_files + hidden_directory + shown_files + bytes(moved) + bytes(ending)
 
 
 def test_archive_that_shows_other_records_to_other_readers(harmless: Path, tmp_path: Path) -> None:
@@ -503,10 +511,10 @@ def test_archive_that_shows_other_records_to_other_readers(harmless: Path, tmp_p
     path.write_bytes(two_archives_in_one(write_records(records), write_records(pickled_sample_inputs(records, marker))))
     assert read_records(path) == records, "zipfile must see the harmless archive"
     with pytest.raises(UserError, match="its sample inputs are pickled objects"):
-        load_model(path, trust_model=False)
+        load_model(TracingOptions(path))
     assert not marker.exists()
     with contextlib.suppress(UserError):
-        load_model(path, trust_model=True)
+        load_model(TracingOptions(path, trust_model=True))
     assert marker.is_dir(), "torch must see the hostile archive"
 
 
@@ -538,7 +546,7 @@ def test_older_format_behind_a_broken_archive(harmless: Path, tmp_path: Path) ->
     padding = directory_size(bytes(broken)) - directory_size(older_archive(0))
     path.write_bytes(two_archives_in_one(older_archive(padding), bytes(broken)))
     with pytest.raises(UserError, match="cannot load the archive"):
-        load_model(path, trust_model=False)
+        load_model(TracingOptions(path))
     assert not marker.exists(), "the payload ran"
     with contextlib.suppress(Exception):
         torch.export.load(path)
@@ -566,7 +574,7 @@ def test_expressions_that_are_no_arithmetic(code: str, harmless: Path, tmp_path:
     path = tmp_path / "model.pt2"
     path.write_bytes(write_records(code_in_an_expression(read_records(harmless), tmp_path, code)))
     with pytest.raises(UserError, match="its graph holds the expression"):
-        load_model(path, trust_model=False)
+        load_model(TracingOptions(path))
 
 
 def test_extra_records(harmless: Path, tmp_path: Path) -> None:
@@ -579,7 +587,7 @@ def test_extra_records(harmless: Path, tmp_path: Path) -> None:
     ):
         path.write_bytes(write_records(read_records(harmless) | {name: b"x"}))
         with pytest.raises(UserError, match="could execute code"):
-            load_model(path, trust_model=False)
+            load_model(TracingOptions(path))
 
 
 def test_foreign_operators(harmless: Path, tmp_path: Path) -> None:
@@ -589,7 +597,7 @@ def test_foreign_operators(harmless: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     path.write_bytes(write_records(with_json(read_records(harmless), GRAPH, change)))
     with pytest.raises(UserError, match=r"its graph calls 'builtins\.eval'"):
-        load_model(path, trust_model=False)
+        load_model(TracingOptions(path))
 
 
 # ---- damage ----
@@ -609,7 +617,7 @@ def test_damaged_archive_is_a_user_error(damage: str, harmless: Path, tmp_path: 
     path = tmp_path / "model.pt2"
     path.write_bytes(write_records(records))
     with pytest.raises(UserError, match=r"model\.pt2"):
-        load_model(path, trust_model=False)
+        load_model(TracingOptions(path))
 
 
 def test_graph_that_does_not_fit_together(harmless: Path, tmp_path: Path) -> None:
@@ -621,7 +629,7 @@ def test_graph_that_does_not_fit_together(harmless: Path, tmp_path: Path) -> Non
     weight["name"] = weight["name"].replace("gate", "down")
     path = tmp_path / "model.pt2"
     path.write_bytes(write_records(records | {GRAPH: json.dumps(graph).encode()}))
-    model = load_model(path, trust_model=False)
+    model = load_model(TracingOptions(path))
     with pytest.raises(UserError, match=r"the model's graph: torch .* cannot run it on shapes .*Export the model"):
         canonicalize(model.program)
 
@@ -634,7 +642,7 @@ def test_flipped_bytes_never_give_a_traceback(harmless: Path, tmp_path: Path) ->
         damaged[position] ^= 0xFF
         path.write_bytes(damaged)
         with contextlib.suppress(UserError):
-            load_model(path, trust_model=False)
+            load_model(TracingOptions(path))
 
 
 @pytest.mark.parametrize("trust_model", [False, True])
@@ -645,4 +653,38 @@ def test_flipped_weight_is_noticed(harmless: Path, tmp_path: Path, trust_model: 
     path.write_bytes(content)
     assert torch.export.load(path), "torch notices by itself: the check is not needed"
     with pytest.raises(UserError, match=r"data/weights/weight_0' does not have its checksum\. Copy it again"):
-        load_model(path, trust_model)
+        load_model(TracingOptions(path, trust_model=trust_model))
+
+
+# ---- programs by other names ----
+
+
+def test_the_only_program_of_an_archive(tmp_path: Path) -> None:
+    program = torch.export.export(Residual(Gated()).eval(), (torch.randn(2, 3, 16),))
+    package_pt2(tmp_path / "net.pt2", exported_programs={"net": program})
+    model = load_model(TracingOptions(tmp_path / "net.pt2"))
+    assert model.notes == ["the program of the archive is called 'net'"]
+    inputs = example_inputs(program)
+    torch.testing.assert_close(Runner(model.program)(inputs), Runner(program)(inputs))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["encoder", "decoder"], r"does not hold one program; got 'decoder', 'encoder'; expected one, or .* 'model'\."),
+        (["model", "draft"], ""),
+    ],
+)
+def test_several_programs(names: list[str], message: str, tmp_path: Path) -> None:
+    """One that is called `model` is taken, whatever lies beside it."""
+    programs = {
+        name: torch.export.export(nn.Linear(4, 4 + index), (torch.ones(2, 4),)) for index, name in enumerate(names)
+    }
+    package_pt2(tmp_path / "two.pt2", exported_programs=programs)
+    if message:
+        with pytest.raises(UserError, match=message):
+            load_model(TracingOptions(tmp_path / "two.pt2"))
+    else:
+        model = load_model(TracingOptions(tmp_path / "two.pt2"))
+        assert model.notes == ["other programs of the archive are left out: draft"]
+        assert Runner(model.program)({"input": torch.ones(2, 4)})[0].shape == (2, 4)

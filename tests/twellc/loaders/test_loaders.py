@@ -17,6 +17,7 @@ from torch import nn
 from twellc.base.errors import UserError
 from twellc.loaders.loaded import fingerprint
 from twellc.loaders.model import load_model
+from twellc.options.source import TracingOptions
 
 
 def saved(value: object) -> bytes:
@@ -47,7 +48,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "zip": (any_zip, "a zip archive without a torch.export program"),
     "TorchScript": (torchscript, "a TorchScript archive; export the module with torch.export instead"),
     "pickle": (lambda: pickle.dumps({"a": 1}), "is a pickle, and loading a pickle executes code"),
-    "state dict": (lambda: saved(nn.Linear(4, 4).state_dict()), "is a pickle, and loading a pickle executes code"),
+    "state dict": (lambda: saved(nn.Linear(4, 4).state_dict()), "holds no module; got weights by their names"),
     "module": (lambda: saved(nn.Linear(4, 4)), "is a pickle, and loading a pickle executes code"),
 }
 
@@ -58,7 +59,7 @@ def test_what_is_no_model(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     path.write_bytes(content())
     with pytest.raises(UserError) as refusal:
-        load_model(path, trust_model=False)
+        load_model(TracingOptions(path))
     assert str(refusal.value).startswith(str(path))
     assert reason in str(refusal.value)
 
@@ -66,18 +67,18 @@ def test_what_is_no_model(kind: str, tmp_path: Path) -> None:
 def test_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.pt2")
     with pytest.raises(UserError, match="it is a device or a pipe"):
-        load_model(tmp_path / "model.pt2", trust_model=False)
+        load_model(TracingOptions(tmp_path / "model.pt2"))
 
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such file or folder"):
-        load_model(tmp_path / "nothing", trust_model=False)
+        load_model(TracingOptions(tmp_path / "nothing"))
 
 
 def test_safetensors_alone_are_no_model(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="neither an archive nor a directory"):
-        load_model(tmp_path / "model.safetensors", trust_model=False)
+        load_model(TracingOptions(tmp_path / "model.safetensors"))
 
 
 # ---- fingerprints ----

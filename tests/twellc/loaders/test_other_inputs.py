@@ -14,6 +14,7 @@ from tests import models
 from tests.conftest import Cli
 from twellc.base.errors import UserError
 from twellc.loaders.model import load_model
+from twellc.options.source import TracingOptions
 
 TEXT: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "hidden_act": "relu",
@@ -40,7 +41,7 @@ def whisper() -> Any:
 
 def wav2vec2() -> Any:
     config = transformers.Wav2Vec2Config(
-        **TEXT, vocab_size=96, conv_dim=(32, 32), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2,
+        **TEXT, vocab_size=96, conv_dim=(32, 32), conv_stride=(5, 2), conv_kernel=(10, 3),
         num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2,
     )  # fmt: skip
     return transformers.Wav2Vec2ForCTC(config)
@@ -64,7 +65,7 @@ def test_compile_and_check(cli: Cli, tmp_path: Path, name: str) -> None:
     done = cli("compile", folder, "--backend", "none", "--onnx", graph)
     assert done.exit_code == 0, done.output
     assert f"{rewritten} of {rewritten} feed-forward blocks rewritten" in done.output
-    model = load_model(folder, trust_model=False)
+    model = load_model(TracingOptions(folder))
     names = {spec.arg.name for spec in model.program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"}
     assert names == inputs
     checked = cli("check", folder, graph)
@@ -89,4 +90,4 @@ def test_unknown_inputs(tmp_path: Path) -> None:
     config = transformers.PatchTSTConfig(num_input_channels=1, context_length=32, d_model=32, num_hidden_layers=1)
     models.save(transformers.PatchTSTModel(config), tmp_path)
     with pytest.raises(UserError, match="does not know the inputs of this architecture"):
-        load_model(tmp_path, trust_model=False)
+        load_model(TracingOptions(tmp_path))

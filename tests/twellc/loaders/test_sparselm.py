@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from twellc.base.errors import UserError
 from twellc.loaders.model import load_model
+from twellc.options.source import TracingOptions
 from twellc.passes.graph.execution import Runner
 
 
@@ -37,8 +38,8 @@ def sparselm(llama: Path, folder: Path, bare_weights: bool) -> Path:
 def test_layouts(llama: Path, tmp_path: Path, bare_weights: bool) -> None:
     ids = torch.randint(0, 90, (2, 9))
     inputs = {"input_ids": ids}
-    loaded = load_model(sparselm(llama, tmp_path / "sparselm", bare_weights), trust_model=False)
-    expected = Runner(load_model(llama, trust_model=False).program)(inputs)[0]
+    loaded = load_model(TracingOptions(sparselm(llama, tmp_path / "sparselm", bare_weights)))
+    expected = Runner(load_model(TracingOptions(llama)).program)(inputs)[0]
     assert torch.equal(Runner(loaded.program)(inputs)[0], expected)
     assert loaded.declared_activation == "silu"
 
@@ -50,7 +51,7 @@ def test_unexpected_shape(llama: Path, tmp_path: Path) -> None:
     tensors[name] = tensors[name].t().contiguous()
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(UserError, match=f"weight {name}: has an unexpected shape"):
-        load_model(folder, trust_model=False)
+        load_model(TracingOptions(folder))
 
 
 def test_missing_layer(llama: Path, tmp_path: Path) -> None:
@@ -59,4 +60,4 @@ def test_missing_layer(llama: Path, tmp_path: Path) -> None:
     del tensors["model.layers.0.mlp.up_weight"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"1 weights are missing; got model\.layers\.0\.mlp\.up_proj\.weight"):
-        load_model(folder, trust_model=False)
+        load_model(TracingOptions(folder))

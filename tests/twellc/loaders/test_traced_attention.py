@@ -13,11 +13,12 @@ from torch.fx import Graph, Node
 
 from tests import models
 from tests.conftest import Cli
+from tests.models import canonicalize
 from twellc.base.errors import UserError
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
+from twellc.options.source import TracingOptions
 from twellc.passes.graph.execution import Runner, example_inputs
-from twellc.passes.pipeline import canonicalize
 
 GROUPED = {**models.SMALL, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
 SINGLE = {**models.SMALL, "intermediate_size": 64, "max_position_embeddings": 64}
@@ -55,7 +56,7 @@ def build(name: str, options: dict[str, Any], attention: str = "eager") -> Any:
 
 
 def load(model: Any, folder: Path, padding: str | None = None, logits: str = "all") -> LoadedModel:
-    return load_model(models.save(model, folder, torch.float32), False, (), padding, logits)
+    return load_model(TracingOptions(models.save(model, folder, torch.float32), padding=padding, logits=logits))
 
 
 def attentions(loaded: LoadedModel) -> list[Node]:
@@ -67,7 +68,7 @@ def attentions_in(graph: Graph) -> list[Node]:
     return graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default)
 
 
-def masks_of(nodes: list[Node]) -> set[Node | None]:
+def masks_of(nodes: list[Node]) -> set[Any]:
     return {node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask") for node in nodes}
 
 
@@ -147,8 +148,8 @@ def test_one_small_mask_for_all_layers(tmp_path: Path) -> None:
 
 def test_masks_of_windows_are_shared_by_kind(tmp_path: Path) -> None:
     """Qwen3 with two kinds of layers."""
-    options = {**GROUPED, "head_dim": 8, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 5}
-    options["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    options: dict[str, Any] = {**GROUPED, "head_dim": 8, "num_hidden_layers": 4, "use_sliding_window": True}
+    options |= {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
     model = build("Qwen3ForCausalLM", options)
     loaded = load(model, tmp_path)
     kinds = masks_of(attentions(loaded))

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from twellc.calibration.profile import DataSource, Profile, ProfiledModel
-from twellc.passes.firing import BlockProfile
+from twellc.firing.profile import DataSource, FiringProfile, ProfiledModel
+from twellc.passes.block_profile import BlockProfile
 from twellc.plugins.library import TILE
 
 SHA256 = "0" * 64
@@ -33,12 +33,12 @@ def block(module: str, activity: float) -> BlockProfile:
     )  # fmt: skip
 
 
-def profile(modules: Sequence[str] = MODULES, name: str = "tiny") -> Profile:
+def profile(modules: Sequence[str] = MODULES, name: str = "tiny") -> FiringProfile:
     """A profile of the model."""
     blocks = {module: block(module, 0.5 / (index + 1)) for index, module in enumerate(modules)}
     model = ProfiledModel(name, "Hugging Face directory", SHA256, "bf16")
     data = [DataSource("a.txt", "text", 8, TOKENS)]
-    return Profile(model, data, "2026-11-25T09:30:00+00:00", "0.1.0", ["the text is short"], blocks)
+    return FiringProfile(model, data, "2026-11-25T09:30:00+00:00", "0.1.0", ["the text is short"], blocks)
 
 
 def layers(modules: Sequence[str] = MODULES, assumed: bool = False) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def layers(modules: Sequence[str] = MODULES, assumed: bool = False) -> list[dict
             {"tokens": 1, "dense_us": 30.0, "twell_us": 10.0},
             {"tokens": 2048, "dense_us": 100.0, "twell_us": 80.0},
         ]
-        found = {
+        found: dict[str, Any] = {
             "module": module, "variant": "gated", "activation": "silu" if refused else "relu", "d_model": 64,
             "d_ff": D_FF, "d_out": 64, "matched": not refused, "decision": "dense" if refused else "twell",
             "residual": index == 1, "reason": REFUSAL if refused else "matches", "hot": 0 if index else 128,
@@ -61,6 +61,20 @@ def layers(modules: Sequence[str] = MODULES, assumed: bool = False) -> list[dict
         return found
 
     return [layer(index, module) for index, module in enumerate(modules)]
+
+
+def varied_layers(modules: Sequence[str]) -> list[dict[str, Any]]:
+    """What became of the blocks of a larger model: every eighth is too dense, others differ in gain and hot neurons."""
+    found = layers([*modules, "last"])[:-1]
+    for index, layer in enumerate(found):
+        active, gain = f"{0.2 + index / 10:.1f} %", 1.1 + index / 40
+        if index % 8 == 7:
+            layer |= {"decision": "dense", "hot": 0, "reason": f"{active} active, pays below 0.2 % at 2048 tokens"}
+            layer["expectation"] = layer["expectation"] | {"gain": 0.9, "pays_below": 0.002}
+        else:
+            layer |= {"reason": f"{active} active, expected {gain:.2f} times as fast", "hot": 128 * (index % 3)}
+            layer["expectation"] = layer["expectation"] | {"gain": gain}
+    return found
 
 
 def decisions(modules: Sequence[str] = MODULES, assumed: bool = False) -> dict[str, Any]:

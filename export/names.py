@@ -1,0 +1,87 @@
+"""Names of a graph's inputs and outputs: those of the model, wherever ONNX and TensorRT allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import onnx_ir
+
+
+def distinct_outputs(inputs: list[str], outputs: list[str]) -> tuple[list[str], list[str]]:
+    """Return names for outputs that no input and no other output has, and notes on those that had to change.
+
+    Neither ONNX nor TensorRT knows a tensor that goes in and comes out under one name, as a state does in a model.
+    """
+    taken = set(inputs) | set(outputs)
+    used = set(inputs)
+    names, notes = [], []
+    for name in outputs:
+        chosen = name if name not in used else free_name(f"{name}_out", taken)
+        if chosen != name:
+            owner = "an input" if name in inputs else "another output"
+            notes.append(f"output {name} is called {chosen}, since {owner} has its name")
+        names.append(chosen)
+        used.add(chosen)
+        taken.add(chosen)
+    return names, notes
+
+
+def free_name(name: str, taken: Iterable[str]) -> str:
+    """Return `name`, or with the least number from 2 on behind it what is not taken."""
+    unique, count = name, 1
+    while unique in taken:
+        count += 1
+        unique = f"{name}_{count}"
+    return unique
+
+
+def name_ends(graph: onnx_ir.Graph, inputs: list[str], outputs: list[str]) -> None:
+    """Give a graph's inputs and outputs these names, in place, and everything else others.
+
+    What is returned as it came in, is constant, or is returned twice gets a node Identity of its own.
+
+    Args:
+        graph: The graph.
+        inputs: The names of its inputs, in order.
+        outputs: Those of its outputs; none of them is another's or an input's.
+    """
+    ends = [*inputs, *outputs]
+    assert len(set(ends)) == len(ends), "see distinct_outputs"
+    _own_values(graph)
+    named = {*graph.inputs, *graph.outputs}
+    values = list(dict.fromkeys(_values(graph)))
+    taken = {value.name for value in values if value.name} | set(ends)
+    for value in values:
+        if value not in named and value.name in ends:
+            value.name = free_name(value.name, taken)
+            taken.add(value.name)
+    for index, value in enumerate(named):
+        value.name = free_name(f"__end_{index}", taken)  # none may have another's on the way
+    for value, name in zip([*graph.inputs, *graph.outputs], ends, strict=True):
+        value.name = name
+
+
+def _own_values(graph: onnx_ir.Graph) -> None:
+    """Let each output be a value of its own that a node computes."""
+    seen: set[onnx_ir.Value] = set()
+    for index, value in enumerate(graph.outputs):
+        if value in seen or value.producer() is None:
+            node = onnx_ir.node("Identity", [value])
+            (copy,) = node.outputs
+            copy.name, copy.type, copy.shape = f"{value.name}_out", value.type, value.shape
+            graph.append(node)
+            graph.outputs[index] = copy
+        seen.add(value)
+
+
+def _values(graph: onnx_ir.Graph) -> Iterator[onnx_ir.Value]:
+    """Yield the values of a graph and of the graphs within it."""
+    yield from (*graph.inputs, *graph.initializers.values())
+    for node in graph:
+        yield from node.outputs
+        for attribute in node.attributes.values():
+            if attribute.type == onnx_ir.AttributeType.GRAPH:
+                yield from _values(attribute.as_graph())
+            elif attribute.type == onnx_ir.AttributeType.GRAPHS:
+                for inner in attribute.as_graphs():
+                    yield from _values(inner)

@@ -1,0 +1,576 @@
+"""Fold what constants do to a feed-forward block into its weights, and let it compute in one precision.
+
+    before   x ─ linear(W, b) ─ batch_norm ─ sub(c) ─ relu ─ mul(s) ─ linear(V, d) ─ y
+    after    x ─ linear(W', b') ─ relu ─ linear(V', d) ─ y          W' [d_ff, d_model], b' [d_ff], V' [d_out, d_ff]
+
+    before   linear ─ cast f32 ─ relu ─ mul(·, cast f32 ─ linear) ─ cast bf16 ─ linear
+    after    linear ─ relu ─ mul(·, linear) ─ linear
+
+Numbers, and constants with a number for each neuron, may scale and shift a projection before its activation, which goes
+into that projection, and the hidden tensor, which goes into the down projection; so does what scales an activation
+before the product with up. `linear` is any product that `linear.py` reads, or a convolution with a kernel of size 1.
+
+Folded weights are computed in float64 from those that the model has, and rounded once to its precision. So they mean
+what the model means in float64; what it rounds in between is not rounded any more, which `check` counts as rounding. A
+weight that something else reads, too, stays as it is, beside the folded copy.
+
+Refused, and left as it is:
+- a shift between the gate's activation and the product with up: the gate has no zeros then;
+- constants that differ from token to token, are not finite, or that the model computes from its input;
+- folded weights that do not fit into their precision, or into float16 where the model is in float32;
+- a tensor on the way that something else reads, too;
+- a cast to a narrower precision on the way: it belongs to what the model computes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from twellc.passes.feature_last import read_convolution
+from twellc.passes.graph.constants import Constants, ProgramConstants, is_pure
+from twellc.passes.graph.program import editable, finish
+from twellc.passes.match.activations import Activation, arguments, packet, parse_activation, square_of
+from twellc.passes.match.linear import (
+    CASTS,
+    PERMUTATIONS,
+    WIDENING,
+    LinearReader,
+    Weight,
+    operand,
+    permutation,
+    same_sizes,
+    step,
+)
+from twellc.passes.rewrite_ffn import arranged_view
+
+aten = torch.ops.aten
+
+_BATCH_NORMS = (aten._native_batch_norm_legit_no_training, aten.batch_norm)
+_MOST_STEPS = 16
+
+
+def fold_constants(program: ExportedProgram) -> ExportedProgram:
+    """Return the program with constants folded into the weights of its blocks; itself where it has none to fold."""
+    if next(_Folder(ProgramConstants(program)).plans(), None) is None:
+        return program
+    program = editable(program)
+    _Folder(ProgramConstants(program)).run()
+    return finish(program)
+
+
+def fold_constants_in(constants: Constants) -> None:
+    """Fold constants in a graph whose nodes have their values in `meta`; see above."""
+    _Folder(constants).run()
+
+
+# ---- what is read ----
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product of which dimension `axis` of x becomes dimension `axis` of its result."""
+
+    node: Node
+    x: Node
+    axis: int
+    weight: Weight
+    bias: Weight | None
+    nodes: tuple[Node, ...]
+
+
+@dataclass
+class _Chain:
+    """How a tensor is computed from `core`: core * scale + shift, both float64 with one number, or one a neuron.
+
+    Attributes:
+        core: What it is computed from.
+        axis: The dimension of the neurons in `core`.
+        top: The tensor.
+        nodes: All nodes from `top` to `core`, without that.
+        folded: Those that scale or shift, or cast, each with its source.
+        casts: The dtypes that are cast to.
+        order: How the dimensions of `top` lie in `core`.
+    """
+
+    core: Node
+    axis: int
+    top: Node
+    scale: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float64))
+    shift: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    nodes: list[Node] = field(default_factory=list)
+    folded: list[tuple[Node, Node]] = field(default_factory=list)
+    casts: set[torch.dtype] = field(default_factory=set)
+    order: list[int] = field(default_factory=list)
+
+    @property
+    def shifts(self) -> bool:
+        """Whether it adds anything."""
+        return bool(self.shift.any())
+
+    @property
+    def moves(self) -> bool:
+        """Whether dimensions are permuted on the way."""
+        return any(packet(node) in PERMUTATIONS for node in self.nodes)
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether dimensions lie as before; where they are moved and moved back, the tensor has the shape of `core`."""
+        shapes = (node.meta["val"].shape for node in (self.top, self.core))
+        return self.order == sorted(self.order) and (not self.moves or same_sizes(*shapes))
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """A product behind a chain."""
+
+    product: _Product
+    chain: _Chain
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """A hidden tensor: the activation of a projection, and of a gated block its factor; all chains in it.
+
+    `activations` are what computes a ReLU, `scale` is what they are scaled with behind it.
+    """
+
+    activations: tuple[Activation, ...]
+    projections: tuple[_Projection, ...]
+    chains: tuple[_Chain, ...]
+    scale: Tensor
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class _Folded:
+    """A product with its new weight [out, in] and bias [out], and the node whose value it has then."""
+
+    product: _Product
+    weight: Tensor
+    bias: Tensor | None
+    computes: Node
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What to do about one block."""
+
+    hidden: _Hidden
+    folded: tuple[_Folded, ...]
+
+    @property
+    def casts(self) -> bool:
+        """Whether precisions change."""
+        return any(chain.casts for chain in self.hidden.chains)
+
+
+class _Folder:
+    def __init__(self, constants: Constants) -> None:
+        self._constants = constants
+        self._reader = LinearReader(constants.names)
+        self._made: dict[str, list[tuple[Tensor, Node]]] = {}  # by name: what a second call of a module reads again
+        self._erased: set[Node] = set()
+        self._fixed = set(constants.names)  # and what is computed from constants alone
+        for node in constants.graph.nodes:
+            if is_pure(node) and self._fixed.issuperset(node.all_input_nodes):
+                self._fixed.add(node)
+
+    def run(self) -> None:
+        for plan in self.plans():
+            self._apply(plan)
+
+    def plans(self) -> Iterator[_Plan]:
+        """Yield what is to be done, also while it is."""
+        for node in list(self._constants.graph.nodes):
+            plan = self._plan(node) if node.op == "call_function" and node.users else None
+            if plan is not None:
+                yield plan
+
+    # ---- matching ----
+
+    def _plan(self, node: Node) -> _Plan | None:
+        down = self._product(node)
+        if down is None or down.weight.rows is not None or self._reader.is_part_of_larger(node):
+            return None
+        outer = self._chain(down.x, down.axis)
+        hidden = self._plain(outer) or self._gated(outer)
+        if hidden is None or not any(chain.folded for chain in hidden.chains):
+            return None
+        if not self._in_one_precision(hidden, down) or not self._is_private(hidden, down):
+            return None
+        try:
+            folded = [
+                self._fold_into(part.product, part.chain)
+                for part in hidden.projections
+                if part.chain.shifts or not _is_one(part.chain.scale)
+            ]
+            if outer.shifts or not _is_one(hidden.scale):
+                folded.append(self._fold_behind(down, hidden.scale, outer.shift))
+        except _DoesNotFitError:
+            return None
+        return _Plan(hidden, tuple(folded))
+
+    def _product(self, node: Node) -> _Product | None:
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
+            return None
+        linear = self._reader.linear(node)
+        if linear is not None:
+            if not same_sizes(linear.x.meta["val"].shape[:-1], node.meta["val"].shape[:-1]):
+                return None
+            return _Product(node, linear.x, node.meta["val"].dim() - 1, linear.weight, linear.bias, linear.nodes)
+        found = read_convolution(node, self._reader)
+        if found is None or (found.bias is not None and found.bias not in self._constants.names):
+            return None
+        bias = None if found.bias is None else Weight(found.bias, self._constants.names[found.bias])
+        return _Product(node, found.x, found.axis, found.weight, bias, (node,))
+
+    def _plain(self, outer: _Chain) -> _Hidden | None:
+        squared = square_of(outer.core)
+        inner = None if squared is None else self._chain(squared, outer.axis)
+        if inner is not None and squared is not None:
+            activation = _relu(inner.core)
+            if activation is not None and activation.name == "relu" and not inner.shifts:
+                return self._activated(activation, (outer, inner), outer.scale * inner.scale**2, (outer.core,))
+        activation = _relu(outer.core)
+        return None if activation is None else self._activated(activation, (outer,), outer.scale, ())
+
+    def _activated(
+        self, activation: Activation, chains: tuple[_Chain, ...], scale: Tensor, nodes: tuple[Node, ...]
+    ) -> _Hidden | None:
+        projection = self._projection(activation.pre, chains[-1].axis)
+        if projection is None or not all(chain.keeps_order for chain in chains):
+            return None
+        return _Hidden((activation,), (projection,), (*chains, projection.chain), scale, (*nodes, *activation.nodes))
+
+    def _gated(self, outer: _Chain) -> _Hidden | None:
+        core = outer.core
+        if packet(core) is not aten.mul or not all(isinstance(arg, Node) for arg in arguments(core)):
+            return None
+        left, right = (self._chain(operand(core, index), outer.axis) for index in (0, 1))
+        for gate_side, up_side in ((left, right), (right, left)):
+            gate = None if gate_side.shifts else self._plain(gate_side)
+            if gate is None or not outer.keeps_order:
+                continue
+            scale, nodes = outer.scale * gate.scale, (core, *gate.nodes)
+            up = self._projection(up_side.top, outer.axis)
+            if up is not None:
+                return _Hidden(gate.activations, (*gate.projections, up), (outer, *gate.chains, up.chain), scale, nodes)
+            other = None if up_side.shifts else self._plain(up_side)
+            if other is not None and {each.name for each in (*gate.activations, *other.activations)} == {"relu"}:
+                return _Hidden(
+                    gate.activations + other.activations, gate.projections + other.projections,
+                    (outer, *gate.chains, *other.chains), scale * other.scale, (*nodes, *other.nodes),
+                )  # fmt: skip
+        return None
+
+    def _projection(self, node: Node, axis: int) -> _Projection | None:
+        chain = self._chain(node, axis)
+        product = self._product(chain.core)
+        if product is None or product.axis != chain.axis or not chain.keeps_order:
+            return None
+        return _Projection(product, chain)
+
+    def _chain(self, node: Node, axis: int) -> _Chain:
+        """Follow a tensor back as far as constants scale and shift it, or it is cast or moved."""
+        chain = _Chain(node, axis, node, order=list(range(node.meta["val"].dim())))
+        while len(chain.nodes) < _MOST_STEPS and self._product(chain.core) is None and self._follow(chain):
+            pass
+        return chain
+
+    def _follow(self, chain: _Chain) -> bool:
+        node, op = chain.core, packet(chain.core)
+        if op in PERMUTATIONS | CASTS and not _has_floats(operand(node)):
+            return False
+        if op in PERMUTATIONS:
+            order = permutation(node)
+            chain.axis, chain.order = order[chain.axis], [order[dim] for dim in chain.order]
+            return _go(chain, operand(node))
+        if op in CASTS:
+            chain.casts.add(node.meta["val"].dtype)
+            chain.folded.append((node, operand(node)))
+            return _go(chain, operand(node))
+        source = step(node)
+        if source is not None:
+            if same_sizes(source.meta["val"].shape, node.meta["val"].shape):
+                return _go(chain, source)
+            dims = node.meta["val"].dim()
+            if chain.axis != dims - 1 or chain.order != list(range(len(chain.order))):
+                return False
+            chain.axis, chain.order = source.meta["val"].dim() - 1, list(range(source.meta["val"].dim()))
+            return _go(chain, source)
+        found = self._affine(node, chain.axis)
+        if found is None:
+            return False
+        source, scale, shift, between = found
+        chain.shift = chain.scale * shift + chain.shift
+        chain.scale = chain.scale * scale
+        chain.folded.append((node, source))
+        chain.nodes += between
+        return _go(chain, source)
+
+    def _affine(self, node: Node, axis: int) -> tuple[Node, Tensor, Tensor, list[Node]] | None:
+        """Read source * scale + shift: the source, scale and shift, and nodes in between."""
+        op, given = packet(node), arguments(node)
+        one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        between: list[Node] = []
+        if node.target is operator.getitem and packet(given[0]) in _BATCH_NORMS and given[1] == 0:
+            between, norm = [given[0]], given[0]
+        else:
+            norm = node if op in _BATCH_NORMS else None
+        if norm is not None:
+            source, scale, shift = self._batch_norm(norm, axis) or (None, one, zero)
+        elif node.kwargs or not given:
+            return None
+        elif op is aten.neg:
+            source, scale, shift = given[0], -one, zero
+        elif op in (aten.add, aten.sub, aten.rsub, aten.mul, aten.div) and len(given) == 2:
+            first = isinstance(given[0], Node) and given[0] not in self._fixed
+            source, other = given if first else given[::-1]
+            number = self._numbers(other, node, axis)
+            if number is None or not isinstance(source, Node) or (op is aten.div and not first):
+                return None
+            scale = {aten.mul: number, aten.div: 1 / number}.get(op, one)
+            shift = {aten.add: number, aten.sub: -number, aten.rsub: number}.get(op, zero)
+            if op is aten.rsub or (op is aten.sub and not first):
+                scale, shift = -one, number
+        else:
+            return None
+        if source is None or source in self._fixed or not _has_floats(source):
+            return None
+        finite = bool(scale.isfinite().all() and shift.isfinite().all())
+        same = same_sizes(source.meta["val"].shape, node.meta["val"].shape)
+        return (source, scale, shift, between) if finite and same else None
+
+    def _batch_norm(self, norm: Node, axis: int) -> tuple[Node, Tensor, Tensor] | None:
+        x, weight, bias, mean, variance, *options = arguments(norm)
+        if packet(norm) is aten.batch_norm and options[0]:
+            return None  # in training
+        epsilon = float(options[2 if packet(norm) is aten.batch_norm else 1])
+        if axis != 1 or any(each is not None and each not in self._fixed for each in (weight, bias, mean, variance)):
+            return None
+        values = [None if each is None else self._value(each) for each in arguments(norm)[1:5]]
+        assert values[2] is not None and values[3] is not None
+        scale = (values[3] + epsilon).rsqrt()
+        scale = scale if values[0] is None else scale * values[0]
+        shift = -values[2] * scale
+        return x, scale, shift if values[1] is None else shift + values[1]
+
+    def _numbers(self, argument: object, node: Node, axis: int) -> Tensor | None:
+        """Return a constant that is one number, or one for each neuron, of a result with neurons at `axis`."""
+        if isinstance(argument, int | float):
+            return torch.tensor([argument], dtype=torch.float64)
+        if not isinstance(argument, Node) or argument not in self._fixed:
+            return None
+        value, result = argument.meta.get("val"), node.meta["val"]
+        if not isinstance(value, Tensor) or value.dtype == torch.bool or value.is_complex():
+            return None
+        at = axis - (result.dim() - value.dim())
+        if any(size != 1 for dim, size in enumerate(value.shape) if dim != at) or value.numel() == 0:
+            return None
+        return self._value(argument).flatten()
+
+    def _in_one_precision(self, hidden: _Hidden, down: _Product) -> bool:
+        dtype = down.x.meta["val"].dtype
+        products = [down, *(part.product for part in hidden.projections)]
+        casts = set[torch.dtype]().union(*(chain.casts for chain in hidden.chains))
+        return all(
+            tensor.meta["val"].dtype == dtype
+            for product in products
+            for tensor in (product.node, product.x, product.weight.node, *([product.bias.node] if product.bias else ()))
+        ) and casts <= {dtype, *WIDENING.get(dtype, ())}
+
+    def _is_private(self, hidden: _Hidden, down: _Product) -> bool:
+        """Whether nothing but the block reads what would change, and within it only the chains that change it."""
+        for chain in hidden.chains:
+            on_the_way = {*chain.nodes, chain.core} - {chain.top}
+            if not all(set(chain.nodes).issuperset(node.users) for node in on_the_way):
+                return False
+        inside = {*hidden.nodes, *(node for chain in hidden.chains for node in chain.nodes)}
+        readers = {*inside, *down.nodes}
+        changed = {*inside, *(part.product.node for part in hidden.projections)}
+        return all(user in readers for node in changed for user in node.users)
+
+    # ---- folding ----
+
+    def _value(self, node: Node) -> Tensor:
+        """Return a constant as float64 on the CPU, wherever the model lies: all folding is done there."""
+        return self._constants.value(node).double().cpu()
+
+    def _matrix(self, product: _Product) -> Tensor:
+        """Return the weight as float64 [out, in]."""
+        return arranged_view(self._value(product.weight.node), product.weight, in_out=False)[1]
+
+    def _vector(self, product: _Product) -> Tensor:
+        """Return the bias as float64 [out], or [1] if there is none."""
+        if product.bias is None:
+            return torch.zeros(1, dtype=torch.float64)
+        return arranged_view(self._value(product.bias.node), product.bias, in_out=False)[1]
+
+    def _fold_into(self, product: _Product, chain: _Chain) -> _Folded:
+        """Scale and shift the result of a product."""
+        weight = self._matrix(product)
+        bias = (self._vector(product) * chain.scale + chain.shift).expand(len(weight))
+        return self._rounded(product, weight, weight * chain.scale[:, None], bias, chain.folded[0][0])
+
+    def _fold_behind(self, product: _Product, scale: Tensor, shift: Tensor) -> _Folded:
+        """Scale and shift what a product reads."""
+        weight = self._matrix(product)
+        bias = (self._vector(product) + weight @ shift.expand(weight.shape[1])).expand(len(weight))
+        return self._rounded(product, weight, weight * scale, bias, product.node)
+
+    def _rounded(self, product: _Product, before: Tensor, weight: Tensor, bias: Tensor, computes: Node) -> _Folded:
+        dtype = product.weight.node.meta["val"].dtype
+        _check_fits(before, weight, dtype)
+        if not bool(bias.to(dtype).isfinite().all()):
+            raise _DoesNotFitError
+        has_bias = product.bias is not None or bool(bias.any())
+        return _Folded(product, weight.to(dtype), bias.to(dtype) if has_bias else None, computes)
+
+    # ---- rewriting ----
+
+    def _apply(self, plan: _Plan) -> None:
+        now: dict[Node, Node] = {}  # what nodes have become
+        for chain in plan.hidden.chains:
+            for node, source in [(chain.top, chain.core)] if chain.moves and chain.folded else chain.folded:
+                node.replace_all_uses_with(source)
+                now[node] = source
+        inside = {*plan.hidden.nodes, *(node for chain in plan.hidden.chains for node in chain.nodes)}
+        if plan.casts:
+            for activation in plan.hidden.activations:
+                inside |= self._write_activation(activation, now)
+            for node in self._constants.graph.nodes:
+                if node in inside and node.users:
+                    _infer_again(node)
+        for folded in plan.folded:
+            self._replace(folded, _followed(folded.product.x, now))
+        for node in reversed(list(self._constants.graph.nodes)):
+            if node in inside:
+                self._erase(node)
+
+    def _write_activation(self, activation: Activation, now: dict[Node, Node]) -> set[Node]:
+        """Write an activation as operators that take any precision, and return these."""
+        graph, node = self._constants.graph, activation.nodes[0]
+        with graph.inserting_before(node):
+            pre = _followed(activation.pre, now)
+            if activation.name == "fatrelu":
+                made = [graph.call_function(aten.threshold.default, (pre, activation.threshold, 0.0))]
+            else:
+                made = [graph.call_function(aten.relu.default, (pre,))]
+            if activation.name == "relu2":
+                made.append(graph.call_function(aten.square.default, (made[0],)))
+        for new in made:
+            new.meta = dict(node.meta)
+        node.replace_all_uses_with(made[-1])
+        now[node] = made[-1]
+        return set(made)
+
+    def _replace(self, folded: _Folded, x: Node) -> None:
+        product, graph, like = folded.product, self._constants.graph, folded.product.weight.node
+        convolution = read_convolution(product.node, self._reader)
+        stored, name = folded.weight, product.weight.name
+        if convolution is not None:
+            stored = stored.reshape(operand(product.node, 1).meta["val"].shape)
+        weight = self._add(f"{name}_folded", stored.contiguous(), like)
+        operands = [x, weight]
+        if folded.bias is not None:
+            path = name.rpartition(".")[0]
+            bias_name = product.bias.name if product.bias else f"{path}.bias" if path else "bias"
+            operands.append(self._add(f"{bias_name}_folded", folded.bias.contiguous(), like))
+        with graph.inserting_before(product.node):
+            if convolution is None:
+                new = graph.call_function(aten.linear.default, tuple(operands))
+            else:
+                given = (*operands, None)[:3] + arguments(product.node)[3:]
+                assert callable(product.node.target)
+                new = graph.call_function(product.node.target, given)
+        new.meta = dict(product.node.meta)
+        self._constants.replace(product.node, new, folded.computes)
+        self._erase(product.node)
+
+    def _erase(self, node: Node) -> None:
+        """Remove what nothing reads any more, and what it alone has read."""
+        if node.op == "call_function" and not node.users and node not in self._erased:
+            sources = node.all_input_nodes
+            self._erased.add(node)
+            self._constants.graph.erase_node(node)
+            for source in sources:
+                self._erase(source)
+
+    def _add(self, name: str, tensor: Tensor, like: Node) -> Node:
+        for known, node in self._made.setdefault(name, []):
+            if torch.equal(known, tensor):
+                return node
+        node = self._constants.add(name, tensor.to(self._constants.value(like).device), like=[like])
+        self._reader.constants = self._constants.names
+        self._fixed.add(node)
+        self._made[name].append((tensor, node))
+        return node
+
+
+class _DoesNotFitError(Exception):
+    """Folded weights would overflow their precision, or lose much of it."""
+
+
+def _check_fits(before: Tensor, folded: Tensor, dtype: torch.dtype) -> None:
+    """Fail if a weight, float64, would overflow or lose precision where the one that it is made of does not."""
+    wide = dtype in (torch.float32, torch.float64)  # which may be lowered
+    for kind in (dtype, torch.float16) if wide else (dtype,):
+        if _error(folded, kind) > 2 * max(_error(before, kind), torch.finfo(kind).eps):
+            raise _DoesNotFitError
+
+
+def _error(weight: Tensor, dtype: torch.dtype) -> float:
+    """Return the relative error of rounding to `dtype`; infinite where that overflows."""
+    rounded = weight.to(dtype).double()
+    if not bool(rounded.isfinite().all()):
+        return torch.inf
+    return float((rounded - weight).norm() / weight.norm().clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def _relu(node: Node) -> Activation | None:
+    """Read a node as an activation of the ReLU family, with nothing between its parts."""
+    activation = parse_activation(node, lambda source: source)
+    return activation if activation is not None and activation.sparse else None
+
+
+def _is_one(scale: Tensor) -> bool:
+    return bool((scale == 1).all())
+
+
+def _go(chain: _Chain, source: Node) -> bool:
+    chain.nodes.append(chain.core)
+    chain.core = source
+    return True
+
+
+def _has_floats(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _followed(node: Node, now: dict[Node, Node]) -> Node:
+    while node in now:
+        node = now[node]
+    return node
+
+
+def _infer_again(node: Node) -> None:
+    """Recompute what a node gives from its operands."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    assert callable(node.target)
+    value = node.meta["val"]
+    if isinstance(value, FakeTensor):
+        with value.fake_mode, enable_python_dispatcher():
+            node.meta["val"] = node.target(*args, **kwargs)
+    else:
+        node.meta["val"] = node.target(*args, **kwargs)

@@ -1,0 +1,92 @@
+"""The constants of a graph, whether it is that of a program or stands for one of ONNX: their values, and new ones."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from twellc.passes.graph.program import add_parameter, constants_of, replace_node, tensor_of
+
+
+class Constants(Protocol):
+    """A graph and its constants, which can be added to.
+
+    Attributes:
+        graph: The graph.
+        names: The names of its constants.
+    """
+
+    graph: Graph
+    names: dict[Node, str]
+
+    def value(self, node: Node) -> Tensor:
+        """Return the value of a constant, or of what is computed from constants alone."""
+
+    def add(self, name: str, tensor: Tensor, like: list[Node]) -> Node:
+        """Add a constant called `name` (made unique) that is made of others."""
+
+    def replace(self, node: Node, new: Node, computes: Node) -> None:
+        """Let what reads `node` read `new`, which computes what the node `computes` has computed."""
+
+
+class ProgramConstants:
+    """Those of a program, which can be changed; see `Constants`."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self.graph, self.names = program.graph, constants_of(program)
+        self._program = program
+        self._parameters = set(program.graph_signature.parameters)
+
+    def value(self, node: Node) -> Tensor:
+        """See `Constants`."""
+        return evaluate(node, lambda constant: tensor_of(self._program, self.names[constant])).detach()
+
+    def add(self, name: str, tensor: Tensor, like: list[Node]) -> Node:
+        """Add a parameter, or a buffer if no parameter takes part; see `Constants`."""
+        is_parameter = any(self.names[node] in self._parameters for node in like)
+        kind = InputKind.PARAMETER if is_parameter else InputKind.BUFFER
+        made = add_parameter(self._program, name, tensor, like=next(iter(self.names)), kind=kind)
+        self.names = constants_of(self._program)
+        if is_parameter:
+            self._parameters.add(self.names[made])
+        return made
+
+    def replace(self, node: Node, new: Node, computes: Node) -> None:
+        """See `Constants`."""
+        replace_node(self._program, node, new)
+
+
+@torch.no_grad()
+def evaluate(node: Node, lookup: Callable[[Node], Tensor]) -> Tensor:
+    """Return what a graph computes from constants alone, as the graph does; `lookup` gives those of placeholders."""
+    known: dict[Node, Tensor] = {}
+
+    def compute(node: Node) -> Tensor:
+        if node.op == "placeholder":
+            return lookup(node)
+        if node not in known:
+            assert callable(node.target)
+            args, kwargs = map_arg((node.args, node.kwargs), compute)
+            known[node] = node.target(*args, **kwargs)
+        return known[node]
+
+    return compute(node)
+
+
+def is_pure(node: Node) -> bool:
+    """Whether a node computes the same from the same operands, and nothing else."""
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor | list | tuple):
+        return False
+    if node.target is operator.getitem:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        torch.Tag.nondeterministic_seeded not in node.target.tags and not node.target._schema.is_mutable
+    )

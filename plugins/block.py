@@ -1,0 +1,314 @@
+"""What a feed-forward block is: its tensors, its options, and its two variants. Importing this imports no torch.
+
+    gated    y = residual + (act(x Wg^T + bg) * (x Wu^T + bu)) Wd + bd
+    plain    y = residual +  act(x Wu^T + bu)                  Wd + bd
+
+`Operands` and `BlockOptions` are two tables. The torch ops, the nodes in ONNX files, their evaluator and the calls of
+the C API take names, types, defaults and order from here. The sources of the TensorRT plugins and `twell.h` spell them
+again, and `tests/plugins/test_block.py` compares them. docs/add-an-option.md says how to add an option.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, Generic, TypeVar
+
+from twellc.plugins import library
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+# ---- variants ----
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the two forms of a block: its name, and what it is called elsewhere.
+
+    Attributes:
+        name: `gated` or `plain`.
+        op: Its op in `torch.ops.twell`.
+        node: Its plugin, which is also the type of its node in ONNX.
+        code: Its number in `twell.h`.
+    """
+
+    name: str
+    op: str
+    node: str
+    code: int
+
+    @functools.cached_property
+    def tensors(self) -> tuple[TensorField, ...]:
+        """Its tensors, in the order in which the op and the node take them."""
+        return tuple(each for each in TENSORS if self is not PLAIN or not each.gated_only)
+
+    @functools.cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the arguments of its op, in order."""
+        return *(each.name for each in self.tensors), *_OPTIONS
+
+    @functools.cached_property
+    def activations(self) -> tuple[str, ...]:
+        """The activations that it may have."""
+        return tuple(name for name in library.ACTIVATIONS if self is not PLAIN or name != "drelu")
+
+
+GATED, PLAIN = (
+    Variant(name, op, node, code)
+    for (name, code), op, node in zip(library.VARIANTS.items(), ("gated_mlp", "mlp"), library.PLUGIN_NAMES, strict=True)
+)
+VARIANTS = {each.name: each for each in (GATED, PLAIN)}
+BY_NODE = {each.node: each for each in VARIANTS.values()}
+
+
+# ---- tensors ----
+
+
+@dataclass(frozen=True)
+class TensorField:
+    """A row of the table of tensors.
+
+    Attributes:
+        name: Its name.
+        shape: Names of its dimensions; what stands for those of x is `...`.
+        meaning: What it is.
+        flag: The attribute of a node that says whether it is there; empty where it always is.
+        gated_only: Whether plain blocks have none.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    meaning: str
+    flag: str = ""
+    gated_only: bool = False
+
+    @property
+    def by_neuron(self) -> bool:
+        """Whether it has a row for each neuron."""
+        return self.shape[0] == "d_ff"
+
+    @property
+    def in_out(self) -> bool:
+        """Whether it is a weight stored [in, out] rather than [out, in]."""
+        return self.shape == ("d_ff", "d_out")
+
+
+TENSORS = (
+    TensorField("x", ("...", "d_model"), "the input"),
+    TensorField("w_gate", ("d_ff", "d_model"), "the gate projection, whose output is activated", gated_only=True),
+    TensorField("b_gate", ("d_ff",), "its bias", "gate_bias", gated_only=True),
+    TensorField("w_up", ("d_ff", "d_model"), "the up projection; of a plain block its output is activated"),
+    TensorField("b_up", ("d_ff",), "its bias", "up_bias"),
+    TensorField("w_down", ("d_ff", "d_out"), "the down projection, neuron by neuron: torch.nn.Linear's, transposed"),
+    TensorField("b_down", ("d_out",), "its bias", "down_bias"),
+    TensorField("residual", ("...", "d_out"), "what is added to the result", "residual"),
+)
+
+
+_OPERANDS = tuple(each.name for each in TENSORS)
+_WEIGHTS = _OPERANDS[1:-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOperands(Generic[T]):
+    """The weights and biases of a block, as tensors of torch, nodes of a graph, or whatever stands for them.
+
+    `TENSORS` says what each is. Without `w_gate` the block is plain.
+    """
+
+    w_gate: T | None = None
+    b_gate: T | None = None
+    w_up: T
+    b_up: T | None = None
+    w_down: T
+    b_down: T | None = None
+
+    @property
+    def variant(self) -> Variant:
+        """Its form: the one place where gated and plain blocks are told apart."""
+        return PLAIN if self.w_gate is None else GATED
+
+    @property
+    def first(self) -> tuple[T, T | None]:
+        """The projection whose output is activated, and its bias."""
+        return (self.w_up, self.b_up) if self.w_gate is None else (self.w_gate, self.b_gate)
+
+    def named(self) -> dict[str, T]:
+        """Return those that are there, by name, in the order of `TENSORS`."""
+        return {name: value for name in _WEIGHTS if (value := getattr(self, name)) is not None}
+
+    def map(self, function: Callable[[T], U]) -> WeightOperands[U]:
+        """Return the same with something else in the place of each."""
+        return WeightOperands(**{name: function(value) for name, value in self.named().items()})
+
+    def of(self, x: T, residual: T | None = None) -> Operands[T]:
+        """Return them with what the block reads."""
+        return Operands(**self.named(), x=x, residual=residual)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands(WeightOperands[T]):
+    """All tensors that a block reads; see `WeightOperands`."""
+
+    x: T
+    residual: T | None = None
+
+    def named(self) -> dict[str, T]:
+        """Return those that are there, by name, in the order of `TENSORS`."""
+        return {name: value for name in _OPERANDS if (value := getattr(self, name)) is not None}
+
+    @property
+    def weights(self) -> WeightOperands[T]:
+        """The weights and biases alone."""
+        return WeightOperands(**super().named())
+
+    def arguments(self) -> list[T | None]:
+        """Return the arguments of the op: the tensors of its variant, None where there is none."""
+        return [getattr(self, each.name) for each in self.variant.tensors]
+
+    def map(self, function: Callable[[T], U]) -> Operands[U]:
+        """Return the same with something else in the place of each."""
+        return Operands(**{name: function(value) for name, value in self.named().items()})
+
+
+# ---- options ----
+
+
+@dataclass(frozen=True)
+class Option:
+    """A row of the table of options.
+
+    Attributes:
+        name: Its name: of the argument of the ops, the attribute of a node, the field of a plugin and the member of
+            `twell_problem`.
+        kind: str, float or int.
+        default: What it is where nothing is said; None where something has to be said.
+        meaning: What it is.
+        choices: The values that there are; empty where a range says it.
+        least: The least value.
+        most: The largest value: a number, or the name of a width; None where there is none.
+    """
+
+    name: str
+    kind: type
+    default: str | float | int | None
+    meaning: str
+    choices: tuple[str | int, ...] = ()
+    least: float = 0
+    most: float | str | None = None
+
+    def fault(self, value: Any, choices: Sequence[str | int], widths: Mapping[str, int]) -> str:
+        """Say what the value must be; an empty text if it is that.
+
+        Args:
+            value: The value.
+            choices: Those of the variant.
+            widths: d_ff and what else `most` may name.
+        """
+        if choices:
+            return "" if value in choices else f"one of {', '.join(map(str, choices))}"
+        most = widths.get(self.most) if isinstance(self.most, str) else self.most
+        if not math.isfinite(value) or value < self.least or (most is not None and value > most):
+            name = f"{self.most} = " if isinstance(self.most, str) else ""
+            return f"finite and at least {self.least:g}" if most is None else f"{self.least:g} to {name}{most}"
+        return ""
+
+
+def _option(meaning: str, default: Any = MISSING, **limits: Any) -> Any:
+    return field(default=default, metadata={"meaning": meaning, **limits})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions:
+    """How a block is computed. Each field is a row of the table `OPTIONS`, in the order in which the ops take them."""
+
+    activation: str = _option(
+        "what is applied to the gate (of a plain block: to the up projection)", choices=tuple(library.ACTIVATIONS)
+    )
+    threshold: float = _option("of fatrelu, which keeps what is above it; of others 0", 0.0)
+    compression: int = _option(
+        "the TwELL compression factor: speed and memory, never results", 8, choices=library.COMPRESSIONS
+    )
+    hot: int = _option("neurons, the first ones, that calls with many tokens compute densely", 0, most="d_ff")
+
+    def named(self) -> dict[str, Any]:
+        """Return them by name, in order."""
+        return {name: getattr(self, name) for name in _OPTIONS}
+
+    def arguments(self) -> list[Any]:
+        """Return them as arguments of the op."""
+        return list(self.named().values())
+
+    def check(self, variant: Variant, d_ff: int) -> None:
+        """Fail if one of them has a value that it cannot have.
+
+        Raises:
+            ValueError: One has.
+        """
+        for each in OPTIONS:
+            value = getattr(self, each.name)
+            choices = variant.activations if each.name == "activation" else each.choices
+            expected = each.fault(value, choices, {"d_ff": d_ff})
+            if expected:
+                raise ValueError(f"twell: {each.name} must be {expected}, got {value!r}")
+
+
+def _row(each: Field[Any]) -> Option:
+    kind = {"str": str, "float": float, "int": int}[str(each.type)]
+    return Option(each.name, kind, None if each.default is MISSING else each.default, **each.metadata)
+
+
+OPTIONS = tuple(map(_row, fields(BlockOptions)))
+_OPTIONS = tuple(each.name for each in OPTIONS)
+DEFAULT_COMPRESSION = BlockOptions.compression
+
+
+def compression_of(*wishes: int | None) -> int:
+    """Return the first compression factor that somebody wishes, or the default."""
+    return next((wish for wish in wishes if wish is not None), DEFAULT_COMPRESSION)
+
+
+# ---- calls ----
+
+
+def schema_of(variant: Variant) -> str:
+    """Return the schema of the variant's op, as `torch.library` reads it."""
+    tensors = [f"Tensor{'?' if each.flag else ''} {each.name}" for each in variant.tensors]
+    options = [
+        f"{each.kind.__name__} {each.name}{'' if each.default is None else f'={each.default}'}" for each in OPTIONS
+    ]
+    return f"{variant.op}({', '.join([*tensors, *options])}) -> Tensor"
+
+
+def call_of(variant: Variant, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[Operands[Any], BlockOptions]:
+    """Return what a call of the variant's op was given: its arguments by position, and by name."""
+    given = {**dict(zip(variant.arguments, arguments, strict=False)), **named}
+    options = {name: given.pop(name) for name in _OPTIONS if name in given}
+    return Operands(**given), BlockOptions(**options)
+
+
+def problem_of(
+    variant: Variant, options: BlockOptions, dtype: str, *, tokens: int, d_model: int, d_ff: int, d_out: int
+) -> library.Problem:
+    """Return what the C API is asked to compute; `dtype` is bfloat16 or float16."""
+    return library.Problem(
+        tokens=tokens,
+        d_model=d_model,
+        d_ff=d_ff,
+        d_out=d_out,
+        dtype=library.DTYPES[dtype],
+        variant=variant.code,
+        **{**options.named(), "activation": library.ACTIVATIONS[options.activation]},
+    )
+
+
+def tensors_of(operands: Operands[int], y: int) -> library.Tensors:
+    """Return the pointers that the C API takes, which calls the first projection of any block `gate`."""
+    pointers = operands.named()
+    if operands.variant is PLAIN:
+        pointers = {name.replace("_up", "_gate"): pointer for name, pointer in pointers.items()}
+    return library.Tensors(**pointers, y=y)

@@ -1,0 +1,101 @@
+"""What docs hold of the program: `python -m tests.generated_docs` writes it, a test compares it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import fields, make_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import click
+
+from twellc.base.schemas import schema_of
+from twellc.benchmarking.result import BenchResult
+from twellc.checks.checking import CheckResult
+from twellc.cli import main
+from twellc.compiling.manifest import Manifest
+from twellc.inspection.description import Description, Inspection
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "cli.md"
+# Of inspect a flat form is printed, which no record has: of a plan with what its manifest holds.
+_WITHOUT = ("description", "manifest")
+
+
+def _inspected(of: type[Any]) -> type[Any]:
+    """Return a record of what `inspect --json` prints: the fields of `of`, and those of an inspection."""
+    own = [field for kind in (of, Inspection) for field in fields(kind) if field.name not in _WITHOUT]
+    known = {
+        name: form for kind in (of, Inspection) for name, form in get_type_hints(kind, include_extras=True).items()
+    }
+    kept = [(each.name, known[each.name], dataclasses.field(metadata=each.metadata)) for each in own]
+    named = [] if of is Description else [("kind", str)]
+    return make_dataclass(f"Inspected{of.__name__}", [*named, *kept], namespace={"__doc__": "What inspect prints."})
+
+
+SCHEMAS: dict[str, dict[str, type[Any]]] = {
+    "manifest": {"the manifest of a plan, or the report of a compilation": Manifest},
+    "inspect": {"an inspected model": _inspected(Description), "an inspected plan": _inspected(Manifest)},
+    "check": {"what twellc check found": CheckResult},
+    "bench": {"what twellc bench found": BenchResult},
+}
+_TABLE = re.compile(r"(<!-- options of ([\w ]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+
+
+def page() -> str:
+    """Return docs/cli.md with the tables of options as the program has them."""
+    return _TABLE.sub(lambda found: found[1] + table_of(found[2]) + found[3], PAGE.read_text(encoding="utf-8"))
+
+
+def table_of(command: str) -> str:
+    """Return the options of a command as a table."""
+    options = main.params if command == "twellc" else main.commands[command].params
+    rows = [_row(each) for each in options if isinstance(each, click.Option) and not each.hidden]
+    return "\n".join(["| option | meaning |", "| --- | --- |", *rows])
+
+
+def _row(option: click.Option) -> str:
+    names = ", ".join(f"`{name}`" for name in (*sorted(option.opts, key=len), *option.secondary_opts))
+    value = "" if option.is_flag else f" `{_value(option)}`"
+    default = ""
+    if option.show_default and option.default is not None:
+        shown = option.default if not option.is_bool_flag else option.opts[0]
+        default = f" Default: {shown}."
+    text = f"{(option.help or '').rstrip('.')}.{default}"
+    return f"| {_cell(names + value)} | {_cell(text)} |"
+
+
+def _value(option: click.Option) -> str:
+    if option.metavar:
+        return option.metavar
+    if isinstance(option.type, click.Choice):
+        return "|".join(map(str, option.type.choices))
+    return option.name or ""
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", r"\|")
+
+
+def schema(name: str, strict: bool = False) -> dict[str, Any]:
+    """Return the JSON schema of a report."""
+    return schema_of(SCHEMAS[name], f"{name}.json", strict)
+
+
+def schema_file(name: str) -> Path:
+    """Return where the schema of a report stands."""
+    return ROOT / "docs" / "schema" / f"{name}.json"
+
+
+def write() -> None:
+    """Write everything."""
+    PAGE.write_text(page(), encoding="utf-8")
+    for name in SCHEMAS:
+        schema_file(name).parent.mkdir(exist_ok=True)
+        schema_file(name).write_text(json.dumps(schema(name), indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

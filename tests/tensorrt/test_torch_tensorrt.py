@@ -1,0 +1,113 @@
+"""Engines of Torch-TensorRT with the plugins in them: built, run, saved and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import twellc
+import twellc.torch_tensorrt
+from tests.models import Gated, Plain, export
+from tests.tolerance import assert_as_accurate
+from twellc.plugins.ops import GATED_MLP, MLP
+
+pytestmark = [pytest.mark.tensorrt, pytest.mark.xdist_group("torch_tensorrt")]
+
+WIDEST = 96
+ACTIVATIONS: dict[str, Any] = {
+    "relu": torch.relu,
+    "relu2": lambda z: torch.relu(z).square(),
+    "fatrelu": lambda z: nn.functional.threshold(z, 0.25, 0.0),
+}
+
+
+@pytest.fixture
+def torch_tensorrt() -> Any:
+    module = pytest.importorskip("torch_tensorrt", reason="Torch-TensorRT is not installed")
+    twellc.torch_tensorrt.register()
+    return module
+
+
+@pytest.fixture
+def calls(torch_tensorrt: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the layers for which a plugin was made."""
+    made: list[str] = []
+    make = twellc.torch_tensorrt.make_plugin
+
+    def count(name: str, *rest: Any) -> Any:
+        made.append(name)
+        return make(name, *rest)
+
+    monkeypatch.setattr(twellc.torch_tensorrt, "make_plugin", count)
+    return made
+
+
+class Stack(nn.Module):
+    """x + block(x + 1), for each block: the sum is the block's residual, and what the block reads is something else."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x + 1)
+        return x
+
+
+OPTIONS = {"use_python_runtime": True, "min_block_size": 1, "use_explicit_typing": True, "immutable_weights": True}
+
+
+def assert_right(run: Any, module: nn.Module, rows: int, width: int, dtype: torch.dtype) -> None:
+    x = torch.randn(rows, width, device="cuda", dtype=dtype)
+    plain, truth = module(x), module.double()(x.double())
+    module.to(dtype)
+    assert_as_accurate(run(x).cpu(), plain.cpu(), truth.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_rewritten_program_runs(torch_tensorrt: Any, calls: list[str], activation: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    function = ACTIVATIONS[activation]
+    module = Stack(
+        Gated(function, biases="gud", d_model=72, d_ff=1000), Plain(function, biases="ud", d_model=72, d_ff=520),
+        Gated(function, d_model=72, d_ff=256), Plain(function, d_model=72, d_ff=256),
+    ).cuda().to(dtype)  # fmt: skip
+    rows = {0: torch.export.Dim("rows", min=1, max=WIDEST)}
+    program = export(module, torch.randn(4, 72, device="cuda", dtype=dtype), dynamic=(rows,))
+    rewritten = twellc.rewrite(program, layers="all").program
+    assert [node.target for node in rewritten.graph.nodes if node.target in (GATED_MLP, MLP)] == 2 * [GATED_MLP, MLP]
+    shapes = {"min_shape": (1, 72), "opt_shape": (16, 72), "max_shape": (WIDEST, 72)}
+    compiled = torch_tensorrt.dynamo.compile(rewritten, inputs=[torch_tensorrt.Input(**shapes, dtype=dtype)], **OPTIONS)
+    assert len(calls) == 4
+    for count in (1, 7, WIDEST):
+        assert_right(compiled, module, count, 72, dtype)
+
+
+def test_an_optimized_module_runs(torch_tensorrt: Any, calls: list[str]) -> None:
+    torch.manual_seed(0)
+    module = Stack(Gated(d_model=64, d_ff=320), Gated(d_model=64, d_ff=320)).cuda().bfloat16().eval()
+    dense = Stack(Gated(d_model=64, d_ff=320), Gated(d_model=64, d_ff=320)).cuda().bfloat16().eval()
+    dense.load_state_dict(module.state_dict())
+    with torch.no_grad():
+        run = torch.compile(twellc.optimize(module), backend="torch_tensorrt", options=OPTIONS)
+        assert_right(run, dense, 16, 64, torch.bfloat16)
+    assert len(calls) == 2
+
+
+def test_an_engine_is_saved_and_loaded(torch_tensorrt: Any, calls: list[str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Stack(Gated(d_model=64, d_ff=320)).cuda().bfloat16().eval()
+    x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
+    rewritten = twellc.rewrite(export(module, x), layers="all").program
+    compiled = torch_tensorrt.dynamo.compile(rewritten, inputs=[x], **OPTIONS)
+    before = compiled(x)
+    # The Python runtime's modules are pickled, engine and all; torch.export's format needs the C++ runtime.
+    torch.save(compiled, tmp_path / "engine.pt")
+    after = torch.load(tmp_path / "engine.pt", weights_only=False)(x)
+    assert len(calls) == 1 and torch.equal(before, after)

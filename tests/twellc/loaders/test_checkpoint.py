@@ -1,0 +1,296 @@
+"""Hugging Face directories in the states in which they are found: what is taken, with which note; what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests import models
+from tests.processes import environment
+from twellc.base.errors import UserError
+from twellc.loaders.checkpoint import Checkpoint, read_checkpoint
+from twellc.loaders.model import load_model
+from twellc.options.source import TracingOptions
+from twellc.passes.graph.execution import Runner
+
+Tensors = dict[str, torch.Tensor]
+INDEX = "model.safetensors.index.json"
+MERGE = "merge it with merge_and_unload() of peft, and save what that returns with save_pretrained"
+
+
+@pytest.fixture
+def folder(llama: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny Llama to change."""
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def stored(folder: Path) -> Tensors:
+    return load_file(folder / "model.safetensors")
+
+
+def renaming(change: Callable[[str], str]) -> Callable[[Path], None]:
+    def rename(folder: Path) -> None:
+        tensors = {change(name): value.clone() for name, value in stored(folder).items()}
+        save_file(tensors, folder / "model.safetensors")
+
+    return rename
+
+
+def leave_an_old_index(folder: Path) -> None:
+    weight_map = dict.fromkeys(stored(folder), "model-00001-of-00030.safetensors")
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def add_an_adapter(folder: Path) -> None:
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "some/model", "r": 4, "target_modules": ["up_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    save_file({"base_model.model.x.lora_A.weight": torch.ones(4, 4)}, folder / "adapter_model.safetensors")
+
+
+def mark_bytes(folder: Path) -> None:
+    (folder / "config.json").write_bytes(b"\xef\xbb\xbf" + (folder / "config.json").read_bytes())
+
+
+def without_format(folder: Path) -> None:
+    save_file(stored(folder), folder / "model.safetensors")
+
+
+def wrapped(*parts: str) -> str:
+    return f"the names of the weights hold {' and '.join(parts)}; they are taken without that"
+
+
+COMPILED, PARALLEL = "'_orig_mod.' of torch.compile", "'module.' of DataParallel"
+TAKEN: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "an index of shards that are gone": (
+        leave_an_old_index, [f"{INDEX} is not used: the whole model is in model.safetensors"],
+    ),
+    "an adapter beside it": (
+        add_an_adapter, [f"the adapter beside the model (adapter_config.json) is not in the plan: {MERGE}"],
+    ),
+    "compiled": (renaming("_orig_mod.{}".format), [wrapped(COMPILED)]),
+    "parallel": (renaming("module.{}".format), [wrapped(PARALLEL)]),
+    "compiled, then parallel": (renaming("module._orig_mod.{}".format), [wrapped(COMPILED, PARALLEL)]),
+    "parallel, then compiled": (renaming("_orig_mod.module.{}".format), [wrapped(COMPILED, PARALLEL)]),
+    "compiled layers": (
+        renaming(lambda name: name.replace("layers.0.", "layers.0._orig_mod.").replace("mlp.", "mlp._orig_mod.")),
+        [wrapped(COMPILED)],
+    ),
+    "checkpointed, sharded layers": (
+        renaming(lambda name: name.replace("layers.1.", "layers.1._fsdp_wrapped_module._checkpoint_wrapped_module.")),
+        [
+            wrapped(
+                "'_fsdp_wrapped_module.' of FullyShardedDataParallel",
+                "'_checkpoint_wrapped_module.' of activation checkpointing",
+            )
+        ],
+    ),
+    "no format in the file": (without_format, []),
+    "a byte order mark": (mark_bytes, []),
+    "no settings of generation": (lambda folder: (folder / "generation_config.json").unlink(missing_ok=True), []),
+    "dtype by its old name": (lambda folder: edit(folder, dtype=None, torch_dtype="bfloat16"), []),
+    "no dtype": (lambda folder: edit(folder, dtype=None), []),
+    "no quantisation": (lambda folder: edit(folder, quantization_config=None), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", TAKEN)
+def test_taken(state: str, llama: Path, folder: Path) -> None:
+    """Configuration and weights are those of the model itself."""
+    change, notes = TAKEN[state]
+    change(folder)
+    found, own = read_checkpoint(folder), read_checkpoint(llama)
+    assert found.notes == notes
+    assert found.tensors.keys() == own.tensors.keys()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in own.tensors.items())
+
+
+def logits(folder: Path) -> torch.Tensor:
+    torch.manual_seed(0)
+    ids = torch.randint(2, 96, (2, 7))
+    return Runner(load_model(TracingOptions(folder)).program)({"input_ids": ids})[0]
+
+
+@pytest.mark.parametrize("state", ["an index of shards that are gone", "compiled layers", "dtype by its old name"])
+def test_results_are_those_of_the_model(state: str, llama: Path, folder: Path) -> None:
+    TAKEN[state][0](folder)
+    assert torch.equal(logits(folder), logits(llama))
+
+
+def test_weights_that_are_tied(tmp_path: Path) -> None:
+    """The file holds one of them."""
+    folder = models.save(models.llama(tie_word_embeddings=True), tmp_path / "tied")
+    assert "lm_head.weight" not in stored(folder)
+    ids = torch.randint(2, 96, (2, 7))
+    program = load_model(TracingOptions(folder)).program
+    own = transformers.LlamaForCausalLM.from_pretrained(folder)(ids, use_cache=False).logits
+    assert torch.equal(Runner(program)({"input_ids": ids})[0], own)
+
+
+def test_weights_of_several_dtypes(folder: Path) -> None:
+    """As in transformers, all are in the dtype that config.json names, or that of the first."""
+    tensors = {
+        name: value.to(torch.float32 if "norm" in name else torch.bfloat16) for name, value in stored(folder).items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    program = load_model(TracingOptions(folder)).program
+    assert {value.dtype for value in program.state_dict.values()} == {torch.bfloat16}
+
+
+PEFT = """
+import pathlib
+def __getattr__(name):
+    raise RuntimeError(f"peft is asked for {name}")
+"""
+
+
+def test_an_adapter_where_peft_is_installed(llama: Path, folder: Path, tmp_path: Path) -> None:
+    """transformers would load the adapter's base model, by its name, and the adapter into it."""
+    add_an_adapter(folder)
+    (tmp_path / "packages/peft").mkdir(parents=True)
+    (tmp_path / "packages/peft/__init__.py").write_text(PEFT)
+    about = tmp_path / "packages/peft-0.19.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 0.19.0\n")
+    script = (
+        "import sys, pathlib\nfrom twellc.loaders.huggingface import load_directory\n"
+        "print(load_directory(pathlib.Path(sys.argv[1])).notes)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", script, str(folder)], env=environment(tmp_path / "packages"),
+        capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == str(TAKEN["an adapter beside it"][1])
+
+
+# ---- what is refused ----
+
+
+def quantising(place: str = "", **settings: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        edit(folder, **({place: {"quantization_config": settings}} if place else {"quantization_config": settings}))
+
+    return change
+
+
+def storing(name: str, value: torch.Tensor) -> Callable[[Path], None]:
+    return lambda folder: save_file(stored(folder) | {name: value}, folder / "model.safetensors")
+
+
+def leave(*files: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        for file in files:
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).write_bytes(b"x")
+
+    return change
+
+
+def only_an_adapter(folder: Path) -> None:
+    add_an_adapter(folder)
+    (folder / "config.json").unlink()
+
+
+def no_weights_but_an_adapter(folder: Path) -> None:
+    add_an_adapter(folder)
+    (folder / "model.safetensors").unlink()
+
+
+def shards_in_a_folder(folder: Path) -> None:
+    (folder / "parts").mkdir()
+    (folder / "model.safetensors").rename(folder / "parts/a.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "parts/a.safetensors"}}))
+
+
+def twice(folder: Path) -> None:
+    tensors = stored(folder)
+    save_file(tensors | {"_orig_mod.lm_head.weight": tensors["lm_head.weight"] * 2}, folder / "model.safetensors")
+
+
+UP = "model.layers.0.mlp.up_proj"
+QUANTISED = "quantised checkpoints are not read; got "
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gptq": (quantising(quant_method="gptq", bits=4), f"{QUANTISED}quantization_config of gptq; expected weights in"),
+    "fp8": (quantising(quant_method="fp8"), f"{QUANTISED}quantization_config of fp8"),
+    "no method": (quantising(load_in_8bit=True), f"{QUANTISED}quantization_config; expected"),
+    "quantised text": (quantising("text_config", quant_method="awq"), f"{QUANTISED}text_config.quantization_config of"),
+    "compressed": (lambda folder: edit(folder, compression_config={"a": 1}), f"{QUANTISED}compression_config;"),
+    "float8 weights": (
+        storing(f"{UP}.weight", torch.zeros(320, 32).to(torch.float8_e4m3fn)), f"{QUANTISED}{UP}.weight of float8_e4m3",
+    ),
+    "int8 weights": (
+        storing(f"{UP}.weight", torch.zeros(320, 32, dtype=torch.int8)), f"{QUANTISED}{UP}.weight of int8",
+    ),
+    "packed weights": (storing(f"{UP}.qweight", torch.zeros(4, dtype=torch.int32)), f"{QUANTISED}{UP}.qweight of"),
+    "scales": (storing(f"{UP}.weight_scale_inv", torch.ones(4)), f"{QUANTISED}{UP}.weight_scale_inv of float32"),
+    "an adapter alone": (
+        only_an_adapter, f"holds an adapter, and no model; got an adapter of some/model. First {MERGE}.",
+    ),
+    "an adapter and a config": (no_weights_but_an_adapter, "holds an adapter, and no model; got an adapter of some"),
+    "an adapter in the weights": (
+        storing(f"{UP}.lora_A.weight", torch.ones(4, 4)),
+        f"the weights hold an adapter beside the model's own; got {UP}.lora_A.weight. First {MERGE}",
+    ),
+    "a base layer": (storing(f"{UP}.base_layer.weight", torch.ones(4, 4)), "hold an adapter beside the model's own"),
+    "a name twice": (twice, "several of its weights have the same name"),
+    "an activation of its own": (
+        lambda folder: edit(folder, hidden_act="fatrelu", hidden_act_param=0.01),
+        "config.json: transformers has no such activation; got hidden_act 'fatrelu'. Export the model with",
+    ),
+    "shards in a folder": (
+        shards_in_a_folder, "names a file in another folder; got 'parts/a.safetensors'; expected files beside it. Move",
+    ),
+    "another name": (
+        leave("model.fp16.safetensors"),
+        "the weights are missing; got model.fp16.safetensors; expected model.safetensors. If that is the model,",
+    ),
+    "pickles": (
+        leave("pytorch_model.bin"),
+        "the weights are missing; got pytorch_model.bin, which may execute code; expected safetensors. If you trust",
+    ),
+    "another format": (leave("model.gguf"), "the weights are missing; got model.gguf; expected safetensors."),
+    "a dtype that is none": (lambda folder: edit(folder, dtype="bf16"), "transformers cannot "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", REFUSED)
+def test_refused(state: str, folder: Path) -> None:
+    change, message = REFUSED[state]
+    change(folder)
+    with pytest.raises(UserError) as refusal:
+        load_model(TracingOptions(folder))
+    assert str(refusal.value).startswith(str(folder)) and message in str(refusal.value)
+
+
+def test_a_parameter_called_module(folder: Path) -> None:
+    """Where not all names begin with it, it belongs to the model."""
+    tensors = stored(folder) | {"module.bias": torch.ones(2)}
+    save_file(tensors, folder / "model.safetensors")
+    found: Checkpoint = read_checkpoint(folder)
+    assert "module.bias" in found.tensors and found.notes == []
+
+
+@pytest.mark.timeout(60)
+def test_a_shard_that_is_a_pipe(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "a.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    with pytest.raises(UserError, match=r"a\.safetensors: the weights are missing"):
+        load_model(TracingOptions(folder))

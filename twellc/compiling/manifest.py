@@ -1,0 +1,312 @@
+"""The manifest: a JSON file beside each plan that says what is in it and what was done."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from twellc.base.dtypes import DTYPES
+from twellc.base.errors import UserError
+from twellc.base.files import digest
+from twellc.base.records import OPTIONAL, Count, OneOf, Range, Record, of_json, parse_json
+from twellc.base.version import __version__
+from twellc.compiling.summary import TranslationSummary
+from twellc.export.plan import Plan
+from twellc.export.shapes import LARGEST_SIZE, ShapeProfile
+from twellc.export.tensorrt_host import python_module
+from twellc.options.commands import CompileOptions
+from twellc.options.source import LOGITS, PADDINGS
+from twellc.passes.report import Attention, Compression, Layer, Repeated
+from twellc.plugins.library import (
+    ATTENTION_FORMS,
+    ATTENTION_NAME,
+    PLUGIN_NAMES,
+    PLUGIN_NAMESPACE,
+    PLUGIN_VERSION,
+)
+from twellc.plugins.registration import how_to_register
+
+SCHEMA = 3
+
+
+@dataclass(frozen=True)
+class ModelFile(Record):
+    """The model: name of its file or folder, kind, and SHA-256 of its files."""
+
+    name: str
+    kind: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Settings(Record):
+    """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones.
+
+    `calibration` is the SHA-256 of the profile, `decided` what was decided of blocks.
+    """
+
+    dtype: Annotated[str, OneOf(tuple(DTYPES))]
+    layers: str
+    compression: Compression
+    attention_forms: list[Annotated[str, OneOf(ATTENTION_FORMS)]]
+    padding: Annotated[str, OneOf(PADDINGS)] | None = field(default=None, metadata=OPTIONAL)
+    logits: Annotated[str, OneOf(LOGITS)] | None = field(default=None, metadata=OPTIONAL)
+    calibration: str | None = field(default=None, metadata=OPTIONAL)
+    prune_dead: bool | None = field(default=None, metadata=OPTIONAL)
+    decided: dict[str, Repeated] | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
+class PluginLibrary(Record):
+    """A plugin library of other people: the plugins that it brings, and name and SHA-256 of its file."""
+
+    names: list[str]
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Plugins(Record):
+    """The plugins that a plan needs, whether it carries them, how to register them, and other people's libraries."""
+
+    namespace: str
+    version: str
+    names: list[str]
+    embedded: bool
+    register: dict[str, str] | None = field(default=None, metadata=OPTIONAL)
+    libraries: list[PluginLibrary] | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
+class OnnxFile(Record):
+    """The rewritten graph: the name of its file, None where it was not kept, and its SHA-256."""
+
+    file: str | None
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Backend(Record):
+    """The TensorRT that built a plan."""
+
+    name: str
+    version: str
+
+
+@dataclass(frozen=True)
+class PlanTensor(Record):
+    """An input or output of a plan; -1 stands for a dynamic dimension."""
+
+    name: str
+    dtype: str
+    shape: list[Annotated[int, Range(-1, LARGEST_SIZE)]]
+
+
+@dataclass(frozen=True)
+class PlanFile(Record):
+    """A plan: name, size and SHA-256 of its file, its tensors, and the names of its plugin layers."""
+
+    file: str
+    bytes: Count
+    sha256: str
+    inputs: list[PlanTensor]
+    outputs: list[PlanTensor]
+    plugin_layers: list[str]
+
+
+@dataclass(frozen=True)
+class Manifest(Record):
+    """What was done, and what is in a plan.
+
+    Attributes:
+        schema: The version of this form.
+        twellc: The version of twellc.
+        model: What was compiled.
+        settings: The settings that decide what the graph is.
+        layers: What became of each feed-forward block.
+        attention: What became of each attention block.
+        notes: What the user should know.
+        warnings: What the user should worry about.
+        plugins: The plugins that the plan needs.
+        onnx: The rewritten graph.
+        profiles: The optimization profiles: ranges of shapes by input.
+        backend: The TensorRT; None where no plan was built.
+        plan: The plan; None likewise.
+    """
+
+    schema: int
+    twellc: str
+    model: ModelFile
+    settings: Settings
+    layers: list[Layer]
+    attention: list[Attention]
+    notes: list[str]
+    warnings: list[str]
+    plugins: Plugins
+    onnx: OnnxFile
+    profiles: list[ShapeProfile]
+    backend: Backend | None
+    plan: PlanFile | None
+
+
+# File name of the graph that a plan is built from where it is not kept.
+UNKEPT_GRAPH = "model.onnx"
+
+
+def manifest_path(plan: Path) -> Path:
+    """Return where the manifest of a plan stands: `model.plan` has `model.plan.json`."""
+    return plan.with_name(plan.name + ".json")
+
+
+def has_manifest(file: Path) -> bool:
+    """Say whether a manifest stands beside a file. Names end at 255 bytes, and none can be longer."""
+    try:
+        return manifest_path(file).is_file()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise
+
+
+def is_plan(file: Path) -> bool:
+    """Say whether this is a file that has a manifest, or starts as the plans of TensorRT and TensorRT-RTX do."""
+    if not file.is_file():
+        return False
+    if has_manifest(file):
+        return True
+    with file.open("rb") as stream:
+        return stream.read(4) in (b"ftrt", b"vtrt")
+
+
+def by_cudnn(attention: list[Attention]) -> bool:
+    """Whether a plan needs the attention plugin, and so cuDNN where it runs."""
+    return any(block.form == "cudnn" for block in attention)
+
+
+def needs_plugins(layers: list[Layer], attention: list[Attention]) -> bool:
+    """Whether a plan needs plugins of twellc."""
+    return by_cudnn(attention) or any(layer.decision == "twell" for layer in layers)
+
+
+def make_manifest(
+    options: CompileOptions,
+    translation: TranslationSummary,
+    plan: Plan | None,
+    plan_file: Path | None,
+) -> Manifest:
+    """Return the manifest of a plan, or the report of a run that stopped before one."""
+    rewritten = {layer.variant for layer in translation.layers if layer.decision == "twell"}
+    used = [name for name, variant in zip(PLUGIN_NAMES, ("gated", "plain"), strict=True) if variant in rewritten]
+    used += [ATTENTION_NAME] if by_cudnn(translation.attention) else []
+    backend = plan_record = register = libraries = None
+    if plan is not None and plan_file is not None:
+        backend = Backend(**plan.backend)
+        libraries = [PluginLibrary(each.names, each.file, each.sha256) for each in plan.libraries] or None
+        if used or libraries:
+            module = python_module(backend.name)
+            assert module is not None  # it built the plan
+            others = [each.file for each in libraries or ()]
+            register = how_to_register(plan_file.name, module, used, others)
+        inputs, outputs = (
+            [PlanTensor(tensor.name, tensor.dtype, list(tensor.shape)) for tensor in tensors]
+            for tensors in (plan.inputs, plan.outputs)
+        )
+        size, sha256 = plan_file.stat().st_size, digest(plan_file)
+        plan_record = PlanFile(plan_file.name, size, sha256, inputs, outputs, plan.plugin_layers)
+    embedded = options.embed_plugins and register is not None
+    return Manifest(
+        schema=SCHEMA,
+        twellc=__version__,
+        model=ModelFile(**translation.model),
+        settings=of_json(Settings, translation.settings),
+        layers=translation.layers,
+        attention=translation.attention,
+        notes=list(translation.notes),
+        warnings=list(translation.warnings),
+        plugins=Plugins(PLUGIN_NAMESPACE, PLUGIN_VERSION, used, embedded, register, libraries),
+        onnx=OnnxFile(options.onnx.name if options.onnx else None, translation.digest),
+        profiles=translation.profiles,
+        backend=backend,
+        plan=plan_record,
+    )
+
+
+def read_manifest(plan: Path) -> Manifest:
+    """Read the manifest of a plan.
+
+    Raises:
+        UserError: There is none, it is damaged, of another schema, or belongs to another plan.
+    """
+    path = manifest_path(plan)
+    if not has_manifest(plan):
+        raise UserError(
+            str(plan), "has no manifest beside it, as a plan must", expected=path.name,
+            fix="Keep both files of `twellc compile` together.",
+        )  # fmt: skip
+    try:
+        content = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise UserError(
+            str(path), f"is not a manifest of twellc: it cannot be read as JSON ({error})", fix=_FIX
+        ) from error
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if type(schema) is not int:
+        raise UserError(str(path), "is not a manifest of twellc: it names no schema", fix=_FIX)
+    if schema != SCHEMA:
+        raise UserError(
+            str(path), "the manifest is of another version", got=str(schema), expected=str(SCHEMA),
+            fix="Use the twellc that made the plan, or compile the model again.",
+        )  # fmt: skip
+    try:
+        manifest = of_json(Manifest, content)
+        _refuse_contradictions(manifest)
+    except ValueError as error:
+        raise UserError(str(path), f"the manifest is damaged: {error}", fix=_FIX) from error
+    assert manifest.plan is not None
+    if manifest.plan.sha256 != digest(plan):
+        raise UserError(str(path), "the manifest belongs to another plan, or the plan is damaged", fix=_FIX)
+    return manifest
+
+
+def _refuse_contradictions(manifest: Manifest) -> None:
+    """Fail if the manifest of a plan contradicts itself.
+
+    Raises:
+        ValueError: It does; the message names the place.
+    """
+    if manifest.plan is None or manifest.backend is None:
+        raise ValueError("it names no plan" if manifest.plan is None else "it names no backend")
+    if manifest.onnx.file not in (None, Path(manifest.onnx.file or "").name):
+        raise ValueError("onnx.file is not the name of a file beside the plan")
+    if not manifest.profiles:
+        raise ValueError("profiles is empty")
+    for index, profile in enumerate(manifest.profiles):
+        for tensor in manifest.plan.inputs:
+            shapes = profile.get(tensor.name)
+            if shapes is None:
+                raise ValueError(f"profiles[{index}] lacks the input {tensor.name!r}")
+            ranks = {len(shapes.min), len(shapes.opt), len(shapes.max), len(tensor.shape)}
+            sizes = zip(shapes.min, shapes.opt, shapes.max, strict=False)
+            if len(ranks) > 1 or any(not low <= opt <= high for low, opt, high in sizes):
+                raise ValueError(f"profiles[{index}].{tensor.name} has impossible shapes")
+
+
+def refuse_other_plugins(plan: Path, manifest: Manifest) -> None:
+    """Fail if a plan needs plugins of another version than this package's.
+
+    Raises:
+        UserError: It does.
+    """
+    plugins = manifest.plugins
+    if plugins.names and plugins.version != PLUGIN_VERSION:
+        raise UserError(
+            str(plan), f"the plan needs other plugins than those of twellc {__version__}",
+            got=f"plugin version {PLUGIN_VERSION}",
+            expected=f"plugin version {plugins.version}, of twellc {manifest.twellc}",
+            fix="Install that twellc, or compile the model again with this one.",
+        )  # fmt: skip
+
+
+_FIX = "Compile the model again."

@@ -1,0 +1,260 @@
+"""The configuration and the weights in a Hugging Face directory, read without transformers.
+
+transformers would look at other files of the directory, too: at adapters, pickles, code and settings of generation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twellc.base.errors import UserError, first_few, first_line
+from twellc.base.files import open_file, read_file
+
+_WEIGHTS, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+_EXPORT = "Export it with torch.export.save and compile that archive."
+_MERGE = "merge it with merge_and_unload() of peft, and save what that returns with save_pretrained"
+# Keys of a configuration that choose implementations, which may be native code of a hub, or name what is to be fetched.
+_CHOICES = {
+    "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
+    "experts_implementation", "_experts_implementation", "_experts_implementation_internal", "use_kernels",
+    "kernel_config", "fusion_config", "distributed_config", "custom_generate", "transformers_weights",
+    "use_pretrained_backbone", "name_or_path", "_name_or_path",
+}  # fmt: skip
+_QUANTISED = ("quantization_config", "compression_config")
+# What wraps a module, and so puts a part into the names of its tensors.
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile",
+    "_fsdp_wrapped_module.": "FullyShardedDataParallel",
+    "_checkpoint_wrapped_module.": "activation checkpointing",
+}
+_PARALLEL = "module."
+_QUANTISED_NAME = re.compile(r"qweight|qzeros|weight_scale(_inv)?|weight_packed|absmax|SCB")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model as it is stored.
+
+    Attributes:
+        config: What config.json says, without what chooses implementations.
+        tensors: The weights by name; they are in the mapped files.
+        notes: What the user should hear.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    notes: list[str]
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read config.json and the weights of a directory.
+
+    Raises:
+        UserError: One of them is missing, damaged, quantised or an adapter, or the model needs remote code.
+    """
+    config = read_config(path)
+    files, notes = _weight_files(path)
+    stored: dict[str, torch.Tensor] = {}
+    for file in files:
+        stored |= _read_tensors(file)
+    _refuse_quantised(path, stored)
+    _refuse_adapter(path, stored)
+    tensors, wrappers = _unwrapped(stored)
+    if len(tensors) < len(stored):
+        raise UserError(str(path), "several of its weights have the same name", got=first_few(sorted(stored)))
+    if wrappers:
+        notes.append(f"the names of the weights hold {' and '.join(wrappers)}; they are taken without that")
+    if (path / _ADAPTER).is_file():
+        notes.append(f"the adapter beside the model ({_ADAPTER}) is not in the plan: {_MERGE}")
+    return Checkpoint(config, tensors, notes)
+
+
+# ---- config.json ----
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return what config.json of a directory says, without what chooses implementations.
+
+    Raises:
+        UserError: There is none, it is damaged, or the model is an adapter, quantised, or needs remote code.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        if (path / _ADAPTER).is_file():
+            raise _only_an_adapter(path)
+        raise UserError(str(path), "no config.json in this folder", expected="a Hugging Face directory")
+    config = _read_json(file)
+    for place, key, value in _entries(config):
+        if key == "auto_map":
+            raise UserError(
+                str(file), f"the model needs remote code ({place})",
+                expected="an architecture of transformers itself", fix=_EXPORT,
+            )  # fmt: skip
+        if key in _QUANTISED and value:
+            method = value.get("quant_method") if isinstance(value, dict) else None
+            raise _quantised(file, f"{place}{f' of {method}' if method else ''}")
+    return dict(_without_choices(config))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(read_file(file))
+    except (ValueError, RecursionError) as error:
+        raise UserError(str(file), f"cannot be read as JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise UserError(str(file), "is not a JSON object")
+    return config
+
+
+def _entries(value: Any, place: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield the entries of a configuration and of those in it, each with its place, such as `text_config.auto_map`."""
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(value, dict):
+            yield f"{place}{key}", str(key), each
+        if isinstance(each, dict | list):
+            yield from _entries(each, f"{place}{key}.")
+
+
+def _without_choices(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_choices(each) for key, each in value.items() if key not in _CHOICES}
+    return [_without_choices(each) for each in value] if isinstance(value, list) else value
+
+
+def activations(config: dict[str, Any]) -> dict[str, str]:
+    """Return what a configuration and those in it say under names of activations, by their places."""
+    return {place: value for place, key, value in _entries(config) if "act" in key and isinstance(value, str)}
+
+
+# ---- weights ----
+
+
+def _weight_files(path: Path) -> tuple[list[Path], list[str]]:
+    """Return the weights' files, which are safetensors inside of the folder; and a note on an index of no use."""
+    index = path / _INDEX
+    if (path / _WEIGHTS).is_file():
+        note = f"{_INDEX} is not used: the whole model is in {_WEIGHTS}"
+        return [path / _WEIGHTS], [note] if index.is_file() else []
+    if not index.is_file():
+        raise _no_weights(path)
+    try:
+        names = set(json.loads(read_file(index))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise UserError(str(index), f"is not an index of weights ({error!r})") from error
+    for name in sorted(map(str, names)):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UserError(str(index), "names a file outside of its folder", got=repr(name))
+        if Path(name).name != name:
+            raise UserError(
+                str(index), "names a file in another folder", got=repr(name), expected="files beside it",
+                fix="Move the files beside config.json, and name them without the folder.",
+            )  # fmt: skip
+        if not (path / name).is_file():
+            raise UserError(
+                str(path / name), "the weights are missing", expected="safetensors",
+                fix=f"{_INDEX} names this file: get it, too, or remove the index.",
+            )  # fmt: skip
+    return [path / str(name) for name in sorted(names)], []
+
+
+def _no_weights(path: Path) -> UserError:
+    """Say what there is instead of the weights."""
+    if (path / _ADAPTER).is_file():
+        return _only_an_adapter(path)
+    file, expected = str(path / _WEIGHTS), "safetensors"
+    names = sorted(each.name for each in path.iterdir() if each.is_file())
+    others = [name for name in names if name.endswith(".safetensors")]
+    if others:
+        return UserError(
+            file, "the weights are missing", got=first_few(others), expected=_WEIGHTS,
+            fix=f"If that is the model, call it {_WEIGHTS}; if these are its parts, add {_INDEX}.",
+        )  # fmt: skip
+    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if pickles:
+        return UserError(
+            file, "the weights are missing", got=f"{first_few(pickles)}, which may execute code", expected=expected,
+            fix="If you trust whoever made them, load the model with transformers and write it with save_pretrained.",
+        )  # fmt: skip
+    foreign = [name for name in names if name.endswith((".gguf", ".h5", ".msgpack", ".onnx"))]
+    return UserError(
+        file, "the weights are missing", got=first_few(foreign), expected=expected,
+        fix="Get the rest of the model's files." if not foreign else "",
+    )  # fmt: skip
+
+
+def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    open_file(file).close()  # safetensors says of a file that may not be read that it is missing
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise UserError(
+            str(file), f"is not a whole safetensors file ({first_line(error)})", fix="Copy or download it again."
+        ) from error
+
+
+def _unwrapped(stored: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return tensors by the names that they have in the model itself, and what was in their names besides."""
+    found: Counter[str] = Counter()
+    names = {}
+    for name in stored:
+        short = name
+        for part, wrapper in _WRAPPERS.items():
+            if f".{part}" in f".{short}":
+                found[f"{part!r} of {wrapper}"] += 1
+                short = f".{short}".replace(f".{part}", ".").removeprefix(".")
+        names[name] = short
+    if names and all(name.startswith(_PARALLEL) for name in names.values()):
+        found[f"{_PARALLEL!r} of DataParallel"] += 1
+        names = {name: short.removeprefix(_PARALLEL) for name, short in names.items()}
+    return {names[name]: tensor for name, tensor in stored.items()}, list(found)
+
+
+# ---- what is no model in full precision ----
+
+
+def _only_an_adapter(path: Path) -> UserError:
+    base = _read_json(path / _ADAPTER).get("base_model_name_or_path")
+    return UserError(
+        str(path), "holds an adapter, and no model",
+        got=f"an adapter of {base}" if base else "",
+        fix=f"First {_MERGE}.",
+    )  # fmt: skip
+
+
+def _refuse_adapter(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    parts = [name for name in tensors if re.search(r"\.(lora_[A-Za-z_]+|base_layer|modules_to_save)\.", name)]
+    if parts:
+        raise UserError(
+            str(path), "the weights hold an adapter beside the model's own", got=first_few(parts),
+            fix=f"First {_MERGE}.",
+        )  # fmt: skip
+
+
+def _refuse_quantised(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Fail for weights that are integers, or floats of a byte: transformers would take them without their scales."""
+    for name, tensor in tensors.items():
+        last = name.rpartition(".")[2]
+        small = tensor.is_floating_point() and tensor.element_size() == 1
+        integer = last == "weight" and not tensor.is_floating_point() and not tensor.is_complex()
+        if small or integer or _QUANTISED_NAME.fullmatch(last):
+            raise _quantised(path, f"{name} of {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def _quantised(where: Path, got: str) -> UserError:
+    return UserError(
+        str(where), "quantised checkpoints are not read", got=got,
+        expected="weights in float32, bfloat16 or float16",
+        fix="Take the checkpoint that this one was made from; or load it with transformers, call dequantize() of the"
+        " model, and write that with save_pretrained.",
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Options as keywords of the functions in `twellc.api`: paths and texts may stand for what the options classes hold.
+
+They mean what the fields of the same name mean in `CompileOptions` and the other classes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TypedDict
+
+from twellc.export.shapes import Shape, ShapeRange
+from twellc.options.declared_inputs import InputDeclaration
+
+AnyPath = str | os.PathLike[str]
+
+
+class SourceKeywords(TypedDict, total=False):
+    """See `SourceOptions`."""
+
+    trust_model: bool
+    inputs: Sequence[str | InputDeclaration]
+
+
+class TracingKeywords(SourceKeywords, total=False):
+    """See `TracingOptions`."""
+
+    dtype: str | None
+    padding: str | None
+    logits: str
+
+
+class DecisionKeywords(TypedDict, total=False):
+    """See `DecisionOptions`."""
+
+    layers: str
+    compression: int | None
+    target_gpu: str | None
+    calibration: AnyPath | None
+    prune_dead: bool
+    prune_check: AnyPath | None
+
+
+class SampleKeywords(TypedDict, total=False):
+    """See `SampleOptions`."""
+
+    seed: int | None
+    arrays: AnyPath | None
+    text: AnyPath | None
+
+
+class CompileKeywords(TracingKeywords, DecisionKeywords, total=False):
+    """See `CompileOptions`; a profile may be a text such as `x:1x64:16x64:512x64`."""
+
+    onnx: AnyPath | None
+    backend: str
+    profiles: Sequence[str | tuple[str, ShapeRange]]
+    strict: bool
+    dump_graphs: AnyPath | None
+    report: AnyPath | None
+    html: AnyPath | None
+    overwrite: bool
+    triton: AnyPath | None
+    embed_plugins: bool
+    attention: str
+    plugin_libraries: Sequence[AnyPath]
+
+
+class InspectKeywords(TracingKeywords, DecisionKeywords, total=False):
+    """See `InspectOptions`."""
+
+    density: float
+    tokens: int
+    gpu: str | None
+
+
+class CheckKeywords(SourceKeywords, SampleKeywords, total=False):
+    """See `CheckOptions`."""
+
+    calibration: AnyPath | None
+
+
+class ProfileKeywords(TracingKeywords, total=False):
+    """See `ProfileOptions`."""
+
+    device: str
+    batch: int
+    sequence: int | None
+    tokens: int | None
+    field: str
+    overwrite: bool
+
+
+class BenchKeywords(TracingKeywords, DecisionKeywords, SampleKeywords, total=False):
+    """See `BenchOptions`; a shape may be a text such as `1x512`."""
+
+    shapes: Sequence[str | Shape]
+    repeats: int
+    compiled: bool
+    tensorrt: bool
+    plot: AnyPath | None
+    overwrite: bool

@@ -1,0 +1,93 @@
+"""Options that say which model is meant, and how it is loaded and traced."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+
+from twellc.base.errors import UserError
+from twellc.options.declared_inputs import InputDeclaration
+
+PADDINGS = ("none", "mask")
+LOGITS = ("all", "last")
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """Which model is meant.
+
+    Attributes:
+        model: A torch.export archive, a Hugging Face directory, an ONNX file or a pickled module.
+        trust_model: Whether to load a pickle, or an archive that could execute code.
+        inputs: The inputs of a pickled module.
+        in_memory: What to call a model that is in memory, and in `model` only for the command; empty for a file.
+    """
+
+    model: Path
+    _: KW_ONLY
+    trust_model: bool = False
+    inputs: tuple[InputDeclaration, ...] = ()
+    in_memory: str = ""
+
+
+@dataclass(frozen=True)
+class TracingOptions(SourceOptions):
+    """Which model is meant, and how it is traced.
+
+    Attributes:
+        dtype: `bf16` or `fp16`; None takes the model's own, or bf16 where that is neither.
+        padding: Whether a causal Hugging Face model takes no `attention_mask` (`none`) or one (`mask`); None takes the
+            default of the model, `none` where it is causal.
+        logits: The places whose logits a causal Hugging Face model computes: `all` or the `last` one.
+    """
+
+    _: KW_ONLY
+    dtype: str | None = None
+    padding: str | None = None
+    logits: str = "all"
+
+
+class NoChoiceError(UserError):
+    """A choice of `padding` or `logits` was made, and the model leaves none."""
+
+
+def refuse_choices(padding: str | None, logits: str, target: str) -> None:
+    """Fail if a choice is made that only causal Hugging Face models leave.
+
+    Raises:
+        NoChoiceError: It is.
+    """
+    chosen = [f"--padding {padding}"] if padding is not None else []
+    chosen += [f"--logits {logits}"] if logits != "all" else []
+    if chosen:
+        raise NoChoiceError(
+            chosen[0], "only a causal Hugging Face model leaves the choice", got=target, fix="Leave it out."
+        )
+
+
+def refuse_tracing(options: TracingOptions, target: str) -> None:
+    """Fail if something is asked for of a model that is compiled already and is not traced.
+
+    Raises:
+        UserError: It is.
+    """
+    if options.dtype is not None:
+        raise UserError(
+            f"--dtype {options.dtype}", "what is compiled keeps its precision", got=target, expected="a model",
+            fix="Leave it out.",
+        )  # fmt: skip
+    refuse_choices(options.padding, options.logits, target)
+
+
+def refuse_missing(path: Path, expected: str) -> None:
+    """Fail if there is no such file or folder; a name of Hugging Face's hub, such as `org/name`, is no path.
+
+    Raises:
+        UserError: There is none.
+    """
+    if path.exists():
+        return
+    of_hub = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)) and not path.parent.exists()
+    fix = f"Only local folders are read; fetch one by `hf download {path} --local-dir {path.name}`." if of_hub else ""
+    raise UserError(str(path), "there is no such file or folder", expected=expected, fix=fix)

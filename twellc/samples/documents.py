@@ -1,0 +1,240 @@
+"""The documents in the user's files: texts, or token ids, of each kind of file, read piece by piece."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from twellc.base.errors import UserError, first_few, first_line
+from twellc.base.files import open_file, read_file, why_no_file
+
+# Parts of a document, text or token ids, each with the number of bytes read so far.
+Document = Iterable[tuple["str | list[int]", int]]
+
+IDS = "input_ids"
+_CHUNK = 1 << 16
+_HEAD = 1 << 12
+_KINDS = {
+    ".jsonl": "lines of JSON", ".ndjson": "lines of JSON", ".json": "JSON", ".csv": "table", ".tsv": "table",
+    ".npz": "arrays", ".npy": "token ids",
+}  # fmt: skip
+_EXPECTED = "a text, or a .jsonl, .json, .csv, .tsv, .npz or .npy file"
+_AS_LINES = 'Write its texts to FILE.jsonl, one {"text": "…"} in each line.'
+# Files that are no text, with what to do about them.
+_REFUSED = {
+    **dict.fromkeys((".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".7z", ".rar"), "Unpack it first."),
+    **dict.fromkeys((".parquet", ".arrow", ".feather", ".orc", ".avro", ".tfrecord", ".sqlite", ".db"), _AS_LINES),
+    **dict.fromkeys((".xlsx", ".xls", ".ods", ".pdf", ".docx", ".odt", ".epub"), _AS_LINES),
+    **dict.fromkeys(
+        (".pt", ".pth", ".pkl", ".pickle", ".safetensors", ".bin", ".h5", ".hdf5"),
+        "Write the arrays to FILE.npz, with numpy.savez.",
+    ),
+}
+_MARKUP = (".xml", ".html", ".htm", ".ipynb")
+
+
+def kind_of(path: Path) -> str:
+    """Return `text`, `lines of JSON`, `JSON`, `table`, `arrays` or `token ids`: how a file is read, by its suffix.
+
+    Raises:
+        UserError: There is no such file, it is empty, or of a kind that is not read.
+    """
+    where, suffix = f"--inputs {path}", path.suffix.lower()
+    if not path.is_file():
+        raise UserError(where, why_no_file(path), expected=_EXPECTED)
+    if path.stat().st_size == 0:
+        raise UserError(where, "the file is empty")
+    if suffix in _REFUSED:
+        raise UserError(where, f"{suffix} files are not read", expected=_EXPECTED, fix=_REFUSED[suffix])
+    return _KINDS.get(suffix, "text")
+
+
+def notes_on(paths: Iterable[Path]) -> list[str]:
+    """Return a note on the files that are read as texts and seem to hold markup or data."""
+    marked = [path.name for path in paths if kind_of(path) == "text" and _seems_marked(path)]
+    if not marked:
+        return []
+    note = "read as plain texts, with all their tags, braces and names of fields: "
+    return [f"{note}{first_few(marked)}; .json, .jsonl, .csv and .tsv are read as what they hold"]
+
+
+def _seems_marked(path: Path) -> bool:
+    with open_file(path) as file:
+        head = file.read(_HEAD).lstrip()
+    start = head.splitlines()[0].strip() if head else b""
+    if path.suffix.lower() in _MARKUP or start.lower().startswith((b"<?xml", b"<!doctype", b"<html")):
+        return True
+    try:
+        return isinstance(json.loads(start), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def read_documents(path: Path, field: str) -> Iterator[tuple[str, Document]]:
+    """Yield the documents of a file that does not hold arrays, each with what to call its place.
+
+    Args:
+        path: The file.
+        field: The field of an object, or the column of a table, that holds the text.
+
+    Raises:
+        UserError: It cannot be read as what it is, or has no text there.
+    """
+    where = f"--inputs {path}"
+    match kind_of(path):
+        case "lines of JSON":
+            return _documents_of_lines(path, where, field)
+        case "JSON":
+            return _documents_of_json(path, where, field)
+        case "table":
+            return _documents_of_table(path, where, field)
+        case _:
+            return iter([(where, _pieces(path, where))])
+
+
+def _pieces(path: Path, where: str) -> Iterator[tuple[str, int]]:
+    """Yield a text piece by piece; pieces end with a line, or before a space, if there is one."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    waiting, read = "", 0
+    with open_file(path) as file:
+        while True:
+            chunk = file.read(_CHUNK)
+            pending = len(decoder.getstate()[0])
+            try:
+                waiting += decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    where, f"is no UTF-8 at byte {read - pending + error.start}", expected="a text in UTF-8"
+                ) from error
+            read += len(chunk)
+            cut = waiting.rfind("\n") + 1 or waiting.rfind(" ")
+            cut = cut if chunk and cut > 0 else len(waiting)
+            if waiting[:cut]:
+                yield waiting[:cut], read
+            waiting = waiting[cut:]
+            if not chunk:
+                return
+
+
+# ---- JSON ----
+
+
+def _documents_of_lines(path: Path, where: str, field: str) -> Iterator[tuple[str, Document]]:
+    """Yield the text, or else the `input_ids`, of each line; empty ones are left out."""
+    read = 0
+    with open_file(path) as file:
+        for number, line in enumerate(file, 1):
+            read += len(line)
+            if not line.strip():
+                continue
+            place = f"{where}, line {number}"
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(place, f"cannot be read as JSON ({first_line(error)})") from error
+            yield place, [(_content(place, record, field), read)]
+
+
+def _documents_of_json(path: Path, where: str, field: str) -> Iterator[tuple[str, Document]]:
+    """Yield the text, or else the `input_ids`, of each element of an array, or of one object; strings are texts.
+
+    Files with an object in each line have this suffix, too.
+    """
+    content = read_file(path)
+    try:
+        records = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
+            yield from _documents_of_lines(path, where, field)
+            return
+        raise UserError(where, f"cannot be read as JSON ({first_line(error)})") from error
+    if not isinstance(records, list):
+        yield where, [(_content(where, records, field), len(content))]
+        return
+    for index, record in enumerate(records):
+        place, read = f"{where}, element {index}", len(content) * (index + 1) // len(records)
+        text = _characters(place, "it", record) if isinstance(record, str) else _content(place, record, field)
+        yield place, [(text, read)]
+
+
+def _content(place: str, record: object, field: str) -> str | list[int]:
+    """Return the text, or else the `input_ids`, of an object."""
+    fields = record if isinstance(record, dict) else {}
+    name = field if field in fields else IDS
+    content = fields.get(name)
+    if isinstance(content, str):
+        return _characters(place, f"the field {name!r}", content)
+    if isinstance(content, list) and all(type(token) is int for token in content):
+        return content
+    if name in fields:
+        held = type(content).__name__ + (" with others than integers" if isinstance(content, list) else "")
+        raise UserError(place, f"the field {name!r} is neither a text nor a list of token ids", got=held)
+    raise UserError(
+        place, f"has no text in the field {field!r}", got=_shown(record),
+        expected=f'{{"{field}": "a text"}}, or token ids in the field {IDS!r}',
+        fix="Name the field with --field.",
+    )  # fmt: skip
+
+
+def _characters(place: str, what: str, content: str) -> str:
+    """Return a text, if there are characters for all of it: JSON can spell half of one, which no tokenizer takes."""
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(place, f"{what} has half of a surrogate pair", expected="a text in UTF-8") from error
+    return content
+
+
+def _shown(record: object) -> str:
+    return f"the fields {', '.join(map(repr, record))}" if isinstance(record, dict) else type(record).__name__
+
+
+# ---- tables ----
+
+
+def _documents_of_table(path: Path, where: str, field: str) -> Iterator[tuple[str, Document]]:
+    """Yield the text that each row of a .csv or .tsv file has in a column; the first row names the columns."""
+    read = number = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal read, number
+        decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        with open_file(path) as file:
+            for line in file:
+                number += 1
+                try:
+                    text = decoder.decode(line)
+                except UnicodeDecodeError as error:
+                    raise UserError(
+                        where, f"is no UTF-8 at byte {read + error.start}", expected="a text in UTF-8"
+                    ) from error
+                read += len(line)
+                yield text
+
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        rows: Any = csv.DictReader(lines(), delimiter=separator, strict=True)
+        columns = rows.fieldnames or ()
+        if field not in columns:
+            raise UserError(
+                where, f"has no column {field!r}", got=f"in its first row {first_few([*map(repr, columns)])}",
+                expected="a row with the names of the columns", fix="Name the column of the text with --field.",
+            )  # fmt: skip
+        for row in rows:
+            place = f"{where}, line {number}"
+            if row[field] is None or None in row:
+                raise UserError(
+                    place, "the row has another number of cells than the first row has names",
+                    expected=str(len(columns)), fix=_AS_LINES,
+                )  # fmt: skip
+            yield place, [(row[field], read)]
+    except csv.Error as error:
+        raise UserError(f"{where}, line {number}", f"cannot be read as a table ({error})", fix=_AS_LINES) from error
+    finally:
+        csv.field_size_limit(before)

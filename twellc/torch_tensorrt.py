@@ -1,0 +1,154 @@
+"""The `twell` ops in Torch-TensorRT: converters that put the plugins into the engines that it builds.
+
+    import torch_tensorrt, twellc, twellc.torch_tensorrt
+
+    twellc.torch_tensorrt.register()
+    engine = torch_tensorrt.dynamo.compile(twellc.rewrite(program).program, inputs=[…])
+    model = torch.compile(twellc.optimize(model), backend="torch_tensorrt")
+
+An engine with the plugins needs them where it is loaded, too: call `register` there before `torch_tensorrt.load` or
+`torch.export.load`. Importing this module imports neither torch nor Torch-TensorRT.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from twellc.base.errors import UserError
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch.fx import Node
+
+    from twellc.plugins.block import BlockOptions, Operands
+
+# Releases of Torch-TensorRT that were run with twellc, by their first two numbers.
+TESTED = ((2, 11),)
+_LOG = logging.getLogger("twellc")
+
+
+def register() -> None:
+    """Register the plugins in TensorRT, and converters of the `twell` ops in Torch-TensorRT.
+
+    Calling it again does nothing. A call of an op that the plugins do not take, such as one in float32, is left to
+    torch; the logger `twellc` says why.
+
+    Raises:
+        UserError: Torch-TensorRT is not installed, or its TensorRT does not take the plugins.
+    """
+    converters = _converters()
+    import tensorrt
+
+    from twellc.plugins.ops import GATED_MLP, MLP
+    from twellc.plugins.registration import register as register_plugins
+
+    register_plugins(tensorrt)
+    for op in (GATED_MLP, MLP):
+        known = converters.DYNAMO_ATEN_CONVERTERS.get(op, ())
+        if not any(each.converter_implementation is convert for each in known):
+            converters.dynamo_tensorrt_converter(op, capability_validator=takes, supports_dynamic_shapes=True)(convert)
+
+
+def _converters() -> Any:
+    """Import Torch-TensorRT and return the module of its converters.
+
+    Raises:
+        UserError: It is not installed, or cannot be imported.
+    """
+    fix = "Install it: pip install 'twellc[torch-tensorrt]'."
+    try:
+        package = importlib.import_module("torch_tensorrt")
+        converters = importlib.import_module("torch_tensorrt.dynamo.conversion._ConverterRegistry")
+    except ModuleNotFoundError as error:
+        raise UserError("twellc.torch_tensorrt", f"the module {error.name} is not installed", fix=fix) from error
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError("twellc.torch_tensorrt", f"Torch-TensorRT cannot be imported ({error})", fix=fix) from error
+    version = str(package.__version__)
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) not in TESTED:
+        tested = ", ".join(f"{major}.{minor}" for major, minor in TESTED)
+        _LOG.warning("Torch-TensorRT %s was not tried with twellc; tried: %s", version, tested)
+    return converters
+
+
+def takes(node: Node, _settings: object = None) -> bool:
+    """Whether the plugins take a call of a `twell` op; if not, the logger `twellc` says why."""
+    operands, options = _call(node.target, node.args, node.kwargs)
+    fault = _fault(operands, options)
+    if fault:
+        _LOG.warning("%s is left to torch: %s", node.name, fault)
+    return not fault
+
+
+def _call(target: Any, args: Any, kwargs: Any) -> tuple[Operands[Any], BlockOptions]:
+    """Return the tensors and the options of a call."""
+    from twellc.plugins.block import VARIANTS, call_of
+
+    variant = next(each for each in VARIANTS.values() if each.op == target._schema.name.partition("::")[2])
+    return call_of(variant, args, kwargs)
+
+
+def _fault(operands: Operands[Node], options: BlockOptions) -> str:
+    """Say why the plugins do not take a call; empty where they do."""
+    from twellc.base.dtypes import dtype_name
+    from twellc.plugins import library
+    from twellc.plugins.block import problem_of
+
+    values = operands.map(lambda node: node.meta["val"])
+    dtype = dtype_name(values.x.dtype)
+    if dtype not in library.DTYPES:
+        return f"its tensors are {dtype}; the plugins take {' or '.join(library.DTYPES)}"
+    (d_ff, d_model), d_out = values.first[0].shape, values.w_down.shape[1]
+    if not all(isinstance(width, int) for width in (d_ff, d_model, d_out)):
+        return "the shapes of its weights are dynamic"
+    problem = problem_of(operands.variant, options, dtype, tokens=1, d_model=d_model, d_ff=d_ff, d_out=d_out)
+    fault: bytes | None = library.load().twell_validate(ctypes.byref(problem))
+    return "" if fault is None else fault.decode()
+
+
+def convert(ctx: Any, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """Add the plugin layer of a `twell` op to the network of `ctx`; return its output, y [..., d_out]."""
+    from torch_tensorrt.dynamo.conversion.converter_utils import get_trt_tensor, set_layer_name
+
+    operands, options = _call(target, args, kwargs)
+    plugin = make_plugin(name, operands, options)
+    inputs = [get_trt_tensor(ctx, value, f"{name}_{each}") for each, value in operands.named().items()]
+    layer = ctx.net.add_plugin_v3(inputs, [], plugin)
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+def make_plugin(name: str, operands: Operands[Any], options: BlockOptions) -> Any:
+    """Make the plugin of a block, through the registry of the module `tensorrt`.
+
+    Raises:
+        RuntimeError: The plugin refuses its fields; TensorRT's log says which.
+    """
+    import numpy as np
+    import tensorrt
+
+    from twellc.plugins.onnx_node import IDENTITY, node_attributes
+
+    kinds: dict[type, tuple[Any, Callable[[Any], Any]]] = {
+        str: (tensorrt.PluginFieldType.CHAR, lambda text: np.frombuffer(text.encode(), np.int8)),
+        float: (tensorrt.PluginFieldType.FLOAT32, lambda number: np.array([number], np.float32)),
+        int: (tensorrt.PluginFieldType.INT32, lambda number: np.array([number], np.int32)),
+    }
+    # A field does not keep its array alive.
+    arrays, fields = [], []
+    for each, value in node_attributes(operands, options).items():
+        if each not in IDENTITY:
+            kind, as_array = kinds[type(value)]
+            arrays.append(as_array(value))
+            fields.append(tensorrt.PluginField(each, arrays[-1], kind))
+    creator = tensorrt.get_plugin_registry().get_creator(
+        operands.variant.node, IDENTITY["plugin_version"], IDENTITY["plugin_namespace"]
+    )
+    plugin = creator.create_plugin(name, tensorrt.PluginFieldCollection(fields), tensorrt.TensorRTPhase.BUILD)
+    if plugin is None:
+        raise RuntimeError(f"{name}: the plugin {operands.variant.node} refuses its fields; TensorRT's log says which")
+    return plugin
