@@ -358,7 +358,7 @@ class _Folder:
         epsilon = float(options[2 if packet(norm) is aten.batch_norm else 1])
         if axis != 1 or any(each is not None and each not in self._fixed for each in (weight, bias, mean, variance)):
             return None
-        values = [None if each is None else self._constants.value(each).double() for each in arguments(norm)[1:5]]
+        values = [None if each is None else self._value(each) for each in arguments(norm)[1:5]]
         assert values[2] is not None and values[3] is not None
         scale = (values[3] + epsilon).rsqrt()
         scale = scale if values[0] is None else scale * values[0]
@@ -377,7 +377,7 @@ class _Folder:
         at = axis - (result.dim() - value.dim())
         if any(size != 1 for dim, size in enumerate(value.shape) if dim != at) or value.numel() == 0:
             return None
-        return self._constants.value(argument).double().flatten()
+        return self._value(argument).flatten()
 
     def _in_one_precision(self, hidden: _Hidden, down: _Product) -> bool:
         dtype = down.x.meta["val"].dtype
@@ -390,7 +390,11 @@ class _Folder:
         ) and casts <= {dtype, *WIDENING.get(dtype, ())}
 
     def _is_private(self, hidden: _Hidden, down: _Product) -> bool:
-        """Whether nothing but the block reads what would change."""
+        """Whether nothing but the block reads what would change, and within it only the chains that change it."""
+        for chain in hidden.chains:
+            on_the_way = {*chain.nodes, chain.core} - {chain.top}
+            if not all(set(chain.nodes).issuperset(node.users) for node in on_the_way):
+                return False
         inside = {*hidden.nodes, *(node for chain in hidden.chains for node in chain.nodes)}
         readers = {*inside, *down.nodes}
         changed = {*inside, *(part.product.node for part in hidden.projections)}
@@ -398,15 +402,19 @@ class _Folder:
 
     # ---- folding ----
 
+    def _value(self, node: Node) -> Tensor:
+        """Return a constant as float64 on the CPU, wherever the model lies: all folding is done there."""
+        return self._constants.value(node).double().cpu()
+
     def _matrix(self, product: _Product) -> Tensor:
         """Return the weight as float64 [out, in]."""
-        return arranged_view(self._constants.value(product.weight.node), product.weight, in_out=False)[1].double()
+        return arranged_view(self._value(product.weight.node), product.weight, in_out=False)[1]
 
     def _vector(self, product: _Product) -> Tensor:
         """Return the bias as float64 [out], or [1] if there is none."""
         if product.bias is None:
             return torch.zeros(1, dtype=torch.float64)
-        return arranged_view(self._constants.value(product.bias.node), product.bias, in_out=False)[1].double()
+        return arranged_view(self._value(product.bias.node), product.bias, in_out=False)[1]
 
     def _fold_into(self, product: _Product, chain: _Chain) -> _Folded:
         """Scale and shift the result of a product."""
@@ -483,6 +491,7 @@ class _Folder:
                 new = graph.call_function(aten.linear.default, tuple(operands))
             else:
                 given = (*operands, None)[:3] + arguments(product.node)[3:]
+                assert callable(product.node.target)
                 new = graph.call_function(product.node.target, given)
         new.meta = dict(product.node.meta)
         self._constants.replace(product.node, new, folded.computes)
@@ -501,7 +510,7 @@ class _Folder:
         for known, node in self._made.setdefault(name, []):
             if torch.equal(known, tensor):
                 return node
-        node = self._constants.add(name, tensor, like=[like])
+        node = self._constants.add(name, tensor.to(self._constants.value(like).device), like=[like])
         self._reader.constants = self._constants.names
         self._fixed.add(node)
         self._made[name].append((tensor, node))

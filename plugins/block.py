@@ -51,7 +51,7 @@ class Variant:
         """Names of the arguments of its op, in order."""
         return *(each.name for each in self.tensors), *_OPTIONS
 
-    @property
+    @functools.cached_property
     def activations(self) -> tuple[str, ...]:
         """The activations that it may have."""
         return tuple(name for name in library.ACTIVATIONS if self is not PLAIN or name != "drelu")
@@ -243,7 +243,6 @@ class BlockOptions:
         """Return them as arguments of the op."""
         return list(self.named().values())
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019  # as many as there are blocks in a model, called at each token
     def check(self, variant: Variant, d_ff: int) -> None:
         """Fail if one of them has a value that it cannot have.
 
@@ -253,9 +252,9 @@ class BlockOptions:
         for each in OPTIONS:
             value = getattr(self, each.name)
             choices = variant.activations if each.name == "activation" else each.choices
-            fault = each.fault(value, choices, {"d_ff": d_ff})
-            if fault:
-                raise ValueError(f"twell: {each.name} must be {fault}, got {value!r}")
+            expected = each.fault(value, choices, {"d_ff": d_ff})
+            if expected:
+                raise ValueError(f"twell: {each.name} must be {expected}, got {value!r}")
 
 
 def _row(each: Field[Any]) -> Option:

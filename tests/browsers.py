@@ -66,7 +66,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
             pytest.fail(f"TWELLC_REQUIRE_BROWSER=1, but {reason}")
         pytest.skip(reason)
     options = webdriver.ChromeOptions()
-    options.binary_location = program
+    options.binary_location = str(program)
     for argument in (*_ARGUMENTS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})

@@ -93,7 +93,7 @@ def warm_up(commands: list[list[str]]) -> dict[str, Any]:
         return function(*arguments, progress)
 
     torch.set_num_threads(1)
-    twellc.compiling.compiler.run_isolated = run_here  # type: ignore[assignment]
+    twellc.compiling.compiler.run_isolated = run_here  # type: ignore[assignment, attr-defined]
     for command in commands:
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):
             twellc.cli.main(command)

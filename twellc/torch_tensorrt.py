@@ -16,6 +16,7 @@ import ctypes
 import importlib
 import logging
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from twellc.base.errors import UserError
@@ -132,7 +133,7 @@ def make_plugin(name: str, operands: Operands[Any], options: BlockOptions) -> An
 
     from twellc.plugins.onnx_node import IDENTITY, node_attributes
 
-    kinds = {
+    kinds: dict[type, tuple[Any, Callable[[Any], Any]]] = {
         str: (tensorrt.PluginFieldType.CHAR, lambda text: np.frombuffer(text.encode(), np.int8)),
         float: (tensorrt.PluginFieldType.FLOAT32, lambda number: np.array([number], np.float32)),
         int: (tensorrt.PluginFieldType.INT32, lambda number: np.array([number], np.int32)),

@@ -4,8 +4,8 @@
 
 A product is any of the matrix products with a constant, whichever dimension it sums over; of convolutions those with a
 kernel of size 1. The ReLU reads nothing but what is computed from one such product and constants. Behind it there may
-be what moves, cuts, scales or normalises its numbers, or changes them one by one; but no sum with other numbers, as of
-a residual, no reduction, as in pooling, and no other product, as in attention.
+be what moves, cuts, scales, shifts or normalises its numbers, or changes them one by one; but no sum with what the
+model computes, as of a residual, no reduction, as in pooling, and no other product, as in attention.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class UnreadForms:
         down = self._product(node)
         if down is None:
             return None
-        for way in _ways(down.x, _carries):
+        for way in _ways(down.x, self._carries):
             activation = parse_activation(way[-1], strip)
             if activation is None or not activation.name.lower().startswith(("relu", "fatrelu")):
                 continue
@@ -102,6 +102,16 @@ class UnreadForms:
         name = next((self._names[source] for source in sources if source in self._names), weight.name)
         return Linear(node, others[-1], Weight(weight, name), None, (node,))
 
+    def _carries(self, node: Node, source: Node) -> bool:
+        """Whether a result holds the numbers of an operand: all or some of them, moved or changed one by one."""
+        op = packet(node)
+        if op in _MIXERS or (op in _SUMS and not self._fixed.issuperset(set(_sources(node)) - {source})):
+            return False
+        if op in _PARTS or node.target is operator.getitem or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            return True
+        sizes = [value.numel() for value in map(_value, (source, node)) if isinstance(value, torch.Tensor)]
+        return len(sizes) == 2 and statically_known_true(sizes[0] == sizes[1])
+
     def _projected(self, node: Node) -> _Way | None:
         """Return the way to the one product that, besides constants, `node` is computed from."""
         ways = _ways(node, lambda node, source: node not in self._fixed and self._product(node) is None)
@@ -126,17 +136,6 @@ def _ways(node: Node, passes: Callable[[Node, Node], bool]) -> list[_Way]:
                 seen.add(source)
                 ways.append([*way, source])
     return ways
-
-
-def _carries(node: Node, source: Node) -> bool:
-    """Whether a result holds the numbers of an operand: all or some of them, moved or changed one by one."""
-    op = packet(node)
-    if op in _MIXERS | _SUMS:
-        return False
-    if op in _PARTS or node.target is operator.getitem or torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        return True
-    sizes = [value.numel() for value in map(_value, (source, node)) if isinstance(value, torch.Tensor)]
-    return len(sizes) == 2 and statically_known_true(sizes[0] == sizes[1])
 
 
 def _value(node: Node) -> object:

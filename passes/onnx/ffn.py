@@ -67,6 +67,7 @@ class OnnxBlocks:
         layers: What becomes of each.
         ends: Names of the tensors of each.
         casts: Whether some of those that are rewritten compute in float32 in the model.
+        folds: Whether some of them have weights that the model computes, or that constants are folded into.
     """
 
     model: onnx.ModelProto
@@ -74,6 +75,7 @@ class OnnxBlocks:
     layers: list[Layer]
     ends: list[Ends]
     casts: bool
+    folds: bool
 
 
 def find_onnx_blocks(
@@ -104,7 +106,10 @@ def find_onnx_blocks(
     casts = any(
         before == torch.float32 and layer.decision == "twell" for before, layer in zip(given, decisions, strict=True)
     )
-    return OnnxBlocks(model, blocks, decisions, ends, casts)
+    folds = any(
+        _is_folded(block, shadow) and layer.decision == "twell" for block, layer in zip(blocks, decisions, strict=True)
+    )
+    return OnnxBlocks(model, blocks, decisions, ends, casts, folds)
 
 
 def rewrite_onnx(found: OnnxBlocks, compression: int | None = None) -> onnx.ModelProto:
@@ -128,7 +133,7 @@ def rewrite_onnx(found: OnnxBlocks, compression: int | None = None) -> onnx.Mode
 
 
 def lower_onnx(found: OnnxBlocks) -> onnx.ModelProto:
-    """Return the model with the blocks that rewriting takes from float32 to low precision in that, as plain operators.
+    """Return the model with the blocks as plain operators whose precision or weights the rewriting changes.
 
     What remains between it and the rewritten model is the kernels' doing.
     """
@@ -162,7 +167,10 @@ def lower_onnx(found: OnnxBlocks) -> onnx.ModelProto:
         if operands.w_gate is not None:
             up = project(x, operands.w_up, operands.b_up, False)
             hidden = emit("Mul", hidden, emit("Relu", up) if block.activation == "drelu" else up)
-        project(hidden, operands.w_down, operands.b_down, True, out=y)
+        if operands.residual is None:
+            project(hidden, operands.w_down, operands.b_down, True, out=y)
+        else:
+            emit("Add", operands.residual, project(hidden, operands.w_down, operands.b_down, True), out=y)
         return nodes
 
     return _replace(found, make, always=False)
@@ -210,6 +218,13 @@ def _blocks_of(graph: gs.Graph, modules: dict[str, str]) -> tuple[Shadow, list[F
             block = replace(block, refusal="what it computes is a tensor of another shape in the graph", residual=None)
         blocks.append(block)
     return shadow, blocks
+
+
+def _is_folded(block: FfnBlock, shadow: Shadow) -> bool:
+    """Whether the graph computes a weight of a block, or constants are folded into one."""
+    parts = [part for part in (block.gate, block.up, block.down) if part is not None]
+    weights = (weight for part in parts for weight in (part.weight, part.bias) if weight is not None)
+    return any(weight.node in shadow.computed for weight in weights)
 
 
 def _inner_graphs(graph: gs.Graph) -> Iterator[tuple[str, gs.Graph]]:
@@ -262,7 +277,7 @@ _Make = Callable[[FfnBlock, Layer, Operands[gs.Tensor], gs.Tensor, Callable[[], 
 def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto:
     (graph, shadow), blocks = _open(found.model)
     arranged: dict[tuple[str, Any, bool], gs.Tensor] = {}
-    taken = set(graph.tensors())
+    taken = {*graph.tensors(), *(tensor.name for tensor in shadow.tensors.values())}
 
     def unique(name: str) -> str:
         number, result = 1, name
@@ -293,7 +308,7 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
 
     for found_block, judged, layer in zip(blocks, found.blocks, found.layers, strict=True):
         casts = found_block.dtype != judged.dtype
-        if layer.decision != "twell" or not (casts or always):
+        if layer.decision != "twell" or not (casts or always or _is_folded(found_block, shadow)):
             continue
         block = replace(found_block, dtype=judged.dtype)
         y = shadow.tensors[block.y]

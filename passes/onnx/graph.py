@@ -126,11 +126,13 @@ class Shadow:
         graph: Its nodes, with shapes and dtypes in `meta["val"]` where they are known.
         names: Names for reports of the placeholders that hold constants.
         tensors: The ONNX tensor that each node stands for; one that the passes have made may stand for none.
+        computed: The constants that the graph computes, or that are folded from some: rounded where it does not round.
     """
 
     graph: Graph = field(default_factory=Graph)
     names: dict[Node, str] = field(default_factory=dict)
     tensors: dict[Node, gs.Tensor] = field(default_factory=dict)
+    computed: set[Node] = field(default_factory=set)
 
     def placeholder(self) -> Node:
         """Add a placeholder before all other nodes."""
@@ -159,6 +161,7 @@ class Shadow:
         made = self.placeholder()
         made.name, made.meta["val"] = unique, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         self.names[made], self.tensors[made] = unique, gs.Constant(unique, to_numpy(tensor))
+        self.computed.add(made)
         return made
 
     def replace(self, node: Node, new: Node, computes: Node) -> None:
@@ -449,6 +452,7 @@ class _Builder:
 
     def _on_dequantize(self, node: gs.Node) -> None:
         self._constant(node.outputs[0], node)
+        self.shadow.computed.add(self._nodes[node.outputs[0].name])
 
     def _on_pow(self, node: gs.Node) -> None:
         self._emit(node, aten.pow.Tensor_Scalar, self._operand(node, 0), self._number(node, 1))

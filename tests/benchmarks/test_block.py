@@ -142,7 +142,7 @@ def test_page_of_layers(layers: Any) -> None:
 def test_table_row(benchmark_module: Callable[[str], Any]) -> None:
     block = benchmark_module("block")
     times = {"dense eager": 30, "dense packed": 20, "cuBLAS gate": 8, "gate": 10, "mlp": 10}
-    result = {"tokens": 4, "mean_nonzeros": 28.0, "max_nonzeros": 60}
+    result: dict[str, Any] = {"tokens": 4, "mean_nonzeros": 28.0, "max_nonzeros": 60}
     result["times"] = {name: {"median_us": float(value)} for name, value in times.items()}
     row = block.table_row(result)
     assert row == "| 4 | 28.0 / 60 | 30.0 | - | 20.0 | - | 8.0 | 10.0 (1.25) | 10.0 | 2.00 | - |"

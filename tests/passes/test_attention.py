@@ -50,7 +50,7 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
 def _operator(**options: Any) -> Callable[..., Tensor]:
     def attend(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
         grouped = q.shape[1] != k.shape[1]
-        return nn.functional.scaled_dot_product_attention(q, k, v, *mask, **options, enable_gqa=grouped)
+        return nn.functional.scaled_dot_product_attention(q, k, v, *mask, **{**options, "enable_gqa": grouped})
 
     return attend
 

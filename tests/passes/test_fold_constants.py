@@ -11,12 +11,25 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from tests.models import D_FF, D_MODEL, Function, Gated, Plain, Written, calls, canonical, eager, export, rewrite, run
+from tests.models import (
+    D_FF,
+    D_MODEL,
+    Function,
+    Gated,
+    Plain,
+    Written,
+    calls,
+    canonical,
+    eager,
+    export,
+    functionalize,
+    rewrite,
+    run,
+)
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.passes.fold_constants import fold_constants
 from twellc.passes.graph.program import constants_of
 from twellc.passes.match.find_ffn import find_ffn_blocks
-from twellc.passes.pipeline import functionalize
 
 Form = Callable[[Any, Tensor], Any]
 
@@ -301,6 +314,11 @@ LEFT: dict[str, Form] = {
     "shifted before the square": lambda m, x: m.ffn.down((torch.relu(up(m, x)) + 1).square()),
     "a hidden tensor that is an output": also_an_output,
     "a projection that is an output": projection_read_twice,
+    "x * relu(x + 1)": lambda m, x: m.ffn.down((h := up(m, x)) * torch.relu(h + 1)),
+    "x * relu(-x)": lambda m, x: m.ffn.down((h := up(m, x)) * torch.relu(-h)),
+    "relu(x) * relu(x - 1)": lambda m, x: m.ffn.down(torch.relu(h := up(m, x)) * torch.relu(h - 1)),
+    "relu(x) * (relu(x) + 1)": lambda m, x: m.ffn.down((h := torch.relu(up(m, x))) * (h + 1)),
+    "scaled and not": lambda m, x: m.ffn.down((h := torch.relu(up(m, x))) * 2 + h),
     "a bounded ReLU": lambda m, x: m.ffn.down(F.relu6(up(m, x) - 1) / 6),
     "no ReLU": lambda m, x: m.ffn.down(torch.tanh(up(m, x) * m.scale) * m.scale),
     "a narrow cast": lambda m, x: m.ffn.down(torch.relu(up(m, x).bfloat16()).float()),

@@ -12,11 +12,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from tests.models import Gated, Plain, Written, blocks_of, calls, canonical, eager, export, rewrite, run
+from tests.models import Gated, Plain, Written, blocks_of, calls, canonical, canonicalize, eager, export, rewrite, run
 from tests.tolerance import assert_same
 from twellc.base.errors import UserError
 from twellc.passes.graph.program import constants_of
-from twellc.passes.pipeline import canonicalize
 
 Form = Callable[[Any, Tensor], Tensor]
 

@@ -140,7 +140,7 @@ def test_a_run_goes_on_where_another_has_stopped() -> None:
     program = export(Everything().eval().requires_grad_(False), X.clone())
     options = PassOptions(torch.bfloat16, "all", attention=("matmul",))
     whole = pipeline.run_passes(program, options)
-    passed = program
+    passed = Passed(program)
     for stage in STEPS:
         passed = run_until(passed, options, stage)
         assert passed.stage == stage

@@ -52,7 +52,7 @@ def create(host: ctypes.CDLL, has_lengths: bool, causal: bool) -> Any:
 
 
 def shapes_of(tokens: int, has_lengths: bool) -> list[tuple[tuple[int, ...], int]]:
-    rows = [((2, tokens, heads, 64), BF16) for heads in (4, 2, 2)]
+    rows: list[tuple[tuple[int, ...], int]] = [((2, tokens, heads, 64), BF16) for heads in (4, 2, 2)]
     return [*rows, ((2,), INT32)] if has_lengths else rows
 
 

@@ -218,8 +218,23 @@ def test_what_the_plugins_allow() -> None:
                 most = f"TWELL_MAX_{each.most.upper()}" if isinstance(each.most, str) else f"{each.most}"
                 assert read[1] == f"{each.least}, {most}"
     table = text.partition("kActivations[] = {")[2].partition("};")[0]
-    assert re.findall(r'\{"(\w+)", TWELL_\w+\}', table) == list(GATED.activations)
-    assert GATED.activations[: len(PLAIN.activations)] == PLAIN.activations
+    named = re.findall(r'\{"(\w+)", (TWELL_\w+)\}', table)
+    assert {name: enumerators()[constant] for name, constant in named} == library.ACTIVATIONS
+    # The last one is not for plain blocks.
+    assert {name for name, _ in named[:-1]} == set(PLAIN.activations)
+    counts = re.search(r"TWELL_GATED \? (\d+) : (\d+)", text)
+    assert counts is not None and counts.groups() == (str(len(GATED.activations)), str(len(PLAIN.activations)))
+
+
+def enumerators() -> dict[str, int]:
+    """Return the enumerators of twell.h."""
+    text = without_comments(ROOT / "plugins" / "include" / "twell" / "twell.h")
+    return {name: int(number) for name, number in re.findall(r"(TWELL_\w+) = (\d+)", text)}
+
+
+def test_the_numbers_of_the_header() -> None:
+    assert {each.name: enumerators()[f"TWELL_{each.name.upper()}"] for each in VARIANTS.values()} == library.VARIANTS
+    assert {name: enumerators()[f"TWELL_{name.upper()}"] for name in library.ACTIVATIONS} == library.ACTIVATIONS
 
 
 def test_the_plugins_write_all_fields_into_a_plan() -> None:

@@ -127,8 +127,8 @@ def without_residual() -> Iterator[Case]:
     yield dataclasses.replace(base, gated=False, d_model=72, density=0.2)  # no up projection: any d_model
     # Every number of tokens in a block on 132 multiprocessors, several tiles a cluster: rows by the cost of tilings
     # (matmul_sm90.h). That every tiling is reached is a test in test_routes.py.
-    many = (257, 321, 337, 385, 449, 513, 577, 641, 705, 769, 833, 897, 961, 1057, 1089, 1201, 1217, 1297, 1345)
-    many += (1441, 1489, 1537, 1601, 1665, 1729, 1793, 1857, 1921, 1985, 2500, 3557, 5000)
+    many: tuple[int, ...] = (257, 321, 337, 385, 449, 513, 577, 641, 705, 769, 833, 897, 961, 1057, 1089, 1201, 1217)
+    many += (1297, 1345, 1441, 1489, 1537, 1601, 1665, 1729, 1793, 1857, 1921, 1985, 2500, 3557, 5000)
     for rows in many:
         yield Case(rows=rows, d_model=256, d_ff=5632, d_out=2048, density=0.2, biases="", dtype=next(dtypes))
     yield Case(rows=2048, d_model=2048, d_ff=5632, d_out=2048, density=0.9, biases="")
@@ -247,8 +247,8 @@ def block_table() -> Iterator[Case]:
     many = (177, 513, 625, 721, 1281, 1585, 1729, 1825, 1921, 2049, 2177, 2305, 2433, 2561, 2689)
     for rows in (*few, *many, 2817, 2945, 3073, 3201, 3329):
         yield dataclasses.replace(base, rows=rows, dtype=next(dtypes))
-    many = (81, 137, 153, 185, 209, 513, 577, 641, 705, 1585, 1665, 1801, 1945, 2049, 2177, 2305, 2433, 2561, 2689)
-    for rows in (*few, *many, 2817, 2977, 3073, 3201, 3329):
+    more = (81, 137, 153, 185, 209, 513, 577, 641, 705, 1585, 1665, 1801, 1945, 2049, 2177, 2305, 2433, 2561, 2689)
+    for rows in (*few, *more, 2817, 2977, 3073, 3201, 3329):
         yield dataclasses.replace(base, rows=rows, dtype=next(dtypes), gated=False)
     for rows, d_model, d_ff, d_out in ((257, 200, 4096, 264), (1000, 1032, 1500, 264), (3100, 200, 600, 2056)):
         yield Case(rows, d_model, d_ff, d_out, density=0.3, biases="", dtype=next(dtypes))

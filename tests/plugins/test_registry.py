@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.runtimes import LEAN_VERSIONS
+from twellc.plugins.block import OPTIONS
 from twellc.plugins.library import library_path
 
 HERE = Path(__file__).resolve().parent
@@ -48,11 +49,10 @@ Field = list[Any]
 
 def fields(plugin: str, **changes: Field | None) -> list[Field]:
     """Return good ONNX fields of `plugin`, [name, type, value] each; a change replaces a field, None drops it."""
+    kinds = {str: "CHAR", float: "FLOAT32", int: "INT32"}
     good: dict[str, Field | None] = {
+        **{each.name: [kinds[each.kind], each.default] for each in OPTIONS},
         "activation": ["CHAR", "relu"],
-        "threshold": ["FLOAT32", 0.0],
-        "compression": ["INT32", 8],
-        "hot": ["INT32", 0],
         "up_bias": ["INT32", 0],
         "down_bias": ["INT32", 1],
         "residual": ["INT32", 0],

@@ -48,9 +48,9 @@ def schedule(counts: torch.Tensor, compression: int) -> Schedule:
     stream = torch.cuda.current_stream().cuda_stream
     assert run(problem, packed.data_ptr(), spilled.data_ptr(), memory.data_ptr(), stream) == SUCCESS
     torch.cuda.synchronize()
-    header = memory[:12].view(torch.int32).tolist()
+    heavy_count, split_end, unit_count = memory[:12].view(torch.int32).tolist()
     order = memory[HEADER_BYTES : HEADER_BYTES + 8 * tokens].view(torch.int32)[::2].long()
-    return Schedule(*header, order)
+    return Schedule(heavy_count, split_end, unit_count, order)
 
 
 def level(total: torch.Tensor) -> torch.Tensor:

@@ -394,7 +394,8 @@ def test_plan_for_newer_plugins(manifest: dict[str, Any], tmp_path: Path) -> Non
         UserError, match=r"got plugin version twellc-3; expected plugin version twellc-4, of twellc 9\.0\.0\. Install"
     ):
         refuse_other_plugins(tmp_path / "m.plan", read)
-    for change in ({"version": "twellc-3"}, {"names": []}):
+    changes: tuple[dict[str, Any], ...] = ({"version": "twellc-3"}, {"names": []})
+    for change in changes:
         changed = replace(read, plugins=replace(read.plugins, **change))
         refuse_other_plugins(tmp_path / "m.plan", changed)
 

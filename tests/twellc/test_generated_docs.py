@@ -76,7 +76,10 @@ def test_other_reports_are_as_the_schemas_say(cli: Cli, llama: Path, tmp_path: P
 def test_a_schema_refuses_what_is_not_a_report() -> None:
     jsonschema = pytest.importorskip("jsonschema")
     result = of_json(BenchResult, pages.bench_result()).to_json()
-    for damaged in ({}, {**result, "layers": [{}]}, {**result, "results": 3}, {**result, "dtype": None}):
+    reports: tuple[dict[str, Any], ...] = (
+        {}, {**result, "layers": [{}]}, {**result, "results": 3}, {**result, "dtype": None},
+    )  # fmt: skip
+    for damaged in reports:
         with pytest.raises(jsonschema.ValidationError):
             refuse("bench", damaged)
 

@@ -60,7 +60,8 @@ class Logits(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = models.llama()
+        # torch 2.11 cannot export its own attention on a GPU with a mask and any number of tokens.
+        self.model = models.llama(attn_implementation="eager")
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.model(input_ids=input_ids, use_cache=False).logits

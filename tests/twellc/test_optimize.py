@@ -302,7 +302,7 @@ def test_hooks_of_the_block_itself_are_called() -> None:
 
 def test_child_that_is_replaced_is_used() -> None:
     """As LoRA does."""
-    block = twellc.optimize(Gated().eval())
+    block: Any = twellc.optimize(Gated().eval())
     block.up = nn.Sequential(block.up, nn.Dropout(0.0))
     assert ops_of(block, torch.randn(3, 16))[1] == {}
 

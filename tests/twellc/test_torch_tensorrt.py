@@ -58,7 +58,7 @@ def converters(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, list[Suppo
     def set_layer_name(layer: SimpleNamespace, target: Any, name: str) -> None:
         layer.name = name
 
-    modules = {
+    modules: dict[str, dict[str, Any]] = {
         "torch_tensorrt": {"__version__": "2.11.0"},
         "torch_tensorrt.dynamo": {},
         "torch_tensorrt.dynamo.conversion": {},

@@ -130,7 +130,8 @@ class _Bench:
             reasons = [f"{layer.module}: {layer.reason}" for layer in self._rewritten.layers]
             raise UserError(
                 str(options.model), "no feed-forward block is rewritten, so there is nothing to compare",
-                got=first_few(reasons, "; "), fix="`twellc inspect` shows the blocks.",
+                got=first_few(reasons, "; "),
+                fix="`--layers all` takes those that are left dense, too; `twellc inspect` shows the blocks.",
             )  # fmt: skip
         self._meter: EnergyMeter | None = None
         try:

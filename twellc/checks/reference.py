@@ -355,7 +355,8 @@ class OnnxReference:
         name = settings.get("dtype")
         self.dtype = torch_dtype(name if name in DTYPES else choose_onnx_dtype(self._model, None))
         found = _decided_onnx(self._model, self.dtype, settings)
-        self._plain = lower_onnx(found) if found.casts else self._model
+        self._with_blocks = lower_onnx(found) if found.casts or found.folds else self._model
+        self._plain = self._with_blocks if found.casts else self._model
         chosen = [(ends, layer) for ends, layer in zip(found.ends, found.layers, strict=True)
                   if layer.decision == "twell"]  # fmt: skip
         self._ends = [ends for ends, _ in chosen]
@@ -377,14 +378,15 @@ class OnnxReference:
         progress: Callable[[str], None],
     ) -> Runs:
         """See `Reference`."""
-        runs, pairs = _start(graph, self._ends, progress)
+        runs, pairs = _start(graph, self._ends, progress, exact=self._with_blocks is self._plain)
         read = {pair.ends: [name for name in (pair.ends.x, pair.ends.residual) if name is not None] for pair in pairs}
         needed = {*self.outputs, *(name for names in read.values() for name in names), *(ends.y for ends in read)}
         inputs: list[Sample] = []
         evaluator = OnnxEvaluator(self._path, self._plain)
+        evaluate_blocks = evaluator if runs.exact else OnnxEvaluator(self._path, self._with_blocks)
         for sample in samples:
-            found = evaluator.run_to(sample, needed)
-            runs.plain.append([found[name] for name in self.outputs])
+            found = evaluate_blocks.run_to(sample, needed)
+            runs.plain.append([found[name] for name in self.outputs] if runs.exact else evaluator.run(sample))
             inputs.append({name: found[name] for names in read.values() for name in names})
             for pair in pairs:
                 # Of a block in float32 the plugin node reads x behind a cast, and its result is cast back.
@@ -394,6 +396,8 @@ class OnnxReference:
         wide = widen_onnx(self._plain)
         evaluator = OnnxEvaluator(self._path, wide)
         runs.original.extend(evaluator.run(widen_sample(sample)) for sample in samples)
+        if not runs.exact:
+            wide = widen_onnx(self._with_blocks)
         for pair in pairs:
             part = OnnxEvaluator(self._path, part_of(wide, list(dict.fromkeys(read[pair.ends])), pair.ends.y))
             for sample, found in zip(samples, inputs, strict=True):

@@ -44,7 +44,7 @@ class ModelFile(Record):
 class Settings(Record):
     """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones.
 
-    `calibration` is the SHA-256 of the profile, `decided` what was decided by it.
+    `calibration` is the SHA-256 of the profile, `decided` what was decided of blocks.
     """
 
     dtype: Annotated[str, OneOf(tuple(DTYPES))]

@@ -45,7 +45,7 @@ class CompileOptions(TracingOptions, DecisionOptions):
         attention_forms: The forms that this comes to on the TensorRT at hand, see `passes/attention.py`; empty until
             it has been asked.
         plugin_libraries: TensorRT plugin libraries of other people, for graphs that hold nodes of theirs.
-        decided: What an earlier compilation with a profile decided for blocks, by module, to do it again.
+        decided: What an earlier compilation decided for blocks, by module, to do it again.
     """
 
     output: Path | None = None

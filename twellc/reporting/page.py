@@ -236,7 +236,7 @@ def _content(sources: Sources) -> dict[str, Any]:
         "bench": bench,
         "notes": list(dict.fromkeys(note for each in sayings for note in each.notes or ())),
         "warnings": list(dict.fromkeys(text for each in (profile, decisions) if each for text in each.warnings or ())),
-        "answers": _answers(sources, blocks),
+        "answers": _answers(sources, blocks, names.short),
         "rows": [_row([each], names.short) for each in members],
         "groups": _groups(members, names.short) if len(members) > _SHOWN else [],
         "all_names": names,
@@ -258,7 +258,7 @@ def _content(sources: Sources) -> dict[str, Any]:
     }
 
 
-def _answers(sources: Sources, blocks: Sequence[BlockProfile]) -> list[Answer]:
+def _answers(sources: Sources, blocks: Sequence[BlockProfile], short: Sequence[str]) -> list[Answer]:
     """Say in a few numbers whether the model is sparse, what was done, and what is gained."""
     sparse, done, gained = [], [], []
     if blocks:
@@ -271,9 +271,12 @@ def _answers(sources: Sources, blocks: Sequence[BlockProfile]) -> list[Answer]:
     if sources.layers:
         chosen = [layer for layer in sources.layers if layer.decision == "twell"]
         done.append(Stat(f"{len(chosen)} of {len(sources.layers)}", "feed-forward blocks run by TwELL"))
+        dense = [place for place, layer in enumerate(sources.layers) if layer.decision != "twell"]
+        if chosen and dense:
+            done.append(Stat(str(len(dense)), f"left dense: {_stretches(dense, short)}"))
         hot = sum(layer.hot > 0 for layer in chosen)
         if hot:
-            done.append(Stat(str(hot), "of them with their hot neurons as a dense product"))
+            done.append(Stat(str(hot), "with their hot neurons as a dense product"))
         removed = sum(layer.neurons.dead for layer in chosen if layer.neurons is not None)
         if removed:
             done.append(Stat(count(removed), "neurons removed that never fired"))
@@ -368,6 +371,10 @@ def _why(members: Sequence[_Member], short: Sequence[str]) -> str:
         return f"{short[member.place]} ({value})"
 
     said = []
+    if members[0].layer is not None and members[0].layer.decision != "twell":
+        chosen = max(members, key=_density)
+        assert chosen.layer is not None
+        return f"such as {short[chosen.place]}: {chosen.layer.reason}"
     gain = {member.module: _gain(member) for member in members}
     known = [member for member in members if gain[member.module]]
     if known:

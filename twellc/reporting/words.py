@@ -55,7 +55,11 @@ def short_names(modules: Sequence[str]) -> Names:
     begin = _common(paths, shortest - 1)
     end = _common([path[::-1] for path in paths], shortest - 1 - begin)
     differing = [path[begin : len(path) - end] for path in paths]
-    pattern = ".".join([*paths[0][:begin], "…", *paths[0][len(paths[0]) - end :]]) if begin or end else ""
+    pattern = (
+        ".".join([*paths[0][:begin], "…", *paths[0][len(paths[0]) - end :]])
+        if len(paths) > 1 and (begin or end)
+        else ""
+    )
     return Names(pattern, [_shortened(".".join(each)) for each in differing])
 
 

@@ -122,7 +122,7 @@ SPELLINGS: dict[str, tuple[str, float, Function]] = {
     "masked_fill threshold": ("fatrelu", 0.25, lambda t: t.masked_fill(t <= 0.25, 0.0)),
     "masked_fill_": ("relu", 0, masked_in_place),
     "masked_fill, a tensor": ("relu", 0, lambda t: t.masked_fill(~(t > 0), torch.tensor(0.0))),
-    "threshold_": ("relu", 0, lambda t: F.threshold_(t.clone(), 0.0, 0.0)),
+    "threshold_": ("relu", 0, lambda t: torch.threshold_(t.clone(), 0.0, 0.0)),
     "nn.Threshold": ("relu", 0, nn.Threshold(0.0, 0.0)),
     "nn.Hardtanh": ("relu", 0, nn.Hardtanh(0.0, math.inf)),
     "clamp_min_": ("relu", 0, lambda t: t.clone().clamp_min_(0)),
@@ -394,6 +394,7 @@ OTHERWISE: dict[str, tuple[str, Function]] = {
     "cubed": ("relu, pow", lambda t: torch.relu(t) ** 3),
     "a log": ("relu, log1p", lambda t: torch.log1p(torch.relu(t))),
     "tanh": ("relu, tanh", lambda t: torch.tanh(torch.relu(t))),
+    "shifted and squared": ("relu, add, square", lambda t: (torch.relu(t) + 1).square()),
 }
 
 
@@ -420,6 +421,11 @@ def test_what_is_spelt_out_lets_what_is_not_a_number_through(spelling: str) -> N
     x[1, 2, 3] = math.nan
     expected, (actual,) = eager(module, x)[0], run(rewrite(canonical(module, x)))
     assert torch.equal(actual.isnan(), expected.isnan()) and actual.isnan().any() and not actual.isnan().all()
+
+
+def test_a_gate_that_is_shifted_has_no_zeros() -> None:
+    (block,) = blocks_of(Gated(lambda t: torch.relu(t) + 1))
+    assert block.refusal == "no form that twellc rewrites: linear, relu, add, mul, linear"
 
 
 def test_sigmoid_gate_is_refused() -> None:
@@ -460,7 +466,6 @@ NO_BLOCK: dict[str, Function] = {
     "x * (x > -1)": lambda t: t * (t > -1),
     "x * (x > 0) in a wider precision": lambda t: (t * (t > 0).double()).float(),
     "where with ones": lambda t: torch.where(t > 0, t, torch.ones_like(t)),
-    "shifted relu": lambda t: torch.relu(t) + 1,
     "softplus of ReLU's like": lambda t: (t + t.square().sqrt()) / 3,
     "mean with another's absolute value": lambda t: (t + (t + 1).abs()) / 2,
     "x - min(y, 0)": lambda t: t - (t + 1).clamp(max=0),

@@ -600,3 +600,22 @@ def test_sum_of_a_float32_graph_keeps_its_precision() -> None:
     model, node = with_residual("fp32", lambda make, other, y: [make.node("Add", other, y)])
     assert field(node, "residual") == 0
     assert model.graph.node[-1].op_type == "Add"
+
+
+def test_lowering_writes_folded_blocks() -> None:
+    """So that `check` can tell what folding rounds from what the kernels do, also behind a residual."""
+    make = GraphMaker("bf16")
+    hidden = make.node("Relu", make.linear(make.node("Neg", "x"), "mlp.up", D_MODEL, D_FF, True))
+    scaled = make.node("Mul", hidden, make.constant(np.linspace(0.5, 2, D_FF)))
+    model = make.model(make.node("Add", "x", make.linear(scaled, "mlp.down", D_FF, D_MODEL)))
+    found = find_onnx_blocks(model, torch.bfloat16, "auto")
+    assert (found.casts, found.folds, found.layers[0].residual) == (False, True, True)
+    lowered = lower_onnx(found)
+    assert sorted(node.op_type for node in lowered.graph.node) == [
+        "Add", "Add", "MatMul", "MatMul", "Neg", "Relu", "Transpose",
+    ]  # fmt: skip
+    x = torch.randn(2, 3, D_MODEL).bfloat16()
+    truth = evaluate(widen_onnx(model), x.double())
+    assert_as_accurate(evaluate(lowered, x), evaluate(model, x), truth)
+    assert_as_accurate(evaluate(rewrite_onnx(found), x), evaluate(model, x), truth)
+    assert not find_onnx_blocks(gated(), torch.bfloat16, "auto").folds

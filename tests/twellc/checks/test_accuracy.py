@@ -244,9 +244,9 @@ def test_coarse() -> None:
         result = judge(truth * 3, truth.float() * plain, truth)
         assert (result.coarse, result.within) == (coarse, False)
     for count, coarse in ((10, False), (11, True)):
-        plain = truth > 0
-        plain[:count] = False
-        assert measure_discrete("y", truth > 0, plain, truth > 0).coarse == coarse
+        positive = truth > 0
+        positive[:count] = False
+        assert measure_discrete("y", truth > 0, positive, truth > 0).coarse == coarse
 
 
 def test_discrete_outputs_of_no_elements() -> None:

@@ -363,9 +363,9 @@ def test_outputs_of_integers_and_booleans(cli: Cli, tmp_path: Path) -> None:
     values = to_torch(onnx.numpy_helper.to_array(head)).flip(0)
     head.raw_data = values.contiguous().view(torch.int16).numpy().tobytes()
     onnx.save(wrong, tmp_path / "wrong.onnx")
-    shown = cli("check", model, tmp_path / "wrong.onnx")
-    assert shown.exit_code == 1
-    assert "OUTSIDE TOLERANCE; every rewritten block is within tolerance by itself" in shown.stdout
+    found = cli("check", model, tmp_path / "wrong.onnx")
+    assert found.exit_code == 1
+    assert "OUTSIDE TOLERANCE; every rewritten block is within tolerance by itself" in found.stdout
 
 
 class Cancelling(nn.Module):
@@ -468,17 +468,17 @@ def test_a_weight_off_by_its_last_bit_is_noticed(deep: Path, deep_graph: Path, t
 
 def test_fault_of_a_kernel(deep: Path, deep_graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel here is wrong, so one is made wrong: the second block loses a tenth of its output in low precision."""
-    original = evaluator._run_op
+    original = evaluator._run_block
 
-    def faulty(op: Any, tensors: list[Any], *options: Any) -> Tensor:
-        y = original(op, tensors, *options)
-        return y * 0.9 if torch.equal(tensors[1], wrong) and y.dtype == torch.bfloat16 else y
+    def faulty(operands: Any, options: Any) -> Tensor:
+        y = original(operands, options)
+        return y * 0.9 if torch.equal(operands.w_gate, wrong) and y.dtype == torch.bfloat16 else y
 
     graph = onnx.load(deep_graph)
     (name,) = (node.input[1] for node in graph.graph.node if node.name.endswith("/node_gated_mlp_1"))
     (tensor,) = (tensor for tensor in graph.graph.initializer if tensor.name == name)
     wrong = to_torch(onnx.numpy_helper.to_array(tensor))
-    monkeypatch.setattr("twellc.checks.evaluator._run_op", faulty)
+    monkeypatch.setattr("twellc.checks.evaluator._run_block", faulty)
     result = run_check(deep, deep_graph)
     assert (result.first_divergence, result.causes) == (MODULES[1], ["kernels"])
     assert [block.diverges for block in result.blocks] == [False, True, False, False]

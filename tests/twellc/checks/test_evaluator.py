@@ -19,8 +19,9 @@ from torch.export import Dim
 
 from tests.models import Gated, Plain, Residual, canonical, canonicalize, rewrite, run
 from tests.tolerance import assert_as_accurate, assert_same
+from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.errors import UserError
-from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes, to_numpy, to_torch
+from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes
 from twellc.compiling.translate_torch import translate
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.loaders.loaded import LoadedModel

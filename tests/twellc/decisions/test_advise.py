@@ -15,7 +15,7 @@ from twellc.decisions.advise import Advisor, repeat, row_spread
 from twellc.decisions.choose import Tokens, percent
 from twellc.decisions.predict import CostModel
 from twellc.decisions.targets import Target, choose_target
-from twellc.decisions.times import DensePoint, Times, TwellPoint, zipf_rates
+from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint, zipf_rates
 from twellc.export.profiles import program_inputs, resolve_profiles
 from twellc.export.shapes import parse_profile
 from twellc.passes.decide import Advise, decide
@@ -102,7 +102,7 @@ def slow_target(shape: tuple[str, int, int]) -> Target:
         for size in sizes
         for density in (0.0001, 0.001, 0.01, 0.1, 0.5)
     ]
-    return Target(CostModel(Times({"gpu": "NVIDIA Test"}, True, dense, twell)), "")
+    return Target(CostModel(GpuTimes({"gpu": "NVIDIA Test"}, True, dense, twell)), "")
 
 
 def test_where_twell_pays_at_no_density_blocks_are_left_dense_without_a_profile(blocks: list[FfnBlock]) -> None:

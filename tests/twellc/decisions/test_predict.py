@@ -30,9 +30,9 @@ def test_error_of_the_model(target: str) -> None:
 def test_at_a_measured_point(target: str) -> None:
     times = shipped_times(target)
     model = CostModel(times)
-    for point in times.dense[::10]:
-        widths = Widths(point.variant, point.d_model, point.d_ff, point.d_model)
-        assert model.dense_us(widths, point.tokens) == pytest.approx(point.us, rel=0.1)
+    for dense in times.dense[::10]:
+        widths = Widths(dense.variant, dense.d_model, dense.d_ff, dense.d_model)
+        assert model.dense_us(widths, dense.tokens) == pytest.approx(dense.us, rel=0.1)
     errors = []
     for point in times.twell[::10]:
         widths = Widths(point.variant, point.d_model, point.d_ff, point.d_model)

@@ -213,7 +213,7 @@ def test_what_is_refused(cli: Cli, bytelm: Path, llama: Path, profile: Path, tmp
     for command in (["compile", *output], ["inspect"]):
         name, *rest = command
 
-        def refused(model: Path, *options: object, name: str = name, rest: list[Any] = rest) -> Any:
+        def refused(model: Path, *options: object, name: object = name, rest: list[Any] = rest) -> Any:
             return cli(name, model, *rest, *options)
 
         failed(refused(llama, "--calibration", profile), "is a profile of another model", "got bytelm")

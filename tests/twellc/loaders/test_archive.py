@@ -112,7 +112,12 @@ def test_output_classes_of_transformers_are_imported(tmp_path: Path, monkeypatch
     torch.export.save(export(Written(lambda s, x: outputs.BaseModelOutput(x + 1))), tmp_path / "model.pt2")
     imported: list[str] = []
     original = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", lambda name, *rest: imported.append(name) or original(name, *rest))
+
+    def noted(name: str, *rest: Any) -> Any:
+        imported.append(name)
+        return original(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", noted)
     assert load_model(TracingOptions(tmp_path / "model.pt2")).output_names == ["last_hidden_state"]
     assert "transformers.modeling_outputs" in imported
 
@@ -325,6 +330,8 @@ def test_a_buffer_that_the_model_writes_stays(tmp_path: Path) -> None:
             super().__init__()
             self.register_buffer("calls", torch.zeros(1))
 
+        calls: Tensor
+
         def forward(self, x: Tensor) -> tuple[None, Tensor]:
             self.calls += 1
             return None, x * self.calls
@@ -493,9 +500,9 @@ def two_archives_in_one(shown: bytes, hidden: bytes) -> bytes:
         lengths = struct.unpack_from("<HHH", moved, at + 28)
         struct.pack_into("<I", moved, at + 42, struct.unpack_from("<I", moved, at + 42)[0] + start - prefix)
         at += 46 + sum(lengths)
-    end = bytearray(end)
-    struct.pack_into("<I", end, 16, len(hidden_files))
-    return hidden_files + hidden_directory + shown_files + bytes(moved) + bytes(end)
+    ending = bytearray(end)
+    struct.pack_into("<I", ending, 16, len(hidden_files))
+    return hidden_files + hidden_directory + shown_files + bytes(moved) + bytes(ending)
 
 
 def test_archive_that_shows_other_records_to_other_readers(harmless: Path, tmp_path: Path) -> None:

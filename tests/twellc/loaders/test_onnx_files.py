@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -93,9 +94,12 @@ def test_data_outside_of_the_folder_is_not_read(
     change_location(external, location=location.format(outside=outside))
     opened: list[str] = []
     original = os.open
-    monkeypatch.setattr(
-        os, "open", lambda path, *rest, **more: (opened.append(str(path)), original(path, *rest, **more))[1]
-    )
+
+    def noted(path: Any, *rest: Any, **more: Any) -> int:
+        opened.append(str(path))
+        return original(path, *rest, **more)
+
+    monkeypatch.setattr(os, "open", noted)
     with pytest.raises(UserError, match=message):
         load_onnx(external)
     assert opened == []  # of a model with one bad location, the good ones are not read either

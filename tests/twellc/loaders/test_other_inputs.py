@@ -41,7 +41,7 @@ def whisper() -> Any:
 
 def wav2vec2() -> Any:
     config = transformers.Wav2Vec2Config(
-        **TEXT, vocab_size=96, conv_dim=(32, 32), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2,
+        **TEXT, vocab_size=96, conv_dim=(32, 32), conv_stride=(5, 2), conv_kernel=(10, 3),
         num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2,
     )  # fmt: skip
     return transformers.Wav2Vec2ForCTC(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def in_parts(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return nn.Sequential(wrap(nn.Linear(16, 40)), nn.ReLU(), nn.Sequential(wrap(nn.Linear(40, 24))))
 
 
-WRAPPED: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+WRAPPED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "compiled": (torch.compile, "torch.compile"),
     "parallel": (nn.DataParallel, "DataParallel"),
     "both": (lambda module: torch.compile(nn.DataParallel(module)), "DataParallel and torch.compile"),

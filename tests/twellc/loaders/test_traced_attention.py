@@ -68,7 +68,7 @@ def attentions_in(graph: Graph) -> list[Node]:
     return graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default)
 
 
-def masks_of(nodes: list[Node]) -> set[Node | None]:
+def masks_of(nodes: list[Node]) -> set[Any]:
     return {node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask") for node in nodes}
 
 
@@ -148,8 +148,8 @@ def test_one_small_mask_for_all_layers(tmp_path: Path) -> None:
 
 def test_masks_of_windows_are_shared_by_kind(tmp_path: Path) -> None:
     """Qwen3 with two kinds of layers."""
-    options = {**GROUPED, "head_dim": 8, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 5}
-    options["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    options: dict[str, Any] = {**GROUPED, "head_dim": 8, "num_hidden_layers": 4, "use_sliding_window": True}
+    options |= {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
     model = build("Qwen3ForCausalLM", options)
     loaded = load(model, tmp_path)
     kinds = masks_of(attentions(loaded))

@@ -50,7 +50,7 @@ def layers(modules: Sequence[str] = MODULES, assumed: bool = False) -> list[dict
             {"tokens": 1, "dense_us": 30.0, "twell_us": 10.0},
             {"tokens": 2048, "dense_us": 100.0, "twell_us": 80.0},
         ]
-        found = {
+        found: dict[str, Any] = {
             "module": module, "variant": "gated", "activation": "silu" if refused else "relu", "d_model": 64,
             "d_ff": D_FF, "d_out": 64, "matched": not refused, "decision": "dense" if refused else "twell",
             "residual": index == 1, "reason": REFUSAL if refused else "matches", "hot": 0 if index else 128,
@@ -64,7 +64,7 @@ def layers(modules: Sequence[str] = MODULES, assumed: bool = False) -> list[dict
 
 
 def varied_layers(modules: Sequence[str]) -> list[dict[str, Any]]:
-    """What became of the blocks of a model of many: every eighth is too dense, others differ in gain and hot."""
+    """What became of the blocks of a larger model: every eighth is too dense, others differ in gain and hot neurons."""
     found = layers([*modules, "last"])[:-1]
     for index, layer in enumerate(found):
         active, gain = f"{0.2 + index / 10:.1f} %", 1.1 + index / 40

@@ -8,7 +8,7 @@ import pytest
 
 import twellc
 from tests.browsers import Browser, browser
-from tests.twellc.reporting.pages import bench_result, decisions, profile
+from tests.twellc.reporting.pages import bench_result, decisions, profile, varied_layers
 from tests.twellc.reporting.test_report import write
 
 __all__ = ["browser"]
@@ -59,9 +59,9 @@ return [clash, smallest];
 """
 
 
-@pytest.fixture(scope="module", params=["bytelm", "many blocks", "decisions alone"])
+@pytest.fixture(scope="module", params=["bytelm", "many blocks", "one block", "decisions alone"])
 def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, bytelm: Path) -> Path:
-    """Pages: of the trained example, as a user makes it; of thirty blocks; and of decisions alone."""
+    """Pages: of the trained example, as a user makes it; of thirty blocks, and of one; and of decisions alone."""
     folder = tmp_path_factory.mktemp("pages")
     made = folder / "page.html"
     if request.param == "bytelm":
@@ -70,9 +70,12 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         profiled = folder / "bytelm.profile"
         twellc.profile(bytelm, text, profiled, device="cpu", sequence=256)
         twellc.compile(bytelm, backend="none", onnx=folder / "m.onnx", calibration=profiled, html=made)
-    elif request.param == "many blocks":
-        decided, bench = write(folder / "d.json", decisions(LONG)), write(folder / "b.json", bench_result(LONG))
-        twellc.report(made, profile=profile(LONG), decisions=decided, bench=bench)
+    elif request.param in ("many blocks", "one block"):
+        modules = LONG if request.param == "many blocks" else LONG[:1]
+        layers = {"layers": varied_layers(modules), "warnings": [f"layer {module} is odd" for module in modules]}
+        decided = write(folder / "d.json", decisions(modules) | layers)
+        bench = write(folder / "b.json", bench_result(modules) | layers)
+        twellc.report(made, profile=profile(modules), decisions=decided, bench=bench)
     else:
         twellc.report(made, decisions=write(folder / "d.json", decisions()))
     return made

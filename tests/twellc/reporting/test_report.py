@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 import twellc
 from tests.conftest import Cli
-from tests.twellc.reporting.pages import MODULES, REFUSAL, bench_result, decisions, profile
+from tests.twellc.reporting.pages import MODULES, REFUSAL, bench_result, decisions, profile, varied_layers
 from tests.twellc.test_cli import failed, files_in
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -70,7 +71,9 @@ def test_whole_page(cli: Cli, files: dict[str, Path], tmp_path: Path) -> None:
         "compression 8, as compiled", "128 hot neurons, computed densely, have", f"{never} never fired",
         "half of the non-zeros", "NVIDIA H100", "Over 400 tokens of a.txt, in bf16", "energy was not measured",
         "the text is short", "400 tokens are few", "Left dense", "tensorrt 10.6", "down + residual", "twell, expected",
-        f"12.3 % 1.25 {TIMES} gated", f"12.3 % 1.28 {TIMES} gated", "dense packed 41.0 32.0 1.28",
+        f"12.3 % 1.25 {TIMES} matches", f"12.3 % 1.28 {TIMES} matches", "dense packed 41.0 32.0 1.28",
+        "Is it sparse?", "What was done?", "1 left dense: 2", "What is gained?",
+        f"1.25 to 1.50 {TIMES} the speed of the fastest dense model, measured at 1 to 2048",
     ):  # fmt: skip
         assert expected in page.text
     assert page.tags.count("svg") == 2 + 4 + 3
@@ -79,6 +82,51 @@ def test_whole_page(cli: Cli, files: dict[str, Path], tmp_path: Path) -> None:
     failed(cli(*arguments, "-o", tmp_path / "page.html"), "the file exists already", "--overwrite")
     assert cli(*arguments, "-o", tmp_path / "page.html", "--overwrite").exit_code == 0
     assert twellc.report(**files) == (tmp_path / "page.html").read_text()
+
+
+def test_many_blocks(tmp_path: Path) -> None:
+    """Of a model of many blocks the page shows what they have in common, and names those that stand out."""
+    modules = [f"model.layers.{index}.mlp" for index in range(32)]
+    layers = {"layers": varied_layers(modules), "warnings": [f"layer {module} is odd" for module in modules]}
+    page = twellc.report(
+        profile=profile(modules), decisions=write(tmp_path / "d.json", decisions(modules) | layers),
+        bench=write(tmp_path / "b.json", bench_result(modules) | layers),
+    )  # fmt: skip
+    folded = re.compile(r"<details>(?:(?!<details>).)*?</details>", re.DOTALL)
+    seen = page
+    while folded.search(seen):
+        seen = folded.sub("", seen)
+    at_once, whole = Page(seen), Page(page)
+    for expected in (
+        "28 of 32 feed-forward blocks run by TwELL", "4 left dense: 7, 15, 23, 31",
+        "0.222 to 7.31 % by block",
+        "28 blocks: 0 to 6, 8 to 14, 16 to 22, 24 to 30",
+        f"gains least: 0 (1.25 {TIMES}), most: 30 (2.19 {TIMES}); densest: 0 (7.31 %)",
+        "4 blocks: 7, 15, 23, 31",
+        "such as 7: 0.9 % active, pays below 0.2 % at 2048 tokens",
+        "32 blocks, those that are alike in one row. They are named by what differs in model.layers.….mlp",
+    ):  # fmt: skip
+        assert expected in at_once.text
+    # Rows of blocks, warnings and stages of the graph are on the page, but folded.
+    assert at_once.tags.count("tr") == 1 + 2
+    assert at_once.text.count("is odd") < whole.text.count("is odd") == 32
+    assert at_once.text.count("attention:") == 8 and whole.text.count("attention:") == 32
+    for module in modules:
+        assert f"{module} gated" in whole.text
+    # By shape: the sum over the blocks, and those that gain least and most; each block is one level deeper.
+    assert f"1x1 1 1705.0 992.0 1.72 0 (1.25 {TIMES}) 30 (2.19 {TIMES})" in whole.text
+    assert whole.text.count("Each block at") == 2 and "dense packed 70.0 32.0 2.19" in whole.text
+
+
+def test_one_block_is_not_summed_up(tmp_path: Path) -> None:
+    (module,) = modules = ["model.layers.0.mlp"]
+    layers = {"layers": varied_layers(modules)}
+    page = Page(
+        twellc.report(profile=profile(modules), decisions=write(tmp_path / "d.json", decisions(modules) | layers))
+    )
+    assert f"{module} gated, relu, 64 → 512 TwELL" in page.text
+    for unwanted in ("alike in one row", "by block", "left dense", "named by what differs"):
+        assert unwanted not in page.text
 
 
 @pytest.mark.parametrize("given", ["profile", "decisions", "bench"])

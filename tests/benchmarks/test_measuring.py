@@ -1,0 +1,136 @@
+"""What the benchmarks measure, as far as a CPU can do it: all but recording, compiling, the kernels and the clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click.testing
+import pytest
+import torch
+
+from tests.twellc.benchmarking.conftest import no_gpu_needed
+from twellc.benchmarking import contest, forms, plans
+
+__all__ = ["no_gpu_needed"]
+
+DENSE = ["dense eager", "dense compiled", "dense packed", "dense FP8"]
+
+
+@pytest.fixture
+def scripts(
+    benchmark_module: Callable[[str], Any], no_gpu_needed: None, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Any]:
+    """Return a function that imports a benchmark, which then does without a GPU."""
+    session = benchmark_module("session")
+    monkeypatch.setattr(session, "DEVICE", "cpu")
+    monkeypatch.setattr(session, "refuse_without_gpu", lambda: None)
+    monkeypatch.setattr(benchmark_module("draw"), "weight_sets", lambda *_: 2)
+    return benchmark_module
+
+
+def smoke(module: Any, folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """Run a script with --smoke in this process; return what it prints and writes."""
+    with torch.random.fork_rng(devices=[]):
+        done = click.testing.CliRunner().invoke(
+            module.main, ["--smoke", "--json", str(folder / "r.json"), *arguments], catch_exceptions=False
+        )
+    assert done.exit_code == 0, done.output
+    return done.stdout, json.loads((folder / "r.json").read_text())
+
+
+def test_block(scripts: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = scripts("block")
+
+    class Kernels:
+        """What stands for the kernels."""
+
+        def __init__(self, x: torch.Tensor, *_: Any) -> None:
+            self._x, self.y = x, torch.empty_like(x)
+
+        def kernels(self) -> list[str]:
+            return ["none"]
+
+        def gate(self, w: Any) -> None:
+            pass
+
+        def mlp(self, w: Any) -> None:
+            self.y.copy_(w.block.dense(self._x))
+
+    monkeypatch.setattr(block, "Twell", Kernels)
+    page, report = smoke(block, tmp_path, "--density", "0.1")
+    assert report["arguments"]["tokens"] == "1,40" and "json_path" not in report["arguments"]
+    assert [each["tokens"] for each in report["results"]] == [1, 40]
+    for each in report["results"]:
+        assert list(each["times"]) == [*DENSE, "cuBLAS gate", "gate", "mlp"]
+        assert each["errors"]["mlp"] <= 2 * each["errors"]["dense eager"] + 1e-3
+        assert block.table_row(each) in page.splitlines()
+    # A block that is wrong ends the run; what was measured before stays.
+    monkeypatch.setattr(Kernels, "mlp", lambda self, w: self.y.zero_())
+    (tmp_path / "r.json").unlink()
+    done = click.testing.CliRunner().invoke(block.main, ["--smoke", "--json", str(tmp_path / "r.json")])
+    assert done.exit_code == 1 and "mlp is off by" in done.stderr and not (tmp_path / "r.json").exists()
+
+
+def test_layers(scripts: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = scripts("layers")
+    monkeypatch.setattr(layers, "_D_MODEL", 64)
+    page, report = smoke(layers, tmp_path, "--tokens", "40")
+    assert [(each["tokens"], each["layer"]) for each in report["results"]] == [(40, layer) for layer in range(4)]
+    ours = ["as is", "split 512", "pruned", "pruned split 512"]
+    for each in report["results"]:
+        assert list(each["times"]) == [*DENSE, layers.PACKED_ALIVE, *ours]
+        assert layers.layer_row(each, list(each["times"])) in page.splitlines()
+    assert page.endswith(layers.markdown(report["together"]) + "\n")
+
+
+@pytest.mark.slow
+def test_model(scripts: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = scripts("model")
+    for name in ("record", "time_calls"):
+        monkeypatch.setattr(model, name, getattr(contest, name))
+    page, report = smoke(model, tmp_path, "--energy-seconds", "0")
+    assert [each["setting"] for each in report["results"]] == ["prefill 2x64", "decode 2"]
+    for each in report["results"]:
+        assert {*DENSE, "twell eager", "twell compiled"} == set(each["times"])
+        assert f"\n| {each['setting']} | " in page
+    assert 0 < report["density"]["mean"] < 0.03
+    assert report["errors"]["twell"] <= 2 * report["errors"]["dense"] + 1e-3
+
+
+@pytest.mark.slow
+def test_engine(scripts: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch and a plan at one shape; the plan is made up, but is added as every plan is."""
+    engine, model = scripts("engine"), scripts("model")
+    import transformers
+
+    transformers.AttentionInterface.register(model.CAUSAL, model.causal_attention)
+    llama = model.make_model(1, 64, 256, 0.1, "equal", vocabulary=96, heads=2)
+    module = model.Logits(llama)
+    llama.config.dtype = torch.bfloat16
+
+    def prepare(plan: Any, inputs: dict[str, torch.Tensor], profile: int) -> Any:
+        assert profile == 0
+        execution = SimpleNamespace(outputs=[torch.empty(0)])
+
+        def enqueue() -> None:
+            execution.outputs = [module(inputs["input_ids"]) * plan.factor]
+
+        execution.enqueue = enqueue
+        return execution
+
+    monkeypatch.setattr(plans, "prepare", prepare)
+    monkeypatch.setattr(engine, "prepare", prepare)
+    monkeypatch.setattr(engine, "inputs_of", lambda plan, ids: ({"input_ids": ids}, 0))
+    monkeypatch.setattr(engine, "times_by_kind", lambda _: {"kinds_us": {}, "sum_us": 1.0})
+    monkeypatch.setattr(forms, "takes_fp8", lambda block: False)
+    opened = {"plan twell": SimpleNamespace(factor=1.0), "plan dense": SimpleNamespace(factor=2.0)}
+    with torch.no_grad():
+        result = engine.measure_shape(module, opened, (1, 8), 2, True)
+    assert {"torch dense eager, sdpa", "torch twell compiled, causal", "plan twell"} <= set(result["times"])
+    assert list(result["failed"]) == ["plan dense"] and "its result is off" in result["failed"]["plan dense"]
+    assert list(result["layers"]) == ["plan twell"]
+    assert "| plan twell | " in engine.shape_table(result)
