@@ -41,12 +41,12 @@ SCHEMAS: dict[str, dict[str, type[Any]]] = {
     "check": {"what twellc check found": CheckResult},
     "bench": {"what twellc bench found": BenchResult},
 }
-_TABLE = re.compile(r"(<!-- options of ([\w ]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- options of ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def page() -> str:
     """Return docs/cli.md with the tables of options as the program has them."""
-    return _TABLE.sub(lambda found: found[1] + table_of(found[2]) + found[3], PAGE.read_text(encoding="utf-8"))
+    return _TABLE.sub(lambda found: f"{found[1]}{table_of(found[2])}\n{found[3]}", PAGE.read_text(encoding="utf-8"))
 
 
 def table_of(command: str) -> str:

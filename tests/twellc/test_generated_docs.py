@@ -16,6 +16,8 @@ from tests import generated_docs
 from tests.conftest import Cli
 from tests.onnx_graphs import gated
 from tests.twellc.reporting import pages
+from twellc.base.records import of_json
+from twellc.benchmarking.result import BenchResult
 from twellc.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,13 +70,16 @@ def test_other_reports_are_as_the_schemas_say(cli: Cli, llama: Path, tmp_path: P
         assert written.exit_code == 0, written.output
         refuse("manifest", json.loads(written.stdout))
         refuse("inspect", json.loads(cli("inspect", model, "--json").stdout))
-    refuse("bench", pages.bench().to_json())
+    refuse("bench", of_json(BenchResult, pages.bench_result()).to_json())
 
 
 def test_a_schema_refuses_what_is_not_a_report() -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    result = pages.bench().to_json()
-    for damaged in ({}, {**result, "layers": [{}]}, {**result, "results": 3}, {**result, "dtype": None}):
+    result = of_json(BenchResult, pages.bench_result()).to_json()
+    reports: tuple[dict[str, Any], ...] = (
+        {}, {**result, "layers": [{}]}, {**result, "results": 3}, {**result, "dtype": None},
+    )  # fmt: skip
+    for damaged in reports:
         with pytest.raises(jsonschema.ValidationError):
             refuse("bench", damaged)
 

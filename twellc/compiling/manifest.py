@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from twellc.base.dtypes import DTYPES
+from twellc.base.dtypes import DTYPES, UNCHANGED
 from twellc.base.errors import UserError
 from twellc.base.files import digest, read_file
 from twellc.base.records import OPTIONAL, Count, OneOf, Range, Record, of_json, parse_json
@@ -45,10 +45,10 @@ class Settings(Record):
     """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones.
 
     `sizes` are those that the model was traced for where it does not take every size, such as `input_ids:1x128`,
-    `calibration` is the SHA-256 of the profile, `decided` what was decided of blocks.
+    `calibration` is the SHA-256 of the profile, `decided` what was decided by it.
     """
 
-    dtype: Annotated[str, OneOf(tuple(DTYPES))]
+    dtype: Annotated[str, OneOf((*DTYPES, UNCHANGED))]
     layers: str
     compression: Compression
     attention_forms: list[Annotated[str, OneOf(ATTENTION_FORMS)]]

@@ -20,7 +20,7 @@ def load_model(source: TracingOptions, sizes: FixedSizes = ()) -> LoadedModel:
     """Load and trace a model of any supported kind; files are told apart by their content, not by their names.
 
     Args:
-        source: Which model, and how.
+        source: Where the model is, and how it is traced.
         sizes: The only sizes that are asked for, for Hugging Face models that do not take every size.
 
     Raises:
