@@ -11,7 +11,7 @@ from torch import Tensor
 
 from twellc.benchmarking.forms import Block
 from twellc.decisions.times import zipf_rates
-from twellc.passes.firing import hot_first
+from twellc.passes.block_profile import hot_first
 
 DISTRIBUTIONS = ("equal", "zipf", "trained")
 TRAINED_LAYERS = 4

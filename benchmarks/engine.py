@@ -47,9 +47,9 @@ from twellc.benchmarking.blocks import dense_models, see_blocks
 from twellc.benchmarking.contest import Contest
 from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, dense_forms
 from twellc.benchmarking.plans import add_plan
+from twellc.compiling.manifest import manifest_path
 from twellc.export.runner import Execution, OpenPlan, engine_layers, open_plan, prepare
 from twellc.export.tensorrt_host import Host, load_host
-from twellc.manifest import manifest_path
 from twellc.passes.precision import widen
 
 Shape = tuple[int, int]

@@ -31,7 +31,7 @@ from tables import table
 from torch import Tensor
 
 from twellc.benchmarking.forms import BASELINES, EAGER, FP8, Block, Packed, dense_forms
-from twellc.passes.firing import hot_first
+from twellc.passes.block_profile import hot_first
 from twellc.passes.neurons import without
 from twellc.plugins.ops import GATED_MLP
 

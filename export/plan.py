@@ -10,7 +10,7 @@ from typing import Any
 from twellc.base.errors import UserError
 from twellc.base.files import external_data
 from twellc.export.mapped_file import pages_given_back
-from twellc.export.shapes import Profile
+from twellc.export.shapes import ShapeProfile
 from twellc.export.tensorrt_host import Host, create_network, load_host, make_logger, write_plan
 from twellc.plugins.other_libraries import OtherLibrary, register_libraries
 from twellc.plugins.registration import register
@@ -70,7 +70,7 @@ def build_plan(
     backend: str,
     onnx_path: Path,
     plan_path: Path,
-    profiles: list[Profile],
+    profiles: list[ShapeProfile],
     embedded: list[Path],
     libraries: list[Path],
     needs: str,

@@ -9,7 +9,7 @@ import torch
 from torch.export import ExportedProgram
 
 from twellc.base.errors import UserError
-from twellc.export.shapes import Profile, ShapeRange
+from twellc.export.shapes import ShapeProfile, ShapeRange
 from twellc.passes.graph.program import user_inputs
 
 _UNBOUNDED = 2048
@@ -72,7 +72,7 @@ def resolve_profiles(
     inputs: ModelInputs,
     requested: list[tuple[str, ShapeRange]],
     defaults: dict[str, tuple[int, int, int]],
-) -> tuple[list[Profile], list[str]]:
+) -> tuple[list[ShapeProfile], list[str]]:
     """Complete the requested ranges to whole profiles.
 
     An input's ranges fix the symbols in its shape, and with them the ranges of other inputs that share them. What is
@@ -110,7 +110,7 @@ def _complete(
     given: dict[str, ShapeRange],
     defaults: dict[str, tuple[int, int, int]],
     notes: list[str],
-) -> Profile:
+) -> ShapeProfile:
     bounds = inputs.bounds
     values: dict[str, tuple[int, int, int]] = {}
     for name, shape_range in given.items():
@@ -202,7 +202,7 @@ def _fix_symbols(
             )  # fmt: skip
 
 
-def symbol_sizes(inputs: ModelInputs, profile: Profile) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+def symbol_sizes(inputs: ModelInputs, profile: ShapeProfile) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """Return what the symbols of a model's inputs stand for at a profile's smallest, tuned and largest shapes."""
     sizes: tuple[dict[str, int], dict[str, int], dict[str, int]] = ({}, {}, {})
     for spec in inputs.specs:

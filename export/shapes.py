@@ -23,7 +23,7 @@ class ShapeRange:
 
 
 # One optimization profile: a range for every input.
-Profile = dict[str, ShapeRange]
+ShapeProfile = dict[str, ShapeRange]
 
 
 def parse_size(digits: str) -> int:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from twellc.passes.firing import Calibration, Counts, hot_first, rate_bound
+from twellc.passes.block_profile import Calibration, Counts, hot_first, rate_bound
 from twellc.passes.graph.program import tensor_of
 from twellc.passes.match.activations import packet
 from twellc.passes.match.find_ffn import FfnBlock

@@ -21,11 +21,11 @@ from torch.export import ExportedProgram
 
 from twellc.base.records import Json, as_json
 from twellc.passes.attention import rewrite_attention
+from twellc.passes.block_profile import Calibration
 from twellc.passes.decide import Advise, decide
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.feature_last import feature_last
-from twellc.passes.firing import Calibration
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.merge_views import merge_views

@@ -143,8 +143,8 @@ def remembered_models(
         "benchmarking.bench",
         "checks.checking",
         "inspection.models",
-        "profiling.run",
-        "translation.torch_models",
+        "firing.run",
+        "compiling.translate_torch",
     ):
         monkeypatch.setattr(f"twellc.{module}.load_model", load_once)
     for module in ("checks.reference", "passes.pipeline"):
@@ -159,7 +159,7 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
     def run_here(function: Callable[..., Any], *arguments: Any, progress: Callable[[str], None]) -> Any:
         return function(*arguments, progress)
 
-    monkeypatch.setattr("twellc.compiler.run_isolated", run_here)
+    monkeypatch.setattr("twellc.compiling.compiler.run_isolated", run_here)
 
     def run(*arguments: object) -> click.testing.Result:
         result = click.testing.CliRunner().invoke(main, [str(argument) for argument in arguments])

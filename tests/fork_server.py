@@ -87,13 +87,13 @@ def warm_up(commands: list[list[str]]) -> dict[str, Any]:
     import torch
 
     import twellc.cli
-    import twellc.compiler
+    import twellc.compiling.compiler
 
     def run_here(function: Callable[..., Any], *arguments: Any, progress: Callable[[str], None]) -> Any:
         return function(*arguments, progress)
 
     torch.set_num_threads(1)
-    twellc.compiler.run_isolated = run_here  # type: ignore[assignment]
+    twellc.compiling.compiler.run_isolated = run_here  # type: ignore[assignment]
     for command in commands:
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):
             twellc.cli.main(command)

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from twellc.api import bench, check, compile, inspect, merge_profiles, profile, report, rewrite
     from twellc.base.errors import UserError
     from twellc.benchmarking.result import BenchResult
-    from twellc.calibration.profile import Profile
     from twellc.checks.checking import CheckResult
-    from twellc.config import BenchOptions, CheckOptions, CompileOptions, InspectOptions, ProfileOptions
+    from twellc.compiling.manifest import Manifest
+    from twellc.firing.profile import FiringProfile
     from twellc.inspection.description import Inspection
-    from twellc.manifest import Manifest
     from twellc.optimization import optimize, optimized_blocks, restore
-    from twellc.passes.firing import BlockProfile
+    from twellc.options.commands import BenchOptions, CheckOptions, CompileOptions, InspectOptions, ProfileOptions
+    from twellc.passes.block_profile import BlockProfile
     from twellc.passes.pipeline import Rewritten
     from twellc.passes.report import Layer
 
@@ -31,11 +31,11 @@ __all__ = [
     "CheckOptions",
     "CheckResult",
     "CompileOptions",
+    "FiringProfile",
     "InspectOptions",
     "Inspection",
     "Layer",
     "Manifest",
-    "Profile",
     "ProfileOptions",
     "Rewritten",
     "UserError",
@@ -56,14 +56,14 @@ __all__ = [
 _HOMES = {
     "api": ("bench", "check", "compile", "inspect", "merge_profiles", "profile", "report", "rewrite"),
     "benchmarking.result": ("BenchResult",),
-    "calibration.profile": ("Profile",),
+    "firing.profile": ("FiringProfile",),
     "checks.checking": ("CheckResult",),
-    "config": ("BenchOptions", "CheckOptions", "CompileOptions", "InspectOptions", "ProfileOptions"),
+    "options.commands": ("BenchOptions", "CheckOptions", "CompileOptions", "InspectOptions", "ProfileOptions"),
     "base.errors": ("UserError",),
     "inspection.description": ("Inspection",),
-    "manifest": ("Manifest",),
+    "compiling.manifest": ("Manifest",),
     "optimization": ("optimize", "optimized_blocks", "restore"),
-    "passes.firing": ("BlockProfile",),
+    "passes.block_profile": ("BlockProfile",),
     "passes.pipeline": ("Rewritten",),
     "passes.report": ("Layer",),
 }

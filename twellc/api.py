@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from twellc.base.errors import UserError
 from twellc.base.files import refuse_replacing, temporary_folder, uninterrupted
-from twellc.config import (
+from twellc.export.shapes import parse_profile, parse_sizes
+from twellc.options.commands import (
     BenchOptions,
     CheckOptions,
     CompileOptions,
@@ -20,8 +21,7 @@ from twellc.config import (
     compile_options,
     refuse_choice,
 )
-from twellc.export.shapes import parse_profile, parse_sizes
-from twellc.inputs import parse_input
+from twellc.options.declared_inputs import parse_input
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from twellc.base.arrays import Array
     from twellc.benchmarking.result import BenchResult
-    from twellc.calibration.profile import Profile
     from twellc.checks.checking import CheckResult
+    from twellc.compiling.manifest import Manifest
+    from twellc.firing.profile import FiringProfile
     from twellc.inspection.description import Inspection
-    from twellc.manifest import Manifest
     from twellc.passes.pipeline import Rewritten
 
     Model = str | os.PathLike[str] | ExportedProgram | torch.nn.Module
@@ -90,7 +90,7 @@ def rewrite(
     Raises:
         UserError: The model cannot be read or traced, or an option does not fit it.
     """
-    from twellc.memory import rewrite_model
+    from twellc.loaders.in_memory import rewrite_model
 
     refuse_choice("dtype", dtype)
     refuse_choice("compression", compression)
@@ -125,7 +125,7 @@ def compile(
     Raises:
         UserError: Something that was given does not work; nothing was written.
     """
-    from twellc.compiler import compile_model
+    from twellc.compiling.compiler import compile_model
 
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
         given = _parsed(CompileOptions, options, in_memory)
@@ -210,7 +210,7 @@ def profile(
     progress: Progress = lambda step: None,
     advance: Callable[[int, int], None] = lambda read, total: None,
     **options: Any,
-) -> Profile:
+) -> FiringProfile:
     """Count which neurons of a model fire for the user's data, as `twellc profile` does.
 
     Args:
@@ -230,7 +230,7 @@ def profile(
             written.
     """
     with uninterrupted():  # native modules do not survive an interrupt while they are imported
-        from twellc.profiling.run import profile_model
+        from twellc.firing.run import profile_model
 
     kinds = (str, os.PathLike, Mapping)
     several = list(data) if isinstance(data, Iterable) and not isinstance(data, kinds) else [data]
@@ -249,7 +249,7 @@ def profile(
 
 def merge_profiles(
     profiles: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], *, overwrite: bool = False
-) -> Profile:
+) -> FiringProfile:
     """Make one profile of several of the same model, as `twellc profile --merge` does.
 
     Args:
@@ -260,14 +260,14 @@ def merge_profiles(
     Raises:
         UserError: One cannot be read, or they are of different models; nothing was written.
     """
-    from twellc.calibration.profile import Profile
+    from twellc.firing.profile import FiringProfile
 
     paths = list(map(Path, profiles))
     if not paths:
         raise UserError("--merge", "there is no profile to merge", expected="one file at least")
-    merged = Profile.read(paths[0])
+    merged = FiringProfile.read(paths[0])
     for path in paths[1:]:
-        merged = merged.merged(Profile.read(path), str(path))
+        merged = merged.merged(FiringProfile.read(path), str(path))
     merged.write(Path(output), overwrite=overwrite)
     return merged
 
@@ -305,7 +305,7 @@ def bench(
 def report(
     output: str | os.PathLike[str] | None = None,
     *,
-    profile: Profile | str | os.PathLike[str] | None = None,
+    profile: FiringProfile | str | os.PathLike[str] | None = None,
     decisions: Manifest | Inspection | str | os.PathLike[str] | None = None,
     bench: BenchResult | str | os.PathLike[str] | None = None,
     overwrite: bool = False,
@@ -326,7 +326,7 @@ def report(
         UserError: None of the three was given, they are of different models, one cannot be read, or matplotlib is
             missing; nothing was written.
     """
-    from twellc.calibration.profile import Profile
+    from twellc.firing.profile import FiringProfile
     from twellc.reporting.page import make_page
     from twellc.reporting.sources import decisions_of, gather, read_bench, read_decisions
 
@@ -334,7 +334,7 @@ def report(
         given = [Path(each) for each in (profile, decisions, bench) if isinstance(each, str | os.PathLike)]
         refuse_replacing("--output", Path(output), given)
     if isinstance(profile, str | os.PathLike):
-        profile = Profile.read(Path(profile))
+        profile = FiringProfile.read(Path(profile))
     decided = None
     if isinstance(decisions, str | os.PathLike):
         decided = read_decisions(Path(decisions))
@@ -383,7 +383,7 @@ def _on_disk(model: Model, example: _Example) -> Iterator[tuple[Path, str]]:
             raise UserError("args, kwargs, dynamic_shapes", "only a module needs example inputs", got=str(model))
         yield Path(model), ""
         return
-    from twellc.memory import IN_MEMORY, save
+    from twellc.loaders.in_memory import IN_MEMORY, save
 
     with temporary_folder() as folder:
         path = save(model, example, folder)

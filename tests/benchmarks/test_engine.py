@@ -9,11 +9,11 @@ from typing import Any
 import click
 import pytest
 
-from twellc.config import CompileOptions
+from twellc.compiling.translate_torch import translate
 from twellc.export.onnx_export import save_onnx
 from twellc.export.tensorrt_host import create_network, load_host, make_logger
+from twellc.options.commands import CompileOptions
 from twellc.plugins import register
-from twellc.translation.torch_models import translate
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,12 @@ from tests.models import Function, Gated, Plain, Residual, canonical, rewrite
 from twellc.base.errors import UserError
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.plan import Plan, Tensor, build_plan
-from twellc.export.shapes import Profile, ShapeRange
+from twellc.export.shapes import ShapeProfile, ShapeRange
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def profile(*shapes: tuple[int, ...]) -> Profile:
+def profile(*shapes: tuple[int, ...]) -> ShapeProfile:
     return {"x": ShapeRange(*shapes)}
 
 
@@ -36,7 +36,7 @@ def save(module: nn.Module, path: Path, dtype: torch.dtype, shape: tuple[int, ..
     return path
 
 
-def build(onnx_path: Path, *profiles: Profile, progress: Callable[[str], None] = lambda phase: None) -> Plan:
+def build(onnx_path: Path, *profiles: ShapeProfile, progress: Callable[[str], None] = lambda phase: None) -> Plan:
     return build_plan("tensorrt-rtx", onnx_path, onnx_path.with_suffix(".plan"), list(profiles), [], [], "", progress)
 
 
@@ -111,7 +111,7 @@ def test_weights_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         profile((1, 16, 1), (4, 16, 1), (64, 16, 1)),
     ],
 )
-def test_refused_shapes(ranges: Profile, tmp_path: Path) -> None:
+def test_refused_shapes(ranges: ShapeProfile, tmp_path: Path) -> None:
     path = save(Gated(), tmp_path / "m.onnx", BF16)
     with pytest.raises(UserError, match=r"^tensorrt-rtx .*(refuse|shape|profile)"):
         build(path, ranges)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests import models
 from tests.models import D_FF, D_MODEL, Gated, Plain, Residual, Written, canonical, export, run
-from twellc.passes.firing import BlockProfile, Calibration, hot_first
+from twellc.passes.block_profile import BlockProfile, Calibration, hot_first
 from twellc.passes.graph.execution import Runner
 from twellc.passes.match.activations import packet
 from twellc.passes.pipeline import Rewritten, run_passes

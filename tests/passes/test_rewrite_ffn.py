@@ -17,8 +17,8 @@ from torch.fx import Node
 from tests.models import Gated, Plain, Residual, Written, calls, canonical, eager, export, rewrite, run
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.passes import pipeline
+from twellc.passes.block_profile import BlockProfile, Calibration, shapes
 from twellc.passes.decide import decide
-from twellc.passes.firing import BlockProfile, Calibration, shapes
 from twellc.passes.graph.program import constants_of, tensor_of
 from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.precision import widen

@@ -17,7 +17,7 @@ from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.plan import build_plan
 from twellc.export.profiles import input_specs
 from twellc.export.runner import OpenPlan, open_plan, prepare
-from twellc.export.shapes import Profile
+from twellc.export.shapes import ShapeProfile
 from twellc.export.tensorrt_host import Host
 from twellc.passes.pipeline import run_passes
 
@@ -41,7 +41,7 @@ def compiled(model: Path, plan: Path, *options: str) -> Path:
 
 def build(
     host: Host, module: nn.Module, folder: Path, dtype: torch.dtype, inputs: list[Tensor], dynamic: object,
-    profiles: list[Profile],
+    profiles: list[ShapeProfile],
 ) -> OpenPlan:  # fmt: skip
     """Export a module, rewrite all its blocks, build a plan in `folder` and open it; the graph is kept as `m.onnx`."""
     rewritten = run_passes(export(module, *inputs, dynamic=dynamic), dtype, "all", 8)

@@ -16,7 +16,7 @@ from tests import models
 from tests.tensorrt.plans import run
 from tests.tolerance import assert_as_accurate
 from twellc.checks.reference import widen_sample
-from twellc.config import CompileOptions
+from twellc.compiling.translate_torch import translate
 from twellc.export.onnx_export import save_onnx
 from twellc.export.plan import build_plan
 from twellc.export.profiles import resolve_profiles
@@ -24,11 +24,11 @@ from twellc.export.runner import engine_layers, open_plan, prepare
 from twellc.export.shapes import ShapeRange
 from twellc.export.tensorrt_host import Host
 from twellc.loaders.model import load_model
+from twellc.options.commands import CompileOptions
 from twellc.passes.attention import CUDNN, MATMUL
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.pipeline import functionalize
 from twellc.passes.precision import in_precision, widen
-from twellc.translation.torch_models import translate
 
 pytestmark = pytest.mark.tensorrt
 

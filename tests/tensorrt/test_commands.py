@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.tensorrt.plans import compiled, twellc
+from twellc.compiling.manifest import manifest_path
 from twellc.export.tensorrt_host import Host
-from twellc.manifest import manifest_path
 
 pytestmark = [pytest.mark.tensorrt, pytest.mark.xdist_group("commands")]
 

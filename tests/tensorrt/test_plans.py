@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests.tensorrt.plans import MODULE_PATH, compiled, run, same_bits, twellc
+from twellc.compiling.manifest import manifest_path
 from twellc.export.runner import open_plan
 from twellc.export.tensorrt_host import Host
-from twellc.manifest import manifest_path
 
 pytestmark = [pytest.mark.tensorrt, pytest.mark.xdist_group("plans")]
 

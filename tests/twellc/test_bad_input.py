@@ -24,8 +24,8 @@ from tests.twellc.test_cli import failed, files_in, group_lives, twellc
 from twellc import __version__
 from twellc.base.errors import UserError
 from twellc.checks.checking import check
-from twellc.config import CheckOptions
-from twellc.manifest import Manifest, manifest_path, read_manifest, refuse_other_plugins
+from twellc.compiling.manifest import Manifest, manifest_path, read_manifest, refuse_other_plugins
+from twellc.options.commands import CheckOptions
 from twellc.plugins.elf import expected_size
 from twellc.plugins.library import library_path
 

@@ -24,7 +24,7 @@ from tests.models import Gated, Residual, export
 from tests.onnx_graphs import gated, save_external
 from tests.processes import TWELLC, environment
 from twellc.base.errors import UserError
-from twellc.base.files import ENDING_SIGNALS, Outputs
+from twellc.base.files import ENDING_SIGNALS, OutputFiles
 from twellc.loaders.onnx_file import external_files
 
 
@@ -349,7 +349,7 @@ def test_failed_build_keeps_old_outputs(
         plan_path.write_bytes(b"half a plan")
         raise UserError("tensorrt-rtx", "the builder refuses the network")
 
-    monkeypatch.setattr("twellc.compiler.build_plan", break_down)
+    monkeypatch.setattr("twellc.compiling.compiler.build_plan", break_down)
     for name in ("m.plan", "m.plan.json", "m.onnx"):
         (tmp_path / name).write_text("old")
     before = files_in(tmp_path)
@@ -371,7 +371,7 @@ def test_all_outputs_are_moved_or_none(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "old").write_text("precious")
     (tmp_path / "link").symlink_to("old")
     names = ("new", "old", "link", "folder", "last")
-    with Outputs(overwrite=True) as outputs:
+    with OutputFiles(overwrite=True) as outputs:
         for name in names:
             outputs.check("--report", tmp_path / name)
             outputs.write(tmp_path / name, "written")
@@ -382,7 +382,7 @@ def test_all_outputs_are_moved_or_none(tmp_path: Path, monkeypatch: pytest.Monke
     assert files_in(tmp_path) == {"old": b"precious", "link": b"precious"}
     assert (tmp_path / "link").is_symlink()
     (tmp_path / "folder").rmdir()
-    with Outputs(overwrite=True) as outputs:
+    with OutputFiles(overwrite=True) as outputs:
         for name in names:
             outputs.write(tmp_path / name, name)
         outputs.commit()
@@ -392,7 +392,7 @@ def test_all_outputs_are_moved_or_none(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_first_of_two_runs_keeps_its_output(tmp_path: Path) -> None:
     """Neither found a file when it started, and the second was not told to overwrite one."""
-    with Outputs(overwrite=False) as first, Outputs(overwrite=False) as second:
+    with OutputFiles(overwrite=False) as first, OutputFiles(overwrite=False) as second:
         for outputs, text in ((first, "first"), (second, "second")):
             outputs.check("--output", tmp_path / "m.plan")
             outputs.write(tmp_path / "m.plan", text)
@@ -408,7 +408,7 @@ def test_two_runs_do_not_mix_their_outputs(tmp_path: Path, monkeypatch: pytest.M
     replace, one_moved, all_moved = Path.replace, threading.Event(), threading.Event()
 
     def write(text: str) -> None:
-        with Outputs(overwrite=True) as outputs:
+        with OutputFiles(overwrite=True) as outputs:
             for name in ("m.plan", "link/m.plan.json"):
                 outputs.write(tmp_path / name, text)
             outputs.commit()
@@ -449,7 +449,7 @@ def test_fault_of_ours_is_a_traceback(cli: Cli, archive: Path, tmp_path: Path, m
     def break_down(*arguments: Any) -> None:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr("twellc.compiler.build_plan", break_down)
+    monkeypatch.setattr("twellc.compiling.compiler.build_plan", break_down)
     result = cli("compile", archive, "-o", tmp_path / "m.plan")
     assert result.exit_code == 70
     assert "Traceback" in result.stderr and "AssertionError: a bug" in result.stderr
@@ -568,7 +568,7 @@ def test_signal_while_outputs_are_moved(tmp_path: Path, monkeypatch: pytest.Monk
         return replace(source, destination)
 
     monkeypatch.setattr(Path, "replace", interrupted)
-    with Outputs(overwrite=False) as outputs:
+    with OutputFiles(overwrite=False) as outputs:
         for name in ("a", "b"):
             outputs.write(tmp_path / name, name)
         outputs.commit()

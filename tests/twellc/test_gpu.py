@@ -11,12 +11,12 @@ from torch.export.passes import move_to_device_pass
 
 from twellc.checks.accuracy import measure
 from twellc.checks.checking import check
-from twellc.config import CheckOptions, CompileOptions
+from twellc.compiling.translate import translate_to_file
 from twellc.loaders.model import load_model
+from twellc.options.commands import CheckOptions, CompileOptions
 from twellc.passes.graph.execution import Runner
 from twellc.passes.pipeline import run_passes
 from twellc.passes.precision import widen
-from twellc.translation.translate import translate_to_file
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "bytelm"
 TEXT = b'def main(arguments: list[str]) -> int:\n    """Parse the command line."""\n    return 0\n'

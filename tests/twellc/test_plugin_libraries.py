@@ -20,7 +20,7 @@ from tests.conftest import ROOT, Cli
 from tests.onnx_graphs import gated
 from tests.processes import TWELLC, environment
 from tests.runtimes import install
-from twellc.manifest import read_manifest
+from twellc.compiling.manifest import read_manifest
 from twellc.plugins.elf import expected_size
 
 SOURCE = ROOT / "tests" / "plugins" / "other_plugin.cpp"

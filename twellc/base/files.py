@@ -27,7 +27,7 @@ _STAGING = ".twellc-"
 _STAGED, _SCRATCH, _REPLACED = "staged", "scratch", "replaced"
 
 
-class Outputs:
+class OutputFiles:
     """The files that a command writes: staged in hidden folders beside their destinations, moved at the very end.
 
     Use as a context manager; without `commit` nothing of them remains.
@@ -39,7 +39,7 @@ class Outputs:
         self._staged: list[tuple[Path, Path]] = []
         self._created: list[Path] = []
 
-    def __enter__(self) -> Outputs:
+    def __enter__(self) -> OutputFiles:
         return self
 
     def __exit__(

@@ -21,7 +21,7 @@ from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError, first_few
-from twellc.base.files import Outputs, temporary_folder
+from twellc.base.files import OutputFiles, temporary_folder
 from twellc.benchmarking.blocks import (
     TWELL,
     Form,
@@ -49,20 +49,21 @@ from twellc.benchmarking.result import (
     Standings,
 )
 from twellc.benchmarking.timing import machine, refuse_without_gpu
-from twellc.calibration.calibration import LoadedCalibration, load_calibration
 from twellc.checks.reference import widen_sample
-from twellc.checks.samples import Sample
-from twellc.config import DEFAULT_COMPRESSION, BenchOptions
+from twellc.compiling.translate_torch import rewrite
 from twellc.export.profiles import program_inputs
 from twellc.export.runner import OpenPlan
+from twellc.firing.calibration import LoadedCalibration, load_calibration
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
+from twellc.loaders.precision import choose_dtype
+from twellc.options.commands import DEFAULT_COMPRESSION, BenchOptions
 from twellc.passes.graph.execution import call_arguments
 from twellc.passes.pipeline import Rewritten
 from twellc.passes.precision import widen
 from twellc.passes.report import Layer
 from twellc.plugins import library
-from twellc.translation.torch_models import choose_dtype, rewrite
+from twellc.samples.samples import Sample
 
 _DEVICE = "cuda"
 _CHECKED_ROWS = 512  # of the whole model's first output
@@ -84,7 +85,7 @@ def bench_model(options: BenchOptions, progress: Callable[[str], None]) -> Bench
         raise UserError(str(options.model), "there is no such file or folder", expected="a model")
     if looks_like_onnx(options.model):
         raise UserError(str(options.model), "is an ONNX file, which torch does not run", fix="Give the model itself.")
-    with Outputs(options.overwrite) as outputs, temporary_folder() as folder:
+    with OutputFiles(options.overwrite) as outputs, temporary_folder() as folder:
         if options.plot is not None:
             outputs.check("--plot", options.plot)
             refuse_plot(options.plot)

@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 
 from twellc.base.errors import UserError
-from twellc.base.files import Outputs, uninterrupted, writing
+from twellc.base.files import OutputFiles, uninterrupted, writing
 from twellc.benchmarking import timing
 from twellc.benchmarking.contest import time_rotated
 from twellc.benchmarking.forms import Block, Packed, fused_dense, many_sizes
-from twellc.config import DEFAULT_COMPRESSION
 from twellc.decisions.predict import Widths, is_split
-from twellc.decisions.times import DensePoint, Times, TwellPoint, zipf_rates
-from twellc.passes.firing import hot_first
+from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint, zipf_rates
+from twellc.options.commands import DEFAULT_COMPRESSION
+from twellc.passes.block_profile import hot_first
 from twellc.plugins.ops import GATED_MLP, MLP
 
 # No other size is begun after so long.
@@ -124,7 +124,7 @@ GRIDS = (
 
 
 @dataclass(frozen=True)
-class Weights:
+class BlockWeights:
     """A block, and what other contestants need of it: all in one product, and down [d_ff, d_model]."""
 
     block: Block
@@ -138,7 +138,7 @@ def place_columns(activities: tuple[Activity, ...]) -> dict[Distribution, int]:
     return {distribution: column for column, distribution in enumerate(unequal, 1)}
 
 
-def draw_weights(grid: Grid, columns: dict[Distribution, int], device: str = "cuda") -> Weights:
+def draw_weights(grid: Grid, columns: dict[Distribution, int], device: str = "cuda") -> BlockWeights:
     """Draw the weights of one block; `columns` says where the gate has how active each neuron is."""
     d_model, d_ff = grid.d_model, grid.d_ff
     scale = d_model**-0.5
@@ -153,7 +153,7 @@ def draw_weights(grid: Grid, columns: dict[Distribution, int], device: str = "cu
     up = None if grid.variant == "plain" else torch.randn((d_ff, d_model), device=device) * scale
     down = (torch.randn((d_model, d_ff), device=device) * 0.2).bfloat16()
     block = Block(gate.bfloat16(), None if up is None else up.bfloat16(), down)
-    return Weights(block, Packed(block), down.t().contiguous())
+    return BlockWeights(block, Packed(block), down.t().contiguous())
 
 
 def draw_rows(
@@ -179,7 +179,7 @@ def _quantile(share: Tensor) -> Tensor:
     return value.float()
 
 
-def twell(x: Tensor, hot: int, w: Weights) -> Tensor:
+def twell(x: Tensor, hot: int, w: BlockWeights) -> Tensor:
     """Compute the block by TwELL, but for the first `hot` neurons."""
     block, options = w.block, ("relu", 0.0, DEFAULT_COMPRESSION, hot)
     y: Tensor
@@ -190,13 +190,13 @@ def twell(x: Tensor, hot: int, w: Weights) -> Tensor:
     return y
 
 
-def share_active(x: Tensor, w: Weights) -> float:
+def share_active(x: Tensor, w: BlockWeights) -> float:
     """Return the share of gate activations that are not zero."""
     return float(w.block.active(x).double().mean())
 
 
 def measure_size(
-    grid: Grid, tokens: int, sets: list[Weights], columns: dict[Distribution, int], repeats: int
+    grid: Grid, tokens: int, sets: list[BlockWeights], columns: dict[Distribution, int], repeats: int
 ) -> tuple[DensePoint, list[TwellPoint]]:
     """Time the blocks of one width at one number of tokens.
 
@@ -220,7 +220,7 @@ def measure_size(
         del exact
     any_rows = next(iter(rows.values())) if rows else draw_rows(tokens, grid.d_model, (0.01, "equal", 0), columns)
     # None of the dense forms has to be compiled for each size, as what torch makes of a whole block.
-    calls: dict[Any, Callable[[Weights], Tensor]] = {
+    calls: dict[Any, Callable[[BlockWeights], Tensor]] = {
         "eager": lambda w: w.block.dense(any_rows),
         "fused": lambda w: fused_dense(w.block, any_rows),
         "packed": lambda w: w.packed(any_rows),
@@ -237,7 +237,7 @@ def measure_size(
     return DensePoint(*size, *_microseconds(times[best]), best), points
 
 
-def _microseconds(times: timing.Times) -> tuple[float, float, float]:
+def _microseconds(times: timing.CallTime) -> tuple[float, float, float]:
     return round(times.median_us, 3), round(times.p10_us, 3), round(times.p90_us, 3)
 
 
@@ -256,7 +256,7 @@ def _machine() -> dict[str, str]:
 
 
 @many_sizes()
-def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> Times:
+def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> GpuTimes:
     """Measure the grid and write the data file, anew after each number of tokens.
 
     Args:
@@ -271,18 +271,18 @@ def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> T
         UserError: There is no GPU, or its memory holds none of the sizes, or the file cannot be written.
     """
     timing.refuse_without_gpu("--calibrate", "Run it on a machine with the GPU that plans are for.")
-    Outputs(overwrite).check("--output", path)
+    OutputFiles(overwrite).check("--output", path)
     torch.manual_seed(0)
     random.seed(0)
     end = monotonic() + _SECONDS
-    times = Times(_machine(), False, [], [])
+    times = GpuTimes(_machine(), False, [], [])
     left = False
     for grid in GRIDS:
         shape = f"{grid.variant} {grid.d_model} / {grid.d_ff}"
         columns = place_columns(grid.activities)
         bytes_each = 2 * grid.d_model * grid.d_ff * (3 if grid.variant == "gated" else 2)
         count = timing.sets_in_rotation(bytes_each)
-        sets: list[Weights] = []
+        sets: list[BlockWeights] = []
         # The most first: torch launches the compiled activation as suits the first size it sees.
         for tokens in reversed(grid.tokens):
             if monotonic() > end:
@@ -301,12 +301,12 @@ def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> T
             _write(path, times)
     if not times.dense:
         raise UserError("--calibrate", "this GPU's memory holds none of the sizes", got=times.gpu)
-    times = Times(times.machine, not left, times.dense, times.twell)
+    times = GpuTimes(times.machine, not left, times.dense, times.twell)
     _write(path, times)
     return times
 
 
-def _write(path: Path, times: Times) -> None:
+def _write(path: Path, times: GpuTimes) -> None:
     """Replace the data file as a whole."""
     partial = path.with_name(f".{path.name}.partial")
     with uninterrupted(), writing(path):

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from twellc.base.errors import first_line
-from twellc.benchmarking.timing import Call, Times, record, time_calls
+from twellc.benchmarking.timing import Call, CallTime, record, time_calls
 from twellc.checks.accuracy import measure
 
 _Name = TypeVar("_Name")
 
 
-def time_rotated(contestants: Mapping[_Name, Sequence[Call]], repeats: int) -> dict[_Name, Times]:
+def time_rotated(contestants: Mapping[_Name, Sequence[Call]], repeats: int) -> dict[_Name, CallTime]:
     """Time one call of each contestant, which has one for each of several sets of weights."""
     (count,) = {len(calls) for calls in contestants.values()}
     times = time_calls([record(calls) for calls in contestants.values()], repeats, count)
@@ -93,7 +93,7 @@ class Contest:
         """Return what runs a contestant once."""
         return self._replays[label]
 
-    def time(self, repeats: int) -> dict[str, Times]:
+    def time(self, repeats: int) -> dict[str, CallTime]:
         """Time all contestants that were kept, in turns."""
         times = time_calls(list(self._replays.values()), repeats)
         return dict(zip(self._replays, times, strict=True))

@@ -6,11 +6,11 @@ import torch
 
 from twellc.base.errors import UserError
 from twellc.checks.reference import integer_ranges
-from twellc.checks.samples import Limits, Sample, draw_sample, read_arrays, read_text
-from twellc.config import BenchOptions
 from twellc.export.profiles import program_inputs
 from twellc.export.shapes import Shape
 from twellc.loaders.loaded import LoadedModel
+from twellc.options.commands import BenchOptions
+from twellc.samples.samples import Limits, Sample, draw_sample, read_arrays, read_text
 
 # By the number of dynamic dimensions: sizes to measure at, as far as the model takes them. Of a language model they are
 # sequences and their tokens: one token, and prompts.

@@ -9,13 +9,13 @@ import torch
 
 from twellc.base.errors import UserError
 from twellc.benchmarking.contest import Contest
-from twellc.checks.samples import Sample
-from twellc.compiler import compile_model
-from twellc.config import BenchOptions, CompileOptions
+from twellc.compiling.compiler import compile_model
 from twellc.export.profiles import ModelInputs
 from twellc.export.runner import OpenPlan, open_plan, prepare
 from twellc.export.shapes import ShapeRange
 from twellc.export.tensorrt_host import has_gpu, load_host, python_module
+from twellc.options.commands import BenchOptions, CompileOptions
+from twellc.samples.samples import Sample
 
 TENSORRT = "tensorrt"
 PLAN_DENSE, PLAN_TWELL = "plan dense", "plan twell"

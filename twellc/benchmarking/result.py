@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from twellc.base.records import Json, Record
 from twellc.benchmarking.blocks import TWELL
 from twellc.benchmarking.forms import BASELINES, FP8
-from twellc.benchmarking.timing import Machine, Times
+from twellc.benchmarking.timing import CallTime, Machine
 from twellc.passes.report import Layer
 
 SCHEMA = 1
@@ -24,7 +24,7 @@ class Standings(Record):
         joules_per_token: Energy of some, if it was measured.
     """
 
-    times: dict[str, Times]
+    times: dict[str, CallTime]
     errors: dict[str, float]
     failed: dict[str, str]
     joules_per_token: dict[str, float]

@@ -26,7 +26,7 @@ _WARM_UPS = 3  # the first call compiles, and cuBLAS sets itself up
 
 
 @dataclass(frozen=True)
-class Times(Record):
+class CallTime(Record):
     """What one call takes, in microseconds: the median, and the range that holds the middle 80 % of repetitions."""
 
     median_us: float
@@ -94,7 +94,7 @@ def record(calls: Sequence[Call]) -> Call:
     return graph.replay
 
 
-def time_calls(calls: Sequence[Call], repeats: int, count: int = 1) -> list[Times]:
+def time_calls(calls: Sequence[Call], repeats: int, count: int = 1) -> list[CallTime]:
     """Time calls in turns, in a new order in each repetition.
 
     Each of them runs twice in its turn, and the second time counts.
@@ -126,7 +126,7 @@ def sets_in_rotation(bytes_each: int) -> int:
     return max(2, min(12, _ROTATED_BYTES // bytes_each))
 
 
-def times_of(values: Sequence[float]) -> Times:
+def times_of(values: Sequence[float]) -> CallTime:
     """Return the median and the range of times in microseconds."""
     deciles = statistics.quantiles(values, n=10) if len(values) > 1 else [values[0]] * 9
-    return Times(statistics.median(values), deciles[0], deciles[-1])
+    return CallTime(statistics.median(values), deciles[0], deciles[-1])

@@ -26,8 +26,9 @@ from twellc.checks.accuracy import (
 )
 from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes, runs_kernels
 from twellc.checks.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
-from twellc.checks.samples import Limits, Sample, draw_samples, places_of_tokens, read_arrays, read_text
-from twellc.config import LOGITS, PADDINGS, CheckOptions, CompileOptions
+from twellc.compiling.manifest import UNKEPT_GRAPH, is_plan, read_manifest, refuse_other_plugins
+from twellc.compiling.result import METADATA_KEY
+from twellc.compiling.translate import translate_any
 from twellc.export.onnx_export import save_onnx
 from twellc.export.runner import run_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
@@ -35,10 +36,9 @@ from twellc.loaders.loaded import LoadedModel, NoChoiceError
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx
 from twellc.loaders.onnx_format import looks_like_onnx
-from twellc.manifest import UNKEPT_GRAPH, is_plan, read_manifest, refuse_other_plugins
+from twellc.options.commands import LOGITS, PADDINGS, CheckOptions, CompileOptions
 from twellc.passes.report import Layer, Neurons
-from twellc.translation.result import METADATA_KEY
-from twellc.translation.translate import translate_any
+from twellc.samples.samples import Limits, Sample, draw_samples, places_of_tokens, read_arrays, read_text
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from torch.export import ExportedProgram
 from twellc.base.dtypes import DTYPES, torch_dtype
 from twellc.base.errors import UserError
 from twellc.checks.evaluator import OnnxEvaluator, PluginNode
-from twellc.checks.samples import Sample
 from twellc.decisions.advise import repeat
 from twellc.export.profiles import ModelInputs, program_inputs
-from twellc.inputs import InputDeclaration
 from twellc.loaders.loaded import LoadedModel
+from twellc.loaders.onnx_models import choose_onnx_dtype, integer_range, model_inputs, open_model, refuse_rewritten
+from twellc.loaders.precision import choose_dtype
+from twellc.options.declared_inputs import InputDeclaration
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.graph.program import editable, finish
 from twellc.passes.onnx.ffn import Ends, find_onnx_blocks, lower_onnx
@@ -31,8 +32,7 @@ from twellc.passes.onnx.precision import widen_onnx
 from twellc.passes.pipeline import Found, arrange, find, functionalize
 from twellc.passes.precision import in_precision, widen
 from twellc.passes.report import Layer
-from twellc.translation.onnx_models import choose_onnx_dtype, integer_range, model_inputs, open_model, refuse_rewritten
-from twellc.translation.torch_models import choose_dtype
+from twellc.samples.samples import Sample
 
 Outputs = list[torch.Tensor]
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from twellc.base.errors import first_few
-from twellc.config import DEFAULT_COMPRESSION, DEFAULT_DENSITY
 from twellc.decisions.choose import (
     DEFAULT_ROW_SPREAD,
     Tokens,
@@ -24,8 +23,9 @@ from twellc.decisions.choose import (
 from twellc.decisions.predict import Widths
 from twellc.decisions.targets import Target
 from twellc.decisions.times import Rates
+from twellc.options.commands import DEFAULT_COMPRESSION, DEFAULT_DENSITY
+from twellc.passes.block_profile import Calibration, Counts
 from twellc.passes.decide import Advise
-from twellc.passes.firing import Calibration, Counts
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.neurons import without
 from twellc.passes.report import Choice, Layer

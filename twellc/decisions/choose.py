@@ -17,7 +17,7 @@ import numpy as np
 from twellc.base.records import Record
 from twellc.decisions.predict import CostModel, Widths, is_split
 from twellc.decisions.times import Rates
-from twellc.passes.firing import hot_first
+from twellc.passes.block_profile import hot_first
 from twellc.passes.report import Choice, Expectation, ExpectedTime
 from twellc.plugins.library import COMPRESSIONS, TILE
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from twellc.decisions.times import DensePoint, Measured, Rates, Times, TwellPoint, zipf_rates
+from twellc.decisions.times import DensePoint, GpuTimes, Measured, Rates, TwellPoint, zipf_rates
 
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -114,7 +114,7 @@ class _Call:
 class CostModel:
     """What blocks take on one GPU, from what was measured there; fitted when it is asked for the first time."""
 
-    def __init__(self, times: Times) -> None:
+    def __init__(self, times: GpuTimes) -> None:
         self.times = times
 
     @functools.cached_property

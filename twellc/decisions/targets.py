@@ -8,7 +8,7 @@ from pathlib import Path
 
 from twellc.base.errors import UserError
 from twellc.decisions.predict import CostModel
-from twellc.decisions.times import Times, read_times
+from twellc.decisions.times import GpuTimes, read_times
 
 _FOLDER = Path(__file__).with_name("data")
 DEFAULT_TARGET = "h100"
@@ -62,7 +62,7 @@ def choose_target(requested: str | None, at_hand: str | None) -> Target:
 
 
 @functools.cache
-def shipped_times(name: str) -> Times:
+def shipped_times(name: str) -> GpuTimes:
     """Return the times of a GPU that come with twellc."""
     return read_times(_FOLDER / f"{name}.json")
 

@@ -87,7 +87,7 @@ class TwellPoint(Measured):
 
 
 @dataclass(frozen=True)
-class Times(Record):
+class GpuTimes(Record):
     """What was measured on one GPU.
 
     Attributes:
@@ -128,7 +128,7 @@ def zipf_rates(d_ff: int, density: float) -> Rates:
     return rates
 
 
-def read_times(path: Path) -> Times:
+def read_times(path: Path) -> GpuTimes:
     """Read a data file.
 
     Raises:
@@ -155,7 +155,7 @@ def read_times(path: Path) -> Times:
         raise UserError(where, "the measured times are damaged: complete is neither true nor false", fix=_FIX)
     dense = _points(DensePoint, content, "dense", where)
     twell = _points(TwellPoint, content, "twell", where)
-    return Times({str(key): str(value) for key, value in machine.items()}, content["complete"], dense, twell)
+    return GpuTimes({str(key): str(value) for key, value in machine.items()}, content["complete"], dense, twell)
 
 
 _Point = TypeVar("_Point", bound=Measured)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from twellc.base.records import OPTIONAL, Json, Record
-from twellc.cost import CostTable
+from twellc.compiling.manifest import Manifest
+from twellc.inspection.flops import CostTable
 from twellc.inspection.kernels import KernelTable
-from twellc.manifest import Manifest
 from twellc.passes.report import Attention, Layer
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from twellc.base.errors import UserError
 from twellc.base.files import uninterrupted
-from twellc.config import DEFAULT_GPU, InspectOptions, refuse_calibration, refuse_dtype
-from twellc.cost import count_costs
-from twellc.inputs import refuse_inputs
+from twellc.compiling.manifest import is_plan, read_manifest
 from twellc.inspection.description import Description, Inspection
+from twellc.inspection.flops import count_costs
 from twellc.inspection.kernels import list_kernels
 from twellc.loaders.onnx_format import looks_like_onnx
-from twellc.manifest import is_plan, read_manifest
+from twellc.options.commands import DEFAULT_GPU, InspectOptions, refuse_calibration, refuse_dtype
+from twellc.options.declared_inputs import refuse_inputs
 from twellc.plugins.library import gpu_named
 
 

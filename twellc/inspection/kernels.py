@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twellc.base.records import Record
-from twellc.config import DEFAULT_COMPRESSION
+from twellc.options.commands import DEFAULT_COMPRESSION
 from twellc.passes.report import Layer
 from twellc.plugins.library import ACTIVATIONS, DTYPES, GPUS, VARIANTS, Problem, describe, load
 

@@ -10,15 +10,20 @@ import onnx
 
 from twellc.base.dtypes import dtype_name, torch_dtype
 from twellc.base.records import of_json
-from twellc.calibration.calibration import load_calibration
-from twellc.config import InspectOptions, refuse_calibration, refuse_dtype
+from twellc.compiling.result import METADATA_KEY
+from twellc.compiling.translate_onnx import cast_notes
+from twellc.compiling.translate_torch import activation_notes
 from twellc.decisions.advise import Advisor, firing_of
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
-from twellc.inputs import InputDeclaration
+from twellc.firing.calibration import load_calibration
 from twellc.inspection.description import Description, PluginNode
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
+from twellc.loaders.onnx_models import KIND, choose_onnx_dtype, open_model
+from twellc.loaders.precision import choose_dtype
+from twellc.options.commands import InspectOptions, refuse_calibration, refuse_dtype
+from twellc.options.declared_inputs import InputDeclaration
 from twellc.passes.attention import MATMUL, rewrite_attention
 from twellc.passes.neurons import arrange_neurons
 from twellc.passes.onnx.ffn import find_onnx_blocks
@@ -27,9 +32,6 @@ from twellc.passes.pipeline import find, prepare
 from twellc.passes.report import Layer
 from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import GATED, HOT, RESIDUAL
-from twellc.translation.onnx_models import KIND, cast_notes, choose_onnx_dtype, open_model
-from twellc.translation.result import METADATA_KEY
-from twellc.translation.torch_models import activation_notes, choose_dtype
 
 
 def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> Description:

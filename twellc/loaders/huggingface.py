@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from twellc.base.errors import UserError, first_few, first_line
-from twellc.config import PADDINGS
 from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
 from twellc.loaders.huggingface_inputs import inputs_of, longest_text, text_config
 from twellc.loaders.loaded import LoadedModel, NoChoiceError, refuse_choices
 from twellc.loaders.tracing import keep_tensor_outputs, trace
+from twellc.options.commands import PADDINGS
 
 
 def load_directory(path: Path, padding: str | None = None, logits: str = "all") -> LoadedModel:

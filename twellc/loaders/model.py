@@ -6,11 +6,11 @@ import zipfile
 from pathlib import Path
 
 from twellc.base.errors import UserError
-from twellc.inputs import InputDeclaration, refuse_inputs
 from twellc.loaders.archive import load_archive
 from twellc.loaders.huggingface import load_directory
 from twellc.loaders.loaded import LoadedModel, refuse_choices
 from twellc.loaders.pickled import load_pickle
+from twellc.options.declared_inputs import InputDeclaration, refuse_inputs
 
 
 def load_model(

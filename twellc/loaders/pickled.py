@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from twellc.base.errors import UserError, first_line
-from twellc.inputs import InputDeclaration
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs, trace
+from twellc.options.declared_inputs import InputDeclaration
 
 # Sizes to trace dynamic dimensions with: all different, since torch.export gives equal sizes one symbol; not 1, which
 # it would take for a constant.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from twellc.passes.firing import BlockProfile
+from twellc.passes.block_profile import BlockProfile
 from twellc.plugins.library import COMPRESSIONS, TILE
 from twellc.reporting.words import clean, percent, short_count
 

@@ -12,11 +12,11 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from twellc.base.files import Outputs
+from twellc.base.files import OutputFiles
 from twellc.base.version import __version__
 from twellc.benchmarking.plot import require_matplotlib
-from twellc.calibration.profile import PERCENTILES, SLOTS
-from twellc.passes.firing import BlockProfile, rate_bound
+from twellc.firing.profile import PERCENTILES, SLOTS
+from twellc.passes.block_profile import BlockProfile, rate_bound
 from twellc.passes.report import Attention, Layer
 from twellc.plugins.library import COMPRESSIONS, PLUGIN_NAMES, TILE
 from twellc.reporting import figures
@@ -115,7 +115,7 @@ def make_page(sources: Sources, output: Path | None, *, overwrite: bool = False)
     Raises:
         UserError: The file cannot be written, or exists; or matplotlib is missing, for a profile or measurements.
     """
-    with Outputs(overwrite) as outputs:
+    with OutputFiles(overwrite) as outputs:
         if output is not None:
             outputs.check("--output", output)
         if sources.profile is not None or sources.bench is not None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from twellc.base.errors import UserError, first_few
 from twellc.base.files import why_no_file
 from twellc.base.records import OPTIONAL, Json, Record, of_json
-from twellc.calibration.profile import Profile, refuse_other_model
-from twellc.manifest import SCHEMA, Backend, ModelFile, is_plan, read_manifest
+from twellc.compiling.manifest import SCHEMA, Backend, ModelFile, is_plan, read_manifest
+from twellc.firing.profile import FiringProfile, refuse_other_model
 from twellc.passes.report import Attention, Layer, missing_blocks
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Sources:
         bench: What was measured.
     """
 
-    profile: Profile | None
+    profile: FiringProfile | None
     decisions: Decisions | None
     bench: BenchResult | None
 
@@ -152,7 +152,7 @@ def _read_json(path: Path, where: str, expected: str) -> dict[str, Any]:
     return content
 
 
-def gather(profile: Profile | None, decisions: Decisions | None, bench: BenchResult | None) -> Sources:
+def gather(profile: FiringProfile | None, decisions: Decisions | None, bench: BenchResult | None) -> Sources:
     """Put together what a report is made of.
 
     Raises:

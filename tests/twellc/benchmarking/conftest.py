@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from twellc.benchmarking import contest, forms
-from twellc.benchmarking.timing import Machine, Times
+from twellc.benchmarking.timing import CallTime, Machine
 
 
 @pytest.fixture
@@ -21,11 +21,11 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     def record(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
         return lambda: [call() for call in calls]
 
-    def time_calls(calls: Sequence[Callable[[], object]], repeats: int, count: int = 1) -> list[Times]:
+    def time_calls(calls: Sequence[Callable[[], object]], repeats: int, count: int = 1) -> list[CallTime]:
         assert repeats > 0
         results = [call() for call in calls]
         assert count == 1 or all(len(result) == count for result in results)  # type: ignore[arg-type]
-        return [Times(1000.0 - index, 900.0, 1100.0) for index in range(len(calls))]
+        return [CallTime(1000.0 - index, 900.0, 1100.0) for index in range(len(calls))]
 
     monkeypatch.setattr(contest, "record", record)
     monkeypatch.setattr(contest, "time_calls", time_calls)

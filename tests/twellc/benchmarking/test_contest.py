@@ -10,7 +10,7 @@ import torch
 
 from twellc.benchmarking import contest
 from twellc.benchmarking.contest import Contest
-from twellc.benchmarking.timing import Times
+from twellc.benchmarking.timing import CallTime
 
 TRUTH = torch.randn(8, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
@@ -23,7 +23,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda: [call() for call in calls]
 
     monkeypatch.setattr(contest, "record", record)
-    monkeypatch.setattr(contest, "time_calls", lambda calls, repeats: [Times(i, i, i) for i in range(len(calls))])
+    monkeypatch.setattr(contest, "time_calls", lambda calls, repeats: [CallTime(i, i, i) for i in range(len(calls))])
 
 
 def rounded(dtype: torch.dtype) -> Callable[[], Any]:

@@ -30,15 +30,15 @@ from twellc.checks import evaluator
 from twellc.checks.accuracy import Share
 from twellc.checks.checking import CheckResult, _without_padding, check
 from twellc.checks.reference import integer_ranges
-from twellc.checks.samples import Limits, Sample, draw_samples, places_of_tokens
-from twellc.cli import _print_accuracy
-from twellc.config import CheckOptions, CompileOptions
+from twellc.commands.check import print_accuracy
+from twellc.compiling.translate import translate_to_file
 from twellc.export.profiles import program_inputs
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
+from twellc.options.commands import CheckOptions, CompileOptions
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_weights import fold_weights
-from twellc.translation.translate import translate_to_file
+from twellc.samples.samples import Limits, Sample, draw_samples, places_of_tokens
 
 # Inputs of a twell node after x: weights of a gated block with all biases, and without any.
 WITH_BIASES = ("w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down")
@@ -528,7 +528,7 @@ def test_only_the_worst_blocks_are_shown(capsys: pytest.CaptureFixture[str], dee
     many = [replace(result.blocks[0], module=f"block{index}") for index in range(20)]
     worst = replace(result.blocks[1].accuracy, relative_tolerance=1e-9, max_tolerance=1e-9)
     many[13] = replace(many[13], accuracy=worst)
-    _print_accuracy(replace(result, blocks=many))
+    print_accuracy(replace(result, blocks=many))
     shown = capsys.readouterr().out
     assert "the worst of 20" in shown
     assert "first block that diverges: block13" in shown

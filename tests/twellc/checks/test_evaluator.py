@@ -21,13 +21,13 @@ from tests.models import Gated, Plain, Residual, canonical, rewrite, run
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.base.errors import UserError
 from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes, to_numpy, to_torch
-from twellc.config import CompileOptions
+from twellc.compiling.translate_torch import translate
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.loaders.loaded import LoadedModel
+from twellc.options.commands import CompileOptions
 from twellc.passes.graph.execution import Runner
 from twellc.passes.pipeline import canonicalize
 from twellc.passes.precision import widen
-from twellc.translation.torch_models import translate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool])

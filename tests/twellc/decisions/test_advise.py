@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.models import Gated, Residual, blocks_of, canonical
+from twellc.compiling.sizes import rows_of_blocks, rows_of_inputs
 from twellc.decisions.advise import Advisor, Firing, repeat, row_spread
 from twellc.decisions.choose import Tokens, percent
 from twellc.decisions.targets import choose_target
@@ -18,7 +19,6 @@ from twellc.export.profiles import program_inputs, resolve_profiles
 from twellc.export.shapes import parse_profile
 from twellc.passes.decide import decide
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
-from twellc.translation.sizes import rows_of_blocks, rows_of_inputs
 
 TARGET = choose_target("h200", None)
 TOKENS = [Tokens(1, 8192, 8192)]

@@ -10,11 +10,11 @@ import pytest
 
 from twellc.base.errors import UserError
 from twellc.decisions.targets import TARGETS, shipped_times
-from twellc.decisions.times import DensePoint, Times, TwellPoint, read_times, zipf_rates
+from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint, read_times, zipf_rates
 
 DENSE = DensePoint("gated", 2048, 5632, 8, 28.0, 27.5, 28.5, "packed")
 TWELL = TwellPoint("gated", 2048, 5632, 8, 12.0, 11.5, 12.5, 0.0048, 0.005, "zipf", 128)
-TIMES = Times({"gpu": "NVIDIA Test", "date": "2026-11-25"}, True, [DENSE], [TWELL])
+TIMES = GpuTimes({"gpu": "NVIDIA Test", "date": "2026-11-25"}, True, [DENSE], [TWELL])
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.conftest import Cli
 from tests.models import Gated, Plain, Residual, export
 from tests.onnx_graphs import gated
 from tests.twellc.test_cli import failed
-from twellc.cost import Cost, count_costs, dense_cost, sparse_cost
+from twellc.inspection.flops import Cost, count_costs, dense_cost, sparse_cost
 from twellc.passes.report import Layer, Neurons
 
 D_MODEL, D_FF, D_OUT = 32, 600, 48

@@ -28,12 +28,12 @@ from tests.models import Gated, Residual, Written, export, llama
 from twellc.base.errors import UserError
 from twellc.checks.accuracy import OutputAccuracy
 from twellc.checks.checking import check
-from twellc.config import CheckOptions, CompileOptions
+from twellc.compiling.translate import translate_to_file
 from twellc.loaders.model import load_model
 from twellc.loaders.tracing import keep_tensor_outputs
+from twellc.options.commands import CheckOptions, CompileOptions
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.pipeline import canonicalize, functionalize
-from twellc.translation.translate import translate_to_file
 
 Records = dict[str, bytes]
 Json = dict[str, Any]

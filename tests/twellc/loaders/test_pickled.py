@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from twellc.base.errors import UserError
-from twellc.inputs import InputDeclaration, parse_input
 from twellc.loaders.model import load_model
+from twellc.options.declared_inputs import InputDeclaration, parse_input
 from twellc.passes.graph.execution import Runner
 from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.pipeline import canonicalize

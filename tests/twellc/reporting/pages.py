@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from twellc.calibration.profile import DataSource, Profile, ProfiledModel
-from twellc.passes.firing import BlockProfile
+from twellc.firing.profile import DataSource, FiringProfile, ProfiledModel
+from twellc.passes.block_profile import BlockProfile
 from twellc.plugins.library import TILE
 
 SHA256 = "0" * 64
@@ -33,12 +33,12 @@ def block(module: str, activity: float) -> BlockProfile:
     )  # fmt: skip
 
 
-def profile(modules: Sequence[str] = MODULES, name: str = "tiny") -> Profile:
+def profile(modules: Sequence[str] = MODULES, name: str = "tiny") -> FiringProfile:
     """A profile of the model."""
     blocks = {module: block(module, 0.5 / (index + 1)) for index, module in enumerate(modules)}
     model = ProfiledModel(name, "Hugging Face directory", SHA256, "bf16")
     data = [DataSource("a.txt", "text", 8, TOKENS)]
-    return Profile(model, data, "2026-11-25T09:30:00+00:00", "0.1.0", ["the text is short"], blocks)
+    return FiringProfile(model, data, "2026-11-25T09:30:00+00:00", "0.1.0", ["the text is short"], blocks)
 
 
 def layers(modules: Sequence[str] = MODULES, assumed: bool = False) -> list[dict[str, Any]]:

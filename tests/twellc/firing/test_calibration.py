@@ -1,0 +1,234 @@
+"""`--calibration` of compile, inspect and check: what is written, what is said, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import twellc
+from tests.conftest import Cli
+from tests.onnx_graphs import gated
+from tests.twellc.test_cli import failed, files_in
+from twellc.compiling.manifest import SCHEMA, read_manifest
+from twellc.decisions.advise import Advisor
+from twellc.firing.calibration import LoadedCalibration
+from twellc.passes.block_profile import Calibration, hot_first
+from twellc.passes.match.find_ffn import FfnBlock
+from twellc.passes.report import Choice
+
+TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200))
+PRUNED = "model.layers.2.mlp"
+
+
+@pytest.fixture(scope="module")
+def profile(bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profile")
+    (folder / "a.py").write_text(TEXT)
+    twellc.profile(bytelm, folder / "a.py", folder / "p")
+    return folder / "p"
+
+
+@pytest.fixture(scope="module")
+def other_text(bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("other")
+    (folder / "b.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    twellc.profile(bytelm, folder / "b.txt", folder / "q")
+    return folder / "q"
+
+
+def first_weight(path: Path, module: str) -> np.ndarray[Any, Any]:
+    """Return w_gate of a block in a rewritten ONNX file."""
+    model = onnx.load(path)
+    node = next(node for node in model.graph.node if node.domain == "twell" and module in node.name)
+    return np.asarray(onnx.numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == node.input[1])))
+
+
+def splitting(advisor: Advisor, block: FfnBlock) -> Choice:
+    """Advise hot neurons for one block, and none for the others."""
+    choice = Choice("twell", "matches", 128 if block.module == PRUNED else 0, 8, None)
+    advisor.decided[block.module] = {"decision": "twell", "facts": "matches", "hot": choice.hot, "compression": 8}
+    return choice
+
+
+def test_split_graph_and_its_check(
+    cli: Cli, bytelm: Path, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hottest neurons of the block that is split stand first; of the others none is moved."""
+    monkeypatch.setattr(Advisor, "__call__", splitting)
+    for name, options in {"plain": [], "split": ["--calibration", profile]}.items():
+        assert cli("compile", bytelm, "--backend", "none", "--onnx", tmp_path / f"{name}.onnx", *options).exit_code == 0
+    for module, block in twellc.FiringProfile.read(profile).blocks.items():
+        plain, arranged = (first_weight(tmp_path / f"{name}.onnx", module) for name in ("plain", "split"))
+        order = hot_first(block.firing, 128 if module == PRUNED else 0)
+        assert np.array_equal(arranged, plain[order])
+        assert np.array_equal(arranged, plain) == (module != PRUNED)
+    result = twellc.check(bytelm, tmp_path / "split.onnx")
+    assert result.within and len(result.blocks) == 4
+    assert all(block.accuracy.separation.rewrite.relative < 1e-10 for block in result.blocks)  # type: ignore[union-attr]
+    shown = twellc.inspect(tmp_path / "split.onnx").layers
+    assert [layer.hot for layer in shown] == [128 if layer.module == PRUNED else 0 for layer in shown]
+    assert all(layer.neurons is not None and layer.neurons.kept == 1024 for layer in shown)
+
+
+def test_pruned_graph_report_and_check(cli: Cli, bytelm: Path, profile: Path, other_text: Path, tmp_path: Path) -> None:
+    """Its report says how many neurons, how sure that is, and what the second profile loses; its check measures it."""
+    options = ["--calibration", profile, "--prune-dead", "--prune-check", other_text]
+    outputs = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", tmp_path / "r.json"]
+    result = cli("compile", bytelm, *outputs, *options)
+    assert result.exit_code == 0
+    said = " ".join(result.stderr.split())
+    assert "approximate, as --prune-dead asks for" in said and "95 % confidence" in said and "--prune-check" in said
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["settings"]["prune_dead"] is True and len(report["settings"]["calibration"]) == 64
+    block = twellc.FiringProfile.read(profile).blocks[PRUNED]
+    neurons = next(layer["neurons"] for layer in report["layers"] if layer["module"] == PRUNED)
+    assert neurons["never"] == block.never.sum() and neurons["tokens"] == block.tokens
+    assert neurons["kept"] == 1024 - neurons["dead"] == len(first_weight(tmp_path / "m.onnx", PRUNED))
+    never = np.flatnonzero(block.never)
+    gone = never[len(never) - neurons["dead"] :]
+    second = twellc.FiringProfile.read(other_text).blocks[PRUNED]
+    assert neurons["lost"] == pytest.approx(second.firing[gone].sum() / second.nonzeros) and neurons["lost"] > 0
+    (tmp_path / "b.txt").write_text("The quick brown fox jumps over the lazy dog. " * 4)
+    checked = twellc.check(bytelm, tmp_path / "m.onnx", text=tmp_path / "b.txt")
+    by_module = {each.module: each for each in checked.blocks}
+    separation = by_module[PRUNED].accuracy.separation
+    assert separation is not None and separation.rewrite.relative > 1e-10
+    assert any("removed by --prune-dead" in note for note in checked.notes)
+
+
+def test_inspect_shows_what_becomes_of_neurons(cli: Cli, bytelm: Path, profile: Path) -> None:
+    result = cli("inspect", bytelm, "--calibration", profile, "--prune-dead")
+    assert result.exit_code == 0 and "of 1024" in result.stdout and "calibrated by p: " in result.stderr
+    assert "at the densities of the profile" in result.stdout
+    found, blocks = twellc.inspect(bytelm, calibration=profile), twellc.FiringProfile.read(profile).blocks
+    assert {row.module: row.density for row in found.cost.layers} == {
+        module: pytest.approx(block.density) for module, block in blocks.items()
+    }
+    layers = found.layers
+    assert all(layer.neurons is not None and layer.neurons.kept == 1024 for layer in layers)
+
+
+def test_nothing_is_called_approximate_where_no_neuron_was_removed(bytelm: Path, profile: Path) -> None:
+    everything = twellc.FiringProfile.read(profile)
+    loaded = LoadedCalibration(profile, everything, Calibration(everything.blocks, prune_dead=True), "0" * 64)
+    assert loaded.notes([], everything.model.dtype)[1:] == ["--prune-dead removed no neuron"]
+
+
+def test_a_profile_in_another_precision(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    twellc.profile(archive, {"x": np.ones((1, 3, 16))}, tmp_path / "p", dtype="fp16")
+    outputs = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--overwrite"]
+    said = "Note: the profile is of the model in fp16, compiled in bf16: other neurons may fire there."
+    for command in (["compile", archive, *outputs], ["inspect", archive]):
+        assert said in cli(*command, "--calibration", tmp_path / "p").stderr
+        assert said not in cli(*command, "--calibration", tmp_path / "p", "--dtype", "fp16").stderr
+
+
+def test_a_profile_of_other_blocks(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    """The model is the same, but its block has another name: the page of --html could not be made."""
+    profile = twellc.profile(archive, {"x": np.ones((1, 3, 16))})
+    (block,) = profile.blocks.values()
+    replace(profile, blocks={"other": replace(block, module="other")}).write(tmp_path / "p")
+    outputs = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--html", tmp_path / "m.html"]
+    for command in (["compile", archive, *outputs], ["inspect", archive]):
+        result = cli(*command, "--calibration", tmp_path / "p")
+        failed(result, f"--calibration {tmp_path / 'p'}: counts the neurons of a block", "got other with d_ff 320")
+        assert "exporting" not in result.stderr
+
+
+def test_a_plan_says_what_was_done(cli: Cli, bytelm: Path, profile: Path, tmp_path: Path) -> None:
+    """Its graph was not kept: to make it again, check needs the profile."""
+    plan = tmp_path / "m.plan"
+    assert cli("compile", bytelm, "-o", plan, "--calibration", profile, "--prune-dead").exit_code == 0
+    manifest = read_manifest(plan)
+    neurons = {layer.module: layer.neurons for layer in manifest.layers}[PRUNED]
+    assert neurons is not None and neurons.dead > 0 and manifest.settings.prune_dead is True
+    assert any("approximate" in note for note in manifest.notes)
+    assert twellc.inspect(plan).layers == manifest.layers
+    (tmp_path / "seen.py").write_text(TEXT[:100])
+    arguments = ["check", bytelm, plan, "--text", tmp_path / "seen.py"]
+    failed(cli(*arguments), "was compiled with a profile", "Give it with --calibration PROFILE")
+    (tmp_path / "another").write_bytes(b"x")
+    failed(cli(*arguments, "--calibration", tmp_path / "another"), "is another profile")
+    assert cli(*arguments, "--calibration", profile).exit_code == 0
+
+
+def test_check_takes_only_the_profile_of_its_candidate(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    """Also where it has no need of one, as of an ONNX file."""
+    for name in ("p", "other"):
+        twellc.profile(archive, {"x": np.random.default_rng(len(name)).normal(size=(1, 3, 16))}, tmp_path / name)
+    (tmp_path / "empty").touch()
+    for name, options in {"plain": [], "calibrated": ["--calibration", tmp_path / "p"]}.items():
+        outputs = ["--backend", "none", "--onnx", tmp_path / f"{name}.onnx"]
+        assert cli("compile", archive, *outputs, *options).exit_code == 0
+
+    def check(name: str, profile: str) -> Any:
+        return cli("check", archive, tmp_path / f"{name}.onnx", "--calibration", tmp_path / profile)
+
+    assert check("calibrated", "p").exit_code == 0
+    for profile in ("other", "empty"):
+        failed(check("calibrated", profile), f"{profile}: is another profile", "Give that one, or none")
+    failed(check("calibrated", "none"), "there is no such file; expected the profile that")
+    failed(check("plain", "p"), "plain.onnx was compiled without a profile", "Leave it out")
+
+
+@pytest.mark.parametrize("field", ["kept", "reason", "rate_bound", "density"])
+def test_a_damaged_record_of_neurons(cli: Cli, bytelm: Path, profile: Path, tmp_path: Path, field: str) -> None:
+    plan = tmp_path / "m.plan"
+    plan.write_bytes(b"ftrt")
+    content = json.loads(json.dumps(_manifest(plan, field)))
+    (tmp_path / "m.plan.json").write_text(json.dumps(content))
+    failed(cli("inspect", plan), "the manifest is damaged: layers[0].neurons")
+
+
+def _manifest(plan: Path, field: str) -> dict[str, Any]:
+    neurons: dict[str, Any] = {"kept": 8, "unable": 0, "dead": 0, "rate_bound": 0.1, "density": 0.1, "reason": ""}
+    neurons[field] = 0 if field == "reason" else "x"
+    layer = {
+        "module": "m", "variant": "gated", "activation": "relu", "d_model": 8, "d_ff": 8, "d_out": 8, "matched": True,
+        "decision": "twell", "reason": "", "residual": False, "hot": 0, "neurons": neurons,
+    }  # fmt: skip
+    return {
+        "schema": SCHEMA, "twellc": "0", "model": {"name": "m", "kind": "k", "sha256": "0"},
+        "settings": {"dtype": "bf16", "layers": "auto", "compression": 8, "attention_forms": []},
+        "layers": [layer], "attention": [], "notes": [], "warnings": [],
+        "plugins": {"namespace": "twell", "version": "v", "names": [], "embedded": False},
+        "onnx": {"file": None, "sha256": "0"}, "profiles": [{}], "backend": {"name": "b", "version": "v"},
+        "plan": {"file": plan.name, "bytes": 4, "sha256": "0", "inputs": [], "outputs": [], "plugin_layers": []},
+    }  # fmt: skip
+
+
+def test_what_is_refused(cli: Cli, bytelm: Path, llama: Path, profile: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("no profile")
+    onnx.save(gated(), tmp_path / "m.onnx")
+    before = files_in(tmp_path)
+    output = ["--backend", "none", "--onnx", tmp_path / "out.onnx"]
+    for command in (["compile", *output], ["inspect"]):
+        name, *rest = command
+
+        def refused(model: Path, *options: object, name: str = name, rest: list[Any] = rest) -> Any:
+            return cli(name, model, *rest, *options)
+
+        failed(refused(llama, "--calibration", profile), "is a profile of another model", "got bytelm")
+        failed(refused(bytelm, "--calibration", tmp_path / "empty"), "the file is empty")
+        failed(refused(bytelm, "--calibration", tmp_path / "text"), "is no profile of twellc")
+        failed(refused(bytelm, "--calibration", tmp_path / "none"), "there is no such file")
+        failed(refused(bytelm, "--calibration", tmp_path), "is a folder; expected a profile")
+        failed(refused(bytelm, "--prune-dead"), "--prune-dead: needs a profile", "Add --calibration PROFILE")
+        failed(refused(bytelm, "--calibration", profile, "--prune-check", profile), "nothing to check without")
+        failed(refused(tmp_path / "m.onnx", "--calibration", profile), "only a model that twellc traces")
+    onto_itself = ["--calibration", profile, "--report", profile, "--overwrite"]
+    failed(cli("compile", bytelm, *output, *onto_itself), f"--report {profile}: is a file that is read")
+    assert files_in(tmp_path) == before
+
+
+def test_few_tokens_are_warned_of(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
+    twellc.profile(bytelm, {"input_ids": np.array([[65, 66, 67]])}, tmp_path / "p")
+    result = cli("compile", bytelm, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--calibration", tmp_path / "p")
+    assert result.exit_code == 0 and "Warning: 3 tokens are few" in " ".join(result.stderr.split())

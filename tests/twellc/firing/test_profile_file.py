@@ -1,0 +1,113 @@
+"""The file of a profile: what it holds, and that damage to it is one message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import twellc
+from twellc.firing.profile import DataSource, FiringProfile, ProfiledModel
+from twellc.passes.block_profile import BlockProfile, rate_bound
+
+FIRING = [3, 0, 1, 3, 0, 2]
+ROWS = [0, 1, 1, 2, 0, 0, 0]
+
+
+def block(module: str = "mlp") -> BlockProfile:
+    tiles, positions = np.zeros(257, np.int64), np.zeros((32, 2), np.int64)
+    tiles[[1, 2, 3]] = 1, 1, 2
+    positions[0], positions[3] = (1, 3), (3, 6)
+    return BlockProfile(module, "gated", "relu", np.array(FIRING), np.array(ROWS), tiles, positions)
+
+
+def profile() -> FiringProfile:
+    model = ProfiledModel("m", "Hugging Face directory", "0" * 64, "bf16")
+    return FiringProfile(
+        model, [DataSource("a.txt", "text", 1, 4)], "2026-11-25T09:30:00+00:00", "0.1.0", [], {"mlp": block()}
+    )
+
+
+def test_statistics() -> None:
+    found = block()
+    assert (found.d_ff, found.tokens, found.nonzeros, found.largest, found.mean) == (6, 4, 9, 3, 2.25)
+    assert found.density == 9 / 24 and found.rates.tolist() == [0.75, 0, 0.25, 0.75, 0, 0.5]
+    assert found.order.tolist() == [0, 3, 5, 2, 1, 4]
+    assert found.carried_by(2) == 6 / 9 and found.carried_by(6) == 1
+    assert found.never.tolist() == [False, True, False, False, True, False]
+    assert [found.percentile(share) for share in (0.25, 0.5, 0.75, 1)] == [1, 2, 3, 3]
+    assert (found.tiles_over(2), found.tiles_over(3)) == (0.5, 0)
+    assert found.density_by_position() == [(0, 0, 0.5), (4, 7, 6 / 18)]
+
+
+def test_rate_bound() -> None:
+    """Not firing has a probability of 5 % at the bound; for many tokens it is 3 / tokens."""
+    for tokens in (1, 3, 100, 10**6):
+        assert (1 - rate_bound(tokens)) ** tokens == pytest.approx(0.05, rel=1e-6)
+    assert rate_bound(10**6) == pytest.approx(3e-6, rel=0.01)
+    assert rate_bound(0) == 1
+
+
+def test_a_file_is_what_was_written(tmp_path: Path) -> None:
+    profile().write(tmp_path / "p")
+    found = FiringProfile.read(str(tmp_path / "p"))
+    assert found.to_json() == profile().to_json()
+    assert json.loads(json.dumps(found.to_json())) == found.to_json()
+    assert found.blocks["mlp"].firing.tolist() == FIRING
+    with pytest.raises(twellc.UserError, match="exists already"):
+        found.write(tmp_path / "p")
+    found.merged(found).write(tmp_path / "p", overwrite=True)
+    assert FiringProfile.read(tmp_path / "p").blocks["mlp"].firing.tolist() == [2 * count for count in FIRING]
+
+
+def rewritten(path: Path, tensors: dict[str, Any] | None = None, **metadata: str) -> None:
+    """Write a profile with other tensors or metadata."""
+    profile().write(path)
+    old = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])["__metadata__"]
+    save_file({**load_file(path), **(tensors or {})}, path, {**old, **metadata})
+
+
+DAMAGE: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
+    "another format": ({}, {"format": "another"}, "is no profile of twellc; expected a file that"),
+    "another version": ({}, {"version": "2"}, "the profile is of another version of the format; got 2; expected 1"),
+    "no JSON": ({}, {"profile": "{"}, "the profile is damaged"),
+    "no object": ({}, {"profile": "[1]"}, "the profile is damaged"),
+    "no blocks": ({}, {"profile": json.dumps({"blocks": []})}, r"the profile is damaged \(it has no block\)"),
+    "floats": ({"mlp/firing": np.ones(6)}, {}, "the counts mlp/firing are none"),
+    "another width": ({"mlp/firing": np.ones(7, np.int64)}, {}, "the counts mlp/firing are none"),
+    "negative": ({"mlp/tiles": np.full(257, -1)}, {}, "the counts mlp/tiles are none"),
+    "contradiction": ({"mlp/firing": np.ones(6, np.int64)}, {}, "the counts of mlp contradict each other"),
+    "more often than there are tokens": ({"mlp/firing": np.array([9, 0, 0, 0, 0, 0])}, {}, "contradict each other"),
+    "more tiles than there are": ({"mlp/tiles": np.array([1, 1, 1, 2, *[0] * 253])}, {}, "contradict each other"),
+    "more places than tokens": ({"mlp/positions": np.full((32, 2), 5)}, {}, "contradict each other"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage(tmp_path: Path, name: str) -> None:
+    tensors, metadata, message = DAMAGE[name]
+    rewritten(tmp_path / "p", tensors, **metadata)
+    with pytest.raises(twellc.UserError, match=message):
+        FiringProfile.read(tmp_path / "p", "--calibration")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\x00" * 64, b"\xff" * 8])
+def test_no_profile(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "p").write_bytes(content)
+    with pytest.raises(twellc.UserError, match=r"^--calibration .*p: (the file is empty|is no profile of twellc)"):
+        FiringProfile.read(tmp_path / "p", "--calibration")
+    with pytest.raises(twellc.UserError, match="there is no such file"):
+        FiringProfile.read(tmp_path / "missing")
+
+
+def test_every_cut_is_noticed(tmp_path: Path) -> None:
+    profile().write(tmp_path / "p")
+    whole = (tmp_path / "p").read_bytes()
+    for size in range(1, len(whole), 97):
+        (tmp_path / "p").write_bytes(whole[:size])
+        with pytest.raises(twellc.UserError, match="is no profile"):
+            FiringProfile.read(tmp_path / "p")

@@ -1,0 +1,215 @@
+"""`twellc bench` on the command line. Importing this imports nothing large."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.table import Table
+
+import twellc
+from twellc.base.dtypes import DTYPES
+from twellc.base.errors import UserError
+from twellc.commands.terminal import (
+    Command,
+    FilePath,
+    calibration_option,
+    inputs_option,
+    never_failing,
+    open_console,
+    prune_check_option,
+    prune_dead_option,
+    refuse_other_options,
+    say,
+    show_progress,
+    target_gpu_option,
+    trust_model_option,
+)
+from twellc.options.commands import DEFAULT_REPEATS
+from twellc.plugins.library import COMPRESSIONS
+
+if TYPE_CHECKING:
+    from twellc.benchmarking.result import BenchResult, Standings
+
+
+@click.command(cls=Command)
+@click.argument("model", type=FilePath(), required=False)
+@click.option(
+    "--shapes", default="", metavar="SIZES,...",
+    help="Sizes of the model's dynamic dimensions, in their order; of a language model sequences and their tokens, "
+    "such as 1x1,1x512,4x2048. Default: one token, and some prompts.",
+)  # fmt: skip
+@click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision; default as in compile.")
+@click.option("--layers", default="auto", show_default=True, metavar="auto|all|REGEX", help="As in compile.")
+@click.option(
+    "--compression", type=click.Choice(tuple(map(str, COMPRESSIONS))), help="As in compile.",
+)  # fmt: skip
+@target_gpu_option
+@calibration_option
+@prune_dead_option
+@prune_check_option
+@click.option(
+    "--text", type=FilePath(), metavar="FILE",
+    help="Run a language model on this text, in UTF-8, through its own tokenizer. How many neurons fire depends on it.",
+)  # fmt: skip
+@click.option(
+    "--inputs", "arrays", type=FilePath(), metavar="FILE.npz", help="Run on these arrays, named as the model's inputs.",
+)  # fmt: skip
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), metavar="N", help="Seed of random inputs; default: 0.")
+@click.option(
+    "--repeats", type=click.IntRange(1), default=DEFAULT_REPEATS, show_default=True, metavar="N",
+    help="How often each contestant is timed; they take turns.",
+)  # fmt: skip
+@click.option(
+    "--compiled/--no-compiled", default=True, show_default=True,
+    help="Measure what torch.compile makes of the models, too, which may take minutes a shape.",
+)  # fmt: skip
+@click.option(
+    "--tensorrt/--no-tensorrt", default=True, show_default=True,
+    help="Build and measure plans, too, where full TensorRT is installed.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option(
+    "--plot", type=FilePath(), metavar="FILE", help="Draw the speed-ups, as .svg, .png or .pdf; needs matplotlib.",
+)  # fmt: skip
+@click.option(
+    "--calibrate", is_flag=True,
+    help="Measure no model, but what blocks of many sizes take on the GPU at hand, for --target-gpu of compile and "
+    "inspect; takes less than four minutes.",
+)  # fmt: skip
+@click.option("-o", "--output", type=FilePath(), metavar="FILE", help="With --calibrate: the data file to write.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing picture or data file.")
+@trust_model_option
+@inputs_option
+@click.pass_context
+def bench(
+    context: click.Context,
+    /,
+    model: Path | None,
+    shapes: str,
+    compression: str | None,
+    as_json: bool,
+    inputs: tuple[str, ...],
+    calibrate: bool,
+    output: Path | None,
+    **options: Any,
+) -> None:
+    """Measure MODEL on the GPU at hand: as it is, rewritten, and what else one could run.
+
+    MODEL is a torch.export archive, a Hugging Face directory or a pickled module. At each shape the whole model and its
+    rewritten feed-forward blocks alone are timed in torch, eager and compiled, in CUDA graphs, and then each block by
+    itself. Beside them stand dense blocks with gate and up in one product, in the model's precision and in FP8, and
+    plans where full TensorRT is installed. The model is rewritten as compile would for these shapes. Speed-ups are over
+    the fastest dense one in torch that is not in FP8.
+
+    Results are compared with float64 before they are timed; who is too far off is named and left out. Exit status 2:
+    the input is bad, or there is no GPU.
+    """
+    if calibrate:
+        taken = ("calibrate", "model", "output", "overwrite")
+        refuse_other_options(context, "--calibrate", taken, "is for measuring a model")
+        _calibrate(model, output, options["overwrite"])
+        return
+    if model is None:
+        raise UserError("MODEL", "there is nothing to measure", expected="a model, or --calibrate")
+    if output is not None:
+        raise UserError(f"--output {output}", "is for --calibrate alone", fix="Use --json > FILE.")
+    with show_progress() as progress:
+        result = twellc.bench(
+            model, shapes=shapes.split(",") if shapes else (), compression=int(compression) if compression else None,
+            inputs=inputs, progress=progress, **options,
+        )  # fmt: skip
+    with never_failing():
+        if as_json:
+            click.echo(json.dumps(result.to_json(), indent=2))
+        else:
+            print_bench(result)
+
+
+def _calibrate(model: Path | None, output: Path | None, overwrite: bool) -> None:
+    if model is not None:
+        raise UserError("--calibrate", "measures no model", got=str(model), fix="Leave it out.")
+    if output is None:
+        raise UserError("--calibrate", "no data file to write", fix="Add -o FILE.")
+    from twellc.benchmarking.calibrate import calibrate
+
+    with show_progress() as progress:
+        times = calibrate(output, overwrite, progress)
+    with never_failing():
+        state = "" if times.complete else "; time or memory ran out before all of the grid was measured"
+        click.echo(f"{output}: {times.gpu}, {len(times.dense)} dense and {len(times.twell)} sparse times{state}")
+
+
+def print_bench(result: BenchResult) -> None:
+    """Print what was found."""
+    console = open_console()
+    for note in result.notes:
+        say("Note:", f"{note}.")
+    console.print(f"{result.model}, {result.dtype}, {result.machine.gpu}, torch {result.machine.torch}", soft_wrap=True)
+    console.print(f"Inputs: {result.inputs}", soft_wrap=True)
+    shapes = [each.shape for each in result.results]
+    models, blocks = [each.model for each in result.results], [each.blocks for each in result.results]
+    console.print(_times("whole model", shapes, models))
+    console.print(_times("rewritten feed-forward blocks alone", shapes, blocks))
+    if any(each.by_block for each in result.results):
+        console.print(_by_block(result, shapes))
+    for title, own in (("whole model", models), ("blocks alone", blocks)):
+        if any(each.joules_per_token for each in own):
+            console.print(_energy(f"energy a token in mJ, {title}", shapes, own))
+    table = _table("share of gate activations that are not zero", shapes)
+    densities = [each.densities for each in result.results]
+    table.add_row("mean of the blocks", *(f"{sum(own) / len(own):.2%}" for own in densities))
+    table.add_row("least and most", *(f"{min(own):.2%}, {max(own):.2%}" for own in densities))
+    console.print(table)
+    for each in result.results:
+        for title, standings in (("whole model", each.model), ("blocks alone", each.blocks)):
+            for label, why in standings.failed.items():
+                say("Left out:", f"{each.shape}, {title}, {label}: {why}.", "bold yellow")
+    if any(each.baseline is None for each in models):
+        say("Warning:", "no dense contestant is left to compare with.", "bold yellow")
+
+
+def _table(title: str, shapes: list[str]) -> Table:
+    table = Table("", title=title)
+    for shape in shapes:
+        table.add_column(shape, justify="right")
+    return table
+
+
+def _times(title: str, shapes: list[str], standings: list[Standings]) -> Table:
+    table = _table(f"{title}: milliseconds (speed-up)", shapes)
+    for label in dict.fromkeys(label for each in standings for label in each.times):
+        table.add_row(label, *(_time(each, label) for each in standings))
+    return table
+
+
+def _by_block(result: BenchResult, shapes: list[str]) -> Table:
+    table = _table("each block by itself: microseconds, fastest dense one and twell (speed-up)", shapes)
+    found = [{times.module: times for times in each.by_block} for each in result.results]
+    for module in dict.fromkeys(module for each in found for module in each):
+        cells = [each.get(module) for each in found]
+        table.add_row(
+            module,
+            *("-" if own is None else f"{own.dense_us:.1f}, {own.twell_us:.1f} ({own.gain:.2f})" for own in cells),
+        )
+    return table
+
+
+def _time(standings: Standings, label: str) -> str:
+    times = standings.times.get(label)
+    if times is None:
+        return "-"
+    # The range is of the middle 80 %; half of it, relative to the median.
+    spread = (times.p90_us - times.p10_us) / 2 / times.median_us
+    speed_up = standings.speed_ups.get(label)
+    return f"{times.median_us / 1e3:.3f} ±{spread:.0%}" + (f" ({speed_up:.2f})" if speed_up is not None else "")
+
+
+def _energy(title: str, shapes: list[str], standings: list[Standings]) -> Table:
+    table = _table(title, shapes)
+    for label in dict.fromkeys(label for each in standings for label in each.joules_per_token):
+        cells = [each.joules_per_token.get(label) for each in standings]
+        table.add_row(label, *("-" if joules is None else f"{joules * 1e3:.2f}" for joules in cells))
+    return table

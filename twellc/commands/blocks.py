@@ -1,0 +1,78 @@
+"""What became of feed-forward and attention blocks, as `compile` and `inspect` print it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rich.table import Table
+from rich.text import Text
+
+from twellc.base.errors import first_few
+from twellc.commands.terminal import (
+    open_console,
+)
+from twellc.passes.report import Attention, Layer
+
+
+def print_layers(layers: list[Layer]) -> None:
+    """Print a table of feed-forward blocks and what became of each."""
+    console = open_console()
+    if not layers:
+        console.print("no feed-forward blocks with an activation that twellc knows")
+        return
+    shown = any(layer.expectation is not None for layer in layers)
+    table = Table(
+        "block", "variant", "activation", "d_model", "d_ff", "result", *(["expected"] if shown else []), "why"
+    )
+    for layer in layers:
+        rewritten = layer.decision == "twell"
+        gain = "" if layer.expectation is None else f"{layer.expectation.gain:.2f} x"
+        table.add_row(
+            layer.module, layer.variant, layer.activation, str(layer.d_model), _neurons(layer),
+            Text(_rewritten(layer), "green") if rewritten else "dense",
+            *([gain] if shown else []), layer.reason,
+        )  # fmt: skip
+    console.print(table)
+    count = sum(layer.decision == "twell" for layer in layers)
+    console.print(f"{count} of {len(layers)} feed-forward blocks rewritten")
+
+
+def _rewritten(layer: Layer) -> str:
+    """Say what a block became."""
+    return f"rewritten{' + residual' if layer.residual else ''}{f', {layer.hot} hot' if layer.hot else ''}"
+
+
+def _neurons(layer: Layer) -> str:
+    """Return how many neurons a block has, and how many of the model's these are if it has lost some."""
+    return str(layer.d_ff) if layer.kept == layer.d_ff else f"{layer.kept} of {layer.d_ff}"
+
+
+def print_attention(blocks: list[Attention]) -> None:
+    """Say how many attention blocks have a form that TensorRT fuses or cuDNN computes, and why others have not."""
+    if not blocks:
+        return
+    console = open_console()
+    forms = Counter(block.form for block in blocks)
+    written = forms.pop("as written", 0)
+    counts = ", ".join(f"{count} {_FORMS[form]}" for form, count in forms.items())
+    console.print(
+        f"{len(blocks) - written} of {len(blocks)} attention blocks rewritten{': ' if counts else ''}{counts}"
+    )
+    for reason, modules in _by_reason(blocks).items():
+        console.print(f"  {reason}: {first_few(modules)}", soft_wrap=True)
+
+
+def _by_reason(blocks: list[Attention]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for block in blocks:
+        if block.reason:
+            found.setdefault(f"{_FORMS[block.form]}, since {block.reason}", []).append(block.module)
+    return found
+
+
+_FORMS = {
+    "cudnn": "by cuDNN's plugin",
+    "operator": "as ONNX's Attention",
+    "matmul": "as products that TensorRT fuses",
+    "as written": "as the model has them",
+}

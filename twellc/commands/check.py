@@ -1,0 +1,173 @@
+"""`twellc check` on the command line. Importing this imports nothing large."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import twellc
+from twellc.commands.terminal import (
+    Command,
+    FilePath,
+    inputs_option,
+    open_console,
+    show_progress,
+    trust_model_option,
+)
+
+if TYPE_CHECKING:
+    from twellc.checks.checking import BlockAccuracy, CheckResult
+
+
+@click.command(cls=Command)
+@click.argument("model", type=FilePath())
+@click.argument("candidate", type=FilePath())
+@click.option(
+    "--seed", type=click.IntRange(-(2**63), 2**64 - 1), metavar="N", help="Seed of random inputs; default: 0.",
+)  # fmt: skip
+@click.option(
+    "--inputs", "arrays", type=FilePath(), metavar="FILE.npz",
+    help="Run on these arrays, named as the model's inputs, instead of random inputs.",
+)  # fmt: skip
+@click.option(
+    "--text", type=FilePath(), metavar="FILE",
+    help="Run a language model on this text, in UTF-8, through the tokenizer in its Hugging Face directory, and "
+    "measure how well it is predicted.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option(
+    "--calibration", type=FilePath(), metavar="PROFILE",
+    help="The profile that CANDIDATE was compiled with; another one is refused. Only a plan needs it that no GPU can "
+    "run, if its graph was not kept.",
+)  # fmt: skip
+@trust_model_option
+@inputs_option
+@click.pass_context
+def check(context: click.Context, /, model: Path, candidate: Path, as_json: bool, **options: Any) -> None:
+    """Compare CANDIDATE, a rewritten ONNX file or a plan, with the MODEL that it was made from.
+
+    Both run on random inputs of several shapes, or on what --inputs or --text gives, beside the model in float64 (the
+    truth) and the plain low-precision model (the yardstick): the candidate may be twice as far from the truth as that.
+    A plan runs where a GPU allows; elsewhere the ONNX graph that it was built from runs in its place, and the result
+    says so.
+
+    The error of each output is separated into that of low precision, of the rewriting, of the kernels and the rest.
+    Each rewritten block is compared on its own, too; the first one that diverges is named, and the worst are shown
+    with the share of their gate activations that are not zero (all of them with --json).
+
+    Exit status: 0 within tolerance, 1 outside, 2 for bad input.
+    """
+    with show_progress() as progress:
+        result = twellc.check(model, candidate, progress=progress, **options)
+    if as_json:
+        click.echo(json.dumps(result.to_json(), indent=2))
+    else:
+        print_accuracy(result)
+    context.exit(0 if result.within else 1)
+
+
+def print_accuracy(result: CheckResult) -> None:
+    """Print what was found, and the verdict."""
+    from twellc.checks.accuracy import DiscreteAccuracy, perplexity
+
+    console = open_console()
+    for note in filter(None, (result.note, *result.notes)):
+        console.print(Text("Note:", "bold yellow"), note, soft_wrap=True)
+    console.print(f"Executed: {result.executed}", soft_wrap=True)
+    console.print(f"Inputs: {result.inputs}", soft_wrap=True)
+    for output in result.outputs:
+        if isinstance(output, DiscreteAccuracy):
+            console.print(
+                f"output {output.name}: {output.differing} of {output.elements} elements differ from float64 (plain "
+                f"{output.plain_differing}, tolerance {output.tolerance})"
+            )
+            continue
+        table = Table("against", "max error", "mean error", "relative error", "cosine", title=f"output {output.name}")
+        rows = (
+            ("candidate - float64", output.candidate),
+            ("plain low precision - float64", output.plain),
+            ("candidate - plain low precision", output.difference),
+        )
+        for name, error in rows:
+            table.add_row(name, f"{error.max:.3e}", f"{error.mean:.3e}", f"{error.relative:.3e}", f"{error.cosine:.6f}")
+        table.add_row("tolerance", f"{output.max_tolerance:.3e}", "", f"{output.relative_tolerance:.3e}", "")
+        console.print(table)
+        if output.separation is not None:
+            separation = output.separation
+            table = Table("error of the candidate", "max error", "relative error")
+            for cause, label in _CAUSES.items():
+                share = getattr(separation, cause)
+                sign = "+" if cause in ("kernels", "rest") else ""
+                table.add_row(label, f"{share.max:{sign}.3e}", f"{share.relative:{sign}.3e}")
+            console.print(table)
+        if output.top1 is not None and output.plain_top1 is not None:
+            console.print(
+                f"top-1 agreement with float64: {output.top1:.2%} (plain {output.plain_top1:.2%}); "
+                f"KL divergence: {output.kl:.3e} nats (plain {output.plain_kl:.3e})"
+            )
+        if output.stray:
+            console.print(f"{output.stray} elements are NaN or infinite where the plain model is finite, or vice versa")
+    if result.text is not None:
+        text = result.text
+        perplexities = map(perplexity, (text.candidate_bits, text.plain_bits, text.truth_bits))
+        console.print(
+            f"{text.tokens} tokens of text predicted: {text.candidate_bits:.4f} bits a token (plain "
+            f"{text.plain_bits:.4f}, float64 {text.truth_bits:.4f}); perplexity {{:.4f}} (plain {{:.4f}}, "
+            "float64 {:.4f})".format(*perplexities)
+        )
+    if result.blocks:
+        _print_blocks(console, result.blocks)
+    if result.within:
+        console.print("within tolerance", style="green")
+        return
+    where = f"; first block that diverges: {result.first_divergence}" if result.first_divergence else ""
+    if not where and result.blocks:
+        where = "; every rewritten block is within tolerance by itself"
+    causes = "; cause: " + " and ".join(_CAUSES[cause] for cause in result.causes) if result.causes else ""
+    console.print(Text("OUTSIDE TOLERANCE", "bold red"), f"{where}{causes}", sep="", soft_wrap=True)
+
+
+_CAUSES = {
+    "low_precision": "low precision",
+    "rewrite": "rewriting (in float64)",
+    "kernels": "kernels",
+    "rest": "export and runtime",
+}
+_SHOWN_BLOCKS = 5
+
+
+def _print_blocks(console: Console, blocks: list[BlockAccuracy]) -> None:
+    """Show the blocks with the largest error for their tolerance, and the first that diverges, in order."""
+
+    def badness(block: BlockAccuracy) -> tuple[bool, float]:
+        accuracy = block.accuracy
+        return block.diverges, accuracy.candidate.relative / (accuracy.relative_tolerance or 1)
+
+    worst = sorted(blocks, key=badness, reverse=True)[:_SHOWN_BLOCKS]
+    first = next((block for block in blocks if block.diverges), None)
+    title = "blocks by themselves" + (f": the worst of {len(blocks)}" if len(worst) < len(blocks) else "")
+    shares = [label for cause, label in _CAUSES.items() if cause != "rest"]  # which a block by itself has not
+    table = Table("block", "density", "relative error", "tolerance", *shares, "result", title=title)
+    for block in blocks:
+        if block not in worst and block is not first:
+            continue
+        separation = block.accuracy.separation
+        assert separation is not None
+        table.add_row(
+            block.module, f"{block.density:.2%}", f"{block.accuracy.candidate.relative:.3e}",
+            f"{block.accuracy.relative_tolerance:.3e}", f"{separation.low_precision.relative:.3e}",
+            f"{separation.rewrite.relative:.3e}", f"{separation.kernels.relative:+.3e}",
+            Text("diverges", "bold red") if block.diverges else Text("within", "green"),
+        )  # fmt: skip
+    console.print(table)
+    densities = [block.density for block in blocks]
+    console.print(
+        f"gate density on these inputs: {sum(densities) / len(densities):.2%} on average over blocks, "
+        f"{min(densities):.2%} to {max(densities):.2%}"
+    )

@@ -1,0 +1,140 @@
+"""`twellc compile` on the command line. Importing this imports nothing large."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import twellc
+from twellc.base.dtypes import DTYPES
+from twellc.commands.blocks import print_attention, print_layers
+from twellc.commands.terminal import (
+    Command,
+    FilePath,
+    calibration_option,
+    inputs_option,
+    never_failing,
+    open_console,
+    prune_check_option,
+    prune_dead_option,
+    say,
+    show_progress,
+    target_gpu_option,
+    trust_model_option,
+)
+from twellc.options.commands import (
+    ATTENTIONS,
+    BACKENDS,
+    DEFAULT_COMPRESSION,
+    LOGITS,
+    PADDINGS,
+    triton_plan,
+)
+from twellc.plugins.library import COMPRESSIONS
+
+if TYPE_CHECKING:
+    from twellc.compiling.manifest import Manifest
+
+
+@click.command(cls=Command)
+@click.argument("model", type=FilePath())
+@click.option(
+    "-o", "--output", type=FilePath(), metavar="FILE", help="The plan to write; its manifest stands beside it."
+)
+@click.option("--onnx", type=FilePath(), metavar="FILE", help="Also keep the rewritten graph as ONNX.")
+@click.option(
+    "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True,
+    help="auto: TensorRT where it is installed beside a GPU, else TensorRT-RTX, which needs none. none stops at ONNX.",
+)  # fmt: skip
+@click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision; default: the model's own, else bf16.")
+@click.option(
+    "--profile", "profiles", multiple=True, metavar="NAME:MIN:OPT:MAX",
+    help="Shapes of an input, such as input_ids:1x1:1x128:8x2048. Inputs that share a dimension follow. Given again "
+    "for the same input, it starts the next optimization profile.",
+)  # fmt: skip
+@click.option(
+    "--padding", type=click.Choice(PADDINGS),
+    help="Of a causal Hugging Face model. none, the default: its only input is input_ids. It is causal by structure, "
+    "so prompts may be padded on the right, and what it gives for padding has no meaning. mask: attention_mask is an "
+    "input, too, for padding on the left.",
+)  # fmt: skip
+@click.option(
+    "--logits", type=click.Choice(LOGITS), default="all", show_default=True,
+    help="Of a causal Hugging Face model. last: compute the logits of the last place of the sequence axis only, "
+    "[batch, 1, vocabulary]; a prompt padded on the right has padding there.",
+)  # fmt: skip
+@click.option(
+    "--layers", default="auto", show_default=True, metavar="auto|all|none|REGEX",
+    help="Which matching blocks to rewrite; REGEX is searched in their module paths.",
+)  # fmt: skip
+@click.option(
+    "--compression", type=click.Choice(tuple(map(str, COMPRESSIONS))),
+    help="TwELL compression factor: a tile of 256 neurons keeps 256/N - 1 activations of a token; more of them are "
+    "kept apart. It changes speed and memory, never results. Default: "
+    f"{DEFAULT_COMPRESSION}, or with --calibration the largest with which few tiles have more.",
+)  # fmt: skip
+@calibration_option
+@prune_dead_option
+@prune_check_option
+@click.option("--strict", is_flag=True, help="Fail when nothing matches, or a block that looks like one is refused.")
+@click.option(
+    "--dump-graphs", type=FilePath(), metavar="DIR", help="Folder for the graph as traced and after each pass."
+)
+@click.option("--report", type=FilePath(), metavar="FILE.json", help="Write what was done as JSON.")
+@click.option(
+    "--html", type=FilePath(), metavar="FILE.html", help="Write it as a page to look at, as twellc report makes it."
+)
+@click.option("--overwrite", is_flag=True, help="Replace existing output files.")
+@trust_model_option
+@inputs_option
+@click.option(
+    "--triton", type=FilePath(), metavar="DIR",
+    help="Write the plan into a Triton model repository, with its config.pbtxt, instead of to --output.",
+)  # fmt: skip
+@click.option(
+    "--attention", type=click.Choice(ATTENTIONS), default="auto", show_default=True,
+    help="Who computes attention: tensorrt, or cudnn by a plugin, which takes causal and unmasked attention and leaves "
+    "other to TensorRT. auto: cudnn where it is at hand and was measured faster, which is TensorRT on Hopper.",
+)  # fmt: skip
+@target_gpu_option
+@click.option("--embed-plugins", is_flag=True, help="Put the plugin library into the plan.")
+@click.option(
+    "--plugin-library", "plugin_libraries", multiple=True, type=FilePath(), metavar="FILE",
+    help="A library of other people's TensorRT plugins, for a graph with nodes of theirs; several may be given. Its "
+    "code runs here.",
+)  # fmt: skip
+def compile(profiles: tuple[str, ...], inputs: tuple[str, ...], compression: str | None, **options: Any) -> None:
+    """Compile MODEL into a TensorRT plan.
+
+    MODEL is a torch.export archive, a Hugging Face directory, an ONNX file of plain operators or a pickled module.
+
+    Every feed-forward block with a ReLU is rewritten into a TwELL plugin; all else stays as it is. Ends with a table of
+    the blocks and what became of them. Exit status 2: the input is bad, and nothing was written.
+    """
+    with show_progress() as progress:
+        manifest = twellc.compile(
+            profiles=profiles, compression=None if compression is None else int(compression), inputs=inputs,
+            progress=progress, **options,
+        )  # fmt: skip
+    written = options["output"] or options["onnx"] or triton_plan(options["triton"], options["model"])
+    with never_failing():
+        _print_manifest(manifest, written)
+
+
+def _print_manifest(manifest: Manifest, written: Path) -> None:
+    for warning in manifest.warnings:
+        say("Warning:", f"{warning}.", "bold yellow")
+    for note in manifest.notes:
+        say("Note:", f"{note}.")
+    print_layers(manifest.layers)
+    print_attention(manifest.attention)
+    dtype = manifest.settings.dtype
+    if manifest.plan is not None and manifest.backend is not None:
+        size, backend = manifest.plan.bytes / 1e6, manifest.backend
+        result = f"{size:.1f} MB, {backend.name} {backend.version}, {dtype}"
+        result += f", {len(manifest.plan.plugin_layers)} plugin layers"
+    else:
+        result = f"ONNX, {dtype}; no plan was built"
+    open_console().print(f"{written}: {result}", soft_wrap=True)

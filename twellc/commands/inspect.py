@@ -1,0 +1,155 @@
+"""`twellc inspect` on the command line. Importing this imports nothing large."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.table import Table
+
+import twellc
+from twellc.base.dtypes import DTYPES
+from twellc.base.errors import first_few
+from twellc.commands.blocks import print_attention, print_layers
+from twellc.commands.terminal import (
+    Command,
+    FilePath,
+    Share,
+    calibration_option,
+    inputs_option,
+    open_console,
+    plain,
+    prune_check_option,
+    prune_dead_option,
+    say,
+    show_progress,
+    target_gpu_option,
+    trust_model_option,
+)
+from twellc.export.shapes import LARGEST_SIZE
+from twellc.inspection.flops import CostTable, LayerCosts
+from twellc.options.commands import (
+    DEFAULT_DENSITY,
+    DEFAULT_TOKENS,
+)
+from twellc.plugins.library import GPUS
+
+if TYPE_CHECKING:
+    from twellc.compiling.manifest import Manifest
+    from twellc.inspection.kernels import KernelTable
+
+
+@click.command(cls=Command)
+@click.argument("target", type=FilePath())
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision to judge a model in; default as in compile.")
+@click.option(
+    "--density", type=Share(), default=DEFAULT_DENSITY, show_default=True, metavar="SHARE",
+    help="Share of gate activations that are not zero, from 0 to 1, to count operations and bytes and expect times at; "
+    "it is assumed, of blocks that no profile knows.",
+)  # fmt: skip
+@click.option(
+    "--tokens", type=click.IntRange(1, LARGEST_SIZE), default=DEFAULT_TOKENS, show_default=True, metavar="N",
+    help="Tokens in a call to count operations and bytes of, and to name the kernels of.",
+)  # fmt: skip
+@click.option(
+    "--gpu", type=click.Choice(tuple(GPUS)),
+    help="The GPU whose kernels to name; none has to be there. Default: the one that speed is expected for.",
+)  # fmt: skip
+@target_gpu_option
+@calibration_option
+@prune_dead_option
+@prune_check_option
+@trust_model_option
+@inputs_option
+def inspect(target: Path, as_json: bool, **options: Any) -> None:
+    """Show the feed-forward blocks of TARGET, a model or a plan, and what becomes of each.
+
+    A plan is read through its manifest, so no GPU is needed. A rewritten ONNX file shows its plugin nodes, too.
+
+    How much faster than a dense block each is expected to be follows from times measured on the target GPU, at the
+    density of the profile, or one that is assumed; a plan says what was expected when it was compiled. A second table
+    counts the FLOPs and bytes of each block in one call, with dense products and where only active neurons are
+    computed: counts, no prediction of time.
+
+    Then come the kernels that compute each rewritten block in such a call: which route they are, and what is launched,
+    with its configuration. They are those of the target GPU, of a plan those of the GPU that it was compiled for,
+    unless --target-gpu or --gpu names another one.
+    """
+    with show_progress() as progress:
+        found = twellc.inspect(target, progress=progress, **options)
+    if as_json:
+        click.echo(json.dumps(found.to_json(), indent=2))
+        return
+    description = found.description
+    for note in description.notes:
+        say("Note:", f"{note}.")
+    print_layers(description.layers)
+    print_attention(description.attention or [])
+    if description.manifest is not None:
+        _print_libraries(description.manifest)
+    if description.layers:
+        _print_cost(found.cost)
+    _print_kernels(found.kernels)
+    for node in description.nodes or ():
+        weights = ", ".join(f"{name} {shape}" for name, shape in node.weights.items())
+        click.echo(plain(f"{node.name}: {node.type}, {node.dtype}, {weights}"))
+        click.echo(plain("    " + ", ".join(f"{name}={value}" for name, value in node.fields.items())))
+
+
+def _print_libraries(manifest: Manifest) -> None:
+    """Name other people's plugin libraries that a plan needs."""
+    for library in manifest.plugins.libraries or ():
+        click.echo(plain(f"{library.file}: plugins {', '.join(library.names)}; sha256 {library.sha256}"))
+
+
+def _print_cost(cost: CostTable) -> None:
+    console = open_console()
+    known = any(row.density is not None for row in cost.layers)
+    where = ["at the densities of the profile"] if known else []
+    if not known or any(row.density is None and row.sparse != row.dense for row in cost.layers):
+        where.append(f"at an assumed density of {100 * cost.assumed_density:g} %")
+    table = Table("block", title=f"{cost.tokens} tokens a call, {', else '.join(where)}")
+    for column in (
+        *(["density"] if known else []),
+        "GFLOP dense",
+        "sparse",
+        "ratio",
+        "MB dense",
+        "sparse",
+        "ratio",
+        "MB gathered",
+    ):
+        table.add_column(column, justify="right")
+    total = LayerCosts(cost.total.dense, cost.total.sparse, "all")
+    for row in [*cost.layers, *([total] if len(cost.layers) > 1 else [])]:
+        if row is total:
+            table.add_section()
+        cells = [row.module]
+        if known:
+            cells.append("-" if row.density is None else f"{row.density:.2%}")
+        pairs = ((row.dense.flops, row.sparse.flops, 1e9), (row.dense.bytes, row.sparse.bytes, 1e6))
+        for dense, sparse, unit in pairs:
+            ratio = f"{dense / sparse:.2f}" if sparse else "-"  # a node of another origin may not say its widths
+            cells += [f"{dense / unit:,.4g}", f"{sparse / unit:,.4g}", ratio]
+        table.add_row(*cells, f"{row.sparse.gathered / 1e6:,.4g}")
+    console.print(table)
+    console.print(
+        "counts, no prediction of time; gathered: rows of active neurons, read token by token, mostly from caches"
+    )
+
+
+def _print_kernels(kernels: KernelTable) -> None:
+    """Show the launches of each block; blocks that have the same ones together."""
+    console = open_console()
+    modules: dict[tuple[str, ...], list[str]] = {}
+    for block in kernels.blocks:
+        modules.setdefault((block.route, *block.launches), []).append(block.module)
+    for (route, *launches), names in modules.items():
+        console.print(
+            f"kernels on {kernels.gpu}, {kernels.tokens} tokens: {route}, for {first_few(names)}", soft_wrap=True
+        )
+        for launch in launches:
+            console.print(f"  {launch}", soft_wrap=True)

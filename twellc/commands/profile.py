@@ -1,0 +1,152 @@
+"""`twellc profile` on the command line. Importing this imports nothing large."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import twellc
+from twellc.base.dtypes import DTYPES
+from twellc.base.errors import first_few
+from twellc.commands.terminal import (
+    Command,
+    FilePath,
+    inputs_option,
+    never_failing,
+    open_console,
+    plain,
+    refuse_other_options,
+    say,
+    show_progress,
+    trust_model_option,
+)
+from twellc.export.shapes import LARGEST_SIZE
+from twellc.options.commands import DEFAULT_BATCH, PADDINGS
+
+if TYPE_CHECKING:
+    from twellc.firing.profile import FiringProfile
+
+_COUNT = click.IntRange(1, LARGEST_SIZE)
+
+
+@click.command(cls=Command)
+@click.argument("paths", nargs=-1, required=True, type=FilePath(), metavar="MODEL [DATA]...")
+@click.option(
+    "--inputs", "data", multiple=True, type=FilePath(), metavar="DATA",
+    help="What to run the model on; more files may follow. FILE.jsonl: a text, or token ids as input_ids, in each "
+    "line; FILE.npz: arrays named as the model's inputs; FILE.npy: token ids; any other file is a text in UTF-8.",
+)  # fmt: skip
+@click.option("-o", "--output", required=True, type=FilePath(), metavar="FILE", help="The profile to write.")
+@click.option("--merge", is_flag=True, help="Make one profile of several of one model: the arguments are profiles.")
+@click.option(
+    "--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:N]",
+    help="Where to run the model. auto: on the GPU, where torch sees one.",
+)  # fmt: skip
+@click.option(
+    "--batch", type=_COUNT, default=DEFAULT_BATCH, show_default=True, metavar="N",
+    help="Sequences in a run of the model.",
+)  # fmt: skip
+@click.option(
+    "--sequence", type=_COUNT, metavar="N",
+    help="Tokens in a sequence at most: longer texts are cut. Default: 1024, or what the model takes at most.",
+)  # fmt: skip
+@click.option("--tokens", type=click.IntRange(1), metavar="N", help="Stop after so many tokens. Default: all data.")
+@click.option(
+    "--field",
+    default="text",
+    show_default=True,
+    metavar="NAME",
+    help="The field of a line of JSON that holds the text.",
+)
+@click.option("--dtype", type=click.Choice(tuple(DTYPES)), help="Precision to run the model in; default as in compile.")
+@click.option(
+    "--padding", type=click.Choice(PADDINGS),
+    help="Of a causal Hugging Face model, as in compile. mask: for arrays that are padded on the left.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print the statistics as JSON instead of a table.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing output file.")
+@trust_model_option
+@inputs_option
+@click.pass_context
+def profile(
+    context: click.Context,
+    /,
+    paths: tuple[Path, ...],
+    data: tuple[Path, ...],
+    merge: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Count which neurons of MODEL fire for the user's data, and how often.
+
+    MODEL is a torch.export archive, a Hugging Face directory or a pickled module. It runs as `twellc compile` would
+    compile it without rewriting anything. Text goes through the tokenizer in its directory. Padding does not count.
+
+    The profile is for --calibration of compile, inspect and check. It holds counts, and nothing of the data itself.
+    """
+    if merge:
+        taken = ("merge", "paths", "output", "overwrite", "as_json")
+        refuse_other_options(context, "--merge", taken, "merging profiles runs no model")
+        found = twellc.merge_profiles(paths, options["output"], overwrite=options["overwrite"])
+    else:
+        with _progress_bar() as (progress, advance):
+            files = [*data, *paths[1:]]
+            found = twellc.profile(paths[0], files, progress=progress, advance=advance, **options)
+    with never_failing():
+        if as_json:
+            click.echo(json.dumps(found.to_json(), indent=2))
+        else:
+            print_profile(found)
+            open_console().print(f"{options['output']}: {found.tokens} tokens", soft_wrap=True)
+
+
+@contextmanager
+def _progress_bar() -> Iterator[tuple[Callable[[str], None], Callable[[int, int], None]]]:
+    """Show the step, and how much of the data is done and the time left, where there is a terminal."""
+    console = open_console(stderr=True)
+    if not console.is_terminal:
+        with show_progress() as progress:
+            yield progress, lambda read, total: None
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield (
+            lambda step: bar.update(task, description=plain(step)),
+            lambda read, total: bar.update(task, completed=read, total=total or None),
+        )
+
+
+def print_profile(profile: FiringProfile) -> None:
+    """Print the statistics of a profile."""
+    for warning in profile.warnings:
+        say("Warning:", f"{warning}.", "bold yellow")
+    for note in profile.notes:
+        say("Note:", f"{note}.")
+    statistics: Any = profile.to_json()["blocks"]
+    hottest = [count for count in ("128", "512") if all(count in each["carried_by_hottest"] for each in statistics)]
+    table = Table(title="non-zeros a token, and who has them")
+    table.add_column("block", no_wrap=True)
+    for column in ("tokens", "density", "mean", "99 %", "most", "tiles > 31", *(f"hottest {n}" for n in hottest)):
+        table.add_column(column, justify="right")
+    table.add_column("never fired", justify="right")
+    for each in statistics:
+        active = each["nonzeros_per_token"]
+        table.add_row(
+            each["module"], str(each["tokens"]), f"{each['density']:.2%}", f"{active['mean']:.1f}", str(active["p99"]),
+            str(active["largest"]), f"{each['tiles_over']['31']:.2%}",
+            *(f"{each['carried_by_hottest'][count]:.0%}" for count in hottest),
+            f"{each['never_fired']} of {each['d_ff']}",
+        )  # fmt: skip
+    console = open_console()
+    console.print(table)
+    bound = max(each["never_fired_rate_bound"] for each in statistics)
+    console.print(f"a neuron that never fired fires for at most {bound:.3g} of such tokens, with 95 % confidence")
+    console.print(f"data: {first_few([source.name for source in profile.data])}", soft_wrap=True)

@@ -1,0 +1,34 @@
+"""`twellc report` on the command line. Importing this imports nothing large."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+import twellc
+from twellc.commands.terminal import Command, FilePath, never_failing, open_console
+
+
+@click.command(cls=Command)
+@click.argument("profile", required=False, type=FilePath())
+@click.option(
+    "--decisions", type=FilePath(), metavar="FILE",
+    help="What became of the blocks: a plan, its manifest, or JSON of compile --report or inspect --json.",
+)  # fmt: skip
+@click.option("--bench", type=FilePath(), metavar="FILE.json", help="What was measured, as twellc bench --json prints.")
+@click.option("-o", "--output", required=True, type=FilePath(), metavar="FILE.html", help="The page to write.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing page.")
+def report(profile: Path | None, decisions: Path | None, bench: Path | None, output: Path, overwrite: bool) -> None:
+    """Make a page of HTML that shows how sparse a model is, what became of its blocks, and what that gains.
+
+    PROFILE is what `twellc profile` wrote: it brings density by layer and position, non-zeros by token, tiles against
+    their slots, and how often each neuron fires. --decisions brings what became of each block and the rewritten graph,
+    --bench the measured gains. Any of the three will do; they have to be of one model.
+
+    The page is one file that needs no network and no scripts, for light and dark screens and for phones. The figures
+    need matplotlib.
+    """
+    twellc.report(output, profile=profile, decisions=decisions, bench=bench, overwrite=overwrite)
+    with never_failing():
+        open_console().print(f"{output}: {output.stat().st_size / 1e3:.0f} kB", soft_wrap=True)

@@ -1,0 +1,1 @@
+"""From a model of any kind to an ONNX graph with `twell` nodes, and to a plan with its manifest."""

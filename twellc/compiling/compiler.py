@@ -1,0 +1,165 @@
+"""From a model to a plan: translate, build, write."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from twellc.base.errors import UserError
+from twellc.base.files import OutputFiles, external_data, places, refuse_replacing
+from twellc.base.isolation import run_isolated
+from twellc.compiling.manifest import UNKEPT_GRAPH, Manifest, by_cudnn, make_manifest, manifest_path, needs_plugins
+from twellc.compiling.summary import TranslationSummary
+from twellc.export.plan import build_plan, check_builder
+from twellc.export.tensorrt_host import choose_host
+from twellc.export.triton import CONFIG_NAME, model_config
+from twellc.options.commands import CompileOptions
+from twellc.plugins.library import attention_library_path, library_path
+from twellc.plugins.other_libraries import check_libraries
+from twellc.plugins.registration import NEEDS_PLUGINS
+
+EMBEDDED_NOTE = (
+    "the plan carries native code, the plugins: TensorRT 10.6 loads it without being asked to, other versions may want "
+    "engine_host_code_allowed, and Triton version-compatible=true"
+)
+CUDNN_NOTE = "the plan computes attention with cuDNN: where it runs, it needs libtwell_attention.so and cuDNN 9"
+TRITON_WARNING = (
+    "Triton's TensorRT backend runs plans of TensorRT, not of TensorRT-RTX: compile with --backend tensorrt"
+)
+_WEIGHTS = "weights of --onnx"
+# What an earlier run may have written into a model's folder, and may be written again.
+_COMPILED = ("*.plan", "*.plan.json", "*.onnx", "*.onnx.data")
+
+
+def compile_model(
+    options: CompileOptions, progress: Callable[[str], None], make_page: Callable[[Manifest], str] | None = None
+) -> Manifest:
+    """Compile a model and write what the options ask for.
+
+    Args:
+        options: See `CompileOptions`.
+        progress: Receives the name of each step.
+        make_page: Returns a page to look at; only `html` needs it.
+
+    Returns:
+        The manifest, which is also the report.
+
+    Raises:
+        UserError: Something that the user gave does not work; nothing was written.
+    """
+    check_libraries(options.plugin_libraries)
+    backend = None if options.backend == "none" else choose_host(options.backend)
+    with OutputFiles(options.overwrite) as outputs:
+        if options.triton is not None and options.output is not None:
+            outputs.make_folder(options.output.parent)
+        _check_outputs(options, outputs)
+        if options.onnx is not None:
+            onnx_path = outputs.stage(options.onnx)
+        else:
+            assert options.output is not None
+            onnx_path = outputs.scratch(options.output, UNKEPT_GRAPH)
+        if backend is not None and options.output is not None:
+            run_isolated(check_builder, backend, options.attention, list(options.plugin_libraries), progress=progress)
+        translation = run_isolated(_translate, options, onnx_path, progress=progress)
+        _refuse_model_files(options, translation.external_data)
+        if options.onnx is not None:
+            for extra in map(options.onnx.with_name, translation.files[1:]):
+                outputs.check(_WEIGHTS, extra)
+                outputs.stage(extra)
+        plan = plan_file = None
+        if backend is not None and options.output is not None:
+            plan_file = outputs.stage(options.output)
+            plan = run_isolated(
+                build_plan, backend, onnx_path, plan_file, translation.profiles, _embedded(options, translation),
+                list(options.plugin_libraries), _needs(options, translation),
+                progress=lambda phase: progress(f"building the plan: {phase}"),
+            )  # fmt: skip
+        manifest = make_manifest(options, translation, plan, plan_file)
+        manifest.notes.extend([CUDNN_NOTE] if by_cudnn(translation.attention) else [])
+        manifest.notes.extend([EMBEDDED_NOTE] if manifest.plugins.embedded else [])
+        manifest.warnings.extend([TRITON_WARNING] if options.triton is not None and backend != "tensorrt" else [])
+        text = json.dumps(manifest.to_json(), indent=2) + "\n"
+        if options.output is not None:
+            outputs.write(manifest_path(options.output), text)
+        if options.report is not None:
+            outputs.write(options.report, text)
+        if options.html is not None:
+            assert make_page is not None
+            outputs.write(options.html, make_page(manifest))
+        if options.triton is not None and plan is not None:
+            config = model_config(options.triton.name, plan, len(manifest.profiles), manifest.plugins.register)
+            outputs.write(options.triton / CONFIG_NAME, config)
+        outputs.commit()
+    return manifest
+
+
+def _translate(options: CompileOptions, onnx_path: Path, progress: Callable[[str], None]) -> TranslationSummary:
+    """Translate a model; only the process that does it imports torch."""
+    from twellc.compiling.translate import translate_to_file
+
+    return translate_to_file(options, onnx_path, progress)
+
+
+def _embedded(options: CompileOptions, translation: TranslationSummary) -> list[Path]:
+    """Return the plugin libraries that the plan is to carry."""
+    if not options.embed_plugins:
+        return []
+    attention = attention_library_path() if by_cudnn(translation.attention) else None
+    return [library_path(), *([attention] if attention is not None else []), *options.plugin_libraries]
+
+
+def _needs(options: CompileOptions, translation: TranslationSummary) -> str:
+    """Return what a plan says that it needs; one may be found without its manifest."""
+    own = [NEEDS_PLUGINS] if needs_plugins(translation.layers, translation.attention) else []
+    others = [f"needs the TensorRT plugins in {path.name}" for path in options.plugin_libraries]
+    return "; ".join([*own, *others])
+
+
+def _check_outputs(options: CompileOptions, outputs: OutputFiles) -> None:
+    taken: dict[str, str] = {}
+    for option, path in _destinations(options):
+        if option == "--dump-graphs":
+            outputs.check_folder(option, path)
+        elif option != _WEIGHTS:  # which stand in the ONNX file as long as they are small
+            outputs.check(option, path)
+        twin = taken.setdefault(os.path.realpath(path), option)
+        if twin != option:
+            raise UserError(f"{option} {path}", f"is the same file as {twin}")
+        refuse_replacing(option, path, (options.calibration, options.prune_check))
+    files = list(options.model.iterdir()) if options.model.is_dir() else []
+    folder = Path(os.path.realpath(options.model))
+    files += [path for _, path in _destinations(options) if any(folder in place.parents for place in places(path))]
+    files = [file for file in files if file.is_file() and not any(map(file.match, _COMPILED))]
+    _refuse_model_files(options, [options.model, *options.plugin_libraries, *files])
+
+
+def _refuse_model_files(options: CompileOptions, files: list[Path]) -> None:
+    taken = {place for file in files for place in places(file)}
+    for option, path in _destinations(options):
+        if taken & places(path):
+            raise UserError(
+                f"{option} {path}", "belongs to the model, or stands among its files", fix="Write to another place."
+            )
+
+
+def _destinations(options: CompileOptions) -> Iterator[tuple[str, Path]]:
+    """Yield what is written, with the option that asks for it; names made of another come after that one.
+
+    The root has no name: whoever checks it never gets to the file beside it.
+    """
+    if options.output is not None:
+        yield "--output" if options.triton is None else "--triton", options.output
+        yield "manifest", manifest_path(options.output)
+    if options.triton is not None:
+        yield "--triton", options.triton / CONFIG_NAME
+    if options.onnx is not None:
+        yield "--onnx", options.onnx
+        yield _WEIGHTS, external_data(options.onnx)
+    if options.report is not None:
+        yield "--report", options.report
+    if options.html is not None:
+        yield "--html", options.html
+    if options.dump_graphs is not None:
+        yield "--dump-graphs", options.dump_graphs

@@ -1,0 +1,92 @@
+"""A translated model, and what is written and said of one of any kind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import onnx_ir
+
+from twellc.base.errors import UserError, first_few
+from twellc.base.version import __version__
+from twellc.export.profiles import ModelInputs
+from twellc.loaders.loaded import DimensionRange
+from twellc.options.commands import DEFAULT_COMPRESSION, CompileOptions
+from twellc.passes.report import Attention, Layer
+
+METADATA_KEY = "twellc"
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A model rewritten and translated to ONNX.
+
+    Attributes:
+        kind: The kind of model.
+        inputs: The inputs of the graph.
+        ranges: (min, opt, max) of the default optimization profile, by symbol.
+        layers: What became of each feed-forward block.
+        attention: What became of each attention block.
+        graph: The graph.
+        settings: The settings that decide what the graph is.
+        notes: What the user should know.
+        warnings: What the user should worry about.
+    """
+
+    kind: str
+    inputs: ModelInputs
+    ranges: dict[str, DimensionRange]
+    layers: list[Layer]
+    attention: list[Attention]
+    graph: onnx_ir.Model
+    settings: dict[str, Any]
+    notes: list[str]
+    warnings: list[str]
+
+
+def annotate(
+    graph: onnx_ir.Model, layers: list[Layer], dtype: str, options: CompileOptions, traced_by: dict[str, Any]
+) -> dict[str, Any]:
+    """Write into a graph what was done, and return the settings that decide what it is.
+
+    Args:
+        graph: The graph.
+        layers: What became of each feed-forward block.
+        dtype: `bf16` or `fp16`.
+        options: See `CompileOptions`.
+        traced_by: The settings that the model was traced by, and the forms of its attention.
+    """
+    settings = {
+        "dtype": dtype,
+        "layers": options.layers,
+        "compression": options.compression or DEFAULT_COMPRESSION,
+        **traced_by,
+    }
+    done = {"twellc": __version__, "settings": settings, "layers": [_noted(layer) for layer in layers]}
+    graph.metadata_props[METADATA_KEY] = json.dumps(done)
+    return settings
+
+
+def _noted(layer: Layer) -> dict[str, Any]:
+    """Return what a graph says of a layer: nothing of what changes no graph, such as what is expected on a GPU."""
+    neurons = layer.neurons and replace(layer.neurons, lost=None, lost_of=None)
+    return asdict(replace(layer, neurons=neurons, expectation=None))
+
+
+def check_matches(layers: list[Layer], options: CompileOptions) -> list[str]:
+    """Return the warnings about blocks that did not match.
+
+    Raises:
+        UserError: There are some, and `strict` is set.
+    """
+    refused = [layer for layer in layers if not layer.matched]
+    warnings = []
+    if not any(layer.matched for layer in layers):
+        warnings.append("no feed-forward block can be rewritten: the plan is dense throughout")
+    warnings += [f"layer {layer.module}: {layer.reason}. Left dense" for layer in refused]
+    if warnings and options.strict:
+        raise UserError(
+            str(options.model), first_few(warnings, "; "), fix="--strict was given; without it such blocks stay dense."
+        )
+    return warnings

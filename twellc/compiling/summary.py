@@ -1,0 +1,39 @@
+"""What is left of a translation once the graph is in a file. Importing this imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twellc.export.shapes import ShapeProfile
+from twellc.passes.report import Attention, Layer
+
+
+@dataclass(frozen=True)
+class TranslationSummary:
+    """What is left of a translation once the graph is in a file.
+
+    Attributes:
+        model: Name, kind and SHA-256 of the model.
+        settings: The settings that decide what the graph is.
+        layers: What became of each feed-forward block.
+        attention: What became of each attention block.
+        notes: What the user should know.
+        warnings: What the user should worry about.
+        profiles: The optimization profiles.
+        files: Names of the files that were written: the graph, and its weights where they stand apart.
+        digest: SHA-256 of these files.
+        external_data: The files beside an ONNX model that hold its weights.
+    """
+
+    model: dict[str, str]
+    settings: dict[str, Any]
+    layers: list[Layer]
+    attention: list[Attention]
+    notes: list[str]
+    warnings: list[str]
+    profiles: list[ShapeProfile]
+    files: list[str]
+    digest: str
+    external_data: list[Path]

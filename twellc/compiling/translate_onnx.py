@@ -1,0 +1,64 @@
+"""From an ONNX file of plain operators to an ONNX graph with `twell` nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx
+import onnx_ir
+
+from twellc.base.dtypes import DTYPES, torch_dtype
+from twellc.base.errors import UserError
+from twellc.compiling.result import Translation, annotate, check_matches
+from twellc.compiling.sizes import rows_of_inputs
+from twellc.decisions.advise import Advisor
+from twellc.decisions.targets import choose_target, gpu_at_hand
+from twellc.export.profiles import resolve_profiles
+from twellc.loaders.loaded import refuse_choices
+from twellc.loaders.onnx_models import KIND, choose_onnx_dtype, model_inputs, open_model, refuse_rewritten
+from twellc.options.commands import DEFAULT_COMPRESSION, CompileOptions, refuse_calibration
+from twellc.passes.dump import GraphDump
+from twellc.passes.onnx.ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
+
+
+def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> Translation:
+    """Load an ONNX model and rewrite it.
+
+    Raises:
+        UserError: The model cannot be loaded or rewritten as asked (`strict`, `layers`, `dtype`).
+    """
+    if options.attention != "auto":
+        raise UserError(
+            f"--attention {options.attention}", "attention in an ONNX file stays as it is", got=str(options.model),
+            expected="a torch.export archive or a Hugging Face directory", fix="Leave it out.",
+        )  # fmt: skip
+    refuse_calibration(options, f"{options.model}, an {KIND}")
+    progress("loading the model")
+    refuse_choices(options.padding, options.logits, f"{options.model}, an {KIND}")
+    model = open_model(options.model, options.inputs)
+    refuse_rewritten(options.model, model)
+    inputs = model_inputs(options.model, model)
+    dtype = choose_onnx_dtype(model, options.dtype)
+    progress("rewriting feed-forward blocks")
+    profiles, _ = resolve_profiles(inputs, list(options.profiles), {})
+    advisor = Advisor(choose_target(options.target_gpu, gpu_at_hand()), {}, rows_of_inputs(inputs, profiles))
+    found = find_onnx_blocks(model, torch_dtype(dtype), options.layers, advisor)
+    rewritten = rewrite_onnx(found, options.compression or DEFAULT_COMPRESSION)
+    dump = GraphDump(options.dump_graphs)
+    dump.text("source", lambda: onnx.helper.printable_graph(model.graph))
+    dump.text("rewrite_onnx", lambda: onnx.helper.printable_graph(rewritten.graph))
+    warnings = check_matches(found.layers, options)
+    graph = onnx_ir.serde.deserialize_model(rewritten)
+    settings = annotate(graph, found.layers, dtype, options, {"attention_forms": []})
+    notes = [*cast_notes(found, dtype), *advisor.notes(found.layers)]
+    return Translation(KIND, inputs, {}, found.layers, [], graph, settings, notes, warnings)
+
+
+def cast_notes(found: OnnxBlocks, dtype: str) -> list[str]:
+    """Say that blocks change their precision, if some do."""
+    if not found.casts:
+        return []
+    return [
+        f"the graph is in float32: rewritten blocks compute in {DTYPES[dtype]} between casts (--dtype changes it), "
+        f"everything else stays in float32; export the model in {DTYPES[dtype]} to run all of it so"
+    ]

@@ -1,0 +1,135 @@
+"""From a model to an ONNX graph with `twell` nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.export import ExportedProgram
+
+from twellc.base.dtypes import torch_dtype
+from twellc.base.errors import first_few
+from twellc.compiling.result import Translation, annotate, check_matches
+from twellc.compiling.sizes import rows_of_blocks
+from twellc.decisions.advise import Advisor, firing_of, repeat
+from twellc.decisions.targets import choose_target, gpu_at_hand
+from twellc.export.attention_forms import choose_forms
+from twellc.export.onnx_export import export_onnx, opset_of
+from twellc.export.profiles import input_specs, program_inputs, resolve_profiles
+from twellc.export.shapes import ShapeRange
+from twellc.firing.calibration import LoadedCalibration, load_calibration
+from twellc.loaders.loaded import LoadedModel
+from twellc.loaders.model import load_model
+from twellc.loaders.precision import choose_dtype
+from twellc.options.commands import DEFAULT_COMPRESSION, BenchOptions, CompileOptions
+from twellc.passes.decide import Advise
+from twellc.passes.dump import NOWHERE, GraphDump
+from twellc.passes.graph.program import has_inner_graphs, written_tensors
+from twellc.passes.pipeline import Rewritten, run_passes
+from twellc.passes.report import Layer
+
+# Other names of activations in Hugging Face configs.
+_SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "squared_relu": "relu2"}
+
+
+def translate(options: CompileOptions, progress: Callable[[str], None]) -> Translation:
+    """Load a model, rewrite it and translate it to ONNX, all in memory.
+
+    Raises:
+        UserError: The model cannot be loaded, rewritten as asked (`strict`, `layers`) or translated.
+    """
+    progress("loading and tracing the model")
+    calibrated = load_calibration(options, options.model)
+    model = load_model(options.model, options.trust_model, options.inputs, options.padding, options.logits)
+    dtype, notes = choose_dtype(model, options.dtype)
+    progress("rewriting feed-forward blocks")
+    forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention)
+    dump = GraphDump(options.dump_graphs)
+    decided = None if options.decided is None else repeat(options.decided)
+    rewritten, advisor = rewrite(model, dtype, options, list(options.profiles), calibrated, forms, dump, decided)
+    warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
+    notes = [*notes, *activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
+    progress("exporting to ONNX")
+    names = [spec.name for spec in input_specs(rewritten.program)]
+    graph = export_onnx(
+        rewritten.program, names, model.output_names, model.dimension_names, opset_of(rewritten.attention), dump
+    )
+    inputs = program_inputs(rewritten.program)
+    traced_by: dict[str, Any] = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
+    if calibrated is not None:
+        traced_by |= {**calibrated.settings(), "decided": options.decided or advisor.decided}
+        notes += calibrated.notes(rewritten.layers, dtype)
+        warnings += calibrated.profile.warnings
+    settings = annotate(graph, rewritten.layers, dtype, options, traced_by)
+    notes = [*model.notes, *notes, *advisor.notes(rewritten.layers)]
+    return Translation(
+        model.kind, inputs, model.dimension_ranges, rewritten.layers, rewritten.attention, graph, settings, notes,
+        warnings,
+    )  # fmt: skip
+
+
+def rewrite(
+    model: LoadedModel,
+    dtype: str,
+    options: CompileOptions | BenchOptions,
+    profiles: list[tuple[str, ShapeRange]],
+    calibrated: LoadedCalibration | None,
+    attention: tuple[str, ...] = (),
+    dump: GraphDump = NOWHERE,
+    decided: Advise | None = None,
+) -> tuple[Rewritten, Advisor]:
+    """Run every pass on a model, as options and calibration have it.
+
+    Args:
+        model: The model.
+        dtype: `bf16` or `fp16`.
+        options: What decides about blocks: `layers`, `compression` and `target_gpu`.
+        profiles: The optimization profiles, as `CompileOptions` has them.
+        calibrated: What is known of the model's neurons.
+        attention: See `run_passes`.
+        dump: See `run_passes`.
+        decided: What was decided before; None decides now.
+
+    Returns:
+        What the passes made, and who gives advice, with notes for the user.
+
+    Raises:
+        UserError: See `run_passes`, `resolve_profiles`, `choose_target` and `LoadedCalibration`.
+    """
+    given = program_inputs(model.program)
+    resolved, _ = resolve_profiles(given, profiles, model.dimension_ranges)
+    calibration = None if calibrated is None else calibrated.calibration
+    target = choose_target(options.target_gpu, gpu_at_hand())
+    advisor = Advisor(target, firing_of(calibration), rows_of_blocks(given, resolved), compression=options.compression)
+    rewritten = run_passes(
+        model.program, torch_dtype(dtype), options.layers, options.compression or DEFAULT_COMPRESSION, attention, dump,
+        calibration, decided or advisor,
+    )  # fmt: skip
+    if calibrated is not None:
+        calibrated.refuse_other_blocks(rewritten.layers)
+    return rewritten, advisor
+
+
+def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:
+    """Point out a config whose activation is not the one that the graph computes; the graph is what counts."""
+    declared = _SAME_ACTIVATION.get(model.declared_activation, model.declared_activation)
+    found = sorted({layer.activation for layer in layers})
+    if not declared or not found or any(declared in name for name in found):
+        return []
+    return [
+        f"config.json says the activation is {model.declared_activation}, but the graph computes {', '.join(found)}"
+    ]
+
+
+def inner_graph_notes(program: ExportedProgram) -> list[str]:
+    """Point out the operations in whose graphs no pass looks."""
+    operations = sorted({str(node.target) for node in program.graph.nodes if has_inner_graphs(node)})
+    return [f"blocks within {operation} stay dense and are not listed" for operation in operations]
+
+
+def state_warnings(program: ExportedProgram) -> list[str]:
+    """Point out what the model writes to, buffers or inputs: a plan has no state."""
+    written = sorted(written_tensors(program) | set(program.graph_signature.user_inputs_to_mutate.values()))
+    if not written:
+        return []
+    return [f"the model writes to {first_few(written)}; the plan does not, so nothing stays from one call to the next"]

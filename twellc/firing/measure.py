@@ -1,0 +1,242 @@
+"""Run a program, and count which neurons of its feed-forward blocks fire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.export.passes import move_to_device_pass
+from torch.fx import Interpreter, Node
+
+from twellc.base.arrays import to_numpy
+from twellc.base.errors import UserError
+from twellc.passes.block_profile import POSITION_BINS, BlockProfile, shapes
+from twellc.passes.graph.program import editable, tensor_of, user_inputs
+from twellc.passes.match.find_ffn import FfnBlock
+from twellc.plugins.library import TILE
+from twellc.plugins.ops import activate
+from twellc.samples.samples import Sample
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Which rows of a block's tensors [rows, d_ff] are tokens, and where these stand; int64 [tokens] each.
+
+    Attributes:
+        rows: The rows; None for all.
+        bins: The bin of each token's position; None where positions are not known.
+    """
+
+    rows: torch.Tensor | None
+    bins: torch.Tensor | None
+
+
+class FiringCounter:
+    """Counts which neurons of one block fire."""
+
+    def __init__(self, block: FfnBlock, device: torch.device) -> None:
+        self._block = block
+        self._counts = {
+            name: torch.zeros(shape, dtype=torch.int64, device=device) for name, shape in shapes(block.d_ff).items()
+        }
+        self.nan = torch.zeros((), dtype=torch.bool, device=device)
+
+    def add(self, z: torch.Tensor, places: _Places) -> None:
+        """Count activations of z [..., d_ff], before the activation; nothing here waits for a GPU."""
+        block, counts = self._block, self._counts
+        z = z.reshape(-1, block.d_ff)
+        z = z if places.rows is None else z.index_select(0, places.rows)
+        self.nan |= z.isnan().any()
+        fired = activate(z, block.activation, block.threshold) != 0
+        counts["firing"] += fired.sum(0)
+        whole = torch.nn.functional.pad(fired, (0, -block.d_ff % TILE))
+        tiles = whole.reshape(len(z), whole.shape[1] // TILE, TILE).sum(2)
+        active = tiles.sum(1)
+        ones = torch.ones_like(tiles)
+        counts["tiles"].index_add_(0, tiles.flatten(), ones.flatten())
+        counts["rows"].index_add_(0, active, ones[:, 0])
+        if places.bins is not None:
+            counts["positions"].index_add_(0, places.bins, torch.stack([ones[:, 0], active], 1))
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """How many tokens were seen, int64 []."""
+        return self._counts["rows"].sum()
+
+    def profile(self) -> BlockProfile:
+        """Return what was counted."""
+        block = self._block
+        counts = {name: to_numpy(tensor.cpu()) for name, tensor in self._counts.items()}
+        return BlockProfile(block.module, block.variant, block.activation, **counts)
+
+
+class ProgramObserver:
+    """Runs a canonical program as far as its last block, and counts.
+
+    Attributes:
+        unplaced: Modules of blocks for which padding was counted, too, since it is not known where it stands in them.
+    """
+
+    def __init__(self, program: ExportedProgram, blocks: list[FfnBlock], device: torch.device) -> None:
+        """Prepare to run.
+
+        Args:
+            program: A canonical program.
+            blocks: Blocks found in it, without a refusal.
+            device: Where to run it.
+        """
+        gates = {_gate(block).name: block for block in blocks}
+        inputs = {node.name: _sizes(node) for node in user_inputs(program) if _holds_ids(node)}
+        self._rows = {name: _rows_of(_gate(block), inputs) for name, block in gates.items()}
+        self._device = device
+        self._program = editable(program)
+        if device.type != "cpu":
+            self._program = move_to_device_pass(self._program, device)
+        self.counters = {name: FiringCounter(block, device) for name, block in gates.items()}
+        self._modules = {name: block.module for name, block in gates.items()}
+        self.unplaced: set[str] = set()
+        self._interpreter = _Interpreter(self._program, set(gates))
+
+    def run(self, inputs: Sample, counted: dict[str, torch.Tensor], where: str) -> None:
+        """Run the program on a batch, and count.
+
+        Args:
+            inputs: The inputs, on the CPU.
+            counted: See `Batch`.
+            where: What to call the data in a message.
+
+        Raises:
+            UserError: An activation is NaN.
+        """
+        placed: dict[str, _Places] = {}
+
+        def see(name: str, z: torch.Tensor) -> None:
+            reading = self._rows[name]
+            if reading is None and any(not mask.all() for mask in counted.values()):
+                self.unplaced.add(self._modules[name])
+            key = str(reading or z.shape[:-1])
+            if key not in placed:
+                placed[key] = self._places(reading, z.shape, counted)
+            self.counters[name].add(z, placed[key])
+
+        with torch.no_grad():
+            self._interpreter.see(_arguments(self._program, inputs, self._device), see)
+        flags = torch.stack([counter.nan for counter in self.counters.values()]).tolist()
+        for module, is_nan in zip(self._modules.values(), flags, strict=True):
+            if is_nan:
+                raise UserError(
+                    f"layer {module}", f"its activations are NaN for {where}",
+                    fix="Check the data and the model's weights; where float16 overflows, --dtype bf16 helps.",
+                )  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the block saw that saw fewest."""
+        return int(torch.stack([counter.tokens for counter in self.counters.values()]).min())
+
+    def profiles(self) -> list[BlockProfile]:
+        """Return what was counted, by block."""
+        return [counter.profile() for counter in self.counters.values()]
+
+    def _places(self, reading: _Reading | None, shape: torch.Size, counted: dict[str, torch.Tensor]) -> _Places:
+        if reading is None:
+            # No tokens: of patches of images or frames of audio, say. The sequence is the last axis but the features'.
+            if len(shape) < 3:
+                return _Places(None, None)
+            positions = torch.arange(shape[-2]).expand(shape[:-1]).flatten()
+            return _Places(None, _bins(positions).to(self._device))
+        mask = counted.get(reading.input)
+        if mask is None:
+            return _Places(None, None)
+        positions = mask.cumsum(1) - 1
+        if reading.transposed:
+            mask, positions = mask.t(), positions.t()
+        rows = None if mask.all() else mask.flatten().nonzero()[:, 0]
+        bins = _bins(positions[mask])
+        return _Places(None if rows is None else rows.to(self._device), bins.to(self._device))
+
+
+def _gate(block: FfnBlock) -> Node:
+    """Return the node whose values the activation decides by."""
+    part = block.gate or block.up
+    assert part is not None and not block.refusal
+    return part.node
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """That the rows of a tensor are the places of an input [rows, places], or of its transpose."""
+
+    input: str
+    transposed: bool = False
+
+
+def _holds_ids(node: Node) -> bool:
+    value = node.meta["val"]
+    return node.name.endswith("input_ids") and value.dim() == 2
+
+
+def _sizes(node: Node) -> list[Any]:
+    return [
+        size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in node.meta["val"].shape
+    ]
+
+
+def _rows_of(node: Node, inputs: dict[str, list[Any]]) -> _Reading | None:
+    """Say which input's places the rows of a tensor [..., d_ff] are; None where that is not known."""
+    leading = _sizes(node)[:-1]
+    for name, (rows, places) in inputs.items():
+        if leading == [rows, places] or leading == [rows * places]:
+            return _Reading(name)
+        if leading == [places, rows]:
+            return _Reading(name, transposed=True)
+    return None
+
+
+def _bins(positions: torch.Tensor) -> torch.Tensor:
+    """Return the bin of each position: 0 for 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7, and so on."""
+    return torch.frexp(positions.double()).exponent.long().clamp(max=POSITION_BINS - 1)
+
+
+def _arguments(program: ExportedProgram, inputs: Sample, device: torch.device) -> list[Any]:
+    values: list[Any] = []
+    for spec in program.graph_signature.input_specs:
+        if isinstance(spec.arg, ConstantArgument):
+            values.append(spec.arg.value)
+        elif spec.kind == InputKind.USER_INPUT:
+            values.append(inputs[spec.arg.name].to(device))
+        else:
+            values.append(tensor_of(program, str(spec.target)))
+    return values
+
+
+class _Interpreter(Interpreter):
+    """Runs the part of a graph that some nodes are computed from, and shows their values."""
+
+    def __init__(self, program: ExportedProgram, names: set[str]) -> None:
+        super().__init__(program.graph_module)
+        self._names = names
+        self._needed: set[Node] = set()
+        pending = [node for node in program.graph.nodes if node.name in names]
+        while pending:
+            node = pending.pop()
+            if node not in self._needed:
+                self._needed.add(node)
+                pending.extend(node.all_input_nodes)
+
+    def see(self, arguments: list[Any], see: Callable[[str, Any], None]) -> None:
+        self._see = see
+        self.run(*arguments, enable_io_processing=False)
+
+    def run_node(self, node: Node) -> Any:
+        if node.op == "output" or (node.op != "placeholder" and node not in self._needed):
+            return None
+        value = super().run_node(node)
+        if node.name in self._names:
+            self._see(node.name, value)
+        return value

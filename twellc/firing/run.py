@@ -1,0 +1,210 @@
+"""`twellc profile`: run a model on the user's data and count which neurons fire."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twellc.base.dtypes import torch_dtype
+from twellc.base.errors import UserError, first_few, first_line
+from twellc.base.files import OutputFiles, refuse_replacing
+from twellc.base.version import __version__
+from twellc.export.profiles import program_inputs
+from twellc.firing.measure import ProgramObserver
+from twellc.firing.profile import DataSource, FiringProfile, ProfiledModel
+from twellc.loaders.loaded import LoadedModel, fingerprint
+from twellc.loaders.model import load_model
+from twellc.loaders.onnx_format import looks_like_onnx
+from twellc.loaders.precision import choose_dtype
+from twellc.options.commands import ProfileOptions
+from twellc.passes.pipeline import find, prepare
+from twellc.samples.batches import Arrays, Batch, Intake, kind_of, read_batches
+from twellc.samples.samples import Limits
+from twellc.samples.tokenizer import Tokenizer, load_tokenizer
+
+# Receives how much of the data has been read, and how much there is, in bytes.
+Advance = Callable[[int, int], None]
+
+
+def profile_model(
+    options: ProfileOptions, data: Sequence[Path | Arrays], progress: Callable[[str], None], advance: Advance
+) -> FiringProfile:
+    """Run a model on data, count which neurons fire, and write the profile if there is an `output`.
+
+    Args:
+        options: See `ProfileOptions`.
+        data: Files, or inputs by name; all data is read once, in order.
+        progress: Receives the name of each step.
+        advance: Receives how many bytes of the data were read, of how many.
+
+    Raises:
+        UserError: The model or the data cannot be read or do not fit each other, activations are NaN, or the output
+            cannot be written; nothing was written.
+    """
+    if not data:
+        raise UserError("--inputs", "there is no data to run the model on", expected="one file at least")
+    paths = [each for each in data if isinstance(each, Path)]
+    for path in paths:
+        kind_of(path)
+    device = choose_device(options.device)
+    with OutputFiles(options.overwrite) as outputs:
+        if options.output is not None:
+            outputs.check("--output", options.output)
+            refuse_replacing("--output", options.output, paths)
+            _refuse_model_files(options.output, options.model)
+        profile = _profile(options, data, device, progress, advance)
+        if options.output is not None:
+            outputs.write(options.output, profile.content())
+        outputs.commit()
+    return profile
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that an option names.
+
+    Raises:
+        UserError: There is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name) if isinstance(name, str) else None
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError("--device", "no such device", got=repr(name), expected="auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"--device {name}", "torch sees no such GPU", got=f"{torch.cuda.device_count()} GPUs", expected="cpu"
+        )
+    return device
+
+
+def _refuse_model_files(output: Path, model: Path) -> None:
+    """Fail where the output would replace a file of the model, or change its fingerprint."""
+    same = os.path.realpath(output) == os.path.realpath(model)
+    inside = model.is_dir() and os.path.realpath(output.parent) == os.path.realpath(model)
+    if same or (inside and (output.exists() or output.suffix in (".json", ".safetensors"))):
+        raise UserError(
+            f"--output {output}", "belongs to the model, or stands among its files",
+            fix="Write to another place, or to a name that ends in .profile.",
+        )  # fmt: skip
+
+
+def _profile(
+    options: ProfileOptions,
+    data: Sequence[Path | Arrays],
+    device: torch.device,
+    progress: Callable[[str], None],
+    advance: Advance,
+) -> FiringProfile:
+    if looks_like_onnx(options.model):
+        raise UserError(
+            str(options.model), "an ONNX file cannot be profiled", expected="the model that it was exported from"
+        )
+    progress("loading and tracing the model")
+    model = load_model(options.model, options.trust_model, options.inputs, options.padding)
+    chosen, notes = choose_dtype(model, options.dtype)
+    progress("looking for feed-forward blocks")
+    program = prepare(model.program, torch_dtype(chosen))
+    found = find(program, "all")
+    layers, blocks = found.layers, [block for block, _ in found.chosen]
+    if not blocks:
+        reasons = first_few([f"{layer.module}: {layer.reason}" for layer in layers], "; ")
+        raise UserError(str(options.model), "has no feed-forward block that twellc can rewrite", got=reasons)
+    progress("taking the model's fingerprint")
+    sha256 = fingerprint(options.model)
+    notes = [*model.notes, *notes]
+    intake = _intake(options, model, notes)
+    progress("running the model")
+    observer = _observed(program, blocks, device)
+    sources = _run(observer, read_batches(data, intake), data, options.tokens, device, advance)
+    if observer.unplaced:
+        notes.append(f"padding counts as tokens in {first_few(sorted(observer.unplaced))}: it is not known where it is")
+    return FiringProfile(
+        ProfiledModel(options.model.name, options.in_memory or model.kind, sha256, chosen),
+        sources,
+        datetime.now(UTC).isoformat(timespec="seconds"),
+        __version__,
+        notes,
+        {block.module: block for block in observer.profiles()},
+    )
+
+
+def _observed(program: Any, blocks: Any, device: torch.device) -> ProgramObserver:
+    try:
+        return ProgramObserver(program, blocks, device)
+    except torch.OutOfMemoryError as error:
+        raise _no_memory(device, "Use --device cpu, or a GPU with more memory.") from error
+
+
+def _run(
+    observer: ProgramObserver,
+    batches: Iterable[Batch],
+    data: Sequence[Path | Arrays],
+    tokens: int | None,
+    device: torch.device,
+    advance: Advance,
+) -> list[DataSource]:
+    """Run batches until there are none, or the blocks have seen so many tokens; return what was read of the data."""
+    total = sum(each.stat().st_size for each in data if isinstance(each, Path))
+    sources: dict[int, DataSource] = {}
+    for batch in batches:
+        source = data[batch.source]
+        name, kind = (
+            (source.name, kind_of(source)) if isinstance(source, Path) else (f"inputs[{batch.source}]", "arrays")
+        )
+        where = f"--inputs {source}" if isinstance(source, Path) else name
+        try:
+            observer.run(batch.inputs, batch.counted, where)
+        except torch.OutOfMemoryError as error:
+            raise _no_memory(device, "Use a smaller --batch or --sequence.") from error
+        except (IndexError, RuntimeError) as error:  # torch's own
+            raise UserError(
+                where, f"the model fails on this data ({first_line(error)})",
+                fix="Check its values, such as indices into tables.",
+            ) from error  # fmt: skip
+        before = sources.get(batch.source, DataSource(name, kind, 0, 0))
+        sources[batch.source] = replace(
+            before, sequences=before.sequences + batch.sequences, tokens=before.tokens + batch.tokens
+        )
+        advance(batch.read, total)
+        if tokens is not None and observer.tokens >= tokens:
+            break
+    return list(sources.values())
+
+
+def _no_memory(device: torch.device, fix: str) -> UserError:
+    return UserError(f"--device {device}", "its memory ran out", fix=fix)
+
+
+def _intake(options: ProfileOptions, model: LoadedModel, notes: list[str]) -> Intake:
+    limits = Limits(program_inputs(model.program), None, model.vocabulary)
+    config = json.loads((options.model / "config.json").read_bytes()) if options.model.is_dir() else {}
+    pad = config.get("pad_token_id")
+    directory = model.vocabulary is not None and options.model.is_dir()
+
+    @functools.cache
+    def tokenizer() -> Tokenizer:
+        assert model.vocabulary is not None
+        loaded = load_tokenizer(options.model, model.vocabulary)
+        notes.extend(loaded.notes)
+        return loaded
+
+    return Intake(
+        limits=limits,
+        batch=options.batch,
+        sequence=options.sequence,
+        pads_right=model.settings.get("padding") == "none",
+        pad=pad if isinstance(pad, int) else None,
+        field=options.field,
+        tokenizer=tokenizer if directory else None,
+    )

@@ -1,0 +1,100 @@
+"""ONNX files as models: their inputs and their precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import sympy
+
+from twellc.base.dtypes import BY_ONNX
+from twellc.base.errors import UserError
+from twellc.export.profiles import InputSpec, ModelInputs
+from twellc.loaders.onnx_file import load_onnx
+from twellc.options.declared_inputs import InputDeclaration, refuse_inputs
+from twellc.passes.onnx.graph import dtype_of
+from twellc.plugins.library import PLUGIN_NAMESPACE
+
+KIND = "ONNX file"
+# Sizes to tune unnamed dimensions for: the first of several is usually a batch.
+_BATCH_HINT, _HINT = 1, 128
+
+
+def open_model(path: Path, declared: tuple[InputDeclaration, ...]) -> onnx.ModelProto:
+    """Load an ONNX file, for which no inputs may be declared.
+
+    Raises:
+        UserError: There are some, or it cannot be loaded.
+    """
+    refuse_inputs(declared, f"{path}, an {KIND}")
+    return load_onnx(path)
+
+
+def model_inputs(path: Path, model: onnx.ModelProto) -> ModelInputs:
+    """Return the inputs of an ONNX model; dimensions with the same name share a symbol.
+
+    Raises:
+        UserError: An input is no tensor, or of an element type or rank that is not known.
+    """
+    specs = []
+    hints: dict[str, int] = {}
+    for value in model.graph.input:
+        kind = value.type.tensor_type
+        dtype = dtype_of(kind.elem_type) if value.type.HasField("tensor_type") else None
+        if dtype is None or not kind.HasField("shape"):
+            raise UserError(str(path), f"input {value.name} is no tensor of a known element type and rank")
+        shape: list[int | sympy.Expr] = []
+        for axis, dim in enumerate(kind.shape.dim):
+            if dim.HasField("dim_value") and dim.dim_value > 0:
+                shape.append(dim.dim_value)
+                continue
+            symbol = sympy.Symbol(dim.dim_param or f"{value.name}[{axis}]", positive=True, integer=True)
+            dynamic = sum(not isinstance(size, int) for size in shape)
+            hints.setdefault(str(symbol), _HINT if dynamic or axis == len(kind.shape.dim) - 1 else _BATCH_HINT)
+            shape.append(symbol)
+        specs.append(InputSpec(value.name, dtype, tuple(shape)))
+    return ModelInputs(specs, {}, hints)
+
+
+def choose_onnx_dtype(model: onnx.ModelProto, requested: str | None) -> str:
+    """Return the dtype of the plugins: the model's own low precision, else the requested one or bf16.
+
+    Raises:
+        UserError: The model is in another low precision than the requested one.
+    """
+    found = {tensor.data_type for tensor in model.graph.initializer if len(tensor.dims) == 2}
+    low = sorted(BY_ONNX[kind].option for kind in found if kind in BY_ONNX and BY_ONNX[kind].option)
+    if requested is not None and low and requested not in low:
+        raise UserError(
+            f"--dtype {requested}", "an ONNX graph keeps the precision that it was written in", got=" and ".join(low),
+            fix="Export the model in the other precision, or leave --dtype out.",
+        )  # fmt: skip
+    return requested or (low[0] if len(low) == 1 else "bf16")
+
+
+def refuse_rewritten(path: Path, model: onnx.ModelProto) -> None:
+    """Fail if the model has `twell` nodes already.
+
+    Raises:
+        UserError: It has.
+    """
+    if any(node.domain == PLUGIN_NAMESPACE for node in model.graph.node):
+        raise UserError(
+            str(path), "is rewritten already: it has twell nodes", expected="the graph that it was made from",
+            fix="`twellc inspect` shows its nodes; `twellc check MODEL FILE` checks it.",
+        )  # fmt: skip
+
+
+def integer_range(graph: onnx.GraphProto, name: str) -> tuple[int, int]:
+    """Return the range of an integer input: rows of the table that it picks from, else 0 and 1."""
+    rows = {tensor.name: tensor.dims[0] for tensor in graph.initializer if tensor.dims}
+    names, largest = {name}, 1
+    for node in graph.node:
+        if (
+            node.op_type in ("Cast", "Identity", "Unsqueeze", "Reshape", "Squeeze", "Flatten")
+            and node.input[0] in names
+        ):
+            names.update(node.output)
+        if node.op_type == "Gather" and len(node.input) == 2 and node.input[1] in names and node.input[0] in rows:
+            largest = rows[node.input[0]] - 1 if largest == 1 else min(largest, rows[node.input[0]] - 1)
+    return 0, max(largest, 0)

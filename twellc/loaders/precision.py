@@ -1,0 +1,19 @@
+"""The precision that a loaded model is compiled in."""
+
+from __future__ import annotations
+
+from twellc.base.dtypes import DTYPES, dtype_name, torch_dtype
+from twellc.loaders.loaded import LoadedModel
+from twellc.passes.precision import parameter_dtypes
+
+
+def choose_dtype(model: LoadedModel, requested: str | None) -> tuple[str, list[str]]:
+    """Return the dtype to compile in, `bf16` or `fp16`, and what to tell the user about the choice."""
+    found = parameter_dtypes(model.program)
+    own = " and ".join(sorted(map(dtype_name, found))) or "no floating-point dtype"
+    for name in DTYPES:
+        if found == {torch_dtype(name)} and requested in (None, name):
+            return name, []
+    if requested is not None:
+        return requested, [f"the model is in {own}; compiled in {DTYPES[requested]} as asked"]
+    return "bf16", [f"the model is in {own}; compiled in bfloat16 (--dtype changes it)"]

@@ -1,0 +1,1 @@
+"""Options of the commands: their names, defaults and meaning."""

@@ -1,0 +1,346 @@
+"""The inputs that `twellc check` runs a model on: random ones, given arrays, or text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import sympy
+import torch
+
+from twellc.base.arrays import Array, to_torch
+from twellc.base.dtypes import dtype_name
+from twellc.base.errors import UserError, first_line
+from twellc.base.files import why_no_file
+from twellc.export.profiles import InputSpec, ModelInputs, form_of, symbol_value
+from twellc.samples.tokenizer import FIX, load_tokenizer
+
+Sample = dict[str, torch.Tensor]
+
+_UNBOUNDED = 1 << 30
+_LARGEST_WINDOW = 512
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What samples have to keep to.
+
+    Attributes:
+        inputs: The inputs of the model.
+        profile: The first optimization profile of a plan (`min` and `max` shapes by input name), if there is one.
+        token_ids: Number of token ids, if it is known; they go into the inputs whose names end in `input_ids`.
+    """
+
+    inputs: ModelInputs
+    profile: dict[str, Any] | None
+    token_ids: int | None
+
+    def sizes(self, spec: InputSpec, axis: int) -> tuple[int, int]:
+        """Return the least and the largest size of a dimension that is fixed or a symbol of its own."""
+        dim = spec.shape[axis]
+        return (dim, dim) if isinstance(dim, int) else self.symbol_values(spec, axis, dim)
+
+    def symbol_values(self, spec: InputSpec, axis: int, symbol: sympy.Expr) -> tuple[int, int]:
+        """Return the least and the largest value of a symbol, as far as this dimension, which it occurs in, says."""
+        least, largest = self.inputs.bounds.get(str(symbol), (1, None))
+        low, high = max(1, least), int(str(largest)) if str(largest).isdigit() else _UNBOUNDED
+        if self.profile is not None:
+            dim, shapes = spec.shape[axis], self.profile[spec.name]
+            low = max(low, symbol_value(dim, shapes["min"][axis]) or 1)
+            high = min(high, symbol_value(dim, shapes["max"][axis]) or high)
+        return low, high
+
+
+# ---- random ----
+
+
+def draw_samples(limits: Limits, integers: dict[str, tuple[int, int]], seed: int) -> list[Sample]:
+    """Make random inputs: at the smallest shapes, at the shapes that the model hints at, and at larger ones.
+
+    Args:
+        limits: What they keep to.
+        integers: Least and largest value of integer inputs; floats are drawn from a normal distribution.
+        seed: Seed of the generator.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    chosen: list[dict[sympy.Expr, int]] = []
+    for factor in (0, 1, 3):
+        sizes = {}
+        for spec in limits.inputs.specs:
+            for axis, dim in enumerate(spec.shape):
+                for symbol in getattr(dim, "free_symbols", ()):
+                    low, high = limits.symbol_values(spec, axis, symbol)
+                    sizes[symbol] = min(max(limits.inputs.hints[str(symbol)] * factor, low), high)
+        if sizes not in chosen:
+            chosen.append(sizes)
+    return [draw_sample(limits, integers, sizes, generator) for sizes in chosen]
+
+
+def draw_sample(
+    limits: Limits, integers: dict[str, tuple[int, int]], sizes: dict[sympy.Expr, int], generator: torch.Generator
+) -> Sample:
+    """Make random inputs of one shape: `sizes` are the values of the symbols; see `draw_samples`."""
+    return {
+        spec.name: _random(spec, tuple(_size(dim, sizes) for dim in spec.shape), integers.get(spec.name), generator)
+        for spec in limits.inputs.specs
+    }
+
+
+def _size(dim: int | sympy.Expr, sizes: dict[sympy.Expr, int]) -> int:
+    return dim if isinstance(dim, int) else int(dim.xreplace({s: sympy.Integer(n) for s, n in sizes.items()}))
+
+
+def _random(
+    spec: InputSpec, shape: tuple[int, ...], integers: tuple[int, int] | None, generator: torch.Generator
+) -> torch.Tensor:
+    if spec.dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(spec.dtype)
+    low, high = integers or (0, 1)
+    return torch.randint(low, high + 1, shape, generator=generator).to(spec.dtype)
+
+
+# ---- given arrays ----
+
+
+def read_arrays(path: Path, limits: Limits) -> Sample:
+    """Read one sample from an `.npz` file with an array for each input, by its name.
+
+    Arrays of any floating-point dtype are rounded to the input's, integers are converted if they fit. NaN and infinity
+    are values like others.
+
+    Raises:
+        UserError: It is no such file, or holds other names, kinds of dtypes, values or shapes than the model takes.
+    """
+    return as_sample(f"--inputs {path}", load_npz(path), limits)
+
+
+def as_sample(where: str, arrays: dict[str, Array], limits: Limits) -> Sample:
+    """Turn arrays into a sample; `where` is what a message calls them. See `read_arrays`."""
+    specs = {spec.name: spec for spec in limits.inputs.specs}
+    missing, unknown = sorted(specs.keys() - arrays.keys()), sorted(arrays.keys() - specs.keys())
+    if missing or unknown:
+        what = f"has no array {missing[0]}" if missing else f"has an array {unknown[0]}, which is no input"
+        raise UserError(
+            where, what, got=", ".join(sorted(arrays)) or "no arrays", expected=", ".join(sorted(specs)),
+            fix="Name each array as the model's input: numpy.savez(FILE, NAME=array, ...).",
+        )  # fmt: skip
+    sample = {name: _as_input(where, spec, arrays[name], limits.token_ids) for name, spec in specs.items()}
+    _check_shapes(where, limits, sample)
+    return sample
+
+
+def load_npz(path: Path) -> dict[str, Array]:
+    """Read the arrays of an `.npz` file.
+
+    Raises:
+        UserError: It is no such file.
+    """
+    if not path.is_file():
+        raise UserError(f"--inputs {path}", why_no_file(path), expected="an .npz file")
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            raise UserError(
+                f"--inputs {path}", "is a single array", expected="an .npz file with an array for each input",
+                fix="Write it with numpy.savez(FILE, NAME=array, ...).",
+            )  # fmt: skip
+        with loaded:
+            arrays = {name: loaded[name] for name in loaded.files}
+    except UserError:
+        raise
+    except Exception as error:  # numpy, zipfile and zlib raise what they like for a damaged file
+        raise UserError(
+            f"--inputs {path}", f"cannot be read as an .npz file ({first_line(error)})",
+            expected="arrays of numbers as numpy.savez writes them; pickled objects are never loaded",
+        ) from error  # fmt: skip
+    foreign = sorted(name for name, array in arrays.items() if not isinstance(array, np.ndarray))
+    if foreign:
+        raise UserError(f"--inputs {path}", f"{foreign[0]!r} in it is no array")
+    return arrays
+
+
+def _as_input(where: str, spec: InputSpec, array: Array, token_ids: int | None) -> torch.Tensor:
+    where = f"{where}, array {spec.name}"
+    if array.dtype == ml_dtypes.bfloat16 and spec.dtype.is_floating_point:
+        array = array.astype(np.float32)  # to numpy it is no floating-point dtype
+    if array.dtype == np.dtype("V2") and spec.dtype == torch.bfloat16:
+        return to_torch(array.view(ml_dtypes.bfloat16))  # how numpy.savez stores what it does not know
+    kinds = "f" if spec.dtype.is_floating_point else "b" if spec.dtype == torch.bool else "iu"
+    if array.dtype.kind not in kinds:
+        meant = {"f": "a floating-point dtype", "b": "bool", "iu": "an integer dtype"}[kinds]
+        raise UserError(
+            where, "has another dtype than the input", got=str(array.dtype),
+            expected=f"{dtype_name(spec.dtype)}, or {meant} that fits" if kinds != "b" else meant,
+        )  # fmt: skip
+    if kinds == "f":
+        tensor = to_torch(array.astype(np.float64)).to(spec.dtype)
+        if not np.array_equal(np.isinf(array), tensor.isinf().numpy()):
+            raise UserError(
+                where, f"has values that overflow {dtype_name(spec.dtype)}", got=f"{np.nanmax(np.abs(array)):.3g}",
+                expected=f"at most {torch.finfo(spec.dtype).max:.3g}",
+            )  # fmt: skip
+        return tensor
+    if kinds == "iu" and array.size:
+        info = torch.iinfo(spec.dtype)
+        low, high = info.min, info.max
+        if token_ids is not None and spec.name.endswith("input_ids"):
+            low, high = 0, token_ids - 1
+        least, largest = int(array.min()), int(array.max())
+        if least < low or largest > high:
+            raise UserError(
+                where, "has values out of range", got=f"{least} to {largest}", expected=f"{low} to {high}"
+            )  # fmt: skip
+        return to_torch(array.astype(np.int64)).to(spec.dtype)
+    return to_torch(array.astype(bool if kinds == "b" else np.int64)).to(spec.dtype)
+
+
+def places_of_tokens(sample: Sample) -> torch.Tensor | None:
+    """Return which places of outputs [batch, tokens, …] are no padding, bool [batch, tokens]; None if all are none.
+
+    The mask of a decoder says it, if the model has one.
+    """
+    decoder = any(name.startswith("decoder_") for name in sample)
+    mask = sample.get("decoder_attention_mask" if decoder else "attention_mask")
+    if mask is None or mask.dim() != 2:
+        return None
+    tokens = mask != 0
+    return None if tokens.all() or not tokens.any() else tokens
+
+
+def _check_shapes(source: str, limits: Limits, sample: Sample) -> None:
+    """Check shapes against the model, the profile and each other.
+
+    Raises:
+        UserError: They contradict one of these.
+    """
+    fixed: dict[sympy.Expr, tuple[int, str]] = {}
+    for spec in limits.inputs.specs:
+        where, shape = f"{source}, array {spec.name}", tuple(sample[spec.name].shape)
+        expected = " x ".join(_sizes(limits, spec, axis) for axis in range(len(spec.shape))) or "a scalar"
+        if len(shape) != len(spec.shape):
+            raise UserError(
+                where, f"has {len(shape)} dimensions", got=_text(shape), expected=f"{len(spec.shape)} ({expected})"
+            )
+        for axis, dim in enumerate(spec.shape):
+            if isinstance(dim, int):
+                if shape[axis] != dim:
+                    raise UserError(where, f"has another size of dimension {axis}", got=_text(shape), expected=expected)
+                continue
+            if len(dim.free_symbols) != 1:
+                continue  # the model itself refuses what does not fit
+            (symbol,) = dim.free_symbols
+            size, (low, high) = symbol_value(dim, shape[axis]), limits.symbol_values(spec, axis, symbol)
+            if size is None or not low <= size <= high:
+                source = "the plan's profile and the model" if limits.profile is not None else "the model"
+                raise UserError(
+                    where, f"dimension {axis} leaves what {source} can take", got=_text(shape),
+                    expected=_sizes(limits, spec, axis),
+                )  # fmt: skip
+            before, owner = fixed.setdefault(symbol, (size, spec.name))
+            if before != size:
+                raise UserError(
+                    where, f"dimension {axis} contradicts {owner}, which shares it", got=_text(shape),
+                    expected=f"{_size(dim, {symbol: before})}",
+                )  # fmt: skip
+
+
+def _sizes(limits: Limits, spec: InputSpec, axis: int) -> str:
+    """Say which sizes a dimension takes, without the names of symbols."""
+    dim = spec.shape[axis]
+    if isinstance(dim, int):
+        return str(dim)
+    if len(dim.free_symbols) != 1:
+        return "any"
+    (symbol,) = dim.free_symbols
+    low, high = limits.symbol_values(spec, axis, symbol)
+    least, largest = (_size(dim, {symbol: bound}) for bound in (low, high))
+    sizes = f"from {least}" if high == _UNBOUNDED else f"{least} to {largest}"
+    return sizes if dim == symbol else f"{sizes}, of the form {form_of(dim)}"
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "a scalar"
+
+
+# ---- text ----
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text as samples.
+
+    Attributes:
+        samples: Its windows, [1, tokens] each, without overlap, in order.
+        predicts_next: Whether the model predicts the next token, so that its logits have a likelihood for the text.
+        notes: What the user should know.
+    """
+
+    samples: list[Sample]
+    predicts_next: bool
+    notes: list[str]
+
+
+def read_text(path: Path, model: Path, language_model: bool, limits: Limits) -> Text:
+    """Turn a UTF-8 text, as one document, into token ids by the tokenizer of a Hugging Face directory.
+
+    Nothing is downloaded, and no code of the directory is run. A model of 256 token ids and without a tokenizer gets
+    the bytes of the text, behind the token that its config.json names as `bos_token_id`. Windows have as many tokens
+    as the model and the plan's profile take, at most 512.
+
+    Args:
+        path: The text.
+        model: The model.
+        language_model: Whether it is one.
+        limits: What samples keep to.
+
+    Raises:
+        UserError: The text is missing, empty, too short or no UTF-8, or the model is none for text or has no tokenizer.
+    """
+    if not path.is_file():
+        raise UserError(f"--text {path}", why_no_file(path), expected="a text in UTF-8")
+    specs = {spec.name: spec for spec in limits.inputs.specs}
+    foreign = sorted(specs.keys() - {"input_ids", "attention_mask"})
+    if not model.is_dir() or not language_model or foreign or limits.token_ids is None:
+        reason = f"its input {foreign[0]} is no text" if foreign else "the model is none"
+        raise UserError(
+            f"--text {path}", "needs a language model in a Hugging Face directory, with its tokenizer",
+            got=f"{model}: {reason}", fix=FIX,
+        )  # fmt: skip
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"--text {path}", f"is no UTF-8 at byte {error.start}", expected="a text in UTF-8") from error
+    if not text:
+        raise UserError(f"--text {path}", "the file is empty")
+    config = json.loads((model / "config.json").read_bytes())
+    tokenizer = load_tokenizer(model, limits.token_ids)
+    ids, notes = tokenizer(text), list(tokenizer.notes)
+    if not ids:
+        raise UserError(f"--text {path}", "the tokenizer makes no token of it")
+    if max(ids) >= limits.token_ids:
+        raise UserError(
+            str(model), "its tokenizer is of another model", got=f"the token id {max(ids)}",
+            expected=f"less than {limits.token_ids}, the size of the vocabulary",
+        )  # fmt: skip
+    spec = specs["input_ids"]
+    (rows, _), (shortest, longest) = limits.sizes(spec, 0), limits.sizes(spec, 1)
+    if rows > 1 or len(ids) < shortest:
+        raise UserError(
+            f"--text {path}", "does not fit into the plan's profile", got=f"1x{len(ids)} tokens",
+            expected=f"from {rows}x{shortest}", fix=FIX,
+        )  # fmt: skip
+    length = max(min(longest, _LARGEST_WINDOW), shortest)
+    windows = [ids[start : start + length] for start in range(0, len(ids), length)]
+    if len(windows[-1]) < shortest:
+        notes.append(f"the last {len(windows.pop())} tokens of {path.name} are too few for the plan's profile")
+    samples = []
+    for window in windows:
+        tokens = torch.tensor([window])
+        filled = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        samples.append({name: filled[name].to(spec.dtype) for name, spec in specs.items()})
+    masked = any(str(name).endswith("ForMaskedLM") for name in config.get("architectures") or [])
+    return Text(samples, not masked, notes)

@@ -1,1 +1,0 @@
-"""From a model of any kind to an ONNX graph with `twell` nodes."""
