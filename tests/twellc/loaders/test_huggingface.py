@@ -288,8 +288,8 @@ UNTRACEABLE: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "control flow": (
         "FSMTForConditionalGeneration",
         {**BART, "langs": ["en", "de"], "src_vocab_size": 96, "tgt_vocab_size": 96},
-        "torch.export cannot trace the model, since what it does depends on values (Could not guard on",
-        "Change the model's code, export it with torch.export.save, and compile that archive.",
+        "torch.export cannot trace the model (Could not guard on",
+        "Control flow that depends on values cannot be exported: replace it by torch.where or torch.cond.",
     ),
     "lengths": (
         "BartForSequenceClassification", BART,
