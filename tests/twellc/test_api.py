@@ -139,7 +139,8 @@ def refusals(folder: Path) -> dict[str, tuple[Any, type[Exception], str]]:
         ),
         "no output": (lambda: twellc.compile(model, args=inputs), twellc.UserError, "no plan to write"),
         "unknown option": (
-            lambda: twellc.compile(program, folder / "m.plan", precision="bf16"), TypeError, "no option 'precision'",
+            lambda: twellc.compile(program, folder / "m.plan", precision="bf16"),  # type: ignore[call-arg]
+            TypeError, "no option 'precision'",
         ),
         "unknown value": (
             lambda: twellc.compile(program, folder / "m.plan", dtype="int8"), twellc.UserError, "got 'int8'",
