@@ -170,8 +170,11 @@ class Setting:
 
 
 # Token counts on both sides of wherever other kernels take over.
-_FEW = (1, 2, 4, 8, 16, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256)
-_SWEEP = (*_FEW, 257, 320, 384, 448, 512, 768, 1024, 1536, 1920, 1921, 2048, 3072, 4096)
+_LIMITS = library.limits()
+_GENERIC, _HOPPER = _LIMITS.few_tokens_generic, _LIMITS.few_tokens_sm90
+_BLOCK = _LIMITS.dense_block_products // (2048 * 5632)
+_FEW = (1, 2, 4, 8, _LIMITS.few_tokens, 24, 32, 33, 48, _GENERIC, _GENERIC + 1, 96, _HOPPER, _HOPPER + 1, 192, 256)
+_SWEEP = (*_FEW, 257, 320, 384, 448, 512, 768, 1024, 1536, _BLOCK, _BLOCK + 1, 2048, 3072, 4096)
 _PLAIN = (1, 16, 17, 32, 33, 64, 128, 256, 512, 1024, 2048, 8192)
 _DECIDED = (2, 8, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)  # by what the gate has counted
 _LARGE_MODEL = (1, 4, 16, 17, 32, 33, 48, 64, 128, 256, 512, 1024, 1280, 1281, 2048, 8192, 32768)

@@ -23,7 +23,7 @@ import torch
 from onnxscript import opset20, values
 from torch.export import ExportedProgram
 
-from twellc.base.errors import UserError, first_line
+from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import external_data
 from twellc.export.names import name_ends
 from twellc.export.onnx_optimizer import optimize_exactly
@@ -83,10 +83,7 @@ def export_onnx(
                 custom_translation_table={**_BLOCKS, ATTENTION: _attention},
             )
     except torch.onnx.errors.OnnxExporterError as error:
-        raise UserError(
-            "ONNX export", f"the model cannot be written as ONNX ({_cause(error)})",
-            fix="Replace the operation in the model, or export a part of the model.",
-        ) from error  # fmt: skip
+        raise _untranslatable(program, error) from error
     assert exported is not None
     model = exported.model
     dump.text("onnx", lambda: str(model))
@@ -159,12 +156,29 @@ def _rename_dimensions(value: onnx_ir.Value, names: dict[str, str]) -> None:
     value.shape = onnx_ir.Shape([rename(dim) for dim in value.shape])
 
 
+def _untranslatable(program: ExportedProgram, error: Exception) -> UserError:
+    """Return what to say of a program that has no ONNX form: the operator, and in which module it is called."""
+    cause = _cause(error)
+    what, fix = f"the model cannot be written as ONNX ({cause})", "Replace the operation in the model"
+    found = _NO_FORM.search(cause)
+    if found is not None:
+        operator = ".".join(found.groups())
+        called = [node for node in program.graph.nodes if str(node.target) == operator]
+        stacks = [list((node.meta.get("nn_module_stack") or {}).values()) for node in called]
+        modules = list(dict.fromkeys(stack[-1][0] for stack in stacks if stack and stack[-1][0]))
+        where = f" (called in {first_few(modules)})" if modules else ""
+        what = f"torch.ops.{operator} has no ONNX form{where}"
+        fix = "Write it with torch's own operators in the model"
+    return UserError("ONNX export", what, fix=f"{fix}, or export a part of the model.")
+
+
 def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)
 
 
+_NO_FORM = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>")
 _KINDS = onnx.defs.OpSchema.AttrType
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _KIND_OF = {str: _KINDS.STRING, float: _KINDS.FLOAT, int: _KINDS.INT}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -27,6 +28,22 @@ class ShapeRange:
 
 # One optimization profile: a range for every input.
 ShapeProfile = dict[str, ShapeRange]
+
+
+# Sizes of inputs by their names, 0 for those that may vary.
+FixedSizes = tuple[tuple[str, Shape], ...]
+
+
+def fixed_sizes(profiles: Iterable[tuple[str, ShapeRange]]) -> FixedSizes:
+    """Return the only sizes that inputs have in ranges of theirs."""
+    ranges: dict[str, list[Shape]] = {}
+    for name, given in profiles:
+        ranges.setdefault(name, []).extend((given.min, given.opt, given.max))
+    sizes = {
+        name: tuple(dims[0] if len(set(dims)) == 1 else 0 for dims in zip(*shapes, strict=False))
+        for name, shapes in ranges.items()
+    }
+    return tuple((name, shape) for name, shape in sizes.items() if any(shape))
 
 
 def parse_size(digits: str) -> int:

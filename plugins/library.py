@@ -40,29 +40,78 @@ _REINSTALL = "Install twellc with pip again, or in a source tree run: cmake -S .
 
 
 class Problem(ctypes.Structure):
-    """Mirror of `twell_problem`."""
+    """Mirror of `twell_problem`, made by keyword: its size is filled in, and weights have the type of x."""
 
     _fields_ = (
-        ("tokens", ctypes.c_int64),
+        ("struct_bytes", ctypes.c_uint32),
         ("d_model", ctypes.c_int32),
+        ("tokens", ctypes.c_int64),
         ("d_ff", ctypes.c_int32),
         ("d_out", ctypes.c_int32),
         ("compression", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
+        ("weight_dtype", ctypes.c_int32),
         ("variant", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("threshold", ctypes.c_float),
         ("hot", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
     )
+
+    def __init__(self, *, dtype: int = 0, **fields: float) -> None:
+        super().__init__(**{"struct_bytes": ctypes.sizeof(self), "dtype": dtype, "weight_dtype": dtype, **fields})
 
 
 class Tensors(ctypes.Structure):
-    """Mirror of `twell_tensors`."""
+    """Mirror of `twell_tensors`, made by keyword: its size is filled in."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_void_p)
-        for name in ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual", "y")
+    _fields_ = (
+        ("struct_bytes", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual")
+        ),
+        *((name, ctypes.c_void_p) for name in ("y", "w_gate_scale", "w_up_scale", "w_down_scale")),
     )
+
+    def __init__(self, **pointers: int | None) -> None:
+        super().__init__(**{"struct_bytes": ctypes.sizeof(self), **pointers})
+
+
+class Limits(ctypes.Structure):
+    """Mirror of `twell_limits`: where other kernels take over. See `limits`."""
+
+    _fields_ = (
+        ("struct_bytes", ctypes.c_uint32),
+        ("one_or_two_tokens", ctypes.c_int32),
+        ("dense_block_products", ctypes.c_int64),
+        ("dense_block_products_if_split", ctypes.c_int64),
+        ("few_tokens", ctypes.c_int32),
+        ("few_tokens_generic", ctypes.c_int32),
+        ("few_tokens_sm90", ctypes.c_int32),
+        ("narrow_gated", ctypes.c_int32),
+        ("narrow_plain", ctypes.c_int32),
+        ("dense_block_tokens", ctypes.c_int32),
+        ("dense_block_tokens_if_split", ctypes.c_int32),
+        ("fewest_hot", ctypes.c_int32),
+        ("most_hot", ctypes.c_int32),
+        ("chunk_tokens", ctypes.c_int32),
+    )
+
+    one_or_two_tokens: int
+    dense_block_products: int
+    dense_block_products_if_split: int
+    few_tokens: int
+    few_tokens_generic: int
+    few_tokens_sm90: int
+    narrow_gated: int
+    narrow_plain: int
+    dense_block_tokens: int
+    dense_block_tokens_if_split: int
+    fewest_hot: int
+    most_hot: int
+    chunk_tokens: int
 
 
 class Device(ctypes.Structure):
@@ -169,6 +218,8 @@ def load() -> ctypes.CDLL:
     problem, tensors, pointer = ctypes.POINTER(Problem), ctypes.POINTER(Tensors), ctypes.c_void_p
     for name, restype, argtypes in (
         ("twell_validate", ctypes.c_char_p, [problem]),
+        ("twell_validate_tensors", ctypes.c_char_p, [problem, tensors]),
+        ("twell_get_limits", None, [ctypes.POINTER(Limits)]),
         ("twell_packed_bytes", ctypes.c_size_t, [problem]),
         ("twell_workspace_bytes", ctypes.c_size_t, [problem]),
         ("twell_gate", ctypes.c_int, [problem, tensors, pointer, pointer]),
@@ -178,6 +229,18 @@ def load() -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = restype, argtypes
     return library
+
+
+@functools.cache
+def limits() -> Limits:
+    """Return the numbers at which other kernels take over, as the library has them.
+
+    Raises:
+        UserError: As in `load`.
+    """
+    found = Limits(struct_bytes=ctypes.sizeof(Limits))
+    load().twell_get_limits(found)
+    return found
 
 
 def describe(problem: Problem, device: Device | None = None) -> str:

@@ -6,6 +6,7 @@ compares outputs notices a damaged block.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -268,3 +269,11 @@ def save(model: Any, folder: Path, dtype: torch.dtype = torch.bfloat16, **option
 def without_expectation(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of a report without what is expected of the sizes of a call, which differ between commands."""
     return [{name: value for name, value in layer.items() if name != "expectation"} for layer in layers]
+
+
+@dataclasses.dataclass
+class Pair:
+    """What a model may return."""
+
+    hidden: Tensor
+    other: Tensor

@@ -55,6 +55,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "inputs": parse_input,
     "plugin_libraries": Path,
     "shapes": parse_sizes,
+    "import_modules": str,
 }
 
 
@@ -137,7 +138,7 @@ def compile(
 
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
         given = _parsed(CompileOptions, options, in_memory)
-        made = compile_options(path, None if output is None else Path(output), **given)
+        made = compile_options(path, None if output is None else _path("output", output), **given)
         if made.html is not None and made.calibration is not None:
             from twellc.benchmarking.plot import require_matplotlib
 
@@ -204,7 +205,7 @@ def check(
 
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
         given = _parsed(CheckOptions, options, in_memory)
-        return check(CheckOptions(path, Path(candidate), **given), progress)
+        return check(CheckOptions(path, _path("candidate", candidate), **given), progress)
 
 
 def profile(
@@ -251,7 +252,7 @@ def profile(
     sources = [each if isinstance(each, Mapping) else Path(each) for each in several]
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
         given = _parsed(ProfileOptions, options, in_memory)
-        made = ProfileOptions(path, None if output is None else Path(output), **given)
+        made = ProfileOptions(path, None if output is None else _path("output", output), **given)
         return profile_model(made, sources, progress, advance)
 
 
@@ -350,7 +351,9 @@ def report(
         decided = decisions_of(decisions.to_json(), "decisions")
     if isinstance(bench, str | os.PathLike):
         bench = read_bench(Path(bench))
-    return make_page(gather(profile, decided, bench), None if output is None else Path(output), overwrite=overwrite)
+    return make_page(
+        gather(profile, decided, bench), None if output is None else _path("output", output), overwrite=overwrite
+    )
 
 
 def _parsed(kind: type[Any], options: Mapping[str, Any], in_memory: str) -> dict[str, Any]:
@@ -374,13 +377,27 @@ def _parsed(kind: type[Any], options: Mapping[str, Any], in_memory: str) -> dict
     parsed = dict(options)
     for name in _PATHS:
         if options.get(name) is not None:
-            parsed[name] = Path(options[name])
+            parsed[name] = _path(name, options[name])
     for name, parse in _PARSERS.items():
         if name in options:
-            parsed[name] = tuple(parse(each) if isinstance(each, str) else each for each in options[name])
+            several = [options[name]] if isinstance(options[name], str) else options[name]
+            if not isinstance(several, Iterable):
+                raise UserError(name, "is not a sequence", got=type(several).__name__, expected="a text, or several")
+            parsed[name] = tuple(parse(each) if isinstance(each, str) else each for each in several)
     if in_memory:
         parsed |= {"trust_model": True, "in_memory": in_memory}
     return parsed
+
+
+def _path(name: str, value: object) -> Path:
+    """Return the path that somebody gave.
+
+    Raises:
+        UserError: It is not a path.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise UserError(name, "is not a path", got=type(value).__name__, expected="a text or a pathlib.Path")
+    return Path(value)
 
 
 @contextmanager

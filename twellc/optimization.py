@@ -24,6 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ShapesCollection
 from torch.fx import Node
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.passes.decide import KERNEL_DTYPES, decide, options_of
@@ -38,6 +41,10 @@ from twellc.plugins.library import COMPRESSIONS
 from twellc.plugins.ops import run_block
 
 _LOG = logging.getLogger("twellc")
+_PARAMETRIZED = (
+    "its weight is computed in each call, by a parametrization or a norm; remove that first, with "
+    "torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm or remove_spectral_norm"
+)
 _Module = TypeVar("_Module", bound=nn.Module)
 # Leading dimensions to trace with: sizes that differ, and from which torch.export keeps a dimension dynamic.
 _LEADING = (2, 3)
@@ -190,6 +197,9 @@ def optimize(module: _Module, *, layers: str = "auto", compression: int = DEFAUL
     if compression not in COMPRESSIONS:
         expected = ", ".join(map(str, COMPRESSIONS))
         raise UserError("twellc.optimize", "no such compression", got=repr(compression), expected=expected)
+    parametrized = [path for path, submodule in module.named_modules() if _computes_weights(submodule)]
+    for path in parametrized:
+        _LOG.info("%s: %s", path, _PARAMETRIZED)
     found = list(_find(module))
     # Which dtype it is in is asked in each call.
     blocks = [replace(block, module=path, dtype=torch.bfloat16) for path, _, block, _ in found]
@@ -202,12 +212,19 @@ def optimize(module: _Module, *, layers: str = "auto", compression: int = DEFAUL
             _LOG.info("%s stays dense: %s", layer.module, layer.reason)
     if not optimized_blocks(module) and layers != "none":
         reasons = [f"{layer.module}: {layer.reason}" for layer in decisions if layer.decision != "twell"]
+        reasons += [f"{path}: {_PARAMETRIZED}" for path in parametrized]
         warnings.warn(
             "twellc.optimize: no submodule is a feed-forward block that the twell ops compute"
             + (f" ({first_few(reasons, '; ')})" if reasons else ""),
             stacklevel=2,
         )
     return module
+
+
+def _computes_weights(module: nn.Module) -> bool:
+    """Whether a module computes its weight anew in each call, as weight and spectral norms do."""
+    hooks = (WeightNorm, SpectralNorm)
+    return is_parametrized(module) or any(isinstance(hook, hooks) for hook in module._forward_pre_hooks.values())
 
 
 def restore(module: _Module) -> _Module:

@@ -11,7 +11,6 @@
 
 #include "../tensorrt/common.h"
 #include "../tensorrt/fields.h"
-#include "../tensorrt/names.h"
 
 namespace twell {
 namespace {
@@ -114,32 +113,9 @@ int64_t known(int64_t first, int64_t second) { return first == kAny ? second : f
 // ---- constructor ----
 
 AttentionPlugin::AttentionPlugin(std::string layer, AttentionOptions const& options)
-    : layer_(std::move(layer)), options_(options) {}
+    : PluginBase(kAttentionName, std::move(layer)), options_(options) {}
 
-AttentionPlugin::AttentionPlugin(AttentionPlugin const& other) : AttentionPlugin(other.layer_, other.options_) {}
-
-// ---- capability ----
-
-nvinfer1::IPluginCapability* AttentionPlugin::getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept {
-    switch (type) {
-        case nvinfer1::PluginCapabilityType::kCORE:
-            return static_cast<nvinfer1::IPluginV3OneCore*>(this);
-        case nvinfer1::PluginCapabilityType::kBUILD:
-            return static_cast<nvinfer1::IPluginV3OneBuild*>(this);
-        case nvinfer1::PluginCapabilityType::kRUNTIME:
-            return static_cast<nvinfer1::IPluginV3OneRuntime*>(this);
-    }
-    return nullptr;
-}
-
-nvinfer1::IPluginV3* AttentionPlugin::clone() noexcept {
-    return guarded<nvinfer1::IPluginV3*>(kAttentionName, layer_.c_str(), nullptr,
-                                         [&] { return new AttentionPlugin(*this); });
-}
-
-char const* AttentionPlugin::getPluginName() const noexcept { return kAttentionName; }
-char const* AttentionPlugin::getPluginVersion() const noexcept { return kPluginVersion; }
-char const* AttentionPlugin::getPluginNamespace() const noexcept { return kPluginNamespace; }
+AttentionPlugin::AttentionPlugin(AttentionPlugin const& other) : AttentionPlugin(other.layer(), other.options_) {}
 
 // ---- checks shared by build and runtime ----
 
@@ -199,11 +175,9 @@ twell_attention_problem AttentionPlugin::problem_of(Shapes const& inputs, DataTy
 
 // ---- build ----
 
-int32_t AttentionPlugin::getNbOutputs() const noexcept { return 1; }
-
 int32_t AttentionPlugin::getOutputDataTypes(DataType* output_types, int32_t output_count, DataType const* input_types,
                                             int32_t input_count) const noexcept {
-    return guarded<int32_t>(kAttentionName, layer_.c_str(), -1, [&] {
+    return guarded<int32_t>(-1, [&] {
         check_input_count(input_count);
         check_types(input_types);
         std::fill_n(output_types, output_count, input_types[kSlotQ]);
@@ -213,7 +187,7 @@ int32_t AttentionPlugin::getOutputDataTypes(DataType* output_types, int32_t outp
 
 int32_t AttentionPlugin::getOutputShapes(DimsExprs const* inputs, int32_t input_count, DimsExprs const*, int32_t,
                                          DimsExprs* outputs, int32_t output_count, nvinfer1::IExprBuilder&) noexcept {
-    return guarded<int32_t>(kAttentionName, layer_.c_str(), -1, [&] {
+    return guarded<int32_t>(-1, [&] {
         check_input_count(input_count);
         Shapes shapes{};
         std::transform(inputs, inputs + input_count, shapes.begin(), known_dims);
@@ -273,7 +247,7 @@ twell_attention_problem AttentionPlugin::largest_problem(DynamicPluginTensorDesc
 
 int32_t AttentionPlugin::configurePlugin(DynamicPluginTensorDesc const* in, int32_t input_count,
                                          DynamicPluginTensorDesc const*, int32_t) noexcept {
-    return guarded<int32_t>(kAttentionName, layer_.c_str(), -1, [&] {
+    return guarded<int32_t>(-1, [&] {
         options_.workspace_mib = workspace_mib(largest_problem(in, input_count));
         return 0;
     });
@@ -281,15 +255,14 @@ int32_t AttentionPlugin::configurePlugin(DynamicPluginTensorDesc const* in, int3
 
 size_t AttentionPlugin::getWorkspaceSize(DynamicPluginTensorDesc const* inputs, int32_t input_count,
                                          DynamicPluginTensorDesc const*, int32_t) const noexcept {
-    return guarded<size_t>(kAttentionName, layer_.c_str(), 0, [&] {
-        return static_cast<size_t>(workspace_mib(largest_problem(inputs, input_count))) << 20;
-    });
+    return guarded<size_t>(
+        0, [&] { return static_cast<size_t>(workspace_mib(largest_problem(inputs, input_count))) << 20; });
 }
 
 // ---- runtime ----
 
 nvinfer1::IPluginV3* AttentionPlugin::attachToContext(nvinfer1::IPluginResourceContext*) noexcept {
-    return guarded<nvinfer1::IPluginV3*>(kAttentionName, layer_.c_str(), nullptr, [&] {
+    return guarded<nvinfer1::IPluginV3*>(nullptr, [&] {
         auto attached = std::make_unique<AttentionPlugin>(*this);
         attached->attention_ = std::make_unique<Attention>();
         return attached.release();
@@ -307,7 +280,7 @@ twell_attention_problem AttentionPlugin::runtime_problem(PluginTensorDesc const*
 // Here, not at enqueue, cuDNN builds its plan: that allocates, and may compile.
 int32_t AttentionPlugin::onShapeChange(PluginTensorDesc const* in, int32_t input_count, PluginTensorDesc const*,
                                        int32_t) noexcept {
-    return guarded<int32_t>(kAttentionName, layer_.c_str(), -1, [&] {
+    return guarded<int32_t>(-1, [&] {
         check_input_count(input_count);
         std::array<DataType, kAttentionSlots> types{};
         std::transform(in, in + input_count, types.begin(), [](PluginTensorDesc const& desc) { return desc.type; });
@@ -329,7 +302,7 @@ int32_t AttentionPlugin::onShapeChange(PluginTensorDesc const* in, int32_t input
 
 int32_t AttentionPlugin::enqueue(PluginTensorDesc const* input_desc, PluginTensorDesc const*, void const* const* inputs,
                                  void* const* outputs, void* workspace, cudaStream_t stream) noexcept {
-    return guarded<int32_t>(kAttentionName, layer_.c_str(), -1, [&] {
+    return guarded<int32_t>(-1, [&] {
         if (attention_ == nullptr) {
             throw Refusal("run before its shapes were set");
         }
@@ -359,7 +332,7 @@ SerializedAttention::SerializedAttention(AttentionOptions const& options)
 }
 
 PluginFieldCollection const* AttentionPlugin::getFieldsToSerialize() noexcept {
-    return guarded<PluginFieldCollection const*>(kAttentionName, layer_.c_str(), nullptr, [&] {
+    return guarded<PluginFieldCollection const*>(nullptr, [&] {
         serialized_ = std::make_unique<SerializedAttention>(options_);
         return serialized_->collection();
     });
@@ -367,8 +340,7 @@ PluginFieldCollection const* AttentionPlugin::getFieldsToSerialize() noexcept {
 
 // ---- creator ----
 
-AttentionCreator::AttentionCreator()
-    : fields_(field_names()), collection_{static_cast<int32_t>(fields_.size()), fields_.data()} {}
+AttentionCreator::AttentionCreator() : CreatorBase(kAttentionName, field_names()) {}
 
 nvinfer1::IPluginV3* AttentionCreator::createPlugin(char const* name, PluginFieldCollection const* fields,
                                                     TensorRTPhase phase) noexcept {
@@ -379,10 +351,5 @@ nvinfer1::IPluginV3* AttentionCreator::createPlugin(char const* name, PluginFiel
         return new AttentionPlugin(layer, options);
     });
 }
-
-PluginFieldCollection const* AttentionCreator::getFieldNames() noexcept { return &collection_; }
-char const* AttentionCreator::getPluginName() const noexcept { return kAttentionName; }
-char const* AttentionCreator::getPluginVersion() const noexcept { return kPluginVersion; }
-char const* AttentionCreator::getPluginNamespace() const noexcept { return kPluginNamespace; }
 
 }  // namespace twell

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "../tensorrt/plugin_base.h"
 #include "attention.h"
 
 namespace twell {
@@ -49,25 +50,13 @@ class SerializedAttention {
     nvinfer1::PluginFieldCollection collection_{};
 };
 
-class AttentionPlugin : public nvinfer1::IPluginV3,
-                        public nvinfer1::IPluginV3OneCore,
-                        public nvinfer1::IPluginV3OneBuild,
-                        public nvinfer1::IPluginV3OneRuntime {
+class AttentionPlugin final : public PluginBase<AttentionPlugin> {
   public:
     AttentionPlugin(std::string layer, AttentionOptions const& options);
     // Without the plans: each context has its own.
     AttentionPlugin(AttentionPlugin const& other);
-    AttentionPlugin& operator=(AttentionPlugin const&) = delete;
-
-    // ---- capability ----
-    nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override;
-    nvinfer1::IPluginV3* clone() noexcept override;
-    char const* getPluginName() const noexcept override;
-    char const* getPluginVersion() const noexcept override;
-    char const* getPluginNamespace() const noexcept override;
 
     // ---- build ----
-    int32_t getNbOutputs() const noexcept override;
     int32_t getOutputDataTypes(nvinfer1::DataType* output_types, int32_t output_count,
                                nvinfer1::DataType const* input_types, int32_t input_count) const noexcept override;
     int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t input_count,
@@ -103,26 +92,17 @@ class AttentionPlugin : public nvinfer1::IPluginV3,
     twell_attention_problem largest_problem(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t input_count) const;
     twell_attention_problem runtime_problem(nvinfer1::PluginTensorDesc const* inputs) const;
 
-    std::string const layer_;
     AttentionOptions options_;
     std::unique_ptr<Attention> attention_;  // of a plugin that is attached to a context
     std::unique_ptr<SerializedAttention> serialized_;
 };
 
-class AttentionCreator final : public nvinfer1::IPluginCreatorV3One {
+class AttentionCreator final : public CreatorBase {
   public:
     AttentionCreator();
 
     nvinfer1::IPluginV3* createPlugin(char const* name, nvinfer1::PluginFieldCollection const* fields,
                                       nvinfer1::TensorRTPhase phase) noexcept override;
-    nvinfer1::PluginFieldCollection const* getFieldNames() noexcept override;
-    char const* getPluginName() const noexcept override;
-    char const* getPluginVersion() const noexcept override;
-    char const* getPluginNamespace() const noexcept override;
-
-  private:
-    std::vector<nvinfer1::PluginField> const fields_;
-    nvinfer1::PluginFieldCollection const collection_;
 };
 
 }  // namespace twell

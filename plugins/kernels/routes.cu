@@ -1,11 +1,12 @@
 #include <algorithm>
 
+#include "dense_block/dense_block.h"
 #include "few_tokens/few.h"
 #include "host/problem.h"
-#include "many_tokens/dense.h"
-#include "many_tokens/split.h"
-#include "one_or_two_tokens/contribute_few.cuh"
+#include "many_tokens/many_tokens.h"
+#include "one_or_two_tokens/one_or_two.h"
 #include "routes.h"
+#include "split/split.h"
 
 namespace twell {
 namespace {
@@ -26,7 +27,7 @@ constexpr float kAnyProducts = 0.0f;
 constexpr bool kEvenIfSplit = true;
 constexpr bool kUnlessSplit = false;
 
-// Neurons that a device computes at once: so many by each of `places`, which so many multiprocessors have.
+// Neurons that a device computes at once: `neurons` by each of `places`, which `multiprocessors` of them have.
 struct Round {
     int neurons;
     int places;
@@ -40,8 +41,7 @@ struct Round {
 };
 constexpr int kAnyPlaces = 1 << 16;
 constexpr Round kAnyNeurons = {0, 0, 1, 1};
-constexpr Round kContributing = {contribute_few::kNeurons, contribute_few::kCtasPerMultiprocessor, 1,
-                                 contribute_few::kMostCtas};
+constexpr Round kContributing = {kNeuronsOfCtaOneOrTwo, kCtasPerMultiprocessorOneOrTwo, 1, kMostCtasOneOrTwo};
 // By the clusters of two CTAs in gate_up_sm90.cuh: the largest of up to 64 tokens, and those of more.
 constexpr Round kClusters224 = {224, 1, 2, kAnyPlaces};
 constexpr Round kClusters96 = {96, 1, 2, kAnyPlaces};
@@ -59,42 +59,48 @@ struct Row {
     int most_d_model;
     int most_d_out;
     Round round;          // at least d_ff neurons at once
-    bool takes_split;     // also calls that can be split: hot neurons pay for packing the others from half as many on
+    bool takes_split;     // also calls that can be split, in which packing the other neurons pays from half as much on
     float most_products;  // tokens * d_model * d_ff
 };
 
 // The limits were measured on an H200, see benchmarks/LOG.md.
 //  - Few tokens: their kernels lose little if a layer is dense, as long as one round holds all of its neurons.
 //  - Dense blocks: where the guard would cost a dense layer more than skipping gains a sparse one. Narrow layers are so
-//    with any number of tokens, since packing takes longer than a product there. Of layers that can be split, whoever
-//    names hot neurons knows the activity, and the hot ones are dense in any case: half the limits, as an H100 has it.
+//    with any number of tokens, since packing takes longer than a product there. For split calls the limits are halved:
+//    the caller has measured the activity, and hot neurons are dense anyway (measured on an H100).
 //  - What is left: layers too narrow or too wide for the other kernels.
+constexpr int kFewAnyLayer = 16;
+constexpr int kNarrowGated = 1024;
+constexpr int kNarrowPlain = 1536;
+constexpr int kBlockIfSplit = 640;
+constexpr int kBlock = 1280;
 constexpr int kProductsPerToken = 2048 * 5632;
 constexpr float kProducts960 = 960.0f * kProductsPerToken;
 constexpr float kProducts1920 = 1920.0f * kProductsPerToken;
+constexpr int kPair = kMostTokensOneOrTwo;
+constexpr int64_t kFew64 = kMostTokensFewGeneric;
+constexpr int64_t kFew128 = kMostTokensFew;
+constexpr int kWidestPair = kMostColumnsOneOrTwo;
+constexpr int kWidestBlock = kMostDModelDenseBlock;
 constexpr Row kRoutes[] = {
     // clang-format off
-    //          GPU    block   tokens         columns   d_model    d_out      d_ff           hot           products
-    {kOneOrTwo, kSm80, kBoth,  1,  2,         1,        2048,      2048,      kContributing, kEvenIfSplit, kAnyProducts},
-    {kFew,      kSm80, kBoth,  1,  16,        1,        kWidestX,  kAnyWidth, kAnyNeurons,   kEvenIfSplit, kAnyProducts},
-    {kFew,      kSm90, kBoth,  17, 64,        1,        kWidestX,  kAnyWidth, kClusters224,  kEvenIfSplit, kAnyProducts},
-    {kFew,      kSm90, kGated, 65, 128,       kTmaBox,  kWidestX,  kAnyWidth, kClusters96,   kEvenIfSplit, kAnyProducts},
-    {kMany,     kSm90, kGated, 65, 128,       1,        kAnyWidth, kAnyWidth, kClusters96,   kEvenIfSplit, kAnyProducts},
-    {kDense,    kSm90, kGated, 17, kNoEnd,    1,        1024,      1024,      kAnyNeurons,   kEvenIfSplit, kAnyProducts},
-    {kDense,    kSm90, kPlain, 17, kNoEnd,    1,        1536,      1536,      kAnyNeurons,   kEvenIfSplit, kAnyProducts},
-    {kDense,    kSm90, kBoth,  17, 640,       1,        16384,     kAnyWidth, kAnyNeurons,   kEvenIfSplit, kAnyProducts},
-    {kDense,    kSm90, kBoth,  17, kNoEnd,    1,        16384,     kAnyWidth, kAnyNeurons,   kEvenIfSplit, kProducts960},
-    {kDense,    kSm90, kBoth,  17, 1280,      1,        16384,     kAnyWidth, kAnyNeurons,   kUnlessSplit, kAnyProducts},
-    {kDense,    kSm90, kBoth,  17, kNoEnd,    1,        16384,     kAnyWidth, kAnyNeurons,   kUnlessSplit, kProducts1920},
-    {kFew,      kSm90, kBoth,  17, 128,       kTmaBox,  kWidestX,  kAnyWidth, kAnyNeurons,   kEvenIfSplit, kAnyProducts},
-    {kFew,      kSm80, kBoth,  17, 64,        1,        kWidestX,  kAnyWidth, kAnyNeurons,   kEvenIfSplit, kAnyProducts},
-    {kMany,     kSm80, kBoth,  1,  kNoEnd,    1,        kAnyWidth, kAnyWidth, kAnyNeurons,   kEvenIfSplit, kAnyProducts},
+    //          GPU    block   tokens              columns   d_model       d_out         d_ff           hot           products
+    {kOneOrTwo, kSm80, kBoth,  1,  kPair,          1,        kWidestPair,  kWidestPair,  kContributing, kEvenIfSplit, kAnyProducts},
+    {kFew,      kSm80, kBoth,  1,  kFewAnyLayer,   1,        kWidestX,     kAnyWidth,    kAnyNeurons,   kEvenIfSplit, kAnyProducts},
+    {kFew,      kSm90, kBoth,  17, kFew64,         1,        kWidestX,     kAnyWidth,    kClusters224,  kEvenIfSplit, kAnyProducts},
+    {kFew,      kSm90, kGated, 65, kFew128,        kTmaBox,  kWidestX,     kAnyWidth,    kClusters96,   kEvenIfSplit, kAnyProducts},
+    {kMany,     kSm90, kGated, 65, kFew128,        1,        kAnyWidth,    kAnyWidth,    kClusters96,   kEvenIfSplit, kAnyProducts},
+    {kDense,    kSm90, kGated, 17, kNoEnd,         1,        kNarrowGated, kNarrowGated, kAnyNeurons,   kEvenIfSplit, kAnyProducts},
+    {kDense,    kSm90, kPlain, 17, kNoEnd,         1,        kNarrowPlain, kNarrowPlain, kAnyNeurons,   kEvenIfSplit, kAnyProducts},
+    {kDense,    kSm90, kBoth,  17, kBlockIfSplit,  1,        kWidestBlock, kAnyWidth,    kAnyNeurons,   kEvenIfSplit, kAnyProducts},
+    {kDense,    kSm90, kBoth,  17, kNoEnd,         1,        kWidestBlock, kAnyWidth,    kAnyNeurons,   kEvenIfSplit, kProducts960},
+    {kDense,    kSm90, kBoth,  17, kBlock,         1,        kWidestBlock, kAnyWidth,    kAnyNeurons,   kUnlessSplit, kAnyProducts},
+    {kDense,    kSm90, kBoth,  17, kNoEnd,         1,        kWidestBlock, kAnyWidth,    kAnyNeurons,   kUnlessSplit, kProducts1920},
+    {kFew,      kSm90, kBoth,  17, kFew128,        kTmaBox,  kWidestX,     kAnyWidth,    kAnyNeurons,   kEvenIfSplit, kAnyProducts},
+    {kFew,      kSm80, kBoth,  17, kFew64,         1,        kWidestX,     kAnyWidth,    kAnyNeurons,   kEvenIfSplit, kAnyProducts},
+    {kMany,     kSm80, kBoth,  1,  kNoEnd,         1,        kAnyWidth,    kAnyWidth,    kAnyNeurons,   kEvenIfSplit, kAnyProducts},
     // clang-format on
 };
-static_assert(contribute_few::kMostTokens >= 2 && contribute_few::kMostColumns >= 2048 && kMostTokensFewGeneric >= 64 &&
-                  kMostTokensFew >= 128 && kMostDModelDenseBlock >= 16384,
-              "what the kernels can compute");
-
 bool fits(Row const& row, twell_problem const& problem, Device const& device) {
     return (!row.needs_sm90 || is_sm90(device)) && (row.variant == kBoth || row.variant == problem.variant) &&
            problem.tokens >= row.fewest_tokens && problem.tokens <= row.most_tokens &&
@@ -119,6 +125,24 @@ void add_columns(Text& text, int fewest, int most) {
 
 }  // namespace
 
+twell_limits limits() {
+    twell_limits limits = {};
+    limits.one_or_two_tokens = kPair;
+    limits.few_tokens = kFewAnyLayer;
+    limits.few_tokens_generic = kFew64;
+    limits.few_tokens_sm90 = kFew128;
+    limits.narrow_gated = kNarrowGated;
+    limits.narrow_plain = kNarrowPlain;
+    limits.dense_block_tokens = kBlock;
+    limits.dense_block_tokens_if_split = kBlockIfSplit;
+    limits.dense_block_products = static_cast<int64_t>(kProducts1920);
+    limits.dense_block_products_if_split = static_cast<int64_t>(kProducts960);
+    limits.fewest_hot = kFewestHotSplit;
+    limits.most_hot = kMostHot;
+    limits.chunk_tokens = kFewestTokensChunks;
+    return limits;
+}
+
 Route choose_route(twell_problem const& problem, Device const& device) {
     for (Row const& row : kRoutes) {
         if (fits(row, problem, device)) {
@@ -138,6 +162,23 @@ char const* name_of(Route route) {
             return "dense_block";
         default:
             return "many_tokens";
+    }
+}
+
+cudaError_t launch_route(Call const& call, void* workspace) {
+    Route const route = choose_route(call.problem, call.device);
+    if (call.device.trace != nullptr) {
+        call.device.trace->add("route %s\n", name_of(route));
+    }
+    switch (route) {
+        case Route::kOneOrTwoTokens:
+            return launch_one_or_two(call, workspace);
+        case Route::kFewTokens:
+            return launch_few(call, workspace);
+        case Route::kDenseBlock:
+            return launch_dense_block(call, workspace, true);
+        default:
+            return is_split(call.problem) ? launch_split(call, workspace) : launch_many_tokens(call, workspace);
     }
 }
 

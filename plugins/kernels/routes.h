@@ -1,7 +1,11 @@
 // Which kernels compute a block: one table, whose first row that fits wins.
 #pragma once
 
+#include <stddef.h>
+
+#include "check.h"
 #include "host/launch.h"
+#include "host/problem.h"
 #include "host/trace.h"
 #include "twell/twell.h"
 
@@ -14,10 +18,41 @@ enum class Route {
     kManyTokens,      // the gate packs what is active, and a guard decides which rows are too dense for that
 };
 
-// The device is one that has kernels: of compute capability 8.0 or later.
+// The device has compute capability 8.0 or later.
 Route choose_route(twell_problem const& problem, Device const& device);
 
 char const* name_of(Route route);
+
+// Enqueues the whole block by its route. The problem has been validated, has at least one row, and the pointers have
+// been checked; `workspace` is 256-byte aligned.
+cudaError_t launch_route(Call const& call, void* workspace);
+
+// Writes down what launch(call, workspace) launches, instead of launching it: see twell_describe.
+template <class Launch>
+size_t describe(twell_problem const* problem, twell_device const* described, char* text, size_t size, Launch launch) {
+    Device device = {};
+    twell_problem copy;
+    if (read_problem(copy, problem).text != nullptr || find_device(described, device) != cudaSuccess) {
+        return 0;
+    }
+    Text trace(text, size);
+    device.trace = &trace;
+    if (copy.tokens == 0) {
+        return trace.bytes();
+    }
+    // Pointers that no kernel follows: none is launched.
+    void* const memory = reinterpret_cast<void*>(kWorkspaceAlignment);
+    twell_tensors tensors = {};
+    tensors.x = tensors.w_gate = tensors.b_gate = tensors.w_down = tensors.b_down = tensors.residual = memory;
+    tensors.y = memory;
+    if (copy.variant == TWELL_GATED) {
+        tensors.w_up = tensors.b_up = memory;
+    }
+    return launch({copy, tensors, device, nullptr}, memory) == cudaSuccess ? trace.bytes() : 0;
+}
+
+// Numbers of the table and of the routes that others ask for.
+twell_limits limits();
 
 // The table, as Markdown.
 void list_routes(Text& text);

@@ -19,17 +19,12 @@ using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 using nvinfer1::TensorRTPhase;
 
-template <typename Result, typename Body>
-Result guarded(twell_variant variant, char const* layer, Result failure, Body&& body) noexcept {
-    return guarded(plugin_name(variant), layer, failure, std::forward<Body>(body));
-}
-
 }  // namespace
 
 // ---- constructor ----
 
 FeedForwardPlugin::FeedForwardPlugin(twell_variant variant, std::string layer, Options const& options)
-    : variant_(variant), layer_(std::move(layer)), options_(options) {
+    : PluginBase(plugin_name(variant), std::move(layer)), variant_(variant), options_(options) {
     bool const gated = variant == TWELL_GATED;
     bool const present[kRoles] = {true, true,           options.b_gate,  gated, gated && options.b_up,
                                   true, options.b_down, options.residual};
@@ -39,30 +34,7 @@ FeedForwardPlugin::FeedForwardPlugin(twell_variant variant, std::string layer, O
 }
 
 FeedForwardPlugin::FeedForwardPlugin(FeedForwardPlugin const& other)
-    : FeedForwardPlugin(other.variant_, other.layer_, other.options_) {}
-
-// ---- capability ----
-
-nvinfer1::IPluginCapability* FeedForwardPlugin::getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept {
-    switch (type) {
-        case nvinfer1::PluginCapabilityType::kCORE:
-            return static_cast<nvinfer1::IPluginV3OneCore*>(this);
-        case nvinfer1::PluginCapabilityType::kBUILD:
-            return static_cast<nvinfer1::IPluginV3OneBuild*>(this);
-        case nvinfer1::PluginCapabilityType::kRUNTIME:
-            return static_cast<nvinfer1::IPluginV3OneRuntime*>(this);
-    }
-    return nullptr;
-}
-
-nvinfer1::IPluginV3* FeedForwardPlugin::clone() noexcept {
-    return guarded<nvinfer1::IPluginV3*>(variant_, layer_.c_str(), nullptr,
-                                         [&] { return new FeedForwardPlugin(*this); });
-}
-
-char const* FeedForwardPlugin::getPluginName() const noexcept { return plugin_name(variant_); }
-char const* FeedForwardPlugin::getPluginVersion() const noexcept { return kPluginVersion; }
-char const* FeedForwardPlugin::getPluginNamespace() const noexcept { return kPluginNamespace; }
+    : FeedForwardPlugin(other.variant_, other.layer(), other.options_) {}
 
 // ---- checks shared by build and runtime ----
 
@@ -182,12 +154,14 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
         return extent == kAny ? placeholder : static_cast<int32_t>(std::min(extent, kBeyondLimits));
     };
     twell_problem problem{};
+    problem.struct_bytes = sizeof(problem);
     problem.tokens = tokens;
     problem.d_model = narrow(d_model, 8);
     problem.d_ff = narrow(d_ff, std::max(options_.hot, 1));
     problem.d_out = narrow(d_out, 8);
     problem.compression = options_.compression;
     problem.dtype = type == DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
+    problem.weight_dtype = problem.dtype;
     problem.variant = variant_;
     problem.activation = options_.activation;
     problem.threshold = options_.threshold;
@@ -201,11 +175,9 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
 
 // ---- build ----
 
-int32_t FeedForwardPlugin::getNbOutputs() const noexcept { return 1; }
-
 int32_t FeedForwardPlugin::getOutputDataTypes(DataType* output_types, int32_t output_count, DataType const* input_types,
                                               int32_t input_count) const noexcept {
-    return guarded<int32_t>(variant_, layer_.c_str(), -1, [&] {
+    return guarded<int32_t>(-1, [&] {
         check_input_count(input_count);
         check_types(input_types);
         std::fill_n(output_types, output_count, input_types[slots_[kX]]);
@@ -215,7 +187,7 @@ int32_t FeedForwardPlugin::getOutputDataTypes(DataType* output_types, int32_t ou
 
 int32_t FeedForwardPlugin::getOutputShapes(DimsExprs const* inputs, int32_t input_count, DimsExprs const*, int32_t,
                                            DimsExprs* outputs, int32_t output_count, nvinfer1::IExprBuilder&) noexcept {
-    return guarded<int32_t>(variant_, layer_.c_str(), -1, [&] {
+    return guarded<int32_t>(-1, [&] {
         check_input_count(input_count);
         Shapes shapes{};
         for (int32_t i = 0; i < input_count; ++i) {
@@ -267,7 +239,7 @@ twell_problem FeedForwardPlugin::largest_problem(DynamicPluginTensorDesc const* 
 
 int32_t FeedForwardPlugin::configurePlugin(DynamicPluginTensorDesc const* in, int32_t input_count,
                                            DynamicPluginTensorDesc const*, int32_t) noexcept {
-    return guarded<int32_t>(variant_, layer_.c_str(), -1, [&] {
+    return guarded<int32_t>(-1, [&] {
         largest_problem(in, input_count);
         return 0;
     });
@@ -275,7 +247,7 @@ int32_t FeedForwardPlugin::configurePlugin(DynamicPluginTensorDesc const* in, in
 
 size_t FeedForwardPlugin::getWorkspaceSize(DynamicPluginTensorDesc const* inputs, int32_t input_count,
                                            DynamicPluginTensorDesc const*, int32_t) const noexcept {
-    return guarded<size_t>(variant_, layer_.c_str(), 0, [&] {
+    return guarded<size_t>(0, [&] {
         twell_problem const problem = largest_problem(inputs, input_count);
         return twell_workspace_bytes(&problem);
     });
@@ -284,7 +256,7 @@ size_t FeedForwardPlugin::getWorkspaceSize(DynamicPluginTensorDesc const* inputs
 // ---- runtime ----
 
 nvinfer1::IPluginV3* FeedForwardPlugin::attachToContext(nvinfer1::IPluginResourceContext*) noexcept {
-    return guarded<nvinfer1::IPluginV3*>(variant_, layer_.c_str(), nullptr, [&] {
+    return guarded<nvinfer1::IPluginV3*>(nullptr, [&] {
         check_device();
         return new FeedForwardPlugin(*this);
     });
@@ -300,7 +272,7 @@ twell_problem FeedForwardPlugin::runtime_problem(PluginTensorDesc const* inputs)
 
 int32_t FeedForwardPlugin::onShapeChange(PluginTensorDesc const* in, int32_t input_count, PluginTensorDesc const*,
                                          int32_t) noexcept {
-    return guarded<int32_t>(variant_, layer_.c_str(), -1, [&] {
+    return guarded<int32_t>(-1, [&] {
         check_input_count(input_count);
         std::array<DataType, kRoles> types{};
         for (int32_t i = 0; i < input_count; ++i) {
@@ -315,10 +287,11 @@ int32_t FeedForwardPlugin::onShapeChange(PluginTensorDesc const* in, int32_t inp
 int32_t FeedForwardPlugin::enqueue(PluginTensorDesc const* input_desc, PluginTensorDesc const*,
                                    void const* const* inputs, void* const* outputs, void* workspace,
                                    cudaStream_t stream) noexcept {
-    return guarded<int32_t>(variant_, layer_.c_str(), -1, [&] {
+    return guarded<int32_t>(-1, [&] {
         twell_problem const problem = runtime_problem(input_desc);
         auto const input = [&](Role role) { return slots_[role] < 0 ? nullptr : inputs[slots_[role]]; };
         twell_tensors tensors{};
+        tensors.struct_bytes = sizeof(tensors);
         tensors.x = input(kX);
         tensors.w_gate = input(kWGate);
         tensors.b_gate = input(kBGate);
@@ -344,7 +317,7 @@ int32_t FeedForwardPlugin::enqueue(PluginTensorDesc const* input_desc, PluginTen
 // ---- serialisation ----
 
 PluginFieldCollection const* FeedForwardPlugin::getFieldsToSerialize() noexcept {
-    return guarded<PluginFieldCollection const*>(variant_, layer_.c_str(), nullptr, [&] {
+    return guarded<PluginFieldCollection const*>(nullptr, [&] {
         serialized_ = std::make_unique<Serialized>(variant_, options_);
         return serialized_->collection();
     });
@@ -353,21 +326,14 @@ PluginFieldCollection const* FeedForwardPlugin::getFieldsToSerialize() noexcept 
 // ---- creator ----
 
 FeedForwardCreator::FeedForwardCreator(twell_variant variant)
-    : variant_(variant),
-      fields_(field_names(variant)),
-      collection_{static_cast<int32_t>(fields_.size()), fields_.data()} {}
+    : CreatorBase(plugin_name(variant), field_names(variant)), variant_(variant) {}
 
 nvinfer1::IPluginV3* FeedForwardCreator::createPlugin(char const* name, PluginFieldCollection const* fields,
                                                       TensorRTPhase phase) noexcept {
     char const* const layer = name == nullptr ? "" : name;
-    return guarded<nvinfer1::IPluginV3*>(variant_, layer, nullptr, [&] {
+    return guarded<nvinfer1::IPluginV3*>(plugin_name(variant_), layer, nullptr, [&] {
         return new FeedForwardPlugin(variant_, layer, read_options(variant_, fields, phase));
     });
 }
-
-PluginFieldCollection const* FeedForwardCreator::getFieldNames() noexcept { return &collection_; }
-char const* FeedForwardCreator::getPluginName() const noexcept { return plugin_name(variant_); }
-char const* FeedForwardCreator::getPluginVersion() const noexcept { return kPluginVersion; }
-char const* FeedForwardCreator::getPluginNamespace() const noexcept { return kPluginNamespace; }
 
 }  // namespace twell

@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "names.h"
 #include "options.h"
+#include "plugin_base.h"
 
 namespace twell {
 
@@ -29,24 +29,12 @@ constexpr char const* plugin_name(twell_variant variant) {
 enum Role { kX, kWGate, kBGate, kWUp, kBUp, kWDown, kBDown, kResidual, kRoles };
 
 // The two blocks differ in name, inputs and fields only, so they are one class with a variant.
-class FeedForwardPlugin : public nvinfer1::IPluginV3,
-                          public nvinfer1::IPluginV3OneCore,
-                          public nvinfer1::IPluginV3OneBuild,
-                          public nvinfer1::IPluginV3OneRuntime {
+class FeedForwardPlugin final : public PluginBase<FeedForwardPlugin> {
   public:
     FeedForwardPlugin(twell_variant variant, std::string layer, Options const& options);
     FeedForwardPlugin(FeedForwardPlugin const& other);
-    FeedForwardPlugin& operator=(FeedForwardPlugin const&) = delete;
-
-    // ---- capability ----
-    nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override;
-    nvinfer1::IPluginV3* clone() noexcept override;
-    char const* getPluginName() const noexcept override;
-    char const* getPluginVersion() const noexcept override;
-    char const* getPluginNamespace() const noexcept override;
 
     // ---- build ----
-    int32_t getNbOutputs() const noexcept override;
     int32_t getOutputDataTypes(nvinfer1::DataType* output_types, int32_t output_count,
                                nvinfer1::DataType const* input_types, int32_t input_count) const noexcept override;
     int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t input_count,
@@ -88,28 +76,21 @@ class FeedForwardPlugin : public nvinfer1::IPluginV3,
     twell_problem runtime_problem(nvinfer1::PluginTensorDesc const* inputs) const;
 
     twell_variant const variant_;
-    std::string const layer_;
     Options const options_;
     std::array<int32_t, kRoles> slots_{};  // the input of each role; -1 where the block has none
     int32_t input_count_ = 0;
     std::unique_ptr<Serialized> serialized_;
 };
 
-class FeedForwardCreator final : public nvinfer1::IPluginCreatorV3One {
+class FeedForwardCreator final : public CreatorBase {
   public:
     explicit FeedForwardCreator(twell_variant variant);
 
     nvinfer1::IPluginV3* createPlugin(char const* name, nvinfer1::PluginFieldCollection const* fields,
                                       nvinfer1::TensorRTPhase phase) noexcept override;
-    nvinfer1::PluginFieldCollection const* getFieldNames() noexcept override;
-    char const* getPluginName() const noexcept override;
-    char const* getPluginVersion() const noexcept override;
-    char const* getPluginNamespace() const noexcept override;
 
   private:
     twell_variant const variant_;
-    std::vector<nvinfer1::PluginField> const fields_;
-    nvinfer1::PluginFieldCollection const collection_;
 };
 
 }  // namespace twell

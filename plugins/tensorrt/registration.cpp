@@ -27,7 +27,7 @@
 namespace twell {
 namespace {
 
-// A host keeps pointers into this library, so the dlclose of whoever opened it must not unload it.
+// A host keeps pointers into this library, so a dlclose by the program that opened it must not unload it.
 void stay_loaded() {
     Dl_info self{};
     if (dladdr(reinterpret_cast<void const*>(&stay_loaded), &self) != 0) {

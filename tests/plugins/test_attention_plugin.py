@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.plugins.test_attention_gpu import SCALE, MakePlan, assert_right, lib, make_plan, on_gpu, random_operands
-from tests.plugins.test_enqueue import (
+from tests.plugins.attention_calls import SCALE, MakePlan, assert_right, lib, make_plan, on_gpu, random_operands
+from tests.plugins.plugin_host import (
     BF16,
     CHW4,
     FLOAT32,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from twellc import __version__
 from twellc.plugins import library
 
+INVALID_VALUE, MISALIGNED_ADDRESS = 1, 716
 HEADER = Path(__file__).resolve().parents[2] / "plugins" / "include" / "twell" / "twell.h"
 
 
@@ -79,6 +81,9 @@ def test_validate_accepts(changes: dict[str, float]) -> None:
         ({"activation": 2, "threshold": float("inf")}, "threshold"),
         ({"hot": -1}, "hot"),
         ({"hot": 601}, "hot"),
+        ({"weight_dtype": 1}, "weight_dtype must be the same as dtype"),
+        ({"dtype": 1, "weight_dtype": 0}, "weight_dtype must be the same as dtype"),
+        ({"reserved": 1}, "reserved"),
     ],
     ids=str,
 )
@@ -92,6 +97,123 @@ def test_validate_rejects(changes: dict[str, float], message: str) -> None:
 
 def test_validate_rejects_null() -> None:
     assert library.load().twell_validate(None) is not None
+
+
+# Bytes of the first layouts of the second version of the API: these must never change.
+LEAST_BYTES = {"problem": 48, "tensors": 80}
+
+
+class LongerProblem(ctypes.Structure):
+    """`twell_problem` of a newer header."""
+
+    _fields_ = (("known", library.Problem), ("more", ctypes.c_int64 * 40))
+
+
+def longer(struct_bytes: int, more: int) -> LongerProblem:
+    made = LongerProblem(known=problem(struct_bytes=struct_bytes))
+    made.more[-1] = more
+    made.more[0] = more
+    return made
+
+
+def test_a_struct_of_an_older_caller() -> None:
+    """The fields that it does not have count as 0, whatever lies behind it."""
+    lib = library.load()
+    older = problem(struct_bytes=LEAST_BYTES["problem"], hot=-5, reserved=7)
+    assert lib.twell_validate(older) is None
+    assert lib.twell_workspace_bytes(older) == lib.twell_workspace_bytes(problem())
+
+
+@pytest.mark.parametrize("struct_bytes", [0, 4, LEAST_BYTES["problem"] - 4])
+def test_a_struct_that_is_too_short(struct_bytes: int) -> None:
+    fault = library.load().twell_validate(problem(struct_bytes=struct_bytes))
+    assert fault is not None and b"struct_bytes must be sizeof(twell_problem): it is shorter" in fault
+
+
+def test_a_struct_of_a_newer_caller() -> None:
+    lib = library.load()
+    size = ctypes.sizeof(library.Problem)
+    validate = lib.twell_validate
+    for extra in (4, 8, 200):
+        known = longer(size + extra, more=0)
+        assert validate(ctypes.byref(known.known)) is None
+        assert lib.twell_workspace_bytes(ctypes.byref(known.known)) == lib.twell_workspace_bytes(problem())
+    fault = validate(ctypes.byref(longer(size + 8, more=3).known))
+    assert fault is not None and b"twell_problem has fields that this library does not know" in fault
+    fault = validate(ctypes.byref(longer(257, more=0).known))
+    assert fault is not None and b"longer than that of any version" in fault
+
+
+def test_structs_are_made_by_keyword() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        library.Problem(100, 72)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional"):
+        library.Tensors(256)  # type: ignore[call-arg]
+    made = library.Problem(tokens=3, dtype=1)
+    assert (made.struct_bytes, made.dtype, made.weight_dtype) == (ctypes.sizeof(library.Problem), 1, 1)
+    assert library.Tensors(x=256).struct_bytes == ctypes.sizeof(library.Tensors)
+
+
+def tensors(**changes: int | None) -> library.Tensors:
+    names = ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual")
+    addresses = {name: (1 << 20) * (i + 1) for i, name in enumerate((*names, "y"))}
+    return library.Tensors(**{**addresses, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"b_gate": None, "b_up": None, "b_down": None, "residual": None}, {"struct_bytes": LEAST_BYTES["tensors"]}],
+    ids=str,
+)
+def test_validate_tensors_accepts(changes: dict[str, int | None]) -> None:
+    assert library.load().twell_validate_tensors(problem(), tensors(**changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": None}, "x is missing"),
+        ({"w_gate": None}, "w_gate is missing"),
+        ({"w_up": None}, "w_up is missing"),
+        ({"w_down": None}, "w_down is missing"),
+        ({"y": None}, "y is missing"),
+        ({"b_down": 8}, "b_down must be aligned to 16 bytes"),
+        ({"residual": 9 << 20}, "residual must not overlap y"),
+        ({"w_gate_scale": 256}, "w_gate_scale"),
+        ({"w_up_scale": 256}, "w_up_scale"),
+        ({"w_down_scale": 256}, "w_down_scale"),
+        ({"struct_bytes": 8}, "struct_bytes must be sizeof(twell_tensors): it is shorter"),
+        ({"struct_bytes": 1000}, "struct_bytes must be sizeof(twell_tensors): it is longer"),
+        ({"reserved": 1}, "reserved"),
+    ],
+    ids=str,
+)
+def test_validate_tensors_rejects(changes: dict[str, int | None], message: str) -> None:
+    lib = library.load()
+    fault = lib.twell_validate_tensors(problem(), tensors(**changes))
+    assert fault is not None and message in fault.decode()
+    status = lib.twell_mlp(problem(), tensors(**changes), 256, 1 << 40, None)
+    assert status == (MISALIGNED_ADDRESS if "aligned" in message else INVALID_VALUE)
+
+
+def test_scales_of_a_caller_that_has_none_are_not_read() -> None:
+    older = tensors(struct_bytes=LEAST_BYTES["tensors"], w_gate_scale=256)
+    assert library.load().twell_validate_tensors(problem(), older) is None
+
+
+def test_plain_block_takes_no_up_projection() -> None:
+    lib = library.load()
+    assert b"w_up and b_up must be null" in lib.twell_validate_tensors(problem(variant=1), tensors())
+    assert lib.twell_validate_tensors(problem(variant=1), tensors(w_up=None, b_up=None)) is None
+
+
+def test_limits() -> None:
+    """They are numbers of the table of routes, in which a test looks them up; of a shorter struct a part is written."""
+    limits = library.limits()
+    assert (limits.one_or_two_tokens, limits.few_tokens, limits.few_tokens_sm90) == (2, 16, 128)
+    part = library.Limits(struct_bytes=8, few_tokens=-1)
+    library.load().twell_get_limits(part)
+    assert (part.one_or_two_tokens, part.few_tokens) == (2, -1)
 
 
 @pytest.mark.parametrize("compression", [1, 2, 4, 8])
@@ -140,7 +262,10 @@ def test_header_says_the_same() -> None:
     assert f"#define TWELL_MAX_D_FF {library.MAX_D_FF}\n" in text
     constants = {name.lower(): int(value) for name, value in re.findall(r"\bTWELL_(\w+) = (\d+)", text)}
     assert constants == {"bf16": 0, "fp16": 1, **library.VARIANTS, **library.ACTIVATIONS}
-    for struct, mirror in (("twell_problem", library.Problem), ("twell_tensors", library.Tensors)):
+    for struct, mirror in (
+        ("twell_problem", library.Problem), ("twell_tensors", library.Tensors), ("twell_limits", library.Limits),
+        ("twell_device", library.Device),
+    ):  # fmt: skip
         body = re.search(r"typedef struct \{([^}]*)\} " + struct, text)
         assert body is not None
         names = re.findall(r"(\w+);", re.sub(r"//.*", "", body.group(1)))

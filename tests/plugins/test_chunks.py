@@ -6,28 +6,25 @@ Tests force chunks, which blocks as small as these would not have.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.plugins import reference
-from tests.plugins.reference import Block
-from tests.plugins.test_gate_kernels import SM90, gate, needs_sm90
-from tests.plugins.test_guard import BEST, run_dense, unequal_block
-from tests.plugins.test_kernels import (
-    BF16,
-    FP16,
+from tests.plugins.calls import (
+    BEST,
     POISON,
+    SM90,
     Call,
-    Case,
     assert_guards,
     assert_same_bits,
-    make_block,
-    with_residual,
+    gate,
+    level,
+    needs_sm90,
+    run_dense,
 )
-from tests.plugins.test_schedule import level
+from tests.plugins.cases import BF16, FP16, Case, chunk_table, make_block, unequal_block, with_residual
+from tests.plugins.reference import Block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, needs_sm90]
 
@@ -39,28 +36,8 @@ def run(block: Block, compression: int = 8, dense_rows: int = 0) -> torch.Tensor
     return y
 
 
-def table() -> Iterator[Case]:
-    dtypes = itertools.cycle((BF16, FP16))
-    base = Case(rows=4100, d_model=192, d_ff=1600, d_out=136, density=0.02)
-    # Around runs, and several of them in a block of the schedule, or more than it takes at once.
-    for rows in (4096, 4097, 4159, 4160, 4161, 8193, 20000, 33000):
-        yield dataclasses.replace(base, rows=rows, d_model=64, dtype=next(dtypes))
-    # Around blocks of neurons, and the most of them.
-    for d_ff in (1, 2, 8, 255, 256, 257, 1471, 1472, 1473, 2945, 5632, 11008, 23552, 23553):
-        yield dataclasses.replace(base, d_ff=d_ff, d_model=128, density=0.01, dtype=next(dtypes))
-    for d_model in (64, 128, 320, 2048, 4096):
-        yield dataclasses.replace(base, d_model=d_model, dtype=next(dtypes))
-    # Rows without a non-zero, octets with one row or two, more than the chunks hold, and rows without a list.
-    for density, compression in itertools.product((0.0, 0.001, 0.005, 0.01, 0.03, 0.1, 0.24, 0.4), (1, 8)):
-        yield dataclasses.replace(base, density=density, compression=compression, dtype=next(dtypes))
-    for activation, dtype, biases in itertools.product(
-        ("relu", "relu2", "fatrelu", "drelu"), (BF16, FP16), ("", "gud")
-    ):
-        yield dataclasses.replace(base, activation=activation, dtype=dtype, biases=biases)
-
-
 @pytest.mark.parametrize("dense", [0.0, 0.1], ids=("none", "part"))
-@pytest.mark.parametrize("case", [*table(), *with_residual(table(), share=0.3)], ids=str)
+@pytest.mark.parametrize("case", [*chunk_table(), *with_residual(chunk_table(), share=0.3)], ids=str)
 def test_against_float64(case: Case, dense: float) -> None:
     block = make_block(case, integers=False)
     reference.assert_close(run(block, case.compression, int(case.rows * dense)), block)

@@ -12,28 +12,25 @@ import pytest
 import torch
 
 from tests.plugins import reference
-from tests.plugins.reference import Block
-from tests.plugins.test_gate_kernels import GENERIC, gate, needs_sm90
-from tests.plugins.test_guard import (
+from tests.plugins.calls import (
     BEST,
+    GENERIC,
     GUARD_DECIDES,
-    heavy_rows,
-    is_early,
-    run_dense,
-    run_poisoned,
-    unequal_block,
-)
-from tests.plugins.test_kernels import (
-    BF16,
-    FP16,
     POISON,
     Call,
-    Case,
+    Run,
     assert_guards,
     assert_same_bits,
-    make_block,
+    gate,
+    heavy_rows,
+    is_early,
+    level,
+    needs_sm90,
+    run_dense,
+    run_poisoned,
 )
-from tests.plugins.test_schedule import level
+from tests.plugins.cases import BF16, FP16, Case, make_block, unequal_block
+from tests.plugins.reference import Block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, needs_sm90]
 
@@ -183,7 +180,7 @@ def test_nan_stays_in_its_row() -> None:
 
 @pytest.mark.parametrize("dense_rows", [0, 20, GUARD_DECIDES])
 @pytest.mark.parametrize("spread", [True, False], ids=("spread", "together"))
-def test_sanitize(spread: bool, dense_rows: int) -> None:
+def test_sanitize(spread: bool, dense_rows: int | Run) -> None:
     """What sanitize.py runs."""
     block = patterned_block(2816, 90, BF16, spread=spread, device="cpu")
     call = Call(block.to("cuda"), 8, poison=False)

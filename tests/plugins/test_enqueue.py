@@ -9,81 +9,31 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.plugins.plugin_host import (
+    BF16,
+    CHW4,
+    FLOAT32,
+    FP16,
+    LINEAR,
+    TORCH,
+    Desc,
+    DynamicDesc,
+    Field,
+    Fields,
+    host,
+    make_desc,
+    make_dims,
+)
 from twellc.plugins import library
 
-BF16, FP16, FLOAT32 = 7, 1, 0  # nvinfer1::DataType
-LINEAR, CHW4 = 0, 3  # nvinfer1::TensorFormat
-TORCH = {BF16: torch.bfloat16, FP16: torch.float16}
-
-
-class Dims(ctypes.Structure):
-    _fields_ = (("rank", ctypes.c_int32), ("extents", ctypes.c_int64 * 8))
-
-
-class Desc(ctypes.Structure):
-    _fields_ = (("dims", Dims), ("type", ctypes.c_int32), ("format", ctypes.c_int32), ("scale", ctypes.c_float))
-
-
-class DynamicDesc(ctypes.Structure):
-    _fields_ = (("desc", Desc), ("min", Dims), ("max", Dims), ("opt", Dims))
-
-
-class Field(ctypes.Structure):
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("data", ctypes.c_void_p),
-        ("type", ctypes.c_int32),
-        ("length", ctypes.c_int32),
-    )
-
-
-class Fields(ctypes.Structure):
-    _fields_ = (("count", ctypes.c_int32), ("fields", ctypes.POINTER(Field)))
-
-
-assert ctypes.sizeof(Desc) == 88
-assert ctypes.sizeof(DynamicDesc) == 304
-
-
-def make_dims(shape: Sequence[int]) -> Dims:
-    return Dims(len(shape), (ctypes.c_int64 * 8)(*shape))
-
-
-def make_desc(shape: Sequence[int], dtype: int, layout: int = LINEAR) -> Desc:
-    return Desc(make_dims(shape), dtype, layout, 1.0)
-
-
-@pytest.fixture(scope="session")
-def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ to compile the stand-in for TensorRT")
-    path = tmp_path_factory.mktemp("host") / "libnvinfer.so.10"
-    source = Path(__file__).with_name("fake_host.cpp")
-    flags = ["-std=c++17", "-shared", "-fPIC", "-DHOST_VERSION=101401", "-DHOST_LAYOUT=10"]
-    subprocess.run([compiler, *flags, "-o", str(path), str(source), "-ldl"], check=True)
-    loaded = ctypes.CDLL(str(path))
-    pointer, count = ctypes.c_void_p, ctypes.c_int32
-    loaded.load.argtypes, loaded.load.restype = [ctypes.c_char_p, count], pointer
-    loaded.create.argtypes, loaded.create.restype = [pointer, ctypes.POINTER(Fields)], pointer
-    loaded.configure.argtypes = [pointer, pointer, count, pointer]
-    loaded.workspace_size.argtypes, loaded.workspace_size.restype = loaded.configure.argtypes, ctypes.c_size_t
-    loaded.supports.argtypes, loaded.supports.restype = [pointer, count, pointer, count], ctypes.c_bool
-    loaded.shape_change.argtypes = loaded.configure.argtypes
-    loaded.enqueue.argtypes = loaded.enqueue_attached.argtypes = [pointer] * 7
-    loaded.attach.argtypes, loaded.attach.restype = [pointer], pointer
-    loaded.destroy.argtypes = [pointer]
-    return loaded
+__all__ = ["host"]
 
 
 @dataclass(frozen=True)
@@ -115,16 +65,16 @@ class Block:
 
     def problem(self, tokens: int, dtype: int) -> library.Problem:
         return library.Problem(
-            tokens,
-            self.d_model,
-            self.d_ff,
-            self.d_out,
-            self.compression,
-            library.DTYPES["float16" if dtype == FP16 else "bfloat16"],
-            library.VARIANTS["gated" if self.gated else "plain"],
-            library.ACTIVATIONS[self.activation],
-            self.threshold,
-            self.hot,
+            tokens=tokens,
+            d_model=self.d_model,
+            d_ff=self.d_ff,
+            d_out=self.d_out,
+            compression=self.compression,
+            dtype=library.DTYPES["float16" if dtype == FP16 else "bfloat16"],
+            variant=library.VARIANTS["gated" if self.gated else "plain"],
+            activation=library.ACTIVATIONS[self.activation],
+            threshold=self.threshold,
+            hot=self.hot,
         )
 
     def create(self, host: ctypes.CDLL) -> Any:

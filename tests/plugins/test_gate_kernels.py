@@ -5,55 +5,33 @@ Blocks of small integers have exact sums and must match the reference bit by bit
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import itertools
-import os
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
 from tests.plugins import reference
-from tests.plugins.test_kernels import (
-    BF16,
-    FP16,
+from tests.plugins.calls import (
+    GENERIC,
+    ON_SM90,
     POISON_WORD,
+    SM90,
     SUCCESS,
     Call,
-    Case,
     assert_guards,
     assert_packed,
     bits_of,
-    make_block,
+    gate,
+    needs_sm90,
+    try_gate,
 )
+from tests.plugins.cases import BF16, FP16, SMALL_GATE, Case, gate_table, make_block
 
 pytestmark = pytest.mark.gpu
 
 INVALID_VALUE, NOT_SUPPORTED = 1, 801
-GENERIC, SM90 = 1, 2  # twell::Kernels
-ON_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-needs_sm90 = pytest.mark.skipif(
-    not ON_SM90 and os.environ.get("TWELLC_REQUIRE_GPU") != "1", reason="needs a GPU of compute capability 9.0"
-)
 KERNELS = [pytest.param(GENERIC, id="generic"), pytest.param(SM90, id="sm90", marks=[pytest.mark.sm90, needs_sm90])]
-
-
-def try_gate(call: Call, kernel: int) -> int:
-    """Run one gate kernel and give the CUDA status."""
-    function = call.lib.twell_internal_gate
-    function.restype = ctypes.c_int
-    function.argtypes = [*call.lib.twell_gate.argtypes[:3], ctypes.c_int32, ctypes.c_void_p]
-    status: int = function(
-        call.problem, call.tensors, call.packed.data_ptr(), kernel, torch.cuda.current_stream().cuda_stream
-    )
-    return status
-
-
-def gate(call: Call, kernel: int) -> None:
-    status = try_gate(call, kernel)
-    assert status == SUCCESS, f"CUDA error {status}"
 
 
 def kernels_of(call: Call) -> set[str]:
@@ -68,50 +46,8 @@ def refill(call: Call) -> None:
     call.packed.fill_(POISON_WORD - (1 << 32))
 
 
-def table() -> Iterator[Case]:
-    """All cases that run against the reference; d_model is a multiple of 64 throughout."""
-    dtypes = itertools.cycle((BF16, FP16))
-    base = Case(d_model=192, d_out=8, rows=300)
-    # Around the row blocks of the kernels, with rows left over in either CTA of a cluster.
-    for rows in (1, 2, 63, 64, 65, 127, 128, 129, 191, 193, 255, 256, 257, 385, 1000, 2049):
-        yield dataclasses.replace(base, rows=rows, dtype=next(dtypes))
-        yield dataclasses.replace(base, rows=rows, dtype=next(dtypes), biases="", density=0.3)
-    # d_model: fewer slices than stages, as many, more; more than one round.
-    for d_model, dtype in itertools.product((64, 128, 192, 256, 320, 2048, 4096), (BF16, FP16)):
-        yield dataclasses.replace(base, d_model=d_model, dtype=dtype)
-    # d_ff: ragged tiles; several tiles a cluster, the last round not full.
-    for d_ff, dtype in itertools.product((1, 2, 255, 256, 257, 600, 5632, 40000), (BF16, FP16)):
-        yield dataclasses.replace(base, d_ff=d_ff, dtype=dtype, density=0.1)
-    # On 132 multiprocessors these have blocks of 64 to 256 tokens; test_routes.py demands that all sizes are reached.
-    for rows in (64, 192, 250, 313, 450, 512, 600, 793, 1585, 2048, 2500, 3000, 3301, 3557):
-        yield dataclasses.replace(base, rows=rows, d_model=128, d_ff=5632, dtype=next(dtypes), density=0.01)
-        yield dataclasses.replace(base, rows=rows, d_model=448, d_ff=5632, dtype=next(dtypes), biases="", density=0.2)
-    yield dataclasses.replace(base, rows=130, d_model=64, d_ff=65536, compression=1, biases="g")
-    yield dataclasses.replace(base, rows=20000, d_model=64, d_ff=257)
-    yield dataclasses.replace(base, rows=5000, d_model=128, d_ff=2560, density=0.01)
-    for activation, dtype, compression in itertools.product(
-        ("relu", "relu2", "fatrelu", "drelu"), (BF16, FP16), (1, 2, 4, 8)
-    ):
-        yield dataclasses.replace(base, activation=activation, dtype=dtype, compression=compression, density=0.1)
-    for density, compression in itertools.product((0.0, 0.001, 0.03, 0.3, 1.0), (1, 2, 4, 8)):
-        yield dataclasses.replace(base, density=density, compression=compression, dtype=next(dtypes), d_ff=1500)
-    for density in (0.005, 0.3):
-        yield Case(rows=2049, d_model=2048, d_ff=5632, d_out=8, density=density, biases="", dtype=next(dtypes))
-        yield Case(rows=600, d_model=4096, d_ff=11008, d_out=8, density=density, biases="g", dtype=next(dtypes))
-
-
-# Few launches for compute-sanitizer: one tile and several a CTA, loads that overlap, tails everywhere.
-SMALL = [
-    Case(rows=250, d_model=64, d_ff=5600, d_out=8, density=0.1, dtype=FP16),
-    Case(rows=1, d_model=64, d_ff=1, d_out=8, density=1.0),
-    Case(rows=129, d_model=64, d_ff=257, d_out=8, density=0.1, dtype=FP16, biases=""),
-    Case(rows=130, d_model=320, d_ff=600, d_out=8, density=0.3, activation="relu2"),
-    Case(rows=70, d_model=64, d_ff=20000, d_out=8, density=0.05, biases="g", activation="fatrelu"),
-]
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("case", list(table()), ids=str)
+@pytest.mark.parametrize("case", list(gate_table()), ids=str)
 def test_integers_match_bit_by_bit(case: Case, kernel: int) -> None:
     block = make_block(case, integers=True)
     call = Call(block, case.compression)
@@ -121,7 +57,7 @@ def test_integers_match_bit_by_bit(case: Case, kernel: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("case", list(table()), ids=str)
+@pytest.mark.parametrize("case", list(gate_table()), ids=str)
 def test_against_float64(case: Case, kernel: int) -> None:
     block = make_block(case, integers=False)
     call = Call(block, case.compression)
@@ -137,7 +73,7 @@ def test_against_float64(case: Case, kernel: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize("case", SMALL_GATE, ids=str)
 def test_sanitize(case: Case, kernel: int) -> None:
     """What sanitize.py runs."""
     block = make_block(case, integers=True, device="cpu")

@@ -7,85 +7,59 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import itertools
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.plugins import reference
-from tests.plugins.reference import Block
-from tests.plugins.test_gate_kernels import GENERIC, SM90, gate, needs_sm90
-from tests.plugins.test_kernels import (
+from tests.plugins.calls import (
     BEST,
+    CHUNKS,
+    DENSE_BLOCK,
+    EARLY,
+    GENERIC,
+    GUARD_DECIDES,
+    KERNELS,
+    POISON,
+    SM90,
+    Call,
+    Run,
+    assert_guards,
+    assert_same_bits,
+    gate,
+    heavy_rows,
+    is_early,
+    needs_sm90,
+    on_sm90,
+    paths,
+    run_dense,
+    run_poisoned,
+)
+from tests.plugins.cases import (
     BF16,
     FP16,
     MANY_NEURONS,
-    POISON,
-    Call,
     Case,
-    assert_guards,
-    assert_same_bits,
+    block_table,
+    generic_guard_table,
+    guard_table,
     leave_out_lost_gates,
     make_block,
+    unequal_block,
     with_residual,
 )
-from tests.plugins.test_schedule import count_without_list
 from twellc.plugins import library
 
 pytestmark = pytest.mark.gpu
 
-# Like BEST, and from 4096 rows on with chunks, also in calls that are too small for them.
-CHUNKS = SM90
 FEWEST_ROWS_OF_CHUNKS = 4096
 
-# twell_internal_dense: not a number of rows.
-GUARD_DECIDES = -1
-DENSE_BLOCK = -3
-EARLY = -4  # all rows, as if the gate's count had told so
-SPLIT = -5  # the first neurons as a dense block, the others by the two steps
 
 COUNT_BYTES = 768  # of twell::kMostCountParts words at the end of the schedule, up to the next multiple of 256
 
 
-def on_sm90(*values: object, id: str | None = None) -> object:
-    return pytest.param(*values, id=id, marks=[pytest.mark.sm90, needs_sm90])
-
-
-KERNELS = [pytest.param(GENERIC, id="generic"), on_sm90(BEST, id="sm90")]
-
-
-def paths(**rows: float) -> list[object]:
-    """Give pairs of kernels and rows, by name; only compute capability 9.0 has dense blocks and counts early."""
-    return [
-        *(
-            pytest.param(GENERIC, count, id=f"generic-{name}")
-            for name, count in rows.items()
-            if count not in (DENSE_BLOCK, EARLY)
-        ),
-        *(on_sm90(BEST, count, id=f"sm90-{name}") for name, count in rows.items()),
-    ]
-
-
-def run_poisoned(call: Call, rows: int, kernels: int = BEST) -> torch.Tensor:
-    """Run the two steps where nothing has been written before."""
-    return call.poisoned(lambda: call.start_steps(rows, kernels))
-
-
-def run_dense(call: Call, rows: int, kernels: int = BEST) -> torch.Tensor:
-    """Force the heaviest rows, all, or the whole block onto the dense path; more only if they have no list."""
-    y = run_poisoned(call, rows, kernels)
-    tokens = call.problem.tokens
-    if rows in (DENSE_BLOCK, EARLY):
-        expected = tokens
-    else:
-        expected = max(rows, count_without_list(call.row_order()[:, 1], -(-call.problem.d_ff // library.TILE)))
-        expected = expected if expected <= -(-tokens // 4) else tokens
-    assert call.dense_rows_of_steps().sum() == expected
-    return y
-
-
-def assert_rows_stay_apart(case: Case, dense_rows: int, kernels: int, dirty_rows: tuple[int, int, int]) -> None:
+def assert_rows_stay_apart(case: Case, dense_rows: int | Run, kernels: int, dirty_rows: tuple[int, int, int]) -> None:
     """Put NaN, infinity and -infinity into a row of x each, and look for them in all rows of y."""
     block = make_block(case, integers=False)
     x = block.x.clone()
@@ -99,69 +73,10 @@ def assert_rows_stay_apart(case: Case, dense_rows: int, kernels: int, dirty_rows
     assert torch.isfinite(y[clean]).all()
 
 
-def without_residual() -> Iterator[Case]:
-    """Cases for the dense path: d_model is a multiple of 64 wherever there is an up projection."""
-    dtypes = itertools.cycle((BF16, FP16))
-    base = Case(rows=300, d_model=192, d_ff=600, d_out=136)
-    # Around the blocks of tokens.
-    for rows in (257, 263, 264, 265, 352, 511, 513, 1000, 2049):
-        yield dataclasses.replace(base, rows=rows, density=0.2, dtype=next(dtypes))
-    for d_model, dtype in itertools.product((64, 128, 320, 2048), (BF16, FP16)):
-        yield dataclasses.replace(base, d_model=d_model, dtype=dtype, density=0.05)
-    for d_ff, dtype in itertools.product((1, 8, 255, 256, 257, 1500, 5632), (BF16, FP16)):
-        yield dataclasses.replace(base, d_ff=d_ff, dtype=dtype, density=0.1)
-    for d_out, dtype in itertools.product((8, 64, 128, 248, 264, 2056), (BF16, FP16)):
-        yield dataclasses.replace(base, d_out=d_out, dtype=dtype, density=0.2)
-    # Tiles that have been spilled, and others, of each compression.
-    for density, compression in itertools.product((0.0, 0.001, 0.005, 0.02, 0.1, 0.5, 1.0), (1, 2, 4, 8)):
-        yield dataclasses.replace(base, density=density, compression=compression, dtype=next(dtypes), d_ff=1500)
-    kinds = [(True, name) for name in ("relu", "relu2", "fatrelu", "drelu")]
-    kinds += [(False, name) for name in ("relu", "relu2", "fatrelu")]
-    for (gated, activation), dtype, biases in itertools.product(kinds, (BF16, FP16), ("", "gud")):
-        biases = biases if gated else biases.replace("u", "")
-        yield dataclasses.replace(
-            base, gated=gated, activation=activation, dtype=dtype, biases=biases, rows=700, density=0.1
-        )
-    for biases in ("g", "u", "d"):
-        yield dataclasses.replace(base, biases=biases, density=0.2, dtype=next(dtypes))
-    yield dataclasses.replace(base, gated=False, d_model=72, density=0.2)  # no up projection: any d_model
-    # Every number of tokens in a block on 132 multiprocessors, several tiles a cluster: rows by the cost of tilings
-    # (matmul_sm90.h). That every tiling is reached is a test in test_routes.py.
-    many: tuple[int, ...] = (257, 321, 337, 385, 449, 513, 577, 641, 705, 769, 833, 897, 961, 1057, 1089, 1201, 1217)
-    many += (1297, 1345, 1441, 1489, 1537, 1601, 1665, 1729, 1793, 1857, 1921, 1985, 2500, 3557, 5000)
-    for rows in many:
-        yield Case(rows=rows, d_model=256, d_ff=5632, d_out=2048, density=0.2, biases="", dtype=next(dtypes))
-    yield Case(rows=2048, d_model=2048, d_ff=5632, d_out=2048, density=0.9, biases="")
-    yield Case(rows=600, d_model=4096, d_ff=11008, d_out=4096, density=0.05, biases="", dtype=FP16)
-    yield Case(rows=2180, d_model=64, d_ff=328, d_out=8, density=0.3)
-
-
-def table() -> Iterator[Case]:
-    """Cases for the dense path, with and without a residual."""
-    yield from without_residual()
-    yield from with_residual(without_residual(), share=0.4)
-
-
-def any_d_model_table() -> Iterator[Case]:
-    """Cases for the generic dense path."""
-    yield from table()
-    dtypes = itertools.cycle((BF16, FP16))
-    base = Case(rows=300, d_model=200, d_ff=600, d_out=136, density=0.2)
-    for d_model in (8, 24, 40, 72, 264, 2056):
-        yield dataclasses.replace(base, d_model=d_model, dtype=next(dtypes))
-    # Around the blocks of tokens; one slice, as many as stages, and more.
-    for rows in (383, 384, 385, 1100):
-        yield dataclasses.replace(base, rows=rows, density=0.2, dtype=next(dtypes))
-    for d_ff in (31, 32, 33, 128, 130):
-        yield dataclasses.replace(base, d_ff=d_ff, dtype=next(dtypes))
-    for d_out in (256, 512, 520):
-        yield dataclasses.replace(base, d_out=d_out, dtype=next(dtypes))
-
-
 def dense_cases() -> Iterator[object]:
-    for case in any_d_model_table():
+    for case in generic_guard_table():
         yield pytest.param(case, GENERIC, id=f"generic-{case}")
-    for case in table():
+    for case in guard_table():
         yield on_sm90(case, BEST, id=f"sm90-{case}")
         if case.rows >= FEWEST_ROWS_OF_CHUNKS:
             yield on_sm90(case, CHUNKS, id=f"chunks-{case}")
@@ -185,7 +100,7 @@ def test_against_float64(case: Case, kernels: int, share: float) -> None:
 
 @pytest.mark.sm90
 @needs_sm90
-@pytest.mark.parametrize("case", [case for case in table() if case.d_model % 64 == 0], ids=str)
+@pytest.mark.parametrize("case", [case for case in guard_table() if case.d_model % 64 == 0], ids=str)
 def test_early_decision_changes_no_bit(case: Case) -> None:
     """Where the gate's count tells that all rows are dense, the schedule is left out, and nothing else."""
     block = make_block(case, integers=False)
@@ -196,12 +111,6 @@ def test_early_decision_changes_no_bit(case: Case) -> None:
     assert is_early(call)
     assert_same_bits(early, late)
     assert_guards(call.y_buffer)
-
-
-def is_early(call: Call) -> bool:
-    """Say whether the last call has left the schedule out."""
-    *_, early = call.schedule()[:20].view(torch.int32).tolist()  # a twell::ScheduleHeader
-    return bool(early)
 
 
 @pytest.mark.sm90
@@ -232,44 +141,6 @@ def test_early_decision_is_taken() -> None:
         assert is_early(call) == expected
         assert (rows == 4096) == expected
         reference.assert_close(call.y, call.block)
-
-
-def block_table() -> Iterator[Case]:
-    """Cases for dense blocks, whose d_model need not be a multiple of 64."""
-    yield from table()
-    dtypes = itertools.cycle((BF16, FP16))
-    for d_model in (8, 72, 200, 264):
-        for gated in (True, False):
-            yield Case(rows=300, d_model=d_model, d_ff=600, gated=gated, density=0.2, dtype=next(dtypes))
-    # The same, where clusters share tokens or weights, and of two or four parts of sums.
-    base = Case(rows=1, d_model=200, d_ff=5632, d_out=1000, density=0.3, biases="")
-    few = (1, 25, 33, 41, 49, 65, 97, 113, 129, 145, 161, 193, 225)
-    many = (177, 513, 625, 721, 1281, 1585, 1729, 1825, 1921, 2049, 2177, 2305, 2433, 2561, 2689)
-    for rows in (*few, *many, 2817, 2945, 3073, 3201, 3329):
-        yield dataclasses.replace(base, rows=rows, dtype=next(dtypes))
-    more = (81, 137, 153, 185, 209, 513, 577, 641, 705, 1585, 1665, 1801, 1945, 2049, 2177, 2305, 2433, 2561, 2689)
-    for rows in (*few, *more, 2817, 2977, 3073, 3201, 3329):
-        yield dataclasses.replace(base, rows=rows, dtype=next(dtypes), gated=False)
-    for rows, d_model, d_ff, d_out in ((257, 200, 4096, 264), (1000, 1032, 1500, 264), (3100, 200, 600, 2056)):
-        yield Case(rows, d_model, d_ff, d_out, density=0.3, biases="", dtype=next(dtypes))
-    for rows, d_out in ((33, 264), (256, 264), (257, 264), (700, 2056), (800, 2056), (900, 4096), (1000, 4096)):
-        d_model = 1032 if d_out == 4096 else 200
-        yield Case(rows, d_model, 600, d_out, density=0.3, biases="", gated=False, dtype=next(dtypes))
-    yield Case(2800, 200, 600, 4096, density=0.3, biases="", dtype=next(dtypes))
-    # Tall tiles of every number of neurons, by the cost of tilings; d_ff is no multiple of any.
-    for d_ff in (2185, 4405, 5293, 6033, 6958, 8475, 8993, 9511, 10066, 10621):
-        for biases in ("", "gud"):
-            yield Case(250, 200, d_ff, 264, density=0.3, biases=biases, dtype=next(dtypes))
-    for rows, d_ff in ((193, 10621), (500, 1038), (513, 6033)):
-        yield Case(rows, 200, d_ff, 264, density=0.3, dtype=next(dtypes))
-        yield Case(rows, 200, d_ff, 264, density=0.3, dtype=next(dtypes), residual=True)
-    # The smallest blocks of tokens of a wide down projection; two matrices with 96 tokens a block.
-    for rows, d_out in ((1, 8464), (36, 9136), (43, 9576), (51, 10944), (65, 8736)):
-        yield Case(rows, 192, 16, d_out, density=0.3, dtype=next(dtypes))
-    yield Case(95, 64, 3385, 16, density=0.3)
-    # Parts of sums, with a residual.
-    for rows, gated in itertools.product((1, 25, 41, 65, 97, 129, 161, 225, 513, 1585), (True, False)):
-        yield Case(rows, 200, 5632, 1000, density=0.3, biases="d", dtype=next(dtypes), gated=gated, residual=True)
 
 
 @pytest.mark.sm90
@@ -377,34 +248,15 @@ SMALL += with_residual(SMALL)
 
 @pytest.mark.parametrize(("kernels", "share"), paths(all=1.0, part=0.25, none=0.0, block=DENSE_BLOCK, early=EARLY))
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_sanitize(case: Case, kernels: int, share: float) -> None:
+def test_sanitize(case: Case, kernels: int, share: float | Run) -> None:
     """What sanitize.py runs."""
     block = make_block(case, integers=True, device="cpu")
     call = Call(block.to("cuda"), case.compression, poison=False)
     # The packed matrix is read 16 bytes at a time: words that the gate leaves alone come along, and are not used.
     call.workspace[: call.lib.twell_packed_bytes(call.problem)].zero_()
-    call.start_steps(int(share) if share < 0 else int(case.rows * share), kernels)
+    call.start_steps(share if isinstance(share, Run) else int(case.rows * share), kernels)
     torch.cuda.synchronize()
     reference.assert_close(call.y.cpu(), block)
-
-
-def unequal_block(rows: int, full: float, density: float, dtype: torch.dtype = BF16) -> Block:
-    """Draw a block some of whose rows are full, at random places."""
-    block = make_block(Case(rows=rows, d_model=1024, d_ff=2816, d_out=1024, biases="", dtype=dtype), integers=False)
-    chosen = torch.rand(rows, device="cuda") < full
-    shift = block.w_gate[:, :1].abs().float().mean()
-    want = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(density))
-    block.x[:, 0] = (-want / shift).to(dtype)
-    block.w_gate[:, 0] = -shift.to(dtype)
-    block.x[chosen, 0] = (-6.0 / shift).to(dtype)
-    return block
-
-
-def heavy_rows(call: Call, kernels: int) -> int:
-    call.workspace.fill_(0xFF)
-    call.start_steps(GUARD_DECIDES, kernels)
-    torch.cuda.synchronize()
-    return int(call.dense_rows().sum())
 
 
 @pytest.mark.parametrize("kernels", [*KERNELS, on_sm90(CHUNKS, id="chunks")])
@@ -479,7 +331,7 @@ def test_nan_and_infinity_stay_in_their_rows(
 
 @pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
 @pytest.mark.parametrize("where", ["w_gate", "b_gate", "w_up", "b_up", "w_down"])
-def test_nan_in_one_neuron(where: str, kernels: int, dense_rows: int) -> None:
+def test_nan_in_one_neuron(where: str, kernels: int, dense_rows: int | Run) -> None:
     block = make_block(Case(rows=300, d_model=128, density=0.2), integers=False)
     getattr(block, where)[300] = float("nan")
     y = run_dense(Call(block, 4), dense_rows, kernels)
@@ -490,7 +342,7 @@ def test_nan_in_one_neuron(where: str, kernels: int, dense_rows: int) -> None:
 
 
 @pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
-def test_inactive_neurons_add_nothing(kernels: int, dense_rows: int) -> None:
+def test_inactive_neurons_add_nothing(kernels: int, dense_rows: int | Run) -> None:
     """Where a dense block computes 0 * inf = NaN, the contract is 0, also on the dense path."""
     block = make_block(Case(rows=300, d_model=128, density=0.2), integers=False)
     assert block.b_gate is not None and block.w_up is not None
@@ -505,7 +357,7 @@ def test_inactive_neurons_add_nothing(kernels: int, dense_rows: int) -> None:
 
 
 @pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
-def test_fp16_does_not_overflow_between(kernels: int, dense_rows: int) -> None:
+def test_fp16_does_not_overflow_between(kernels: int, dense_rows: int | Run) -> None:
     """A dense fp16 block stores u and g * u, which do not fit here; y does."""
     block = make_block(Case(rows=300, d_model=128, dtype=FP16, density=0.2, biases=""), integers=False)
     assert block.w_up is not None
@@ -519,7 +371,7 @@ def test_fp16_does_not_overflow_between(kernels: int, dense_rows: int) -> None:
 
 
 @pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
-def test_active_neuron_whose_h_is_too_small_for_fp16(kernels: int, dense_rows: int) -> None:
+def test_active_neuron_whose_h_is_too_small_for_fp16(kernels: int, dense_rows: int | Run) -> None:
     """Its infinite weights reach y, though the dense path rounds its h to 0 as if it were inactive."""
     block = make_block(Case(rows=300, d_model=128, dtype=FP16, density=0.2, biases=""), integers=False)
     assert block.w_up is not None
@@ -539,7 +391,7 @@ def test_active_neuron_whose_h_is_too_small_for_fp16(kernels: int, dense_rows: i
     [*paths(guard=GUARD_DECIDES, block=DENSE_BLOCK), on_sm90(CHUNKS, GUARD_DECIDES, id="chunks")],
 )
 @pytest.mark.parametrize(("full", "density"), [(0.04, 0.002), (0.0, 0.3), (0.0, 0.02)])
-def test_bitwise_repeatable(full: float, density: float, kernels: int, dense_rows: int) -> None:
+def test_bitwise_repeatable(full: float, density: float, kernels: int, dense_rows: int | Run) -> None:
     block = unequal_block(4096, full, density)
     block.x[7, 3] = float("nan")
     call = Call(block, 8)
@@ -575,7 +427,7 @@ def test_cuda_graph_decides_at_each_replay(kernels: int) -> None:
 
 
 @pytest.mark.parametrize(("kernels", "dense_rows"), paths(guard=GUARD_DECIDES, block=DENSE_BLOCK))
-def test_streams_at_once(kernels: int, dense_rows: int) -> None:
+def test_streams_at_once(kernels: int, dense_rows: int | Run) -> None:
     calls = [Call(unequal_block(1500, full, density), 8) for full, density in ((0.0, 0.3), (0.05, 0.002), (0.0, 0.6))]
     expected = []
     for call in calls:

@@ -7,32 +7,29 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import itertools
 import statistics
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.plugins import reference
-from tests.plugins.reference import Block
-from tests.plugins.test_gate_kernels import SM90, needs_sm90
-from tests.plugins.test_guard import BEST, GUARD_DECIDES, run_dense, unequal_block
-from tests.plugins.test_kernels import (
-    BF16,
-    FP16,
+from tests.plugins.calls import (
+    BEST,
+    GUARD_DECIDES,
     POISON,
+    SM90,
     Call,
-    Case,
     assert_guards,
     assert_same_bits,
-    make_block,
+    needs_sm90,
+    run_dense,
 )
+from tests.plugins.cases import BF16, FP16, HOT_BASE, Case, hot_table, make_block, unequal_block
+from tests.plugins.reference import Block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, needs_sm90]
 
 MOST_HOT = 128  # twell::kMostHot
-BASE = Case(rows=4100, d_model=192, d_ff=1600, d_out=136, density=0.01)
 
 
 def make_active(block: Block, neurons: torch.Tensor, share: float) -> None:
@@ -64,35 +61,12 @@ def run(call: Call, dense_rows: int = 0) -> torch.Tensor:
     return y
 
 
-def table() -> Iterator[tuple[Case, int]]:
-    """Cases, and how many neurons are active in a third of the rows."""
-    dtypes = itertools.cycle((BF16, FP16))
-    # Around the tokens of a CTA of the product, of each size.
-    for rows in (4096, 4224, 4225, 6337, 8449, 12673, 16897, 25345, 33793, 70000):
-        yield dataclasses.replace(BASE, rows=rows, d_model=64, dtype=next(dtypes)), 60
-    for count in (20, 60, 127, 128, 129, 200):
-        yield dataclasses.replace(BASE, dtype=next(dtypes)), count
-    # Around words of the map of neurons, and the most of them.
-    for d_ff in (31, 32, 33, 128, 129, 1471, 1473, 5632, 23552):
-        yield dataclasses.replace(BASE, d_ff=d_ff, d_model=128, density=0.004, dtype=next(dtypes)), min(d_ff, 120)
-    for d_model in (64, 320, 2048, 4096):
-        yield dataclasses.replace(BASE, d_model=d_model, dtype=next(dtypes)), 80
-    # Rows with nothing but hot neurons, and tiles that overflow.
-    for density, compression in itertools.product((0.0, 0.001, 0.03), (1, 8)):
-        yield dataclasses.replace(BASE, density=density, compression=compression, dtype=next(dtypes)), 60
-    for activation, dtype, biases in itertools.product(
-        ("relu", "relu2", "fatrelu", "drelu"), (BF16, FP16), ("", "gud")
-    ):
-        yield dataclasses.replace(BASE, activation=activation, dtype=dtype, biases=biases), 60
-        yield dataclasses.replace(BASE, activation=activation, dtype=dtype, biases=biases, residual=True), 60
-
-
 def case_id(value: object) -> str:
     return f"{value[0]}-{value[1]}" if isinstance(value, tuple) else str(value)
 
 
 @pytest.mark.parametrize("dense", [0.0, 0.1], ids=("none", "part"))
-@pytest.mark.parametrize("case_and_count", list(table()), ids=case_id)
+@pytest.mark.parametrize("case_and_count", list(hot_table()), ids=case_id)
 def test_against_float64(case_and_count: tuple[Case, int], dense: float) -> None:
     case, count = case_and_count
     block = make_block(case, integers=False)
@@ -108,14 +82,14 @@ def test_against_float64(case_and_count: tuple[Case, int], dense: float) -> None
 
 
 def test_equal_neurons_are_not_hot() -> None:
-    call = Call(make_block(dataclasses.replace(BASE, d_ff=5632, density=0.005), integers=False), 8)
+    call = Call(make_block(dataclasses.replace(HOT_BASE, d_ff=5632, density=0.005), integers=False), 8)
     reference.assert_close(run(call), call.block)
     assert hot_neurons(call) == []
 
 
 def test_hot_neurons_side_by_side() -> None:
     """Their tile overflows in every row, and they have more pairs than their chunks hold."""
-    block = make_block(dataclasses.replace(BASE, d_ff=5632), integers=False)
+    block = make_block(dataclasses.replace(HOT_BASE, d_ff=5632), integers=False)
     chosen = torch.arange(300, 420)
     make_active(block, chosen, 0.6)
     call = Call(block, 8)
@@ -147,7 +121,7 @@ def test_large_calls_have_them() -> None:
 @pytest.mark.parametrize("activation", ["relu", "drelu"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=("bf16", "fp16"))
 def test_nan_and_infinity_stay_in_their_rows(activation: str, dtype: torch.dtype) -> None:
-    block = make_block(dataclasses.replace(BASE, dtype=dtype, activation=activation), integers=False)
+    block = make_block(dataclasses.replace(HOT_BASE, dtype=dtype, activation=activation), integers=False)
     make_active(block, choose(1600, 60), 0.4)
     clean = Call(block, 8)
     run(clean)
@@ -164,7 +138,7 @@ def test_nan_and_infinity_stay_in_their_rows(activation: str, dtype: torch.dtype
 @pytest.mark.parametrize("where", ["w_up", "b_up"])
 def test_nan_in_one_hot_neuron(where: str) -> None:
     """A row in which it is not active does not see it."""
-    block = make_block(BASE, integers=False)
+    block = make_block(HOT_BASE, integers=False)
     chosen = choose(1600, 60)
     make_active(block, chosen, 0.4)
     neuron = int(chosen[7])
@@ -179,7 +153,7 @@ def test_nan_in_one_hot_neuron(where: str) -> None:
 
 def test_fp16_does_not_overflow_between() -> None:
     """A dense fp16 block stores u and g * u, which do not fit here; y does."""
-    block = make_block(dataclasses.replace(BASE, dtype=FP16, biases=""), integers=False)
+    block = make_block(dataclasses.replace(HOT_BASE, dtype=FP16, biases=""), integers=False)
     make_active(block, choose(1600, 60), 0.4)
     assert block.w_up is not None
     large = dataclasses.replace(
@@ -210,7 +184,7 @@ def test_rows_that_are_dense_by_the_guard() -> None:
 
 
 def test_bitwise_repeatable() -> None:
-    block = make_block(dataclasses.replace(BASE, d_ff=5632, d_model=512), integers=False)
+    block = make_block(dataclasses.replace(HOT_BASE, d_ff=5632, d_model=512), integers=False)
     make_active(block, choose(5632, 100), 0.4)
     block.x[7, 3] = float("nan")
     call = Call(block, 8)
@@ -225,7 +199,7 @@ def test_bitwise_repeatable() -> None:
 
 def test_replays_choose_again() -> None:
     """A CUDA graph whose weights, and with them the hot neurons, change between replays."""
-    block = make_block(BASE, integers=False)
+    block = make_block(HOT_BASE, integers=False)
     call = Call(block, 8)
     run(call)
     graph = torch.cuda.CUDAGraph()
@@ -244,7 +218,7 @@ def test_replays_choose_again() -> None:
 
 
 def test_streams_at_once() -> None:
-    blocks = [make_block(dataclasses.replace(BASE, d_ff=3000), integers=False) for _ in range(3)]
+    blocks = [make_block(dataclasses.replace(HOT_BASE, d_ff=3000), integers=False) for _ in range(3)]
     for block in blocks:
         make_active(block, choose(3000, 80), 0.3)
     calls = [Call(block, 8) for block in blocks]

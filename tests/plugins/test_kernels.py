@@ -1,4 +1,4 @@
-"""The kernels behind twell.h, on a GPU: one table of cases, then what a table cannot say.
+"""The kernels behind twell.h, on a GPU: one kernel_table of cases, then what a kernel_table cannot say.
 
 Real-valued blocks are held to the tolerance of `reference.assert_close`. Blocks of small integers, whose sums are exact
 in any order, must match bit by bit, and so must their packed matrices.
@@ -6,16 +6,11 @@ in any order, must match bit by bit, and so must their packed matrices.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import itertools
 import os
-import random
-import statistics
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,449 +18,42 @@ import pytest
 import torch
 
 from tests.plugins import reference
+from tests.plugins.calls import (
+    FEW_TOKENS,
+    FEW_TOKENS_EXACT,
+    INVALID_VALUE,
+    MISALIGNED_ADDRESS,
+    MOST_COLUMNS_OF_BOX,
+    POISON,
+    POISON_WORD,
+    SUCCESS,
+    Call,
+    assert_guards,
+    assert_packed,
+    assert_same_bits,
+    bits_of,
+)
+from tests.plugins.cases import (
+    BF16,
+    FP16,
+    MANY_NEURONS,
+    SMALL_KERNELS,
+    Case,
+    kernel_table,
+    leave_out_lost_gates,
+    make_block,
+)
 from tests.plugins.reference import Block
 from twellc.plugins import library
 
 pytestmark = pytest.mark.gpu
-
-SUCCESS, INVALID_VALUE, MISALIGNED_ADDRESS = 0, 1, 716
-BEST = 0  # twell::Kernels; on compute capability 9.0, kernels of its own
-
-BF16, FP16 = torch.bfloat16, torch.float16
-# Up to so many tokens the whole block may have kernels of its own, which sum in another order than the two steps. They
-# may take a dense path on Hopper. There, more are computed as a dense block.
-FEW_TOKENS = 128
-# Up to so many, h is in fp32 everywhere.
-FEW_TOKENS_EXACT = 16
-# With so many neurons 17 to 64 tokens are a dense block there whose down projection skips inactive ones, up to 0.9 %
-# and more.
-MANY_NEURONS = 14800
-MOST_COLUMNS_OF_BOX = 64  # smaller matrices have no kernels for few tokens on Hopper
-
-SCHEDULE_HEADER_BYTES = 256  # behind them, the rows in order
-
-GUARD = 64  # elements on both sides of an output; a multiple of 16 bytes, so alignment stays
-POISON = 0x7FDB  # a NaN in either element type
-POISON_WORD = 0xDEADBEEF
-
-
-@pytest.fixture(autouse=True)
-def _fresh_inputs() -> None:
-    """Draw other inputs in each run; the seed is shown with a failure."""
-    sys.stdout.write(f"torch.manual_seed({torch.seed()})\n")
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One problem. `biases` names those that are there: g(ate), u(p), d(own)."""
-
-    rows: int = 65
-    d_model: int = 72
-    d_ff: int = 600
-    d_out: int = 136
-    compression: int = 8
-    dtype: torch.dtype = BF16
-    gated: bool = True
-    activation: str = "relu"
-    density: float = 0.03
-    biases: str = "gud"
-    residual: bool = False
-    hot: int = 0  # neurons, the first ones, that may be computed apart
-
-    def __str__(self) -> str:
-        kind = ("gated" if self.gated else "plain") + "-" + self.activation
-        dtype = str(self.dtype).removeprefix("torch.")
-        return (
-            f"{self.rows}x{self.d_model}-{self.d_ff}-{self.d_out}-C{self.compression}-{dtype}-{kind}"
-            f"-{self.density:g}-bias[{self.biases}]{'-residual' if self.residual else ''}"
-            f"{f'-hot{self.hot}' if self.hot else ''}"
-        )
-
-
-def with_residual(cases: Iterable[Case], share: float = 1.0) -> list[Case]:
-    """The cases, or a share of them, always the same ones, with a residual."""
-    rng = random.Random(0)
-    return [dataclasses.replace(case, residual=True) for case in cases if rng.random() < share]
-
-
-def table() -> Iterator[Case]:
-    """All cases that run against the reference."""
-    yield from without_residual()
-    yield from with_residual(without_residual(), share=0.5)
-
-
-def without_residual() -> Iterator[Case]:
-    """Cases of every route."""
-    dtypes = itertools.cycle((BF16, FP16))
-    kinds = [(True, name) for name in ("relu", "relu2", "fatrelu", "drelu")]
-    kinds += [(False, name) for name in ("relu", "relu2", "fatrelu")]
-    densities = (0.0, 0.001, 0.005, 0.03, 0.3, 1.0)
-    # Rows, around the block sizes of the gate kernel.
-    for rows in (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 1000):
-        for density in (0.005, 0.3):
-            yield Case(rows=rows, density=density, dtype=next(dtypes))
-    # Few tokens: around the tokens of a tile and of each configuration, with all kinds and densities.
-    few = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256)
-    for rows, (gated, activation), dtype in itertools.product(few, kinds, (BF16, FP16)):
-        yield Case(rows=rows, d_model=328, d_ff=1500, d_out=328, gated=gated, activation=activation, dtype=dtype)
-    for rows, density, dtype in itertools.product(few, densities, (BF16, FP16)):
-        yield Case(rows=rows, d_model=1032, d_ff=1111, d_out=1032, density=density, dtype=dtype)
-    for rows, density in itertools.product((1, 16, 64, 100, 200), densities):
-        yield Case(rows=rows, d_model=2048, d_ff=5632, d_out=2048, density=density, biases="", dtype=next(dtypes))
-    # Up to what CTAs contribute to y for one or two tokens (on 132 multiprocessors), and beyond.
-    for rows, (d_model, d_ff, d_out), density in itertools.product(
-        (1, 2), ((2048, 6336, 2048), (2048, 6337, 72), (2056, 700, 72), (72, 700, 2056)), (0.005, 0.3, 1.0)
-    ):
-        for gated in (True, False):
-            yield Case(
-                rows=rows, d_model=d_model, d_ff=d_ff, d_out=d_out, density=density, gated=gated, dtype=next(dtypes)
-            )
-    for rows, (gated, activation), density in itertools.product((1, 2), kinds, (0.002, 0.1, 0.6)):
-        base = Case(rows=rows, d_model=72, d_ff=4100, d_out=1544, density=density, dtype=next(dtypes))
-        yield dataclasses.replace(base, gated=gated, activation=activation)
-    # One token with so many active neurons that CTAs share them out: in one pass over them or more, all or a part of
-    # them shared, and as many CTAs as d_out leaves; with few neurons and columns CTAs contribute.
-    for d_ff, density in ((1100, 1.0), (2000, 0.7), (8192, 1.0), (8300, 0.5), (20000, 0.3)):
-        for d_out, gated in itertools.product((8, 72, 136, 2048, 4104, 8200), (True, False)):
-            yield Case(rows=1, d_model=72, d_ff=d_ff, d_out=d_out, density=density, gated=gated, dtype=next(dtypes))
-    for rows, d_model, dtype in itertools.product((5, 30, 65), (8, 16, 24, 32, 40, 200, 2048), (BF16, FP16)):
-        yield Case(rows=rows, d_model=d_model, dtype=dtype)
-    for rows, d_ff, dtype in itertools.product((1, 20, 60, 65), (1, 8, 100, 255, 256, 257, 600, 5632), (BF16, FP16)):
-        yield Case(rows=rows, d_ff=d_ff, dtype=dtype, density=0.1)
-    # d_out: full and ragged pieces of what a CTA of a down projection has.
-    for d_out in (8, 16, 1016, 1024, 1032, 2048, 2056, 4096, 4104, 8192, 8200, 16384, 16392, 40000):
-        yield Case(rows=130, d_out=d_out, dtype=next(dtypes))
-        for rows in (3, 12, 20, 50):
-            yield Case(rows=rows, d_out=d_out, dtype=next(dtypes))
-    for (gated, activation), dtype, compression in itertools.product(kinds, (BF16, FP16), (1, 2, 4, 8)):
-        yield Case(gated=gated, activation=activation, dtype=dtype, compression=compression, density=0.1)
-    for gated, biases in itertools.product((True, False), ("", "g", "u", "d", "gu", "gd", "ud", "gud")):
-        if gated or "u" not in biases:
-            for rows in (1, 40, 65):
-                yield Case(rows=rows, gated=gated, biases=biases, dtype=next(dtypes))
-    for density, compression, dtype in itertools.product(densities, (1, 2, 4, 8), (BF16, FP16)):
-        yield Case(rows=150, d_model=136, d_ff=1500, d_out=1160, density=density, compression=compression, dtype=dtype)
-    # The sizes that models have.
-    for density in densities:
-        yield Case(rows=257, d_model=2048, d_ff=5632, d_out=2048, density=density, biases="", dtype=next(dtypes))
-    for rows in (40, 70):
-        yield Case(rows=rows, d_model=768, d_ff=3072, d_out=768, gated=False)
-        yield Case(rows=rows, d_model=4096, d_ff=14336, d_out=4096, activation="drelu", density=0.1, biases="")
-        yield Case(rows=rows, d_model=4360, d_ff=8192, d_out=136, density=0.02)  # Wu in two parts, the last one uneven
-        yield Case(rows=rows, d_model=1024, d_ff=65536, d_out=1024, gated=False, density=0.03, biases="", dtype=FP16)
-        yield Case(rows=rows, d_model=16384, d_ff=300, d_out=16384, biases="")
-        yield Case(rows=rows, d_model=20008, d_ff=300, d_out=24, dtype=FP16)
-    # Several passes over the neurons; wider than dense blocks on Hopper.
-    yield Case(rows=40, d_model=16392, d_ff=8300, d_out=264, density=0.003)
-    yield Case(rows=64, d_model=16392, d_ff=8300, d_out=2600, density=0.001, dtype=FP16)
-    yield Case(rows=25, d_model=16392, d_ff=8300, d_out=520, density=0.002, dtype=FP16)
-    yield Case(rows=100, d_model=16392, d_ff=17000, d_out=520, density=0.001)
-    yield Case(rows=128, d_model=16392, d_ff=8300, d_out=4104, density=0.001, dtype=FP16)
-    yield Case(rows=100, d_model=16392, d_ff=300, d_out=264, gated=False)
-    # More tokens than a CTA of the sparse down projection takes at once, on Hopper.
-    for rows, d_out in ((100, 8200), (128, 4104), (90, 40000)):
-        yield Case(rows=rows, d_model=264, d_ff=2000, d_out=d_out, density=0.004, dtype=next(dtypes))
-    yield Case(rows=2, d_model=65544, d_ff=300, d_out=24)  # too wide for the kernels for few tokens
-    # Dense blocks on Hopper whose down projection skips inactive neurons, or does not.
-    for rows, (gated, activation), dtype in itertools.product((17, 64), kinds, (BF16, FP16)):
-        base = Case(rows=rows, d_model=136, d_ff=MANY_NEURONS, d_out=328, density=0.004)
-        yield dataclasses.replace(base, gated=gated, activation=activation, dtype=dtype)
-    for d_ff, gated, rows in itertools.product((14784, 14785, 20000), (True, False), (20, 30, 40)):
-        yield Case(rows=rows, d_model=264, d_ff=d_ff, d_out=72, density=0.004, gated=gated, dtype=next(dtypes))
-    yield Case(rows=60, d_model=192, d_ff=17212, d_out=2376, density=0.004, gated=False)  # more CTAs than places
-    # A dense down projection, of whose neurons one to eight CTAs have a share, by its width and the tokens.
-    for rows, d_out in itertools.product((12, 24, 48, 100), (520, 1032, 1544, 2312, 4104, 8712, 17000)):
-        for gated in (True, False):
-            yield Case(rows=rows, d_model=72, d_ff=700, d_out=d_out, density=0.6, gated=gated, dtype=next(dtypes))
-    # CTAs of 32 neurons fill their rounds better than those of 16, on 132 multiprocessors.
-    for rows, density, gated in itertools.product((1, 3, 8, 9, 16), (0.003, 0.1, 1.0), (True, False)):
-        yield Case(
-            rows=rows, d_model=264, d_ff=8192, d_out=136, density=density, gated=gated, biases="", dtype=next(dtypes)
-        )
-    for rows, density in itertools.product((20, 33, 50), densities):
-        yield Case(rows=rows, d_model=256, d_ff=11008, d_out=1032, density=density, biases="", dtype=next(dtypes))
-    # Clusters of each size, by the number of neurons, on 132 multiprocessors.
-    for d_ff, gated in itertools.product((4224, 4225, 6337, 8200, 10561, 12673), (True, False)):
-        for rows, density in itertools.product((17, 33, 64), (0.004, 0.05, 1.0)):
-            yield Case(rows=rows, d_model=264, d_ff=d_ff, d_out=136, density=density, gated=gated, dtype=next(dtypes))
-
-
-# Every kernel instance, every branch, few launches: these also run under compute-sanitizer.
-SMALL = [
-    Case(rows=1, d_model=8, d_ff=1, d_out=8, density=1.0),
-    Case(rows=1, d_model=16, d_ff=1300, d_out=2056, density=1.0, dtype=FP16),
-    Case(rows=1, d_model=520, d_ff=1300, d_out=72, density=0.1, dtype=FP16),
-    Case(rows=1, d_model=2048, d_ff=300, d_out=1032, density=1.0, gated=False),
-    Case(rows=2, d_model=1032, d_ff=2300, d_out=264, density=0.01),
-    Case(rows=2, d_model=72, d_ff=700, d_out=2048, density=0.6, dtype=FP16, activation="drelu"),
-    Case(rows=2, d_model=264, d_ff=200, d_out=8, density=0.05, gated=False, dtype=FP16),
-    Case(rows=8, d_model=520, d_ff=100, d_out=72, density=0.1, dtype=FP16),
-    Case(rows=20, d_model=1096, d_ff=100, d_out=264, density=0.05),
-    Case(rows=64, d_model=1544, d_ff=200, d_out=264, density=0.01),
-    Case(rows=40, d_model=776, d_ff=60, d_out=136, density=0.4, dtype=FP16, activation="drelu"),
-    Case(rows=70, d_model=2056, d_ff=100, d_out=264, density=0.02),
-    Case(rows=100, d_model=264, d_ff=300, d_out=72, density=0.5, dtype=FP16),
-    Case(rows=16, d_model=72, d_ff=300, d_out=72, density=1.0, dtype=FP16),
-    Case(rows=30, d_model=136, d_ff=300, d_out=136, density=1.0),
-    Case(rows=60, d_model=136, d_ff=300, d_out=72, density=0.6, dtype=FP16, gated=False),
-    Case(rows=33, d_model=72, d_ff=300, d_out=264, density=1.0, dtype=FP16, activation="drelu"),
-    Case(rows=5, d_model=16, d_ff=8200, d_out=16, density=0.5, gated=False),
-    Case(rows=16, d_model=16, d_ff=8200, d_out=136, density=0.01, gated=False, dtype=FP16),
-    Case(rows=7, d_model=72, d_ff=8200, d_out=72, density=0.3, dtype=FP16),
-    Case(rows=17, d_model=40, d_ff=300, d_out=24, density=0.3, dtype=FP16),
-    Case(rows=25, d_model=72, d_ff=300, d_out=136, density=0.01, gated=False),
-    Case(rows=25, d_model=72, d_ff=300, d_out=1544, density=0.6, gated=False, dtype=FP16),
-    Case(rows=17, d_model=264, d_ff=257, d_out=24, density=1.0, gated=False, activation="relu2", biases=""),
-    Case(rows=2, d_model=72, d_ff=600, d_out=8200, activation="drelu", dtype=FP16, compression=4),
-    Case(rows=2, d_model=72, d_ff=600, d_out=8200, activation="fatrelu", density=0.3, compression=1),
-    Case(rows=3, d_model=72, d_ff=600, d_out=16392, density=0.3, biases="g"),
-    Case(rows=120, d_model=72, d_ff=300, d_out=16, density=0.1, compression=2, activation="relu2"),
-    Case(rows=130, d_model=72, d_ff=300, d_out=1032, density=0.1, biases="d", dtype=FP16),
-    Case(rows=120, d_model=16, d_ff=300, d_out=2056, density=0.5, biases="u"),
-    Case(rows=120, d_model=16, d_ff=1300, d_out=2056, density=0.5, gated=False, compression=1, dtype=FP16),
-    Case(rows=64, d_model=72, d_ff=300, d_out=2312, density=0.03),
-    Case(rows=100, d_model=72, d_ff=300, d_out=4360, density=0.01),
-    Case(rows=17, d_model=16392, d_ff=8224, d_out=72, density=0.0005),
-    Case(rows=34, d_model=72, d_ff=6500, d_out=264, density=0.004, dtype=FP16),
-    Case(rows=64, d_model=72, d_ff=12800, d_out=72, density=0.004, gated=False),
-    Case(rows=40, d_model=72, d_ff=5600, d_out=72, density=0.3),
-    Case(rows=20, d_model=72, d_ff=10240, d_out=136, density=0.004),
-    Case(rows=50, d_model=72, d_ff=12288, d_out=72, density=0.1, dtype=FP16),
-    Case(rows=33, d_model=72, d_ff=14336, d_out=136, density=0.004, activation="drelu"),
-    Case(rows=64, d_model=72, d_ff=14784, d_out=72, density=0.2, dtype=FP16),
-    Case(rows=34, d_model=72, d_ff=MANY_NEURONS, d_out=264, density=0.004, gated=False),
-]
-SMALL += with_residual(SMALL)
-
-
-def make_block(case: Case, *, integers: bool, device: str = "cuda") -> Block:
-    """Draw a block with about the asked density.
-
-    The first column of x carries the shift that sets it, differently for each row, so that rows are unequal. A gate
-    bias carries a part of the shift too.
-    """
-
-    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        if integers:
-            return torch.randint(-1, 2, shape, device=device).float()
-        return torch.randn(shape, device=device) * scale
-
-    if case.density in (0.0, 1.0):
-        shift = 12.0 if case.density == 0.0 else -12.0
-    else:
-        shift = statistics.NormalDist().inv_cdf(1.0 - case.density)
-    deviation = (2 / 3 if integers else 1.0) * case.d_model**0.5 if case.d_model > 1 else 1.0
-    shift *= deviation
-    if integers:
-        shift = float(round(shift))
-    x = draw(case.rows, case.d_model)
-    x[:, 0] = 1.0 if integers else 0.95 + 0.1 * torch.rand(case.rows, device=device)
-    w_gate = draw(case.d_ff, case.d_model)
-    w_gate[:, 0] = -shift
-    b_gate = draw(case.d_ff)
-    if "g" in case.biases and case.density not in (0.0, 1.0):
-        w_gate[:, 0] += 1.0
-        b_gate -= 1.0
-    if not integers:
-        w_gate /= case.d_model**0.5
-        b_gate /= case.d_model**0.5
-    active = max(1.0, case.density * case.d_ff)
-    return Block(
-        x=x.to(case.dtype),
-        w_gate=w_gate.to(case.dtype),
-        w_up=draw(case.d_ff, case.d_model, scale=case.d_model**-0.5).to(case.dtype) if case.gated else None,
-        w_down=draw(case.d_ff, case.d_out, scale=active**-0.5).to(case.dtype),
-        b_gate=b_gate.to(case.dtype) if "g" in case.biases else None,
-        b_up=draw(case.d_ff, scale=0.5).to(case.dtype) if case.gated and "u" in case.biases else None,
-        b_down=draw(case.d_out, scale=0.5).to(case.dtype) if "d" in case.biases else None,
-        residual=draw(case.rows, case.d_out).to(case.dtype) if case.residual else None,
-        activation=case.activation,
-        threshold=0.0 if case.activation != "fatrelu" else (1.0 if integers else 0.05),
-    )
-
-
-def leave_out_lost_gates(block: Block) -> None:
-    """Replace rows of x for which a neuron is active in float64, but not by contract, since z rounds to 0.
-
-    It matters where weights of the neuron are infinite. For blocks without biases.
-    """
-    exact = torch.nn.functional.linear(block.x.double(), block.w_gate.double()) > 0
-    lost = (exact != (reference.gate_values(block) != 0)).any(dim=1)
-    block.x[lost] = block.x[~lost][0]
-
-
-def guarded(shape: tuple[int, int], dtype: torch.dtype, poison: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """An output of a shape, within a buffer whose every 2- or 4-byte element is poison. Gives (buffer, output)."""
-    carrier = torch.int32 if dtype == torch.int32 else torch.int16
-    size = shape[0] * shape[1]
-    signed = poison - (1 << 32) if carrier == torch.int32 and poison >= 1 << 31 else poison
-    buffer = torch.full((size + 2 * GUARD,), signed, dtype=carrier, device="cuda")
-    return buffer, buffer[GUARD : GUARD + size].view(dtype).view(shape)
-
-
-def assert_guards(buffer: torch.Tensor) -> None:
-    """Check that nothing was written beside an output."""
-    poison = buffer[0].item()
-    assert (buffer[:GUARD] == poison).all() and (buffer[-GUARD:] == poison).all(), "out-of-bounds write"
-
-
-class Call:
-    """A problem ready to run through the C API, with guarded and poisoned outputs."""
-
-    def __init__(self, block: Block, compression: int, *, hot: int = 0, poison: bool = True) -> None:
-        self.lib = library.load()
-        self.block = block
-        rows, d_model = block.x.shape
-        d_ff, d_out = block.w_down.shape
-        self.problem = library.Problem(
-            tokens=rows,
-            d_model=d_model,
-            d_ff=d_ff,
-            d_out=d_out,
-            compression=compression,
-            dtype=library.DTYPES[str(block.x.dtype).removeprefix("torch.")],
-            variant=library.VARIANTS["plain" if block.w_up is None else "gated"],
-            activation=library.ACTIVATIONS[block.activation],
-            threshold=block.threshold,
-            hot=hot,
-        )
-        words = -(-d_ff // 256) * (256 // compression)
-        assert self.lib.twell_packed_bytes(self.problem) == rows * words * 4
-        assert self.lib.twell_workspace_bytes(self.problem) >= rows * words * 4
-        if poison:
-            self.y_buffer, self.y = guarded((rows, d_out), block.x.dtype, POISON)
-            self.packed_buffer, self.packed = guarded((rows, words), torch.int32, POISON_WORD)
-        else:
-            self.y_buffer = self.y = torch.empty((rows, d_out), dtype=block.x.dtype, device="cuda")
-            self.packed_buffer = self.packed = torch.empty((rows, words), dtype=torch.int32, device="cuda")
-        self.workspace = torch.empty(self.lib.twell_workspace_bytes(self.problem), dtype=torch.uint8, device="cuda")
-        if poison:
-            self.workspace.fill_(0xFF)
-        names = ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual")
-        inputs = {name: getattr(block, name) for name in names}
-        assert all(tensor is None or tensor.is_contiguous() for tensor in inputs.values())
-        self.tensors = library.Tensors(
-            **{name: None if tensor is None else tensor.data_ptr() for name, tensor in inputs.items()},
-            y=self.y.data_ptr(),
-        )
-
-    def _check(self, status: int) -> None:
-        assert status == SUCCESS, f"CUDA error {status}"
-
-    def gate(self) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        self._check(self.lib.twell_gate(self.problem, self.tensors, self.packed.data_ptr(), stream))
-
-    def start_steps(self, dense_rows: int, kernels: int = BEST) -> None:
-        """Enqueue both steps, with so many rows on the dense path; see twell_internal_dense."""
-        function = self.lib.twell_internal_dense
-        function.restype = ctypes.c_int
-        function.argtypes = [
-            *self.lib.twell_gate.argtypes[:2],
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_int32,
-            ctypes.c_void_p,
-        ]
-        stream = torch.cuda.current_stream().cuda_stream
-        self._check(function(self.problem, self.tensors, self.workspace.data_ptr(), dense_rows, kernels, stream))
-
-    def mlp(self) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        workspace = self.workspace.data_ptr()
-        self._check(self.lib.twell_mlp(self.problem, self.tensors, workspace, self.workspace.numel(), stream))
-
-    def steps(self) -> torch.Tensor:
-        """Both steps, with no more rows on the dense path than have to be; also the gate alone."""
-        self.gate()
-        return self.poisoned(lambda: self.start_steps(0))
-
-    def poisoned(self, start: Callable[[], None]) -> torch.Tensor:
-        """Run what start() enqueues where nothing has been written before."""
-        self.y.view(torch.int16).fill_(POISON)
-        # What an earlier call left in the workspace must not matter: all bits set is a NaN and says "active".
-        self.workspace.fill_(0xFF)
-        start()
-        torch.cuda.synchronize()
-        return self.y.clone()
-
-    def run(self) -> torch.Tensor:
-        """The whole block, after the steps with few dense rows. The results must be the same bits, or just as good.
-
-        Rows on the dense path, and all rows of few tokens, are summed in another order.
-        """
-        steps = self.steps()
-        same = ~self.dense_rows_of_steps()
-        y = self.poisoned(self.mlp)
-        same &= ~self.dense_rows()
-        assert_same_bits(y[same], steps[same])
-        if not same.all():
-            reference.assert_close(steps, self.block)
-        return y
-
-    def schedule(self) -> torch.Tensor:
-        """Give the workspace, [bytes], from the schedule of the last call on: its header, then the rows in order."""
-        return self.workspace[-(-self.lib.twell_packed_bytes(self.problem) // 256) * 256 :]
-
-    def dense_rows(self) -> torch.Tensor:
-        """Mark the rows that mlp() has put on the dense path, or all of few tokens: [tokens], bool."""
-        if self.problem.tokens <= FEW_TOKENS:
-            return torch.ones(self.problem.tokens, dtype=torch.bool, device="cuda")
-        return self.dense_rows_of_steps()
-
-    def dense_rows_of_steps(self) -> torch.Tensor:
-        """Mark the rows that the two steps have put on the dense path: [tokens], bool."""
-        tokens = self.problem.tokens
-        schedule = self.schedule()
-        count = int(schedule[:4].view(torch.int32).item())
-        if count in (-1, tokens):  # without a schedule, as in a dense block, or without an order
-            return torch.ones(tokens, dtype=torch.bool, device="cuda")
-        mask = torch.zeros(tokens, dtype=torch.bool, device="cuda")
-        mask[self.row_order()[:count, 0]] = True
-        return mask
-
-    def row_order(self) -> torch.Tensor:
-        """Give the order of the last call's rows and their numbers of non-zeros: [tokens, 2], int64."""
-        end = SCHEDULE_HEADER_BYTES + 8 * self.problem.tokens
-        return self.schedule()[SCHEDULE_HEADER_BYTES:end].view(torch.int32).view(-1, 2).long()
-
-    def decoded(self) -> reference.Packed:
-        words = self.packed.cpu().numpy().view(np.uint32)
-        return reference.decode(words, self.problem.d_ff, self.problem.compression)
-
-
-def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare bit by bit, NaN included."""
-    same = actual.view(torch.int16) == expected.view(torch.int16)
-    assert same.all(), (
-        f"{int((~same).sum())} of {same.numel()} values differ, first at {same.logical_not().nonzero()[0]}"
-    )
-
-
-def bits_of(values: torch.Tensor) -> np.ndarray:
-    return values.cpu().view(torch.int16).numpy().view(np.uint16)
-
-
-def assert_packed(call: Call, expected_bits: np.ndarray) -> None:
-    """Check the packed matrix word by word: counts, entries, and that no other word was touched."""
-    decoded = call.decoded()
-    tiles = decoded.counts.shape[1]
-    padded = np.zeros((len(expected_bits), tiles * 256), np.uint16)
-    padded[:, : expected_bits.shape[1]] = expected_bits
-    counts = (padded.reshape(len(expected_bits), tiles, 256) != 0).sum(axis=2)
-    np.testing.assert_array_equal(decoded.counts, counts)
-    fits = np.repeat(~decoded.overflowed, 256, axis=1)[:, : expected_bits.shape[1]]
-    np.testing.assert_array_equal(decoded.bits, np.where(fits, expected_bits, 0))
-    words = call.packed.cpu().numpy().view(np.uint32)
-    whole_tiles = np.repeat(~decoded.overflowed, 256 // call.problem.compression, axis=1)
-    assert (words[~decoded.written & whole_tiles] == POISON_WORD).all(), "a word past the last non-zero was written"
 
 
 def measured_density(block: Block) -> float:
     return float((reference.gate_values(block) != 0).double().mean())
 
 
-@pytest.mark.parametrize("case", list(table()), ids=str)
+@pytest.mark.parametrize("case", list(kernel_table()), ids=str)
 def test_against_float64(case: Case) -> None:
     block = make_block(case, integers=False)
     if case.rows * case.d_ff >= 10_000 and case.d_model >= 16 and case.activation != "fatrelu":
@@ -502,7 +90,7 @@ def may_be_dense(block: Block) -> bool:
     return rows > 1 and (int(active.sum()) > scale * (1500 + 120 * rows) or int(of_token) > scale * 1500)
 
 
-@pytest.mark.parametrize("case", [*table(), *SMALL], ids=str)
+@pytest.mark.parametrize("case", [*kernel_table(), *SMALL_KERNELS], ids=str)
 def test_integers_match_bit_by_bit(case: Case) -> None:
     block = make_block(case, integers=True)
     call = Call(block, case.compression)
@@ -527,7 +115,7 @@ def test_integers_match_bit_by_bit(case: Case) -> None:
 def test_table_has_exact_and_overflowing_cases() -> None:
     """The two checks above must not pass for want of what they check."""
     exact = overflowed = few = few_dense = 0
-    for case in table():
+    for case in kernel_table():
         if case.d_ff > 2000:
             continue
         block = make_block(case, integers=True)
@@ -543,7 +131,7 @@ def test_table_has_exact_and_overflowing_cases() -> None:
     assert few_dense >= 10
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize("case", SMALL_KERNELS, ids=str)
 def test_sanitize(case: Case) -> None:
     """What sanitize.py runs: plain buffers, so that reads of words nobody wrote show."""
     block = make_block(case, integers=True, device="cpu")

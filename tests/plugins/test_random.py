@@ -5,34 +5,22 @@ A failure shows the seed that draws the problem again.
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.plugins import reference
+from tests.plugins.calls import Call, assert_guards, assert_same_bits, splits, ways
+from tests.plugins.cases import BF16, FP16, Case, make_block
 from tests.plugins.reference import Block
-from tests.plugins.test_gate_kernels import GENERIC, ON_SM90, SM90
-from tests.plugins.test_guard import BEST, DENSE_BLOCK, GUARD_DECIDES, SPLIT, run_poisoned
-from tests.plugins.test_kernels import (
-    BF16,
-    FP16,
-    Call,
-    Case,
-    assert_guards,
-    assert_same_bits,
-    make_block,
-)
-from twellc.plugins import library
+from tests.plugins.seeds import draw_seed
 
 pytestmark = pytest.mark.gpu
 
 PROBLEMS = 60
-FEWEST_HOT = 128  # fewer neurons are not computed apart
 MOST_PRODUCTS = 2e10  # of a problem, so that float64 takes about a second
 
 
@@ -112,35 +100,9 @@ def disturb(rng: random.Random, block: Block) -> list[str]:
     return done
 
 
-def splits(problem: library.Problem) -> bool:
-    """Say whether the hint is one for the kernels: see twell_mlp in twell.h."""
-    return problem.dtype == library.DTYPES["bfloat16"] and (problem.hot == problem.d_ff or problem.hot >= FEWEST_HOT)
-
-
-def ways(call: Call) -> dict[str, Callable[[], torch.Tensor]]:
-    """All ways to y, each from poisoned memory: what the C API chooses, and what can be forced.
-
-    Sums are not in the same order in all of them.
-    """
-    result: dict[str, Callable[[], torch.Tensor]] = {
-        "steps": call.steps,
-        "mlp": functools.partial(call.poisoned, call.mlp),
-        "generic": functools.partial(run_poisoned, call, GUARD_DECIDES, GENERIC),
-    }
-    if ON_SM90:
-        result["best"] = functools.partial(run_poisoned, call, GUARD_DECIDES, BEST)
-        result["dense block"] = functools.partial(run_poisoned, call, DENSE_BLOCK, BEST)
-        if call.problem.d_model % 64 == 0:
-            result["sm90"] = functools.partial(run_poisoned, call, GUARD_DECIDES, SM90)
-    if splits(call.problem):
-        result["split"] = functools.partial(run_poisoned, call, SPLIT, BEST)
-        result["split generic"] = functools.partial(run_poisoned, call, SPLIT, GENERIC)
-    return result
-
-
-@pytest.mark.parametrize("_", range(PROBLEMS))
-def test_random_problem(_: int) -> None:
-    seed = random.SystemRandom().randrange(2**32)
+@pytest.mark.parametrize("number", range(PROBLEMS))
+def test_random_problem(number: int) -> None:
+    seed = draw_seed(f"random problem {number}")
     rng = random.Random(seed)
     torch.manual_seed(seed)
     case = draw_case(rng)

@@ -22,14 +22,16 @@ GENERIC = ("80", "90a")
 SOURCES = {
     "few_tokens/few.cu": (GENERIC, 6),
     "one_or_two_tokens/one_or_two.cu": (GENERIC, 3),
-    "many_tokens/gate.cu": (GENERIC, 8),
-    "many_tokens/up_down.cu": (GENERIC, 8),
-    "many_tokens/dense_generic.cu": (GENERIC, 4),
-    "many_tokens/schedule.cu": (GENERIC, 2),
-    "many_tokens/gate_sm90.cu": (("90a",), 24),
+    "many_tokens/gate/gate.cu": (GENERIC, 8),
+    "many_tokens/chunks/chunk.cu": (GENERIC, 2),
+    "many_tokens/sparse/sparse.cu": (GENERIC, 6),
+    "many_tokens/dense/dense_generic.cu": (GENERIC, 4),
+    "many_tokens/schedule/schedule.cu": (GENERIC, 2),
+    "many_tokens/gate/gate_sm90.cu": (("90a",), 24),
     "few_tokens/few_sm90.cu": (("90a",), 8),
-    "many_tokens/dense_sm90.cu": (("90a",), 48),
+    "matmul/dense_sm90.cu": (("90a",), 48),
     "dense_block/hidden_sm90.cu": (("90a",), 42),
+    "dense_block/skipping_down_sm90.cu": (("90a",), 4),
     "many_tokens/chunks/hot_sm90.cu": (("90a",), 14),
 }
 

@@ -13,19 +13,20 @@ import pytest
 import torch
 
 from tests.plugins import reference
-from tests.plugins.reference import Block
-from tests.plugins.test_guard import DENSE_BLOCK, EARLY, KERNELS, paths, run_dense
-from tests.plugins.test_kernels import (
-    BF16,
-    FP16,
-    MANY_NEURONS,
+from tests.plugins.calls import (
+    DENSE_BLOCK,
+    EARLY,
+    KERNELS,
     Call,
-    Case,
+    Run,
     assert_guards,
     assert_same_bits,
-    make_block,
+    paths,
+    run_dense,
+    ways,
 )
-from tests.plugins.test_random import ways
+from tests.plugins.cases import BF16, FP16, MANY_NEURONS, Case, make_block
+from tests.plugins.reference import Block
 
 pytestmark = pytest.mark.gpu
 
@@ -125,7 +126,7 @@ def test_rows_of_either_path_get_their_own(kernels: int) -> None:
 
 
 @pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
-def test_values_that_are_summed_again(kernels: int, dense_rows: int) -> None:
+def test_values_that_are_summed_again(kernels: int, dense_rows: int | Run) -> None:
     """Where u or h overflows in float16, y is computed again, with its residual."""
     case = Case(rows=300, d_model=128, dtype=FP16, density=0.5, biases="", residual=True)
     block = make_block(case, integers=False)

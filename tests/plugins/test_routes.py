@@ -15,16 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.plugins import test_chunks, test_direct, test_gate_kernels, test_guard, test_hot, test_kernels
-from tests.plugins.test_kernels import Case
+from tests.plugins import cases
+from tests.plugins.calls import BEST, DENSE_BLOCK, GENERIC, GUARD_DECIDES, SM90, Call, Choice, Run, choose
+from tests.plugins.cases import Case, make_block
 from twellc.base.errors import UserError
 from twellc.plugins import library
 from twellc.plugins.library import GPUS, Device, Problem
 
 ROOT = Path(__file__).resolve().parents[2]
-BEST, GENERIC, SM90 = 0, 1, 2  # twell::Kernels
-# twell_internal_describe: what is called; a number of rows forces so many onto the dense path.
-GUARD_DECIDES, DENSE_BLOCK, SPLIT, ROUTES, GATE = -1, -3, -5, -6, -7
 MOST_MEMORY = 192 << 30  # no weights take more
 
 A100, ADA, H200 = GPUS["A100"], GPUS["L40S"], GPUS["H200"]
@@ -62,7 +60,15 @@ def problem(
     compression: int = 8,
     hot: int = 0,
 ) -> Problem:
-    return Problem(tokens, d_model, d_ff, d_out or d_model, compression, 0, 0 if gated else 1, 0, 0.0, hot)
+    return Problem(
+        tokens=tokens,
+        d_model=d_model,
+        d_ff=d_ff,
+        d_out=d_out or d_model,
+        compression=compression,
+        variant=0 if gated else 1,
+        hot=hot,
+    )
 
 
 def internal(name: str, *arguments: Any) -> Callable[..., int]:
@@ -72,13 +78,15 @@ def internal(name: str, *arguments: Any) -> Callable[..., int]:
     return function  # type: ignore[no-any-return]
 
 
-def launches(described: Problem, device: Device, call: int = ROUTES, kernels: int = BEST) -> tuple[str, list[Launch]]:
+def launches(
+    described: Problem, device: Device, call: Run = Run.ROUTES, kernels: int = BEST
+) -> tuple[str, list[Launch]]:
     """Return the route, empty where it is forced, and what is launched; nothing where such kernels cannot run."""
     function = internal(
-        "twell_internal_describe", ctypes.POINTER(Problem), ctypes.POINTER(Device), ctypes.c_int64, ctypes.c_int32
+        "twell_internal_describe", ctypes.POINTER(Problem), ctypes.POINTER(Device), ctypes.POINTER(Choice)
     )
     route, found = "", []
-    for line in library.read_text(functools.partial(function, described, device, call, kernels)).splitlines():
+    for line in library.read_text(functools.partial(function, described, device, choose(call, kernels))).splitlines():
         row, bar, rest = line.partition(" | ")
         if bar:
             found.append(Launch(row, dict(value.split("=") for value in rest.split(" "))))
@@ -223,6 +231,49 @@ def test_table_of_the_readmes() -> None:
         assert quoted.group(1) == table, readme
 
 
+PAGES = ("docs/format.md", "docs/profile.md", "docs/when-it-pays.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_numbers_of_the_pages(page: str) -> None:
+    """A comment before a number says which limit it is: <!-- few_tokens + 1 -->17."""
+    limits = {name: getattr(library.limits(), name) for name, *_ in library.Limits._fields_}
+    quoted = re.findall(r"<!-- (\w+)(?: ([+/]) ([\d /]+?))? -->(\d+)", (ROOT / page).read_text())
+    assert len(quoted) >= 2
+    for name, operator, operands, number in quoted:
+        value = limits[name]
+        for operand in map(int, re.findall(r"\d+", operands)):
+            value = value + operand if operator == "+" else value // operand
+        assert value == int(number), f"{page}: {name}"
+
+
+def test_limits_are_those_of_the_table() -> None:
+    table = library.read_text(internal("twell_internal_routes"))
+    at = library.limits()
+    for text in (
+        f"`one_or_two_tokens` | 8.0 and later | any | 1 to {at.one_or_two_tokens} |",
+        f"`few_tokens` | 8.0 and later | any | 1 to {at.few_tokens} |",
+        f"`few_tokens` | 8.0 and later | any | 17 to {at.few_tokens_generic} |",
+        f"`few_tokens` | 9.0 | any | 17 to {at.few_tokens_sm90} |",
+        f"`dense_block` | 9.0 | gated | 17 and more | up to {at.narrow_gated} |",
+        f"`dense_block` | 9.0 | plain | 17 and more | up to {at.narrow_plain} |",
+        f"`dense_block` | 9.0 | any | 17 to {at.dense_block_tokens_if_split} | up to 16384 | any | any | any |",
+        f"`dense_block` | 9.0 | any | 17 to {at.dense_block_tokens} | up to 16384 | any | any | no split |",
+        f"| any | up to {at.dense_block_products_if_split // (2048 * 5632)} · 2048 · 5632 |",
+        f"| no split | up to {at.dense_block_products // (2048 * 5632)} · 2048 · 5632 |",
+    ):
+        assert text in table, text
+
+
+@pytest.mark.parametrize("below", [True, False], ids=("below", "at"))
+def test_limits_of_hot_neurons_and_chunks(below: bool) -> None:
+    at = library.limits()
+    hot = problem(8192, 2048, 5632, hot=at.fewest_hot - 8 * below)
+    assert ("hidden_gated_sm90" in library.describe(hot, H200)) != below
+    chunks = problem(at.chunk_tokens - below, 4096, 11008)
+    assert ("chunk_up" in library.describe(chunks, H200)) != below
+
+
 def test_describe() -> None:
     text = library.describe(problem(1, 2048, 5632), H200)
     assert text.splitlines()[0] == "route one_or_two_tokens"
@@ -257,43 +308,48 @@ def test_what_cannot_be_described(described: Problem, device: Device, message: s
 
 def of(case: Case) -> Problem:
     return Problem(
-        case.rows, case.d_model, case.d_ff, case.d_out, case.compression,
-        library.DTYPES[str(case.dtype).removeprefix("torch.")], library.VARIANTS["gated" if case.gated else "plain"],
-        library.ACTIVATIONS[case.activation], 0.25 if case.activation == "fatrelu" else 0.0,
-    )  # fmt: skip
+        tokens=case.rows,
+        d_model=case.d_model,
+        d_ff=case.d_ff,
+        d_out=case.d_out,
+        compression=case.compression,
+        dtype=library.DTYPES[str(case.dtype).removeprefix("torch.")],
+        variant=library.VARIANTS["gated" if case.gated else "plain"],
+        activation=library.ACTIVATIONS[case.activation],
+        threshold=0.25 if case.activation == "fatrelu" else 0.0,
+    )
 
 
-def all_calls() -> Iterator[tuple[Problem, int, int]]:
+def all_calls() -> Iterator[tuple[Problem, Run, int]]:
     """What the tests against the reference call: problem, call, kernels."""
-    for case in (*test_kernels.table(), *test_kernels.SMALL):
-        yield of(case), ROUTES, BEST
-    for case in (*test_gate_kernels.table(), *test_gate_kernels.SMALL):
+    for case in (*cases.kernel_table(), *cases.SMALL_KERNELS):
+        yield of(case), Run.ROUTES, BEST
+    for case in (*cases.gate_table(), *cases.SMALL_GATE):
         for kernels in (GENERIC, SM90):
-            yield of(case), GATE, kernels
-    for case in test_guard.any_d_model_table():
+            yield of(case), Run.GATE, kernels
+    for case in cases.generic_guard_table():
         yield of(case), GUARD_DECIDES, GENERIC
-    for case in test_guard.table():
+    for case in cases.guard_table():
         yield of(case), GUARD_DECIDES, BEST
         yield of(case), GUARD_DECIDES, SM90
-    for case in test_guard.block_table():
+    for case in cases.block_table():
         yield of(case), DENSE_BLOCK, BEST
-    for case in test_chunks.table():
+    for case in cases.chunk_table():
         yield of(case), GUARD_DECIDES, SM90
-    for case, _ in test_hot.table():
+    for case, _ in cases.hot_table():
         yield of(case), GUARD_DECIDES, SM90
     yield problem(300, 8192, 8192, 64), GUARD_DECIDES, BEST  # test_direct.test_columns_in_several_launches
 
 
 def test_every_route_and_configuration_is_reached() -> None:
     """By cases of the tests, on the GPU that they are run on."""
-    assert test_direct.pytestmark is not None
     routes: set[str] = set()
     rows: set[str] = set()
     for described, call, kernels in all_calls():
         route, found = launches(described, H200, call, kernels)
         routes.add(route)
         rows |= {launch.row for launch in found}
-        if call == ROUTES:  # generic kernels for few tokens: as if the library had no others
+        if call == Run.ROUTES:  # generic kernels for few tokens: as if the library had no others
             rows |= {launch.row for launch in launches(described, A100)[1]}
     assert routes - {""} == {ONE, FEW, DENSE, MANY}
     assert rows <= set(configurations())
@@ -318,7 +374,7 @@ def test_every_route_and_configuration_is_reached() -> None:
 )
 def test_what_is_said_is_what_runs(case: Case, tmp_path: Path) -> None:
     """The launches of a call, by the profiler: as many, of the same sizes, in the same order."""
-    call = test_kernels.Call(test_kernels.make_block(case, integers=False), case.compression)
+    call = Call(make_block(case, integers=False), case.compression)
     call.mlp()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

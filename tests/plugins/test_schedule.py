@@ -8,14 +8,14 @@ import dataclasses
 import pytest
 import torch
 
-from tests.plugins.test_kernels import SUCCESS, Call, Case, assert_same_bits, make_block
+from tests.plugins.calls import SUCCESS, Call, assert_same_bits, count_without_list, level
+from tests.plugins.cases import Case, make_block
 from twellc.plugins import library
 
 pytestmark = pytest.mark.gpu
 
 TILES = 22
 HEADER_BYTES = 256
-LISTED_PER_TILE = 64
 UNIT_NONZEROS = 32
 SPLIT_NONZEROS = 64
 
@@ -51,17 +51,6 @@ def schedule(counts: torch.Tensor, compression: int) -> Schedule:
     heavy_count, split_end, unit_count = memory[:12].view(torch.int32).tolist()
     order = memory[HEADER_BYTES : HEADER_BYTES + 8 * tokens].view(torch.int32)[::2].long()
     return Schedule(heavy_count, split_end, unit_count, order)
-
-
-def level(total: torch.Tensor) -> torch.Tensor:
-    """Number the buckets: each count below 16 has one, each octave from there on eight."""
-    octave = torch.frexp(total.double()).exponent.long() - 1
-    return torch.where(total < 16, total, 8 * octave + (total >> (octave - 3).clamp(min=0)) % 8)
-
-
-def count_without_list(totals: torch.Tensor, tiles: int) -> int:
-    """Count the rows that must be dense, whatever the guard says: those in buckets of too many non-zeros for a list."""
-    return int((level(totals) >= level(torch.tensor(LISTED_PER_TILE * tiles + 1))).sum())
 
 
 def assert_ordered(result: Schedule, counts: torch.Tensor) -> None:

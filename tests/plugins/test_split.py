@@ -13,20 +13,21 @@ import pytest
 import torch
 
 from tests.plugins import reference
-from tests.plugins.reference import Block
-from tests.plugins.test_gate_kernels import GENERIC, ON_SM90, needs_sm90
-from tests.plugins.test_guard import BEST, KERNELS, SPLIT, run_poisoned
-from tests.plugins.test_kernels import (
-    FP16,
+from tests.plugins.calls import (
+    BEST,
+    GENERIC,
+    KERNELS,
+    ON_SM90,
     POISON,
+    SPLIT,
     Call,
-    Case,
     assert_guards,
     assert_same_bits,
-    leave_out_lost_gates,
-    make_block,
-    with_residual,
+    needs_sm90,
+    run_poisoned,
 )
+from tests.plugins.cases import FP16, Case, leave_out_lost_gates, make_block, with_residual
+from tests.plugins.reference import Block
 
 pytestmark = pytest.mark.gpu
 

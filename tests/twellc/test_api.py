@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import twellc
@@ -129,7 +130,7 @@ def refusals(folder: Path) -> dict[str, tuple[Any, type[Exception], str]]:
         "inputs of a path": (
             lambda: twellc.inspect(folder, args=inputs), twellc.UserError, "only a module needs example inputs",
         ),
-        "no model": (lambda: twellc.rewrite(3), twellc.UserError, "is no model; got int"),  # type: ignore[arg-type]
+        "no model": (lambda: twellc.rewrite(3), twellc.UserError, "is not a model; got int"),  # type: ignore[arg-type]
         "optimized": (
             lambda: twellc.inspect(twellc.optimize(Plain().eval()), args=inputs), twellc.UserError, "twellc.restore",
         ),
@@ -179,3 +180,40 @@ def test_script_without_a_guard(tmp_path: Path) -> None:
 def test_options_are_documented(kind: Any) -> None:
     for field in fields(kind):
         assert any(f"        {field.name}: " in (base.__doc__ or "") for base in kind.__mro__), field.name
+
+
+def test_mistakes_in_example_inputs() -> None:
+    (x,) = example()
+    with torch.device("meta"):
+        meta = module()
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (module(), {"args": x}, r"args: are not a tuple; got Tensor; .* Write args=\(x,\)"),
+        (module(), {"args": [x]}, "args: are not a tuple; got list"),
+        (module(), {"kwargs": [x]}, "kwargs: is not a dictionary; got list"),
+        (meta, {"args": (x,)}, "has tensors on the meta device"),
+        (torch.compile(module()), {"args": (x,)}, "Pass the module itself: its _orig_mod"),
+        (nn.DataParallel(module()), {"args": (x,)}, "Pass the module itself: its module"),
+        (module(), {"args": (x,), "dynamic_shapes": [1, 2]}, "dynamic_shapes has the form of the inputs"),
+        (module(), {"args": (x,), "import_modules": "no_such"}, "--import no_such: cannot be imported"),
+    ]
+    for model, given, message in cases:
+        with pytest.raises(twellc.UserError, match=message):
+            twellc.inspect(model, **given)
+
+
+def test_paths_that_are_none() -> None:
+    with pytest.raises(twellc.UserError, match="output: is not a path; got int"):
+        twellc.compile("m.pt2", 3)  # type: ignore[arg-type]
+    with pytest.raises(twellc.UserError, match=r"output x\.onnx: a plan is not an ONNX file\. Add --backend none"):
+        twellc.compile("m.pt2", "x.onnx")
+
+
+def test_a_model_of_transformers_keeps_its_cache_switched_on() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=320, num_hidden_layers=1, num_attention_heads=4,
+        hidden_act="relu",
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    found = twellc.inspect(model, args=(torch.ones(1, 7, dtype=torch.int64),))
+    assert [layer.decision for layer in found.description.layers] == ["twell"]
+    assert model.config.use_cache

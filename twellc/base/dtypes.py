@@ -54,6 +54,8 @@ TABLE = (
 BY_NAME = {each.name: each for each in TABLE}
 BY_ONNX = {each.onnx: each for each in TABLE}
 BY_TENSORRT = {each.tensorrt: each for each in TABLE if each.tensorrt}
+# Of an ONNX graph in float32 in which nothing was rewritten; no model can be compiled in it.
+UNCHANGED = "float32"
 # What models are compiled in: names of the option and of torch.
 DTYPES = {each.option: each.name for each in TABLE if each.option}
 # What the kernels take: names and numbers in twell.h.

@@ -37,6 +37,27 @@ class UserError(Exception):
         return _restore, (str(self),)
 
 
+class UnregisteredOperatorsError(UserError):
+    """A model calls operators of another package, which no module has registered in this process.
+
+    Args:
+        where: The model.
+        operators: The operators, as `namespace.name`.
+    """
+
+    def __init__(self, where: str, operators: Sequence[str]) -> None:
+        self.where, self.operators = where, list(operators)
+        names = first_few([f"torch.ops.{name}" for name in operators])
+        verb = "is not registered: its package" if len(operators) == 1 else "are not registered: their package"
+        super().__init__(
+            where, f"{names} {verb} must be imported", fix="Add --import MODULE, with the name of the package's module."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what it was made of."""
+        return type(self), (self.where, self.operators)
+
+
 _LONGEST_LINE = 1000
 _FEW = 3
 

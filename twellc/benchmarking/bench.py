@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError, first_few
 from twellc.base.files import OutputFiles, temporary_folder
+from twellc.base.modules import import_modules
 from twellc.benchmarking.blocks import (
     TWELL,
     Form,
@@ -82,6 +83,7 @@ def bench_model(options: BenchOptions, progress: Callable[[str], None]) -> Bench
     Raises:
         UserError: There is no GPU, the model or its inputs cannot be read, or none of its blocks is rewritten.
     """
+    import_modules(options.import_modules)
     refuse_missing(options.model, "a model")
     if looks_like_onnx(options.model):
         raise UserError(str(options.model), "is an ONNX file, which torch does not run", fix="Give the model itself.")

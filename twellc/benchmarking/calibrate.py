@@ -34,6 +34,7 @@ from twellc.benchmarking.forms import Block, Packed, many_sizes
 from twellc.decisions.predict import Widths, is_split
 from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint
 from twellc.plugins.block import BlockOptions, Operands
+from twellc.plugins.library import limits
 from twellc.plugins.ops import run_block
 
 # No other size is begun after so long.
@@ -81,13 +82,6 @@ def _unequal(neurons: str, *densities: float) -> tuple[Activity, ...]:
     return tuple(Activity(density, neurons) for density in densities)
 
 
-# Numbers of tokens on both sides of wherever other kernels take over.
-_FEW = (1, 2, 3, 8, 16, 17, 32, 64, 65, 128, 129)
-_MAIN = (*_FEW, 256, 320, 512, 1024, 1920, 1921, 2048, 3072, 4095, 4096, 8192, 16384, 32768)
-_LARGE = (1, 2, 8, 16, 17, 32, 64, 65, 128, 256, 512, 1024, 1280, 1281, 2048, 4096, 8192, 32768)
-_PLAIN = (1, 2, 3, 8, 16, 17, 32, 64, 65, 128, 256, 512, 1024, 1280, 1281, 1920, 1921, 4096, 8192, 32768)
-_NARROW = (1, 8, 32, 128, 512, 2048, 8192, 32768)
-
 _HOT = (128, 512, 1024, 3072)
 
 _ALL = (
@@ -101,21 +95,43 @@ _SOME = (
     *(Activity(0.01, "zipf", hot) for hot in (512, 1024)),
 )
 
-# The most useful first: a run that has to stop early has those.
-GRIDS = (
-    Grid("gated", 2048, 5632, _MAIN, _ALL),
-    Grid("gated", 4096, 11008, _LARGE, _SOME),
-    Grid("plain", 2048, 8192, _PLAIN, _SOME),
-    Grid("gated", 2048, 2560, _MAIN, _SOME),
-    *(Grid("gated", 2048, d_ff, _NARROW, ()) for d_ff in (128, 256, 512, 1024)),
-    Grid("gated", 2048, 4096, _LARGE, _SOME),
-    Grid("gated", 4096, 14336, _LARGE, _SOME),
-    Grid("gated", 1024, 4096, _PLAIN, _SOME),
-    Grid("plain", 1024, 4096, _PLAIN, _SOME),
-    Grid("gated", 5120, 13824, _LARGE[:-1], _SOME),
-    Grid("plain", 4096, 16384, _PLAIN[:-1], _SOME),
-    *(Grid("gated", 4096, d_ff, _NARROW, ()) for d_ff in (256, 512, 1024)),
-)
+
+def _both_sides(*last: int) -> tuple[int, ...]:
+    """Return token counts on both sides of where other kernels take over: the last of the ones, the first of others."""
+    return tuple(tokens + step for tokens in last for step in (0, 1))
+
+
+def grids() -> tuple[Grid, ...]:
+    """Return what is measured, the most useful first: a run that has to stop early has those.
+
+    Raises:
+        UserError: The plugin library is missing.
+    """
+    at = limits()
+    largest = at.dense_block_products // (2048 * 5632)
+    pair, few = _both_sides(at.one_or_two_tokens), _both_sides(at.few_tokens)
+    generic, hopper = _both_sides(at.few_tokens_generic), _both_sides(at.few_tokens_sm90)
+    block, usual = _both_sides(at.dense_block_tokens), _both_sides(largest)
+    main = (1, *pair, 8, *few, 32, *generic, *hopper, 256, 320, 512, 1024, *usual, 2048, 3072)
+    main = (*main, *_both_sides(at.chunk_tokens - 1), 8192, 16384, 32768)
+    large = (1, at.one_or_two_tokens, 8, *few, 32, *generic, at.few_tokens_sm90, 256, 512, 1024, *block)
+    large = (*large, 2048, 4096, 8192, 32768)
+    plain = (1, *pair, 8, *few, 32, *generic, at.few_tokens_sm90, 256, 512, 1024, *block, *usual, 4096, 8192, 32768)
+    narrow = (1, 8, 32, 128, 512, 2048, 8192, 32768)
+    return (
+        Grid("gated", 2048, 5632, main, _ALL),
+        Grid("gated", 4096, 11008, large, _SOME),
+        Grid("plain", 2048, 8192, plain, _SOME),
+        Grid("gated", 2048, 2560, main, _SOME),
+        *(Grid("gated", 2048, d_ff, narrow, ()) for d_ff in (128, 256, 512, 1024)),
+        Grid("gated", 2048, 4096, large, _SOME),
+        Grid("gated", 4096, 14336, large, _SOME),
+        Grid("gated", 1024, 4096, plain, _SOME),
+        Grid("plain", 1024, 4096, plain, _SOME),
+        Grid("gated", 5120, 13824, large[:-1], _SOME),
+        Grid("plain", 4096, 16384, plain[:-1], _SOME),
+        *(Grid("gated", 4096, d_ff, narrow, ()) for d_ff in (256, 512, 1024)),
+    )
 
 
 @dataclass(frozen=True)
@@ -250,7 +266,7 @@ def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> G
     end = monotonic() + _SECONDS
     times = GpuTimes(_machine(), False, [], [])
     left = False
-    for grid in GRIDS:
+    for grid in grids():
         shape = f"{grid.variant} {grid.d_model} / {grid.d_ff}"
         columns = place_columns(grid.activities)
         bytes_each = 2 * grid.d_model * grid.d_ff * (3 if grid.variant == "gated" else 2)

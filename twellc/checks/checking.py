@@ -10,9 +10,10 @@ from typing import Any
 import onnx
 import torch
 
-from twellc.base.dtypes import dtype_name
+from twellc.base.dtypes import DTYPES, dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import digest, external_data, temporary_folder, why_no_file
+from twellc.base.modules import import_modules
 from twellc.base.records import Record, of_json, parse_json
 from twellc.checks.accuracy import (
     COARSE,
@@ -32,6 +33,7 @@ from twellc.compiling.translate import translate_any
 from twellc.export.onnx_export import save_onnx
 from twellc.export.runner import PlanRunner, open_plan
 from twellc.export.tensorrt_host import load_host, why_not_here
+from twellc.loaders.huggingface_inputs import read_sizes
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx
@@ -142,6 +144,7 @@ def check(options: CheckOptions, progress: Callable[[str], None]) -> CheckResult
     Raises:
         UserError: Something cannot be read, or model, candidate and inputs do not belong together.
     """
+    import_modules(options.import_modules)
     with temporary_folder() as folder:
         return _check(options, folder, progress)
 
@@ -237,13 +240,14 @@ def _load_as_compiled(options: CheckOptions, settings: dict[str, Any]) -> Loaded
     Raises:
         UserError: The model cannot be loaded, or leaves no such settings.
     """
-    padding, logits = settings.get("padding"), settings.get("logits")
+    padding, logits, sizes = settings.get("padding"), settings.get("logits"), settings.get("sizes")
     try:
         return load_model(
             TracingOptions(
                 options.model, trust_model=options.trust_model, inputs=options.inputs,
                 padding=padding if padding in PADDINGS else None, logits=logits if logits in LOGITS else LOGITS[0],
-            )
+            ),
+            read_sizes(str(sizes)),
         )  # fmt: skip
     except NoChoiceError as error:
         raise UserError(
@@ -320,9 +324,10 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
                 str(plan), "was compiled with a profile, which is needed to make its graph again",
                 fix="Give it with --calibration PROFILE; or compile again, and keep the graph with --onnx.",
             )  # fmt: skip
+        dtype = settings["dtype"] if settings["dtype"] in DTYPES else None  # of a graph that was left as it is
         compilation = CompileOptions(
             options.model, backend="none", trust_model=options.trust_model, inputs=options.inputs,
-            **{**settings, "calibration": options.calibration},
+            **{**settings, "dtype": dtype, "calibration": options.calibration},
         )  # fmt: skip
         # Its name is in the graph where weights stand in a file of their own.
         written = save_onnx(translate_any(compilation, progress).graph, folder / (kept_name or UNKEPT_GRAPH))

@@ -77,6 +77,11 @@ def _together(*options: Callable[[_Function], _Function]) -> Callable[[_Function
 source_options = _together(
     click.option("--trust-model", is_flag=True, help="Load a pickle, or an archive that could execute code."),
     click.option(
+        "--import", "import_modules", multiple=True, metavar="MODULE",
+        help="A module to import first, such as one that registers operators of the model; several may be given. Its "
+        "code runs.",
+    ),
+    click.option(
         "--input", "inputs", multiple=True, metavar="NAME:DTYPE[DIM,...]",
         help="An input of a pickled module, such as x:float32[batch,sequence,512]; a name stands for a dynamic "
         "dimension.",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from twellc.base.errors import UserError
+from twellc.base.errors import UnregisteredOperatorsError, UserError
 from twellc.base.files import OutputFiles, external_data, places, refuse_replacing
 from twellc.base.isolation import run_isolated
+from twellc.base.modules import import_modules
 from twellc.compiling.manifest import UNKEPT_GRAPH, Manifest, by_cudnn, make_manifest, manifest_path, needs_plugins
 from twellc.compiling.summary import TranslationSummary
 from twellc.export.plan import build_plan, check_builder
@@ -62,7 +64,12 @@ def compile_model(
             onnx_path = outputs.scratch(options.output, UNKEPT_GRAPH)
         if backend is not None and options.output is not None:
             run_isolated(check_builder, backend, options.attention, list(options.plugin_libraries), progress=progress)
-        translation = run_isolated(_translate, options, onnx_path, progress=progress)
+        try:
+            translation = run_isolated(_translate, options, onnx_path, progress=progress)
+        except UnregisteredOperatorsError as error:
+            if not _has_operators(error.operators):
+                raise
+            translation = _translate(options, onnx_path, progress)  # where they are registered
         _refuse_model_files(options, translation.external_data)
         if options.onnx is not None:
             for extra in map(options.onnx.with_name, translation.files[1:]):
@@ -99,7 +106,15 @@ def _translate(options: CompileOptions, onnx_path: Path, progress: Callable[[str
     """Translate a model; only the process that does it imports torch."""
     from twellc.compiling.translate import translate_to_file
 
+    import_modules(options.import_modules)
     return translate_to_file(options, onnx_path, progress)
+
+
+def _has_operators(names: list[str]) -> bool:
+    """Whether operators of torch, each as `namespace.name`, are registered in this process."""
+    torch = sys.modules.get("torch")
+    return torch is not None and all(hasattr(getattr(torch.ops, name.split(".")[0]), name.split(".")[1])
+                                     for name in names)  # fmt: skip
 
 
 def _embedded(options: CompileOptions, translation: TranslationSummary) -> list[Path]:

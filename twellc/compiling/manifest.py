@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from twellc.base.dtypes import DTYPES
+from twellc.base.dtypes import DTYPES, UNCHANGED
 from twellc.base.errors import UserError
-from twellc.base.files import digest
+from twellc.base.files import digest, read_file
 from twellc.base.records import OPTIONAL, Count, OneOf, Range, Record, of_json, parse_json
 from twellc.base.version import __version__
 from twellc.compiling.summary import TranslationSummary
@@ -44,15 +44,17 @@ class ModelFile(Record):
 class Settings(Record):
     """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones.
 
-    `calibration` is the SHA-256 of the profile, `decided` what was decided of blocks.
+    `sizes` are those that the model was traced for where it does not take every size, such as `input_ids:1x128`,
+    `calibration` is the SHA-256 of the profile, `decided` what was decided by it.
     """
 
-    dtype: Annotated[str, OneOf(tuple(DTYPES))]
+    dtype: Annotated[str, OneOf((*DTYPES, UNCHANGED))]
     layers: str
     compression: Compression
     attention_forms: list[Annotated[str, OneOf(ATTENTION_FORMS)]]
     padding: Annotated[str, OneOf(PADDINGS)] | None = field(default=None, metadata=OPTIONAL)
     logits: Annotated[str, OneOf(LOGITS)] | None = field(default=None, metadata=OPTIONAL)
+    sizes: str | None = field(default=None, metadata=OPTIONAL)
     calibration: str | None = field(default=None, metadata=OPTIONAL)
     prune_dead: bool | None = field(default=None, metadata=OPTIONAL)
     decided: dict[str, Repeated] | None = field(default=None, metadata=OPTIONAL)
@@ -246,7 +248,7 @@ def read_manifest(plan: Path) -> Manifest:
             fix="Keep both files of `twellc compile` together.",
         )  # fmt: skip
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(read_file(path))
     except ValueError as error:
         raise UserError(
             str(path), f"is not a manifest of twellc: it cannot be read as JSON ({error})", fix=_FIX

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import onnx
 import onnx_ir
 
-from twellc.base.dtypes import DTYPES, torch_dtype
+from twellc.base.dtypes import DTYPES, UNCHANGED, torch_dtype
 from twellc.base.errors import UserError
 from twellc.compiling.result import Translation, annotate, check_matches
 from twellc.compiling.sizes import rows_of_inputs
@@ -15,7 +15,14 @@ from twellc.decisions.advise import Advisor, repeat
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.names import distinct_outputs, name_ends
 from twellc.export.profiles import resolve_profiles
-from twellc.loaders.onnx_models import KIND, choose_onnx_dtype, model_inputs, open_model, refuse_rewritten
+from twellc.loaders.onnx_models import (
+    KIND,
+    choose_onnx_dtype,
+    low_precisions,
+    model_inputs,
+    open_model,
+    refuse_rewritten,
+)
 from twellc.options.commands import CompileOptions
 from twellc.options.decisions import refuse_calibration
 from twellc.options.source import refuse_choices
@@ -58,7 +65,8 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     name_ends(graph.graph, names, outputs)
     decided = options.decided or advisor.decided
     traced_by = {"attention_forms": [], **({"decided": decided} if decided else {})}
-    settings = annotate(graph, found.layers, dtype, options, traced_by)
+    is_low = bool(low_precisions(model)) or any(layer.decision == "twell" for layer in found.layers)
+    settings = annotate(graph, found.layers, dtype if is_low else UNCHANGED, options, traced_by)
     notes = [*renamed, *cast_notes(found, dtype), *advisor.notes(found.layers)]
     return Translation(KIND, inputs, {}, found.layers, [], graph, settings, notes, warnings)
 

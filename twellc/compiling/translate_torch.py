@@ -17,7 +17,7 @@ from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.attention_forms import choose_forms
 from twellc.export.onnx_export import export_onnx, opset_of
 from twellc.export.profiles import input_specs, program_inputs, resolve_profiles
-from twellc.export.shapes import ShapeRange
+from twellc.export.shapes import ShapeRange, fixed_sizes
 from twellc.firing.calibration import LoadedCalibration, load_calibration
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
@@ -41,7 +41,7 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
     """
     progress("loading and tracing the model")
     calibrated = load_calibration(options, options.model)
-    model = load_model(options)
+    model = load_model(options, fixed_sizes(options.profiles))
     dtype, notes = choose_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
     forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention)

@@ -27,20 +27,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from twellc.decisions.times import DensePoint, GpuTimes, Measured, Rates, TwellPoint, zipf_rates
+from twellc.plugins.library import limits
 
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 
-# Prices are fitted apart up to so many tokens, and above.
-_RANGES = (16, 128, 1920)
-# In this one of them most blocks are dense, whatever their density.
+# In this one of the ranges of tokens most blocks are dense, whatever their density.
 _DENSE_RANGE = 2
-# Calls of more tokens and products are split, unless d_model and d_out are at most so wide.
-_SPLIT_ABOVE_TOKENS = 640
-_SPLIT_ABOVE_PRODUCTS = 960 * 2048 * 5632
-_NARROW = {"gated": 1024, "plain": 1536}
+# The layer in whose tokens the last range ends.
+_USUAL = (2048, 5632)
 _ELEMENT = 2
-# As many neurons are counted as the most active ones: the kernels' own hot neurons are so many.
-_MOST_ACTIVE = 128
 # Floors of TwELL are fitted below this density: above it dense paths take over.
 _SPARSE = 0.03
 # Of the kriging: octaves over which the covariance falls to 1/e; how many octaves another variant is away, another
@@ -108,7 +103,8 @@ class _Call:
     def pairs(self) -> tuple[float, float]:
         """Active pairs of a token and a neuron that is not hot: of the most active neurons, and of the others."""
         rates = np.sort(self.sparse_rates)[::-1]
-        return self.tokens * float(rates[:_MOST_ACTIVE].sum()), self.tokens * float(rates[_MOST_ACTIVE:].sum())
+        most = limits().most_hot  # the kernels' own hot neurons are as many
+        return self.tokens * float(rates[:most].sum()), self.tokens * float(rates[most:].sum())
 
 
 class CostModel:
@@ -205,16 +201,23 @@ def point_rates(point: TwellPoint) -> Rates:
 
 def is_split(widths: Widths, tokens: int) -> bool:
     """Whether hot neurons are a dense product of their own in a call, as routes.cu has it for Hopper."""
-    narrow = _NARROW[widths.variant]
+    narrow = limits().narrow_gated if widths.variant == "gated" else limits().narrow_plain
     return (
-        tokens > _SPLIT_ABOVE_TOKENS
-        and tokens * widths.d_model * widths.d_ff > _SPLIT_ABOVE_PRODUCTS
+        tokens > limits().dense_block_tokens_if_split
+        and tokens * widths.d_model * widths.d_ff > limits().dense_block_products_if_split
         and max(widths.d_model, widths.d_out) > narrow
     )
 
 
+@functools.cache
+def _ranges() -> tuple[int, ...]:
+    """Return the token counts up to which prices are fitted apart: other kernels run above."""
+    dense = limits().dense_block_products // math.prod(_USUAL)
+    return limits().few_tokens, limits().few_tokens_sm90, dense
+
+
 def _range_of(tokens: int) -> int:
-    return sum(tokens > end for end in _RANGES)
+    return sum(tokens > end for end in _ranges())
 
 
 def _dense_parts(call: _Call) -> list[float]:
@@ -266,7 +269,7 @@ def _place(call: _Call) -> list[float]:
         place += [
             math.log2(max(density, _LEAST_DENSITY)),
             _ALL_MOST_ACTIVE * share,
-            math.log2(1 + call.hot / _MOST_ACTIVE),
+            math.log2(1 + call.hot / limits().most_hot),
         ]
     return place
 
@@ -316,7 +319,7 @@ class _Interpolated:
     def _group(self, call: _Call) -> int:
         if call.rates is None:
             return 0
-        return len(_RANGES) if call.split else _range_of(call.tokens)
+        return len(_ranges()) if call.split else _range_of(call.tokens)
 
     def _fit(self, calls: list[_Call], us: _Array) -> _Array:
         """Return the prices of a group of calls."""

@@ -94,9 +94,7 @@ class ProgramObserver:
         inputs = {node.name: _sizes(node) for node in user_inputs(program) if _holds_ids(node)}
         self._rows = {name: _rows_of(_gate(block), inputs) for name, block in gates.items()}
         self._device = device
-        self._program = editable(program)
-        if device.type != "cpu":
-            self._program = move_to_device_pass(self._program, device)
+        self._program = move_to_device_pass(editable(program), device)
         self.counters = {name: FiringCounter(block, device) for name, block in gates.items()}
         self._modules = {name: block.module for name, block in gates.items()}
         self.unplaced: set[str] = set()

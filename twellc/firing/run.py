@@ -15,7 +15,8 @@ import torch
 
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError, first_few, first_line
-from twellc.base.files import OutputFiles, refuse_replacing
+from twellc.base.files import OutputFiles, read_file, refuse_replacing
+from twellc.base.modules import import_modules
 from twellc.base.version import __version__
 from twellc.export.profiles import program_inputs
 from twellc.firing.measure import ProgramObserver
@@ -50,6 +51,7 @@ def profile_model(
         UserError: The model or the data cannot be read or do not fit each other, activations are NaN, or the output
             cannot be written; nothing was written.
     """
+    import_modules(options.import_modules)
     if not data:
         raise UserError("--inputs", "there is no data to run the model on", expected="one file at least")
     paths = [each for each in data if isinstance(each, Path)]
@@ -188,7 +190,7 @@ def _no_memory(device: torch.device, fix: str) -> UserError:
 
 def _intake(options: ProfileOptions, model: LoadedModel, notes: list[str]) -> Intake:
     limits = Limits(program_inputs(model.program), None, model.vocabulary)
-    config = json.loads((options.model / "config.json").read_bytes()) if options.model.is_dir() else {}
+    config = json.loads(read_file(options.model / "config.json")) if options.model.is_dir() else {}
     pad = config.get("pad_token_id")
     directory = model.vocabulary is not None and options.model.is_dir()
 

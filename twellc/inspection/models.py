@@ -7,6 +7,7 @@ from collections.abc import Callable
 import onnx
 
 from twellc.base.dtypes import dtype_name, torch_dtype
+from twellc.base.modules import import_modules
 from twellc.base.records import of_json, parse_json
 from twellc.compiling.result import METADATA_KEY
 from twellc.compiling.translate_onnx import cast_notes
@@ -38,6 +39,7 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     Raises:
         UserError: It is no model, or not one that `dtype` or `inputs` are for.
     """
+    import_modules(options.import_modules)
     calls = [Tokens(options.tokens, options.tokens, options.tokens)]
     target = choose_target(options.target_gpu, gpu_at_hand())
     if looks_like_onnx(options.model):

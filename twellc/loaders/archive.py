@@ -7,21 +7,24 @@ operators and plain integer expressions is loaded; any other needs the user's wo
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import json
 import re
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._export.serde import serialize
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export.pt2_archive._package import load_pt2
+from torch.export.pt2_archive import _package as pt2_package
 
-from twellc.base.errors import UserError, first_line
+from twellc.base.errors import UnregisteredOperatorsError, UserError, first_line
 from twellc.loaders.expressions import is_size_expression
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs
@@ -39,6 +42,7 @@ _NAME = "model"  # of the program that torch.export.save writes
 _AGAIN = "Copy it again, or export the model again."
 # The module of an output class of transformers, which tells pytree of it; the class is named in JSON in a string.
 _OUTPUT_CLASS = re.compile(rb'\\"type\\": \\"(transformers\.(?:modeling_outputs|models\.\w+\.modeling_\w+))\.')
+_TARGET = re.compile(r'"target": "torch\.ops\.(\w+\.\w+)')
 _OPERATORS = re.compile(r"torch\.ops\.[\w.]+|_operator\.\w+|math\.\w+|torch\.sym_\w+")
 
 
@@ -52,11 +56,20 @@ def load_archive(path: Path, trust_model: bool) -> LoadedModel:
         _refuse_code(path)
     _refuse_damage(path)
     try:
-        with quiet_torch():
+        with quiet_torch(), _on_the_cpu():
             _import_output_classes(path)
             # Not torch.export.load: after a failure that looks for pickles of older formats, which no scan saw.
-            programs = load_pt2(path).exported_programs
+            programs = pt2_package.load_pt2(path).exported_programs
     except Exception as error:  # any damage inside surfaces here, as whatever the deserializer stumbles over
+        missing = _unregistered(path)
+        if missing:
+            raise UnregisteredOperatorsError(str(path), missing) from error
+        if "set_grad_enabled" in first_line(error):
+            raise UserError(
+                str(path), f"it switches gradients on within its graph, which torch {torch.__version__} cannot load"
+                f" ({first_line(error)})",
+                fix="Export the model under torch.no_grad(); let torch.utils.checkpoint have use_reentrant=False.",
+            ) from error  # fmt: skip
         raise UserError(
             str(path), f"torch {torch.__version__} cannot load the archive ({first_line(error)})",
             fix="Export it again, with this version of torch, from a model that returns tensors, tuples or dicts.",
@@ -84,6 +97,41 @@ def _one_of(path: Path, programs: dict[str, ExportedProgram]) -> tuple[ExportedP
         )  # fmt: skip
     ((name, program),) = programs.items()
     return program, [f"the program of the archive is called {name!r}"]
+
+
+@contextmanager
+def _on_the_cpu() -> Iterator[None]:
+    """Let torch load an archive's tensors, and its graph's devices, on the CPU: torch.export.load maps none."""
+    patched: list[tuple[Any, str, Any]] = [
+        (serialize, "deserialize_device", lambda device: torch.device("cpu")),
+        (pt2_package, "deserialize_device", lambda device: torch.device("cpu")),
+        (torch, "load", functools.partial(torch.load, map_location="cpu")),
+    ]
+    before = [getattr(module, name) for module, name, _ in patched]
+    try:
+        for module, name, instead in patched:
+            setattr(module, name, instead)
+        yield
+    finally:
+        for (module, name, _), original in zip(patched, before, strict=True):
+            setattr(module, name, original)
+
+
+def _targets(path: Path) -> set[str]:
+    """Return the names of torch's operators in an archive's graphs."""
+    archive = torch._C.PyTorchFileReader(str(path))
+    texts = (archive.get_record(name).decode() for name in archive.get_all_records() if name.startswith("models/"))
+    return {name for text in texts for name in _TARGET.findall(text)}
+
+
+def _unregistered(path: Path) -> list[str]:
+    """Return the operators of an archive that no package has registered here, as `namespace.name`."""
+    missing = []
+    for target in sorted(_targets(path)):
+        namespace, name = target.split(".")[:2]
+        if not hasattr(getattr(torch.ops, namespace), name):
+            missing.append(f"{namespace}.{name}")
+    return list(dict.fromkeys(missing))
 
 
 def _import_output_classes(path: Path) -> None:
@@ -143,7 +191,7 @@ def _code_in(archive: Any) -> Iterator[str]:
             yield f"it holds {record!r}"
         elif record.startswith("data/sample_inputs/"):
             try:
-                torch.load(io.BytesIO(archive.get_record(record)), weights_only=True)
+                torch.load(io.BytesIO(archive.get_record(record)), map_location="cpu", weights_only=True)
             except Exception:  # anything that the restricted unpickler does not take
                 yield "its sample inputs are pickled objects"
         elif record.endswith("_config.json"):

@@ -10,20 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import temporary_folder
+from twellc.export.shapes import FixedSizes
 from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
 from twellc.loaders.checkpoint import activations, read_checkpoint
-from twellc.loaders.huggingface_inputs import inputs_of, longest_text, text_config
+from twellc.loaders.huggingface_inputs import (
+    Input,
+    at_sizes,
+    inputs_of,
+    longest_text,
+    vocabulary_of,
+    written_sizes,
+)
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.source import PADDINGS, NoChoiceError, refuse_choices
 
 
-def load_directory(path: Path, padding: str | None = None, logits: str = "all") -> LoadedModel:
+def load_directory(path: Path, padding: str | None = None, logits: str = "all", sizes: FixedSizes = ()) -> LoadedModel:
     """Load and trace a model from config.json and safetensors, in the precision of its weights.
 
     The program takes `input_ids` and, if the model does and may be padded on the left, `attention_mask`, int64
@@ -34,6 +43,7 @@ def load_directory(path: Path, padding: str | None = None, logits: str = "all") 
         path: The directory.
         padding: `mask` gives a causal model an `attention_mask`, and `none` none; None is `none` for causal models.
         logits: `last` computes the logits of the last place of a causal model only, [batch, 1, vocabulary].
+        sizes: The only sizes that are asked for; a model that does not take every size is traced for these.
 
     Raises:
         UserError: The directory is incomplete, needs remote code, or holds a model that cannot be traced, or that
@@ -52,7 +62,7 @@ def load_directory(path: Path, padding: str | None = None, logits: str = "all") 
             model_class = _class_of(path, checkpoint.config)
             config = _as_configuration(path, model_class, checkpoint.config)
             model, notes = _make_model(path, model_class, config, checkpoint.tensors)
-        return _trace(path, model, checkpoint.config, checkpoint.notes + notes, padding, logits)
+        return _trace(path, model, checkpoint.config, checkpoint.notes + notes, padding, logits, sizes)
 
 
 def _class_of(path: Path, config: dict[str, Any]) -> Any:
@@ -175,26 +185,54 @@ def _fix_arguments(model: Any, settings: dict[str, str]) -> None:
         model.forward = functools.partial(forward, **fixed)
 
 
+def _at_one_size(inputs: dict[str, Input]) -> str:
+    """Return options that fix all dimensions of inputs."""
+    options, fixed = [], set[str]()
+    for name, each in inputs.items():
+        if {dim.name for dim in each.dynamic().values()} - fixed:
+            fixed |= {dim.name for dim in each.dynamic().values()}
+            size = "x".join(str(dim if isinstance(dim, int) else dim.default[1]) for dim in each.shape)
+            options.append(f"--profile {name}:{size}:{size}:{size}")
+    return " ".join(options)
+
+
+def _trace_inputs(path: Path, model: Any, inputs: dict[str, Input]) -> ExportedProgram:
+    dynamic = {dim.name: dim for each in inputs.values() for dim in each.dynamic().values()}
+    dims = {name: torch.export.Dim(name, min=dim.least, max=dim.largest) for name, dim in dynamic.items()}
+    shapes = {name: {axis: dims[dim.name] for axis, dim in each.dynamic().items()} for name, each in inputs.items()}
+    examples = {name: each.example() for name, each in inputs.items()}
+    fix = "Change the model's code, export it with torch.export.save, and compile that archive."
+    if any("expert" in f"{name} {type(module).__name__}".lower() for name, module in model.named_modules()):
+        fix = f"Mixture-of-experts models cannot be exported as they are. {fix}"
+    fix_sizes = f"Compile it for one size, such as {_at_one_size(inputs)}." if dynamic else ""
+    with traced_attention(padded="attention_mask" in inputs, longest=longest_text(model)):
+        return trace(str(path), model, (), examples, shapes, fix, fix_sizes)
+
+
 def _trace(
-    path: Path, model: Any, config: dict[str, Any], notes: list[str], padding: str | None, logits: str
+    path: Path,
+    model: Any,
+    config: dict[str, Any],
+    notes: list[str],
+    padding: str | None,
+    logits: str,
+    sizes: FixedSizes,
 ) -> LoadedModel:
     for module in model.modules():
         if hasattr(module, "config"):
             module.config.use_cache = False
     settings = _settings(path, model, padding, logits)
     inputs = inputs_of(path, model, masked=settings.get("padding") != "none")
-    dynamic = {dim.name: dim for each in inputs.values() for dim in each.dynamic().values()}
-    dims = {name: torch.export.Dim(name, min=dim.least, max=dim.largest) for name, dim in dynamic.items()}
-    shapes = {name: {axis: dims[dim.name] for axis, dim in each.dynamic().items()} for name, each in inputs.items()}
-    fix = (
-        "Control flow that depends on values cannot be exported. Where only a size must not vary, export the model at"
-        " one size with torch.export.save, and compile that archive."
-    )
-    if any("expert" in f"{name} {type(module).__name__}".lower() for name, module in model.named_modules()):
-        fix = f"Mixture-of-experts models cannot be exported as they are. {fix}"
     _fix_arguments(model, settings)
-    with traced_attention(padded="attention_mask" in inputs, longest=longest_text(model)):
-        program = trace(path, model, {name: each.example() for name, each in inputs.items()}, shapes, fix)
+    try:
+        program = _trace_inputs(path, model, inputs)
+    except UserError:
+        fixed = at_sizes(inputs, sizes)
+        if fixed == inputs:
+            raise
+        inputs = fixed
+        program = _trace_inputs(path, model, inputs)
+        settings |= {"sizes": written_sizes(sizes)}
     experts = next((node for node in program.graph.nodes if "grouped_mm" in str(node.target)), None)
     if experts is not None:
         raise UserError(
@@ -210,8 +248,6 @@ def _trace(
             symbol = str(node.meta["val"].shape[axis])
             names[symbol], ranges[symbol] = dimension.name, dimension.default
     outputs, left_out = keep_tensor_outputs(path, program)
-    has_tokens = any(name.endswith("input_ids") for name in inputs)
-    vocabulary = getattr(text_config(model), "vocab_size", None) if has_tokens else None
     return LoadedModel(
         path=path,
         kind="Hugging Face directory",
@@ -219,7 +255,7 @@ def _trace(
         output_names=outputs,
         dimension_names=names,
         dimension_ranges=ranges,
-        vocabulary=vocabulary,
+        vocabulary=vocabulary_of(model, inputs),
         declared_activation=str(config.get("hidden_act") or config.get("activation_function") or ""),
         language_model=outputs[0] == "logits"
         and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")),

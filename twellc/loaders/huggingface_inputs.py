@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from twellc.base.errors import UserError
+from twellc.export.shapes import FixedSizes
 from twellc.loaders.loaded import DimensionRange
 
 
@@ -61,23 +63,73 @@ _LONGEST_SAMPLES = 1 << 24
 _DEFAULT_SAMPLES = (80_000, 480_000)  # 5 and 30 seconds at 16 kHz
 
 
-def text_config(model: Any) -> Any:
-    """Return the part of a model's configuration that is about text."""
-    return getattr(model.config, "text_config", None) or model.config
+# What configurations of models of several parts call the one of the text that goes in, and of what comes out.
+_READS = ("text_config", "text_encoder", "llm_config", "encoder", "decoder", "generator")
+_WRITES = ("decoder", "generator", "text_config", "llm_config")
+_SEES = ("vision_config", "vision_encoder", "encoder")
 
 
-def longest_text(model: Any) -> int:
-    """Return how many tokens the model takes at most. XLNet says -1 for any number."""
+def _part(config: Any, names: tuple[str, ...], *keys: str) -> Any:
+    """Return the first of some configurations inside of one that says something under one of the keys; else itself."""
+    parts = [getattr(config, name, None) for name in names]
+    return next((part for part in parts if any(getattr(part, key, None) is not None for key in keys)), config)
+
+
+def text_config(model: Any, decodes: bool = False) -> Any:
+    """Return the part of a model's configuration that is about the text that it reads, or that its decoder writes."""
+    return _part(model.config, _WRITES if decodes else _READS, "vocab_size")
+
+
+def vocabulary_of(model: Any, inputs: dict[str, Input]) -> int | None:
+    """Return how many token ids all inputs of token ids take; None without any."""
+    names = [name for name in inputs if name.endswith("input_ids")]
+    sizes = [getattr(text_config(model, name.startswith("decoder")), "vocab_size", None) for name in names]
+    return min((size for size in sizes if isinstance(size, int)), default=None)
+
+
+def longest_text(model: Any, decodes: bool = False) -> int:
+    """Return how many tokens the model, or its decoder, takes at most. XLNet says -1 for any number."""
     keys = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
-    limits = (getattr(text_config(model), key, None) for key in keys)
+    config = text_config(model, decodes)
+    limits = (getattr(config, key, None) for key in keys)
     longest = next((limit for limit in limits if isinstance(limit, int) and limit > 0), 1 << 20)
-    for name, module in model.named_modules():
+    part = getattr(model, "decoder" if decodes else "encoder", model) if config is not model.config else model
+    for name, module in part.named_modules():
         padding = getattr(module, "padding_idx", None)
         # RoBERTa and its like count positions from behind that of padding, in a table of max_position_embeddings rows.
         # Tables called embed_positions (M2M100) have more rows, or grow.
         if name.endswith("position_embeddings") and padding is not None:
             longest = min(longest, module.weight.shape[0] - padding - 1)
     return longest
+
+
+def at_sizes(inputs: dict[str, Input], sizes: FixedSizes) -> dict[str, Input]:
+    """Return inputs with fixed sizes in place of dynamic dimensions, wherever these occur."""
+    fixed: dict[str, int] = {}
+    for name, shape in sizes:
+        for axis, dim in inputs[name].dynamic().items() if name in inputs else ():
+            size = shape[axis] if len(shape) == len(inputs[name].shape) else 0
+            if size and not dim.least <= size <= dim.largest:
+                raise UserError(
+                    "--profile", f"the model does not take this size in dimension {axis} of {name}", got=str(size),
+                    expected=f"{dim.least} to {dim.largest}",
+                )  # fmt: skip
+            fixed |= {dim.name: size} if size else {}
+    return {
+        name: Input(each.dtype, tuple(fixed.get(d.name, d) if isinstance(d, Dynamic) else d for d in each.shape))
+        for name, each in inputs.items()
+    }
+
+
+def written_sizes(sizes: FixedSizes) -> str:
+    """Return sizes as text, such as `input_ids:1x128`, for `read_sizes`."""
+    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in sizes)
+
+
+def read_sizes(text: str) -> FixedSizes:
+    """Return the sizes that `written_sizes` wrote; none for any other text."""
+    found = re.findall(r"(?:^|,)([^,:]+):(\d{1,10}(?:x\d{1,10})*)(?=,|$)", text)
+    return tuple((name, tuple(map(int, shape.split("x")))) for name, shape in found)
 
 
 def inputs_of(path: Path, model: Any, masked: bool) -> dict[str, Input]:
@@ -101,14 +153,18 @@ def inputs_of(path: Path, model: Any, masked: bool) -> dict[str, Input]:
         inputs["input_ids"] = Input(torch.int64, (_BATCH, _tokens(path, model, "sequence", _TRACED_SEQUENCE)))
         if "attention_mask" in taken and masked:
             inputs["attention_mask"] = inputs["input_ids"]
-        if "pixel_values" in taken and hasattr(model.config, "vision_config") and not model.can_generate():
-            inputs["pixel_values"] = Input(model.dtype, (_IMAGES, *_image(model.config.vision_config)))
+        sees = _part(model.config, _SEES, "image_size")
+        if "pixel_values" in taken and getattr(sees, "image_size", None) is not None and not model.can_generate():
+            # Without a part for images, text and image are one sequence.
+            images = _BATCH if sees is model.config else _IMAGES
+            inputs["pixel_values"] = Input(model.dtype, (images, *_image(sees)))
     else:
-        shape = _image(model.config) if main == "pixel_values" else _audio(main, model.config)
+        sees = _part(model.config, _SEES, "image_size")
+        shape = _image(sees) if main == "pixel_values" else _audio(main, model.config)
         inputs |= {main: Input(model.dtype, (_BATCH, *shape))} if shape is not None else {}
     if "decoder_input_ids" in taken:
         # Another length than the encoder's.
-        decoded = _tokens(path, model, "decoder_sequence", _TRACED_SEQUENCE // 2)
+        decoded = _tokens(path, model, "decoder_sequence", _TRACED_SEQUENCE // 2, decodes=True)
         inputs["decoder_input_ids"] = Input(torch.int64, (_BATCH, decoded))
     required = [name for name, parameter in taken.items() if _is_required(parameter)]
     unknown = [name for name in (main, *required) if name not in inputs]
@@ -127,8 +183,8 @@ def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is inspect.Parameter.empty and not variadic
 
 
-def _tokens(path: Path, model: Any, name: str, traced: int) -> Dynamic:
-    longest = longest_text(model)
+def _tokens(path: Path, model: Any, name: str, traced: int, decodes: bool = False) -> Dynamic:
+    longest = longest_text(model, decodes)
     if longest < 2:
         raise UserError(
             str(path), "the model takes too few tokens to trace it", got=f"at most {longest}", expected="2 at least",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
@@ -18,12 +20,14 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.precision import choose_dtype
-from twellc.loaders.tracing import paths_of
+from twellc.loaders.tracing import paths_of, trace
 from twellc.optimization import optimized_blocks
 from twellc.options.source import TracingOptions
+from twellc.passes.graph.device import Moved, devices_of, on_device
 from twellc.passes.graph.program import editable, quiet_torch
 from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
 
+_CPU = torch.device("cpu")
 IN_MEMORY = "ExportedProgram in memory"
 
 
@@ -46,7 +50,14 @@ class Example(Protocol):
 def rewrite_model(options: TracingOptions, model: LoadedModel, layers: str, compression: int | None) -> Rewritten:
     """Run the passes over a model; see `twellc.rewrite`."""
     chosen, _ = choose_dtype(model, options.dtype)
-    return run_passes(model.program, PassOptions(torch_dtype(chosen), layers, compression))
+    wanted = PassOptions(torch_dtype(chosen), layers, compression)
+    (device,) = devices_of(model.program) or {_CPU}
+    if device == _CPU:
+        return run_passes(model.program, wanted)
+    rewritten = run_passes(on_device(model.program, _CPU, {}), wanted)
+    moved: Moved = {}
+    dense, program = (on_device(each, device, moved) for each in (rewritten.dense, rewritten.program))
+    return dataclasses.replace(rewritten, dense=dense, program=program)
 
 
 def load_for_rewriting(options: TracingOptions) -> LoadedModel:
@@ -111,16 +122,23 @@ def exported(model: ExportedProgram | torch.nn.Module, example: Example) -> Expo
     """Return a module traced with its example inputs; of a program itself.
 
     Raises:
-        UserError: It is neither, lacks example inputs or has too many, is in training mode, or cannot be traced.
+        UserError: It is neither, lacks example inputs or has others than torch.export takes, is in training mode, lies
+            on several devices, or cannot be traced.
     """
     name = type(model).__name__
+    _check_example(example)
     given = bool(example.args or example.kwargs)
     if isinstance(model, ExportedProgram):
         if given or example.dynamic_shapes is not None:
             raise UserError("args, kwargs, dynamic_shapes", "only a module needs example inputs", got=name)
+        _refuse_devices(name, devices_of(model))
         return model
     if not isinstance(model, torch.nn.Module):
-        raise UserError("model", "is no model", got=name, expected="a path, an ExportedProgram or a torch.nn.Module")
+        raise UserError("model", "is not a model", got=name, expected="a path, an ExportedProgram or a torch.nn.Module")
+    if isinstance(model, _WRAPPERS):
+        raise UserError(name, "is a wrapper around a module", fix=f"Pass the module itself: {_inner(model)}.")
+    if type(model).__module__.startswith("peft."):
+        raise UserError(name, "holds adapters beside the weights", fix="Pass what its merge_and_unload() returns.")
     if not given:
         raise UserError(
             name, "a module needs example inputs", fix="Pass args=(…,) or kwargs={…}, as for torch.export.export."
@@ -129,14 +147,61 @@ def exported(model: ExportedProgram | torch.nn.Module, example: Example) -> Expo
         raise UserError(name, "is in training mode", fix="Call its eval() first.")
     if optimized_blocks(model):
         raise UserError(name, "calls twell ops already", fix="Call twellc.restore on it, or on the original, first.")
-    try:
-        with quiet_torch(), torch.no_grad():
-            return torch.export.export(
-                model, example.args, dict(example.kwargs or {}), dynamic_shapes=example.dynamic_shapes, strict=False,
-                prefer_deferred_runtime_asserts_over_guards=True,
-            )  # fmt: skip
-    except Exception as error:  # torch.export raises what the module's code raises
+    stored = (*model.parameters(), *model.buffers())
+    inputs = [leaf for leaf in pytree.tree_leaves((example.args, example.kwargs)) if isinstance(leaf, torch.Tensor)]
+    _refuse_devices(name, {tensor.device for tensor in (*stored, *inputs)})
+    with cache_switched_off(model):
+        return trace(name, model, example.args, dict(example.kwargs or {}), example.dynamic_shapes)
+
+
+_WRAPPERS = (OptimizedModule, torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+
+
+def _inner(wrapper: torch.nn.Module) -> str:
+    return "its _orig_mod" if isinstance(wrapper, OptimizedModule) else "its module"
+
+
+def _check_example(example: Example) -> None:
+    """Fail if example inputs are not of the kinds that torch.export takes.
+
+    Raises:
+        UserError: They are not.
+    """
+    if not isinstance(example.args, tuple):
         raise UserError(
-            name, f"torch.export cannot trace the model ({first_line(error)})",
-            fix="Check the example inputs; export it by hand and pass the ExportedProgram.",
-        ) from error  # fmt: skip
+            "args", "are not a tuple", got=type(example.args).__name__, expected="a tuple of the positional inputs",
+            fix="Write args=(x,) for one input." if isinstance(example.args, torch.Tensor) else "",
+        )  # fmt: skip
+    if example.kwargs is not None and not isinstance(example.kwargs, Mapping):
+        raise UserError(
+            "kwargs", "is not a dictionary", got=type(example.kwargs).__name__, expected="the inputs by name"
+        )
+
+
+def _refuse_devices(name: str, devices: set[torch.device]) -> None:
+    """Fail if tensors lie on several devices, or hold no values.
+
+    Raises:
+        UserError: They do.
+    """
+    if torch.device("meta") in devices:
+        raise UserError(name, "has tensors on the meta device, which hold no values", fix="Load its weights first.")
+    if len(devices) > 1:
+        raise UserError(
+            name, "lies on several devices, or its example inputs on another one",
+            got=", ".join(sorted(map(str, devices))), expected="one device", fix='Call its to("cpu") first.',
+        )  # fmt: skip
+
+
+@contextmanager
+def cache_switched_off(model: torch.nn.Module) -> Iterator[None]:
+    """Let a model of transformers return no key-value cache, as long as it is traced."""
+    configs = {id(config): config for each in model.modules() if (config := getattr(each, "config", None)) is not None}
+    before = [(config, config.use_cache) for config in configs.values() if hasattr(config, "use_cache")]
+    try:
+        for config, _ in before:
+            config.use_cache = False
+        yield
+    finally:
+        for config, used in before:
+            config.use_cache = used

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from twellc.base.errors import UserError
 from twellc.base.files import open_file
+from twellc.export.shapes import FixedSizes
 from twellc.loaders.archive import load_archive
 from twellc.loaders.huggingface import load_directory
 from twellc.loaders.loaded import LoadedModel
@@ -15,8 +16,12 @@ from twellc.options.declared_inputs import refuse_inputs
 from twellc.options.source import TracingOptions, refuse_choices, refuse_missing
 
 
-def load_model(source: TracingOptions) -> LoadedModel:
+def load_model(source: TracingOptions, sizes: FixedSizes = ()) -> LoadedModel:
     """Load and trace a model of any supported kind; files are told apart by their content, not by their names.
+
+    Args:
+        source: Where the model is, and how it is traced.
+        sizes: The only sizes that are asked for, for Hugging Face models that do not take every size.
 
     Raises:
         UserError: There is no such model, it cannot be loaded, or it leaves no choice of `padding` or `logits`.
@@ -26,7 +31,7 @@ def load_model(source: TracingOptions) -> LoadedModel:
     kind = "directory" if path.is_dir() else _sniff(path)
     if kind == "directory":
         refuse_inputs(inputs, f"{path}, another kind of model")
-        return load_directory(path, source.padding, source.logits)
+        return load_directory(path, source.padding, source.logits, sizes)
     refuse_choices(source.padding, source.logits, f"{path}, another kind of model")
     if kind == "pickle":
         return load_pickle(path, source.trust_model, inputs)

@@ -62,14 +62,21 @@ def choose_onnx_dtype(model: onnx.ModelProto, requested: str | None) -> str:
     Raises:
         UserError: The model is in another low precision than the requested one.
     """
-    found = {tensor.data_type for tensor in model.graph.initializer if len(tensor.dims) == 2}
-    low = sorted(BY_ONNX[kind].option for kind in found if kind in BY_ONNX and BY_ONNX[kind].option)
+    low = low_precisions(model)
     if requested is not None and low and requested not in low:
         raise UserError(
             f"--dtype {requested}", "an ONNX graph keeps the precision that it was written in", got=" and ".join(low),
             fix="Export the model in the other precision, or leave --dtype out.",
         )  # fmt: skip
     return requested or (low[0] if len(low) == 1 else "bf16")
+
+
+def low_precisions(model: onnx.ModelProto) -> list[str]:
+    """Return which of `bf16` and `fp16` matrices of a model are in."""
+    constants = (each for node in model.graph.node if node.op_type == "Constant" for each in node.attribute)
+    stored = [*model.graph.initializer, *(each.t for each in constants if each.name == "value")]
+    found = {tensor.data_type for tensor in stored if len(tensor.dims) == 2}
+    return sorted(BY_ONNX[kind].option for kind in found if kind in BY_ONNX and BY_ONNX[kind].option)
 
 
 def refuse_rewritten(path: Path, model: onnx.ModelProto) -> None:

@@ -139,7 +139,8 @@ def _trace(path: Path, module: torch.nn.Module, inputs: tuple[InputDeclaration, 
             ) from error  # fmt: skip
         shapes[declared.name] = {axis: dims[dim] for axis, dim in enumerate(declared.shape) if isinstance(dim, str)}
     fix = "Check the inputs' shapes and dtypes; declare a dimension with its size if it cannot vary."
-    program = trace(path, module, examples, shapes, fix)
+    fix_sizes = "Declare each such dimension with its size, such as --input x:float32[batch,128]."
+    program = trace(str(path), module, (), examples, shapes, fix, fix_sizes)
     symbols = {}
     for node in program.graph.find_nodes(op="placeholder"):
         for axis, dim in shapes.get(node.name, {}).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from pathlib import Path
 from typing import Any
@@ -18,24 +19,33 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
-from twellc.base.errors import UserError, first_line
+from twellc.base.errors import UserError
 from twellc.export.names import distinct_outputs
+from twellc.loaders.tracing_errors import refuse_assumptions, untraceable
 from twellc.passes.graph.program import quiet_torch, user_inputs
 
 _NUMBERS = (SymIntArgument, SymFloatArgument, SymBoolArgument)
 
 
 def trace(
-    path: Path, module: torch.nn.Module, inputs: dict[str, torch.Tensor], shapes: dict[str, dict[int, Any]], fix: str
+    name: str,
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shapes: Any,
+    fix: str = "",
+    fix_sizes: str = "Export the model at one size, and compile that archive.",
 ) -> ExportedProgram:
     """Trace a module.
 
     Args:
-        path: Where it came from, for the message.
+        name: What to call it in the message.
         module: The module, in eval mode.
-        inputs: Example inputs by parameter of `forward`.
-        shapes: The dynamic dimensions (torch.export.Dim) of each input, by axis.
-        fix: What to do where it cannot be traced.
+        args: Example inputs.
+        kwargs: Those by parameter of `forward`.
+        shapes: The dynamic dimensions of each input, as torch.export takes them.
+        fix: What to do where it cannot be traced, whatever the cause is; empty where there is no such advice.
+        fix_sizes: What to do where it cannot since a dimension must not vary, or not so much.
 
     Raises:
         UserError: It cannot be traced.
@@ -43,16 +53,26 @@ def trace(
     try:
         with quiet_torch(), torch.no_grad():
             # Comparisons of two lengths (masks in T5) become assertions instead of constraints on the lengths.
-            return torch.export.export(
+            program = torch.export.export(
                 module,
-                (),
-                inputs,
+                args,
+                kwargs,
                 dynamic_shapes=shapes,
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
     except Exception as error:  # torch.export raises what the module's code raises
-        raise UserError(str(path), f"torch.export cannot trace the model ({first_line(error)})", fix=fix) from error
+        raise untraceable(name, error, _named(module, args, kwargs), fix, fix_sizes) from error
+    refuse_assumptions(name, program, fix_sizes)
+    return program
+
+
+def _named(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return example inputs by parameter of `forward`, as far as they fit it."""
+    try:
+        return dict(inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments)
+    except TypeError:
+        return kwargs
 
 
 def keep_tensor_outputs(path: Path, program: ExportedProgram) -> tuple[list[str], list[str]]:

@@ -206,7 +206,10 @@ def compile_options(
         if onnx is None and output is not None and output.suffix == ".onnx":
             onnx, output = output, None
         if onnx is None:
-            raise UserError("--backend none", "stops at ONNX, and no ONNX file is named", fix="Add --onnx FILE.")
+            raise UserError(
+                "--backend none", "stops at ONNX, and no ONNX file is named", got="" if output is None else str(output),
+                fix="Add --onnx FILE." if output is None else "Call it FILE.onnx, or build a plan.",
+            )  # fmt: skip
         if output is not None:
             raise UserError("--output", "no plan is built", got="--backend none", fix="Leave one out.")
     elif output is None:

@@ -19,6 +19,7 @@ class SourceKeywords(TypedDict, total=False):
     """See `SourceOptions`."""
 
     trust_model: bool
+    import_modules: Sequence[str]
     inputs: Sequence[str | InputDeclaration]
 
 

@@ -21,6 +21,7 @@ class SourceOptions:
         model: A torch.export archive, a Hugging Face directory, an ONNX file or a pickled module.
         trust_model: Whether to load a pickle, or an archive that could execute code.
         inputs: The inputs of a pickled module.
+        import_modules: Modules to import first, such as those that register operators of a model; their code runs.
         in_memory: What to call a model that is in memory, and in `model` only for the command; empty for a file.
     """
 
@@ -28,6 +29,7 @@ class SourceOptions:
     _: KW_ONLY
     trust_model: bool = False
     inputs: tuple[InputDeclaration, ...] = ()
+    import_modules: tuple[str, ...] = ()
     in_memory: str = ""
 
 

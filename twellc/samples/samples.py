@@ -15,7 +15,7 @@ import torch
 from twellc.base.arrays import Array, to_numpy, to_torch
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
-from twellc.base.files import why_no_file
+from twellc.base.files import read_file, why_no_file
 from twellc.export.profiles import InputSpec, ModelInputs, form_of, symbol_value
 from twellc.samples.tokenizer import FIX, load_tokenizer
 
@@ -311,12 +311,12 @@ def read_text(path: Path, model: Path, language_model: bool, limits: Limits) -> 
             got=f"{model}: {reason}", fix=FIX,
         )  # fmt: skip
     try:
-        text = path.read_bytes().decode()
+        text = read_file(path).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"--text {path}", f"is no UTF-8 at byte {error.start}", expected="a text in UTF-8") from error
     if not text:
         raise UserError(f"--text {path}", "the file is empty")
-    config = json.loads((model / "config.json").read_bytes())
+    config = json.loads(read_file(model / "config.json"))
     tokenizer = load_tokenizer(model, limits.token_ids)
     ids, notes = tokenizer(text), list(tokenizer.notes)
     if not ids:

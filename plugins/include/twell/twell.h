@@ -30,6 +30,9 @@ extern "C" {
 // Columns of x, and of y: they are counted, and rounded up, in 31 bits.
 #define TWELL_MAX_WIDTH 1073741824
 
+// The version of this header: of structs, enums and promises. Within it the library only grows; see docs/c-api.md.
+#define TWELL_API_VERSION 2
+
 typedef enum { TWELL_BF16 = 0, TWELL_FP16 = 1 } twell_dtype;
 
 typedef enum { TWELL_GATED = 0, TWELL_PLAIN = 1 } twell_variant;
@@ -42,17 +45,23 @@ typedef enum {
     TWELL_DRELU = 3     // gated only: max(gate, 0) * max(up, 0)
 } twell_activation;
 
+// Both structs below begin with their size in the caller's header. So library and caller may be of different versions
+// within this second version of the API: of a shorter struct the missing fields count as 0, and of a longer one the
+// bytes that this library does not know must be 0. docs/c-api.md says what else is promised.
 typedef struct {
-    int64_t tokens;       // rows of x and y: 0 to TWELL_MAX_TOKENS; 0 does nothing
-    int32_t d_model;      // columns of x: a positive multiple of 8, up to TWELL_MAX_WIDTH
-    int32_t d_ff;         // neurons: 1 to TWELL_MAX_D_FF
-    int32_t d_out;        // columns of y: likewise
-    int32_t compression;  // 1, 2, 4 or 8: a tile of a row owns TWELL_TILE / compression words
-    int32_t dtype;        // twell_dtype of every tensor
-    int32_t variant;      // twell_variant
-    int32_t activation;   // twell_activation
-    float threshold;      // TWELL_FATRELU only, >= 0
-    int32_t hot;          // 0 to d_ff: so many neurons, the first ones, had better be computed densely; see twell_mlp
+    uint32_t struct_bytes;  // sizeof(twell_problem)
+    int32_t d_model;        // columns of x: a positive multiple of 8, up to TWELL_MAX_WIDTH
+    int64_t tokens;         // rows of x and y: 0 to TWELL_MAX_TOKENS; 0 does nothing
+    int32_t d_ff;           // neurons: 1 to TWELL_MAX_D_FF
+    int32_t d_out;          // columns of y: a positive multiple of 8, up to TWELL_MAX_WIDTH
+    int32_t compression;    // 1, 2, 4 or 8: a tile of a row owns TWELL_TILE / compression words
+    int32_t dtype;          // twell_dtype of x, residual, y and biases
+    int32_t weight_dtype;   // twell_dtype of w_gate, w_up and w_down: today the same as dtype
+    int32_t variant;        // twell_variant
+    int32_t activation;     // twell_activation
+    float threshold;        // TWELL_FATRELU only, >= 0
+    int32_t hot;            // 0 to d_ff: the first `hot` neurons had better be computed densely; see twell_mlp
+    int32_t reserved;       // 0
 } twell_problem;
 
 // A GPU, in the words of cudaDeviceGetAttribute.
@@ -67,19 +76,51 @@ typedef struct {
 // Device pointers, 16-byte aligned. Biases and residual may be null. `w_up` and `b_up` are null for TWELL_PLAIN.
 // Inputs may overlap each other; the residual may be x. None may overlap y.
 typedef struct {
-    void const* x;         // [tokens, d_model]
-    void const* w_gate;    // [d_ff, d_model]
-    void const* b_gate;    // [d_ff]
-    void const* w_up;      // [d_ff, d_model]
-    void const* b_up;      // [d_ff]
-    void const* w_down;    // [d_ff, d_out]
-    void const* b_down;    // [d_out]
-    void const* residual;  // [tokens, d_out]: added to y in fp32, before y is rounded
-    void* y;               // [tokens, d_out]
+    uint32_t struct_bytes;  // sizeof(twell_tensors)
+    uint32_t reserved;      // 0
+    void const* x;          // [tokens, d_model]
+    void const* w_gate;     // [d_ff, d_model]
+    void const* b_gate;     // [d_ff]
+    void const* w_up;       // [d_ff, d_model]
+    void const* b_up;       // [d_ff]
+    void const* w_down;     // [d_ff, d_out]
+    void const* b_down;     // [d_out]
+    void const* residual;   // [tokens, d_out]: added to y in fp32, before y is rounded
+    void* y;                // [tokens, d_out]
+    // Scales of weights of a narrower type than x: today all null.
+    void const* w_gate_scale;
+    void const* w_up_scale;
+    void const* w_down_scale;
 } twell_tensors;
+
+// Numbers of the table of routes (plugins/kernels/README.md) and of the kernels: where other kernels take over.
+typedef struct {
+    uint32_t struct_bytes;      // sizeof(twell_limits), set by the caller
+    int32_t one_or_two_tokens;  // the most tokens of one_or_two_tokens
+    // The most tokens * d_model * d_ff of a dense_block, if hot neurons are not or are computed apart (split).
+    int64_t dense_block_products;
+    int64_t dense_block_products_if_split;
+    int32_t few_tokens;          // the most tokens of few_tokens for any layer,
+    int32_t few_tokens_generic;  // without the kernels of compute capability 9.0,
+    int32_t few_tokens_sm90;     // and at all
+    int32_t narrow_gated;        // the most columns of x and y of blocks that are dense for any more tokens
+    int32_t narrow_plain;
+    int32_t dense_block_tokens;  // up to which blocks are dense whatever their products
+    int32_t dense_block_tokens_if_split;
+    int32_t fewest_hot;    // `hot` of a call that is split, in bf16
+    int32_t most_hot;      // neurons that many_tokens finds to be hot by itself
+    int32_t chunk_tokens;  // the fewest tokens of the up projection by chunks
+} twell_limits;
 
 // Says what is wrong with the dimensions or options, or returns null when the problem can be run.
 TWELL_API char const* twell_validate(twell_problem const* problem);
+
+// Says what is wrong with the tensors of a valid problem, as twell_mlp refuses it, or returns null. Looks at the
+// pointers, not at what they point to.
+TWELL_API char const* twell_validate_tensors(twell_problem const* problem, twell_tensors const* tensors);
+
+// Fills in as many bytes of `limits` as struct_bytes says; what this library does not know becomes 0.
+TWELL_API void twell_get_limits(twell_limits* limits);
 
 // Bytes of the packed gate activations, uint32 [tokens, ceil(d_ff / TWELL_TILE) * (TWELL_TILE / compression)].
 TWELL_API size_t twell_packed_bytes(twell_problem const* problem);
@@ -88,7 +129,7 @@ TWELL_API size_t twell_packed_bytes(twell_problem const* problem);
 TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 
 // The two functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer,
-// a residual that overlaps y or too small a workspace, cudaErrorMisalignedAddress for a misaligned pointer,
+// a residual that overlaps y, a scale or too small a workspace, cudaErrorMisalignedAddress for a misaligned pointer,
 // cudaErrorNotSupported on a device below compute capability 8.0, and else what the launch returned. The current device
 // must be the stream's.
 
@@ -119,7 +160,7 @@ TWELL_API cudaError_t twell_mlp(twell_problem const* problem, twell_tensors cons
 // Says which kernels twell_mlp launches for a problem: a line "route NAME", then one for each launch, in order, "KERNEL
 // [NAME=VALUE ...] | grid=XxY threads=N shared=BYTES [NAME=VALUE ...]". What stands before the bar tells which compiled
 // kernel it is, the rest how it is launched; "scratch=USED/MOST" counts elements of a piece of the workspace. With no
-// tokens there is no line. `device` says which GPU, and may be null for the current one; else none has to be there.
+// tokens there is no line. `device` says which GPU, and may be null for the current one; else no GPU has to be there.
 // Writes at most `size` bytes to `text`, of which the last one is 0, and returns how many bytes all of it takes; 0 for
 // a problem that twell_validate refuses, or a device below compute capability 8.0 or none.
 TWELL_API size_t twell_describe(twell_problem const* problem, twell_device const* device, char* text, size_t size);

@@ -3,8 +3,8 @@
 // matrices, so that it has both factors of h in its registers.
 #pragma once
 
-#include "dense_block/active.h"
 #include "device/dependent_launch.cuh"
+#include "format/active.cuh"
 #include "matmul/matmul_sm90.cuh"
 
 namespace twell::hidden_sm90 {

@@ -5,6 +5,9 @@
 
 namespace twell {
 
+// CTAs of a cluster, in every kernel that has clusters of a fixed size.
+constexpr int kClusterSize = 2;
+
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -18,8 +21,8 @@ __device__ __forceinline__ void sync_cluster() {
             : "memory");
 }
 
-// The same for who has nothing to tell the other CTAs: that would have to wait until all that it has stored in memory
-// is there.
+// Barrier without release, for a CTA from which the others read nothing. sync_cluster() would wait until all that this
+// CTA has stored in memory is there.
 __device__ __forceinline__ void meet_cluster() {
     asm volatile(
         "barrier.cluster.arrive.relaxed;\n"

@@ -12,7 +12,7 @@ __device__ __forceinline__ void wait_for_previous_launch() {
 #endif
 }
 
-// Lets the next kernel start as soon as every CTA has come here: also the waiting ones have a place by then.
+// Lets the next kernel start as soon as every CTA has come here: CTAs that wait have a place by then, too.
 __device__ __forceinline__ void allow_dependent_launch() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -20,7 +20,7 @@ __device__ __forceinline__ void allow_dependent_launch() {
 }
 
 // Whether this CTA may leave before the kernel before has ended, as the launch has nothing to do. One CTA stays, so
-// that nobody takes the end of this launch for the end of those before.
+// that the next launch does not take the end of this one for the end of those before.
 __device__ __forceinline__ bool ends_early(bool has_nothing_to_do) { return has_nothing_to_do && blockIdx.x != 0; }
 
 }  // namespace twell

@@ -48,7 +48,7 @@ struct Bf16 : PairArithmetic<__nv_bfloat162> {
     static __device__ __forceinline__ uint16_t from_float(float value) {
         return __bfloat16_as_ushort(__float2bfloat16_rn(value));
     }
-    // The largest element that is no larger.
+    // The largest element that is at most `value`.
     static __host__ uint16_t round_down(float value) { return __bfloat16_as_ushort(__float2bfloat16_rd(value)); }
     static __device__ __forceinline__ uint32_t from_float2(float low, float high) {
         __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
@@ -88,7 +88,7 @@ struct Fp16 : PairArithmetic<__half2> {
 
 // Every activation is: 0 where z <= cut, else z or z^2. NaN compares false, so it is kept.
 struct Activation {
-    uint32_t cut;  // twice, as a pair: the largest element that is no larger than the cut
+    uint32_t cut;  // twice, as a pair: the largest element that is at most the cut
     bool square;
 };
 

@@ -5,10 +5,11 @@
 // infinite or NaN is NaN.
 #pragma once
 
+#include "device/block.cuh"
+#include "device/dot_rows.cuh"
 #include "device/element.cuh"
 #include "device/epilogue.cuh"
 #include "device/vector.cuh"
-#include "host/problem.h"
 #include "twell/twell.h"
 
 namespace twell {

@@ -8,6 +8,8 @@ namespace twell {
 constexpr int kWarpSize = 32;
 // Columns that a warp covers with one vector a lane.
 constexpr int kWarpColumns = kWarpSize * kVector;
+// Bytes that a warp moves at once, a vector a lane.
+constexpr int kBytesPiece = kWarpSize * kVector * static_cast<int>(sizeof(uint16_t));
 
 // By one warp: the sum of the values of this lane and the ones below. Only the first kLanes lanes get it.
 template <int kLanes = kWarpSize>
@@ -87,52 +89,6 @@ __device__ __forceinline__ void unpack(float (&values)[kVector], uint4 vector) {
     }
 }
 
-// sum += x . w
-template <class Element>
-__device__ __forceinline__ void accumulate(float& sum, uint4 x_vector, uint4 w_vector) {
-    float x_values[kVector];
-    float w_values[kVector];
-    unpack<Element>(x_values, x_vector);
-    unpack<Element>(w_values, w_vector);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-        sum = fmaf(x_values[i], w_values[i], sum);
-    }
-}
-
-// x . row, by one warp; every lane gets the sum. Its order is the same for any kLoads from the row at once.
-template <class Element, int kLoads>
-__device__ __forceinline__ float dot_row(uint16_t const* x, uint16_t const* row, int d_model) {
-    int const lane = threadIdx.x % kWarpSize;
-    float sum = 0.0f;
-    // NOTE: loads are issued together, without a condition between them; else each waits for the one before.
-    constexpr int kStep = kWarpSize * kVector;
-    int begin = 0;
-    for (; begin + kLoads * kStep <= d_model; begin += kLoads * kStep) {
-        uint4 x_vectors[kLoads];
-        uint4 w_vectors[kLoads];
-#pragma unroll
-        for (int u = 0; u < kLoads; ++u) {
-            int const column = begin + u * kStep + lane * kVector;
-            x_vectors[u] = load_vector(x + column);
-            w_vectors[u] = load_vector(row + column);
-        }
-#pragma unroll
-        for (int u = 0; u < kLoads; ++u) {
-            accumulate<Element>(sum, x_vectors[u], w_vectors[u]);
-        }
-    }
-#pragma unroll 1
-    for (int column = begin + lane * kVector; column < d_model; column += kStep) {
-        accumulate<Element>(sum, load_vector(x + column), load_vector(row + column));
-    }
-#pragma unroll
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    }
-    return sum;
-}
-
 // Of four: uint4, float4.
 template <class Four>
 __device__ __forceinline__ void add(Four& sum, Four values) {
@@ -148,6 +104,15 @@ __device__ __forceinline__ void store_vector(uint16_t* pointer, float const (&va
     *reinterpret_cast<uint4*>(pointer) =
         make_uint4(Element::from_float2(values[0], values[1]), Element::from_float2(values[2], values[3]),
                    Element::from_float2(values[4], values[5]), Element::from_float2(values[6], values[7]));
+}
+
+// Brings a row into L2, by one warp.
+__device__ __forceinline__ void prefetch_row(uint16_t const* row, int length) {
+    constexpr int kLine = 64;  // elements
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x) % kWarpSize * kLine; i < length; i += kWarpSize * kLine) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + i));
+    }
 }
 
 }  // namespace twell

@@ -138,4 +138,13 @@ TWELL_WGMMA(256, 128, 128, 129, 130, 131)
 #undef TWELL_WGMMA
 // clang-format on
 
+__device__ __forceinline__ void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait_wgmma() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
 }  // namespace twell

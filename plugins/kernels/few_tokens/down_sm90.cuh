@@ -1,4 +1,4 @@
-// Down projection for few tokens on Hopper (sm_90a): the sparse one of down_few.cuh, or a dense one.
+// Down projection for few tokens on Hopper (sm_90a): the sparse one of masked_down.cuh, or a dense one.
 //
 // The sparse one reads a row of Wd for each pair of a token and an active neuron; where there are many, reading Wd once
 // takes less. All CTAs know the number of pairs from what the gate left, and so take the same one of the two.
@@ -17,9 +17,11 @@
 #include "device/dependent_launch.cuh"
 #include "device/element.cuh"
 #include "device/epilogue.cuh"
+#include "device/gather_rows.cuh"
+#include "device/mbarrier.cuh"
 #include "device/sum_again.cuh"
-#include "few_tokens/down_few.cuh"
-#include "matmul/matmul_generic.cuh"
+#include "device/tma.cuh"
+#include "matmul/masked_down.cuh"
 #include "matmul/matmul_sm90.cuh"
 #include "twell/twell.h"
 
@@ -52,7 +54,7 @@ struct Dense {
 };
 
 struct Params {
-    down_few::Params sparse;
+    masked_down::Params sparse;
     CUtensorMap w_down;   // [d_ff, d_out], boxes of [BLOCK_K, 64]
     CUtensorMap h;        // sparse.h_rounded, boxes of [Dense::kTokens, BLOCK_K]
     int2 const* counted;  // [num_gate_ctas]: see few.h
@@ -86,7 +88,7 @@ __device__ __forceinline__ void sum_failed_again(Params const& params, int colum
         rest &= ~(((1u << kLanes) - 1) << lane);
         int const first = i - static_cast<int>(threadIdx.x) % kWarpSize + lane;
         int const token = first / kVectors;
-        sum_again<Element, 1>(params.sparse, down_few::h_of<uint16_t>(params.sparse, token), token,
+        sum_again<Element, 1>(params.sparse, masked_down::h_of<uint16_t>(params.sparse, token), token,
                               column_begin + first % kVectors * 4);
     }
 }
@@ -119,7 +121,7 @@ __device__ __forceinline__ void prefetch_dense(Params const& params) {
     constexpr int kSlices = 4;
     Part<Cfg> const part(params);
     for (int slice = 0; slice < min(kSlices, part.num_slices); ++slice) {
-        matmul_sm90::prefetch_box(params.w_down, part.column_begin, (part.slice_begin + slice) * BLOCK_K);
+        prefetch_box(params.w_down, part.column_begin, (part.slice_begin + slice) * BLOCK_K);
     }
 }
 
@@ -133,22 +135,22 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
     int const warp = thread / kWarpSize;
     Part<Cfg> const part(params);
     float* const sums = params.sums + static_cast<int64_t>(part.block) * (params.num_shares * Cfg::kSums);
-    auto const full = [&](int stage) { return matmul_sm90::shared_address(&barriers[stage]); };
-    auto const empty = [&](int stage) { return matmul_sm90::shared_address(&barriers[Cfg::kNumStages + stage]); };
+    auto const full = [&](int stage) { return shared_address(&barriers[stage]); };
+    auto const empty = [&](int stage) { return shared_address(&barriers[Cfg::kNumStages + stage]); };
     auto const stage_w = [&](int stage) { return base + stage * Cfg::kBytesStage; };
     auto const stage_h = [&](int stage) { return stage_w(stage) + Cfg::kBytesW; };
     auto const load = [&](int slice, int stage) {
         int const neuron = (part.slice_begin + slice) * BLOCK_K;
-        matmul_sm90::arrive_and_expect(full(stage), Cfg::kBytesStage);
-        matmul_sm90::load_box(stage_w(stage), params.w_down, full(stage), part.column_begin, neuron);
-        matmul_sm90::load_box(stage_h(stage), params.h, full(stage), neuron, 0);
+        arrive_and_expect(full(stage), Cfg::kBytesStage);
+        load_box(stage_w(stage), params.w_down, full(stage), part.column_begin, neuron);
+        load_box(stage_h(stage), params.h, full(stage), neuron, 0);
     };
     if (thread == 0) {
         for (int stage = 0; stage < Cfg::kNumStages; ++stage) {
-            matmul_sm90::init_barrier(full(stage), 1);
-            matmul_sm90::init_barrier(empty(stage), Cfg::kConsumerWarps);
+            init_barrier(full(stage), 1);
+            init_barrier(empty(stage), Cfg::kConsumerWarps);
         }
-        matmul_sm90::publish_barriers();
+        publish_barriers();
         // NOTE: h was written by ordinary stores of the kernel before.
         asm volatile("fence.proxy.async;" ::: "memory");
         for (int slice = 0; slice < min(Cfg::kNumStages, part.num_slices); ++slice) {
@@ -166,10 +168,10 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
             [&](int stage) { return stage_h(stage) + token_tile * (Cfg::WGMMA_N * kBytesRow); },
             [&](int slice, int stage) {
                 if (lane == 0) {
-                    matmul_sm90::arrive(empty(stage));
+                    arrive(empty(stage));
                 }
                 if (thread == 0 && slice + Cfg::kNumStages < part.num_slices) {
-                    matmul_sm90::wait_barrier(empty(stage), slice / Cfg::kNumStages % 2);
+                    wait_barrier(empty(stage), slice / Cfg::kNumStages % 2);
                     load(slice + Cfg::kNumStages, stage);
                 }
             });
@@ -260,8 +262,8 @@ __device__ __forceinline__ int2 sum_counted(Params const& params) {
     return make_int2(__reduce_add_sync(0xffffffffu, sum.x), __reduce_add_sync(0xffffffffu, sum.y));
 }
 
-// A CTA computes one unit of the sparse projection, a slab of columns of a token, by down_few.cuh; or several side by
-// side, where the dense projection needs a multiprocessor's shared memory. Then teams of threads list the units'
+// A CTA computes one unit of the sparse projection, a slab of columns of a token, by masked_down.cuh; or several side
+// by side, where the dense projection needs a multiprocessor's shared memory. Then teams of threads list the units'
 // neurons, and all warps are shared out over the units by how many neurons they have: else the heaviest would decide
 // the time.
 template <int kUnits>
@@ -269,13 +271,10 @@ constexpr int kTeams = std::min(kUnits, 4);
 
 // Active neurons of a token, up to which such a sparse projection may be taken.
 constexpr int kMostListed = 2048;
-// Copies of a warp that are in flight, 16 bytes a lane.
-constexpr int kQueued = 8;
-constexpr int kBytesCopy = kWarpSize * 16;
 
 template <int kUnits, class Sparse>
 struct SparseShared {
-    alignas(16) unsigned char queues[kTeams<kUnits> * Sparse::kWarps][kQueued * kBytesCopy];
+    alignas(16) unsigned char queues[kTeams<kUnits> * Sparse::kWarps][kQueuedRows * kBytesPiece];
     float partial[kTeams<kUnits> * Sparse::kWarps][Sparse::kColumns];
     uint16_t lists[kUnits][kMostListed];
     int counts[kUnits];    // listed neurons
@@ -283,7 +282,7 @@ struct SparseShared {
 };
 
 template <class Sparse>
-struct SparseShared<1, Sparse> : down_few::Shared<Sparse> {};
+struct SparseShared<1, Sparse> : masked_down::Shared<Sparse> {};
 
 template <int kUnits, class Sparse, class Dense>
 constexpr int kSharedBytes = std::max(static_cast<int>(sizeof(SparseShared<kUnits, Sparse>)), Dense::kSharedBytes);
@@ -291,21 +290,21 @@ constexpr int kSharedBytes = std::max(static_cast<int>(sizeof(SparseShared<kUnit
 template <int kUnits, class Sparse>
 constexpr int kThreads = kTeams<kUnits> * Sparse::kThreads;
 
-// As in down_few.cuh; 0 if there is no such token.
+// As in masked_down.cuh; 0 if the token does not exist.
 __device__ __forceinline__ uint32_t load_mask(Params const& params, int token, int word_begin, int thread) {
-    return token < params.tokens ? down_few::load_mask(params.sparse, token, word_begin, thread) : 0;
+    return token < params.tokens ? masked_down::load_mask(params.sparse, token, word_begin, thread) : 0;
 }
 
 // Shares out a CTA's 32 warps over its units, by one warp: neighbours for each, by its number of neurons, and one at
 // least if it exists. shared.counts are those of the passes before the last one.
 template <int kUnits, class Sparse>
 __device__ __forceinline__ void share_warps(SparseShared<kUnits, Sparse>& shared,
-                                            down_few::WordTotals const (&totals)[kUnits], int num_units,
+                                            masked_down::WordTotals const (&totals)[kUnits], int num_units,
                                             bool is_first_pass) {
     constexpr int kWarps = kTeams<kUnits> * Sparse::kWarps;
     static_assert(kWarps == kWarpSize && kUnits <= kWarpSize / 2, "a lane for each warp, and for each unit");
     int const lane = threadIdx.x % kWarpSize;
-    int count = lane < num_units ? down_few::count_active(totals[lane]) : 0;
+    int count = lane < num_units ? masked_down::count_active(totals[lane]) : 0;
     if (lane < num_units && !is_first_pass) {
         count += shared.counts[lane];
     }
@@ -325,73 +324,12 @@ __device__ __forceinline__ void share_warps(SparseShared<kUnits, Sparse>& shared
     }
 }
 
-// accumulators += h[n] Wd[n, columns] for the neurons n of this lane's slot: those of the list at first + slot, and
-// every `stride` from there on. `w_down` is that of the lane's columns. By way of shared memory: as the dense
-// projection leaves little of it for L1, the loads in flight would not find a place there.
-template <class Element, class Sparse, class H>
-__device__ __forceinline__ void add_listed(float (&accumulators)[kVector], uint16_t const* list, int first, int stride,
-                                           int count, H const* h, uint16_t const* w_down, int d_out, uint32_t queue) {
-    constexpr int kSlots = kWarpSize / Sparse::kLanes;
-    constexpr int kWindow = kWarpSize / kSlots;  // rows of a slot for which each lane knows one neuron
-    constexpr int kAtOnce = kQueued / 2;
-    static_assert(kWindow % kAtOnce == 0, "a lane for each row of fetch()");
-    int const lane = threadIdx.x % kWarpSize;
-    int const slot = lane / Sparse::kLanes;
-    uint32_t const row_bytes = static_cast<uint32_t>(d_out) * 2;
-    char const* rows = reinterpret_cast<char const*>(w_down);
-    asm volatile("" : "+l"(rows));  // else each row's address takes five instructions, not one
-    queue += lane * 16;
-    for (; first < count; first += kWindow * stride) {
-        int const position = first + lane / kSlots * stride + lane % kSlots;
-        uint32_t const neuron = list[min(position, count - 1)];
-        float const value = position < count ? down_few::to_float<Element>(h[neuron]) : 0.0f;
-        // Of a slot that has one row less than the other the last row is copied again, but not added.
-        int const num_rows = (__popc(__ballot_sync(0xffffffffu, position < count)) + kSlots - 1) / kSlots;
-        auto const fetch = [&](int begin, uint32_t half) {
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                uint32_t const n = __shfl_sync(0xffffffffu, neuron, (begin + i) * kSlots + slot);
-                if (begin + i < num_rows) {
-                    matmul_generic::copy_async(half + i * kBytesCopy, rows + uint64_t{n} * row_bytes, true);
-                }
-            }
-            matmul_generic::commit_async();
-        };
-        fetch(0, queue);
-        fetch(kAtOnce, queue + kAtOnce * kBytesCopy);
-        uint32_t half = queue;
-        uint32_t other = queue + kAtOnce * kBytesCopy;
-#pragma unroll 1
-        for (int begin = 0; begin < num_rows; begin += kAtOnce) {
-            matmul_generic::wait_async<1>();
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                uint4 const w_vector = matmul_sm90::load_chunk(half + i * kBytesCopy);
-                float const h_value = __shfl_sync(0xffffffffu, value, (begin + i) * kSlots + slot);
-                if (begin + i < num_rows && (kSlots == 1 || first + (begin + i) * stride + slot < count)) {
-                    float w_values[kVector];
-                    unpack<Element>(w_values, w_vector);
-#pragma unroll
-                    for (int k = 0; k < kVector; ++k) {
-                        accumulators[k] = fmaf(h_value, w_values[k], accumulators[k]);
-                    }
-                }
-            }
-            fetch(begin + 2 * kAtOnce, half);
-            uint32_t const next = other;
-            other = half;
-            half = next;
-        }
-    }
-    matmul_generic::wait_async<0>();
-}
-
 // The sparse projection of a slab of columns of a group of tokens, kUnits of them at a time, of which a team lists
 // kUnits / kTeams: the team-th, the (team + kTeams)-th and so on. `masks`, `ends`: of the team's first units, as for
-// down_few::compute.
+// masked_down::compute.
 template <class Element, int kUnits, class Sparse, class H>
 __device__ __forceinline__ void multiply_sparse(Params const& params, SparseShared<kUnits, Sparse>& shared,
-                                                down_few::WordTotals (&totals)[kUnits], int slab, int group,
+                                                masked_down::WordTotals (&totals)[kUnits], int slab, int group,
                                                 uint32_t (&masks)[kUnits / kTeams<kUnits>],
                                                 int (&ends)[kUnits / kTeams<kUnits>]) {
     constexpr int kWarps = kTeams<kUnits> * Sparse::kWarps;
@@ -400,7 +338,7 @@ __device__ __forceinline__ void multiply_sparse(Params const& params, SparseShar
     static_assert(
         Sparse::kLanes <= kWarpSize && kSumThreads % kWarpSize == 0 && kUnits * kSumThreads <= kWarps * kWarpSize,
         "lanes for columns, threads for sums");
-    down_few::Params const& sparse = params.sparse;
+    masked_down::Params const& sparse = params.sparse;
     int const lane = threadIdx.x % kWarpSize;
     int const warp = threadIdx.x / kWarpSize;
     int const team = threadIdx.x / Sparse::kThreads;
@@ -419,27 +357,27 @@ __device__ __forceinline__ void multiply_sparse(Params const& params, SparseShar
 #pragma unroll
             for (int i = 0; i < kUnitsOfTeam; ++i) {
                 int const listed = i * kTeams<kUnits> + team;
-                down_few::list_active(shared.lists[listed] + counts[i], totals[listed], masks[i], ends[i], thread,
-                                      word_begin);
+                masked_down::list_active(shared.lists[listed] + counts[i], totals[listed], masks[i], ends[i], thread,
+                                         word_begin);
             }
-            if (word_begin + down_few::kPassWords >= sparse.num_mask_words) {
+            if (word_begin + masked_down::kPassWords >= sparse.num_mask_words) {
                 break;
             }
 #pragma unroll
             for (int i = 0; i < kUnitsOfTeam; ++i) {
                 int const listed = i * kTeams<kUnits> + team;
-                counts[i] += down_few::count_active(totals[listed]);
+                counts[i] += masked_down::count_active(totals[listed]);
                 if (thread == 0) {
                     shared.counts[listed] = counts[i];
                 }
             }
             __syncthreads();
-            word_begin += down_few::kPassWords;
+            word_begin += masked_down::kPassWords;
 #pragma unroll
             for (int i = 0; i < kUnitsOfTeam; ++i) {
                 int const listed = i * kTeams<kUnits> + team;
                 masks[i] = load_mask(params, first + listed * step, word_begin, thread);
-                ends[i] = down_few::scan_words(totals[listed], masks[i], thread);
+                ends[i] = masked_down::scan_words(totals[listed], masks[i], thread);
             }
             __syncthreads();
         }
@@ -453,11 +391,11 @@ __device__ __forceinline__ void multiply_sparse(Params const& params, SparseShar
         uint32_t const own_warps = __ballot_sync(0xffffffffu, unit_of_lane == unit);
         constexpr int kSlotsOfWarp = kWarpSize / Sparse::kLanes;
         float accumulators[kVector] = {};
-        add_listed<Element, Sparse>(
+        gather_queued<Element, Sparse::kLanes>(
             accumulators, shared.lists[unit], __popc(own_warps & ((1u << warp) - 1)) * kSlotsOfWarp,
-            __popc(own_warps) * kSlotsOfWarp, shared.counts[unit], down_few::h_of<H>(sparse, first + unit * step),
-            sparse.w_down + from, sparse.d_out, matmul_sm90::shared_address(shared.queues[warp]));
-        down_few::store_partial<Sparse>(accumulators, shared.partial[warp], column);
+            __popc(own_warps) * kSlotsOfWarp, shared.counts[unit], masked_down::h_of<H>(sparse, first + unit * step),
+            sparse.w_down + from, sparse.d_out, shared_address(shared.queues[warp]));
+        masked_down::store_partial<Sparse>(accumulators, shared.partial[warp], column);
         __syncthreads();
         uint32_t const summed_warps = __ballot_sync(0xffffffffu, shared.units[lane] == sum_unit);
         if (sum_unit < num_units && slab * Sparse::kColumns + sum_column < sparse.d_out) {
@@ -468,7 +406,8 @@ __device__ __forceinline__ void multiply_sparse(Params const& params, SparseShar
                 sum.x += values.x;
                 sum.y += values.y;
             }
-            down_few::store_sums<Element>(sparse, first + sum_unit * step, slab * Sparse::kColumns + sum_column, sum);
+            masked_down::store_sums<Element>(sparse, first + sum_unit * step, slab * Sparse::kColumns + sum_column,
+                                             sum);
         }
         int const next = first + kUnits * step;
         if (next >= params.tokens) {
@@ -478,7 +417,7 @@ __device__ __forceinline__ void multiply_sparse(Params const& params, SparseShar
         for (int i = 0; i < kUnitsOfTeam; ++i) {
             int const listed = i * kTeams<kUnits> + team;
             masks[i] = load_mask(params, next + listed * step, 0, thread);
-            ends[i] = down_few::scan_words(totals[listed], masks[i], thread);
+            ends[i] = masked_down::scan_words(totals[listed], masks[i], thread);
         }
         __syncthreads();
     }
@@ -493,7 +432,7 @@ __global__ void __launch_bounds__((kThreads<kUnits, Sparse>), kUnits > 1 ? 1 : 1
     static_assert(kWarps <= kWarpSize, "a lane for each warp");
     extern __shared__ __align__(1024) unsigned char dynamic[];
     __shared__ int2 counts[kWarps];
-    __shared__ down_few::WordTotals totals[kUnits];
+    __shared__ masked_down::WordTotals totals[kUnits];
     constexpr int kUnitsOfTeam = kUnits / kTeams<kUnits>;
     int const team = kUnits == 1 ? 0 : static_cast<int>(threadIdx.x) / Sparse::kThreads;
     int const thread = kUnits == 1 ? static_cast<int>(threadIdx.x) : static_cast<int>(threadIdx.x) % Sparse::kThreads;
@@ -520,7 +459,7 @@ __global__ void __launch_bounds__((kThreads<kUnits, Sparse>), kUnits > 1 ? 1 : 1
     if (is_sparse_cta) {
 #pragma unroll
         for (int i = 0; i < kUnitsOfTeam; ++i) {
-            ends[i] = down_few::scan_words(totals[i * kTeams<kUnits> + team], masks[i], thread);
+            ends[i] = masked_down::scan_words(totals[i * kTeams<kUnits> + team], masks[i], thread);
         }
     }
     if (threadIdx.x % kWarpSize == 0) {
@@ -537,14 +476,14 @@ __global__ void __launch_bounds__((kThreads<kUnits, Sparse>), kUnits > 1 ? 1 : 1
             using H = std::conditional_t<Dense::kTokens <= 16, float, uint16_t>;
             auto& shared = *reinterpret_cast<SparseShared<kUnits, Sparse>*>(dynamic);
             if constexpr (kUnits == 1) {
-                down_few::compute<Element, Sparse, false, H>(params.sparse, shared, totals[0], slab, group, masks[0],
-                                                             ends[0]);
+                masked_down::compute<Element, Sparse, false, H>(params.sparse, shared, totals[0], slab, group, masks[0],
+                                                                ends[0]);
             } else {
                 multiply_sparse<Element, kUnits, Sparse, H>(params, shared, totals, slab, group, masks, ends);
             }
         }
     } else if (static_cast<int>(blockIdx.x) < params.num_dense_ctas) {
-        multiply_dense<Element, Dense, kNumThreads>(params, (matmul_sm90::shared_address(dynamic) + 1023u) & ~1023u);
+        multiply_dense<Element, Dense, kNumThreads>(params, (shared_address(dynamic) + 1023u) & ~1023u);
     }
 }
 

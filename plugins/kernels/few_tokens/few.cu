@@ -4,10 +4,10 @@
 
 #include "few_tokens/down_few.cuh"
 #include "few_tokens/few.h"
+#include "few_tokens/few_scratch.h"
+#include "few_tokens/few_sm90.h"
 #include "few_tokens/gate_up_few.cuh"
-#include "host/launch.h"
 #include "host/problem.h"
-#include "sm90.h"
 
 namespace twell {
 namespace {
@@ -28,14 +28,12 @@ static_assert(GateUp32::kSharedBytes <= 98 * 1024 && GateUp64::kSharedBytes <= 9
 // many active neurons and no other path.
 using Down1 = down_few::Config<8, 1024, 4>;
 static_assert(Down1::kColumns == kDenseDownColumns && Down1::kMostShares <= kDenseDownTokens[0],
-              "there is scratch memory for its shares");
+              "its shares find a place in the scratch memory");
 using Down4 = down_few::Config<8, 256>;
 using Down16 = down_few::Config<16, 512>;
 using Down64 = down_few::Config<16, 256>;
 
-int num_mask_words(twell_problem const& problem) {
-    return static_cast<int>(ceil_div(problem.d_ff, gate_up_few::kMaskBits));
-}
+int num_mask_words(twell_problem const& problem) { return static_cast<int>(ceil_div(problem.d_ff, kMaskBits)); }
 
 // The multiprocessors that devices of compute capability 9.0 have.
 constexpr int kMultiprocessors[] = {78, 114, 132};
@@ -58,7 +56,7 @@ FewScratch take_scratch(twell_problem const& problem, unsigned char*& memory) {
     scratch.num_mask_words = num_mask_words(problem);
     scratch.num_counters = static_cast<int>(ceil_div(problem.d_out, kDenseDownColumns));
     scratch.num_summed = num_summed(problem);
-    int64_t const row_bits = int64_t{scratch.num_mask_words} * gate_up_few::kMaskBits;
+    int64_t const row_bits = int64_t{scratch.num_mask_words} * kMaskBits;
     int64_t const dense_tokens = dense_down_tokens(problem.tokens);
     scratch.masks = take<uint32_t>(memory, problem.tokens * scratch.num_mask_words);
     scratch.h = take<float>(memory, problem.tokens * problem.d_ff);
@@ -70,9 +68,9 @@ FewScratch take_scratch(twell_problem const& problem, unsigned char*& memory) {
 }
 
 template <class Cfg>
-int num_gate_up_ctas(gate_up_few::Params const& params) {
+int num_gate_up_ctas(FewScratch const& scratch) {
     // CTAs cover whole mask words, also where d_ff ends in the first half of one.
-    return static_cast<int>(ceil_div(params.num_mask_words * gate_up_few::kMaskBits, Cfg::kNeurons));
+    return static_cast<int>(ceil_div(scratch.num_mask_words * kMaskBits, Cfg::kNeurons));
 }
 
 template <class Cfg>
@@ -85,67 +83,75 @@ constexpr Label down_label_of() {
     return {"down_few", {{"columns", Cfg::kColumns}, {"threads", Cfg::kThreads}}};
 }
 
-template <class Element, class Cfg>
-cudaError_t launch_gate_up(gate_up_few::Params const& params, Device const& device, cudaStream_t stream) {
-    dim3 const grid(static_cast<unsigned>(num_gate_up_ctas<Cfg>(params)));
-    Choice const choice = {{}, grid.x, params.counted == nullptr ? 0 : most_counted(params.num_mask_words)};
-    return launch_dependent(gate_up_label_of<Cfg>(), gate_up_few::gate_up_kernel<Element, Cfg>, params, grid,
-                            gate_up_few::kThreads, Cfg::kSharedBytes, device, stream, choice);
-}
-
 // How much of the rounds of its CTAs a launch fills.
 template <class Cfg>
-double filled_share(gate_up_few::Params const& params, Device const& device) {
+double filled_share(FewScratch const& scratch, Device const& device) {
     int const places = device.num_multiprocessors * Cfg::kMinBlocks;
-    int const ctas = num_gate_up_ctas<Cfg>(params);
+    int const ctas = num_gate_up_ctas<Cfg>(scratch);
     return static_cast<double>(ctas) / static_cast<double>(ceil_div(ctas, places) * places);
 }
 
-// Calls use(config) with the configuration that suits the problem and the device.
-template <class Use>
-auto with_gate_up_config(gate_up_few::Params const& params, Device const& device, Use use) {
-    if (params.tokens <= GateUp16::kTokens) {
-        bool const eight = params.tokens <= GateUp8::kTokens;
-        if (device.max_shared_bytes >= 227 * 1024 &&
-            filled_share<GateUp16Large>(params, device) > filled_share<GateUp16>(params, device)) {
-            return eight ? use(GateUp8Large()) : use(GateUp16Large());
-        }
-        return eight ? use(GateUp8()) : use(GateUp16());
+template <class Cfg>
+void set_gate_up(FewConfig& config, FewScratch const& scratch) {
+    config.gate_up_neurons = Cfg::kNeurons;
+    config.gate_up_tokens = Cfg::kTokens;
+    config.num_gate_ctas = num_gate_up_ctas<Cfg>(scratch);
+}
+
+void choose_gate_up(FewConfig& config, twell_problem const& problem, FewScratch const& scratch, Device const& device) {
+    if (problem.tokens > GateUp32::kTokens) {
+        return set_gate_up<GateUp64>(config, scratch);
     }
-    return params.tokens <= GateUp32::kTokens ? use(GateUp32()) : use(GateUp64());
+    if (problem.tokens > GateUp16::kTokens) {
+        return set_gate_up<GateUp32>(config, scratch);
+    }
+    bool const eight = problem.tokens <= GateUp8::kTokens;
+    if (device.max_shared_bytes >= 227 * 1024 &&
+        filled_share<GateUp16Large>(scratch, device) > filled_share<GateUp16>(scratch, device)) {
+        return eight ? set_gate_up<GateUp8Large>(config, scratch) : set_gate_up<GateUp16Large>(config, scratch);
+    }
+    return eight ? set_gate_up<GateUp8>(config, scratch) : set_gate_up<GateUp16>(config, scratch);
+}
+
+template <class Cfg>
+void set_down(FewConfig& config, twell_problem const& problem, Device const& device) {
+    int const num_slabs = static_cast<int>(ceil_div(problem.d_out, Cfg::kColumns));
+    config.down_columns = Cfg::kColumns;
+    config.down_threads = Cfg::kThreads;
+    config.num_shares = std::clamp(device.num_multiprocessors / num_slabs, 1, Cfg::kMostShares);
+}
+
+void choose_down(FewConfig& config, twell_problem const& problem, Device const& device) {
+    return problem.tokens == 1    ? set_down<Down1>(config, problem, device)
+           : problem.tokens <= 4  ? set_down<Down4>(config, problem, device)
+           : problem.tokens <= 16 ? set_down<Down16>(config, problem, device)
+                                  : set_down<Down64>(config, problem, device);
+}
+
+FewConfig choose(twell_problem const& problem, FewScratch const& scratch, Device const& device) {
+    FewConfig config = {};
+    if constexpr (kHasSm90) {
+        if (is_sm90(device) && few_sm90_supports(problem)) {
+            config.may_be_dense = true;
+            config.gate_up_is_sm90 = problem.tokens > GateUp16::kTokens;
+            if (config.gate_up_is_sm90) {
+                choose_gate_up_sm90(config, problem, scratch, device);
+            } else {
+                choose_gate_up(config, problem, scratch, device);
+            }
+            choose_down_sm90(config, problem, scratch, device);
+            return config;
+        }
+    }
+    choose_gate_up(config, problem, scratch, device);
+    choose_down(config, problem, device);
+    return config;
 }
 
 template <class Element>
-cudaError_t launch_gate_up(gate_up_few::Params const& params, Device const& device, cudaStream_t stream) {
-    return with_gate_up_config(
-        params, device, [&](auto config) { return launch_gate_up<Element, decltype(config)>(params, device, stream); });
-}
-
-template <class Element, class Cfg>
-cudaError_t launch_down(down_few::Params params, int tokens, int num_summed, Device const& device,
-                        cudaStream_t stream) {
-    params.num_slabs = static_cast<int>(ceil_div(params.d_out, Cfg::kColumns));
-    params.num_shares = std::clamp(device.num_multiprocessors / params.num_slabs, 1, Cfg::kMostShares);
-    dim3 const grid(static_cast<unsigned>(params.num_slabs * params.num_shares), static_cast<unsigned>(tokens));
-    Choice const choice = {{"shares", params.num_shares}, params.num_shares, params.num_shares > 1 ? num_summed : 0};
-    return launch_dependent(down_label_of<Cfg>(), down_few::down_kernel<Element, Cfg>, params, grid, Cfg::kThreads, 0,
-                            device, stream, choice);
-}
-
-template <class Element>
-cudaError_t launch_down(down_few::Params const& params, int tokens, int num_summed, Device const& device,
-                        cudaStream_t stream) {
-    auto const launch = [&](auto config) {
-        return launch_down<Element, decltype(config)>(params, tokens, num_summed, device, stream);
-    };
-    return tokens == 1    ? launch(Down1())
-           : tokens <= 4  ? launch(Down4())
-           : tokens <= 16 ? launch(Down16())
-                          : launch(Down64());
-}
-
-gate_up_few::Params gate_up_params(twell_problem const& problem, twell_tensors const& tensors,
-                                   FewScratch const& scratch) {
+cudaError_t launch_gate_up(Call const& call, FewScratch const& scratch, FewConfig const& config) {
+    twell_problem const& problem = call.problem;
+    twell_tensors const& tensors = call.tensors;
     gate_up_few::Params params = {};
     params.x = static_cast<uint16_t const*>(tensors.x);
     params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
@@ -157,6 +163,10 @@ gate_up_few::Params gate_up_params(twell_problem const& problem, twell_tensors c
     params.h = scratch.h;
     params.counters = scratch.counters;
     params.num_counters = scratch.num_counters;
+    if (config.may_be_dense) {
+        params.h_rounded = scratch.h_rounded;
+        params.counted = scratch.counted;
+    }
     params.tokens = static_cast<int>(problem.tokens);
     params.d_model = problem.d_model;
     params.d_ff = problem.d_ff;
@@ -164,42 +174,52 @@ gate_up_few::Params gate_up_params(twell_problem const& problem, twell_tensors c
     params.num_mask_words = scratch.num_mask_words;
     params.relu_on_up = problem.activation == TWELL_DRELU;
     params.act = activation_of(problem);
-    return params;
-}
-
-// On compute capability 9.0, where the down projection may be dense.
-template <class Element>
-cudaError_t launch_hopper(twell_problem const& problem, twell_tensors const& tensors, FewScratch const& scratch,
-                          Device const& device, cudaStream_t stream) {
-    int num_gate_ctas = 0;
-    if (problem.tokens <= GateUp16::kTokens) {
-        gate_up_few::Params params = gate_up_params(problem, tensors, scratch);
-        params.h_rounded = scratch.h_rounded;
-        params.counted = scratch.counted;
-        num_gate_ctas = with_gate_up_config(params, device,
-                                            [&](auto config) { return num_gate_up_ctas<decltype(config)>(params); });
-        TWELL_TRY(launch_gate_up<Element>(params, device, stream));
-    } else {
-        TWELL_TRY(launch_gate_up_sm90(problem, tensors, scratch, num_gate_ctas, device, stream));
-    }
-    return launch_down_sm90(problem, tensors, scratch, num_gate_ctas, device, stream);
+    dim3 const grid(static_cast<unsigned>(config.num_gate_ctas));
+    Choice const choice = {{}, config.num_gate_ctas, config.may_be_dense ? most_counted(scratch.num_mask_words) : 0};
+    return with_config<GateUp8, GateUp16, GateUp8Large, GateUp16Large, GateUp32, GateUp64>(
+        [&](auto c) {
+            return decltype(c)::kNeurons == config.gate_up_neurons && decltype(c)::kTokens == config.gate_up_tokens;
+        },
+        [&](auto c) {
+            using Cfg = decltype(c);
+            return launch_dependent(gate_up_label_of<Cfg>(), gate_up_few::gate_up_kernel<Element, Cfg>, params, grid,
+                                    gate_up_few::kThreads, Cfg::kSharedBytes, call.device, call.stream, choice);
+        });
 }
 
 template <class Element>
-cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, void* memory, Device const& device,
-                       cudaStream_t stream) {
-    unsigned char* next = static_cast<unsigned char*>(memory);
-    FewScratch const scratch = take_scratch(problem, next);
-    if constexpr (kHasSm90) {
-        if (is_sm90(device) && few_sm90_supports(problem)) {
-            return launch_hopper<Element>(problem, tensors, scratch, device, stream);
-        }
-    }
-    TWELL_TRY(launch_gate_up<Element>(gate_up_params(problem, tensors, scratch), device, stream));
-    down_few::Params params = down_params(problem, tensors, scratch);
+cudaError_t launch_down(Call const& call, FewScratch const& scratch, FewConfig const& config) {
+    down_few::Params params = down_params(call, scratch);
     params.sums = scratch.sums;
     params.counters = scratch.counters;
-    return launch_down<Element>(params, static_cast<int>(problem.tokens), scratch.num_summed, device, stream);
+    params.num_slabs = static_cast<int>(ceil_div(params.d_out, config.down_columns));
+    params.num_shares = config.num_shares;
+    dim3 const grid(static_cast<unsigned>(params.num_slabs * params.num_shares),
+                    static_cast<unsigned>(call.problem.tokens));
+    Choice const choice = {
+        {"shares", params.num_shares}, params.num_shares, params.num_shares > 1 ? scratch.num_summed : 0};
+    return with_config<Down1, Down4, Down16, Down64>(
+        [&](auto c) {
+            return decltype(c)::kColumns == config.down_columns && decltype(c)::kThreads == config.down_threads;
+        },
+        [&](auto c) {
+            using Cfg = decltype(c);
+            return launch_dependent(down_label_of<Cfg>(), down_few::down_kernel<Element, Cfg>, params, grid,
+                                    Cfg::kThreads, 0, call.device, call.stream, choice);
+        });
+}
+
+template <class Element>
+cudaError_t launch(Call const& call, FewScratch const& scratch, FewConfig const& config) {
+    if constexpr (kHasSm90) {
+        if (config.may_be_dense) {
+            TWELL_TRY(config.gate_up_is_sm90 ? launch_gate_up_sm90(call, scratch, config)
+                                             : launch_gate_up<Element>(call, scratch, config));
+            return launch_down_sm90(call, scratch, config);
+        }
+    }
+    TWELL_TRY(launch_gate_up<Element>(call, scratch, config));
+    return launch_down<Element>(call, scratch, config);
 }
 
 template <class... Configs>
@@ -214,6 +234,20 @@ void list_down(Text& text, Configs...) {
 
 }  // namespace
 
+int dense_down_shares(int d_out, int block_tokens, int multiprocessors) {
+    int const places = (block_tokens <= 16 ? 2 : 1) * multiprocessors;
+    int64_t const blocks = ceil_div(d_out, kDenseDownColumns);
+    // A share of a block's time; what a CTA takes besides is about a tenth of it.
+    auto const cost = [&](int shares) {
+        return static_cast<double>(ceil_div(blocks * shares, places)) * (1.0 / shares + 0.1);
+    };
+    int best = 1;
+    for (int shares = 2; shares <= most_dense_down_shares(block_tokens); ++shares) {
+        best = cost(shares) < cost(best) ? shares : best;
+    }
+    return best;
+}
+
 void list_few(Text& text) {
     list_gate_up(text, GateUp8(), GateUp16(), GateUp8Large(), GateUp16Large(), GateUp32(), GateUp64());
     list_down(text, Down1(), Down4(), Down16(), Down64());
@@ -222,7 +256,7 @@ void list_few(Text& text) {
     }
 }
 
-size_t few_scratch_bytes(twell_problem const& problem) {
+size_t few_bytes(twell_problem const& problem) {
     if (problem.d_model > kMostDModelFew) {
         return 0;
     }
@@ -231,10 +265,11 @@ size_t few_scratch_bytes(twell_problem const& problem) {
     return bytes_taken([&](unsigned char*& end) { take_scratch(largest, end); });
 }
 
-cudaError_t launch_few(twell_problem const& problem, twell_tensors const& tensors, void* scratch, Device const& device,
-                       cudaStream_t stream) {
-    return problem.dtype == TWELL_BF16 ? launch_few<Bf16>(problem, tensors, scratch, device, stream)
-                                       : launch_few<Fp16>(problem, tensors, scratch, device, stream);
+cudaError_t launch_few(Call const& call, void* workspace) {
+    unsigned char* next = static_cast<unsigned char*>(workspace);
+    FewScratch const scratch = take_scratch(call.problem, next);
+    FewConfig const config = choose(call.problem, scratch, call.device);
+    return call.problem.dtype == TWELL_BF16 ? launch<Bf16>(call, scratch, config) : launch<Fp16>(call, scratch, config);
 }
 
 }  // namespace twell

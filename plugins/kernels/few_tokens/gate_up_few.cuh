@@ -4,42 +4,22 @@
 // multiprocessor streams. The CTA that finds a neuron active computes its up projection at once: no other CTA has to
 // know, so nothing is packed, no tile can overflow, and the up projection is spread over the device however unequal the
 // tokens are.
-//
-// The weights are the A operand of the tensor cores (16 neurons) and the tokens the B operand (8 tokens). The sum over
-// d_model may visit its terms in any order, as long as both operands do: a lane takes the 8 neighbouring elements of
-// one 16-byte vector as its share of two 16-wide steps, so fragments need no rearranging. Each warp has its own share
-// of d_model and its own queue in shared memory: the CTA meets only once, to add up.
 #pragma once
 
 #include "device/dependent_launch.cuh"
+#include "device/dot_rows.cuh"
 #include "device/element.cuh"
+#include "device/shared.cuh"
+#include "device/tma.cuh"
 #include "device/vector.cuh"
-#include "matmul/matmul_generic.cuh"
+#include "format/active.cuh"
+#include "matmul/matmul_few.cuh"
 #include "twell/twell.h"
 
 namespace twell::gate_up_few {
 
-using matmul_generic::commit_async;
-using matmul_generic::copy_async;
-using matmul_generic::shared_address;
-using matmul_generic::wait_async;
+using namespace matmul_few;
 
-constexpr int kWarps = 8;  // they share out d_model, so results depend on their number
-constexpr int kThreads = kWarps * kWarpSize;
-// Neurons lie along MMA_M, tokens along MMA_N.
-// Elements of d_model in one step of a warp, in 16-byte vectors: a cache line of each row.
-constexpr int kVectorsPerStep = 8;
-constexpr int kBytesPiece = kWarpSize * 16;
-constexpr int kRowsAtOnce = kWarpSize / kVectorsPerStep;
-
-__device__ __forceinline__ int first_row() { return static_cast<int>(threadIdx.x) % kWarpSize / kVectorsPerStep; }
-
-// What one warp keeps of one step: the lines of the neurons' weights, then of the tokens.
-template <int kTilesM, int kTilesN>
-constexpr int kBytesWarpStage = (kTilesM * MMA_M + kTilesN * MMA_N) * kVectorsPerStep * 16;
-
-// Tokens' mask words: bit n % 32 of word n / 32 tells whether neuron n is active.
-constexpr int kMaskBits = 32;
 static_assert(kMaskBits % MMA_M == 0, "a CTA stores halves of a mask word");
 
 // NOTE: not BlockTensors, with which fewer loops are unrolled.
@@ -66,11 +46,7 @@ struct Params {
     Activation act;
 };
 
-// A warp's dot products fetch so many 16-byte vectors a lane of both rows at once.
-constexpr int kDotSteps = 8;
-constexpr int kBytesDot = kDotSteps * 2 * kBytesPiece;
-
-constexpr int kMaxTokens = 64;
+constexpr int kMaxTokens = 64;  // of a CTA
 
 // A CTA computes 16 kTilesM neurons for 8 kTilesN tokens; kNumStages steps of weights are in flight. Registers are kept
 // free for kMinBlocks CTAs a multiprocessor.
@@ -83,7 +59,7 @@ struct Config {
     static constexpr int kNeurons = kTilesM * MMA_M;
     static constexpr int kTokens = kTilesN * MMA_N;
     static_assert(kTilesM * kTokens <= kThreads, "one thread for each mask");
-    static_assert(kTokens <= kMaxTokens, "");
+    static_assert(kTokens <= kMaxTokens, "token_any and pairs have room for the tokens");
 
     // Token tiles whose sums the warps exchange at once.
     static constexpr int kTilesExchanged = kTilesN < 4 ? kTilesN : 4;
@@ -91,7 +67,7 @@ struct Config {
     // Shared memory: the warps' queues; then the sums that they exchange, in the same place.
     static constexpr int kBytesStage = kWarps * kBytesWarpStage<kTilesM, kTilesN>;
     static constexpr int kBytesExchange = kWarps * kTilesM * kTilesExchanged * 4 * kWarpSize * 4;
-    static_assert(kBytesExchange <= kBytesStage, "");
+    static_assert(kBytesExchange <= kBytesStage, "the sums take the place of one stage of the queues");
     static constexpr int kBytesStages = kBytesStage * kNumStages;
     // Then dot products, as many at once as there is place for.
     static constexpr int kDotSlots = kBytesStages >= 3 * kWarps * kBytesDot   ? 3
@@ -122,198 +98,6 @@ struct Shared {
     int tokens[Cfg::kTokens];
 };
 
-// Like copy_async, but through the L1 cache: for what other warps read, too.
-__device__ __forceinline__ void copy_async_cached(uint32_t destination, void const* source, bool valid) {
-    int const bytes = valid ? 16 : 0;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ uint4 load_shared(uint32_t address) {
-    uint4 vector;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(vector.x), "=r"(vector.y), "=r"(vector.z), "=r"(vector.w)
-                 : "r"(address)
-                 : "memory");
-    return vector;
-}
-
-// Rows `first` + i of a matrix, i < count. The rows from there on are zeros and are not read.
-struct Consecutive {
-    uint16_t const* matrix;
-    int64_t first;
-    int count;
-};
-
-// Rows `first` + list[i] of a matrix, i < count; likewise.
-struct Listed {
-    uint16_t const* matrix;
-    int64_t first;
-    int count;
-    int const* list;
-};
-
-// What a lane copies of kRows rows: the 16 bytes at `lane % 8` of each line of rows `lane / 8`, `lane / 8` + 4, ...
-template <int kRows, class Source>
-class LineLoader;
-
-template <int kRows>
-class LineLoader<kRows, Consecutive> {
-  public:
-    __device__ __forceinline__ LineLoader(Consecutive const& source, int d_model, int first_vector)
-        : pointer_(source.matrix + (source.first + first_row()) * d_model + first_vector * kVector),
-          row_stride_(static_cast<uint32_t>(kRowsAtOnce * d_model)),
-          rows_left_(source.count - first_row()) {}
-
-    __device__ __forceinline__ void load(uint32_t destination, int vector, bool valid) const {
-#pragma unroll
-        for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
-            copy_async(destination + i * kBytesPiece,
-                       pointer_ + vector * kVector + i * static_cast<uint64_t>(row_stride_),
-                       valid && i * kRowsAtOnce < rows_left_);
-        }
-    }
-
-  private:
-    uint16_t const* pointer_;
-    uint32_t row_stride_;
-    int rows_left_;
-};
-
-template <int kRows>
-class LineLoader<kRows, Listed> {
-  public:
-    __device__ __forceinline__ LineLoader(Listed const& source, int d_model, int first_vector)
-        : source_(source), d_model_(d_model), first_vector_(first_vector) {}
-
-    __device__ __forceinline__ void load(uint32_t destination, int vector, bool valid) const {
-#pragma unroll
-        for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
-            int const p = i * kRowsAtOnce + first_row();
-            int64_t const row = source_.first + (p < source_.count ? source_.list[p] : 0);
-            copy_async(destination + i * kBytesPiece,
-                       source_.matrix + row * d_model_ + (first_vector_ + vector) * kVector,
-                       valid && p < source_.count);
-        }
-    }
-
-  private:
-    Listed source_;
-    int d_model_;
-    int first_vector_;
-};
-
-// accumulators += matrix[rows, k] x[tokens, k] over this warp's share of k. The order of each sum does not depend on
-// the number of tiles. begin() is called before anything is read.
-template <class Element, int kTilesM, int kTilesN, int kNumStages, class Source, class Begin>
-__device__ __forceinline__ void multiply(float (&accumulators)[kTilesM][kTilesN][4], Source const& neurons,
-                                         Source const& tokens, int d_model, uint32_t queue, Begin begin) {
-    constexpr int kBytesStage = kBytesWarpStage<kTilesM, kTilesN>;
-    constexpr int kBytesRows = 8 * kVectorsPerStep * 16;  // of eight rows
-    int const lane = threadIdx.x % kWarpSize;
-    int const warp = threadIdx.x / kWarpSize;
-    int const num_vectors = d_model / kVector;
-    int const num_steps = (num_vectors + kVectorsPerStep * kWarps - 1) / (kVectorsPerStep * kWarps);
-    int const first_vector = warp * kVectorsPerStep + lane % kVectorsPerStep;
-    queue += warp * (kNumStages * kBytesStage);
-
-    // The vectors of odd rows swap their halves, so that the two rows x four vectors that a quarter of a warp reads at
-    // once lie in different banks.
-    uint32_t const write_offset = lane / 8 * 128 + ((lane % 8) ^ ((lane / 8 & 1) << 2)) * 16;
-    uint32_t const read_offset = lane / 4 * 128 + (lane % 4) * 16;
-    uint32_t const read_swap = (lane / 4 & 1) * 64;
-
-    LineLoader<kTilesM * MMA_M, Source> const weight_loader(neurons, d_model, first_vector);
-    LineLoader<kTilesN * MMA_N, Source> const x_loader(tokens, d_model, first_vector);
-    // A vector past the end is zero in both operands. Past the last step an empty group is committed, so that the
-    // number of groups to wait for stays constant.
-    auto const load_stage = [&](int step, uint32_t stage) {
-        if (step < num_steps) {
-            int const vector = step * (kVectorsPerStep * kWarps);
-            bool const valid = first_vector + vector < num_vectors;
-            x_loader.load(stage + kTilesM * 2 * kBytesRows + write_offset, vector, valid);
-            weight_loader.load(stage + write_offset, vector, valid);
-        }
-        commit_async();
-    };
-    begin();
-#pragma unroll
-    for (int stage = 0; stage < kNumStages; ++stage) {
-        load_stage(stage, queue + stage * kBytesStage);
-    }
-    uint32_t stage = queue;
-#pragma unroll 1
-    for (int step = 0; step < num_steps; ++step) {
-        wait_async<kNumStages - 1>();
-        __syncwarp();
-#pragma unroll
-        for (int quad = 0; quad < kVectorsPerStep / 4; ++quad) {
-            uint32_t const fragments = stage + read_offset + ((quad * 64) ^ read_swap);
-            uint32_t a[2][kTilesM][4];
-#pragma unroll
-            for (int i = 0; i < kTilesM; ++i) {
-                uint4 const low = load_shared(fragments + i * 2 * kBytesRows);
-                uint4 const high = load_shared(fragments + (i * 2 + 1) * kBytesRows);
-                a[0][i][0] = low.x, a[0][i][1] = high.x, a[0][i][2] = low.y, a[0][i][3] = high.y;
-                a[1][i][0] = low.z, a[1][i][1] = high.z, a[1][i][2] = low.w, a[1][i][3] = high.w;
-            }
-#pragma unroll
-            for (int j = 0; j < kTilesN; ++j) {
-                uint4 const b = load_shared(fragments + (kTilesM * 2 + j) * kBytesRows);
-#pragma unroll
-                for (int i = 0; i < kTilesM; ++i) {
-                    Element::mma(accumulators[i][j], a[0][i], b.x, b.y);
-                }
-#pragma unroll
-                for (int i = 0; i < kTilesM; ++i) {
-                    Element::mma(accumulators[i][j], a[1][i], b.z, b.w);
-                }
-            }
-        }
-        __syncwarp();  // all lanes have taken their fragments
-        load_stage(step + kNumStages, stage);
-        stage = stage == queue + (kNumStages - 1) * kBytesStage ? queue : stage + kBytesStage;
-    }
-    wait_async<0>();
-}
-
-// Adds up the warps' shares and calls emit(m, n, sum) once for each of the 16 kTilesM x 8 kTilesN sums.
-template <int kTilesM, int kTilesN, int kTilesExchanged, class Emit>
-__device__ __forceinline__ void exchange(float const (&accumulators)[kTilesM][kTilesN][4], float* buffer, Emit emit) {
-    constexpr int kSums = kTilesM * kTilesExchanged * 4 * kWarpSize;  // in fragment order, so lanes are neighbours
-    int const lane = threadIdx.x % kWarpSize;
-    int const warp = threadIdx.x / kWarpSize;
-#pragma unroll
-    for (int begin = 0; begin < kTilesN; begin += kTilesExchanged) {
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < kTilesM; ++i) {
-#pragma unroll
-            for (int j = 0; j < kTilesExchanged; ++j) {
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    buffer[warp * kSums + ((i * kTilesExchanged + j) * 4 + k) * kWarpSize + lane] =
-                        accumulators[i][begin + j][k];
-                }
-            }
-        }
-        __syncthreads();
-        for (int e = threadIdx.x; e < kSums; e += kThreads) {
-            float sum = buffer[e];
-#pragma unroll
-            for (int w = 1; w < kWarps; ++w) {
-                sum += buffer[w * kSums + e];
-            }
-            int const k = e / kWarpSize % 4;
-            int const tile = e / (4 * kWarpSize);
-            int const m = tile / kTilesExchanged * MMA_M + (k / 2) * 8 + lane / 4;
-            int const n = (begin + tile % kTilesExchanged) * MMA_N + lane % 4 * 2 + k % 2;
-            emit(m, n, sum);
-        }
-    }
-    __syncthreads();
-}
-
 template <class Element, class Cfg, class Source, class Begin, class End, class Emit>
 __device__ __forceinline__ void project(Source const& neurons, Source const& tokens, int d_model,
                                         unsigned char* dynamic, Begin begin, End end, Emit emit) {
@@ -322,74 +106,6 @@ __device__ __forceinline__ void project(Source const& neurons, Source const& tok
                                                                    shared_address(dynamic), begin);
     end();
     exchange<Cfg::kTilesM, Cfg::kTilesN, Cfg::kTilesExchanged>(accumulators, reinterpret_cast<float*>(dynamic), emit);
-}
-
-// Calls emit(i, x_of(i) . w_of(i)) in one lane for i = 0 ... count - 1, by one warp. `queue` is kSlots x kBytesDot
-// bytes of shared memory of this warp's own: there the rows of kSlots products are under way at once, and no compiler
-// can delay a load to its use. The order of a sum depends on d_model only.
-template <class Element, int kSlots, class XOf, class WOf, class Emit>
-__device__ __forceinline__ void dot_products(int count, int d_model, uint32_t queue, XOf x_of, WOf w_of, Emit emit) {
-    int const lane = threadIdx.x % kWarpSize;
-    int const num_vectors = d_model / kVector;
-    int const num_chunks = (num_vectors + kDotSteps * kWarpSize - 1) / (kDotSteps * kWarpSize);
-    int const num_items = count * num_chunks;
-    queue += lane * 16;
-
-    auto const fetch = [&](int item, uint32_t slot) {
-        if (item < num_items) {
-            int const i = item / num_chunks;
-            int const first = (item - i * num_chunks) * (kDotSteps * kWarpSize) + lane;
-            uint16_t const* const w = w_of(i) + first * kVector;
-            uint16_t const* const x = x_of(i) + first * kVector;
-            // A vector past the end is zero in both rows.
-#pragma unroll
-            for (int k = 0; k < kDotSteps; ++k) {
-                copy_async(slot + k * kBytesPiece, w + k * kWarpSize * kVector, first + k * kWarpSize < num_vectors);
-            }
-#pragma unroll
-            for (int k = 0; k < kDotSteps; ++k) {
-                copy_async_cached(slot + (kDotSteps + k) * kBytesPiece, x + k * kWarpSize * kVector,
-                                  first + k * kWarpSize < num_vectors);
-            }
-        }
-        commit_async();
-    };
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-        fetch(slot, queue + slot * kBytesDot);
-    }
-    uint32_t slot = queue;
-    for (int i = 0, item = 0; i < count; ++i) {
-        float parts[4] = {};  // shorter chains of dependent additions
-        for (int chunk = 0; chunk < num_chunks; ++chunk, ++item) {
-            wait_async<kSlots - 1>();
-#pragma unroll
-            for (int k = 0; k < kDotSteps; ++k) {
-                accumulate<Element>(parts[k % 4], load_shared(slot + (kDotSteps + k) * kBytesPiece),
-                                    load_shared(slot + k * kBytesPiece));
-            }
-            fetch(item + kSlots, slot);
-            slot = slot == queue + (kSlots - 1) * kBytesDot ? queue : slot + kBytesDot;
-        }
-        float sum = (parts[0] + parts[1]) + (parts[2] + parts[3]);
-#pragma unroll
-        for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-            sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-        }
-        if (lane == 0) {
-            emit(i, sum);
-        }
-    }
-    wait_async<0>();
-}
-
-// Brings a row into L2, by one warp.
-__device__ __forceinline__ void prefetch_row(uint16_t const* row, int length) {
-    constexpr int kLine = 64;  // elements
-#pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x) % kWarpSize * kLine; i < length; i += kWarpSize * kLine) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + i));
-    }
 }
 
 template <class Element, class Cfg>
@@ -513,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
         int const count = (num_pairs - warp + kWarps - 1) / kWarps;  // this warp's
         auto const neuron_of = [&](int i) { return shared.pairs[warp + i * kWarps] / kMaxTokens; };
         auto const token_of = [&](int i) { return shared.pairs[warp + i * kWarps] % kMaxTokens; };
-        // Where most are active, everybody streams, and who prefetches is in the way.
+        // If most are active, all warps stream, and prefetches are in the way.
         bool const prefetches = params.tokens > 1 || num_pairs <= kMostPrefetched;
         for (int i = 0; i < count; ++i) {
             if (prefetches) {

@@ -1,23 +1,28 @@
 // Gate and up projections for 17 to 128 tokens on Hopper (sm_90a): h[t, n] of the active neurons n of each token t.
 //
-// A cluster of two CTAs owns some neurons and all of d_model, so that the weights come from memory once, and nobody
-// waits for another's sums. Each CTA has half of the tokens: with all tokens in each, reading x over and over would
-// take longer than reading the weights. Warpgroups multiply tokens x neurons by wgmma, from a queue of slices that one
-// warp fills by TMA. Clusters begin at different places of d_model, or all would read the same lines of x at the same
-// time.
+// A cluster of two CTAs owns some neurons and all of d_model, so that the weights come from memory once, and no
+// cluster waits for another's sums. Each CTA has half of the tokens: with all tokens in each, reading x over and over
+// would take longer than reading the weights. Warpgroups multiply tokens x neurons by wgmma, from a queue of slices
+// that one warp fills by TMA. Clusters begin at different places of d_model, or all would read the same lines of x at
+// the same time.
 //
-// Up to 64 tokens whoever finds a neuron active computes its up projection at once: if a CTA has few active pairs of a
-// neuron and a token, a warp takes one after the other; if one of a cluster has many, both multiply w_up as they did
-// w_gate. For more tokens most neurons are active for some token, so w_up is multiplied together with w_gate. CTAs
+// Up to 64 tokens the CTA that finds a neuron active computes its up projection at once: if a CTA has few active pairs
+// of a neuron and a token, a warp takes one after the other; if one of a cluster has many, both multiply w_up as they
+// did w_gate. For more tokens most neurons are active for some token, so w_up is multiplied together with w_gate. CTAs
 // leave the number of their active pairs for the down projection, which is dense if there are many (down_sm90.cuh).
 #pragma once
 
 #include <cuda.h>
 
+#include "device/block.cuh"
+#include "device/cluster.cuh"
 #include "device/dependent_launch.cuh"
+#include "device/dot_rows.cuh"
 #include "device/element.cuh"
-#include "few_tokens/gate_up_few.cuh"
-#include "host/problem.h"
+#include "device/mbarrier.cuh"
+#include "device/shared.cuh"
+#include "device/tma.cuh"
+#include "format/active.cuh"
 #include "matmul/matmul_sm90.cuh"
 #include "twell/twell.h"
 
@@ -33,7 +38,6 @@ using matmul_sm90::WGMMA_M;
 constexpr int kWarps = 12;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kLoader = kWarps - 1;  // this warp loads; the first warpgroups multiply
-constexpr int kClusterSize = 2;
 
 struct Params : BlockTensors {
     CUtensorMap x_map;       // [tokens, d_model], boxes of [Config::kTokens, BLOCK_K]
@@ -62,15 +66,16 @@ struct Pair {
 
 // In the epilogues a thread has four neighbouring neurons of every kTokensAtOnce-th token.
 constexpr int kQuad = 4;
-constexpr int kQuadsOfWord = gate_up_few::kMaskBits / kQuad;
-static_assert(gate_up_few::kMaskBits == kWarpSize, "a lane for each bit");
+constexpr int kQuadsOfWord = kMaskBits / kQuad;
+static_assert(kMaskBits == kWarpSize, "a lane for each bit");
 
-// Clusters of so many neurons; CTAs of kMaxTokens tokens; kUpAlways: u of all neurons is computed, active or not.
+// Clusters of kNeuronsOfCluster neurons; CTAs of kMaxTokens tokens; kUpAlways: u of all neurons is computed, active or
+// not.
 template <int kNeuronsOfCluster, int kMaxTokens, bool kUpAlways, int kStages>
 struct Config {
     static constexpr int kNeurons = kNeuronsOfCluster;
-    static constexpr int kMaskWords = kNeurons / gate_up_few::kMaskBits;
-    static_assert(kNeurons % gate_up_few::kMaskBits == 0, "whole mask words");
+    static constexpr int kMaskWords = kNeurons / kMaskBits;
+    static_assert(kNeurons % kMaskBits == 0, "whole mask words");
     static constexpr int kQuads = kNeurons / kQuad;
     static constexpr int kTokensAtOnce = kThreads / kQuads;
     static_assert(kQuads % kQuadsOfWord == 0 && kWarpSize % kQuadsOfWord == 0, "neighbouring lanes have a mask word");
@@ -95,7 +100,7 @@ struct Config {
     static constexpr int kBytesX = kTokens * kBytesRow;
     static constexpr int kBytesStage = kBytesX + BLOCK_N * kBytesRow;
     static constexpr int kBytesStages = kNumStages * kBytesStage;
-    static constexpr int kDotSlots = kBytesStages >= 2 * kWarps * gate_up_few::kBytesDot ? 2 : 1;  // of each warp
+    static constexpr int kDotSlots = kBytesStages >= 2 * kWarps * kBytesDot ? 2 : 1;  // of each warp
     // Sums of a token. Padded, so that the 8 x 4 pairs of a fragment fall into different banks.
     static constexpr int kStrideSums = BLOCK_N + 8;
     struct Storage {
@@ -112,7 +117,7 @@ struct Config {
     static constexpr int kOffsetStorage = kOffsetBarriers + (2 * kNumStages + 1) * 8;
     static constexpr int kSharedBytes = kOffsetStorage + static_cast<int>(sizeof(Storage));
     static_assert(kSharedBytes <= kMaxSharedBytes, "what a block of sm_90 can have");
-    static_assert(kComputesAll || kWarps * kDotSlots * gate_up_few::kBytesDot <= kBytesStages,
+    static_assert(kComputesAll || kWarps * kDotSlots * kBytesDot <= kBytesStages,
                   "dot products take the stages' place");
     static_assert(kBytesX % 1024 == 0 && kBytesBox % 1024 == 0,
                   "swizzle patterns of 128 bytes start at multiples of 1024");
@@ -121,8 +126,6 @@ struct Config {
     static_assert(kTokensRead * kStrideSums * 4 <= kBytesStages, "sums take the stages' place");
     static_assert(kNeurons <= 256 && kTokens <= 256, "what a pair's word can hold");
 };
-
-using matmul_sm90::shared_address;
 
 // What lies where in shared memory.
 template <class Cfg>
@@ -144,12 +147,12 @@ struct Stages {
     // By one thread.
     __device__ __forceinline__ void init() const {
         for (int stage = 0; stage < Cfg::kNumStages; ++stage) {
-            matmul_sm90::init_barrier(full(stage), 1);
-            matmul_sm90::init_barrier(empty(stage), kClusterSize * Cfg::kConsumerWarps);
+            init_barrier(full(stage), 1);
+            init_barrier(empty(stage), kClusterSize * Cfg::kConsumerWarps);
         }
-        matmul_sm90::init_barrier(told(), 1);
-        matmul_sm90::publish_barriers();
-        matmul_sm90::arrive_and_expect(told(), sizeof(int));
+        init_barrier(told(), 1);
+        publish_barriers();
+        arrive_and_expect(told(), sizeof(int));
     }
 };
 
@@ -158,37 +161,6 @@ enum class Pass {
     kGate,  // w_gate, and w_up if the kernel computes all
     kUp
 };
-
-// Leaves a word in shared memory of the cluster's other CTA, with a barrier there.
-__device__ __forceinline__ void tell_other(uint32_t address, int value, uint32_t barrier) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 remote, remote_barrier;\n"
-        "mapa.shared::cluster.u32 remote, %0, %3;\n"
-        "mapa.shared::cluster.u32 remote_barrier, %2, %3;\n"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [remote], %1, [remote_barrier];\n"
-        "}\n" ::"r"(address),
-        "r"(value), "r"(barrier), "r"(cluster_rank() ^ 1)
-        : "memory");
-}
-
-// Weights leave L2 first: no other CTA reads them, and what the next kernel needs should stay.
-__device__ __forceinline__ uint64_t evict_first() {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
-// matmul_sm90::load_box_for_all with that.
-__device__ __forceinline__ void load_weights(uint32_t destination, CUtensorMap const& map, uint32_t barrier, int column,
-                                             int row, uint64_t policy) {
-    uint16_t const ctas = (1 << kClusterSize) - 1;
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        ".L2::cache_hint [%0], [%1, {%4, %5}], [%2], %3, %6;" ::"r"(destination),
-        "l"(&map), "r"(barrier), "h"(ctas), "r"(column), "r"(row), "l"(policy)
-        : "memory");
-}
 
 // Brings all slices of the weights and x into the stages, by one warp.
 template <Pass kPass, class Cfg>
@@ -204,18 +176,18 @@ __device__ __forceinline__ void load_slices(Stages<Cfg> const& stages, matmul_sm
     uint64_t const policy = evict_first();
     int const num_boxes = kPass == Pass::kGate && has_up ? 2 * kBoxesOfGate : kBoxesOfGate;
     for (int i = 0; i < num_slices; ++i) {
-        matmul_sm90::wait_barrier(stages.empty(ring.stage), ring.parity ^ 1);
+        wait_barrier(stages.empty(ring.stage), ring.parity ^ 1);
         if (threadIdx.x % kWarpSize == 0) {
             uint32_t const full = stages.full(ring.stage);
             int const column = slice * BLOCK_K;
-            matmul_sm90::arrive_and_expect(full, num_boxes * Cfg::kBytesBox + Cfg::kBytesX);
+            arrive_and_expect(full, num_boxes * Cfg::kBytesBox + Cfg::kBytesX);
             if (rank < num_boxes) {
                 bool const is_gate = kPass == Pass::kGate && rank < kBoxesOfGate;
-                load_weights(stages.w(ring.stage) + rank * Cfg::kBytesBox,
-                             is_gate ? params.w_gate_map : params.w_up_map, full, column,
-                             neuron_begin + rank % kBoxesOfGate * Cfg::kBoxNeurons, policy);
+                load_box_for_all(stages.w(ring.stage) + rank * Cfg::kBytesBox,
+                                 is_gate ? params.w_gate_map : params.w_up_map, full, column,
+                                 neuron_begin + rank % kBoxesOfGate * Cfg::kBoxNeurons, policy);
             }
-            matmul_sm90::load_box(stages.x(ring.stage), params.x_map, full, column, token_begin);
+            load_box(stages.x(ring.stage), params.x_map, full, column, token_begin);
         }
         __syncwarp();
         ring.advance();
@@ -264,7 +236,7 @@ __device__ __forceinline__ float finish_up(Params const& params, float sum, floa
 }
 
 __device__ __forceinline__ int64_t h_stride(Params const& params) {
-    return static_cast<int64_t>(params.num_mask_words) * gate_up_few::kMaskBits;
+    return static_cast<int64_t>(params.num_mask_words) * kMaskBits;
 }
 
 // Clears counters, and h where not all of it will be stored. By the warps that neither load nor multiply.
@@ -347,8 +319,7 @@ __device__ __forceinline__ uint2 activate_quad(Params const& params, Stages<Cfg>
 // Brings the row of w_down that the next kernel needs for a neuron into L2. NOTE: by TMA, since the units that load and
 // store are busy until a prefetch of theirs has found its place.
 __device__ __forceinline__ void prefetch_down(Params const& params, int neuron) {
-    matmul_sm90::prefetch_bytes(params.w_down + int64_t{neuron} * params.d_out,
-                                static_cast<uint32_t>(params.d_out) * 2);
+    prefetch_bytes(params.w_down + int64_t{neuron} * params.d_out, static_cast<uint32_t>(params.d_out) * 2);
 }
 
 // Where more lanes of a warp have an active neuron, the down projection is probably dense and reads w_down in another
@@ -360,17 +331,17 @@ template <bool kPrefetches, class Cfg>
 __device__ __forceinline__ void store_mask(Params const& params, typename Cfg::Storage& storage, Quad<Cfg> const& quad,
                                            int token_begin, int token, bool exists, uint32_t active) {
     bool const prefetches = kPrefetches && __popc(__ballot_sync(0xffffffffu, active != 0)) <= kMostPrefetching;
-    uint32_t word = active << quad.first % gate_up_few::kMaskBits;
+    uint32_t word = active << quad.first % kMaskBits;
 #pragma unroll
     for (int distance = 1; distance < kQuadsOfWord; distance *= 2) {
         word |= __shfl_xor_sync(0xffffffffu, word, distance);
     }
-    int const index = quad.neuron / gate_up_few::kMaskBits;
+    int const index = quad.neuron / kMaskBits;
     if (threadIdx.x % kQuadsOfWord == 0 && exists && index < params.num_mask_words) {
         params.masks[static_cast<int64_t>(token_begin + token) * params.num_mask_words + index] = word;
         if (word != 0) {
             atomicAdd(&storage.pairs_of_token[token], __popc(word));
-            uint32_t const before = atomicOr(&storage.active[quad.first / gate_up_few::kMaskBits], word);
+            uint32_t const before = atomicOr(&storage.active[quad.first / kMaskBits], word);
             for (uint32_t rest = prefetches ? word & ~before : 0; rest != 0; rest &= rest - 1) {
                 prefetch_down(params, quad.neuron + __ffs(rest) - 1);
             }
@@ -506,8 +477,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     allow_dependent_launch();
     if (loads && lane == 0) {
         stages.init();
-        matmul_sm90::prefetch_map(params.w_gate_map);
-        matmul_sm90::prefetch_map(params.x_map);
+        prefetch_map(params.w_gate_map);
+        prefetch_map(params.x_map);
         storage.num_listed = 0;
         for (int w = 0; w < Cfg::kMaskWords; ++w) {
             storage.active[w] = 0;
@@ -565,9 +536,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             // Both CTAs multiply w_up as a whole, or neither does. NOTE: a CTA tells when its sums have been read, for
             // the other one may then load w_up into their place.
             if (thread == 0) {
-                tell_other(shared_address(&storage.other_pairs), num_pairs, stages.told());
+                send_word(shared_address(&storage.other_pairs), num_pairs, stages.told());
             }
-            matmul_sm90::wait_for_cluster(stages.told(), 0);
+            wait_for_cluster(stages.told(), 0);
             by_pairs = max(num_pairs, storage.other_pairs) <= Cfg::kMostPairs;
         }
         if (by_pairs) {
@@ -578,8 +549,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             // A warp each.
             int const count = (num_pairs - warp + kWarps - 1) / kWarps;
             auto const pair_of = [&](int i) { return storage.pairs[warp + i * kWarps]; };
-            gate_up_few::dot_products<Element, Cfg::kDotSlots>(
-                count, params.d_model, stages.base + warp * (Cfg::kDotSlots * gate_up_few::kBytesDot),
+            dot_products<Element, Cfg::kDotSlots>(
+                count, params.d_model, stages.base + warp * (Cfg::kDotSlots * kBytesDot),
                 [&](int i) { return params.x + int64_t{token_begin + pair_of(i).token} * params.d_model; },
                 [&](int i) { return params.w_up + int64_t{neuron_begin + pair_of(i).neuron} * params.d_model; },
                 [&](int i, float sum) {
@@ -611,7 +582,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         // Then the other CTA does not signal this one's barriers any more, so that it may end. (To meet the other one
         // takes longer, for that waits for what both have stored.)
         for (int i = 0; i < Cfg::kNumStages; ++i) {
-            matmul_sm90::wait_barrier(stages.empty(ring.stage), ring.parity ^ 1);
+            wait_barrier(stages.empty(ring.stage), ring.parity ^ 1);
             ring.advance();
         }
     }

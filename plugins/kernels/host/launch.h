@@ -8,6 +8,7 @@
 #include <initializer_list>
 
 #include "host/trace.h"
+#include "twell/twell.h"
 
 // Returns from the function that it stands in if the call fails.
 #define TWELL_TRY(...)                                                                   \
@@ -42,7 +43,16 @@ struct Device {
     Text* trace = nullptr;  // where launches are written down, and not made
 };
 
-// Whether the library has kernels for compute capability 9.0 alone, see sm90.h; whether they run on a device.
+// What all launchers of a call are given.
+struct Call {
+    twell_problem const& problem;
+    twell_tensors const& tensors;
+    Device const& device;
+    cudaStream_t stream;
+};
+
+// Whether the library has kernels for compute capability 9.0 alone, and whether they run on a device. Where kHasSm90 is
+// false, functions with _sm90 in their names do not exist: call them in `if constexpr (kHasSm90)`.
 #if defined(TWELL_SM90A)
 constexpr bool kHasSm90 = true;
 #else
@@ -70,7 +80,7 @@ inline cudaError_t query_device(Device& device) {
 }
 
 // Whether the code that the device runs waits in wait_for_previous_launch(). Code from PTX of an older architecture
-// does not: of compute_80 on 10.0, for which there is no other. Static, as the list differs between source files.
+// does not: on 10.0, for example, which has only that of compute_80. Static, as the list differs between source files.
 static inline bool knows_dependent_launch(Device const& device) {
     constexpr int kFirst = 900;
     int const version = device.major * 100 + device.minor * 10;
@@ -80,6 +90,14 @@ static inline bool knows_dependent_launch(Device const& device) {
         }
     }
     return false;
+}
+
+// What use(config) gives for the one of Configs for which is_chosen(config) holds.
+template <class... Configs, class IsChosen, class Use>
+cudaError_t with_config(IsChosen is_chosen, Use use) {
+    cudaError_t result = cudaErrorInvalidConfiguration;
+    ((is_chosen(Configs()) ? (result = use(Configs()), true) : false) || ...);
+    return result;
 }
 
 // A launch in a line of words, after those of the launches before.

@@ -3,6 +3,7 @@
 
 #include <stddef.h>
 
+#include "device/block.cuh"
 #include "device/element.cuh"
 #include "twell/twell.h"
 
@@ -57,24 +58,6 @@ inline Activation activation_of(twell_problem const& problem) {
     uint32_t const bits = problem.dtype == TWELL_BF16 ? Bf16::round_down(cut) : Fp16::round_down(cut);
     return {bits << 16 | bits, problem.activation == TWELL_RELU2};
 }
-
-// What y is computed from: the beginning of most kernels' parameters, whatever they need of it.
-struct BlockTensors {
-    uint16_t const* x;         // [tokens, d_model]
-    uint16_t const* w_gate;    // [d_ff, d_model]
-    uint16_t const* b_gate;    // [d_ff] or null
-    uint16_t const* w_up;      // [d_ff, d_model], null in a plain block
-    uint16_t const* b_up;      // [d_ff] or null
-    uint16_t const* w_down;    // [d_ff, d_out]
-    uint16_t const* b_down;    // [d_out] or null
-    uint16_t const* residual;  // [tokens, d_out] or null
-    uint16_t* y;               // [tokens, d_out]
-    int d_model;
-    int d_ff;
-    int d_out;
-    bool relu_on_up;  // dReLU
-    Activation act;
-};
 
 inline void set_block(BlockTensors& block, twell_problem const& problem, twell_tensors const& tensors) {
     block.x = static_cast<uint16_t const*>(tensors.x);

@@ -6,7 +6,9 @@
 // d_out.)
 #pragma once
 
+#include "device/cp_async.cuh"
 #include "device/element.cuh"
+#include "device/shared.cuh"
 #include "device/vector.cuh"
 #include "twell/twell.h"
 
@@ -60,40 +62,6 @@ struct Operand {
 
 // How weights lie in memory: [neurons, K] or [K, neurons].
 enum class Weights { kByNeuron, kByK };
-
-__device__ __forceinline__ uint32_t shared_address(void const* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// Copies 16 bytes to shared memory, or fills them with zeros; then the source is not read and may be any address.
-__device__ __forceinline__ void copy_async(uint32_t destination, void const* source, bool valid) {
-    int const bytes = valid ? kBytesChunk : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ void commit_async() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int kPending>
-__device__ __forceinline__ void wait_async() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// Four 8 x 8 matrices, from rows of 16 bytes whose addresses the lanes have; kTransposed: each is transposed.
-template <bool kTransposed>
-__device__ __forceinline__ void load_matrix_x4(uint32_t (&fragment)[4], uint32_t address) {
-    if constexpr (kTransposed) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-                     : "r"(address)
-                     : "memory");
-    } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-                     : "r"(address)
-                     : "memory");
-    }
-}
 
 // Byte offset of a 16-byte chunk in a slice whose rows are kColumns elements long. The XOR makes the eight rows that
 // one ldmatrix phase reads fall into eight different 16-byte bank groups: a row of 64 bytes has half of them.

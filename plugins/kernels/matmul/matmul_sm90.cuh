@@ -17,21 +17,17 @@
 
 #include "device/cluster.cuh"
 #include "device/element.cuh"
+#include "device/mbarrier.cuh"
+#include "device/shared.cuh"
+#include "device/tma.cuh"
+#include "device/vector.cuh"
 #include "device/wgmma.cuh"
-#include "matmul/matmul_generic.cuh"
-#include "packed/pack.cuh"
+#include "matmul/tiling_sm90.h"
 #include "twell/twell.h"
 
 namespace twell::matmul_sm90 {
 
-constexpr int kClusterSize = 2;
-constexpr int BLOCK_M = TWELL_TILE / kClusterSize;  // neurons of a CTA, if tall tokens
-constexpr int BLOCK_K = 64;
-constexpr int WGMMA_M = 64;
-constexpr int WGMMA_K = 16;
 constexpr int kRowsPerSwizzle = 8;
-constexpr int kRowElements = 64;  // in a row of shared memory, as long as the swizzle pattern
-constexpr int kBytesRow = kRowElements * 2;
 constexpr int kWarpNeurons = 16;  // of a consumer warp, or tokens
 constexpr int kBytesWarpRow = kWarpNeurons * 2;
 static_assert(BLOCK_K == kRowElements && WGMMA_M == kRowElements, "a row lies along K or along M");
@@ -58,16 +54,9 @@ constexpr int kGroupBlocks = 8;
 
 constexpr int kMaxSharedBytes = 227 * 1024;
 
-// How a cluster's two CTAs divide a tile, and what they share.
-enum class Layout {
-    kSharesTokens,   // [2 x 128 neurons, a block of tokens]
-    kSharesWeights,  // [128 neurons, 2 blocks of tokens]
-    kTall,           // [a block of neurons, 2 x 128 tokens], sharing weights: the product is not transposed
-};
-
-// Tokens in a block, if tall neurons; a multiple of 8, at most 256. Either there is room for the whole result, which
-// helpers carry on, or each consumer warp has a little and carries it on itself. So many weight matrices are multiplied
-// at once.
+// kBlock: tokens in a block, if tall neurons; a multiple of 8, at most 256. kResultInShared: there is room for the
+// whole result, which helpers carry on; else each consumer warp has a little and carries it on itself. kMatrices:
+// weight matrices that are multiplied at once.
 template <int kBlock, bool kResultInShared = true, int kMatrices = 1, Layout kTileLayout = Layout::kSharesTokens>
 struct Config {
     static constexpr int BLOCK_N = kBlock;
@@ -169,131 +158,11 @@ struct Tokens {
     __device__ __forceinline__ bool has(int i) const { return i >= skipped && i < end; }
 };
 
-__device__ __forceinline__ uint32_t shared_address(void const* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// mbarriers
-
-__device__ __forceinline__ void init_barrier(uint32_t barrier, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// Waits for the end of the phase with this parity. A fresh barrier counts as having ended a phase of parity 1.
-__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
-// After init_barrier, before sync_cluster().
-__device__ __forceinline__ void publish_barriers() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives at the barrier of this name in a CTA of the cluster. NOTE: orders nothing for the other CTA's ordinary reads.
-__device__ __forceinline__ void arrive_at_cta(uint32_t barrier, uint32_t cta) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-        "}\n" ::"r"(barrier),
-        "r"(cta)
-        : "memory");
-}
-
-// The same, and what this thread has seen or done before is visible to who waits there with wait_for_cluster().
-__device__ __forceinline__ void release_to_cta(uint32_t barrier, uint32_t cta) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
-        "}\n" ::"r"(barrier),
-        "r"(cta)
-        : "memory");
-}
-
-__device__ __forceinline__ void wait_for_cluster(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
-__device__ __forceinline__ void arrive_and_expect(uint32_t barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-// TMA. Rows and columns outside the matrix become zeros and count as bytes that came.
-
-__device__ __forceinline__ void prefetch_map(CUtensorMap const& map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
-__device__ __forceinline__ void load_box(uint32_t destination, CUtensorMap const& map, uint32_t barrier, int column,
-                                         int row) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-            destination),
-        "l"(&map), "r"(barrier), "r"(column), "r"(row)
-        : "memory");
-}
-
-// Brings what load_box would load to L2.
-__device__ __forceinline__ void prefetch_box(CUtensorMap const& map, int column, int row) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row)
-                 : "memory");
-}
-
-// load_box into all CTAs of the cluster: at the same place, signalled at the same barrier of each.
-__device__ __forceinline__ void load_box_for_all(uint32_t destination, CUtensorMap const& map, uint32_t barrier,
-                                                 int column, int row) {
-    uint16_t const ctas = (1 << kClusterSize) - 1;
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%4, %5}], [%2], %3;" ::"r"(destination),
-        "l"(&map), "r"(barrier), "h"(ctas), "r"(column), "r"(row)
-        : "memory");
-}
-
-// Brings so many bytes, a multiple of 16, to L2.
-__device__ __forceinline__ void prefetch_bytes(void const* pointer, uint32_t bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
-}
-
-// wgmma
-
 // Describes rows of 64 elements in a stage, from `address` on; groups of 8 rows follow each other. For a K-major matrix
 // the rows' elements lie along K, for an M-major one along M; then the rows do along K.
 __device__ __forceinline__ uint64_t describe(uint32_t address) {
     return static_cast<uint64_t>((address & 0x3ffffu) >> 4) | uint64_t{1} << 16 |
            uint64_t{kRowsPerSwizzle * kBytesRow >> 4} << 32 | uint64_t{1} << 62;
-}
-
-__device__ __forceinline__ void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int kPending>
-__device__ __forceinline__ void wait_wgmma() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
 // Goes round the stages; `parity` is that of the phase in which the present round fills them.
@@ -383,8 +252,8 @@ struct Loader {
         return true;
     }
 
-    // When both CTAs' consumers are done with all that was loaded, nobody signals this one's barriers any more, so that
-    // it may end.
+    // When both CTAs' consumers are done with all that was loaded, no thread signals this one's barriers any more, so
+    // that it may end.
     __device__ __forceinline__ void wait_for_consumers() {
         for (int i = 0; i < Cfg::kNumStages; ++i) {
             wait_barrier(shared.stage_empty(ring.stage), ring.parity ^ 1);
@@ -522,51 +391,6 @@ __device__ __forceinline__ uint32_t chunk_offset(int token, int chunk) {
 }
 constexpr int kChunksPerToken = BLOCK_M / kVector;
 
-// Four 8 x 8 matrices, transposed: lanes 8 i to 8 i + 7 give the addresses of matrix i's columns.
-__device__ __forceinline__ void store_transposed_x4(uint32_t address, uint32_t const (&fragment)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-                 "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
-                 : "memory");
-}
-
-__device__ __forceinline__ void store_x4(uint32_t address, uint32_t const (&fragment)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(fragment[0]),
-                 "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
-                 : "memory");
-}
-
-__device__ __forceinline__ void store_x2(uint32_t address, uint32_t fragment0, uint32_t fragment1) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(fragment0),
-                 "r"(fragment1)
-                 : "memory");
-}
-
-__device__ __forceinline__ void store_transposed_x2(uint32_t address, uint32_t fragment0, uint32_t fragment1) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(fragment0),
-                 "r"(fragment1)
-                 : "memory");
-}
-
-__device__ __forceinline__ uint4 load_chunk(uint32_t address) {
-    uint4 chunk;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
-                 : "r"(address)
-                 : "memory");
-    return chunk;
-}
-
-__device__ __forceinline__ void store_chunk(uint32_t address, uint4 chunk) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z),
-                 "r"(chunk.w)
-                 : "memory");
-}
-
-// Brings a line of memory to L2.
-__device__ __forceinline__ void prefetch_line(void const* pointer) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory");
-}
-
 // The biases of a consumer thread's two neurons, `neuron` and the eighth after it; 0 past the last one.
 template <class Element>
 __device__ __forceinline__ float2 load_biases(uint16_t const* bias, int neuron, int num_neurons) {
@@ -690,7 +514,7 @@ __device__ __forceinline__ void add_rows(float (&accumulators)[Cfg::kAccumulator
             store_chunk(destination + buffer, chunks[r]);
             __syncwarp();
             uint32_t fragment[4];
-            matmul_generic::load_matrix_x4<true>(fragment, source + buffer);
+            load_matrix_x4<true>(fragment, source + buffer);
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 int const i = turn * 8 + k * 2;

@@ -1,6 +1,6 @@
 // Sums that several CTAs compute a part of, where there are too few tiles for all multiprocessors (sm_90a). Parts are
-// added in pairs, then the sums of pairs: whoever is first leaves what it has in memory, the second adds it to its own.
-// As a + b = b + a, it does not matter who that is: results are repeatable.
+// added in pairs, then the sums of pairs: the first one leaves what it has in memory, the second adds that to its own.
+// As a + b = b + a, it does not matter which one is first: results are repeatable.
 #pragma once
 
 #include <stdint.h>
@@ -9,12 +9,10 @@
 
 namespace twell {
 
-// Of a sum, at most; there are 1, 2 or 4.
-constexpr int kMostParts = 4;
-// Warps' shares of a product. A warp has so many sums at least.
+// Shares are the warps' of a product. The fewest sums of a warp:
 constexpr int kFewestPartSums = 512;
 
-// Two parts, or sums of so many, meet at a place: there are parts - 1 of them for each share.
+// Two parts, or sums of two or more, meet at a place: there are parts - 1 of them for each share.
 struct Parts {
     float4* sums;      // [places, sums of a lane / 4, kWarpSize]
     uint32_t* states;  // [places], 0 at first; no more than sums / kFewestPartSums

@@ -6,31 +6,37 @@
 // sent for together with that of w_up. What is left is to add up what CTAs contribute to y, in their order.
 #pragma once
 
+#include "device/block.cuh"
+#include "device/cp_async.cuh"
 #include "device/dependent_launch.cuh"
+#include "device/dot_rows.cuh"
 #include "device/element.cuh"
 #include "device/epilogue.cuh"
+#include "device/gather_rows.cuh"
+#include "device/shared.cuh"
 #include "device/vector.cuh"
-#include "few_tokens/gate_up_few.cuh"
-#include "host/problem.h"
+#include "matmul/matmul_few.cuh"
+#include "one_or_two_tokens/one_or_two.h"
 
 namespace twell::contribute_few {
 
-using gate_up_few::kBytesPiece;
-using gate_up_few::kThreads;
-using gate_up_few::kWarps;
+using matmul_few::kThreads;
+using matmul_few::kWarps;
 
-constexpr int kMostTokens = 2;
-constexpr int kNeurons = MMA_M;  // of a CTA, at most
-constexpr int kCtasPerMultiprocessor = 3;
+constexpr int kMostTokens = kMostTokensOneOrTwo;
+constexpr int kNeurons = kNeuronsOfCtaOneOrTwo;
+static_assert(kNeurons == MMA_M, "the extent of the tensor cores' tile");
 // Registers are kept free for one more, so that a CTA that adds up has a place beside them, and they beside it.
 constexpr int kMinBlocks = 4;
-constexpr int kMostColumns = kThreads * kVector;  // of a matrix: a thread has a vector of each row
+constexpr int kMostColumns = kMostColumnsOneOrTwo;
+static_assert(kMostColumns == kThreads * kVector, "a thread has a vector of each row");
 constexpr int kNumStages = 3;
-constexpr int kBytesQueue = kNumStages * gate_up_few::kBytesWarpStage<1, 1>;  // of a warp
+constexpr int kBytesQueue = kNumStages * matmul_few::kBytesWarpStage<1, 1>;  // of a warp
 constexpr int kSharedBytes = kWarps * kBytesQueue;
 // Afterwards rows of w_down lie there, and behind those of the i-th warp the sums of the i-th token's u.
 constexpr int kOffsetUp = kNeurons * kBytesPiece;
-static_assert(kOffsetUp + kNeurons * kWarps * 4 <= kBytesQueue && kMostTokens <= kWarps, "");
+static_assert(kOffsetUp + kNeurons * kWarps * 4 <= kBytesQueue && kMostTokens <= kWarps,
+              "the rows and sums find a place in the queues");
 
 // All CTAs that add up read at the same time which ones contribute, but not all of them the same copy.
 constexpr int kCopies = 8;
@@ -40,58 +46,8 @@ struct Params : BlockTensors {
     uint32_t* contributes;  // [kCopies, tokens, num_ctas]: 0 if it does not
     int num_ctas;
     int neurons_each;  // of a CTA
-    int neurons_left;  // so many CTAs have one more
+    int neurons_left;  // that many CTAs have one more
 };
-
-// Multiplies x by rows of w_up, those of a set of the neurons from `neuron_begin` on, kRows at once, and leaves each
-// warp's part of the sums: parts(token) is [kNeurons][kWarps].
-template <class Element, int kTokens, int kRows, class Parts>
-__device__ __forceinline__ void multiply_up(Params const& params, int neuron_begin, uint32_t set, Parts parts) {
-    int const lane = threadIdx.x % kWarpSize;
-    int const warp = threadIdx.x / kWarpSize;
-    int const k = static_cast<int>(threadIdx.x) * kVector;
-    bool const exists = k < params.d_model;
-    uint16_t const* const w_up = params.w_up + static_cast<int64_t>(neuron_begin) * params.d_model + k;
-    uint16_t const* const x = params.x + min(k, params.d_model - kVector);
-    while (set != 0) {
-        uint4 weights[kRows];
-        uint32_t rest = set;
-#pragma unroll
-        for (int r = 0; r < kRows; ++r, rest &= rest - 1) {
-            weights[r] =
-                load_vector_if(w_up + static_cast<int64_t>(__ffs(rest) - 1) * params.d_model, exists && rest != 0);
-        }
-        float sums[kTokens][kRows] = {};
-#pragma unroll
-        for (int t = 0; t < kTokens; ++t) {
-            uint4 const loaded = __ldcg(reinterpret_cast<uint4 const*>(x + t * params.d_model));
-            uint4 const values = exists ? loaded : uint4{};  // whatever it is, infinity times 0 would be a NaN
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                accumulate<Element>(sums[t][r], values, weights[r]);
-            }
-        }
-#pragma unroll
-        for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-#pragma unroll
-            for (int t = 0; t < kTokens; ++t) {
-#pragma unroll
-                for (int r = 0; r < kRows; ++r) {
-                    sums[t][r] += __shfl_xor_sync(0xffffffffu, sums[t][r], distance);
-                }
-            }
-        }
-#pragma unroll
-        for (int r = 0; r < kRows; ++r, set &= set - 1) {
-            if (set != 0 && lane == 0) {
-#pragma unroll
-                for (int t = 0; t < kTokens; ++t) {
-                    parts(t)[(__ffs(set) - 1) * kWarps + warp] = sums[t][r];
-                }
-            }
-        }
-    }
-}
 
 // What each CTA's neurons contribute to y.
 template <class Element, int kTokens>
@@ -123,10 +79,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
         }
     };
     float accumulators[1][1][4] = {};
-    uint32_t const queues = gate_up_few::shared_address(dynamic);
-    gate_up_few::multiply<Element, 1, 1, kNumStages>(
-        accumulators, gate_up_few::Consecutive{params.w_gate, neuron_begin, num_neurons},
-        gate_up_few::Consecutive{params.x, 0, kTokens}, params.d_model, queues, begin);
+    uint32_t const queues = shared_address(dynamic);
+    matmul_few::multiply<Element, 1, 1, kNumStages>(
+        accumulators, matmul_few::Consecutive{params.w_gate, neuron_begin, num_neurons},
+        matmul_few::Consecutive{params.x, 0, kTokens}, params.d_model, queues, begin);
     if (lane % 4 == 0) {  // the first two of eight tokens
 #pragma unroll
         for (int t = 0; t < kTokens; ++t) {
@@ -165,18 +121,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
     uint32_t const pieces = queues + warp * kBytesQueue + lane * 16;
     uint16_t const* const w_down =
         params.w_down + static_cast<int64_t>(neuron_begin) * params.d_out + min(column, params.d_out - kVector);
-    uint32_t piece = pieces;
-    for (uint32_t rest = any; rest != 0; rest &= rest - 1, piece += kBytesPiece) {
-        gate_up_few::copy_async(piece, w_down + static_cast<int64_t>(__ffs(rest) - 1) * params.d_out, true);
-    }
-    gate_up_few::commit_async();
+    send_for_set(pieces, w_down, params.d_out, any);
 
     float h = Element::to_float(g);
     if (params.w_up != nullptr) {
         if ((any & (any - 1)) == 0) {
-            multiply_up<Element, kTokens, 1>(params, neuron_begin, any, up_parts);
+            dot_set<Element, kTokens, 1, kWarps>(params.x, params.w_up, params.d_model, neuron_begin, any, up_parts);
         } else {
-            multiply_up<Element, kTokens, 4>(params, neuron_begin, any, up_parts);
+            dot_set<Element, kTokens, 4, kWarps>(params.x, params.w_up, params.d_model, neuron_begin, any, up_parts);
         }
         __syncthreads();
         // NOTE: u and h stay in fp32; a dense fp16 block, which stores both, can overflow here.
@@ -189,13 +141,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
         h *= u;
     }
 
-    gate_up_few::wait_async<0>();
+    wait_async<0>();
     float sums[kTokens][kVector] = {};
-    piece = pieces;
-    for (uint32_t rest = any; rest != 0; rest &= rest - 1, piece += kBytesPiece) {
-        int const n = __ffs(rest) - 1;
+    use_set(pieces, any, [&](int n, uint4 row) {
         float weights[kVector];
-        unpack<Element>(weights, gate_up_few::load_shared(piece));
+        unpack<Element>(weights, row);
 #pragma unroll
         for (int t = 0; t < kTokens; ++t) {
             float const factor = __shfl_sync(0xffffffffu, h, t * kNeurons + n);
@@ -206,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
                 }
             }
         }
-    }
+    });
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
         if (active[t] != 0 && column < params.d_out) {
@@ -224,7 +174,8 @@ constexpr int kAddThreads = 512;
 constexpr int kAddLanes = kAddColumns / 4;       // side by side, with four columns each
 constexpr int kAddRows = kWarpSize / kAddLanes;  // of a warp at a time
 constexpr int kAddWarps = kAddThreads / kWarpSize;
-constexpr int kMostCtas = kAddWarps * kWarpSize;  // a lane looks at one
+constexpr int kMostCtas = kMostCtasOneOrTwo;
+static_assert(kMostCtas == kAddWarps * kWarpSize, "a lane looks at one");
 
 // Zeros if they do not exist. Volatile, so that loads are under way together.
 __device__ __forceinline__ float4 load_if(float const* pointer, bool exists) {

@@ -26,40 +26,41 @@ contribute_few::Params take_contributions(twell_problem const& problem, unsigned
     return params;
 }
 
-// As many for each multiprocessor as its share of the neurons needs, so that none has more to read than another.
-int num_contributing_ctas(twell_problem const& problem, Device const& device) {
+// As many CTAs for each multiprocessor as its share of the neurons needs, so that none has more to read than another.
+OneOrTwoConfig choose(twell_problem const& problem, Device const& device) {
     using contribute_few::kMostCtas;
     int const multiprocessors = std::min(device.num_multiprocessors, kMostCtas);
     int const needed = static_cast<int>(ceil_div(problem.d_ff, multiprocessors * contribute_few::kNeurons));
-    int const of_each = std::min({needed, contribute_few::kCtasPerMultiprocessor, kMostCtas / multiprocessors});
-    return std::min(problem.d_ff, multiprocessors * of_each);
+    int const of_each = std::min({needed, kCtasPerMultiprocessorOneOrTwo, kMostCtas / multiprocessors});
+    int const num_ctas = std::min(problem.d_ff, multiprocessors * of_each);
+    return {num_ctas, problem.d_ff / num_ctas, problem.d_ff % num_ctas};
 }
 
 template <class Element>
-cudaError_t launch_contributing(twell_problem const& problem, twell_tensors const& tensors, void* memory,
-                                Device const& device, cudaStream_t stream) {
-    unsigned char* next = static_cast<unsigned char*>(memory);
+cudaError_t launch(Call const& call, void* workspace, OneOrTwoConfig const& config) {
+    twell_problem const& problem = call.problem;
+    unsigned char* next = static_cast<unsigned char*>(workspace);
     contribute_few::Params params = take_contributions(problem, next);
-    set_block(params, problem, tensors);
-    params.num_ctas = num_contributing_ctas(problem, device);
-    params.neurons_each = problem.d_ff / params.num_ctas;
-    params.neurons_left = problem.d_ff % params.num_ctas;
+    set_block(params, problem, call.tensors);
+    params.num_ctas = config.num_ctas;
+    params.neurons_each = config.neurons_each;
+    params.neurons_left = config.neurons_left;
     static_assert(contribute_few::kMostTokens == 2, "one of two kernels");
     auto const kernel = problem.tokens == 1 ? contribute_few::contribute_kernel<Element, 1>
                                             : contribute_few::contribute_kernel<Element, 2>;
     TWELL_TRY(launch_dependent({"contribute", {{"tokens", problem.tokens}}}, kernel, params,
                                dim3(static_cast<unsigned>(params.num_ctas)), contribute_few::kThreads,
-                               contribute_few::kSharedBytes, device, stream,
+                               contribute_few::kSharedBytes, call.device, call.stream,
                                {{}, params.num_ctas, most_contributing_ctas(problem)}));
     dim3 const grid(static_cast<unsigned>(ceil_div(problem.d_out, contribute_few::kAddColumns)),
                     static_cast<unsigned>(problem.tokens));
     return launch_dependent({"add_contributions"}, contribute_few::add_kernel<Element>, params, grid,
-                            contribute_few::kAddThreads, 0, device, stream);
+                            contribute_few::kAddThreads, 0, call.device, call.stream);
 }
 
 }  // namespace
 
-size_t one_or_two_scratch_bytes(twell_problem const& problem) {
+size_t one_or_two_bytes(twell_problem const& problem) {
     return bytes_taken([&](unsigned char*& end) { take_contributions(problem, end); });
 }
 
@@ -69,10 +70,10 @@ void list_one_or_two(Text& text) {
     add_line(text, {"add_contributions"});
 }
 
-cudaError_t launch_one_or_two(twell_problem const& problem, twell_tensors const& tensors, void* scratch,
-                              Device const& device, cudaStream_t stream) {
-    return problem.dtype == TWELL_BF16 ? launch_contributing<Bf16>(problem, tensors, scratch, device, stream)
-                                       : launch_contributing<Fp16>(problem, tensors, scratch, device, stream);
+cudaError_t launch_one_or_two(Call const& call, void* workspace) {
+    OneOrTwoConfig const config = choose(call.problem, call.device);
+    return call.problem.dtype == TWELL_BF16 ? launch<Bf16>(call, workspace, config)
+                                            : launch<Fp16>(call, workspace, config);
 }
 
 }  // namespace twell

@@ -67,7 +67,7 @@ def test_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gated = Grid("gated", 256, 768, (1, 300), ACTIVITIES)
     monkeypatch.setattr(
-        calibrate, "GRIDS", (gated, Grid("plain", 256, 512, (8,), ()), Grid("gated", 256, 64, (8,), ()))
+        calibrate, "grids", lambda: (gated, Grid("plain", 256, 512, (8,), ()), Grid("gated", 256, 64, (8,), ()))
     )
     path = tmp_path / "gpu.json"
     result = CliRunner().invoke(main, ["bench", "--measure-gpu", "-o", str(path)])
@@ -85,7 +85,7 @@ def test_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_out_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "GRIDS", (Grid("gated", 256, 768, (1, 2), ACTIVITIES[:1]),))
+    monkeypatch.setattr(calibrate, "grids", lambda: (Grid("gated", 256, 768, (1, 2), ACTIVITIES[:1]),))
     clock = itertools.count(step=150)
     monkeypatch.setattr(calibrate, "monotonic", lambda: next(clock))
     path = tmp_path / "gpu.json"

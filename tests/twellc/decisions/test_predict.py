@@ -99,9 +99,14 @@ def test_hot_neurons_of_few_tokens_are_not_split() -> None:
 def test_calls_are_split_where_the_kernels_split_them(widths: Widths) -> None:
     for tokens in (1, 16, 128, 512, 640, 641, 660, 661, 960, 961, 2048, 8192, 20_000):
         described = library.Problem(
-            tokens, widths.d_model, widths.d_ff, widths.d_out, 8, library.DTYPES["bfloat16"],
-            library.VARIANTS[widths.variant], library.ACTIVATIONS["relu"], 0.0, 256,
-        )  # fmt: skip
+            tokens=tokens,
+            d_model=widths.d_model,
+            d_ff=widths.d_ff,
+            d_out=widths.d_out,
+            compression=8,
+            variant=library.VARIANTS[widths.variant],
+            hot=256,
+        )
         text = library.describe(described, library.GPUS["H100"])
         assert is_split(widths, tokens) == ("hidden" in text and "gate_sm90" in text), text
 

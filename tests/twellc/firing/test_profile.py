@@ -16,7 +16,9 @@ from tests import models
 from tests.conftest import Cli
 from tests.models import Gated, Residual, export
 from tests.twellc.test_cli import failed, files_in
+from twellc.firing.measure import ProgramObserver
 from twellc.passes.block_profile import BlockProfile
+from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.plugins.library import TILE
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(60))
@@ -401,3 +403,25 @@ def test_the_gpu_counts_as_the_cpu_does(bytelm: Path, tmp_path: Path) -> None:
         other = there.blocks[module]
         assert other.tokens == block.tokens and other.positions[:, 0].tolist() == block.positions[:, 0].tolist()
         assert np.abs(block.firing - other.firing).sum() <= 0.02 * block.nonzeros
+
+
+def test_tensors_that_the_model_makes_lie_where_it_runs() -> None:
+    """Whichever device it was traced on, the CPU included: a graph names the device of each tensor that it makes."""
+
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ffn = Gated()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.ffn(x + torch.arange(x.shape[-1], device=x.device, dtype=x.dtype))
+
+    program = export(Placed(), torch.randn(5, 16))
+    expected = twellc.profile(program, {"x": torch.ones(5, 16)}, device="cpu")
+    canonical = models.canonicalize(program)
+    (made,) = (node for node in canonical.graph.nodes if "device" in node.kwargs)
+    made.update_kwarg("device", torch.device("meta"))
+    observer = ProgramObserver(canonical, find_ffn_blocks(canonical), torch.device("cpu"))
+    observer.run({"x": torch.ones(5, 16)}, {}, "here")
+    ((block,), (other,)) = observer.profiles(), expected.blocks.values()
+    assert np.array_equal(block.firing, other.firing) and block.nonzeros > 0

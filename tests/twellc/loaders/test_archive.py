@@ -11,6 +11,7 @@ import importlib
 import io
 import json
 import os
+import pickle
 import struct
 import zipfile
 from collections.abc import Callable
@@ -688,3 +689,56 @@ def test_several_programs(names: list[str], message: str, tmp_path: Path) -> Non
         model = load_model(TracingOptions(tmp_path / "two.pt2"))
         assert model.notes == ["other programs of the archive are left out: draft"]
         assert Runner(model.program)({"input": torch.ones(2, 4)})[0].shape == (2, 4)
+
+
+def on_a_gpu(value: Any) -> Any:
+    """Return an archive's JSON as it would be of a model on a GPU."""
+    if isinstance(value, dict):
+        if value.get("type") == "cpu" and "index" in value:
+            return {"type": "cuda", "index": 0}
+        return {key: on_a_gpu(each) for key, each in value.items()}
+    return [on_a_gpu(each) for each in value] if isinstance(value, list) else value
+
+
+def test_an_archive_from_a_gpu_is_loaded_on_the_cpu(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.down(torch.relu(self.up(x.to(torch.float32))))
+            return y + torch.zeros(16, device=x.device) + torch.tensor([2.0]).to(x.device)
+
+    model, x = Model().eval(), torch.randn(4, 16)
+    torch.export.save(torch.export.export(model, (x,)), tmp_path / "cpu.pt2")
+    with zipfile.ZipFile(tmp_path / "cpu.pt2") as source, zipfile.ZipFile(tmp_path / "cuda.pt2", "w") as target:
+        for name in source.namelist():
+            data = source.read(name)
+            target.writestr(name, json.dumps(on_a_gpu(json.loads(data))) if name.endswith(".json") else data)
+    with zipfile.ZipFile(tmp_path / "cuda.pt2") as archive:
+        assert any(b'"cuda"' in archive.read(name) for name in archive.namelist()), "the test moves nothing"
+    before = torch.load
+    program = load_model(TracingOptions(tmp_path / "cuda.pt2")).program
+    assert torch.load is before
+    assert {tensor.device.type for tensor in program.state_dict.values()} == {"cpu"}
+    assert torch.equal(program.module()(x), model(x))
+
+
+def test_an_operator_of_another_package_is_named(tmp_path: Path) -> None:
+    library = torch.library.Library("fieldtest", "DEF")
+    library.define("squared(Tensor x) -> Tensor")
+    library.impl("squared", lambda x: x**2, "CompositeExplicitAutograd")
+    library.impl("squared", torch.empty_like, "Meta")
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.fieldtest.squared(x)
+
+    torch.export.save(torch.export.export(Model(), (torch.randn(4),)), tmp_path / "m.pt2")
+    library._destroy()
+    expected = r"torch\.ops\.fieldtest\.squared is not registered: its package must be imported\. Add --import MODULE"
+    with pytest.raises(UserError, match=expected) as raised:
+        load_model(TracingOptions(tmp_path / "m.pt2"))
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert again.operators == ["fieldtest.squared"] and str(again) == str(raised.value)

@@ -7,10 +7,10 @@
 #pragma once
 
 #include "device/vector.cuh"
+#include "format/schedule.cuh"
+#include "format/sparse_rows.cuh"
 #include "many_tokens/chunks/chunk.h"
 #include "many_tokens/chunks/hot.cuh"
-#include "many_tokens/schedule.h"
-#include "many_tokens/sparse_rows.h"
 
 namespace twell::chunk {
 
@@ -23,8 +23,8 @@ constexpr int kPartRows = kRunRows / kParts;
 // In place of the neuron, in the list of a row, at the beginning of each of its units: that it is in no chunk.
 constexpr uint32_t kIsLeft = 0xffffffffu;
 
-// An octet that is left before it is full has the end of one row's pairs and all of another's. The latter and the
-// places that stay unused are at most so many. So counting every row with at least so many covers all of these places.
+// An unfinished octet wastes fewer than kOctetPairs places: it has the end of one row's pairs and all of another's.
+// Counting every row with at least that many pairs bounds the total waste.
 constexpr uint32_t kLeastCounted = kOctetPairs - 1;
 
 constexpr int kMostHotWords = kMostNeuronBlocks * kMostBlockNeurons / kWarpSize;

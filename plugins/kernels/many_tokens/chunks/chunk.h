@@ -4,6 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "format/schedule.cuh"
 #include "host/launch.h"
 #include "many_tokens/chunks/hot.h"
 #include "twell/twell.h"
@@ -24,7 +25,7 @@ constexpr int kChunkPairs = kOctetPairs * kOctets;
 constexpr int kRowsOfOctet = 2;
 constexpr int kRowsOfChunk = kRowsOfOctet * kOctets;
 
-// So many neighbouring rows, a run, share their chunks. They have at most kRunChunks for each block of neurons on
+// kRunRows neighbouring rows, a run, share their chunks. They have at most kRunChunks for each block of neurons on
 // average, and kRunChunksOfBlock for any; also for the hot neurons', which do not count towards the average.
 constexpr int kRunRows = 64;
 constexpr int kRunChunks = 25;
@@ -59,16 +60,33 @@ struct Chunks {
     int num_slabs;
 };
 
-// Whether rows of the sparse path are multiplied by chunks. Kernels::kSm90: wherever they can be.
-bool has_chunks(twell_problem const& problem, Device const& device, Kernels choice);
+// What a call does by chunks, chosen once. Kernels::kSm90: all that can be done so.
+struct ChunkConfig {
+    bool exists;   // rows of the sparse path are multiplied by chunks
+    bool has_hot;  // and neurons may be hot
+    int parts;     // in which the chunks of a block of neurons are shared out
+};
 
-// So many non-zeros of a row find a place in chunks, on average.
+ChunkConfig choose_chunks(twell_problem const& problem, Device const& device, Kernels kernels);
+
+// The non-zeros of a row that find a place in chunks, on average.
 float nonzeros_in_chunks(twell_problem const& problem);
+
+// The fewest tokens of a call with chunks.
+constexpr int64_t kFewestTokensChunks = 4096;
 
 // Never shrinks when `tokens` grows; the same on every device.
 size_t chunk_bytes(twell_problem const& problem);
 
-// Small calls have no hot neurons. Kernels::kSm90: all may.
-Chunks chunks_at(twell_problem const& problem, Kernels choice, void* memory);
+// No memory if there are no chunks.
+Chunks chunks_at(twell_problem const& problem, ChunkConfig const& config, void* memory);
+
+// Enqueue the products of chunks, behind the schedule; and hot.u = x hot.w_up^T behind that, unless no neuron is hot or
+// all rows are dense.
+cudaError_t launch_chunk_up(Call const& call, Schedule const& schedule, Chunks const& chunks,
+                            ChunkConfig const& config);
+
+// The rows of the configurations, a line each.
+void list_chunks(Text& text);
 
 }  // namespace twell

@@ -12,12 +12,14 @@
 // rows.
 #pragma once
 
+#include "device/block.cuh"
+#include "device/cp_async.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/element.cuh"
+#include "device/shared.cuh"
 #include "device/vector.cuh"
-#include "host/problem.h"
+#include "format/schedule.cuh"
 #include "many_tokens/chunks/chunk.h"
-#include "many_tokens/schedule.h"
 
 namespace twell::chunk_up {
 
@@ -42,32 +44,6 @@ struct Params : BlockTensors {
     int num_parts;  // in which the chunks of a block are shared out
 };
 
-__device__ __forceinline__ uint4 load_shared(uint32_t address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address));
-    return v;
-}
-
-__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
-    uint32_t v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-    return v;
-}
-
-__device__ __forceinline__ void copy_async(uint32_t address, void const* source) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(source) : "memory");
-}
-
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until all groups of copies but the last kPending have arrived.
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 __device__ __forceinline__ uint4 choose(bool first, uint4 a, uint4 b) {
     return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
 }
@@ -82,8 +58,8 @@ struct Piece {
 __device__ __forceinline__ Piece gather(uint32_t lane_address, uint32_t entry) {
     // NOTE: kSecondRow leaves a 32-bit address.
     uint32_t const address = lane_address + entry * kRowBytes;
-    uint4 const one = load_shared(address);
-    uint4 const other = load_shared(address ^ kHalfBytes);
+    uint4 const one = load_chunk(address);
+    uint4 const other = load_chunk(address ^ kHalfBytes);
     bool const even = threadIdx.x / 4 % 2 == 0;
     return {choose(even, one, other), choose(even, other, one)};
 }
@@ -126,13 +102,13 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
             copy_async(slab_address + i * sizeof(uint4),
                        w_up + static_cast<int64_t>(i / kVectorsPerRow) * params.d_model + i % kVectorsPerRow * kVector);
         }
-        end_copies();
+        commit_async();
     };
     int const units = chunks.num_blocks * chunks.num_slabs * params.num_parts;
     if (ends_early(is_early(params.schedule))) {
         return;
     }
-    // While chunks are built. NOTE: who may have written Wu has ended, else count_kernel had let nobody start.
+    // While chunks are built. NOTE: the launch that may have written Wu has ended, or count_kernel had let none start.
     load_weights(static_cast<int>(blockIdx.x));
     wait_for_previous_launch();
     allow_dependent_launch();
@@ -144,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
         uint32_t const begin = static_cast<uint32_t>(static_cast<uint64_t>(count) * part / params.num_parts);
         uint32_t const end = static_cast<uint32_t>(static_cast<uint64_t>(count) * (part + 1) / params.num_parts);
         if (begin == end) {
-            wait_for_copies<0>();  // the next unit's weights go to the same place
+            wait_async<0>();  // the next unit's weights go to the same place
             continue;
         }
         Chunk const* const own = chunks.chunks + static_cast<int64_t>(block) * chunks.block_capacity;
@@ -176,20 +152,20 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
         for (int s = 0; s < kChunkStages; ++s) {
             copy_chunk(s, chunk + s * kWarps);
         }
-        end_copies();
+        commit_async();
         if (unit == static_cast<int>(blockIdx.x)) {
-            wait_for_copies<0>();
+            wait_async<0>();
         } else {
             load_weights(unit);
-            wait_for_copies<1>();
+            wait_async<1>();
         }
         __syncwarp();
 #pragma unroll
         for (int s = 0; s < kPieceStages; ++s) {
             copy_piece(s, row_of(s));
         }
-        end_copies();
-        wait_for_copies<0>();
+        commit_async();
+        wait_async<0>();
         __syncthreads();
         while (chunk < end) {
 #pragma unroll
@@ -198,17 +174,17 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
                     break;
                 }
                 int const piece_stage = s % kPieceStages;
-                wait_for_copies<1>();
+                wait_async<1>();
                 __syncwarp();
                 uint32_t const own_chunk = ring + s * kChunkFrontBytes;
-                uint4 const entries = load_shared(own_chunk + g * sizeof(uint4));
+                uint4 const entries = load_chunk(own_chunk + g * sizeof(uint4));
                 uint32_t const row = row_of((s + kPieceStages) % kChunkStages);
-                Piece const piece = {load_shared(pieces + piece_stage * kPieceBytes),
-                                     load_shared(pieces + piece_stage * kPieceBytes + kPieceBytes / 2)};
+                Piece const piece = {load_chunk(pieces + piece_stage * kPieceBytes),
+                                     load_chunk(pieces + piece_stage * kPieceBytes + kPieceBytes / 2)};
                 __syncwarp();
                 copy_piece(piece_stage, row);
                 copy_chunk(s, chunk + kChunkStages * kWarps);
-                end_copies();
+                commit_async();
                 float products[2][4] = {};
                 multiply<Element>(products[0], gather(lane_address, entries.x), gather(lane_address, entries.y), piece);
                 multiply<Element>(products[1], gather(lane_address, entries.z), gather(lane_address, entries.w), piece);
@@ -225,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(Params const params) {
                 chunk += kWarps;
             }
         }
-        wait_for_copies<0>();
+        wait_async<0>();
     }
 #else
     (void)params;

@@ -9,9 +9,9 @@ namespace twell::hot {
 
 // A neuron that is active in fewer rows of the sample is not hot.
 constexpr uint32_t kFewestRows = 8;
-// The product is worth its time if the sample's rows have so many pairs with hot neurons on average, and these are such
-// a part of all pairs: by chance some neurons are in the sample more often than others. Measured on an H200, see
-// benchmarks/LOG.md.
+// The product is worth its time if the sample's rows have kWorthPairs pairs with hot neurons on average, and these are
+// a kWorthPart-th of all pairs: by chance some neurons are in the sample more often than others. Measured on an H200,
+// see benchmarks/LOG.md.
 constexpr uint32_t kWorthPairs = 5;
 constexpr uint32_t kWorthPart = 4;
 
@@ -19,9 +19,9 @@ constexpr int kBins = 256;
 
 template <int kMostWords>
 struct Shared {
-    uint32_t bins[kBins];  // neurons that are active in so many rows of the sample, from kFewestRows on; 0 at first
+    uint32_t bins[kBins];  // neurons by their active rows of the sample, from kFewestRows on; 0 at first
     uint32_t pairs;        // of the sample; 0 at first
-    uint32_t threshold;    // from so many rows of the sample on a neuron is hot
+    uint32_t threshold;    // the fewest active rows of the sample of a hot neuron
     uint32_t of_warps[kWarpSize];
     HotWord words[kMostWords];
     uint32_t neurons[kMostHot];

@@ -1,17 +1,12 @@
-// Hot neurons: where a few neurons are active in so many rows that u of all rows and all of them, a matrix product,
-// takes less time than u of those pairs that are wanted. Beside chunks only.
+// Hot neurons: a few neurons that are active in many rows. A matrix product of all rows and all hot neurons takes less
+// time than u of the wanted pairs alone. Beside chunks only.
 #pragma once
 
 #include <stdint.h>
 
-#include "host/launch.h"
-#include "twell/twell.h"
-
 namespace twell {
 
-struct Schedule;
-
-// At most so many neurons are hot: what one CTA of the product takes.
+// The most hot neurons: what one CTA of the product takes.
 constexpr int kMostHot = 128;
 
 // Which of 32 neighbouring neurons are hot, and how many hot ones come before these.
@@ -28,7 +23,7 @@ struct HotNeurons {
     uint16_t* w_up;     // [kMostHot, d_model]: rows of Wu
     float* u;           // [tokens, kMostHot], without the bias
     int num_words;
-    int sample_step;  // of so many rows one is in the sample
+    int sample_step;  // one of that many rows is in the sample
     int num_sampled;  // rows
 };
 

@@ -1,8 +1,7 @@
 #include "host/problem.h"
-#include "many_tokens/chunks/hot.h"
 #include "many_tokens/chunks/hot_sm90.cuh"
+#include "many_tokens/chunks/hot_sm90.h"
 #include "matmul/matmul_sm90.h"
-#include "sm90.h"
 
 namespace twell {
 namespace {
@@ -13,8 +12,9 @@ namespace sm90 = hot_sm90;
 using HotTilings = sm90::Tilings<sm90::Choices<>, sm90::Choices<32, 48, 64, 96, 128, 192, 256>>;
 
 template <class Element>
-cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, HotNeurons const& hot,
-                   Schedule const& schedule, Device const& device, cudaStream_t stream) {
+cudaError_t launch(Call const& call, HotNeurons const& hot, Schedule const& schedule) {
+    twell_problem const& problem = call.problem;
+    Device const& device = call.device;
     int const clusters = sm90::num_clusters(device);
     sm90::Product const product = {problem.tokens, kMostHot, problem.d_model / sm90::BLOCK_K, 1, 0, 0};
     sm90::Tiling const tiling = sm90::choose(product, clusters, HotTilings());
@@ -30,22 +30,21 @@ cudaError_t launch(twell_problem const& problem, twell_tensors const& tensors, H
     params.num_slices = product.num_slices;
     params.num_blocks = static_cast<int>(tiling.num_blocks);
     TWELL_TRY(first_error({
-        sm90::encode(device, params.x, tensors.x, problem.tokens, problem.d_model, kernel.rows_loaded, problem.dtype),
+        sm90::encode(device, params.x, call.tensors.x, problem.tokens, problem.d_model, kernel.rows_loaded,
+                     problem.dtype),
         sm90::encode(device, params.w_up, hot.w_up, kMostHot, problem.d_model, kernel.weight_rows_loaded,
                      problem.dtype),
     }));
     return launch_dependent(sm90::label_of("hot_sm90", tiling.block, tiling.layout), kernel.function, params,
-                            sm90::grid_of(tiling, clusters), sm90::kThreads, kernel.shared_bytes, device, stream);
+                            sm90::grid_of(tiling, clusters), sm90::kThreads, kernel.shared_bytes, device, call.stream);
 }
 
 }  // namespace
 
 void list_hot_sm90(Text& text) { sm90::list(text, "hot_sm90", HotTilings()); }
 
-cudaError_t launch_hot_sm90(twell_problem const& problem, twell_tensors const& tensors, HotNeurons const& hot,
-                            Schedule const& schedule, Device const& device, cudaStream_t stream) {
-    return problem.dtype == TWELL_BF16 ? launch<Bf16>(problem, tensors, hot, schedule, device, stream)
-                                       : launch<Fp16>(problem, tensors, hot, schedule, device, stream);
+cudaError_t launch_hot_sm90(Call const& call, HotNeurons const& hot, Schedule const& schedule) {
+    return call.problem.dtype == TWELL_BF16 ? launch<Bf16>(call, hot, schedule) : launch<Fp16>(call, hot, schedule);
 }
 
 }  // namespace twell

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "device/dependent_launch.cuh"
+#include "format/schedule.cuh"
 #include "many_tokens/chunks/hot.h"
-#include "many_tokens/schedule.h"
 #include "matmul/matmul_sm90.cuh"
 
 namespace twell::hot_sm90 {
@@ -88,7 +88,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             loader.wait_for_consumers();
         }
     }
-    // Nobody may take the end of this launch for the end of those before.
+    // The next launch must not take the end of this one for the end of those before.
     wait_for_previous_launch();
 }
 

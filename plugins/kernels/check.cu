@@ -1,0 +1,190 @@
+#include <math.h>
+
+#include "check.h"
+#include "device/element.cuh"
+#include "host/structs.h"
+
+namespace twell {
+namespace {
+
+constexpr size_t kAlignment = 16;
+constexpr int kMinComputeCapabilityMajor = 8;
+
+Refusal invalid(char const* text) { return {cudaErrorInvalidValue, text}; }
+
+bool is_aligned(void const* pointer, size_t alignment) { return reinterpret_cast<uintptr_t>(pointer) % alignment == 0; }
+
+char const* find_fault(twell_problem const& problem) {
+    if (problem.tokens < 0 || problem.tokens > TWELL_MAX_TOKENS) {
+        return "tokens must be 0 to 536870912 (2^29)";
+    }
+    if (problem.d_model <= 0 || problem.d_model % kVector != 0) {
+        return "d_model must be a positive multiple of 8";
+    }
+    if (problem.d_model > TWELL_MAX_WIDTH) {
+        return "d_model must be at most 1073741824 (2^30)";
+    }
+    if (problem.d_out <= 0 || problem.d_out % kVector != 0) {
+        return "d_out must be a positive multiple of 8";
+    }
+    if (problem.d_out > TWELL_MAX_WIDTH) {
+        return "d_out must be at most 1073741824 (2^30)";
+    }
+    if (problem.d_ff < 1 || problem.d_ff > TWELL_MAX_D_FF) {
+        return "d_ff must be 1 to 65536";
+    }
+    if (problem.compression != 1 && problem.compression != 2 && problem.compression != 4 && problem.compression != 8) {
+        return "compression must be 1, 2, 4 or 8";
+    }
+    if (problem.dtype != TWELL_BF16 && problem.dtype != TWELL_FP16) {
+        return "dtype must be bf16 (0) or fp16 (1)";
+    }
+    if (problem.weight_dtype != problem.dtype) {
+        return "weight_dtype must be the same as dtype: there are no kernels for weights of another type";
+    }
+    if (problem.variant != TWELL_GATED && problem.variant != TWELL_PLAIN) {
+        return "variant must be gated (0) or plain (1)";
+    }
+    if (problem.activation < TWELL_RELU || problem.activation > TWELL_DRELU) {
+        return "activation must be relu (0), relu2 (1), fatrelu (2) or drelu (3)";
+    }
+    if (problem.activation == TWELL_DRELU && problem.variant != TWELL_GATED) {
+        return "drelu needs the gated variant";
+    }
+    if (problem.activation == TWELL_FATRELU && !(problem.threshold >= 0.0f && isfinite(problem.threshold))) {
+        return "threshold must be finite and at least 0";
+    }
+    if (problem.hot < 0 || problem.hot > problem.d_ff) {
+        return "hot must be 0 to d_ff";
+    }
+    return problem.reserved == 0 ? nullptr : "reserved must be 0";
+}
+
+struct Pointer {
+    void const* address;
+    bool must_exist;
+    char const* missing;
+    char const* misaligned;
+};
+
+#define TWELL_REQUIRED(tensors, name) \
+    Pointer{tensors.name, true, #name " is missing", #name " must be aligned to 16 bytes"}
+#define TWELL_OPTIONAL(tensors, name) Pointer{tensors.name, false, nullptr, #name " must be aligned to 16 bytes"}
+
+template <size_t kCount>
+Refusal check_pointers(Pointer const (&pointers)[kCount]) {
+    for (Pointer const& pointer : pointers) {
+        if (pointer.address == nullptr && pointer.must_exist) {
+            return invalid(pointer.missing);
+        }
+        if (!is_aligned(pointer.address, kAlignment)) {
+            return {cudaErrorMisalignedAddress, pointer.misaligned};
+        }
+    }
+    return {};
+}
+
+// y is stored before all of the residual has been read.
+bool overlaps_y(twell_problem const& problem, twell_tensors const& tensors) {
+    auto const residual = reinterpret_cast<uintptr_t>(tensors.residual);
+    auto const y = reinterpret_cast<uintptr_t>(tensors.y);
+    uintptr_t const bytes = static_cast<uintptr_t>(problem.tokens) * problem.d_out * sizeof(uint16_t);
+    return residual != 0 && residual < y + bytes && y < residual + bytes;
+}
+
+Refusal copy_tensors(twell_tensors& copy, twell_tensors const* tensors) {
+    if (tensors == nullptr) {
+        return invalid("tensors is null");
+    }
+    switch (read_struct(copy, *tensors, kLeastBytesTensors)) {
+        case StructFault::kTooShort:
+            return invalid("struct_bytes must be sizeof(twell_tensors): it is shorter than that of API version 2");
+        case StructFault::kTooLong:
+            return invalid("struct_bytes must be sizeof(twell_tensors): it is longer than that of any version");
+        case StructFault::kUnknownFields:
+            return invalid("twell_tensors has fields that this library does not know, and they are not 0");
+        default:
+            break;
+    }
+    if (copy.reserved != 0) {
+        return invalid("reserved must be 0");
+    }
+    if (copy.w_gate_scale != nullptr || copy.w_up_scale != nullptr || copy.w_down_scale != nullptr) {
+        return invalid(
+            "w_gate_scale, w_up_scale and w_down_scale must be null: there are no kernels for scaled weights");
+    }
+    return {};
+}
+
+}  // namespace
+
+Refusal read_problem(twell_problem& copy, twell_problem const* problem) {
+    if (problem == nullptr) {
+        return invalid("problem is null");
+    }
+    switch (read_struct(copy, *problem, kLeastBytesProblem)) {
+        case StructFault::kTooShort:
+            return invalid("struct_bytes must be sizeof(twell_problem): it is shorter than that of API version 2");
+        case StructFault::kTooLong:
+            return invalid("struct_bytes must be sizeof(twell_problem): it is longer than that of any version");
+        case StructFault::kUnknownFields:
+            return invalid("twell_problem has fields that this library does not know, and they are not 0");
+        default:
+            break;
+    }
+    char const* const fault = find_fault(copy);
+    return fault == nullptr ? Refusal{} : invalid(fault);
+}
+
+Refusal read_gate_tensors(twell_tensors& copy, twell_tensors const* tensors) {
+    Refusal const refusal = copy_tensors(copy, tensors);
+    if (refusal.text != nullptr) {
+        return refusal;
+    }
+    return check_pointers({TWELL_REQUIRED(copy, x), TWELL_REQUIRED(copy, w_gate), TWELL_OPTIONAL(copy, b_gate)});
+}
+
+Refusal read_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem) {
+    Refusal refusal = read_gate_tensors(copy, tensors);
+    if (refusal.text == nullptr) {
+        refusal = check_pointers({TWELL_REQUIRED(copy, w_down), TWELL_OPTIONAL(copy, b_down),
+                                  TWELL_OPTIONAL(copy, residual), TWELL_REQUIRED(copy, y)});
+    }
+    if (refusal.text != nullptr) {
+        return refusal;
+    }
+    if (overlaps_y(problem, copy)) {
+        return invalid("residual must not overlap y");
+    }
+    if (problem.variant == TWELL_PLAIN) {
+        return copy.w_up == nullptr && copy.b_up == nullptr ? Refusal{}
+                                                            : invalid("w_up and b_up must be null in a plain block");
+    }
+    return check_pointers({TWELL_REQUIRED(copy, w_up), TWELL_OPTIONAL(copy, b_up)});
+}
+
+Refusal check_memory(void const* memory, size_t alignment) {
+    if (memory == nullptr) {
+        return invalid("the memory is missing");
+    }
+    return is_aligned(memory, alignment) ? Refusal{}
+                                         : Refusal{cudaErrorMisalignedAddress, "the memory must be aligned"};
+}
+
+cudaError_t find_device(Device& device) {
+    TWELL_TRY(query_device(device));
+    return device.major >= kMinComputeCapabilityMajor ? cudaSuccess : cudaErrorNotSupported;
+}
+
+cudaError_t find_device(twell_device const* described, Device& device) {
+    if (described == nullptr) {
+        return find_device(device);
+    }
+    device = {described->major, described->minor, described->multiprocessors, described->shared_bytes,
+              described->l2_bytes};
+    bool const exists = device.major >= kMinComputeCapabilityMajor && device.minor >= 0 &&
+                        device.num_multiprocessors > 0 && device.max_shared_bytes > 0 && device.l2_bytes > 0;
+    return exists ? cudaSuccess : cudaErrorNotSupported;
+}
+
+}  // namespace twell

@@ -1,0 +1,81 @@
+#include "host/problem.h"
+#include "many_tokens/gate/gate_sm90.cuh"
+#include "many_tokens/gate/gate_sm90.h"
+#include "many_tokens/guard/guard.h"
+#include "matmul/matmul_sm90.h"
+
+namespace twell {
+namespace {
+
+namespace sm90 = gate_sm90;
+
+using GateTilings =
+    sm90::Tilings<sm90::Choices<64, 128, 144, 160, 176, 192, 200, 208, 216, 224, 232, 240, 248, 256>, sm90::Choices<>>;
+
+template <class Element>
+cudaError_t launch(Call const& call, GateOutput const& output, GateConfig const& config) {
+    twell_problem const& problem = call.problem;
+    sm90::Tiling const& tiling = config.tiling;
+    auto const kernel = sm90::find_kernel<sm90::Params>(tiling, GateTilings(), [](auto tokens, auto) {
+        using Cfg = sm90::Config<decltype(tokens)::value>;
+        return sm90::Kernel<sm90::Params>::of<Cfg>(sm90::gate_kernel<Element, Cfg>);
+    });
+    sm90::Params params = {};
+    params.b_gate = static_cast<uint16_t const*>(call.tensors.b_gate);
+    params.packed = output.packed;
+    params.spilled = output.spilled;
+    params.counted = config.num_count_parts != 0 ? output.counted : nullptr;
+    params.cleared = output.cleared;
+    params.num_cleared = output.num_cleared;
+    params.tokens = problem.tokens;
+    params.d_model = problem.d_model;
+    params.d_ff = problem.d_ff;
+    params.num_tiles = tiling.num_tiles;
+    params.num_blocks = static_cast<int>(tiling.num_blocks);
+    params.words_per_tile = words_per_tile(problem);
+    if (output.tile_counts != nullptr) {
+        // Bytes of `packed` for each byte of `tile_counts`.
+        int const bytes = params.words_per_tile * static_cast<int>(sizeof(uint32_t) / sizeof(uint16_t));
+        while (1 << params.counts_shift < bytes) {
+            ++params.counts_shift;
+        }
+        params.counts_bias = reinterpret_cast<uint64_t>(output.tile_counts) -
+                             (reinterpret_cast<uint64_t>(output.packed) >> params.counts_shift);
+    }
+    params.act = activation_of(problem);
+    TWELL_TRY(first_error({
+        sm90::encode(call.device, params.x, call.tensors.x, problem.tokens, problem.d_model, kernel.rows_loaded,
+                     problem.dtype),
+        sm90::encode(call.device, params.w_gate, call.tensors.w_gate, problem.d_ff, problem.d_model, sm90::BLOCK_M,
+                     problem.dtype),
+    }));
+    dim3 const grid = sm90::grid_of(tiling, sm90::num_clusters(call.device));
+    Choice const choice = {{}, static_cast<int64_t>(grid.x), params.counted == nullptr ? 0 : kMostCountParts};
+    return launch_dependent(sm90::label_of("gate_sm90", tiling.block, tiling.layout), kernel.function, params, grid,
+                            sm90::kThreads, kernel.shared_bytes, call.device, call.stream, choice);
+}
+
+}  // namespace
+
+void list_gate_sm90(Text& text) { sm90::list(text, "gate_sm90", GateTilings()); }
+
+bool gate_sm90_supports(twell_problem const& problem) { return problem.d_model % sm90::BLOCK_K == 0; }
+
+GateConfig choose_gate_sm90(twell_problem const& problem, Device const& device) {
+    sm90::Product const product = {problem.tokens, problem.d_ff, problem.d_model / sm90::BLOCK_K, 1, 0, 0};
+    int const clusters = sm90::num_clusters(device);
+    GateConfig config = {};
+    config.exists = true;
+    config.is_sm90 = true;
+    config.tiling = sm90::choose(product, clusters, GateTilings());
+    // Each CTA leaves a part of the count, unless they are too many.
+    int const ctas = static_cast<int>(sm90::grid_of(config.tiling, clusters).x);
+    config.num_count_parts = ctas <= kMostCountParts ? ctas : 0;
+    return config;
+}
+
+cudaError_t launch_gate_sm90(Call const& call, GateOutput const& output, GateConfig const& config) {
+    return call.problem.dtype == TWELL_BF16 ? launch<Bf16>(call, output, config) : launch<Fp16>(call, output, config);
+}
+
+}  // namespace twell

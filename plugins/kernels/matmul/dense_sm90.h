@@ -1,0 +1,57 @@
+// Host side of dense_sm90.cuh: the up and down projections of rows of which all neurons are multiplied, on compute
+// capability 9.0. The dense path of many tokens and dense blocks share them.
+#pragma once
+
+#include "device/block.cuh"
+#include "format/active.cuh"
+#include "format/pack.cuh"
+#include "format/schedule.cuh"
+#include "host/launch.h"
+#include "matmul/tiling_sm90.h"
+#include "twell/twell.h"
+
+namespace twell {
+
+// Scratch memory for a down projection of whose sums several clusters compute a part: see parts_sm90.cuh.
+struct PartSums {
+    float4* sums;      // [most_sums / 4]
+    uint32_t* states;  // [num_states]
+    int64_t most_sums;
+    int num_states;
+};
+
+// A projection of all rows, and how it is cut.
+struct DenseShape {
+    matmul_sm90::Product product;
+    int clusters;  // that the device holds
+    matmul_sm90::Tiling tiling;
+};
+
+// most_part_sums: that there is memory for.
+DenseShape choose_dense_up_sm90(twell_problem const& problem, Device const& device);
+DenseShape choose_dense_down_sm90(twell_problem const& problem, int64_t most_part_sums, Device const& device);
+
+// Whether there are kernels for the problem.
+bool dense_sm90_supports(twell_problem const& problem);
+
+// The rows that are multiplied, and where their h lies.
+struct DenseRows {
+    PackedGate gate;          // spilled: g of all rows, in whose place comes h if all rows are dense
+    uint16_t const* x_part;   // [part, d_model]: x of the dense rows, if not all are dense
+    uint16_t* h_part;         // [part, spilled_stride(problem)]: their h
+    int64_t part;             // rows that there is memory for in these
+    Schedule schedule;        // says which rows are dense, unless all_rows
+    bool all_rows;            // are dense, as the host knows
+    PartSums parts;           // then
+    SkippingLimits skipping;  // then: masks are null if no launch behind may skip neurons
+};
+
+// Enqueue a projection; the kernels do nothing if no row is dense. The next launch may overlap these: if there are
+// dense rows, it starts only after all launches before these have ended.
+cudaError_t launch_dense_up_sm90(Call const& call, DenseRows const& rows, DenseShape const& shape);
+cudaError_t launch_dense_down_sm90(Call const& call, DenseRows const& rows, DenseShape const& shape);
+
+// The rows of the configurations, a line each.
+void list_dense_sm90(Text& text);
+
+}  // namespace twell

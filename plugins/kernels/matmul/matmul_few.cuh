@@ -1,0 +1,207 @@
+// Products of few tokens, for every GPU from sm_80 on, where the time is that of reading the weights.
+//
+// The weights are the A operand of the tensor cores (16 neurons) and the tokens the B operand (8 tokens). The sum over
+// d_model may visit its terms in any order, as long as both operands do: a lane takes the 8 neighbouring elements of
+// one 16-byte vector as its share of two 16-wide steps, so fragments need no rearranging. Each warp has its own share
+// of d_model and its own queue in shared memory: the CTA meets only once, to add up.
+#pragma once
+
+#include <stdint.h>
+
+#include "device/cp_async.cuh"
+#include "device/element.cuh"
+#include "device/shared.cuh"
+#include "device/vector.cuh"
+
+namespace twell::matmul_few {
+
+constexpr int kWarps = 8;  // they share out d_model, so results depend on their number
+constexpr int kThreads = kWarps * kWarpSize;
+// Neurons lie along MMA_M, tokens along MMA_N.
+// Elements of d_model in one step of a warp, in 16-byte vectors: a cache line of each row.
+constexpr int kVectorsPerStep = 8;
+constexpr int kRowsAtOnce = kWarpSize / kVectorsPerStep;
+
+__device__ __forceinline__ int first_row() { return static_cast<int>(threadIdx.x) % kWarpSize / kVectorsPerStep; }
+
+// What one warp keeps of one step: the lines of the neurons' weights, then of the tokens.
+template <int kTilesM, int kTilesN>
+constexpr int kBytesWarpStage = (kTilesM * MMA_M + kTilesN * MMA_N) * kVectorsPerStep * 16;
+
+// Rows `first` + i of a matrix, i < count. The rows from there on are zeros and are not read.
+struct Consecutive {
+    uint16_t const* matrix;
+    int64_t first;
+    int count;
+};
+
+// Rows `first` + list[i] of a matrix, i < count; likewise.
+struct Listed {
+    uint16_t const* matrix;
+    int64_t first;
+    int count;
+    int const* list;
+};
+
+// What a lane copies of kRows rows: the 16 bytes at `lane % 8` of each line of rows `lane / 8`, `lane / 8` + 4, ...
+template <int kRows, class Source>
+class LineLoader;
+
+template <int kRows>
+class LineLoader<kRows, Consecutive> {
+  public:
+    __device__ __forceinline__ LineLoader(Consecutive const& source, int d_model, int first_vector)
+        : pointer_(source.matrix + (source.first + first_row()) * d_model + first_vector * kVector),
+          row_stride_(static_cast<uint32_t>(kRowsAtOnce * d_model)),
+          rows_left_(source.count - first_row()) {}
+
+    __device__ __forceinline__ void load(uint32_t destination, int vector, bool valid) const {
+#pragma unroll
+        for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
+            copy_async(destination + i * kBytesPiece,
+                       pointer_ + vector * kVector + i * static_cast<uint64_t>(row_stride_),
+                       valid && i * kRowsAtOnce < rows_left_);
+        }
+    }
+
+  private:
+    uint16_t const* pointer_;
+    uint32_t row_stride_;
+    int rows_left_;
+};
+
+template <int kRows>
+class LineLoader<kRows, Listed> {
+  public:
+    __device__ __forceinline__ LineLoader(Listed const& source, int d_model, int first_vector)
+        : source_(source), d_model_(d_model), first_vector_(first_vector) {}
+
+    __device__ __forceinline__ void load(uint32_t destination, int vector, bool valid) const {
+#pragma unroll
+        for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
+            int const p = i * kRowsAtOnce + first_row();
+            int64_t const row = source_.first + (p < source_.count ? source_.list[p] : 0);
+            copy_async(destination + i * kBytesPiece,
+                       source_.matrix + row * d_model_ + (first_vector_ + vector) * kVector,
+                       valid && p < source_.count);
+        }
+    }
+
+  private:
+    Listed source_;
+    int d_model_;
+    int first_vector_;
+};
+
+// accumulators += matrix[rows, k] x[tokens, k] over this warp's share of k. The order of each sum does not depend on
+// the number of tiles. begin() is called before anything is read.
+template <class Element, int kTilesM, int kTilesN, int kNumStages, class Source, class Begin>
+__device__ __forceinline__ void multiply(float (&accumulators)[kTilesM][kTilesN][4], Source const& neurons,
+                                         Source const& tokens, int d_model, uint32_t queue, Begin begin) {
+    constexpr int kBytesStage = kBytesWarpStage<kTilesM, kTilesN>;
+    constexpr int kBytesRows = 8 * kVectorsPerStep * 16;  // of eight rows
+    int const lane = threadIdx.x % kWarpSize;
+    int const warp = threadIdx.x / kWarpSize;
+    int const num_vectors = d_model / kVector;
+    int const num_steps = (num_vectors + kVectorsPerStep * kWarps - 1) / (kVectorsPerStep * kWarps);
+    int const first_vector = warp * kVectorsPerStep + lane % kVectorsPerStep;
+    queue += warp * (kNumStages * kBytesStage);
+
+    // The vectors of odd rows swap their halves, so that the two rows x four vectors that a quarter of a warp reads at
+    // once lie in different banks.
+    uint32_t const write_offset = lane / 8 * 128 + ((lane % 8) ^ ((lane / 8 & 1) << 2)) * 16;
+    uint32_t const read_offset = lane / 4 * 128 + (lane % 4) * 16;
+    uint32_t const read_swap = (lane / 4 & 1) * 64;
+
+    LineLoader<kTilesM * MMA_M, Source> const weight_loader(neurons, d_model, first_vector);
+    LineLoader<kTilesN * MMA_N, Source> const x_loader(tokens, d_model, first_vector);
+    // A vector past the end is zero in both operands. Past the last step an empty group is committed, so that the
+    // number of groups to wait for stays constant.
+    auto const load_stage = [&](int step, uint32_t stage) {
+        if (step < num_steps) {
+            int const vector = step * (kVectorsPerStep * kWarps);
+            bool const valid = first_vector + vector < num_vectors;
+            x_loader.load(stage + kTilesM * 2 * kBytesRows + write_offset, vector, valid);
+            weight_loader.load(stage + write_offset, vector, valid);
+        }
+        commit_async();
+    };
+    begin();
+#pragma unroll
+    for (int stage = 0; stage < kNumStages; ++stage) {
+        load_stage(stage, queue + stage * kBytesStage);
+    }
+    uint32_t stage = queue;
+#pragma unroll 1
+    for (int step = 0; step < num_steps; ++step) {
+        wait_async<kNumStages - 1>();
+        __syncwarp();
+#pragma unroll
+        for (int quad = 0; quad < kVectorsPerStep / 4; ++quad) {
+            uint32_t const fragments = stage + read_offset + ((quad * 64) ^ read_swap);
+            uint32_t a[2][kTilesM][4];
+#pragma unroll
+            for (int i = 0; i < kTilesM; ++i) {
+                uint4 const low = load_chunk(fragments + i * 2 * kBytesRows);
+                uint4 const high = load_chunk(fragments + (i * 2 + 1) * kBytesRows);
+                a[0][i][0] = low.x, a[0][i][1] = high.x, a[0][i][2] = low.y, a[0][i][3] = high.y;
+                a[1][i][0] = low.z, a[1][i][1] = high.z, a[1][i][2] = low.w, a[1][i][3] = high.w;
+            }
+#pragma unroll
+            for (int j = 0; j < kTilesN; ++j) {
+                uint4 const b = load_chunk(fragments + (kTilesM * 2 + j) * kBytesRows);
+#pragma unroll
+                for (int i = 0; i < kTilesM; ++i) {
+                    Element::mma(accumulators[i][j], a[0][i], b.x, b.y);
+                }
+#pragma unroll
+                for (int i = 0; i < kTilesM; ++i) {
+                    Element::mma(accumulators[i][j], a[1][i], b.z, b.w);
+                }
+            }
+        }
+        __syncwarp();  // all lanes have taken their fragments
+        load_stage(step + kNumStages, stage);
+        stage = stage == queue + (kNumStages - 1) * kBytesStage ? queue : stage + kBytesStage;
+    }
+    wait_async<0>();
+}
+
+// Adds up the warps' shares and calls emit(m, n, sum) once for each of the 16 kTilesM x 8 kTilesN sums.
+template <int kTilesM, int kTilesN, int kTilesExchanged, class Emit>
+__device__ __forceinline__ void exchange(float const (&accumulators)[kTilesM][kTilesN][4], float* buffer, Emit emit) {
+    constexpr int kSums = kTilesM * kTilesExchanged * 4 * kWarpSize;  // in fragment order, so lanes are neighbours
+    int const lane = threadIdx.x % kWarpSize;
+    int const warp = threadIdx.x / kWarpSize;
+#pragma unroll
+    for (int begin = 0; begin < kTilesN; begin += kTilesExchanged) {
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kTilesM; ++i) {
+#pragma unroll
+            for (int j = 0; j < kTilesExchanged; ++j) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    buffer[warp * kSums + ((i * kTilesExchanged + j) * 4 + k) * kWarpSize + lane] =
+                        accumulators[i][begin + j][k];
+                }
+            }
+        }
+        __syncthreads();
+        for (int e = threadIdx.x; e < kSums; e += kThreads) {
+            float sum = buffer[e];
+#pragma unroll
+            for (int w = 1; w < kWarps; ++w) {
+                sum += buffer[w * kSums + e];
+            }
+            int const k = e / kWarpSize % 4;
+            int const tile = e / (4 * kWarpSize);
+            int const m = tile / kTilesExchanged * MMA_M + (k / 2) * 8 + lane / 4;
+            int const n = (begin + tile % kTilesExchanged) * MMA_N + lane % 4 * 2 + k % 2;
+            emit(m, n, sum);
+        }
+    }
+    __syncthreads();
+}
+
+}  // namespace twell::matmul_few

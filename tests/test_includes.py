@@ -1,0 +1,146 @@
+"""Includes of the C++ and CUDA sources point one way: each folder sees those that are said to be below it."""
+
+from __future__ import annotations
+
+import re
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
+ROUTES = ("one_or_two_tokens", "few_tokens", "dense_block", "many_tokens")
+BASE = {"device", "host", "format", "matmul"}  # below all routes
+MANY = "many_tokens/"
+# By folder of plugins/kernels, what it may include beside itself. The public header is below all of them.
+KERNELS: dict[str, set[str]] = {
+    "device": set(),
+    "host": {"device"},
+    "format": {"device"},
+    "matmul": {"device", "host", "format"},
+    "one_or_two_tokens": BASE,
+    "few_tokens": BASE,
+    "dense_block": BASE,
+    MANY + "guard": BASE,
+    MANY + "gate": BASE | {MANY + "guard"},
+    MANY + "dense": BASE | {MANY + "guard"},
+    MANY + "chunks": BASE,
+    MANY + "schedule": BASE | {MANY + "guard", MANY + "dense", MANY + "chunks"},
+    MANY + "sparse": BASE | {MANY + "guard", MANY + "dense", MANY + "chunks"},
+    "many_tokens": BASE | {MANY + each for each in ("guard", "gate", "dense", "chunks", "schedule", "sparse")},
+    "split": BASE | {"dense_block", "many_tokens"},
+}
+# The files above all folders: the C functions and the table of routes.
+TOP = {"": {*KERNELS}}
+# Of the other folders of plugins, likewise; headers that are not of this repository stand in angle brackets.
+OTHERS: dict[str, set[str]] = {"include": set(), "tensorrt": {"include"}, "attention": {"include", "tensorrt"}}
+
+SOURCES = (".h", ".cuh", ".cu", ".cpp")
+
+
+def sources(root: Path) -> list[Path]:
+    return [path for path in sorted(root.rglob("*")) if path.suffix in SOURCES and "stand_in" not in path.parts]
+
+
+def includes(path: Path) -> list[str]:
+    """Return what a file includes in quotation marks."""
+    return re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def folder_of(name: str) -> str:
+    return str(Path(name).parent) if "/" in name else ""
+
+
+def kernel_arrows() -> dict[str, set[str]]:
+    """Return which folders of plugins/kernels include which; files at the top are the folder ""."""
+    found: dict[str, set[str]] = {}
+    for path in sources(PLUGINS / "kernels"):
+        folder = folder_of(path.relative_to(PLUGINS / "kernels").as_posix())
+        own = {folder_of(name) for name in includes(path) if not name.startswith("twell/")}
+        found.setdefault(folder, set()).update(own - {folder})
+    return found
+
+
+def test_every_folder_is_listed() -> None:
+    assert kernel_arrows().keys() - {""} == KERNELS.keys()
+    folders = {path.relative_to(PLUGINS).parts[0] for path in sources(PLUGINS)}
+    assert folders == {"kernels", *OTHERS}
+
+
+def upward(arrows: dict[str, set[str]]) -> list[str]:
+    """Return the arrows that are not allowed."""
+    allowed = {**KERNELS, **TOP}
+    return [
+        f"{folder or 'kernels'} -> {each or 'kernels'}"
+        for folder, found in arrows.items()
+        for each in sorted(found - allowed.get(folder, set()))
+    ]
+
+
+def test_includes_between_kernel_folders_point_down() -> None:
+    assert not upward(kernel_arrows())
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("device", "host/launch.h"),
+        ("few_tokens", "many_tokens/many_tokens.h"),
+        ("many_tokens/guard", "many_tokens/gate/gate.h"),
+        ("matmul", "routes.h"),
+        ("new_folder", "device/vector.cuh"),
+    ],
+)
+def test_an_upward_include_is_found(folder: str, name: str) -> None:
+    assert upward({**kernel_arrows(), folder: {folder_of(name)}}) == [f"{folder} -> {folder_of(name) or 'kernels'}"]
+
+
+def test_routes_do_not_know_each_other() -> None:
+    for folder, found in kernel_arrows().items():
+        route = folder.split("/")[0]
+        if route in ROUTES:
+            assert not {each.split("/")[0] for each in found} & set(ROUTES) - {route}, folder
+
+
+@pytest.mark.parametrize("arrows", [KERNELS, kernel_arrows()], ids=("allowed", "found"))
+def test_no_circle_of_folders(arrows: dict[str, set[str]]) -> None:
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle: {error.args[1]}")
+
+
+def test_every_include_is_a_file() -> None:
+    """Names are full: from plugins/kernels or plugins/include; elsewhere they may start from the file's folder."""
+    for path in sources(PLUGINS):
+        roots = [PLUGINS / "include", PLUGINS / "kernels"]
+        roots += [] if path.is_relative_to(PLUGINS / "kernels") else [PLUGINS, path.parent]
+        for name in includes(path):
+            assert any((root / name).is_file() for root in roots), f"{path}: {name}"
+
+
+def test_kernels_see_neither_torch_nor_tensorrt() -> None:
+    for path in sources(PLUGINS / "kernels"):
+        assert not re.search(r"#\s*include\s+<(torch|ATen|c10|NvInfer)", path.read_text(encoding="utf-8")), path
+
+
+def test_other_folders_include_what_is_below() -> None:
+    for folder, below in OTHERS.items():
+        for path in sources(PLUGINS / folder):
+            for name in includes(path):
+                if name.startswith("twell/"):
+                    owner = "include"
+                else:
+                    owner = (path.parent / name).resolve().relative_to(PLUGINS).parts[0]
+                assert owner in {folder, *below}, f"{path}: {name}"
+
+
+def test_device_code_stands_apart_from_the_choice() -> None:
+    """Headers that say how a product is cut, and what routes offer, bring no kernel with them."""
+    plain = ["matmul/tiling_sm90.h", "matmul/dense_sm90.h", *(f"{route}/" for route in ROUTES)]
+    for path in sources(PLUGINS / "kernels"):
+        name = path.relative_to(PLUGINS / "kernels").as_posix()
+        if path.suffix == ".h" and any(name.startswith(each) for each in plain) and "scratch" not in name:
+            found = {each for each in includes(path) if each.endswith(".cuh")}
+            kernels = [each for each in found if "__global__" in (PLUGINS / "kernels" / each).read_text("utf-8")]
+            assert not kernels, f"{name}: {kernels}"

@@ -1,0 +1,185 @@
+"""Sizes that models take: of parts with configurations of their own, and of models that do not take every size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests import models
+from tests.conftest import Cli
+from tests.twellc.test_cli import failed
+from twellc.base.errors import UserError
+from twellc.export.shapes import ShapeRange, fixed_sizes
+from twellc.loaders.huggingface_inputs import read_sizes, written_sizes
+from twellc.loaders.model import load_model
+from twellc.loaders.tracing import trace
+from twellc.options.source import TracingOptions
+from twellc.passes.graph.execution import Runner
+
+SMALL = {**models.SMALL, "num_hidden_layers": 1, "intermediate_size": 64, "hidden_act": "relu"}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+
+
+def save(model: Any, folder: Path) -> Path:
+    torch.manual_seed(0)
+    return models.save(model.eval(), folder, torch.float32)
+
+
+# ---- models of parts ----
+
+
+def test_an_encoder_and_a_decoder_of_different_sizes(tmp_path: Path) -> None:
+    """Token ids and places of each input are those of its own part."""
+    encoder = transformers.BertConfig(**SMALL | {"vocab_size": 80}, max_position_embeddings=24)
+    decoder = transformers.BertConfig(
+        **SMALL, max_position_embeddings=40, is_decoder=True, add_cross_attention=True, pad_token_id=0
+    )
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    eager = transformers.EncoderDecoderModel(config).eval()
+    model = load_model(TracingOptions(save(eager, tmp_path)))
+    ranges = {model.dimension_names[symbol]: sizes for symbol, sizes in model.dimension_ranges.items()}
+    assert ranges == {"batch": (1, 1, 8), "sequence": (1, 24, 24), "decoder_sequence": (1, 40, 40)}
+    assert model.vocabulary == 80
+    inputs = {"input_ids": torch.randint(2, 80, (2, 24)), "decoder_input_ids": torch.randint(2, 80, (2, 40))}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    torch.testing.assert_close(Runner(model.program)(inputs)[0], eager(**inputs, use_cache=False).logits)
+
+
+def test_an_encoder_of_images_and_a_decoder(tmp_path: Path) -> None:
+    encoder = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=8
+    )
+    decoder = transformers.BertConfig(
+        **SMALL, max_position_embeddings=40, is_decoder=True, add_cross_attention=True, pad_token_id=0
+    )
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    eager = transformers.VisionEncoderDecoderModel(config).eval()
+    model = load_model(TracingOptions(save(eager, tmp_path)))
+    ranges = {model.dimension_names[symbol]: sizes for symbol, sizes in model.dimension_ranges.items()}
+    assert ranges == {"batch": (1, 1, 8), "decoder_sequence": (1, 40, 40)} and model.vocabulary == 96
+    inputs = {"pixel_values": torch.randn(2, 3, 32, 32), "decoder_input_ids": torch.randint(2, 80, (2, 9))}
+    torch.testing.assert_close(Runner(model.program)(inputs)[0], eager(**inputs, use_cache=False).logits)
+
+
+# ---- models of one size ----
+
+
+@pytest.fixture(scope="module")
+def canine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It pads its sequence by a number that torch.export takes for a constant."""
+    config = transformers.CanineConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, hidden_act="relu",
+        max_position_embeddings=64, local_transformer_stride=16, num_hash_buckets=64,
+    )  # fmt: skip
+    return save(transformers.CanineModel(config), tmp_path_factory.mktemp("models") / "canine")
+
+
+def test_one_size(canine: Path) -> None:
+    message = (
+        r"the model does not take every size: dimension 1 of input_ids cannot vary.*\. Compile it for one size, such "
+        r"as --profile input_ids:1x64:1x64:1x64\."
+    )
+    with pytest.raises(UserError, match=message) as refusal:
+        load_model(TracingOptions(canine))
+    assert "ontrol flow" not in str(refusal.value)
+    model = load_model(TracingOptions(canine), sizes=(("input_ids", (0, 32)),))
+    assert model.settings == {"sizes": "input_ids:0x32"} and set(model.dimension_names.values()) == {"batch"}
+    eager = transformers.CanineModel.from_pretrained(canine).eval()
+    ids = torch.randint(2, 96, (3, 32))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    torch.testing.assert_close(Runner(model.program)(inputs)[0], eager(**inputs).last_hidden_state)
+    with pytest.raises(
+        UserError, match="does not take this size in dimension 1 of input_ids; got 65; expected 1 to 64"
+    ):
+        load_model(TracingOptions(canine), sizes=(("input_ids", (1, 65)),))
+    with pytest.raises(UserError, match="does not take every size"):  # none that is known is fixed
+        load_model(TracingOptions(canine), sizes=(("input_ids", (0, 0)), ("other", (3,))))
+
+
+def test_compile_and_check_at_one_size(cli: Cli, canine: Path, tmp_path: Path) -> None:
+    graph, profile = tmp_path / "canine.onnx", "input_ids:2x32:2x32:2x32"
+    result = cli("compile", canine, "--backend", "none", "--onnx", graph, "--profile", profile)
+    assert result.exit_code == 0, result.stderr
+    result = cli("check", canine, graph)
+    assert result.exit_code == 0 and "within tolerance" in result.stdout
+    varying = "input_ids:1x32:1x48:1x64"
+    result = cli("compile", canine, "--backend", "none", "--onnx", tmp_path / "b.onnx", "--profile", varying)
+    failed(result, "does not take every size: dimension 1 of input_ids cannot vary")
+
+
+def test_models_that_take_every_size_are_not_fixed(llama: Path) -> None:
+    model = load_model(TracingOptions(llama), sizes=(("input_ids", (1, 8)),))
+    assert "sizes" not in model.settings and set(model.dimension_names.values()) == {"batch", "sequence"}
+
+
+def test_fixed_sizes_of_profiles() -> None:
+    def given(name: str, *shapes: tuple[int, ...]) -> tuple[str, ShapeRange]:
+        return name, ShapeRange(*shapes)
+
+    one, several = given("x", (1, 8), (1, 8), (1, 8)), given("x", (1, 8), (2, 8), (4, 8))
+    assert fixed_sizes([one]) == (("x", (1, 8)),)
+    assert fixed_sizes([several]) == (("x", (0, 8)),)
+    others = [given("x", (1, 9), (1, 9), (1, 9)), given("y", (3,), (3,), (3,))]
+    assert fixed_sizes([one, *others]) == (("x", (1, 0)), ("y", (3,)))
+    assert fixed_sizes([given("x", (1,), (2,), (3,))]) == () == fixed_sizes([])
+    for sizes in ((), (("x", (1, 8)),), (("x", (0, 8)), ("a.b", (3,)))):
+        assert read_sizes(written_sizes(sizes)) == sizes
+    assert read_sizes("None") == () == read_sizes("x:y,z")
+
+
+# ---- words ----
+
+
+class Odd(torch.nn.Module):
+    """Takes sizes of one kind only."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        match self.kind:
+            case "multiple":
+                return (x if x.shape[1] % 8 == 0 else -x).relu()
+            case "groups":
+                return x.view(x.shape[0], x.shape[1] // 8, 8).relu()
+            case "most":
+                return (x if x.shape[1] <= 20 else -x).relu()
+            case "least":
+                return (x if x.shape[1] >= 12 else -x).relu()
+            case "equal":
+                return x[:, : y.shape[1]] + y if x.shape[1] == y.shape[1] else y
+            case "another":
+                return (x if x.shape[1] == 16 else -x).relu()
+            case "values":
+                return x if x.sum() > 0 else -x
+        raise RuntimeError("expected scalar type torch.bfloat16 but found torch.float32")
+
+
+WORDS = {
+    "multiple": "the model does not take every size: dimension 1 of x must be a multiple of 8. Fix the sizes.",
+    "groups": "the model does not take every size: dimension 1 of x must be a multiple of 8. Fix the sizes.",
+    "most": "the model does not take every size: dimension 1 of x must be 2 to 20. Fix the sizes.",
+    "least": "the model does not take every size: dimension 1 of x must be 12 to 4096. Fix the sizes.",
+    "equal": "the model does not take every size: dimension 1 of y must be that of dimension 1 of x. Fix the sizes.",
+    "another": "the model does not take every size: dimension 1 of x cannot vary. Fix the sizes.",
+    "values": "torch.export cannot trace the model, since what it does depends on values (",
+    "dtypes": "Its code mixes dtypes: save the model in float32",
+}
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_what_torch_says_in_words_of_the_inputs(kind: str) -> None:
+    inputs = {"x": torch.randn(2, 16), "y": torch.randn(2, 16 if kind == "equal" else 9)}
+    batch, n, m = torch.export.Dim("batch"), torch.export.Dim("n", max=4096), torch.export.Dim("m", max=4096)
+    shapes = {"x": {0: batch, 1: n}, "y": {0: batch, 1: m}}
+    with pytest.raises(UserError) as refusal:
+        trace(Path("model"), Odd(kind), inputs, shapes, "Fix the model.", "Fix the sizes.")
+    message = str(refusal.value)
+    assert WORDS[kind] in message
+    assert ("Fix the model." in message) == (kind == "values")
