@@ -1,8 +1,9 @@
 """Measure what blocks take on the GPU at hand, for decisions: a grid of tokens, widths, densities and distributions.
 
-Beside TwELL stands the faster of two dense blocks: eager, and with gate and up packed in one product and a fused
-activation. Times are of one call within a CUDA graph that holds one call for each of several sets of weights, so that
-weights come from memory as they do in a model. All contestants of a size take turns, in a new order in each repetition.
+Beside TwELL stands the fastest of three dense blocks: eager; with one fused kernel for the activation; and with
+gate and up packed in one product besides. Times are of one call within a CUDA graph that holds one call for each of
+several sets of weights, so that weights come from memory as they do in a model. All contestants of a size take
+turns, in a new order in each repetition.
 
 Weights are drawn once a width. How active a token is stands in the first column of x, how active a neuron is in one
 column of the gate for each distribution: x has a constant in the column of the distribution that is measured, and zero
@@ -30,7 +31,7 @@ from twellc.base.files import OutputFiles, uninterrupted, writing
 from twellc.benchmarking import timing
 from twellc.benchmarking.activity import draw_activity, hot_neurons_first, thresholds, zipf_offsets
 from twellc.benchmarking.contest import time_rotated
-from twellc.benchmarking.forms import Block, Packed, many_sizes
+from twellc.benchmarking.forms import Block, Packed, fused_dense, many_sizes
 from twellc.decisions.predict import Widths, is_split
 from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint
 from twellc.plugins.block import BlockOptions, Operands
@@ -213,9 +214,10 @@ def measure_size(
             raise RuntimeError(f"{grid}, {tokens} tokens, {activity}: off from the dense block by {error:.2e}")
         del exact
     any_rows = next(iter(rows.values())) if rows else draw_rows(tokens, grid.d_model, (0.01, "equal", 0), columns)
-    # Neither dense form has to be compiled for each size.
+    # None of the dense forms has to be compiled for each size, as what torch makes of a whole block.
     calls: dict[Any, Callable[[BlockWeights], Tensor]] = {
         "eager": lambda w: w.block.dense(any_rows),
+        "fused": lambda w: fused_dense(w.block, any_rows),
         "packed": lambda w: w.packed(any_rows),
     }
     calls |= {activity: functools.partial(twell, x, activity.hot) for activity, x in rows.items()}

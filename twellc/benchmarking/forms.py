@@ -134,9 +134,21 @@ def _fused(function: Callable[..., Tensor], rows: Tensor, *rest: Any) -> Tensor:
     """Call a function of rows [tokens, width] as one compiled kernel, which serves any number of tokens but one."""
     if torch.compiler.is_compiling():
         return function(rows, *rest)
-    torch._dynamo.maybe_mark_dynamic(rows, 0)
-    torch._dynamo.mark_static(rows, 1)
+    for matrix in (rows, *rest):
+        if isinstance(matrix, Tensor) and matrix.dim() == 2:
+            torch._dynamo.maybe_mark_dynamic(matrix, 0)
+            torch._dynamo.mark_static(matrix, 1)
     return _compiled(function)(rows, *rest)
+
+
+def fused_dense(block: Block, x: Tensor) -> Tensor:
+    """Compute y [..., d_out] of x [..., d_model] by a product each and one compiled kernel for the activation."""
+    rows = x.reshape(-1, x.shape[-1])
+    g = functional.linear(rows, block.gate, block.gate_bias)
+    u = None if block.up is None else functional.linear(rows, block.up, block.up_bias)
+    h = _fused(combine, g, u, block.activation, block.threshold)
+    y = functional.linear(h, block.down, block.down_bias)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 class Packed:

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from twellc.benchmarking import forms
-from twellc.benchmarking.forms import BASELINES, EAGER, FP8, PACKED, Block, Packed, dense_forms, many_sizes
+from twellc.benchmarking.forms import (
+    BASELINES,
+    EAGER,
+    FP8,
+    PACKED,
+    Block,
+    Packed,
+    dense_forms,
+    fused_dense,
+    many_sizes,
+)
 
 
 def block(variant: str, activation: str, biases: bool, device: str = "cpu") -> Block:
@@ -48,7 +58,7 @@ def test_forms_compute_the_same(variant: str, activation: str, biases: bool, sha
     exact = own.double().dense(x.double())
     found = dense_forms(own, x, with_compiled=False)
     assert list(found) == [EAGER, PACKED, FP8]
-    for name, form in found.items():
+    for name, form in {**found, "fused": lambda rows: fused_dense(own, rows)}.items():
         y = form(x)
         assert y.shape == (*shape[:-1], 48) and y.dtype == torch.bfloat16
         assert relative(y, exact) < (0.15 if name == FP8 else 0.01), name
