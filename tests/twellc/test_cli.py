@@ -165,7 +165,8 @@ def test_dump_graphs(cli: Cli, archive: Path, linear: Path, tmp_path: Path) -> N
     assert cli("compile", archive, *arguments).exit_code == 0
     names = [
         "traced", "decompose", "name_casts", "write_numbers", "merge_views", "name_relus", "fold_weights",
-        "fold_constants", "feature_last", "in_precision", "rewrite_ffn", "rewrite_attention", "onnx", "optimize_exactly",
+        "fold_constants", "feature_last", "in_precision", "rewrite_ffn", "rewrite_attention", "onnx",
+        "optimize_exactly",
     ]  # fmt: skip
     assert sorted(files_in(folder)) == [f"{number:02}-{name}.txt" for number, name in enumerate(names)]
     assert "torch.ops.aten.relu" in (folder / "09-in_precision.txt").read_text()
