@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import onnx
-
 from twellc.base.errors import UserError
 from twellc.base.files import external_data
 from twellc.export.mapped_file import pages_given_back
@@ -153,6 +151,8 @@ def reasons(messages: list[str]) -> str:
 
 def _refusal(host: Host, onnx_path: Path, errors: list[Any], messages: list[str]) -> UserError:
     """Return what to say of a graph that the parser does not take: which nodes, and what to do about them."""
+    import onnx  # not needed of a manifest, and large
+
     where = f"{host.name} {host.version}"
     domains = {node.op_type: node.domain for node in nodes_of(onnx.load(onnx_path, load_external_data=False).graph)}
     codes = host.module.ErrorCode

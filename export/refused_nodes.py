@@ -1,15 +1,17 @@
-"""Nodes that TensorRT's ONNX parser does not take, and what to do about them."""
+"""Nodes that TensorRT's ONNX parser does not take, and what to do about them. Importing this imports no onnx."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import onnx
+from typing import TYPE_CHECKING
 
 from twellc.base.errors import first_few
 from twellc.plugins.library import PLUGIN_NAMESPACE
+
+if TYPE_CHECKING:
+    import onnx
 
 # TensorRT knows tensors alone: no sequences, no values that may be absent, no texts.
 _NOT_OF_TENSORS = re.compile(r".*(Sequence|Optional|String).*|StringNormalizer|TfIdfVectorizer")

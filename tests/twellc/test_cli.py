@@ -164,16 +164,17 @@ def test_dump_graphs(cli: Cli, archive: Path, linear: Path, tmp_path: Path) -> N
     arguments = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--overwrite", "--dump-graphs", folder]
     assert cli("compile", archive, *arguments).exit_code == 0
     names = [
-        "traced", "decompose", "write_numbers", "merge_views", "name_relus", "fold_weights", "feature_last",
-        "in_precision", "rewrite_ffn", "rewrite_attention", "onnx", "optimize_exactly",
+        "traced", "decompose", "name_casts", "write_numbers", "merge_views", "name_relus", "fold_weights",
+        "fold_constants", "feature_last", "in_precision", "rewrite_ffn", "rewrite_attention", "onnx",
+        "optimize_exactly",
     ]  # fmt: skip
     assert sorted(files_in(folder)) == [f"{number:02}-{name}.txt" for number, name in enumerate(names)]
-    assert "torch.ops.aten.relu" in (folder / "07-in_precision.txt").read_text()
-    assert "torch.ops.twell.gated_mlp" in (folder / "08-rewrite_ffn.txt").read_text()
-    assert "twell::TwellGatedMlp" in (folder / "11-optimize_exactly.txt").read_text()
+    assert "torch.ops.aten.relu" in (folder / "09-in_precision.txt").read_text()
+    assert "torch.ops.twell.gated_mlp" in (folder / "10-rewrite_ffn.txt").read_text()
+    assert "twell::TwellGatedMlp" in (folder / "13-optimize_exactly.txt").read_text()
     assert cli("compile", linear, *arguments).exit_code == 0
-    assert "bfloat16" not in (folder / "06-feature_last.txt").read_text()
-    assert "bfloat16" in (folder / "07-in_precision.txt").read_text()
+    assert "bfloat16" not in (folder / "08-feature_last.txt").read_text()
+    assert "bfloat16" in (folder / "09-in_precision.txt").read_text()
 
 
 # ---- strict ----
@@ -216,7 +217,7 @@ def options_that_fail(folder: Path, model: Path) -> dict[str, tuple[list[object]
         ),
         "missing folder": (["-o", folder / "no" / "m.plan"], "the output folder does not exist"),
         "output is a folder": (["-o", folder], "is a folder"),
-        "same file twice": (["-o", plan, "--onnx", plan], "is the same file as --output"),
+        "same file twice": (["-o", folder / "m.out", "--onnx", folder / "m.out"], "is the same file as --output"),
         "report is the manifest": (["-o", plan, "--report", folder / "m.plan.json"], "is the same file as"),
         "output is the model": (["-o", model, "--overwrite"], "belongs to the model"),
         "report is the weights": (
@@ -322,7 +323,7 @@ def test_longest_name(cli: Cli, archive: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [model]
 
 
-@pytest.mark.parametrize("name", ["scratch", "staged", "m.onnx"])
+@pytest.mark.parametrize("name", ["scratch", "staged", "m.data"])
 def test_any_name_of_an_output(cli: Cli, archive: Path, tmp_path: Path, name: str) -> None:
     """Files that are only needed for a while stand apart from those that are kept, whatever these are called."""
     result = cli("compile", archive, "-o", tmp_path / name)

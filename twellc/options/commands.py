@@ -214,6 +214,12 @@ def compile_options(
             raise UserError("--output", "no plan is built", got="--backend none", fix="Leave one out.")
     elif output is None:
         raise UserError("--output", "no plan to write", fix="Add -o FILE, or stop at --backend none --onnx FILE.")
+    elif output.suffix == ".onnx":
+        raise UserError(
+            f"--output {output}", "a plan is not an ONNX file", fix="Add --backend none for one, or call it otherwise."
+        )
+    if onnx is not None and onnx.suffix in (".plan", ".engine"):
+        raise UserError(f"--onnx {onnx}", "an ONNX file is not a plan", fix="Call it otherwise.")
     return CompileOptions(model, output, onnx=onnx, triton=triton, **options)
 
 

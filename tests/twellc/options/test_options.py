@@ -55,6 +55,7 @@ def _accepts(wanted: Any, held: Any) -> bool:
 
 _TURNED = {
     str(keywords.AnyPath | None): ("pathlib.Path | None",),
+    "collections.abc.Sequence[str]": ("tuple[str, ...]",),
     "collections.abc.Sequence[str | os.PathLike[str]]": ("tuple[pathlib.Path, ...]",),
     "collections.abc.Sequence[str | twellc.options.declared_inputs.InputDeclaration]": (
         "tuple[twellc.options.declared_inputs.InputDeclaration, ...]",
