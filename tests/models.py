@@ -113,7 +113,9 @@ def scale_weights(module: nn.Module) -> None:
         nn.init.normal_(parameter, std=0.5 if name.endswith("bias") else (2 / parameter.shape[-1]) ** 0.5)
 
 
-def export(module: nn.Module, *inputs: Tensor, dynamic: Any = None, **kwargs: Tensor) -> ExportedProgram:
+def export(
+    module: nn.Module, *inputs: Tensor, dynamic: Any = None, deferred: bool = False, **kwargs: Tensor
+) -> ExportedProgram:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         return torch.export.export(
@@ -121,6 +123,7 @@ def export(module: nn.Module, *inputs: Tensor, dynamic: Any = None, **kwargs: Te
             inputs or (() if kwargs else (torch.randn(BATCH, SEQUENCE, D_MODEL),)),
             kwargs,
             dynamic_shapes=dynamic,
+            prefer_deferred_runtime_asserts_over_guards=deferred,
         )
 
 

@@ -13,6 +13,7 @@ PACKAGE_FOLDER = str(Path(twellc.__file__).resolve().parents[1])
 TWELLC = (sys.executable, "-P", "-m", "twellc")
 
 
-def environment(*folders: str | Path, **settings: str) -> dict[str, str]:
-    """Return this process's environment with `folders` behind twellc's on the module path, and with `settings`."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (PACKAGE_FOLDER, *folders))), **settings}
+def environment(**settings: str) -> dict[str, str]:
+    """Return this process's environment with its module path, twellc's folder first, and with `settings`."""
+    path = dict.fromkeys((PACKAGE_FOLDER, *filter(None, sys.path)))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **settings}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_as_on_a_cpu(build: Callable[[], nn.Module], dtype: torch.dtype, prune: 
     found = rewritten(module, x, None, 0).layers
     blocks = {layer.module: BlockProfile(layer.module, layer.variant, "relu", **counts) for layer in found}
     known = Calibration(blocks, prune_dead=prune)
-    ours, theirs = (rewritten(module.to(device), x.to(device), known, 8) for device in ("cuda", "cpu"))
+    ours, theirs = (rewritten(copy.deepcopy(module).to(device), x.to(device), known, 8) for device in ("cuda", "cpu"))
     assert ours.layers == theirs.layers and any(layer.decision == "twell" for layer in ours.layers)
     for program in (ours.dense, ours.program):
         assert {tensor.device.type for tensor in program.state_dict.values()} == {"cuda"}

@@ -28,9 +28,7 @@ MODULE_PATH = [folder for folder in sys.path if folder]
 def twellc(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a command in a process of its own."""
     command = [*TWELLC, *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment(*MODULE_PATH), timeout=500
-    )
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=500)
 
 
 def compiled(model: Path, plan: Path, *options: str) -> Path:

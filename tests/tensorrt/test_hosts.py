@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.processes import environment
-from tests.tensorrt.plans import MODULE_PATH, compiled
+from tests.tensorrt.plans import compiled
 from twellc.export.tensorrt_host import Host
 from twellc.plugins.library import library_path
 
@@ -22,7 +22,7 @@ HOSTS = ROOT / "examples" / "hosts"
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    variables = environment(*MODULE_PATH)
+    variables = environment()
     return subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=300)
 
 

@@ -60,8 +60,7 @@ class Logits(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # torch 2.11 cannot export its own attention on a GPU with a mask and any number of tokens.
-        self.model = models.llama(attn_implementation="eager")
+        self.model = models.llama()
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.model(input_ids=input_ids, use_cache=False).logits
@@ -109,7 +108,8 @@ def make(variant: str, dtype: torch.dtype) -> Case:
     module = module.to(dtype).to(DEVICE).eval().requires_grad_(False)
     wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs.values()]
     truth = copy.deepcopy(module).double()(*wide)
-    program = models.export(module, *inputs.values(), dynamic=dynamic)
+    # What torch 2.11 assumes of a Llama's sizes on a GPU becomes assertions, not constraints that no size is sure to meet.
+    program = models.export(module, *inputs.values(), dynamic=dynamic, deferred=True)
     gate = {"gated": "ffn.gate", "plain": "ffn.up", "llama": "gate_proj"}[variant]
     return Case(module, inputs, program, dynamic, truth, 2 if variant == "llama" else 1, gate)
 
@@ -177,7 +177,7 @@ def test_compile_and_check(case: Case, source: str, tmp_path: Path) -> None:
 def test_plan(case: Case, source: str, tensorrt: Host, tmp_path: Path) -> None:
     model, given = case.given(source)
     plan = tmp_path / "m.plan"
-    made = twellc.compile(model, plan, backend="tensorrt", layers="all", **given)
+    made = twellc.compile(model, plan, onnx=tmp_path / "m.onnx", backend="tensorrt", layers="all", **given)
     assert decisions(made.layers) == ["twell"] * case.blocks
     found = twellc.check(model, plan, **given)
     assert found.within and len(found.blocks) == case.blocks, found

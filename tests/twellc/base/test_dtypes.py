@@ -10,12 +10,13 @@ import ml_dtypes  # noqa: F401  makes bfloat16 a dtype of NumPy
 import numpy as np
 import onnx
 import pytest
-import tensorrt_rtx_bindings as trt
 import torch
 
 from tests.conftest import ROOT
 from tests.processes import environment
 from twellc.base.dtypes import CODES, DTYPES, TABLE, DType, dtype_name, kernel_dtypes, torch_dtype
+
+trt = pytest.importorskip("tensorrt_rtx_bindings", reason="TensorRT-RTX is not installed")
 
 
 @pytest.mark.parametrize("dtype", TABLE, ids=lambda dtype: dtype.name)
