@@ -13,7 +13,7 @@ PACKAGE_FOLDER = str(Path(twellc.__file__).resolve().parents[1])
 TWELLC = (sys.executable, "-P", "-m", "twellc")
 
 
-def environment(**settings: str) -> dict[str, str]:
-    """Return this process's environment with its module path, twellc's folder first, and with `settings`."""
-    path = dict.fromkeys((PACKAGE_FOLDER, *filter(None, sys.path)))
+def environment(*folders: str | Path, **settings: str) -> dict[str, str]:
+    """Return this process's environment with its module path, twellc's folder and `folders` first, and `settings`."""
+    path = dict.fromkeys(map(str, (PACKAGE_FOLDER, *folders, *filter(None, sys.path))))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **settings}

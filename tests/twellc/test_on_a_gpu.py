@@ -108,7 +108,7 @@ def make(variant: str, dtype: torch.dtype) -> Case:
     module = module.to(dtype).to(DEVICE).eval().requires_grad_(False)
     wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs.values()]
     truth = copy.deepcopy(module).double()(*wide)
-    # What torch 2.11 assumes of a Llama's sizes on a GPU becomes assertions, not constraints that no size is sure to meet.
+    # What torch 2.11 assumes of a Llama's sizes on a GPU becomes assertions, not constraints that it cannot prove.
     program = models.export(module, *inputs.values(), dynamic=dynamic, deferred=True)
     gate = {"gated": "ffn.gate", "plain": "ffn.up", "llama": "gate_proj"}[variant]
     return Case(module, inputs, program, dynamic, truth, 2 if variant == "llama" else 1, gate)
