@@ -13,6 +13,7 @@ from twellc.export.mapped_file import pages_given_back
 from twellc.export.refused_nodes import RefusedNode, cure, describe, nodes_of
 from twellc.export.shapes import ShapeProfile
 from twellc.export.tensorrt_host import Host, create_network, load_host, make_logger, write_plan
+from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.other_libraries import OtherLibrary, register_libraries
 from twellc.plugins.registration import register
 
@@ -156,12 +157,14 @@ def _refusal(host: Host, onnx_path: Path, errors: list[Any], messages: list[str]
     where = f"{host.name} {host.version}"
     domains = {node.op_type: node.domain for node in nodes_of(onnx.load(onnx_path, load_external_data=False).graph)}
     codes = host.module.ErrorCode
-    nodes = [
+    refused = [
         RefusedNode(error.node_name(), error.node_operator(), domains.get(error.node_operator(), ""))
         for error in errors
         # A node of a domain that the parser does not know is looked for among the plugins.
         if error.code() == codes.UNSUPPORTED_NODE or (error.code() == codes.INVALID_NODE and "Plugin" in error.desc())
     ]
+    # Our own plugins are there: what they refuse are fields and inputs, which TensorRT's log names.
+    nodes = [node for node in refused if node.domain != PLUGIN_NAMESPACE]
     if nodes:
         return UserError(where, f"the ONNX parser does not know {describe(nodes)}", fix=cure(nodes))
     return UserError(

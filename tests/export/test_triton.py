@@ -126,7 +126,7 @@ def test_plan_says_what_it_needs(repository: Path) -> None:
     assert plugins["register"]["find"] == "twellc plugins"
     printed = "Cannot find plugin: TwellGatedMlptwell, version: twellc-3, namespace:twell."
     assert printed in plugins["register"]["missing"]
-    assert printed in (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    assert printed in (Path(__file__).resolve().parents[2] / "docs" / "deploy.md").read_text(encoding="utf-8")
     assert plugins["register"]["any program"] == "LD_PRELOAD=libtwell_plugins.so"
     python = [sys.executable, "-P", "-c", plugins["register"]["python"]]
     done = subprocess.run(python, env=environment(), capture_output=True, text=True, check=False)

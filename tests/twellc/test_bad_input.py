@@ -292,7 +292,7 @@ def test_text_in_any_locale(tmp_path: Path) -> None:
 
     run(*TWELLC, "compile", "m.onnx", "--backend", "none", "--onnx", "n.onnx", "--dump-graphs", "graphs")
     assert "größe" in (tmp_path / "graphs" / "00-source.txt").read_text(encoding="utf-8")
-    read = "import pathlib, twellc.loaders.huggingface as loader; print(ascii(loader._read_config(pathlib.Path())))"
+    read = "import pathlib, twellc.loaders.checkpoint as loader; print(ascii(loader.read_config(pathlib.Path())))"
     assert run(sys.executable, "-P", "-c", read) == r"{'name': 'gr\xf6\xdfe'}" + "\n"
 
 
@@ -412,13 +412,19 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no schema": ({"schema": None}, "it names no schema"),
     "newer": ({"schema": 4}, "of another version; got 4; expected 3"),
     "older": ({"schema": 2}, "of another version; got 2; expected 3"),
-    "no layers": ({"layers": None}, "damaged: layers is no list"),
-    "layer of no layer": ({"layers": [3]}, r"damaged: layers\[0\] is no object"),
+    "no layers": ({"layers": None}, "damaged: layers is not a list"),
+    "layer of no layer": ({"layers": [3]}, r"damaged: layers\[0\] is not an object"),
     "layer without a width": ({"layers": [{"module": "m"}]}, r"damaged: layers\[0\] has no variant"),
-    "notes": ({"notes": [1]}, r"damaged: notes\[0\] is no string"),
-    "settings": ({"settings": SETTINGS | {"dtype": "int3"}}, "damaged: settings has values"),
-    "form of attention": ({"settings": SETTINGS | {"attention_forms": ["no form"]}}, "damaged: settings has values"),
-    "padding": ({"settings": SETTINGS | {"padding": "left"}}, "damaged: settings has values"),
+    "notes": ({"notes": [1]}, r"damaged: notes\[0\] is not a string"),
+    "settings": (
+        {"settings": SETTINGS | {"dtype": "int3"}},
+        r"damaged: settings\.dtype is not bf16 or fp16 or float32: 'int3'",
+    ),
+    "form of attention": (
+        {"settings": SETTINGS | {"attention_forms": ["no form"]}},
+        r"damaged: settings\.attention_forms\[0\] is not",
+    ),
+    "padding": ({"settings": SETTINGS | {"padding": "left"}}, r"damaged: settings\.padding is not none or mask"),
     "attention": ({"attention": [{"module": "m"}]}, r"damaged: attention\[0\] has no heads"),
     "no profile": ({"profiles": []}, "damaged: profiles is empty"),
     "profile of another input": ({"profiles": [{}]}, r"damaged: profiles\[0\] lacks the input 'x'"),
@@ -426,7 +432,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"profiles": [{"x": {"min": [1], "opt": [1], "max": [1]}}]},
         "has impossible shapes",
     ),
-    "graph elsewhere": ({"onnx": {"file": "../m.onnx", "sha256": ""}}, "no name of a file beside the plan"),
+    "graph elsewhere": ({"onnx": {"file": "../m.onnx", "sha256": ""}}, "not the name of a file beside the plan"),
     "another plan": (
         {"plan": {"file": "", "bytes": 0, "sha256": "", "inputs": [], "outputs": [], "plugin_layers": []}},
         "another plan, or",

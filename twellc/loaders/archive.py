@@ -118,9 +118,12 @@ def _on_the_cpu() -> Iterator[None]:
 
 
 def _targets(path: Path) -> set[str]:
-    """Return the names of torch's operators in an archive's graphs."""
-    archive = torch._C.PyTorchFileReader(str(path))
-    texts = (archive.get_record(name).decode() for name in archive.get_all_records() if name.startswith("models/"))
+    """Return the names of torch's operators in an archive's graphs; none of an archive that is damaged."""
+    try:
+        archive = torch._C.PyTorchFileReader(str(path))
+        texts = [archive.get_record(name).decode() for name in archive.get_all_records() if name.startswith("models/")]
+    except (RuntimeError, ValueError):
+        return set()
     return {name for text in texts for name in _TARGET.findall(text)}
 
 

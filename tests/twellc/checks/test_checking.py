@@ -168,7 +168,9 @@ def test_plan_without_a_gpu(cli: Cli, archive: Path, tmp_path: Path, monkeypatch
 def test_plan_called_as_a_graph(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a candidate is, its content says."""
     monkeypatch.setattr("twellc.checks.checking.why_not_here", lambda backend: "there is no GPU on this machine")
-    assert cli("compile", archive, "-o", tmp_path / "m.onnx").exit_code == 0
+    assert cli("compile", archive, "-o", tmp_path / "m.plan").exit_code == 0
+    for suffix in ("", ".json"):
+        (tmp_path / f"m.plan{suffix}").rename(tmp_path / f"m.onnx{suffix}")
     result = cli("check", archive, tmp_path / "m.onnx")
     assert result.exit_code == 0, result.output
     assert "the plan itself was NOT run" in result.stdout
