@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from twellc.plugins.block import BlockOptions, Operands
 
-# Releases of Torch-TensorRT that were run with twellc, by their first two numbers.
+# Releases of Torch-TensorRT in which a draft of these converters ran, by their first two numbers.
 TESTED = ((2, 11),)
 _LOG = logging.getLogger("twellc")
 
