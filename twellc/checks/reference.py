@@ -417,11 +417,12 @@ class OnnxReference:
 
 
 def _decided_onnx(model: onnx.ModelProto, dtype: torch.dtype, settings: dict[str, Any]) -> OnnxBlocks:
-    layers = str(settings.get("layers", "auto"))
+    """Find the blocks, and decide what becomes of each as the compilation did, if its settings are whole."""
     try:
-        return find_onnx_blocks(model, dtype, layers, _advise(settings))
+        advise = _advise(settings)
     except (TypeError, AttributeError, KeyError):
-        return find_onnx_blocks(model, dtype, layers)
+        advise = None
+    return find_onnx_blocks(model, dtype, str(settings.get("layers", "auto")), advise)
 
 
 def _cast(tensors: Sample, dtype: torch.dtype) -> Sample:
