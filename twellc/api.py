@@ -96,10 +96,12 @@ def rewrite(
     Raises:
         UserError: The model cannot be read or traced, or an option does not fit it.
     """
+    from twellc.base.modules import import_modules
     from twellc.loaders.in_memory import load_for_rewriting, loaded, rewrite_model
 
     refuse_choice("compression", compression)
     given = _parsed(TracingOptions, options, "")
+    import_modules(given.get("import_modules", ()))
     if isinstance(model, str | os.PathLike):
         source = TracingOptions(Path(model), **given)
         return rewrite_model(source, load_for_rewriting(source), layers, compression)

@@ -196,9 +196,10 @@ def test_mistakes_in_example_inputs() -> None:
         (module(), {"args": (x,), "dynamic_shapes": [1, 2]}, "dynamic_shapes has the form of the inputs"),
         (module(), {"args": (x,), "import_modules": "no_such"}, "--import no_such: cannot be imported"),
     ]
-    for model, given, message in cases:
-        with pytest.raises(twellc.UserError, match=message):
-            twellc.inspect(model, **given)
+    for function in (twellc.inspect, twellc.rewrite):
+        for model, given, message in cases:
+            with pytest.raises(twellc.UserError, match=message):
+                function(model, **given)
 
 
 def test_paths_that_are_none() -> None:
