@@ -63,7 +63,7 @@ class Directory:
             )  # fmt: skip
         self.longest = length or limit
         self._fixed = length is not None
-        self.largest_batch = None
+        self.largest_batch: int | None = None
         self.chunk = 1 << 20
         wide = self.device.type == "cuda" and self.model.dtype == torch.float32
         wanted = _DTYPES[dtype] if dtype else torch.bfloat16 if wide else self.model.dtype
@@ -87,7 +87,7 @@ class Directory:
     def begin(self, batch: int, places: int) -> bool:
         """Make room; see `Backend`."""
         cache = self._cache
-        if cache is not None and len(cache.index) == batch and cache.layers[0].max_cache_len >= places:
+        if cache is not None and len(cache.index) == batch and cache.length >= places:
             return False
         length = self.longest if self._fixed else min(self.longest, -(-places // _STEP) * _STEP)
         config = self.model.config.get_text_config(decoder=True)

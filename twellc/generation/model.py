@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from twellc.base.errors import UserError
@@ -15,7 +16,7 @@ from twellc.generation.backend import Backend
 from twellc.generation.steps import Choice, Decoder, Step
 
 
-class CausalModel(GenerationMixin):  # type: ignore[misc]
+class CausalModel(GenerationMixin):
     """A causal language model over a `Backend`, as far as generation is concerned.
 
     Logits processors, stopping criteria and streamers are transformers' own, or yours; decoding is `Decoder`'s.
@@ -40,7 +41,9 @@ class CausalModel(GenerationMixin):  # type: ignore[misc]
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> CausalLMOutputWithPast:
         """Return the logits behind prompts [batch, tokens] that are padded on the left: [batch, 1, vocabulary]."""
         with torch.no_grad():
-            return CausalLMOutputWithPast(logits=self.decoder.logits(input_ids, _lengths(input_ids, attention_mask))[:, None])
+            return CausalLMOutputWithPast(
+                logits=self.decoder.logits(input_ids, _lengths(input_ids, attention_mask))[:, None]
+            )
 
     __call__ = forward
 
@@ -49,7 +52,7 @@ class CausalModel(GenerationMixin):  # type: ignore[misc]
 
         Args:
             input_ids: Prompts [batch, tokens], padded on the left.
-            options: What `generate` takes, and `seed`.
+            options: What `generate` takes, `seed`, and `ignore_eos`, after which end tokens do not end a row.
         """
         steps: Iterator[Step] = super().generate(
             input_ids.to(self.device), custom_generate=_decode, use_cache=False, **options
@@ -89,7 +92,9 @@ def _lengths(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
     expected = torch.arange(width, device=attention_mask.device) >= width - attention_mask.sum(-1, keepdim=True)
     if not torch.equal(attention_mask.bool(), expected) or min(lengths) < 1:
         raise UserError(
-            "attention_mask", "does not say that prompts are padded on the left", expected="zeros, then ones, in each row"
+            "attention_mask",
+            "does not say that prompts are padded on the left",
+            expected="zeros, then ones, in each row",
         )
     return [int(length) for length in lengths]
 
@@ -101,12 +106,18 @@ def _decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     seed: int | None = None,
+    ignore_eos: bool = False,
     **given: Any,
 ) -> Iterator[Step]:
-    """Decode with what transformers has made of the arguments of `generate`."""
+    """Decode with what transformers has made of the arguments of `generate`, and `seed` and `ignore_eos` besides."""
+    if ignore_eos:
+        kept = (each for each in stopping_criteria if not isinstance(each, EosTokenCriteria))
+        stopping_criteria = StoppingCriteriaList(kept)
     if (generation_config.num_beams or 1) > 1 or generation_config.return_dict_in_generate:
         raise UserError(
-            "generate", "neither searches over beams nor returns scores", fix="Leave num_beams and return_dict_in_generate out."
+            "generate",
+            "neither searches over beams nor returns scores",
+            fix="Leave num_beams and return_dict_in_generate out.",
         )
     pad = generation_config._pad_token_tensor
     return model.decoder.steps(

@@ -23,22 +23,27 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-class RowCache(Cache):  # type: ignore[misc]
+class RowCache(Cache):
     """Keys and values of `batch` rows of at most `length` tokens.
 
     Attributes:
+        length: The places of a row.
         index: Where the next call writes in each row: int64 [batch].
         fresh: Whether the next call writes from place 0 on in each row: its queries see no older keys.
     """
 
     def __init__(self, layers: int, batch: int, length: int, device: torch.device) -> None:
         super().__init__(layers=[_RowLayer(self, length) for _ in range(layers)])
+        self.length = length
         self.index = torch.zeros(batch, dtype=torch.int64, device=device)
         self.fresh = True
 
 
-class _RowLayer(StaticLayer):  # type: ignore[misc]
+class _RowLayer(StaticLayer):
     """One layer of a `RowCache`; a sliding window has its whole length here, too."""
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, cache: RowCache, length: int) -> None:
         super().__init__(length)

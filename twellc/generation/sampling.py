@@ -1,4 +1,4 @@
-"""What a user asks of generation, and what comes back: the shapes that vLLM has. Importing this imports nothing large."""
+"""What a user asks of generation, and what comes back, as vLLM has them. Importing this imports nothing large."""
 
 from __future__ import annotations
 

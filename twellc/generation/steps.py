@@ -45,10 +45,12 @@ class Step:
 
     Attributes:
         tokens: Of each row; that of a row which has ended before means nothing.
+        limited: Whether each row takes no more tokens than these.
         ended: Whether each row has ended, with this token or before. Whoever reads it may end more rows.
     """
 
     tokens: list[int]
+    limited: list[bool]
     ended: list[bool]
 
 
@@ -130,8 +132,8 @@ class Decoder:
                 shown = [pad if over else token for token, over in zip(tokens, ended, strict=True)]
                 known = torch.cat([known, torch.tensor(shown, dtype=known.dtype)[:, None]], dim=-1)
                 over = criteria(known, None).tolist()
-                limits = [number >= min(most, room) for room in rooms]
-                step = Step(shown, [any(why) for why in zip(ended, over, limits, strict=True)])
+                limited = [number >= min(most, room) for room in rooms]
+                step = Step(shown, limited, [any(why) for why in zip(ended, over, limited, strict=True)])
                 yield step
                 if call != self._call:
                     raise UserError(
@@ -156,18 +158,22 @@ class Decoder:
         if backend.largest_batch is not None and batch > backend.largest_batch:
             raise UserError(
                 backend.name, "does not take so many prompts at once", got=str(batch),
-                expected=f"{backend.largest_batch} at most", fix="Give fewer, or compile the model with a larger --batch.",
+                expected=f"{backend.largest_batch} at most",
+                fix="Give fewer, or compile the model with a larger --batch.",
             )  # fmt: skip
         if max(lengths) > backend.longest:
             raise UserError(
                 "the prompt", "is longer than the cache", got=f"{max(lengths)} tokens",
-                expected=f"{backend.longest} at most", fix="Shorten it, or make the cache longer if the model allows it.",
+                expected=f"{backend.longest} at most",
+                fix="Shorten it, or make the cache longer if the model allows it.",
             )  # fmt: skip
         self._call += 1
         places = min(max(lengths) + most - 1, backend.longest)
         if backend.begin(batch, places) or len(self._tokens) != batch:
             self._graphs.clear()
-            self._tokens, self._places = (torch.zeros(batch, dtype=torch.int64, device=backend.device) for _ in range(2))
+            self._tokens, self._places = (
+                torch.zeros(batch, dtype=torch.int64, device=backend.device) for _ in range(2)
+            )
         self._generator.manual_seed(seed) if seed is not None else self._generator.seed()
         self.stats = GenerationStats(backend.name, batch, sum(lengths))
         counts = torch.tensor(lengths, device=backend.device)
@@ -241,7 +247,8 @@ class Decoder:
         return found if isinstance(found, torch.cuda.CUDAGraph) else None
 
     def _choose(self, choice: Choice, known: Tensor) -> None:
-        scores = choice.processors(known, self._logits)
+        processors: Any = choice.processors
+        scores = processors(known, self._logits)
         if choice.draws:
             tokens = torch.multinomial(scores.softmax(-1), 1, generator=self._generator).squeeze(1)
         else:
