@@ -24,7 +24,7 @@ def main() -> None:
         answers = engine.generate(prompts, sampling, use_tqdm=False)
     calls = {event.key: event.count for event in profile.key_averages() if event.key.startswith("twell::")}
     tokens = [list(answer.outputs[0].token_ids) for answer in answers]
-    print("ANSWER " + json.dumps({"tokens": tokens, "calls": calls}))
+    sys.stdout.write("\nANSWER " + json.dumps({"tokens": tokens, "calls": calls}) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     vllm serve MODEL --hf-overrides '{"architectures": ["TwellForCausalLM"]}'
 
-vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its processes. docs/serve.md shows
-a server. Importing this module imports neither torch nor vLLM.
+vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its processes. docs/serve.md
+shows a server. Importing this module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations

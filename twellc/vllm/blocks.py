@@ -119,10 +119,10 @@ def _child_of(node: Node) -> str:
 class _Through(UnquantizedLinearMethod):
     """Of a projection whose weight the op reads: it returns x."""
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Leave the weight where it is; on a CPU vLLM would pack it and drop it."""
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x [..., d_model]."""
         return x
 
@@ -135,25 +135,29 @@ class _CallsOp(UnquantizedLinearMethod):
         options: How the block is computed.
     """
 
-    def __init__(self, weights: dict[str, tuple[LinearBase, Operand]], options: BlockOptions) -> None:
+    def __init__(self, weights: dict[str, tuple[Any, Operand]], options: BlockOptions) -> None:
         super().__init__()
         self._weights, self._options = weights, options
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Store the weight [d_out, d_ff] with other strides, so that its transpose, which the op reads, is contiguous."""
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Store the weight [d_out, d_ff] with other strides: its transpose, which the op reads, is contiguous."""
         if not layer.weight.t().is_contiguous():
             layer.weight.data = layer.weight.data.t().contiguous().t()
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return y [..., d_out] of the block for x [..., d_model]."""
-        read = {name: operand.view(getattr(owner, operand.path[-1])) for name, (owner, operand) in self._weights.items()}
+        read = {
+            name: operand.view(getattr(owner, operand.path[-1])) for name, (owner, operand) in self._weights.items()
+        }
         return run_block(WeightOperands(**read, w_down=layer.weight.t(), b_down=bias).of(x), self._options)
 
 
 class TwellBlock(nn.Module):
     """Stands for a module that is one block, and keeps its submodules under their names."""
 
-    def __init__(self, module: nn.Module, down: LinearBase) -> None:
+    down: Any
+
+    def __init__(self, module: nn.Module, down: Any) -> None:
         super().__init__()
         self._modules.update(module._modules)
         vars(self)["down"] = down  # no second name of its parameters
@@ -164,7 +168,9 @@ class TwellBlock(nn.Module):
         return y
 
 
-def parallel(module: nn.Module, weights: WeightOperands[Operand], prefix: str, quant_config: Any) -> dict[str, LinearBase]:
+def parallel(
+    module: nn.Module, weights: WeightOperands[Operand], prefix: str, quant_config: Any
+) -> dict[str, LinearBase]:
     """Make the linear layers of vLLM for a block's projections, by their paths in the module.
 
     Args:
@@ -177,7 +183,7 @@ def parallel(module: nn.Module, weights: WeightOperands[Operand], prefix: str, q
     for name, operand in weights.named().items():
         path = ".".join(operand.path[:-1])
         if path not in made:
-            linear = module.get_submodule(path)
+            linear: Any = module.get_submodule(path)
             kind = RowParallelLinear if name == "w_down" else ColumnParallelLinear
             made[path] = kind(
                 linear.in_features, linear.out_features, bias=linear.bias is not None, quant_config=quant_config,
@@ -186,9 +192,7 @@ def parallel(module: nn.Module, weights: WeightOperands[Operand], prefix: str, q
     return made
 
 
-def put(
-    model: nn.Module, found: Found, layers: dict[str, LinearBase], options: BlockOptions
-) -> None:
+def put(model: nn.Module, found: Found, layers: dict[str, LinearBase], options: BlockOptions) -> None:
     """Put layers in the place of a block's projections, so that they call the op."""
     assert found.weights is not None
     module = model.get_submodule(found.module)

@@ -90,7 +90,9 @@ def _replace_blocks(model: torch.nn.Module, found: list[blocks.Found], config: V
             blocks.put(model, each, layers, options)
             taken[each.module] = asdict(options)
     for reason, modules in refused.items():
-        LOG.warning("%d of %d feed-forward blocks stay dense (%s): %s", len(modules), len(found), first_few(modules), reason)
+        LOG.warning(
+            "%d of %d feed-forward blocks stay dense (%s): %s", len(modules), len(found), first_few(modules), reason
+        )
     if taken:
         LOG.info("%d of %d feed-forward blocks are run by twellc %s", len(taken), len(found), __version__)
         # vLLM keeps compiled code by its configuration, and does not see which modules a model has.
