@@ -23,7 +23,17 @@ __all__ = ["tensorrt"]
 
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = [path.name for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
-ON_A_GPU = ["block.py", "engine.py", "generate.py", "gpu.py", "in_torch_tensorrt.py", "layers.py", "model.py", "serving.py", "trained.py"]
+ON_A_GPU = [
+    "block.py",
+    "engine.py",
+    "generate.py",
+    "gpu.py",
+    "in_torch_tensorrt.py",
+    "layers.py",
+    "model.py",
+    "serving.py",
+    "trained.py",
+]
 ON_A_CPU = ["compile.py", "make_llama.py", "when_it_pays.py"]
 
 
