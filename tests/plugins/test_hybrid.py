@@ -26,7 +26,7 @@ def kept_of(g: Tensor, u: Tensor | None, capacity: int) -> Kept:
 
 
 def draw(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return g and u: tokens with no pair, with few, with exactly the width, with more, and with all, and odd values."""
+    """Return g and u: tokens with no pair, few, exactly the width, more, and all, and odd values."""
     g = torch.zeros(6, D_FF)
     for token, count in enumerate((0, 7, WIDTH, WIDTH + 1, D_FF, 3)):
         g[token, torch.randperm(D_FF)[:count]] = torch.rand(count) + 0.1

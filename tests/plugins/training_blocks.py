@@ -25,13 +25,13 @@ class Problem:
     dy: Tensor
     options: BlockOptions
 
-    def run(self, device: str, dtype: torch.dtype, step: Step) -> dict[str, Tensor]:
-        """Return y, the L1 term, the counts, and the gradients of y * dy + L1_FACTOR * the L1 term."""
+    def run(self, device: str, dtype: torch.dtype, step: Step, l1_factor: float = L1_FACTOR) -> dict[str, Tensor]:
+        """Return y, the L1 term, the counts, and the gradients of y * dy + l1_factor * the L1 term."""
         tensors = {name: value.detach().clone().to(device, dtype) for name, value in self.tensors.items()}
         for value in tensors.values():
             value.requires_grad_()
         y, l1, counts = train_forward(Operands(**tensors), self.options, step)
-        ((y * self.dy.to(device, dtype)).sum() + l1.to(dtype) * L1_FACTOR).backward()
+        ((y * self.dy.to(device, dtype)).sum() + l1.to(dtype) * l1_factor).backward()
         gradients = {f"d{name}": value.grad for name, value in tensors.items()}
         assert all(each is not None for each in gradients.values())
         return {"y": y.detach(), "l1": l1.detach(), "counts": counts, **gradients}  # type: ignore[dict-item]
