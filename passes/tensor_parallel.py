@@ -1,20 +1,22 @@
 """Make of a program that of one rank: its heads of attention, its neurons, and all-reduces between.
 
-    before   x ─┬─ norm ─ q, k, v ─ attention ─ o ───────────── + ─┬─ norm ─ twell.gated_mlp(…, residual) ───────────── y
-                └────────────────────────────────────────────── ┘  └────────────────────────┘
-    after    x ─┬─ norm ─ q', k', v' ─ attention ─ o' ─ all_reduce ─ + ─┬─ norm ─ twell.gated_mlp' ─ all_reduce ─────── y
-                └──────────────────────────────────────────────────── ┘ └─ on rank 0 ─┘
+    before   x ─┬─ norm ─ q, k, v ─ attention ─ o ──────────────── + ─┬─ norm ─ twell.gated_mlp ───────────── y
+                └───────────────────────────────────────────────── ┘  └─ residual ─ ┘
+    after    x ─┬─ norm ─ q', k', v' ─ attention ─ o' ─ all_reduce ─ + ─┬─ norm ─ twell.gated_mlp' ─ all_reduce ─ y
+                └──────────────────────────────────────────────────── ┘ └─ on rank 0 ─ ┘
 
 Rank r of R has the heads, and the rows and columns of weights, from r / R to (r + 1) / R (see `match/shared_axis.py`).
-Which neurons of a block of TwELL it has was decided before (see `neurons.py`); those of dense blocks are shared as heads
-are. A bias of o, of the down projection, and what a block adds its result to are there on rank 0 alone. All ranks
-compute the rest, embedding and logits too.
+Which neurons of a block of TwELL it has was decided before (see `neurons.py`); those of dense blocks are shared as
+heads are. A bias of o or of the down projection, and what a block adds its result to, are there on rank 0 alone. All
+ranks compute the rest, embedding and logits too.
 
-What a block adds to is taken in before the all-reduce, or is added behind it where rank 0 alone would read it: ranks must
-not differ in what they reduce. In a model whose attention runs beside the block the two share one all-reduce:
+What rank 0 alone would read is added behind the all-reduce: ranks must not differ in what they reduce. Where attention
+runs beside the block, the two share one all-reduce:
 
-    before   x ─┬─ attention ─ o ─ + ─ residual of gated_mlp     after   x ─┬─ attention ─ o' ─ + ─ residual of gated_mlp'
-                └───────────────── ┘                                        └─ on rank 0 ────── ┘
+    before   x ─┬─ attention ─ o ─ + ─ residual of gated_mlp ─ y
+                └───────────────── ┘
+    after    x ─┬─ attention ─ o' ─ + ─ residual of gated_mlp' ─ all_reduce ─ y
+                └─ on rank 0 ────── ┘
 
 Left whole on every rank, with a reason: attention and dense blocks of other forms than those that are read.
 """
@@ -22,12 +24,14 @@ Left whole on every rank, with a reason: attention and dense blocks of other for
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -41,7 +45,7 @@ from twellc.passes.match.linear import Linear, LinearReader, Weight, same_sizes,
 from twellc.passes.match.shared_axis import SIZED, NotSharedError, Part, Region, follow
 from twellc.passes.rewrite_ffn import arranged_view
 from twellc.plugins.all_reduce_op import ALL_REDUCE
-from twellc.plugins.block import call_of
+from twellc.plugins.block import BlockOptions, Operands, call_of
 from twellc.plugins.ops import VARIANT_OF
 
 aten = torch.ops.aten
@@ -90,14 +94,14 @@ def _all_reduces(program: ExportedProgram) -> list[Node]:
 def _share_attention(writer: _Writer) -> list[str]:
     found = find_attention(writer.program.graph)
     ranks = writer.part.ranks
-    heads = [(each.module, len_q, len_k) for each in found if each.block is not None
-             for len_q, len_k in [(_heads(each.block.q), _heads(each.block.k))]]  # fmt: skip
-    common = math.gcd(*(number for _, *numbers in heads for number in numbers))
-    for module, queries, keys in heads:
+    heads = {each.module: (_heads(each.block.q), _heads(each.block.k)) for each in found if each.block is not None}
+    common = math.gcd(*itertools.chain.from_iterable(heads.values()))
+    for module, (queries, keys) in heads.items():
         if queries % ranks or keys % ranks:
             divisors = [str(number) for number in range(2, common + 1) if common % number == 0]
             raise UserError(
-                f"--tensor-parallel {ranks}", f"{module} has {queries} heads of queries and {keys} of keys and values",
+                f"--tensor-parallel {ranks}",
+                f"{module} has {queries} heads of queries and {keys} of keys and values",
                 expected=f"a number that divides both, in all layers: {' or '.join(divisors) or 'only 1 does'}",
             )  # fmt: skip
     notes = []
@@ -150,8 +154,8 @@ def _order_notes(program: ExportedProgram) -> list[str]:
             depth[node] += 1
             if depth[node] < count:
                 return [
-                    "not every all-reduce depends on the one before it, as where an encoder and a decoder begin: the "
-                    "engines of all ranks must run them in one order, which TensorRT does not promise"
+                    "not every all-reduce depends on the one before it, as where attention runs beside a dense block: "
+                    "the engines of all ranks must run them in one order, which TensorRT does not promise"
                 ]
     return []
 
@@ -202,7 +206,7 @@ class _Writer:
 
     def reduce_op(self, node: Node) -> None:
         """Reduce what a block of TwELL computes, and decide what it adds to, the same on every rank."""
-        operands, options = call_of(VARIANT_OF[node.target], arguments(node), node.kwargs)
+        operands, options = _call_of(node)
         residual = operands.residual
         behind = None
         if residual is not None and not self._is_read(residual):
@@ -222,10 +226,10 @@ class _Writer:
     def drop_what_is_on_the_first(self) -> None:
         """Leave out what only rank 0 adds: biases behind the sum, and what blocks add to."""
         for node in self._ops:
-            operands, options = call_of(VARIANT_OF[node.target], arguments(node), node.kwargs)
+            operands, options = _call_of(node)
             residual = operands.residual
-            own = self._sums.get(residual) if residual is not None else None
-            operands = dataclasses.replace(operands, residual=residual if residual in self._own else own, b_down=None)
+            own = residual if residual is None or residual in self._own else self._sums.get(residual)
+            operands = dataclasses.replace(operands, residual=own, b_down=None)
             node.args = (*operands.arguments(), *options.arguments())
 
     def _joined(self, node: Node, residual: Node) -> Node | None:
@@ -294,7 +298,7 @@ class _Writer:
         node.replace_input_with(operand, own)
 
     def _call(self, op: Any, *args: Any, like: Node) -> Node:
-        node = self.program.graph.call_function(op, tuple(args))
+        node: Node = self.program.graph.call_function(op, tuple(args))
         node.meta = dict(like.meta)
         self._infer(node)
         return node
@@ -311,10 +315,15 @@ def _fake_mode(node: Node) -> Any:
     return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
 
 
+def _call_of(node: Node) -> tuple[Operands[Node], BlockOptions]:
+    """Return the operands and options of a `twell` op."""
+    assert isinstance(node.target, OpOverload)
+    return call_of(VARIANT_OF[node.target], arguments(node), node.kwargs)
+
+
 def _reads_as_residual(user: Node, value: Node) -> bool:
     """Whether a user is a block that only adds its result to a value."""
-    variant = VARIANT_OF.get(user.target)
-    if variant is None:
+    if user.target not in VARIANT_OF:
         return False
-    operands, _ = call_of(variant, arguments(user), user.kwargs)
+    operands, _ = _call_of(user)
     return operands.residual is value and value not in dataclasses.replace(operands, residual=None).named().values()

@@ -24,7 +24,8 @@ def _reduce(x: Tensor, ranks: int) -> Tensor:
             f"twell: the program of one of {ranks} ranks needs {ranks} processes in torch.distributed's default group, "
             f"got {got}; start it with torchrun, and call torch.distributed.init_process_group"
         )
-    y: Tensor = collectives.wait_tensor(collectives.all_reduce(x, "sum", dist.group.WORLD))
+    group = dist.distributed_c10d._get_default_group()
+    y: Tensor = collectives.wait_tensor(collectives.all_reduce(x, "sum", group))
     return y
 
 

@@ -1,11 +1,11 @@
 """Follow an axis that ranks share, from the products that make it to the products that sum over it.
 
-    x ─ linear(W [heads * width, d_model]) ─ view ─ transpose ─ … ─ attention ─ … ─ linear(W [d_model, heads * width]) ─ y
-        a start: rows of W are shared out      the axis of the heads                  an end: columns of W are
+    x ─ linear(W [heads * width, d_model]) ─ view ─ transpose ─ attention ─ … ─ linear(W [d_model, heads * width]) ─ y
+        a start: rows of W are shared            [batch, heads, tokens, width]       an end: columns of W are shared
 
-Heads of attention or neurons of a feed-forward block are the units of the axis. Each rank has as many of them, and those
-that follow each other: rank r of R has the places r / R to (r + 1) / R of the axis, at the start, wherever it goes and at
-the end. What an end computes is a part of the sum; the sum over the ranks is y.
+Heads of attention or neurons of a feed-forward block are the units of the axis. Each rank has as many, one after
+the other: rank r of R has the places r / R to (r + 1) / R of the axis, at the start, wherever it goes and at the end.
+What an end computes is a part of a sum; the sum over the ranks is y.
 
 The operations between may do anything along other axes: views that keep units together, transpositions, what works
 element by element, normalisations, attention. What they read besides and has the axis whole, such as a bias for each
@@ -25,7 +25,15 @@ import torch
 from torch.fx import Graph, Node
 
 from twellc.passes.match.activations import arguments, packet
-from twellc.passes.match.linear import CASTS, PERMUTATIONS, Linear, LinearReader, permutation, same_sizes, source_with_sizes
+from twellc.passes.match.linear import (
+    CASTS,
+    PERMUTATIONS,
+    Linear,
+    LinearReader,
+    permutation,
+    same_sizes,
+    source_with_sizes,
+)
 
 aten = torch.ops.aten
 
@@ -223,8 +231,8 @@ class _Step:
         return self._check_size(shared.axis + _rank(self._node) - _rank(source), shared.units)
 
     def _joined(self, shared: SharedAxis) -> SharedAxis:
-        tensors = arguments(self._node)[0]
-        dim = arguments(self._node)[1] if len(arguments(self._node)) > 1 else self._node.kwargs.get("dim", 0)
+        tensors, *given = arguments(self._node)
+        dim: Any = given[0] if given else self._node.kwargs.get("dim", 0)
         self._keep_away(shared, [dim], _rank(self._node))
         for operand in tensors:
             if operand in self._region.axes:
@@ -233,21 +241,22 @@ class _Step:
         return shared
 
     def _part(self, source: Node, shared: SharedAxis) -> SharedAxis:
-        given = arguments(self._node)
+        given: tuple[Any, ...] = arguments(self._node)
         place = 2 if self._op not in (aten.slice, aten.select, aten.unbind) else 1
-        dim = given[place] if len(given) > place else self._node.kwargs.get("dim", 0)
+        dim: Any = given[place] if len(given) > place else self._node.kwargs.get("dim", 0)
         self._keep_away(shared, [dim], _rank(source))
         drops = self._op in (aten.select, aten.unbind) and dim % _rank(source) < shared.axis
         return SharedAxis(shared.axis - drops, shared.units)
 
     def _reduced(self, source: Node, shared: SharedAxis) -> SharedAxis:
-        given, rank = arguments(self._node), _rank(source)
+        given: tuple[Any, ...] = arguments(self._node)
+        rank = _rank(source)
         if len(given) < 2 or given[1] is None:
             raise NotSharedError(f"{self._op} works across what ranks would share")
         if self._op in _OVER_LAST:
             dims = list(range(rank - len(given[1]), rank))
         else:
-            dims = [given[1]] if isinstance(given[1], int) else list(given[1])
+            dims = [given[1]] if isinstance(given[1], int) else [*given[1]]
         self._keep_away(shared, dims, rank)
         gone = 0 if _rank(self._node) == rank else sum(dim % rank < shared.axis for dim in dims)
         return SharedAxis(shared.axis - gone, shared.units)
