@@ -31,7 +31,7 @@ PROMPTS = [[1, 2, 3], [5, 6, 7, 8]]
 TOKENS = 8
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def _vllm() -> None:
     """Skip every test where vLLM is missing, or fail it where TWELLC_REQUIRE_VLLM=1."""
     if importlib.util.find_spec("vllm") is None:
