@@ -32,6 +32,7 @@ ON_A_GPU = [
     "layers.py",
     "model.py",
     "serving.py",
+    "tensor_parallel.py",
     "trained.py",
 ]
 ON_A_CPU = ["compile.py", "make_llama.py", "when_it_pays.py"]
@@ -113,6 +114,15 @@ def test_make_llama(benchmark_module: Callable[[str], Any], tmp_path: Path) -> N
 
 def test_when_it_pays() -> None:
     assert smoke("when_it_pays.py").count("| --- |") == 5
+
+
+@pytest.mark.slow
+def test_tensor_parallel_on_a_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert "relative error against float64" in smoke(
+        "tensor_parallel.py", "--device", "cpu", "--json", tmp_path / "r.json"
+    )
+    assert set(report(tmp_path / "r.json")["errors"]) == {"dense", "twell", "dense, 2 ranks", "twell, 2 ranks"}
 
 
 # ---- on a GPU ----
@@ -229,3 +239,17 @@ def test_in_torch_tensorrt(tensorrt: Host, tmp_path: Path) -> None:
         names = {"dense eager", "dense compiled", "Torch-TensorRT dense", "Torch-TensorRT twell"}
         assert set(medians(each)) == names and not each["failed"]
         assert f"| {each['tokens']} | " in page
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_tensor_parallel(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there are no two GPUs")
+    page = smoke("tensor_parallel.py", "--json", tmp_path / "r.json")
+    results = report(tmp_path / "r.json")["results"]
+    assert [each["shape"] for each in results] == ["1x16", "2x40"]
+    for each in results:
+        assert set(medians(each)) == {"dense", "twell", "dense, 2 ranks", "twell, 2 ranks"}
+        assert f"| {each['shape']} | " in page
