@@ -269,6 +269,31 @@ def save(model: Any, folder: Path, dtype: torch.dtype = torch.bfloat16, **option
     return folder
 
 
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+VOCABULARY = 320
+
+
+def make_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
+    """Save a byte-level BPE tokenizer of `VOCABULARY` tokens; 0 is its end token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<end>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    made.train_from_iterator(["the quick brown fox jumps over the lazy dog, größer und schöner"] * 9, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<end>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+
+
 def without_expectation(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of a report without what is expected of the sizes of a call, which differ between commands."""
     return [{name: value for name, value in layer.items() if name != "expectation"} for layer in layers]

@@ -49,20 +49,33 @@ def load_directory(path: Path, padding: str | None = None, logits: str = "all", 
         UserError: The directory is incomplete, needs remote code, or holds a model that cannot be traced, or that
             leaves no choice of `padding` or `logits`.
     """
-    checkpoint = read_checkpoint(path)
     with nothing_fetched():
-        import transformers
+        model, config, notes = make_transformer(path)
+        return _trace(path, model, config, notes, padding, logits, sizes)
 
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        if checkpoint.config.get("model_type") == sparselm.MODEL_TYPE:
-            llama, tensors = sparselm.as_llama(path, checkpoint.config, checkpoint.tensors)
-            model, notes = _make_model(path, transformers.LlamaForCausalLM, llama, tensors)
-        else:
-            model_class = _class_of(path, checkpoint.config)
-            config = _as_configuration(path, model_class, checkpoint.config)
-            model, notes = _make_model(path, model_class, config, checkpoint.tensors)
-        return _trace(path, model, checkpoint.config, checkpoint.notes + notes, padding, logits, sizes)
+
+def make_transformer(path: Path) -> tuple[Any, dict[str, Any], list[str]]:
+    """Make the model of a directory, in the precision of its weights; to be called where nothing is fetched.
+
+    Returns:
+        A module of transformers in eval mode, what its config.json says, and what the user should know.
+
+    Raises:
+        UserError: The directory is incomplete, or needs remote code.
+    """
+    import transformers
+
+    checkpoint = read_checkpoint(path)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if checkpoint.config.get("model_type") == sparselm.MODEL_TYPE:
+        llama, tensors = sparselm.as_llama(path, checkpoint.config, checkpoint.tensors)
+        model, notes = _make_model(path, transformers.LlamaForCausalLM, llama, tensors)
+    else:
+        model_class = _class_of(path, checkpoint.config)
+        config = _as_configuration(path, model_class, checkpoint.config)
+        model, notes = _make_model(path, model_class, config, checkpoint.tensors)
+    return model, checkpoint.config, checkpoint.notes + notes
 
 
 def _class_of(path: Path, config: dict[str, Any]) -> Any:
