@@ -156,6 +156,7 @@ def checkpoint_to_resume(output: Path, model: Path) -> str | None:
 @click.option("--sequence", type=click.IntRange(2), default=1024, help="Tokens in a sequence.")
 @click.option("--lr", type=click.FloatRange(0, min_open=True), default=3e-5, help="Peak learning rate.")
 @click.option("--warm-up", type=click.IntRange(0), default=50, help="Steps until it is reached; then a cosine to 0.")
+@click.option("--constant", is_flag=True, help="Keep the learning rate after that, instead.")
 @click.option("--l1", type=click.FloatRange(0), default=2e-5, help="Coefficient of the L1 term.")
 @click.option("--l1-warm-up", type=click.IntRange(0), default=100, help="Steps until the coefficient is reached.")
 @click.option("--blend", type=click.IntRange(0), default=0, help="Steps over which SiLU or GELU becomes ReLU.")
@@ -212,7 +213,8 @@ def run(
     arguments = transformers.TrainingArguments(
         output_dir=str(output / CHECKPOINTS), max_steps=options["steps"], seed=options["seed"], use_cpu=not on_gpu,
         per_device_train_batch_size=options["batch"], per_device_eval_batch_size=options["batch"], bf16=on_gpu,
-        gradient_accumulation_steps=options["accumulate"], learning_rate=options["lr"], lr_scheduler_type="cosine",
+        gradient_accumulation_steps=options["accumulate"], learning_rate=options["lr"],
+        lr_scheduler_type="constant_with_warmup" if options["constant"] else "cosine",
         warmup_steps=options["warm_up"], weight_decay=0.1, adam_beta2=0.95, logging_steps=options["log_every"],
         save_strategy="steps", save_steps=options["save_every"], save_total_limit=2, report_to=[],
         eval_strategy="no" if measured is None else "steps", eval_steps=options["save_every"],

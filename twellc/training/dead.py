@@ -60,7 +60,7 @@ def _move(weight: Tensor, where: Tensor, noise: Tensor, share: float) -> None:
 
 
 def _own(whole: Tensor, sharded: DTensor) -> Tensor:
-    """Return the part of a tensor that a process holds of a sharded one; each process has the whole: nothing is sent."""
+    """Return what a process holds of a sharded tensor, of the whole that each has: nothing is sent."""
     spread = distribute_tensor(whole.contiguous(), sharded.device_mesh, sharded.placements, src_data_rank=None)
     local: Tensor = spread.to_local()
     return local
