@@ -32,7 +32,7 @@ class Kept(NamedTuple):
     hot: Tensor
 
 
-KEPT_DTYPES = Kept(torch.int64, torch.int32, torch.int16, torch.int16)  # type: ignore[arg-type]
+KEPT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int16)
 
 
 class Gradients(NamedTuple):

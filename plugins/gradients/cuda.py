@@ -16,7 +16,7 @@ from torch import Tensor
 from twellc.base.dtypes import dtype_name
 from twellc.plugins import library
 from twellc.plugins.block import GATED, Operands, problem_of, tensors_of
-from twellc.plugins.gradients.call import Call, Kept
+from twellc.plugins.gradients.call import KEPT_DTYPES, Call, Kept
 from twellc.plugins.meaning import as_read, widths_of
 
 
@@ -148,40 +148,30 @@ def forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Kept]:
 
 
 def _forward(run: _Run) -> tuple[Tensor, Tensor, Tensor, Kept]:
-    call, operands, x = run.call, run.operands, run.x
-    kept = Kept(
-        *(
-            x.new_empty(shape, dtype=dtype)
-            for shape, dtype in zip(
-                shapes_kept(call), (torch.int64, torch.int32, torch.int16, torch.int16), strict=True
-            )
-        )
-    )
-    y = x.new_empty((*call.operands.x.shape[:-1], operands.w_down.shape[1]))
-    counts = torch.zeros(call.d_ff, dtype=torch.int64, device=x.device)
+    call, x, device = run.call, run.x, run.x.device
+    shapes = zip(shapes_kept(call), KEPT_DTYPES, strict=True)
+    kept = Kept(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes))
+    y = x.new_empty((*call.operands.x.shape[:-1], run.operands.w_down.shape[1]))
     if call.tokens == 0:
-        return y, torch.zeros((), device=x.device), counts, kept
-    l1 = torch.zeros((), device=x.device)
-    hot_y = None
-    if run.hot:
-        hot_y, hot_l1, hot_counts = _forward_hot(run, kept.hot)
-        l1 = l1 + hot_l1
-        counts[: run.hot] = hot_counts
+        return y, torch.zeros((), device=device), torch.zeros(call.d_ff, dtype=torch.int64, device=device), kept
+    # Parts of the sum of |h|: of the hot neurons' kernel, then of each token's sparse neurons.
+    hot_parts = library.load().twell_train_hot_parts(ctypes.byref(run.problem(run.hot))) if run.hot else 0
+    parts = torch.empty(hot_parts + (call.tokens if run.cold else 0), device=device)
+    counts = torch.empty(call.d_ff, dtype=torch.int32, device=device)
+    hot_y = _forward_hot(run, kept.hot, parts, counts) if run.hot else None
     if run.cold:
-        row_l1, cold_counts = _forward_cold(run, kept, hot_y, y)
-        l1 = l1 + row_l1.sum()
-        counts[run.hot :] = cold_counts
-    else:
-        assert hot_y is not None
-        total = hot_y if operands.residual is None else hot_y + operands.residual
-        y.copy_(total.view(y.shape))
+        _forward_cold(run, kept, hot_y, y, parts[hot_parts:], counts[run.hot :])
+    elif hot_y is not None:
+        residual = run.operands.residual
+        y = (hot_y if residual is None else hot_y + residual).view(y.shape)
+    counts = counts.long()
     if run.order is not None:
         counts = torch.empty_like(counts).scatter_(0, run.order, counts)
-    return y, l1 / call.tokens, counts, kept
+    return y, parts.sum() / call.tokens, counts, kept
 
 
-def _forward_hot(run: _Run, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the hot neurons add to y (with b_down if there are no others), their sum of |h| and their counts."""
+def _forward_hot(run: _Run, kept: Tensor, parts: Tensor, counts: Tensor) -> Tensor:
+    """Return what the hot neurons add to y, with b_down if there are no others."""
     x, lib, problem = run.x, library.load(), run.problem(run.hot)
     weight, bias = run.hot_weights()
     z = kept.view(x.dtype)
@@ -190,44 +180,36 @@ def _forward_hot(run: _Run, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     else:
         torch.addmm(bias, x, weight.t(), out=z)
     h = x.new_empty(run.call.tokens, run.hot)
-    counts = torch.empty(run.hot, dtype=torch.int32, device=x.device)
-    parts = torch.empty(lib.twell_train_hot_parts(ctypes.byref(problem)), device=x.device)
     tensors = library.TrainHot(
         z=z.data_ptr(), h=h.data_ptr(), counts=counts.data_ptr(), l1_parts=parts.data_ptr(), dh=None, dz=None, dl1=None
     )
     _check(lib.twell_train_hot(ctypes.byref(problem), ctypes.byref(tensors), _stream()))
     down, b_down = run.rows(run.operands.w_down), run.operands.b_down
-    y = h @ down if run.cold or b_down is None else torch.addmm(b_down, h, down)
-    return y, parts.sum(), counts
+    return h @ down if run.cold or b_down is None else torch.addmm(b_down, h, down)
 
 
-def _forward_cold(run: _Run, kept: Kept, hot_y: Tensor | None, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Write y, and return each token's sum of |h| of the sparse neurons, and their counts."""
-    x, lib, problem, operands = run.x, library.load(), run.problem(run.cold), run.operands
+def _forward_cold(run: _Run, kept: Kept, hot_y: Tensor | None, y: Tensor, row_l1: Tensor, counts: Tensor) -> None:
+    """Write y, each token's sum of |h| of the sparse neurons, and how often each of these is active."""
+    lib, problem, operands = library.load(), run.problem(run.cold), run.operands
     capacity, neurons = _capacity(run.call), run.neurons()
-    row_l1 = torch.empty(run.call.tokens, device=x.device)
-    counts = torch.empty(run.cold, dtype=torch.int32, device=x.device)
     # The gate's rows are read in order, by tensor cores; those of the other weights one by one, where they are.
     first, bias = operands.first
-    ordered = {**operands.named()}
-    name = "w_gate" if run.gated else "w_up"
-    ordered[name] = as_read(run.rows(first, cold=True))
+    name = "gate" if run.gated else "up"
+    ordered = {**operands.named(), f"w_{name}": as_read(run.rows(first, cold=True))}
     if bias is not None:
-        ordered[name.replace("w_", "b_")] = as_read(run.rows(bias, cold=True))
-    read = Operands(**ordered)
+        ordered[f"b_{name}"] = as_read(run.rows(bias, cold=True))
     given = library.TrainForward(
         neurons=_pointer(neurons), pairs=_pairs(kept, capacity, run.gated), hot=_pointer(hot_y),
         row_l1=row_l1.data_ptr(), counts=counts.data_ptr(),
     )  # fmt: skip
-    tensors = tensors_of(read.map(Tensor.data_ptr), y.data_ptr())
+    tensors = tensors_of(Operands(**ordered).map(Tensor.data_ptr), y.data_ptr())
     size = lib.twell_train_forward_bytes(ctypes.byref(problem), capacity)
-    workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
+    workspace = torch.empty(size, dtype=torch.uint8, device=run.x.device)
     _check(
         lib.twell_train_forward(
             ctypes.byref(problem), ctypes.byref(tensors), ctypes.byref(given), workspace.data_ptr(), size, _stream()
         )
     )
-    return row_l1, counts
 
 
 def backward(dy: Tensor, dl1: Tensor, kept: Kept, call: Call, *, for_x: bool, for_weights: bool) -> dict[str, Tensor]:
