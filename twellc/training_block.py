@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from twellc.base.dtypes import kernel_dtypes
 from twellc.plugins.block import BlockOptions, Operands
+from twellc.plugins.gradients.call import Step
 from twellc.plugins.gradients.ops import train_forward
 from twellc.plugins.meaning import activate
 from twellc.plugins.training import TrainingState, train_block
@@ -89,6 +90,7 @@ class BlockInTraining:
         self.see: Callable[[Tensor], None] | None = None
         self._d_ff = d_ff
         self._state: TrainingState | None = None
+        self._step: Step | None = None  # of the last call
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.options, self._d_ff)
@@ -116,20 +118,21 @@ class BlockInTraining:
             operands: What it reads.
             blended: An activation on its way to a ReLU, that is computed densely.
         """
-        x = operands.x
+        x, tokens = operands.x, operands.x.numel() // operands.x.shape[-1]
         state, again = self.state(x.device), _is_backward()
         if blended is not None or not _is_for_kernels(operands):
             y, l1, counts = self._dense(operands, blended)
             if not again:
-                state.counts += counts
-                state.tokens += x.numel() // x.shape[-1]
-        elif again:
-            y, l1, _ = train_forward(operands, self.options, state.step)
+                with torch.no_grad():
+                    state.observe(counts, tokens)
+        elif again and self._step is not None:
+            y, l1, _ = train_forward(operands, self.options, self._step)
         else:
+            self._step = state.step_for(tokens)
             y, l1 = train_block(operands, self.options, state)
         if not again:
             if self.terms is not None and l1.requires_grad:
-                self.terms.append(Term(l1, x.numel() // x.shape[-1]))
+                self.terms.append(Term(l1, tokens))
             if self.see is not None:
                 with torch.no_grad():
                     self.see(functional.linear(x, *operands.first))

@@ -23,7 +23,7 @@ __all__ = ["tensorrt"]
 
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = [path.name for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
-ON_A_GPU = ["block.py", "engine.py", "gpu.py", "in_torch_tensorrt.py", "layers.py", "model.py", "trained.py"]
+ON_A_GPU = ["block.py", "engine.py", "generate.py", "gpu.py", "in_torch_tensorrt.py", "layers.py", "model.py", "serving.py", "trained.py"]
 ON_A_CPU = ["compile.py", "make_llama.py", "when_it_pays.py"]
 
 
@@ -148,6 +148,21 @@ def test_model(tmp_path: Path) -> None:
         assert {"dense eager", "dense compiled", "dense packed", "twell eager", "twell compiled"} <= set(medians(each))
         assert f"\n| {each['setting']} | " in page
     assert 0 < found["density"]["mean"] < 0.05 and found["errors"]["twell"] < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_generate(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    page = smoke("generate.py", "--json", tmp_path / "r.json")
+    found = report(tmp_path / "r.json")
+    assert [each["setting"] for each in found["results"]] == ["prefill", "decode-2"]
+    for each in found["results"]:
+        assert not each["failed"], each["failed"]
+        assert {"dense eager", "dense compiled", "dense packed", "twell eager", "twell compiled"} <= set(medians(each))
+    assert set(found["results"][1]["answers"]) == {"twell eager", "twell compiled"}
+    assert all(stats["graph"] for stats in found["results"][1]["answers"].values())
+    assert (tmp_path / "r.md").read_text() in page
 
 
 @pytest.mark.gpu

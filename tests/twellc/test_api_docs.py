@@ -1,4 +1,4 @@
-"""The examples of docs/api.md, docs/generate.md, docs/profile.md and docs/report.md run, in their order, each by itself."""
+"""The examples of docs/api.md, generate.md, profile.md and report.md run, in their order, each by itself."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class Backend(Protocol):
     def begin(self, batch: int, places: int) -> bool:
         """Make room for `batch` rows of `places` tokens each; return whether tensors moved since the last time."""
 
-    def fill(self, input_ids: Tensor, start: int) -> None:
-        """Put tokens [batch, tokens] at the places from `start` on of each row."""
+    def fill(self, input_ids: Tensor, start: int) -> Tensor:
+        """Put tokens [batch, tokens] at the places from `start` on of each row; return the logits behind the last."""
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Put one token at a place of each row, int64 [batch] both; return the logits behind it, [batch, vocabulary].

@@ -23,8 +23,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-class Directory:
-    """A model of transformers; see `Backend`.
+class TorchBackend:
+    """A model of transformers as a `Backend`.
 
     Attributes:
         model: The module.
@@ -32,55 +32,37 @@ class Directory:
     """
 
     def __init__(
-        self, path: Path, device: str = "auto", dtype: str | None = None, length: int | None = None,
-        compiled: bool = False, layers: str = "auto",
-    ) -> None:  # fmt: skip
-        """Load a model.
+        self, model: Any, name: str, length: int | None = None, compiled: bool = False, compiled_fill: bool = False
+    ) -> None:
+        """Take a model.
 
         Args:
-            path: The directory.
-            device: `cpu`, `cuda` or `cuda:N`; `auto` is the GPU where torch sees one.
-            dtype: `bf16`, `fp16` or `fp32`; None is that of the weights, on a GPU bf16 for float32.
+            model: The module, where it is to run.
+            name: What computes, for people.
             length: How many places the cache of a row has; None makes them as they are needed.
             compiled: Whether torch.compile compiles decoding.
-            layers: Which blocks the `twell` ops compute, see `twellc.optimize`.
+            compiled_fill: Whether it compiles the first tokens of rows, too, for each size anew.
 
         Raises:
-            UserError: There is no causal language model, or no such device.
+            UserError: It is not a causal language model of attention layers, or has not so many positions.
         """
-        if dtype is not None and dtype not in _DTYPES:
-            raise UserError("dtype", "no such choice", got=repr(dtype), expected=" or ".join(_DTYPES))
-        self.device = _device(device)
-        with nothing_fetched():
-            self.model, _, self.notes = make_transformer(path)
-        self._cache_argument = _cache_argument(path, self.model)
-        self.vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
-        limit = longest_text(self.model)
+        self._cache_argument = _cache_argument(model)
+        self.model, self.name, self.notes = model, name, list[str]()
+        self.device = model.device
+        self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        limit = longest_text(model)
         if length is not None and not 1 <= length <= limit:
             raise UserError(
                 f"a cache of {length} places", "is not one that the model can have", got=str(length),
-                expected=f"1 to {limit}, the positions of {path}",
+                expected=f"1 to {limit}, the positions of {type(model).__name__}",
             )  # fmt: skip
         self.longest = length or limit
-        self._fixed = length is not None
         self.largest_batch: int | None = None
         self.chunk = 1 << 20
-        wide = self.device.type == "cuda" and self.model.dtype == torch.float32
-        wanted = _DTYPES[dtype] if dtype else torch.bfloat16 if wide else self.model.dtype
-        if wide and not dtype:
-            self.notes.append("the model is in float32; on the GPU it runs in bfloat16")
-        self.model.to(self.device, wanted)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            optimize(self.model, layers=layers)
-        blocks = len(optimized_blocks(self.model))
-        self.name = f"torch on {_named(self.device)}, {blocks} feed-forward blocks by the twell ops"
-        if compiled:
-            self.name += ", compiled"
-        if not blocks and layers != "none":
-            self.notes.append("no feed-forward block is one that twellc.optimize takes: the dense model runs")
-        self._taken = inspect.signature(self.model.forward).parameters
-        self._forward = torch.compile(self._logits, dynamic=False) if compiled else self._logits
+        self._fixed = length is not None
+        self._taken = inspect.signature(model.forward).parameters
+        self._decode = torch.compile(self._logits, dynamic=False) if compiled else self._logits
+        self._fill = torch.compile(self._logits, dynamic=False) if compiled_fill else self._logits
         self._cache: RowCache | None = None
         self._ones = torch.empty(0)
 
@@ -94,16 +76,19 @@ class Directory:
         self._cache = None  # and its memory, before there is another
         self._cache = RowCache(config.num_hidden_layers, batch, length, self.device)
         self._ones = torch.ones(batch, length, dtype=torch.int64, device=self.device)
+        # The first tokens make the tensors of the cache.
+        with row_attention():
+            self._logits(self._ones[:, :1], self._ones[:, :1] - 1)
         return True
 
-    def fill(self, input_ids: Tensor, start: int) -> None:
+    def fill(self, input_ids: Tensor, start: int) -> Tensor:
         """Compute the first tokens of rows; see `Backend`."""
         cache = self._cache
         assert cache is not None
         cache.fresh, cache.index = start == 0, torch.full_like(cache.index, start)
         places = torch.arange(start, start + input_ids.shape[1], device=self.device).expand(len(input_ids), -1)
         with row_attention():
-            self._logits(input_ids, places)
+            return self._fill(input_ids, places)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Compute a token of each row; see `Backend`."""
@@ -111,7 +96,7 @@ class Directory:
         assert cache is not None
         cache.fresh, cache.index = False, places
         with row_attention():
-            return self._forward(tokens[:, None], places[:, None])
+            return self._decode(tokens[:, None], places[:, None])
 
     def _logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Return the logits behind the last token of each row, [batch, vocabulary]."""
@@ -125,6 +110,48 @@ class Directory:
             given["attention_mask"] = self._ones[:, :keys]
         logits: Tensor = self.model(input_ids=input_ids, position_ids=places, **given).logits
         return logits[:, -1]
+
+
+def load_directory(
+    path: Path, device: str = "auto", dtype: str | None = None, length: int | None = None, compiled: bool = False,
+    layers: str = "auto",
+) -> TorchBackend:  # fmt: skip
+    """Load a Hugging Face directory, its feed-forward blocks by the `twell` ops.
+
+    Args:
+        path: The directory.
+        device: `cpu`, `cuda` or `cuda:N`; `auto` is the GPU where torch sees one.
+        dtype: `bf16`, `fp16` or `fp32`; None is that of the weights, on a GPU bf16 for float32.
+        length: See `TorchBackend`.
+        compiled: Likewise.
+        layers: Which blocks the `twell` ops compute, see `twellc.optimize`.
+
+    Raises:
+        UserError: There is no causal language model, no such device, or see `TorchBackend`.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise UserError("dtype", "no such choice", got=repr(dtype), expected=" or ".join(_DTYPES))
+    chosen = _device(device)
+    with nothing_fetched():
+        model, _, notes = make_transformer(path)
+    try:
+        _cache_argument(model)
+    except UserError as error:
+        raise error.about(type(model).__name__, f"{path}, a {type(model).__name__}") from error
+    wide = chosen.type == "cuda" and model.dtype == torch.float32
+    if wide and dtype is None:
+        notes.append("the model is in float32; on the GPU it runs in bfloat16")
+    model.to(chosen, _DTYPES[dtype] if dtype else torch.bfloat16 if wide else model.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimize(model, layers=layers)
+    blocks = len(optimized_blocks(model))
+    if not blocks and layers != "none":
+        notes.append("no feed-forward block is one that twellc.optimize takes: the dense model runs")
+    name = f"torch on {_named(chosen)}, {blocks} feed-forward blocks by the twell ops{', compiled' * compiled}"
+    backend = TorchBackend(model, name, length, compiled)
+    backend.notes = notes
+    return backend
 
 
 def _device(name: str) -> torch.device:
@@ -145,7 +172,7 @@ def _named(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
-def _cache_argument(path: Path, model: Any) -> str:
+def _cache_argument(model: Any) -> str:
     """Return what the model's forward calls a cache.
 
     Raises:
@@ -155,17 +182,13 @@ def _cache_argument(path: Path, model: Any) -> str:
 
     name, config = type(model).__name__, model.config
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or config.is_encoder_decoder:
-        raise UserError(
-            str(path), "is not a causal language model", got=name,
-            expected="a class of transformers such as LlamaForCausalLM",
-        )  # fmt: skip
+        raise UserError(name, "is not a causal language model", expected="one such as LlamaForCausalLM")
     taken = inspect.signature(model.forward).parameters
     argument = next((each for each in ("cache", "past_key_values") if each in taken), None)
     kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - _LAYER_TYPES
     if argument is None or "position_ids" not in taken or kinds:
         raise UserError(
-            str(path), "its cache is not one of keys and values alone, at positions that can be given",
-            got=f"{name}{' with ' + ' and '.join(sorted(kinds)) if kinds else ''}",
-            expected="a decoder of attention layers, such as LlamaForCausalLM",
+            name, "its cache is not one of keys and values alone, at positions that can be given",
+            got=" and ".join(sorted(kinds)), expected="a decoder of attention layers, such as LlamaForCausalLM",
         )  # fmt: skip
     return argument

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, StoppingCriteriaList
 
 from twellc.base.errors import UserError
-from twellc.generation.directory import Directory
+from twellc.generation.directory import load_directory
 from twellc.generation.model import CausalModel
 from twellc.generation.sampling import CompletionOutput, GenerationStats, RequestOutput, SamplingParams
 from twellc.generation.text import Answer, Messages, load_codec
@@ -55,7 +55,7 @@ class LLM:
             UserError: There is no causal language model, no tokenizer, or no such device.
         """
         path = Path(model)
-        backend = Directory(path, device, dtype, max_model_len, compiled, layers)
+        backend = load_directory(path, device, dtype, max_model_len, compiled, layers)
         own = backend.model.config
         # Its own: how the model's makers would draw is not how it answers unless told otherwise.
         ends = _end_tokens(path, own)

@@ -224,8 +224,10 @@ def _content(sources: Sources) -> dict[str, Any]:
     names = short_names(modules)
     settings = decisions.settings if decisions else None
     training = sources.training
-    named = [profile and profile.model.name, decisions and decisions.model and decisions.model.name]
-    named += [bench and bench.model, training and training.model]
+    named = [
+        profile and profile.model.name, decisions and decisions.model and decisions.model.name, bench and bench.model,
+        training and training.model,
+    ]  # fmt: skip
     dtypes = [settings and settings.dtype, profile and profile.model.dtype, bench and bench.dtype]
     sayings = [each for each in (profile, decisions, bench) if each is not None]
     expected = [layer.expectation for layer in layers.values() if layer.expectation is not None]

@@ -133,7 +133,7 @@ def test_bad_files(cli: Cli, bytelm: Path, tmp_path: Path, name: str, content: b
 
 def test_bad_models(cli: Cli, t5: Path, llama: Path, archive: Path, tmp_path: Path) -> None:
     for model, message in (
-        (t5, "is not a causal language model; got T5ForConditionalGeneration"),
+        (t5, "t5, a T5ForConditionalGeneration: is not a causal language model; expected"),
         (llama, "has no tokenizer; expected tokenizer.json"),
         (tmp_path / "nothing", "nothing"),
         (archive, "gated.pt2"),

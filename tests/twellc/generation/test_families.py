@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from twellc.base.errors import UserError
-from twellc.generation.directory import Directory
+from twellc.generation.directory import load_directory
 from twellc.generation.model import CausalModel
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,7 +43,7 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 def made(folder: Path, model: Any, chunk: int) -> CausalModel:
     """Return the model under test, and give transformers' own the same settings."""
-    backend = Directory(folder, "cpu")
+    backend = load_directory(folder, "cpu")
     backend.chunk = chunk
     settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
     model.generation_config = settings

@@ -230,7 +230,7 @@ def test_bad_prompts(llm: LLM, prompts: Any, message: str) -> None:
 
 
 def test_not_a_causal_language_model(t5: Path, archive: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a causal language model; got T5ForConditionalGeneration"):
+    with pytest.raises(UserError, match="t5, a T5ForConditionalGeneration: is not a causal language model"):
         LLM(t5, device="cpu")
     rwkv = models.save(models.rwkv(), tmp_path / "rwkv", torch.float32)
     with pytest.raises(UserError, match="its cache is not one of keys and values alone"):

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from tests import models
-from twellc.generation.directory import Directory
+from twellc.generation.directory import load_directory
 from twellc.generation.llm import LLM
 from twellc.generation.model import CausalModel
 from twellc.generation.sampling import SamplingParams
@@ -24,7 +24,7 @@ DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_k": 30, "to
 def pair(family: Callable[..., tuple[Path, Any]]) -> tuple[CausalModel, Any]:
     """Ours and transformers' own, dense in float32: what is left is decoding."""
     folder, model = family("Llama", hidden_act="relu")
-    backend = Directory(folder, "cuda", "fp32", layers="none")
+    backend = load_directory(folder, "cuda", "fp32", layers="none")
     settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
     model.generation_config = settings
     return CausalModel(backend, backend.model.config, settings), model.cuda()
@@ -80,7 +80,7 @@ def _ids(given: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 def test_compiled_steps(family: Callable[..., tuple[Path, Any]]) -> None:
     folder, model = family("Llama", hidden_act="relu")
-    backend = Directory(folder, "cuda", "fp32", layers="none", compiled=True)
+    backend = load_directory(folder, "cuda", "fp32", layers="none", compiled=True)
     ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0, eos_token_id=2))
     given: dict[str, Any] = {**prompts(7, 12), "max_new_tokens": 24}
     model.generation_config = ours.generation_config
