@@ -148,40 +148,13 @@ class _Optimized(nn.Module):
         x = named.get(block.argument) if not arguments and len(named) == 1 else None
         if len(arguments) == 1 and not named:
             x = arguments[0]
-        y = None
-        if block.training is not None and self.training:
-            y = self._train(x, block.training)
-        elif block.training is None and isinstance(x, Tensor):
-            weights = self._weights(x)
-            y = None if weights is None else run_block(weights.of(x), block.options)
+        y = self._compute(x if isinstance(x, Tensor) else None)
         return super().forward(*arguments, **named) if y is None else y
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _train(self, x: Any, training: BlockInTraining) -> Tensor | None:
-        """Compute a step of training, or None where the original forward must run.
-
-        What happens here is on the host: what was counted, and for whom. So `torch.compile` leaves it as it is.
-        """
-        block, weights = self._twellc, {}
-        if isinstance(x, Tensor) and x.dim() in block.ranks and x.shape[-1] == block.layer.d_model:
-            weights = self._trained(x, block)
-        if not weights:
-            training.missed()
-            return None
-        return training.run(WeightOperands(**weights).of(x), blended_of(self))
-
-    def _trained(self, x: Tensor, block: _Block) -> dict[str, Tensor]:
-        """Return the weights that a step of training reads by name; none where the block is not what was found."""
-        inner = list(self.modules())[1:]
-        if tuple(map(type, inner)) != block.kinds or any(_has_hooks(each) or _drops(each) for each in inner):
-            return {}
-        tensors: dict[str, Tensor] = {}
-        for name, operand in block.weights.named().items():
-            parameter = operand.tensor(self)
-            if parameter is None or parameter.device != x.device:
-                return {}
-            tensors[name] = operand.view(parameter)
-        return tensors
+    def _compute(self, x: Tensor | None) -> Tensor | None:
+        """Return y, or None where the original forward must run: for other arguments than one tensor, for one."""
+        weights = None if x is None else self._weights(x)
+        return None if x is None or weights is None else run_block(weights.of(x), self._twellc.options)
 
     def _weights(self, x: Tensor) -> WeightOperands[Tensor] | None:
         """Return what the op reads besides x, or None where the original forward must run."""
@@ -203,7 +176,43 @@ class _Optimized(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         original = _original(self)
-        return super().__reduce_ex__(protocol) if original is None else (_remake, (original,), vars(self).copy())
+        if original is None:
+            return super().__reduce_ex__(protocol)
+        return _remake, (type(self).__bases__[0], original), vars(self).copy()
+
+
+class _InTraining(_Optimized):
+    """Mixed in for training. What happens there is on the host: `torch.compile` leaves all of it as it is."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Compute y [..., d_out] of x [..., d_model], the one argument; note and count."""
+        return super().forward(*arguments, **named)
+
+    def _compute(self, x: Tensor | None) -> Tensor | None:
+        training = self._twellc.training
+        if not self.training or training is None:
+            return None
+        weights = {} if x is None else self._trained(x)
+        if x is None or not weights:
+            training.missed()
+            return None
+        return training.run(WeightOperands(**weights).of(x), blended_of(self))
+
+    def _trained(self, x: Tensor) -> dict[str, Tensor]:
+        """Return what a step reads besides x by name; nothing where this is not what was found, or x does not fit."""
+        block, inner = self._twellc, list(self.modules())[1:]
+        if x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model:
+            return {}
+        if tuple(map(type, inner)) != block.kinds or any(_has_hooks(each) or _drops(each) for each in inner):
+            return {}
+        tensors: dict[str, Tensor] = {}
+        for name, operand in block.weights.named().items():
+            parameter = operand.tensor(self)
+            if parameter is None or parameter.device != x.device:
+                return {}
+            tensors[name] = operand.view(parameter)
+        return tensors
 
 
 def _is_as_found(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
@@ -236,20 +245,20 @@ def _is_taken(x: Tensor, block: _Block) -> bool:
 
 
 @functools.cache
-def _optimized(original: type[nn.Module]) -> type[nn.Module]:
+def _optimized(mixed_in: type[_Optimized], original: type[nn.Module]) -> type[nn.Module]:
     """Return the class that a submodule of class `original` gets."""
-    return type(f"Twell{original.__name__}", (_Optimized, original), {"__module__": original.__module__})
+    return type(f"Twell{original.__name__}", (mixed_in, original), {"__module__": original.__module__})
 
 
 def _original(module: nn.Module) -> type[nn.Module] | None:
     """Return the class that an optimized submodule had; None where its class is derived from the one that it got."""
     bases = type(module).__bases__
-    return bases[1] if bases[0] is _Optimized else None
+    return bases[1] if bases[0] in (_Optimized, _InTraining) else None
 
 
-def _remake(original: type[nn.Module]) -> nn.Module:
+def _remake(mixed_in: type[_Optimized], original: type[nn.Module]) -> nn.Module:
     """Make an empty object for copy and pickle, which fill it with the state."""
-    made: type[nn.Module] = _optimized(original)  # type: ignore[arg-type]
+    made: type[nn.Module] = _optimized(mixed_in, original)  # type: ignore[arg-type]
     return made.__new__(made)
 
 
@@ -388,7 +397,8 @@ def _replace(
     name = argument.name if argument.kind is argument.POSITIONAL_OR_KEYWORD else ""
     kinds = tuple(type(each) for each in submodule.modules())[1:]
     taken = _Block(layer, weights, options, name, ranks, kinds, training)
-    submodule.__class__ = _optimized(type(submodule))  # type: ignore[arg-type]
+    mixed_in = _Optimized if training is None else _InTraining
+    submodule.__class__ = _optimized(mixed_in, type(submodule))  # type: ignore[arg-type]
     submodule._twellc = taken  # type: ignore[assignment]
 
 

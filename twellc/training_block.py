@@ -104,6 +104,11 @@ class BlockInTraining:
                 self._state.tokens += before.tokens.to(device)
         return self._state
 
+    @property
+    def counted(self) -> TrainingState | None:
+        """What is counted, where it is now; None before the first call."""
+        return self._state
+
     def missed(self) -> None:
         """Note that the original forward runs."""
         self.misses += 1

@@ -112,7 +112,8 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             before = self._fired
             self._fired = fired if before is None else {path: before[path].plus(each) for path, each in fired.items()}
         if reads:
-            self._refuse_nan(state.global_step, control.should_save)
+            device = next(iter(fired.values())).counts.device
+            self._refuse_nan(state.global_step, control.should_save, device)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Add the loss on held-out data to the record of the step."""
@@ -174,13 +175,12 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             reinitialised=0 if self._moved is None else int(self._moved),
         )
 
-    def _refuse_nan(self, step: int, saves: bool) -> None:
+    def _refuse_nan(self, step: int, saves: bool, device: torch.device) -> None:
         """Fail, in all processes, if a loss or, where they are to be saved, a weight is NaN or infinite.
 
         Raises:
             UserError: One is.
         """
-        device = next(iter(self._blocks.values())).gate_parameter().device
         bad = torch.zeros(2, dtype=torch.int64, device=device)
         if self._losses:
             bad[0] = (~torch.stack(self._losses).isfinite()).sum()

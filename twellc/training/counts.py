@@ -64,7 +64,7 @@ def take_counts(model: nn.Module) -> dict[str, Fired]:
         UserError: It has no such block.
     """
     blocks = blocks_of(model)
-    states = [block.training.state(block.gate_parameter().device) for block in blocks.values()]
+    states = [each.training.counted or each.training.state(each.gate_parameter().device) for each in blocks.values()]
     taken = summed([each for state in states for each in (state.counts, state.tokens)])
     found = {path: Fired(taken[2 * i].clone(), taken[2 * i + 1].clone()) for i, path in enumerate(blocks)}
     for state in states:
