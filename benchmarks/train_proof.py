@@ -137,11 +137,12 @@ def train(model: Any, corpus: Corpus, run: Run, note: Callable[[int, str], None]
                 loss = entropy_of(model, draw_windows(corpus.train, corpus.recipe))
             if penalty is not None:
                 term = penalty(step)
-                terms.append(penalty.value)
+                assert penalty.value is not None
+                value = penalty.value
             else:
                 value = dense_term(model)
                 term = value * run.l1 * min(1.0, (step + 1) / (round(_L1_WARM_UP * run.steps) + 1))
-                terms.append(value.detach())
+            terms.append(value.detach())
             torch.autograd.backward(loss + term)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -237,18 +238,20 @@ def curves(seconds: float, device: str, _: Path | None, add: Callable[[dict[str,
     small = dataclasses.replace(Recipe(), batch=32, window=1024)
     recipe = dataclasses.replace(small, batch=2, window=64) if session.is_smoke() else small
     corpus = Corpus(train_bytes.to(device), held_out.to(device), recipe)
-    options = {"rate": 3e-3, "l1": 1e-3}
 
     def made(seed: int) -> Any:
         torch.manual_seed(seed)
         return nn.Module.to(bytelm.make_model(), device)
 
     kinds = (("dense, seed 0", False, 0), ("dense, seed 1", False, 1), ("twell, seed 0", True, 0))
-    tries = [lambda n, t=twell: train(made(0), corpus, Run("", n, twell=t, **options)) for _, twell, _ in kinds]
-    steps = steps_in(seconds, tries)
+
+    def run(name: str, steps: int, seed: int, twell: bool) -> Run:
+        return Run(name, steps, seed, rate=3e-3, l1=1e-3, twell=twell)
+
+    steps = steps_in(seconds, [lambda n, t=twell: train(made(0), corpus, run("", n, 0, t)) for _, twell, _ in kinds])
     for name, twell, seed in kinds:
         model = made(seed)
-        found = train(model, corpus, Run(name, steps, seed, twell=twell, **options))
+        found = train(model, corpus, run(name, steps, seed, twell))
         add({"part": "curves", **found, "held_out": evaluate(model, corpus)})
 
 

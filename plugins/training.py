@@ -42,7 +42,7 @@ class _Choice:
 
     Attributes:
         call: The number of the call that made it.
-        order: int64 [d_ff], on the device.
+        order: int32 [d_ff], on the device.
         numbers: int64 [2], on the host once the event has passed: hot neurons, and places for pairs a token.
         event: What tells that; None where the device is the host.
     """
@@ -61,7 +61,7 @@ def choose(counts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         tokens: int64: of how many.
 
     Returns:
-        The order, int64 [d_ff], and int64 [2], both on the device of `counts`.
+        The order, int32 [d_ff], and int64 [2], both on the device of `counts`.
     """
     d_ff = counts.shape[0]
     rates, order = torch.sort(counts.double() / tokens.clamp(min=1), descending=True, stable=True)
@@ -71,7 +71,7 @@ def choose(counts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     least, place = cost.min(0)
     is_sparse = least <= _MOST_COST * d_ff
     spare = (_SPARE_FACTOR * pairs[place] + _SPARE_PAIRS).ceil().long()
-    return order, torch.stack([torch.where(is_sparse, hot[place], d_ff), torch.where(is_sparse, spare, 0)])
+    return order.int(), torch.stack([torch.where(is_sparse, hot[place], d_ff), torch.where(is_sparse, spare, 0)])
 
 
 class TrainingState:
@@ -81,14 +81,15 @@ class TrainingState:
         counts: int64 [d_ff], on the device: for how many tokens each neuron was active since `reset`. Where a forward
             runs twice, as with activation checkpointing, its tokens count twice.
         tokens: int64, on the device: the tokens since `reset`.
-        step: How the next call computes the block, if it has enough tokens.
+        step: How the last call has computed the block: what is computed again, as for activation checkpointing, must
+            be computed likewise.
     """
 
     def __init__(self, d_ff: int, device: torch.device) -> None:
         """Make one for a block with so many neurons."""
         self.counts = torch.zeros(d_ff, dtype=torch.int64, device=device)
         self.tokens = torch.zeros((), dtype=torch.int64, device=device)
-        self.step = self._dense = Step(hot=d_ff, pairs=0)
+        self.step = self._chosen = self._dense = Step(hot=d_ff, pairs=0)
         self._recent = torch.zeros_like(self.counts)
         self._recent_tokens = torch.zeros_like(self.tokens)
         self._calls = 0
@@ -99,21 +100,24 @@ class TrainingState:
         self.counts.zero_()
         self.tokens.zero_()
 
-    def step_for(self, tokens: int) -> Step:
-        """Return how a call of so many tokens computes the block."""
-        return self._dense if self.counts.is_cuda and tokens < _FEWEST_TOKENS else self.step
+    def begin(self, tokens: int) -> Step:
+        """Begin a call of so many tokens, and return how it computes the block."""
+        capturing = self.counts.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not capturing:
+            self._calls += 1
+            if self._choice is not None and self._calls > self._choice.call + _DELAY:
+                self._take(self._choice)
+        self.step = self._dense if self.counts.is_cuda and tokens < _FEWEST_TOKENS else self._chosen
+        return self.step
 
-    def observe(self, counts: Tensor, tokens: int) -> None:
-        """Count a call, and now and then choose anew."""
+    def count(self, counts: Tensor, tokens: int) -> None:
+        """Count what the call has found, and now and then choose anew."""
         for all_counts, all_tokens in ((self.counts, self.tokens), (self._recent, self._recent_tokens)):
             all_counts += counts
             all_tokens += tokens
-        if counts.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        self._calls += 1
-        if self._choice is not None and self._calls >= self._choice.call + _DELAY:
-            self._take(self._choice)
-        if self._choice is None and (self._calls in _FIRST_CALLS or self._calls % _INTERVAL == 0):
+        capturing = counts.is_cuda and torch.cuda.is_current_stream_capturing()
+        due = self._calls in _FIRST_CALLS or self._calls % _INTERVAL == 0
+        if due and self._choice is None and not capturing:
             self._choose()
 
     def _choose(self) -> None:
@@ -132,7 +136,7 @@ class TrainingState:
         if choice.event is not None:
             choice.event.synchronize()  # passed long ago, unless the host is calls ahead
         hot, pairs = choice.numbers.tolist()
-        self.step, self._choice = Step(order=choice.order, hot=hot, pairs=pairs), None
+        self._chosen, self._choice = Step(order=choice.order, hot=hot, pairs=pairs), None
 
 
 def train_block(operands: Operands[Tensor], options: BlockOptions, state: TrainingState) -> tuple[Tensor, Tensor]:
@@ -148,7 +152,7 @@ def train_block(operands: Operands[Tensor], options: BlockOptions, state: Traini
         differentiable.
     """
     tokens = operands.x.numel() // operands.x.shape[-1]
-    y, l1, counts = train_forward(operands, options, state.step_for(tokens))
+    y, l1, counts = train_forward(operands, options, state.begin(tokens))
     with torch.no_grad():
-        state.observe(counts, tokens)
+        state.count(counts, tokens)
     return y, l1

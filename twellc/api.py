@@ -74,6 +74,8 @@ def rewrite(
     *,
     layers: str = "auto",
     compression: int | None = None,
+    tensor_parallel: int = 1,
+    rank: int = 0,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
@@ -86,6 +88,9 @@ def rewrite(
             a torch.export archive, a Hugging Face directory or a pickled module.
         layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
         compression: The TwELL compression factor; None takes the default.
+        tensor_parallel: How many ranks share the model. Their programs run in as many processes of torch.distributed's
+            default group, and reduce what they compute.
+        rank: The rank whose program to make.
         args: Example inputs of a module, as `torch.export.export` takes them.
         kwargs: Those by name.
         dynamic_shapes: Their dynamic dimensions, likewise.
@@ -99,15 +104,20 @@ def rewrite(
     """
     from twellc.base.modules import import_modules
     from twellc.loaders.in_memory import load_for_rewriting, loaded, rewrite_model
+    from twellc.passes.match.shared_axis import Part
 
     refuse_choice("compression", compression)
+    refuse_choice("tensor_parallel", tensor_parallel)
+    if type(rank) is not int or not 0 <= rank < tensor_parallel:
+        raise UserError("rank", "there is no such rank", got=repr(rank), expected=f"0 to {tensor_parallel - 1}")
     given = _parsed(TracingOptions, options, "")
     import_modules(given.get("import_modules", ()))
     if isinstance(model, str | os.PathLike):
         source = TracingOptions(Path(model), **given)
-        return rewrite_model(source, load_for_rewriting(source), layers, compression)
+        return rewrite_model(source, load_for_rewriting(source), layers, compression, Part(rank, tensor_parallel))
     source = TracingOptions(Path(type(model).__name__), **given)
-    return rewrite_model(source, loaded(model, _Example(args, kwargs, dynamic_shapes)), layers, compression)
+    in_memory = loaded(model, _Example(args, kwargs, dynamic_shapes))
+    return rewrite_model(source, in_memory, layers, compression, Part(rank, tensor_parallel))
 
 
 def compile(

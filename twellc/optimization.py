@@ -41,6 +41,7 @@ from twellc.passes.rewrite_ffn import weights_of
 from twellc.plugins.block import DEFAULT_COMPRESSION, BlockOptions, TensorField, WeightOperands
 from twellc.plugins.library import COMPRESSIONS
 from twellc.plugins.ops import run_block
+from twellc.sharded import is_sharded, local_of, local_twin, sum_over_ranks
 from twellc.training_block import BlockInTraining, as_relu, blended_of
 
 _LOG = logging.getLogger("twellc")
@@ -153,8 +154,16 @@ class _Optimized(nn.Module):
 
     def _compute(self, x: Tensor | None) -> Tensor | None:
         """Return y, or None where the original forward must run: for other arguments than one tensor, for one."""
+        block = self._twellc
         weights = None if x is None else self._weights(x)
-        return None if x is None or weights is None else run_block(weights.of(x), self._twellc.options)
+        if x is None or weights is None:
+            return None
+        down = block.weights.w_down.parameter(self)
+        assert down is not None
+        if not is_sharded(down):
+            return run_block(weights.of(x), block.options)
+        y = sum_over_ranks(run_block(replace(weights, b_down=None).of(x), block.options), down)
+        return y if weights.b_down is None else y + weights.b_down
 
     def _weights(self, x: Tensor) -> WeightOperands[Tensor] | None:
         """Return what the op reads besides x, or None where the original forward must run."""
@@ -171,7 +180,7 @@ class _Optimized(nn.Module):
                 return None
             if records and parameter.requires_grad:
                 return None
-            tensors[name] = operand.view(parameter)
+            tensors[name] = operand.view(local_of(parameter))
         return WeightOperands(**tensors)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -271,7 +280,8 @@ def optimize(
     exactly one block that `twellc compile` would rewrite. Blocks that are written out in a larger module, as in OPT,
     are not seen; submodules with hooks are left as they are. The largest such submodules are taken. Parameters,
     `state_dict()` and tied weights stay as they are, and `.to()`, `copy.deepcopy`, pickle, `torch.compile` and CUDA
-    graphs work as before. Optimize once the model is what it shall be.
+    graphs work as before. Optimize once the model is what it shall be. Of a model that transformers has sharded
+    (`tp_plan="auto"`) each rank runs the neurons that it has, and adds up what all of them give, as before.
 
     The original forward runs where the op cannot: in training mode, where autograd records, under autocast, for
     other dtypes than bfloat16 and float16 on a GPU, on other devices than CPU and CUDA, and where a child of the
@@ -348,7 +358,7 @@ def restore(module: _Module) -> _Module:
         for operand in block.weights.named().values():
             parameter = operand.parameter(submodule)
             if operand.transposed and parameter is not None and block.training is None:
-                parameter.data = parameter.data.contiguous()
+                local_of(parameter).data = local_of(parameter).data.contiguous()
         del submodule._twellc
         submodule.__class__ = _original(submodule) or type(submodule)  # type: ignore[assignment]
     return module
@@ -391,8 +401,10 @@ def _replace(
 ) -> None:
     for operand in weights.named().values():
         parameter = operand.parameter(submodule)
-        if training is None and operand.transposed and parameter is not None and not parameter.t().is_contiguous():
-            parameter.data = parameter.data.t().contiguous().t()
+        if training is not None or not operand.transposed or parameter is None:
+            continue
+        if not local_of(parameter).t().is_contiguous():
+            local_of(parameter).data = local_of(parameter).data.t().contiguous().t()
     argument = next(iter(inspect.signature(submodule.forward).parameters.values()))
     name = argument.name if argument.kind is argument.POSITIONAL_OR_KEYWORD else ""
     kinds = tuple(type(each) for each in submodule.modules())[1:]
@@ -419,9 +431,10 @@ def find_modules(
         if isinstance(submodule, _Optimized):
             taken.append(path)
             continue
-        if not _may_be_block(submodule):
+        own = submodule if training else local_twin(submodule) or submodule
+        if not _may_be_block(own):
             continue
-        found = {rank: block for rank in ranks if (block := _block_of(path, submodule, rank, training)) is not None}
+        found = {rank: block for rank in ranks if (block := _block_of(path, own, rank, training)) is not None}
         if found:
             taken.append(path)
             first = next(iter(found.values()))

@@ -23,7 +23,8 @@ class Kept(NamedTuple):
             last one says how many tokens, the first ones, have found place for all of theirs.
         pairs: int32 [tokens * pairs]: the neuron and the bits of g of each pair, a word of TwELL.
         ups: int16 [tokens * pairs]: the bits of its u, of dReLU after the ReLU; empty in a plain block.
-        hot: int16 [tokens, hot or 2 hot]: the bits of z of the hot neurons, then those of their u in a gated block.
+        hot: int16 [tokens, hot or 2 hot]: the bits of z of the hot neurons, then those of their u in a gated block;
+            where all neurons are hot, z of all tokens, then u of all tokens.
     """
 
     row_begin: Tensor
@@ -52,7 +53,7 @@ class Step:
     """How a training step computes a block; changes speed and memory, no result but for rounding.
 
     Attributes:
-        order: int64 [d_ff], all neurons, those first that are active most often; None for the order that they have.
+        order: int32 [d_ff], all neurons, those first that are active most often; None for the order that they have.
         hot: How many of them, the first ones, are computed and kept densely: 0 to d_ff, where not d_ff a multiple of 8.
         pairs: Places for pairs of a token and another active neuron, for each token on average. Tokens that find none
             are computed anew, one by one, which takes long: give enough of them.

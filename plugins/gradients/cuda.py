@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,74 +24,127 @@ class _Run:
     """A call with its tensors as the kernels read them, x and what is like it [tokens, width].
 
     Attributes:
+        operands: The tensors.
+        widths: d_model, d_ff and d_out.
         hot: How many neurons are computed densely.
-        order: int64 [d_ff], these first; None where that is the order of the weights.
+        cold: How many are not.
+        hot_rows: int32 [hot]: which rows of the weights they have; None: the first ones.
+        cold_rows: int32 [cold]; None: all rows.
     """
 
     call: Call
     operands: Operands[Tensor]
+    widths: dict[str, int]
     hot: int
-    order: Tensor | None
+    cold: int
+    hot_rows: Tensor | None
+    cold_rows: Tensor | None
 
     @property
     def x(self) -> Tensor:
         return self.operands.x
 
     @property
-    def cold(self) -> int:
-        """How many neurons are sparse."""
-        return self.call.d_ff - self.hot
-
-    @property
     def gated(self) -> bool:
         return self.operands.variant is GATED
 
-    def rows(self, weight: Tensor, *, cold: bool = False) -> Tensor:
-        """Return the rows of the hot neurons, or of the others, of a tensor that has one for each neuron."""
-        if self.order is None:
-            return weight[self.hot :] if cold else weight[: self.hot]
-        return weight[self.order[self.hot :] if cold else self.order[: self.hot]]
+    @property
+    def first(self) -> str:
+        """The name of the projection whose output is activated."""
+        return "gate" if self.gated else "up"
 
     def problem(self, d_ff: int) -> library.Problem:
         """Return the problem of so many of the neurons."""
-        widths = {**widths_of(self.operands), "d_ff": d_ff}
-        variant, dtype = self.operands.variant, dtype_name(self.x.dtype)
-        return problem_of(variant, self.call.options, dtype, tokens=self.call.tokens, **widths)
+        widths = {**self.widths, "d_ff": d_ff}
+        dtype = dtype_name(self.x.dtype)
+        return problem_of(self.operands.variant, self.call.options, dtype, tokens=self.call.tokens, **widths)
 
-    def neurons(self) -> Tensor | None:
-        """Return int32 [cold]: which rows the sparse neurons have; None where they are all neurons in their order."""
-        if self.order is not None:
-            return self.order[self.hot :].int()
-        if self.hot == 0:
-            return None
-        return torch.arange(self.hot, self.call.d_ff, dtype=torch.int32, device=self.x.device)
+    @property
+    def hot_projections(self) -> list[str]:
+        """The names of what x is multiplied by, in the order of the products' columns."""
+        return ["gate", "up"] if self.gated else ["up"]
 
-    def hot_weights(self) -> tuple[Tensor, Tensor | None]:
-        """Return the hot rows of what x is multiplied by, z's and then u's, and their biases."""
-        weights = [weight for weight in (self.operands.w_gate, self.operands.w_up) if weight is not None]
-        biases = [self.operands.b_gate, self.operands.b_up] if self.gated else [self.operands.b_up]
-        bias = None
-        if any(each is not None for each in biases):
-            bias = torch.cat([self.x.new_zeros(self.hot) if each is None else self.rows(each) for each in biases])
-        return torch.cat([self.rows(weight) for weight in weights]), bias
+    @property
+    def apart(self) -> bool:
+        """Whether the hot neurons' projections are products of their own: where they are all, nothing is copied."""
+        return self.cold == 0
+
+    def projected(self, kept: Tensor) -> list[Tensor]:
+        """Return the parts of what lies as `Kept.hot` does: z [tokens, hot], and u in a gated block."""
+        count = len(self.hot_projections)
+        return list(kept.view(count, -1, self.hot) if self.apart else kept.chunk(count, dim=1))
+
+    def hot_weights(self) -> tuple[list[Tensor], Tensor]:
+        """Return the matrices that x is multiplied by, and the hot rows of w_down.
+
+        Those are the projections, or one matrix of the hot rows of each, one projection after the other.
+        """
+        names, weights = self.hot_projections, self.operands.named()
+        if self.apart:
+            return [weights[f"w_{name}"] for name in names], weights["w_down"]
+        first = self.x.new_empty(len(names) * self.hot, self.widths["d_model"])
+        down = self.x.new_empty(self.hot, self.widths["d_out"])
+        parts = zip(names, first.chunk(len(names)), strict=True)
+        _copy_rows(
+            [
+                *(_copy(weights[f"w_{name}"], part, self.hot, from_rows=self.hot_rows) for name, part in parts),
+                _copy(weights["w_down"], down, self.hot, from_rows=self.hot_rows),
+            ]
+        )
+        return [first], down
+
+    def hot_biases(self) -> list[Tensor | None]:
+        """Return what is added to the products with `hot_weights`."""
+        given = self.operands.named()
+        biases = [given.get(f"b_{name}") for name in self.hot_projections]
+        if self.apart:
+            return list(biases)
+        if all(each is None for each in biases):
+            return [None]
+        rows = (self.x.new_zeros(self.hot) if each is None else _rows(each, self.hot, self.hot_rows) for each in biases)
+        return [torch.cat(list(rows))]
+
+
+def _rows(values: Tensor, count: int, rows: Tensor | None) -> Tensor:
+    return values[:count] if rows is None else values.index_select(0, rows)
+
+
+def _copy(
+    source: Tensor, target: Tensor, rows: int, *, from_rows: Tensor | None = None, to_rows: Tensor | None = None
+) -> library.TrainCopy:
+    return library.TrainCopy(
+        source.data_ptr(), target.data_ptr(), _pointer(from_rows), _pointer(to_rows), rows, source.shape[1]
+    )
+
+
+def _copy_rows(copies: list[library.TrainCopy]) -> None:
+    array = (library.TrainCopy * len(copies))(*copies)
+    _check(library.load().twell_train_copy_rows(array, len(copies), _stream()))
 
 
 def _run_of(call: Call) -> _Run:
     operands, widths = call.operands, widths_of(call.operands)
-    dtype = dtype_name(operands.x.dtype)
+    dtype, named = dtype_name(operands.x.dtype), operands.named()
     if dtype not in library.DTYPES:
         raise TypeError(f"twell: the CUDA kernels take {' or '.join(library.DTYPES)}, got {dtype}")
-    for name, tensor in operands.named().items():
+    for name, tensor in named.items():
         if tensor.device != operands.x.device:
             raise ValueError(f"twell: {name} must be on {operands.x.device}, got {tensor.device}")
     for name in ("d_model", "d_out"):
         if widths[name] > library.MAX_TRAIN_WIDTH:
             raise ValueError(f"twell: {name} must be at most {library.MAX_TRAIN_WIDTH} in training, got {widths[name]}")
-    flat = {name: each.reshape(-1, each.shape[-1]) for name, each in operands.named().items() if each.dim() != 1}
-    read = Operands(**{name: as_read(each) for name, each in {**operands.named(), **flat}.items()})
-    hot = call.step.hot
-    # Which neurons are hot is all that the order says, so where all are it says nothing.
-    run = _Run(call, read, hot, None if hot == call.d_ff else call.step.order)
+    for name in ("x", "residual"):
+        if name in named:
+            named[name] = named[name].reshape(-1, named[name].shape[-1])
+    hot, order = call.step.hot, call.step.order
+    cold = call.d_ff - hot
+    hot_rows = cold_rows = None
+    if order is not None and cold:
+        hot_rows, cold_rows = order[:hot], order[hot:]
+    elif hot and cold:
+        cold_rows = torch.arange(hot, call.d_ff, dtype=torch.int32, device=operands.x.device)
+    read = Operands(**{name: as_read(each) for name, each in named.items()})
+    run = _Run(call, read, widths, hot, cold, hot_rows, cold_rows)
     fault = library.load().twell_validate(ctypes.byref(run.problem(call.d_ff)))
     if fault:
         raise ValueError(f"twell: {fault.decode()}")
@@ -101,13 +153,11 @@ def _run_of(call: Call) -> _Run:
 
 def _capacity(call: Call) -> int:
     """Return for how many pairs there is place."""
-    if call.step.hot == call.d_ff:
-        return 0
     cold = call.d_ff - call.step.hot
     return min(call.tokens * min(call.step.pairs, cold), library.MAX_PAIRS)
 
 
-def shapes_kept(call: Call) -> tuple[tuple[Any, ...], ...]:
+def shapes_kept(call: Call) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of `Kept`."""
     gated = call.operands.variant is GATED
     pairs, has_cold = _capacity(call), call.step.hot < call.d_ff
@@ -151,58 +201,59 @@ def _forward(run: _Run) -> tuple[Tensor, Tensor, Tensor, Kept]:
     call, x, device = run.call, run.x, run.x.device
     shapes = zip(shapes_kept(call), KEPT_DTYPES, strict=True)
     kept = Kept(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes))
-    y = x.new_empty((*call.operands.x.shape[:-1], run.operands.w_down.shape[1]))
+    y = x.new_empty((*call.operands.x.shape[:-1], run.widths["d_out"]))
+    counts = torch.zeros(call.d_ff, dtype=torch.int32, device=device)
     if call.tokens == 0:
-        return y, torch.zeros((), device=device), torch.zeros(call.d_ff, dtype=torch.int64, device=device), kept
+        return y, torch.zeros((), device=device), counts, kept
     # Parts of the sum of |h|: of the hot neurons' kernel, then of each token's sparse neurons.
     hot_parts = library.load().twell_train_hot_parts(ctypes.byref(run.problem(run.hot))) if run.hot else 0
     parts = torch.empty(hot_parts + (call.tokens if run.cold else 0), device=device)
-    counts = torch.empty(call.d_ff, dtype=torch.int32, device=device)
     hot_y = _forward_hot(run, kept.hot, parts, counts) if run.hot else None
     if run.cold:
-        _forward_cold(run, kept, hot_y, y, parts[hot_parts:], counts[run.hot :])
+        _forward_cold(run, kept, hot_y, y, parts[hot_parts:], counts)
     elif hot_y is not None:
         residual = run.operands.residual
         y = (hot_y if residual is None else hot_y + residual).view(y.shape)
-    counts = counts.long()
-    if run.order is not None:
-        counts = torch.empty_like(counts).scatter_(0, run.order, counts)
     return y, parts.sum() / call.tokens, counts, kept
 
 
 def _forward_hot(run: _Run, kept: Tensor, parts: Tensor, counts: Tensor) -> Tensor:
     """Return what the hot neurons add to y, with b_down if there are no others."""
     x, lib, problem = run.x, library.load(), run.problem(run.hot)
-    weight, bias = run.hot_weights()
-    z = kept.view(x.dtype)
-    if bias is None:
-        torch.mm(x, weight.t(), out=z)
-    else:
-        torch.addmm(bias, x, weight.t(), out=z)
+    (weights, down), b_down = run.hot_weights(), run.operands.b_down
+    kept = kept.view(x.dtype)
+    parts_of_x = run.projected(kept)
+    for weight, bias, product in zip(weights, run.hot_biases(), parts_of_x if run.apart else [kept], strict=True):
+        if bias is None:
+            torch.mm(x, weight.t(), out=product)
+        else:
+            torch.addmm(bias, x, weight.t(), out=product)
     h = x.new_empty(run.call.tokens, run.hot)
+    z, u = parts_of_x[0], parts_of_x[1] if run.gated else None
     tensors = library.TrainHot(
-        z=z.data_ptr(), h=h.data_ptr(), counts=counts.data_ptr(), l1_parts=parts.data_ptr(), dh=None, dz=None, dl1=None
-    )
+        stride=z.stride(0), z=z.data_ptr(), u=_pointer(u), h=h.data_ptr(), neurons=_pointer(run.hot_rows),
+        counts=counts.data_ptr(), l1_parts=parts.data_ptr(),
+    )  # fmt: skip
     _check(lib.twell_train_hot(ctypes.byref(problem), ctypes.byref(tensors), _stream()))
-    down, b_down = run.rows(run.operands.w_down), run.operands.b_down
     return h @ down if run.cold or b_down is None else torch.addmm(b_down, h, down)
 
 
 def _forward_cold(run: _Run, kept: Kept, hot_y: Tensor | None, y: Tensor, row_l1: Tensor, counts: Tensor) -> None:
-    """Write y, each token's sum of |h| of the sparse neurons, and how often each of these is active."""
-    lib, problem, operands = library.load(), run.problem(run.cold), run.operands
-    capacity, neurons = _capacity(run.call), run.neurons()
-    # The gate's rows are read in order, by tensor cores; those of the other weights one by one, where they are.
-    first, bias = operands.first
-    name = "gate" if run.gated else "up"
-    ordered = {**operands.named(), f"w_{name}": as_read(run.rows(first, cold=True))}
-    if bias is not None:
-        ordered[f"b_{name}"] = as_read(run.rows(bias, cold=True))
+    """Write y and each token's sum of |h| of the sparse neurons, and count how often each of these is active."""
+    lib, problem, named = library.load(), run.problem(run.cold), run.operands.named()
+    capacity = _capacity(run.call)
+    if run.cold_rows is not None:
+        # The gate's rows are read in order, by tensor cores; those of other weights one by one, where they are.
+        weight, bias = run.operands.first
+        named[f"w_{run.first}"] = weight.new_empty(run.cold, weight.shape[1])
+        _copy_rows([_copy(weight, named[f"w_{run.first}"], run.cold, from_rows=run.cold_rows)])
+        if bias is not None:
+            named[f"b_{run.first}"] = bias.index_select(0, run.cold_rows)
     given = library.TrainForward(
-        neurons=_pointer(neurons), pairs=_pairs(kept, capacity, run.gated), hot=_pointer(hot_y),
+        neurons=_pointer(run.cold_rows), pairs=_pairs(kept, capacity, run.gated), hot=_pointer(hot_y),
         row_l1=row_l1.data_ptr(), counts=counts.data_ptr(),
     )  # fmt: skip
-    tensors = tensors_of(Operands(**ordered).map(Tensor.data_ptr), y.data_ptr())
+    tensors = tensors_of(Operands(**named).map(Tensor.data_ptr), y.data_ptr())
     size = lib.twell_train_forward_bytes(ctypes.byref(problem), capacity)
     workspace = torch.empty(size, dtype=torch.uint8, device=run.x.device)
     _check(
@@ -220,11 +271,10 @@ def backward(dy: Tensor, dl1: Tensor, kept: Kept, call: Call, *, for_x: bool, fo
 
 
 def _backward(run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, for_x: bool, for_weights: bool) -> dict[str, Tensor]:
-    names = [name for name in run.operands.named() if name not in ("x", "residual")]
+    named = run.operands.named()
+    names = [name for name in named if name != "residual" and (for_x if name == "x" else for_weights)]
     make = torch.zeros_like if run.call.tokens == 0 else torch.empty_like
-    found = {name: make(getattr(run.operands, name)) for name in names if for_weights}
-    if for_x:
-        found["x"] = make(run.x)
+    found = {name: make(named[name]) for name in names}
     if run.call.tokens != 0:
         hot_dx = _backward_hot(run, dy, dl1, kept.hot, found) if run.hot else None
         if run.cold:
@@ -232,7 +282,7 @@ def _backward(run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, for_x: bool, for_w
         elif hot_dx is not None:
             found["x"] = hot_dx
         if "b_down" in found:
-            found["b_down"] = dy.sum(0)
+            torch.sum(dy, 0, out=found["b_down"])
     if for_x:
         found["x"] = found["x"].view(run.call.operands.x.shape)
     return found
@@ -241,49 +291,56 @@ def _backward(run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, for_x: bool, for_w
 def _backward_hot(run: _Run, dy: Tensor, dl1: Tensor, kept: Tensor, found: dict[str, Tensor]) -> Tensor | None:
     """Write the hot rows of the weights' gradients, and return what the hot neurons add to dx."""
     x, lib, problem = run.x, library.load(), run.problem(run.hot)
-    dh = dy @ run.rows(run.operands.w_down).t()
-    h, z = torch.empty_like(dh), kept.view(x.dtype)
-    dz = torch.empty_like(z)
+    weights, down = run.hot_weights()
+    dh = dy @ down.t()
+    h, kept = torch.empty_like(dh), kept.view(x.dtype)
+    gradients = torch.empty_like(kept)
+    (z, *up), (dz, *dup) = run.projected(kept), run.projected(gradients)
     tensors = library.TrainHot(
-        z=z.data_ptr(), h=h.data_ptr(), counts=None, l1_parts=None, dh=dh.data_ptr(), dz=dz.data_ptr(),
-        dl1=dl1.data_ptr(),
+        stride=z.stride(0), z=z.data_ptr(), u=_pointer(up[0] if up else None), h=h.data_ptr(), dh=dh.data_ptr(),
+        dz=dz.data_ptr(), du=_pointer(dup[0] if dup else None), dl1=dl1.data_ptr(),
     )  # fmt: skip
     _check(lib.twell_train_hot(ctypes.byref(problem), ctypes.byref(tensors), _stream()))
+    products = [dz, *dup] if run.apart else [gradients]
     if "w_down" in found:
-        _put(run, found, "w_down", h.t() @ dy)
-        names = ("gate", "up") if run.gated else ("up",)
-        for name, rows in zip(names, (dz.t() @ x).split(run.hot), strict=True):
-            _put(run, found, f"w_{name}", rows)
-        if "b_gate" in found or "b_up" in found:
-            for name, sums in zip(names, dz.sum(0).split(run.hot), strict=True):
-                _put(run, found, f"b_{name}", sums)
-    return dz @ run.hot_weights()[0] if "x" in found else None
+        names = [f"w_{name}" for name in run.hot_projections]
+        if run.apart:
+            torch.mm(h.t(), dy, out=found["w_down"])
+            for name, product in zip(names, products, strict=True):
+                torch.mm(product.t(), x, out=found[name])
+        else:
+            rows = dict(zip(names, (gradients.t() @ x).chunk(len(names)), strict=True), w_down=h.t() @ dy)
+            _copy_rows([_copy(part, found[name], run.hot, to_rows=run.hot_rows) for name, part in rows.items()])
+        for name, part in zip(run.hot_projections, [dz, *dup], strict=True):
+            if f"b_{name}" in found:
+                _put(found[f"b_{name}"], part.sum(0), run.hot_rows)
+    if "x" not in found:
+        return None
+    dx = products[0] @ weights[0]
+    return dx if len(products) == 1 else dx.addmm_(products[1], weights[1])
 
 
-def _put(run: _Run, found: dict[str, Tensor], name: str, rows: Tensor) -> None:
-    """Store the rows of the hot neurons in a gradient."""
-    if name not in found:
-        return
-    if run.order is None:
-        found[name][: run.hot] = rows
+def _put(values: Tensor, part: Tensor, rows: Tensor | None) -> None:
+    """Store the values of the hot neurons."""
+    if rows is None:
+        values[: len(part)] = part
     else:
-        found[name].index_copy_(0, run.order[: run.hot], rows)
+        values.index_copy_(0, rows.long(), part)
 
 
 def _backward_cold(
     run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, hot_dx: Tensor | None, found: dict[str, Tensor]
 ) -> None:
     """Write dx, and the rows of the sparse neurons of the weights' gradients."""
-    lib, problem, operands = library.load(), run.problem(run.cold), run.operands
-    capacity, neurons = _capacity(run.call), run.neurons()
+    lib, problem, capacity = library.load(), run.problem(run.cold), _capacity(run.call)
     pointers = {name: each.data_ptr() for name, each in found.items() if name not in ("x", "b_down")}
     if not run.gated:
         pointers = {name.replace("_up", "_gate"): each for name, each in pointers.items()}
     given = library.TrainBackward(
-        neurons=_pointer(neurons), pairs=_pairs(kept, capacity, run.gated), dy=dy.data_ptr(), dl1=dl1.data_ptr(),
-        hot=_pointer(hot_dx), dx=_pointer(found.get("x")), **pointers,
+        neurons=_pointer(run.cold_rows), pairs=_pairs(kept, capacity, run.gated), dy=dy.data_ptr(),
+        dl1=dl1.data_ptr(), hot=_pointer(hot_dx), dx=_pointer(found.get("x")), **pointers,
     )  # fmt: skip
-    tensors = tensors_of(operands.map(Tensor.data_ptr), 0)
+    tensors = tensors_of(run.operands.map(Tensor.data_ptr), 0)
     size = lib.twell_train_backward_bytes(ctypes.byref(problem), capacity)
     workspace = torch.empty(size, dtype=torch.uint8, device=run.x.device)
     _check(

@@ -10,7 +10,8 @@ sign(h), the gradients of a token and one of its active neurons n are
 
 and those of x, weights and biases follow as in a dense block (the equations: «Sparser, Faster, Lighter Transformer
 Language Models», arXiv 2603.23198). act' is 1, or 2 z for relu2; of dReLU, du is 0 also where u is. An inactive neuron
-has none. Rounding passes gradients on as they are. There are no second derivatives.
+has none, though dense products, of a CPU and of hot neurons, give NaN where x or dy is not finite. Rounding passes
+gradients on as they are. There are no second derivatives.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def _check(call: Call) -> None:
         raise ValueError(f"twell: hot must be d_ff = {d_ff} or a multiple of 8 below it, got {step.hot}")
     if step.pairs < 0:
         raise ValueError(f"twell: pairs must be at least 0, got {step.pairs}")
-    if step.order is not None and (step.order.dtype != torch.int64 or tuple(step.order.shape) != (d_ff,)):
-        raise ValueError(f"twell: order must be int64 [{d_ff}], got {step.order.dtype} {tuple(step.order.shape)}")
+    if step.order is not None and (step.order.dtype != torch.int32 or tuple(step.order.shape) != (d_ff,)):
+        raise ValueError(f"twell: order must be int32 [{d_ff}], got {step.order.dtype} {tuple(step.order.shape)}")
 
 
 def _forward_on_cpu(*arguments: Any) -> tuple[Tensor, ...]:
@@ -72,7 +73,7 @@ def _infer_forward(*arguments: Any) -> tuple[Tensor, ...]:
     return (
         x.new_empty((*x.shape[:-1], widths["d_out"])),
         x.new_empty((), dtype=math_dtype(x.dtype)),
-        x.new_empty(widths["d_ff"], dtype=torch.int64),
+        x.new_empty(widths["d_ff"], dtype=torch.int32),
         *(x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, KEPT_DTYPES, strict=True)),
     )
 
@@ -201,7 +202,7 @@ def register_gradients(library: torch.library.Library, op: torch._ops.OpOverload
 
 
 def train_forward(operands: Operands[Tensor], options: BlockOptions, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [..., d_out], the L1 term, and the tokens for which each neuron is active, int64 [d_ff].
+    """Return y [..., d_out], the L1 term, and the tokens for which each neuron is active, int32 [d_ff].
 
     y and the L1 term are differentiable.
     """

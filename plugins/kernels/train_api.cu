@@ -121,17 +121,43 @@ cudaError_t twell_train_hot(twell_problem const* problem, twell_train_hot_tensor
     twell_problem problem_copy;
     twell_train_hot_tensors copy;
     TWELL_TRY(read_problem(problem_copy, problem));
-    if (!read(copy, hot) || problem_copy.tokens == 0 || !are_there({copy.z, copy.h}) ||
-        !(copy.dh == nullptr ? are_there({copy.counts, copy.l1_parts}) : copy.dz != nullptr)) {
+    if (!read(copy, hot) || problem_copy.tokens == 0 || !are_there({copy.z, copy.h})) {
         return cudaErrorInvalidValue;
     }
-    if (!are_vectors({copy.z, copy.h, copy.dh, copy.dz})) {
+    bool const gated = problem_copy.variant == TWELL_GATED;
+    bool const has_outputs = copy.dh == nullptr ? are_there({copy.counts, copy.l1_parts})
+                                                : copy.dz != nullptr && (copy.du != nullptr) == gated;
+    if ((copy.u != nullptr) != gated || !has_outputs || copy.stride < problem_copy.d_ff) {
+        return cudaErrorInvalidValue;
+    }
+    // Where rows begin at vectors, all of them must.
+    bool const has_vectors = problem_copy.d_ff % twell::kVector == 0;
+    if (has_vectors && (copy.stride % twell::kVector != 0 ||
+                        !are_vectors({copy.z, copy.u, copy.h, copy.dh, copy.dz, copy.du}))) {
         return cudaErrorMisalignedAddress;
     }
     Device device = {};
     TWELL_TRY(twell::find_device(device));
     twell_tensors const none = {};
     return twell::launch_train_hot({problem_copy, none, device, stream}, copy);
+}
+
+cudaError_t twell_train_copy_rows(twell_train_copy const* copies, int32_t count, cudaStream_t stream) {
+    if (copies == nullptr || count < 0 || count > TWELL_TRAIN_MAX_COPIES) {
+        return cudaErrorInvalidValue;
+    }
+    for (int i = 0; i < count; ++i) {
+        twell_train_copy const& copy = copies[i];
+        if (!are_there({copy.from, copy.to}) || copy.rows < 0 || copy.width <= 0 || copy.width % twell::kVector != 0) {
+            return cudaErrorInvalidValue;
+        }
+        if (!are_vectors({copy.from, copy.to})) {
+            return cudaErrorMisalignedAddress;
+        }
+    }
+    Device device = {};
+    TWELL_TRY(twell::find_device(device));
+    return twell::launch_copy_rows(copies, count, device, stream);
 }
 
 }  // extern "C"

@@ -57,7 +57,7 @@ class Notes:
 
     def take(self) -> tuple[Tensor, float]:
         term, density = torch.stack(self.terms).mean(), float(torch.stack(self.active).mean())
-        self.terms.clear(), self.active.clear()
+        self.terms, self.active = [], []
         return term, density
 
 
