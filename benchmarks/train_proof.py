@@ -248,7 +248,10 @@ def curves(seconds: float, device: str, _: Path | None, add: Callable[[dict[str,
     def run(name: str, steps: int, seed: int, twell: bool) -> Run:
         return Run(name, steps, seed, rate=3e-3, l1=1e-3, twell=twell)
 
-    steps = steps_in(seconds, [lambda n, t=twell: train(made(0), corpus, run("", n, 0, t)) for _, twell, _ in kinds])
+    def attempt(twell: bool, steps: int) -> None:
+        train(made(0), corpus, run("", steps, 0, twell))
+
+    steps = steps_in(seconds, [functools.partial(attempt, twell) for _, twell, _ in kinds])
     for name, twell, seed in kinds:
         model = made(seed)
         found = train(model, corpus, run(name, steps, seed, twell))
@@ -298,10 +301,10 @@ def _silu(recipe: Recipe) -> Any:
 
 def _corpus(device: str) -> Corpus:
     recipe = SMOKE if session.is_smoke() else Recipe()
-    parts = [
+    train_bytes, held_out = (
         torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device) for part in load_corpus(recipe.corpus_bytes)
-    ]
-    return Corpus(*parts, recipe)
+    )
+    return Corpus(train_bytes, held_out, recipe)
 
 
 def _bytelm() -> ModuleType:

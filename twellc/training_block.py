@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from twellc.base.dtypes import kernel_dtypes
 from twellc.plugins.block import BlockOptions, Operands
-from twellc.plugins.gradients.call import Step
 from twellc.plugins.gradients.ops import train_forward
 from twellc.plugins.meaning import activate
 from twellc.plugins.training import TrainingState, train_block
@@ -90,7 +89,6 @@ class BlockInTraining:
         self.see: Callable[[Tensor], None] | None = None
         self._d_ff = d_ff
         self._state: TrainingState | None = None
-        self._step: Step | None = None  # of the last call
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.options, self._d_ff)
@@ -129,11 +127,11 @@ class BlockInTraining:
             y, l1, counts = self._dense(operands, blended)
             if not again:
                 with torch.no_grad():
-                    state.observe(counts, tokens)
-        elif again and self._step is not None:
-            y, l1, _ = train_forward(operands, self.options, self._step)
+                    state.begin(tokens)
+                    state.count(counts, tokens)
+        elif again:
+            y, l1, _ = train_forward(operands, self.options, state.step)
         else:
-            self._step = state.step_for(tokens)
             y, l1 = train_block(operands, self.options, state)
         if not again:
             if self.terms is not None and l1.requires_grad:
