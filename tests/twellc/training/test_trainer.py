@@ -38,8 +38,8 @@ def arguments(folder: Path, **changes: Any) -> Any:
 
     options = {
         "output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 2,
-        "use_cpu": True, "report_to": [], "save_strategy": "no", "optim": "sgd", "learning_rate": 0.1, "disable_tqdm": True,
-        "lr_scheduler_type": "constant", **changes,
+        "use_cpu": True, "report_to": [], "save_strategy": "no", "optim": "sgd", "learning_rate": 0.1,
+        "disable_tqdm": True, "lr_scheduler_type": "constant", **changes,
     }  # fmt: skip
     return transformers.TrainingArguments(**options)
 
