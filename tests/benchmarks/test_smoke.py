@@ -35,11 +35,10 @@ ON_A_GPU = [
     "model.py",
     "serving.py",
     "tensor_parallel.py",
+    "train.py",
+    "train_proof.py",
     "trained.py",
 ]
-    "block.py", "engine.py", "generate.py", "gpu.py", "in_torch_tensorrt.py", "layers.py", "model.py", "serving.py",
-    "train.py", "train_proof.py", "trained.py",
-]  # fmt: skip
 ON_A_CPU = ["compile.py", "make_llama.py", "when_it_pays.py"]
 
 
