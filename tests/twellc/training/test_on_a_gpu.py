@@ -150,7 +150,7 @@ def test_compiled() -> None:
     model = model.cuda().to(torch.bfloat16).train()
     twellc.optimize(model, training=True)
     penalty = L1Penalty(model, 0.0)
-    compiled = torch.compile(copy.deepcopy(model), dynamic=False)
+    compiled: Any = torch.compile(copy.deepcopy(model), dynamic=False)
     for _ in range(STEPS):
         x = draw()
         model.zero_grad(), compiled.zero_grad()
