@@ -49,20 +49,32 @@ def load_directory(path: Path, padding: str | None = None, logits: str = "all", 
         UserError: The directory is incomplete, needs remote code, or holds a model that cannot be traced, or that
             leaves no choice of `padding` or `logits`.
     """
-    checkpoint = read_checkpoint(path)
     with nothing_fetched():
-        import transformers
+        model, config, notes = open_directory(path)
+        return _trace(path, model, config, notes, padding, logits, sizes)
 
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        if checkpoint.config.get("model_type") == sparselm.MODEL_TYPE:
-            llama, tensors = sparselm.as_llama(path, checkpoint.config, checkpoint.tensors)
-            model, notes = _make_model(path, transformers.LlamaForCausalLM, llama, tensors)
-        else:
-            model_class = _class_of(path, checkpoint.config)
-            config = _as_configuration(path, model_class, checkpoint.config)
-            model, notes = _make_model(path, model_class, config, checkpoint.tensors)
-        return _trace(path, model, checkpoint.config, checkpoint.notes + notes, padding, logits, sizes)
+
+def open_directory(path: Path) -> tuple[Any, dict[str, Any], list[str]]:
+    """Return the model of a directory, in eval mode, what its config.json says, and notes for the user.
+
+    To be called where nothing is fetched, see `nothing_fetched`.
+
+    Raises:
+        UserError: The directory is incomplete, needs remote code, or holds a model that transformers cannot make.
+    """
+    checkpoint = read_checkpoint(path)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if checkpoint.config.get("model_type") == sparselm.MODEL_TYPE:
+        llama, tensors = sparselm.as_llama(path, checkpoint.config, checkpoint.tensors)
+        model, notes = _make_model(path, transformers.LlamaForCausalLM, llama, tensors)
+    else:
+        model_class = _class_of(path, checkpoint.config)
+        config = _as_configuration(path, model_class, checkpoint.config)
+        model, notes = _make_model(path, model_class, config, checkpoint.tensors)
+    return model, checkpoint.config, checkpoint.notes + notes
 
 
 def _class_of(path: Path, config: dict[str, Any]) -> Any:
@@ -129,7 +141,7 @@ def _cannot_make(path: Path, config: Any, error: Exception) -> UserError:
     )  # fmt: skip
 
 
-def _is_causal(model: Any) -> bool:
+def is_causal(model: Any) -> bool:
     """Say whether a model is a decoder alone, so that no token sees a later one, by the registers of transformers."""
     from transformers.models.auto import modeling_auto
 
@@ -152,7 +164,7 @@ def _settings(path: Path, model: Any, padding: str | None, logits: str) -> dict[
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name, taken = type(model).__name__, inspect.signature(model.forward).parameters
-    if not _is_causal(model):
+    if not is_causal(model):
         refuse_choices(padding, logits, f"{path}, a {name}")
         return {}
     settings = {"logits": logits}
