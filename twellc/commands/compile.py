@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--kv-cache", type=click.IntRange(min=1), metavar="LENGTH",
-    help="Of a causal Hugging Face model: give it a key-value cache of so many tokens a sequence, so that it can generate "
-    "text. Its inputs, outputs and profiles are then others.",
+    help="Of a causal Hugging Face model: give it a key-value cache of so many tokens a sequence, so that it can "
+    "generate text. Its inputs, outputs and profiles are then others.",
 )  # fmt: skip
 @click.option(
     "--batch", type=click.IntRange(min=1), default=1, show_default=True, metavar="MAX",
@@ -69,8 +69,8 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--prefill-chunk", type=click.IntRange(min=1), metavar="N",
-    help="With --kv-cache: the most tokens of a sequence in a call; longer prompts are fed in several. Default: 2048, or "
-    "all that fit.",
+    help="With --kv-cache: the most tokens of a sequence in a call; longer prompts are fed in several. Default: 2048, "
+    "or all that fit.",
 )  # fmt: skip
 @click.option("--embed-plugins", is_flag=True, help="Put the plugin library into the plan.")
 @click.option(

@@ -270,13 +270,13 @@ def _refuse_cache(options: CompileOptions) -> None:
         raise UserError(
             f"--prefill-chunk {cache.chunk}", "is longer than the cache", expected=f"at most --kv-cache {cache.length}"
         )
-    why = {
+    why: dict[str, tuple[object, str]] = {
         "--profile": (options.profiles, "a model with a cache has its profiles of --batch and --prefill-chunk"),
         "--padding": (options.padding, "a model with a cache is told by token_count what is padding"),
         "--triton": (options.triton, "Triton would copy the caches in every call, see docs/kv-cache.md"),
     }
-    for option, (given, reason) in why.items():
-        if given:
+    for option, (other, reason) in why.items():
+        if other:
             raise UserError(option, reason, got=f"--kv-cache {cache.length}", fix="Leave one out.")
 
 
