@@ -1,4 +1,4 @@
-"""Plans with a key-value cache: prompts in chunks, then token by token to the last place, with caches bound in place."""
+"""Plans with a key-value cache: prompts in chunks, then token by token to the last place, caches bound in place."""
 
 from __future__ import annotations
 
