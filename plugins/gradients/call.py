@@ -103,11 +103,6 @@ def call_of(arguments: Sequence[Any]) -> Call:
     )
 
 
-def number_of_arguments() -> int:
-    """Return how many arguments a call has."""
-    return len(TENSORS) + 6
-
-
 def schemas() -> tuple[str, str]:
     """Return the schemas of both ops, as `torch.library` reads them."""
     optional = {each.name for each in TENSORS if each.flag} | {"w_gate"}

@@ -31,7 +31,6 @@ from twellc.plugins.gradients.call import (
     Kept,
     Step,
     call_of,
-    number_of_arguments,
     schemas,
 )
 from twellc.plugins.meaning import check_call, math_dtype, widths_of
@@ -126,30 +125,39 @@ TRAIN_FORWARD: torch._ops.OpOverload = torch.ops.twell.train_forward.default
 TRAIN_BACKWARD: torch._ops.OpOverload = torch.ops.twell.train_backward.default
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors = [each if isinstance(each, Tensor) else None for each in inputs]
-    ctx.save_for_backward(*output[3:], *tensors)
-    ctx.arguments = [None if isinstance(each, Tensor) else each for each in inputs]
-    ctx.set_materialize_grads(False)
+class _TrainStep(torch.autograd.Function):
+    """`train_forward` with `train_backward` as its gradient.
 
+    Written out, as what `torch.library.register_autograd` makes takes the host a millisecond a block.
+    """
 
-def _differentiate(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    kept, tensors = saved[:_NUM_KEPT], saved[_NUM_KEPT:]
-    arguments = [other if tensor is None else tensor for tensor, other in zip(tensors, ctx.arguments, strict=True)]
-    call = call_of(arguments)
-    operands, needed = call.operands, dict(zip(_NAMES, ctx.needs_input_grad, strict=False))
-    if dy is None and dl1 is None:
-        return (None,) * number_of_arguments()
-    if dy is None:
-        dy = operands.x.new_zeros((*operands.x.shape[:-1], operands.w_down.shape[1]))
-    if dl1 is None:
-        dl1 = dy.new_zeros((), dtype=math_dtype(dy.dtype))
-    for_weights = any(needed[name] for name in Gradients._fields[1:])
-    found = Gradients(*TRAIN_BACKWARD(dy, dl1, *kept, needed["x"], for_weights, *arguments))._asdict()
-    found["residual"] = dy
-    gradients = (found[name] if needed[name] else None for name in _NAMES)
-    return *gradients, *(None for _ in range(number_of_arguments() - len(_NAMES)))
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            y, l1, *others = TRAIN_FORWARD(*inputs)
+        ctx.save_for_backward(*others[1:], *(each if isinstance(each, Tensor) else None for each in inputs))
+        ctx.arguments = [None if isinstance(each, Tensor) else each for each in inputs]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*others)
+        return y, l1, *others
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved, needed = ctx.saved_tensors, dict(zip(_NAMES, ctx.needs_input_grad, strict=False))
+        kept, tensors = saved[:_NUM_KEPT], saved[_NUM_KEPT:]
+        arguments = [other if tensor is None else tensor for tensor, other in zip(tensors, ctx.arguments, strict=True)]
+        if dy is None and dl1 is None:
+            return (None,) * len(arguments)
+        operands = call_of(arguments).operands
+        if dy is None:
+            dy = operands.x.new_zeros((*operands.x.shape[:-1], operands.w_down.shape[1]))
+        if dl1 is None:
+            dl1 = dy.new_zeros((), dtype=math_dtype(dy.dtype))
+        for_weights = any(needed[name] for name in Gradients._fields[1:])
+        found = Gradients(*TRAIN_BACKWARD(dy, dl1, *kept, needed["x"], for_weights, *arguments))._asdict()
+        found["residual"] = dy
+        gradients = (found[name] if needed[name] else None for name in _NAMES)
+        return *gradients, *(None for _ in range(len(arguments) - len(_NAMES)))
 
 
 _NAMES = ("x", *Gradients._fields[1:], "residual")
@@ -157,12 +165,21 @@ _NAMES = ("x", *Gradients._fields[1:], "residual")
 
 def _refuse(ctx: Any, *_: Any) -> None:
     raise NotImplementedError(
-        "twell: the blocks have no second derivative. For one (create_graph=True, gradient penalties, torch.func.hessian) "
-        "run the model without them: twellc.restore(model)"
+        "twell: the blocks have no second derivative. For one (create_graph=True, gradient penalties, "
+        "torch.func.hessian) run the model without them: twellc.restore(model)"
     )
 
 
-torch.library.register_autograd(TRAIN_FORWARD, _differentiate, setup_context=_keep, lib=_LIBRARY)
+def _forward_with_gradients(*inputs: Any) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
+        found: tuple[Tensor, ...] = _TrainStep.apply(*inputs)  # type: ignore[no-untyped-call]
+        return found
+    with torch._C._AutoDispatchBelowAutograd():
+        found = TRAIN_FORWARD(*inputs)
+    return found
+
+
+_LIBRARY.impl("train_forward", _forward_with_gradients, "Autograd")
 torch.library.register_autograd(TRAIN_BACKWARD, _refuse, lib=_LIBRARY)
 register_autocast(_LIBRARY, TRAIN_FORWARD)
 
