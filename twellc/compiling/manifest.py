@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+from twellc.base.caches import KeyValueCache
 from twellc.base.dtypes import DTYPES, UNCHANGED
 from twellc.base.errors import UserError
 from twellc.base.files import digest, read_file
@@ -136,6 +137,7 @@ class Manifest(Record):
         profiles: The optimization profiles: ranges of shapes by input.
         backend: The TensorRT; None where no plan was built.
         plan: The plan; None likewise.
+        cache: The key-value cache; None of a model without one.
     """
 
     schema: int
@@ -151,6 +153,7 @@ class Manifest(Record):
     profiles: list[ShapeProfile]
     backend: Backend | None
     plan: PlanFile | None
+    cache: KeyValueCache | None = field(default=None, metadata=OPTIONAL)
 
 
 # File name of the graph that a plan is built from where it is not kept.
