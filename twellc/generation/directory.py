@@ -12,7 +12,7 @@ from torch import Tensor
 
 from twellc.base.errors import UserError
 from twellc.generation.rows import RowCache, row_attention
-from twellc.loaders.huggingface import make_transformer
+from twellc.loaders.huggingface import open_directory
 from twellc.loaders.huggingface_inputs import longest_text
 from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.optimization import optimize, optimized_blocks
@@ -133,7 +133,7 @@ def load_directory(
         raise UserError("dtype", "no such choice", got=repr(dtype), expected=" or ".join(_DTYPES))
     chosen = _device(device)
     with nothing_fetched():
-        model, _, notes = make_transformer(path)
+        model, _, notes = open_directory(path)
     try:
         _cache_argument(model)
     except UserError as error:

@@ -10,7 +10,29 @@ from twellc.base.errors import UserError
 from twellc.options.declared_inputs import InputDeclaration
 
 PADDINGS = ("none", "mask")
-LOGITS = ("all", "last")
+LOGITS = ALL_LOGITS, LAST_LOGITS = ("all", "last")
+# The most tokens of a sequence in a call of a model with a cache, where nobody says.
+DEFAULT_CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The key-value cache of a causal Hugging Face model.
+
+    Attributes:
+        length: The most tokens of a sequence.
+        batch: The most sequences of a call.
+        prefill_chunk: The most tokens of a sequence in a call; None takes 2048, or all that fit.
+    """
+
+    length: int
+    batch: int = 1
+    prefill_chunk: int | None = None
+
+    @property
+    def chunk(self) -> int:
+        """The most tokens of a sequence in a call."""
+        return min(self.length, DEFAULT_CHUNK) if self.prefill_chunk is None else self.prefill_chunk
 
 
 @dataclass(frozen=True)
