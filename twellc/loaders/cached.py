@@ -167,7 +167,9 @@ def _in_dtype(model: Any, dtype: torch.dtype | str | None) -> list[str]:
         largest = parameter.data.abs().max() if parameter.numel() else 0
         parameter.data = parameter.data.to(wanted)
         if largest > torch.finfo(wanted).max:
-            raise UserError("--dtype", f"a weight of the model does not fit into {dtype_name(wanted)}", got=f"{largest:g}")
+            raise UserError(
+                "--dtype", f"a weight of the model does not fit into {dtype_name(wanted)}", got=f"{largest:g}"
+            )
     return notes
 
 
