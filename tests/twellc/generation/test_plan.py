@@ -127,3 +127,14 @@ def test_llm(loaded: Any, talker: Path, tmp_path: Path, monkeypatch: pytest.Monk
     tokenizer_folder(plan).unlink()
     with pytest.raises(UserError, match=r"m\.plan\.tokenizer: has no tokenizer"):
         LLM(plan)
+
+
+def test_plans_that_do_not_answer(archive: Path, tmp_path: Path) -> None:
+    import twellc
+
+    plan = tmp_path / "m.plan"
+    twellc.compile(archive, plan, backend="tensorrt-rtx")
+    with pytest.raises(UserError, match=r"m\.plan: has no key-value cache, so it can score a text and not answer"):
+        LLM(plan)
+    with pytest.raises(UserError, match=r"other\.plan: has no manifest beside it"):
+        LLM(tmp_path / "other.plan")
