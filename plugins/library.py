@@ -126,7 +126,19 @@ class TrainBackward(_Sized):
 class TrainHot(_Sized):
     """Mirror of `twell_train_hot_tensors`."""
 
-    _fields_ = (*_SIZE, *((name, ctypes.c_void_p) for name in ("z", "h", "counts", "l1_parts", "dh", "dz", "dl1")))
+    _fields_ = (
+        *_SIZE,
+        *((name, ctypes.c_void_p) for name in ("z", "h", "neurons", "counts", "l1_parts", "dh", "dz", "dl1")),
+    )
+
+
+class TrainCopy(ctypes.Structure):
+    """Mirror of `twell_train_copy`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("source", "target", "from_rows", "to_rows")),
+        *((name, ctypes.c_int32) for name in ("rows", "width")),
+    )
 
 
 class Limits(ctypes.Structure):
@@ -303,6 +315,7 @@ def load() -> ctypes.CDLL:
             [problem, tensors, ctypes.POINTER(TrainBackward), pointer, ctypes.c_size_t, pointer],
         ),
         ("twell_train_hot_parts", ctypes.c_int64, [problem]),
+        ("twell_train_copy_rows", ctypes.c_int, [ctypes.POINTER(TrainCopy), ctypes.c_int32, pointer]),
         ("twell_train_hot", ctypes.c_int, [problem, ctypes.POINTER(TrainHot), pointer]),
         ("twell_describe", ctypes.c_size_t, [problem, ctypes.POINTER(Device), ctypes.c_char_p, ctypes.c_size_t]),
     ):

@@ -225,6 +225,15 @@ def nemotron(**changes: Any) -> Any:
     return _seeded(transformers.NemotronForCausalLM, transformers.NemotronConfig(**options))
 
 
+def arcee(**changes: Any) -> Any:
+    """Squared ReLU without a gate, as Nemotron, with other norms."""
+    import transformers
+
+    options = {**SMALL, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    options |= {"bos_token_id": 1, "eos_token_id": 2, **changes}
+    return _seeded(transformers.ArceeForCausalLM, transformers.ArceeConfig(**options))
+
+
 def persimmon(**changes: Any) -> Any:
     """Squared ReLU without a gate, with biases; Q, K and V in one product."""
     import transformers

@@ -32,7 +32,7 @@ class Kept(NamedTuple):
     hot: Tensor
 
 
-KEPT_DTYPES = Kept(torch.int64, torch.int32, torch.int16, torch.int16)  # type: ignore[arg-type]
+KEPT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int16)
 
 
 class Gradients(NamedTuple):
@@ -52,7 +52,7 @@ class Step:
     """How a training step computes a block; changes speed and memory, no result but for rounding.
 
     Attributes:
-        order: int64 [d_ff], all neurons, those first that are active most often; None for the order that they have.
+        order: int32 [d_ff], all neurons, those first that are active most often; None for the order that they have.
         hot: How many of them, the first ones, are computed and kept densely: 0 to d_ff, where not d_ff a multiple of 8.
         pairs: Places for pairs of a token and another active neuron, for each token on average. Tokens that find none
             are computed anew, one by one, which takes long: give enough of them.

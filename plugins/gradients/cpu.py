@@ -14,7 +14,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, the L1 term and the tokens for which each neuron is active."""
     _, g, _, h = hidden_of(call.operands, call.options)
     l1 = h.abs().sum() / max(call.tokens, 1)
-    return output_of(h, call.operands), l1, (g != 0).sum(tuple(range(g.dim() - 1)))
+    return output_of(h, call.operands), l1, (g != 0).sum(tuple(range(g.dim() - 1)), dtype=torch.int32)
 
 
 def backward(dy: Tensor, dl1: Tensor, call: Call) -> dict[str, Tensor]:

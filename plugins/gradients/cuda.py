@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from twellc.base.dtypes import dtype_name
 from twellc.plugins import library
 from twellc.plugins.block import GATED, Operands, problem_of, tensors_of
-from twellc.plugins.gradients.call import Call, Kept
+from twellc.plugins.gradients.call import KEPT_DTYPES, Call, Kept
 from twellc.plugins.meaning import as_read, widths_of
 
 
@@ -25,74 +24,113 @@ class _Run:
     """A call with its tensors as the kernels read them, x and what is like it [tokens, width].
 
     Attributes:
+        operands: The tensors.
+        widths: d_model, d_ff and d_out.
         hot: How many neurons are computed densely.
-        order: int64 [d_ff], these first; None where that is the order of the weights.
+        cold: How many are not.
+        hot_rows: int32 [hot]: which rows of the weights they have; None: the first ones.
+        cold_rows: int32 [cold]; None: all rows.
     """
 
     call: Call
     operands: Operands[Tensor]
+    widths: dict[str, int]
     hot: int
-    order: Tensor | None
+    cold: int
+    hot_rows: Tensor | None
+    cold_rows: Tensor | None
 
     @property
     def x(self) -> Tensor:
         return self.operands.x
 
     @property
-    def cold(self) -> int:
-        """How many neurons are sparse."""
-        return self.call.d_ff - self.hot
-
-    @property
     def gated(self) -> bool:
         return self.operands.variant is GATED
 
-    def rows(self, weight: Tensor, *, cold: bool = False) -> Tensor:
-        """Return the rows of the hot neurons, or of the others, of a tensor that has one for each neuron."""
-        if self.order is None:
-            return weight[self.hot :] if cold else weight[: self.hot]
-        return weight[self.order[self.hot :] if cold else self.order[: self.hot]]
+    @property
+    def first(self) -> str:
+        """The name of the projection whose output is activated."""
+        return "gate" if self.gated else "up"
 
     def problem(self, d_ff: int) -> library.Problem:
         """Return the problem of so many of the neurons."""
-        widths = {**widths_of(self.operands), "d_ff": d_ff}
-        variant, dtype = self.operands.variant, dtype_name(self.x.dtype)
-        return problem_of(variant, self.call.options, dtype, tokens=self.call.tokens, **widths)
+        widths = {**self.widths, "d_ff": d_ff}
+        dtype = dtype_name(self.x.dtype)
+        return problem_of(self.operands.variant, self.call.options, dtype, tokens=self.call.tokens, **widths)
 
-    def neurons(self) -> Tensor | None:
-        """Return int32 [cold]: which rows the sparse neurons have; None where they are all neurons in their order."""
-        if self.order is not None:
-            return self.order[self.hot :].int()
-        if self.hot == 0:
+    @property
+    def hot_projections(self) -> list[str]:
+        """The names of what x is multiplied by, in the order of the products' columns."""
+        return ["gate", "up"] if self.gated else ["up"]
+
+    def hot_weights(self) -> tuple[Tensor, Tensor]:
+        """Return the hot rows of what x is multiplied by, one projection after the other, and those of w_down."""
+        names, weights = self.hot_projections, self.operands.named()
+        if self.hot_rows is None and len(names) == 1:
+            return weights[f"w_{names[0]}"][: self.hot], weights["w_down"][: self.hot]
+        first = self.x.new_empty(len(names) * self.hot, self.widths["d_model"])
+        copies = [
+            _copy(weights[f"w_{name}"], first[i * self.hot :], self.hot, from_rows=self.hot_rows)
+            for i, name in enumerate(names)
+        ]
+        down = weights["w_down"][: self.hot]
+        if self.hot_rows is not None:
+            down = torch.empty_like(down)
+            copies.append(_copy(weights["w_down"], down, self.hot, from_rows=self.hot_rows))
+        _copy_rows(copies)
+        return first, down
+
+    def hot_bias(self) -> Tensor | None:
+        """Return the hot rows of the biases of what x is multiplied by, one projection after the other."""
+        biases = [self.operands.named().get(f"b_{name}") for name in self.hot_projections]
+        if all(each is None for each in biases):
             return None
-        return torch.arange(self.hot, self.call.d_ff, dtype=torch.int32, device=self.x.device)
+        return torch.cat(
+            [self.x.new_zeros(self.hot) if each is None else _rows(each, self.hot, self.hot_rows) for each in biases]
+        )
 
-    def hot_weights(self) -> tuple[Tensor, Tensor | None]:
-        """Return the hot rows of what x is multiplied by, z's and then u's, and their biases."""
-        weights = [weight for weight in (self.operands.w_gate, self.operands.w_up) if weight is not None]
-        biases = [self.operands.b_gate, self.operands.b_up] if self.gated else [self.operands.b_up]
-        bias = None
-        if any(each is not None for each in biases):
-            bias = torch.cat([self.x.new_zeros(self.hot) if each is None else self.rows(each) for each in biases])
-        return torch.cat([self.rows(weight) for weight in weights]), bias
+
+def _rows(values: Tensor, count: int, rows: Tensor | None) -> Tensor:
+    return values[:count] if rows is None else values.index_select(0, rows)
+
+
+def _copy(
+    source: Tensor, target: Tensor, rows: int, *, from_rows: Tensor | None = None, to_rows: Tensor | None = None
+) -> library.TrainCopy:
+    return library.TrainCopy(
+        source.data_ptr(), target.data_ptr(), _pointer(from_rows), _pointer(to_rows), rows, source.shape[1]
+    )
+
+
+def _copy_rows(copies: list[library.TrainCopy]) -> None:
+    array = (library.TrainCopy * len(copies))(*copies)
+    _check(library.load().twell_train_copy_rows(array, len(copies), _stream()))
 
 
 def _run_of(call: Call) -> _Run:
     operands, widths = call.operands, widths_of(call.operands)
-    dtype = dtype_name(operands.x.dtype)
+    dtype, named = dtype_name(operands.x.dtype), operands.named()
     if dtype not in library.DTYPES:
         raise TypeError(f"twell: the CUDA kernels take {' or '.join(library.DTYPES)}, got {dtype}")
-    for name, tensor in operands.named().items():
+    for name, tensor in named.items():
         if tensor.device != operands.x.device:
             raise ValueError(f"twell: {name} must be on {operands.x.device}, got {tensor.device}")
     for name in ("d_model", "d_out"):
         if widths[name] > library.MAX_TRAIN_WIDTH:
             raise ValueError(f"twell: {name} must be at most {library.MAX_TRAIN_WIDTH} in training, got {widths[name]}")
-    flat = {name: each.reshape(-1, each.shape[-1]) for name, each in operands.named().items() if each.dim() != 1}
-    read = Operands(**{name: as_read(each) for name, each in {**operands.named(), **flat}.items()})
-    hot = call.step.hot
-    # Which neurons are hot is all that the order says, so where all are it says nothing.
-    run = _Run(call, read, hot, None if hot == call.d_ff else call.step.order)
+    for name in ("x", "residual"):
+        if name in named:
+            named[name] = named[name].reshape(-1, named[name].shape[-1])
+    hot, order = call.step.hot, call.step.order
+    cold = call.d_ff - hot
+    hot_rows = cold_rows = None
+    if order is not None and cold:
+        hot_rows, cold_rows = order[:hot], order[hot:]
+    elif hot and cold:
+        cold_rows = torch.arange(hot, call.d_ff, dtype=torch.int32, device=operands.x.device)
+    read = Operands(**{name: as_read(each) for name, each in named.items()})
+    run = _Run(call, read, widths, hot, cold, hot_rows, cold_rows)
     fault = library.load().twell_validate(ctypes.byref(run.problem(call.d_ff)))
     if fault:
         raise ValueError(f"twell: {fault.decode()}")
@@ -101,13 +139,11 @@ def _run_of(call: Call) -> _Run:
 
 def _capacity(call: Call) -> int:
     """Return for how many pairs there is place."""
-    if call.step.hot == call.d_ff:
-        return 0
     cold = call.d_ff - call.step.hot
     return min(call.tokens * min(call.step.pairs, cold), library.MAX_PAIRS)
 
 
-def shapes_kept(call: Call) -> tuple[tuple[Any, ...], ...]:
+def shapes_kept(call: Call) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of `Kept`."""
     gated = call.operands.variant is GATED
     pairs, has_cold = _capacity(call), call.step.hot < call.d_ff
@@ -148,86 +184,66 @@ def forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Kept]:
 
 
 def _forward(run: _Run) -> tuple[Tensor, Tensor, Tensor, Kept]:
-    call, operands, x = run.call, run.operands, run.x
-    kept = Kept(
-        *(
-            x.new_empty(shape, dtype=dtype)
-            for shape, dtype in zip(
-                shapes_kept(call), (torch.int64, torch.int32, torch.int16, torch.int16), strict=True
-            )
-        )
-    )
-    y = x.new_empty((*call.operands.x.shape[:-1], operands.w_down.shape[1]))
-    counts = torch.zeros(call.d_ff, dtype=torch.int64, device=x.device)
+    call, x, device = run.call, run.x, run.x.device
+    shapes = zip(shapes_kept(call), KEPT_DTYPES, strict=True)
+    kept = Kept(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes))
+    y = x.new_empty((*call.operands.x.shape[:-1], run.widths["d_out"]))
+    counts = torch.zeros(call.d_ff, dtype=torch.int32, device=device)
     if call.tokens == 0:
-        return y, torch.zeros((), device=x.device), counts, kept
-    l1 = torch.zeros((), device=x.device)
-    hot_y = None
-    if run.hot:
-        hot_y, hot_l1, hot_counts = _forward_hot(run, kept.hot)
-        l1 = l1 + hot_l1
-        counts[: run.hot] = hot_counts
+        return y, torch.zeros((), device=device), counts, kept
+    # Parts of the sum of |h|: of the hot neurons' kernel, then of each token's sparse neurons.
+    hot_parts = library.load().twell_train_hot_parts(ctypes.byref(run.problem(run.hot))) if run.hot else 0
+    parts = torch.empty(hot_parts + (call.tokens if run.cold else 0), device=device)
+    hot_y = _forward_hot(run, kept.hot, parts, counts) if run.hot else None
     if run.cold:
-        row_l1, cold_counts = _forward_cold(run, kept, hot_y, y)
-        l1 = l1 + row_l1.sum()
-        counts[run.hot :] = cold_counts
-    else:
-        assert hot_y is not None
-        total = hot_y if operands.residual is None else hot_y + operands.residual
-        y.copy_(total.view(y.shape))
-    if run.order is not None:
-        counts = torch.empty_like(counts).scatter_(0, run.order, counts)
-    return y, l1 / call.tokens, counts, kept
+        _forward_cold(run, kept, hot_y, y, parts[hot_parts:], counts)
+    elif hot_y is not None:
+        residual = run.operands.residual
+        y = (hot_y if residual is None else hot_y + residual).view(y.shape)
+    return y, parts.sum() / call.tokens, counts, kept
 
 
-def _forward_hot(run: _Run, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the hot neurons add to y (with b_down if there are no others), their sum of |h| and their counts."""
+def _forward_hot(run: _Run, kept: Tensor, parts: Tensor, counts: Tensor) -> Tensor:
+    """Return what the hot neurons add to y, with b_down if there are no others."""
     x, lib, problem = run.x, library.load(), run.problem(run.hot)
-    weight, bias = run.hot_weights()
+    (weight, down), bias, b_down = run.hot_weights(), run.hot_bias(), run.operands.b_down
     z = kept.view(x.dtype)
     if bias is None:
         torch.mm(x, weight.t(), out=z)
     else:
         torch.addmm(bias, x, weight.t(), out=z)
     h = x.new_empty(run.call.tokens, run.hot)
-    counts = torch.empty(run.hot, dtype=torch.int32, device=x.device)
-    parts = torch.empty(lib.twell_train_hot_parts(ctypes.byref(problem)), device=x.device)
     tensors = library.TrainHot(
-        z=z.data_ptr(), h=h.data_ptr(), counts=counts.data_ptr(), l1_parts=parts.data_ptr(), dh=None, dz=None, dl1=None
-    )
+        z=z.data_ptr(), h=h.data_ptr(), neurons=_pointer(run.hot_rows), counts=counts.data_ptr(),
+        l1_parts=parts.data_ptr(),
+    )  # fmt: skip
     _check(lib.twell_train_hot(ctypes.byref(problem), ctypes.byref(tensors), _stream()))
-    down, b_down = run.rows(run.operands.w_down), run.operands.b_down
-    y = h @ down if run.cold or b_down is None else torch.addmm(b_down, h, down)
-    return y, parts.sum(), counts
+    return h @ down if run.cold or b_down is None else torch.addmm(b_down, h, down)
 
 
-def _forward_cold(run: _Run, kept: Kept, hot_y: Tensor | None, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Write y, and return each token's sum of |h| of the sparse neurons, and their counts."""
-    x, lib, problem, operands = run.x, library.load(), run.problem(run.cold), run.operands
-    capacity, neurons = _capacity(run.call), run.neurons()
-    row_l1 = torch.empty(run.call.tokens, device=x.device)
-    counts = torch.empty(run.cold, dtype=torch.int32, device=x.device)
-    # The gate's rows are read in order, by tensor cores; those of the other weights one by one, where they are.
-    first, bias = operands.first
-    ordered = {**operands.named()}
-    name = "w_gate" if run.gated else "w_up"
-    ordered[name] = as_read(run.rows(first, cold=True))
-    if bias is not None:
-        ordered[name.replace("w_", "b_")] = as_read(run.rows(bias, cold=True))
-    read = Operands(**ordered)
+def _forward_cold(run: _Run, kept: Kept, hot_y: Tensor | None, y: Tensor, row_l1: Tensor, counts: Tensor) -> None:
+    """Write y and each token's sum of |h| of the sparse neurons, and count how often each of these is active."""
+    lib, problem, named = library.load(), run.problem(run.cold), run.operands.named()
+    capacity = _capacity(run.call)
+    if run.cold_rows is not None:
+        # The gate's rows are read in order, by tensor cores; those of other weights one by one, where they are.
+        weight, bias = run.operands.first
+        named[f"w_{run.first}"] = weight.new_empty(run.cold, weight.shape[1])
+        _copy_rows([_copy(weight, named[f"w_{run.first}"], run.cold, from_rows=run.cold_rows)])
+        if bias is not None:
+            named[f"b_{run.first}"] = bias.index_select(0, run.cold_rows)
     given = library.TrainForward(
-        neurons=_pointer(neurons), pairs=_pairs(kept, capacity, run.gated), hot=_pointer(hot_y),
+        neurons=_pointer(run.cold_rows), pairs=_pairs(kept, capacity, run.gated), hot=_pointer(hot_y),
         row_l1=row_l1.data_ptr(), counts=counts.data_ptr(),
     )  # fmt: skip
-    tensors = tensors_of(read.map(Tensor.data_ptr), y.data_ptr())
+    tensors = tensors_of(Operands(**named).map(Tensor.data_ptr), y.data_ptr())
     size = lib.twell_train_forward_bytes(ctypes.byref(problem), capacity)
-    workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
+    workspace = torch.empty(size, dtype=torch.uint8, device=run.x.device)
     _check(
         lib.twell_train_forward(
             ctypes.byref(problem), ctypes.byref(tensors), ctypes.byref(given), workspace.data_ptr(), size, _stream()
         )
     )
-    return row_l1, counts
 
 
 def backward(dy: Tensor, dl1: Tensor, kept: Kept, call: Call, *, for_x: bool, for_weights: bool) -> dict[str, Tensor]:
@@ -238,11 +254,10 @@ def backward(dy: Tensor, dl1: Tensor, kept: Kept, call: Call, *, for_x: bool, fo
 
 
 def _backward(run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, for_x: bool, for_weights: bool) -> dict[str, Tensor]:
-    names = [name for name in run.operands.named() if name not in ("x", "residual")]
+    named = run.operands.named()
+    names = [name for name in named if name != "residual" and (for_x if name == "x" else for_weights)]
     make = torch.zeros_like if run.call.tokens == 0 else torch.empty_like
-    found = {name: make(getattr(run.operands, name)) for name in names if for_weights}
-    if for_x:
-        found["x"] = make(run.x)
+    found = {name: make(named[name]) for name in names}
     if run.call.tokens != 0:
         hot_dx = _backward_hot(run, dy, dl1, kept.hot, found) if run.hot else None
         if run.cold:
@@ -250,7 +265,7 @@ def _backward(run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, for_x: bool, for_w
         elif hot_dx is not None:
             found["x"] = hot_dx
         if "b_down" in found:
-            found["b_down"] = dy.sum(0)
+            torch.sum(dy, 0, out=found["b_down"])
     if for_x:
         found["x"] = found["x"].view(run.call.operands.x.shape)
     return found
@@ -259,49 +274,52 @@ def _backward(run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, for_x: bool, for_w
 def _backward_hot(run: _Run, dy: Tensor, dl1: Tensor, kept: Tensor, found: dict[str, Tensor]) -> Tensor | None:
     """Write the hot rows of the weights' gradients, and return what the hot neurons add to dx."""
     x, lib, problem = run.x, library.load(), run.problem(run.hot)
-    dh = dy @ run.rows(run.operands.w_down).t()
+    weight, down = run.hot_weights()
+    dh = dy @ down.t()
     h, z = torch.empty_like(dh), kept.view(x.dtype)
     dz = torch.empty_like(z)
     tensors = library.TrainHot(
-        z=z.data_ptr(), h=h.data_ptr(), counts=None, l1_parts=None, dh=dh.data_ptr(), dz=dz.data_ptr(),
-        dl1=dl1.data_ptr(),
+        z=z.data_ptr(), h=h.data_ptr(), dh=dh.data_ptr(), dz=dz.data_ptr(), dl1=dl1.data_ptr()
     )  # fmt: skip
     _check(lib.twell_train_hot(ctypes.byref(problem), ctypes.byref(tensors), _stream()))
     if "w_down" in found:
-        _put(run, found, "w_down", h.t() @ dy)
-        names = ("gate", "up") if run.gated else ("up",)
-        for name, rows in zip(names, (dz.t() @ x).split(run.hot), strict=True):
-            _put(run, found, f"w_{name}", rows)
-        if "b_gate" in found or "b_up" in found:
-            for name, sums in zip(names, dz.sum(0).split(run.hot), strict=True):
-                _put(run, found, f"b_{name}", sums)
-    return dz @ run.hot_weights()[0] if "x" in found else None
+        names = run.hot_projections
+        if run.cold:
+            rows = {"w_down": h.t() @ dy}
+            for name, part in zip(names, (dz.t() @ x).chunk(len(names)), strict=True):
+                rows[f"w_{name}"] = part
+            _copy_rows([_copy(part, found[name], run.hot, to_rows=run.hot_rows) for name, part in rows.items()])
+        else:
+            torch.mm(h.t(), dy, out=found["w_down"])
+            for name, part in zip(names, dz.chunk(len(names), dim=1), strict=True):
+                torch.mm(part.t(), x, out=found[f"w_{name}"])
+        for name, part in zip(names, dz.chunk(len(names), dim=1), strict=True):
+            if f"b_{name}" in found:
+                _put(found[f"b_{name}"], part.sum(0), run.hot_rows)
+    return dz @ weight if "x" in found else None
 
 
-def _put(run: _Run, found: dict[str, Tensor], name: str, rows: Tensor) -> None:
-    """Store the rows of the hot neurons in a gradient."""
-    if name not in found:
-        return
-    if run.order is None:
-        found[name][: run.hot] = rows
+def _put(values: Tensor, part: Tensor, rows: Tensor | None) -> None:
+    """Store the values of the hot neurons."""
+    if rows is None:
+        values[: len(part)] = part
     else:
-        found[name].index_copy_(0, run.order[: run.hot], rows)
+        values.index_copy_(0, rows.long(), part)
 
 
 def _backward_cold(
     run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, hot_dx: Tensor | None, found: dict[str, Tensor]
 ) -> None:
     """Write dx, and the rows of the sparse neurons of the weights' gradients."""
-    lib, problem, operands = library.load(), run.problem(run.cold), run.operands
-    capacity, neurons = _capacity(run.call), run.neurons()
+    lib, problem, capacity = library.load(), run.problem(run.cold), _capacity(run.call)
     pointers = {name: each.data_ptr() for name, each in found.items() if name not in ("x", "b_down")}
     if not run.gated:
         pointers = {name.replace("_up", "_gate"): each for name, each in pointers.items()}
     given = library.TrainBackward(
-        neurons=_pointer(neurons), pairs=_pairs(kept, capacity, run.gated), dy=dy.data_ptr(), dl1=dl1.data_ptr(),
-        hot=_pointer(hot_dx), dx=_pointer(found.get("x")), **pointers,
+        neurons=_pointer(run.cold_rows), pairs=_pairs(kept, capacity, run.gated), dy=dy.data_ptr(),
+        dl1=dl1.data_ptr(), hot=_pointer(hot_dx), dx=_pointer(found.get("x")), **pointers,
     )  # fmt: skip
-    tensors = tensors_of(operands.map(Tensor.data_ptr), 0)
+    tensors = tensors_of(run.operands.map(Tensor.data_ptr), 0)
     size = lib.twell_train_backward_bytes(ctypes.byref(problem), capacity)
     workspace = torch.empty(size, dtype=torch.uint8, device=run.x.device)
     _check(

@@ -46,8 +46,8 @@ def _check(call: Call) -> None:
         raise ValueError(f"twell: hot must be d_ff = {d_ff} or a multiple of 8 below it, got {step.hot}")
     if step.pairs < 0:
         raise ValueError(f"twell: pairs must be at least 0, got {step.pairs}")
-    if step.order is not None and (step.order.dtype != torch.int64 or tuple(step.order.shape) != (d_ff,)):
-        raise ValueError(f"twell: order must be int64 [{d_ff}], got {step.order.dtype} {tuple(step.order.shape)}")
+    if step.order is not None and (step.order.dtype != torch.int32 or tuple(step.order.shape) != (d_ff,)):
+        raise ValueError(f"twell: order must be int32 [{d_ff}], got {step.order.dtype} {tuple(step.order.shape)}")
 
 
 def _forward_on_cpu(*arguments: Any) -> tuple[Tensor, ...]:
@@ -72,7 +72,7 @@ def _infer_forward(*arguments: Any) -> tuple[Tensor, ...]:
     return (
         x.new_empty((*x.shape[:-1], widths["d_out"])),
         x.new_empty((), dtype=math_dtype(x.dtype)),
-        x.new_empty(widths["d_ff"], dtype=torch.int64),
+        x.new_empty(widths["d_ff"], dtype=torch.int32),
         *(x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, KEPT_DTYPES, strict=True)),
     )
 
@@ -173,9 +173,9 @@ def _refuse(ctx: Any, *_: Any) -> None:
 def _forward_with_gradients(*inputs: Any) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
         found: tuple[Tensor, ...] = _TrainStep.apply(*inputs)  # type: ignore[no-untyped-call]
-        return found
-    with torch._C._AutoDispatchBelowAutograd():
-        found = TRAIN_FORWARD(*inputs)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            found = TRAIN_FORWARD(*inputs)
     return found
 
 
@@ -201,7 +201,7 @@ def register_gradients(library: torch.library.Library, op: torch._ops.OpOverload
 
 
 def train_forward(operands: Operands[Tensor], options: BlockOptions, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [..., d_out], the L1 term, and the tokens for which each neuron is active, int64 [d_ff].
+    """Return y [..., d_out], the L1 term, and the tokens for which each neuron is active, int32 [d_ff].
 
     y and the L1 term are differentiable.
     """

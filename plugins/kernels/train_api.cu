@@ -134,4 +134,22 @@ cudaError_t twell_train_hot(twell_problem const* problem, twell_train_hot_tensor
     return twell::launch_train_hot({problem_copy, none, device, stream}, copy);
 }
 
+cudaError_t twell_train_copy_rows(twell_train_copy const* copies, int32_t count, cudaStream_t stream) {
+    if (copies == nullptr || count < 0 || count > TWELL_TRAIN_MAX_COPIES) {
+        return cudaErrorInvalidValue;
+    }
+    for (int i = 0; i < count; ++i) {
+        twell_train_copy const& copy = copies[i];
+        if (!are_there({copy.from, copy.to}) || copy.rows < 0 || copy.width <= 0 || copy.width % twell::kVector != 0) {
+            return cudaErrorInvalidValue;
+        }
+        if (!are_vectors({copy.from, copy.to})) {
+            return cudaErrorMisalignedAddress;
+        }
+    }
+    Device device = {};
+    TWELL_TRY(twell::find_device(device));
+    return twell::launch_copy_rows(copies, count, device, stream);
+}
+
 }  // extern "C"

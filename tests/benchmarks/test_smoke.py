@@ -23,7 +23,17 @@ __all__ = ["tensorrt"]
 
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = [path.name for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
-ON_A_GPU = ["block.py", "engine.py", "generate.py", "gpu.py", "layers.py", "model.py", "trained.py"]
+ON_A_GPU = [
+    "block.py",
+    "engine.py",
+    "generate.py",
+    "gpu.py",
+    "in_torch_tensorrt.py",
+    "layers.py",
+    "model.py",
+    "serving.py",
+    "trained.py",
+]
 ON_A_CPU = ["compile.py", "make_llama.py", "when_it_pays.py"]
 
 
@@ -218,3 +228,17 @@ def test_engine(tensorrt: Host, tmp_path: Path) -> None:
         assert set(each["layers"]) == {"plan dense", "plan twell"}
     assert (tmp_path / "r.md").read_text() in page
     assert sorted(path.name for path in (tmp_path / "plans").glob("*.plan")) == ["dense.plan", "twell.plan"]
+
+
+@pytest.mark.gpu
+@pytest.mark.tensorrt
+@pytest.mark.slow
+def test_in_torch_tensorrt(tensorrt: Host, tmp_path: Path) -> None:
+    pytest.importorskip("torch_tensorrt")
+    page = smoke("in_torch_tensorrt.py", "--json", tmp_path / "r.json")
+    results = report(tmp_path / "r.json")["results"]
+    assert [each["tokens"] for each in results] == [1, 40]
+    for each in results:
+        names = {"dense eager", "dense compiled", "Torch-TensorRT dense", "Torch-TensorRT twell"}
+        assert set(medians(each)) == names and not each["failed"]
+        assert f"| {each['tokens']} | " in page

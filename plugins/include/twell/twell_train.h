@@ -34,7 +34,7 @@ typedef struct {
     twell_train_pairs pairs;
     void const* hot;  // [tokens, d_out] or null: what the hot neurons add to y
     float* row_l1;    // [tokens]: the sum of |h|
-    int32_t* counts;  // [d_ff]: for how many tokens each neuron is active
+    int32_t* counts;  // by row of the weights: for how many tokens the neuron is active is added to what is there
 } twell_train_forward_tensors;
 
 typedef struct {
@@ -54,13 +54,25 @@ typedef struct {
     void* w_down;
 } twell_train_backward_tensors;
 
+// Rows to copy: from row from_rows[i] of a matrix of 16-bit elements to row to_rows[i] of another one. Null: row i.
+typedef struct {
+    void const* from;
+    void* to;
+    int32_t const* from_rows;  // [rows]
+    int32_t const* to_rows;    // [rows]
+    int32_t rows;
+    int32_t width;  // elements of a row, a multiple of 8
+} twell_train_copy;
+#define TWELL_TRAIN_MAX_COPIES 4
+
 // Of the hot neurons, d_ff of the problem. z is rounded and includes the bias.
 typedef struct {
     uint32_t struct_bytes;  // sizeof(twell_train_hot_tensors)
     uint32_t reserved;      // 0
     void const* z;          // [tokens, d_ff], in a gated block [tokens, 2 d_ff]: z, then u
     void* h;                // [tokens, d_ff]
-    int32_t* counts;        // forward: [d_ff]
+    int32_t const* neurons; // [d_ff] or null, as above: of counts
+    int32_t* counts;        // forward: as above
     float* l1_parts;        // forward: [twell_train_hot_parts]: their sum is that of |h| of all tokens and neurons
     void const* dh;         // backward: [tokens, d_ff]: dy . w_down
     void* dz;               // backward: as z: the gradients of z, then of u
@@ -86,6 +98,9 @@ TWELL_API int64_t twell_train_hot_parts(twell_problem const* problem);
 // A forward if dh is null, else a backward.
 TWELL_API cudaError_t twell_train_hot(twell_problem const* problem, twell_train_hot_tensors const* hot,
                                       cudaStream_t stream);
+
+// Copies rows, for what the caller multiplies: up to TWELL_TRAIN_MAX_COPIES, none of which reads what another writes.
+TWELL_API cudaError_t twell_train_copy_rows(twell_train_copy const* copies, int32_t count, cudaStream_t stream);
 
 #if defined(__cplusplus)
 }  // extern "C"

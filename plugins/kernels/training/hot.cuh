@@ -19,7 +19,8 @@ struct HotParams {
     uint16_t const* dh;  // of a backward: [tokens, hot], the product alone
     uint16_t* h;         // [tokens, hot]
     uint16_t* dz;        // of a backward: [tokens, stride], as z
-    uint32_t* counts;    // of a forward: [hot], zeros at first
+    uint32_t* counts;    // of a forward: neuron j's at neurons[j], or j
+    int32_t const* neurons;
     float* l1_parts;     // [CTAs]
     float const* dl1;
     int64_t tokens;
@@ -129,7 +130,8 @@ __global__ __launch_bounds__(kHotThreads) void hot_kernel(__grid_constant__ HotP
         __syncthreads();
         for (int i = threadIdx.x; i < kWarpSize * kWidth; i += kHotThreads) {
             if (counts[i] != 0) {
-                atomicAdd(params.counts + first_column + i, counts[i]);
+                int const neuron = first_column + i;
+                atomicAdd(params.counts + (params.neurons == nullptr ? neuron : params.neurons[neuron]), counts[i]);
             }
         }
         if (threadIdx.x == 0) {

@@ -16,7 +16,8 @@ struct ListParams {
     uint16_t const* spilled;  // [rows, num_tiles * TWELL_TILE]
     int64_t* row_begin;       // [tokens + 2], see Pairs
     uint32_t* words;          // [capacity]
-    uint32_t* counts;         // [d_ff]: for how many rows each neuron is active
+    uint32_t* counts;         // for how many rows each neuron is active: neuron j's at neurons[j], or j
+    int32_t const* neurons;
     int64_t capacity;
     int64_t tokens;  // of all chunks
     int64_t first_row;
@@ -105,15 +106,18 @@ static __global__ __launch_bounds__(kScanThreads) void add_up_pairs_kernel(__gri
 struct CountedPlaces {
     uint32_t* words;  // null: there is none
     uint32_t* counts;
+    int32_t const* neurons;
 
     __device__ __forceinline__ void store(uint32_t i, uint32_t word) const {
         if (words != nullptr) {
             words[i] = word;
         }
-        atomicAdd(counts + neuron_of(word), 1u);  // of integers: the order does not matter
+        uint32_t const neuron = neuron_of(word);
+        // Of integers: the order does not matter.
+        atomicAdd(counts + (neurons == nullptr ? neuron : neurons[neuron]), 1u);
     }
     __device__ __forceinline__ CountedPlaces operator+(uint32_t offset) const {
-        return {words == nullptr ? nullptr : words + offset, counts};
+        return {words == nullptr ? nullptr : words + offset, counts, neurons};
     }
 };
 
@@ -126,7 +130,7 @@ static __global__ __launch_bounds__(kThreads) void list_pairs_kernel(__grid_cons
     }
     int64_t const row_begin = params.row_begin[params.first_row + row];
     bool const is_listed = params.row_begin[params.first_row + row + 1] <= params.capacity;
-    CountedPlaces places = {is_listed ? params.words + row_begin : nullptr, params.counts};
+    CountedPlaces places = {is_listed ? params.words + row_begin : nullptr, params.counts, params.neurons};
     int64_t const first_tile = static_cast<int64_t>(row) * params.num_tiles;
     uint32_t const num_slots = static_cast<uint32_t>(params.words_per_tile) - 1;
     for (int tiles = 0; tiles < params.num_tiles; tiles += kWarpSize) {

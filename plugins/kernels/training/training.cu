@@ -5,6 +5,7 @@
 #include "host/problem.h"
 #include "many_tokens/gate/gate.h"
 #include "training/add_rows.cuh"
+#include "training/copy_rows.cuh"
 #include "training/hot.cuh"
 #include "training/list.cuh"
 #include "training/project.cuh"
@@ -87,7 +88,6 @@ cudaError_t forward(Call const& call, twell_train_forward_tensors const& given, 
     twell_problem const& problem = call.problem;
     unsigned char* next = static_cast<unsigned char*>(workspace);
     ForwardMemory const memory = take_forward(problem, given.pairs.capacity, next);
-    TWELL_TRY(cudaMemsetAsync(given.counts, 0, static_cast<size_t>(problem.d_ff) * sizeof(int32_t), call.stream));
     for (int64_t begin = 0; begin < problem.tokens; begin += kChunkRows) {
         twell_problem const chunk = with_tokens(problem, std::min(problem.tokens - begin, kChunkRows));
         twell_tensors tensors = call.tensors;
@@ -103,6 +103,7 @@ cudaError_t forward(Call const& call, twell_train_forward_tensors const& given, 
         list.row_begin = given.pairs.row_begin;
         list.words = given.pairs.words;
         list.counts = reinterpret_cast<uint32_t*>(given.counts);
+        list.neurons = given.neurons;
         list.capacity = given.pairs.capacity;
         list.tokens = problem.tokens;
         list.first_row = begin;
@@ -296,6 +297,7 @@ cudaError_t launch_train_hot(Call const& call, twell_train_hot_tensors const& gi
     params.h = static_cast<uint16_t*>(given.h);
     params.dz = static_cast<uint16_t*>(given.dz);
     params.counts = reinterpret_cast<uint32_t*>(given.counts);
+    params.neurons = given.neurons;
     params.l1_parts = given.l1_parts;
     params.dl1 = given.dl1;
     params.tokens = problem.tokens;
@@ -304,9 +306,24 @@ cudaError_t launch_train_hot(Call const& call, twell_train_hot_tensors const& gi
     params.relu_on_up = problem.activation == TWELL_DRELU;
     params.act = activation_of(problem);
     if (given.dh == nullptr) {
-        TWELL_TRY(cudaMemsetAsync(given.counts, 0, static_cast<size_t>(problem.d_ff) * sizeof(int32_t), call.stream));
-    }
+        }
     return problem.dtype == TWELL_BF16 ? launch_hot<Bf16>(call, params) : launch_hot<Fp16>(call, params);
+}
+
+cudaError_t launch_copy_rows(twell_train_copy const* copies, int count, Device const& device, cudaStream_t stream) {
+    t::CopyRowsParams params = {};
+    int most_rows = 0;
+    for (int i = 0; i < count; ++i) {
+        params.copies[i] = {static_cast<uint16_t const*>(copies[i].from), static_cast<uint16_t*>(copies[i].to),
+                            copies[i].from_rows, copies[i].to_rows, copies[i].rows, copies[i].width};
+        most_rows = std::max(most_rows, copies[i].rows);
+    }
+    if (most_rows == 0) {
+        return cudaSuccess;
+    }
+    return launch_dependent({"copy_rows"}, t::copy_rows_kernel, params,
+                            dim3(blocks_of(most_rows, t::kWarps), static_cast<unsigned>(count)), t::kThreads, 0, device,
+                            stream);
 }
 
 }  // namespace twell

@@ -20,6 +20,7 @@ cudaError_t launch_train_backward(Call const& call, twell_train_backward_tensors
 
 // CTAs of a forward's kernel for hot neurons, each of which leaves a part of the L1 term.
 int64_t train_hot_parts(int64_t tokens, int hot);
+cudaError_t launch_copy_rows(twell_train_copy const* copies, int count, Device const& device, cudaStream_t stream);
 cudaError_t launch_train_hot(Call const& call, twell_train_hot_tensors const& hot);
 
 }  // namespace twell
