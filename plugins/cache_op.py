@@ -68,9 +68,7 @@ def _check_append(caches: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], sta
     _check_counts(caches[0].shape[0], starts=starts, counts=counts)
 
 
-def _write(
-    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, counts: Tensor
-) -> None:
+def _write(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, counts: Tensor) -> None:
     """Append in place with plain torch operations: the meaning of the op, and its CPU implementation."""
     _check_append((keys, values), (new_keys, new_values), starts, counts)
     tokens, length = new_keys.shape[1], keys.shape[2]
@@ -141,9 +139,7 @@ def _check_attention(q: Tensor, keys: Tensor, values: Tensor, query_counts: Tens
     _check_counts(batch, query_counts=query_counts, key_counts=key_counts)
 
 
-def _compute(
-    q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_counts: Tensor, scale: float
-) -> Tensor:
+def _compute(q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_counts: Tensor, scale: float) -> Tensor:
     """Compute attention with plain torch operations: the meaning of the op, and its CPU implementation."""
     _check_attention(q, keys, values, query_counts, key_counts)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -191,9 +187,7 @@ def _library_with_cudnn() -> ctypes.CDLL | None:
         return None
 
 
-def _launch(
-    q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_counts: Tensor, scale: float
-) -> Tensor:
+def _launch(q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_counts: Tensor, scale: float) -> Tensor:
     """Run attention on the GPU: cuDNN's, else torch's with a mask."""
     _check_attention(q, keys, values, query_counts, key_counts)
     lib, dtype = _library_with_cudnn(), dtype_name(q.dtype)

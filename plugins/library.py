@@ -23,7 +23,8 @@ PLUGIN_NAMESPACE = "twell"
 PLUGIN_VERSION = "twellc-3"
 PLUGIN_NAMES = ("TwellGatedMlp", "TwellMlp")
 # In a library of their own, which is not everywhere.
-ATTENTION_NAME, APPEND_NAME = ATTENTION_NAMES = ("TwellAttention", "TwellAppendCaches")
+ATTENTION_NAMES = ("TwellAttention", "TwellCachedAttention", "TwellAppendCaches")
+ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME = ATTENTION_NAMES
 
 DTYPES = CODES
 VARIANTS = {"gated": 0, "plain": 1}
@@ -240,7 +241,9 @@ class AppendProblem(ctypes.Structure):
 class AppendTensors(ctypes.Structure):
     """Mirror of `twell_append_tensors`."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "values", "new_keys", "new_values", "starts", "counts"))
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("keys", "values", "new_keys", "new_values", "starts", "counts")
+    )
 
 
 def library_path() -> Path:

@@ -526,6 +526,6 @@ def test_plan_through_the_compiler(tmp_path: Path) -> None:
         "q": ShapeRange(*shapes["q"]), "k": ShapeRange(*shapes["k"]), "v": ShapeRange(*shapes["k"]),
         "lengths": ShapeRange((1,), (1,), (4,)),
     }  # fmt: skip
-    plan = build_plan("tensorrt-rtx", path, tmp_path / "m.plan", [profile], [], [], "", lambda phase: None)
+    plan = build_plan("tensorrt-rtx", path, tmp_path / "m.plan", [profile], [], [], "", False, lambda phase: None)
     assert [each.name for each in plan.inputs] == ["q", "k", "v", "lengths"]
     assert b"TwellAttention" in (tmp_path / "m.plan").read_bytes()

@@ -50,6 +50,8 @@ class KeyValueCache(Record):
         vocabulary: How many logits there are.
         end_tokens: The tokens that end a text.
         position_limit: How many positions the model was made for; None where it sets no limit.
+        text: The folder beside the plan with what turns text into tokens and back: the model's config.json, tokenizer,
+            chat template and generation_config.json, as far as it has them; None where no plan was written.
     """
 
     length: Size
@@ -64,3 +66,4 @@ class KeyValueCache(Record):
     vocabulary: Size
     end_tokens: list[Count]
     position_limit: Size | None
+    text: str | None = None

@@ -58,6 +58,20 @@ if TYPE_CHECKING:
     help="Who computes attention: tensorrt, or cudnn by a plugin, which takes causal and unmasked attention and leaves "
     "other to TensorRT. auto: cudnn where it is at hand and was measured faster, which is TensorRT on Hopper.",
 )  # fmt: skip
+@click.option(
+    "--kv-cache", type=click.IntRange(min=1), metavar="LENGTH",
+    help="Of a causal Hugging Face model: give it a key-value cache of so many tokens a sequence, so that it can generate "
+    "text. Its inputs, outputs and profiles are then others.",
+)  # fmt: skip
+@click.option(
+    "--batch", type=click.IntRange(min=1), default=1, show_default=True, metavar="MAX",
+    help="With --kv-cache: the most sequences of a call.",
+)  # fmt: skip
+@click.option(
+    "--prefill-chunk", type=click.IntRange(min=1), metavar="N",
+    help="With --kv-cache: the most tokens of a sequence in a call; longer prompts are fed in several. Default: 2048, or "
+    "all that fit.",
+)  # fmt: skip
 @click.option("--embed-plugins", is_flag=True, help="Put the plugin library into the plan.")
 @click.option(
     "--plugin-library", "plugin_libraries", multiple=True, type=FilePath(), metavar="FILE",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twellc.base.caches import KeyValueCache
 from twellc.export.shapes import ShapeProfile
 from twellc.passes.report import Attention, Layer
 
@@ -25,6 +26,7 @@ class TranslationSummary:
         files: Names of the files that were written: the graph, and its weights where they stand apart.
         digest: SHA-256 of these files.
         external_data: The files beside an ONNX model that hold its weights.
+        cache: The key-value cache; None of a model without one.
     """
 
     model: dict[str, str]
@@ -37,3 +39,4 @@ class TranslationSummary:
     files: list[str]
     digest: str
     external_data: list[Path]
+    cache: KeyValueCache | None

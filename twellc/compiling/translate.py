@@ -28,7 +28,7 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
         UserError: See `translate` and `resolve_profiles`.
     """
     translation = translate_any(options, progress)
-    profiles, notes = resolve_profiles(translation.inputs, list(options.profiles), translation.ranges)
+    profiles, notes = resolve_profiles(translation.inputs, options.requested_profiles, translation.ranges)
     progress("writing the ONNX graph")
     with writing(onnx_path):
         written = save_onnx(translation.graph, onnx_path)
@@ -47,6 +47,7 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
         files=[path.name for path in written],
         digest=digest(*written),
         external_data=external_data,
+        cache=translation.cache,
     )
 
 

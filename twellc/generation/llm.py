@@ -14,7 +14,7 @@ from twellc.base.errors import UserError
 from twellc.generation.backend import Backend
 from twellc.generation.directory import load_directory
 from twellc.generation.model import CausalModel
-from twellc.generation.plan import load_plan, tokenizer_folder
+from twellc.generation.plan import load_plan
 from twellc.generation.sampling import CompletionOutput, GenerationStats, RequestOutput, SamplingParams
 from twellc.generation.text import Answer, Messages, load_codec
 from twellc.loaders.checkpoint import read_generation_config
@@ -65,7 +65,8 @@ class LLM:
             ends = _end_tokens(path, config)
         else:
             backend, cache = load_plan(path)
-            config, notes, folder, ends = PreTrainedConfig(), [], tokenizer_folder(path), cache.end_tokens
+            config, notes, ends = PreTrainedConfig(), [], cache.end_tokens
+            folder = path.with_name(cache.text or path.name)
             _refuse_of_a_plan(device=device != "auto", dtype=dtype, compiled=compiled, layers=layers != "auto")
             if max_model_len is not None and max_model_len != backend.longest:
                 raise UserError(

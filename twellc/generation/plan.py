@@ -22,11 +22,6 @@ from twellc.export.tensorrt_host import load_host, why_not_here
 _LOGITS = "logits"
 
 
-def tokenizer_folder(plan: Path) -> Path:
-    """Return where the tokenizer of a plan stands, with its chat template and generation_config.json."""
-    return plan.with_name(plan.name + ".tokenizer")
-
-
 class PlanCalls(Protocol):
     """What runs a plan.
 

@@ -11,7 +11,7 @@ packed sequences, and costs much in a graph: masks by gathers over tokens x toke
 
 Keys and values of a group stay [batch, groups, keys, width].
 
-With a key-value cache (`cached.py`), whose keys stand at their positions, queries have the positions that the step says:
+With a key-value cache (`cached.py`), whose keys stand at their positions, queries have those that the step says:
 
     mask is causal only     twell.cache_mask(starts, counts, tokens, length), bool [batch, 1, tokens, length]
     windows, chunks         the mask's own comparisons of positions

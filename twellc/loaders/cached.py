@@ -3,9 +3,9 @@
     input_ids [batch, tokens], write_index, token_count [batch], caches [batch, kv_heads, length, head_dim]
         -> logits, the caches with the new tokens in them
 
-`twellc.base.caches` says what they mean. Every family goes one way: transformers gives a model a `Cache`, whose `update`
-gets the new keys and values of a layer and returns those to attend to. Ours appends by `twell.append_caches` and returns
-the whole caches; masks and attention over them are in `attention.py`. Positions are made of write_index.
+`twellc.base.caches` says what they mean. Every family goes one way: models of transformers take a `Cache`, whose
+`update` gets the new keys and values of a layer and returns those to attend to. Ours appends by `twell.append_caches`
+and returns the whole caches; masks and attention over them are in `attention.py`. Positions are made of write_index.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from twellc.loaders.huggingface_inputs import longest_text, text_config
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.loaders.tracing import trace
-from twellc.options.source import LAST_LOGITS, CacheOptions
+from twellc.options.source import LAST_LOGITS, CacheOptions, refuse_missing
 from twellc.passes.graph.program import user_inputs
 from twellc.plugins.cache_op import APPEND
 
@@ -56,11 +56,9 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
     Raises:
         UserError: It is no directory of such a model, or the model cannot be traced or has no room for such a cache.
     """
+    refuse_missing(path, _EXPECTED)
     if not path.is_dir():
-        raise UserError(
-            "--kv-cache", "only a Hugging Face directory can be compiled with a cache", got=str(path),
-            expected="the directory of a causal language model, with config.json and safetensors",
-        )  # fmt: skip
+        raise no_directory(path)
     with nothing_fetched():
         model, config, notes = open_directory(path)
         taken = _refuse_other_models(path, model)
@@ -69,9 +67,9 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
         _refuse_length(path, options, limit)
         notes = notes + _in_dtype(model, dtype)
         sizes = _probe(path, model, taken)
-        dtype = model.dtype
+        precision: torch.dtype = model.dtype
         _take_caches(model, taken, options.length, logits)
-        traced = _trace(path, model, sizes, options, dtype)
+        traced = _trace(path, model, sizes, options, precision)
     names = [f"{layer}.{part}" for layer in range(len(sizes)) for part in ("key", "value")]
     shapes = [shape for each in sizes for shape in (each.key, each.value)]
     pairs = [
@@ -80,7 +78,7 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
     ]
     inputs = [INPUT_IDS, WRITE_INDEX, TOKEN_COUNT, *(pair.input for pair in pairs)]
     placeholders = list(user_inputs(traced))
-    own = dtype_name(dtype)
+    own = dtype_name(precision)
     batch, tokens = (str(size) for size in placeholders[0].meta["val"].shape)
     return LoadedModel(
         path=path,
@@ -112,6 +110,13 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
 
 
 _NO_LIMIT = 1 << 20  # see longest_text
+_EXPECTED = "the Hugging Face directory of a causal language model, with config.json and safetensors"
+
+
+def no_directory(path: Path) -> UserError:
+    """Return what to say of another kind of model."""
+    what = "only a Hugging Face directory can be compiled with a cache"
+    return UserError("--kv-cache", what, got=str(path), expected=_EXPECTED, fix="Leave it out.")
 
 
 def _refuse_other_models(path: Path, model: Any) -> str:
@@ -167,9 +172,8 @@ def _in_dtype(model: Any, dtype: torch.dtype | str | None) -> list[str]:
         largest = parameter.data.abs().max() if parameter.numel() else 0
         parameter.data = parameter.data.to(wanted)
         if largest > torch.finfo(wanted).max:
-            raise UserError(
-                "--dtype", f"a weight of the model does not fit into {dtype_name(wanted)}", got=f"{largest:g}"
-            )
+            what = f"a weight of the model does not fit into {dtype_name(wanted)}"
+            raise UserError("--dtype", what, got=f"{largest:g}", fix="Compile it with --dtype bf16.")
     return notes
 
 
@@ -257,11 +261,11 @@ def _layer_class() -> Any:
     """Return the class of a layer of transformers' Cache that leaves all to a state of ours."""
     from transformers.cache_utils import CacheLayerMixin
 
-    class Layer(CacheLayerMixin):  # type: ignore[misc]
+    class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         is_sliding = False
 
         def __init__(self, state: Any = None) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]
             self.state = _Recording() if state is None else state
             self.is_initialized = True
 
@@ -294,7 +298,7 @@ def _probe(path: Path, model: Any, cache_name: str) -> list[_Sizes]:
     """
     from transformers.cache_utils import Cache
 
-    cache = Cache(layer_class_to_replicate=_layer_class())
+    cache: Any = Cache(layer_class_to_replicate=_layer_class())
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             ids = torch.ones((1, 2), dtype=torch.int64)

@@ -7,13 +7,14 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
+from twellc.base.caches import INPUT_IDS
 from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
 from twellc.export.shapes import Shape, ShapeRange
 from twellc.export.triton import PLAN_NAME, VERSION, model_folder
 from twellc.options.decisions import DecisionOptions
 from twellc.options.samples import LARGEST_SEED, SampleOptions
-from twellc.options.source import LOGITS, PADDINGS, SourceOptions, TracingOptions
+from twellc.options.source import LOGITS, PADDINGS, CacheOptions, SourceOptions, TracingOptions
 from twellc.plugins.library import COMPRESSIONS, GPUS
 
 ATTENTIONS = ("auto", "tensorrt", "cudnn")
@@ -23,6 +24,7 @@ DEFAULT_TOKENS = 2048
 DEFAULT_GPU = "H200"
 DEFAULT_BATCH = 8
 DEFAULT_REPEATS = 20
+LEAST_LENGTH = 2  # of a key-value cache: torch.export takes a single place for a constant
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class CompileOptions(TracingOptions, DecisionOptions):
             it has been asked.
         plugin_libraries: TensorRT plugin libraries of other people, for graphs that hold nodes of theirs.
         decided: What an earlier compilation decided for blocks, by module, to do it again.
+        kv_cache: How many tokens of a sequence the key-value cache of a causal Hugging Face model holds; None gives it
+            no cache.
+        batch: The most sequences of a call of a model with a cache.
+        prefill_chunk: The most tokens of a sequence in such a call; None takes 2048, or all that fit.
     """
 
     output: Path | None = None
@@ -64,6 +70,24 @@ class CompileOptions(TracingOptions, DecisionOptions):
     attention_forms: tuple[str, ...] = ()
     plugin_libraries: tuple[Path, ...] = ()
     decided: Mapping[str, Mapping[str, Any]] | None = None
+    kv_cache: int | None = None
+    batch: int = 1
+    prefill_chunk: int | None = None
+
+    @property
+    def cache(self) -> CacheOptions | None:
+        """The sizes of the cache; None without one."""
+        return None if self.kv_cache is None else CacheOptions(self.kv_cache, self.batch, self.prefill_chunk)
+
+    @property
+    def requested_profiles(self) -> list[tuple[str, ShapeRange]]:
+        """The shape ranges of inputs: of a model with a cache one for prompts, and one for a token of each sequence."""
+        cache = self.cache
+        if cache is None:
+            return list(self.profiles)
+        prefill = ShapeRange((1, 1), (1, cache.chunk), (cache.batch, cache.chunk))
+        decode = ShapeRange((1, 1), (cache.batch, 1), (cache.batch, 1))
+        return [(INPUT_IDS, prefill), (INPUT_IDS, decode)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +173,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "backend": BACKENDS,
     "dtype": (None, *DTYPES),
     "padding": (None, *PADDINGS),
-    "logits": LOGITS,
+    "logits": (None, *LOGITS),
     "attention": ATTENTIONS,
     "compression": (None, *COMPRESSIONS),
     "gpu": (None, *GPUS),
@@ -157,7 +181,9 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 
 # Options that count something, and whether None stands for a default.
-_COUNTS = {"batch": False, "sequence": True, "tokens": True, "repeats": False}
+_COUNTS = {
+    "batch": False, "sequence": True, "tokens": True, "repeats": False, "kv_cache": True, "prefill_chunk": True,
+}  # fmt: skip
 
 
 def refuse_choice(option: str, value: object) -> None:
@@ -167,7 +193,8 @@ def refuse_choice(option: str, value: object) -> None:
         UserError: It has.
     """
     if option in _COUNTS and not (type(value) is int and value >= 1) and not (value is None and _COUNTS[option]):
-        raise UserError(f"--{option}", "is not a count", got=repr(value), expected="an integer from 1 on")
+        name = option.replace("_", "-")
+        raise UserError(f"--{name}", "is not a count", got=repr(value), expected="an integer from 1 on")
     if option == "seed" and value is not None and not (type(value) is int and 0 <= value <= LARGEST_SEED):
         raise UserError("--seed", "is not a seed", got=repr(value), expected=f"an integer from 0 to {LARGEST_SEED}")
     choices = _CHOICES.get(option)
@@ -220,7 +247,37 @@ def compile_options(
         )
     if onnx is not None and onnx.suffix in (".plan", ".engine"):
         raise UserError(f"--onnx {onnx}", "an ONNX file is not a plan", fix="Call it otherwise.")
-    return CompileOptions(model, output, onnx=onnx, triton=triton, **options)
+    chosen = CompileOptions(model, output, onnx=onnx, triton=triton, **options)
+    _refuse_cache(chosen)
+    return chosen
+
+
+def _refuse_cache(options: CompileOptions) -> None:
+    """Fail if options of a key-value cache contradict others, or each other.
+
+    Raises:
+        UserError: They do.
+    """
+    cache = options.cache
+    if cache is None:
+        for option, given in (("--batch", options.batch != 1), ("--prefill-chunk", options.prefill_chunk is not None)):
+            if given:
+                raise UserError(option, "only a model with a key-value cache has one", fix="Add --kv-cache LENGTH.")
+        return
+    if cache.length < LEAST_LENGTH:
+        raise UserError("--kv-cache", "is too short", got=str(cache.length), expected=f"{LEAST_LENGTH} at least")
+    if cache.chunk > cache.length:
+        raise UserError(
+            f"--prefill-chunk {cache.chunk}", "is longer than the cache", expected=f"at most --kv-cache {cache.length}"
+        )
+    why = {
+        "--profile": (options.profiles, "a model with a cache has its profiles of --batch and --prefill-chunk"),
+        "--padding": (options.padding, "a model with a cache is told by token_count what is padding"),
+        "--triton": (options.triton, "Triton would copy the caches in every call, see docs/kv-cache.md"),
+    }
+    for option, (given, reason) in why.items():
+        if given:
+            raise UserError(option, reason, got=f"--kv-cache {cache.length}", fix="Leave one out.")
 
 
 def triton_plan(repository: Path, model: Path) -> Path:

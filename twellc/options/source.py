@@ -29,6 +29,10 @@ class CacheOptions:
     batch: int = 1
     prefill_chunk: int | None = None
 
+    def settings(self) -> dict[str, int]:
+        """Return the sizes as a manifest has them."""
+        return {"length": self.length, "batch": self.batch, "prefill_chunk": self.chunk}
+
     @property
     def chunk(self) -> int:
         """The most tokens of a sequence in a call."""
@@ -63,27 +67,28 @@ class TracingOptions(SourceOptions):
         dtype: `bf16` or `fp16`; None takes the model's own, or bf16 where that is neither.
         padding: Whether a causal Hugging Face model takes no `attention_mask` (`none`) or one (`mask`); None takes the
             default of the model, `none` where it is causal.
-        logits: The places whose logits a causal Hugging Face model computes: `all` or the `last` one.
+        logits: The places whose logits a causal Hugging Face model computes: `all` or the `last` one; None takes
+            `all`, and of a model with a cache `last`.
     """
 
     _: KW_ONLY
     dtype: str | None = None
     padding: str | None = None
-    logits: str = "all"
+    logits: str | None = None
 
 
 class NoChoiceError(UserError):
     """A choice of `padding` or `logits` was made, and the model leaves none."""
 
 
-def refuse_choices(padding: str | None, logits: str, target: str) -> None:
+def refuse_choices(padding: str | None, logits: str | None, target: str) -> None:
     """Fail if a choice is made that only causal Hugging Face models leave.
 
     Raises:
         NoChoiceError: It is.
     """
     chosen = [f"--padding {padding}"] if padding is not None else []
-    chosen += [f"--logits {logits}"] if logits != "all" else []
+    chosen += [f"--logits {logits}"] if logits not in (None, ALL_LOGITS) else []
     if chosen:
         raise NoChoiceError(
             chosen[0], "only a causal Hugging Face model leaves the choice", got=target, fix="Leave it out."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from twellc import LLM, SamplingParams, UserError
 from twellc.base.caches import KeyValueCache
 from twellc.generation import llm as llm_module
 from twellc.generation.model import CausalModel
-from twellc.generation.plan import PlanBackend, tokenizer_folder
+from twellc.generation.plan import PlanBackend
 from twellc.loaders.cached import load_with_cache
 from twellc.options.source import CacheOptions
 from twellc.passes.graph.execution import Runner
@@ -104,11 +105,13 @@ def test_llm(loaded: Any, talker: Path, tmp_path: Path, monkeypatch: pytest.Monk
     """What stands beside the plan is read; the plan itself is a stand-in."""
     plan = tmp_path / "m.plan"
     plan.write_bytes(b"")
-    tokenizer_folder(plan).symlink_to(talker)
+    text = tmp_path / "m.plan.text"
+    text.symlink_to(talker)
+    cache = dataclasses.replace(loaded.cache, text=text.name)
 
     def load_plan(path: Path) -> tuple[PlanBackend, KeyValueCache]:
         assert path == plan
-        return PlanBackend("a stand-in", loaded.cache, StandIn(loaded)), loaded.cache
+        return PlanBackend("a stand-in", cache, StandIn(loaded)), cache
 
     monkeypatch.setattr(llm_module, "load_plan", load_plan)
     params = SamplingParams(max_tokens=16)
@@ -124,8 +127,8 @@ def test_llm(loaded: Any, talker: Path, tmp_path: Path, monkeypatch: pytest.Monk
     ):
         with pytest.raises(UserError, match=message):
             LLM(plan, **given)
-    tokenizer_folder(plan).unlink()
-    with pytest.raises(UserError, match=r"m\.plan\.tokenizer: has no tokenizer"):
+    text.unlink()
+    with pytest.raises(UserError, match=r"m\.plan\.text: has no tokenizer"):
         LLM(plan)
 
 
