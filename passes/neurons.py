@@ -42,7 +42,7 @@ from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import VIEWS, Weight
 from twellc.passes.report import Layer, Neurons
 from twellc.passes.rewrite_ffn import arranged_view
-from twellc.plugins.ops import activate
+from twellc.plugins.meaning import activate
 
 # Rows of the hidden tensor, 2 bytes an element, start at multiples of 16 bytes.
 _ALIGNMENT = 8

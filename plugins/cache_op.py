@@ -187,6 +187,11 @@ def _library_with_cudnn() -> ctypes.CDLL | None:
         return None
 
 
+def attends_by_cudnn() -> bool:
+    """Whether cuDNN is at hand for attention on a GPU; elsewhere the op makes a mask in each call."""
+    return _library_with_cudnn() is not None
+
+
 def _launch(q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_counts: Tensor, scale: float) -> Tensor:
     """Run attention on the GPU: cuDNN's, else torch's with a mask."""
     _check_attention(q, keys, values, query_counts, key_counts)

@@ -32,6 +32,9 @@ ACTIVATIONS = {"relu": 0, "relu2": 1, "fatrelu": 2, "drelu": 3}
 COMPRESSIONS = (1, 2, 4, 8)
 TILE = 256
 MAX_D_FF = 65536
+# Columns of x and y in training, and pairs that a block may keep.
+MAX_TRAIN_WIDTH = 65536
+MAX_PAIRS = 2**31 - 1
 LARGEST_HEAD = 256
 # See passes/attention.py.
 ATTENTION_FORMS = ("cudnn", "operator", "matmul")
@@ -78,6 +81,65 @@ class Tensors(ctypes.Structure):
 
     def __init__(self, **pointers: int | None) -> None:
         super().__init__(**{"struct_bytes": ctypes.sizeof(self), **pointers})
+
+
+class TrainPairs(ctypes.Structure):
+    """Mirror of `twell_train_pairs`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("row_begin", "words", "ups")),
+        ("capacity", ctypes.c_int64),
+    )
+
+
+class _Sized(ctypes.Structure):
+    """A structure that begins with its size, which is filled in, and is made by keyword."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**{"struct_bytes": ctypes.sizeof(self), **fields})
+
+
+_SIZE = (("struct_bytes", ctypes.c_uint32), ("reserved", ctypes.c_uint32))
+
+
+class TrainForward(_Sized):
+    """Mirror of `twell_train_forward_tensors`."""
+
+    _fields_ = (
+        *_SIZE,
+        ("neurons", ctypes.c_void_p),
+        ("pairs", TrainPairs),
+        *((name, ctypes.c_void_p) for name in ("hot", "row_l1", "counts")),
+    )
+
+
+class TrainBackward(_Sized):
+    """Mirror of `twell_train_backward_tensors`."""
+
+    _fields_ = (
+        *_SIZE,
+        ("neurons", ctypes.c_void_p),
+        ("pairs", TrainPairs),
+        *((name, ctypes.c_void_p) for name in ("dy", "dl1", "hot", "dx", "w_gate", "b_gate", "w_up", "b_up", "w_down")),
+    )
+
+
+class TrainHot(_Sized):
+    """Mirror of `twell_train_hot_tensors`."""
+
+    _fields_ = (
+        *_SIZE,
+        *((name, ctypes.c_void_p) for name in ("z", "h", "neurons", "counts", "l1_parts", "dh", "dz", "dl1")),
+    )
+
+
+class TrainCopy(ctypes.Structure):
+    """Mirror of `twell_train_copy`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("source", "target", "from_rows", "to_rows")),
+        *((name, ctypes.c_int32) for name in ("rows", "width")),
+    )
 
 
 class Limits(ctypes.Structure):
@@ -243,6 +305,21 @@ def load() -> ctypes.CDLL:
         ("twell_workspace_bytes", ctypes.c_size_t, [problem]),
         ("twell_gate", ctypes.c_int, [problem, tensors, pointer, pointer]),
         ("twell_mlp", ctypes.c_int, [problem, tensors, pointer, ctypes.c_size_t, pointer]),
+        ("twell_train_forward_bytes", ctypes.c_size_t, [problem, ctypes.c_int64]),
+        ("twell_train_backward_bytes", ctypes.c_size_t, [problem, ctypes.c_int64]),
+        (
+            "twell_train_forward",
+            ctypes.c_int,
+            [problem, tensors, ctypes.POINTER(TrainForward), pointer, ctypes.c_size_t, pointer],
+        ),
+        (
+            "twell_train_backward",
+            ctypes.c_int,
+            [problem, tensors, ctypes.POINTER(TrainBackward), pointer, ctypes.c_size_t, pointer],
+        ),
+        ("twell_train_hot_parts", ctypes.c_int64, [problem]),
+        ("twell_train_copy_rows", ctypes.c_int, [ctypes.POINTER(TrainCopy), ctypes.c_int32, pointer]),
+        ("twell_train_hot", ctypes.c_int, [problem, ctypes.POINTER(TrainHot), pointer]),
         ("twell_describe", ctypes.c_size_t, [problem, ctypes.POINTER(Device), ctypes.c_char_p, ctypes.c_size_t]),
     ):
         function = getattr(library, name)

@@ -78,6 +78,16 @@ def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny ReLU Llama in float32 with a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "talker"
+    model = models.llama(vocab_size=models.VOCABULARY, max_position_embeddings=256, bos_token_id=None, eos_token_id=0)
+    models.save(model, folder, torch.float32)
+    models.make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A torch.export archive of one gated block in bfloat16 between two additions, with a dynamic batch."""
     path = tmp_path_factory.mktemp("models") / "gated.pt2"

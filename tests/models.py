@@ -225,6 +225,15 @@ def nemotron(**changes: Any) -> Any:
     return _seeded(transformers.NemotronForCausalLM, transformers.NemotronConfig(**options))
 
 
+def arcee(**changes: Any) -> Any:
+    """Squared ReLU without a gate, as Nemotron, with other norms."""
+    import transformers
+
+    options = {**SMALL, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    options |= {"bos_token_id": 1, "eos_token_id": 2, **changes}
+    return _seeded(transformers.ArceeForCausalLM, transformers.ArceeConfig(**options))
+
+
 def persimmon(**changes: Any) -> Any:
     """Squared ReLU without a gate, with biases; Q, K and V in one product."""
     import transformers
@@ -267,6 +276,31 @@ def save(model: Any, folder: Path, dtype: torch.dtype = torch.bfloat16, **option
     """Save a Hugging Face model and return its folder."""
     model.to(dtype).save_pretrained(folder, **options)
     return folder
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+VOCABULARY = 320
+
+
+def make_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
+    """Save a byte-level BPE tokenizer of `VOCABULARY` tokens; 0 is its end token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<end>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    made.train_from_iterator(["the quick brown fox jumps over the lazy dog, größer und schöner"] * 9, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<end>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
 
 
 def without_expectation(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ KERNELS: dict[str, set[str]] = {
     MANY + "sparse": BASE | {MANY + "guard", MANY + "dense", MANY + "chunks"},
     "many_tokens": BASE | {MANY + each for each in ("guard", "gate", "dense", "chunks", "schedule", "sparse")},
     "split": BASE | {"dense_block", "many_tokens"},
+    "training": BASE | {MANY + "gate"},
 }
 # The files above all folders: the C functions and the table of routes.
 TOP = {"": {*KERNELS}}

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from twellc.checks.checking import CheckResult
     from twellc.compiling.manifest import Manifest
     from twellc.firing.profile import FiringProfile
+    from twellc.generation.llm import LLM
+    from twellc.generation.sampling import CompletionOutput, GenerationStats, RequestOutput, SamplingParams
     from twellc.inspection.description import Inspection
     from twellc.optimization import optimize, optimized_blocks, restore
     from twellc.options.commands import BenchOptions, CheckOptions, CompileOptions, InspectOptions, ProfileOptions
@@ -25,19 +27,24 @@ if TYPE_CHECKING:
     from twellc.passes.report import Layer
 
 __all__ = [
+    "LLM",
     "BenchOptions",
     "BenchResult",
     "BlockProfile",
     "CheckOptions",
     "CheckResult",
     "CompileOptions",
+    "CompletionOutput",
     "FiringProfile",
+    "GenerationStats",
     "InspectOptions",
     "Inspection",
     "Layer",
     "Manifest",
     "ProfileOptions",
+    "RequestOutput",
     "Rewritten",
+    "SamplingParams",
     "UserError",
     "__version__",
     "bench",
@@ -60,6 +67,8 @@ _HOMES = {
     "checks.checking": ("CheckResult",),
     "options.commands": ("BenchOptions", "CheckOptions", "CompileOptions", "InspectOptions", "ProfileOptions"),
     "base.errors": ("UserError",),
+    "generation.llm": ("LLM",),
+    "generation.sampling": ("CompletionOutput", "GenerationStats", "RequestOutput", "SamplingParams"),
     "inspection.description": ("Inspection",),
     "compiling.manifest": ("Manifest",),
     "optimization": ("optimize", "optimized_blocks", "restore"),

@@ -20,6 +20,7 @@ from twellc.base.version import __version__
 from twellc.commands.bench import bench
 from twellc.commands.check import check
 from twellc.commands.compile import compile
+from twellc.commands.generate import generate
 from twellc.commands.inspect import inspect
 from twellc.commands.plugins import plugins
 from twellc.commands.profile import profile
@@ -108,5 +109,5 @@ def main() -> None:
             signal.signal(number, _interrupt)
 
 
-for each in (compile, inspect, check, plugins, profile, bench, report):
+for each in (compile, inspect, check, plugins, profile, bench, report, generate):
     main.add_command(each)

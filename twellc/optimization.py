@@ -33,7 +33,7 @@ from twellc.passes.decide import KERNEL_DTYPES, decide, options_of
 from twellc.passes.graph.program import quiet_torch, user_inputs, written_tensors
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight, strip
-from twellc.passes.pipeline import PassOptions, Stage, run_until
+from twellc.passes.pipeline import Passed, PassOptions, Stage, run_until
 from twellc.passes.report import Layer
 from twellc.passes.rewrite_ffn import weights_of
 from twellc.plugins.block import DEFAULT_COMPRESSION, BlockOptions, TensorField, WeightOperands
@@ -51,7 +51,7 @@ _LEADING = (2, 3)
 
 
 @dataclass(frozen=True)
-class _Operand:
+class Operand:
     """A weight or bias: the path of its parameter, and which view of it the op reads."""
 
     path: tuple[str, ...]
@@ -87,7 +87,7 @@ class _Block:
     """
 
     layer: Layer
-    weights: WeightOperands[_Operand]
+    weights: WeightOperands[Operand]
     options: BlockOptions
     argument: str
     ranks: tuple[int, ...]
@@ -200,12 +200,12 @@ def optimize(module: _Module, *, layers: str = "auto", compression: int = DEFAUL
     parametrized = [path for path, submodule in module.named_modules() if _computes_weights(submodule)]
     for path in parametrized:
         _LOG.info("%s: %s", path, _PARAMETRIZED)
-    found = list(_find(module))
+    found = list(find_modules(module))
     # Which dtype it is in is asked in each call.
     blocks = [replace(block, module=path, dtype=torch.bfloat16) for path, _, block, _ in found]
     decisions = decide(blocks, layers)
     for (_, submodule, block, ranks), layer in zip(found, decisions, strict=True):
-        weights = _weights_of(submodule, block)
+        weights = operands_of(submodule, block)
         if layer.decision == "twell" and weights is not None:
             _replace(submodule, layer, weights, options_of(block, layer, compression), ranks)
         else:
@@ -254,7 +254,7 @@ def optimized_blocks(module: nn.Module) -> list[Layer]:
 
 
 def _replace(
-    submodule: nn.Module, layer: Layer, weights: WeightOperands[_Operand], options: BlockOptions, ranks: tuple[int, ...]
+    submodule: nn.Module, layer: Layer, weights: WeightOperands[Operand], options: BlockOptions, ranks: tuple[int, ...]
 ) -> None:
     for operand in weights.named().values():
         parameter = operand.parameter(submodule)
@@ -268,8 +268,10 @@ def _replace(
     submodule._twellc = taken  # type: ignore[assignment]
 
 
-def _find(module: nn.Module) -> Iterator[tuple[str, nn.Module, FfnBlock, tuple[int, ...]]]:
-    """Yield the largest submodules that are one block, refused ones too, with their paths and the ranks of x."""
+def find_modules(
+    module: nn.Module, ranks: tuple[int, ...] = (3, 2)
+) -> Iterator[tuple[str, nn.Module, FfnBlock, tuple[int, ...]]]:
+    """Yield the largest submodules that are one block, refused ones too: their paths, and which `ranks` x may have."""
     taken: list[str] = []
     for path, submodule in module.named_modules():
         if any(outer == "" or path.startswith(f"{outer}.") for outer in taken):
@@ -279,7 +281,7 @@ def _find(module: nn.Module) -> Iterator[tuple[str, nn.Module, FfnBlock, tuple[i
             continue
         if not _may_be_block(submodule):
             continue
-        found = {rank: block for rank in (3, 2) if (block := _block_of(path, submodule, rank)) is not None}
+        found = {rank: block for rank in ranks if (block := _block_of(path, submodule, rank)) is not None}
         if found:
             taken.append(path)
             first = next(iter(found.values()))
@@ -317,7 +319,18 @@ def _may_be_block(module: nn.Module) -> bool:
 
 
 def _block_of(path: str, module: nn.Module, rank: int) -> FfnBlock | None:
-    """Trace a module alone, with x of one of the widths of its weights, and return the block that it is."""
+    """Return the block that a module is, with x of `rank` dimensions."""
+    for found in trace_alone(path, module, rank):
+        program, blocks = found.program, found.blocks
+        outputs = program.graph.output_node().args[0]
+        inputs = list(user_inputs(program))
+        if len(inputs) == len(outputs) == len(blocks) == 1 and not written_tensors(program):
+            return blocks[0] if _is_all(blocks[0], inputs[0], outputs[0]) else None
+    return None
+
+
+def trace_alone(path: str, module: nn.Module, rank: int) -> Iterator[Passed]:
+    """Trace a module alone, with x of each of the widths of its weights; yield what it computes, with its blocks."""
     parameters = list(module.parameters())
     # The widths of Linear's inputs first.
     widths = [p.shape[-1] for p in parameters if p.dim() == 2] + [p.shape[0] for p in parameters if p.dim() == 2]
@@ -331,13 +344,8 @@ def _block_of(path: str, module: nn.Module, rank: int) -> FfnBlock | None:
                 found = run_until(traced, PassOptions(), Stage.FIND)
         except Exception as error:  # torch.export raises what the module's code raises
             _LOG.debug("%s is not traced with x of width %d: %s", path, width, first_line(error))
-            continue
-        program, blocks = found.program, found.blocks
-        outputs = program.graph.output_node().args[0]
-        inputs = list(user_inputs(program))
-        if len(inputs) == len(outputs) == len(blocks) == 1 and not written_tensors(program):
-            return blocks[0] if _is_all(blocks[0], inputs[0], outputs[0]) else None
-    return None
+        else:
+            yield found
 
 
 def _is_all(block: FfnBlock, x: Node, y: object) -> bool:
@@ -361,14 +369,14 @@ def _in_eval_mode(module: nn.Module) -> Iterator[None]:
             each.training = training
 
 
-def _weights_of(module: nn.Module, block: FfnBlock) -> WeightOperands[_Operand] | None:
+def operands_of(module: nn.Module, block: FfnBlock) -> WeightOperands[Operand] | None:
     """Return how to read the op's weights from a module's parameters; None where the block computes them."""
     if block.refusal or block.up is None:
         return None
 
-    def place(weight: Weight, role: TensorField) -> _Operand:
+    def place(weight: Weight, role: TensorField) -> Operand:
         transposed = len(role.shape) == 2 and weight.in_out != role.in_out
-        return _Operand(tuple(weight.name.split(".")), transposed, weight.rows)
+        return Operand(tuple(weight.name.split(".")), transposed, weight.rows)
 
     weights = weights_of(block, place)
     if any(operand.parameter(module) is None for operand in weights.named().values()):

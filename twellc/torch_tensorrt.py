@@ -98,11 +98,12 @@ def _fault(operands: Operands[Node], options: BlockOptions) -> str:
     from twellc.plugins import library
     from twellc.plugins.block import problem_of
 
-    values = operands.map(lambda node: node.meta["val"])
-    dtype = dtype_name(values.x.dtype)
+    # Weights alone: what Torch-TensorRT's own lowering puts before a block may bear no value. All have one dtype.
+    first, w_down = (weight.meta["val"] for weight in (operands.first[0], operands.w_down))
+    dtype = dtype_name(first.dtype)
     if dtype not in library.DTYPES:
         return f"its tensors are {dtype}; the plugins take {' or '.join(library.DTYPES)}"
-    (d_ff, d_model), d_out = values.first[0].shape, values.w_down.shape[1]
+    (d_ff, d_model), d_out = first.shape, w_down.shape[1]
     if not all(isinstance(width, int) for width in (d_ff, d_model, d_out)):
         return "the shapes of its weights are dynamic"
     problem = problem_of(operands.variant, options, dtype, tokens=1, d_model=d_model, d_ff=d_ff, d_out=d_out)

@@ -23,7 +23,17 @@ __all__ = ["tensorrt"]
 
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = [path.name for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
-ON_A_GPU = ["block.py", "engine.py", "gpu.py", "layers.py", "model.py", "trained.py"]
+ON_A_GPU = [
+    "block.py",
+    "engine.py",
+    "generate.py",
+    "gpu.py",
+    "in_torch_tensorrt.py",
+    "layers.py",
+    "model.py",
+    "serving.py",
+    "trained.py",
+]
 ON_A_CPU = ["compile.py", "make_llama.py", "when_it_pays.py"]
 
 
@@ -152,6 +162,34 @@ def test_model(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
+def test_generate(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    page = smoke("generate.py", "--json", tmp_path / "r.json")
+    found = report(tmp_path / "r.json")
+    assert [each["setting"] for each in found["results"]] == ["prefill", "decode-2"]
+    for each in found["results"]:
+        assert not each["failed"], each["failed"]
+        assert {"dense eager", "dense compiled", "dense packed", "twell eager", "twell compiled"} <= set(medians(each))
+    assert set(found["results"][1]["answers"]) == {"twell eager", "twell compiled"}
+    assert all(stats["graph"] for stats in found["results"][1]["answers"].values())
+    assert (tmp_path / "r.md").read_text() in page
+
+
+@pytest.mark.gpu
+@pytest.mark.tensorrt
+@pytest.mark.slow
+def test_generate_by_plans(tensorrt: Host, tmp_path: Path) -> None:
+    plans = ("--plans", tmp_path / "plans", "--contestants", "dense eager,plan dense,plan twell")
+    smoke("generate.py", "--json", tmp_path / "r.json", *plans)
+    found = report(tmp_path / "r.json")
+    assert not found["failed"], found["failed"]
+    for each in found["results"]:
+        assert not each["failed"] and set(medians(each)) == {"dense eager", "plan dense", "plan twell"}, each["failed"]
+    assert all(stats["graph"] for stats in found["results"][1]["answers"].values())
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
 def test_all_of_them(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     smoke("gpu.py", "--out", tmp_path)
@@ -190,3 +228,17 @@ def test_engine(tensorrt: Host, tmp_path: Path) -> None:
         assert set(each["layers"]) == {"plan dense", "plan twell"}
     assert (tmp_path / "r.md").read_text() in page
     assert sorted(path.name for path in (tmp_path / "plans").glob("*.plan")) == ["dense.plan", "twell.plan"]
+
+
+@pytest.mark.gpu
+@pytest.mark.tensorrt
+@pytest.mark.slow
+def test_in_torch_tensorrt(tensorrt: Host, tmp_path: Path) -> None:
+    pytest.importorskip("torch_tensorrt")
+    page = smoke("in_torch_tensorrt.py", "--json", tmp_path / "r.json")
+    results = report(tmp_path / "r.json")["results"]
+    assert [each["tokens"] for each in results] == [1, 40]
+    for each in results:
+        names = {"dense eager", "dense compiled", "Torch-TensorRT dense", "Torch-TensorRT twell"}
+        assert set(medians(each)) == names and not each["failed"]
+        assert f"| {each['tokens']} | " in page

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.tolerance import assert_as_accurate, assert_same
-from twellc.plugins import ops
+from twellc.plugins.meaning import as_read
 from twellc.plugins.ops import GATED_MLP, MLP
 
 ROWS, D_MODEL, D_FF, D_OUT = 7, 16, 300, 24
@@ -196,10 +196,10 @@ def test_the_kernels_are_given_aligned_memory() -> None:
     """As for a slice of a packed bias; tested without the kernels, on a CPU."""
     packed = torch.randn(300).bfloat16()
     for part in (packed[100:], packed[:100], packed[8:], packed[::2], packed.view(3, 100)[:, 4:]):
-        read = ops._as_read(part)
+        read = as_read(part)
         assert read.is_contiguous() and read.data_ptr() % 16 == 0
         assert torch.equal(read, part)
-    assert ops._as_read(packed).data_ptr() == packed.data_ptr()
+    assert as_read(packed).data_ptr() == packed.data_ptr()
 
 
 # ---- what is wrong with the operands ----

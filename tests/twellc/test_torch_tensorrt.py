@@ -127,10 +127,18 @@ def test_what_the_plugins_do_not_take_is_left_to_torch(
 ) -> None:
     twellc.torch_tensorrt.register()
     (node,) = twell_calls(rewritten(Gated(d_model=64, d_ff=320, d_out=64).eval(), torch.randn(4, 64)))
-    node.args[0].meta["val"] = node.args[0].meta["val"].float()
+    for operand in node.all_input_nodes:
+        operand.meta["val"] = operand.meta["val"].float()
     with caplog.at_level(logging.WARNING, "twellc"):
         assert not converters[GATED_MLP][0].capability_validator(node, None)
     assert "left to torch: its tensors are float32; the plugins take bfloat16 or float16" in caplog.text
+
+
+def test_x_of_torch_tensorrts_own_making_needs_no_value(converters: dict[Any, list[Support]]) -> None:
+    twellc.torch_tensorrt.register()
+    (node,) = twell_calls(rewritten(Gated(d_model=64, d_ff=320, d_out=64).eval(), torch.randn(4, 64)))
+    node.args[0].meta.clear()
+    assert converters[GATED_MLP][0].capability_validator(node, None)
 
 
 def test_an_untried_release_is_named(

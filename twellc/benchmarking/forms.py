@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twellc.plugins.ops import activate
+from twellc.plugins.meaning import activate
 
 EAGER, COMPILED, PACKED, FP8 = "dense eager", "dense compiled", "dense packed", "dense FP8"
 BASELINES = (EAGER, COMPILED, PACKED)

@@ -28,8 +28,9 @@ from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.block import BY_NODE, BlockOptions, Operands, WeightOperands
 from twellc.plugins.cache_op import APPEND, CACHED_ATTENTION
 from twellc.plugins.library import ATTENTION_NAMES, PLUGIN_NAMESPACE
+from twellc.plugins.meaning import activate
 from twellc.plugins.onnx_node import read_node
-from twellc.plugins.ops import activate, run_block
+from twellc.plugins.ops import run_block
 
 
 class OnnxEvaluator:

@@ -19,7 +19,7 @@ from twellc.passes.block_profile import POSITION_BINS, BlockProfile, shapes
 from twellc.passes.graph.program import editable, tensor_of, user_inputs
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.plugins.library import TILE
-from twellc.plugins.ops import activate
+from twellc.plugins.meaning import activate
 from twellc.samples.samples import Sample
 
 

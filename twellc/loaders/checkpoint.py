@@ -104,6 +104,16 @@ def read_config(path: Path) -> dict[str, Any]:
     return dict(_without_choices(config))
 
 
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """Return what generation_config.json of a directory says; nothing where there is none.
+
+    Raises:
+        UserError: It is damaged.
+    """
+    file = path / "generation_config.json"
+    return _read_json(file) if file.is_file() else {}
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_file(file))

@@ -8,6 +8,7 @@ the projections as Llama does, or `gate_weight` [d_model, d_ff], `up_weight` [d_
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +40,23 @@ def as_llama(
     except Exception as error:  # transformers' and its helpers' own, for values that they do not take
         where = str(path / "config.json")
         raise UserError(where, f"transformers cannot read the configuration ({first_line(error)})") from error
-    arranged = {}
-    for name, tensor in tensors.items():
-        if not any(counter in name for counter in _COUNTERS):
-            renamed, linear = _as_linear(name, tensor, llama.hidden_size, llama.intermediate_size)
-            arranged[renamed] = linear
+    arranged = dict(as_linears(tensors.items(), llama.hidden_size, llama.intermediate_size))
     dtypes = {tensor.dtype for tensor in arranged.values() if tensor.is_floating_point()}
     llama.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     return llama, arranged
+
+
+def as_linears(
+    tensors: Iterable[tuple[str, torch.Tensor]], d_model: int, d_ff: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a checkpoint with the names and shapes that they have in a Llama, without the counters.
+
+    Raises:
+        UserError: A projection has an unexpected shape.
+    """
+    for name, tensor in tensors:
+        if not any(counter in name for counter in _COUNTERS):
+            yield _as_linear(name, tensor, d_model, d_ff)
 
 
 def _as_linear(name: str, tensor: torch.Tensor, d_model: int, d_ff: int) -> tuple[str, torch.Tensor]:

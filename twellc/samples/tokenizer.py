@@ -14,7 +14,7 @@ from twellc.loaders.checkpoint import read_config
 from twellc.loaders.nothing_fetched import nothing_fetched
 
 # Text is bytes to a model with this many token ids and without a tokenizer.
-_BYTES = 256
+BYTES = 256
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model",
@@ -56,8 +56,8 @@ def load_tokenizer(model: Path, vocabulary: int) -> Tokenizer:
     Raises:
         UserError: There is none, or it is damaged.
     """
-    if not any((model / name).is_file() for name in _FILES):
-        if vocabulary != _BYTES:
+    if not has_tokenizer(model):
+        if vocabulary != BYTES:
             raise UserError(
                 str(model), "has no tokenizer", expected=_FILES[0],
                 fix="Put the files of the model's tokenizer beside its config.json, or turn the text into token ids "
@@ -75,7 +75,7 @@ def load_tokenizer(model: Path, vocabulary: int) -> Tokenizer:
         except Exception as error:
             raise _broken(model, error) from error
 
-    tokenizer = _from_transformers(model)
+    tokenizer = pretrained_tokenizer(model)
     plain, special = encode("a"), encode("a", special=True)
     start = next((i for i in range(len(special)) if special[i : i + len(plain)] == plain), None) if plain else None
     if start is None:
@@ -83,8 +83,19 @@ def load_tokenizer(model: Path, vocabulary: int) -> Tokenizer:
     return Tokenizer(encode, special[:start], special[start + len(plain) :])
 
 
-def _from_transformers(model: Path) -> Any:
-    """Load a tokenizer from links to the plain files of a folder; transformers would wait for a pipe among them."""
+def has_tokenizer(model: Path) -> bool:
+    """Whether a directory holds a tokenizer."""
+    return any((model / name).is_file() for name in _FILES)
+
+
+def pretrained_tokenizer(model: Path) -> Any:
+    """Load a tokenizer of transformers. Nothing is downloaded, and no code of the directory is run.
+
+    It is loaded from links to the plain files of the folder: transformers would wait for a pipe among them.
+
+    Raises:
+        UserError: It is damaged.
+    """
     config = read_config(model)
     with nothing_fetched(), temporary_folder() as folder:
         from transformers import AutoTokenizer

@@ -131,8 +131,9 @@ cudaError_t launch_dependent(Label const& name, void (*kernel)(Params), Params c
     }
     // Set at each launch, not once: the attribute belongs to the current device, and the call is cheap, idempotent,
     // thread-safe and allowed during stream capture.
-    TWELL_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   std::max(shared_bytes, most_shared_bytes)));
+    if (int const bytes = std::max(shared_bytes, most_shared_bytes); bytes != 0) {
+        TWELL_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    }
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;

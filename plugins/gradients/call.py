@@ -1,0 +1,118 @@
+"""What the two ops of a training step are given, and what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from twellc.plugins.block import TENSORS, BlockOptions, Operands
+
+# Places for pairs, for each token on average, where nobody says otherwise: the width of the reference's format.
+DEFAULT_PAIRS = 128
+
+
+class Kept(NamedTuple):
+    """What a forward leaves for the backward, see docs/format.md. All are empty on a CPU, which computes again.
+
+    Attributes:
+        row_begin: int64 [tokens + 2]: where each token's pairs begin, in numbers that do not know of the limit; the
+            last one says how many tokens, the first ones, have found place for all of theirs.
+        pairs: int32 [tokens * pairs]: the neuron and the bits of g of each pair, a word of TwELL.
+        ups: int16 [tokens * pairs]: the bits of its u, of dReLU after the ReLU; empty in a plain block.
+        hot: int16 [tokens, hot or 2 hot]: the bits of z of the hot neurons, then those of their u in a gated block.
+    """
+
+    row_begin: Tensor
+    pairs: Tensor
+    ups: Tensor
+    hot: Tensor
+
+
+KEPT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int16)
+
+
+class Gradients(NamedTuple):
+    """What a backward gives; those that nobody has asked for are empty."""
+
+    x: Tensor
+    w_gate: Tensor
+    b_gate: Tensor
+    w_up: Tensor
+    b_up: Tensor
+    w_down: Tensor
+    b_down: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """How a training step computes a block; changes speed and memory, no result but for rounding.
+
+    Attributes:
+        order: int32 [d_ff], all neurons, those first that are active most often; None for the order that they have.
+        hot: How many of them, the first ones, are computed and kept densely: 0 to d_ff, where not d_ff a multiple of 8.
+        pairs: Places for pairs of a token and another active neuron, for each token on average. Tokens that find none
+            are computed anew, one by one, which takes long: give enough of them.
+    """
+
+    order: Tensor | None = None
+    hot: int = 0
+    pairs: int = DEFAULT_PAIRS
+
+    def arguments(self) -> list[Any]:
+        """Return them as arguments of the ops."""
+        return [getattr(self, each.name) for each in fields(self)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call of one of the ops: the block, and how it is computed."""
+
+    operands: Operands[Tensor]
+    options: BlockOptions
+    step: Step
+
+    @property
+    def tokens(self) -> int:
+        """How many rows x has."""
+        return self.operands.x.numel() // self.operands.x.shape[-1]
+
+    @property
+    def d_ff(self) -> int:
+        """How many neurons the block has."""
+        return self.operands.w_up.shape[0]
+
+    def arguments(self) -> list[Any]:
+        """Return the arguments of the op, of which `call_of` makes the same again."""
+        tensors = self.operands.named()
+        options = (self.options.activation, self.options.threshold, self.options.compression)
+        return [*(tensors.get(each.name) for each in TENSORS), *options, *self.step.arguments()]
+
+
+def call_of(arguments: Sequence[Any]) -> Call:
+    """Return the call of which these are the arguments."""
+    tensors = dict(zip((each.name for each in TENSORS), arguments[: len(TENSORS)], strict=True))
+    activation, threshold, compression, order, hot, pairs = arguments[len(TENSORS) :]
+    return Call(
+        operands=Operands(**tensors),
+        options=BlockOptions(activation=activation, threshold=threshold, compression=compression),
+        step=Step(order=order, hot=hot, pairs=pairs),
+    )
+
+
+def schemas() -> tuple[str, str]:
+    """Return the schemas of both ops, as `torch.library` reads them."""
+    optional = {each.name for each in TENSORS if each.flag} | {"w_gate"}
+    tensors = [f"Tensor{'?' if each.name in optional else ''} {each.name}" for each in TENSORS]
+    options = ["str activation", "float threshold", "int compression", "Tensor? order", "int hot", "int pairs"]
+    given, kept = ", ".join([*tensors, *options]), ", ".join(f"Tensor {name}" for name in Kept._fields)
+    outputs = ", ".join(["Tensor"] * (3 + len(Kept._fields)))
+    gradients = ", ".join(["Tensor"] * len(Gradients._fields))
+    return (
+        f"train_forward({given}) -> ({outputs})",
+        f"train_backward(Tensor dy, Tensor dl1, {kept.replace('Tensor ', 'Tensor kept_')}, bool for_x, "
+        f"bool for_weights, {given}) -> ({gradients})",
+    )

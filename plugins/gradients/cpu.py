@@ -1,0 +1,39 @@
+"""Both directions of a training step in dense torch operations: their meaning, and what a CPU computes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twellc.plugins.block import PLAIN
+from twellc.plugins.gradients.call import Call
+from twellc.plugins.meaning import hidden_of, math_dtype, output_of
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, the L1 term and the tokens for which each neuron is active."""
+    _, g, _, h = hidden_of(call.operands, call.options)
+    l1 = h.abs().sum() / max(call.tokens, 1)
+    return output_of(h, call.operands), l1, (g != 0).sum(tuple(range(g.dim() - 1)), dtype=torch.int32)
+
+
+def backward(dy: Tensor, dl1: Tensor, call: Call) -> dict[str, Tensor]:
+    """Return the gradients of x, weights and biases; those of biases whether there are biases or not."""
+    operands, activation = call.operands, call.options.activation
+    wide = math_dtype(dy.dtype)
+    z, g, u, h = (None if each is None else each.reshape(-1, call.d_ff) for each in hidden_of(operands, call.options))
+    assert z is not None and g is not None and h is not None
+    x, rows = operands.x.reshape(-1, operands.x.shape[-1]).to(wide), dy.reshape(-1, dy.shape[-1]).to(wide)
+    active, none = g != 0, torch.zeros_like(g)
+    dh = rows @ operands.w_down.to(wide).t() + dl1.to(wide) / max(call.tokens, 1) * h.sign()
+    dg = dh if u is None else dh * u
+    dz = torch.where(active, dg * (2 * z.to(wide)) if activation == "relu2" else dg, none)
+    dx = dz @ operands.first[0].to(wide)
+    first = "up" if operands.variant is PLAIN else "gate"
+    gradients = {"w_down": h.t() @ rows, "b_down": rows.sum(0), f"w_{first}": dz.t() @ x, f"b_{first}": dz.sum(0)}
+    if u is not None:
+        fires = active & ~(u <= 0) if activation == "drelu" else active
+        du = torch.where(fires, dh * g, none)
+        dx = dx + du @ operands.w_up.to(wide)
+        gradients |= {"w_up": du.t() @ x, "b_up": du.sum(0)}
+    return {name: value.to(dy.dtype) for name, value in {**gradients, "x": dx.reshape(operands.x.shape)}.items()}

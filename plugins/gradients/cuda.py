@@ -1,0 +1,329 @@
+"""Both directions of a training step on a GPU.
+
+Hot neurons are computed by the dense products of torch, with a kernel between them; the others by the kernels of
+plugins/kernels/training. Nothing here waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twellc.base.dtypes import dtype_name
+from twellc.plugins import library
+from twellc.plugins.block import GATED, Operands, problem_of, tensors_of
+from twellc.plugins.gradients.call import KEPT_DTYPES, Call, Kept
+from twellc.plugins.meaning import as_read, widths_of
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A call with its tensors as the kernels read them, x and what is like it [tokens, width].
+
+    Attributes:
+        operands: The tensors.
+        widths: d_model, d_ff and d_out.
+        hot: How many neurons are computed densely.
+        cold: How many are not.
+        hot_rows: int32 [hot]: which rows of the weights they have; None: the first ones.
+        cold_rows: int32 [cold]; None: all rows.
+    """
+
+    call: Call
+    operands: Operands[Tensor]
+    widths: dict[str, int]
+    hot: int
+    cold: int
+    hot_rows: Tensor | None
+    cold_rows: Tensor | None
+
+    @property
+    def x(self) -> Tensor:
+        return self.operands.x
+
+    @property
+    def gated(self) -> bool:
+        return self.operands.variant is GATED
+
+    @property
+    def first(self) -> str:
+        """The name of the projection whose output is activated."""
+        return "gate" if self.gated else "up"
+
+    def problem(self, d_ff: int) -> library.Problem:
+        """Return the problem of so many of the neurons."""
+        widths = {**self.widths, "d_ff": d_ff}
+        dtype = dtype_name(self.x.dtype)
+        return problem_of(self.operands.variant, self.call.options, dtype, tokens=self.call.tokens, **widths)
+
+    @property
+    def hot_projections(self) -> list[str]:
+        """The names of what x is multiplied by, in the order of the products' columns."""
+        return ["gate", "up"] if self.gated else ["up"]
+
+    def hot_weights(self) -> tuple[Tensor, Tensor]:
+        """Return the hot rows of what x is multiplied by, one projection after the other, and those of w_down."""
+        names, weights = self.hot_projections, self.operands.named()
+        if self.hot_rows is None and len(names) == 1:
+            return weights[f"w_{names[0]}"][: self.hot], weights["w_down"][: self.hot]
+        first = self.x.new_empty(len(names) * self.hot, self.widths["d_model"])
+        copies = [
+            _copy(weights[f"w_{name}"], first[i * self.hot :], self.hot, from_rows=self.hot_rows)
+            for i, name in enumerate(names)
+        ]
+        down = weights["w_down"][: self.hot]
+        if self.hot_rows is not None:
+            down = torch.empty_like(down)
+            copies.append(_copy(weights["w_down"], down, self.hot, from_rows=self.hot_rows))
+        _copy_rows(copies)
+        return first, down
+
+    def hot_bias(self) -> Tensor | None:
+        """Return the hot rows of the biases of what x is multiplied by, one projection after the other."""
+        biases = [self.operands.named().get(f"b_{name}") for name in self.hot_projections]
+        if all(each is None for each in biases):
+            return None
+        return torch.cat(
+            [self.x.new_zeros(self.hot) if each is None else _rows(each, self.hot, self.hot_rows) for each in biases]
+        )
+
+
+def _rows(values: Tensor, count: int, rows: Tensor | None) -> Tensor:
+    return values[:count] if rows is None else values.index_select(0, rows)
+
+
+def _copy(
+    source: Tensor, target: Tensor, rows: int, *, from_rows: Tensor | None = None, to_rows: Tensor | None = None
+) -> library.TrainCopy:
+    return library.TrainCopy(
+        source.data_ptr(), target.data_ptr(), _pointer(from_rows), _pointer(to_rows), rows, source.shape[1]
+    )
+
+
+def _copy_rows(copies: list[library.TrainCopy]) -> None:
+    array = (library.TrainCopy * len(copies))(*copies)
+    _check(library.load().twell_train_copy_rows(array, len(copies), _stream()))
+
+
+def _run_of(call: Call) -> _Run:
+    operands, widths = call.operands, widths_of(call.operands)
+    dtype, named = dtype_name(operands.x.dtype), operands.named()
+    if dtype not in library.DTYPES:
+        raise TypeError(f"twell: the CUDA kernels take {' or '.join(library.DTYPES)}, got {dtype}")
+    for name, tensor in named.items():
+        if tensor.device != operands.x.device:
+            raise ValueError(f"twell: {name} must be on {operands.x.device}, got {tensor.device}")
+    for name in ("d_model", "d_out"):
+        if widths[name] > library.MAX_TRAIN_WIDTH:
+            raise ValueError(f"twell: {name} must be at most {library.MAX_TRAIN_WIDTH} in training, got {widths[name]}")
+    for name in ("x", "residual"):
+        if name in named:
+            named[name] = named[name].reshape(-1, named[name].shape[-1])
+    hot, order = call.step.hot, call.step.order
+    cold = call.d_ff - hot
+    hot_rows = cold_rows = None
+    if order is not None and cold:
+        hot_rows, cold_rows = order[:hot], order[hot:]
+    elif hot and cold:
+        cold_rows = torch.arange(hot, call.d_ff, dtype=torch.int32, device=operands.x.device)
+    read = Operands(**{name: as_read(each) for name, each in named.items()})
+    run = _Run(call, read, widths, hot, cold, hot_rows, cold_rows)
+    fault = library.load().twell_validate(ctypes.byref(run.problem(call.d_ff)))
+    if fault:
+        raise ValueError(f"twell: {fault.decode()}")
+    return run
+
+
+def _capacity(call: Call) -> int:
+    """Return for how many pairs there is place."""
+    cold = call.d_ff - call.step.hot
+    return min(call.tokens * min(call.step.pairs, cold), library.MAX_PAIRS)
+
+
+def shapes_kept(call: Call) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of `Kept`."""
+    gated = call.operands.variant is GATED
+    pairs, has_cold = _capacity(call), call.step.hot < call.d_ff
+    return (
+        (call.tokens + 2 if has_cold else 0,),
+        (pairs,),
+        (pairs if gated else 0,),
+        (call.tokens, call.step.hot * (2 if gated else 1)),
+    )
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _pairs(kept: Kept, capacity: int, gated: bool) -> library.TrainPairs:
+    return library.TrainPairs(
+        row_begin=kept.row_begin.data_ptr(), words=kept.pairs.data_ptr(),
+        ups=kept.ups.data_ptr() if gated else None, capacity=capacity,
+    )  # fmt: skip
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"twell: the kernels failed with CUDA error {status}")
+
+
+def _stream() -> int:
+    stream: int = torch.cuda.current_stream().cuda_stream
+    return stream
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Kept]:
+    """Return y, the L1 term, the tokens for which each neuron is active, and what the backward needs."""
+    run = _run_of(call)
+    with torch.cuda.device(run.x.device):
+        return _forward(run)
+
+
+def _forward(run: _Run) -> tuple[Tensor, Tensor, Tensor, Kept]:
+    call, x, device = run.call, run.x, run.x.device
+    shapes = zip(shapes_kept(call), KEPT_DTYPES, strict=True)
+    kept = Kept(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes))
+    y = x.new_empty((*call.operands.x.shape[:-1], run.widths["d_out"]))
+    counts = torch.zeros(call.d_ff, dtype=torch.int32, device=device)
+    if call.tokens == 0:
+        return y, torch.zeros((), device=device), counts, kept
+    # Parts of the sum of |h|: of the hot neurons' kernel, then of each token's sparse neurons.
+    hot_parts = library.load().twell_train_hot_parts(ctypes.byref(run.problem(run.hot))) if run.hot else 0
+    parts = torch.empty(hot_parts + (call.tokens if run.cold else 0), device=device)
+    hot_y = _forward_hot(run, kept.hot, parts, counts) if run.hot else None
+    if run.cold:
+        _forward_cold(run, kept, hot_y, y, parts[hot_parts:], counts)
+    elif hot_y is not None:
+        residual = run.operands.residual
+        y = (hot_y if residual is None else hot_y + residual).view(y.shape)
+    return y, parts.sum() / call.tokens, counts, kept
+
+
+def _forward_hot(run: _Run, kept: Tensor, parts: Tensor, counts: Tensor) -> Tensor:
+    """Return what the hot neurons add to y, with b_down if there are no others."""
+    x, lib, problem = run.x, library.load(), run.problem(run.hot)
+    (weight, down), bias, b_down = run.hot_weights(), run.hot_bias(), run.operands.b_down
+    z = kept.view(x.dtype)
+    if bias is None:
+        torch.mm(x, weight.t(), out=z)
+    else:
+        torch.addmm(bias, x, weight.t(), out=z)
+    h = x.new_empty(run.call.tokens, run.hot)
+    tensors = library.TrainHot(
+        z=z.data_ptr(), h=h.data_ptr(), neurons=_pointer(run.hot_rows), counts=counts.data_ptr(),
+        l1_parts=parts.data_ptr(),
+    )  # fmt: skip
+    _check(lib.twell_train_hot(ctypes.byref(problem), ctypes.byref(tensors), _stream()))
+    return h @ down if run.cold or b_down is None else torch.addmm(b_down, h, down)
+
+
+def _forward_cold(run: _Run, kept: Kept, hot_y: Tensor | None, y: Tensor, row_l1: Tensor, counts: Tensor) -> None:
+    """Write y and each token's sum of |h| of the sparse neurons, and count how often each of these is active."""
+    lib, problem, named = library.load(), run.problem(run.cold), run.operands.named()
+    capacity = _capacity(run.call)
+    if run.cold_rows is not None:
+        # The gate's rows are read in order, by tensor cores; those of other weights one by one, where they are.
+        weight, bias = run.operands.first
+        named[f"w_{run.first}"] = weight.new_empty(run.cold, weight.shape[1])
+        _copy_rows([_copy(weight, named[f"w_{run.first}"], run.cold, from_rows=run.cold_rows)])
+        if bias is not None:
+            named[f"b_{run.first}"] = bias.index_select(0, run.cold_rows)
+    given = library.TrainForward(
+        neurons=_pointer(run.cold_rows), pairs=_pairs(kept, capacity, run.gated), hot=_pointer(hot_y),
+        row_l1=row_l1.data_ptr(), counts=counts.data_ptr(),
+    )  # fmt: skip
+    tensors = tensors_of(Operands(**named).map(Tensor.data_ptr), y.data_ptr())
+    size = lib.twell_train_forward_bytes(ctypes.byref(problem), capacity)
+    workspace = torch.empty(size, dtype=torch.uint8, device=run.x.device)
+    _check(
+        lib.twell_train_forward(
+            ctypes.byref(problem), ctypes.byref(tensors), ctypes.byref(given), workspace.data_ptr(), size, _stream()
+        )
+    )
+
+
+def backward(dy: Tensor, dl1: Tensor, kept: Kept, call: Call, *, for_x: bool, for_weights: bool) -> dict[str, Tensor]:
+    """Return the gradients of x, and of weights and biases, as far as they are asked for."""
+    run = _run_of(call)
+    with torch.cuda.device(run.x.device):
+        return _backward(run, as_read(dy.reshape(-1, dy.shape[-1])), dl1.float().contiguous(), kept, for_x, for_weights)
+
+
+def _backward(run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, for_x: bool, for_weights: bool) -> dict[str, Tensor]:
+    named = run.operands.named()
+    names = [name for name in named if name != "residual" and (for_x if name == "x" else for_weights)]
+    make = torch.zeros_like if run.call.tokens == 0 else torch.empty_like
+    found = {name: make(named[name]) for name in names}
+    if run.call.tokens != 0:
+        hot_dx = _backward_hot(run, dy, dl1, kept.hot, found) if run.hot else None
+        if run.cold:
+            _backward_cold(run, dy, dl1, kept, hot_dx, found)
+        elif hot_dx is not None:
+            found["x"] = hot_dx
+        if "b_down" in found:
+            torch.sum(dy, 0, out=found["b_down"])
+    if for_x:
+        found["x"] = found["x"].view(run.call.operands.x.shape)
+    return found
+
+
+def _backward_hot(run: _Run, dy: Tensor, dl1: Tensor, kept: Tensor, found: dict[str, Tensor]) -> Tensor | None:
+    """Write the hot rows of the weights' gradients, and return what the hot neurons add to dx."""
+    x, lib, problem = run.x, library.load(), run.problem(run.hot)
+    weight, down = run.hot_weights()
+    dh = dy @ down.t()
+    h, z = torch.empty_like(dh), kept.view(x.dtype)
+    dz = torch.empty_like(z)
+    tensors = library.TrainHot(
+        z=z.data_ptr(), h=h.data_ptr(), dh=dh.data_ptr(), dz=dz.data_ptr(), dl1=dl1.data_ptr()
+    )  # fmt: skip
+    _check(lib.twell_train_hot(ctypes.byref(problem), ctypes.byref(tensors), _stream()))
+    if "w_down" in found:
+        names = run.hot_projections
+        if run.cold:
+            rows = {"w_down": h.t() @ dy}
+            for name, part in zip(names, (dz.t() @ x).chunk(len(names)), strict=True):
+                rows[f"w_{name}"] = part
+            _copy_rows([_copy(part, found[name], run.hot, to_rows=run.hot_rows) for name, part in rows.items()])
+        else:
+            torch.mm(h.t(), dy, out=found["w_down"])
+            for name, part in zip(names, dz.chunk(len(names), dim=1), strict=True):
+                torch.mm(part.t(), x, out=found[f"w_{name}"])
+        for name, part in zip(names, dz.chunk(len(names), dim=1), strict=True):
+            if f"b_{name}" in found:
+                _put(found[f"b_{name}"], part.sum(0), run.hot_rows)
+    return dz @ weight if "x" in found else None
+
+
+def _put(values: Tensor, part: Tensor, rows: Tensor | None) -> None:
+    """Store the values of the hot neurons."""
+    if rows is None:
+        values[: len(part)] = part
+    else:
+        values.index_copy_(0, rows.long(), part)
+
+
+def _backward_cold(
+    run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, hot_dx: Tensor | None, found: dict[str, Tensor]
+) -> None:
+    """Write dx, and the rows of the sparse neurons of the weights' gradients."""
+    lib, problem, capacity = library.load(), run.problem(run.cold), _capacity(run.call)
+    pointers = {name: each.data_ptr() for name, each in found.items() if name not in ("x", "b_down")}
+    if not run.gated:
+        pointers = {name.replace("_up", "_gate"): each for name, each in pointers.items()}
+    given = library.TrainBackward(
+        neurons=_pointer(run.cold_rows), pairs=_pairs(kept, capacity, run.gated), dy=dy.data_ptr(),
+        dl1=dl1.data_ptr(), hot=_pointer(hot_dx), dx=_pointer(found.get("x")), **pointers,
+    )  # fmt: skip
+    tensors = tensors_of(run.operands.map(Tensor.data_ptr), 0)
+    size = lib.twell_train_backward_bytes(ctypes.byref(problem), capacity)
+    workspace = torch.empty(size, dtype=torch.uint8, device=run.x.device)
+    _check(
+        lib.twell_train_backward(
+            ctypes.byref(problem), ctypes.byref(tensors), ctypes.byref(given), workspace.data_ptr(), size, _stream()
+        )
+    )

@@ -1,0 +1,209 @@
+"""Two torch ops for training, and the gradients of `gated_mlp` and `mlp`, which are made of them.
+
+    torch.ops.twell.train_forward    y, the L1 term, how often each neuron fires, and what the backward needs
+    torch.ops.twell.train_backward   the gradients of x, weights and biases
+
+The L1 term is the sum over the neurons of |h|, mean over the tokens, in float32. With dh = dy Wd[n] + (dl1 / tokens)
+sign(h), the gradients of a token and one of its active neurons n are
+
+    gated   du = dh g    dg = dh u    dz = dg act'(z)        plain   dz = dh act'(z)
+
+and those of x, weights and biases follow as in a dense block (the equations: «Sparser, Faster, Lighter Transformer
+Language Models», arXiv 2603.23198). act' is 1, or 2 z for relu2; of dReLU, du is 0 also where u is. An inactive neuron
+has none. Rounding passes gradients on as they are. There are no second derivatives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twellc.plugins.block import BlockOptions, Operands, Variant
+from twellc.plugins.block import call_of as block_call_of
+from twellc.plugins.gradients import cpu, cuda
+from twellc.plugins.gradients.autocast import register_autocast
+from twellc.plugins.gradients.call import (
+    KEPT_DTYPES,
+    Call,
+    Gradients,
+    Kept,
+    Step,
+    call_of,
+    schemas,
+)
+from twellc.plugins.meaning import check_call, math_dtype, widths_of
+
+_LIBRARY = torch.library.Library("twell", "FRAGMENT")
+_NUM_KEPT = len(Kept._fields)
+
+
+def _check(call: Call) -> None:
+    check_call(call.operands, call.options)
+    step, d_ff = call.step, widths_of(call.operands)["d_ff"]
+    if not 0 <= step.hot <= d_ff or (step.hot % 8 != 0 and step.hot != d_ff):
+        raise ValueError(f"twell: hot must be d_ff = {d_ff} or a multiple of 8 below it, got {step.hot}")
+    if step.pairs < 0:
+        raise ValueError(f"twell: pairs must be at least 0, got {step.pairs}")
+    if step.order is not None and (step.order.dtype != torch.int32 or tuple(step.order.shape) != (d_ff,)):
+        raise ValueError(f"twell: order must be int32 [{d_ff}], got {step.order.dtype} {tuple(step.order.shape)}")
+
+
+def _forward_on_cpu(*arguments: Any) -> tuple[Tensor, ...]:
+    call = call_of(arguments)
+    _check(call)
+    x = call.operands.x
+    return *cpu.forward(call), *(x.new_empty(0, dtype=dtype) for dtype in KEPT_DTYPES)
+
+
+def _forward_on_cuda(*arguments: Any) -> tuple[Tensor, ...]:
+    call = call_of(arguments)
+    _check(call)
+    y, l1, counts, kept = cuda.forward(call)
+    return y, l1, counts, *kept
+
+
+def _infer_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    call = call_of(arguments)
+    _check(call)
+    x, widths = call.operands.x, widths_of(call.operands)
+    shapes = [(0,)] * _NUM_KEPT if x.device.type == "cpu" else cuda.shapes_kept(call)
+    return (
+        x.new_empty((*x.shape[:-1], widths["d_out"])),
+        x.new_empty((), dtype=math_dtype(x.dtype)),
+        x.new_empty(widths["d_ff"], dtype=torch.int32),
+        *(x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, KEPT_DTYPES, strict=True)),
+    )
+
+
+def _wanted(call: Call, for_x: bool, for_weights: bool) -> list[str]:
+    """Return the names of the gradients that are asked for."""
+    names = [name for name in call.operands.named() if name not in ("x", "residual")] if for_weights else []
+    return [*(["x"] if for_x else []), *names]
+
+
+def _split(arguments: Any) -> tuple[Tensor, Tensor, Kept, bool, bool, Call]:
+    dy, dl1, *kept = arguments[: 2 + _NUM_KEPT]
+    for_x, for_weights, *rest = arguments[2 + _NUM_KEPT :]
+    return dy, dl1, Kept(*kept), for_x, for_weights, call_of(rest)
+
+
+def _backward_on_cpu(*arguments: Any) -> Gradients:
+    dy, dl1, _, for_x, for_weights, call = _split(arguments)
+    found, wanted = cpu.backward(dy, dl1, call), _wanted(call, for_x, for_weights)
+    return Gradients(*(found[name] if name in wanted else dy.new_empty(0) for name in Gradients._fields))
+
+
+def _backward_on_cuda(*arguments: Any) -> Gradients:
+    dy, dl1, kept, for_x, for_weights, call = _split(arguments)
+    found = cuda.backward(dy, dl1, kept, call, for_x=for_x, for_weights=for_weights)
+    wanted = _wanted(call, for_x, for_weights)
+    return Gradients(*(found[name] if name in wanted else dy.new_empty(0) for name in Gradients._fields))
+
+
+def _infer_backward(*arguments: Any) -> Gradients:
+    dy, _, _, for_x, for_weights, call = _split(arguments)
+    given, wanted = call.operands.named(), _wanted(call, for_x, for_weights)
+    return Gradients(*(dy.new_empty(given[name].shape if name in wanted else (0,)) for name in Gradients._fields))
+
+
+for _schema, _on_cpu, _on_cuda, _infer in zip(
+    schemas(),
+    (_forward_on_cpu, _backward_on_cpu),
+    (_forward_on_cuda, _backward_on_cuda),
+    (_infer_forward, _infer_backward),
+    strict=True,
+):
+    _name = _schema.partition("(")[0]
+    _LIBRARY.define(_schema, tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.impl(_name, _on_cpu, "CPU")
+    _LIBRARY.impl(_name, _on_cuda, "CUDA")
+    torch.library.register_fake(f"twell::{_name}", _infer, lib=_LIBRARY)
+
+TRAIN_FORWARD: torch._ops.OpOverload = torch.ops.twell.train_forward.default
+TRAIN_BACKWARD: torch._ops.OpOverload = torch.ops.twell.train_backward.default
+
+
+class _TrainStep(torch.autograd.Function):
+    """`train_forward` with `train_backward` as its gradient.
+
+    Written out, as what `torch.library.register_autograd` makes takes the host a millisecond a block.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            y, l1, *others = TRAIN_FORWARD(*inputs)
+        ctx.save_for_backward(*others[1:], *(each if isinstance(each, Tensor) else None for each in inputs))
+        ctx.arguments = [None if isinstance(each, Tensor) else each for each in inputs]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*others)
+        return y, l1, *others
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved, needed = ctx.saved_tensors, dict(zip(_NAMES, ctx.needs_input_grad, strict=False))
+        kept, tensors = saved[:_NUM_KEPT], saved[_NUM_KEPT:]
+        arguments = [other if tensor is None else tensor for tensor, other in zip(tensors, ctx.arguments, strict=True)]
+        if dy is None and dl1 is None:
+            return (None,) * len(arguments)
+        operands = call_of(arguments).operands
+        if dy is None:
+            dy = operands.x.new_zeros((*operands.x.shape[:-1], operands.w_down.shape[1]))
+        if dl1 is None:
+            dl1 = dy.new_zeros((), dtype=math_dtype(dy.dtype))
+        for_weights = any(needed[name] for name in Gradients._fields[1:])
+        found = Gradients(*TRAIN_BACKWARD(dy, dl1, *kept, needed["x"], for_weights, *arguments))._asdict()
+        found["residual"] = dy
+        gradients = (found[name] if needed[name] else None for name in _NAMES)
+        return *gradients, *(None for _ in range(len(arguments) - len(_NAMES)))
+
+
+_NAMES = ("x", *Gradients._fields[1:], "residual")
+
+
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise NotImplementedError(
+        "twell: the blocks have no second derivative. For one (create_graph=True, gradient penalties, "
+        "torch.func.hessian) run the model without them: twellc.restore(model)"
+    )
+
+
+def _forward_with_gradients(*inputs: Any) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
+        found: tuple[Tensor, ...] = _TrainStep.apply(*inputs)  # type: ignore[no-untyped-call]
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            found = TRAIN_FORWARD(*inputs)
+    return found
+
+
+_LIBRARY.impl("train_forward", _forward_with_gradients, "Autograd")
+torch.library.register_autograd(TRAIN_BACKWARD, _refuse, lib=_LIBRARY)
+register_autocast(_LIBRARY, TRAIN_FORWARD)
+
+
+def register_gradients(library: torch.library.Library, op: torch._ops.OpOverload, variant: Variant) -> None:
+    """Make an op of a block differentiable: where autograd records, it is computed by `train_forward`."""
+
+    def call(*arguments: Any, **named: Any) -> Tensor:
+        operands, options = block_call_of(variant, arguments, named)
+        if torch.is_grad_enabled() and any(each.requires_grad for each in operands.named().values()):
+            hot = options.hot if options.hot == operands.w_up.shape[0] else options.hot // 8 * 8
+            return train_forward(operands, options, Step(hot=hot))[0]
+        with torch._C._AutoDispatchBelowAutograd():
+            y: Tensor = op(*arguments, **named)
+        return y
+
+    library.impl(variant.op, call, "Autograd")
+    register_autocast(library, op)
+
+
+def train_forward(operands: Operands[Tensor], options: BlockOptions, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y [..., d_out], the L1 term, and the tokens for which each neuron is active, int32 [d_ff].
+
+    y and the L1 term are differentiable.
+    """
+    y, l1, counts, *_ = TRAIN_FORWARD(*Call(operands=operands, options=options, step=step).arguments())
+    return y, l1, counts

@@ -1,0 +1,86 @@
+"""What a block computes, in dense torch operations: the meaning of the `twell` ops, and what they demand of a call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twellc.plugins.block import TENSORS, BlockOptions, Operands
+
+
+def activate(z: Tensor, activation: str, threshold: float) -> Tensor:
+    """Apply a TwELL gate activation to pre-activations of any shape; NaN is kept."""
+    if activation == "fatrelu":
+        # Compared in float32 at least, as the kernels do: bfloat16 would round the threshold first.
+        wide = z.float() if z.dtype in (torch.bfloat16, torch.float16) else z
+        return torch.where(wide <= threshold, torch.zeros_like(z), z)
+    r = torch.relu(z)
+    return r * r if activation == "relu2" else r
+
+
+def widths_of(operands: Operands[Tensor]) -> dict[str, int]:
+    """Return d_model, d_ff and d_out, as the weights have them."""
+    weights = {"the first weight": operands.first[0], "w_down": operands.w_down}
+    for name, weight in weights.items():
+        if weight.dim() != 2:
+            raise ValueError(f"twell: {name} must have two dimensions, got {tuple(weight.shape)}")
+    (d_ff, d_model), d_out = operands.first[0].shape, operands.w_down.shape[1]
+    return {"d_model": d_model, "d_ff": d_ff, "d_out": d_out}
+
+
+def check_call(operands: Operands[Tensor], options: BlockOptions) -> None:
+    """Fail if a tensor has another shape or dtype than the block's, or an option a value that it cannot have.
+
+    Raises:
+        ValueError: A shape or an option.
+        TypeError: A dtype.
+    """
+    widths, given, dtype = widths_of(operands), operands.named(), operands.first[0].dtype
+    leading = operands.x.shape[:-1]
+    for each in TENSORS:
+        tensor = given.get(each.name)
+        if tensor is None:
+            continue
+        rows = leading if each.shape[0] == "..." else ()
+        shape = (*rows, *(widths[name] for name in each.shape if name != "..."))
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"twell: {each.name} must have shape {shape}, got {tuple(tensor.shape)}")
+        if tensor.dtype != dtype:
+            raise TypeError(f"twell: {each.name} must be {dtype} like the weights, got {tensor.dtype}")
+    options.check(operands.variant, widths["d_ff"])
+
+
+def math_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which sums over elements of `dtype` are taken."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    wide = math_dtype(weight.dtype)
+    return torch.nn.functional.linear(rows.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+
+
+def hidden_of(operands: Operands[Tensor], options: BlockOptions) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Return z, g, u and h of all neurons, [..., d_ff]: the meaning of the names is in plugins/kernels/README.md.
+
+    z has the element type, the others that of sums; u, of dReLU after its ReLU, is None in a plain block.
+    """
+    z = _project(operands.x, *operands.first).to(operands.x.dtype)
+    g = activate(z, options.activation, options.threshold).to(math_dtype(z.dtype))
+    if operands.w_gate is None:
+        return z, g, None, g
+    up = _project(operands.x, operands.w_up, operands.b_up)
+    u = torch.relu(up) if options.activation == "drelu" else up
+    return z, g, u, torch.where(g == 0, torch.zeros_like(g), g * u)
+
+
+def output_of(h: Tensor, operands: Operands[Tensor]) -> Tensor:
+    """Return y of h, rounded to the element type."""
+    y = _project(h, operands.w_down.t(), operands.b_down)
+    return (y if operands.residual is None else operands.residual.to(y.dtype) + y).to(operands.x.dtype)
+
+
+def as_read(tensor: Tensor) -> Tensor:
+    """Return the tensor as the kernels read it: contiguous, and in memory from a multiple of 16 bytes on."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

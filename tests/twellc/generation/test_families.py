@@ -1,0 +1,159 @@
+"""Greedy tokens, drawn tokens and logits are those of transformers' own `generate`, for rows of unequal lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from twellc.base.errors import UserError
+from twellc.generation.directory import load_directory
+from twellc.generation.model import CausalModel
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"hidden_act": "relu"}),
+    "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 32}),
+    "nemotron": ("Nemotron", {}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "qwen3 with windows": (
+        "Qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "granite": ("Granite", {}),
+    "olmo2": ("Olmo2", {}),
+    "smollm3": ("SmolLM3", {}),
+    "phi3 with windows": ("Phi3", {"sliding_window": 7}),
+    "gpt-neox": ("GPTNeoX", {}),
+    "falcon": ("Falcon", {"alibi": False}),
+    "falcon with alibi": ("Falcon", {"alibi": True}),
+    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 6}),
+}  # fmt: skip
+LENGTHS = (7, 12, 1)
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return three prompts padded on the left, and their attention mask."""
+    width = max(LENGTHS)
+    seen = torch.tensor([[0] * (width - length) + [1] * length for length in LENGTHS])
+    return torch.randint(3, 96, seen.shape) * seen, seen
+
+
+def made(folder: Path, model: Any, chunk: int) -> CausalModel:
+    """Return the model under test, and give transformers' own the same settings."""
+    backend = load_directory(folder, "cpu")
+    backend.chunk = chunk
+    settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
+    model.generation_config = settings
+    return CausalModel(backend, backend.model.config, settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk"), [*((name, 4) for name in FAMILIES), ("llama", 1 << 20), ("gemma2", 1 << 20)]
+)
+def test_tokens_are_those_of_transformers(name: str, chunk: int, family: Callable[..., tuple[Path, Any]]) -> None:
+    folder, model = family(FAMILIES[name][0], **FAMILIES[name][1])
+    compare(made(folder, model, chunk), model)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "qwen3 with windows", "phi3 with windows"])
+def test_attention_by_lengths(name: str, family: Callable[..., tuple[Path, Any]]) -> None:
+    """As on a GPU, by the op's meaning on a CPU; windows have masks all the same."""
+    folder, model = family(FAMILIES[name][0], **FAMILIES[name][1])
+    ours = made(folder, model, 4)
+    ours.decoder.backend.by_lengths = True  # type: ignore[attr-defined]
+    compare(ours, model)
+
+
+def compare(ours: CausalModel, model: Any) -> None:
+    input_ids, seen = prompts()
+    given = {"attention_mask": seen, "max_new_tokens": 20}
+    greedy = ours.generate(input_ids, **given)
+    assert torch.equal(greedy, model.generate(input_ids, **given, do_sample=False))
+    assert greedy[:, 12:].unique().numel() > 5, "a model that says one thing shows little"
+    for drawn in (
+        {"temperature": 1.3, "top_k": 20, "top_p": 0.9},
+        {"temperature": 0.7, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.3},
+    ):
+        torch.manual_seed(5)
+        expected = model.generate(input_ids, **given, do_sample=True, **drawn)
+        assert torch.equal(ours.generate(input_ids, **given, do_sample=True, seed=5, **drawn), expected)
+
+
+def test_logits(family: Callable[..., tuple[Path, Any]]) -> None:
+    folder, model = family("Llama", hidden_act="relu")
+    input_ids, seen = prompts()
+    logits = made(folder, model, 5)(input_ids, seen).logits
+    assert logits.shape == (3, 1, 96)
+    for row, length in enumerate(LENGTHS):
+        expected = model(input_ids[row : row + 1, -length:]).logits[:, -1:]
+        torch.testing.assert_close(logits[row : row + 1], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_cache_filled_to_its_last_place(family: Callable[..., tuple[Path, Any]]) -> None:
+    """64 positions: a row of n tokens gets 65 - n more, the last of which the cache need not hold."""
+    folder, model = family("Llama", hidden_act="relu")
+    ours = made(folder, model, 1 << 20)
+    input_ids, seen = prompts()
+    steps = list(ours.steps(input_ids, attention_mask=seen, max_new_tokens=500, ignore_eos=True))
+    assert len(steps) == 65 - min(LENGTHS)
+    for row, length in enumerate(LENGTHS):
+        own = [step.tokens[row] for step in steps[: 65 - length]]
+        assert [step.ended[row] for step in steps].index(True) == 64 - length
+        alone = input_ids[row : row + 1, -length:]
+        for token in own:  # without any cache
+            assert token == int(model(alone).logits[0, -1].argmax())
+            alone = torch.cat([alone, torch.tensor([[token]])], dim=1)
+    with pytest.raises(UserError, match="the prompt: is longer than the cache; got 65 tokens; expected 64 at most"):
+        ours.generate(torch.ones(1, 65, dtype=torch.int64), max_new_tokens=1)
+
+
+def test_one_cache_serves_calls_of_several_sizes(family: Callable[..., tuple[Path, Any]]) -> None:
+    folder, model = family("Llama", hidden_act="relu")
+    ours = made(folder, model, 1 << 20)
+    for batch, width in ((1, 30), (3, 4), (1, 2), (1, 30)):
+        input_ids = torch.randint(3, 96, (batch, width))
+        expected = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=9)
+        assert torch.equal(ours.generate(input_ids, max_new_tokens=9), expected)
+
+
+def test_criteria_and_streamers_of_transformers(family: Callable[..., tuple[Path, Any]]) -> None:
+    from transformers import StoppingCriteria, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+
+    class Fourth(StoppingCriteria):  # type: ignore[misc]
+        """Ends the first row at its fourth token."""
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.tensor([input_ids.shape[1] >= 12 + 4, *[False] * (len(input_ids) - 1)])
+
+    class Kept(BaseStreamer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.seen.append(value.clone())
+
+        def end(self) -> None:
+            self.seen.append("end")
+
+    folder, model = family("Llama", hidden_act="relu")
+    ours, (input_ids, seen) = made(folder, model, 1 << 20), prompts()
+    given = {"attention_mask": seen, "max_new_tokens": 9, "stopping_criteria": StoppingCriteriaList([Fourth()])}
+    kept = Kept()
+    tokens = ours.generate(input_ids, streamer=kept, **given)
+    assert torch.equal(tokens, model.generate(input_ids, **given))
+    assert (tokens[0, 16:] == 0).all() and (tokens[1, 16:] != 0).any()
+    assert kept.seen[-1] == "end" and torch.equal(kept.seen[0], input_ids)
+    assert torch.equal(torch.stack(kept.seen[1:-1], dim=1), tokens[:, 12:])
+
+
+def test_what_is_not_there(family: Callable[..., tuple[Path, Any]]) -> None:
+    folder, model = family("Llama", hidden_act="relu")
+    ours, (input_ids, _) = made(folder, model, 1 << 20), prompts()
+    with pytest.raises(UserError, match="neither searches over beams nor returns scores"):
+        ours.generate(input_ids, num_beams=2, max_new_tokens=2)
+    with pytest.raises(UserError, match="attention_mask: does not say that prompts are padded on the left"):
+        ours.generate(input_ids, attention_mask=torch.tensor([[1] * 11 + [0]] * 3), max_new_tokens=2)

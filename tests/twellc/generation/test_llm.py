@@ -1,0 +1,276 @@
+"""The class LLM, in the shape that vLLM's has."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+import twellc
+from tests import models
+from tests.models import VOCABULARY
+from twellc import LLM, SamplingParams, UserError
+
+PROMPTS = ["the quick brown", "größer", "fox"]
+
+
+@pytest.fixture(scope="module")
+def llm(talker: Path) -> LLM:
+    return LLM(talker, device="cpu")
+
+
+def test_greedy_answers_are_those_of_transformers(llm: LLM, talker: Path) -> None:
+    model, tokenizer = LlamaForCausalLM.from_pretrained(talker), AutoTokenizer.from_pretrained(talker)
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24))
+    assert [output.prompt for output in outputs] == PROMPTS
+    for output, prompt in zip(outputs, PROMPTS, strict=True):
+        given = tokenizer(prompt, return_tensors="pt")
+        expected = model.generate(**given, max_new_tokens=24, do_sample=False)[0].tolist()
+        answer = output.outputs[0]
+        assert output.prompt_token_ids + answer.token_ids == expected
+        own = expected[len(output.prompt_token_ids) :]
+        assert answer.text == tokenizer.decode(own, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert answer.finish_reason == ("stop" if own[-1] == 0 else "length")
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=1.5, seed=1)]
+)
+def test_streamed_text_is_the_whole_text(llm: LLM, params: SamplingParams) -> None:
+    whole = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+    pieces: dict[str, list[Any]] = {}
+    for output in llm.generate_stream(PROMPTS, params):
+        pieces.setdefault(output.request_id, []).append(output)
+    for number, answer in enumerate(whole):
+        own = pieces[str(number)]
+        assert "".join(output.outputs[0].text for output in own) == answer.text
+        assert [token for output in own for token in output.outputs[0].token_ids] == answer.token_ids
+        assert [output.finished for output in own] == [False] * (len(own) - 1) + [True]
+        assert (own[-1].outputs[0].finish_reason, own[0].outputs[0].finish_reason) == (answer.finish_reason, None)
+
+
+def test_seeds(llm: LLM) -> None:
+    def text(seed: int | None) -> str:
+        return llm.generate("fox", SamplingParams(max_tokens=20, temperature=1, seed=seed))[0].outputs[0].text
+
+    assert text(3) == text(3) != text(4)
+    assert text(None) != text(None)
+
+
+def test_stop_texts(llm: LLM) -> None:
+    greedy = llm.generate("fox", SamplingParams(max_tokens=30))[0].outputs[0].text
+    stop = greedy[9:12]
+    params = SamplingParams(max_tokens=30, stop=["never said", stop])
+    answer = llm.generate("fox", params)[0].outputs[0]
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == (greedy[: greedy.index(stop)], "stop", stop)
+    assert "".join(output.outputs[0].text for output in llm.generate_stream("fox", params)) == answer.text
+    # One of two answers goes on.
+    both = llm.generate(["fox", "größer"], params)
+    assert both[0].outputs[0].text == answer.text
+    assert both[1].outputs[0].text == llm.generate("größer", params)[0].outputs[0].text
+
+
+def test_end_tokens(talker: Path, tmp_path: Path) -> None:
+    """Those of generation_config.json, those asked for, and none."""
+    tokens = LLM(talker, device="cpu").generate("fox", SamplingParams(max_tokens=8))[0].outputs[0].token_ids
+    place = next(place for place in range(2, 8) if tokens[place] not in tokens[:place])
+    third = tokens[place]
+    shutil.copytree(talker, tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, third], "do_sample": True}))
+    llm = LLM(tmp_path / "m", device="cpu")
+    ended = llm.generate("fox", SamplingParams(max_tokens=8))[0].outputs[0]
+    assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == (tokens[: place + 1], "stop", None)
+    assert llm.generate("fox", SamplingParams(max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids == tokens
+    asked = SamplingParams(max_tokens=8, ignore_eos=True, stop_token_ids=[third])
+    stopped = llm.generate("fox", asked)[0].outputs[0]
+    assert (stopped.token_ids, stopped.stop_reason) == (tokens[: place + 1], third)
+
+
+def test_chat(llm: LLM, talker: Path) -> None:
+    messages = [{"role": "user", "content": "the lazy dog"}]
+    params = SamplingParams(max_tokens=12)
+    answer = llm.chat(messages, params)[0]
+    assert answer.prompt is None
+    assert answer.outputs == llm.generate("<user>the lazy dog<assistant>", params)[0].outputs
+    assert answer.prompt_token_ids == AutoTokenizer.from_pretrained(talker).apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    several = llm.chat([messages, [*messages, {"role": "assistant", "content": "fox"}]], params)
+    assert several[0].outputs == answer.outputs and len(several) == 2
+    other = llm.chat(
+        messages, params, chat_template="{{ messages[0].content }}{{ more }}", chat_template_kwargs={"more": "!"}
+    )
+    assert other[0].outputs == llm.generate("the lazy dog!", params)[0].outputs
+    assert "".join(piece.outputs[0].text for piece in llm.chat_stream(messages, params)) == answer.outputs[0].text
+
+
+def test_prompts_of_every_kind(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6)
+    tokens = llm.generate("fox", params)[0].prompt_token_ids
+    expected = llm.generate("fox", params)[0].outputs
+    for given in (tokens, {"prompt": "fox"}, {"prompt_token_ids": tokens}, ["fox"], [tokens], [{"prompt": "fox"}]):
+        (output,) = llm.generate(given, params)
+        assert output.outputs == expected and output.prompt_token_ids == tokens
+
+
+def test_logits_processors_of_transformers(llm: LLM) -> None:
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    class OnlyTwo(LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            allowed = torch.full_like(scores, -torch.inf)
+            allowed[:, 7 + input_ids.shape[1] % 2] = 0
+            return scores + allowed
+
+    output = llm.generate("fox", SamplingParams(max_tokens=4), logits_processor=LogitsProcessorList([OnlyTwo()]))[0]
+    first = len(output.prompt_token_ids) % 2
+    assert output.outputs[0].token_ids == [7 + (first + step) % 2 for step in range(4)]
+
+
+def test_stats(llm: LLM) -> None:
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=10, ignore_eos=True))
+    stats = llm.stats
+    assert stats.sequences == 3 and stats.new_tokens == 30 and stats.steps == 10 and not stats.graph
+    assert stats.prompt_tokens == sum(len(output.prompt_token_ids) for output in outputs)
+    assert stats.first_token_seconds > 0 and stats.decode_seconds > 0
+    assert stats.prefill_tokens_per_second == stats.prompt_tokens / stats.first_token_seconds
+    assert stats.decode_tokens_per_second == 27 / stats.decode_seconds
+    assert stats.gap_us is not None and stats.gap_share is not None and 0 < stats.gap_share < 1
+    assert stats.to_json()["decode_tokens_per_second"] == stats.decode_tokens_per_second
+    llm.generate("fox", SamplingParams(max_tokens=1))
+    assert (llm.stats.new_tokens, llm.stats.gap_us, llm.stats.decode_seconds) == (1, None, 0)
+
+
+def test_a_stream_that_was_given_up(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=10)
+    stream = llm.generate_stream("fox", params)
+    next(stream)
+    expected = llm.generate("größer", params)[0].outputs
+    with pytest.raises(UserError, match="the stream: was given up by a later call"):
+        next(stream)
+    abandoned = llm.generate_stream("fox", params)
+    next(abandoned)
+    abandoned.close()
+    assert llm.generate("größer", params)[0].outputs == expected
+
+
+# ---- bytes ----
+
+
+def test_bytelm_answers(bytelm: Path) -> None:
+    llm = LLM(bytelm, device="cpu")
+    assert llm.notes == ["the model has 256 token ids and no tokenizer: text is bytes"]
+    assert "4 feed-forward blocks by the twell ops" in llm.model.decoder.backend.name
+    output = llm.generate("import os\n\n\ndef ", SamplingParams(max_tokens=48))[0]
+    assert output.prompt_token_ids[:3] == [0, *b"im"]
+    assert output.outputs[0].text == bytes(output.outputs[0].token_ids).decode()
+    model = LlamaForCausalLM.from_pretrained(bytelm, dtype=torch.float64)
+    # Text of the training data: the likeliest bytes are likely by far.
+    tokens = torch.tensor([output.prompt_token_ids + output.outputs[0].token_ids])
+    logits = model(tokens).logits[0, len(output.prompt_token_ids) - 1 : -1]
+    chosen = logits.gather(1, tokens[0, len(output.prompt_token_ids) :, None])[:, 0]
+    assert float((logits.max(-1).values - chosen).max()) < 0.15
+
+
+def test_bytelm_in_float32_is_transformers(bytelm: Path) -> None:
+    llm = LLM(bytelm, device="cpu", dtype="fp32")
+    model = LlamaForCausalLM.from_pretrained(bytelm, dtype=torch.float32)
+    for output in llm.generate(["def ", "import sys\n"], SamplingParams(max_tokens=40)):
+        prompt = torch.tensor([output.prompt_token_ids])
+        expected = model.generate(prompt, max_new_tokens=40, do_sample=False, pad_token_id=0)[0].tolist()
+        assert output.prompt_token_ids + output.outputs[0].token_ids == expected
+
+
+def test_sparselm(tmp_path: Path, bytelm: Path) -> None:
+    """A ReLU Llama whose configuration says silu, as SparseLM's."""
+    shutil.copytree(bytelm, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config |= {"model_type": "llama_sparse_relu", "architectures": ["LlamaSparseReluForCausalLM"], "hidden_act": "silu"}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    params = SamplingParams(max_tokens=24)
+    assert LLM(tmp_path / "m", device="cpu").generate("def ", params) == LLM(bytelm, device="cpu").generate(
+        "def ", params
+    )
+
+
+# ---- bad input ----
+
+
+def test_a_prompt_that_does_not_fit(llm: LLM, talker: Path) -> None:
+    with pytest.raises(UserError, match="the prompt: is longer than the cache; got 257 tokens; expected 256 at most"):
+        llm.generate([[1] * 257])
+    small = LLM(talker, device="cpu", max_model_len=8)
+    with pytest.raises(UserError, match="got 9 tokens; expected 8 at most"):
+        small.generate([[1] * 9])
+    answer = small.generate([[1] * 8], SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0]
+    assert (len(answer.token_ids), answer.finish_reason) == (1, "length")
+    with pytest.raises(UserError, match="a cache of 257 places: is not one that the model can have"):
+        LLM(talker, device="cpu", max_model_len=257)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "prompts: there is none"),
+        ("", "a prompt: is empty"),
+        ([[3, VOCABULARY]], f"a prompt: has a token that the model does not have; got {VOCABULARY}"),
+        ([[-1]], "got -1; expected 0 to"),
+        ([3.5], "a prompt: is neither a text nor tokens; got float"),
+        ([{"text": "a"}], "is neither a text nor tokens; got NoneType"),
+    ],
+)
+def test_bad_prompts(llm: LLM, prompts: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        llm.generate(prompts)
+
+
+def test_not_a_causal_language_model(t5: Path, archive: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="t5, a T5ForConditionalGeneration: is not a causal language model"):
+        LLM(t5, device="cpu")
+    rwkv = models.save(models.rwkv(), tmp_path / "rwkv", torch.float32)
+    with pytest.raises(UserError, match="its cache is not one of keys and values alone"):
+        LLM(rwkv, device="cpu")
+    with pytest.raises(UserError, match=r"gated\.pt2"):
+        LLM(archive, device="cpu")
+
+
+def test_no_tokenizer(llama: Path, talker: Path) -> None:
+    with pytest.raises(UserError, match=r"has no tokenizer; expected tokenizer\.json\. Put the files of the model's"):
+        LLM(llama, device="cpu")
+    assert LLM(llama, tokenizer=talker, device="cpu").generate([[1, 2]], SamplingParams(max_tokens=1))
+
+
+def test_no_chat_template(bytelm: Path, llm: LLM) -> None:
+    with pytest.raises(UserError, match="has no tokenizer, and so no chat template"):
+        LLM(bytelm, device="cpu").chat([{"role": "user", "content": "a"}])
+    with pytest.raises(UserError, match="the chat template: cannot write the conversation"):
+        llm.chat([{"role": "user", "content": "a"}], chat_template="{{ raise_exception('no') }}")
+
+
+@pytest.mark.parametrize("device", ["tpu:9", "mps", "cuda:99", "?"])
+def test_no_such_device(talker: Path, device: str) -> None:
+    with pytest.raises(UserError, match=f"--device {device.replace('?', '.')}: "):
+        LLM(talker, device=device)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_tokens": 0}, {"max_tokens": True}, {"temperature": -1}, {"temperature": float("nan")}, {"top_k": -2},
+        {"top_p": 0}, {"top_p": 1.1}, {"min_p": -0.1}, {"repetition_penalty": 0}, {"seed": -1}, {"stop": ""},
+        {"stop": [3]}, {"stop_token_ids": ["a"]},
+    ],
+)  # fmt: skip
+def test_parameters_out_of_range(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(UserError, match=f"{name}: is out of its range; got "):
+        SamplingParams(**given)
+
+
+def test_names_are_in_the_package() -> None:
+    assert {"LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "GenerationStats"} <= set(twellc.__all__)

@@ -1,0 +1,139 @@
+"""Decoding in CUDA graphs: the same tokens as transformers' own loop, drawn ones too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from tests import models
+from twellc.generation.directory import load_directory
+from twellc.generation.llm import LLM
+from twellc.generation.model import CausalModel
+from twellc.generation.sampling import SamplingParams
+
+pytestmark = pytest.mark.gpu
+DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.01}
+
+
+@pytest.fixture
+def pair(family: Callable[..., tuple[Path, Any]]) -> tuple[CausalModel, Any]:
+    """Ours and transformers' own, dense in float32: what is left is decoding."""
+    folder, model = family("Llama", hidden_act="relu")
+    backend = load_directory(folder, "cuda", "fp32", layers="none")
+    settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
+    model.generation_config = settings
+    return CausalModel(backend, backend.model.config, settings), model.cuda()
+
+
+def prompts(*lengths: int) -> dict[str, torch.Tensor]:
+    width = max(lengths)
+    seen = torch.tensor([[0] * (width - length) + [1] * length for length in lengths])
+    return {"inputs": (torch.randint(3, 96, seen.shape) * seen).cuda(), "attention_mask": seen.cuda()}
+
+
+@pytest.mark.parametrize("batch", [(9,), (7, 12, 1)])
+def test_graphs_decode_as_transformers_does(pair: tuple[CausalModel, Any], batch: tuple[int, ...]) -> None:
+    ours, model = pair
+    for _ in range(2):  # with the graph of the first call, too
+        given: dict[str, Any] = {**prompts(*batch), "max_new_tokens": 24}
+        assert torch.equal(ours.generate(**given), model.generate(**given, do_sample=False).cpu())
+        assert ours.decoder.stats.graph and ours.decoder.stats.gap_us is not None
+        torch.manual_seed(11)
+        expected = model.generate(**given, **DRAWN).cpu()
+        assert torch.equal(ours.generate(**given, **DRAWN, seed=11), expected)
+        assert ours.decoder.stats.graph
+
+
+def test_seeds(pair: tuple[CausalModel, Any]) -> None:
+    ours, _ = pair
+    given: dict[str, Any] = {**prompts(5, 5), "max_new_tokens": 24, **DRAWN}
+    first, again, other = (ours.generate(**given, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert not torch.equal(ours.generate(**given), ours.generate(**given))
+
+
+def test_a_processor_outside_of_the_graph(pair: tuple[CausalModel, Any]) -> None:
+    ours, model = pair
+    given: dict[str, Any] = {**prompts(7, 12), "max_new_tokens": 24, "repetition_penalty": 1.5}
+    assert torch.equal(ours.generate(**given), model.generate(**given, do_sample=False).cpu())
+    assert not ours.decoder.stats.graph
+
+
+def test_a_row_that_ended_harms_nobody(pair: tuple[CausalModel, Any]) -> None:
+    """The cache of one row is full long before that of the other."""
+    ours, _ = pair
+    steps = list(ours.steps(**_ids(prompts(60, 2)), max_new_tokens=100, ignore_eos=True))
+    assert len(steps) == 65 - 2 and [step.ended[0] for step in steps].index(True) == 4
+    alone = list(ours.steps(**_ids(prompts(2)), max_new_tokens=100, ignore_eos=True))
+    assert len(alone) == 63
+
+
+def _ids(given: dict[str, Any]) -> dict[str, Any]:
+    return {"input_ids": given["inputs"], "attention_mask": given["attention_mask"]}
+
+
+@pytest.mark.slow
+def test_compiled_steps(family: Callable[..., tuple[Path, Any]]) -> None:
+    folder, model = family("Llama", hidden_act="relu")
+    backend = load_directory(folder, "cuda", "fp32", layers="none", compiled=True)
+    ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0, eos_token_id=2))
+    given: dict[str, Any] = {**prompts(7, 12), "max_new_tokens": 24}
+    model.generation_config = ours.generation_config
+    assert torch.equal(ours.generate(**given), model.cuda().generate(**given, do_sample=False).cpu())
+    assert ours.decoder.stats.graph
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_blocks_by_the_kernels(bytelm: Path, compiled: bool) -> None:
+    """Each greedy token is the likeliest in float64, or as near to it as bfloat16 tells."""
+    from transformers import LlamaForCausalLM
+
+    llm = LLM(bytelm, device="cuda", compiled=compiled)
+    assert "4 feed-forward blocks by the twell ops" in llm.model.decoder.backend.name
+    texts = ["import os\n\n\ndef ", "class A", "    for line in "]
+    outputs = llm.generate(texts, SamplingParams(max_tokens=64))
+    wide: Any = LlamaForCausalLM.from_pretrained(bytelm, dtype=torch.float64)
+    wide.cuda()
+    with torch.no_grad():
+        for output in outputs:
+            prompt, answer = output.prompt_token_ids, output.outputs[0].token_ids
+            tokens = torch.tensor([prompt + answer]).cuda()
+            logits = wide(tokens).logits[0, len(prompt) - 1 : -1]
+            chosen = logits.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+            assert float((logits.max(-1).values - chosen).max()) < 0.15
+    assert llm.stats.graph
+
+
+@pytest.mark.parametrize("by_lengths", [False, True])
+def test_attention_of_groups(family: Callable[..., tuple[Path, Any]], by_lengths: bool) -> None:
+    """Heads of 64, two a head of keys: with a mask, and by cuDNN with lengths; in bfloat16 against float64."""
+    folder, model = family("Llama", hidden_act="relu", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    backend = load_directory(folder, "cuda", "bf16", layers="none")
+    if by_lengths and not backend.by_lengths:
+        pytest.skip("cuDNN is not at hand")
+    backend.by_lengths = by_lengths
+    ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0))
+    given = prompts(30, 12, 1)
+    tokens = ours.generate(**given, max_new_tokens=24)
+    wide = model.double().cuda()
+    plain = backend.model
+    for row, length in enumerate((30, 12, 1)):
+        own = tokens[row : row + 1, 30 - length :].cuda()
+        with torch.no_grad():
+            truth = wide(own).logits[0, length - 1 : -1]
+            # How far plain bfloat16 is off, without any cache.
+            error = float((plain(own).logits[0, length - 1 : -1].double() - truth).abs().max())
+        chosen = truth.gather(1, own[0, length:, None])[:, 0]
+        assert float((truth.max(-1).values - chosen).max()) <= 4 * error
+
+
+def test_a_model_in_float32_runs_in_bfloat16(talker: Path) -> None:
+    llm = LLM(talker)
+    assert llm.notes == ["the model is in float32; on the GPU it runs in bfloat16"]
+    assert next(llm.model.decoder.backend.model.parameters()).dtype == torch.bfloat16  # type: ignore[attr-defined]
+    assert models.SMALL["num_hidden_layers"] == 2 and "2 feed-forward blocks" in llm.model.decoder.backend.name

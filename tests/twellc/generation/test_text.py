@@ -1,0 +1,112 @@
+"""Tokens to text, piece by piece: letters of several bytes, spaces at the seams, stop texts."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.models import VOCABULARY
+from twellc.generation.text import Answer, load_codec
+
+
+class Spelled:
+    """A stream of letters, a token each, that keeps the last one back until it ends."""
+
+    def __init__(self) -> None:
+        self.last = ""
+
+    def put(self, token: int) -> str:
+        before, self.last = self.last, chr(token)
+        return before
+
+    def end(self) -> str:
+        before, self.last = self.last, ""
+        return before
+
+
+@given(st.text("abc", max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
+@settings(deadline=None)
+def test_stop_texts(text: str, stops: list[str]) -> None:
+    answer, pieces = Answer(Spelled(), stops), []
+    for letter in text:
+        pieces.append(answer.put(ord(letter)))
+        if answer.stopped:
+            break
+    pieces.append(answer.end())
+    places = [text.find(stop) for stop in stops if stop in text]
+    # Texts are looked for as they come: the one that is complete first ends the answer.
+    first = min((text.find(stop) + len(stop) for stop in stops if stop in text), default=None)
+    if first is None:
+        assert "".join(pieces) == text and not answer.stopped
+    else:
+        whole = [stop for stop in stops if text[:first].endswith(stop)]
+        assert answer.stopped in whole
+        assert "".join(pieces) == text[: first - max(map(len, whole))]
+        assert min(places) <= first
+
+
+@given(st.lists(st.integers(1, VOCABULARY - 1), max_size=20), st.lists(st.integers(1, VOCABULARY - 1), max_size=9))
+@settings(deadline=None, max_examples=50)
+def test_pieces_are_the_text(talker: Path, tokens: list[int], prompt: list[int]) -> None:
+    """Any tokens, most of which are parts of letters."""
+    codec = codecs(talker)
+    stream = codec.stream(prompt, True)
+    pieces = [stream.put(token) for token in tokens]
+    whole = "".join([*pieces, stream.end()])
+    decode: Any = codec.tokenizer.decode
+    before, both = decode(prompt), decode(prompt + tokens)
+    assert both.endswith(whole)
+    if not before.endswith("\N{REPLACEMENT CHARACTER}"):
+        assert before + whole == both
+
+
+@cache
+def codecs(path: Path) -> Any:
+    return load_codec(path, VOCABULARY)
+
+
+def test_a_letter_comes_when_it_is_whole(talker: Path) -> None:
+    codec = load_codec(talker, VOCABULARY)
+    tokens = codec.tokenizer.encode("ж", add_special_tokens=False)
+    assert len(tokens) == 2
+    stream = codec.stream([], True)
+    assert [stream.put(tokens[0]), stream.put(tokens[1]), stream.end()] == ["", "ж", ""]
+    cut = codec.stream([], True)
+    assert [cut.put(tokens[0]), cut.end()] == ["", "\N{REPLACEMENT CHARACTER}"]
+
+
+@pytest.mark.parametrize(("skipped", "text"), [(True, "ab"), (False, "a<end>b")])
+def test_special_tokens(talker: Path, skipped: bool, text: str) -> None:
+    codec = load_codec(talker, VOCABULARY)
+    (a,), (b,) = codec.encode("a"), codec.encode("b")
+    stream = codec.stream([], skipped)
+    assert "".join([*(stream.put(token) for token in (a, 0, b)), stream.end()]) == text
+
+
+def test_a_space_at_the_seam(tmp_path: Path) -> None:
+    """A tokenizer that drops the space before the first token of a text: the answer is not the first."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({"▁the": 0, "▁fox": 1, "?": 2}, unk_token="?"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    codec = load_codec(tmp_path, 3)
+    assert codec.encode("the fox") == [0, 1]
+    assert codec.stream([0], True).put(1) == " fox"
+    assert codec.stream([], True).put(1) == "fox"
+
+
+def test_bytes(bytelm: Path) -> None:
+    codec = load_codec(bytelm, 256)
+    assert codec.encode("é") == [0, 0xC3, 0xA9]
+    stream = codec.stream([0], True)
+    assert [stream.put(each) for each in (0xC3, 0xA9, 0, 0x41, 0xE2)] == ["", "é", "", "A", ""]
+    assert stream.end() == "\N{REPLACEMENT CHARACTER}"
+    assert codec.stream([0], False).put(0) == "\0"

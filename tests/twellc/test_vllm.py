@@ -1,0 +1,103 @@
+"""What `twellc.vllm` does without vLLM, and with a stand-in for its registry. `tests/vllm` runs vLLM itself."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import tomllib
+from types import ModuleType
+from typing import Any
+
+import pytest
+import transformers
+
+import twellc.vllm
+from tests.conftest import ROOT
+from tests.processes import environment
+from twellc.base.errors import UserError
+
+REGISTRY = "vllm.model_executor.models.registry"
+
+
+class Registry:
+    """Stands for vLLM's `ModelRegistry`."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, str] = {}
+
+    def register_model(self, name: str, path: str) -> None:
+        assert name not in self.models
+        self.models[name] = path
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    found = Registry()
+    modules: dict[str, dict[str, Any]] = {
+        "vllm": {"__version__": "0.32.0"},
+        "vllm.model_executor": {},
+        "vllm.model_executor.models": {},
+        REGISTRY: {"ModelRegistry": found},
+    }
+    for name, contents in modules.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    return found
+
+
+def test_the_entry_point_registers_both_architectures_once(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["vllm.general_plugins"] == {"twellc": "twellc.vllm:register"}
+    twellc.vllm.register()
+    twellc.vllm.register()
+    path = "twellc.vllm.model:TwellForCausalLM"
+    assert registry.models == {"TwellForCausalLM": path, "SparseLlamaForCausalLM": path}
+    assert not caplog.records
+
+
+def test_a_sparselm_is_a_relu_model_whatever_its_configuration_says(registry: Registry) -> None:
+    twellc.vllm.register()
+    config = transformers.AutoConfig.for_model("llama_sparse_relu")
+    read = type(config).from_dict({"hidden_act": "silu", "hidden_size": 64})
+    assert (read.hidden_act, read.hidden_size, read.model_type) == ("relu", 64, "llama_sparse_relu")
+
+
+def test_an_untried_release_is_named(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.99.1+cu130")
+    twellc.vllm.register()
+    tried = ", ".join(f"{major}.{minor}" for major, minor in twellc.vllm.TESTED)
+    assert caplog.messages == [f"vLLM 0.99.1+cu130 was not tried with twellc; tried: {tried}"]
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UserError) as error:
+        twellc.vllm.register()
+    assert str(error.value) == (
+        "twellc.vllm: the module vllm is not installed. Install it: pip install 'twellc[vllm]'."
+    )
+
+
+def test_a_vllm_that_cannot_be_imported(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == REGISTRY:
+                raise OSError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.delitem(sys.modules, REGISTRY)
+    monkeypatch.setattr(sys.modules[REGISTRY.rpartition(".")[0]], "__path__", [], raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(UserError, match=r"vLLM cannot be imported \(libcudart.*\)\. Install it: pip install"):
+        twellc.vllm.register()
+
+
+def test_importing_it_imports_neither_torch_nor_vllm() -> None:
+    code = "import sys, twellc.vllm; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment())

@@ -1,0 +1,106 @@
+"""Fixtures for tests in vLLM; every test here needs it, and runs on a CPU or a GPU.
+
+Each engine has a process of its own. Where twellc is not installed, its entry point is made of `pyproject.toml`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.processes import environment
+from twellc.vllm import ARCHITECTURE
+
+GROUP = "vllm.general_plugins"
+TWELL = {"hf_overrides": {"architectures": [ARCHITECTURE]}}
+DENSE = {"model_impl": "transformers"}
+PROMPTS = [[1, 2, 3], [5, 6, 7, 8]]
+TOKENS = 8
+
+
+@pytest.fixture(autouse=True)
+def _vllm() -> None:
+    """Skip every test where vLLM is missing, or fail it where TWELLC_REQUIRE_VLLM=1."""
+    if importlib.util.find_spec("vllm") is None:
+        reason = "vLLM is not installed"
+        if os.environ.get("TWELLC_REQUIRE_VLLM") == "1":
+            pytest.fail(f"TWELLC_REQUIRE_VLLM=1, but {reason}")
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def vllm_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
+    """Return a function that gives the environment of a process with vLLM and twellc's entry point."""
+    folder = tmp_path_factory.mktemp("site")
+    if not importlib.metadata.entry_points(group=GROUP, name="twellc"):
+        points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
+        info = folder / "twellc-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: twellc\nVersion: 0\n")
+        lines = [f"[{GROUP}]", *(f"{name} = {value}" for name, value in points.items())]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    cache = tmp_path_factory.mktemp("cache")
+
+    def make(**settings: str) -> dict[str, str]:
+        fixed = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CACHE_ROOT": str(cache)}
+        return environment(folder, **{**fixed, "VLLM_NO_USAGE_STATS": "1", **settings})
+
+    return make
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine gave.
+
+    Attributes:
+        tokens: Of each prompt.
+        calls: How often each of the `twell` ops was called, if it ran in its caller's process.
+        log: What it printed.
+    """
+
+    tokens: list[list[int]]
+    calls: dict[str, int]
+    log: str
+
+
+Ask = Callable[..., Answer]
+
+
+@pytest.fixture
+def ask(vllm_environment: Callable[..., dict[str, str]]) -> Ask:
+    """Return a function that serves a model to `PROMPTS`, in one process or, with `ranks`, in two."""
+
+    def run(model: Path, ranks: int = 1, environ: dict[str, str] | None = None, **options: Any) -> Answer:
+        fixed = {"skip_tokenizer_init": True, "max_model_len": 64, "enforce_eager": True, "dtype": "bfloat16"}
+        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        if ranks > 1:
+            fixed |= {"tensor_parallel_size": ranks}
+            settings = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
+        if torch.cuda.is_available():
+            fixed |= {"gpu_memory_utilization": 0.3}
+        request = {"options": {**fixed, **options}, "prompts": PROMPTS, "tokens": TOKENS}
+        done = subprocess.run(
+            [sys.executable, Path(__file__).with_name("ask.py"), model, json.dumps(request)],
+            capture_output=True, text=True, check=False, timeout=500,
+            env=vllm_environment(**settings, **(environ or {})),
+        )  # fmt: skip
+        log = done.stdout + done.stderr
+        lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+        if done.returncode or not lines:
+            raise RuntimeError(log)
+        return Answer(**json.loads(lines[0].removeprefix("ANSWER ")), log=log)
+
+    return run

@@ -1,0 +1,176 @@
+"""Models in vLLM with the `twell` ops: the tokens of transformers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import models
+from tests.twellc.loaders.test_sparselm import sparselm
+from tests.vllm.conftest import DENSE, PROMPTS, TOKENS, TWELL, Ask
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+LAYERS = models.SMALL["num_hidden_layers"]
+BLOCKS_RUN = f"{LAYERS} of {LAYERS} feed-forward blocks are run by twellc"
+# Widths of heads that vLLM's attention takes.
+FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "llama": (models.llama, {"hidden_size": 64, "head_dim": 32}),
+    "llama with biases": (models.llama, {"hidden_size": 64, "head_dim": 32, "mlp_bias": True}),
+    "arcee": (models.arcee, {"hidden_size": 128}),
+    "nemotron": (models.nemotron, {"hidden_size": 128, "head_dim": 32}),
+    "opt": (models.opt, {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 320}),
+}
+SPARSELM = ["sparselm", "sparselm with bare weights"]
+GATED = {"llama", "llama with biases", *SPARSELM}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[list[int]]]]:
+    """Return a function that makes a model of a family once, and what transformers answers."""
+    folder = tmp_path_factory.mktemp("models")
+    known: dict[str, tuple[Path, list[list[int]]]] = {}
+
+    def make(family: str) -> tuple[Path, list[list[int]]]:
+        if family in SPARSELM and family not in known:
+            llama, tokens = make("llama")
+            known[family] = sparselm(llama, folder / family, bare_weights="bare" in family), tokens
+        if family not in known:
+            function, changes = FAMILIES[family]
+            model = function(**changes).to(torch.bfloat16)
+            known[family] = models.save(model, folder / family), generate(model)
+        return known[family]
+
+    return make
+
+
+def generate(model: Any) -> list[list[int]]:
+    """Return what transformers generates; no choice is so close that rounding would make it."""
+    answers = []
+    for prompt in PROMPTS:
+        found = model.generate(
+            torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None,
+            output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        for scores in found.scores:
+            first, second = scores[0].topk(2).values
+            assert first - second > 2**-7 * scores.abs().max()
+        answers.append(found.sequences[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *SPARSELM])
+def test_tokens_are_those_of_transformers(made: Any, ask: Ask, family: str) -> None:
+    model, tokens = made(family)
+    # A SparseLM needs no other name of its class: vLLM has none.
+    answer = ask(model, **({} if family in SPARSELM else TWELL))
+    assert answer.tokens == tokens
+    assert answer.calls == {"twell::gated_mlp" if family in GATED else "twell::mlp": LAYERS * TOKENS}
+    assert BLOCKS_RUN in answer.log
+
+
+def test_compiled_with_one_cache(made: Any, ask: Ask, tmp_path: Path) -> None:
+    """Code that vLLM has compiled and kept is that of the model as it is: with the ops or without them."""
+    model, tokens = made("llama")
+    for options in (DENSE, TWELL, TWELL, DENSE):
+        answer = ask(model, environ={"VLLM_CACHE_ROOT": str(tmp_path)}, enforce_eager=False, **options)
+        assert answer.tokens == tokens
+        assert (BLOCKS_RUN in answer.log) == (options is TWELL)
+        if not torch.cuda.is_available():  # there, graphs are replayed
+            assert answer.calls == ({"twell::gated_mlp": LAYERS * TOKENS} if options is TWELL else {})
+
+
+@pytest.mark.parametrize("family", ["llama", "llama with biases", "arcee", "nemotron", SPARSELM[1]])
+def test_two_ranks(made: Any, ask: Ask, family: str) -> None:
+    """Two processes share the neurons; vLLM shares out the layers of OPT's attention wrongly, also without us."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    model, tokens = made(family)
+    answer = ask(model, ranks=2, **({} if family in SPARSELM else TWELL))
+    assert answer.tokens == tokens
+    assert answer.log.count(BLOCKS_RUN) == 2
+
+
+def test_two_ranks_compiled(made: Any, ask: Ask) -> None:
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    model, tokens = made("llama with biases")
+    assert ask(model, ranks=2, enforce_eager=False, **TWELL).tokens == tokens
+
+
+# ---- refused ----
+
+
+def refusal(reason: str) -> str:
+    return f"{LAYERS} of {LAYERS} feed-forward blocks stay dense (layers.0.mlp, layers.1.mlp): {reason}"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"enable_lora": True}, "LoRA is switched on, which needs the results of each layer"),
+        ({"dtype": "float32"}, "computes in float32; the kernels take bfloat16 and float16"),
+    ],
+)
+def test_options_that_are_refused(made: Any, ask: Ask, options: dict[str, Any], reason: str) -> None:
+    model, tokens = made("llama")
+    answer = ask(model, **TWELL, **options)
+    assert answer.calls == {} and answer.tokens == tokens
+    assert refusal(reason) in answer.log
+
+
+def test_batch_invariance_is_refused(made: Any, ask: Ask) -> None:
+    model, _ = made("llama")
+    try:
+        log = ask(model, environ={"VLLM_BATCH_INVARIANT": "1"}, **TWELL).log
+    except RuntimeError as error:  # vLLM's own kernels for it need a GPU
+        log = str(error)
+    assert refusal("VLLM_BATCH_INVARIANT is set; ") in log
+
+
+def test_other_activations_stay_dense(ask: Ask, tmp_path: Path) -> None:
+    model = models.llama("silu", hidden_size=64, head_dim=32).to(torch.bfloat16)
+    answer = ask(models.save(model, tmp_path / "silu"), **TWELL)
+    assert answer.calls == {} and answer.tokens == generate(model)
+    assert refusal("activation is silu") in answer.log
+
+
+def test_quantised_layers_stay_as_they_are(made: Any, ask: Ask, tmp_path: Path) -> None:
+    """One layer's projections in int8, those of the other as they are."""
+    model, _ = made("llama")
+    config = json.loads((model / "config.json").read_text())
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": {**weights, "strategy": "token"}}
+    group["input_activations"]["dynamic"] = True
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head", r"re:.*self_attn.*", r"re:.*layers\.1\.mlp.*"],
+    }  # fmt: skip
+    tensors = {}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        if "layers.0.mlp" in name:
+            scale = tensor.abs().amax(1, keepdim=True) / 127
+            tensors[f"{name}_scale"] = scale
+            tensors[name] = (tensor / scale).round().to(torch.int8)
+        else:
+            tensors[name] = tensor
+    folder = tmp_path / "int8"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    answer = ask(folder, **TWELL)
+    assert answer.calls == {"twell::gated_mlp": TOKENS}
+    assert "1 of 2 feed-forward blocks stay dense (layers.0.mlp): its layers are quantised" in answer.log
+    assert "1 of 2 feed-forward blocks are run by twellc" in answer.log
+
+
+def test_switched_off(made: Any, ask: Ask) -> None:
+    model, _ = made("llama")
+    with pytest.raises(RuntimeError, match="TwellForCausalLM"):
+        ask(model, environ={"VLLM_PLUGINS": "another"}, **TWELL)

@@ -1,0 +1,226 @@
+"""`twellc generate` on the command line. Importing this imports nothing large."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from twellc.base.errors import UserError, first_line
+from twellc.base.files import read_file
+from twellc.commands.options import FilePath, Share
+from twellc.commands.terminal import Command, say, show_progress
+from twellc.generation.sampling import DEFAULT_TOKENS, SamplingParams
+from twellc.options.samples import LARGEST_SEED
+
+if TYPE_CHECKING:
+    from twellc.generation.llm import LLM
+    from twellc.generation.sampling import GenerationStats, RequestOutput
+
+_NUMBER = click.FloatRange(0, min_open=False)
+
+
+@click.command(cls=Command)
+@click.argument("model", type=FilePath())
+@click.option("--prompt", metavar="TEXT", help="What to answer. Without any prompt each line of standard input is one.")
+@click.option(
+    "--prompts-file", type=FilePath(), metavar="FILE",
+    help="Prompts to answer at once: a line each; of FILE.jsonl a JSON object each, with the text as prompt or the "
+    "conversation as messages.",
+)  # fmt: skip
+@click.option(
+    "--max-new-tokens", "max_tokens", type=click.IntRange(1), default=DEFAULT_TOKENS, show_default=True, metavar="N",
+    help="Tokens of an answer at most.",
+)  # fmt: skip
+@click.option(
+    "--temperature", type=_NUMBER, default=0.0, show_default=True, metavar="X",
+    help="0 takes the likeliest token. Above, tokens are drawn from the logits divided by it.",
+)  # fmt: skip
+@click.option("--top-k", type=click.IntRange(0), default=0, metavar="N", help="Draw among the N likeliest tokens.")
+@click.option(
+    "--top-p", type=Share(), default=1.0, metavar="X",
+    help="Draw among the likeliest tokens whose probabilities add up to X.",
+)  # fmt: skip
+@click.option(
+    "--min-p", type=Share(), default=0.0, metavar="X",
+    help="Draw among tokens at least X times as likely as the likeliest.",
+)  # fmt: skip
+@click.option(
+    "--repetition-penalty", type=_NUMBER, default=1.0, metavar="X",
+    help="Above 1: make tokens less likely that stand in the prompt or the answer.",
+)  # fmt: skip
+@click.option(
+    "--seed",
+    type=click.IntRange(0, LARGEST_SEED),
+    metavar="N",
+    help="Seed of what is drawn; default: another each time.",
+)
+@click.option("--stop", multiple=True, metavar="TEXT", help="A text that ends an answer; several may be given.")
+@click.option(
+    "--chat-template/--no-chat-template", "template", default=None,
+    help="Whether a prompt is a message to write down by the tokenizer's chat template. Default: where it has one.",
+)  # fmt: skip
+@click.option("--stream", is_flag=True, help="Print each piece of an answer as it comes; so are answers to lines.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; with --stream an object a line.")
+@click.option("--stats", is_flag=True, help="Say more of how long it took, on standard error.")
+@click.option(
+    "--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:N]",
+    help="Where a directory runs. auto: on the GPU, where torch sees one.",
+)  # fmt: skip
+@click.option(
+    "--max-length", "max_model_len", type=click.IntRange(1), metavar="N",
+    help="Tokens of a prompt and its answer together. Default: as many as are needed, or the cache of a plan.",
+)  # fmt: skip
+@click.option(
+    "--compile",
+    "compiled",
+    is_flag=True,
+    help="Let torch.compile compile the step of a directory: a minute, then faster.",
+)
+def generate(
+    model: Path,
+    prompt: str | None,
+    prompts_file: Path | None,
+    template: bool | None,
+    stream: bool,
+    as_json: bool,
+    stats: bool,
+    device: str,
+    max_model_len: int | None,
+    compiled: bool,
+    **sampling: Any,
+) -> None:
+    """Answer prompts by MODEL: a Hugging Face directory of a causal language model, or a plan with a key-value cache.
+
+    A directory runs in torch, its feed-forward blocks by the kernels. Without --prompt and --prompts-file it answers
+    standard input line by line; with a chat template as a conversation.
+    """
+    if prompt is not None and prompts_file is not None:
+        raise UserError("--prompts-file", "there is a prompt already", got="--prompt, too", fix="Leave one out.")
+    params = SamplingParams(**sampling)
+    requests = [prompt] if prompt is not None else None if prompts_file is None else _read_prompts(prompts_file)
+    with show_progress() as progress:
+        progress("loading the model")
+        from twellc.generation.llm import LLM, joined
+
+        llm = LLM(model, device=device, max_model_len=max_model_len, compiled=compiled)
+    for note in llm.notes:
+        say("Note:", f"{note}.")
+    writes = llm.has_chat_template if template is None else template
+    if requests is None:
+        _converse(llm, params, writes, as_json)
+    else:
+        outputs = _answer(llm, requests, params, writes)
+        if stream and as_json:
+            for output in outputs:
+                click.echo(json.dumps(output.to_json()))
+            click.echo(json.dumps({"stats": llm.stats.to_json()}))
+        elif as_json:
+            whole = joined(outputs)
+            found = {"answers": [each.to_json() for each in whole], "stats": llm.stats.to_json()}
+            click.echo(json.dumps(found, indent=2))
+        elif stream and len(requests) == 1:
+            for output in outputs:
+                _show(output.outputs[0].text, end="")
+            click.echo()
+        else:
+            for number, output in enumerate(joined(outputs), 1):
+                if len(requests) > 1:
+                    click.echo(f"--- {number} of {len(requests)} ---")
+                _show(output.outputs[0].text)
+    if llm.stats.new_tokens:
+        _say_stats(llm.stats, stats)
+
+
+def _answer(llm: LLM, requests: list[Any], params: SamplingParams, writes: bool) -> Iterator[RequestOutput]:
+    """Answer texts and conversations."""
+    if all(isinstance(each, str) for each in requests) and not writes:
+        return llm.generate_stream(requests, params)
+    return llm.chat_stream([_conversation(each) for each in requests], params)
+
+
+def _conversation(request: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": request}] if isinstance(request, str) else request
+
+
+def _converse(llm: LLM, params: SamplingParams, writes: bool, as_json: bool) -> None:
+    """Answer standard input line by line."""
+    messages: list[dict[str, Any]] = []
+    while line := _next_line():
+        messages.append({"role": "user", "content": line})
+        answer = ""
+        for output in llm.chat_stream(messages, params) if writes else llm.generate_stream(line, params):
+            answer += output.outputs[0].text
+            if as_json:
+                click.echo(json.dumps(output.to_json()))
+            else:
+                _show(output.outputs[0].text, end="")
+        if not as_json:
+            click.echo()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _next_line() -> str:
+    """Return the next line of standard input that is not empty; an empty text at its end."""
+    while True:
+        if sys.stdin.isatty():
+            click.echo("> ", nl=False, err=True)
+        line = sys.stdin.readline()
+        if not line or line.strip():
+            return line.strip()
+
+
+def _read_prompts(path: Path) -> list[Any]:
+    """Return the prompts of a file: texts, and conversations."""
+    try:
+        lines = [line for line in read_file(path).decode().splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise UserError(str(path), f"is not a text in UTF-8 ({error})") from error
+    if not lines:
+        raise UserError(str(path), "there is no prompt in it")
+    if path.suffix not in (".jsonl", ".ndjson"):
+        return lines
+    return [_request(f"{path}, line {number}", line) for number, line in enumerate(lines, 1)]
+
+
+def _request(where: str, line: str) -> Any:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(where, f"is not JSON ({first_line(error)})") from error
+    prompt = found.get("prompt") if isinstance(found, dict) else None
+    messages = found.get("messages") if isinstance(found, dict) else None
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages):
+        return messages
+    raise UserError(where, "holds neither a prompt nor messages", expected='{"prompt": "…"}, or {"messages": [{…}]}')
+
+
+def _show(text: str, end: str = "\n") -> None:
+    """Print a piece of an answer. A terminal gets no control characters that it would obey."""
+    if sys.stdout.isatty():
+        text = "".join(each if each in "\n\t" or each.isprintable() else ascii(each)[1:-1] for each in text)
+    click.echo(text + end, nl=False)
+    sys.stdout.flush()
+
+
+def _say_stats(stats: GenerationStats, all_of_them: bool) -> None:
+    """Say how fast it was, of the last call."""
+    say(
+        "Note:", f"prefill {stats.prefill_tokens_per_second:.0f} tokens/s, decode "
+        f"{stats.decode_tokens_per_second:.0f} tokens/s.",
+    )  # fmt: skip
+    if all_of_them:
+        gap = (
+            "" if stats.gap_us is None else f"; between steps {stats.gap_us:.1f} us, {stats.gap_share:.1%} of the time"
+        )
+        say(
+            "Note:", f"{stats.backend}; prompts: {stats.sequences} of {stats.prompt_tokens} tokens; new tokens: "
+            f"{stats.new_tokens} in {stats.steps} steps{', each one CUDA graph' if stats.graph else ''}; first "
+            f"tokens after {stats.first_token_seconds:.3f} s, the others in {stats.decode_seconds:.3f} s{gap}.",
+        )  # fmt: skip

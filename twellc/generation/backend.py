@@ -1,0 +1,44 @@
+"""What decoding needs of whatever computes a model: a plan, or torch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Backend(Protocol):
+    """A causal language model with a key-value cache.
+
+    Row i of a batch holds its tokens at the places 0, 1, … of its cache. What stands at a later place than that of a
+    query does not count.
+
+    Attributes:
+        name: What computes, for people.
+        longest: How many places the cache of a row has at most.
+        largest_batch: How many rows it takes at most; None for any number.
+        chunk: How many tokens of a row one call of `fill` takes.
+        vocabulary: The number of token ids.
+        device: Where tokens and logits are.
+    """
+
+    name: str
+    longest: int
+    largest_batch: int | None
+    chunk: int
+    vocabulary: int
+    device: torch.device
+
+    def begin(self, batch: int, places: int) -> bool:
+        """Make room for `batch` rows of `places` tokens each; return whether tensors moved since the last time."""
+
+    def fill(self, input_ids: Tensor, start: int) -> Tensor:
+        """Put tokens [batch, tokens] at the places from `start` on of each row; return the logits behind the last."""
+
+    def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Put one token at a place of each row, int64 [batch] both; return the logits behind it, [batch, vocabulary].
+
+        On a GPU nothing waits for the host, so that a CUDA graph can hold the call. The logits may be overwritten by
+        the next call.
+        """

@@ -1,0 +1,201 @@
+"""A Hugging Face directory in torch, its feed-forward blocks by the `twell` ops."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twellc.base.errors import UserError
+from twellc.generation.rows import RowCache, row_attention
+from twellc.loaders.huggingface import open_directory
+from twellc.loaders.huggingface_inputs import longest_text
+from twellc.loaders.nothing_fetched import nothing_fetched
+from twellc.optimization import optimize, optimized_blocks
+from twellc.plugins.cache_op import attends_by_cudnn
+
+# A cache grows by so many places, so that calls of about one size share it.
+_STEP = 256
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class TorchBackend:
+    """A model of transformers as a `Backend`.
+
+    Attributes:
+        model: The module.
+        notes: What the user should know.
+        by_lengths: Whether attention to older keys goes by lengths, see `RowCache`.
+    """
+
+    def __init__(
+        self, model: Any, name: str, length: int | None = None, compiled: bool = False, compiled_fill: bool = False
+    ) -> None:
+        """Take a model.
+
+        Args:
+            model: The module, where it is to run.
+            name: What computes, for people.
+            length: How many places the cache of a row has; None makes them as they are needed.
+            compiled: Whether torch.compile compiles decoding.
+            compiled_fill: Whether it compiles the first tokens of rows, too, for each size anew.
+
+        Raises:
+            UserError: It is not a causal language model of attention layers, or has not so many positions.
+        """
+        self._cache_argument = _cache_argument(model)
+        self.model, self.name, self.notes = model, name, list[str]()
+        self.device = model.device
+        self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        limit = longest_text(model)
+        if length is not None and not 1 <= length <= limit:
+            raise UserError(
+                f"a cache of {length} places", "is not one that the model can have", got=str(length),
+                expected=f"1 to {limit}, the positions of {type(model).__name__}",
+            )  # fmt: skip
+        self.longest = length or limit
+        self.largest_batch: int | None = None
+        self.chunk = 1 << 20
+        self._fixed = length is not None
+        self._taken = inspect.signature(model.forward).parameters
+        self._decode = torch.compile(self._logits, dynamic=False) if compiled else self._logits
+        self._fill = torch.compile(self._logits, dynamic=False) if compiled_fill else self._logits
+        # transformers' own word for models whose attention can be another function; those of others get masks.
+        dispatches = (
+            getattr(model, "_supports_attention_backend", False) and model.config._attn_implementation == "sdpa"
+        )
+        self.by_lengths = bool(dispatches and self.device.type == "cuda" and attends_by_cudnn())
+        self._cache: RowCache | None = None
+        self._ones = torch.empty(0)
+
+    def begin(self, batch: int, places: int) -> bool:
+        """Make room; see `Backend`."""
+        cache = self._cache
+        if cache is not None and len(cache.index) == batch and cache.length >= places:
+            return False
+        length = self.longest if self._fixed else min(self.longest, -(-places // _STEP) * _STEP)
+        config = self.model.config.get_text_config(decoder=True)
+        self._cache = None  # and its memory, before there is another
+        self._cache = RowCache(config.num_hidden_layers, batch, length, self.device, self.by_lengths)
+        self._ones = torch.ones(batch, length, dtype=torch.int64, device=self.device)
+        # The first tokens make the tensors of the cache.
+        with row_attention():
+            self._logits(self._ones[:, :1], self._ones[:, :1] - 1)
+        return True
+
+    def fill(self, input_ids: Tensor, start: int) -> Tensor:
+        """Compute the first tokens of rows; see `Backend`."""
+        cache = self._cache
+        assert cache is not None
+        cache.fresh, cache.index = start == 0, torch.full_like(cache.index, start)
+        places = torch.arange(start, start + input_ids.shape[1], device=self.device).expand(len(input_ids), -1)
+        with row_attention():
+            return self._fill(input_ids, places)
+
+    def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Compute a token of each row; see `Backend`."""
+        cache = self._cache
+        assert cache is not None
+        cache.fresh, cache.index = False, places
+        with row_attention():
+            return self._decode(tokens[:, None], places[:, None])
+
+    def _logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """Return the logits behind the last token of each row, [batch, vocabulary]."""
+        assert self._cache is not None
+        optional = {"use_cache": True, "logits_to_keep": 1, "return_dict": True}
+        given: dict[str, Any] = {name: value for name, value in optional.items() if name in self._taken}
+        given[self._cache_argument] = self._cache
+        if "attention_mask" in self._taken:
+            # Some models look at a mask themselves: every key that there is may be seen.
+            keys, _ = self._cache.get_mask_sizes(input_ids.shape[1], 0)
+            given["attention_mask"] = self._ones[:, :keys]
+        logits: Tensor = self.model(input_ids=input_ids, position_ids=places, **given).logits
+        return logits[:, -1]
+
+
+def load_directory(
+    path: Path, device: str = "auto", dtype: str | None = None, length: int | None = None, compiled: bool = False,
+    layers: str = "auto",
+) -> TorchBackend:  # fmt: skip
+    """Load a Hugging Face directory, its feed-forward blocks by the `twell` ops.
+
+    Args:
+        path: The directory.
+        device: `cpu`, `cuda` or `cuda:N`; `auto` is the GPU where torch sees one.
+        dtype: `bf16`, `fp16` or `fp32`; None is that of the weights, on a GPU bf16 for float32.
+        length: See `TorchBackend`.
+        compiled: Likewise.
+        layers: Which blocks the `twell` ops compute, see `twellc.optimize`.
+
+    Raises:
+        UserError: There is no causal language model, no such device, or see `TorchBackend`.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise UserError("dtype", "no such choice", got=repr(dtype), expected=" or ".join(_DTYPES))
+    chosen = _device(device)
+    with nothing_fetched():
+        model, _, notes = open_directory(path)
+    try:
+        _cache_argument(model)
+    except UserError as error:
+        raise error.about(type(model).__name__, f"{path}, a {type(model).__name__}") from error
+    wide = chosen.type == "cuda" and model.dtype == torch.float32
+    if wide and dtype is None:
+        notes.append("the model is in float32; on the GPU it runs in bfloat16")
+    model.to(chosen, _DTYPES[dtype] if dtype else torch.bfloat16 if wide else model.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimize(model, layers=layers)
+    blocks = len(optimized_blocks(model))
+    if not blocks and layers != "none":
+        notes.append("no feed-forward block is one that twellc.optimize takes: the dense model runs")
+    name = f"torch on {_named(chosen)}, {blocks} feed-forward blocks by the twell ops{', compiled' * compiled}"
+    backend = TorchBackend(model, name, length, compiled)
+    backend.notes = notes
+    return backend
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"--device {name}", "is not a device", expected="auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}", "is not a device of twellc", expected="auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"--device {name}", "torch sees no such GPU", got=f"{torch.cuda.device_count()} GPUs")
+    return device
+
+
+def _named(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+def _cache_argument(model: Any) -> str:
+    """Return what the model's forward calls a cache.
+
+    Raises:
+        UserError: It is not a causal language model of attention layers whose positions can be given.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name, config = type(model).__name__, model.config
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or config.is_encoder_decoder:
+        raise UserError(name, "is not a causal language model", expected="one such as LlamaForCausalLM")
+    taken = inspect.signature(model.forward).parameters
+    argument = next((each for each in ("cache", "past_key_values") if each in taken), None)
+    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - _LAYER_TYPES
+    if argument is None or "position_ids" not in taken or kinds:
+        raise UserError(
+            name, "its cache is not one of keys and values alone, at positions that can be given",
+            got=" and ".join(sorted(kinds)), expected="a decoder of attention layers, such as LlamaForCausalLM",
+        )  # fmt: skip
+    return argument

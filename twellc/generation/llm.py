@@ -1,0 +1,278 @@
+"""`twellc.LLM`: text from a plan or a Hugging Face directory, in the shape of vLLM's class of that name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, StoppingCriteriaList
+
+from twellc.base.errors import UserError
+from twellc.generation.backend import Backend
+from twellc.generation.directory import load_directory
+from twellc.generation.model import CausalModel
+from twellc.generation.plan import load_plan
+from twellc.generation.sampling import CompletionOutput, GenerationStats, RequestOutput, SamplingParams
+from twellc.generation.text import Answer, Messages, load_codec
+from twellc.loaders.checkpoint import read_generation_config
+
+Stream = Generator[RequestOutput, None, None]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class LLM:
+    """A causal language model that answers.
+
+    Attributes:
+        model: The model as one of transformers: `llm.model.generate(…)` takes what transformers' `generate` does.
+        notes: What the user should know.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        device: str = "auto",
+        dtype: str | None = None,
+        max_model_len: int | None = None,
+        compiled: bool = False,
+        layers: str = "auto",
+    ) -> None:
+        """Load a model.
+
+        Args:
+            model: A Hugging Face directory, or a plan of `twellc compile --kv-cache`.
+            tokenizer: A directory with its tokenizer; None is the model's own.
+            device: Where a directory runs: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` is the GPU where torch sees one.
+            dtype: In which precision: `bf16`, `fp16` or `fp32`; None is that of the weights, on a GPU bf16 for float32.
+            max_model_len: Tokens of a prompt and its answer together; None makes the cache as it is needed.
+            compiled: Whether torch.compile compiles the step of a directory: faster, after a minute or so.
+            layers: Which feed-forward blocks of a directory the `twell` ops compute, see `twellc.optimize`.
+
+        Raises:
+            UserError: There is no causal language model, no tokenizer, or no such device.
+        """
+        path = Path(model)
+        backend: Backend
+        if path.is_dir():
+            loaded = load_directory(path, device, dtype, max_model_len, compiled, layers)
+            backend, config, notes, folder = loaded, loaded.model.config, loaded.notes, path
+            # Its own: how the model's makers would draw is not how it answers unless told otherwise.
+            ends = _end_tokens(path, config)
+        else:
+            backend, cache = load_plan(path)
+            config, notes, ends = PreTrainedConfig(), [], cache.end_tokens
+            folder = path.with_name(cache.text or path.name)
+            _refuse_of_a_plan(device=device != "auto", dtype=dtype, compiled=compiled, layers=layers != "auto")
+            if max_model_len is not None and max_model_len != backend.longest:
+                raise UserError(
+                    "max_model_len", "is not that of the plan", got=str(max_model_len), expected=str(backend.longest),
+                    fix="Leave it out, or compile the model with another --kv-cache.",
+                )  # fmt: skip
+        settings: Any = GenerationConfig
+        self.model = CausalModel(
+            backend, config, settings(eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0)
+        )
+        self._ends = set(ends)
+        self._codec = load_codec(Path(tokenizer) if tokenizer is not None else folder, backend.vocabulary)
+        self.notes = [*notes, *([self._codec.note] if self._codec.note else [])]
+
+    @property
+    def stats(self) -> GenerationStats:
+        """How long the last call took."""
+        return self.model.decoder.stats
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer knows how to write a conversation."""
+        return self._codec.has_template
+
+    def get_tokenizer(self) -> Any:
+        """Return transformers' tokenizer; None where text is bytes."""
+        return self._codec.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts, all at once.
+
+        Args:
+            prompts: A text, its tokens, or a mapping with `prompt` or `prompt_token_ids`; or several of these.
+            sampling_params: How tokens are chosen; None is greedy.
+            logits_processor: Processors of transformers, besides those of `sampling_params`.
+            stopping_criteria: Criteria of transformers, likewise.
+
+        Raises:
+            UserError: A prompt is empty or longer than the cache, or there are more than the model takes at once.
+        """
+        return joined(
+            self.generate_stream(
+                prompts, sampling_params, logits_processor=logits_processor, stopping_criteria=stopping_criteria
+            )
+        )
+
+    def generate_stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+    ) -> Stream:
+        """Answer prompts as `generate` does, and give each piece of an answer as it comes."""
+        several: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
+        texts, tokens = zip(*map(self._tokens_of, several), strict=True) if several else ((), ())
+        return self._stream(texts, tokens, sampling_params or SamplingParams(), logits_processor, stopping_criteria)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations, written down by the tokenizer's chat template.
+
+        Args:
+            messages: Mappings with `role` and `content`; or several such conversations.
+            sampling_params: How tokens are chosen; None is greedy.
+            chat_template: A template in place of the tokenizer's.
+            chat_template_kwargs: What the template takes besides.
+
+        Raises:
+            UserError: There is no chat template, or see `generate`.
+        """
+        return joined(
+            self.chat_stream(
+                messages, sampling_params, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs
+            )
+        )
+
+    def chat_stream(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Stream:
+        """Answer conversations as `chat` does, and give each piece of an answer as it comes."""
+        several: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        tokens = [self._codec.conversation(each, chat_template, chat_template_kwargs or {}) for each in several]
+        return self._stream([None] * len(tokens), tokens, sampling_params or SamplingParams(), None, None)
+
+    def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        given: Any = prompt
+        if isinstance(prompt, Mapping):
+            given = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if isinstance(given, str):
+            return given, self._codec.encode(given)
+        if not isinstance(given, Sequence) or not all(type(token) is int for token in given):
+            raise UserError("a prompt", "is neither a text nor tokens", got=type(given).__name__)
+        return None, list(given)
+
+    def _stream(
+        self,
+        texts: Sequence[str | None],
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        processors: LogitsProcessorList | None,
+        criteria: StoppingCriteriaList | None,
+    ) -> Stream:
+        """Answer prompts of given tokens; yield of each that has news an output with these alone."""
+        if not prompts:
+            raise UserError("prompts", "there is none")
+        vocabulary = self.model.decoder.backend.vocabulary
+        for prompt in prompts:
+            if not prompt:
+                raise UserError("a prompt", "is empty", fix="Give at least one token.")
+            if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+                raise UserError(
+                    "a prompt", "has a token that the model does not have", got=str(max(prompt, key=abs)),
+                    expected=f"0 to {vocabulary - 1}",
+                )  # fmt: skip
+        width = max(map(len, prompts))
+        pad = int(self.model.generation_config.pad_token_id)
+        input_ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
+        seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._ends)
+        answers = [Answer(self._codec.stream(prompt, params.skip_special_tokens), params.stops) for prompt in prompts]
+        steps = self.model.steps(
+            input_ids, attention_mask=seen, logits_processor=processors, stopping_criteria=criteria, ignore_eos=True,
+            seed=params.seed, **_options(params),
+        )  # fmt: skip
+        going = set(range(len(prompts)))
+        for step in steps:
+            for row in sorted(going):
+                token, answer = step.tokens[row], answers[row]
+                text = answer.put(token) if token not in ends else ""
+                step.ended[row] |= token in ends or bool(answer.stopped)
+                output = CompletionOutput(0, text, [token])
+                if step.ended[row]:
+                    going.remove(row)
+                    output.text += answer.end()
+                    output.stop_reason = answer.stopped or (token if token in params.stop_token_ids else None)
+                    limited = step.limited[row] and token not in ends and not answer.stopped
+                    output.finish_reason = "length" if limited else "stop"
+                yield RequestOutput(str(row), texts[row], prompts[row], [output], step.ended[row])
+
+
+def _refuse_of_a_plan(**given: Any) -> None:
+    """Fail if options are given that a plan has no choice of."""
+    for name, value in given.items():
+        if value:
+            raise UserError(name, "is of directories alone: a plan is what it was compiled to be", fix="Leave it out.")
+
+
+def _is_one(prompts: Any) -> bool:
+    """Whether it is one prompt, and not several."""
+    if isinstance(prompts, str | Mapping):
+        return True
+    return isinstance(prompts, Sequence) and bool(prompts) and type(prompts[0]) is int
+
+
+def _end_tokens(path: Path, config: PreTrainedConfig) -> list[int]:
+    """Return the tokens that end an answer, as generation_config.json says, else config.json."""
+    settings = read_generation_config(path)
+    ends = settings.get("eos_token_id", config.get_text_config(decoder=True).eos_token_id)
+    several = ends if isinstance(ends, list) else [ends]
+    return [token for token in several if type(token) is int]
+
+
+def _options(params: SamplingParams) -> dict[str, Any]:
+    """Return what transformers calls the same."""
+    options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "do_sample": params.temperature > 0}
+    if params.repetition_penalty != 1:
+        options["repetition_penalty"] = float(params.repetition_penalty)
+    if params.temperature > 0:
+        options |= {
+            "temperature": float(params.temperature),
+            "top_k": max(params.top_k, 0),
+            "top_p": float(params.top_p),
+        }
+        options |= {"min_p": params.min_p} if params.min_p > 0 else {}
+    return options
+
+
+def joined(pieces: Iterable[RequestOutput]) -> list[RequestOutput]:
+    """Return the whole answers of a stream."""
+    whole: dict[str, RequestOutput] = {}
+    for piece in pieces:
+        known = whole.setdefault(piece.request_id, piece)
+        if known is not piece:
+            answer, more = known.outputs[0], piece.outputs[0]
+            answer.text += more.text
+            answer.token_ids += more.token_ids
+            answer.finish_reason, answer.stop_reason = more.finish_reason, more.stop_reason
+            known.finished = piece.finished
+    return [whole[key] for key in sorted(whole, key=int)]

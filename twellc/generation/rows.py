@@ -1,0 +1,201 @@
+"""A key-value cache of transformers whose rows have lengths of their own, with the attention and the masks that fit.
+
+Row i of a batch holds its tokens at the places 0, 1, … of its cache, [batch, kv_heads, length, head_dim], whatever the
+other rows hold. A call writes `tokens` new keys and values of each row from its `index` on, and its query at place p
+sees the places 0 to p of its row. So prompts of unequal lengths are padded on the right, nothing is masked for it, and
+what padding wrote is overwritten before a query sees it.
+
+transformers asks the cache for the offset of queries when it makes a mask, and dispatches masks and attention by name;
+so models need no change. On a GPU attention by lengths, `twell.cached_attention`, takes the place of one with a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import StaticLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from twellc.base.errors import UserError
+from twellc.plugins.cache_op import CACHED_ATTENTION
+
+# What attention of some models has besides; theirs would be another one.
+_OTHER_ATTENTION = ("softcap", "s_aux", "position_bias")
+
+
+class _Counts(NamedTuple):
+    """What stands for a mask where attention goes by lengths: int32 [batch] each.
+
+    Attributes:
+        queries: How many queries each row has.
+        keys: How many keys its last query sees.
+    """
+
+    queries: Tensor
+    keys: Tensor
+
+
+class RowCache(Cache):
+    """Keys and values of `batch` rows of at most `length` tokens.
+
+    Attributes:
+        length: The places of a row.
+        index: Where the next call writes in each row: int64 [batch].
+        fresh: Whether the next call writes from place 0 on in each row: its queries see no older keys.
+        by_lengths: Whether causal attention to older keys goes by lengths, without a mask.
+    """
+
+    def __init__(self, layers: int, batch: int, length: int, device: torch.device, by_lengths: bool) -> None:
+        super().__init__(layers=[_RowLayer(self, length) for _ in range(layers)])
+        self.length = length
+        self.index = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.fresh, self.by_lengths = True, by_lengths
+
+
+class _RowLayer(StaticLayer):
+    """One layer of a `RowCache`; a sliding window has its whole length here, too."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, cache: RowCache, length: int) -> None:
+        super().__init__(length)
+        self._cache = cache
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write keys and values [batch, kv_heads, tokens, head_dim]; return those that queries may see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        tokens = key_states.shape[2]
+        if self._cache.fresh:
+            self.keys[:, :, :tokens] = key_states
+            self.values[:, :, :tokens] = value_states
+            return key_states, value_states
+        places = self._cache.index[:, None] + torch.arange(tokens, device=key_states.device)
+        rows = torch.arange(len(places), device=places.device)[:, None]
+        # Advanced indices on both sides of a slice: the result's axes are [batch, tokens, kv_heads, head_dim].
+        self.keys[rows, :, places] = key_states.transpose(1, 2)
+        self.values[rows, :, places] = value_states.transpose(1, 2)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys queries may see, and the place of the first."""
+        return (query_length if self._cache.fresh else self.max_cache_len), 0
+
+    def get_seq_length(self) -> Tensor | int:  # type: ignore[override]
+        """Return the place of the first query: of each row, as [batch], or as [batch, 1, 1, 1] for a mask."""
+        if self._cache.fresh:
+            return 0
+        return self._cache.index if self._cache.by_lengths else self._cache.index[:, None, None, None]
+
+    def get_query_offset(self) -> Tensor | int:
+        """Return the same: transformers asks for it when it makes a mask."""
+        return self.get_seq_length()
+
+
+@contextmanager
+def row_attention() -> Iterator[None]:
+    """Let models of transformers attend to a `RowCache`, in this context."""
+    kept = [
+        (mapping, name, dict.get(mapping._local_mapping, name))
+        for mapping, name in (
+            (ALL_ATTENTION_FUNCTIONS, "sdpa"),
+            (ALL_MASK_ATTENTION_FUNCTIONS, "sdpa"),
+            (ALL_MASK_ATTENTION_FUNCTIONS, "eager"),
+        )
+    ]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = _attention
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = _mask
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = _additive_mask
+    try:
+        yield
+    finally:
+        for mapping, name, before in kept:
+            if before is None:
+                mapping.pop(name)
+            else:
+                mapping[name] = before
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | _Counts | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention; without a mask it is causal among as many queries as keys.
+
+    Args:
+        module: The layer.
+        query: [batch, heads, tokens, width].
+        key: [batch, kv_heads, keys, width].
+        value: [batch, kv_heads, keys, value width].
+        attention_mask: bool [batch or 1, 1, tokens, keys], counts in its place, or None.
+        dropout: Without meaning: models are in eval mode.
+        scaling: Scale of the logits.
+        others: What the layer passes to any implementation.
+
+    Returns:
+        [batch, tokens, heads, value width], and no weights.
+    """
+    for name in _OTHER_ATTENTION:
+        if others.get(name) is not None:
+            raise UserError(type(module).__name__, f"has attention with {name}, which is not computed with this cache")
+    batch, heads, tokens, width = query.shape
+    if isinstance(attention_mask, _Counts):
+        scale = width**-0.5 if scaling is None else scaling
+        return CACHED_ATTENTION(query.transpose(1, 2), key, value, *attention_mask, scale), None
+    grouped = heads != key.shape[1]
+    if grouped and attention_mask is not None and tokens == 1:
+        # The queries of a group as queries of one head: with a mask, groups would take the slowest kernel on a GPU.
+        query = query.view(batch, key.shape[1], heads // key.shape[1], width)
+        grouped = False
+    result = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None and tokens > 1, scale=scaling,
+        enable_gqa=grouped,
+    )  # fmt: skip
+    return result.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
+
+
+def _mask(**request: Any) -> Tensor | _Counts | None:
+    """Make a mask, True where a query sees a key; None where it is causal among the keys of one call.
+
+    Where attention goes by lengths, counts stand for a mask that is causal.
+
+    `request` is what transformers passes to `sdpa_mask`, which documents it; `q_offset` is that of a `_RowLayer`.
+    """
+    seen, window, offset = request["mask_function"], request.get("local_size"), request["q_offset"]
+    tokens, keys, device = request["q_length"], request["kv_length"], request["device"]
+    usual = request.get("allow_is_causal_skip", True)
+    if isinstance(offset, int):
+        if usual and (seen is causal_mask_function or (window is not None and tokens <= window)):
+            return None
+    elif offset.dim() == 1:
+        if seen is causal_mask_function:
+            count = torch.full_like(offset, tokens, dtype=torch.int32)
+            return _Counts(count, offset.to(torch.int32) + count)
+        offset = offset[:, None, None, None]
+    batch = torch.arange(request["batch_size"], device=device)[:, None, None, None]
+    queries = torch.arange(tokens, device=device)[None, None, :, None] + offset
+    mask: Tensor = seen(batch, torch.zeros_like(batch), queries, torch.arange(keys, device=device)[None, None, None])
+    return mask
+
+
+def _additive_mask(**request: Any) -> Tensor:
+    """Make a mask that is added to the logits: 0, or the lowest finite value. See `eager_mask` of transformers."""
+    mask = _mask(**{**request, "allow_is_causal_skip": False})
+    assert isinstance(mask, Tensor)  # a model with attention of its own has no attention by lengths
+    dtype = request["dtype"]
+    added = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
+    # Models with attention of their own may check the whole shape.
+    return added.expand(request["batch_size"], 1, request["q_length"], request["kv_length"])

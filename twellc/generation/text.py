@@ -1,0 +1,222 @@
+"""From texts to tokens and back, piece by piece."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from twellc.base.errors import UserError, first_line
+from twellc.loaders.checkpoint import read_config
+from twellc.samples.tokenizer import BYTES, has_tokenizer, pretrained_tokenizer
+
+Messages = Sequence[Mapping[str, Any]]
+# A tokenizer may join a token with the ones before, so a stream begins with the last tokens of its prompt.
+_CONTEXT = 8
+
+
+class TextStream(Protocol):
+    """Text from tokens as they come."""
+
+    def put(self, token: int) -> str:
+        """Take a token; return the text that is certain by now and was not returned before."""
+
+    def end(self) -> str:
+        """Return what is left, where tokens end in the middle of a letter."""
+
+
+class Codec(Protocol):
+    """The tokenizer of a model.
+
+    Attributes:
+        tokenizer: transformers' tokenizer; None where text is bytes.
+        has_template: Whether it knows how to write a conversation.
+        note: What the user should know.
+    """
+
+    tokenizer: Any
+    has_template: bool
+    note: str
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, special ones included."""
+
+    def conversation(self, messages: Messages, template: str | None, options: Mapping[str, Any]) -> list[int]:
+        """Return the tokens of a conversation, up to where the answer begins."""
+
+    def stream(self, prompt: Sequence[int], skip_special_tokens: bool) -> TextStream:
+        """Return a stream for an answer to a prompt."""
+
+
+def load_codec(path: Path, vocabulary: int) -> Codec:
+    """Load the tokenizer of a Hugging Face directory.
+
+    A model of 256 token ids and without a tokenizer reads and writes bytes.
+
+    Raises:
+        UserError: There is none, or it is damaged.
+    """
+    if has_tokenizer(path):
+        return _Pretrained(path)
+    if vocabulary == BYTES:
+        return _Bytes(path)
+    raise UserError(
+        str(path), "has no tokenizer", expected="tokenizer.json",
+        fix="Put the files of the model's tokenizer beside its config.json.",
+    )  # fmt: skip
+
+
+class _Pretrained:
+    """A tokenizer of transformers."""
+
+    note = ""
+
+    def __init__(self, path: Path) -> None:
+        self.tokenizer = pretrained_tokenizer(path)
+        self._path = path
+        self.has_template = bool(getattr(self.tokenizer, "chat_template", None))
+
+    def encode(self, text: str) -> list[int]:
+        return [int(token) for token in self.tokenizer(text)["input_ids"]]
+
+    def conversation(self, messages: Messages, template: str | None, options: Mapping[str, Any]) -> list[int]:
+        if template is None and not self.has_template:
+            raise UserError(
+                str(self._path), "its tokenizer has no chat template",
+                expected="chat_template.jinja, or chat_template in tokenizer_config.json",
+                fix="Add one, or give the prompt as it is: generate, or --no-chat-template.",
+            )  # fmt: skip
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), chat_template=template, tokenize=False, **{"add_generation_prompt": True, **options}
+            )
+        except Exception as error:  # a template raises what it likes
+            raise UserError("the chat template", f"cannot write the conversation ({first_line(error)})") from error
+        # The template has written the special tokens.
+        return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def stream(self, prompt: Sequence[int], skip_special_tokens: bool) -> TextStream:
+        return _PretrainedStream(self.tokenizer, prompt, skip_special_tokens)
+
+
+class _PretrainedStream:
+    """The incremental decoder of the library tokenizers; of a tokenizer without one, texts of all tokens so far."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool) -> None:
+        self._context = list(prompt[-_CONTEXT:])
+        self._tokens: list[int] = []
+        self._given = ""
+        self._decode: Callable[[list[int]], str] = lambda tokens: str(
+            tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        )
+        self._step: Callable[[int], str | None] = self._slow
+        if tokenizer.is_fast:
+            from tokenizers.decoders import DecodeStream
+
+            backend = tokenizer.backend_tokenizer
+            stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+            self._step = lambda token: stream.step(backend, token)
+            for token in self._context:
+                self._step(token)
+
+    def put(self, token: int) -> str:
+        self._tokens.append(token)
+        piece = self._step(token) or ""
+        self._given += piece
+        return piece
+
+    def end(self) -> str:
+        rest = self._whole().removeprefix(self._given) if self._whole().startswith(self._given) else ""
+        self._given += rest
+        return rest
+
+    def _whole(self) -> str:
+        before = self._decode(self._context)
+        return self._decode(self._context + self._tokens).removeprefix(before.rstrip("\N{REPLACEMENT CHARACTER}"))
+
+    def _slow(self, _: int) -> str:
+        whole = self._whole()
+        certain = whole if not whole.endswith("\N{REPLACEMENT CHARACTER}") else self._given
+        return certain[len(self._given) :]
+
+
+class _Bytes:
+    """Text as bytes in UTF-8, behind the token that begins a text."""
+
+    tokenizer = None
+    has_template = False
+
+    def __init__(self, path: Path) -> None:
+        config = read_config(path)
+        self._path = path
+        self._first = [config["bos_token_id"]] if isinstance(config.get("bos_token_id"), int) else []
+        ends = config.get("eos_token_id")
+        self._special = {*self._first, *(ends if isinstance(ends, list) else [ends])}
+        self.note = "the model has 256 token ids and no tokenizer: text is bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return self._first + list(text.encode())
+
+    def conversation(self, messages: Messages, template: str | None, options: Mapping[str, Any]) -> list[int]:
+        raise UserError(
+            str(self._path), "has no tokenizer, and so no chat template",
+            fix="Give the prompt as it is: generate, or --no-chat-template.",
+        )  # fmt: skip
+
+    def stream(self, prompt: Sequence[int], skip_special_tokens: bool) -> TextStream:
+        return _ByteStream(self._special if skip_special_tokens else set())
+
+
+class _ByteStream:
+    def __init__(self, skipped: set[Any]) -> None:
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def put(self, token: int) -> str:
+        return "" if token in self._skipped else self._decoder.decode(bytes([token]))
+
+    def end(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class Answer:
+    """The text of an answer, which a stop text may end.
+
+    Attributes:
+        stopped: The stop text that ended it; empty before.
+    """
+
+    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
+        self.stopped = ""
+        self._stream, self._stops = stream, stops
+        # What may be the beginning of a stop text.
+        self._held = ""
+
+    def put(self, token: int) -> str:
+        """Take a token; return the text that is certain by now and was not returned before."""
+        return self._cut(self._stream.put(token))
+
+    def end(self) -> str:
+        """Return what is left behind the last token."""
+        if self.stopped:
+            return ""
+        piece = self._cut(self._stream.end())
+        rest, self._held = self._held, ""
+        return piece + rest
+
+    def _cut(self, piece: str) -> str:
+        text = self._held + piece
+        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if found:
+            place, self.stopped = min(found)
+            self._held = ""
+            return text[:place]
+        longest = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - longest :]
+        return text[: len(text) - longest]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many letters at the end of a text begin a stop text."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,134 @@
+"""`TwellForCausalLM`: vLLM's model class over transformers, whose ReLU blocks the `twell` ops run."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import vllm.envs
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.models.transformers import TransformersForCausalLM
+from vllm.platforms import current_platform
+
+from twellc.base.dtypes import dtype_name
+from twellc.base.errors import first_few
+from twellc.base.version import __version__
+from twellc.loaders import sparselm
+from twellc.passes.decide import decide, options_of
+from twellc.plugins import library
+from twellc.plugins.block import BlockOptions, problem_of
+from twellc.vllm import LOG, blocks
+from twellc.vllm.sparselm import register_model
+
+# Of the GPU's compute capability, that the kernels need.
+_CAPABILITY = (8, 0)
+
+
+class TwellForCausalLM(TransformersForCausalLM):
+    """A causal language model of transformers, served by vLLM.
+
+    Its unquantised ReLU blocks are run by the `twell` ops; vLLM's log says how many, and why others are not. All else
+    is what `TransformersForCausalLM` does.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        register_model()
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    def recursive_replace(self) -> None:
+        """Put the ops in their places, before vLLM replaces all other layers."""
+        config = get_current_vllm_config()
+        with torch.device("cpu"), _traced_attention(self.text_config):
+            found = list(blocks.find(self.model))
+        _replace_blocks(self.model, found, config)
+        super().recursive_replace()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load a checkpoint; that of a SparseLM may name and transpose its weights in its own way."""
+        if self.config.model_type == sparselm.MODEL_TYPE:
+            weights = sparselm.as_linears(weights, self.config.hidden_size, self.config.intermediate_size)
+        loaded: set[str] = super().load_weights(weights)
+        return loaded
+
+
+@contextmanager
+def _traced_attention(config: Any) -> Iterator[None]:
+    """Let attention be computed by torch: vLLM's is not there yet."""
+    before = config._attn_implementation
+    config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _replace_blocks(model: torch.nn.Module, found: list[blocks.Found], config: VllmConfig) -> None:
+    """Replace the blocks that the ops can run; log which these are, and why others stay as they are."""
+    unfit, dtype = _unfit(config), config.model_config.dtype
+    decisions = decide([replace(each.block, module=each.module, dtype=dtype) for each in found], "all")
+    taken: dict[str, Any] = {}
+    refused: dict[str, list[str]] = {}
+    for each, layer in zip(found, decisions, strict=True):
+        options = options_of(each.block, layer, None)
+        reason = unfit or each.refusal or ("" if layer.decision == "twell" else layer.reason) or _misfit(each, options)
+        layers: dict[str, LinearBase] = {}
+        if not reason and each.weights is not None:
+            module = model.get_submodule(each.module)
+            layers = blocks.parallel(module, each.weights, f"model.{each.module}", config.quant_config)
+            if not all(isinstance(each.quant_method, UnquantizedLinearMethod) for each in layers.values()):
+                reason = "its layers are quantised"
+        if reason:
+            refused.setdefault(reason, []).append(each.module)
+        else:
+            blocks.put(model, each, layers, options)
+            taken[each.module] = asdict(options)
+    for reason, modules in refused.items():
+        LOG.warning(
+            "%d of %d feed-forward blocks stay dense (%s): %s", len(modules), len(found), first_few(modules), reason
+        )
+    if taken:
+        LOG.info("%d of %d feed-forward blocks are run by twellc %s", len(taken), len(found), __version__)
+        # vLLM keeps compiled code by its configuration, and does not see which modules a model has.
+        config.additional_config["twellc"] = {"version": __version__, "blocks": taken}
+    elif not found:
+        LOG.warning("no feed-forward block was found that twellc can run")
+
+
+def _unfit(config: VllmConfig) -> str:
+    """Say why no block of the model can be run by the ops; empty where blocks can be."""
+    if config.lora_config is not None:
+        return "LoRA is switched on, which needs the results of each layer"
+    if vllm.envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT is set; a block's result may differ in rounding with the number of tokens"
+    if current_platform.is_cpu():
+        return ""
+    if not current_platform.is_cuda():
+        return f"the ops run on CPUs and NVIDIA GPUs, not on {current_platform.device_name}"
+    capability = tuple(current_platform.get_device_capability() or (0, 0))
+    if capability < _CAPABILITY:
+        return f"the GPU has compute capability {'.'.join(map(str, capability))}; the kernels need 8.0 or newer"
+    return ""
+
+
+def _misfit(found: blocks.Found, options: BlockOptions) -> str:
+    """Say why the share of one rank cannot be computed by the op; empty where it can."""
+    ranks, block, weights = get_tensor_model_parallel_world_size(), found.block, found.weights
+    if weights is None:
+        return ""
+    if block.d_ff % ranks:
+        return f"its {block.d_ff} neurons cannot be shared out evenly among {ranks} ranks"
+    if ranks > 1 and any(operand.rows is not None for operand in weights.named().values()):
+        return "its gate and up projections are one layer, which cannot be shared out"
+    if current_platform.is_cpu():
+        return ""
+    widths = {"d_model": block.d_model, "d_ff": block.d_ff // ranks, "d_out": block.d_out}
+    problem = problem_of(weights.variant, options, dtype_name(block.dtype), tokens=1, **widths)
+    fault: bytes | None = library.load().twell_validate(ctypes.byref(problem))
+    return "" if fault is None else fault.decode()
