@@ -293,16 +293,18 @@ cudaError_t launch_train_hot(Call const& call, twell_train_hot_tensors const& gi
     twell_problem const& problem = call.problem;
     t::HotParams params = {};
     params.z = static_cast<uint16_t const*>(given.z);
+    params.u = static_cast<uint16_t const*>(given.u);
     params.dh = static_cast<uint16_t const*>(given.dh);
     params.h = static_cast<uint16_t*>(given.h);
     params.dz = static_cast<uint16_t*>(given.dz);
+    params.du = static_cast<uint16_t*>(given.du);
     params.counts = reinterpret_cast<uint32_t*>(given.counts);
     params.neurons = given.neurons;
     params.l1_parts = given.l1_parts;
     params.dl1 = given.dl1;
     params.tokens = problem.tokens;
     params.hot = problem.d_ff;
-    params.stride = problem.variant == TWELL_GATED ? 2 * problem.d_ff : problem.d_ff;
+    params.stride = given.stride;
     params.relu_on_up = problem.activation == TWELL_DRELU;
     params.act = activation_of(problem);
     if (given.dh == nullptr) {
