@@ -3,6 +3,7 @@
     torch.ops.twell.gated_mlp  ->  twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual])
     torch.ops.twell.attention  ->  twell::TwellAttention(q, k, v, [lengths])
     torch.ops.twell.mlp        ->  twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual])
+    torch.ops.twell.all_reduce ->  trt::DistCollective(x), an operator of TensorRT's own
 
 `twellc.plugins.onnx_node` documents inputs and attributes.
 """
@@ -27,10 +28,12 @@ from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import external_data
 from twellc.export.names import name_ends
 from twellc.export.onnx_optimizer import optimize_exactly
+from twellc.export.refused_nodes import COLLECTIVE, TENSORRT_DOMAIN
 from twellc.passes.attention import OPERATOR
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import quiet_torch
 from twellc.passes.report import Attention
+from twellc.plugins.all_reduce_op import ALL_REDUCE
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.block import OPTIONS, Variant, call_of
 from twellc.plugins.library import PLUGIN_NAMESPACE
@@ -80,7 +83,7 @@ def export_onnx(
                 dynamo=True,
                 optimize=False,
                 verbose=False,
-                custom_translation_table={**_BLOCKS, ATTENTION: _attention},
+                custom_translation_table={**_BLOCKS, ATTENTION: _attention, ALL_REDUCE: _all_reduce},
             )
     except torch.onnx.errors.OnnxExporterError as error:
         raise _untranslatable(program, error) from error
@@ -184,13 +187,12 @@ _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _KIND_OF = {str: _KINDS.STRING, float: _KINDS.FLOAT, int: _KINDS.INT}
 
 
-def _schema(op_type: str, attributes: dict[str, type]) -> onnx.defs.OpSchema:
+def _schema(op_type: str, attributes: dict[str, type], domain: str) -> onnx.defs.OpSchema:
     parameter, parameter_option = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.FormalParameterOption
     types = ("float16", "bfloat16", "float", "double")
-    attributes = {**attributes, **dict.fromkeys(IDENTITY, str)}
     return onnx.defs.OpSchema(
         op_type,
-        PLUGIN_NAMESPACE,
+        domain,
         1,
         # Not all of one type: lengths are integers.
         inputs=[parameter("operands", "I", param_option=parameter_option.Variadic, is_homogeneous=False)],
@@ -205,7 +207,8 @@ def _schema(op_type: str, attributes: dict[str, type]) -> onnx.defs.OpSchema:
 
 _TWELL = values.Opset(PLUGIN_NAMESPACE, 1)
 _NODES: dict[str, Callable[..., Any]] = {
-    name: values.Op(_TWELL, name, _schema(name, attributes)) for name, attributes in ATTRIBUTES.items()
+    name: values.Op(_TWELL, name, _schema(name, {**attributes, **dict.fromkeys(IDENTITY, str)}, PLUGIN_NAMESPACE))
+    for name, attributes in ATTRIBUTES.items()
 }
 
 
@@ -235,4 +238,13 @@ def _attention(q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool)
     return _NODES[ATTENTION_NODE](*inputs, **attention_attributes(scale, causal, lengths is not None))
 
 
+def _all_reduce(x: Any, ranks: int) -> Any:
+    # Without groups all ranks take part; the other attributes have no meaning for a sum.
+    return _DIST_COLLECTIVE(x, collective_operation="all_reduce", reduce_op="sum", root=-1, group_size=0, nb_rank=ranks)
+
+
+_COLLECTIVE_ATTRIBUTES = {"collective_operation": str, "reduce_op": str, "root": int, "group_size": int, "nb_rank": int}
+_DIST_COLLECTIVE = values.Op(
+    values.Opset(TENSORRT_DOMAIN, 1), COLLECTIVE, _schema(COLLECTIVE, _COLLECTIVE_ATTRIBUTES, TENSORRT_DOMAIN)
+)
 _BLOCKS: dict[Callable[..., Any], Callable[..., Any]] = {op: _block(variant) for variant, op in OPS.items()}

@@ -15,6 +15,7 @@ from twellc.plugins.block import GATED, BlockOptions, Operands, Variant
 from twellc.plugins.gradients.call import KEPT_DTYPES, Call, Kept, Step
 from twellc.plugins.gradients.hybrid import from_hybrid, to_hybrid
 from twellc.plugins.gradients.ops import TRAIN_FORWARD, train_forward
+from twellc.plugins.meaning import hidden_of
 from twellc.plugins.ops import run_block
 from twellc.plugins.training import TrainingState, train_block
 
@@ -78,12 +79,14 @@ def test_what_is_not_finite_reaches_the_gradients(value: float, hot: int, pairs:
     assert not found["y"][7].isfinite().any() and found["y"][others].isfinite().all()
     assert not found["l1"].isfinite()
     assert found["dx"][others].isfinite().all()
-    expected = case.run("cpu", torch.float64, Step())
+    _, g, _, _ = hidden_of(Operands(**case.tensors), case.options)
+    fires = g[7] != 0
+    assert fires.any() and (value != value or not fires.all())
     for name in ("dw_gate", "dw_up", "dw_down"):
-        # A row of weights in which the token has a part is not finite, others are.
-        rows = expected[name].isfinite().all(1)
-        assert found[name][rows.cuda()].isfinite().all()
-        assert torch.equal(found[name].isnan().any(1).cpu(), expected[name].isnan().any(1))
+        is_finite = found[name].isfinite().all(1).cpu()
+        assert not is_finite[fires].any()
+        # Dense products cannot leave out what does not fire: 0 * inf is NaN.
+        assert is_finite[hot:][~fires[hot:]].all()
 
 
 def test_a_hundred_repeats_give_the_same_bits() -> None:
@@ -105,7 +108,7 @@ def operands_of(case: Problem, dtype: torch.dtype = torch.bfloat16) -> Operands[
 
 
 def test_nothing_waits_and_a_graph_replays() -> None:
-    case = problem(tokens=4096, d_model=256, d_ff=1024, d_out=256, density=0.02)
+    case = problem(tokens=4096, d_model=256, d_ff=1024, d_out=256, density=0.004)
     operands, dy, options = operands_of(case), case.dy.cuda(), BlockOptions(activation="relu")
     state = TrainingState(1024, torch.device("cuda"))
 

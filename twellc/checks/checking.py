@@ -278,11 +278,13 @@ def _samples(
 
 def _open_onnx(path: Path) -> _Candidate:
     model = load_onnx(path)
-    evaluator = OnnxEvaluator(path, model)
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
     try:
-        settings = dict(parse_json(evaluator.metadata[METADATA_KEY])["settings"])
+        settings = dict(parse_json(metadata[METADATA_KEY])["settings"])
     except (KeyError, TypeError, ValueError):
         settings = {}
+    _refuse_ranks(path, settings)
+    evaluator = OnnxEvaluator(path, model)
     executed = "the ONNX graph, in onnx's reference evaluator"
     if runs_kernels():
         executed += f", its plugin nodes by the CUDA kernels on {torch.cuda.get_device_name()}"
@@ -301,6 +303,7 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
             fix="Check the model without them; compare this plan's outputs by hand.",
         )  # fmt: skip
     settings: dict[str, Any] = manifest.settings.to_json()
+    _refuse_ranks(plan, settings)
     _refuse_other_profile(options, settings.get("calibration"))
     profile = {name: vars(shapes) for name, shapes in manifest.profiles[0].items()}
     assert manifest.backend is not None and manifest.plan is not None  # see read_manifest
@@ -340,6 +343,20 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     executed = candidate.executed.replace("the ONNX graph", source, 1)
     note = f"the plan itself was NOT run: {obstacle}"
     return replace(candidate, settings=settings, executed=executed, note=note, profile=profile)
+
+
+def _refuse_ranks(candidate: Path, settings: dict[str, Any]) -> None:
+    """Fail if a candidate is for one of several GPUs, and computes a part of what the model does.
+
+    Raises:
+        UserError: It is.
+    """
+    ranks = settings.get("tensor_parallel")
+    if ranks is not None:
+        raise UserError(
+            str(candidate), f"computes a part of the model, for one of {ranks} GPUs",
+            fix="Check the model compiled without --tensor-parallel; benchmarks/tensor_parallel.py compares the ranks.",
+        )  # fmt: skip
 
 
 def _refuse_other_profile(options: CheckOptions, sha256: str | None) -> None:

@@ -58,6 +58,11 @@ if TYPE_CHECKING:
     help="Who computes attention: tensorrt, or cudnn by a plugin, which takes causal and unmasked attention and leaves "
     "other to TensorRT. auto: cudnn where it is at hand and was measured faster, which is TensorRT on Hopper.",
 )  # fmt: skip
+@click.option(
+    "--tensor-parallel", type=click.IntRange(1), default=1, metavar="N",
+    help="Share the model among N GPUs of one machine: a plan for each of them, with its heads of attention and its "
+    "neurons, FILE.rank0 and so on; FILE is a link to the first. With --calibration all get equally active neurons.",
+)  # fmt: skip
 @click.option("--embed-plugins", is_flag=True, help="Put the plugin library into the plan.")
 @click.option(
     "--plugin-library", "plugin_libraries", multiple=True, type=FilePath(), metavar="FILE",
@@ -91,9 +96,11 @@ def _print_manifest(manifest: Manifest, written: Path) -> None:
     print_attention(manifest.attention)
     dtype = manifest.settings.dtype
     if manifest.plan is not None and manifest.backend is not None:
-        size, backend = manifest.plan.bytes / 1e6, manifest.backend
+        plans = [each.plan for each in manifest.ranks or [] if each.plan is not None] or [manifest.plan]
+        size, backend = sum(plan.bytes for plan in plans) / 1e6, manifest.backend
         result = f"{size:.1f} MB, {backend.name} {backend.version}, {dtype}"
         result += f", {len(manifest.plan.plugin_layers)} plugin layers"
+        result += f", in {len(plans)} plans, one a GPU" if len(plans) > 1 else ""
     else:
         result = f"ONNX, {dtype}; no plan was built"
     open_console().print(f"{written}: {result}", soft_wrap=True)

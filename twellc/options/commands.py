@@ -45,6 +45,7 @@ class CompileOptions(TracingOptions, DecisionOptions):
         attention_forms: The forms that this comes to on the TensorRT at hand, see `passes/attention.py`; empty until
             it has been asked.
         plugin_libraries: TensorRT plugin libraries of other people, for graphs that hold nodes of theirs.
+        tensor_parallel: How many GPUs share the model: each gets a plan of its own.
         decided: What an earlier compilation decided for blocks, by module, to do it again.
     """
 
@@ -63,7 +64,21 @@ class CompileOptions(TracingOptions, DecisionOptions):
     attention: str = "auto"
     attention_forms: tuple[str, ...] = ()
     plugin_libraries: tuple[Path, ...] = ()
+    tensor_parallel: int = 1
     decided: Mapping[str, Mapping[str, Any]] | None = None
+
+    @property
+    def plans(self) -> list[Path]:
+        """Where the plans go: one, or one for each rank, as Triton names them; `output` is a link to the first then."""
+        if self.output is None or self.tensor_parallel == 1:
+            return [] if self.output is None else [self.output]
+        return [self.output.with_name(f"{self.output.name}.rank{rank}") for rank in range(self.tensor_parallel)]
+
+    def graphs(self, onnx: Path) -> list[Path]:
+        """Return where the graphs go: to `onnx`, or beside it, one for each rank."""
+        if self.tensor_parallel == 1:
+            return [onnx]
+        return [onnx.with_name(f"{onnx.stem}.rank{rank}{onnx.suffix}") for rank in range(self.tensor_parallel)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +172,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 
 # Options that count something, and whether None stands for a default.
-_COUNTS = {"batch": False, "sequence": True, "tokens": True, "repeats": False}
+_COUNTS = {"batch": False, "sequence": True, "tokens": True, "repeats": False, "tensor_parallel": False}
 
 
 def refuse_choice(option: str, value: object) -> None:
@@ -167,7 +182,8 @@ def refuse_choice(option: str, value: object) -> None:
         UserError: It has.
     """
     if option in _COUNTS and not (type(value) is int and value >= 1) and not (value is None and _COUNTS[option]):
-        raise UserError(f"--{option}", "is not a count", got=repr(value), expected="an integer from 1 on")
+        name = f"--{option.replace('_', '-')}"
+        raise UserError(name, "is not a count", got=repr(value), expected="an integer from 1 on")
     if option == "seed" and value is not None and not (type(value) is int and 0 <= value <= LARGEST_SEED):
         raise UserError("--seed", "is not a seed", got=repr(value), expected=f"an integer from 0 to {LARGEST_SEED}")
     choices = _CHOICES.get(option)

@@ -64,6 +64,7 @@ class CompileKeywords(TracingKeywords, DecisionKeywords, total=False):
     triton: AnyPath | None
     embed_plugins: bool
     attention: str
+    tensor_parallel: int
     plugin_libraries: Sequence[AnyPath]
 
 
