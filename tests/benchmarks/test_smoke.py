@@ -26,19 +26,8 @@ SCRIPTS = [path.name for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__
 # Of scripts that have several commands, one of them.
 COMMANDS = {"train.py": ("step",)}
 ON_A_GPU = [
-    "block.py",
-    "engine.py",
-    "generate.py",
-    "gpu.py",
-    "in_torch_tensorrt.py",
-    "layers.py",
-    "model.py",
-    "serving.py",
-    "tensor_parallel.py",
-    "trained.py",
-]
     "block.py", "engine.py", "generate.py", "gpu.py", "in_torch_tensorrt.py", "layers.py", "model.py", "serving.py",
-    "train.py", "train_proof.py", "trained.py",
+    "tensor_parallel.py", "train.py", "train_proof.py", "trained.py",
 ]  # fmt: skip
 ON_A_CPU = ["compile.py", "make_llama.py", "when_it_pays.py"]
 
@@ -193,6 +182,19 @@ def test_generate(tmp_path: Path) -> None:
     assert set(found["results"][1]["answers"]) == {"twell eager", "twell compiled"}
     assert all(stats["graph"] for stats in found["results"][1]["answers"].values())
     assert (tmp_path / "r.md").read_text() in page
+
+
+@pytest.mark.gpu
+@pytest.mark.tensorrt
+@pytest.mark.slow
+def test_generate_by_plans(tensorrt: Host, tmp_path: Path) -> None:
+    plans = ("--plans", tmp_path / "plans", "--contestants", "dense eager,plan dense,plan twell")
+    smoke("generate.py", "--json", tmp_path / "r.json", *plans)
+    found = report(tmp_path / "r.json")
+    assert not found["failed"], found["failed"]
+    for each in found["results"]:
+        assert not each["failed"] and set(medians(each)) == {"dense eager", "plan dense", "plan twell"}, each["failed"]
+    assert all(stats["graph"] for stats in found["results"][1]["answers"].values())
 
 
 @pytest.mark.gpu
