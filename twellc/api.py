@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from twellc.firing.profile import FiringProfile
     from twellc.inspection.description import Inspection
     from twellc.passes.pipeline import Rewritten
+    from twellc.training.log import TrainingLog
 
     Model = str | os.PathLike[str] | ExportedProgram | torch.nn.Module
     Data = str | os.PathLike[str] | Mapping[str, torch.Tensor | Array]
@@ -329,6 +330,7 @@ def report(
     profile: FiringProfile | str | os.PathLike[str] | None = None,
     decisions: Manifest | Inspection | str | os.PathLike[str] | None = None,
     bench: BenchResult | str | os.PathLike[str] | None = None,
+    training: TrainingLog | str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> str:
     """Make a page of HTML about a model's sparsity and what became of its blocks, as `twellc report` does.
@@ -338,21 +340,22 @@ def report(
         profile: Which neurons fire.
         decisions: What became of the blocks: what `compile` or `inspect` returns, or a file as `--decisions` takes it.
         bench: What was measured: what `bench` returns, or the file with its JSON.
+        training: How the model was trained: the log that `twellc.training.SparsityCallback` writes.
         overwrite: Whether the page may replace an existing file.
 
     Returns:
         The page.
 
     Raises:
-        UserError: None of the three was given, they are of different models, one cannot be read, or matplotlib is
+        UserError: None of the four was given, they are of different models, one cannot be read, or matplotlib is
             missing; nothing was written.
     """
     from twellc.firing.profile import FiringProfile
     from twellc.reporting.page import make_page
-    from twellc.reporting.sources import decisions_of, gather, read_bench, read_decisions
+    from twellc.reporting.sources import decisions_of, gather, read_bench, read_decisions, read_training
 
     if output is not None:
-        given = [Path(each) for each in (profile, decisions, bench) if isinstance(each, str | os.PathLike)]
+        given = [Path(each) for each in (profile, decisions, bench, training) if isinstance(each, str | os.PathLike)]
         refuse_replacing("--output", Path(output), given)
     if isinstance(profile, str | os.PathLike):
         profile = FiringProfile.read(Path(profile))
@@ -363,8 +366,12 @@ def report(
         decided = decisions_of(decisions.to_json(), "decisions")
     if isinstance(bench, str | os.PathLike):
         bench = read_bench(Path(bench))
+    if isinstance(training, str | os.PathLike):
+        training = read_training(Path(training))
     return make_page(
-        gather(profile, decided, bench), None if output is None else _path("output", output), overwrite=overwrite
+        gather(profile, decided, bench, training),
+        None if output is None else _path("output", output),
+        overwrite=overwrite,
     )
 
 
