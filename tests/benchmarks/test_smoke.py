@@ -26,19 +26,8 @@ SCRIPTS = [path.name for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__
 # Of scripts that have several commands, one of them.
 COMMANDS = {"train.py": ("step",)}
 ON_A_GPU = [
-    "block.py",
-    "engine.py",
-    "generate.py",
-    "gpu.py",
-    "in_torch_tensorrt.py",
-    "layers.py",
-    "model.py",
-    "serving.py",
-    "tensor_parallel.py",
-    "trained.py",
-]
     "block.py", "engine.py", "generate.py", "gpu.py", "in_torch_tensorrt.py", "layers.py", "model.py", "serving.py",
-    "train.py", "train_proof.py", "trained.py",
+    "tensor_parallel.py", "train.py", "train_proof.py", "trained.py",
 ]  # fmt: skip
 ON_A_CPU = ["compile.py", "make_llama.py", "when_it_pays.py"]
 
