@@ -7,9 +7,10 @@ python benchmarks/generate.py --smoke
 The model is that of model.py, 1.5 billion parameters, and every contestant keeps its keys and values in the static
 cache that `twellc generate` has, and attends to it with torch's scaled_dot_product_attention. A step is one new token
 of each sequence in the last place of a full cache, the greedy choice included, as a CUDA graph. Contestants are the
-dense model, eager, compiled, and compiled with gate and up in one product; that with blocks in FP8; and the blocks by
-the `twell` ops, eager and compiled. All take turns, in a new order in each repetition. Before that, the logits of each
-are compared with float64.
+dense model, eager, compiled, and compiled with gate and up in one product; that with blocks in FP8; the blocks by the
+`twell` ops, eager and compiled; and with --plans a dense and a rewritten plan of `twellc compile --kv-cache`, which
+need full TensorRT. All take turns, in a new order in each repetition. Before that, the logits of each are compared with
+float64. Plans that are in the folder already are used again, so that building and timing may be two calls.
 
 By the contestants of twellc a whole answer is decoded, too, which gives tokens a second as a user has them, and the gap
 that the host leaves between two steps.
@@ -23,6 +24,9 @@ import copy
 import functools
 import gc
 import random
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,13 +44,16 @@ import twellc
 from twellc.base.errors import first_line
 from twellc.benchmarking.contest import Contest
 from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, PACKED, Block, Fp8, Packed, takes_fp8
+from twellc.benchmarking.plans import PLAN_DENSE, PLAN_TWELL
 from twellc.generation.backend import Backend
 from twellc.generation.directory import TorchBackend
+from twellc.generation.plan import load_plan
 from twellc.generation.steps import Choice, Decoder
 
 TWELL_EAGER, TWELL_COMPILED = "twell eager", "twell compiled"
 # Where these stand among the contestants, the first one is the yardstick of errors.
-LABELS = (EAGER, COMPILED, PACKED, FP8, TWELL_EAGER, TWELL_COMPILED)
+LABELS = (EAGER, COMPILED, PACKED, FP8, TWELL_EAGER, TWELL_COMPILED, PLAN_DENSE, PLAN_TWELL)
+_PLANS = {PLAN_DENSE: "none", PLAN_TWELL: "all"}  # values of --layers
 _CHECKED_ROWS = 2
 _PROMPT, _ANSWER = 64, 96
 
@@ -113,6 +120,47 @@ def make_contestants(model: Any, cache: int, labels: set[str], prefill: bool) ->
     return {label: functools.partial(backend, made[label], label) for label in chosen}
 
 
+def _open_plan(path: Path) -> Backend:
+    return load_plan(path)[0]
+
+
+def build_plans(
+    model: Any, folder: Path, wanted: dict[str, list[str]], labels: set[str]
+) -> tuple[dict[str, dict[str, Path]], dict[str, str]]:
+    """Build the plans that are not there yet.
+
+    Args:
+        model: The dense model.
+        folder: Where they stand.
+        wanted: Options of `twellc compile`, by the kind of setting that they are for.
+        labels: Contestants that take part.
+
+    Returns:
+        The plans by kind of setting and contestant, and why others could not be built.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    plans: dict[str, dict[str, Path]] = {kind: {} for kind in wanted}
+    failed = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for kind, options in wanted.items():
+            for label in (label for label in _PLANS if label in labels):
+                path = folder / f"{kind}-{label.removeprefix('plan ')}.plan"
+                if not path.exists():
+                    source = Path(scratch) / "model"
+                    if not source.exists():
+                        model.save_pretrained(source)
+                    click.echo(f"building {path.name}", err=True)
+                    # -P keeps unbuilt sources in the working directory off the module path.
+                    command = [sys.executable, "-P", "-m", "twellc", "compile", str(source), "-o", str(path)]
+                    command += ["--backend", "tensorrt", "--layers", _PLANS[label], *options]
+                    done = subprocess.run(command, capture_output=True, text=True, check=False)
+                    if done.returncode:
+                        failed[f"{kind}, {label}"] = f"twellc compile: status {done.returncode}: {done.stderr[-600:]}"
+                        continue
+                plans[kind][label] = path
+    return plans, failed
+
+
 def truth_of(model: Any, ids: Tensor) -> Tensor:
     """Return the logits behind the first rows of `ids` in float64, [rows, vocabulary]."""
     wide = copy.deepcopy(model).double()
@@ -149,12 +197,12 @@ def measure(
             backend.begin(len(ids), ids.shape[1])
             call = functools.partial(_prefill if prefill else _step, backend, ids)
             if not prefill:
-                backend.fill(ids[:, :-1], 0)
+                _fill(backend, ids[:, :-1])
         except Exception as error:  # whatever it is, the others go on
             contest.failed[label] = f"{type(error).__name__}: {first_line(error)}"
             continue
         contest.add(label, call(), backend, lossy=label == FP8)
-        if label in contest and not prefill and label.startswith("twell"):
+        if label in contest and not prefill and "twell" in label:
             answers[label] = functools.partial(whole_answer, backend, ids)
     times = {label: each.to_json() for label, each in contest.time(repeats).items()}
     # Behind the others: it overwrites the caches.
@@ -166,7 +214,13 @@ def measure(
 
 
 def _prefill(backend: Backend, ids: Tensor) -> Callable[[], Tensor]:
-    return lambda: backend.fill(ids, 0)
+    return lambda: _fill(backend, ids)
+
+
+def _fill(backend: Backend, ids: Tensor) -> Tensor:
+    """Put tokens into the cache; return the logits behind the last ones."""
+    starts = range(0, ids.shape[1], backend.chunk)
+    return [backend.fill(ids[:, start : start + backend.chunk], start) for start in starts][-1]
 
 
 def _step(backend: Backend, ids: Tensor) -> Callable[[], Tensor]:
@@ -189,7 +243,7 @@ def page_of(report: dict[str, Any]) -> str:
     rows = [[label, *(_milliseconds(each["times"].get(label)) for each in results.values())] for label in labels]
     blocks = [f"{report['machine']}\n\n{report['parameters'] / 1e9:.2f} billion parameters, {report['arguments']}"]
     blocks.append("Milliseconds, median:\n\n" + table(["", *results], rows))
-    rivals = {"the fastest dense form in bf16": BASELINES, "dense FP8": (FP8,)}
+    rivals = {"the fastest dense form in bf16": BASELINES, "dense FP8": (FP8,), "the dense plan": (PLAN_DENSE,)}
     rows = []
     for ours in (label for label in labels if "twell" in label):
         for name, theirs in rivals.items():
@@ -206,6 +260,7 @@ def page_of(report: dict[str, Any]) -> str:
         blocks.append(f"Answers of {_ANSWER} tokens:\n\n" + table(head, rows))
     failed = {f"{setting}, {label}": why for setting, each in results.items() for label, why in each["failed"].items()}
     blocks += [f"{label} failed: {why}" for label, why in failed.items()]
+    blocks += [f"{label} failed: {why}" for label, why in report.get("failed", {}).items()]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -224,6 +279,7 @@ def _speed_up(times: dict[str, Any], ours: str, theirs: tuple[str, ...]) -> str:
 @click.option("--cache", default=1024, show_default=True, help="Tokens in the key-value cache, the new one included.")
 @click.option("--only", default="", metavar="PART,…", help="Measure these parts alone: prefill, decode-8, …")
 @click.option("--contestants", default=",".join(LABELS), show_default=True, help="Names of those that take part.")
+@click.option("--plans", type=click.Path(file_okay=False, path_type=Path), help="Where plans are, or are built.")
 @click.option("--layers", default=28, show_default=True)
 @click.option("--d-model", default=2048, show_default=True)
 @click.option("--d-ff", default=5632, show_default=True)
@@ -239,6 +295,7 @@ def main(
     cache: int,
     only: str,
     contestants: str,
+    plans: Path | None,
     layers: int,
     d_model: int,
     d_ff: int,
@@ -266,16 +323,29 @@ def main(
     report = session.new_report()
     report["machine"]["transformers"] = transformers.__version__
     report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    labels = set(contestants.split(","))
+    built: dict[str, dict[str, Path]] = {}
+    if plans is not None:
+        sizes = {part.partition("-")[0]: parts[part] for part in sorted(parts, key=lambda part: parts[part][0])}
+        wanted = {
+            kind: ["--kv-cache", str(length), "--batch", str(batch)]
+            + (["--prefill-chunk", str(length)] if kind == "prefill" else [])
+            for kind, (batch, length) in sizes.items()
+            if any(part.startswith(kind) for part in chosen)
+        }
+        built, report["failed"] = build_plans(model, plans, wanted, labels)
     for part in chosen:
         ids = torch.randint(0, model.config.vocab_size, parts[part], device=session.DEVICE)
-        backends = make_contestants(model, parts[part][1], set(contestants.split(",")), part == "prefill")
+        backends = make_contestants(model, parts[part][1], labels, part == "prefill")
+        for label, path in built.get(part.partition("-")[0], {}).items():
+            backends[label] = functools.partial(_open_plan, path)
         report["results"].append(measure(part, model, backends, ids, part == "prefill", repeats))
         del backends
         gc.collect()
         torch.cuda.empty_cache()
         session.write_results(json_path, report, page_of(report))
     click.echo(page_of(report))
-    if any(result["failed"] for result in report["results"]):
+    if report.get("failed") or any(result["failed"] for result in report["results"]):
         raise click.ClickException("some contestants failed, see above")
 
 

@@ -17,13 +17,15 @@ from twellc.plugins.registration import load_cudnn
 _CUDNN_IS_FASTER = {("tensorrt", (9, 0))}
 
 
-def choose_forms(backend: str, attention: str) -> tuple[str, ...]:
+def choose_forms(backend: str, attention: str, cached: bool = False) -> tuple[str, ...]:
     """Return the forms to write attention in, the best first.
 
     Args:
         backend: `auto`, `tensorrt`, `tensorrt-rtx` or `none`, as for `compile`.
         attention: `auto`, `tensorrt` or `cudnn`: who computes attention. `auto` takes cuDNN where it is at hand and was
             measured faster than TensorRT on this architecture.
+        cached: Whether keys and values are in a cache. TensorRT 10 then has nothing for lengths but a mask, so `auto`
+            takes cuDNN wherever it is at hand.
 
     Raises:
         UserError: cuDNN is asked for, and cannot be had.
@@ -32,23 +34,26 @@ def choose_forms(backend: str, attention: str) -> tuple[str, ...]:
     own = OPERATOR if host is not None and takes_operator(host) else MATMUL
     if attention == "tensorrt":
         return (own,)
-    if attention == "auto" and (host, compute_capability()) not in _CUDNN_IS_FASTER:
+    gpu = compute_capability()
+    is_faster = (host, gpu) in _CUDNN_IS_FASTER or (cached and host == "tensorrt" and gpu is not None)
+    if attention == "auto" and not is_faster:
         return (own,)
-    obstacle = "" if host is None else why_no_cudnn()
+    obstacle = "" if host is None else why_no_cudnn(cached)
     if obstacle and attention == "cudnn":
         raise UserError("--attention cudnn", obstacle, fix="Use --attention tensorrt, or install what is missing.")
     return (own,) if obstacle else (CUDNN, own)
 
 
-def why_no_cudnn() -> str:
-    """Say why the attention plugin cannot be used here, or return an empty string."""
+def why_no_cudnn(cached: bool = False) -> str:
+    """Say why the attention plugin cannot be used here, over caches or without, or return an empty string."""
     library = load_attention()
     if library is None:
         return "libtwell_attention.so is not there: this twellc was built without cuDNN's headers"
     if compute_capability() is None:
         return ""  # a plan can be built without a GPU, and runs elsewhere
     load_cudnn()
-    problem = AttentionProblem(batch=1, tokens=64, keys=64, heads=1, kv_heads=1, width=64, dtype=0, causal=1, scale=1.0)
+    problem = AttentionProblem(batch=1, tokens=64, keys=64, heads=1, kv_heads=1, width=64, dtype=0, scale=1.0,
+                               causal=int(not cached), cached=int(cached))  # fmt: skip
     message = ctypes.create_string_buffer(512)
     plan = library.twell_attention_create(ctypes.byref(problem), message, len(message))
     if not plan:

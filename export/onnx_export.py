@@ -1,8 +1,9 @@
 """Write an ExportedProgram with `twell` ops as an ONNX file with nodes of the `twell` domain.
 
     torch.ops.twell.gated_mlp  ->  twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual])
-    torch.ops.twell.attention  ->  twell::TwellAttention(q, k, v, [lengths])
     torch.ops.twell.mlp        ->  twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual])
+    torch.ops.twell.attention  ->  twell::TwellAttention(q, k, v, [lengths])
+    torch.ops.twell.cached_attention, append_caches  ->  twell::TwellCachedAttention, twell::TwellAppendCaches
     torch.ops.twell.all_reduce ->  trt::DistCollective(x), an operator of TensorRT's own
 
 `twellc.plugins.onnx_node` documents inputs and attributes.
@@ -36,9 +37,12 @@ from twellc.passes.report import Attention
 from twellc.plugins.all_reduce_op import ALL_REDUCE
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.block import OPTIONS, Variant, call_of
+from twellc.plugins.cache_op import APPEND, CACHED_ATTENTION
 from twellc.plugins.library import PLUGIN_NAMESPACE
+from twellc.plugins.onnx_node import APPEND as APPEND_NODE
 from twellc.plugins.onnx_node import ATTENTION as ATTENTION_NODE
 from twellc.plugins.onnx_node import ATTRIBUTES, IDENTITY, attention_attributes, node_attributes
+from twellc.plugins.onnx_node import CACHED_ATTENTION as CACHED_ATTENTION_NODE
 from twellc.plugins.ops import OPS
 
 # The first with the operators of our graphs, and the first with Attention.
@@ -83,7 +87,7 @@ def export_onnx(
                 dynamo=True,
                 optimize=False,
                 verbose=False,
-                custom_translation_table={**_BLOCKS, ATTENTION: _attention, ALL_REDUCE: _all_reduce},
+                custom_translation_table=_TRANSLATIONS,
             )
     except torch.onnx.errors.OnnxExporterError as error:
         raise _untranslatable(program, error) from error
@@ -196,7 +200,7 @@ def _schema(op_type: str, attributes: dict[str, type], domain: str) -> onnx.defs
         1,
         # Not all of one type: lengths are integers.
         inputs=[parameter("operands", "I", param_option=parameter_option.Variadic, is_homogeneous=False)],
-        outputs=[parameter("y", "T")],
+        outputs=[parameter("y", "T")] if op_type != APPEND_NODE else [parameter("keys", "T"), parameter("values", "T")],
         type_constraints=[
             ("T", [f"tensor({name})" for name in types], ""),
             ("I", [f"tensor({name})" for name in (*types, "int32")], ""),
@@ -238,6 +242,14 @@ def _attention(q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool)
     return _NODES[ATTENTION_NODE](*inputs, **attention_attributes(scale, causal, lengths is not None))
 
 
+def _cached_attention(q: Any, keys: Any, values: Any, query_counts: Any, key_counts: Any, scale: float) -> Any:
+    return _NODES[CACHED_ATTENTION_NODE](q, keys, values, query_counts, key_counts, scale=scale, **IDENTITY)
+
+
+def _append(keys: Any, values: Any, new_keys: Any, new_values: Any, starts: Any, counts: Any) -> Any:
+    return _NODES[APPEND_NODE](keys, values, new_keys, new_values, starts, counts, **IDENTITY)
+
+
 def _all_reduce(x: Any, ranks: int) -> Any:
     # Without groups all ranks take part; the other attributes have no meaning for a sum.
     return _DIST_COLLECTIVE(x, collective_operation="all_reduce", reduce_op="sum", root=-1, group_size=0, nb_rank=ranks)
@@ -247,4 +259,10 @@ _COLLECTIVE_ATTRIBUTES = {"collective_operation": str, "reduce_op": str, "root":
 _DIST_COLLECTIVE = values.Op(
     values.Opset(TENSORRT_DOMAIN, 1), COLLECTIVE, _schema(COLLECTIVE, _COLLECTIVE_ATTRIBUTES, TENSORRT_DOMAIN)
 )
-_BLOCKS: dict[Callable[..., Any], Callable[..., Any]] = {op: _block(variant) for variant, op in OPS.items()}
+_TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **{op: _block(variant) for variant, op in OPS.items()},
+    ATTENTION: _attention,
+    CACHED_ATTENTION: _cached_attention,
+    APPEND: _append,
+    ALL_REDUCE: _all_reduce,
+}

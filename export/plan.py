@@ -13,7 +13,7 @@ from twellc.export.mapped_file import pages_given_back
 from twellc.export.refused_nodes import RefusedNode, cure, describe, nodes_of
 from twellc.export.shapes import ShapeProfile
 from twellc.export.tensorrt_host import Host, create_network, load_host, make_logger, write_plan
-from twellc.plugins.library import PLUGIN_NAMESPACE
+from twellc.plugins.library import PLUGIN_NAMESPACE, attention_library_path
 from twellc.plugins.other_libraries import OtherLibrary, register_libraries
 from twellc.plugins.registration import register
 
@@ -46,12 +46,15 @@ class Plan:
     libraries: list[OtherLibrary] = field(default_factory=list)
 
 
-def check_builder(backend: str, attention: str, libraries: list[Path], progress: Callable[[str], None]) -> None:
+def check_builder(
+    backend: str, attention: str, cached: bool, libraries: list[Path], progress: Callable[[str], None]
+) -> None:
     """Fail now rather than after a model is translated if no plan can be built.
 
     Args:
         backend: The TensorRT to build with: `tensorrt` or `tensorrt-rtx`.
         attention: `auto`, `tensorrt` or `cudnn`, as for `compile`.
+        cached: Whether the model has a key-value cache.
         libraries: Other people's plugin libraries.
         progress: Receives the name of the step.
 
@@ -62,10 +65,34 @@ def check_builder(backend: str, attention: str, libraries: list[Path], progress:
     host = load_host(backend)
     register(host.module)
     register_libraries(host.module, host.version, libraries)
+    if cached:
+        _refuse_caches(host)
     if attention == "cudnn":
         from twellc.export.attention_forms import choose_forms  # imports torch, which nothing else here needs
 
-        choose_forms(backend, attention)
+        choose_forms(backend, attention, cached)
+
+
+def _refuse_caches(host: Host) -> None:
+    """Fail if plans of models with a key-value cache cannot be built here.
+
+    Raises:
+        UserError: They cannot.
+    """
+    if not hasattr(host.module.PreviewFeature, _ALIASED):
+        raise UserError(
+            "--kv-cache", "this TensorRT cannot write to a cache in place", got=f"{host.name} {host.version}",
+            expected="TensorRT 10.3 or newer, or TensorRT-RTX",
+        )  # fmt: skip
+    if attention_library_path() is None:
+        raise UserError(
+            "--kv-cache", "libtwell_attention.so is not there: this twellc was built without cuDNN's headers",
+            fix="Install twellc with pip again.",
+        )  # fmt: skip
+
+
+# The preview feature with which plugins may write to their inputs.
+_ALIASED = "ALIASED_PLUGIN_IO_10_03"
 
 
 def build_plan(
@@ -76,6 +103,7 @@ def build_plan(
     embedded: list[Path],
     libraries: list[Path],
     needs: str,
+    cached: bool,
     progress: Callable[[str], None],
 ) -> Plan:
     """Build a plan and write it.
@@ -88,6 +116,7 @@ def build_plan(
         embedded: Plugin libraries to put into the plan.
         libraries: Other people's plugin libraries, which nodes of the graph name plugins of.
         needs: What to say in the plan that it needs; empty where it needs nothing.
+        cached: Whether the graph has key-value caches, which it writes to in place.
         progress: Receives the name of each phase of the build.
 
     Raises:
@@ -110,6 +139,8 @@ def build_plan(
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if embedded:
         config.plugins_to_serialize = list(map(str, embedded))
+    if cached:
+        config.set_preview_feature(getattr(trt.PreviewFeature, _ALIASED), True)
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     if any(-1 in tensor.shape for tensor in inputs):
         for ranges in profiles:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -39,10 +40,14 @@ class ModelInputs:
     hints: dict[str, int]
 
 
-def program_inputs(program: ExportedProgram) -> ModelInputs:
+def program_inputs(program: ExportedProgram, names: Mapping[str, str] | None = None) -> ModelInputs:
     """Return the inputs of a program, with the bounds that it was exported with and the sizes that it was traced with.
 
     The size of a symbol that only occurs in expressions of several symbols is that of the first of these.
+
+    Args:
+        program: The program.
+        names: Names of inputs that differ from those of their placeholders, by these.
     """
     hints: dict[str, int] = {}
     for node in user_inputs(program):
@@ -54,7 +59,8 @@ def program_inputs(program: ExportedProgram) -> ModelInputs:
     # Symbols of values, such as of a tensor's item, have ranges without a lower end.
     ranges = {str(symbol): sizes for symbol, sizes in program.range_constraints.items() if str(symbol) in hints}
     bounds = {symbol: (int(sizes.lower), sizes.upper) for symbol, sizes in ranges.items()}
-    return ModelInputs(input_specs(program), bounds, hints)
+    specs = [replace(spec, name=(names or {}).get(spec.name, spec.name)) for spec in input_specs(program)]
+    return ModelInputs(specs, bounds, hints)
 
 
 def input_specs(program: ExportedProgram) -> list[InputSpec]:

@@ -46,16 +46,42 @@ class Execution:
         plan: The plan.
         context: TensorRT's execution context.
         tensors: Its inputs and outputs by name, where the plan reads and writes them.
+        profile: Index of the optimization profile.
     """
 
     plan: OpenPlan
     context: Any
     tensors: dict[str, torch.Tensor]
+    profile: int = 0
 
     @property
     def outputs(self) -> list[torch.Tensor]:
         """The outputs in the engine's order; each call of `enqueue` writes to them."""
         return [self.tensors[name] for name in self.plan.names("OUTPUT")]
+
+    def bind(self, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> None:
+        """Take other tensors, which may have other shapes.
+
+        Args:
+            inputs: Inputs by name; those that are on the GPU are used in place, others are copied there.
+            outputs: Outputs by name that have their memory already; there is new memory for others.
+
+        Raises:
+            UserError: TensorRT refuses the shapes.
+        """
+        plan = self.plan
+        for name in plan.names("INPUT"):
+            self.tensors[name] = inputs[name].cuda().contiguous()
+            _check_shape(plan, name, tuple(self.tensors[name].shape), self.profile)
+            if not self.context.set_input_shape(name, tuple(self.tensors[name].shape)):
+                raise UserError(str(plan.path), f"refuses the shape of {name} ({reasons(plan.messages)})")
+        for name in plan.names("OUTPUT"):
+            dtype = BY_TENSORRT[plan.engine.get_tensor_dtype(name).name].torch
+            shape = tuple(self.context.get_tensor_shape(name))
+            given = outputs.get(name)
+            self.tensors[name] = torch.empty(shape, dtype=dtype, device="cuda") if given is None else given
+        for name, tensor in self.tensors.items():
+            self.context.set_tensor_address(name, tensor.data_ptr())
 
     def enqueue(self) -> None:
         """Enqueue the plan on torch's current stream.
@@ -94,13 +120,19 @@ def open_plan(host: Host, path: Path, built_with: str) -> OpenPlan:
     return OpenPlan(host, path, engine, messages)
 
 
-def prepare(plan: OpenPlan, inputs: dict[str, torch.Tensor], profile: int = 0) -> Execution:
+def prepare(
+    plan: OpenPlan,
+    inputs: dict[str, torch.Tensor],
+    profile: int = 0,
+    outputs: dict[str, torch.Tensor] | None = None,
+) -> Execution:
     """Make an execution context for inputs of given shapes.
 
     Args:
         plan: The plan.
-        inputs: Inputs by name; those that are on the GPU are used in place, others are copied there.
+        inputs: See `Execution.bind`.
         profile: Index of the optimization profile.
+        outputs: See `Execution.bind`.
 
     Raises:
         UserError: TensorRT refuses the shapes.
@@ -110,18 +142,9 @@ def prepare(plan: OpenPlan, inputs: dict[str, torch.Tensor], profile: int = 0) -
         raise UserError(str(plan.path), f"there is no room to run the plan ({reasons(plan.messages)})")
     if profile and not context.set_optimization_profile_async(profile, torch.cuda.current_stream().cuda_stream):
         raise UserError(str(plan.path), f"has no optimization profile {profile} ({reasons(plan.messages)})")
-    tensors: dict[str, torch.Tensor] = {}
-    for name in plan.names("INPUT"):
-        tensors[name] = inputs[name].cuda().contiguous()
-        _check_shape(plan, name, tuple(tensors[name].shape), profile)
-        if not context.set_input_shape(name, tuple(tensors[name].shape)):
-            raise UserError(str(plan.path), f"refuses the shape of {name} ({reasons(plan.messages)})")
-    for name in plan.names("OUTPUT"):
-        dtype = BY_TENSORRT[plan.engine.get_tensor_dtype(name).name].torch
-        tensors[name] = torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype, device="cuda")
-    for name, tensor in tensors.items():
-        context.set_tensor_address(name, tensor.data_ptr())
-    return Execution(plan, context, tensors)
+    execution = Execution(plan, context, {}, profile)
+    execution.bind(inputs, outputs or {})
+    return execution
 
 
 def _check_shape(plan: OpenPlan, name: str, shape: tuple[int, ...], profile: int) -> None:

@@ -7,15 +7,17 @@ Found are torch's scaled_dot_product_attention, and attention that is spelt out:
 
 Keys and values of a group that are repeated for each of its queries' heads are read as they were before. A mask that
 depends on positions alone and keeps all keys, or those up to the query's own place, is no tensor any more
-(`causal_mask.py`). Each block then takes the first of the forms that were asked for and that can express it:
+(`causal_mask.py`). Nor is the mask of a key-value cache, twell.cache_mask, where a form does with its lengths. Each
+block then takes the first of the forms that were asked for and that can express it:
 
-    cudnn      twell.attention(q, k, v, None, scale, causal) over [batch, tokens, heads, width], a plugin over cuDNN
+    cudnn      twell.attention(q, k, v, None, scale, causal) over [batch, tokens, heads, width], a plugin over cuDNN, or
+               twell.cached_attention(q, k, v, queries, keys, scale) over caches [batch, kv_heads, length, width]
     operator   scaled_dot_product_attention, which becomes ONNX's Attention
     matmul     matmul ─ + mask ─ softmax ─ matmul, which TensorRT 10 fuses: with k transposed once, the queries of a
                group as rows of one product, and no guard for rows that are masked whole: their scores are low, not -inf
 
 Queries are scaled before the product, in float32 with one rounding: a scale in bfloat16 would be off by up to 0.25 %.
-Masks are made once for all blocks that share them.
+Masks are made once for all blocks that share them, and that of a cache is written as comparisons of positions.
 
 Left as it is, with a reason: attention with more between its products than a scale and a mask, or other shapes.
 """
@@ -40,6 +42,7 @@ from twellc.passes.match.causal_mask import positions_kept
 from twellc.passes.match.linear import CASTS, same_sizes
 from twellc.passes.report import Attention
 from twellc.plugins.attention_op import ATTENTION
+from twellc.plugins.cache_op import CACHE_MASK, CACHED_ATTENTION
 from twellc.plugins.library import ATTENTION_FORMS, LARGEST_HEAD
 
 aten = torch.ops.aten
@@ -59,7 +62,10 @@ _BETWEEN = frozenset(
 
 @dataclass(frozen=True)
 class _Block:
-    """Attention in the graph: `node` is its result; k and v have the heads that the model gives them, in any dtype."""
+    """Attention in the graph: `node` is its result; k and v have the heads that the model gives them, in any dtype.
+
+    Where the mask is that of a key-value cache, `cached` says so: k and v are the caches.
+    """
 
     node: Node
     q: Node
@@ -68,6 +74,10 @@ class _Block:
     mask: Node | None
     causal: bool
     scale: float
+
+    @property
+    def cached(self) -> bool:
+        return self.mask is not None and self.mask.target is CACHE_MASK
 
 
 @dataclass(frozen=True)
@@ -127,13 +137,17 @@ def rewrite_attention(program: ExportedProgram, forms: tuple[str, ...]) -> tuple
         program.graph.erase_node(node)  # torch takes attention for random, and would keep it
         if form == CUDNN:
             _undo_transpositions(program, result)
-        mask = "causal" if block.causal else "none" if block.mask is None else "tensor"
+        mask = "causal" if block.causal or block.cached else "none" if block.mask is None else "tensor"
         _, heads, _, width = block.q.meta["val"].shape
         record = Attention(_module(node), int(heads), int(block.k.meta["val"].shape[1]), int(width), mask, form,
                            "; ".join(filter(None, refusals)))  # fmt: skip
         found.append(record)
     if any(block.form != AS_WRITTEN for block in found):
         _copy_where_needed(program.graph)
+    for node in program.graph.find_nodes(op="call_function", target=CACHE_MASK):
+        if node.users:
+            with program.graph.inserting_before(node):
+                replace_node(program, node, writer.cache_mask(node))
     return finish(program), found
 
 
@@ -330,7 +344,7 @@ def _ungrouped(node: Node) -> Node:
 def _refuse_cudnn(block: _Block) -> str:
     """Say why the plugin over cuDNN cannot compute a block, or return an empty string."""
     q, k, v = (each.meta["val"] for each in (block.q, block.k, block.v))
-    if block.mask is not None:
+    if block.mask is not None and not block.cached:
         return "cuDNN's form takes no mask that the model computes"
     if q.dtype not in _LOW_PRECISION:
         return f"cuDNN's form takes bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
@@ -356,6 +370,7 @@ class _Writer:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._masks: dict[object, Node] = {}
+        self._pairs: dict[object, tuple[Node, Node]] = {}
 
     def write(self, block: _Block, form: str) -> Node:
         """Write a block and return its result."""
@@ -374,6 +389,36 @@ class _Writer:
         with query.meta["val"].fake_mode, enable_python_dispatcher():
             node.args = (self._scaled(query, _scale(node)), *node.args[1:])
         node.kwargs = {**node.kwargs, "scale": 1.0}
+
+    def cache_mask(self, node: Node) -> Node:
+        """Write a mask of a key-value cache as comparisons of positions."""
+        starts, counts, tokens, length = node.args
+        self._meta = node.meta
+        device = node.meta["val"].device
+        with node.meta["val"].fake_mode, enable_python_dispatcher():
+            last = self._call(aten.sub.Tensor, self._at_least_one(_as_node(counts)), 1)
+            step = self._call(aten.arange.default, tokens, dtype=torch.int32, device=device)
+            step = self._call(aten.minimum.default, step, self._call(aten.unsqueeze.default, last, 1))
+            places = self._call(aten.add.Tensor, self._call(aten.unsqueeze.default, starts, 1), step)
+            places = self._call(aten.unsqueeze.default, self._call(aten.unsqueeze.default, places, 1), 3)
+            keys = self._call(aten.arange.default, length, dtype=torch.int32, device=device)
+            return self._call(aten.le.Tensor, keys, places)
+
+    def _at_least_one(self, counts: Node) -> Node:
+        one = self._call(aten.full.default, [], 1, dtype=torch.int32, device=counts.meta["val"].device)
+        return self._call(aten.maximum.default, counts, one)
+
+    def _counts(self, mask: Node) -> tuple[Node, Node]:
+        """Return how many queries and keys each sequence has, for twell.cached_attention; once for all blocks."""
+        key = ("counts", mask)
+        if key not in self._pairs:
+            starts, counts, _, length = mask.args
+            starts, counts = _as_node(starts), _as_node(counts)
+            known = self._at_least_one(self._call(aten.add.Tensor, starts, counts))
+            most = self._call(aten.full.default, [], length, dtype=torch.int32, device=starts.meta["val"].device)
+            known = self._call(aten.minimum.default, known, most)
+            self._pairs[key] = self._at_least_one(counts), known
+        return self._pairs[key]
 
     def _call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         node: Node = self._graph.call_function(op, args, kwargs)
@@ -404,6 +449,10 @@ class _Writer:
         return self._call(aten._to_copy.default, self._call(aten.mul.Tensor, wide, scale), dtype=dtype)
 
     def _cudnn(self, block: _Block) -> Node:
+        if block.mask is not None:
+            counts = self._counts(block.mask)
+            y = self._call(CACHED_ATTENTION, self._tokens_first(block.q), block.k, block.v, *counts, block.scale)
+            return self._call(aten.transpose.int, y, 1, 2)
         q, k, v = (self._tokens_first(each) for each in (block.q, block.k, block.v))
         y = self._call(ATTENTION, q, k, v, None, block.scale, block.causal)
         return self._call(aten.transpose.int, y, 1, 2)

@@ -22,8 +22,9 @@ PLUGIN_NAMESPACE = "twell"
 # In what TensorRT prints where it does not find the plugins, only this names twellc.
 PLUGIN_VERSION = "twellc-3"
 PLUGIN_NAMES = ("TwellGatedMlp", "TwellMlp")
-# In a library of its own, which is not everywhere.
-ATTENTION_NAME = "TwellAttention"
+# In a library of their own, which is not everywhere.
+ATTENTION_NAMES = ("TwellAttention", "TwellCachedAttention", "TwellAppendCaches")
+ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME = ATTENTION_NAMES
 
 DTYPES = CODES
 VARIANTS = {"gated": 0, "plain": 1}
@@ -222,13 +223,31 @@ class AttentionProblem(ctypes.Structure):
         ("causal", ctypes.c_int32),
         ("lengths", ctypes.c_int32),
         ("scale", ctypes.c_float),
+        ("cached", ctypes.c_int32),
     )
 
 
 class AttentionTensors(ctypes.Structure):
     """Mirror of `twell_attention_tensors`."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("q", "k", "v", "lengths", "y"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("q", "k", "v", "lengths", "y", "query_lengths"))
+
+
+class AppendProblem(ctypes.Structure):
+    """Mirror of `twell_append_problem`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batch", "tokens", "length")),
+        *((name, ctypes.c_int32) for name in ("kv_heads", "key_bytes", "value_bytes")),
+    )
+
+
+class AppendTensors(ctypes.Structure):
+    """Mirror of `twell_append_tensors`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("keys", "values", "new_keys", "new_values", "starts", "counts")
+    )
 
 
 def library_path() -> Path:
@@ -361,6 +380,7 @@ def load_attention() -> ctypes.CDLL | None:
         return None
     library = _open(path, "twell_attention_version")
     problem, tensors, pointer = ctypes.POINTER(AttentionProblem), ctypes.POINTER(AttentionTensors), ctypes.c_void_p
+    append, appended = ctypes.POINTER(AppendProblem), ctypes.POINTER(AppendTensors)
     message = [ctypes.c_char_p, ctypes.c_size_t]
     for name, restype, argtypes in (
         ("twell_attention_validate", ctypes.c_char_p, [problem]),
@@ -368,6 +388,7 @@ def load_attention() -> ctypes.CDLL | None:
         ("twell_attention_destroy", None, [pointer]),
         ("twell_attention_workspace_bytes", ctypes.c_size_t, [pointer]),
         ("twell_attention_run", ctypes.c_int32, [pointer, tensors, pointer, pointer, *message]),
+        ("twell_append_caches", ctypes.c_int, [append, appended, pointer]),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = restype, argtypes

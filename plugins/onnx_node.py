@@ -3,11 +3,14 @@
     twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual])
     twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual])
     twell::TwellAttention(q, k, v, [lengths])
+    twell::TwellCachedAttention(q, keys, values, query_counts, key_counts)
+    twell::TwellAppendCaches(keys, values, new_keys, new_values, starts, counts)  -> keys, values
 
 What is in brackets is left out of the inputs where it is absent; the attributes `gate_bias`, `up_bias`, `down_bias`,
 `residual` and `lengths` say what is there. The other attributes of a block are its options, see `block.py`. The lengths
 must be 1 to the number of keys: a graph that cannot promise that clamps them before, since the plugin has no kernel of
-its own to do it.
+its own to do it. Nodes over caches mean what the ops of the same names in `cache_op.py` do; the caches that
+TwellAppendCaches gives back are the memory of those that it takes.
 
 TensorRT's parser finds the plugin by the node's type and its attributes `plugin_version` and `plugin_namespace`.
 """
@@ -18,10 +21,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from twellc.plugins.block import BY_NODE, OPTIONS, BlockOptions, Operands
-from twellc.plugins.library import ATTENTION_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from twellc.plugins.library import (
+    APPEND_NAME,
+    ATTENTION_NAME,
+    CACHED_ATTENTION_NAME,
+    PLUGIN_NAMESPACE,
+    PLUGIN_VERSION,
+)
 
 T = TypeVar("T")
-ATTENTION = ATTENTION_NAME
+ATTENTION, CACHED_ATTENTION, APPEND = ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME
 IDENTITY = {"plugin_version": PLUGIN_VERSION, "plugin_namespace": PLUGIN_NAMESPACE}
 # Attributes and their types: of the node of each block, and of attention.
 ATTRIBUTES: dict[str, dict[str, type]] = {
@@ -33,6 +42,8 @@ ATTRIBUTES: dict[str, dict[str, type]] = {
         for name, variant in BY_NODE.items()
     },
     ATTENTION: {"scale": float, "causal": int, "lengths": int},
+    CACHED_ATTENTION: {"scale": float},
+    APPEND: {},
 }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from twellc.base.errors import UserError
 from twellc.plugins.library import (
-    ATTENTION_NAME,
+    ATTENTION_NAMES,
     PLUGIN_NAMES,
     PLUGIN_NAMESPACE,
     PLUGIN_VERSION,
@@ -102,7 +102,7 @@ def how_to_register(plan: str, module: str, names: list[str], others: list[str])
         others: File names of other people's plugin libraries that it needs.
     """
     own = ["libtwell_plugins.so"] if names else []
-    ours = [*own, *(["libtwell_attention.so"] if ATTENTION_NAME in names else [])]
+    ours = [*own, *(["libtwell_attention.so"] if {*ATTENTION_NAMES} & {*names} else [])]
     libraries = [*ours, *others]
     # Those of twellc register themselves.
     opened = [", ".join(f'dlopen("{each}", RTLD_NOW)' for each in ours) + ", once TensorRT is loaded"] if ours else []
@@ -148,7 +148,7 @@ def _register_in(module: ModuleType) -> Registration:
     attention = attention_library_path()
     if attention is not None:
         load_cudnn()
-        is_new |= _add_library(registry, host, attention, (ATTENTION_NAME,))
+        is_new |= _add_library(registry, host, attention, ATTENTION_NAMES)
         load_attention()
     if module.__name__.startswith("tensorrt_rtx"):
         _load_rtx_shim()

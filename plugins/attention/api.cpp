@@ -62,6 +62,15 @@ TWELL_API char const* twell_attention_validate(twell_attention_problem const* pr
     if (!is_flag(p.causal) || !is_flag(p.lengths)) {
         return "causal and lengths must be 0 or 1";
     }
+    if (!is_flag(p.cached)) {
+        return "cached must be 0 or 1";
+    }
+    if (p.cached == 1 && (p.causal == 1 || p.lengths == 1)) {
+        return "causal and lengths must be 0 where keys and values are cached";
+    }
+    if (p.cached == 1 && p.tokens > p.keys) {
+        return "there must not be more tokens than keys where these are cached";
+    }
     if (p.causal == 1 && p.tokens != p.keys) {
         return "tokens and keys must be equal where attention is causal";
     }

@@ -136,6 +136,12 @@ fe::graph::Tensor_attributes strided(char const* name, Uid uid, int64_t batch, i
         .set_stride({rows * heads * width, width, heads * width, 1});
 }
 
+// [batch, heads, rows, width] in memory: a cache.
+fe::graph::Tensor_attributes cached(char const* name, Uid uid, int64_t batch, int64_t heads, int64_t rows,
+                                    int64_t width) {
+    return strided(name, uid, batch, heads, rows, width).set_stride({heads * rows * width, rows * width, width, 1});
+}
+
 fe::graph::Tensor_attributes per_sequence(char const* name, Uid uid, int64_t batch) {
     return fe::graph::Tensor_attributes()
         .set_name(name)
@@ -151,7 +157,8 @@ bool does_nothing(twell_attention_problem const& problem) { return problem.batch
 
 bool ProblemOrder::operator()(twell_attention_problem const& a, twell_attention_problem const& b) const {
     auto const key = [](twell_attention_problem const& p) {
-        return std::tie(p.batch, p.tokens, p.keys, p.heads, p.kv_heads, p.width, p.dtype, p.causal, p.lengths, p.scale);
+        return std::tie(p.batch, p.tokens, p.keys, p.heads, p.kv_heads, p.width, p.dtype, p.causal, p.lengths, p.scale,
+                        p.cached);
     };
     return key(a) < key(b);
 }
@@ -181,7 +188,7 @@ class Attention::Handle {
 
 class Attention::Plan {
   public:
-    Plan(Handle const& handle, twell_attention_problem const& problem) {
+    Plan(Handle const& handle, twell_attention_problem const& problem) : cached_(problem.cached == 1) {
         if (problem.lengths == 1) {
             query_lengths_ = std::make_unique<Constant>(problem.batch, static_cast<int32_t>(problem.tokens));
         }
@@ -194,6 +201,10 @@ class Attention::Plan {
             } catch (Refusal const&) {
                 throw refusal;
             }
+        }
+        if (cached_ && problem.tokens > 1) {
+            // cuDNN need not write what is behind a sequence's last query.
+            padded_bytes_ = static_cast<size_t>(2 * problem.batch * problem.tokens * problem.heads * problem.width);
         }
         int64_t bytes = 0;
         check(graph_->get_workspace_size(bytes), "does not say what workspace it needs");
@@ -215,6 +226,13 @@ class Attention::Plan {
             pointers[kQueryLengths] = query_lengths_->data();
             pointers[kKeyLengths] = const_cast<int32_t*>(tensors.lengths);
         }
+        if (cached_) {
+            pointers[kQueryLengths] = const_cast<int32_t*>(tensors.query_lengths);
+            pointers[kKeyLengths] = const_cast<int32_t*>(tensors.lengths);
+            if (padded_bytes_ > 0) {
+                check(cudaMemsetAsync(tensors.y, 0, padded_bytes_, stream), "cannot clear what is behind queries");
+            }
+        }
         check(graph_->execute(handle.get(), pointers, workspace), "failed");
     }
 
@@ -230,8 +248,9 @@ class Attention::Plan {
             // would need a libcudart.so.
             .set_cuda_graph_retention(fe::CudaGraphRetention_t::NONE);
         auto const q = graph_->tensor(strided("q", kQ, p.batch, p.heads, p.tokens, p.width));
-        auto const k = graph_->tensor(strided("k", kK, p.batch, p.kv_heads, p.keys, p.width));
-        auto const v = graph_->tensor(strided("v", kV, p.batch, p.kv_heads, p.keys, p.width));
+        auto const keyed = p.cached == 1 ? cached : strided;
+        auto const k = graph_->tensor(keyed("k", kK, p.batch, p.kv_heads, p.keys, p.width));
+        auto const v = graph_->tensor(keyed("v", kV, p.batch, p.kv_heads, p.keys, p.width));
         auto options = fe::graph::SDPA_attributes();
         options.set_name("attention").set_generate_stats(false).set_attn_scale(p.scale);
         options.set_implementation(implementation);
@@ -239,8 +258,11 @@ class Attention::Plan {
         if (p.causal == 1 && p.tokens > 1) {
             options.set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT).set_diagonal_band_right_bound(0);
         }
-        if (p.lengths == 1) {
-            // Padding is of the keys alone: every query has a result.
+        if (p.cached == 1 && p.tokens > 1) {
+            options.set_diagonal_alignment(fe::DiagonalAlignment_t::BOTTOM_RIGHT).set_diagonal_band_right_bound(0);
+        }
+        if (p.lengths == 1 || p.cached == 1) {
+            // Without a cache padding is of the keys alone: every query has a result.
             options.set_padding_mask(true)
                 .set_seq_len_q(graph_->tensor(per_sequence("query_lengths", kQueryLengths, p.batch)))
                 .set_seq_len_kv(graph_->tensor(per_sequence("lengths", kKeyLengths, p.batch)));
@@ -262,6 +284,8 @@ class Attention::Plan {
     std::unique_ptr<fe::graph::Graph> graph_;
     std::unique_ptr<Constant> query_lengths_;
     size_t workspace_bytes_ = 0;
+    bool cached_;
+    size_t padded_bytes_ = 0;  // of a result that may have padding
 };
 
 // ---- attention ----

@@ -26,7 +26,8 @@ using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 using nvinfer1::TensorRTPhase;
 
-constexpr char const* kSlotNames[kAttentionSlots] = {"q", "k", "v", "lengths"};
+constexpr char const* kSlotNames[kAttentionSlots] = {"q", "k", "v", "lengths", "key_counts"};
+constexpr char const* kCachedSlotNames[kAttentionSlots] = {"q", "keys", "values", "query_counts", "key_counts"};
 
 constexpr char const* kScale = "scale";
 constexpr char const* kCausal = "causal";
@@ -41,15 +42,19 @@ constexpr char const* kWorkspace = "workspace_mib";
 // memory that all layers of a context share.
 constexpr int32_t kLeastWorkspaceMib = 32;
 
-std::vector<PluginField> field_names() {
+std::vector<PluginField> field_names(bool cached) {
+    if (cached) {
+        return {{kScale, nullptr, PluginFieldType::kFLOAT32, 1}};
+    }
     return {{kScale, nullptr, PluginFieldType::kFLOAT32, 1},
             {kCausal, nullptr, PluginFieldType::kINT32, 1},
             {kLengths, nullptr, PluginFieldType::kINT32, 1}};
 }
 
-AttentionOptions read_fields(PluginFieldCollection const* collection, TensorRTPhase phase) {
+AttentionOptions read_fields(PluginFieldCollection const* collection, TensorRTPhase phase, bool cached) {
     FieldReader fields(collection);
     AttentionOptions options;
+    options.cached = cached;
     if (phase == TensorRTPhase::kRUNTIME) {
         fields.integer(kSchema, {kSchemaVersion});
         options.workspace_mib = fields.integer(kWorkspace, 0, std::numeric_limits<int32_t>::max());
@@ -58,9 +63,11 @@ AttentionOptions read_fields(PluginFieldCollection const* collection, TensorRTPh
     if (!std::isfinite(options.scale)) {
         refuse(kScale, std::isnan(options.scale) ? "nan" : "infinity", "finite");
     }
-    options.causal = fields.integer(kCausal, {0, 1}) == 1;
-    options.lengths = fields.integer(kLengths, {0, 1}) == 1;
-    fields.reject_rest(field_names());
+    if (!cached) {
+        options.causal = fields.integer(kCausal, {0, 1}) == 1;
+        options.lengths = fields.integer(kLengths, {0, 1}) == 1;
+    }
+    fields.reject_rest(field_names(cached));
     return options;
 }
 
@@ -92,7 +99,7 @@ int32_t workspace_mib(twell_attention_problem const& largest) {
 
 bool fits(int64_t extent, int64_t expected) { return extent == kAny || expected == kAny || extent == expected; }
 
-void check_shape(AttentionSlot slot, Dims const& dims, std::vector<int64_t> const& expected, char const* meaning) {
+void check_shape(char const* slot, Dims const& dims, std::vector<int64_t> const& expected, char const* meaning) {
     bool good = dims.nbDims == static_cast<int32_t>(expected.size());
     for (int32_t i = 0; good && i < dims.nbDims; ++i) {
         good = fits(dims.d[i], expected[i]);
@@ -101,8 +108,8 @@ void check_shape(AttentionSlot slot, Dims const& dims, std::vector<int64_t> cons
         Dims wanted{};
         wanted.nbDims = static_cast<int32_t>(expected.size());
         std::copy(expected.begin(), expected.end(), wanted.d);
-        throw Refusal("input " + std::string(kSlotNames[slot]) + " has shape " + text_of(dims) + "; expected " +
-                      meaning + " = " + text_of(wanted));
+        throw Refusal("input " + std::string(slot) + " has shape " + text_of(dims) + "; expected " + meaning + " = " +
+                      text_of(wanted));
     }
 }
 
@@ -113,7 +120,7 @@ int64_t known(int64_t first, int64_t second) { return first == kAny ? second : f
 // ---- constructor ----
 
 AttentionPlugin::AttentionPlugin(std::string layer, AttentionOptions const& options)
-    : PluginBase(kAttentionName, std::move(layer)), options_(options) {}
+    : PluginBase(options.cached ? kCachedAttentionName : kAttentionName, std::move(layer)), options_(options) {}
 
 AttentionPlugin::AttentionPlugin(AttentionPlugin const& other) : AttentionPlugin(other.layer(), other.options_) {}
 
@@ -121,20 +128,31 @@ AttentionPlugin::AttentionPlugin(AttentionPlugin const& other) : AttentionPlugin
 
 void AttentionPlugin::check_input_count(int64_t count) const {
     if (count != input_count()) {
-        throw Refusal("got " + std::to_string(count) + " inputs; expected " + std::to_string(input_count()) +
-                      (options_.lengths ? ": q, k, v, lengths" : ": q, k, v"));
+        std::string names;
+        for (int32_t slot = 0; slot < input_count(); ++slot) {
+            names += (slot == 0 ? "" : ", ") + std::string(slot_name(slot));
+        }
+        throw Refusal("got " + std::to_string(count) + " inputs; expected " + std::to_string(input_count()) + ": " +
+                      names);
     }
+}
+
+char const* AttentionPlugin::slot_name(int32_t slot) const {
+    return (options_.cached ? kCachedSlotNames : kSlotNames)[slot];
 }
 
 void AttentionPlugin::check_types(DataType const* types) const {
     for (int32_t slot = kSlotQ; slot <= kSlotV; ++slot) {
         if (!is_supported(types[slot]) || types[slot] != types[kSlotQ]) {
-            throw Refusal("input " + std::string(kSlotNames[slot]) + " is " + text_of(types[slot]) +
-                          "; q, k and v must all be bf16, or all fp16 (q is " + text_of(types[kSlotQ]) + ")");
+            throw Refusal("input " + std::string(slot_name(slot)) + " is " + text_of(types[slot]) + "; q, " +
+                          slot_name(kSlotK) + " and " + slot_name(kSlotV) + " must all be bf16, or all fp16 (q is " +
+                          text_of(types[kSlotQ]) + ")");
         }
     }
-    if (options_.lengths && types[kSlotLengths] != DataType::kINT32) {
-        throw Refusal("input lengths is " + std::string(text_of(types[kSlotLengths])) + "; expected int32");
+    for (int32_t slot = kSlotLengths; slot < input_count(); ++slot) {
+        if (types[slot] != DataType::kINT32) {
+            throw Refusal("input " + std::string(slot_name(slot)) + " is " + text_of(types[slot]) + "; expected int32");
+        }
     }
 }
 
@@ -143,13 +161,14 @@ void AttentionPlugin::check_types(DataType const* types) const {
 twell_attention_problem AttentionPlugin::problem_of(Shapes const& inputs, DataType type) const {
     Dims const& q = inputs[kSlotQ];
     Dims const& k = inputs[kSlotK];
-    check_shape(kSlotQ, q, {kAny, kAny, kAny, kAny}, "[batch, tokens, heads, width]");
-    check_shape(kSlotK, k, {q.d[0], options_.causal ? q.d[1] : kAny, kAny, q.d[3]}, "[batch, keys, kv_heads, width]");
+    char const* const keyed = options_.cached ? "[batch, kv_heads, length, width]" : "[batch, keys, kv_heads, width]";
+    check_shape(slot_name(kSlotQ), q, {kAny, kAny, kAny, kAny}, "[batch, tokens, heads, width]");
+    check_shape(slot_name(kSlotK), k, {q.d[0], options_.causal ? q.d[1] : kAny, kAny, q.d[3]}, keyed);
     int64_t const batch = known(q.d[0], k.d[0]);
     int64_t const width = known(q.d[3], k.d[3]);
-    check_shape(kSlotV, inputs[kSlotV], {batch, k.d[1], k.d[2], width}, "[batch, keys, kv_heads, width]");
-    if (options_.lengths) {
-        check_shape(kSlotLengths, inputs[kSlotLengths], {known(batch, inputs[kSlotV].d[0])}, "[batch]");
+    check_shape(slot_name(kSlotV), inputs[kSlotV], {batch, k.d[1], k.d[2], width}, keyed);
+    for (int32_t slot = kSlotLengths; slot < input_count(); ++slot) {
+        check_shape(slot_name(slot), inputs[slot], {known(batch, inputs[kSlotV].d[0])}, "[batch]");
     }
 
     // What 32 bits do not hold is beyond every limit. Placeholders for what is not known are good values.
@@ -159,14 +178,15 @@ twell_attention_problem AttentionPlugin::problem_of(Shapes const& inputs, DataTy
     twell_attention_problem problem{};
     problem.batch = known(batch, 1);
     problem.tokens = known(q.d[1], options_.causal ? known(k.d[1], 1) : 1);
-    problem.keys = known(k.d[1], options_.causal ? problem.tokens : 1);
-    problem.kv_heads = narrow(k.d[2], 1);
+    problem.keys = known(k.d[key_axis()], options_.causal || options_.cached ? problem.tokens : 1);
+    problem.kv_heads = narrow(k.d[head_axis()], 1);
     problem.heads = narrow(q.d[2], problem.kv_heads);
     problem.width = narrow(width, 8);
     problem.dtype = type == DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
     problem.causal = options_.causal ? 1 : 0;
     problem.lengths = options_.lengths ? 1 : 0;
     problem.scale = options_.scale;
+    problem.cached = options_.cached ? 1 : 0;
     if (char const* const complaint = twell_attention_validate(&problem); complaint != nullptr) {
         throw Refusal(std::string(complaint) + " (q " + text_of(q) + ", k " + text_of(k) + ")");
     }
@@ -206,7 +226,7 @@ bool AttentionPlugin::supportsFormatCombination(int32_t pos, DynamicPluginTensor
     if (desc.format != TensorFormat::kLINEAR) {
         return false;
     }
-    if (options_.lengths && pos == kSlotLengths) {
+    if (pos >= kSlotLengths && pos < input_count) {
         return desc.type == DataType::kINT32;
     }
     return is_supported(desc.type) && desc.type == in_out[kSlotQ].desc.type;
@@ -234,9 +254,9 @@ twell_attention_problem AttentionPlugin::largest_problem(DynamicPluginTensorDesc
     };
     problem.batch = least({kSlotQ, kSlotK, kSlotV}, 0);
     problem.tokens = least(options_.causal ? std::vector{kSlotQ, kSlotK, kSlotV} : std::vector{kSlotQ}, 1);
-    problem.keys = options_.causal ? problem.tokens : least({kSlotK, kSlotV}, 1);
+    problem.keys = options_.causal ? problem.tokens : least({kSlotK, kSlotV}, key_axis());
     problem.heads = static_cast<int32_t>(least({kSlotQ}, 2));
-    problem.kv_heads = static_cast<int32_t>(least({kSlotK, kSlotV}, 2));
+    problem.kv_heads = static_cast<int32_t>(least({kSlotK, kSlotV}, head_axis()));
     problem.width = static_cast<int32_t>(least({kSlotQ, kSlotK, kSlotV}, 3));
     if (char const* const complaint = twell_attention_validate(&problem); complaint != nullptr) {
         throw Refusal(std::string(complaint) + " (q up to " + text_of(inputs[kSlotQ].max) + ", k up to " +
@@ -310,7 +330,12 @@ int32_t AttentionPlugin::enqueue(PluginTensorDesc const* input_desc, PluginTenso
         tensors.q = inputs[kSlotQ];
         tensors.k = inputs[kSlotK];
         tensors.v = inputs[kSlotV];
-        tensors.lengths = options_.lengths ? static_cast<int32_t const*>(inputs[kSlotLengths]) : nullptr;
+        if (options_.cached) {
+            tensors.query_lengths = static_cast<int32_t const*>(inputs[kSlotQueryCounts]);
+            tensors.lengths = static_cast<int32_t const*>(inputs[kSlotKeyCounts]);
+        } else if (options_.lengths) {
+            tensors.lengths = static_cast<int32_t const*>(inputs[kSlotLengths]);
+        }
         tensors.y = outputs[0];
         attention_->run(runtime_problem(input_desc), tensors, workspace, stream);
         return 0;
@@ -324,9 +349,11 @@ SerializedAttention::SerializedAttention(AttentionOptions const& options)
       scale_(options.scale),
       fields_{{kSchema, &integers_[0], PluginFieldType::kINT32, 1},
               {kWorkspace, &integers_[1], PluginFieldType::kINT32, 1},
-              {kScale, &scale_, PluginFieldType::kFLOAT32, 1},
-              {kCausal, &integers_[2], PluginFieldType::kINT32, 1},
-              {kLengths, &integers_[3], PluginFieldType::kINT32, 1}} {
+              {kScale, &scale_, PluginFieldType::kFLOAT32, 1}} {
+    if (!options.cached) {
+        fields_.push_back({kCausal, &integers_[2], PluginFieldType::kINT32, 1});
+        fields_.push_back({kLengths, &integers_[3], PluginFieldType::kINT32, 1});
+    }
     collection_.nbFields = static_cast<int32_t>(fields_.size());
     collection_.fields = fields_.data();
 }
@@ -340,14 +367,16 @@ PluginFieldCollection const* AttentionPlugin::getFieldsToSerialize() noexcept {
 
 // ---- creator ----
 
-AttentionCreator::AttentionCreator() : CreatorBase(kAttentionName, field_names()) {}
+AttentionCreator::AttentionCreator(char const* name)
+    : CreatorBase(name, field_names(std::string(name) == kCachedAttentionName)) {}
 
 nvinfer1::IPluginV3* AttentionCreator::createPlugin(char const* name, PluginFieldCollection const* fields,
                                                     TensorRTPhase phase) noexcept {
     char const* const layer = name == nullptr ? "" : name;
-    return guarded<nvinfer1::IPluginV3*>(kAttentionName, layer, nullptr, [&] {
+    bool const cached = std::string(getPluginName()) == kCachedAttentionName;
+    return guarded<nvinfer1::IPluginV3*>(getPluginName(), layer, nullptr, [&] {
         AttentionOptions const options = read_with_advice(phase, "libtwell_attention.so", twell_attention_version(),
-                                                          [&] { return read_fields(fields, phase); });
+                                                          [&] { return read_fields(fields, phase, cached); });
         return new AttentionPlugin(layer, options);
     });
 }

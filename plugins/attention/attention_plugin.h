@@ -1,4 +1,5 @@
-// Attention as a TensorRT layer: TwellAttention. See README.md beside this file for inputs, fields and limits.
+// Attention as TensorRT layers: TwellAttention and TwellCachedAttention. See README.md beside this file for inputs,
+// fields and limits.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -19,10 +20,13 @@ namespace twell {
 // ---- names ----
 
 constexpr char const* kAttentionName = "TwellAttention";
+constexpr char const* kCachedAttentionName = "TwellCachedAttention";
 
 // ---- tensor slots ----
 
-enum AttentionSlot : int32_t { kSlotQ, kSlotK, kSlotV, kSlotLengths, kAttentionSlots };
+// Behind v TwellAttention may have lengths, and TwellCachedAttention has how many queries and keys each sequence has.
+enum AttentionSlot : int32_t { kSlotQ, kSlotK, kSlotV, kSlotLengths, kSlotKeyCounts, kAttentionSlots };
+constexpr AttentionSlot kSlotQueryCounts = kSlotLengths;
 
 // ---- fields ----
 
@@ -30,6 +34,7 @@ struct AttentionOptions {
     float scale = 1.0F;
     bool causal = false;
     bool lengths = false;  // whether that input is there
+    bool cached = false;   // whether k and v are caches: the name of the plugin says so
     // What a plan's builder was asked for, in MiB. No field of a node.
     int32_t workspace_mib = 0;
 };
@@ -85,7 +90,13 @@ class AttentionPlugin final : public PluginBase<AttentionPlugin> {
   private:
     using Shapes = std::array<nvinfer1::Dims, kAttentionSlots>;
 
-    int32_t input_count() const { return options_.lengths ? kAttentionSlots : kSlotLengths; }
+    int32_t input_count() const {
+        return options_.cached ? kAttentionSlots : kSlotLengths + (options_.lengths ? 1 : 0);
+    }
+    // The axis of k and v that counts keys, and that of their heads.
+    int32_t key_axis() const { return options_.cached ? 2 : 1; }
+    int32_t head_axis() const { return options_.cached ? 1 : 2; }
+    char const* slot_name(int32_t slot) const;
     void check_input_count(int64_t count) const;
     void check_types(nvinfer1::DataType const* types) const;
     twell_attention_problem problem_of(Shapes const& inputs, nvinfer1::DataType type) const;
@@ -99,7 +110,8 @@ class AttentionPlugin final : public PluginBase<AttentionPlugin> {
 
 class AttentionCreator final : public CreatorBase {
   public:
-    AttentionCreator();
+    // `name` is that of one of the two plugins.
+    explicit AttentionCreator(char const* name);
 
     nvinfer1::IPluginV3* createPlugin(char const* name, nvinfer1::PluginFieldCollection const* fields,
                                       nvinfer1::TensorRTPhase phase) noexcept override;

@@ -1,13 +1,15 @@
-// The plugin of libtwell_attention.so.
+// The plugins of libtwell_attention.so.
 #include <twell/attention.h>
 
 #include "../tensorrt/registration.h"
+#include "append_plugin.h"
 #include "attention_plugin.h"
 
 namespace twell {
 
 std::vector<nvinfer1::IPluginCreatorV3One*> const& creators() {
-    static auto const& all = *new std::vector<nvinfer1::IPluginCreatorV3One*>{new AttentionCreator};
+    static auto const& all = *new std::vector<nvinfer1::IPluginCreatorV3One*>{
+        new AttentionCreator(kAttentionName), new AttentionCreator(kCachedAttentionName), new AppendCreator};
     return all;
 }
 

@@ -13,11 +13,11 @@
 
 namespace twell {
 
-// `Plugin` is the class that derives from this one; clone() copies it.
-template <class Plugin>
+// `Plugin` is the class that derives from this one; clone() copies it. `Build` is the interface that it is built by.
+template <class Plugin, class Build = nvinfer1::IPluginV3OneBuild, int32_t OUTPUTS = 1>
 class PluginBase : public nvinfer1::IPluginV3,
                    public nvinfer1::IPluginV3OneCore,
-                   public nvinfer1::IPluginV3OneBuild,
+                   public Build,
                    public nvinfer1::IPluginV3OneRuntime {
   public:
     PluginBase& operator=(PluginBase const&) = delete;
@@ -27,7 +27,7 @@ class PluginBase : public nvinfer1::IPluginV3,
             case nvinfer1::PluginCapabilityType::kCORE:
                 return static_cast<nvinfer1::IPluginV3OneCore*>(this);
             case nvinfer1::PluginCapabilityType::kBUILD:
-                return static_cast<nvinfer1::IPluginV3OneBuild*>(this);
+                return static_cast<Build*>(this);
             case nvinfer1::PluginCapabilityType::kRUNTIME:
                 return static_cast<nvinfer1::IPluginV3OneRuntime*>(this);
         }
@@ -41,7 +41,7 @@ class PluginBase : public nvinfer1::IPluginV3,
     char const* getPluginName() const noexcept final { return name_; }
     char const* getPluginVersion() const noexcept final { return kPluginVersion; }
     char const* getPluginNamespace() const noexcept final { return kPluginNamespace; }
-    int32_t getNbOutputs() const noexcept final { return 1; }
+    int32_t getNbOutputs() const noexcept final { return OUTPUTS; }
 
   protected:
     // `name` is a constant of the program; `layer` names the node in messages.

@@ -185,6 +185,19 @@ def test_generate(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.tensorrt
+@pytest.mark.slow
+def test_generate_by_plans(tensorrt: Host, tmp_path: Path) -> None:
+    plans = ("--plans", tmp_path / "plans", "--contestants", "dense eager,plan dense,plan twell")
+    smoke("generate.py", "--json", tmp_path / "r.json", *plans)
+    found = report(tmp_path / "r.json")
+    assert not found["failed"], found["failed"]
+    for each in found["results"]:
+        assert not each["failed"] and set(medians(each)) == {"dense eager", "plan dense", "plan twell"}, each["failed"]
+    assert all(stats["graph"] for stats in found["results"][1]["answers"].values())
+
+
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_all_of_them(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

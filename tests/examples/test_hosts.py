@@ -45,12 +45,27 @@ def test_python_host_without_its_tensorrt(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "No module named 'tensorrt_of_nobody'\n")
 
 
+def test_python_host_that_generates(tmp_path: Path) -> None:
+    """As far as it gets without a GPU: to the plan, which it cannot open."""
+    plan = tmp_path / "broken.plan"
+    plan.write_bytes(b"no plan")
+    program = HOSTS / "python" / "generate.py"
+    done = run(sys.executable, program, plan, "1", "2", "--module", "tensorrt-rtx")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.startswith(f"{plan}: the plan cannot be opened (") or "tensorrt-rtx" in done.stderr
+    assert run(sys.executable, program, plan).returncode == 2
+
+
 # ---- C++ ----
 
 
+PROGRAMS: dict[str, tuple[str, ...]] = {"run_plan": (), "generate": ("3", "1", "2")}
+
+
 @pytest.mark.parametrize(("runtime", "version"), [("rtx", "1.7.1"), ("lean10", "10.16.1"), ("lean11", "11.4.0")])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_cpp_host_registers_and_says_why_it_stops(
-    cpp_host: Path, lean_folder: Callable[[str], Path], tmp_path: Path, runtime: str, version: str
+    cpp_host: Path, lean_folder: Callable[[str], Path], tmp_path: Path, program: str, runtime: str, version: str
 ) -> None:
     if runtime == "rtx":
         core = Path(pytest.importorskip("tensorrt_rtx_libs").__file__).with_name("libtensorrt_rtx.so.1")
@@ -58,7 +73,7 @@ def test_cpp_host_registers_and_says_why_it_stops(
         core = lean_folder(runtime) / "tensorrt_lean_libs" / f"libnvinfer_lean.so.{runtime.removeprefix('lean')}"
     plan = tmp_path / "broken.plan"
     plan.write_bytes(b"no plan")
-    done = run(cpp_host, core, library_path(), plan)
+    done = run(cpp_host.with_name(program), core, library_path(), plan, *PROGRAMS[program])
     assert done.stdout == f"TwELL plugins: registered in {core}, version {version}\n"
     assert done.returncode == 1
     # The headers are those of TensorRT 10, so with another the program must stop before it uses them.
@@ -71,9 +86,11 @@ def test_cpp_host_registers_and_says_why_it_stops(
         assert done.stderr.endswith(f"{plan}: TensorRT refuses the plan\n")
 
 
-def test_cpp_host_needs_three_files(cpp_host: Path, tmp_path: Path) -> None:
-    assert run(cpp_host).returncode == 2
-    done = run(cpp_host, tmp_path / "libnvinfer.so.10", library_path(), tmp_path / "x.plan")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_cpp_host_needs_three_files(cpp_host: Path, tmp_path: Path, program: str) -> None:
+    built, others = cpp_host.with_name(program), PROGRAMS[program]
+    assert run(built).returncode == 2
+    done = run(built, tmp_path / "libnvinfer.so.10", library_path(), tmp_path / "x.plan", *others)
     assert done.returncode == 1
     assert "libnvinfer.so.10: cannot open shared object file" in done.stderr
 

@@ -38,7 +38,9 @@ def save(module: nn.Module, path: Path, dtype: torch.dtype, shape: tuple[int, ..
 
 
 def build(onnx_path: Path, *profiles: ShapeProfile, progress: Callable[[str], None] = lambda phase: None) -> Plan:
-    return build_plan("tensorrt-rtx", onnx_path, onnx_path.with_suffix(".plan"), list(profiles), [], [], "", progress)
+    return build_plan(
+        "tensorrt-rtx", onnx_path, onnx_path.with_suffix(".plan"), list(profiles), [], [], "", False, progress
+    )
 
 
 @pytest.mark.parametrize(

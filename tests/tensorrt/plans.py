@@ -48,7 +48,7 @@ def build(
     outputs = [f"y{i}" for i in range(len(rewritten.program.graph_signature.user_outputs))]
     onnx_path, plan_path = folder / "m.onnx", folder / "m.plan"
     save_onnx(export_onnx(rewritten.program, names, outputs, {}), onnx_path)
-    plan = build_plan(host.name, onnx_path, plan_path, profiles, [], [], "", lambda phase: None)
+    plan = build_plan(host.name, onnx_path, plan_path, profiles, [], [], "", False, lambda phase: None)
     assert len(plan.plugin_layers) == len(rewritten.layers) > 0
     return open_plan(host, plan_path, host.version)
 

@@ -124,7 +124,7 @@ def check_layers(host: Host, model: Path, dtype: str, forms: tuple[str, ...], pa
     translation = translate(options, lambda step: None)
     profiles, _ = resolve_profiles(translation.inputs, list(options.profiles), translation.ranges)
     save_onnx(translation.graph, folder / "m.onnx")
-    build_plan(host.name, folder / "m.onnx", folder / "m.plan", profiles, [], [], "", lambda phase: None)
+    build_plan(host.name, folder / "m.onnx", folder / "m.plan", profiles, [], [], "", False, lambda phase: None)
     plan = open_plan(host, folder / "m.plan", host.version)
     loaded = load_model(options)
     dense = in_precision(functionalize(loaded.program), DTYPES[dtype])

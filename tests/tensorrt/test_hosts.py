@@ -12,7 +12,8 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.processes import environment
-from tests.tensorrt.plans import compiled
+from tests.tensorrt.plans import compiled, twellc
+from twellc import LLM, SamplingParams
 from twellc.export.tensorrt_host import Host
 from twellc.plugins.library import library_path
 
@@ -71,3 +72,32 @@ def test_pycuda_host(plan: Path) -> None:
     done = run(sys.executable, "-P", HOSTS / "pycuda" / "run_plan.py", plan, "--module", "tensorrt")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "done"
+
+
+# ---- a key-value cache ----
+
+
+@pytest.fixture(scope="module")
+def answering(tensorrt: Host, bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of bytelm with a key-value cache, whose prompts go in pieces of 16 tokens."""
+    plan = tmp_path_factory.mktemp("hosts") / "bytelm.plan"
+    done = twellc("compile", bytelm, "-o", plan, "--kv-cache", "256", "--prefill-chunk", "16", "--batch", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return plan
+
+
+def test_hosts_answer_as_llm_does(cpp_host: Path, answering: Path, tensorrt: Host) -> None:
+    prompt = [0, *b"import os\n\n\ndef read_text(path):\n"]
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    llm = LLM(answering)
+    expected = llm.generate([prompt], params)[0].outputs[0].token_ids
+    assert llm.stats.graph
+    numbers = list(map(str, prompt))
+    by_python = run(sys.executable, "-P", HOSTS / "python" / "generate.py", answering, *numbers, "--new", "64")
+    assert by_python.returncode == 0, by_python.stderr
+    assert list(map(int, by_python.stdout.split())) == expected
+    by_cpp = run(cpp_host.with_name("generate"), core_library(), library_path(), answering, "64", *numbers)
+    assert by_cpp.returncode == 0, by_cpp.stderr
+    assert list(map(int, by_cpp.stdout.splitlines()[-1].split())) == expected
+    full = run(cpp_host.with_name("generate"), core_library(), library_path(), answering, "230", *numbers)
+    assert full.returncode == 1 and "do not fit into a cache of 256" in full.stderr

@@ -123,7 +123,7 @@ def test_deploying_python_uses_what_the_tested_programs_use() -> None:
 
 def test_deploying_cpp_uses_what_the_tested_program_uses() -> None:
     (block,) = re.findall(r"^```cpp\n(.*?)^```$", DEPLOY, re.MULTILINE | re.DOTALL)
-    program = text_of("examples/hosts/cpp/run_plan.cpp")
+    program = text_of("examples/hosts/cpp/host.h")
     for name in ("dlopen", "dlsym", "RTLD_NOW", "initLibTwellPlugins"):
         assert name in block and name in program
 

@@ -26,7 +26,8 @@ from twellc.base.errors import UserError, first_line
 from twellc.checks.operators import own_operator
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.block import BY_NODE, BlockOptions, Operands, WeightOperands
-from twellc.plugins.library import ATTENTION_NAME, PLUGIN_NAMESPACE
+from twellc.plugins.cache_op import APPEND, CACHED_ATTENTION
+from twellc.plugins.library import ATTENTION_NAMES, PLUGIN_NAMESPACE
 from twellc.plugins.meaning import activate
 from twellc.plugins.onnx_node import read_node
 from twellc.plugins.ops import run_block
@@ -55,7 +56,7 @@ class OnnxEvaluator:
             self.inputs = [value.name for value in model.graph.input]
             self.outputs = [value.name for value in model.graph.output]
             known = [node for node in model.graph.node if node.domain == PLUGIN_NAMESPACE]
-            unknown = sorted({node.op_type for node in known} - {*BY_NODE, ATTENTION_NAME})
+            unknown = sorted({node.op_type for node in known} - {*BY_NODE, *ATTENTION_NAMES})
             if not model.graph.node or unknown:
                 raise ValueError(f"unknown twell nodes {unknown}" if unknown else "it has no nodes")
             self._evaluator = ReferenceEvaluator(model, new_ops=[*_OPERATORS, *_standard_operators(model)])
@@ -170,6 +171,26 @@ class TwellAttention(OpRun):
         return (to_numpy(ATTENTION(q, k, v, counts, float(scale), bool(causal))),)
 
 
+class TwellCachedAttention(OpRun):
+    """Attention over caches through the torch op."""
+
+    op_domain = PLUGIN_NAMESPACE
+
+    def _run(self, *operands: Array, scale: float, plugin_version: str, plugin_namespace: str) -> tuple[Array]:
+        device = _fast_device(to_torch(operands[0]))
+        return (to_numpy(CACHED_ATTENTION(*(to_torch(array).to(device) for array in operands), float(scale))),)
+
+
+class TwellAppendCaches(OpRun):
+    """Appending to caches through the torch op, which copies them."""
+
+    op_domain = PLUGIN_NAMESPACE
+
+    def _run(self, *operands: Array, plugin_version: str, plugin_namespace: str) -> tuple[Array, Array]:
+        keys, values = APPEND(*map(to_torch, operands))
+        return to_numpy(keys), to_numpy(values)
+
+
 def runs_kernels() -> bool:
     """Whether `twell` nodes in bfloat16 and float16 run the CUDA kernels here."""
     return torch.cuda.is_available()
@@ -236,7 +257,7 @@ def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode]:
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     nodes = []
     for node in model.graph.node:
-        if node.domain != PLUGIN_NAMESPACE or node.op_type == ATTENTION_NAME:
+        if node.domain != PLUGIN_NAMESPACE or node.op_type in ATTENTION_NAMES:
             continue
         fields = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
         try:
@@ -256,4 +277,9 @@ _AS_THEY_ARE = frozenset(
     ("Cast", "CastLike", "Constant", "ConstantOfShape", "QuantizeLinear", "DequantizeLinear", "If", "Loop", "Scan")
 )
 # The evaluator finds a class by its name.
-_OPERATORS: list[Any] = [*(type(name, (_Block,), {}) for name in BY_NODE), TwellAttention]
+_OPERATORS: list[Any] = [
+    *(type(name, (_Block,), {}) for name in BY_NODE),
+    TwellAttention,
+    TwellCachedAttention,
+    TwellAppendCaches,
+]

@@ -59,6 +59,20 @@ if TYPE_CHECKING:
     "other to TensorRT. auto: cudnn where it is at hand and was measured faster, which is TensorRT on Hopper.",
 )  # fmt: skip
 @click.option(
+    "--kv-cache", type=click.IntRange(min=1), metavar="LENGTH",
+    help="Of a causal Hugging Face model: give it a key-value cache of so many tokens a sequence, so that it can "
+    "generate text. Its inputs, outputs and profiles are then others.",
+)  # fmt: skip
+@click.option(
+    "--batch", type=click.IntRange(min=1), default=1, show_default=True, metavar="MAX",
+    help="With --kv-cache: the most sequences of a call.",
+)  # fmt: skip
+@click.option(
+    "--prefill-chunk", type=click.IntRange(min=1), metavar="N",
+    help="With --kv-cache: the most tokens of a sequence in a call; longer prompts are fed in several. Default: 2048, "
+    "or all that fit.",
+)  # fmt: skip
+@click.option(
     "--tensor-parallel", type=click.IntRange(1), default=1, metavar="N",
     help="Share the model among N GPUs of one machine: a plan for each of them, with its heads of attention and its "
     "neurons, FILE.rank0 and so on; FILE is a link to the first. With --calibration all get equally active neurons.",

@@ -94,7 +94,7 @@ def generate(
     compiled: bool,
     **sampling: Any,
 ) -> None:
-    """Answer prompts by MODEL, a Hugging Face directory of a causal language model, or a plan of one with a cache.
+    """Answer prompts by MODEL: a Hugging Face directory of a causal language model, or a plan with a key-value cache.
 
     A directory runs in torch, its feed-forward blocks by the kernels. Without --prompt and --prompts-file it answers
     standard input line by line; with a chat template as a conversation.

@@ -97,9 +97,11 @@ tracing_options = _together(
         "attention_mask is an input, too, for padding on the left.",
     ),
     click.option(
-        "--logits", type=click.Choice(LOGITS), default="all", show_default=True,
-        help="Of a causal Hugging Face model. last: compute the logits of the last place of the sequence axis only, "
-        "[batch, 1, vocabulary]; a prompt padded on the right has padding there.",
+        "--logits", type=click.Choice(LOGITS),
+        help="Of a causal Hugging Face model. all, the default without --kv-cache: compute the logits of each place. "
+        "last: of the last place of the sequence axis only, [batch, 1, vocabulary], where a prompt padded on the right "
+        "has padding. With --kv-cache last is the default: the logits behind the last real token of each sequence, "
+        "[batch, vocabulary].",
     ),
     source_options,
 )  # fmt: skip

@@ -29,7 +29,7 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
     version = library.load().twell_version().decode()
     attention = library.attention_library_path()
     library.load_attention()  # says so if it is the library of another version
-    names = [*library.PLUGIN_NAMES, *([library.ATTENTION_NAME] if attention is not None else [])]
+    names = [*library.PLUGIN_NAMES, *(library.ATTENTION_NAMES if attention is not None else [])]
     checks = check_installed() if check else []
     if as_json:
         found: dict[str, Any] = {

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from twellc.base.errors import UnregisteredOperatorsError, UserError
-from twellc.base.files import OutputFiles, external_data, places, refuse_replacing
+from twellc.base.files import OutputFiles, external_data, places, read_file, refuse_replacing
 from twellc.base.isolation import run_isolated
 from twellc.base.modules import import_modules
 from twellc.compiling.manifest import UNKEPT_GRAPH, Manifest, by_cudnn, make_manifest, manifest_path, needs_plugins
 from twellc.compiling.summary import TranslationSummary
+from twellc.compiling.text_files import text_files
 from twellc.export.plan import build_plan, check_builder
 from twellc.export.tensorrt_host import choose_host
 from twellc.export.triton import CONFIG_NAME, model_config
@@ -29,6 +30,9 @@ EMBEDDED_NOTE = (
     "engine_host_code_allowed, and Triton version-compatible=true"
 )
 CUDNN_NOTE = "the plan computes attention with cuDNN: where it runs, it needs libtwell_attention.so and cuDNN 9"
+CACHE_NOTE = (
+    "each cache goes in and comes out: a host binds one address to both, and zeroes the memory once (docs/kv-cache.md)"
+)
 TRITON_WARNING = (
     "Triton's TensorRT backend runs plans of TensorRT, not of TensorRT-RTX: compile with --backend tensorrt"
 )
@@ -59,6 +63,9 @@ def compile_model(
         if options.triton is not None and options.output is not None:
             outputs.make_folder(options.output.parent)
         _check_outputs(options, outputs)
+        texts = text_files(options)
+        if texts:
+            outputs.check_folder("--output", texts[0][1].parent)
         if options.onnx is not None:
             staged = list(map(outputs.stage, options.graphs(options.onnx)))
             onnx_path = staged[0].with_name(options.onnx.name)
@@ -66,7 +73,10 @@ def compile_model(
             assert options.output is not None
             onnx_path = outputs.scratch(options.output, UNKEPT_GRAPH)
         if backend is not None and options.output is not None:
-            run_isolated(check_builder, backend, options.attention, list(options.plugin_libraries), progress=progress)
+            run_isolated(
+                check_builder, backend, options.attention, options.cache is not None, list(options.plugin_libraries),
+                progress=progress,
+            )  # fmt: skip
         try:
             translation = run_isolated(_translate, options, onnx_path, progress=progress)
         except UnregisteredOperatorsError as error:
@@ -89,7 +99,7 @@ def compile_model(
             said = "building the plan" if options.tensor_parallel == 1 else f"building {path.name}"
             plan = run_isolated(
                 build_plan, backend, graph, plan_file, translation.profiles, _embedded(options, translation),
-                list(options.plugin_libraries), _needs(options, translation),
+                list(options.plugin_libraries), _needs(options, translation), translation.cache is not None,
                 progress=functools.partial(_say_phase, progress, said),
             )  # fmt: skip
             plans.append((plan, plan_file))
@@ -97,9 +107,13 @@ def compile_model(
             outputs.link(options.output, options.plans[0].name)
         manifest = make_manifest(options, translation, plans)
         manifest.notes.extend([CUDNN_NOTE] if by_cudnn(translation.attention) else [])
+        manifest.notes.extend([CACHE_NOTE] if translation.cache is not None else [])
         manifest.notes.extend([EMBEDDED_NOTE] if manifest.plugins.embedded else [])
         manifest.warnings.extend([TRITON_WARNING] if options.triton is not None and backend != "tensorrt" else [])
         text = json.dumps(manifest.to_json(), indent=2) + "\n"
+        for source, kept in texts:
+            outputs.make_folder(kept.parent)
+            outputs.write(kept, read_file(source))
         if options.output is not None:
             outputs.write(manifest_path(options.output), text)
         if options.report is not None:
@@ -140,13 +154,14 @@ def _embedded(options: CompileOptions, translation: TranslationSummary) -> list[
     """Return the plugin libraries that the plan is to carry."""
     if not options.embed_plugins:
         return []
-    attention = attention_library_path() if by_cudnn(translation.attention) else None
+    needed = by_cudnn(translation.attention) or translation.cache is not None
+    attention = attention_library_path() if needed else None
     return [library_path(), *([attention] if attention is not None else []), *options.plugin_libraries]
 
 
 def _needs(options: CompileOptions, translation: TranslationSummary) -> str:
     """Return what a plan says that it needs; one may be found without its manifest."""
-    own = [NEEDS_PLUGINS] if needs_plugins(translation.layers, translation.attention) else []
+    own = [NEEDS_PLUGINS] if needs_plugins(translation) else []
     others = [f"needs the TensorRT plugins in {path.name}" for path in options.plugin_libraries]
     return "; ".join([*own, *others])
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
+from twellc.base.caches import KeyValueCache
 from twellc.base.dtypes import DTYPES, UNCHANGED
 from twellc.base.errors import UserError
 from twellc.base.files import digest, read_file
 from twellc.base.records import OPTIONAL, Count, OneOf, Range, Record, Size, of_json, parse_json
 from twellc.base.version import __version__
 from twellc.compiling.summary import TranslationSummary
+from twellc.compiling.text_files import text_folder
 from twellc.export.plan import Plan
 from twellc.export.shapes import LARGEST_SIZE, ShapeProfile
 from twellc.export.tensorrt_host import python_module
@@ -21,8 +23,10 @@ from twellc.options.commands import CompileOptions
 from twellc.options.source import LOGITS, PADDINGS
 from twellc.passes.report import Attention, Compression, Layer, Repeated
 from twellc.plugins.library import (
+    APPEND_NAME,
     ATTENTION_FORMS,
     ATTENTION_NAME,
+    CACHED_ATTENTION_NAME,
     PLUGIN_NAMES,
     PLUGIN_NAMESPACE,
     PLUGIN_VERSION,
@@ -42,6 +46,15 @@ class ModelFile(Record):
 
 
 @dataclass(frozen=True)
+class CacheSettings(Record):
+    """The sizes of a key-value cache: see `CacheOptions`."""
+
+    length: Size
+    batch: Size
+    prefill_chunk: Size
+
+
+@dataclass(frozen=True)
 class Settings(Record):
     """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones.
 
@@ -57,6 +70,7 @@ class Settings(Record):
     padding: Annotated[str, OneOf(PADDINGS)] | None = field(default=None, metadata=OPTIONAL)
     logits: Annotated[str, OneOf(LOGITS)] | None = field(default=None, metadata=OPTIONAL)
     sizes: str | None = field(default=None, metadata=OPTIONAL)
+    cache: CacheSettings | None = field(default=None, metadata=OPTIONAL)
     calibration: str | None = field(default=None, metadata=OPTIONAL)
     prune_dead: bool | None = field(default=None, metadata=OPTIONAL)
     decided: dict[str, Repeated] | None = field(default=None, metadata=OPTIONAL)
@@ -148,6 +162,7 @@ class Manifest(Record):
         backend: The TensorRT; None where no plan was built.
         plan: The plan, None likewise; that of the first rank, to which its file is a link.
         ranks: What was made for each of several ranks; None where the model is not shared.
+        cache: The key-value cache; None of a model without one.
     """
 
     schema: int
@@ -164,6 +179,7 @@ class Manifest(Record):
     backend: Backend | None
     plan: PlanFile | None
     ranks: list[RankFiles] | None = field(default=None, metadata=OPTIONAL)
+    cache: KeyValueCache | None = field(default=None, metadata=OPTIONAL)
 
 
 # File name of the graph that a plan is built from where it is not kept.
@@ -200,9 +216,18 @@ def by_cudnn(attention: list[Attention]) -> bool:
     return any(block.form == "cudnn" for block in attention)
 
 
-def needs_plugins(layers: list[Layer], attention: list[Attention]) -> bool:
+def needs_plugins(translation: TranslationSummary) -> bool:
     """Whether a plan needs plugins of twellc."""
-    return by_cudnn(attention) or any(layer.decision == "twell" for layer in layers)
+    return bool(_plugins(translation))
+
+
+def _plugins(translation: TranslationSummary) -> list[str]:
+    """Return the names of the plugins that a plan needs."""
+    rewritten = {layer.variant for layer in translation.layers if layer.decision == "twell"}
+    used = [name for name, variant in zip(PLUGIN_NAMES, ("gated", "plain"), strict=True) if variant in rewritten]
+    if by_cudnn(translation.attention):
+        used.append(ATTENTION_NAME if translation.cache is None else CACHED_ATTENTION_NAME)
+    return used + ([] if translation.cache is None else [APPEND_NAME])
 
 
 def make_manifest(
@@ -217,9 +242,7 @@ def make_manifest(
         translation: What was translated.
         plans: The plan and its file, or one for each rank; none where none was built.
     """
-    rewritten = {layer.variant for layer in translation.layers if layer.decision == "twell"}
-    used = [name for name, variant in zip(PLUGIN_NAMES, ("gated", "plain"), strict=True) if variant in rewritten]
-    used += [ATTENTION_NAME] if by_cudnn(translation.attention) else []
+    used = _plugins(translation)
     backend = register = libraries = None
     plan_records = [_plan_file(plan, file) for plan, file in plans]
     if plans and options.output is not None:
@@ -253,6 +276,7 @@ def make_manifest(
         backend=backend,
         plan=plan_record,
         ranks=ranks,
+        cache=translation.cache and replace(translation.cache, text=text_folder(options)),
     )
 
 

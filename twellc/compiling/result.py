@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx_ir
 
+from twellc.base.caches import KeyValueCache
 from twellc.base.errors import UserError, first_few
 from twellc.base.version import __version__
 from twellc.export.profiles import ModelInputs
@@ -33,6 +34,7 @@ class Translation:
         settings: The settings that decide what the graph is.
         notes: What the user should know.
         warnings: What the user should worry about.
+        cache: The key-value cache; None of a model without one.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class Translation:
     settings: dict[str, Any]
     notes: list[str]
     warnings: list[str]
+    cache: KeyValueCache | None = None
 
 
 def annotate(

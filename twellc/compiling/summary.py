@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twellc.base.caches import KeyValueCache
 from twellc.export.shapes import ShapeProfile
 from twellc.passes.report import Attention, Layer
 
@@ -37,6 +38,7 @@ class TranslationSummary:
         profiles: The optimization profiles.
         graphs: The graph; one for each rank if there are several.
         external_data: The files beside an ONNX model that hold its weights.
+        cache: The key-value cache; None of a model without one.
     """
 
     model: dict[str, str]
@@ -48,3 +50,4 @@ class TranslationSummary:
     profiles: list[ShapeProfile]
     graphs: list[GraphFiles]
     external_data: list[Path]
+    cache: KeyValueCache | None

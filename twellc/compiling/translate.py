@@ -37,7 +37,7 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
             first = translation
             warnings = [*first.warnings, *(_warnings(path) if options.backend == "none" else [])]
     assert first is not None
-    profiles, notes = resolve_profiles(first.inputs, list(options.profiles), first.ranges)
+    profiles, notes = resolve_profiles(first.inputs, options.requested_profiles, first.ranges)
     is_onnx = looks_like_onnx(options.model)
     external_data = external_files(options.model) if is_onnx else []
     sha256 = digest(options.model, *external_data) if is_onnx else fingerprint(options.model)
@@ -51,6 +51,7 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
         profiles=profiles,
         graphs=graphs,
         external_data=external_data,
+        cache=first.cache,
     )
 
 

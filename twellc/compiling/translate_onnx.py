@@ -15,6 +15,7 @@ from twellc.decisions.advise import Advisor, repeat
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.names import distinct_outputs, name_ends
 from twellc.export.profiles import resolve_profiles
+from twellc.loaders.cached import no_directory
 from twellc.loaders.onnx_models import (
     KIND,
     choose_onnx_dtype,
@@ -47,6 +48,8 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
             expected="a torch.export archive, a Hugging Face directory or a pickled module",
         )  # fmt: skip
     refuse_calibration(options, f"{options.model}, an {KIND}")
+    if options.cache is not None:
+        raise no_directory(options.model)
     progress("loading the model")
     refuse_choices(options.padding, options.logits, f"{options.model}, an {KIND}")
     model = open_model(options.model, options.inputs)

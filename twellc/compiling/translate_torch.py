@@ -16,14 +16,16 @@ from twellc.decisions.advise import Advisor, repeat
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.attention_forms import choose_forms
 from twellc.export.onnx_export import export_onnx, opset_of
-from twellc.export.profiles import input_specs, program_inputs, resolve_profiles
+from twellc.export.profiles import program_inputs, resolve_profiles
 from twellc.export.shapes import ShapeRange, fixed_sizes
 from twellc.firing.calibration import LoadedCalibration, load_calibration
+from twellc.loaders.cached import load_with_cache
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import CompileOptions
 from twellc.options.decisions import DecisionOptions
+from twellc.options.source import LAST_LOGITS
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import has_inner_graphs, written_tensors
 from twellc.passes.match.shared_axis import Part
@@ -52,17 +54,22 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
     """
     progress("loading and tracing the model")
     calibrated = load_calibration(options, options.model)
-    model = load_model(options, fixed_sizes(options.profiles))
+    if options.cache is None:
+        model = load_model(options, fixed_sizes(options.profiles))
+    else:
+        model = load_with_cache(options.model, options.cache, options.logits or LAST_LOGITS, options.dtype)
     dtype, notes = choose_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
-    forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention)
+    forms = tuple(options.attention_forms) or choose_forms(
+        options.backend, options.attention, cached=options.cache is not None
+    )
     dump = GraphDump(options.dump_graphs)
     ranks = options.tensor_parallel
     wanted = PassOptions(
         attention=forms, dump=dump, advise=None if options.decided is None else repeat(options.decided),
         part=Part(0, ranks),
     )  # fmt: skip
-    wanted, advisor = _complete(wanted, model, dtype, options, list(options.profiles), calibrated)
+    wanted, advisor = _complete(wanted, model, dtype, options, options.requested_profiles, calibrated)
     for rank, rewritten in enumerate(run_for_ranks(model.program, wanted)):
         if calibrated is not None:
             calibrated.refuse_other_blocks(rewritten.layers)
@@ -70,12 +77,15 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         warnings += order_warnings(rewritten.program)
         rewriting_notes = [*activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
         progress("exporting to ONNX" if ranks == 1 else f"exporting rank {rank} of {ranks} to ONNX")
-        names = [spec.name for spec in input_specs(rewritten.program)]
+        inputs = program_inputs(rewritten.program, model.input_names)
+        names = [spec.name for spec in inputs.specs]
         graph = export_onnx(
             rewritten.program, names, model.output_names, model.dimension_names, opset_of(rewritten.attention),
             dump if rank == 0 else NOWHERE,
         )  # fmt: skip
         traced_by: dict[str, Any] = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
+        if options.cache is not None:
+            traced_by["cache"] = options.cache.settings()
         if calibrated is not None:
             traced_by |= calibrated.settings()
             rewriting_notes += calibrated.notes(rewritten.layers, dtype)
@@ -87,10 +97,9 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
             traced_by["tensor_parallel"] = ranks
         settings = annotate(graph, rewritten.layers, dtype, options, traced_by)
         all_notes = [*model.notes, *notes, *rewriting_notes, *advisor.notes(rewritten.layers), *rewritten.notes]
-        inputs = program_inputs(rewritten.program)
         yield Translation(
             model.kind, inputs, model.dimension_ranges, rewritten.layers, rewritten.attention, graph, settings,
-            all_notes, warnings,
+            all_notes, warnings, model.cache,
         )  # fmt: skip
 
 

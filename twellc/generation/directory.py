@@ -12,10 +12,11 @@ from torch import Tensor
 
 from twellc.base.errors import UserError
 from twellc.generation.rows import RowCache, row_attention
-from twellc.loaders.huggingface import make_transformer
+from twellc.loaders.huggingface import open_directory
 from twellc.loaders.huggingface_inputs import longest_text
 from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.optimization import optimize, optimized_blocks
+from twellc.plugins.cache_op import attends_by_cudnn
 
 # A cache grows by so many places, so that calls of about one size share it.
 _STEP = 256
@@ -29,6 +30,7 @@ class TorchBackend:
     Attributes:
         model: The module.
         notes: What the user should know.
+        by_lengths: Whether attention to older keys goes by lengths, see `RowCache`.
     """
 
     def __init__(
@@ -63,6 +65,11 @@ class TorchBackend:
         self._taken = inspect.signature(model.forward).parameters
         self._decode = torch.compile(self._logits, dynamic=False) if compiled else self._logits
         self._fill = torch.compile(self._logits, dynamic=False) if compiled_fill else self._logits
+        # transformers' own word for models whose attention can be another function; those of others get masks.
+        dispatches = (
+            getattr(model, "_supports_attention_backend", False) and model.config._attn_implementation == "sdpa"
+        )
+        self.by_lengths = bool(dispatches and self.device.type == "cuda" and attends_by_cudnn())
         self._cache: RowCache | None = None
         self._ones = torch.empty(0)
 
@@ -74,7 +81,7 @@ class TorchBackend:
         length = self.longest if self._fixed else min(self.longest, -(-places // _STEP) * _STEP)
         config = self.model.config.get_text_config(decoder=True)
         self._cache = None  # and its memory, before there is another
-        self._cache = RowCache(config.num_hidden_layers, batch, length, self.device)
+        self._cache = RowCache(config.num_hidden_layers, batch, length, self.device, self.by_lengths)
         self._ones = torch.ones(batch, length, dtype=torch.int64, device=self.device)
         # The first tokens make the tensors of the cache.
         with row_attention():
@@ -133,7 +140,7 @@ def load_directory(
         raise UserError("dtype", "no such choice", got=repr(dtype), expected=" or ".join(_DTYPES))
     chosen = _device(device)
     with nothing_fetched():
-        model, _, notes = make_transformer(path)
+        model, _, notes = open_directory(path)
     try:
         _cache_argument(model)
     except UserError as error:

@@ -11,8 +11,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, StoppingCriteriaList
 
 from twellc.base.errors import UserError
+from twellc.generation.backend import Backend
 from twellc.generation.directory import load_directory
 from twellc.generation.model import CausalModel
+from twellc.generation.plan import load_plan
 from twellc.generation.sampling import CompletionOutput, GenerationStats, RequestOutput, SamplingParams
 from twellc.generation.text import Answer, Messages, load_codec
 from twellc.loaders.checkpoint import read_generation_config
@@ -43,7 +45,7 @@ class LLM:
         """Load a model.
 
         Args:
-            model: A Hugging Face directory.
+            model: A Hugging Face directory, or a plan of `twellc compile --kv-cache`.
             tokenizer: A directory with its tokenizer; None is the model's own.
             device: Where a directory runs: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` is the GPU where torch sees one.
             dtype: In which precision: `bf16`, `fp16` or `fp32`; None is that of the weights, on a GPU bf16 for float32.
@@ -55,15 +57,29 @@ class LLM:
             UserError: There is no causal language model, no tokenizer, or no such device.
         """
         path = Path(model)
-        backend = load_directory(path, device, dtype, max_model_len, compiled, layers)
-        own = backend.model.config
-        # Its own: how the model's makers would draw is not how it answers unless told otherwise.
-        ends = _end_tokens(path, own)
+        backend: Backend
+        if path.is_dir():
+            loaded = load_directory(path, device, dtype, max_model_len, compiled, layers)
+            backend, config, notes, folder = loaded, loaded.model.config, loaded.notes, path
+            # Its own: how the model's makers would draw is not how it answers unless told otherwise.
+            ends = _end_tokens(path, config)
+        else:
+            backend, cache = load_plan(path)
+            config, notes, ends = PreTrainedConfig(), [], cache.end_tokens
+            folder = path.with_name(cache.text or path.name)
+            _refuse_of_a_plan(device=device != "auto", dtype=dtype, compiled=compiled, layers=layers != "auto")
+            if max_model_len is not None and max_model_len != backend.longest:
+                raise UserError(
+                    "max_model_len", "is not that of the plan", got=str(max_model_len), expected=str(backend.longest),
+                    fix="Leave it out, or compile the model with another --kv-cache.",
+                )  # fmt: skip
         settings: Any = GenerationConfig
-        self.model = CausalModel(backend, own, settings(eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0))
+        self.model = CausalModel(
+            backend, config, settings(eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0)
+        )
         self._ends = set(ends)
-        self._codec = load_codec(Path(tokenizer) if tokenizer is not None else path, backend.vocabulary)
-        self.notes = [*backend.notes, *([self._codec.note] if self._codec.note else [])]
+        self._codec = load_codec(Path(tokenizer) if tokenizer is not None else folder, backend.vocabulary)
+        self.notes = [*notes, *([self._codec.note] if self._codec.note else [])]
 
     @property
     def stats(self) -> GenerationStats:
@@ -209,6 +225,13 @@ class LLM:
                     limited = step.limited[row] and token not in ends and not answer.stopped
                     output.finish_reason = "length" if limited else "stop"
                 yield RequestOutput(str(row), texts[row], prompts[row], [output], step.ended[row])
+
+
+def _refuse_of_a_plan(**given: Any) -> None:
+    """Fail if options are given that a plan has no choice of."""
+    for name, value in given.items():
+        if value:
+            raise UserError(name, "is of directories alone: a plan is what it was compiled to be", fix="Leave it out.")
 
 
 def _is_one(prompts: Any) -> bool:

@@ -6,14 +6,14 @@ sees the places 0 to p of its row. So prompts of unequal lengths are padded on t
 what padding wrote is overwritten before a query sees it.
 
 transformers asks the cache for the offset of queries when it makes a mask, and dispatches masks and attention by name;
-so models need no change.
+so models need no change. On a GPU attention by lengths, `twell.cached_attention`, takes the place of one with a mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,24 @@ from transformers import Cache
 from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from twellc.base.errors import UserError
+from twellc.plugins.cache_op import CACHED_ATTENTION
+
+# What attention of some models has besides; theirs would be another one.
+_OTHER_ATTENTION = ("softcap", "s_aux", "position_bias")
+
+
+class _Counts(NamedTuple):
+    """What stands for a mask where attention goes by lengths: int32 [batch] each.
+
+    Attributes:
+        queries: How many queries each row has.
+        keys: How many keys its last query sees.
+    """
+
+    queries: Tensor
+    keys: Tensor
 
 
 class RowCache(Cache):
@@ -30,13 +48,14 @@ class RowCache(Cache):
         length: The places of a row.
         index: Where the next call writes in each row: int64 [batch].
         fresh: Whether the next call writes from place 0 on in each row: its queries see no older keys.
+        by_lengths: Whether causal attention to older keys goes by lengths, without a mask.
     """
 
-    def __init__(self, layers: int, batch: int, length: int, device: torch.device) -> None:
+    def __init__(self, layers: int, batch: int, length: int, device: torch.device, by_lengths: bool) -> None:
         super().__init__(layers=[_RowLayer(self, length) for _ in range(layers)])
         self.length = length
         self.index = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.fresh = True
+        self.fresh, self.by_lengths = True, by_lengths
 
 
 class _RowLayer(StaticLayer):
@@ -70,8 +89,10 @@ class _RowLayer(StaticLayer):
         return (query_length if self._cache.fresh else self.max_cache_len), 0
 
     def get_seq_length(self) -> Tensor | int:  # type: ignore[override]
-        """Return the place of the first query: of each row, as [batch, 1, 1, 1]."""
-        return 0 if self._cache.fresh else self._cache.index[:, None, None, None]
+        """Return the place of the first query: of each row, as [batch], or as [batch, 1, 1, 1] for a mask."""
+        if self._cache.fresh:
+            return 0
+        return self._cache.index if self._cache.by_lengths else self._cache.index[:, None, None, None]
 
     def get_query_offset(self) -> Tensor | int:
         """Return the same: transformers asks for it when it makes a mask."""
@@ -107,10 +128,10 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | _Counts | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention; without a mask it is causal among as many queries as keys.
 
@@ -119,18 +140,25 @@ def _attention(
         query: [batch, heads, tokens, width].
         key: [batch, kv_heads, keys, width].
         value: [batch, kv_heads, keys, value width].
-        attention_mask: bool [batch or 1, 1, tokens, keys], or None.
+        attention_mask: bool [batch or 1, 1, tokens, keys], counts in its place, or None.
         dropout: Without meaning: models are in eval mode.
         scaling: Scale of the logits.
+        others: What the layer passes to any implementation.
 
     Returns:
         [batch, tokens, heads, value width], and no weights.
     """
-    batch, heads, tokens, _width = query.shape
+    for name in _OTHER_ATTENTION:
+        if others.get(name) is not None:
+            raise UserError(type(module).__name__, f"has attention with {name}, which is not computed with this cache")
+    batch, heads, tokens, width = query.shape
+    if isinstance(attention_mask, _Counts):
+        scale = width**-0.5 if scaling is None else scaling
+        return CACHED_ATTENTION(query.transpose(1, 2), key, value, *attention_mask, scale), None
     grouped = heads != key.shape[1]
     if grouped and attention_mask is not None and tokens == 1:
         # The queries of a group as queries of one head: with a mask, groups would take the slowest kernel on a GPU.
-        query = query.view(batch, key.shape[1], heads // key.shape[1], query.shape[-1])
+        query = query.view(batch, key.shape[1], heads // key.shape[1], width)
         grouped = False
     result = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None and tokens > 1, scale=scaling,
@@ -139,17 +167,24 @@ def _attention(
     return result.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
 
 
-def _mask(**request: Any) -> Tensor | None:
+def _mask(**request: Any) -> Tensor | _Counts | None:
     """Make a mask, True where a query sees a key; None where it is causal among the keys of one call.
+
+    Where attention goes by lengths, counts stand for a mask that is causal.
 
     `request` is what transformers passes to `sdpa_mask`, which documents it; `q_offset` is that of a `_RowLayer`.
     """
     seen, window, offset = request["mask_function"], request.get("local_size"), request["q_offset"]
     tokens, keys, device = request["q_length"], request["kv_length"], request["device"]
-    fresh = isinstance(offset, int)
     usual = request.get("allow_is_causal_skip", True)
-    if fresh and usual and (seen is causal_mask_function or (window is not None and tokens <= window)):
-        return None
+    if isinstance(offset, int):
+        if usual and (seen is causal_mask_function or (window is not None and tokens <= window)):
+            return None
+    elif offset.dim() == 1:
+        if seen is causal_mask_function:
+            count = torch.full_like(offset, tokens, dtype=torch.int32)
+            return _Counts(count, offset.to(torch.int32) + count)
+        offset = offset[:, None, None, None]
     batch = torch.arange(request["batch_size"], device=device)[:, None, None, None]
     queries = torch.arange(tokens, device=device)[None, None, :, None] + offset
     mask: Tensor = seen(batch, torch.zeros_like(batch), queries, torch.arange(keys, device=device)[None, None, None])
@@ -159,7 +194,7 @@ def _mask(**request: Any) -> Tensor | None:
 def _additive_mask(**request: Any) -> Tensor:
     """Make a mask that is added to the logits: 0, or the lowest finite value. See `eager_mask` of transformers."""
     mask = _mask(**{**request, "allow_is_causal_skip": False})
-    assert mask is not None
+    assert isinstance(mask, Tensor)  # a model with attention of its own has no attention by lengths
     dtype = request["dtype"]
     added = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
     # Models with attention of their own may check the whole shape.

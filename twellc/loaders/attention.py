@@ -10,17 +10,46 @@ packed sequences, and costs much in a graph: masks by gathers over tokens x toke
     all else                as transformers has it
 
 Keys and values of a group stay [batch, groups, keys, width].
+
+With a key-value cache (`cached.py`), whose keys stand at their positions, queries have those that the step says:
+
+    mask is causal only     twell.cache_mask(starts, counts, tokens, length), bool [batch, 1, tokens, length]
+    windows, chunks         the mask's own comparisons of positions
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from twellc.plugins.cache_op import CACHE_MASK
+
+# What makes a boolean mask, True where a query sees a key, of whether it may be left out where it would be causal and
+# of what transformers passes to `sdpa_mask`.
+_Comparisons = Callable[[bool, dict[str, Any]], Tensor | None]
+
+
+@dataclass
+class CacheStep:
+    """A call of a model with a cache, as its masks see it. It changes from one call to the next, not the mask's code.
+
+    Attributes:
+        starts: How many keys of each sequence were there before, int32 [batch].
+        counts: How many of the new tokens are real, likewise.
+        positions: The position of each new token, int64 [batch, tokens].
+        length: How many keys a cache holds.
+    """
+
+    starts: Tensor
+    counts: Tensor
+    positions: Tensor
+    length: int
 
 
 @contextmanager
@@ -31,12 +60,25 @@ def traced_attention(padded: bool, longest: int) -> Iterator[None]:
         padded: Whether rows may be padded; else the attention mask that a model is given says nothing.
         longest: The longest sequence; windows that hold it are none.
     """
+    with _replaced(partial(_comparisons, padded, longest)):
+        yield
+
+
+@contextmanager
+def cached_attention(step: CacheStep) -> Iterator[None]:
+    """Replace how models of transformers compute attention and masks over a key-value cache, in this context."""
+    with _replaced(partial(_cached_comparisons, step)):
+        yield
+
+
+@contextmanager
+def _replaced(compare: _Comparisons) -> Iterator[None]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = _attention
-    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = partial(_mask, padded, longest)
-    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = partial(_additive_mask, padded, longest)
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = partial(_mask, compare)
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = partial(_additive_mask, compare)
     try:
         yield
     finally:
@@ -90,17 +132,17 @@ def _attention(
     return result.transpose(1, 2).contiguous(), None
 
 
-def _mask(padded: bool, longest: int, **request: Any) -> Tensor | None:
+def _mask(compare: _Comparisons, **request: Any) -> Tensor | None:
     """Make a mask for scaled_dot_product_attention; None where `is_causal` of the layer says all.
 
     `request` is what transformers passes to `sdpa_mask`, which documents it.
     """
-    return _comparisons(padded, longest, request.get("allow_is_causal_skip", True), request)
+    return compare(request.get("allow_is_causal_skip", True), request)
 
 
-def _additive_mask(padded: bool, longest: int, **request: Any) -> Tensor | None:
+def _additive_mask(compare: _Comparisons, **request: Any) -> Tensor | None:
     """Make a mask that is added to the logits: 0 or the lowest finite value. See `eager_mask` of transformers."""
-    mask = _comparisons(padded, longest, False, request)
+    mask = compare(False, request)
     if mask is None:
         return None
     dtype = request["dtype"]
@@ -144,3 +186,21 @@ def _comparisons(padded: bool, longest: int, causal_is_optional: bool, request: 
     # A model that insists on a mask may do more with it than attention does.
     insists = not usual_causal and not usual_full
     return mask.expand(request["batch_size"], -1, request["q_length"], request["kv_length"]) if insists else mask
+
+
+def _cached_comparisons(step: CacheStep, causal_is_optional: bool, request: dict[str, Any]) -> Tensor:
+    """Make a boolean mask, True where a query sees a key of a cache: [batch, 1, tokens, length]."""
+    from transformers.masking_utils import causal_mask_function
+
+    if request.get("use_vmap"):
+        raise NotImplementedError("masks of a model's own are not known to be comparisons of positions")
+    seen, window = request["mask_function"], request.get("local_size")
+    if window is not None and step.length <= window and request.get("allow_is_causal_skip", True):
+        seen = causal_mask_function
+    if seen is causal_mask_function:
+        causal: Tensor = CACHE_MASK(step.starts, step.counts, step.positions.shape[1], step.length)
+        return causal
+    batch = torch.arange(step.positions.shape[0], device=step.positions.device)[:, None, None, None]
+    keys = torch.arange(step.length, device=step.positions.device)[None, None, None, :]
+    mask: Tensor = seen(batch, torch.zeros_like(batch[:1]), step.positions[:, None, :, None], keys)
+    return mask

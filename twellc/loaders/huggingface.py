@@ -50,22 +50,21 @@ def load_directory(path: Path, padding: str | None = None, logits: str = "all", 
             leaves no choice of `padding` or `logits`.
     """
     with nothing_fetched():
-        model, config, notes = make_transformer(path)
+        model, config, notes = open_directory(path)
         return _trace(path, model, config, notes, padding, logits, sizes)
 
 
-def make_transformer(path: Path) -> tuple[Any, dict[str, Any], list[str]]:
-    """Make the model of a directory, in the precision of its weights; to be called where nothing is fetched.
+def open_directory(path: Path) -> tuple[Any, dict[str, Any], list[str]]:
+    """Return the model of a directory, in eval mode, what its config.json says, and notes for the user.
 
-    Returns:
-        A module of transformers in eval mode, what its config.json says, and what the user should know.
+    To be called where nothing is fetched, see `nothing_fetched`.
 
     Raises:
-        UserError: The directory is incomplete, or needs remote code.
+        UserError: The directory is incomplete, needs remote code, or holds a model that transformers cannot make.
     """
+    checkpoint = read_checkpoint(path)
     import transformers
 
-    checkpoint = read_checkpoint(path)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if checkpoint.config.get("model_type") == sparselm.MODEL_TYPE:
@@ -142,7 +141,7 @@ def _cannot_make(path: Path, config: Any, error: Exception) -> UserError:
     )  # fmt: skip
 
 
-def _is_causal(model: Any) -> bool:
+def is_causal(model: Any) -> bool:
     """Say whether a model is a decoder alone, so that no token sees a later one, by the registers of transformers."""
     from transformers.models.auto import modeling_auto
 
@@ -165,7 +164,7 @@ def _settings(path: Path, model: Any, padding: str | None, logits: str) -> dict[
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name, taken = type(model).__name__, inspect.signature(model.forward).parameters
-    if not _is_causal(model):
+    if not is_causal(model):
         refuse_choices(padding, logits, f"{path}, a {name}")
         return {}
     settings = {"logits": logits}

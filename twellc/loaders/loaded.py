@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch.export import ExportedProgram
 
+from twellc.base.caches import KeyValueCache
 from twellc.base.files import open_file
 
 DimensionRange = tuple[int, int, int]
@@ -30,6 +31,8 @@ class LoadedModel:
         notes: What the user should hear about how it was loaded.
         settings: The choices that it was traced by, of `padding` and `logits` of `TracingOptions`; empty for a model
             that leaves none.
+        input_names: Names of inputs that differ from those of their placeholders, by these.
+        cache: Its key-value cache; None of a model without one.
     """
 
     path: Path
@@ -43,6 +46,8 @@ class LoadedModel:
     declared_activation: str = ""
     notes: list[str] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
+    input_names: dict[str, str] = field(default_factory=dict)
+    cache: KeyValueCache | None = None
 
 
 def fingerprint(path: Path) -> str:

@@ -13,7 +13,7 @@ from twellc.loaders.huggingface import load_directory
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.pickled import load_pickle
 from twellc.options.declared_inputs import refuse_inputs
-from twellc.options.source import TracingOptions, refuse_choices, refuse_missing
+from twellc.options.source import ALL_LOGITS, TracingOptions, refuse_choices, refuse_missing
 
 
 def load_model(source: TracingOptions, sizes: FixedSizes = ()) -> LoadedModel:
@@ -31,7 +31,7 @@ def load_model(source: TracingOptions, sizes: FixedSizes = ()) -> LoadedModel:
     kind = "directory" if path.is_dir() else _sniff(path)
     if kind == "directory":
         refuse_inputs(inputs, f"{path}, another kind of model")
-        return load_directory(path, source.padding, source.logits, sizes)
+        return load_directory(path, source.padding, source.logits or ALL_LOGITS, sizes)
     refuse_choices(source.padding, source.logits, f"{path}, another kind of model")
     if kind == "pickle":
         return load_pickle(path, source.trust_model, inputs)

@@ -7,13 +7,14 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
+from twellc.base.caches import INPUT_IDS
 from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
 from twellc.export.shapes import Shape, ShapeRange
 from twellc.export.triton import PLAN_NAME, VERSION, model_folder
 from twellc.options.decisions import DecisionOptions
 from twellc.options.samples import LARGEST_SEED, SampleOptions
-from twellc.options.source import LOGITS, PADDINGS, SourceOptions, TracingOptions
+from twellc.options.source import LOGITS, PADDINGS, CacheOptions, SourceOptions, TracingOptions
 from twellc.plugins.library import COMPRESSIONS, GPUS
 
 ATTENTIONS = ("auto", "tensorrt", "cudnn")
@@ -23,6 +24,7 @@ DEFAULT_TOKENS = 2048
 DEFAULT_GPU = "H200"
 DEFAULT_BATCH = 8
 DEFAULT_REPEATS = 20
+LEAST_LENGTH = 2  # of a key-value cache: torch.export takes a single place for a constant
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class CompileOptions(TracingOptions, DecisionOptions):
         plugin_libraries: TensorRT plugin libraries of other people, for graphs that hold nodes of theirs.
         tensor_parallel: How many GPUs share the model: each gets a plan of its own.
         decided: What an earlier compilation decided for blocks, by module, to do it again.
+        kv_cache: How many tokens of a sequence the key-value cache of a causal Hugging Face model holds; None gives it
+            no cache.
+        batch: The most sequences of a call of a model with a cache.
+        prefill_chunk: The most tokens of a sequence in such a call; None takes 2048, or all that fit.
     """
 
     output: Path | None = None
@@ -66,6 +72,24 @@ class CompileOptions(TracingOptions, DecisionOptions):
     plugin_libraries: tuple[Path, ...] = ()
     tensor_parallel: int = 1
     decided: Mapping[str, Mapping[str, Any]] | None = None
+    kv_cache: int | None = None
+    batch: int = 1
+    prefill_chunk: int | None = None
+
+    @property
+    def cache(self) -> CacheOptions | None:
+        """The sizes of the cache; None without one."""
+        return None if self.kv_cache is None else CacheOptions(self.kv_cache, self.batch, self.prefill_chunk)
+
+    @property
+    def requested_profiles(self) -> list[tuple[str, ShapeRange]]:
+        """The shape ranges of inputs: of a model with a cache one for prompts, and one for a token of each sequence."""
+        cache = self.cache
+        if cache is None:
+            return list(self.profiles)
+        prefill = ShapeRange((1, 1), (1, cache.chunk), (cache.batch, cache.chunk))
+        decode = ShapeRange((1, 1), (cache.batch, 1), (cache.batch, 1))
+        return [(INPUT_IDS, prefill), (INPUT_IDS, decode)]
 
     @property
     def plans(self) -> list[Path]:
@@ -164,7 +188,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "backend": BACKENDS,
     "dtype": (None, *DTYPES),
     "padding": (None, *PADDINGS),
-    "logits": LOGITS,
+    "logits": (None, *LOGITS),
     "attention": ATTENTIONS,
     "compression": (None, *COMPRESSIONS),
     "gpu": (None, *GPUS),
@@ -172,7 +196,10 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 
 # Options that count something, and whether None stands for a default.
-_COUNTS = {"batch": False, "sequence": True, "tokens": True, "repeats": False, "tensor_parallel": False}
+_COUNTS = {
+    "batch": False, "sequence": True, "tokens": True, "repeats": False, "tensor_parallel": False, "kv_cache": True,
+    "prefill_chunk": True,
+}  # fmt: skip
 
 
 def refuse_choice(option: str, value: object) -> None:
@@ -236,7 +263,38 @@ def compile_options(
         )
     if onnx is not None and onnx.suffix in (".plan", ".engine"):
         raise UserError(f"--onnx {onnx}", "an ONNX file is not a plan", fix="Call it otherwise.")
-    return CompileOptions(model, output, onnx=onnx, triton=triton, **options)
+    chosen = CompileOptions(model, output, onnx=onnx, triton=triton, **options)
+    _refuse_cache(chosen)
+    return chosen
+
+
+def _refuse_cache(options: CompileOptions) -> None:
+    """Fail if options of a key-value cache contradict others, or each other.
+
+    Raises:
+        UserError: They do.
+    """
+    cache = options.cache
+    if cache is None:
+        for option, given in (("--batch", options.batch != 1), ("--prefill-chunk", options.prefill_chunk is not None)):
+            if given:
+                raise UserError(option, "only a model with a key-value cache has one", fix="Add --kv-cache LENGTH.")
+        return
+    if cache.length < LEAST_LENGTH:
+        raise UserError("--kv-cache", "is too short", got=str(cache.length), expected=f"{LEAST_LENGTH} at least")
+    if cache.chunk > cache.length:
+        raise UserError(
+            f"--prefill-chunk {cache.chunk}", "is longer than the cache", expected=f"at most --kv-cache {cache.length}"
+        )
+    why: dict[str, tuple[object, str]] = {
+        "--profile": (options.profiles, "a model with a cache has its profiles of --batch and --prefill-chunk"),
+        "--tensor-parallel": (options.tensor_parallel > 1, "a model with a cache is not shared among GPUs yet"),
+        "--padding": (options.padding, "a model with a cache is told by token_count what is padding"),
+        "--triton": (options.triton, "Triton would copy the caches in every call, see docs/kv-cache.md"),
+    }
+    for option, (other, reason) in why.items():
+        if other:
+            raise UserError(option, reason, got=f"--kv-cache {cache.length}", fix="Leave one out.")
 
 
 def triton_plan(repository: Path, model: Path) -> Path:

@@ -28,7 +28,7 @@ class TracingKeywords(SourceKeywords, total=False):
 
     dtype: str | None
     padding: str | None
-    logits: str
+    logits: str | None
 
 
 class DecisionKeywords(TypedDict, total=False):
@@ -64,6 +64,9 @@ class CompileKeywords(TracingKeywords, DecisionKeywords, total=False):
     triton: AnyPath | None
     embed_plugins: bool
     attention: str
+    kv_cache: int | None
+    batch: int
+    prefill_chunk: int | None
     tensor_parallel: int
     plugin_libraries: Sequence[AnyPath]
 

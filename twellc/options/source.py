@@ -10,7 +10,33 @@ from twellc.base.errors import UserError
 from twellc.options.declared_inputs import InputDeclaration
 
 PADDINGS = ("none", "mask")
-LOGITS = ("all", "last")
+LOGITS = ALL_LOGITS, LAST_LOGITS = ("all", "last")
+# The most tokens of a sequence in a call of a model with a cache, where nobody says.
+DEFAULT_CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The key-value cache of a causal Hugging Face model.
+
+    Attributes:
+        length: The most tokens of a sequence.
+        batch: The most sequences of a call.
+        prefill_chunk: The most tokens of a sequence in a call; None takes 2048, or all that fit.
+    """
+
+    length: int
+    batch: int = 1
+    prefill_chunk: int | None = None
+
+    def settings(self) -> dict[str, int]:
+        """Return the sizes as a manifest has them."""
+        return {"length": self.length, "batch": self.batch, "prefill_chunk": self.chunk}
+
+    @property
+    def chunk(self) -> int:
+        """The most tokens of a sequence in a call."""
+        return min(self.length, DEFAULT_CHUNK) if self.prefill_chunk is None else self.prefill_chunk
 
 
 @dataclass(frozen=True)
@@ -41,27 +67,28 @@ class TracingOptions(SourceOptions):
         dtype: `bf16` or `fp16`; None takes the model's own, or bf16 where that is neither.
         padding: Whether a causal Hugging Face model takes no `attention_mask` (`none`) or one (`mask`); None takes the
             default of the model, `none` where it is causal.
-        logits: The places whose logits a causal Hugging Face model computes: `all` or the `last` one.
+        logits: The places whose logits a causal Hugging Face model computes: `all` or the `last` one; None takes
+            `all`, and of a model with a cache `last`.
     """
 
     _: KW_ONLY
     dtype: str | None = None
     padding: str | None = None
-    logits: str = "all"
+    logits: str | None = None
 
 
 class NoChoiceError(UserError):
     """A choice of `padding` or `logits` was made, and the model leaves none."""
 
 
-def refuse_choices(padding: str | None, logits: str, target: str) -> None:
+def refuse_choices(padding: str | None, logits: str | None, target: str) -> None:
     """Fail if a choice is made that only causal Hugging Face models leave.
 
     Raises:
         NoChoiceError: It is.
     """
     chosen = [f"--padding {padding}"] if padding is not None else []
-    chosen += [f"--logits {logits}"] if logits != "all" else []
+    chosen += [f"--logits {logits}"] if logits not in (None, ALL_LOGITS) else []
     if chosen:
         raise NoChoiceError(
             chosen[0], "only a causal Hugging Face model leaves the choice", got=target, fix="Leave it out."

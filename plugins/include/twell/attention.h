@@ -6,6 +6,9 @@
 // j runs over the keys that query i sees: of the sequence's first `lengths[b]` keys (all without lengths), those up to
 // i if causal. Tensors are contiguous, on the current device and start at multiples of 16 bytes. Scores and
 // sums are in fp32; the weights are rounded to the element type before they meet v.
+//
+// And a key-value cache: `twell_append_caches` writes new keys and values into it, and attention with `cached` reads
+// them there.
 #ifndef TWELL_ATTENTION_H_
 #define TWELL_ATTENTION_H_
 
@@ -28,14 +31,20 @@ typedef struct {
     int32_t causal;    // 0 or 1: whether query i sees keys 0 to i only
     int32_t lengths;   // 0 or 1: whether there are lengths
     float scale;       // finite
+    // 0 or 1: whether k and v are caches, [batch, kv_heads, keys, width], of which each sequence has used a part. Then
+    // causal and lengths are 0, tokens is at most keys, and sequence b has query_lengths[b] queries and lengths[b]
+    // keys: its last query sees all of these keys, the one before all but the last, and so on. y is 0 behind the last
+    // query.
+    int32_t cached;
 } twell_attention_problem;
 
 typedef struct {
-    void const* q;           // [batch, tokens, heads, width]
-    void const* k;           // [batch, keys, kv_heads, width]
-    void const* v;           // [batch, keys, kv_heads, width]
-    int32_t const* lengths;  // [batch], each 1 to keys; read if the problem has lengths
-    void* y;                 // [batch, tokens, heads, width]
+    void const* q;                 // [batch, tokens, heads, width]
+    void const* k;                 // [batch, keys, kv_heads, width]
+    void const* v;                 // [batch, keys, kv_heads, width]
+    int32_t const* lengths;        // [batch], each 1 to keys; read if the problem has lengths or is cached
+    void* y;                       // [batch, tokens, heads, width]
+    int32_t const* query_lengths;  // [batch], each 1 to tokens and to lengths[b]; read if the problem is cached
 } twell_attention_tensors;
 
 // A problem made ready for the device that was current when it was made, with a cuDNN handle of its own: to be used by
@@ -60,6 +69,30 @@ TWELL_API size_t twell_attention_workspace_bytes(twell_attention_plan const* pla
 // may be captured into a CUDA graph.
 TWELL_API int32_t twell_attention_run(twell_attention_plan* plan, twell_attention_tensors const* tensors,
                                       void* workspace, cudaStream_t stream, char* message, size_t message_bytes);
+
+typedef struct {
+    int64_t batch;        // sequences: at least 0
+    int64_t tokens;       // new ones of a sequence: at least 0
+    int64_t length;       // places of a cache: at least 1
+    int32_t kv_heads;     // at least 1
+    int32_t key_bytes;    // of one head's key: a positive multiple of 2
+    int32_t value_bytes;  // of one head's value: likewise
+} twell_append_problem;
+
+typedef struct {
+    void* keys;              // [batch, kv_heads, length, width], contiguous as all are
+    void* values;            // likewise
+    void const* new_keys;    // [batch, tokens, kv_heads, width]
+    void const* new_values;  // likewise
+    int32_t const* starts;   // [batch]: the place of each sequence's first new token
+    int32_t const* counts;   // [batch]: how many of its new tokens count, 0 to tokens
+} twell_append_tensors;
+
+// Writes the new keys and values of each sequence b to places starts[b] to starts[b] + counts[b] - 1 of its caches, on
+// `stream`; what would stand outside of a cache is left out. Returns a cudaError_t: cudaErrorInvalidValue for a problem
+// out of range. Needs no cuDNN, allocates nothing, waits for nothing and may be captured into a CUDA graph.
+TWELL_API int32_t twell_append_caches(twell_append_problem const* problem, twell_append_tensors const* tensors,
+                                      cudaStream_t stream);
 
 // The version of the library, such as "0.1.0".
 TWELL_API char const* twell_attention_version(void);

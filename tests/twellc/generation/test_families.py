@@ -55,7 +55,19 @@ def made(folder: Path, model: Any, chunk: int) -> CausalModel:
 )
 def test_tokens_are_those_of_transformers(name: str, chunk: int, family: Callable[..., tuple[Path, Any]]) -> None:
     folder, model = family(FAMILIES[name][0], **FAMILIES[name][1])
-    ours = made(folder, model, chunk)
+    compare(made(folder, model, chunk), model)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "qwen3 with windows", "phi3 with windows"])
+def test_attention_by_lengths(name: str, family: Callable[..., tuple[Path, Any]]) -> None:
+    """As on a GPU, by the op's meaning on a CPU; windows have masks all the same."""
+    folder, model = family(FAMILIES[name][0], **FAMILIES[name][1])
+    ours = made(folder, model, 4)
+    ours.decoder.backend.by_lengths = True  # type: ignore[attr-defined]
+    compare(ours, model)
+
+
+def compare(ours: CausalModel, model: Any) -> None:
     input_ids, seen = prompts()
     given = {"attention_mask": seen, "max_new_tokens": 20}
     greedy = ours.generate(input_ids, **given)

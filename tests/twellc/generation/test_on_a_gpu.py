@@ -109,6 +109,29 @@ def test_blocks_by_the_kernels(bytelm: Path, compiled: bool) -> None:
     assert llm.stats.graph
 
 
+@pytest.mark.parametrize("by_lengths", [False, True])
+def test_attention_of_groups(family: Callable[..., tuple[Path, Any]], by_lengths: bool) -> None:
+    """Heads of 64, two a head of keys: with a mask, and by cuDNN with lengths; in bfloat16 against float64."""
+    folder, model = family("Llama", hidden_act="relu", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    backend = load_directory(folder, "cuda", "bf16", layers="none")
+    if by_lengths and not backend.by_lengths:
+        pytest.skip("cuDNN is not at hand")
+    backend.by_lengths = by_lengths
+    ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0))
+    given = prompts(30, 12, 1)
+    tokens = ours.generate(**given, max_new_tokens=24)
+    wide = model.double().cuda()
+    plain = backend.model
+    for row, length in enumerate((30, 12, 1)):
+        own = tokens[row : row + 1, 30 - length :].cuda()
+        with torch.no_grad():
+            truth = wide(own).logits[0, length - 1 : -1]
+            # How far plain bfloat16 is off, without any cache.
+            error = float((plain(own).logits[0, length - 1 : -1].double() - truth).abs().max())
+        chosen = truth.gather(1, own[0, length:, None])[:, 0]
+        assert float((truth.max(-1).values - chosen).max()) <= 4 * error
+
+
 def test_a_model_in_float32_runs_in_bfloat16(talker: Path) -> None:
     llm = LLM(talker)
     assert llm.notes == ["the model is in float32; on the GPU it runs in bfloat16"]

@@ -1,0 +1,103 @@
+"""Plans with a key-value cache answer in real TensorRT, through `LLM` and `twellc generate`."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tensorrt.plans import twellc
+from twellc import LLM, SamplingParams, UserError
+from twellc.export.tensorrt_host import Host
+
+pytestmark = [pytest.mark.tensorrt, pytest.mark.xdist_group("generate")]
+
+TEXTS = ["import os\n\n\ndef ", "class A", "    for line in open(path):\n        "]
+# How far below the likeliest logit in float64 the one of a greedy token may be: what bfloat16 does not tell apart.
+NEAR = 0.15
+
+
+@pytest.fixture(scope="module")
+def plan(tensorrt: Host, bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("generate") / "bytelm.plan"
+    done = twellc("compile", bytelm, "-o", path, "--kv-cache", "256", "--prefill-chunk", "16", "--batch", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(plan: Path) -> LLM:
+    return LLM(plan)
+
+
+def distance(bytelm: Path, outputs: list[Any]) -> float:
+    """Return how far at most the logit of a token is below the likeliest, in float64."""
+    from transformers import LlamaForCausalLM
+
+    wide: Any = LlamaForCausalLM.from_pretrained(bytelm, dtype=torch.float64)
+    wide.cuda()
+    farthest = 0.0
+    for output in outputs:
+        prompt, answer = output.prompt_token_ids, output.outputs[0].token_ids
+        tokens = torch.tensor([prompt + answer]).cuda()
+        with torch.no_grad():
+            logits = wide(tokens).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+        farthest = max(farthest, float((logits.max(-1).values - chosen).max()))
+    return farthest
+
+
+def test_greedy_answers_are_likeliest_in_float64(llm: LLM, bytelm: Path) -> None:
+    params = SamplingParams(max_tokens=128, ignore_eos=True)
+    outputs = llm.generate(TEXTS, params)
+    assert llm.stats.graph and all(len(output.outputs[0].token_ids) == 128 for output in outputs)
+    assert distance(bytelm, outputs) < NEAR
+    # One at a time, and in another order: rows do not know of each other.
+    for output in (llm.generate(text, params)[0] for text in reversed(TEXTS)):
+        assert distance(bytelm, [output]) < NEAR
+
+
+def test_a_cache_filled_to_its_last_place(llm: LLM, bytelm: Path) -> None:
+    prompt = [0, *(b"import os\n" * 20)]
+    (output,) = llm.generate([prompt], SamplingParams(max_tokens=500, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 257 - len(prompt) and output.outputs[0].finish_reason == "length"
+    assert distance(bytelm, [output]) < NEAR
+    with pytest.raises(UserError, match="the prompt: is longer than the cache; got 257 tokens; expected 256 at most"):
+        llm.generate([[1] * 257])
+    with pytest.raises(UserError, match=r"does not take so many prompts at once; got 5; expected 4 at most\..*--batch"):
+        llm.generate(["a"] * 5)
+
+
+def test_draws_repeat(llm: LLM) -> None:
+    params = {"max_tokens": 40, "temperature": 1.0, "top_k": 40, "top_p": 0.95}
+    first, again, other = (llm.generate(TEXTS, SamplingParams(**params, seed=seed)) for seed in (1, 1, 2))
+    assert llm.stats.graph
+    assert first == again and first != other
+
+
+def test_two_threads(plan: Path) -> None:
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    models = [LLM(plan), LLM(plan)]
+    expected = [model.generate(text, params) for model, text in zip(models, TEXTS, strict=False)]
+    found: dict[int, Any] = {}
+
+    def answer(number: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found[number] = [models[number].generate(TEXTS[number], params) for _ in range(4)]
+
+    threads = [threading.Thread(target=answer, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[number] == [expected[number]] * 4 for number in range(2))
+
+
+def test_the_command(plan: Path, llm: LLM) -> None:
+    done = twellc("generate", plan, "--prompt", TEXTS[0], "--max-new-tokens", "40", "--stats")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == llm.generate(TEXTS[0], SamplingParams(max_tokens=40))[0].outputs[0].text + "\n"
+    assert "each one CUDA graph" in done.stderr

@@ -1,0 +1,69 @@
+"""What is known of the key-value cache of a compiled language model: a part of its manifest.
+
+    input_ids    int64 [batch, tokens]      the next tokens of each sequence, padded on the right
+    write_index  int64 [batch]              how many tokens of each sequence are in the caches already
+    token_count  int64 [batch]              how many of `tokens` are real, 0 to `tokens`: the rest is padding
+    past_key_values.N.key, .value           [batch, kv_heads, length, head_dim], of layer N
+    logits       [batch, vocabulary]        behind the last real token of each sequence, or
+                 [batch, tokens, vocabulary]    behind each token: `logits` says which
+    present.N.key, .value                   the caches with the new tokens in them, in the same memory
+
+Token i of a row has the position write_index + i, and its key and value stand there in the caches. A row with no real
+token leaves its caches as they are, and its logits have no meaning; neither have those of padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from twellc.base.dtypes import DTYPES
+from twellc.base.records import LARGEST, Count, OneOf, Range, Record, Size
+
+INPUT_IDS, WRITE_INDEX, TOKEN_COUNT = "input_ids", "write_index", "token_count"
+LOGITS_OF = ("last", "all")
+
+
+@dataclass(frozen=True)
+class CachePair(Record):
+    """A cache: the input and the output that are bound to one address, and its shape, -1 for the batch."""
+
+    input: str
+    output: str
+    shape: list[Annotated[int, Range(-1, LARGEST)]]
+
+
+@dataclass(frozen=True)
+class KeyValueCache(Record):
+    """The key-value cache of a language model, and what a host has to know to generate text with it.
+
+    Attributes:
+        length: The most tokens of a sequence.
+        batch: The most sequences of a call.
+        prefill_chunk: The most tokens of a sequence in a call: longer prompts are fed in several.
+        logits: `last` if the logits are those behind the last real token of each sequence, else `all`.
+        pairs: The caches, of which each goes in and comes out.
+        layers: How many layers have one of keys and one of values.
+        kv_heads: The heads of keys and values, of the first layer.
+        head_dim: The width of a head, likewise.
+        dtype: The element type of the caches: `bf16` or `fp16`.
+        vocabulary: How many logits there are.
+        end_tokens: The tokens that end a text.
+        position_limit: How many positions the model was made for; None where it sets no limit.
+        text: The folder beside the plan with what turns text into tokens and back: the model's config.json, tokenizer,
+            chat template and generation_config.json, as far as it has them; None where no plan was written.
+    """
+
+    length: Size
+    batch: Size
+    prefill_chunk: Size
+    logits: Annotated[str, OneOf(LOGITS_OF)]
+    pairs: list[CachePair]
+    layers: Size
+    kv_heads: Size
+    head_dim: Size
+    dtype: Annotated[str, OneOf(tuple(DTYPES))]
+    vocabulary: Size
+    end_tokens: list[Count]
+    position_limit: Size | None
+    text: str | None = None

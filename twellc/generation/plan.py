@@ -1,0 +1,143 @@
+"""A plan of `twellc compile --kv-cache`, which keeps its keys and values in memory of the host's.
+
+Each cache is an input and an output of the plan, both bound to one address: the plan writes it in place. What is bound
+where is `PlanCalls`' business; what is computed when, `PlanBackend`'s.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, KeyValueCache
+from twellc.base.dtypes import BY_NAME, DTYPES
+from twellc.base.errors import UserError
+from twellc.compiling.manifest import Manifest, read_manifest, refuse_other_plugins
+from twellc.export.runner import Execution, OpenPlan, open_plan, prepare
+from twellc.export.tensorrt_host import load_host, why_not_here
+
+_LOGITS = "logits"
+
+
+class PlanCalls(Protocol):
+    """What runs a plan.
+
+    Attributes:
+        device: Where its tensors are.
+    """
+
+    device: torch.device
+
+    def bind(self, caches: dict[str, Tensor]) -> None:
+        """Take the caches, by the names of inputs and by those of outputs: each tensor has two names."""
+
+    def run(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Run the plan for `input_ids`, `write_index` and `token_count`; return the logits, the next call's to keep."""
+
+
+class PlanBackend:
+    """A plan as a `Backend`."""
+
+    def __init__(self, name: str, cache: KeyValueCache, calls: PlanCalls) -> None:
+        """Take a plan.
+
+        Args:
+            name: What computes, for people.
+            cache: What its manifest says of the cache.
+            calls: What runs it.
+        """
+        self.name, self.device, self.vocabulary = name, calls.device, cache.vocabulary
+        self.longest, self.chunk = cache.length, cache.prefill_chunk
+        self.largest_batch: int | None = cache.batch
+        self._cache, self._calls, self._rows = cache, calls, 0
+        self._ones = torch.empty(0)
+
+    def begin(self, batch: int, places: int) -> bool:
+        """Make room; see `Backend`."""
+        if batch == self._rows:
+            return False
+        dtype = BY_NAME[DTYPES.get(self._cache.dtype, self._cache.dtype)].torch
+        caches: dict[str, Tensor] = {}
+        self._calls.bind(caches)  # and give back the memory of the others, before there are new ones
+        for pair in self._cache.pairs:
+            memory = torch.zeros(batch, *pair.shape[1:], dtype=dtype, device=self.device)
+            caches |= {pair.input: memory, pair.output: memory}
+        self._calls.bind(caches)
+        self._rows, self._ones = batch, torch.ones(batch, dtype=torch.int64, device=self.device)
+        return True
+
+    def fill(self, input_ids: Tensor, start: int) -> Tensor:
+        """Compute the first tokens of rows; see `Backend`."""
+        return self._run(input_ids, start * self._ones, input_ids.shape[1] * self._ones)
+
+    def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Compute a token of each row; see `Backend`."""
+        return self._run(tokens[:, None], places, self._ones)
+
+    def _run(self, input_ids: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+        logits = self._calls.run({INPUT_IDS: input_ids, WRITE_INDEX: starts, TOKEN_COUNT: counts})
+        return logits if self._cache.logits == "last" else logits[:, -1]
+
+
+class TensorRTCalls:
+    """Runs a plan in TensorRT: one context for the first tokens of rows and one for the others, see `PlanCalls`."""
+
+    def __init__(self, plan: OpenPlan, manifest: Manifest) -> None:
+        self.device = torch.device("cuda")
+        self._plan = plan
+        widths = [profile[INPUT_IDS].max[1] for profile in manifest.profiles]
+        narrowest, widest = min(widths), max(widths)
+        self._profiles = {True: widths.index(narrowest), False: widths.index(widest)}
+        self._executions: dict[bool, Execution] = {}
+        self._caches: dict[str, Tensor] = {}
+
+    def bind(self, caches: dict[str, Tensor]) -> None:
+        """Take the caches; see `PlanCalls`."""
+        self._caches = caches
+        self._executions.clear()
+
+    def run(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Run the plan; see `PlanCalls`."""
+        decodes = inputs[INPUT_IDS].shape[1] == 1
+        execution = self._executions.get(decodes)
+        if execution is None:
+            execution = prepare(self._plan, {**inputs, **self._caches}, self._profiles[decodes], self._caches)
+            self._executions[decodes] = execution
+        elif any(not _same(execution.tensors[name], tensor) for name, tensor in inputs.items()):
+            logits = execution.tensors[_LOGITS]
+            fits = len(logits) == len(inputs[INPUT_IDS]) and logits.dim() == 2
+            execution.bind({**inputs, **self._caches}, {**self._caches, **({_LOGITS: logits} if fits else {})})
+        execution.enqueue()
+        return execution.tensors[_LOGITS]
+
+
+def _same(bound: Tensor, tensor: Tensor) -> bool:
+    return bound.data_ptr() == tensor.data_ptr() and bound.shape == tensor.shape
+
+
+def load_plan(path: Path) -> tuple[PlanBackend, KeyValueCache]:
+    """Open a plan; return it, and what its manifest says of its cache.
+
+    Raises:
+        UserError: It has no cache, or this machine cannot run it.
+    """
+    manifest = read_manifest(path)
+    if manifest.cache is None:
+        raise UserError(
+            str(path), "has no key-value cache, so it can score a text and not answer",
+            fix="Compile a causal language model with --kv-cache LENGTH.",
+        )  # fmt: skip
+    assert manifest.backend is not None  # of every plan
+    why = why_not_here(manifest.backend.name)
+    if why:
+        raise UserError(
+            str(path), f"the plan cannot run here: {why}", fix="Give the model's directory, which runs in torch."
+        )
+    refuse_other_plugins(path, manifest)
+    host = load_host(manifest.backend.name)
+    plan = open_plan(host, path, manifest.backend.version)
+    name = f"{host.name} {host.version} on {torch.cuda.get_device_name()}"
+    return PlanBackend(name, manifest.cache, TensorRTCalls(plan, manifest)), manifest.cache

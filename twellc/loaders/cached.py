@@ -1,0 +1,366 @@
+"""Load a causal language model of Hugging Face with a key-value cache, and trace it.
+
+    input_ids [batch, tokens], write_index, token_count [batch], caches [batch, kv_heads, length, head_dim]
+        -> logits, the caches with the new tokens in them
+
+`twellc.base.caches` says what they mean. Every family goes one way: models of transformers take a `Cache`, whose
+`update` gets the new keys and values of a layer and returns those to attend to. Ours appends by `twell.append_caches`
+and returns the whole caches; masks and attention over them are in `attention.py`. Positions are made of write_index.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+
+from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, CachePair, KeyValueCache
+from twellc.base.dtypes import DTYPES, dtype_name, torch_dtype
+from twellc.base.errors import UserError, first_line
+from twellc.loaders.attention import CacheStep, cached_attention
+from twellc.loaders.huggingface import is_causal, open_directory
+from twellc.loaders.huggingface_inputs import longest_text, text_config
+from twellc.loaders.loaded import LoadedModel
+from twellc.loaders.nothing_fetched import nothing_fetched
+from twellc.loaders.tracing import trace
+from twellc.options.source import LAST_LOGITS, CacheOptions, refuse_missing
+from twellc.passes.graph.program import user_inputs
+from twellc.plugins.cache_op import APPEND
+
+_TRACED_BATCH, _TRACED_TOKENS, _LARGEST_BATCH = 2, 3, 65536
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What a layer caches of a token: [heads, width] of its key, and of its value."""
+
+    key: tuple[int, int]
+    value: tuple[int, int]
+
+
+def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch.dtype | str | None) -> LoadedModel:
+    """Load a causal language model with a key-value cache, and trace it in the precision that it is to have.
+
+    Args:
+        path: A Hugging Face directory.
+        options: The sizes of the cache.
+        logits: `last` computes the logits behind the last real token of each sequence only, `all` those of each token.
+        dtype: `bf16` or `fp16`; None takes the model's own, or bf16 where that is neither. A dtype of torch for tests.
+
+    Raises:
+        UserError: It is no directory of such a model, or the model cannot be traced or has no room for such a cache.
+    """
+    refuse_missing(path, _EXPECTED)
+    if not path.is_dir():
+        raise no_directory(path)
+    with nothing_fetched():
+        model, config, notes = open_directory(path)
+        taken = _refuse_other_models(path, model)
+        limit = longest_text(model)
+        limit = limit if limit < _NO_LIMIT else 0
+        _refuse_length(path, options, limit)
+        notes = notes + _in_dtype(model, dtype)
+        sizes = _probe(path, model, taken)
+        precision: torch.dtype = model.dtype
+        _take_caches(model, taken, options.length, logits)
+        traced = _trace(path, model, sizes, options, precision)
+    names = [f"{layer}.{part}" for layer in range(len(sizes)) for part in ("key", "value")]
+    shapes = [shape for each in sizes for shape in (each.key, each.value)]
+    pairs = [
+        CachePair(f"past_key_values.{name}", f"present.{name}", [-1, heads, options.length, width])
+        for name, (heads, width) in zip(names, shapes, strict=True)
+    ]
+    inputs = [INPUT_IDS, WRITE_INDEX, TOKEN_COUNT, *(pair.input for pair in pairs)]
+    placeholders = list(user_inputs(traced))
+    own = dtype_name(precision)
+    batch, tokens = (str(size) for size in placeholders[0].meta["val"].shape)
+    return LoadedModel(
+        path=path,
+        kind="Hugging Face directory",
+        program=traced,
+        input_names={node.name: name for node, name in zip(placeholders, inputs, strict=True)},
+        output_names=["logits", *(pair.output for pair in pairs)],
+        dimension_names={batch: "batch", tokens: "tokens"},
+        vocabulary=getattr(text_config(model), "vocab_size", None),
+        declared_activation=str(config.get("hidden_act") or config.get("activation_function") or ""),
+        language_model=True,
+        notes=notes,
+        settings={"logits": logits},
+        cache=KeyValueCache(
+            length=options.length,
+            batch=options.batch,
+            prefill_chunk=options.chunk,
+            logits=logits,
+            pairs=pairs,
+            layers=len(sizes),
+            kv_heads=sizes[0].key[0],
+            head_dim=sizes[0].key[1],
+            dtype=next((option for option, name in DTYPES.items() if name == own), own),
+            vocabulary=_vocabulary(traced),
+            end_tokens=_end_tokens(path, model),
+            position_limit=limit or None,
+        ),
+    )
+
+
+_NO_LIMIT = 1 << 20  # see longest_text
+_EXPECTED = "the Hugging Face directory of a causal language model, with config.json and safetensors"
+
+
+def no_directory(path: Path) -> UserError:
+    """Return what to say of another kind of model."""
+    what = "only a Hugging Face directory can be compiled with a cache"
+    return UserError("--kv-cache", what, got=str(path), expected=_EXPECTED, fix="Leave it out.")
+
+
+def _refuse_other_models(path: Path, model: Any) -> str:
+    """Return what the model's forward calls its cache.
+
+    Raises:
+        UserError: It is no causal language model whose positions and cache can be given.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name, taken = type(model).__name__, inspect.signature(model.forward).parameters
+    if not is_causal(model) or name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise UserError(
+            "--kv-cache", "the model is not a causal language model", got=f"{path}, a {name}",
+            expected="a class of transformers that generates text, such as LlamaForCausalLM", fix="Leave it out.",
+        )  # fmt: skip
+    cache = next((each for each in ("cache", "past_key_values") if each in taken), None)
+    missing = [each for each in ("input_ids", "position_ids", "use_cache") if each not in taken]
+    missing += [] if cache else ["past_key_values"]
+    if missing:
+        raise UserError(
+            "--kv-cache", "the model cannot be given what a cache needs", got=f"{path}, a {name} without {missing[0]}",
+            expected="a model whose forward takes positions and a cache of keys and values",
+        )  # fmt: skip
+    assert cache is not None
+    return cache
+
+
+def _refuse_length(path: Path, options: CacheOptions, limit: int) -> None:
+    if limit and options.length > limit:
+        raise UserError(
+            f"--kv-cache {options.length}", "is longer than what the model was made for", got=str(path),
+            expected=f"at most {limit}, its number of positions",
+        )  # fmt: skip
+
+
+def _in_dtype(model: Any, dtype: torch.dtype | str | None) -> list[str]:
+    """Give the model's parameters the dtype to compile in; return what to tell the user about the choice."""
+    parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    found = {parameter.dtype for parameter in parameters}
+    own = " and ".join(sorted(map(dtype_name, found)))
+    low = [torch_dtype(option) for option in DTYPES]
+    notes = []
+    if isinstance(dtype, torch.dtype):
+        wanted = dtype
+    elif dtype is None and len(found) == 1 and found <= set(low):
+        return []
+    else:
+        wanted = torch_dtype(dtype or "bf16")
+        changes = "as asked" if dtype else "(--dtype changes it)"
+        notes = [] if found == {wanted} else [f"the model is in {own}; compiled in {dtype_name(wanted)} {changes}"]
+    for parameter in parameters:  # buffers, such as rotary frequencies, keep theirs
+        largest = parameter.data.abs().max() if parameter.numel() else 0
+        parameter.data = parameter.data.to(wanted)
+        if largest > torch.finfo(wanted).max:
+            what = f"a weight of the model does not fit into {dtype_name(wanted)}"
+            raise UserError("--dtype", what, got=f"{largest:g}", fix="Compile it with --dtype bf16.")
+    return notes
+
+
+# ---- tracing ----
+
+
+def _take_caches(model: Any, cache_name: str, length: int, logits: str) -> None:
+    """Let the model's forward take caches and return them, as the program is to do.
+
+    It is replaced rather than wrapped: modules keep their paths, which profiles and reports name.
+    """
+    forward = model.forward
+    last: list[Tensor] = []  # the place of each row's last real token, in a call
+    if logits == LAST_LOGITS:
+        # No argument of transformers' models says so, row by row.
+        model.get_output_embeddings().register_forward_pre_hook(lambda module, given: _row_by_row(given[0], last[0]))
+
+    def step(
+        input_ids: Tensor, write_index: Tensor, token_count: Tensor, past_key_values: list[Tensor]
+    ) -> list[Tensor]:
+        starts, counts = write_index.to(torch.int32), token_count.to(torch.int32)
+        last[:] = [token_count.clamp(min=1) - 1]
+        # Padding has the position of the last token: a table of positions holds that.
+        places = torch.minimum(torch.arange(input_ids.shape[1], device=input_ids.device), last[0][:, None])
+        positions = write_index[:, None] + places
+        cache = _cache_of(past_key_values, starts, counts)
+        with cached_attention(CacheStep(starts, counts, positions, length)):
+            result = forward(
+                input_ids=input_ids, position_ids=positions, use_cache=True, return_dict=True, **{cache_name: cache}
+            )
+        last.clear()
+        kept = result.logits[:, 0] if logits == LAST_LOGITS else result.logits
+        return [kept, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))]
+
+    model.forward = step
+
+
+def _row_by_row(hidden: Tensor, places: Tensor) -> Tensor:
+    """Return [batch, 1, width]: of each row of [batch, tokens, width] that at its place."""
+    return hidden.gather(1, places[:, None, None].expand(-1, 1, hidden.shape[-1]))
+
+
+def _cache_of(tensors: list[Tensor], starts: Tensor, counts: Tensor) -> Any:
+    """Return transformers' Cache over caches of keys and values, in turn."""
+    from transformers.cache_utils import Cache
+
+    pairs = zip(tensors[::2], tensors[1::2], strict=True)
+    layers = [_layer_class()(_Appending(keys, values, starts, counts)) for keys, values in pairs]
+    return Cache(layers=layers)
+
+
+@dataclass
+class _Appending:
+    """The caches of a layer, and where its new tokens go."""
+
+    keys: Tensor
+    values: Tensor
+    starts: Tensor
+    counts: Tensor
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        new = (keys.transpose(1, 2), values.transpose(1, 2))
+        self.keys, self.values = APPEND(self.keys, self.values, *new, self.starts, self.counts)
+        return self.keys, self.values
+
+    def length(self, tokens: Any) -> int:
+        return self.keys.shape[2]
+
+
+@dataclass
+class _Recording:
+    """Notes the sizes of what a layer wants to cache, and caches nothing."""
+
+    sizes: _Sizes | None = None
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.sizes = _Sizes((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
+        return keys, values
+
+    def length(self, tokens: Any) -> Any:
+        return tokens
+
+
+def _layer_class() -> Any:
+    """Return the class of a layer of transformers' Cache that leaves all to a state of ours."""
+    from transformers.cache_utils import CacheLayerMixin
+
+    class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+        is_sliding = False
+
+        def __init__(self, state: Any = None) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.state = _Recording() if state is None else state
+            self.is_initialized = True
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            self.keys, self.values = self.state.update(key_states, value_states)
+            return self.keys, self.values
+
+        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def get_mask_sizes(self, query_length: Any) -> tuple[Any, int]:
+            return self.state.length(query_length), 0
+
+        def get_seq_length(self) -> int:
+            return 0  # positions are given
+
+        def get_max_length(self) -> int:
+            return -1
+
+        get_max_cache_shape = get_max_length  # its older name
+
+    return Layer
+
+
+def _probe(path: Path, model: Any, cache_name: str) -> list[_Sizes]:
+    """Return what each layer caches of a token, by a run on shapes alone.
+
+    Raises:
+        UserError: It keeps another state than keys and values, or cannot be run.
+    """
+    from transformers.cache_utils import Cache
+
+    cache: Any = Cache(layer_class_to_replicate=_layer_class())
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            ids = torch.ones((1, 2), dtype=torch.int64)
+            positions = torch.arange(2)[None]
+            model(input_ids=ids, position_ids=positions, use_cache=True, **{cache_name: cache})
+        sizes = [layer.state.sizes for layer in cache.layers]
+    except Exception as error:  # transformers raises what it likes for a cache that does not fit
+        raise _other_state(path, model, first_line(error)) from error
+    if not sizes or None in sizes:
+        raise _other_state(path, model, "it caches no keys and values of some layers")
+    return sizes
+
+
+def _other_state(path: Path, model: Any, reason: str) -> UserError:
+    return UserError(
+        "--kv-cache", f"the model does not run over a cache of keys and values alone ({reason})",
+        got=f"{path}, a {type(model).__name__}", fix="Compile it without a cache.",
+    )  # fmt: skip
+
+
+def _trace(path: Path, model: Any, sizes: list[_Sizes], options: CacheOptions, dtype: torch.dtype) -> ExportedProgram:
+    batch = torch.export.Dim("batch", min=1, max=_LARGEST_BATCH)
+    tokens = torch.export.Dim("tokens", min=1, max=options.length)
+    example = min(_TRACED_TOKENS, options.length)
+    caches = [
+        torch.zeros(_TRACED_BATCH, heads, options.length, width, dtype=dtype)
+        for each in sizes
+        for heads, width in (each.key, each.value)
+    ]
+    counts = torch.ones(_TRACED_BATCH, dtype=torch.int64)
+    kwargs = {
+        INPUT_IDS: torch.ones(_TRACED_BATCH, example, dtype=torch.int64),
+        WRITE_INDEX: torch.zeros_like(counts),
+        TOKEN_COUNT: counts,
+        "past_key_values": caches,
+    }
+    shapes = {
+        INPUT_IDS: {0: batch, 1: tokens}, WRITE_INDEX: {0: batch}, TOKEN_COUNT: {0: batch},
+        "past_key_values": [{0: batch} for _ in caches],
+    }  # fmt: skip
+    fix = "Compile it without a cache."
+    return trace(str(path), model, (), kwargs, shapes, fix, fix)
+
+
+def _vocabulary(program: ExportedProgram) -> int:
+    return int(program.graph.output_node().args[0][0].meta["val"].shape[-1])
+
+
+def _end_tokens(path: Path, model: Any) -> list[int]:
+    """Return the tokens that end a text, as the generation configuration has them, else the model's own."""
+    from transformers import GenerationConfig
+
+    configs = [text_config(model), model.config]
+    if (path / "generation_config.json").is_file():
+        try:
+            configs.insert(0, GenerationConfig.from_pretrained(path, local_files_only=True))
+        except Exception as error:  # transformers raises what it likes for values that it does not take
+            raise UserError(
+                str(path / "generation_config.json"), f"transformers cannot read it ({first_line(error)})"
+            ) from error
+    for config in configs:
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return [found] if isinstance(found, int) else [int(each) for each in found]
+    return []
