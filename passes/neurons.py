@@ -145,9 +145,10 @@ def share(
 
 
 def of_a_rank(known: Staying, ranks: int) -> Staying:
-    """Return what is known of the neurons that the first of several ranks has: others have much the same."""
+    """Return what is known of the neurons of the rank that has the fewest; others have much the same."""
     rates = np.zeros(len(known.kept)) if known.rates is None else known.rates
-    own = np.flatnonzero(_dealt(rates, ranks) == 0)
+    dealt = _dealt(rates, ranks)
+    own = np.flatnonzero(dealt == np.bincount(dealt, minlength=ranks).argmin())
     rows = known.rows
     if rows is not None:
         rows = np.bincount(np.arange(len(rows)) // ranks, weights=rows, minlength=len(own) + 1).astype(np.int64)

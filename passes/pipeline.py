@@ -209,8 +209,6 @@ def _order(passed: Passed, options: PassOptions) -> Passed:
 
 
 def _share(passed: Passed, options: PassOptions) -> Passed:
-    if options.part.ranks == 1:
-        return passed
     return replace(passed, orders=neurons.share(passed.blocks, passed.staying, passed.layers, options.part))
 
 
@@ -220,8 +218,6 @@ def _rewrite_ffn(passed: Passed, options: PassOptions) -> Passed:
 
 
 def _split(passed: Passed, options: PassOptions) -> Passed:
-    if options.part.ranks == 1:
-        return passed
     assert passed.dense is not None
     before = {node.name for node in passed.dense.graph.nodes}
     ops = [node.name for node in passed.program.graph.nodes if node.target in VARIANT_OF and node.name not in before]
@@ -248,9 +244,13 @@ STEPS: dict[Stage, tuple[Step, ...]] = {
     Stage.ORDER: (Step("order", _order, edits=False),),
     Stage.SHARE: (Step("share", _share, edits=False),),
     Stage.FFN: (Step("rewrite_ffn", _rewrite_ffn),),
-    Stage.SPLIT: (Step("rank_program", _split),),
+    Stage.SPLIT: (Step("tensor_parallel", _split),),
     Stage.ATTENTION: (Step("rewrite_attention", _rewrite_attention),),
 }
+
+
+# What only the program of one of several ranks passes.
+_OF_RANKS = (Stage.SHARE, Stage.SPLIT)
 
 
 # ---- runs ----
@@ -275,6 +275,8 @@ def run_until(
         options.dump.program("traced", passed.program)
     for stage, steps in STEPS.items():
         if not passed.stage < stage <= until or stage in without:
+            continue
+        if stage in _OF_RANKS and options.part.ranks == 1:
             continue
         for each in steps:
             passed = each.run(passed, options)

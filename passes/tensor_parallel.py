@@ -77,11 +77,24 @@ def rank_program(
             f"--tensor-parallel {part.ranks}", "nothing in the model can be shared", got="; ".join(notes[:2]),
             fix="Leave it out.",
         )  # fmt: skip
-    notes += _order_notes(program)
     if part.rank > 0:
         writer.drop_what_is_on_the_first()
         assert len(_all_reduces(finish(program))) == len(reduced), "ranks would wait for each other"
     return program, notes
+
+
+def is_in_order(program: ExportedProgram) -> bool:
+    """Whether each all-reduce of a program depends on the one before it, so that no host can run them otherwise."""
+    depth: dict[Node, int] = {}
+    count = 0
+    for node in program.graph.nodes:
+        depth[node] = max((depth[operand] for operand in node.all_input_nodes), default=0)
+        if node.target is ALL_REDUCE:
+            count += 1
+            depth[node] += 1
+            if depth[node] < count:
+                return False
+    return True
 
 
 def _all_reduces(program: ExportedProgram) -> list[Node]:
@@ -141,23 +154,6 @@ def _share_dense(writer: _Writer, blocks: Sequence[FfnBlock]) -> list[str]:
         except NotSharedError as reason:
             notes.append(f"block {block.module} stays whole on every rank: {reason}")
     return notes
-
-
-def _order_notes(program: ExportedProgram) -> list[str]:
-    """Say so if all-reduces do not depend on each other."""
-    depth: dict[Node, int] = {}
-    count = 0
-    for node in program.graph.nodes:
-        depth[node] = max((depth[operand] for operand in node.all_input_nodes), default=0)
-        if node.target is ALL_REDUCE:
-            count += 1
-            depth[node] += 1
-            if depth[node] < count:
-                return [
-                    "not every all-reduce depends on the one before it, as where attention runs beside a dense block: "
-                    "the engines of all ranks must run them in one order, which TensorRT does not promise"
-                ]
-    return []
 
 
 # ---- writing ----

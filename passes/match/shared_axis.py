@@ -210,8 +210,10 @@ class _Step:
         size = self._node.meta["val"].shape[axis]
         if not isinstance(size, int) or size % units:
             raise NotSharedError(f"{self._op} takes its units apart")
-        if self._op in SIZED and isinstance(_sizes(self._node)[axis], Node):
-            raise NotSharedError(f"{self._op} computes its size")
+        if self._op in SIZED:
+            sizes: Any = arguments(self._node)[1]
+            if not isinstance(sizes, list | tuple) or isinstance(sizes[axis], Node):  # of another type, or computed
+                raise NotSharedError(f"{self._op} takes its units apart, or computes their number")
         return SharedAxis(axis, units)
 
     def _viewed(self, source: Node, shared: SharedAxis) -> SharedAxis:
@@ -278,6 +280,8 @@ class _Step:
             raise NotSharedError("not all of its queries, keys and values have the heads that ranks would share")
         mask = rest[0] if rest else self._node.kwargs.get("attn_mask")
         assert axes[0] is not None
+        if isinstance(mask, Node) and mask in self._region.axes:
+            raise NotSharedError("its mask is computed from its heads")
         if isinstance(mask, Node):
             self._cut(mask, 1)
         return axes[0]
@@ -312,12 +316,6 @@ class _Step:
         shared = self._region.axes.get(operand)
         if shared is None or shared.axis != axis or units not in (None, shared.units):
             raise NotSharedError(f"{self._op} joins what is shared with what is not")
-
-
-def _sizes(node: Node) -> Sequence[Any]:
-    """Return the sizes that a view is given."""
-    sizes: Sequence[Any] = arguments(node)[1]
-    return sizes
 
 
 def _product_of(sizes: Sequence[Any]) -> int | None:

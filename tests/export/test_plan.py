@@ -16,6 +16,7 @@ from tests.models import Function, Gated, Plain, Residual, canonical, rewrite
 from twellc.base.errors import UserError
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.plan import Plan, Tensor, build_plan
+from twellc.export.refused_nodes import COLLECTIVE, TENSORRT_DOMAIN, RefusedNode, cure, describe
 from twellc.export.shapes import ShapeProfile, ShapeRange
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -176,3 +177,9 @@ def test_no_onnx_at_all(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"hello")
     with pytest.raises(UserError, match="refuses the"):
         build(tmp_path / "m.onnx")
+
+
+def test_a_tensorrt_without_collectives_is_named() -> None:
+    node = RefusedNode("linear/all_reduce", COLLECTIVE, TENSORRT_DOMAIN)
+    assert describe([node]) == "DistCollective (node linear/all_reduce)"
+    assert cure([node]) == "Plans for several GPUs need TensorRT 10.16 or newer, or TensorRT-RTX 1.7."

@@ -70,7 +70,8 @@ def test_every_pass_is_in_the_list() -> None:
     others = {"__init__", "pipeline", "dump", "block_profile", "report"}
     files = {path.stem for path in (ROOT / "passes").glob("*.py")} - others
     # Steps and the files that they call have the same names but for these.
-    renamed = {"in_precision": "precision", "rewrite_attention": "attention", "stay": "neurons", "order": "neurons"}
+    renamed = {"in_precision": "precision", "rewrite_attention": "attention", "stay": "neurons", "order": "neurons",
+               "share": "neurons"}  # fmt: skip
     steps = {each.name for steps in STEPS.values() for each in steps} - {"find"}
     assert files == {renamed.get(name, name) for name in steps}
     assert list(STEPS) == sorted(STEPS) == list(Stage)[1:]
@@ -78,6 +79,11 @@ def test_every_pass_is_in_the_list() -> None:
 
 def compiled(cli: Cli, model: Path, folder: Path) -> None:
     assert cli("compile", model, "--backend", "none", "--onnx", folder / "m.onnx", "--overwrite").exit_code == 0
+
+
+def shared(cli: Cli, model: Path, folder: Path) -> None:
+    options = ("--backend", "none", "--onnx", folder / "ranks.onnx", "--tensor-parallel", 2)
+    assert cli("compile", model, *options).exit_code == 0
 
 
 def inspected(cli: Cli, model: Path, folder: Path) -> None:
@@ -96,7 +102,8 @@ def optimized(cli: Cli, model: Path, folder: Path) -> None:
     twellc.optimize(Gated(d_model=8, d_ff=32))
 
 
-ALL = set(STEPS)
+FOR_RANKS = {Stage.SHARE, Stage.SPLIT}
+ALL = set(STEPS) - FOR_RANKS
 UP_TO_DECIDE = {stage for stage in STEPS if stage <= Stage.DECIDE}
 
 
@@ -104,6 +111,7 @@ UP_TO_DECIDE = {stage for stage in STEPS if stage <= Stage.DECIDE}
     ("command", "stages"),
     [
         (compiled, ALL),
+        (shared, ALL | FOR_RANKS),
         (inspected, ALL - {Stage.FFN}),
         (profiled, UP_TO_DECIDE),
         (checked, UP_TO_DECIDE),

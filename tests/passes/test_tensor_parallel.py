@@ -22,6 +22,7 @@ from twellc.base.errors import UserError
 from twellc.passes.block_profile import BlockProfile, Calibration
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, Rewritten, run_for_ranks, run_passes
+from twellc.passes.tensor_parallel import is_in_order
 from twellc.plugins.all_reduce_op import ALL_REDUCE
 from twellc.plugins.ops import GATED_MLP, MLP
 
@@ -205,15 +206,15 @@ def test_attention_beside_a_block_shares_its_all_reduce(name: str) -> None:
     module, x = Beside(SUMS[name]).bfloat16().eval(), torch.randn(2, 5, models.D_MODEL).bfloat16()
     _, found = split(module, x)
     assert reductions(found) == [2, 2] and found[0].notes == []
+    assert all(is_in_order(each.program) for each in found)
     assert_right(module, found, x)
 
 
-def test_all_reduces_of_a_dense_block_beside_attention_are_pointed_out() -> None:
+def test_all_reduces_of_a_dense_block_beside_attention_are_not_in_order() -> None:
     module, x = Beside(SUMS["(x + attention) + block"]).bfloat16().eval(), torch.randn(2, 5, models.D_MODEL).bfloat16()
     _, found = split(module, x, layers="none")
     assert reductions(found) == [4, 4]
-    (note,) = found[0].notes
-    assert note.startswith("not every all-reduce depends on the one before it")
+    assert not any(is_in_order(each.program) for each in found)
     assert_right(module, found, x)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 _TRTEXEC, _POLYGRAPHY, _OPTIMUM, _TRTLLM = "trtexec", "polygraphy", "optimum-cli", "trtllm-build"
+_VLLM = "vllm serve"
+_RANKS = "--tensor-parallel N here"
 _SHAPES = "part of --profile NAME:MIN:OPT:MAX here, such as --profile input_ids:1x1:1x128:8x2048"
 _PLAN = "-o/--output here: twellc compile MODEL -o FILE"
 _MEMORY = "not needed here: TensorRT may take the memory that is free. Leave it out"
@@ -41,6 +43,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "--max_batch_size": (_TRTLLM, _SHAPES),
     "--max_input_len": (_TRTLLM, _SHAPES),
     "--max_seq_len": (_TRTLLM, _SHAPES),
+    "--tp_size": (_TRTLLM, _RANKS),
+    "--tensor-parallel-size": (_VLLM, _RANKS),
     "--workspace": (_TRTEXEC, _MEMORY),
     "--memPoolSize": (_TRTEXEC, _MEMORY),
     "--pool-limit": (_POLYGRAPHY, _MEMORY),

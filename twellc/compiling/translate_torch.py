@@ -31,6 +31,7 @@ from twellc.passes.graph.program import has_inner_graphs, written_tensors
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, Rewritten, run_for_ranks, run_passes
 from twellc.passes.report import Layer
+from twellc.passes.tensor_parallel import is_in_order
 
 # Other names of activations in Hugging Face configs.
 _SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "squared_relu": "relu2"}
@@ -73,6 +74,7 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         if calibrated is not None:
             calibrated.refuse_other_blocks(rewritten.layers)
         warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
+        warnings += order_warnings(rewritten.program)
         rewriting_notes = [*activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
         progress("exporting to ONNX" if ranks == 1 else f"exporting rank {rank} of {ranks} to ONNX")
         inputs = program_inputs(rewritten.program, model.input_names)
@@ -168,6 +170,16 @@ def inner_graph_notes(program: ExportedProgram) -> list[str]:
     """Point out the operations in whose graphs no pass looks."""
     operations = sorted({str(node.target) for node in program.graph.nodes if has_inner_graphs(node)})
     return [f"blocks within {operation} stay dense and are not listed" for operation in operations]
+
+
+def order_warnings(program: ExportedProgram) -> list[str]:
+    """Point out that a host may run what ranks do together in another order on one of them."""
+    if is_in_order(program):
+        return []
+    return [
+        "not every all-reduce depends on the one before it, as where attention runs beside a dense block: the engines "
+        "of all ranks must run them in one order, which TensorRT does not promise"
+    ]
 
 
 def state_warnings(program: ExportedProgram) -> list[str]:

@@ -85,6 +85,13 @@ def test_a_model_that_keeps_parts_whole_says_so(tmp_path: Path) -> None:
     assert [note for note in made.notes if note.startswith("block 0 stays whole on every rank: ")]
 
 
+def test_all_reduces_that_are_not_in_order(t5: Path, tmp_path: Path) -> None:
+    """The decoder begins beside the encoder."""
+    made = twellc.compile(t5, backend="none", onnx=tmp_path / "m.onnx", tensor_parallel=2)
+    (warning,) = made.warnings
+    assert warning.startswith("not every all-reduce depends on the one before it")
+
+
 def test_triton(cli: Cli, llama: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
     options = ("--triton", tmp_path, "--tensor-parallel", 2, "--backend", "tensorrt-rtx")
