@@ -4,7 +4,8 @@ include(TwellWheels)
 
 set(TENSORRT_ROOT "$ENV{TENSORRT_ROOT}" CACHE PATH "TensorRT installation whose include/ is used")
 
-# Older ones, still found on many machines, know no plugins whose outputs are their inputs. The version macro does not tell: RTX counts anew.
+# Older ones, still found on many machines, know no plugins whose outputs are in the memory of their inputs. The version
+# macro does not tell: RTX counts anew.
 function(_twell_judge_headers folder result)
     file(GLOB headers "${folder}/NvInferRuntime*.h")
     set(${result} FALSE PARENT_SCOPE)

@@ -254,7 +254,7 @@ class _Recording:
         return keys, values
 
     def length(self, tokens: Any) -> Any:
-        return tokens
+        return tokens if isinstance(tokens, int | torch.SymInt) else tokens.shape[0]  # older ones give positions
 
 
 def _layer_class() -> Any:
