@@ -49,6 +49,8 @@ class TorchBackend:
             UserError: It is not a causal language model of attention layers, or has not so many positions.
         """
         self._cache_argument = _cache_argument(model)
+        if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
+            model.set_attn_implementation("eager")  # older releases take another, which leaves the cap out
         self.model, self.name, self.notes = model, name, list[str]()
         self.device = model.device
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -84,7 +86,7 @@ class TorchBackend:
         self._cache = RowCache(config.num_hidden_layers, batch, length, self.device, self.by_lengths)
         self._ones = torch.ones(batch, length, dtype=torch.int64, device=self.device)
         # The first tokens make the tensors of the cache.
-        with row_attention():
+        with row_attention(self._cache):
             self._logits(self._ones[:, :1], self._ones[:, :1] - 1)
         return True
 
@@ -94,7 +96,7 @@ class TorchBackend:
         assert cache is not None
         cache.fresh, cache.index = start == 0, torch.full_like(cache.index, start)
         places = torch.arange(start, start + input_ids.shape[1], device=self.device).expand(len(input_ids), -1)
-        with row_attention():
+        with row_attention(cache):
             return self._fill(input_ids, places)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
@@ -102,7 +104,7 @@ class TorchBackend:
         cache = self._cache
         assert cache is not None
         cache.fresh, cache.index = False, places
-        with row_attention():
+        with row_attention(cache):
             return self._decode(tokens[:, None], places[:, None])
 
     def _logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
