@@ -20,6 +20,8 @@ from twellc.plugins.cache_op import attends_by_cudnn
 
 # A cache grows by so many places, so that calls of about one size share it.
 _STEP = 256
+# Numbers of rows that a step is compiled for; torch would go on without compiling after the eighth, and say little.
+_MOST_SIZES = 256
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -104,7 +106,7 @@ class TorchBackend:
         cache = self._cache
         assert cache is not None
         cache.fresh, cache.index = False, places
-        with row_attention(cache):
+        with row_attention(cache), torch._dynamo.config.patch(recompile_limit=_MOST_SIZES):
             return self._decode(tokens[:, None], places[:, None])
 
     def _logits(self, input_ids: Tensor, places: Tensor) -> Tensor:

@@ -141,3 +141,19 @@ def test_plans_that_do_not_answer(archive: Path, tmp_path: Path) -> None:
         LLM(plan)
     with pytest.raises(UserError, match=r"other\.plan: has no manifest beside it"):
         LLM(tmp_path / "other.plan")
+
+
+def test_a_plan_that_cannot_run_here(bytelm: Path, tmp_path: Path) -> None:
+    """TensorRT-RTX builds without a GPU, and runs neither without one nor on Hopper."""
+    import twellc
+    from twellc.export.tensorrt_host import why_not_here
+
+    if not why_not_here("tensorrt-rtx"):
+        pytest.skip("TensorRT-RTX runs plans here")
+    plan = tmp_path / "m.plan"
+    manifest = twellc.compile(bytelm, plan, backend="tensorrt-rtx", kv_cache=64, batch=2, prefill_chunk=8)
+    assert manifest.cache is not None and manifest.cache.text == "m.plan.text"
+    widths = [profile["input_ids"].max[1] for profile in manifest.profiles]
+    assert widths == [8, 1]
+    with pytest.raises(UserError, match=r"m\.plan: the plan cannot run here: .*\. Give the model's directory"):
+        LLM(plan)
