@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class TorchBackend:
     """
 
     def __init__(
-        self, model: Any, name: str, length: int | None = None, compiled: bool = False, compiled_fill: bool = False
+        self, model: Any, name: str, length: int | None = None, compiled: bool = False, compiled_fill: str = ""
     ) -> None:
         """Take a model.
 
@@ -44,8 +45,9 @@ class TorchBackend:
             model: The module, where it is to run.
             name: What computes, for people.
             length: How many places the cache of a row has; None makes them as they are needed.
-            compiled: Whether torch.compile compiles decoding.
-            compiled_fill: Whether it compiles the first tokens of rows, too, for each size anew.
+            compiled: Whether torch.compile compiles decoding, for each number of rows anew.
+            compiled_fill: Whether it compiles the first tokens of rows, too: `dynamic` for any number of them at once,
+                `static` for each size anew; empty: not.
 
         Raises:
             UserError: It is not a causal language model of attention layers, or has not so many positions.
@@ -67,8 +69,10 @@ class TorchBackend:
         self.chunk = 1 << 20
         self._fixed = length is not None
         self._taken = inspect.signature(model.forward).parameters
-        self._decode = torch.compile(self._logits, dynamic=False) if compiled else self._logits
-        self._fill = torch.compile(self._logits, dynamic=False) if compiled_fill else self._logits
+        decode = torch.compile(self._logits, dynamic=False) if compiled else self._logits
+        self._decode: Callable[[Tensor, Tensor], Tensor] = decode
+        fill = torch.compile(self._logits, dynamic=compiled_fill == "dynamic") if compiled_fill else self._logits
+        self._fill: Callable[[Tensor, Tensor], Tensor] = fill
         # transformers' own word for models whose attention can be another function; those of others get masks.
         dispatches = (
             getattr(model, "_supports_attention_backend", False) and model.config._attn_implementation == "sdpa"
@@ -134,7 +138,7 @@ def load_directory(
         device: `cpu`, `cuda` or `cuda:N`; `auto` is the GPU where torch sees one.
         dtype: `bf16`, `fp16` or `fp32`; None is that of the weights, on a GPU bf16 for float32.
         length: See `TorchBackend`.
-        compiled: Likewise.
+        compiled: Whether torch.compile compiles prompts and decoding.
         layers: Which blocks the `twell` ops compute, see `twellc.optimize`.
 
     Raises:
@@ -160,7 +164,7 @@ def load_directory(
     if not blocks and layers != "none":
         notes.append("no feed-forward block is one that twellc.optimize takes: the dense model runs")
     name = f"torch on {_named(chosen)}, {blocks} feed-forward blocks by the twell ops{', compiled' * compiled}"
-    backend = TorchBackend(model, name, length, compiled)
+    backend = TorchBackend(model, name, length, compiled, "dynamic" if compiled else "")
     backend.notes = notes
     return backend
 

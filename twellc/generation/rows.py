@@ -156,7 +156,7 @@ def _attention(
         query = query.view(batch, key.shape[1], heads // key.shape[1], width)
         grouped = False
     result = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None and tokens > 1, scale=scaling,
+        query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scaling,
         enable_gqa=grouped,
     )  # fmt: skip
     return result.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
