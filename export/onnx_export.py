@@ -4,6 +4,7 @@
     torch.ops.twell.mlp        ->  twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual])
     torch.ops.twell.attention  ->  twell::TwellAttention(q, k, v, [lengths])
     torch.ops.twell.cached_attention, append_caches  ->  twell::TwellCachedAttention, twell::TwellAppendCaches
+    torch.ops.twell.all_reduce ->  trt::DistCollective(x), an operator of TensorRT's own
 
 `twellc.plugins.onnx_node` documents inputs and attributes.
 """
@@ -28,10 +29,12 @@ from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import external_data
 from twellc.export.names import name_ends
 from twellc.export.onnx_optimizer import optimize_exactly
+from twellc.export.refused_nodes import COLLECTIVE, TENSORRT_DOMAIN
 from twellc.passes.attention import OPERATOR
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import quiet_torch
 from twellc.passes.report import Attention
+from twellc.plugins.all_reduce_op import ALL_REDUCE
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.block import OPTIONS, Variant, call_of
 from twellc.plugins.cache_op import APPEND, CACHED_ATTENTION
@@ -188,13 +191,12 @@ _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _KIND_OF = {str: _KINDS.STRING, float: _KINDS.FLOAT, int: _KINDS.INT}
 
 
-def _schema(op_type: str, attributes: dict[str, type]) -> onnx.defs.OpSchema:
+def _schema(op_type: str, attributes: dict[str, type], domain: str) -> onnx.defs.OpSchema:
     parameter, parameter_option = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.FormalParameterOption
     types = ("float16", "bfloat16", "float", "double")
-    attributes = {**attributes, **dict.fromkeys(IDENTITY, str)}
     return onnx.defs.OpSchema(
         op_type,
-        PLUGIN_NAMESPACE,
+        domain,
         1,
         # Not all of one type: lengths are integers.
         inputs=[parameter("operands", "I", param_option=parameter_option.Variadic, is_homogeneous=False)],
@@ -209,7 +211,8 @@ def _schema(op_type: str, attributes: dict[str, type]) -> onnx.defs.OpSchema:
 
 _TWELL = values.Opset(PLUGIN_NAMESPACE, 1)
 _NODES: dict[str, Callable[..., Any]] = {
-    name: values.Op(_TWELL, name, _schema(name, attributes)) for name, attributes in ATTRIBUTES.items()
+    name: values.Op(_TWELL, name, _schema(name, {**attributes, **dict.fromkeys(IDENTITY, str)}, PLUGIN_NAMESPACE))
+    for name, attributes in ATTRIBUTES.items()
 }
 
 
@@ -247,9 +250,19 @@ def _append(keys: Any, values: Any, new_keys: Any, new_values: Any, starts: Any,
     return _NODES[APPEND_NODE](keys, values, new_keys, new_values, starts, counts, **IDENTITY)
 
 
+def _all_reduce(x: Any, ranks: int) -> Any:
+    # Without groups all ranks take part; the other attributes have no meaning for a sum.
+    return _DIST_COLLECTIVE(x, collective_operation="all_reduce", reduce_op="sum", root=-1, group_size=0, nb_rank=ranks)
+
+
+_COLLECTIVE_ATTRIBUTES = {"collective_operation": str, "reduce_op": str, "root": int, "group_size": int, "nb_rank": int}
+_DIST_COLLECTIVE = values.Op(
+    values.Opset(TENSORRT_DOMAIN, 1), COLLECTIVE, _schema(COLLECTIVE, _COLLECTIVE_ATTRIBUTES, TENSORRT_DOMAIN)
+)
 _TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **{op: _block(variant) for variant, op in OPS.items()},
     ATTENTION: _attention,
     CACHED_ATTENTION: _cached_attention,
     APPEND: _append,
+    ALL_REDUCE: _all_reduce,
 }

@@ -155,6 +155,9 @@ def build_plan(
             # Where no kernel has the block's sizes, such as heads of 16, it is taken apart instead of refused.
             layer.__class__ = trt.IAttentionInputLayer  # get_layer does not tell which it is
             layer.attention.decomposable = True
+    early_collectives = getattr(trt.PreviewFeature, "MULTIDEVICE_RUNTIME_10_16", None)
+    if early_collectives is not None and any(layer.type == trt.LayerType.DIST_COLLECTIVE for layer in layers):
+        config.set_preview_feature(early_collectives, True)
     plugin_layers = [layer.name for layer in layers if layer.type == trt.LayerType.PLUGIN_V3]
     if needs:
         # The one text in a plan that is ours to choose. A plan may be found without its manifest.

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _NOT_OF_TENSORS = re.compile(r".*(Sequence|Optional|String).*|StringNormalizer|TfIdfVectorizer")
 _STANDARD = ("", "ai.onnx")
 _OF_ONNX_RUNTIME = "com.microsoft"
+# TensorRT's own operator between GPUs, and the domain that we give it: the parser goes by the operator alone.
+COLLECTIVE, TENSORRT_DOMAIN = "DistCollective", "trt"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ def cure(nodes: list[RefusedNode]) -> str:
             f"{_OF_ONNX_RUNTIME} is ONNX Runtime's domain: save the graph without its extended optimisations, at the "
             "level of basic ones at most."
         )
+    if any(node.operator == COLLECTIVE for node in nodes):
+        return "Plans for several GPUs need TensorRT 10.16 or newer, or TensorRT-RTX 1.7."
     if any(map(_is_foreign, nodes)):
         return "If they are plugins of other people, name their library with --plugin-library."
     if any("embedding_bag" in node.name for node in nodes):
@@ -72,4 +76,4 @@ def _is_plugin(node: onnx.NodeProto) -> bool:
 
 
 def _is_foreign(node: RefusedNode) -> bool:
-    return node.domain not in (*_STANDARD, PLUGIN_NAMESPACE)
+    return node.domain not in (*_STANDARD, PLUGIN_NAMESPACE, TENSORRT_DOMAIN)

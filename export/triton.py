@@ -25,7 +25,7 @@ def model_folder(repository: Path, model: Path) -> Path:
     return repository / (re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".") or "model")
 
 
-def model_config(name: str, plan: Plan, profiles: int, register: dict[str, str] | None) -> str:
+def model_config(name: str, plan: Plan, profiles: int, register: dict[str, str] | None, ranks: int = 1) -> str:
     """Return the text of config.pbtxt.
 
     `max_batch_size` is 0: the dimensions are the engine's own, whole, because a first dimension need not be a batch.
@@ -35,6 +35,7 @@ def model_config(name: str, plan: Plan, profiles: int, register: dict[str, str] 
         plan: The plan.
         profiles: Number of its optimization profiles.
         register: How to register the plugins that it needs, see `how_to_register`; None where it needs none.
+        ranks: How many GPUs the plans of the model are for.
     """
     lines = [f"# Written by twellc {__version__}."]
     if register is not None:
@@ -43,7 +44,17 @@ def model_config(name: str, plan: Plan, profiles: int, register: dict[str, str] 
     lines += [f"name: {json.dumps(name)}", 'backend: "tensorrt"', "max_batch_size: 0"]
     lines += [_tensor("input", tensor) for tensor in plan.inputs]
     lines += [_tensor("output", tensor) for tensor in plan.outputs]
-    if profiles > 1:
+    if ranks > 1:
+        lines.append("# The backend must be built with TRITON_ENABLE_TENSORRT_MULTI_DEVICE, for TensorRT 11 or newer.")
+        lines.append("instance_group { count: 1 kind: KIND_MODEL }")
+        parameters = {
+            "enable_multi_device": "true",
+            "multi_device_gpus": ",".join(map(str, range(ranks))),
+            "multi_device_per_rank_engines": "true",
+        }
+        lines += [f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}'
+                  for key, value in parameters.items()]  # fmt: skip
+    elif profiles > 1:
         # Triton picks the profile that fits a request, among those of the instance.
         numbers = ", ".join(f'"{number}"' for number in range(profiles))
         lines.append(f"instance_group {{ count: 1 kind: KIND_GPU profile: [ {numbers} ] }}")

@@ -80,8 +80,31 @@ class _Block:
         return self.mask is not None and self.mask.target is CACHE_MASK
 
 
+@dataclass(frozen=True)
+class FoundAttention:
+    """Attention in the graph: its module, and what it is; or the reason why it cannot be read."""
+
+    module: str
+    block: _Block | None
+    reason: str = ""
+
+
 class _UnknownError(Exception):
     """The reason why something that computes attention stays as it is."""
+
+
+def find_attention(graph: Graph) -> list[FoundAttention]:
+    """Return the attention in a graph, in its order."""
+    found = []
+    for node in graph.nodes:
+        try:
+            block = _read(node)
+        except _UnknownError as reason:
+            found.append(FoundAttention(_module(node), None, str(reason)))
+        else:
+            if block is not None:
+                found.append(FoundAttention(_module(node), block))
+    return found
 
 
 def rewrite_attention(program: ExportedProgram, forms: tuple[str, ...]) -> tuple[ExportedProgram, list[Attention]]:

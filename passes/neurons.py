@@ -35,11 +35,13 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from twellc.base.arrays import to_numpy
+from twellc.base.errors import UserError
 from twellc.passes.block_profile import BlockProfile, Calibration, Counts, hot_first, rate_bound
 from twellc.passes.graph.program import tensor_of
 from twellc.passes.match.activations import packet
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import VIEWS, Weight
+from twellc.passes.match.shared_axis import Part
 from twellc.passes.report import Layer, Neurons
 from twellc.passes.rewrite_ffn import arranged_view
 from twellc.plugins.meaning import activate
@@ -111,6 +113,61 @@ def order(
         reason = f"{layer.reason}; {said}" if said else layer.reason
         reported.append(replace(layer, reason=reason, hot=hot, neurons=known.report))
     return orders, reported
+
+
+def share(
+    blocks: Sequence[FfnBlock], neurons: Sequence[Staying], layers: Sequence[Layer], part: Part
+) -> dict[str, torch.Tensor]:
+    """Return the neurons that one of several ranks has of each block that TwELL runs, in their order, by module.
+
+    The hottest are dealt out first, so that ranks have equally many of them, and about equal activity. Numbers are
+    multiples of 8 where they can be. Where nothing is known of the neurons, those that follow each other are on
+    different ranks.
+
+    Raises:
+        UserError: A block has fewer neurons than there are ranks.
+    """
+    shared = {}
+    for block, known, layer in zip(blocks, neurons, layers, strict=True):
+        if layer.decision != "twell":
+            continue
+        if len(known.kept) < part.ranks:
+            raise UserError(
+                f"--tensor-parallel {part.ranks}", f"the block {block.module} has {len(known.kept)} neurons",
+                expected="one for each rank at least", fix="Share the model among fewer.",
+            )  # fmt: skip
+        rates = np.zeros(len(known.kept)) if known.rates is None else known.rates
+        own = np.flatnonzero(_dealt(rates, part.ranks) == part.rank)
+        if known.rates is not None:
+            own = own[hot_first(rates[own], layer.hot)]
+        shared[block.module] = torch.from_numpy(known.kept[own])
+    return shared
+
+
+def of_a_rank(known: Staying, ranks: int) -> Staying:
+    """Return what is known of the neurons that the first of several ranks has: others have much the same."""
+    rates = np.zeros(len(known.kept)) if known.rates is None else known.rates
+    own = np.flatnonzero(_dealt(rates, ranks) == 0)
+    rows = known.rows
+    if rows is not None:
+        rows = np.bincount(np.arange(len(rows)) // ranks, weights=rows, minlength=len(own) + 1).astype(np.int64)
+    return Staying(known.kept[own], None if known.rates is None else rates[own], rows, known.movable)
+
+
+def _dealt(rates: NDArray[np.float64], ranks: int) -> Counts:
+    """Return the rank that has each neuron, int64 [neurons]: the hottest are dealt out to and fro, one for each."""
+    count = len(rates)
+    unit = _ALIGNMENT if count >= _ALIGNMENT * ranks else 1
+    sizes = np.full(ranks, count // unit // ranks)
+    sizes[: count // unit % ranks] += 1
+    sizes *= unit
+    sizes[-1] += count % unit
+    rounds = np.tile(np.arange(ranks), (sizes.min(), 1))
+    rounds[1::2] = rounds[1::2, ::-1]
+    order = np.concatenate([rounds.ravel(), np.repeat(np.arange(ranks), sizes - sizes.min())])
+    dealt = np.empty(count, np.int64)
+    dealt[np.argsort(-rates, kind="stable")] = order
+    return dealt
 
 
 def _staying(program: ExportedProgram, block: FfnBlock, calibration: Calibration | None) -> Staying:

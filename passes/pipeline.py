@@ -9,7 +9,9 @@ Each stage has its steps, in `STEPS`; a step is added there, and every command t
     STAY         which neurons of each stay if TwELL runs it
     DECIDE       what becomes of each, by how often those neurons fire
     ORDER        in which order they come
+    SHARE        which of them one of several ranks has, if the program is to be that of a rank
     FFN          blocks as `twell` ops
+    SPLIT        the program of that rank
     ATTENTION    attention in a form that the host can fuse
 
 `compile`, `bench` and `rewrite` run all of them. `inspect` leaves FFN out, which copies weights. `profile` stops behind
@@ -19,7 +21,7 @@ out, since such passes could be wrong about a weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, auto
 from typing import Protocol
@@ -38,6 +40,7 @@ from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_constants import fold_constants
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
+from twellc.passes.match.shared_axis import WHOLE, Part
 from twellc.passes.merge_views import merge_views
 from twellc.passes.name_casts import name_casts
 from twellc.passes.name_relus import name_relus
@@ -45,7 +48,9 @@ from twellc.passes.neurons import Staying
 from twellc.passes.precision import in_precision
 from twellc.passes.report import Attention, Layer
 from twellc.passes.rewrite_ffn import rewrite_ffn
+from twellc.passes.tensor_parallel import rank_program
 from twellc.passes.write_numbers import write_numbers
+from twellc.plugins.ops import VARIANT_OF
 
 
 class Stage(IntEnum):
@@ -59,7 +64,9 @@ class Stage(IntEnum):
     STAY = auto()
     DECIDE = auto()
     ORDER = auto()
+    SHARE = auto()
     FFN = auto()
+    SPLIT = auto()
     ATTENTION = auto()
 
 
@@ -74,6 +81,7 @@ class PassOptions:
         attention: The forms to write attention in, see `rewrite_attention`; none leaves it as it is.
         calibration: How often neurons fire, and what may be done with that; None if nothing is known.
         advise: See `decide`.
+        part: Which of several ranks the program is for, and how many there are.
         dump: Receives the graph as traced, and after each pass.
     """
 
@@ -83,6 +91,7 @@ class PassOptions:
     attention: tuple[str, ...] = ()
     calibration: Calibration | None = None
     advise: Advise | None = None
+    part: Part = WHOLE
     dump: GraphDump = NOWHERE
 
 
@@ -99,6 +108,7 @@ class Passed:
         layers: What becomes of each, from DECIDE on.
         orders: The neurons of blocks in their new order, by module, from ORDER on; others stay where they are.
         attention: What became of each attention block; empty where none was to be rewritten.
+        notes: From SPLIT on, what every rank computes whole, and why.
     """
 
     program: ExportedProgram
@@ -109,6 +119,7 @@ class Passed:
     layers: list[Layer] = field(default_factory=list)
     orders: Mapping[str, torch.Tensor] = field(default_factory=dict)
     attention: list[Attention] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def chosen(self) -> list[tuple[FfnBlock, Layer]]:
@@ -123,15 +134,17 @@ class Rewritten:
 
     Attributes:
         dense: The canonical program in the target dtype, not rewritten.
-        program: The same with `twell` ops.
-        layers: What became of each feed-forward block.
-        attention: What became of each attention block; empty where none was to be rewritten.
+        program: The same with `twell` ops; that of a rank if there are several.
+        layers: What became of each feed-forward block; hot neurons are those of a rank, all else is of all ranks.
+        attention: What became of each attention block, with the heads of a rank; empty where none was to be rewritten.
+        notes: What every rank computes whole, and why.
     """
 
     dense: ExportedProgram
     program: ExportedProgram
     layers: list[Layer]
     attention: list[Attention]
+    notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Json]:
         """Return what became of the blocks as JSON types, without the programs."""
@@ -185,7 +198,9 @@ def _stay(passed: Passed, options: PassOptions) -> Passed:
 
 
 def _decide(passed: Passed, options: PassOptions) -> Passed:
-    return replace(passed, layers=decide(passed.blocks, options.layers, options.advise, passed.staying))
+    ranks = options.part.ranks
+    staying = passed.staying if ranks == 1 else [neurons.of_a_rank(known, ranks) for known in passed.staying]
+    return replace(passed, layers=decide(passed.blocks, options.layers, options.advise, staying))
 
 
 def _order(passed: Passed, options: PassOptions) -> Passed:
@@ -193,9 +208,27 @@ def _order(passed: Passed, options: PassOptions) -> Passed:
     return replace(passed, orders=orders, layers=layers)
 
 
+def _share(passed: Passed, options: PassOptions) -> Passed:
+    if options.part.ranks == 1:
+        return passed
+    return replace(passed, orders=neurons.share(passed.blocks, passed.staying, passed.layers, options.part))
+
+
 def _rewrite_ffn(passed: Passed, options: PassOptions) -> Passed:
     rewrites = [(block, options_of(block, layer, options.compression)) for block, layer in passed.chosen]
     return replace(passed, dense=passed.program, program=rewrite_ffn(passed.program, rewrites, passed.orders))
+
+
+def _split(passed: Passed, options: PassOptions) -> Passed:
+    if options.part.ranks == 1:
+        return passed
+    assert passed.dense is not None
+    before = {node.name for node in passed.dense.graph.nodes}
+    ops = [node.name for node in passed.program.graph.nodes if node.target in VARIANT_OF and node.name not in before]
+    pairs = zip(passed.blocks, passed.layers, strict=True)
+    dense = [block for block, layer in pairs if layer.decision != "twell"]
+    program, notes = rank_program(passed.program, ops, dense, options.part)
+    return replace(passed, program=program, notes=notes)
 
 
 def _rewrite_attention(passed: Passed, options: PassOptions) -> Passed:
@@ -213,7 +246,9 @@ STEPS: dict[Stage, tuple[Step, ...]] = {
     Stage.STAY: (Step("stay", _stay, edits=False),),
     Stage.DECIDE: (Step("decide", _decide, edits=False),),
     Stage.ORDER: (Step("order", _order, edits=False),),
+    Stage.SHARE: (Step("share", _share, edits=False),),
     Stage.FFN: (Step("rewrite_ffn", _rewrite_ffn),),
+    Stage.SPLIT: (Step("rank_program", _split),),
     Stage.ATTENTION: (Step("rewrite_attention", _rewrite_attention),),
 }
 
@@ -252,8 +287,26 @@ def run_passes(program: ExportedProgram, options: PassOptions) -> Rewritten:
     """Run every pass over a traced program.
 
     Raises:
-        UserError: See `run_until`.
+        UserError: See `run_until` and `rank_program`.
     """
-    passed = run_until(program, options, Stage.ATTENTION)
+    return _finish(run_until(program, options, Stage.ORDER), options)
+
+
+def run_for_ranks(program: ExportedProgram, options: PassOptions) -> Iterator[Rewritten]:
+    """Yield what `run_passes` makes for each rank, of which `options.part` says how many there are.
+
+    Graphs are dumped for the first one.
+
+    Raises:
+        UserError: See `run_passes`.
+    """
+    passed = run_until(program, options, Stage.ORDER)
+    for rank in range(options.part.ranks):
+        own = replace(options, part=replace(options.part, rank=rank), dump=options.dump if rank == 0 else NOWHERE)
+        yield _finish(passed, own)
+
+
+def _finish(ordered: Passed, options: PassOptions) -> Rewritten:
+    passed = run_until(ordered, options, Stage.ATTENTION)
     assert passed.dense is not None
-    return Rewritten(passed.dense, passed.program, passed.layers, passed.attention)
+    return Rewritten(passed.dense, passed.program, passed.layers, passed.attention, passed.notes)

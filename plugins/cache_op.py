@@ -1,7 +1,6 @@
 """The torch ops of a key-value cache.
 
     torch.ops.twell.append_caches      the caches with new keys and values in them
-    torch.ops.twell.append_caches_     the same, in place
     torch.ops.twell.cached_attention   attention of new queries over caches that hold their keys and values already
     torch.ops.twell.cache_mask         which places of a cache each new query sees, as a mask
 
@@ -253,7 +252,6 @@ _OPERANDS = "Tensor new_keys, Tensor new_values, Tensor starts, Tensor counts"
 _LIBRARY = torch.library.Library("twell", "FRAGMENT")
 for _schema in (
     f"append_caches(Tensor keys, Tensor values, {_OPERANDS}) -> (Tensor, Tensor)",
-    f"append_caches_(Tensor(a!) keys, Tensor(b!) values, {_OPERANDS}) -> ()",
     "cached_attention(Tensor q, Tensor keys, Tensor values, Tensor query_counts, Tensor key_counts, float scale)"
     " -> Tensor",
     "cache_mask(Tensor starts, Tensor counts, SymInt tokens, SymInt length) -> Tensor",
@@ -261,7 +259,6 @@ for _schema in (
     _LIBRARY.define(_schema, tags=torch.Tag.pt2_compliant_tag)
 for _name, _implementations in {
     "append_caches": (_copied(_write), _copied(_launch_write), _infer_append),
-    "append_caches_": (_write, _launch_write, lambda *operands: None),
     "cached_attention": (_compute, _launch, _infer),
     "cache_mask": (_mask, _mask, _infer_mask),
 }.items():
@@ -269,6 +266,5 @@ for _name, _implementations in {
         _LIBRARY.impl(_name, _run, _key)
 
 APPEND: torch._ops.OpOverload = torch.ops.twell.append_caches.default
-APPEND_IN_PLACE: torch._ops.OpOverload = torch.ops.twell.append_caches_.default
 CACHED_ATTENTION: torch._ops.OpOverload = torch.ops.twell.cached_attention.default
 CACHE_MASK: torch._ops.OpOverload = torch.ops.twell.cache_mask.default

@@ -129,7 +129,11 @@ class TrainHot(_Sized):
 
     _fields_ = (
         *_SIZE,
-        *((name, ctypes.c_void_p) for name in ("z", "h", "neurons", "counts", "l1_parts", "dh", "dz", "dl1")),
+        ("stride", ctypes.c_int64),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("z", "u", "h", "neurons", "counts", "l1_parts", "dh", "dz", "du", "dl1")
+        ),
     )
 
 

@@ -68,10 +68,11 @@ def choose(counts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     pairs = torch.cat([rates.sum().view(1), rates.sum() - rates.cumsum(0)]).clamp(min=0)[:d_ff:_TILE]
     hot = torch.arange(0, d_ff, _TILE, device=counts.device)
     cost = hot + _GATE_COST * (d_ff - hot) + _PAIR_COST * pairs
-    least, place = cost.min(0)
+    least, place = cost.min(0, keepdim=True)
     is_sparse = least <= _MOST_COST * d_ff
-    spare = (_SPARE_FACTOR * pairs[place] + _SPARE_PAIRS).ceil().long()
-    return order.int(), torch.stack([torch.where(is_sparse, hot[place], d_ff), torch.where(is_sparse, spare, 0)])
+    spare = (_SPARE_FACTOR * pairs.gather(0, place) + _SPARE_PAIRS).ceil().long()
+    numbers = (torch.where(is_sparse, hot.gather(0, place), d_ff), torch.where(is_sparse, spare, 0))
+    return order.int(), torch.cat(numbers)
 
 
 class TrainingState:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from twellc.firing.profile import FiringProfile
     from twellc.inspection.description import Inspection
     from twellc.passes.pipeline import Rewritten
+    from twellc.training.log import TrainingLog
 
     Model = str | os.PathLike[str] | ExportedProgram | torch.nn.Module
     Data = str | os.PathLike[str] | Mapping[str, torch.Tensor | Array]
@@ -73,6 +74,8 @@ def rewrite(
     *,
     layers: str = "auto",
     compression: int | None = None,
+    tensor_parallel: int = 1,
+    rank: int = 0,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
@@ -85,6 +88,9 @@ def rewrite(
             a torch.export archive, a Hugging Face directory or a pickled module.
         layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
         compression: The TwELL compression factor; None takes the default.
+        tensor_parallel: How many ranks share the model. Their programs run in as many processes of torch.distributed's
+            default group, and reduce what they compute.
+        rank: The rank whose program to make.
         args: Example inputs of a module, as `torch.export.export` takes them.
         kwargs: Those by name.
         dynamic_shapes: Their dynamic dimensions, likewise.
@@ -98,15 +104,20 @@ def rewrite(
     """
     from twellc.base.modules import import_modules
     from twellc.loaders.in_memory import load_for_rewriting, loaded, rewrite_model
+    from twellc.passes.match.shared_axis import Part
 
     refuse_choice("compression", compression)
+    refuse_choice("tensor_parallel", tensor_parallel)
+    if type(rank) is not int or not 0 <= rank < tensor_parallel:
+        raise UserError("rank", "there is no such rank", got=repr(rank), expected=f"0 to {tensor_parallel - 1}")
     given = _parsed(TracingOptions, options, "")
     import_modules(given.get("import_modules", ()))
     if isinstance(model, str | os.PathLike):
         source = TracingOptions(Path(model), **given)
-        return rewrite_model(source, load_for_rewriting(source), layers, compression)
+        return rewrite_model(source, load_for_rewriting(source), layers, compression, Part(rank, tensor_parallel))
     source = TracingOptions(Path(type(model).__name__), **given)
-    return rewrite_model(source, loaded(model, _Example(args, kwargs, dynamic_shapes)), layers, compression)
+    in_memory = loaded(model, _Example(args, kwargs, dynamic_shapes))
+    return rewrite_model(source, in_memory, layers, compression, Part(rank, tensor_parallel))
 
 
 def compile(
@@ -319,6 +330,7 @@ def report(
     profile: FiringProfile | str | os.PathLike[str] | None = None,
     decisions: Manifest | Inspection | str | os.PathLike[str] | None = None,
     bench: BenchResult | str | os.PathLike[str] | None = None,
+    training: TrainingLog | str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> str:
     """Make a page of HTML about a model's sparsity and what became of its blocks, as `twellc report` does.
@@ -328,21 +340,22 @@ def report(
         profile: Which neurons fire.
         decisions: What became of the blocks: what `compile` or `inspect` returns, or a file as `--decisions` takes it.
         bench: What was measured: what `bench` returns, or the file with its JSON.
+        training: How the model was trained: the log that `twellc.training.SparsityCallback` writes.
         overwrite: Whether the page may replace an existing file.
 
     Returns:
         The page.
 
     Raises:
-        UserError: None of the three was given, they are of different models, one cannot be read, or matplotlib is
+        UserError: None of the four was given, they are of different models, one cannot be read, or matplotlib is
             missing; nothing was written.
     """
     from twellc.firing.profile import FiringProfile
     from twellc.reporting.page import make_page
-    from twellc.reporting.sources import decisions_of, gather, read_bench, read_decisions
+    from twellc.reporting.sources import decisions_of, gather, read_bench, read_decisions, read_training
 
     if output is not None:
-        given = [Path(each) for each in (profile, decisions, bench) if isinstance(each, str | os.PathLike)]
+        given = [Path(each) for each in (profile, decisions, bench, training) if isinstance(each, str | os.PathLike)]
         refuse_replacing("--output", Path(output), given)
     if isinstance(profile, str | os.PathLike):
         profile = FiringProfile.read(Path(profile))
@@ -353,8 +366,12 @@ def report(
         decided = decisions_of(decisions.to_json(), "decisions")
     if isinstance(bench, str | os.PathLike):
         bench = read_bench(Path(bench))
+    if isinstance(training, str | os.PathLike):
+        training = read_training(Path(training))
     return make_page(
-        gather(profile, decided, bench), None if output is None else _path("output", output), overwrite=overwrite
+        gather(profile, decided, bench, training),
+        None if output is None else _path("output", output),
+        overwrite=overwrite,
     )
 
 

@@ -1,4 +1,4 @@
-"""`twellc.optimize`: run the feed-forward blocks of an eager module by the `twell` ops.
+"""`twellc.optimize`: run the feed-forward blocks of an eager module by the `twell` ops, for inference or in training.
 
 A submodule that is exactly one feed-forward block gets another class, derived from its own, whose forward calls the op.
 So everything else stays what it is: the object, its parameters and their names, its place in the model, its hooks.
@@ -6,7 +6,8 @@ So everything else stays what it is: the object, its parameters and their names,
 The op reads w_down [d_ff, d_out] neuron by neuron, while `torch.nn.Linear` has weight [d_out, d_ff]. Such a weight is
 stored anew with other strides, so that its transpose is contiguous: its shape and values stay, and there is no second
 copy. A copy of the parameter, and what `.to()` or `copy.deepcopy` make of it, keep these strides; a parameter that
-loses them, as by `load_state_dict(assign=True)`, is transposed in each call.
+loses them, as by `load_state_dict(assign=True)`, is transposed in each call. For training the strides stay: optimizers,
+FSDP and `save_pretrained` want contiguous parameters.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ShapesCollection
 from torch.fx import Node
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -39,6 +41,8 @@ from twellc.passes.rewrite_ffn import weights_of
 from twellc.plugins.block import DEFAULT_COMPRESSION, BlockOptions, TensorField, WeightOperands
 from twellc.plugins.library import COMPRESSIONS
 from twellc.plugins.ops import run_block
+from twellc.sharded import is_sharded, local_of, local_twin, sum_over_ranks
+from twellc.training_block import BlockInTraining, as_relu, blended_of
 
 _LOG = logging.getLogger("twellc")
 _PARAMETRIZED = (
@@ -46,6 +50,8 @@ _PARAMETRIZED = (
     "torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm or remove_spectral_norm"
 )
 _Module = TypeVar("_Module", bound=nn.Module)
+# What wrappers put into the paths of modules: DDP, FSDP, torch.compile, activation checkpointing.
+_WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 # Leading dimensions to trace with: sizes that differ, and from which torch.export keeps a dimension dynamic.
 _LEADING = (2, 3)
 
@@ -67,10 +73,44 @@ class Operand:
             module = inner
         return module._parameters.get(self.path[-1])
 
+    def tensor(self, module: nn.Module) -> Tensor | None:
+        """Return the parameter, or the plain tensor that FSDP puts in its place for a forward; None for other kinds."""
+        for name in self.path[:-1]:
+            module = module.get_submodule(name)
+        held = getattr(module, self.path[-1], None)
+        return held if type(held) in (Tensor, nn.Parameter) else None
+
     def view(self, parameter: Tensor) -> Tensor:
         """Return the matrix that the op reads: [d_ff, d_model], or w_down [d_ff, d_out]; of a bias the vector."""
         matrix = parameter.t() if self.transposed else parameter
         return matrix if self.rows is None else matrix[slice(*self.rows)]
+
+
+@dataclass(frozen=True)
+class TrainedBlock:
+    """A block that `optimize` has taken for training.
+
+    Attributes:
+        layer: Its row in a report.
+        module: The submodule.
+        training: What it counts and notes.
+        gate: How its gate weight, of a plain block its up weight, is read: that decides which neurons fire.
+    """
+
+    layer: Layer
+    module: nn.Module
+    training: BlockInTraining
+    gate: Operand
+
+    def gate_parameter(self) -> nn.Parameter:
+        """Return the parameter that holds the gate weight, as the module has it now: a DTensor where FSDP shards it."""
+        parameter = self.gate.parameter(self.module)
+        if parameter is None:
+            raise UserError(
+                f"layer {self.layer.module}", "its gate projection was replaced after twellc.optimize",
+                fix="Call twellc.optimize(model, training=True) once the model is what it shall be.",
+            )  # fmt: skip
+        return parameter
 
 
 @dataclass(frozen=True)
@@ -84,6 +124,7 @@ class _Block:
         argument: Name of the parameter of its forward that x is; empty where it cannot be named.
         ranks: Numbers of dimensions of x for which the forward was seen to be this block.
         kinds: The classes of its submodules, in the order of `modules()`.
+        training: What it does in training; None where it is optimized for inference.
     """
 
     layer: Layer
@@ -92,6 +133,7 @@ class _Block:
     argument: str
     ranks: tuple[int, ...]
     kinds: tuple[type[nn.Module], ...]
+    training: BlockInTraining | None = None
 
 
 class _Optimized(nn.Module):
@@ -101,14 +143,27 @@ class _Optimized(nn.Module):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Compute y [..., d_out] of x [..., d_model], the one argument."""
-        block = self._twellc
+        block: _Block | None = vars(self).get("_twellc")
+        if block is None:  # `restore` was called, and another class is derived from this one, as FSDP does
+            return super().forward(*arguments, **named)
         x = named.get(block.argument) if not arguments and len(named) == 1 else None
         if len(arguments) == 1 and not named:
             x = arguments[0]
-        weights = self._weights(x) if isinstance(x, Tensor) else None
+        y = self._compute(x if isinstance(x, Tensor) else None)
+        return super().forward(*arguments, **named) if y is None else y
+
+    def _compute(self, x: Tensor | None) -> Tensor | None:
+        """Return y, or None where the original forward must run: for other arguments than one tensor, for one."""
+        block = self._twellc
+        weights = None if x is None else self._weights(x)
         if x is None or weights is None:
-            return super().forward(*arguments, **named)
-        return run_block(weights.of(x), block.options)
+            return None
+        down = block.weights.w_down.parameter(self)
+        assert down is not None
+        if not is_sharded(down):
+            return run_block(weights.of(x), block.options)
+        y = sum_over_ranks(run_block(replace(weights, b_down=None).of(x), block.options), down)
+        return y if weights.b_down is None else y + weights.b_down
 
     def _weights(self, x: Tensor) -> WeightOperands[Tensor] | None:
         """Return what the op reads besides x, or None where the original forward must run."""
@@ -125,20 +180,66 @@ class _Optimized(nn.Module):
                 return None
             if records and parameter.requires_grad:
                 return None
-            tensors[name] = operand.view(parameter)
+            tensors[name] = operand.view(local_of(parameter))
         return WeightOperands(**tensors)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _remake, (type(self).__mro__[2],), vars(self).copy()
+        original = _original(self)
+        if original is None:
+            return super().__reduce_ex__(protocol)
+        return _remake, (type(self).__bases__[0], original), vars(self).copy()
+
+
+class _InTraining(_Optimized):
+    """Mixed in for training. What happens there is on the host: `torch.compile` leaves all of it as it is."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Compute y [..., d_out] of x [..., d_model], the one argument; note and count."""
+        return super().forward(*arguments, **named)
+
+    def _compute(self, x: Tensor | None) -> Tensor | None:
+        training = self._twellc.training
+        if not self.training or training is None:
+            return None
+        weights = {} if x is None else self._trained(x)
+        if x is None or not weights:
+            training.missed()
+            return None
+        return training.run(WeightOperands(**weights).of(x), blended_of(self))
+
+    def _trained(self, x: Tensor) -> dict[str, Tensor]:
+        """Return what a step reads besides x by name; nothing where this is not what was found, or x does not fit."""
+        block, inner = self._twellc, list(self.modules())[1:]
+        if x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model:
+            return {}
+        if tuple(map(type, inner)) != block.kinds or any(_has_hooks(each) or _drops(each) for each in inner):
+            return {}
+        tensors: dict[str, Tensor] = {}
+        for name, operand in block.weights.named().items():
+            parameter = operand.tensor(self)
+            if parameter is None or parameter.device != x.device:
+                return {}
+            tensors[name] = operand.view(parameter)
+        return tensors
 
 
 def _is_as_found(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     """Whether nothing was put in place of a submodule, and none has a hook, or dropout that is switched on."""
     inner = list(module.modules())[1:]
     return len(inner) == len(kinds) and all(
-        type(each) is kind and not each.training and not each._forward_hooks and not each._forward_pre_hooks
+        type(each) is kind and not each.training and not _has_hooks(each)
         for each, kind in zip(inner, kinds, strict=True)
     )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether it is dropout that is switched on."""
+    return isinstance(module, _DropoutNd) and module.training and module.p > 0
 
 
 def _is_taken(x: Tensor, block: _Block) -> bool:
@@ -153,25 +254,34 @@ def _is_taken(x: Tensor, block: _Block) -> bool:
 
 
 @functools.cache
-def _optimized(original: type[nn.Module]) -> type[nn.Module]:
+def _optimized(mixed_in: type[_Optimized], original: type[nn.Module]) -> type[nn.Module]:
     """Return the class that a submodule of class `original` gets."""
-    return type(f"Twell{original.__name__}", (_Optimized, original), {"__module__": original.__module__})
+    return type(f"Twell{original.__name__}", (mixed_in, original), {"__module__": original.__module__})
 
 
-def _remake(original: type[nn.Module]) -> nn.Module:
+def _original(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class that an optimized submodule had; None where its class is derived from the one that it got."""
+    bases = type(module).__bases__
+    return bases[1] if bases[0] in (_Optimized, _InTraining) else None
+
+
+def _remake(mixed_in: type[_Optimized], original: type[nn.Module]) -> nn.Module:
     """Make an empty object for copy and pickle, which fill it with the state."""
-    made: type[nn.Module] = _optimized(original)  # type: ignore[arg-type]
+    made: type[nn.Module] = _optimized(mixed_in, original)  # type: ignore[arg-type]
     return made.__new__(made)
 
 
-def optimize(module: _Module, *, layers: str = "auto", compression: int = DEFAULT_COMPRESSION) -> _Module:
+def optimize(
+    module: _Module, *, layers: str = "auto", compression: int = DEFAULT_COMPRESSION, training: bool = False
+) -> _Module:
     """Run the feed-forward blocks of a module by the `twell` ops, in place.
 
     A submodule is taken if torch.export can trace it alone, with one tensor [..., d_model], and what it computes is
     exactly one block that `twellc compile` would rewrite. Blocks that are written out in a larger module, as in OPT,
     are not seen; submodules with hooks are left as they are. The largest such submodules are taken. Parameters,
     `state_dict()` and tied weights stay as they are, and `.to()`, `copy.deepcopy`, pickle, `torch.compile` and CUDA
-    graphs work as before. Optimize once the model is what it shall be.
+    graphs work as before. Optimize once the model is what it shall be. Of a model that transformers has sharded
+    (`tp_plan="auto"`) each rank runs the neurons that it has, and adds up what all of them give, as before.
 
     The original forward runs where the op cannot: in training mode, where autograd records, under autocast, for
     other dtypes than bfloat16 and float16 on a GPU, on other devices than CPU and CUDA, and where a child of the
@@ -180,10 +290,17 @@ def optimize(module: _Module, *, layers: str = "auto", compression: int = DEFAUL
     Weights [d_out, d_ff] of down projections keep their shape, but not their strides: their transpose is contiguous.
     Libraries that save only contiguous tensors need `restore`, or contiguous copies.
 
+    With `training` it is the other way round: forward and backward run by the ops in training mode, under autocast,
+    activation checkpointing, DDP and FSDP, too, and strides stay as they are. Each block counts which neurons fire.
+    The original forward runs in eval mode, and where dropout inside of the block is switched on. On a GPU, what the
+    kernels do not take, such as float32 without autocast, is computed densely, and counted, too. docs/training.md
+    says what `twellc.training` does with it. Optimize before DDP or FSDP wraps the model.
+
     Args:
         module: Any module.
         layers: Which of the blocks: `auto`, `all`, `none` or a regular expression over module paths.
         compression: The TwELL compression factor: 1, 2, 4 or 8. It changes speed and memory, never results.
+        training: Whether for training. What is optimized for the other purpose is restored first.
 
     Returns:
         The same module. `optimized_blocks` says what was done; refusals are logged by the logger `twellc`.
@@ -197,17 +314,21 @@ def optimize(module: _Module, *, layers: str = "auto", compression: int = DEFAUL
     if compression not in COMPRESSIONS:
         expected = ", ".join(map(str, COMPRESSIONS))
         raise UserError("twellc.optimize", "no such compression", got=repr(compression), expected=expected)
+    if any((block.training is not None) != training for _, _, block in _optimized_modules(module)):
+        restore(module)
     parametrized = [path for path, submodule in module.named_modules() if _computes_weights(submodule)]
     for path in parametrized:
         _LOG.info("%s: %s", path, _PARAMETRIZED)
-    found = list(find_modules(module))
+    found = list(find_modules(module, training=training))
     # Which dtype it is in is asked in each call.
     blocks = [replace(block, module=path, dtype=torch.bfloat16) for path, _, block, _ in found]
     decisions = decide(blocks, layers)
     for (_, submodule, block, ranks), layer in zip(found, decisions, strict=True):
         weights = operands_of(submodule, block)
         if layer.decision == "twell" and weights is not None:
-            _replace(submodule, layer, weights, options_of(block, layer, compression), ranks)
+            options = options_of(block, layer, compression)
+            running = BlockInTraining(options, layer.d_ff) if training else None
+            _replace(submodule, layer, weights, options, ranks, running)
         else:
             _LOG.info("%s stays dense: %s", layer.module, layer.reason)
     if not optimized_blocks(module) and layers != "none":
@@ -233,45 +354,76 @@ def restore(module: _Module) -> _Module:
     Returns:
         The same module.
     """
-    for submodule in list(module.modules()):
-        if isinstance(submodule, _Optimized):
-            for operand in submodule._twellc.weights.named().values():
-                parameter = operand.parameter(submodule)
-                if operand.transposed and parameter is not None:
-                    parameter.data = parameter.data.contiguous()
-            del submodule._twellc
-            submodule.__class__ = type(submodule).__mro__[2]
+    for _, submodule, block in _optimized_modules(module):
+        for operand in block.weights.named().values():
+            parameter = operand.parameter(submodule)
+            if operand.transposed and parameter is not None and block.training is None:
+                local_of(parameter).data = local_of(parameter).data.contiguous()
+        del submodule._twellc
+        submodule.__class__ = _original(submodule) or type(submodule)  # type: ignore[assignment]
     return module
 
 
 def optimized_blocks(module: nn.Module) -> list[Layer]:
     """Return the blocks of a module that `optimize` has taken, as rows of a report, in the order of `named_modules`."""
+    return [replace(block.layer, module=path) for path, _, block in _optimized_modules(module)]
+
+
+def blocks_in_training(module: nn.Module) -> dict[str, TrainedBlock]:
+    """Return the blocks of a module that `optimize` has taken for training, by path, in the order of `named_modules`.
+
+    Paths are those of the model, also where DDP, FSDP, torch.compile or a checkpointing wrapper is around a part of it.
+    """
+    found = {}
+    for path, submodule, block in _optimized_modules(module):
+        if block.training is not None:
+            plain = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+            gate, _ = block.weights.first
+            found[plain] = TrainedBlock(replace(block.layer, module=plain), submodule, block.training, gate)
+    return found
+
+
+def _optimized_modules(module: nn.Module) -> list[tuple[str, _Optimized, _Block]]:
     return [
-        replace(submodule._twellc.layer, module=path)
+        (path, submodule, vars(submodule)["_twellc"])
         for path, submodule in module.named_modules()
-        if isinstance(submodule, _Optimized)
+        if isinstance(submodule, _Optimized) and "_twellc" in vars(submodule)
     ]
 
 
 def _replace(
-    submodule: nn.Module, layer: Layer, weights: WeightOperands[Operand], options: BlockOptions, ranks: tuple[int, ...]
+    submodule: nn.Module,
+    layer: Layer,
+    weights: WeightOperands[Operand],
+    options: BlockOptions,
+    ranks: tuple[int, ...],
+    training: BlockInTraining | None,
 ) -> None:
     for operand in weights.named().values():
         parameter = operand.parameter(submodule)
-        if operand.transposed and parameter is not None and not parameter.t().is_contiguous():
-            parameter.data = parameter.data.t().contiguous().t()
+        if training is not None or not operand.transposed or parameter is None:
+            continue
+        if not local_of(parameter).t().is_contiguous():
+            local_of(parameter).data = local_of(parameter).data.t().contiguous().t()
     argument = next(iter(inspect.signature(submodule.forward).parameters.values()))
     name = argument.name if argument.kind is argument.POSITIONAL_OR_KEYWORD else ""
     kinds = tuple(type(each) for each in submodule.modules())[1:]
-    taken = _Block(layer, weights, options, name, ranks, kinds)
-    submodule.__class__ = _optimized(type(submodule))  # type: ignore[arg-type]
+    taken = _Block(layer, weights, options, name, ranks, kinds, training)
+    mixed_in = _Optimized if training is None else _InTraining
+    submodule.__class__ = _optimized(mixed_in, type(submodule))  # type: ignore[arg-type]
     submodule._twellc = taken  # type: ignore[assignment]
 
 
 def find_modules(
-    module: nn.Module, ranks: tuple[int, ...] = (3, 2)
+    module: nn.Module, ranks: tuple[int, ...] = (3, 2), *, training: bool = False
 ) -> Iterator[tuple[str, nn.Module, FfnBlock, tuple[int, ...]]]:
-    """Yield the largest submodules that are one block, refused ones too: their paths, and which `ranks` x may have."""
+    """Yield the largest submodules that are one block, refused ones too: their paths, and which `ranks` x may have.
+
+    Args:
+        module: Where to look.
+        ranks: Numbers of dimensions of x to try.
+        training: Whether in training mode.
+    """
     taken: list[str] = []
     for path, submodule in module.named_modules():
         if any(outer == "" or path.startswith(f"{outer}.") for outer in taken):
@@ -279,14 +431,23 @@ def find_modules(
         if isinstance(submodule, _Optimized):
             taken.append(path)
             continue
-        if not _may_be_block(submodule):
+        own = submodule if training else local_twin(submodule) or submodule
+        if not _may_be_block(own):
             continue
-        found = {rank: block for rank in ranks if (block := _block_of(path, submodule, rank)) is not None}
+        found = {rank: block for rank in ranks if (block := _block_of(path, own, rank, training)) is not None}
         if found:
             taken.append(path)
             first = next(iter(found.values()))
             same = [rank for rank, block in found.items() if _meaning(block) == _meaning(first)]
             yield path, submodule, first, tuple(same)
+
+
+def is_block(path: str, module: nn.Module) -> bool:
+    """Whether a module is one block, in eval mode, that the ops compute."""
+    if not _may_be_block(module):
+        return False
+    found = (_block_of(path, module, rank, training=False) for rank in (3, 2))
+    return any(block is not None and operands_of(module, block) is not None for block in found)
 
 
 def _meaning(block: FfnBlock) -> tuple[object, ...]:
@@ -318,9 +479,9 @@ def _may_be_block(module: nn.Module) -> bool:
     )
 
 
-def _block_of(path: str, module: nn.Module, rank: int) -> FfnBlock | None:
+def _block_of(path: str, module: nn.Module, rank: int, training: bool) -> FfnBlock | None:
     """Return the block that a module is, with x of `rank` dimensions."""
-    for found in trace_alone(path, module, rank):
+    for found in trace_alone(path, module, rank, training=training):
         program, blocks = found.program, found.blocks
         outputs = program.graph.output_node().args[0]
         inputs = list(user_inputs(program))
@@ -329,7 +490,7 @@ def _block_of(path: str, module: nn.Module, rank: int) -> FfnBlock | None:
     return None
 
 
-def trace_alone(path: str, module: nn.Module, rank: int) -> Iterator[Passed]:
+def trace_alone(path: str, module: nn.Module, rank: int, *, training: bool = False) -> Iterator[Passed]:
     """Trace a module alone, with x of each of the widths of its weights; yield what it computes, with its blocks."""
     parameters = list(module.parameters())
     # The widths of Linear's inputs first.
@@ -339,7 +500,7 @@ def trace_alone(path: str, module: nn.Module, rank: int) -> Iterator[Passed]:
         shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
         shapes[x] = dict.fromkeys(range(rank - 1), Dim.DYNAMIC)
         try:
-            with quiet_torch(), torch.no_grad(), _in_eval_mode(module):
+            with quiet_torch(), torch.no_grad(), _in_mode(module, training):
                 traced = torch.export.export(module, (x,), dynamic_shapes=shapes, strict=False)
                 found = run_until(traced, PassOptions(), Stage.FIND)
         except Exception as error:  # torch.export raises what the module's code raises
@@ -359,14 +520,16 @@ def _is_all(block: FfnBlock, x: Node, y: object) -> bool:
 
 
 @contextmanager
-def _in_eval_mode(module: nn.Module) -> Iterator[None]:
+def _in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Put a module in training or eval mode; in training, a blended activation is what it becomes: a ReLU."""
     modes = [(each, each.training) for each in module.modules()]
     try:
-        module.eval()
-        yield
+        module.train(training)
+        with as_relu(module):
+            yield
     finally:
-        for each, training in modes:
-            each.training = training
+        for each, before in modes:
+            each.training = before
 
 
 def operands_of(module: nn.Module, block: FfnBlock) -> WeightOperands[Operand] | None:

@@ -104,13 +104,17 @@ class LinearReader:
 
     def is_part_of_larger(self, node: Node) -> bool:
         """Whether the only reader of this product adds its bias, so that the sum is what counts."""
+        return self.larger(node) is not None
+
+    def larger(self, node: Node) -> Linear | None:
+        """Return this product with the bias that its only reader adds; None where there is none."""
         readers = list(node.users)
         while len(readers) == 1 and step(readers[0]) is not None:
             readers = list(readers[0].users)
         if len(readers) != 1 or packet(readers[0]) is not aten.add:
-            return False
+            return None
         larger = self.linear(readers[0])
-        return larger is not None and node in larger.nodes
+        return larger if larger is not None and node in larger.nodes else None
 
     def _product(self, node: Node, x: Node, weight: Weight | None, bias_argument: object = None) -> Linear | None:
         bias = None if bias_argument is None else self._vector(bias_argument)

@@ -59,8 +59,11 @@ TWELL_API char const* twell_attention_validate(twell_attention_problem const* pr
     if (p.dtype != TWELL_BF16 && p.dtype != TWELL_FP16) {
         return "dtype must be bf16 or fp16";
     }
-    if (!is_flag(p.causal) || !is_flag(p.lengths) || !is_flag(p.cached)) {
-        return "causal, lengths and cached must be 0 or 1";
+    if (!is_flag(p.causal) || !is_flag(p.lengths)) {
+        return "causal and lengths must be 0 or 1";
+    }
+    if (!is_flag(p.cached)) {
+        return "cached must be 0 or 1";
     }
     if (p.cached == 1 && (p.causal == 1 || p.lengths == 1)) {
         return "causal and lengths must be 0 where keys and values are cached";

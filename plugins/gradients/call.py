@@ -23,7 +23,8 @@ class Kept(NamedTuple):
             last one says how many tokens, the first ones, have found place for all of theirs.
         pairs: int32 [tokens * pairs]: the neuron and the bits of g of each pair, a word of TwELL.
         ups: int16 [tokens * pairs]: the bits of its u, of dReLU after the ReLU; empty in a plain block.
-        hot: int16 [tokens, hot or 2 hot]: the bits of z of the hot neurons, then those of their u in a gated block.
+        hot: int16 [tokens, hot or 2 hot]: the bits of z of the hot neurons, then those of their u in a gated block;
+            where all neurons are hot, z of all tokens, then u of all tokens.
     """
 
     row_begin: Tensor

@@ -64,31 +64,45 @@ class _Run:
         """The names of what x is multiplied by, in the order of the products' columns."""
         return ["gate", "up"] if self.gated else ["up"]
 
-    def hot_weights(self) -> tuple[Tensor, Tensor]:
-        """Return the hot rows of what x is multiplied by, one projection after the other, and those of w_down."""
-        names, weights = self.hot_projections, self.operands.named()
-        if self.hot_rows is None and len(names) == 1:
-            return weights[f"w_{names[0]}"][: self.hot], weights["w_down"][: self.hot]
-        first = self.x.new_empty(len(names) * self.hot, self.widths["d_model"])
-        copies = [
-            _copy(weights[f"w_{name}"], first[i * self.hot :], self.hot, from_rows=self.hot_rows)
-            for i, name in enumerate(names)
-        ]
-        down = weights["w_down"][: self.hot]
-        if self.hot_rows is not None:
-            down = torch.empty_like(down)
-            copies.append(_copy(weights["w_down"], down, self.hot, from_rows=self.hot_rows))
-        _copy_rows(copies)
-        return first, down
+    @property
+    def apart(self) -> bool:
+        """Whether the hot neurons' projections are products of their own: where they are all, nothing is copied."""
+        return self.cold == 0
 
-    def hot_bias(self) -> Tensor | None:
-        """Return the hot rows of the biases of what x is multiplied by, one projection after the other."""
-        biases = [self.operands.named().get(f"b_{name}") for name in self.hot_projections]
-        if all(each is None for each in biases):
-            return None
-        return torch.cat(
-            [self.x.new_zeros(self.hot) if each is None else _rows(each, self.hot, self.hot_rows) for each in biases]
+    def projected(self, kept: Tensor) -> list[Tensor]:
+        """Return the parts of what lies as `Kept.hot` does: z [tokens, hot], and u in a gated block."""
+        count = len(self.hot_projections)
+        return list(kept.view(count, -1, self.hot) if self.apart else kept.chunk(count, dim=1))
+
+    def hot_weights(self) -> tuple[list[Tensor], Tensor]:
+        """Return the matrices that x is multiplied by, and the hot rows of w_down.
+
+        Those are the projections, or one matrix of the hot rows of each, one projection after the other.
+        """
+        names, weights = self.hot_projections, self.operands.named()
+        if self.apart:
+            return [weights[f"w_{name}"] for name in names], weights["w_down"]
+        first = self.x.new_empty(len(names) * self.hot, self.widths["d_model"])
+        down = self.x.new_empty(self.hot, self.widths["d_out"])
+        parts = zip(names, first.chunk(len(names)), strict=True)
+        _copy_rows(
+            [
+                *(_copy(weights[f"w_{name}"], part, self.hot, from_rows=self.hot_rows) for name, part in parts),
+                _copy(weights["w_down"], down, self.hot, from_rows=self.hot_rows),
+            ]
         )
+        return [first], down
+
+    def hot_biases(self) -> list[Tensor | None]:
+        """Return what is added to the products with `hot_weights`."""
+        given = self.operands.named()
+        biases = [given.get(f"b_{name}") for name in self.hot_projections]
+        if self.apart:
+            return list(biases)
+        if all(each is None for each in biases):
+            return [None]
+        rows = (self.x.new_zeros(self.hot) if each is None else _rows(each, self.hot, self.hot_rows) for each in biases)
+        return [torch.cat(list(rows))]
 
 
 def _rows(values: Tensor, count: int, rows: Tensor | None) -> Tensor:
@@ -206,16 +220,19 @@ def _forward(run: _Run) -> tuple[Tensor, Tensor, Tensor, Kept]:
 def _forward_hot(run: _Run, kept: Tensor, parts: Tensor, counts: Tensor) -> Tensor:
     """Return what the hot neurons add to y, with b_down if there are no others."""
     x, lib, problem = run.x, library.load(), run.problem(run.hot)
-    (weight, down), bias, b_down = run.hot_weights(), run.hot_bias(), run.operands.b_down
-    z = kept.view(x.dtype)
-    if bias is None:
-        torch.mm(x, weight.t(), out=z)
-    else:
-        torch.addmm(bias, x, weight.t(), out=z)
+    (weights, down), b_down = run.hot_weights(), run.operands.b_down
+    kept = kept.view(x.dtype)
+    parts_of_x = run.projected(kept)
+    for weight, bias, product in zip(weights, run.hot_biases(), parts_of_x if run.apart else [kept], strict=True):
+        if bias is None:
+            torch.mm(x, weight.t(), out=product)
+        else:
+            torch.addmm(bias, x, weight.t(), out=product)
     h = x.new_empty(run.call.tokens, run.hot)
+    z, u = parts_of_x[0], parts_of_x[1] if run.gated else None
     tensors = library.TrainHot(
-        z=z.data_ptr(), h=h.data_ptr(), neurons=_pointer(run.hot_rows), counts=counts.data_ptr(),
-        l1_parts=parts.data_ptr(),
+        stride=z.stride(0), z=z.data_ptr(), u=_pointer(u), h=h.data_ptr(), neurons=_pointer(run.hot_rows),
+        counts=counts.data_ptr(), l1_parts=parts.data_ptr(),
     )  # fmt: skip
     _check(lib.twell_train_hot(ctypes.byref(problem), ctypes.byref(tensors), _stream()))
     return h @ down if run.cold or b_down is None else torch.addmm(b_down, h, down)
@@ -274,29 +291,33 @@ def _backward(run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, for_x: bool, for_w
 def _backward_hot(run: _Run, dy: Tensor, dl1: Tensor, kept: Tensor, found: dict[str, Tensor]) -> Tensor | None:
     """Write the hot rows of the weights' gradients, and return what the hot neurons add to dx."""
     x, lib, problem = run.x, library.load(), run.problem(run.hot)
-    weight, down = run.hot_weights()
+    weights, down = run.hot_weights()
     dh = dy @ down.t()
-    h, z = torch.empty_like(dh), kept.view(x.dtype)
-    dz = torch.empty_like(z)
+    h, kept = torch.empty_like(dh), kept.view(x.dtype)
+    gradients = torch.empty_like(kept)
+    (z, *up), (dz, *dup) = run.projected(kept), run.projected(gradients)
     tensors = library.TrainHot(
-        z=z.data_ptr(), h=h.data_ptr(), dh=dh.data_ptr(), dz=dz.data_ptr(), dl1=dl1.data_ptr()
+        stride=z.stride(0), z=z.data_ptr(), u=_pointer(up[0] if up else None), h=h.data_ptr(), dh=dh.data_ptr(),
+        dz=dz.data_ptr(), du=_pointer(dup[0] if dup else None), dl1=dl1.data_ptr(),
     )  # fmt: skip
     _check(lib.twell_train_hot(ctypes.byref(problem), ctypes.byref(tensors), _stream()))
+    products = [dz, *dup] if run.apart else [gradients]
     if "w_down" in found:
-        names = run.hot_projections
-        if run.cold:
-            rows = {"w_down": h.t() @ dy}
-            for name, part in zip(names, (dz.t() @ x).chunk(len(names)), strict=True):
-                rows[f"w_{name}"] = part
-            _copy_rows([_copy(part, found[name], run.hot, to_rows=run.hot_rows) for name, part in rows.items()])
-        else:
+        names = [f"w_{name}" for name in run.hot_projections]
+        if run.apart:
             torch.mm(h.t(), dy, out=found["w_down"])
-            for name, part in zip(names, dz.chunk(len(names), dim=1), strict=True):
-                torch.mm(part.t(), x, out=found[f"w_{name}"])
-        for name, part in zip(names, dz.chunk(len(names), dim=1), strict=True):
+            for name, product in zip(names, products, strict=True):
+                torch.mm(product.t(), x, out=found[name])
+        else:
+            rows = dict(zip(names, (gradients.t() @ x).chunk(len(names)), strict=True), w_down=h.t() @ dy)
+            _copy_rows([_copy(part, found[name], run.hot, to_rows=run.hot_rows) for name, part in rows.items()])
+        for name, part in zip(run.hot_projections, [dz, *dup], strict=True):
             if f"b_{name}" in found:
                 _put(found[f"b_{name}"], part.sum(0), run.hot_rows)
-    return dz @ weight if "x" in found else None
+    if "x" not in found:
+        return None
+    dx = products[0] @ weights[0]
+    return dx if len(products) == 1 else dx.addmm_(products[1], weights[1])
 
 
 def _put(values: Tensor, part: Tensor, rows: Tensor | None) -> None:

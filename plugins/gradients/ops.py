@@ -10,7 +10,8 @@ sign(h), the gradients of a token and one of its active neurons n are
 
 and those of x, weights and biases follow as in a dense block (the equations: «Sparser, Faster, Lighter Transformer
 Language Models», arXiv 2603.23198). act' is 1, or 2 z for relu2; of dReLU, du is 0 also where u is. An inactive neuron
-has none. Rounding passes gradients on as they are. There are no second derivatives.
+has none, though dense products, of a CPU and of hot neurons, give NaN where x or dy is not finite. Rounding passes
+gradients on as they are. There are no second derivatives.
 """
 
 from __future__ import annotations

@@ -121,11 +121,19 @@ cudaError_t twell_train_hot(twell_problem const* problem, twell_train_hot_tensor
     twell_problem problem_copy;
     twell_train_hot_tensors copy;
     TWELL_TRY(read_problem(problem_copy, problem));
-    if (!read(copy, hot) || problem_copy.tokens == 0 || !are_there({copy.z, copy.h}) ||
-        !(copy.dh == nullptr ? are_there({copy.counts, copy.l1_parts}) : copy.dz != nullptr)) {
+    if (!read(copy, hot) || problem_copy.tokens == 0 || !are_there({copy.z, copy.h})) {
         return cudaErrorInvalidValue;
     }
-    if (!are_vectors({copy.z, copy.h, copy.dh, copy.dz})) {
+    bool const gated = problem_copy.variant == TWELL_GATED;
+    bool const has_outputs = copy.dh == nullptr ? are_there({copy.counts, copy.l1_parts})
+                                                : copy.dz != nullptr && (copy.du != nullptr) == gated;
+    if ((copy.u != nullptr) != gated || !has_outputs || copy.stride < problem_copy.d_ff) {
+        return cudaErrorInvalidValue;
+    }
+    // Where rows begin at vectors, all of them must.
+    bool const has_vectors = problem_copy.d_ff % twell::kVector == 0;
+    if (has_vectors && (copy.stride % twell::kVector != 0 ||
+                        !are_vectors({copy.z, copy.u, copy.h, copy.dh, copy.dz, copy.du}))) {
         return cudaErrorMisalignedAddress;
     }
     Device device = {};

@@ -23,17 +23,12 @@ __all__ = ["tensorrt"]
 
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = [path.name for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
+# Of scripts that have several commands, one of them.
+COMMANDS = {"train.py": ("step",)}
 ON_A_GPU = [
-    "block.py",
-    "engine.py",
-    "generate.py",
-    "gpu.py",
-    "in_torch_tensorrt.py",
-    "layers.py",
-    "model.py",
-    "serving.py",
-    "trained.py",
-]
+    "block.py", "engine.py", "generate.py", "gpu.py", "in_torch_tensorrt.py", "layers.py", "model.py", "serving.py",
+    "tensor_parallel.py", "train.py", "train_proof.py", "trained.py",
+]  # fmt: skip
 ON_A_CPU = ["compile.py", "make_llama.py", "when_it_pays.py"]
 
 
@@ -81,14 +76,14 @@ def test_every_script_is_here() -> None:
 @pytest.mark.parametrize("script", ON_A_GPU)
 def test_without_a_gpu(benchmark_module: Callable[[str], Any], script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = invoke(benchmark_module, script, "--smoke")
+    done = invoke(benchmark_module, script, *COMMANDS.get(script, ()), "--smoke")
     assert done.exit_code == 1
     assert done.stderr == "Error: there is no CUDA device\n" and done.stdout == ""
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help(benchmark_module: Callable[[str], Any], script: str) -> None:
-    done = invoke(benchmark_module, script, "--help")
+    done = invoke(benchmark_module, script, *COMMANDS.get(script, ()), "--help")
     assert done.exit_code == 0 and "--smoke" in done.stdout, done.output
 
 
@@ -111,8 +106,22 @@ def test_make_llama(benchmark_module: Callable[[str], Any], tmp_path: Path) -> N
     assert (config["dtype"], config["hidden_size"], config["hidden_act"]) == ("bfloat16", 64, "relu")
 
 
+@pytest.mark.slow
+def test_train_proof_on_a_cpu(tmp_path: Path) -> None:
+    assert_proofs(smoke("train_proof.py", "--device", "cpu", "--json", tmp_path / "r.json"), tmp_path / "r.json")
+
+
 def test_when_it_pays() -> None:
     assert smoke("when_it_pays.py").count("| --- |") == 5
+
+
+@pytest.mark.slow
+def test_tensor_parallel_on_a_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert "relative error against float64" in smoke(
+        "tensor_parallel.py", "--device", "cpu", "--json", tmp_path / "r.json"
+    )
+    assert set(report(tmp_path / "r.json")["errors"]) == {"dense", "twell", "dense, 2 ranks", "twell, 2 ranks"}
 
 
 # ---- on a GPU ----
@@ -202,6 +211,48 @@ def test_all_of_them(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
+def test_train_step(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    done = run("train.py", "step", "--smoke", "--json", tmp_path / "r.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = report(tmp_path / "r.json")["results"]
+    assert [each["contestant"] for each in results] == [
+        "dense compiled",
+        "twell compiled",
+        "dense eager",
+        "twell eager",
+    ]
+    for each in results:
+        assert each["tokens_per_second"] > 0 and each["peak_bytes"] > 0 and each["joules_per_token"] >= 0
+        assert f"\n| {each['contestant']} | " in done.stdout
+
+
+def assert_proofs(page: str, path: Path) -> None:
+    found = report(path)
+    names = [each["name"] for each in found["results"]]
+    assert names == [
+        "dense, seed 0", "dense, seed 1", "twell, seed 0", "SiLU, dense", "ReLU, twell", "without",
+        "with reinitialise_dead",
+    ]  # fmt: skip
+    for each in found["results"]:
+        assert len(each["bits"]) == each["steps"] and 0 < each["held_out"]["bits"] < 12
+        assert f": {each['name']} | {each['steps']} | " in page
+    assert found["curves"]["bits_apart_twell"] >= 0 and "two dense seeds" in page
+    silu, relu = found["results"][3:5]
+    assert min(silu["held_out"]["density"]) > 0.99 > max(relu["held_out"]["density"])
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert "<svg" in path.with_suffix(".svg").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_train_proof(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert_proofs(smoke("train_proof.py", "--json", tmp_path / "r.json"), tmp_path / "r.json")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
 def test_trained(tmp_path: Path) -> None:
     for module in ("transformers", "onnxscript", "onnx_graphsurgeon"):
         pytest.importorskip(module)
@@ -242,3 +293,17 @@ def test_in_torch_tensorrt(tensorrt: Host, tmp_path: Path) -> None:
         names = {"dense eager", "dense compiled", "Torch-TensorRT dense", "Torch-TensorRT twell"}
         assert set(medians(each)) == names and not each["failed"]
         assert f"| {each['tokens']} | " in page
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_tensor_parallel(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there are no two GPUs")
+    page = smoke("tensor_parallel.py", "--json", tmp_path / "r.json")
+    results = report(tmp_path / "r.json")["results"]
+    assert [each["shape"] for each in results] == ["1x16", "2x40"]
+    for each in results:
+        assert set(medians(each)) == {"dense", "twell", "dense, 2 ranks", "twell, 2 ranks"}
+        assert f"| {each['shape']} | " in page

@@ -42,10 +42,13 @@ def test_auto_takes_cudnn_only_where_it_was_measured_faster(monkeypatch: pytest.
     monkeypatch.setattr(attention_forms, "choose_host", lambda backend: backend)
     monkeypatch.setattr(attention_forms, "takes_operator", lambda host: False)
     monkeypatch.setattr(attention_forms, "compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(attention_forms, "why_no_cudnn", lambda: "")
+    monkeypatch.setattr(attention_forms, "why_no_cudnn", lambda cached: "")
     assert choose_forms("tensorrt", "auto") == (CUDNN, MATMUL)
     monkeypatch.setattr(attention_forms, "compute_capability", lambda: (8, 0))
     assert choose_forms("tensorrt", "auto") == (MATMUL,)
+    assert choose_forms("tensorrt", "auto", cached=True) == (CUDNN, MATMUL)
+    monkeypatch.setattr(attention_forms, "compute_capability", lambda: None)
+    assert choose_forms("tensorrt", "auto", cached=True) == (MATMUL,)
 
 
 def test_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:

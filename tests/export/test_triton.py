@@ -65,6 +65,16 @@ def test_every_profile_is_in_one_instance(schema: Any) -> None:
     assert (group.count, group.kind, list(group.profile)) == (1, group.KIND_GPU, ["0", "1", "2"])
 
 
+def test_several_gpus(schema: Any) -> None:
+    tensors = Tensor("x", "bf16", (-1, 8)), Tensor("y", "bf16", (-1, 8))
+    config = parse(schema, model_config("m", plan(*tensors), 1, None, ranks=4))
+    (group,) = config.instance_group
+    assert (group.count, group.kind) == (1, group.KIND_MODEL)
+    assert {key: value.string_value for key, value in config.parameters.items()} == {
+        "enable_multi_device": "true", "multi_device_gpus": "0,1,2,3", "multi_device_per_rank_engines": "true",
+    }  # fmt: skip
+
+
 def test_names_are_quoted(schema: Any) -> None:
     name = 'a"b\\c\nd'
     tensors = Tensor(name, "bf16", (8,)), Tensor("y", "bf16", (8,))

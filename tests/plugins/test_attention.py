@@ -198,7 +198,8 @@ def problem(**changes: float) -> library.AttentionProblem:
 @pytest.mark.parametrize(
     "changes",
     [{}, {"batch": 0}, {"tokens": 0, "causal": 0}, {"keys": 3, "causal": 0}, {"width": 256}, {"width": 8},
-     {"heads": 4, "kv_heads": 4}, {"kv_heads": 1}, {"dtype": 1}, {"lengths": 1}, {"scale": -1.0}],
+     {"heads": 4, "kv_heads": 4}, {"kv_heads": 1}, {"dtype": 1}, {"lengths": 1}, {"scale": -1.0},
+     {"causal": 0, "cached": 1}, {"causal": 0, "cached": 1, "tokens": 1, "keys": 700}],
     ids=str,
 )  # fmt: skip
 def test_validate_accepts(changes: dict[str, float]) -> None:
@@ -224,6 +225,10 @@ def test_validate_accepts(changes: dict[str, float]) -> None:
         ({"dtype": 2}, "dtype"),
         ({"causal": 2}, "causal and lengths"),
         ({"lengths": -1}, "causal and lengths"),
+        ({"causal": 0, "cached": 2}, "cached must be 0 or 1"),
+        ({"cached": 1}, "causal and lengths must be 0 where keys and values are cached"),
+        ({"causal": 0, "cached": 1, "lengths": 1}, "causal and lengths must be 0 where keys and values are cached"),
+        ({"causal": 0, "cached": 1, "keys": 15}, "must not be more tokens than keys"),
         ({"scale": math.nan}, "scale must be finite"),
         ({"scale": math.inf}, "scale must be finite"),
     ],
@@ -310,7 +315,7 @@ def test_exports_and_needs() -> None:
     path = attention_library()
     header = Path(library.__file__).resolve().parent / "include" / "twell" / "attention.h"
     api = set(re.findall(r"^TWELL_API [^;(]*?\b(twell_\w+)\(", header.read_text(), flags=re.MULTILINE))
-    assert len(api) == 6
+    assert len(api) == 7
     table = subprocess.run(["readelf", "-W", "--dyn-syms", path], capture_output=True, text=True, check=True).stdout
     rows = [line.split() for line in table.splitlines() if re.match(r"\s*\d+:", line)]
     defined = {row[7].split("@")[0] for row in rows if len(row) > 7 and row[6] != "UND" and "TWELL_1" in row[7]}
@@ -393,7 +398,10 @@ def created(request: pytest.FixtureRequest, lean_folder: Any) -> tuple[str, Repo
 def test_creator_is_registered(created: tuple[str, Report]) -> None:
     assert created[1]["loaded"]
     version = library.PLUGIN_VERSION
-    assert created[1]["creators"] == [["TwellAttention", version, "twell", ["scale", "causal", "lengths"]]]
+    fields_of = {"TwellAttention": ["scale", "causal", "lengths"], "TwellCachedAttention": ["scale"]}
+    assert created[1]["creators"] == [
+        [name, version, "twell", fields_of.get(name, [])] for name in library.ATTENTION_NAMES
+    ]
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

@@ -18,7 +18,7 @@ from tests.processes import TWELLC, environment
 from tests.runtimes import LEAN_VERSIONS
 from twellc.base.errors import UserError
 from twellc.plugins import registration
-from twellc.plugins.library import attention_library_path, library_path
+from twellc.plugins.library import ATTENTION_NAMES, attention_library_path, library_path
 
 HERE = Path(__file__).resolve().parent
 RUNTIMES = ("rtx", *LEAN_VERSIONS)
@@ -283,7 +283,7 @@ def test_plugins_prints_what_the_library_is() -> None:
         "namespace  twell",
         "plugin     TwellGatedMlp, version twellc-3",
         "plugin     TwellMlp, version twellc-3",
-        *(["plugin     TwellAttention, version twellc-3"] if attention else []),
+        *(f"plugin     {name}, version twellc-3" for name in (ATTENTION_NAMES if attention else ())),
     ]
     found = json.loads(plugins_command("--json").stdout)
     assert found == {
@@ -294,7 +294,7 @@ def test_plugins_prints_what_the_library_is() -> None:
         "plugins": [
             {"name": "TwellGatedMlp", "version": "twellc-3"},
             {"name": "TwellMlp", "version": "twellc-3"},
-            *([{"name": "TwellAttention", "version": "twellc-3"}] if attention else []),
+            *({"name": name, "version": "twellc-3"} for name in (ATTENTION_NAMES if attention else ())),
         ],
     }
 

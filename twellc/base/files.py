@@ -122,6 +122,11 @@ class OutputFiles:
         with writing(path):
             self.stage(path).write_bytes(content.encode() if isinstance(content, str) else content)
 
+    def link(self, path: Path, target: str) -> None:
+        """Stage a link to a file beside it, of the name `target`."""
+        with writing(path):
+            self.stage(path).symlink_to(target)
+
     def commit(self) -> None:
         """Move every staged file that was written to its destination: all of them, or none where one cannot be moved.
 
@@ -133,7 +138,7 @@ class OutputFiles:
         """
         with _locked(self._folders), uninterrupted() as handlers, contextlib.ExitStack() as undo:
             for temporary, path in self._staged:
-                if temporary.exists():
+                if os.path.lexists(temporary):
                     self._refuse_existing(str(path), path)
                     with writing(path):
                         undo.callback(self._keep(path))

@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 import torch
 
+from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX
 from twellc.base.dtypes import DTYPES, dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import digest, external_data, temporary_folder, why_no_file
@@ -26,8 +27,17 @@ from twellc.checks.accuracy import (
     text_bits,
 )
 from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes, runs_kernels
+from twellc.checks.generation import (
+    GenerationAccuracy,
+    Steps,
+    generate,
+    graph_steps,
+    plan_steps,
+    prompt_lengths,
+    read_prompts,
+)
 from twellc.checks.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
-from twellc.compiling.manifest import UNKEPT_GRAPH, is_plan, read_manifest, refuse_other_plugins
+from twellc.compiling.manifest import UNKEPT_GRAPH, CacheSettings, is_plan, read_manifest, refuse_other_plugins
 from twellc.compiling.result import METADATA_KEY
 from twellc.compiling.translate import translate_any
 from twellc.export.onnx_export import save_onnx
@@ -39,9 +49,9 @@ from twellc.loaders.model import load_model
 from twellc.loaders.onnx_file import load_onnx
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.options.commands import CheckOptions, CompileOptions
-from twellc.options.source import LOGITS, PADDINGS, NoChoiceError, TracingOptions
+from twellc.options.source import ALL_LOGITS, LOGITS, PADDINGS, NoChoiceError, TracingOptions
 from twellc.passes.report import Layer, Neurons
-from twellc.samples.samples import Limits, Sample, draw_samples, places_of_tokens, read_arrays, read_text
+from twellc.samples.samples import Limits, Sample, draw_samples, load_npz, places_of_tokens, read_arrays, read_text
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class CheckResult(Record):
         outputs: Accuracy of each output.
         blocks: Accuracy of each plugin node, in order.
         text: How well the text was predicted; None without one, or where the model does not predict the next token.
+        generation: How accurately a candidate with a key-value cache generates; None of another one.
     """
 
     computed = ("within", "first_divergence", "causes")
@@ -90,6 +101,7 @@ class CheckResult(Record):
     outputs: list[OutputAccuracy | DiscreteAccuracy]
     blocks: list[BlockAccuracy]
     text: TextAccuracy | None
+    generation: GenerationAccuracy | None = None
 
     @property
     def within(self) -> bool:
@@ -122,7 +134,10 @@ class CheckResult(Record):
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Something to run: `settings` are those of its compilation, where it says so; `graph` its ONNX file, if known."""
+    """Something to run: `settings` are those of its compilation, where it says so; `graph` its ONNX file, if known.
+
+    `steps` runs it step by step, if it has a key-value cache.
+    """
 
     run: Callable[[Sample], Outputs]
     inputs: list[str]
@@ -132,6 +147,7 @@ class _Candidate:
     is_graph: bool
     note: str = ""
     profile: dict[str, Any] | None = None
+    steps: Steps | None = None
 
 
 def check(options: CheckOptions, progress: Callable[[str], None]) -> CheckResult:
@@ -165,6 +181,8 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         candidate = _open_plan(options, folder, progress)
     else:
         raise UserError(str(candidate_path), "is neither an ONNX file nor a plan with its manifest beside it")
+    if "cache" in candidate.settings:
+        return _check_generation(options, candidate, progress)
     reference: Reference
     if looks_like_onnx(options.model):
         progress("loading the model")
@@ -182,7 +200,7 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
     if predicts_next and candidate.settings.get("logits") == "last":
         predicts_next = False
         notes.append("how well the text is predicted is not measured: --logits last computes one place of a window")
-    ours = []
+    ours: list[Outputs] = []
     for index, sample in enumerate(samples):
         progress(f"running the candidate: sample {index + 1} of {len(samples)}")
         ours.append(candidate.run(sample))
@@ -234,6 +252,87 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
     )
 
 
+def _check_generation(options: CheckOptions, candidate: _Candidate, progress: Callable[[str], None]) -> CheckResult:
+    """Compare a candidate with a key-value cache with the model that it was made from, which gets none; see `check`."""
+    path = options.candidate
+    try:
+        cache = of_json(CacheSettings, candidate.settings["cache"])
+    except ValueError as error:
+        raise UserError(str(path), f"is damaged: what it says of its cache is wrong ({error})") from error
+    if candidate.steps is None or candidate.inputs[:3] != [INPUT_IDS, WRITE_INDEX, TOKEN_COUNT]:
+        raise UserError(str(path), "is damaged: it says that it has a cache, and has not its inputs")
+    if looks_like_onnx(options.model):
+        raise UserError(str(path), "does not belong to the model: it has a cache, and ONNX files get none",
+                        got=str(options.model))  # fmt: skip
+    progress("loading and tracing the model")
+    settings = {**candidate.settings, "logits": ALL_LOGITS}
+    reference = TorchReference(_load_as_compiled(options, settings), settings)
+    if [spec.name for spec in reference.inputs.specs] != [INPUT_IDS] or reference.token_ids is None:
+        raise UserError(str(path), "does not belong to the model: it has a cache of keys and values",
+                        got=str(options.model))  # fmt: skip
+    if reference.token_ids != candidate.steps.vocabulary:
+        raise UserError(
+            str(path), "does not belong to the model: their vocabularies differ", got=str(candidate.steps.vocabulary),
+            expected=str(reference.token_ids),
+        )  # fmt: skip
+    prompts, described, notes = _prompts(options, reference, cache, reference.token_ids)
+    progress("running the candidate")
+    ours = generate(candidate.steps, prompts, cache)
+    neurons = {} if candidate.graph is None else _neurons(candidate.graph[1])
+    graph, obstacle = _graph(candidate, reference, neurons)
+    notes += [f"blocks are not compared, and the error is not separated: {obstacle}"] if obstacle else []
+    runs = reference.run([{INPUT_IDS: ours.ids}], graph, None, progress)
+    plain, truth = (ours.of_model(outputs[0]) for outputs in (runs.plain, runs.truth))
+
+    def rows(logits: torch.Tensor) -> torch.Tensor:
+        return logits.flatten(0, 1)
+
+    result = measure("logits", rows(ours.logits), rows(plain), rows(truth), True, reference.dtype)
+    if runs.spliced:
+        spliced, rewritten, original = (
+            rows(ours.of_model(outputs[0])) for outputs in (runs.spliced, runs.rewritten, runs.original)
+        )
+        pruned = any(each.dead for each in neurons.values())
+        separation = separate(
+            rows(ours.logits), spliced, rows(plain), rows(truth), rewritten, original, runs.exact and not pruned,
+            reference.dtype,
+        )  # fmt: skip
+        result = replace(result, separation=separation)
+    blocks = zip(reference.layers, runs.blocks, strict=False)
+    return CheckResult(
+        executed=candidate.executed,
+        note=candidate.note,
+        inputs=described,
+        notes=notes + _notes(result, reference.dtype),
+        outputs=[result],
+        blocks=[_block(layer, block, neurons.get(_key(layer))) for layer, block in blocks],
+        text=None,
+        generation=ours.accuracy(plain, truth),
+    )
+
+
+def _prompts(
+    options: CheckOptions, reference: TorchReference, cache: CacheSettings, vocabulary: int
+) -> tuple[list[list[int]], str, list[str]]:
+    """Return prompts, what they are, and notes on them."""
+    if options.arrays is not None:
+        prompts = read_prompts(f"--inputs {options.arrays}", load_npz(options.arrays), cache, vocabulary)
+        return prompts, f"{len(prompts)} prompts in {options.arrays.name}", []
+    if options.text is not None:
+        limits = Limits(reference.inputs, None, vocabulary)
+        text = read_text(options.text, options.model, reference.language_model, limits)
+        ids = [token for sample in text.samples for token in sample[INPUT_IDS][0].tolist()]
+        source, notes = f"from the start of {options.text.name}", text.notes
+        counts = prompt_lengths(cache, len(ids))
+        prompts = [ids[:count] for count in counts]
+    else:
+        seed, notes = options.seed or 0, []
+        generator, counts = torch.Generator().manual_seed(seed), prompt_lengths(cache)
+        prompts = [torch.randint(vocabulary, (count,), generator=generator).tolist() for count in counts]
+        source = f"at random, seed {seed}"
+    return prompts, f"prompts of {', '.join(map(str, counts))} tokens {source}, and greedy steps", notes
+
+
 def _load_as_compiled(options: CheckOptions, settings: dict[str, Any]) -> LoadedModel:
     """Load the model as the compilation of the candidate did, by its settings.
 
@@ -278,15 +377,18 @@ def _samples(
 
 def _open_onnx(path: Path) -> _Candidate:
     model = load_onnx(path)
-    evaluator = OnnxEvaluator(path, model)
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
     try:
-        settings = dict(parse_json(evaluator.metadata[METADATA_KEY])["settings"])
+        settings = dict(parse_json(metadata[METADATA_KEY])["settings"])
     except (KeyError, TypeError, ValueError):
         settings = {}
+    _refuse_ranks(path, settings)
+    evaluator = OnnxEvaluator(path, model)
     executed = "the ONNX graph, in onnx's reference evaluator"
     if runs_kernels():
         executed += f", its plugin nodes by the CUDA kernels on {torch.cuda.get_device_name()}"
-    return _Candidate(evaluator.run, evaluator.inputs, settings, executed, (path, model), is_graph=True)
+    return _Candidate(evaluator.run, evaluator.inputs, settings, executed, (path, model), is_graph=True,
+                      steps=graph_steps(evaluator.run, model))  # fmt: skip
 
 
 def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], None]) -> _Candidate:
@@ -301,6 +403,7 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
             fix="Check the model without them; compare this plan's outputs by hand.",
         )  # fmt: skip
     settings: dict[str, Any] = manifest.settings.to_json()
+    _refuse_ranks(plan, settings)
     _refuse_other_profile(options, settings.get("calibration"))
     profile = {name: vars(shapes) for name, shapes in manifest.profiles[0].items()}
     assert manifest.backend is not None and manifest.plan is not None  # see read_manifest
@@ -312,10 +415,12 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     if not obstacle:
         refuse_other_plugins(plan, manifest)
         progress("opening the plan")
-        run = PlanRunner(open_plan(load_host(backend), plan, manifest.backend.version))
+        opened = open_plan(load_host(backend), plan, manifest.backend.version)
+        run = PlanRunner(opened)
         names = [tensor.name for tensor in manifest.plan.inputs]
         graph = (kept, load_onnx(kept)) if is_kept else None
-        return _Candidate(run, names, settings, "the plan", graph, is_graph=False, profile=profile)
+        steps = None if manifest.cache is None else plan_steps(opened, manifest)
+        return _Candidate(run, names, settings, "the plan", graph, is_graph=False, profile=profile, steps=steps)
     if is_kept:
         candidate, source = _open_onnx(kept), f"{kept.name}, the ONNX graph that it was built from"
     else:
@@ -325,9 +430,13 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
                 fix="Give it with --calibration PROFILE; or compile again, and keep the graph with --onnx.",
             )  # fmt: skip
         dtype = settings["dtype"] if settings["dtype"] in DTYPES else None  # of a graph that was left as it is
+        asked = {name: value for name, value in settings.items() if name != "cache"}
+        if "cache" in settings:
+            length, batch, chunk = (settings["cache"][name] for name in ("length", "batch", "prefill_chunk"))
+            asked |= {"kv_cache": length, "batch": batch, "prefill_chunk": chunk}
         compilation = CompileOptions(
             options.model, backend="none", trust_model=options.trust_model, inputs=options.inputs,
-            **{**settings, "dtype": dtype, "calibration": options.calibration},
+            **{**asked, "dtype": dtype, "calibration": options.calibration},
         )  # fmt: skip
         # Its name is in the graph where weights stand in a file of their own.
         written = save_onnx(translate_any(compilation, progress).graph, folder / (kept_name or UNKEPT_GRAPH))
@@ -340,6 +449,20 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     executed = candidate.executed.replace("the ONNX graph", source, 1)
     note = f"the plan itself was NOT run: {obstacle}"
     return replace(candidate, settings=settings, executed=executed, note=note, profile=profile)
+
+
+def _refuse_ranks(candidate: Path, settings: dict[str, Any]) -> None:
+    """Fail if a candidate is for one of several GPUs, and computes a part of what the model does.
+
+    Raises:
+        UserError: It is.
+    """
+    ranks = settings.get("tensor_parallel")
+    if ranks is not None:
+        raise UserError(
+            str(candidate), f"computes a part of the model, for one of {ranks} GPUs",
+            fix="Check the model compiled without --tensor-parallel; benchmarks/tensor_parallel.py compares the ranks.",
+        )  # fmt: skip
 
 
 def _refuse_other_profile(options: CheckOptions, sha256: str | None) -> None:

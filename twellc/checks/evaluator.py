@@ -38,7 +38,6 @@ class OnnxEvaluator:
 
     Attributes:
         inputs, outputs: Names of its inputs and outputs, in order.
-        metadata: Its metadata properties.
     """
 
     def __init__(self, path: Path, model: onnx.ModelProto | None = None) -> None:
@@ -56,7 +55,6 @@ class OnnxEvaluator:
             model = onnx.load(path) if model is None else model
             self.inputs = [value.name for value in model.graph.input]
             self.outputs = [value.name for value in model.graph.output]
-            self.metadata = {entry.key: entry.value for entry in model.metadata_props}
             known = [node for node in model.graph.node if node.domain == PLUGIN_NAMESPACE]
             unknown = sorted({node.op_type for node in known} - {*BY_NODE, *ATTENTION_NAMES})
             if not model.graph.node or unknown:

@@ -18,6 +18,7 @@ from twellc.commands.terminal import Command, open_console, show_progress
 
 if TYPE_CHECKING:
     from twellc.checks.checking import BlockAccuracy, CheckResult
+    from twellc.checks.generation import GenerationAccuracy
 
 
 @click.command(cls=Command)
@@ -41,6 +42,8 @@ def check(context: click.Context, /, model: Path, candidate: Path, as_json: bool
     says so.
 
     The error of each output is separated into that of low precision, of the rewriting, of the kernels and the rest.
+    A candidate with a key-value cache reads prompts and goes on greedily for 32 tokens; each step is measured.
+
     Each rewritten block is compared on its own, too; the first one that diverges is named, and the worst are shown
     with the share of their gate activations that are not zero (all of them with --json).
 
@@ -103,6 +106,8 @@ def print_accuracy(result: CheckResult) -> None:
                 f"top-1 agreement with float64: {output.top1:.2%} (plain {output.plain_top1:.2%}); "
                 f"KL divergence: {output.kl:.3e} nats (plain {output.plain_kl:.3e})"
             )
+    if result.generation is not None:
+        _print_generation(console, result.generation)
     if result.text is not None:
         text = result.text
         perplexities = map(perplexity, (text.candidate_bits, text.plain_bits, text.truth_bits))
@@ -121,6 +126,26 @@ def print_accuracy(result: CheckResult) -> None:
         where = "; every rewritten block is within tolerance by itself"
     causes = "; cause: " + " and ".join(_CAUSES[cause] for cause in result.causes) if result.causes else ""
     console.print(Text("OUTSIDE TOLERANCE", "bold red"), f"{where}{causes}", sep="", soft_wrap=True)
+
+
+def _print_generation(console: Console, generation: GenerationAccuracy) -> None:
+    """Show the first, the worst and the last step, and where other tokens were chosen than float64 would."""
+    steps = generation.steps
+    worst = max(range(len(steps)), key=lambda index: steps[index].error)
+    table = Table("step", "relative error", "plain", "top-1", "plain", title="greedy steps, of which 0 is the prompts'")
+    for index in sorted({0, worst, len(steps) - 1}):
+        step = steps[index]
+        shares = (f"{each:.0%}" for each in (step.agreement, step.plain_agreement))
+        table.add_row(str(index), _figure(step.error), _figure(step.plain_error), *shares)
+    console.print(table)
+
+    def said(first: int | None) -> str:
+        return "in no step" if first is None else f"first in step {first}"
+
+    console.print(
+        f"another token than float64's is chosen {said(generation.first_difference)} (plain low precision "
+        f"{said(generation.plain_first_difference)})"
+    )
 
 
 def _figure(value: float, form: str = ".3e") -> str:

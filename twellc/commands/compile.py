@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--kv-cache", type=click.IntRange(min=1), metavar="LENGTH",
-    help="Of a causal Hugging Face model: give it a key-value cache of so many tokens a sequence, so that it can generate "
-    "text. Its inputs, outputs and profiles are then others.",
+    help="Of a causal Hugging Face model: give it a key-value cache of so many tokens a sequence, so that it can "
+    "generate text. Its inputs, outputs and profiles are then others.",
 )  # fmt: skip
 @click.option(
     "--batch", type=click.IntRange(min=1), default=1, show_default=True, metavar="MAX",
@@ -69,8 +69,13 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--prefill-chunk", type=click.IntRange(min=1), metavar="N",
-    help="With --kv-cache: the most tokens of a sequence in a call; longer prompts are fed in several. Default: 2048, or "
-    "all that fit.",
+    help="With --kv-cache: the most tokens of a sequence in a call; longer prompts are fed in several. Default: 2048, "
+    "or all that fit.",
+)  # fmt: skip
+@click.option(
+    "--tensor-parallel", type=click.IntRange(1), default=1, metavar="N",
+    help="Share the model among N GPUs of one machine: a plan for each of them, with its heads of attention and its "
+    "neurons, FILE.rank0 and so on; FILE is a link to the first. With --calibration all get equally active neurons.",
 )  # fmt: skip
 @click.option("--embed-plugins", is_flag=True, help="Put the plugin library into the plan.")
 @click.option(
@@ -105,9 +110,11 @@ def _print_manifest(manifest: Manifest, written: Path) -> None:
     print_attention(manifest.attention)
     dtype = manifest.settings.dtype
     if manifest.plan is not None and manifest.backend is not None:
-        size, backend = manifest.plan.bytes / 1e6, manifest.backend
+        plans = [each.plan for each in manifest.ranks or [] if each.plan is not None] or [manifest.plan]
+        size, backend = sum(plan.bytes for plan in plans) / 1e6, manifest.backend
         result = f"{size:.1f} MB, {backend.name} {backend.version}, {dtype}"
         result += f", {len(manifest.plan.plugin_layers)} plugin layers"
+        result += f", in {len(plans)} plans, one a GPU" if len(plans) > 1 else ""
     else:
         result = f"ONNX, {dtype}; no plan was built"
     open_console().print(f"{written}: {result}", soft_wrap=True)

@@ -18,18 +18,29 @@ from twellc.commands.terminal import Command, never_failing, open_console
     help="What became of the blocks: a plan, its manifest, or JSON of compile --report or inspect --json.",
 )  # fmt: skip
 @click.option("--bench", type=FilePath(), metavar="FILE.json", help="What was measured, as twellc bench --json prints.")
+@click.option(
+    "--training", type=FilePath(), metavar="FILE.jsonl", help="The log of a training run, by twellc.training."
+)
 @click.option("-o", "--output", required=True, type=FilePath(), metavar="FILE.html", help="The page to write.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing page.")
-def report(profile: Path | None, decisions: Path | None, bench: Path | None, output: Path, overwrite: bool) -> None:
+def report(
+    profile: Path | None,
+    decisions: Path | None,
+    bench: Path | None,
+    training: Path | None,
+    output: Path,
+    overwrite: bool,
+) -> None:
     """Make a page of HTML that shows how sparse a model is, what became of its blocks, and what that gains.
 
     PROFILE is what `twellc profile` wrote: it brings density by layer and position, non-zeros by token, tiles against
     their slots, and how often each neuron fires. --decisions brings what became of each block and the rewritten graph,
-    --bench the measured gains. Any of the three will do; they have to be of one model.
+    --bench the measured gains, --training how loss, density and dead neurons went. Any of the four will do; they have
+    to be of one model.
 
     The page is one file that needs no network and no scripts, for light and dark screens and for phones. The figures
     need matplotlib.
     """
-    twellc.report(output, profile=profile, decisions=decisions, bench=bench, overwrite=overwrite)
+    twellc.report(output, profile=profile, decisions=decisions, bench=bench, training=training, overwrite=overwrite)
     with never_failing():
         open_console().print(f"{output}: {output.stat().st_size / 1e3:.0f} kB", soft_wrap=True)

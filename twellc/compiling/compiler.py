@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import sys
@@ -65,7 +67,8 @@ def compile_model(
         if texts:
             outputs.check_folder("--output", texts[0][1].parent)
         if options.onnx is not None:
-            onnx_path = outputs.stage(options.onnx)
+            staged = list(map(outputs.stage, options.graphs(options.onnx)))
+            onnx_path = staged[0].with_name(options.onnx.name)
         else:
             assert options.output is not None
             onnx_path = outputs.scratch(options.output, UNKEPT_GRAPH)
@@ -81,19 +84,28 @@ def compile_model(
                 raise
             translation = _translate(options, onnx_path, progress)  # where they are registered
         _refuse_model_files(options, translation.external_data)
-        if options.onnx is not None:
-            for extra in map(options.onnx.with_name, translation.files[1:]):
-                outputs.check(_WEIGHTS, extra)
-                outputs.stage(extra)
-        plan = plan_file = None
-        if backend is not None and options.output is not None:
-            plan_file = outputs.stage(options.output)
-            plan = run_isolated(
-                build_plan, backend, onnx_path, plan_file, translation.profiles, _embedded(options, translation),
-                list(options.plugin_libraries), _needs(options, translation), translation.cache is not None,
-                progress=lambda phase: progress(f"building the plan: {phase}"),
+        if options.triton is not None and options.tensor_parallel > 1 and len(translation.profiles) > 1:
+            raise UserError(
+                "--profile", "Triton runs plans for several GPUs with one optimization profile",
+                got=f"{len(translation.profiles)} profiles", fix="Give one that holds all shapes.",
             )  # fmt: skip
-        manifest = make_manifest(options, translation, plan, plan_file)
+        if options.onnx is not None:
+            for name in itertools.chain.from_iterable(graph.files[1:] for graph in translation.graphs):
+                outputs.check(_WEIGHTS, options.onnx.with_name(name))
+                outputs.stage(options.onnx.with_name(name))
+        plans = []
+        for path, graph in zip(options.plans, options.graphs(onnx_path), strict=True) if backend is not None else ():
+            plan_file = outputs.stage(path)
+            said = "building the plan" if options.tensor_parallel == 1 else f"building {path.name}"
+            plan = run_isolated(
+                build_plan, backend, graph, plan_file, translation.profiles, _embedded(options, translation),
+                list(options.plugin_libraries), _needs(options, translation), translation.cache is not None,
+                progress=functools.partial(_say_phase, progress, said),
+            )  # fmt: skip
+            plans.append((plan, plan_file))
+        if plans and options.output is not None and options.tensor_parallel > 1:
+            outputs.link(options.output, options.plans[0].name)
+        manifest = make_manifest(options, translation, plans)
         manifest.notes.extend([CUDNN_NOTE] if by_cudnn(translation.attention) else [])
         manifest.notes.extend([CACHE_NOTE] if translation.cache is not None else [])
         manifest.notes.extend([EMBEDDED_NOTE] if manifest.plugins.embedded else [])
@@ -110,11 +122,18 @@ def compile_model(
         if options.html is not None:
             assert make_page is not None
             outputs.write(options.html, make_page(manifest))
-        if options.triton is not None and plan is not None:
-            config = model_config(options.triton.name, plan, len(manifest.profiles), manifest.plugins.register)
+        if options.triton is not None and plans:
+            config = model_config(
+                options.triton.name, plans[0][0], len(manifest.profiles), manifest.plugins.register,
+                options.tensor_parallel,
+            )  # fmt: skip
             outputs.write(options.triton / CONFIG_NAME, config)
         outputs.commit()
     return manifest
+
+
+def _say_phase(progress: Callable[[str], None], what: str, phase: str) -> None:
+    progress(f"{what}: {phase}")
 
 
 def _translate(options: CompileOptions, onnx_path: Path, progress: Callable[[str], None]) -> TranslationSummary:
@@ -149,13 +168,14 @@ def _needs(options: CompileOptions, translation: TranslationSummary) -> str:
 
 
 def _check_outputs(options: CompileOptions, outputs: OutputFiles) -> None:
-    taken: dict[str, str] = {}
+    taken: dict[Path, str] = {}
     for option, path in _destinations(options):
         if option == "--dump-graphs":
             outputs.check_folder(option, path)
         elif option != _WEIGHTS:  # which stand in the ONNX file as long as they are small
             outputs.check(option, path)
-        twin = taken.setdefault(os.path.realpath(path), option)
+        # A link is itself replaced, not what it leads to.
+        twin = taken.setdefault(Path(os.path.realpath(path.parent)) / path.name, option)
         if twin != option:
             raise UserError(f"{option} {path}", f"is the same file as {twin}")
         refuse_replacing(option, path, (options.calibration, options.prune_check))
@@ -182,12 +202,15 @@ def _destinations(options: CompileOptions) -> Iterator[tuple[str, Path]]:
     """
     if options.output is not None:
         yield "--output" if options.triton is None else "--triton", options.output
+        if options.tensor_parallel > 1:
+            yield from (("--tensor-parallel", plan) for plan in options.plans)
         yield "manifest", manifest_path(options.output)
     if options.triton is not None:
         yield "--triton", options.triton / CONFIG_NAME
     if options.onnx is not None:
-        yield "--onnx", options.onnx
-        yield _WEIGHTS, external_data(options.onnx)
+        for graph in options.graphs(options.onnx):
+            yield "--onnx", graph
+            yield _WEIGHTS, external_data(graph)
     if options.report is not None:
         yield "--report", options.report
     if options.html is not None:

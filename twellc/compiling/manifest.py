@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -58,7 +59,8 @@ class Settings(Record):
     """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones.
 
     `sizes` are those that the model was traced for where it does not take every size, such as `input_ids:1x128`,
-    `calibration` is the SHA-256 of the profile, `decided` what was decided by it.
+    `calibration` is the SHA-256 of the profile, `decided` what was decided by it, `tensor_parallel`
+    the number of ranks.
     """
 
     dtype: Annotated[str, OneOf((*DTYPES, UNCHANGED))]
@@ -72,6 +74,7 @@ class Settings(Record):
     calibration: str | None = field(default=None, metadata=OPTIONAL)
     prune_dead: bool | None = field(default=None, metadata=OPTIONAL)
     decided: dict[str, Repeated] | None = field(default=None, metadata=OPTIONAL)
+    tensor_parallel: Size | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,14 @@ class PlanFile(Record):
 
 
 @dataclass(frozen=True)
+class RankFiles(Record):
+    """What was made for one of several ranks: its plan, None where none was built, and its graph."""
+
+    plan: PlanFile | None
+    onnx: OnnxFile
+
+
+@dataclass(frozen=True)
 class Manifest(Record):
     """What was done, and what is in a plan.
 
@@ -146,10 +157,11 @@ class Manifest(Record):
         notes: What the user should know.
         warnings: What the user should worry about.
         plugins: The plugins that the plan needs.
-        onnx: The rewritten graph.
+        onnx: The rewritten graph; that of the first of several ranks.
         profiles: The optimization profiles: ranges of shapes by input.
         backend: The TensorRT; None where no plan was built.
-        plan: The plan; None likewise.
+        plan: The plan, None likewise; that of the first rank, to which its file is a link.
+        ranks: What was made for each of several ranks; None where the model is not shared.
         cache: The key-value cache; None of a model without one.
     """
 
@@ -166,6 +178,7 @@ class Manifest(Record):
     profiles: list[ShapeProfile]
     backend: Backend | None
     plan: PlanFile | None
+    ranks: list[RankFiles] | None = field(default=None, metadata=OPTIONAL)
     cache: KeyValueCache | None = field(default=None, metadata=OPTIONAL)
 
 
@@ -220,26 +233,33 @@ def _plugins(translation: TranslationSummary) -> list[str]:
 def make_manifest(
     options: CompileOptions,
     translation: TranslationSummary,
-    plan: Plan | None,
-    plan_file: Path | None,
+    plans: list[tuple[Plan, Path]],
 ) -> Manifest:
-    """Return the manifest of a plan, or the report of a run that stopped before one."""
+    """Return the manifest of a plan, or the report of a run that stopped before one.
+
+    Args:
+        options: See `CompileOptions`.
+        translation: What was translated.
+        plans: The plan and its file, or one for each rank; none where none was built.
+    """
     used = _plugins(translation)
-    backend = plan_record = register = libraries = None
-    if plan is not None and plan_file is not None:
+    backend = register = libraries = None
+    plan_records = [_plan_file(plan, file) for plan, file in plans]
+    if plans and options.output is not None:
+        plan = plans[0][0]
         backend = Backend(**plan.backend)
         libraries = [PluginLibrary(each.names, each.file, each.sha256) for each in plan.libraries] or None
         if used or libraries:
             module = python_module(backend.name)
             assert module is not None  # it built the plan
             others = [each.file for each in libraries or ()]
-            register = how_to_register(plan_file.name, module, used, others)
-        inputs, outputs = (
-            [PlanTensor(tensor.name, tensor.dtype, list(tensor.shape)) for tensor in tensors]
-            for tensors in (plan.inputs, plan.outputs)
-        )
-        size, sha256 = plan_file.stat().st_size, digest(plan_file)
-        plan_record = PlanFile(plan_file.name, size, sha256, inputs, outputs, plan.plugin_layers)
+            register = how_to_register(options.output.name, module, used, others)
+    onnx = [OnnxFile(graph.files[0] if options.onnx else None, graph.digest) for graph in translation.graphs]
+    ranks, plan_record = None, plan_records[0] if plan_records else None
+    if options.tensor_parallel > 1:
+        ranks = [RankFiles(plan, graph) for plan, graph in itertools.zip_longest(plan_records, onnx)]
+        if plan_record is not None and options.output is not None:
+            plan_record = replace(plan_record, file=options.output.name)
     embedded = options.embed_plugins and register is not None
     return Manifest(
         schema=SCHEMA,
@@ -251,12 +271,21 @@ def make_manifest(
         notes=list(translation.notes),
         warnings=list(translation.warnings),
         plugins=Plugins(PLUGIN_NAMESPACE, PLUGIN_VERSION, used, embedded, register, libraries),
-        onnx=OnnxFile(options.onnx.name if options.onnx else None, translation.digest),
+        onnx=onnx[0],
         profiles=translation.profiles,
         backend=backend,
         plan=plan_record,
+        ranks=ranks,
         cache=translation.cache and replace(translation.cache, text=text_folder(options)),
     )
+
+
+def _plan_file(plan: Plan, file: Path) -> PlanFile:
+    inputs, outputs = (
+        [PlanTensor(tensor.name, tensor.dtype, list(tensor.shape)) for tensor in tensors]
+        for tensors in (plan.inputs, plan.outputs)
+    )
+    return PlanFile(file.name, file.stat().st_size, digest(file), inputs, outputs, plan.plugin_layers)
 
 
 def read_manifest(plan: Path) -> Manifest:

@@ -12,6 +12,19 @@ from twellc.passes.report import Attention, Layer
 
 
 @dataclass(frozen=True)
+class GraphFiles:
+    """A graph that was written.
+
+    Attributes:
+        files: Names of the files: the graph, and its weights where they stand apart.
+        digest: SHA-256 of these files.
+    """
+
+    files: list[str]
+    digest: str
+
+
+@dataclass(frozen=True)
 class TranslationSummary:
     """What is left of a translation once the graph is in a file.
 
@@ -23,8 +36,7 @@ class TranslationSummary:
         notes: What the user should know.
         warnings: What the user should worry about.
         profiles: The optimization profiles.
-        files: Names of the files that were written: the graph, and its weights where they stand apart.
-        digest: SHA-256 of these files.
+        graphs: The graph; one for each rank if there are several.
         external_data: The files beside an ONNX model that hold its weights.
         cache: The key-value cache; None of a model without one.
     """
@@ -36,7 +48,6 @@ class TranslationSummary:
     notes: list[str]
     warnings: list[str]
     profiles: list[ShapeProfile]
-    files: list[str]
-    digest: str
+    graphs: list[GraphFiles]
     external_data: list[Path]
     cache: KeyValueCache | None

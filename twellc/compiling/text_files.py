@@ -1,4 +1,4 @@
-"""The files of a model that turn text into tokens and back, which are kept beside the plan of one that generates text."""
+"""What turns text into tokens and back: files of a model that are kept beside the plan of one that generates text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from twellc.options.commands import CompileOptions
 
 _FOLDER = ".text"
-# What transformers reads a tokenizer, its chat templates and the defaults of generation from. A tokenizer's class may be
-# named by config.json alone.
+# What transformers reads a tokenizer, its chat templates and the defaults of generation from. config.json may be all
+# that names a tokenizer's class.
 _FILES = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.*",

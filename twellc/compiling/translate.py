@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import onnx
 
 from twellc.base.files import digest, writing
 from twellc.compiling.result import Translation
-from twellc.compiling.summary import TranslationSummary
+from twellc.compiling.summary import GraphFiles, TranslationSummary
 from twellc.compiling.translate_onnx import translate_onnx
-from twellc.compiling.translate_torch import translate
+from twellc.compiling.translate_torch import translate_for_ranks
 from twellc.export.onnx_export import check_types, save_onnx
 from twellc.export.profiles import resolve_profiles
 from twellc.export.refused_nodes import cure, describe, refused_nodes
@@ -22,38 +22,49 @@ from twellc.options.commands import CompileOptions
 
 
 def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callable[[str], None]) -> TranslationSummary:
-    """Translate a model and write the graph to `onnx_path`.
+    """Translate a model and write the graph to `onnx_path`, or those of several ranks beside it.
 
     Raises:
         UserError: See `translate` and `resolve_profiles`.
     """
-    translation = translate_any(options, progress)
-    profiles, notes = resolve_profiles(translation.inputs, options.requested_profiles, translation.ranges)
-    progress("writing the ONNX graph")
-    with writing(onnx_path):
-        written = save_onnx(translation.graph, onnx_path)
-    warnings = [*translation.warnings, *(_warnings(onnx_path) if options.backend == "none" else [])]
+    first, graphs, warnings = None, [], []
+    for translation, path in zip(_translations(options, progress), options.graphs(onnx_path), strict=True):
+        progress("writing the ONNX graph")
+        with writing(path):
+            written = save_onnx(translation.graph, path)
+        graphs.append(GraphFiles([each.name for each in written], digest(*written)))
+        if first is None:
+            first = translation
+            warnings = [*first.warnings, *(_warnings(path) if options.backend == "none" else [])]
+    assert first is not None
+    profiles, notes = resolve_profiles(first.inputs, options.requested_profiles, first.ranges)
     is_onnx = looks_like_onnx(options.model)
     external_data = external_files(options.model) if is_onnx else []
     sha256 = digest(options.model, *external_data) if is_onnx else fingerprint(options.model)
     return TranslationSummary(
-        model={"name": options.model.name, "kind": options.in_memory or translation.kind, "sha256": sha256},
-        settings=translation.settings,
-        layers=translation.layers,
-        attention=translation.attention,
-        notes=translation.notes + notes,
+        model={"name": options.model.name, "kind": options.in_memory or first.kind, "sha256": sha256},
+        settings=first.settings,
+        layers=first.layers,
+        attention=first.attention,
+        notes=first.notes + notes,
         warnings=warnings,
         profiles=profiles,
-        files=[path.name for path in written],
-        digest=digest(*written),
+        graphs=graphs,
         external_data=external_data,
-        cache=translation.cache,
+        cache=first.cache,
     )
 
 
 def translate_any(options: CompileOptions, progress: Callable[[str], None]) -> Translation:
-    """Load a model of any kind and rewrite it; see `translate` and `translate_onnx`."""
-    return (translate_onnx if looks_like_onnx(options.model) else translate)(options, progress)
+    """Load a model of any kind and rewrite it, for the first of several ranks; see `translate`, `translate_onnx`."""
+    return next(_translations(options, progress))
+
+
+def _translations(options: CompileOptions, progress: Callable[[str], None]) -> Iterator[Translation]:
+    if looks_like_onnx(options.model):
+        yield translate_onnx(options, progress)
+    else:
+        yield from translate_for_ranks(options, progress)
 
 
 def _warnings(onnx_path: Path) -> list[str]:

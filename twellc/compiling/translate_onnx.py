@@ -42,6 +42,11 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
             f"--attention {options.attention}", "attention in an ONNX file stays as it is", got=str(options.model),
             expected="a torch.export archive or a Hugging Face directory", fix="Leave it out.",
         )  # fmt: skip
+    if options.tensor_parallel > 1:
+        raise UserError(
+            f"--tensor-parallel {options.tensor_parallel}", "an ONNX file cannot be shared", got=str(options.model),
+            expected="a torch.export archive, a Hugging Face directory or a pickled module",
+        )  # fmt: skip
     refuse_calibration(options, f"{options.model}, an {KIND}")
     if options.cache is not None:
         raise no_directory(options.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +26,10 @@ from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import CompileOptions
 from twellc.options.decisions import DecisionOptions
 from twellc.options.source import LAST_LOGITS
-from twellc.passes.dump import GraphDump
+from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import has_inner_graphs, written_tensors
-from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
+from twellc.passes.match.shared_axis import Part
+from twellc.passes.pipeline import PassOptions, Rewritten, run_for_ranks, run_passes
 from twellc.passes.report import Layer
 
 # Other names of activations in Hugging Face configs.
@@ -36,10 +37,19 @@ _SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "g
 
 
 def translate(options: CompileOptions, progress: Callable[[str], None]) -> Translation:
-    """Load a model, rewrite it and translate it to ONNX, all in memory.
+    """Load a model, rewrite it and translate it to ONNX, all in memory; of several ranks, for the first.
 
     Raises:
         UserError: The model cannot be loaded, rewritten as asked (`strict`, `layers`) or translated.
+    """
+    return next(translate_for_ranks(options, progress))
+
+
+def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]) -> Iterator[Translation]:
+    """Yield what `translate` returns for each rank; notes and warnings with the first one only.
+
+    Raises:
+        UserError: See `translate`, or the model cannot be shared among so many.
     """
     progress("loading and tracing the model")
     calibrated = load_calibration(options, options.model)
@@ -53,34 +63,42 @@ def translate(options: CompileOptions, progress: Callable[[str], None]) -> Trans
         options.backend, options.attention, cached=options.cache is not None
     )
     dump = GraphDump(options.dump_graphs)
+    ranks = options.tensor_parallel
     wanted = PassOptions(
-        attention=forms, dump=dump, advise=None if options.decided is None else repeat(options.decided)
-    )
-    rewritten, advisor = rewrite(model, dtype, options, options.requested_profiles, calibrated, wanted)
-    warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
-    notes = [*notes, *activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
-    progress("exporting to ONNX")
-    inputs = program_inputs(rewritten.program, model.input_names)
-    names = [spec.name for spec in inputs.specs]
-    graph = export_onnx(
-        rewritten.program, names, model.output_names, model.dimension_names, opset_of(rewritten.attention), dump
-    )
-    traced_by: dict[str, Any] = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
-    if options.cache is not None:
-        traced_by["cache"] = options.cache.settings()
-    if calibrated is not None:
-        traced_by |= calibrated.settings()
-        notes += calibrated.notes(rewritten.layers, dtype)
-        warnings += calibrated.profile.warnings
-    decided = options.decided or advisor.decided
-    if decided or calibrated is not None:
-        traced_by["decided"] = decided
-    settings = annotate(graph, rewritten.layers, dtype, options, traced_by)
-    notes = [*model.notes, *notes, *advisor.notes(rewritten.layers)]
-    return Translation(
-        model.kind, inputs, model.dimension_ranges, rewritten.layers, rewritten.attention, graph, settings, notes,
-        warnings, model.cache,
+        attention=forms, dump=dump, advise=None if options.decided is None else repeat(options.decided),
+        part=Part(0, ranks),
     )  # fmt: skip
+    wanted, advisor = _complete(wanted, model, dtype, options, options.requested_profiles, calibrated)
+    for rank, rewritten in enumerate(run_for_ranks(model.program, wanted)):
+        if calibrated is not None:
+            calibrated.refuse_other_blocks(rewritten.layers)
+        warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
+        rewriting_notes = [*activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
+        progress("exporting to ONNX" if ranks == 1 else f"exporting rank {rank} of {ranks} to ONNX")
+        inputs = program_inputs(rewritten.program, model.input_names)
+        names = [spec.name for spec in inputs.specs]
+        graph = export_onnx(
+            rewritten.program, names, model.output_names, model.dimension_names, opset_of(rewritten.attention),
+            dump if rank == 0 else NOWHERE,
+        )  # fmt: skip
+        traced_by: dict[str, Any] = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
+        if options.cache is not None:
+            traced_by["cache"] = options.cache.settings()
+        if calibrated is not None:
+            traced_by |= calibrated.settings()
+            rewriting_notes += calibrated.notes(rewritten.layers, dtype)
+            warnings += calibrated.profile.warnings
+        decided = options.decided or advisor.decided
+        if decided or calibrated is not None:
+            traced_by["decided"] = decided
+        if ranks > 1:
+            traced_by["tensor_parallel"] = ranks
+        settings = annotate(graph, rewritten.layers, dtype, options, traced_by)
+        all_notes = [*model.notes, *notes, *rewriting_notes, *advisor.notes(rewritten.layers), *rewritten.notes]
+        yield Translation(
+            model.kind, inputs, model.dimension_ranges, rewritten.layers, rewritten.attention, graph, settings,
+            all_notes, warnings, model.cache,
+        )  # fmt: skip
 
 
 def rewrite(
@@ -107,6 +125,22 @@ def rewrite(
     Raises:
         UserError: See `run_passes`, `resolve_profiles`, `choose_target` and `LoadedCalibration`.
     """
+    wanted, advisor = _complete(wanted, model, dtype, options, profiles, calibrated)
+    rewritten = run_passes(model.program, wanted)
+    if calibrated is not None:
+        calibrated.refuse_other_blocks(rewritten.layers)
+    return rewritten, advisor
+
+
+def _complete(
+    wanted: PassOptions,
+    model: LoadedModel,
+    dtype: str,
+    options: DecisionOptions,
+    profiles: list[tuple[str, ShapeRange]],
+    calibrated: LoadedCalibration | None,
+) -> tuple[PassOptions, Advisor]:
+    """Return what the passes are to do, as options and calibration have it, and who gives advice; see `rewrite`."""
     given = program_inputs(model.program)
     resolved, _ = resolve_profiles(given, profiles, model.dimension_ranges)
     calibration = None if calibrated is None else calibrated.calibration
@@ -116,10 +150,7 @@ def rewrite(
         wanted, dtype=torch_dtype(dtype), layers=options.layers, compression=options.compression,
         calibration=calibration, advise=wanted.advise or advisor,
     )  # fmt: skip
-    rewritten = run_passes(model.program, wanted)
-    if calibrated is not None:
-        calibrated.refuse_other_blocks(rewritten.layers)
-    return rewritten, advisor
+    return wanted, advisor
 
 
 def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:

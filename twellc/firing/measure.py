@@ -13,13 +13,11 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.export.passes import move_to_device_pass
 from torch.fx import Interpreter, Node
 
-from twellc.base.arrays import to_numpy
 from twellc.base.errors import UserError
-from twellc.passes.block_profile import POSITION_BINS, BlockProfile, shapes
+from twellc.firing.counter import FiringCounter, position_bins
+from twellc.passes.block_profile import BlockProfile
 from twellc.passes.graph.program import editable, tensor_of, user_inputs
 from twellc.passes.match.find_ffn import FfnBlock
-from twellc.plugins.library import TILE
-from twellc.plugins.meaning import activate
 from twellc.samples.samples import Sample
 
 
@@ -34,45 +32,6 @@ class _Places:
 
     rows: torch.Tensor | None
     bins: torch.Tensor | None
-
-
-class FiringCounter:
-    """Counts which neurons of one block fire."""
-
-    def __init__(self, block: FfnBlock, device: torch.device) -> None:
-        self._block = block
-        self._counts = {
-            name: torch.zeros(shape, dtype=torch.int64, device=device) for name, shape in shapes(block.d_ff).items()
-        }
-        self.nan = torch.zeros((), dtype=torch.bool, device=device)
-
-    def add(self, z: torch.Tensor, places: _Places) -> None:
-        """Count activations of z [..., d_ff], before the activation; nothing here waits for a GPU."""
-        block, counts = self._block, self._counts
-        z = z.reshape(-1, block.d_ff)
-        z = z if places.rows is None else z.index_select(0, places.rows)
-        self.nan |= z.isnan().any()
-        fired = activate(z, block.activation, block.threshold) != 0
-        counts["firing"] += fired.sum(0)
-        whole = torch.nn.functional.pad(fired, (0, -block.d_ff % TILE))
-        tiles = whole.reshape(len(z), whole.shape[1] // TILE, TILE).sum(2)
-        active = tiles.sum(1)
-        ones = torch.ones_like(tiles)
-        counts["tiles"].index_add_(0, tiles.flatten(), ones.flatten())
-        counts["rows"].index_add_(0, active, ones[:, 0])
-        if places.bins is not None:
-            counts["positions"].index_add_(0, places.bins, torch.stack([ones[:, 0], active], 1))
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """How many tokens were seen, int64 []."""
-        return self._counts["rows"].sum()
-
-    def profile(self) -> BlockProfile:
-        """Return what was counted."""
-        block = self._block
-        counts = {name: to_numpy(tensor.cpu()) for name, tensor in self._counts.items()}
-        return BlockProfile(block.module, block.variant, block.activation, **counts)
 
 
 class ProgramObserver:
@@ -95,7 +54,7 @@ class ProgramObserver:
         self._rows = {name: _rows_of(_gate(block), inputs) for name, block in gates.items()}
         self._device = device
         self._program = move_to_device_pass(editable(program), device)
-        self.counters = {name: FiringCounter(block, device) for name, block in gates.items()}
+        self.counters = {name: _counter(block, device) for name, block in gates.items()}
         self._modules = {name: block.module for name, block in gates.items()}
         self.unplaced: set[str] = set()
         self._interpreter = _Interpreter(self._program, set(gates))
@@ -120,7 +79,9 @@ class ProgramObserver:
             key = str(reading or z.shape[:-1])
             if key not in placed:
                 placed[key] = self._places(reading, z.shape, counted)
-            self.counters[name].add(z, placed[key])
+            places = placed[key]
+            z = z.reshape(-1, z.shape[-1])
+            self.counters[name].add(z if places.rows is None else z.index_select(0, places.rows), places.bins)
 
         with torch.no_grad():
             self._interpreter.see(_arguments(self._program, inputs, self._device), see)
@@ -147,7 +108,7 @@ class ProgramObserver:
             if len(shape) < 3:
                 return _Places(None, None)
             positions = torch.arange(shape[-2]).expand(shape[:-1]).flatten()
-            return _Places(None, _bins(positions).to(self._device))
+            return _Places(None, position_bins(positions).to(self._device))
         mask = counted.get(reading.input)
         if mask is None:
             return _Places(None, None)
@@ -155,8 +116,12 @@ class ProgramObserver:
         if reading.transposed:
             mask, positions = mask.t(), positions.t()
         rows = None if mask.all() else mask.flatten().nonzero()[:, 0]
-        bins = _bins(positions[mask])
+        bins = position_bins(positions[mask])
         return _Places(None if rows is None else rows.to(self._device), bins.to(self._device))
+
+
+def _counter(block: FfnBlock, device: torch.device) -> FiringCounter:
+    return FiringCounter(block.module, block.variant, block.activation, block.threshold, block.d_ff, device)
 
 
 def _gate(block: FfnBlock) -> Node:
@@ -194,11 +159,6 @@ def _rows_of(node: Node, inputs: dict[str, list[Any]]) -> _Reading | None:
         if leading == [places, rows]:
             return _Reading(name, transposed=True)
     return None
-
-
-def _bins(positions: torch.Tensor) -> torch.Tensor:
-    """Return the bin of each position: 0 for 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7, and so on."""
-    return torch.frexp(positions.double()).exponent.long().clamp(max=POSITION_BINS - 1)
 
 
 def _arguments(program: ExportedProgram, inputs: Sample, device: torch.device) -> list[Any]:

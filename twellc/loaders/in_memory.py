@@ -25,6 +25,7 @@ from twellc.optimization import optimized_blocks
 from twellc.options.source import TracingOptions
 from twellc.passes.graph.device import Moved, devices_of, on_device
 from twellc.passes.graph.program import editable, quiet_torch
+from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
 
 _CPU = torch.device("cpu")
@@ -47,10 +48,12 @@ class Example(Protocol):
         """Their dynamic dimensions."""
 
 
-def rewrite_model(options: TracingOptions, model: LoadedModel, layers: str, compression: int | None) -> Rewritten:
+def rewrite_model(
+    options: TracingOptions, model: LoadedModel, layers: str, compression: int | None, part: Part
+) -> Rewritten:
     """Run the passes over a model; see `twellc.rewrite`."""
     chosen, _ = choose_dtype(model, options.dtype)
-    wanted = PassOptions(torch_dtype(chosen), layers, compression)
+    wanted = PassOptions(torch_dtype(chosen), layers, compression, part=part)
     (device,) = devices_of(model.program) or {_CPU}
     if device == _CPU:
         return run_passes(model.program, wanted)

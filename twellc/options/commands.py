@@ -47,6 +47,7 @@ class CompileOptions(TracingOptions, DecisionOptions):
         attention_forms: The forms that this comes to on the TensorRT at hand, see `passes/attention.py`; empty until
             it has been asked.
         plugin_libraries: TensorRT plugin libraries of other people, for graphs that hold nodes of theirs.
+        tensor_parallel: How many GPUs share the model: each gets a plan of its own.
         decided: What an earlier compilation decided for blocks, by module, to do it again.
         kv_cache: How many tokens of a sequence the key-value cache of a causal Hugging Face model holds; None gives it
             no cache.
@@ -69,6 +70,7 @@ class CompileOptions(TracingOptions, DecisionOptions):
     attention: str = "auto"
     attention_forms: tuple[str, ...] = ()
     plugin_libraries: tuple[Path, ...] = ()
+    tensor_parallel: int = 1
     decided: Mapping[str, Mapping[str, Any]] | None = None
     kv_cache: int | None = None
     batch: int = 1
@@ -88,6 +90,19 @@ class CompileOptions(TracingOptions, DecisionOptions):
         prefill = ShapeRange((1, 1), (1, cache.chunk), (cache.batch, cache.chunk))
         decode = ShapeRange((1, 1), (cache.batch, 1), (cache.batch, 1))
         return [(INPUT_IDS, prefill), (INPUT_IDS, decode)]
+
+    @property
+    def plans(self) -> list[Path]:
+        """Where the plans go: one, or one for each rank, as Triton names them; `output` is a link to the first then."""
+        if self.output is None or self.tensor_parallel == 1:
+            return [] if self.output is None else [self.output]
+        return [self.output.with_name(f"{self.output.name}.rank{rank}") for rank in range(self.tensor_parallel)]
+
+    def graphs(self, onnx: Path) -> list[Path]:
+        """Return where the graphs go: to `onnx`, or beside it, one for each rank."""
+        if self.tensor_parallel == 1:
+            return [onnx]
+        return [onnx.with_name(f"{onnx.stem}.rank{rank}{onnx.suffix}") for rank in range(self.tensor_parallel)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +197,8 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 # Options that count something, and whether None stands for a default.
 _COUNTS = {
-    "batch": False, "sequence": True, "tokens": True, "repeats": False, "kv_cache": True, "prefill_chunk": True,
+    "batch": False, "sequence": True, "tokens": True, "repeats": False, "tensor_parallel": False, "kv_cache": True,
+    "prefill_chunk": True,
 }  # fmt: skip
 
 
@@ -193,8 +209,8 @@ def refuse_choice(option: str, value: object) -> None:
         UserError: It has.
     """
     if option in _COUNTS and not (type(value) is int and value >= 1) and not (value is None and _COUNTS[option]):
-        name = option.replace("_", "-")
-        raise UserError(f"--{name}", "is not a count", got=repr(value), expected="an integer from 1 on")
+        name = f"--{option.replace('_', '-')}"
+        raise UserError(name, "is not a count", got=repr(value), expected="an integer from 1 on")
     if option == "seed" and value is not None and not (type(value) is int and 0 <= value <= LARGEST_SEED):
         raise UserError("--seed", "is not a seed", got=repr(value), expected=f"an integer from 0 to {LARGEST_SEED}")
     choices = _CHOICES.get(option)
@@ -270,13 +286,14 @@ def _refuse_cache(options: CompileOptions) -> None:
         raise UserError(
             f"--prefill-chunk {cache.chunk}", "is longer than the cache", expected=f"at most --kv-cache {cache.length}"
         )
-    why = {
+    why: dict[str, tuple[object, str]] = {
         "--profile": (options.profiles, "a model with a cache has its profiles of --batch and --prefill-chunk"),
+        "--tensor-parallel": (options.tensor_parallel > 1, "a model with a cache is not shared among GPUs yet"),
         "--padding": (options.padding, "a model with a cache is told by token_count what is padding"),
         "--triton": (options.triton, "Triton would copy the caches in every call, see docs/kv-cache.md"),
     }
-    for option, (given, reason) in why.items():
-        if given:
+    for option, (other, reason) in why.items():
+        if other:
             raise UserError(option, reason, got=f"--kv-cache {cache.length}", fix="Leave one out.")
 
 

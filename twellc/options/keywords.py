@@ -67,6 +67,7 @@ class CompileKeywords(TracingKeywords, DecisionKeywords, total=False):
     kv_cache: int | None
     batch: int
     prefill_chunk: int | None
+    tensor_parallel: int
     plugin_libraries: Sequence[AnyPath]
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from twellc.benchmarking.result import Standings
+    from twellc.training.log import LoggedStep
 
 # What matplotlib writes as colours, and what the page calls them. Lines of blocks run from a first to a last colour.
 _INK, _MUTED, _GRID, _HOT, _WARM, _NEVER = (f"#00000{digit}" for digit in range(1, 7))
@@ -203,6 +204,51 @@ def gains(title: str, tokens: Sequence[int], standings: Sequence[Standings], exp
         axes.grid(axis="y")
         axes.legend(loc="best")
     return svg[0]
+
+
+def training_loss(steps: Sequence[LoggedStep]) -> str:
+    """Draw the loss over the steps of a training run, and that on held-out data where it was measured."""
+    with _figure("training loss", 230) as (axes, svg):
+        axes.plot([each.step for each in steps], [each.loss for each in steps], color=_WARM, marker=_points(steps))
+        held_out = [(each.step, each.eval_loss) for each in steps if each.eval_loss is not None]
+        if held_out:
+            axes.plot(*zip(*held_out, strict=True), marker="o", markersize=4.5, linestyle="none", color=_HOT)
+        axes.set(xlabel="steps", ylabel="loss")
+        axes.grid(axis="y")
+    return svg[0]
+
+
+def training_density(steps: Sequence[int], blocks: Sequence[Sequence[float]]) -> str:
+    """Draw the density of each block over the steps of a training run, on a logarithmic axis."""
+    with _figure("training density", 230) as (axes, svg):
+        _over_steps(axes, steps, blocks)
+        least = min((100 * share for shares in blocks for share in shares if share > 0), default=1.0)
+        axes.set_yscale("log")
+        axes.set(ylim=(10 ** np.floor(np.log10(least)), 130), ylabel="not zero")
+        _percent_axis(axes)
+    return svg[0]
+
+
+def training_dead(steps: Sequence[int], blocks: Sequence[Sequence[float]]) -> str:
+    """Draw the share of each block's neurons that did not fire, over the steps of a training run."""
+    with _figure("training dead", 230) as (axes, svg):
+        _over_steps(axes, steps, blocks)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("never fired, %")
+    return svg[0]
+
+
+def _over_steps(axes: Axes, steps: Sequence[int], blocks: Sequence[Sequence[float]]) -> None:
+    for index, shares in enumerate(blocks):
+        values = [100 * share for share in shares]
+        axes.plot(steps, values, color=_ramp(index, len(blocks)), marker=_points(steps), markersize=3)
+    axes.set_xlabel("steps")
+    axes.grid(axis="y")
+
+
+def _points(steps: Sequence[object]) -> str:
+    """Return the marker of a line: one of a single point would not be seen."""
+    return "o" if len(steps) == 1 else ""
 
 
 @contextmanager

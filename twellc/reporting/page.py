@@ -25,6 +25,7 @@ from twellc.reporting.words import clean, count, percent, short_names, times
 
 if TYPE_CHECKING:
     from twellc.benchmarking.result import BenchResult, ShapeResult, Standings
+    from twellc.training.log import TrainingLog
 
 # So many blocks are shown at once, others on demand: rows, firing curves, and stages of the graph.
 _SHOWN = 8
@@ -192,7 +193,7 @@ def make_page(sources: Sources, output: Path | None, *, overwrite: bool = False)
     with OutputFiles(overwrite) as outputs:
         if output is not None:
             outputs.check("--output", output)
-        if sources.profile is not None or sources.bench is not None:
+        if sources.profile is not None or sources.bench is not None or sources.training is not None:
             require_matplotlib("report")
         page = _render(sources)
         if output is not None:
@@ -222,18 +223,24 @@ def _content(sources: Sources) -> dict[str, Any]:
     ]
     names = short_names(modules)
     settings = decisions.settings if decisions else None
-    named = [profile and profile.model.name, decisions and decisions.model and decisions.model.name]
+    training = sources.training
+    named = [
+        profile and profile.model.name, decisions and decisions.model and decisions.model.name, bench and bench.model,
+        training and training.model,
+    ]  # fmt: skip
     dtypes = [settings and settings.dtype, profile and profile.model.dtype, bench and bench.dtype]
     sayings = [each for each in (profile, decisions, bench) if each is not None]
     expected = [layer.expectation for layer in layers.values() if layer.expectation is not None]
     compressions = _compressions(list(layers.values()), settings.compression if settings else None)
     return {
         "version": __version__,
-        "model": next(filter(None, [*named, bench and bench.model]), "a model"),
+        "model": next(filter(None, named), "a model"),
         "dtype": next(filter(None, dtypes), ""),
         "profile": profile,
         "decisions": decisions,
         "bench": bench,
+        "training": training,
+        "training_figures": _training_figures(training) if training else {},
         "notes": list(dict.fromkeys(note for each in sayings for note in each.notes or ())),
         "warnings": list(dict.fromkeys(text for each in (profile, decisions) if each for text in each.warnings or ())),
         "answers": _answers(sources, blocks, names.short),
@@ -260,7 +267,15 @@ def _content(sources: Sources) -> dict[str, Any]:
 
 def _answers(sources: Sources, blocks: Sequence[BlockProfile], short: Sequence[str]) -> list[Answer]:
     """Say in a few numbers whether the model is sparse, what was done, and what is gained."""
-    sparse, done, gained = [], [], []
+    trained, sparse, done, gained = [], [], [], []
+    if sources.training is not None:
+        first, last = sources.training.steps[0], sources.training.steps[-1]
+        trained.append(
+            Stat(f"{last.loss:.3g}", f"loss at step {count(last.step)}, {first.loss:.3g} at {count(first.step)}")
+        )
+        before, after = (percent(_mean(step.density)) for step in (first, last))
+        trained.append(Stat(after, f"of the activations are not zero, {before} at step {count(first.step)}"))
+        trained.append(Stat(percent(_mean(last.dead)), "of the neurons did not fire in the last steps"))
     if blocks:
         cells = sum(block.tokens * block.d_ff for block in blocks)
         density = sum(block.nonzeros for block in blocks) / cells
@@ -297,8 +312,17 @@ def _answers(sources: Sources, blocks: Sequence[BlockProfile], short: Sequence[s
     expected = _expected(sources.layers)
     if expected:
         gained.append(_span(expected, "the speed of dense blocks, expected"))
-    asked = (("Is it sparse?", sparse), ("What was done?", done), ("What is gained?", gained))
+    asked = (
+        ("How did it train?", trained),
+        ("Is it sparse?", sparse),
+        ("What was done?", done),
+        ("What is gained?", gained),
+    )
     return [Answer(question, stats) for question, stats in asked if stats]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _span(gains: dict[int, float], what: str) -> Stat:
@@ -468,6 +492,19 @@ def _drawn(blocks: Sequence[BlockProfile], layers: dict[str, Layer], compression
         "nonzeros": figures.nonzeros(names, blocks),
         "positions": figures.positions(blocks) if any(block.positions.any() for block in blocks) else "",
         "tiles": figures.tiles(blocks, compressions),
+    }
+    return {name: Markup(svg) for name, svg in drawn.items()}
+
+
+def _training_figures(log: TrainingLog) -> dict[str, Markup]:
+    """Return the figures of a training run."""
+    steps = [each.step for each in log.steps]
+    density = list(zip(*(each.density for each in log.steps), strict=True))
+    dead = list(zip(*(each.dead for each in log.steps), strict=True))
+    drawn = {
+        "loss": figures.training_loss(log.steps),
+        "density": figures.training_density(steps, density),
+        "dead": figures.training_dead(steps, dead),
     }
     return {name: Markup(svg) for name, svg in drawn.items()}
 

@@ -13,11 +13,12 @@ from twellc.base.records import OPTIONAL, Json, Record, of_json, parse_json
 from twellc.compiling.manifest import SCHEMA, Backend, ModelFile, is_plan, read_manifest
 from twellc.firing.profile import FiringProfile, refuse_other_model
 from twellc.passes.report import Attention, Compression, Layer, missing_blocks
+from twellc.training.log import TrainingLog
 
 if TYPE_CHECKING:
     from twellc.benchmarking.result import BenchResult
 
-DECISIONS, BENCH = "--decisions", "--bench"
+DECISIONS, BENCH, TRAINING = "--decisions", "--bench", "--training"
 _EXPECTED = "a plan, its manifest, or JSON of `twellc compile --report` or `twellc inspect --json`"
 
 
@@ -60,11 +61,13 @@ class Sources:
         profile: Which neurons fire.
         decisions: What became of the blocks.
         bench: What was measured.
+        training: How the model was trained.
     """
 
     profile: FiringProfile | None
     decisions: Decisions | None
     bench: BenchResult | None
+    training: TrainingLog | None = None
 
     @property
     def layers(self) -> list[Layer]:
@@ -136,6 +139,18 @@ def read_bench(path: Path) -> BenchResult:
     return result
 
 
+def read_training(path: Path) -> TrainingLog:
+    """Read the log of a training run.
+
+    Raises:
+        UserError: The file is something else, or damaged, or has no record yet.
+    """
+    log = TrainingLog.read(path, f"{TRAINING} {path}")
+    if not log.steps:
+        raise UserError(f"{TRAINING} {path}", "has no record of a step yet", fix="Train on, or log more often.")
+    return log
+
+
 def _read_json(path: Path, where: str, expected: str) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(where, why_no_file(path), expected=expected)
@@ -150,15 +165,20 @@ def _read_json(path: Path, where: str, expected: str) -> dict[str, Any]:
     return content
 
 
-def gather(profile: FiringProfile | None, decisions: Decisions | None, bench: BenchResult | None) -> Sources:
+def gather(
+    profile: FiringProfile | None,
+    decisions: Decisions | None,
+    bench: BenchResult | None,
+    training: TrainingLog | None = None,
+) -> Sources:
     """Put together what a report is made of.
 
     Raises:
         UserError: There is nothing, or the parts are of different models.
     """
-    if profile is None and decisions is None and bench is None:
+    if profile is None and decisions is None and bench is None and training is None:
         raise UserError(
-            "report", "there is nothing to report on", expected=f"a profile, {DECISIONS} or {BENCH}",
+            "report", "there is nothing to report on", expected=f"a profile, {DECISIONS}, {BENCH} or {TRAINING}",
             fix="`twellc profile` makes a profile.",
         )  # fmt: skip
     if profile is not None and decisions is not None and decisions.model is not None:
@@ -169,7 +189,16 @@ def gather(profile: FiringProfile | None, decisions: Decisions | None, bench: Be
         widths = widths or {layer.module: layer.d_ff for layer in decisions.layers}
     if bench is not None:
         _refuse_other_blocks(BENCH, bench.layers, widths)
-    return Sources(profile, decisions, bench)
+        widths = widths or {layer.module: layer.d_ff for layer in bench.layers}
+    for block in training.run.blocks if training is not None and widths else []:
+        if widths.get(block.module) != block.d_ff:
+            raise UserError(
+                TRAINING, "is of another model than the rest of the report",
+                got=f"{block.module} with d_ff {block.d_ff}",
+                expected=first_few([f"{module} with {d_ff}" for module, d_ff in widths.items()]),
+                fix="Give files of one model.",
+            )  # fmt: skip
+    return Sources(profile, decisions, bench, training)
 
 
 def _refuse_other_blocks(where: str, layers: list[Layer], widths: dict[str, int]) -> None:

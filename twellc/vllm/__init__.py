@@ -18,7 +18,7 @@ ARCHITECTURE = "TwellForCausalLM"
 # What config.json of a SparseLM names; there is no other class for it.
 SPARSELM = "SparseLlamaForCausalLM"
 # Releases of vLLM that this ran in, by their first two numbers.
-TESTED = ((0, 32),)
+TESTED = ((0, 26), (0, 32))
 # Below vLLM's own logger, so that its log shows what is said here.
 LOG = logging.getLogger("vllm.twellc")
 

@@ -82,12 +82,14 @@ def _written_out(path: str, module: nn.Module) -> Iterator[Found]:
     for found in trace_alone(path, module, rank=3):
         for block in found.blocks:
             weights = operands_of(module, block)
-            owners = {".".join(operand.path[:-1]) for operand in weights.named().values()} if weights else set()
-            if block.refusal or not owners <= linears:
+            names = (
+                [block.down.weight.name] if weights is None else [".".join(w.path) for w in weights.named().values()]
+            )
+            if not {name.rpartition(".")[0] for name in names} <= linears:
                 continue
-            activation = _activation_of(block, functions) if block.gate is None else ""
+            activation = "" if weights is None or block.gate else _activation_of(block, functions)
             reason = "" if activation else "it is written out in a larger module, without a module for its activation"
-            yield Found(path, block, weights, activation, reason)
+            yield Found(path, block, weights, activation, block.refusal or reason)
         return
 
 
@@ -206,5 +208,9 @@ def put(model: nn.Module, found: Found, layers: dict[str, LinearBase], options: 
         module.set_submodule(path, layer)
     if found.activation:
         module.set_submodule(found.activation, nn.Identity())
-    else:
-        model.set_submodule(found.module, TwellBlock(module, down))
+        return
+    block = TwellBlock(module, down)
+    for parent in list(model.modules()):  # a module may be in several places
+        for name, child in list(parent._modules.items()):
+            if child is module:
+                setattr(parent, name, block)

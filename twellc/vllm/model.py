@@ -45,9 +45,13 @@ class TwellForCausalLM(TransformersForCausalLM):
     def recursive_replace(self) -> None:
         """Put the ops in their places, before vLLM replaces all other layers."""
         config = get_current_vllm_config()
-        with torch.device("cpu"), _traced_attention(self.text_config):
-            found = list(blocks.find(self.model))
-        _replace_blocks(self.model, found, config)
+        unfit = _unfit(config)
+        if unfit:
+            LOG.warning("all feed-forward blocks stay dense: %s", unfit)
+        else:
+            with torch.device("cpu"), _traced_attention(self.text_config):
+                found = list(blocks.find(self.model))
+            _replace_blocks(self.model, found, config)
         super().recursive_replace()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -71,13 +75,13 @@ def _traced_attention(config: Any) -> Iterator[None]:
 
 def _replace_blocks(model: torch.nn.Module, found: list[blocks.Found], config: VllmConfig) -> None:
     """Replace the blocks that the ops can run; log which these are, and why others stay as they are."""
-    unfit, dtype = _unfit(config), config.model_config.dtype
+    dtype = config.model_config.dtype
     decisions = decide([replace(each.block, module=each.module, dtype=dtype) for each in found], "all")
     taken: dict[str, Any] = {}
     refused: dict[str, list[str]] = {}
     for each, layer in zip(found, decisions, strict=True):
         options = options_of(each.block, layer, None)
-        reason = unfit or each.refusal or ("" if layer.decision == "twell" else layer.reason) or _misfit(each, options)
+        reason = each.refusal or ("" if layer.decision == "twell" else layer.reason) or _misfit(each, options)
         layers: dict[str, LinearBase] = {}
         if not reason and each.weights is not None:
             module = model.get_submodule(each.module)

@@ -15,10 +15,12 @@ constexpr int kHotWarps = 8;
 constexpr int kHotThreads = kHotWarps * kWarpSize;
 
 struct HotParams {
-    uint16_t const* z;   // [tokens, stride]: z, and behind it u in a gated block
+    uint16_t const* z;   // [tokens, hot], rows `stride` apart
+    uint16_t const* u;   // likewise, of a gated block
     uint16_t const* dh;  // of a backward: [tokens, hot], the product alone
     uint16_t* h;         // [tokens, hot]
-    uint16_t* dz;        // of a backward: [tokens, stride], as z
+    uint16_t* dz;        // of a backward: as z
+    uint16_t* du;        // as u
     uint32_t* counts;    // of a forward: neuron j's at neurons[j], or j
     int32_t const* neurons;
     float* l1_parts;     // [CTAs]
@@ -26,7 +28,7 @@ struct HotParams {
     int64_t tokens;
     int64_t column_tiles;
     int hot;
-    int stride;  // hot, or 2 hot in a gated block
+    int64_t stride;
     bool relu_on_up;
     Activation act;
 };
@@ -81,7 +83,7 @@ __global__ __launch_bounds__(kHotThreads) void hot_kernel(__grid_constant__ HotP
         alignas(16) uint16_t h[kWidth];
         load_some(z, params.z + row * params.stride + column);
         if constexpr (kGated) {
-            load_some(u, params.z + row * params.stride + params.hot + column);
+            load_some(u, params.u + row * params.stride + column);
         }
         if constexpr (kBackward) {
             load_some(dh, params.dh + row * params.hot + column);
@@ -109,7 +111,7 @@ __global__ __launch_bounds__(kHotThreads) void hot_kernel(__grid_constant__ HotP
         if constexpr (kBackward) {
             store_some(params.dz + row * params.stride + column, z);
             if constexpr (kGated) {
-                store_some(params.dz + row * params.stride + params.hot + column, u);
+                store_some(params.du + row * params.stride + column, u);
             }
         }
     }

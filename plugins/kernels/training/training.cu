@@ -80,8 +80,13 @@ cudaError_t launch(char const* name, void (*kernel)(Params), Params const& param
     return launch_dependent({name}, kernel, params, grid, threads, 0, call.device, call.stream);
 }
 
-// Grids for as many pairs as there is place for: the host does not know how many there are.
-dim3 grid_of_pairs(int64_t capacity) { return {blocks_of(capacity, t::kUnit * t::kWarps), 1, 1}; }
+// For as many pairs as there is place for: the host does not know how many there are.
+cudaError_t launch_project(void (*kernel)(t::ProjectParams), t::ProjectParams const& params, int64_t capacity,
+                           Call const& call) {
+    return capacity == 0 ? cudaSuccess
+                         : launch("project", kernel, params, dim3(blocks_of(capacity, t::kUnit * t::kWarps)),
+                                  t::kThreads, call);
+}
 
 template <class Element, bool kGated>
 cudaError_t forward(Call const& call, twell_train_forward_tensors const& given, void* workspace) {
@@ -123,8 +128,7 @@ cudaError_t forward(Call const& call, twell_train_forward_tensors const& given, 
         project.neurons = given.neurons;
         project.pairs = pairs;
         project.hidden = memory.hidden;
-        TWELL_TRY(launch("project", t::project_kernel<Element, true, false>, project,
-                         grid_of_pairs(given.pairs.capacity), t::kThreads, call));
+        TWELL_TRY(launch_project(t::project_kernel<Element, true, false>, project, given.pairs.capacity, call));
     }
     t::AddRowsParams add = {};
     set_block(add, problem, call.tensors);
@@ -191,8 +195,7 @@ cudaError_t backward(Call const& call, twell_train_backward_tensors const& given
     project.factors = memory.factors;
     project.transposed = for_weights ? memory.transposed : nullptr;
     project.transposed_place = memory.place;
-    TWELL_TRY(launch("project", t::project_kernel<Element, kGated, true>, project,
-                     grid_of_pairs(given.pairs.capacity), t::kThreads, call));
+    TWELL_TRY(launch_project(t::project_kernel<Element, kGated, true>, project, given.pairs.capacity, call));
     t::UnlistedParams rest = {};
     static_cast<t::TrainingBlock&>(rest) = project;
     rest.pairs = pairs;
@@ -293,16 +296,18 @@ cudaError_t launch_train_hot(Call const& call, twell_train_hot_tensors const& gi
     twell_problem const& problem = call.problem;
     t::HotParams params = {};
     params.z = static_cast<uint16_t const*>(given.z);
+    params.u = static_cast<uint16_t const*>(given.u);
     params.dh = static_cast<uint16_t const*>(given.dh);
     params.h = static_cast<uint16_t*>(given.h);
     params.dz = static_cast<uint16_t*>(given.dz);
+    params.du = static_cast<uint16_t*>(given.du);
     params.counts = reinterpret_cast<uint32_t*>(given.counts);
     params.neurons = given.neurons;
     params.l1_parts = given.l1_parts;
     params.dl1 = given.dl1;
     params.tokens = problem.tokens;
     params.hot = problem.d_ff;
-    params.stride = problem.variant == TWELL_GATED ? 2 * problem.d_ff : problem.d_ff;
+    params.stride = given.stride;
     params.relu_on_up = problem.activation == TWELL_DRELU;
     params.act = activation_of(problem);
     if (given.dh == nullptr) {

@@ -1,0 +1,299 @@
+"""Time training: a step of a whole model of 1.5 billion parameters, forward, backward and optimizer.
+
+python benchmarks/train.py step --json results.json
+python benchmarks/train.py step --smoke
+
+`step` trains a ReLU Llama by AdamW in bfloat16, on sequences of 2048 tokens, with the L1 term: densely, eager and
+compiled, and with its blocks by the kernels of `twellc.optimize(model, training=True)`. The micro-batch is the largest
+of --batches with which compiled dense and compiled twell fit the GPU. All take the same batches. The learning rate is
+0, so that neurons fire as they were made to, and losses and norms of gradients can be compared: where they differ,
+nothing is timed. Decoder layers are compiled, and the loss, in both.
+
+Neurons fire as those of four trained layers (data/README.md), layer after layer in turns, or equally often at
+--density; the JSON file has what was counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import session
+import torch
+import transformers
+from draw import TRAINED_LAYERS, Neurons, offsets
+from model import CAUSAL, causal_attention, make_model
+from tables import head, row
+from torch import Tensor, nn
+from torch.nn import functional
+from trained import Penalised
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import twellc
+from twellc.base.errors import UserError
+from twellc.benchmarking.energy import EnergyMeter
+from twellc.training import L1Penalty, take_counts
+
+DENSE, TWELL = "dense compiled", "twell compiled"
+CONTESTANTS = (DENSE, TWELL, "dense eager", "twell eager")
+# Over compiled dense: tokens a second, and peak memory.
+TARGETS = (1.25, 0.75)
+_WARM_UPS = 12  # by then which neurons are hot was chosen from enough tokens
+_LOSS, _NORM = 0.02, 0.1  # by how much twell may differ from dense, as a share
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every contestant computes.
+
+    Attributes:
+        model: The model.
+        batches: Token ids, int64 [batch, sequence + 1] each, that take turns.
+        penalty: The coefficient of the L1 term.
+    """
+
+    model: Any
+    batches: list[Tensor]
+    penalty: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a step."""
+        return self.batches[0][:, 1:].numel()
+
+
+def make_trained(model: Any) -> None:
+    """Let neurons fire as those of the trained layers, in turns."""
+    root = model.config.hidden_size**0.5
+    activity = torch.special.ndtr(-model.model.embed_tokens.weight[:, 0].float() / root)
+    for place, layer in enumerate(model.model.layers):
+        rates = Neurons("trained", layer=place % TRAINED_LAYERS).rates().to(activity.device)
+        gate = layer.mlp.gate_proj.weight
+        if len(rates) != len(gate):
+            raise click.ClickException(f"trained neurons are {len(rates)}, not {len(gate)}: use --neurons equal")
+        gate[:, 1] = (offsets(rates, activity) / root).to(gate.dtype)
+
+
+def entropy(hidden: Tensor, head_weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of targets [batch, sequence], given hidden states [batch, sequence, d_model]."""
+    logits = functional.linear(hidden, head_weight).float()
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Contestant:
+    """A way to train the model, put into it while the context is open."""
+
+    def __init__(self, task: Task, name: str) -> None:
+        self._task, self._twell, self._compiled = task, name.startswith("twell"), name.endswith("compiled")
+        self._penalty: L1Penalty | None = None
+        self._entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = entropy
+        self._step = 0
+
+    def __enter__(self) -> Contestant:
+        layers = self._task.model.model.layers
+        torch._dynamo.reset()
+        if self._twell:
+            twellc.optimize(self._task.model, training=True)
+            self._penalty = L1Penalty(self._task.model, self._task.penalty)
+        else:
+            for layer in layers:
+                layer.mlp.__class__ = Penalised
+        if self._compiled:
+            for layer in layers:
+                layer.compile(dynamic=False)
+            self._entropy = torch.compile(entropy, dynamic=False)
+        self._optimizer = torch.optim.AdamW(
+            self._task.model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, fused=session.DEVICE == "cuda"
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._task.model.model.layers:
+            layer._compiled_call_impl = None
+            if not self._twell:
+                layer.mlp.__class__ = LlamaMLP
+                vars(layer.mlp).pop("penalty", None)
+        twellc.restore(self._task.model)
+        self._task.model.zero_grad(set_to_none=True)
+        self._penalty = None
+        del self._optimizer
+        gc.collect()
+        if session.DEVICE == "cuda":
+            torch.cuda.empty_cache()
+
+    def step(self) -> tuple[Tensor, Tensor]:
+        """Train on a batch; return the loss with the L1 term, and the norm of the gradients."""
+        model, ids = self._task.model, self._task.batches[self._step % len(self._task.batches)]
+        self._step += 1
+        hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        loss = self._entropy(hidden, model.lm_head.weight, ids[:, 1:])
+        if self._penalty is not None:
+            loss = loss + self._penalty(self._step)
+        else:
+            loss = loss + self._task.penalty * torch.stack([layer.mlp.penalty for layer in model.model.layers]).mean()
+        torch.autograd.backward(loss)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach(), norm
+
+
+def wait() -> None:
+    """Wait for the GPU, if there is one."""
+    if session.DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(task: Task, name: str, steps: int, expected: dict[str, float] | None) -> dict[str, Any]:
+    """Train by one contestant, and return what it took.
+
+    Args:
+        task: What to train.
+        name: The contestant.
+        steps: Steps that count.
+        expected: Loss and norm of the gradients of another one, to compare with; None for the first.
+
+    Raises:
+        click.ClickException: They differ.
+    """
+    if session.DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with Contestant(task, name) as contestant:
+        began = time.perf_counter()
+        loss, norm = (float(each) for each in contestant.step())
+        first = time.perf_counter() - began
+        if expected is not None:
+            for what, found, allowed in (("loss", loss, _LOSS), ("norm", norm, _NORM)):
+                if not abs(found - expected[what]) <= allowed * abs(expected[what]):
+                    raise click.ClickException(f"{name}: {what} {found}, of dense {expected[what]}")
+        for _ in range(_WARM_UPS):
+            contestant.step()
+        wait()
+        counts = take_counts(task.model) if name.startswith("twell") else {}
+        meter = EnergyMeter() if session.DEVICE == "cuda" else None
+        joules, seconds = meter.joules() if meter else 0.0, []
+        for _ in range(steps):
+            began = time.perf_counter()
+            contestant.step()
+            wait()
+            seconds.append(time.perf_counter() - began)
+        joules = meter.joules() - joules if meter else 0.0
+        peak = torch.cuda.max_memory_allocated() if session.DEVICE == "cuda" else 0
+    median = statistics.median(seconds)
+    return {
+        "contestant": name, "tokens": task.tokens, "seconds": seconds, "tokens_per_second": task.tokens / median,
+        "peak_bytes": peak, "joules_per_token": joules / (steps * task.tokens), "loss": loss, "norm": norm,
+        "first_step_seconds": first, "density": [float(each.density) for each in counts.values()],
+        "dead": [float(each.dead.double().mean()) for each in counts.values()],
+    }  # fmt: skip
+
+
+def fits(task: Task, steps: int, add: Callable[[dict[str, Any]], None]) -> bool:
+    """Measure all contestants; return False, and leave off, where compiled dense or twell do not fit the GPU."""
+    found: dict[str, Any] | None = None
+    for name in CONTESTANTS:
+        try:
+            result = measure(task, name, steps, found)
+        except torch.OutOfMemoryError:
+            if name in (DENSE, TWELL):
+                return False
+            result = {"contestant": name, "tokens": task.tokens, "out_of_memory": True}
+        found = found or result
+        add(result)
+    return True
+
+
+def result_row(result: dict[str, Any], dense: dict[str, Any]) -> str:
+    """Return the row of a contestant, beside compiled dense."""
+    if result.get("out_of_memory"):
+        return row([result["contestant"], "out of memory", *["-"] * 5])
+    speed, memory = result["tokens_per_second"], result["peak_bytes"]
+    return row([
+        result["contestant"], f"{1e3 * statistics.median(result['seconds']):.1f}", f"{speed:.0f}",
+        f"{speed / dense['tokens_per_second']:.3f}", f"{memory / _GIB:.2f}",
+        f"{memory / max(dense['peak_bytes'], 1):.3f}", f"{1e3 * result['joules_per_token']:.2f}",
+    ])  # fmt: skip
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    """Time training."""
+
+
+@main.command()
+@click.option(
+    "--batches", default="16,12,8,6,4,2,1", show_default=True, help="Micro-batches to try, the largest first."
+)
+@click.option("--sequence", default=2048, show_default=True, help="Tokens in a sequence.")
+@click.option("--layers", default=28, show_default=True)
+@click.option("--d-model", default=2048, show_default=True)
+@click.option("--d-ff", default=5632, show_default=True)
+@click.option("--neurons", type=click.Choice(["trained", "equal"]), default="trained", show_default=True)
+@click.option("--density", default=0.005, show_default=True, help="Of equal neurons.")
+@click.option("--l1", default=2e-5, show_default=True, help="Coefficient of the L1 term.")
+@click.option("--steps", default=8, show_default=True, help="Steps that count.")
+@click.option("--seed", default=0, show_default=True)
+@session.json_option
+@session.smoke_option(batches="2", sequence=64, layers=2, d_model=256, d_ff=768, neurons="equal", steps=2)
+def step(
+    batches: str,
+    sequence: int,
+    layers: int,
+    d_model: int,
+    d_ff: int,
+    neurons: str,
+    density: float,
+    l1: float,
+    steps: int,
+    seed: int,
+    json_path: Path | None,
+) -> None:
+    """Time a step of a whole model; print a Markdown table: milliseconds, tokens a second, memory and energy."""
+    if session.DEVICE == "cuda":
+        session.refuse_without_gpu()
+    torch.manual_seed(seed)
+    transformers.AttentionInterface.register(CAUSAL, causal_attention)
+    with torch.no_grad():
+        model = make_model(layers, d_model, d_ff, density, "equal")
+        if neurons == "trained":
+            make_trained(model)
+    model.train().requires_grad_(True)
+    report = session.new_report()
+    report["machine"]["transformers"] = transformers.__version__
+    report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    draw = functools.partial(torch.randint, 0, model.config.vocab_size, device=session.DEVICE)
+    for batch in map(int, batches.split(",")):
+        report["results"], report["batch"] = [], batch
+        task = Task(model, [draw((batch, sequence + 1)) for _ in range(4)], l1)
+        if fits(task, steps, functools.partial(_add, report, json_path)):
+            break
+        click.echo(f"a micro-batch of {batch} does not fit", err=True)
+    else:
+        raise UserError("--batches", "none fits this GPU", got=batches)
+
+
+def _add(report: dict[str, Any], json_path: Path | None, result: dict[str, Any]) -> None:
+    if not report["results"]:
+        machine = report["machine"]
+        click.echo(
+            f"{machine['gpu']}, torch {machine['torch']}, commit {machine['commit']}: "
+            f"{report['parameters'] / 1e9:.2f} billion parameters, micro-batch {report['batch']}, "
+            f"{result['tokens']} tokens a step\n"
+        )
+        header = ["", "ms", "tokens/s", "over compiled dense", "peak GiB", "of dense", "mJ a token"]
+        click.echo(head(header))
+    report["results"].append(result)
+    click.echo(result_row(result, report["results"][0]))
+    session.write_results(json_path, report)
+
+
+if __name__ == "__main__":
+    main()

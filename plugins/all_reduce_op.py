@@ -1,0 +1,42 @@
+"""The torch op that adds what the ranks of a tensor-parallel program have computed.
+
+    torch.ops.twell.all_reduce   y = the sum of the x of all ranks
+
+`ranks` says how many there are. Each of them is a process of torch.distributed's default group, which must be of that
+size: gloo on a CPU, NCCL on GPUs. Sums are those of that library, in the element type of x. In ONNX the op is the node
+DistCollective, see `twellc.export.onnx_export`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import _functional_collectives as collectives
+
+
+def _reduce(x: Tensor, ranks: int) -> Tensor:
+    """Add over the default process group."""
+    found = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+    if found != ranks:
+        got = f"a process group of {found}" if found else "no process group"
+        raise RuntimeError(
+            f"twell: the program of one of {ranks} ranks needs {ranks} processes in torch.distributed's default group, "
+            f"got {got}; start it with torchrun, and call torch.distributed.init_process_group"
+        )
+    group = dist.distributed_c10d._get_default_group()
+    y: Tensor = collectives.wait_tensor(collectives.all_reduce(x, "sum", group))
+    return y
+
+
+def _infer(x: Tensor, ranks: int) -> Tensor:
+    """Give the shape and dtype of the result, for tracing."""
+    return torch.empty_like(x)
+
+
+_LIBRARY = torch.library.Library("twell", "FRAGMENT")
+_LIBRARY.define("all_reduce(Tensor x, int ranks) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+for _key, _run in (("CPU", _reduce), ("CUDA", _reduce), ("Meta", _infer)):
+    _LIBRARY.impl("all_reduce", _run, _key)
+
+ALL_REDUCE: torch._ops.OpOverload = torch.ops.twell.all_reduce.default

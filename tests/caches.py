@@ -1,0 +1,127 @@
+"""Causal language models of the families with a key-value cache, tiny, and how tests feed them step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests import models
+from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, KeyValueCache
+
+WIDE: dict[str, Any] = {
+    **models.SMALL, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def _family(name: str, **options: Any) -> Callable[..., Any]:
+    def make(**changes: Any) -> Any:
+        import transformers
+
+        config = getattr(transformers, f"{name}Config")(**{**options, **changes})
+        return models._seeded(getattr(transformers, f"{name}ForCausalLM"), config)
+
+    return make
+
+
+FAMILIES: dict[str, Callable[..., Any]] = {
+    "llama": models.llama,
+    "qwen3": _family("Qwen3", **WIDE, head_dim=8),
+    "granite": _family(
+        "Granite", **WIDE, attention_multiplier=0.3, logits_scaling=2.0, residual_multiplier=0.5,
+        embedding_multiplier=3.0,
+    ),
+    "olmo2": _family("Olmo2", **WIDE),
+    "smollm3": _family("SmolLM3", **{**WIDE, "num_hidden_layers": 4, "pad_token_id": 0}),
+    "phi3": _family("Phi3", **WIDE, pad_token_id=0),
+    "phi3-window": _family("Phi3", **WIDE, pad_token_id=0, sliding_window=5),
+    "nemotron": models.nemotron,
+    "opt": models.opt,
+    "gpt-neox": _family("GPTNeoX", **models.SMALL, intermediate_size=96, max_position_embeddings=64, hidden_act="relu"),
+    "falcon": _family("Falcon", **models.SMALL, alibi=False, multi_query=True),
+    "gemma2": _family("Gemma2", **WIDE, head_dim=8, sliding_window=5, query_pre_attn_scalar=8),
+    "gpt2": models.gpt2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call: how many tokens of each row are in the caches before, and how many new ones it has."""
+
+    starts: list[int]
+    counts: list[int]
+
+    @property
+    def ends(self) -> list[int]:
+        return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
+
+
+def steps(prompts: list[int], length: int, chunk: int) -> list[Step]:
+    """Return calls for prompts in chunks, and then token by token until each row has `length`; rows end apart."""
+    found: list[Step] = []
+    starts, last = [0] * len(prompts), prompts
+    while starts != last or last != [length] * len(prompts):
+        if starts == last:
+            last = [min(end + 1, length) for end in last]
+        counts = [min(chunk, end - start) for start, end in zip(starts, last, strict=True)]
+        found.append(Step(starts, counts))
+        starts = found[-1].ends
+    return found
+
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def feed(call: Call, ids: Tensor, taken: list[Step]) -> Tensor:
+    """Return the logits behind the last token of each row that a step feeds, [rows of all steps, vocabulary]."""
+    found = []
+    for step in taken:
+        tokens = torch.zeros(len(ids), max(step.counts), dtype=torch.int64)
+        for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
+            tokens[row, :count] = ids[row, start : start + count]
+        logits = call(tokens, torch.tensor(step.starts), torch.tensor(step.counts))
+        found += [logits[row] for row, count in enumerate(step.counts) if count]
+    return torch.stack(found)
+
+
+def transformers_own(model: Any, ids: Tensor, taken: list[Step]) -> Tensor:
+    """Return what `feed` does, by a model of transformers and its own cache, row by row."""
+    from transformers import DynamicCache
+
+    caches = [DynamicCache(config=model.config) for _ in ids]
+    found = []
+    for step in taken:
+        for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
+            if count:
+                with torch.no_grad():
+                    result = model(ids[row : row + 1, start : start + count], past_key_values=caches[row])
+                found.append(result.logits[0, -1])
+    return torch.stack(found)
+
+
+Run = Callable[[dict[str, Tensor]], list[Tensor]]
+
+
+def calling(run: Run, cache: KeyValueCache, batch: int, dtype: torch.dtype, names: list[str] | None = None) -> Call:
+    """Return a call of a program or graph that gives back its caches, which start empty.
+
+    Args:
+        run: Runs it on inputs by name.
+        cache: What is known of its cache.
+        batch: How many rows there are.
+        dtype: The element type of the caches.
+        names: The names of its inputs; None takes those that the cache has.
+    """
+    named = names or [INPUT_IDS, WRITE_INDEX, TOKEN_COUNT, *(pair.input for pair in cache.pairs)]
+    caches = [torch.zeros(batch, *pair.shape[1:], dtype=dtype) for pair in cache.pairs]
+
+    def call(ids: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+        logits, *after = run(dict(zip(named, [ids, starts, counts, *caches], strict=True)))
+        for own, new in zip(caches, after, strict=True):
+            own.copy_(new)
+        return logits
+
+    return call

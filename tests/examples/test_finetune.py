@@ -1,0 +1,164 @@
+"""examples/finetune: a dense model becomes a sparse one that `twellc compile` takes, and what the script refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+import torch
+
+from tests import models
+from tests.conftest import ROOT, Cli
+from twellc.firing.profile import FiringProfile
+from twellc.training.log import TrainingLog
+
+pytest.importorskip("accelerate")
+Finetune = Callable[..., click.testing.Result]
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("finetune", ROOT / "examples" / "finetune" / "finetune.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["finetune"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def finetune(script: Any, tmp_path: Path) -> Finetune:
+    """Return a function that runs the script on a text, for a few steps on a CPU."""
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 120)
+
+    def run(*arguments: object, **options: object) -> click.testing.Result:
+        given = {"text": text, "steps": 6, "sequence": 16, "batch": 4, "log-every": 2, "save-every": 3, "lr": 1e-3,
+                 "output": tmp_path / "out", "device": "cpu", **options}  # fmt: skip
+        named = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+        with torch.random.fork_rng():
+            result = click.testing.CliRunner().invoke(script.main, [*named, *map(str, arguments)])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny SiLU Llama that reads bytes."""
+    model = models.llama("silu", vocab_size=256, bos_token_id=0, eos_token_id=0)
+    return models.save(model, tmp_path_factory.mktemp("finetune") / "dense", torch.float32)
+
+
+def refused(result: click.testing.Result, *words: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("Error: ") == 1 and "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr, result.stderr
+
+
+def test_the_whole_way(finetune: Finetune, dense: Path, cli: Cli, tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("def sub(a, b):\n    return a - b\n" * 20)
+    out = tmp_path / "out"
+    options: dict[str, object] = {"model": dense, "blend": 2, "held_out": held_out, "profile_steps": 3, "l1": 1e-3}
+    done = finetune("--reinitialise", "--checkpointing", accumulate=2, **options)
+    assert done.exit_code == 0, done.output
+    assert f"twellc compile {out} -o MODEL.plan --calibration {out / 'firing.profile'}" in done.stdout
+    assert json.loads((out / "config.json").read_text())["hidden_act"] == "relu"
+    log = TrainingLog.read(out / "training.jsonl")
+    assert [each.step for each in log.steps] == [2, 4, 6] and log.model == "dense"
+    assert [each.relu for each in log.steps] == [0.5, 1.0, 1.0]
+    assert log.steps[0].density == [1, 1] and all(0 < share < 0.9 for share in log.steps[-1].density)
+    assert [each.tokens for each in log.steps] == [2 * 2 * 4 * 16] * 3
+    assert all(4 < each.loss < 8 and each.l1 > 1 for each in log.steps)
+    assert log.steps[-1].eval_loss is not None and 4 < log.steps[-1].eval_loss < 8
+    profile = FiringProfile.read(out / "firing.profile")
+    assert (profile.tokens, list(profile.blocks)) == (3 * 2 * 4 * 16, ["model.layers.0.mlp", "model.layers.1.mlp"])
+    graph = tmp_path / "m.onnx"
+    made = cli("compile", out, "--backend", "none", "--onnx", graph, "--calibration", out / "firing.profile")
+    assert made.exit_code == 0, made.output
+    assert "2 of 2 feed-forward blocks rewritten" in made.stdout
+
+    # It goes on where it was, and to the same weights as without a break.
+    weights = {each.name: each.read_bytes() for each in out.glob("*.safetensors")}
+    more = finetune("--resume", "--reinitialise", "--checkpointing", accumulate=2, **options, steps=8)
+    assert more.exit_code == 0, more.output
+    assert [each.step for each in TrainingLog.read(out / "training.jsonl").steps] == [2, 4, 6, 8]
+    assert {each.name: each.read_bytes() for each in out.glob("*.safetensors")} != weights
+    refused(finetune(**options), "the folder is not empty", "--resume")
+
+
+def test_going_on_changes_nothing(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
+    """A run that is broken off and goes on gives the weights of one that is not, bit by bit."""
+    for name, steps in (("whole", (6,)), ("broken", (3, 6))):
+        for count in steps:
+            given = ["--reinitialise", *(["--resume"] if count == 6 and name == "broken" else [])]
+            # The learning rate depends on the number of steps: it is constant here from the first one on.
+            options: dict[str, object] = {"model": dense, "output": tmp_path / name, "steps": count}
+            done = finetune(*given, "--constant", **options, warm_up=0, l1_warm_up=0)
+            assert done.exit_code == 0, done.output
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "broken"))
+    assert one == other
+
+
+def test_a_relu_model_stays_one(finetune: Finetune, bytelm: Path, tmp_path: Path) -> None:
+    done = finetune(model=bytelm, steps=2, save_every=2)
+    assert done.exit_code == 0, done.output
+    log = TrainingLog.read(tmp_path / "out" / "training.jsonl")
+    assert log.steps[-1].relu == 1 and max(log.steps[-1].density) < 0.1 and log.steps[-1].loss < 3
+
+
+def test_refuses(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("a")
+    refused(finetune(model=dense, text=empty), "is less than one sequence", "2 tokens", "--sequence 16")
+    (tmp_path / "nothing.txt").write_text("")
+    refused(finetune(model=dense, text=tmp_path / "nothing.txt"), "the file is empty")
+    refused(finetune(model=tmp_path / "none"), "is not a Hugging Face folder")
+    opt = models.save(models.opt(vocab_size=256), tmp_path / "opt", torch.float32)
+    refused(finetune(model=opt), "OPTForCausalLM", "no feed-forward block")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("")
+    refused(finetune(model=dense, output=tmp_path / "file"), "is a file")
+
+
+def test_going_on_with_another_model(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
+    assert finetune(model=dense, steps=3).exit_code == 0
+    other = models.llama("silu", vocab_size=256, bos_token_id=0, eos_token_id=0)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2)
+    path = models.save(other, tmp_path / "other", torch.float32)
+    before = {each: each.read_bytes() for each in (tmp_path / "out").rglob("*") if each.is_file()}
+    refused(finetune("--resume", model=path), "the run there began with another model", "dense, SHA-256")
+    assert {each: each.read_bytes() for each in (tmp_path / "out").rglob("*") if each.is_file()} == before
+
+
+def test_a_loss_that_becomes_nan(
+    finetune: Finetune, dense: Path, script: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """After a checkpoint, which stays as it was, and from which training goes on."""
+    compute = script.SparseTrainer.compute_loss
+
+    def breaks(self: Any, *arguments: Any, **named: Any) -> Any:
+        loss = compute(self, *arguments, **named)
+        if self.state.global_step == 4:
+            self._sparsity._losses[-1] = loss.detach() * math.nan
+            return loss * math.nan
+        return loss
+
+    monkeypatch.setattr(script.SparseTrainer, "compute_loss", breaks)
+    refused(finetune(model=dense), "step 6: the loss is NaN or infinite", "The last checkpoint is as it was")
+    saved = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
+    assert saved == ["checkpoint-3"]
+    monkeypatch.undo()
+    assert finetune("--resume", model=dense).exit_code == 0
+    assert [each.step for each in TrainingLog.read(tmp_path / "out" / "training.jsonl").steps] == [2, 4, 6]

@@ -1,0 +1,244 @@
+"""The torch ops of a key-value cache: what they mean on a CPU, and that a GPU computes the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tolerance import assert_as_accurate, assert_same
+from twellc.plugins import cache_op
+from twellc.plugins.cache_op import APPEND, CACHE_MASK, CACHED_ATTENTION
+
+SCALE = 0.17
+BF16, FP16 = torch.bfloat16, torch.float16
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def int32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+# ---- append ----
+
+# batch, tokens, kv_heads, length, width of keys, width of values; starts; counts
+APPENDS: dict[str, tuple[tuple[int, ...], list[int], list[int]]] = {
+    "one-token": ((3, 1, 2, 9, 16, 16), [0, 4, 8], [1, 1, 1]),
+    "none": ((3, 1, 2, 9, 16, 16), [0, 4, 9], [1, 0, 0]),
+    "chunk": ((4, 5, 3, 9, 8, 8), [0, 4, 2, 7], [5, 5, 3, 0]),
+    "to-the-last-place": ((2, 4, 1, 7, 8, 8), [3, 5], [4, 2]),
+    "behind-the-last-place": ((3, 4, 1, 7, 8, 8), [5, 7, 100], [4, 1, 4]),
+    "odd-width": ((2, 3, 2, 6, 5, 5), [1, 3], [3, 2]),
+    "two-widths": ((2, 3, 2, 6, 24, 16), [1, 3], [3, 2]),
+    "large": ((33, 40, 4, 128, 128, 128), [*range(33)], [(7 * i) % 41 for i in range(33)]),
+}
+
+
+def operands(name: str, dtype: torch.dtype) -> list[Tensor]:
+    (batch, tokens, heads, length, *widths), starts, counts = APPENDS[name]
+    caches = [torch.randn(batch, heads, length, width).to(dtype) for width in widths]
+    new = [torch.randn(batch, tokens, heads, width).to(dtype) for width in widths]
+    return [*caches, *new, int32(*starts), int32(*counts)]
+
+
+def appended(cache: Tensor, new: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+    """Return a cache with new rows in it, place by place."""
+    cache = cache.clone()
+    for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+        for token in range(count):
+            if start + token < cache.shape[2]:
+                cache[row, :, start + token] = new[row, token]
+    return cache
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
+@pytest.mark.parametrize("name", APPENDS)
+def test_append(name: str, dtype: torch.dtype, device: str) -> None:
+    keys, values, *new = operands(name, dtype)
+    expected = [appended(cache, new[index], new[2], new[3]) for index, cache in enumerate((keys, values))]
+    on_device = [tensor.to(device) for tensor in (keys, values, *new)]
+    before = [tensor.clone() for tensor in on_device]
+    for result, right in zip(APPEND(*on_device), expected, strict=True):
+        assert torch.equal(result.cpu(), right)
+    for tensor, old in zip(on_device, before, strict=True):
+        assert torch.equal(tensor, old)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [1, 4, 8])
+def test_append_takes_any_address(offset: int) -> None:
+    keys, values, *new = (tensor.cuda() for tensor in operands("chunk", BF16))
+    expected = APPEND(keys, values, *new)
+
+    def moved(tensor: Tensor) -> Tensor:
+        memory = torch.empty(tensor.numel() + 8, dtype=tensor.dtype, device="cuda")
+        return memory[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+    for result, right in zip(APPEND(keys, values, *map(moved, new[:2]), *new[2:]), expected, strict=True):
+        assert torch.equal(result, right)
+
+
+# ---- attention ----
+
+# batch, tokens, heads, kv_heads, length, width; queries and keys of each sequence
+ATTENTIONS: dict[str, tuple[tuple[int, ...], list[int], list[int]]] = {
+    "one-query": ((3, 1, 4, 2, 9, 16), [1, 1, 1], [1, 5, 9]),
+    "chunk": ((3, 4, 4, 2, 9, 16), [4, 3, 1], [9, 3, 2]),
+    "mqa": ((2, 3, 4, 1, 7, 8), [3, 2], [7, 6]),
+    "full": ((2, 7, 2, 2, 7, 8), [7, 4], [7, 7]),
+}
+LARGE: dict[str, tuple[tuple[int, ...], list[int], list[int]]] = {
+    **{
+        f"decode-{batch}-{heads}-{kv_heads}-{width}": (
+            (batch, 1, heads, kv_heads, 1024, width), [1] * batch, [1 + (613 * i + 500) % 1024 for i in range(batch)],
+        )
+        for batch, heads, kv_heads, width in ((1, 16, 16, 128), (8, 16, 16, 128), (32, 32, 8, 64), (3, 8, 1, 80))
+    },
+    "decode-4096": ((4, 1, 16, 4, 4096, 128), [1] * 4, [4096, 1, 2047, 3000]),
+    "prefill": ((2, 512, 16, 4, 1024, 128), [512, 300], [512, 300]),
+    "second-chunk": ((3, 256, 8, 8, 1024, 64), [256, 255, 1], [1024, 400, 1]),
+    "odd-chunk": ((2, 37, 8, 2, 333, 128), [37, 5], [333, 64]),
+    "wide": ((2, 16, 4, 2, 96, 256), [16, 3], [90, 50]),
+    "two-tokens": ((2, 2, 8, 2, 200, 128), [2, 1], [200, 1]),
+}  # fmt: skip
+
+
+def attention_operands(name: str, dtype: torch.dtype) -> list[Any]:
+    (batch, tokens, heads, kv_heads, length, width), queries, keys = (ATTENTIONS | LARGE)[name]
+    shapes = (batch, tokens, heads, width), *[(batch, kv_heads, length, width)] * 2
+    return [*(torch.randn(shape).to(dtype) for shape in shapes), int32(*queries), int32(*keys), SCALE]
+
+
+def attention_of(q: Tensor, keys: Tensor, values: Tensor, queries: Tensor, known: Tensor, scale: float) -> Tensor:
+    """Compute it query by query, in the dtype of q where that is wide."""
+    y = torch.zeros_like(q)
+    group = q.shape[2] // keys.shape[1]
+    for row, (count, seen) in enumerate(zip(queries.tolist(), known.tolist(), strict=True)):
+        for query in range(count):
+            last = seen - count + query + 1
+            own_keys, own_values = (each[row, :, :last].repeat_interleave(group, 0) for each in (keys, values))
+            weights = (torch.einsum("hw,hkw->hk", q[row, query], own_keys) * scale).softmax(-1)
+            y[row, query] = torch.einsum("hk,hkw->hw", weights, own_values)
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention(name: str, dtype: torch.dtype) -> None:
+    given = attention_operands(name, dtype)
+    assert_same(CACHED_ATTENTION(*given), attention_of(*given))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", [*ATTENTIONS, *LARGE])
+def test_attention_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    q, keys, values, queries, known, scale = attention_operands(name, dtype)
+    # What no query sees is in memory, too, and must be finite alone.
+    truth = attention_of(q.double(), keys.double(), values.double(), queries, known, scale)
+    plain = CACHED_ATTENTION(q, keys, values, queries, known, scale)
+    y = CACHED_ATTENTION(*(tensor.cuda() for tensor in (q, keys, values, queries, known)), scale)
+    for row, count in enumerate(queries.tolist()):
+        assert (y[row, count:] == 0).all()
+    assert_as_accurate(y.cpu(), plain, truth)
+    assert None not in cache_op._PLANS.known.values(), "cuDNN refuses some"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["one-query", "decode-8-16-16-128", "odd-chunk"])
+def test_torch_computes_what_cudnn_does_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_op, "_library_with_cudnn", lambda: None)
+    q, keys, values, queries, known, scale = attention_operands(name, BF16)
+    truth = attention_of(q.double(), keys.double(), values.double(), queries, known, scale)
+    y = CACHED_ATTENTION(*(tensor.cuda() for tensor in (q, keys, values, queries, known)), scale)
+    assert_as_accurate(y.cpu(), CACHED_ATTENTION(q, keys, values, queries, known, scale), truth)
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_over_growing_lengths() -> None:
+    q, keys, values, queries, known, scale = attention_operands("decode-8-16-16-128", BF16)
+    on_gpu = [tensor.cuda() for tensor in (q, keys, values, queries, known)]
+    CACHED_ATTENTION(*on_gpu, scale)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = CACHED_ATTENTION(*on_gpu, scale)
+    for more in (0, 1, 100):
+        grown = (known + more).clamp(max=keys.shape[2])
+        on_gpu[4].copy_(grown)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, CACHED_ATTENTION(*on_gpu, scale))
+
+
+# ---- mask ----
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_mask(device: str) -> None:
+    mask = CACHE_MASK(int32(0, 3, 2).to(device), int32(3, 2, 0).to(device), 3, 6).cpu()
+    assert mask.shape == (3, 1, 3, 6)
+    # The last key of each query; behind the last real one that is its own.
+    assert (mask.sum(-1)[:, 0] - 1).tolist() == [[0, 1, 2], [3, 4, 4], [2, 2, 2]]
+    assert torch.equal(mask, mask.cummin(-1).values)
+
+
+def test_mask_and_counts_agree() -> None:
+    q, keys, values, queries, known, scale = attention_operands("chunk", torch.float64)
+    mask = CACHE_MASK(known - queries, queries, q.shape[1], keys.shape[2])
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), keys, values, mask, scale=scale, enable_gqa=True
+    )
+    y = CACHED_ATTENTION(q, keys, values, queries, known, scale)
+    for row, count in enumerate(queries.tolist()):
+        assert_same(y[row, :count].contiguous(), expected.transpose(1, 2)[row, :count].contiguous())
+
+
+# ---- what torch needs ----
+
+
+def test_ops_are_well_formed() -> None:
+    new = operands("chunk", torch.float32)
+    torch.library.opcheck(APPEND, tuple(new))
+    torch.library.opcheck(CACHED_ATTENTION, tuple(attention_operands("chunk", torch.float32)))
+    torch.library.opcheck(CACHE_MASK, (int32(0, 3), int32(1, 2), 2, 5))
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "message"),
+    [
+        (0, lambda x: x[0], "keys must have four dimensions"),
+        (1, lambda x: x[:, :, :5], "the caches differ"),
+        (2, lambda x: x[:, :, :1], "the new keys must have shape"),
+        (3, lambda x: x[:, :2], "the new values must have shape"),
+        (3, lambda x: x.double(), "values must be of one floating point type"),
+        (4, lambda x: x.long(), "starts must be int32"),
+        (5, lambda x: x[:2], "counts must be int32"),
+    ],
+)
+def test_append_refuses(index: int, change: Any, message: str) -> None:
+    given = operands("chunk", torch.float32)
+    given[index] = change(given[index])
+    with pytest.raises((ValueError, TypeError), match=message):
+        APPEND(*given)
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "message"),
+    [
+        (0, lambda x: x[0], "q must have four dimensions"),
+        (0, lambda x: x[:, :, :3], "heads must be a positive multiple"),
+        (1, lambda x: x[:, :, :5], "values must have shape"),
+        (2, lambda x: x.double(), "values must be of one floating point type"),
+        (3, lambda x: x.long(), "query_counts must be int32"),
+        (4, lambda x: x[:2], "key_counts must be int32"),
+    ],
+)
+def test_attention_refuses(index: int, change: Any, message: str) -> None:
+    given = attention_operands("chunk", torch.float32)
+    given[index] = change(given[index])
+    with pytest.raises((ValueError, TypeError), match=message):
+        CACHED_ATTENTION(*given)

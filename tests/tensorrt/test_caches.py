@@ -1,0 +1,113 @@
+"""Plans with a key-value cache: prompts in chunks, then token by token to the last place, caches bound in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import models
+from tests.caches import FAMILIES, feed, steps, transformers_own
+from tests.tensorrt.plans import compiled
+from tests.tolerance import assert_as_accurate
+from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, KeyValueCache
+from twellc.compiling.manifest import read_manifest
+from twellc.export.runner import OpenPlan, open_plan
+from twellc.export.tensorrt_host import Host
+
+pytestmark = pytest.mark.tensorrt
+
+LENGTH, CHUNK = 24, 8
+PROMPTS = [13, 4, 1]
+SIZES = {"hidden_size": 256, "num_attention_heads": 4}
+
+
+class Session:
+    """A plan with caches of its own, which are bound to one address each; prompts and single tokens have a context."""
+
+    def __init__(self, plan: OpenPlan, cache: KeyValueCache, batch: int, in_place: bool = True) -> None:
+        self.plan, self.cache = plan, cache
+        dtype = torch.bfloat16 if cache.dtype == "bf16" else torch.float16
+        self.caches = [torch.zeros(batch, *pair.shape[1:], dtype=dtype, device="cuda") for pair in cache.pairs]
+        self.after = self.caches if in_place else [torch.full_like(each, 7) for each in self.caches]
+        self.contexts = [plan.engine.create_execution_context() for _ in range(2)]
+        for profile, context in enumerate(self.contexts):
+            assert context.set_optimization_profile_async(profile, torch.cuda.current_stream().cuda_stream)
+        self.logits = torch.empty(batch, cache.vocabulary, dtype=dtype, device="cuda")
+
+    def bind(self, ids: Tensor, starts: Tensor, counts: Tensor) -> Any:
+        context = self.contexts[int(ids.shape[1] == 1)]
+        self.inputs = {INPUT_IDS: ids.cuda(), WRITE_INDEX: starts.cuda(), TOKEN_COUNT: counts.cuda()}
+        inputs = {**self.inputs, **{pair.input: each for pair, each in zip(self.cache.pairs, self.caches, strict=True)}}
+        for name, tensor in inputs.items():
+            assert context.set_input_shape(name, tuple(tensor.shape))
+        outputs = {pair.output: each for pair, each in zip(self.cache.pairs, self.after, strict=True)}
+        for name, tensor in {**inputs, **outputs, "logits": self.logits}.items():
+            context.set_tensor_address(name, tensor.data_ptr())
+        return context
+
+    def __call__(self, ids: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+        context = self.bind(ids, starts, counts)
+        assert context.execute_async_v3(torch.cuda.current_stream().cuda_stream), self.plan.messages
+        torch.cuda.synchronize()
+        self.caches, self.after = self.after, self.caches
+        return self.logits.cpu()
+
+
+def make(family: str, folder: Path) -> tuple[Any, Path]:
+    model = FAMILIES[family](**(SIZES if family != "opt" else {**SIZES, "word_embed_proj_dim": 256}))
+    return model, models.save(model, folder / "model", torch.bfloat16)
+
+
+def compile_cached(folder: Path, plan: Path, *options: str) -> tuple[Path, KeyValueCache]:
+    sizes = ["--kv-cache", str(LENGTH), "--batch", str(len(PROMPTS)), "--prefill-chunk", str(CHUNK)]
+    compiled(folder, plan, *sizes, "--layers", "all", *options)
+    manifest = read_manifest(plan)
+    assert manifest.cache is not None
+    return plan, manifest.cache
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [("llama", "cudnn"), ("llama", "tensorrt"), ("gemma2", "auto"), ("phi3-window", "auto"), ("opt", "auto")],
+)
+def test_steps(tensorrt: Host, tmp_path: Path, family: str, attention: str) -> None:
+    model, folder = make(family, tmp_path)
+    plan, cache = compile_cached(folder, tmp_path / "m.plan", "--attention", attention)
+    form = read_manifest(plan).attention[0].form
+    expected = {"gemma2": "as written", "phi3-window": "matmul", "opt": "cudnn"}
+    assert form == expected.get(family, {"tensorrt": "matmul"}.get(attention, attention))
+    tokens, taken = torch.randint(2, 96, (len(PROMPTS), LENGTH)), steps(PROMPTS, LENGTH, CHUNK)
+    opened = open_plan(tensorrt, plan, tensorrt.version)
+    ours = feed(Session(opened, cache, len(PROMPTS)), tokens, taken)
+    plain = transformers_own(model, tokens, taken)
+    assert_as_accurate(ours, plain, transformers_own(model.double(), tokens, taken))
+    # Bound to two addresses the caches are copied, which costs time, and they are the same.
+    assert torch.equal(feed(Session(opened, cache, len(PROMPTS), in_place=False), tokens, taken), ours)
+
+
+def test_a_graph_replays_over_growing_lengths(tensorrt: Host, tmp_path: Path) -> None:
+    _, folder = make("llama", tmp_path)
+    plan, cache = compile_cached(folder, tmp_path / "m.plan")
+    tokens = torch.randint(2, 96, (len(PROMPTS), LENGTH))
+    opened = open_plan(tensorrt, plan, tensorrt.version)
+    ones = torch.ones(len(PROMPTS), dtype=torch.int64)
+    stepwise, replayed = Session(opened, cache, len(PROMPTS)), Session(opened, cache, len(PROMPTS))
+    expected = [stepwise(tokens[:, i : i + 1], i * ones, ones) for i in range(LENGTH)]
+    context = replayed.bind(tokens[:, :1], 0 * ones, ones)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert context.execute_async_v3(stream.cuda_stream)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            assert context.execute_async_v3(stream.cuda_stream)
+    for i in range(LENGTH):
+        replayed.inputs[INPUT_IDS].copy_(tokens[:, i : i + 1])
+        replayed.inputs[WRITE_INDEX].fill_(i)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(replayed.logits.cpu(), expected[i])

@@ -1,0 +1,208 @@
+"""`twellc check` of candidates with a key-value cache: prompts, then greedy steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto
+
+from tests import models
+from tests.conftest import Cli
+from twellc.base.errors import UserError
+from twellc.checks.checking import CheckResult, check
+from twellc.checks.generation import Generated, prompt_lengths
+from twellc.compiling.manifest import CacheSettings
+from twellc.compiling.translate import translate_to_file
+from twellc.options.commands import CheckOptions, CompileOptions
+
+SIZES = {"kv_cache": 40, "batch": 3, "prefill_chunk": 8}
+
+
+def graph_of(model: Path, path: Path, **options: Any) -> Path:
+    chosen = CompileOptions(model, backend="none", attention="cudnn", layers="all", **{**SIZES, **options})
+    translate_to_file(chosen, path, lambda step: None)
+    return path
+
+
+def run_check(model: Path, candidate: Path, **options: Any) -> CheckResult:
+    return check(CheckOptions(model, candidate, **options), lambda step: None)
+
+
+@pytest.fixture(scope="module")
+def graph(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return graph_of(llama, tmp_path_factory.mktemp("graphs") / "cached.onnx")
+
+
+def changed(graph: Path, to: Path, change: Callable[[onnx.ModelProto], None]) -> Path:
+    model = onnx.load(graph)
+    change(model)
+    onnx.save(model, to)
+    return to
+
+
+def test_right_graph(llama: Path, graph: Path) -> None:
+    result = run_check(llama, graph)
+    assert result.within
+    assert result.inputs == "prompts of 20, 10, 1 tokens at random, seed 0, and greedy steps"
+    (output,) = result.outputs
+    assert output.name == "logits"
+    generation = result.generation
+    assert generation is not None
+    assert generation.prompts == [20, 10, 1]
+    assert len(generation.steps) == 21
+    assert output.elements == 21 * 3 * 96
+    assert all(0 < step.error < 0.05 for step in generation.steps)
+    assert [block.module for block in result.blocks] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    (separation,) = [each.separation for each in result.outputs]
+    assert separation is not None
+    assert separation.rewrite.relative < 1e-12
+
+
+def test_all_logits_and_32_steps(llama: Path, tmp_path: Path) -> None:
+    result = run_check(llama, graph_of(llama, tmp_path / "m.onnx", logits="all", kv_cache=64, batch=1))
+    assert result.within
+    assert result.generation is not None
+    assert (result.generation.prompts, len(result.generation.steps)) == ([32], 33)
+
+
+def test_a_float32_model(opt: Path, tmp_path: Path) -> None:
+    assert run_check(opt, graph_of(opt, tmp_path / "m.onnx")).within
+
+
+def set_scale(model: onnx.ModelProto, scale: float) -> None:
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "TwellCachedAttention" and attribute.name == "scale":
+                attribute.f = scale
+
+
+def exchange_caches(model: onnx.ModelProto) -> None:
+    """Let a layer append its values where its keys belong: each step is wrong but one without a past."""
+    node = next(each for each in model.graph.node if each.op_type == "TwellAppendCaches")
+    node.output[0], node.output[1] = node.output[1], node.output[0]
+    outputs = {each.name: index for index, each in enumerate(model.graph.output)}
+    assert node.output[0] in outputs
+
+
+@pytest.mark.parametrize("change", [lambda model: set_scale(model, 0.5), exchange_caches])
+def test_wrong_attention(llama: Path, graph: Path, tmp_path: Path, change: Callable[[onnx.ModelProto], None]) -> None:
+    result = run_check(llama, changed(graph, tmp_path / "m.onnx", change))
+    assert not result.within
+    assert result.first_divergence is None
+    assert result.causes == ["rest"]
+
+
+def test_wrong_block(llama: Path, graph: Path, tmp_path: Path) -> None:
+    def change(model: onnx.ModelProto) -> None:
+        node = [each for each in model.graph.node if each.op_type == "TwellGatedMlp"][1]
+        (tensor,) = (each for each in model.graph.initializer if each.name == node.input[1])
+        assert tensor.data_type == TensorProto.BFLOAT16
+        tensor.raw_data = bytes(len(tensor.raw_data))
+
+    result = run_check(llama, changed(graph, tmp_path / "m.onnx", change))
+    assert not result.within
+    assert result.first_divergence == "model.layers.1.mlp"
+
+
+def test_where_a_candidate_goes_another_way() -> None:
+    """Row 1 chooses another token in step 2; the plain model in step 1."""
+    truth = torch.eye(8, dtype=torch.float64)[torch.tensor([[0, 1], [2, 3], [4, 5]])]
+    ours, plain = truth.clone(), truth.clone()
+    ours[2, 1] = ours[2, 1].roll(1)
+    plain[1, 0] = plain[1, 0].roll(1)
+    found = Generated(torch.zeros(2, 5, dtype=torch.int64), [3, 1], ours).accuracy(plain, truth)
+    assert (found.first_difference, found.plain_first_difference) == (2, 1)
+    assert [step.agreement for step in found.steps] == [1, 1, 0.5]
+    assert [step.plain_agreement for step in found.steps] == [1, 0.5, 1]
+    assert [step.error > 0 for step in found.steps] == [False, False, True]
+
+
+def test_places_of_a_model_without_a_cache() -> None:
+    logits = torch.arange(2 * 5).view(2, 5, 1)
+    made = Generated(torch.zeros(2, 5, dtype=torch.int64), [3, 1], torch.zeros(3, 2, 1))
+    assert made.of_model([logits]).squeeze(-1).tolist() == [[2, 5], [3, 6], [4, 7]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lengths"),
+    [
+        ((1024, 8, 2048), [96, 48, 1]), ((1024, 1, 2048), [96]), ((1024, 2, 8), [48, 24]), ((40, 3, 8), [20, 10, 1]),
+        ((2, 1, 1), [1]),
+    ],
+)  # fmt: skip
+def test_prompt_lengths(sizes: tuple[int, int, int], lengths: list[int]) -> None:
+    assert prompt_lengths(CacheSettings(*sizes)) == lengths
+
+
+# ---- given prompts ----
+
+
+def test_given_prompts(llama: Path, graph: Path, tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(2, 90, (2, 9))
+    np.savez(tmp_path / "prompts.npz", input_ids=ids, token_count=np.array([9, 2]))
+    result = run_check(llama, graph, arrays=tmp_path / "prompts.npz")
+    assert result.within
+    assert result.generation is not None
+    assert result.generation.prompts == [9, 2]
+    assert result.inputs == "2 prompts in prompts.npz"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros((1, 2), np.int64)}, "holds no input_ids"),
+        ({"input_ids": np.zeros((1, 2))}, "holds no input_ids"),
+        ({"input_ids": np.zeros((4, 2), np.int64)}, r"do not fit into the cache; got 4 of up to 2 tokens"),
+        ({"input_ids": np.zeros((1, 40), np.int64)}, r"do not fit into the cache; got 1 of up to 40 tokens"),
+        ({"input_ids": np.full((1, 2), 96)}, "ids that are no tokens; expected 0 to 95"),
+        ({"input_ids": np.zeros((1, 2), np.int64), "token_count": np.array([3])}, "token_count does not fit"),
+    ],
+)
+def test_bad_prompts(llama: Path, graph: Path, tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+    np.savez(tmp_path / "prompts.npz", **arrays)
+    with pytest.raises(UserError, match=message):
+        run_check(llama, graph, arrays=tmp_path / "prompts.npz")
+
+
+def test_a_text(bytelm: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("Call me Ishmael. Some years ago, never mind how long precisely")
+    graph = graph_of(bytelm, tmp_path / "m.onnx", batch=2)
+    result = run_check(bytelm, graph, text=tmp_path / "t.txt")
+    assert result.within
+    assert result.inputs == "prompts of 20, 10 tokens from the start of t.txt, and greedy steps"
+
+
+# ---- other models ----
+
+
+def test_another_model(bytelm: Path, opt: Path, graph: Path, archive: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not belong to the model: their vocabularies differ; got 96; expected 25"):
+        run_check(bytelm, graph)
+    with pytest.raises(UserError, match="does not belong to the model"):
+        run_check(archive, graph)
+    other = models.save(models.t5(), tmp_path / "t5")
+    with pytest.raises(UserError, match="does not belong to the model"):
+        run_check(other, graph)
+
+
+# ---- the command, and plans ----
+
+
+def test_command(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "m.plan"
+    made = cli("compile", llama, "-o", plan, "--kv-cache", 24, "--batch", 2, "--layers", "all")
+    assert made.exit_code == 0, made.output
+    done = cli("check", llama, plan)  # the graph is made again, since no GPU runs the plan
+    assert done.exit_code == 0, done.output
+    assert "greedy steps, of which 0 is the prompts'" in done.output
+    assert "another token than float64's is chosen" in done.output
+    assert "within tolerance" in done.output
+    found = json.loads(cli("check", llama, plan, "--json").stdout)
+    assert len(found["generation"]["steps"]) == 13

@@ -1,0 +1,167 @@
+"""`--tensor-parallel`: a plan and a graph for each rank, what is said of them, and what cannot be done."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import twellc
+from tests import models
+from tests.conftest import Cli
+from twellc.base.errors import UserError
+
+
+def collectives(path: Path) -> list[dict[str, Any]]:
+    """Return the attributes of the collectives of a graph."""
+    nodes = [node for node in onnx.load(path).graph.node if node.op_type == "DistCollective"]
+    assert all(node.domain == "trt" for node in nodes)
+    return [{each.name: onnx.helper.get_attribute_value(each) for each in node.attribute} for node in nodes]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_plan_for_each_rank(cli: Cli, tmp_path: Path, ranks: int) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings")
+    model = models.save(models.llama(num_key_value_heads=4), tmp_path / "llama")
+    plan, graph = tmp_path / "out.plan", tmp_path / "out.onnx"
+    done = cli("compile", model, "-o", plan, "--onnx", graph, "--tensor-parallel", ranks, "--backend", "tensorrt-rtx")
+    assert done.exit_code == 0, done.output
+    assert f"2 plugin layers, in {ranks} plans, one a GPU" in done.stdout
+    plans = [tmp_path / f"out.plan.rank{rank}" for rank in range(ranks)]
+    graphs = [tmp_path / f"out.rank{rank}.onnx" for rank in range(ranks)]
+    assert sorted(tmp_path.iterdir()) == sorted([model, plan, tmp_path / "out.plan.json", *plans, *graphs])
+    assert plan.is_symlink() and str(plan.readlink()) == "out.plan.rank0"
+    manifest = json.loads((tmp_path / "out.plan.json").read_text())
+    assert manifest["settings"]["tensor_parallel"] == ranks and manifest["plan"]["file"] == "out.plan"
+    for each, made, written in zip(manifest["ranks"], plans, graphs, strict=True):
+        for record, file in ((each["plan"], made), (each["onnx"], written)):
+            assert (record["file"], record["sha256"]) == (file.name, hashlib.sha256(file.read_bytes()).hexdigest())
+        assert len(each["plan"]["plugin_layers"]) == 2
+        expected = {"collective_operation": b"all_reduce", "reduce_op": b"sum", "root": -1, "group_size": 0}
+        assert collectives(written) == [{**expected, "nb_rank": ranks}] * 4
+    # Each has its own neurons, and an equal number of them.
+    weights = [
+        {tuple(onnx.numpy_helper.to_array(each).shape) for each in onnx.load(path).graph.initializer} for path in graphs
+    ]
+    assert all((320 // ranks, 32) in shapes and (320, 32) not in shapes for shapes in weights)
+    # Again over what is there, and what it is to `inspect` and `check`.
+    assert cli("compile", model, "-o", plan, "--tensor-parallel", ranks, "--overwrite").exit_code == 0
+    assert cli("inspect", plan).exit_code == 0
+    for candidate in (plan, graphs[0]):
+        refused = cli("check", model, candidate)
+        assert refused.exit_code == 2
+        assert f"computes a part of the model, for one of {ranks} GPUs" in " ".join(refused.stderr.split())
+
+
+def test_nothing_is_overwritten_unasked(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.rank1.onnx").write_text("mine")
+    done = cli("compile", llama, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--tensor-parallel", 2)
+    assert done.exit_code == 2 and "m.rank1.onnx: the file exists already" in " ".join(done.stderr.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["m.rank1.onnx"]
+
+
+def test_graphs_alone(llama: Path, tmp_path: Path) -> None:
+    made = twellc.compile(llama, backend="none", onnx=tmp_path / "m.onnx", tensor_parallel=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.rank0.onnx", "m.rank1.onnx"]
+    assert made.ranks is not None and [each.onnx.file for each in made.ranks] == ["m.rank0.onnx", "m.rank1.onnx"]
+    assert made.plan is None and made.warnings == []
+
+
+def test_a_model_that_keeps_parts_whole_says_so(tmp_path: Path) -> None:
+    class Normed(models.Gated):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.relu(self.gate(x)) * self.up(x)
+            return self.down(torch.nn.functional.rms_norm(h, h.shape[-1:]))  # type: ignore[no-any-return]
+
+    module = torch.nn.Sequential(Normed(d_ff=320), models.Gated(d_ff=320)).bfloat16().eval()
+    x = torch.randn(2, 16).bfloat16()
+    made = twellc.compile(module, args=(x,), backend="none", onnx=tmp_path / "m.onnx", tensor_parallel=2)
+    assert [note for note in made.notes if note.startswith("block 0 stays whole on every rank: ")]
+
+
+def test_triton(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings")
+    options = ("--triton", tmp_path, "--tensor-parallel", 2, "--backend", "tensorrt-rtx")
+    two = ("--profile", "input_ids:1x1:1x1:1x1", "--profile", "input_ids:1x2:1x8:1x16")
+    refused = cli("compile", llama, *options, *two)
+    assert refused.exit_code == 2
+    assert "--profile: Triton runs plans for several GPUs with one optimization profile; got 2 profiles" in " ".join(
+        refused.stderr.split()
+    )
+    assert list(tmp_path.iterdir()) == []
+    assert cli("compile", llama, *options).exit_code == 0
+    folder = tmp_path / "llama"
+    names = ["1", "config.pbtxt", "model.plan", "model.plan.json", "model.plan.rank0", "model.plan.rank1"]
+    assert sorted(path.name for path in folder.rglob("*")) == names
+    assert (folder / "1" / "model.plan").readlink() == Path("model.plan.rank0")
+    config = (folder / "config.pbtxt").read_text()
+    assert "KIND_MODEL" in config and 'key: "multi_device_gpus" value: { string_value: "0,1" }' in config
+
+
+def test_calibrated_ranks_have_equal_activity(llama: Path, tmp_path: Path) -> None:
+    """The neurons that fire are dealt out: by their numbers, the first rank would have all of the hot ones."""
+    ids = torch.randint(3, 96, (8, 32), generator=torch.Generator().manual_seed(0))
+    profile = twellc.profile(llama, {"input_ids": ids}, tmp_path / "p.profile")
+    options: dict[str, Any] = {"backend": "none", "tensor_parallel": 2, "calibration": tmp_path / "p.profile"}
+    made = twellc.compile(llama, onnx=tmp_path / "m.onnx", layers="all", **options)
+    assert [layer.kept for layer in made.layers] == [320, 320]
+    weight = models.llama().to(torch.bfloat16).model.layers[0].mlp.gate_proj.weight.detach().float().numpy()
+    rates = profile.blocks["model.layers.0.mlp"].rates
+    shares = []
+    for rank in range(2):
+        arrays = [
+            onnx.numpy_helper.to_array(each) for each in onnx.load(tmp_path / f"m.rank{rank}.onnx").graph.initializer
+        ]
+        rows = [each.astype(np.float32) for each in arrays if each.shape == (160, 32)]
+        (gate,) = (each for each in rows if (each[0] == weight).all(1).any())
+        own = [int(np.flatnonzero((weight == row).all(1))[0]) for row in gate]
+        shares.append(rates[own].sum())
+    assert abs(shares[0] - shares[1]) < 0.02 * sum(shares)
+
+
+# ---- what cannot be done ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"tensor_parallel": 3},
+            "has 4 heads of queries and 2 of keys and values; expected a number that divides both",
+        ),
+        (
+            {"tensor_parallel": 4},
+            "has 4 heads of queries and 2 of keys and values; expected a number that divides both",
+        ),
+        ({"tensor_parallel": 0}, "--tensor-parallel: is not a count; got 0; expected an integer from 1 on."),
+        ({"tensor_parallel": True}, "--tensor-parallel: is not a count; got True"),
+    ],
+)
+def test_numbers_that_do_not_fit(llama: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        twellc.compile(llama, backend="none", onnx=tmp_path / "m.onnx", **options)
+    assert message in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_onnx_files_cannot_be_shared(cli: Cli, tmp_path: Path) -> None:
+    from tests.onnx_graphs import gated
+
+    onnx.save(gated(), tmp_path / "m.onnx")
+    done = cli(
+        "compile", tmp_path / "m.onnx", "--backend", "none", "--onnx", tmp_path / "o.onnx", "--tensor-parallel", 2
+    )
+    assert done.exit_code == 2
+    assert "--tensor-parallel 2: an ONNX file cannot be shared" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("rank", [2, -1, "0"])
+def test_ranks_that_there_are_not(rank: Any) -> None:
+    with pytest.raises(UserError, match=r"^rank: there is no such rank; got .*; expected 0 to 1\.$"):
+        twellc.rewrite(models.Gated().eval(), args=(torch.randn(2, 16),), tensor_parallel=2, rank=rank)

@@ -1,0 +1,162 @@
+"""Causal language models with a key-value cache mean what they mean with that of transformers, in every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import models
+from tests.caches import FAMILIES, calling, feed, steps, transformers_own
+from tests.tolerance import assert_as_accurate, assert_same
+from tests.twellc.loaders.test_sparselm import sparselm
+from twellc.base.errors import UserError
+from twellc.checks.evaluator import OnnxEvaluator
+from twellc.export.onnx_export import export_onnx, opset_of, save_onnx
+from twellc.loaders.cached import load_with_cache
+from twellc.loaders.loaded import LoadedModel
+from twellc.options.source import CacheOptions
+from twellc.passes.graph.execution import Runner
+from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
+
+LENGTH, CHUNK = 10, 4
+# Rows of unequal lengths, of which one takes a chunk more than the others, and one is a single token.
+PROMPTS = [7, 3, 1]
+
+
+def ids(vocabulary: int = 96) -> Tensor:
+    return torch.randint(2, vocabulary, (len(PROMPTS), LENGTH))
+
+
+def load(folder: Path, dtype: torch.dtype | str | None = torch.float32, logits: str = "last") -> LoadedModel:
+    return load_with_cache(folder, CacheOptions(LENGTH, len(PROMPTS), CHUNK), logits, dtype)
+
+
+def to_onnx(loaded: LoadedModel, rewritten: Rewritten, folder: Path) -> OnnxEvaluator:
+    names = list(loaded.input_names.values())
+    graph = export_onnx(
+        rewritten.program, names, loaded.output_names, loaded.dimension_names, opset_of(rewritten.attention)
+    )
+    save_onnx(graph, folder / "m.onnx")
+    return OnnxEvaluator(folder / "m.onnx")
+
+
+def check_steps(folder: Path, own: object, tmp_path: Path, vocabulary: int = 96) -> None:
+    """Compare the traced program, and the ONNX graph that is made of it, with a model of transformers in float32."""
+    loaded, tokens, taken = load(folder), ids(vocabulary), steps(PROMPTS, LENGTH, CHUNK)
+    assert loaded.cache is not None
+    expected = transformers_own(own, tokens, taken)
+    program = calling(Runner(loaded.program), loaded.cache, len(tokens), torch.float32, list(loaded.input_names))
+    assert_same(feed(program, tokens, taken), expected)
+    rewritten = run_passes(loaded.program, PassOptions(attention=("operator",)))
+    evaluator = to_onnx(loaded, rewritten, tmp_path)
+    assert_same(feed(calling(evaluator.run, loaded.cache, len(tokens), torch.float32), tokens, taken), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(tmp_path: Path, family: str) -> None:
+    model = FAMILIES[family]()
+    check_steps(models.save(model, tmp_path / "model", torch.float32), model, tmp_path)
+
+
+def test_bytelm(bytelm: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    check_steps(bytelm, AutoModelForCausalLM.from_pretrained(bytelm, dtype=torch.float32), tmp_path, vocabulary=256)
+
+
+def test_sparselm(llama: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    own = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    check_steps(sparselm(llama, tmp_path / "sparselm", bare_weights=True), own, tmp_path)
+
+
+# What the forms need for their own kernels: the low precision.
+@pytest.mark.parametrize("forms", [("cudnn", "matmul"), ("matmul",)])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "falcon"])
+def test_forms_in_low_precision(tmp_path: Path, family: str, forms: tuple[str, ...]) -> None:
+    model = FAMILIES[family]()
+    folder = models.save(model, tmp_path / "model", torch.bfloat16)
+    loaded, tokens, taken = load(folder, None), ids(), steps(PROMPTS, LENGTH, CHUNK)
+    assert loaded.cache is not None
+    assert loaded.cache.dtype == "bf16"
+    rewritten = run_passes(loaded.program, PassOptions(attention=forms, layers="all"))
+    form, mask = ("as written", "tensor") if family == "gemma2" else (forms[0], "causal")
+    assert {(block.form, block.mask) for block in rewritten.attention} == {(form, mask)}
+    plain = transformers_own(model, tokens, taken)
+    truth = transformers_own(model.double(), tokens, taken)
+    runs = [(Runner(rewritten.program), list(loaded.input_names)), (to_onnx(loaded, rewritten, tmp_path).run, None)]
+    for run, names in runs:
+        call = calling(run, loaded.cache, len(tokens), torch.bfloat16, names)
+        assert_as_accurate(feed(call, tokens, taken), plain, truth)
+
+
+def test_all_logits(tmp_path: Path) -> None:
+    model = models.llama()
+    loaded, tokens = load(models.save(model, tmp_path / "model", torch.float32), logits="all"), ids()
+    assert loaded.cache is not None
+    call = calling(Runner(loaded.program), loaded.cache, len(tokens), torch.float32, list(loaded.input_names))
+    counts = torch.full((len(tokens),), CHUNK)
+    first = call(tokens[:, :CHUNK], torch.zeros_like(counts), counts)
+    second = call(tokens[:, CHUNK : 2 * CHUNK], counts, counts)
+    with torch.no_grad():
+        assert_same(torch.cat([first, second], 1), model(tokens[:, : 2 * CHUNK]).logits)
+
+
+def test_a_row_without_tokens_keeps_its_caches(tmp_path: Path) -> None:
+    loaded = load(models.save(models.llama(), tmp_path / "model", torch.float32))
+    assert loaded.cache is not None
+    caches = [torch.randn(2, *pair.shape[1:]) for pair in loaded.cache.pairs]
+    inputs = [torch.ones(2, 3, dtype=torch.int64), torch.tensor([4, 4]), torch.tensor([0, 3]), *caches]
+    logits, *after = Runner(loaded.program)(dict(zip(loaded.input_names, inputs, strict=True)))
+    assert logits.isfinite().all()
+    for before, now in zip(caches, after, strict=True):
+        assert torch.equal(now[0], before[0])
+        changed = (now[1] != before[1]).any(-1).any(0)
+        assert changed.nonzero().flatten().tolist() == [4, 5, 6]
+
+
+def test_what_is_known(llama: Path) -> None:
+    cache = load(llama, None).cache
+    assert cache is not None
+    assert (cache.length, cache.batch, cache.prefill_chunk, cache.logits) == (LENGTH, len(PROMPTS), CHUNK, "last")
+    assert (cache.layers, cache.kv_heads, cache.head_dim, cache.dtype) == (2, 2, 8, "bf16")
+    assert (cache.vocabulary, cache.end_tokens, cache.position_limit) == (96, [2], 64)
+    names = [(pair.input, pair.output) for pair in cache.pairs]
+    assert names[:2] == [(f"past_key_values.0.{part}", f"present.0.{part}") for part in ("key", "value")]
+    assert [pair.shape for pair in cache.pairs] == [[-1, 2, LENGTH, 8]] * 4
+
+
+def test_modules_keep_their_paths(llama: Path) -> None:
+    layers = run_passes(load(llama, None).program, PassOptions()).layers
+    assert [layer.module for layer in layers] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (models.t5, r"--kv-cache: the model is not a causal language model; got .*T5ForConditionalGeneration"),
+        (models.rwkv, r"--kv-cache: the model .*; got .*RwkvForCausalLM"),
+        (FAMILIES["falcon"], "cannot trace"),
+    ],
+)
+def test_other_models(tmp_path: Path, make: object, message: str) -> None:
+    changes = {"alibi": True} if message == "cannot trace" else {}
+    folder = models.save(make(**changes), tmp_path / "model", torch.bfloat16)  # type: ignore[operator]
+    with pytest.raises(UserError, match=message):
+        load(folder, None)
+
+
+def test_longer_than_the_model(llama: Path) -> None:
+    with pytest.raises(UserError, match=r"--kv-cache 65: is longer than what the model was made for; .*at most 64"):
+        load_with_cache(llama, CacheOptions(65), "last", None)
+
+
+def test_a_weight_that_does_not_fit(tmp_path: Path) -> None:
+    model = models.llama()
+    model.model.embed_tokens.weight.data[3, 3] = 1e6
+    with pytest.raises(UserError, match="--dtype: a weight of the model does not fit into float16; got 1e"):
+        load(models.save(model, tmp_path / "model", torch.float32), "fp16")

@@ -1,0 +1,70 @@
+"""One of two processes that train a tiny model together, by DDP or FSDP2 over gloo; prints what came out as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+import twellc
+from tests import models
+from twellc.training import FiringWindow, L1Penalty, reinitialise_dead, take_counts
+
+STEPS = 3
+
+
+def train(how: str, rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    """Train on this process's part of each batch; return what all processes must agree on."""
+    model = twellc.optimize(models.llama(), training=True).train()
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate_proj.weight[:7] = 0  # dead from the beginning
+    wrapped: Any = model
+    if how == "ddp":
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    elif how == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer.mlp)
+            fully_shard(layer)
+        fully_shard(model)
+    penalty = L1Penalty(wrapped, 1e-2)
+    window = FiringWindow(wrapped)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+    generator, found = torch.Generator().manual_seed(3), []
+    for step in range(STEPS):
+        ids = torch.randint(3, 96, (4, 6), generator=generator)[rank::ranks]
+        loss = wrapped(input_ids=ids, labels=ids).loss + penalty(step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        fired = take_counts(wrapped)
+        dead = reinitialise_dead(wrapped, fired, step=step)
+        found.append([int(dead), *([int(each.tokens), int(each.counts.sum())] for each in fired.values())])
+    window.close()
+    profile = window.profile(Path(folder), "data")
+    weights = {}
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        weights[name] = whole.detach().double()
+    return {
+        "steps": found,
+        "sums": {name: float(weight.sum()) for name, weight in weights.items()},
+        "squares": {name: float(weight.square().sum()) for name, weight in weights.items()},
+        "profile": [[block.tokens, block.nonzeros] for block in profile.blocks.values()],
+        "sequences": profile.data[0].sequences,
+    }
+
+
+if __name__ == "__main__":
+    how, rank, ranks, store, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+    torch.set_num_threads(1)
+    if ranks > 1:
+        distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    sys.stdout.write(json.dumps(train(how, rank, ranks, folder)) + "\n")
+    if ranks > 1:
+        distributed.destroy_process_group()

@@ -1,0 +1,122 @@
+"""A small model trained by the ops and by dense torch, from one seed on the same batches: losses, weights, density.
+
+Gates have biases that keep most of them shut, so that the blocks are sparse from the first step on.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import twellc
+from twellc.optimization import blocks_in_training
+from twellc.training import L1Penalty, take_counts
+
+
+def small_llama(d_model: int, d_ff: int, layers: int) -> Any:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=d_model, intermediate_size=d_ff, num_hidden_layers=layers, num_attention_heads=4,
+        hidden_act="relu", mlp_bias=True, max_position_embeddings=256, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            nn.init.normal_(layer.mlp.gate_proj.weight, std=d_model**-0.5)
+            nn.init.normal_(layer.mlp.gate_proj.bias, mean=-2.0, std=0.5)
+    return model.train()
+
+
+def batches(count: int, batch: int, length: int, device: str) -> list[Tensor]:
+    """Return sequences that count up in steps of 1 to 3, from random places on."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(count):
+        first, step = (torch.randint(low, high, (batch, 1), generator=generator) for low, high in ((0, 64), (1, 4)))
+        found.append(((first + step * torch.arange(length)) % 64).to(device))
+    return found
+
+
+class Notes:
+    """Notes the L1 term and the active neurons of dense blocks."""
+
+    def __init__(self, model: Any) -> None:
+        self.terms: list[Tensor] = []
+        self.active: list[Tensor] = []
+        for layer in model.model.layers:
+            layer.mlp.down_proj.register_forward_pre_hook(
+                lambda _, args: self.terms.append(args[0].abs().sum(-1, dtype=torch.float32).mean())
+            )
+            layer.mlp.act_fn.register_forward_hook(lambda *args: self.active.append((args[2] != 0).double().mean()))
+
+    def take(self) -> tuple[Tensor, float]:
+        term, density = torch.stack(self.terms).mean(), float(torch.stack(self.active).mean())
+        self.terms, self.active = [], []
+        return term, density
+
+
+def trained(model: Any, data: list[Tensor], twell: bool, autocast: bool) -> tuple[list[float], list[float]]:
+    """Train a model; return the losses and densities of all steps."""
+    device = data[0].device.type
+    penalty = notes = None
+    if twell:
+        penalty = L1Penalty(twellc.optimize(model, training=True), 1e-3)
+    else:
+        notes = Notes(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses, densities = [], []
+    for step, ids in enumerate(data):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids).loss
+        if penalty is not None:
+            term = penalty(step)
+            fired = take_counts(model).values()
+            densities.append(float(torch.stack([each.density for each in fired]).mean()))
+        else:
+            assert notes is not None
+            value, density = notes.take()
+            term = 1e-3 * value
+            densities.append(density)
+        (loss + term).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist(), densities
+
+
+def test_on_a_cpu() -> None:
+    """In float32 both are the same but for the order of sums."""
+    dense, data = small_llama(32, 96, 2), batches(25, 4, 16, "cpu")
+    model = copy.deepcopy(dense)
+    expected, dense_density = trained(dense, data, twell=False, autocast=False)
+    found, density = trained(model, data, twell=True, autocast=False)
+    assert expected[-1] < 0.8 * expected[0]
+    assert found == pytest.approx(expected, rel=2e-3)
+    assert density == pytest.approx(dense_density, abs=2e-3) and 0.005 < density[0] < 0.2
+    for (name, one), (_, other) in zip(model.named_parameters(), dense.named_parameters(), strict=True):
+        assert (one - other).norm() <= 0.02 * other.norm() + 1e-3, name
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_a_gpu() -> None:
+    """In bfloat16 both go the same way, as near to each other as bfloat16 lets them, and learn equally much."""
+    dense, data = small_llama(512, 2048, 4).cuda(), batches(150, 32, 128, "cuda")
+    model = copy.deepcopy(dense)
+    expected, dense_density = trained(dense, data, twell=False, autocast=True)
+    found, density = trained(model, data, twell=True, autocast=True)
+    assert 0.001 < density[0] < 0.1  # so the sparse kernels ran
+    steps = [block.training.state(torch.device("cuda", 0)).step for block in blocks_in_training(model).values()]
+    assert any(step.hot < 2048 for step in steps)
+    assert found[:10] == pytest.approx(expected[:10], rel=1e-2)
+    assert found == pytest.approx(expected, rel=0.1, abs=0.1)
+    assert sum(found[-20:]) == pytest.approx(sum(expected[-20:]), rel=0.05, abs=0.2)
+    assert expected[-1] < 0.5 * expected[0] and found[-1] < 0.5 * found[0]
+    assert sum(density[-20:]) == pytest.approx(sum(dense_density[-20:]), rel=0.2)

@@ -1,0 +1,283 @@
+"""`twellc.optimize(model, training=True)`: gradients, what is noted and counted, and what must go on working."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import twellc
+from tests import models
+from tests.models import Gated, Plain, Written
+from tests.twellc.test_optimize import HUGGING_FACE, Ops, packed, tokens
+from twellc.base.errors import UserError
+from twellc.optimization import blocks_in_training
+from twellc.training import L1Penalty, take_counts
+
+
+def steps(model: Any, ids: Tensor, **options: Any) -> float:
+    """Run a forward and a backward; return the loss."""
+    loss = model(input_ids=ids, labels=ids, **options).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_same_gradients(found: nn.Module, expected: nn.Module) -> None:
+    one, other = gradients(found), gradients(expected)
+    assert one.keys() == other.keys() and one
+    for name, gradient in other.items():
+        torch.testing.assert_close(one[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda text, at=name: f"{at}: {text}")
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_gradients_of_hugging_face_models(name: str) -> None:
+    make, _, count = HUGGING_FACE[name]
+    changes = {"t5": {"dropout_rate": 0.0}, "gpt2": {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}}
+    dense = make(**changes.get(name, {})).train()
+    model = copy.deepcopy(dense)
+    assert twellc.optimize(model, training=True) is model
+    assert len(twellc.optimized_blocks(model)) == count
+    with Ops() as ops:
+        loss = steps(model, tokens())
+    assert ops.counts == {"train_forward": count, "train_backward": count}
+    assert loss == pytest.approx(steps(dense, tokens()), rel=1e-5)
+    assert_same_gradients(model, dense)
+
+
+FORMS = {
+    "gated": lambda: Gated(biases="gud"),
+    "plain": lambda: Plain(biases="ud"),
+    "squared": lambda: Plain(lambda x: torch.relu(x).square()),
+    "threshold": lambda: Gated(nn.Threshold(0.2, 0.0)),
+    "packed": lambda: Written(packed, both=nn.Linear(16, 80), down=nn.Linear(40, 16)),
+    "raw weights": lambda: Written(
+        lambda m, x: torch.relu(x @ m.up) @ m.down, up=torch.randn(16, 40), down=torch.randn(40, 16)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("shape", [(2, 3), (4,), (0, 3)])
+def test_forms_of_a_block(name: str, shape: tuple[int, ...]) -> None:
+    dense = FORMS[name]().train()
+    model = twellc.optimize(copy.deepcopy(dense), training=True)
+    x = torch.randn(*shape, 16)
+    inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    with Ops() as ops:
+        model(inputs[0]).square().sum().backward()
+    assert ops.counts["train_forward"] == 1
+    dense(inputs[1]).square().sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-4)
+    assert_same_gradients(model, dense)
+
+
+def test_parameters_stay_as_they_are(tmp_path: Path) -> None:
+    original, model = models.llama(), twellc.optimize(models.llama(), training=True).train()
+    for (name, one), (other_name, other) in zip(model.named_parameters(), original.named_parameters(), strict=True):
+        assert (name, one.stride()) == (other_name, other.stride()) and torch.equal(one, other)
+    assert list(model.state_dict()) == list(original.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        steps(model, tokens())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(tmp_path)
+    loaded = type(original).from_pretrained(tmp_path)
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+    assert twellc.restore(model) is model
+    assert [type(each) for each in model.modules()] == [type(each) for each in original.modules()]
+
+
+def test_evaluation_runs_the_original() -> None:
+    model = twellc.optimize(models.llama(), training=True).eval()
+    with Ops() as ops, torch.no_grad():
+        model(tokens())
+    assert not ops.counts
+
+
+def test_the_last_call_decides_for_what() -> None:
+    model = twellc.optimize(twellc.optimize(models.llama()), training=True)
+    assert len(blocks_in_training(model)) == 2
+    assert model.model.layers[0].mlp.down_proj.weight.is_contiguous()
+    twellc.optimize(model)
+    assert not blocks_in_training(model) and len(twellc.optimized_blocks(model)) == 2
+
+
+def test_dropout_inside_is_refused() -> None:
+    with pytest.warns(UserWarning, match="no submodule is a feed-forward block.*native_dropout"):
+        twellc.optimize(models.t5(dropout_rate=0.1), training=True)
+
+
+def test_dropout_switched_on_later_runs_the_original_and_the_penalty_says_so() -> None:
+    dropout = nn.Dropout(0.0)
+    model = nn.Sequential(nn.Linear(16, 40), nn.ReLU(), dropout, nn.Linear(40, 16)).train()
+    twellc.optimize(model, training=True)
+    penalty = L1Penalty(model, 1.0)
+    dropout.p = 0.5
+    with Ops() as ops:
+        model(torch.randn(3, 16))
+    assert not ops.counts
+    with pytest.raises(UserError, match="ran its original forward"):
+        penalty(0)
+
+
+def test_copies_have_counted_nothing() -> None:
+    model = twellc.optimize(models.llama(), training=True).train()
+    penalty = L1Penalty(model, 1.0)
+    steps(model, tokens())
+    made = copy.deepcopy(model)  # with a graph that no deepcopy takes
+    assert all(int(fired.tokens) == 0 for fired in take_counts(made).values())
+    assert all(int(fired.tokens) == 10 for fired in take_counts(model).values())
+    assert float(penalty(0)) > 0
+    steps(made, tokens())
+
+
+def hidden_of(model: Any, ids: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return h and gate of each block of a Llama, by module."""
+    h: dict[str, Tensor] = {}
+    g: dict[str, Tensor] = {}
+    for place, layer in enumerate(model.model.layers):
+        path = f"model.layers.{place}.mlp"
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args, at=path: h.update({at: args[0]}))
+        layer.mlp.act_fn.register_forward_hook(lambda *args, at=path: g.update({at: args[2]}))
+    model(input_ids=ids)
+    return h, g
+
+
+def test_penalty_and_counts_are_those_of_the_hidden_tensor() -> None:
+    dense = models.llama().train()
+    model = twellc.optimize(copy.deepcopy(dense), training=True)
+    penalty = L1Penalty(model, 2.0, warm_up=3)
+    h, g = hidden_of(dense, tokens())
+    expected = torch.stack([each.abs().sum(-1).mean() for each in h.values()]).mean()
+    loss = model(input_ids=tokens(), labels=tokens()).loss + penalty(1)
+    torch.testing.assert_close(penalty.value, expected.detach())
+    assert [penalty.coefficient(step) for step in (0, 1, 3, 9)] == [0.5, 1.0, 2.0, 2.0]
+    loss.backward()
+    for path, fired in take_counts(model).items():
+        assert torch.equal(fired.counts, (g[path] != 0).sum((0, 1))) and int(fired.tokens) == 10
+        assert float(fired.density) == pytest.approx(float((g[path] != 0).double().mean()))
+    assert all(int(fired.tokens) == 0 for fired in take_counts(model).values())
+
+
+def test_gradient_of_the_penalty() -> None:
+    dense = models.llama().train()
+    model = twellc.optimize(copy.deepcopy(dense), training=True)
+    penalty = L1Penalty(model, 1.0)
+    model(input_ids=tokens())
+    penalty(0).backward()
+    h, _ = hidden_of(dense, tokens())
+    torch.stack([each.abs().sum(-1).mean() for each in h.values()]).mean().backward()
+    last = model.model.layers[1].mlp.down_proj.weight  # the term does not depend on it
+    assert not last.grad.any()
+    last.grad = None
+    assert_same_gradients(model, dense)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    dense = models.llama().train()
+    model = twellc.optimize(copy.deepcopy(dense), training=True)
+    penalty = L1Penalty(model, 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    ids = tokens()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    if reentrant:
+        with pytest.raises(UserError, match="use_reentrant"):
+            penalty(0)
+        return
+    (loss + penalty(0)).backward()
+    assert all(int(fired.tokens) == 10 for fired in take_counts(model).values())  # not twice
+    h, _ = hidden_of(dense, ids)
+    loss = dense(input_ids=ids, labels=ids).loss
+    (loss + torch.stack([each.abs().sum(-1).mean() for each in h.values()]).mean()).backward()
+    assert_same_gradients(model, dense)
+
+
+def test_autocast() -> None:
+    dense = models.llama().train()
+    model = twellc.optimize(copy.deepcopy(dense), training=True)
+    penalty = L1Penalty(model, 1e-3)
+    losses = []
+    for each in (model, dense):
+        with torch.autocast("cpu", dtype=torch.bfloat16), Ops() as ops:
+            loss = each(input_ids=tokens(), labels=tokens()).loss
+        losses.append(float(loss.detach()))
+        loss.backward()
+        assert ops.counts["train_forward"] == (2 if each is model else 0)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+    assert penalty(0).dtype == torch.float32
+    for name, gradient in gradients(dense).items():
+        found = gradients(model)[name]
+        assert found.dtype == torch.float32
+        assert (found - gradient).norm() <= 0.05 * gradient.norm() + 1e-6, name
+
+
+def test_accumulation_and_frozen_parameters() -> None:
+    dense = models.llama().train()
+    model = twellc.optimize(copy.deepcopy(dense), training=True)
+    for each in (model, dense):
+        each.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+        for seed in range(2):
+            steps(each, tokens() + seed)
+    assert_same_gradients(model, dense)
+
+
+def test_compiled_model() -> None:
+    dense = models.llama().train()
+    model = twellc.optimize(copy.deepcopy(dense), training=True)
+    penalty = L1Penalty(model, 1.0)
+    compiled = torch.compile(model, backend="eager")
+    loss = compiled(input_ids=tokens(), labels=tokens(), use_cache=False).loss
+    (loss + 0 * penalty(0)).backward()
+    steps(dense, tokens())
+    assert_same_gradients(model, dense)
+    assert list(take_counts(compiled)) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+
+
+def test_what_the_ops_do_not_take_is_computed_densely_and_counted() -> None:
+    """A float16 input for float32 weights fails as in the dense model; NaN passes through."""
+    dense = Gated().train()
+    model = twellc.optimize(copy.deepcopy(dense), training=True)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(torch.randn(2, 16).half())
+    x = torch.randn(2, 16)
+    x[0, 0] = float("nan")
+    assert model(x)[0].isnan().all() and not model(x)[1].isnan().any()
+
+
+def test_no_block_in_training() -> None:
+    with pytest.raises(UserError, match=r"LlamaForCausalLM: has no feed-forward block in training.*optimize"):
+        L1Penalty(models.llama(), 1.0)
+    for bad in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(UserError, match="coefficient"):
+            L1Penalty(twellc.optimize(models.llama(), training=True), bad)
+
+
+def test_penalty_without_a_forward() -> None:
+    penalty = L1Penalty(twellc.optimize(models.llama(), training=True), 1.0)
+    with pytest.raises(UserError, match="no block has noted one"):
+        penalty(0)
+
+
+def test_calls_between_two_penalties_count_by_their_tokens() -> None:
+    block = twellc.optimize(Gated().train(), training=True)
+    penalty = L1Penalty(block, 1.0)
+    one, other = torch.randn(6, 16), torch.randn(2, 16)
+    block(one), block(other)
+    together = float(penalty(0))
+    block(torch.cat([one, other]))
+    assert together == pytest.approx(float(penalty(0)), rel=1e-5)

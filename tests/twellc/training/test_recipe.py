@@ -1,0 +1,279 @@
+"""`twellc.training`: ReLU for SiLU and GELU, dead neurons, profiles of training, and the log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import twellc
+from tests import models
+from tests.models import Gated, Plain, Written
+from tests.twellc.test_optimize import neox, packed, tokens
+from twellc.base.errors import UserError
+from twellc.firing.profile import FiringProfile
+from twellc.optimization import blocks_in_training
+from twellc.training import Blend, FiringWindow, L1Penalty, TrainingLog, reinitialise_dead, sparsify, take_counts
+from twellc.training.counts import Fired
+from twellc.training.log import LoggedBlock, LoggedStep, LogWriter
+from twellc.training_block import BlendedActivation
+
+
+def gemma(**changes: Any) -> Any:
+    import transformers
+
+    options = {**models.SMALL, "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 8, **changes}
+    return models._seeded(transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**options))
+
+
+DENSE = {
+    "llama": (lambda: models.llama("silu"), "hidden_act", 2),
+    "neox": (lambda: neox(hidden_act="gelu"), "hidden_act", 2),
+    "gemma": (gemma, "hidden_activation", 2),
+    "t5": (lambda: models.t5(feed_forward_proj="gated-gelu"), "dense_act_fn", 2),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_sparsify_makes_what_is_saved_load_with_relu(name: str, tmp_path: Path) -> None:
+    make, field, count = DENSE[name]
+    model = make().eval()
+    inputs = {"input_ids": tokens()} | ({"decoder_input_ids": tokens()} if name == "t5" else {})
+    with torch.no_grad():
+        before = model(**inputs).logits
+    blend = sparsify(model)
+    assert len(blend.modules) == count and blend.share(0) == 1
+    assert getattr(model.config, field) == "relu"
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        after = model(**inputs).logits
+        assert torch.equal(loaded(**inputs).logits, after) and not torch.allclose(after, before)
+    assert len(twellc.optimized_blocks(twellc.optimize(loaded))) == count
+
+
+def test_blend_moves_from_the_one_to_the_other() -> None:
+    model, x = Gated(nn.SiLU()).train(), torch.randn(5, 16)
+    silu, relu = Gated(nn.SiLU()), Gated(nn.ReLU())
+    for other in (silu, relu):
+        other.load_state_dict(model.state_dict(), strict=False)
+    blend = sparsify(model, steps=4)
+    twellc.optimize(model, training=True)
+    penalty = L1Penalty(model, 1.0)
+    for step, share in ((0, 0.0), (1, 0.25), (4, 1.0), (9, 1.0)):
+        blend.set_step(step)
+        z, u = model.gate(x), model.up(x)
+        h = ((1 - share) * functional.silu(z) + share * torch.relu(z)) * u
+        torch.testing.assert_close(model(x), model.down(h))
+        penalty(0)
+        torch.testing.assert_close(penalty.value, h.abs().sum(-1).mean().detach())
+        (fired,) = take_counts(model).values()
+        assert (float(fired.density) == 1) == (share < 1) and int(fired.tokens) == 5
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU("tanh"), nn.SiLU()], ids=["gelu", "tanh", "silu"])
+@pytest.mark.parametrize("form", [Gated, Plain])
+def test_forms_that_get_a_relu(activation: nn.Module, form: Any) -> None:
+    model = form(activation)
+    assert sparsify(model).modules == [""] and type(model.activation) is nn.ReLU
+    assert len(blocks_in_training(twellc.optimize(model, training=True))) == 1
+
+
+@pytest.mark.parametrize("model", [Gated(nn.Sigmoid()), Gated(nn.ReLU()), models.opt(), nn.Linear(4, 4)], ids=str)
+def test_no_activation_to_replace(model: nn.Module) -> None:
+    kinds = [type(each) for each in model.modules()]
+    with pytest.raises(UserError, match="no feed-forward block with a SiLU or GELU to replace"):
+        sparsify(model)
+    assert [type(each) for each in model.modules()] == kinds
+
+
+def test_a_configuration_that_means_more_than_the_blocks() -> None:
+    """Its head has the same activation, by the same word in the configuration."""
+    import transformers
+
+    class Headed(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.act = transformers.activations.ACT2FN[config.hidden_act]
+
+    model = Headed(models.llama("silu").config)
+    with pytest.raises(UserError, match=r"configuration cannot say .*another activation at act"):
+        sparsify(model)
+    assert model.config.hidden_act == "silu"
+    assert type(model.model.layers[0].mlp.act_fn) is type(model.act)
+
+
+def test_steps_of_a_blend() -> None:
+    with pytest.raises(UserError, match="steps"):
+        sparsify(models.llama("silu"), steps=-1)
+    assert [Blend([], [], 4).share(step) for step in (0, 2, 4, 8)] == [0, 0.5, 1, 1]
+    assert BlendedActivation(nn.SiLU()).share == 0
+
+
+# ---- dead neurons ----
+
+
+def gate_of(how: str) -> tuple[Any, nn.Parameter, int]:
+    """Return a block, the parameter of its gate, and the dimension of its neurons there."""
+    if how == "gated":
+        block: Any = Gated()
+        return block, block.gate.weight, 0
+    if how == "packed":
+        block = Written(packed, both=nn.Linear(16, 80, bias=False), down=nn.Linear(40, 16))
+        return block, block.both.weight, 0
+    block = Written(lambda m, x: torch.relu(x @ m.up) @ m.down, up=torch.randn(16, 40), down=torch.randn(40, 16))
+    return block, block.up, 1
+
+
+@pytest.mark.parametrize("how", ["gated", "packed", "transposed"])
+def test_reinitialise_dead(how: str) -> None:
+    block, weight, dim = gate_of(how)
+    twellc.optimize(block.train(), training=True)
+    before = weight.detach().clone()
+    counts = torch.ones(40, dtype=torch.int64)
+    counts[[3, 17]] = 0
+    fired = {"": Fired(counts, torch.tensor(9))}
+    assert int(reinitialise_dead(block, fired, step=5, seed=1)) == 2
+    moved = (weight != before).any(1 - dim).nonzero()[:, 0].tolist()
+    assert moved == [3, 17]
+    noise = (weight.detach() - 0.9 * before).select(dim, 3) / 0.1
+    assert float(noise.std()) == pytest.approx(0.02, rel=0.5) and noise.abs().max() < 0.1
+    drawn = weight.detach().clone()
+    for step, seed, same in ((5, 1, True), (6, 1, False), (5, 2, False)):
+        with torch.no_grad():
+            weight.copy_(before)
+        reinitialise_dead(block, fired, step=step, seed=seed)
+        assert torch.equal(weight, drawn) == same
+
+
+def test_without_tokens_nothing_is_dead() -> None:
+    block = twellc.optimize(Gated().train(), training=True)
+    before = block.gate.weight.detach().clone()
+    assert int(reinitialise_dead(block, take_counts(block), step=0)) == 0
+    assert torch.equal(block.gate.weight, before)
+
+
+def test_a_dead_neuron_comes_back() -> None:
+    block = twellc.optimize(Gated().train(), training=True)
+    with torch.no_grad():
+        block.gate.weight[:5] = 0
+    x = torch.randn(64, 16)
+    for step in range(3):
+        block(x)
+        reinitialise_dead(block, take_counts(block), step=step)
+    block(x)
+    (fired,) = take_counts(block).values()
+    assert not fired.dead.any()
+
+
+# ---- profiles ----
+
+
+def test_profile_of_training_is_that_of_twellc_profile(tmp_path: Path) -> None:
+    """Of weights that do not move, and data without padding."""
+    folder = models.save(models.llama(), tmp_path / "model")
+    model: Any = type(models.llama()).from_pretrained(folder)
+    twellc.optimize(model.train(), training=True)
+    window = FiringWindow(model)
+    ids = torch.randint(3, 96, (4, 8), generator=torch.Generator().manual_seed(5))
+    model(input_ids=ids[:2]), model(input_ids=ids[2:])
+    window.close()
+    model(input_ids=ids)
+    found = window.profile(folder, "ids")
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    expected = twellc.profile(folder, tmp_path / "ids.npy")
+    assert list(found.blocks) == list(expected.blocks)
+    assert found.model.sha256 == expected.model.sha256 and found.model.dtype == expected.model.dtype == "bf16"
+    assert (found.data[0].sequences, found.tokens) == (4, 32)
+    for path, block in expected.blocks.items():
+        for name in ("firing", "rows", "tiles", "positions"):  # the traced model may round otherwise
+            apart = abs(getattr(found.blocks[path], name) - getattr(block, name)).sum()
+            assert apart <= (0 if path == "model.layers.0.mlp" else 0.01 * block.nonzeros), (path, name)
+    file = tmp_path / "p.profile"
+    found.write(file)
+    assert FiringProfile.read(file).tokens == 32
+
+
+def test_profile_of_nothing(tmp_path: Path) -> None:
+    window = FiringWindow(twellc.optimize(models.llama(), training=True))
+    with pytest.raises(UserError, match="no step was counted"):
+        window.profile(tmp_path, "data")
+
+
+def test_profile_of_nan(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    block = twellc.optimize(Gated().train(), training=True)
+    window = FiringWindow(block)
+    block(torch.full((2, 16), float("nan")))
+    with pytest.raises(UserError, match="activations were NaN"):
+        window.profile(tmp_path, "data")
+
+
+# ---- the log ----
+
+BLOCKS = [LoggedBlock("a", 8), LoggedBlock("b", 16)]
+
+
+def record(step: int, **changes: Any) -> LoggedStep:
+    values: dict[str, Any] = {
+        "step": step, "loss": 2.0, "l1": 1.0, "coefficient": 0.1, "tokens": 64, "density": [0.5, 0.25],
+        "dead": [0.0, 0.125], "relu": 1.0, "reinitialised": 0,
+    }  # fmt: skip
+    return LoggedStep(**{**values, **changes})
+
+
+def test_log_round_trip_and_going_on(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    writer = LogWriter(path, "m", "ab", BLOCKS, 0)
+    records = [record(10), record(20, loss=float("nan")), record(30, eval_loss=1.5)]
+    for each in records:
+        writer.add(each)
+    found = TrainingLog.read(path)
+    assert (found.model, [each.step for each in found.steps]) == ("m", [10, 20, 30])
+    assert found.steps[0] == records[0] and found.steps[2] == records[2] and found.steps[1].loss != found.steps[1].loss
+    LogWriter(path, "m", "ab", BLOCKS, 20).add(record(25))
+    assert [each.step for each in TrainingLog.read(path).steps] == [10, 20, 25]
+    with pytest.raises(UserError, match="another model"):
+        LogWriter(path, "m", "cd", BLOCKS, 20)
+    with pytest.raises(UserError, match="another model"):
+        LogWriter(path, "m", "ab", BLOCKS[:1], 20)
+    assert [each.step for each in TrainingLog.read(path).steps] == [10, 20, 25]
+    LogWriter(path, "m", "cd", BLOCKS, 0)
+    assert TrainingLog.read(path).steps == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "is not a log"),
+        ("{", "lines of JSON"),
+        ('{"format": "x"}', "is not a log"),
+        ('{"format": "twellc training log", "version": 9}', "another version"),
+        ('{"format": "twellc training log", "version": 1}', "damaged"),
+    ],
+)
+def test_damaged_logs(lines: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(lines)
+    with pytest.raises(UserError, match=message):
+        TrainingLog.read(path)
+
+
+def test_damaged_records(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    writer = LogWriter(path, "m", "ab", BLOCKS, 0)
+    writer.add(record(1, dead=[0.5]))
+    with pytest.raises(UserError, match="line 2 has other blocks"):
+        TrainingLog.read(path)
+    first = path.read_text().splitlines()[0]
+    path.write_text(first + "\n" + json.dumps({**record(1).to_json(), "density": [2, 0]}))
+    with pytest.raises(UserError, match="damaged"):
+        TrainingLog.read(path)
+    with pytest.raises(UserError, match="there is no such file"):
+        TrainingLog.read(tmp_path / "none")

@@ -1,0 +1,177 @@
+"""Which blocks of a model are found, and what is put in their place; without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models import D_FF, D_MODEL, Gated, Plain, Residual, Written, gpt2, opt, scale_weights
+from twellc.plugins.block import BlockOptions
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def blocks(_vllm: None) -> Any:
+    from twellc.vllm import blocks
+
+    return blocks
+
+
+class Share(nn.Linear):
+    """Stands for vLLM's parallel layers."""
+
+    quant_method: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.quant_method.apply(self, x, self.bias)
+
+
+def replace(blocks: Any, model: nn.Module) -> list[Any]:
+    """Replace all blocks of a model that are not refused; return all that were found."""
+    found = list(blocks.find(model))
+    for each in found:
+        if each.refusal:
+            continue
+        module = model.get_submodule(each.module)
+        layers = {}
+        for operand in each.weights.named().values():
+            path = ".".join(operand.path[:-1])
+            linear = module.get_submodule(path)
+            layers[path] = Share(linear.in_features, linear.out_features, linear.bias is not None)
+            layers[path].load_state_dict(linear.state_dict())
+        blocks.put(model, each, layers, BlockOptions(activation=each.block.activation))
+        for layer in layers.values():
+            layer.quant_method.process_weights_after_loading(layer)
+    return found
+
+
+def written_out(function: Callable[[Any, Tensor], Tensor], **members: nn.Module) -> nn.Module:
+    """Return a layer that computes a block besides other things."""
+    linears = {"fc1": nn.Linear(D_MODEL, D_FF), "fc2": nn.Linear(D_FF, D_MODEL), "act": nn.ReLU()}
+    layer = Written(function, **{**linears, "norm": nn.LayerNorm(D_MODEL), **members})
+    scale_weights(layer)
+    return layer
+
+
+def plain(layer: Any, x: Tensor) -> Tensor:
+    rows = layer.norm(x).reshape(-1, D_MODEL)
+    y: Tensor = x + nn.functional.dropout(layer.fc2(layer.act(layer.fc1(rows))), training=layer.training).view(x.shape)
+    return y
+
+
+class Model(nn.Module):
+    """Layers in a row."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def same(blocks: Any, model: nn.Module, x: Tensor) -> list[Any]:
+    """Replace a model's blocks and see that it computes the same."""
+    model.eval().requires_grad_(False)
+    expected = model(x)
+    found = replace(blocks, model)
+    assert torch.allclose(model(x), expected, atol=1e-5)
+    return found
+
+
+@pytest.mark.parametrize("biases", ["", "gud"])
+@pytest.mark.parametrize("kind", [Gated, Plain])
+def test_modules(blocks: Any, kind: type[nn.Module], biases: str) -> None:
+    model = Model(Residual(kind(biases=biases)), Residual(kind(biases=biases)))
+    names = set(model.state_dict())
+    found = same(blocks, model, torch.randn(1, 5, D_MODEL))
+    assert [each.module for each in found] == ["layers.0.ffn", "layers.1.ffn"]
+    assert all(type(layer.ffn).__name__ == "TwellBlock" for layer in model.layers)
+    assert set(model.state_dict()) == names
+    down = model.layers[0].ffn.down
+    assert down.weight.shape == (D_MODEL, D_FF) and down.weight.t().is_contiguous()
+
+
+def test_a_module_in_two_places(blocks: Any) -> None:
+    shared, alone = Gated(), Plain()
+    model = Model(Residual(shared), Residual(shared), alone, alone)
+    assert len(same(blocks, model, torch.randn(1, 5, D_MODEL))) == 2
+    assert model.layers[0].ffn is model.layers[1].ffn and model.layers[2] is model.layers[3] is not alone
+
+
+def test_a_written_out_block(blocks: Any) -> None:
+    model = Model(written_out(plain))
+    (found,) = same(blocks, model, torch.randn(1, 5, D_MODEL))
+    assert (found.module, found.activation, found.refusal) == ("layers.0", "act", "")
+    assert isinstance(model.layers[0].act, nn.Identity)
+
+
+def twice(layer: Any, x: Tensor) -> Tensor:
+    y: Tensor = x + layer.fc2(layer.act(layer.fc1(layer.act(layer.norm(x)))))
+    return y
+
+
+def squared(layer: Any, x: Tensor) -> Tensor:
+    y: Tensor = x + layer.fc2(layer.act(layer.fc1(layer.norm(x))).square())
+    return y
+
+
+def function(layer: Any, x: Tensor) -> Tensor:
+    y: Tensor = x + layer.fc2(torch.relu(layer.fc1(layer.norm(x))))
+    return y
+
+
+def other_reader(layer: Any, x: Tensor) -> Tensor:
+    hidden = layer.fc1(layer.norm(x))
+    y: Tensor = x + layer.fc2(layer.act(hidden)) + hidden.mean(-1, keepdim=True)
+    return y
+
+
+def other_call(layer: Any, x: Tensor) -> Tensor:
+    rows = layer.norm(x)
+    y: Tensor = x + layer.fc2(layer.act(layer.fc1(rows))) + layer.fc1(rows + 1).mean(-1, keepdim=True)
+    return y
+
+
+def gated(layer: Any, x: Tensor) -> Tensor:
+    rows = layer.norm(x)
+    y: Tensor = x + layer.fc2(layer.act(layer.fc1(rows)) * layer.fc3(rows))
+    return y
+
+
+@pytest.mark.parametrize("code", [twice, squared, function, other_call, gated])
+def test_written_out_blocks_that_stay(blocks: Any, code: Callable[[Any, Tensor], Tensor]) -> None:
+    """No module alone computes their activation, or one of their projections is called for something else, too."""
+    model = Model(written_out(code, fc3=nn.Linear(D_MODEL, D_FF)))
+    (found,) = same(blocks, model, torch.randn(1, 5, D_MODEL))
+    assert found.refusal == "it is written out in a larger module, without a module for its activation"
+
+
+def test_a_written_out_block_that_is_refused(blocks: Any) -> None:
+    (found,) = same(blocks, Model(written_out(plain, act=nn.GELU())), torch.randn(1, 5, D_MODEL))
+    assert found.refusal.startswith("activation is gelu")
+
+
+def test_a_value_in_a_written_out_block_with_another_reader(blocks: Any) -> None:
+    same(blocks, Model(written_out(other_reader)), torch.randn(1, 5, D_MODEL))
+
+
+def test_opt(blocks: Any) -> None:
+    model = opt().model
+    model.config._attn_implementation = "sdpa"
+    found = list(blocks.find(model.to("meta")))
+    assert [(each.module, each.activation, each.refusal) for each in found] == [
+        (f"decoder.layers.{index}", "activation_fn", "") for index in range(2)
+    ]
+
+
+def test_projections_of_another_kind(blocks: Any) -> None:
+    (found,) = blocks.find(gpt2())
+    assert found.refusal == "c_fc is a Conv1D, not a torch.nn.Linear"

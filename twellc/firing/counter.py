@@ -1,0 +1,61 @@
+"""Count which neurons of a block fire, from what its activation is applied to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twellc.base.arrays import to_numpy
+from twellc.passes.block_profile import POSITION_BINS, BlockProfile, shapes
+from twellc.plugins.library import TILE
+from twellc.plugins.meaning import activate
+
+
+class FiringCounter:
+    """Counts which neurons of one block fire. Nothing here waits for a GPU but `profile`."""
+
+    def __init__(
+        self, module: str, variant: str, activation: str, threshold: float, d_ff: int, device: torch.device
+    ) -> None:
+        self._module, self._variant = module, variant
+        self._activation, self._threshold = activation, threshold
+        self._d_ff = d_ff
+        self.counts = {
+            name: torch.zeros(shape, dtype=torch.int64, device=device) for name, shape in shapes(d_ff).items()
+        }
+        self.nan = torch.zeros((), dtype=torch.bool, device=device)
+
+    def add(self, z: Tensor, bins: Tensor | None) -> None:
+        """Count tokens.
+
+        Args:
+            z: What the activation is applied to, [tokens, d_ff].
+            bins: The bin of each token's position, int64 [tokens]; None where positions are not known.
+        """
+        counts = self.counts
+        self.nan |= z.isnan().any()
+        fired = activate(z, self._activation, self._threshold) != 0
+        counts["firing"] += fired.sum(0)
+        whole = torch.nn.functional.pad(fired, (0, -self._d_ff % TILE))
+        tiles = whole.reshape(len(z), whole.shape[1] // TILE, TILE).sum(2)
+        active = tiles.sum(1)
+        ones = torch.ones_like(tiles)
+        counts["tiles"].index_add_(0, tiles.flatten(), ones.flatten())
+        counts["rows"].index_add_(0, active, ones[:, 0])
+        if bins is not None:
+            counts["positions"].index_add_(0, bins, torch.stack([ones[:, 0], active], 1))
+
+    @property
+    def tokens(self) -> Tensor:
+        """How many tokens were seen, int64 []."""
+        return self.counts["rows"].sum()
+
+    def profile(self) -> BlockProfile:
+        """Return what was counted."""
+        counts = {name: to_numpy(tensor.cpu()) for name, tensor in self.counts.items()}
+        return BlockProfile(self._module, self._variant, self._activation, **counts)
+
+
+def position_bins(positions: Tensor) -> Tensor:
+    """Return the bin of each position: 0 for 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7, and so on."""
+    return torch.frexp(positions.double()).exponent.long().clamp(max=POSITION_BINS - 1)

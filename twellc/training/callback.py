@@ -1,0 +1,202 @@
+"""The callback of transformers' Trainer that looks after sparsity: it logs, and brings dead neurons back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from twellc.base.errors import UserError
+from twellc.loaders.loaded import fingerprint
+from twellc.training.counts import Fired, FiringWindow, take_counts
+from twellc.training.dead import reinitialise_dead
+from twellc.training.log import LoggedBlock, LoggedStep, LogWriter
+from twellc.training.penalty import L1Penalty, blocks_of
+from twellc.training.ranks import is_first, number_of_ranks, summed
+from twellc.training.relu import Blend
+
+
+class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Logs loss, density and dead neurons of each block; see `SparseTrainer`, which adds the L1 term to the loss.
+
+    Counts are summed over all processes. What is logged goes into the Trainer's own log, too, as means over blocks:
+    `density`, `dead`, `l1`. The Trainer stops with a `UserError`, before it saves anything, where loss or weights are
+    no longer finite.
+
+    Attributes:
+        penalty: The L1 term.
+        window: Counts for a profile in the last steps; None before these.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        l1: float = 2e-5,
+        l1_warm_up: int = 0,
+        blend: Blend | None = None,
+        reinitialise: bool = False,
+        profile_steps: int = 0,
+        log: Path | None = None,
+        began_with: Path | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Prepare a model that `twellc.optimize(model, training=True)` has returned.
+
+        Args:
+            model: The model.
+            l1: The coefficient of the L1 term.
+            l1_warm_up: Steps over which it grows to that.
+            blend: What `sparsify` has returned, to move on with each step.
+            reinitialise: Whether `reinitialise_dead` follows each step.
+            profile_steps: In how many of the last steps to count for a profile.
+            log: The file to log to.
+            began_with: The folder of the model that training began with: a run that goes on has to be of the same.
+            seed: Of what dead neurons are moved towards.
+
+        Raises:
+            UserError: The model has no block in training, or a number is out of range.
+        """
+        self.penalty = L1Penalty(model, l1, warm_up=l1_warm_up)
+        self.window: FiringWindow | None = None
+        self._model = model
+        self._blocks = blocks_of(model)
+        self._blend, self._reinitialise, self._seed = blend, reinitialise, seed
+        self._profile_steps, self._log, self._began_with = profile_steps, log, began_with
+        self._writer: LogWriter | None = None
+        self._fired: dict[str, Fired] | None = None
+        self._moved: Tensor | None = None
+        self._losses: list[Tensor] = []
+        self._l1: list[Tensor] = []
+        self._pending: LoggedStep | None = None
+        self._last = 0
+
+    def note(self, loss: Tensor, share: float) -> None:
+        """Note the loss of a forward without the L1 term, and which share of the step's loss its L1 term is."""
+        assert self.penalty.value is not None
+        self._losses.append(loss.detach().float())
+        self._l1.append(self.penalty.value * share)
+
+    # ---- what the Trainer calls ----
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin the log, or go on with it."""
+        self._last = state.global_step
+        if self._log is not None and is_first():
+            sha256 = fingerprint(self._began_with) if self._began_with is not None else ""
+            name = self._began_with.name if self._began_with is not None else type(self._model).__name__
+            blocks = [LoggedBlock(path, block.layer.d_ff) for path, block in self._blocks.items()]
+            self._writer = LogWriter(self._log, name, sha256, blocks, state.global_step)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Move the activations on, and begin to count for a profile where the last steps begin."""
+        self._write()
+        if self._blend is not None:
+            self._blend.set_step(state.global_step)
+        if self.window is None and state.global_step >= state.max_steps - self._profile_steps:
+            self.window = FiringWindow(self._model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Bring dead neurons back, and see to it that nothing that is saved is NaN."""
+        reads = control.should_log or control.should_save or control.should_evaluate or control.should_training_stop
+        if self._reinitialise or reads:
+            fired = take_counts(self._model)
+            if self._reinitialise:
+                moved = reinitialise_dead(self._model, fired, step=state.global_step, seed=self._seed)
+                self._moved = moved if self._moved is None else self._moved + moved
+            before = self._fired
+            self._fired = fired if before is None else {path: before[path].plus(each) for path, each in fired.items()}
+        if reads:
+            device = next(iter(fired.values())).counts.device
+            self._refuse_nan(state.global_step, control.should_save, device)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        """Add the loss on held-out data to the record of the step."""
+        found = (metrics or {}).get("eval_loss")
+        if self._pending is not None and self._pending.step == state.global_step:
+            self._pending = replace(self._pending, eval_loss=found)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Write a record of the steps since the last one, and tell the Trainer's log of it."""
+        if logs is None or "loss" not in logs or self._fired is None:
+            return
+        steps = max(state.global_step - self._last, 1)
+        record = self._record(state.global_step, steps, logs["loss"])
+        means = {"l1": record.l1, "density": _mean(record.density), "dead": _mean(record.dead)}
+        logs |= means
+        if state.log_history:
+            state.log_history[-1] |= means
+        self._write()
+        self._pending = record
+        self._fired, self._moved, self._losses, self._l1 = None, None, [], []
+        self._last = state.global_step
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Bring the log to where the checkpoint is."""
+        self._write()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Finish the log, and count no more for a profile."""
+        self._write()
+        if self.window is not None:
+            self.window.close()
+
+    # ----
+
+    def _write(self) -> None:
+        """Write the record that waits for the loss on held-out data of its step."""
+        if self._pending is not None and self._writer is not None:
+            self._writer.add(self._pending)
+        self._pending = None
+
+    def _record(self, step: int, steps: int, loss: float) -> LoggedStep:
+        assert self._fired is not None
+        fired = list(self._fired.values())
+        numbers = torch.stack([part for each in fired for part in (each.density, each.dead.double().mean())])
+        values = numbers.tolist()
+        l1 = 0.0
+        if self._losses:
+            sums = torch.stack([torch.stack(self._losses).sum(), torch.stack(self._l1).sum()])
+            loss, l1 = (summed([sums])[0] / (steps * number_of_ranks())).tolist()
+        return LoggedStep(
+            step=step,
+            loss=loss,
+            l1=l1,
+            coefficient=self.penalty.coefficient(step - 1),
+            tokens=int(fired[0].tokens),
+            density=values[::2],
+            dead=values[1::2],
+            relu=1.0 if self._blend is None else self._blend.share(step - 1),
+            reinitialised=0 if self._moved is None else int(self._moved),
+        )
+
+    def _refuse_nan(self, step: int, saves: bool, device: torch.device) -> None:
+        """Fail, in all processes, if a loss or, where they are to be saved, a weight is NaN or infinite.
+
+        Raises:
+            UserError: One is.
+        """
+        bad = torch.zeros(2, dtype=torch.int64, device=device)
+        if self._losses:
+            bad[0] = (~torch.stack(self._losses).isfinite()).sum()
+        if saves:
+            for parameter in self._model.parameters():
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                bad[1] += (~local.detach().isfinite().all()).to(device)
+        of_loss, of_weights = summed([bad])[0].tolist()
+        if of_loss or of_weights:
+            what = "the loss is" if of_loss else "weights are"
+            raise UserError(
+                f"step {step}", f"{what} NaN or infinite",
+                fix="The last checkpoint is as it was: go on from it with a smaller learning rate, a smaller L1 "
+                "coefficient or a longer warm-up.",
+            )  # fmt: skip
+
+
+def _mean(shares: list[float]) -> float:
+    return math.fsum(shares) / len(shares)

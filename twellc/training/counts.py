@@ -1,0 +1,153 @@
+"""Which neurons fire in training: counted in each call, read when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from twellc.base.dtypes import DTYPES, dtype_name
+from twellc.base.errors import UserError
+from twellc.base.version import __version__
+from twellc.firing.counter import FiringCounter, position_bins
+from twellc.firing.profile import DataSource, FiringProfile, ProfiledModel
+from twellc.loaders.loaded import fingerprint
+from twellc.training.penalty import blocks_of
+from twellc.training.ranks import summed
+
+_OPTIONS = {name: option for option, name in DTYPES.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Fired:
+    """How often the neurons of a block fired; on its device.
+
+    Attributes:
+        counts: For how many tokens each neuron fired, int64 [d_ff].
+        tokens: The tokens, int64 [].
+    """
+
+    counts: Tensor
+    tokens: Tensor
+
+    @property
+    def density(self) -> Tensor:
+        """The share of the activations that were not zero, float64 []."""
+        return self.counts.sum() / (self.tokens * len(self.counts)).clamp(min=1).double()
+
+    @property
+    def dead(self) -> Tensor:
+        """Which neurons never fired, bool [d_ff]; none where there was no token."""
+        return (self.counts == 0) & (self.tokens > 0)
+
+    def plus(self, other: Fired) -> Fired:
+        """Return the counts over the tokens of both."""
+        return Fired(self.counts + other.counts, self.tokens + other.tokens)
+
+
+def take_counts(model: nn.Module) -> dict[str, Fired]:
+    """Return how often the neurons of each block fired since the last call, over all processes, and count from 0 again.
+
+    Nothing waits for a GPU. With several processes all of them have to call this.
+
+    Args:
+        model: A model that `twellc.optimize(model, training=True)` has returned.
+
+    Returns:
+        By path of the blocks, in the order of the model.
+
+    Raises:
+        UserError: It has no such block.
+    """
+    blocks = blocks_of(model)
+    states = [each.training.counted or each.training.state(each.gate_parameter().device) for each in blocks.values()]
+    taken = summed([each for state in states for each in (state.counts, state.tokens)])
+    found = {path: Fired(taken[2 * i].clone(), taken[2 * i + 1].clone()) for i, path in enumerate(blocks)}
+    for state in states:
+        state.reset()
+    return found
+
+
+class FiringWindow:
+    """Counts all that a profile holds while a model trains, until `close`: tiles and tokens, too.
+
+    That takes one more product with the gate weight in each call. Padding counts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Begin to count.
+
+        Raises:
+            UserError: The model has no block in training.
+        """
+        self._blocks = blocks_of(model)
+        self._counters: dict[str, FiringCounter] = {}
+        self._sequences = 0
+        self._dtype = ""
+        for path, block in self._blocks.items():
+            block.training.see = self._seer(path)
+
+    def _seer(self, path: str) -> Callable[[Tensor], None]:
+        layer = self._blocks[path].layer
+        threshold = self._blocks[path].training.options.threshold
+        first = path == next(iter(self._blocks))
+
+        def see(z: Tensor) -> None:
+            counter = self._counters.get(path)
+            if counter is None:
+                counter = FiringCounter(path, layer.variant, layer.activation, threshold, layer.d_ff, z.device)
+                self._counters[path] = counter
+            self._dtype = dtype_name(z.dtype)
+            bins = None
+            if z.dim() > 2:  # the sequence is the last axis but the features'
+                positions = torch.arange(z.shape[-2], device=z.device)
+                bins = position_bins(positions).expand(z.shape[:-1]).flatten()
+                self._sequences += z[..., 0, 0].numel() if first else 0
+            counter.add(z.reshape(-1, z.shape[-1]), bins)
+
+        return see
+
+    def close(self) -> None:
+        """Count no more."""
+        for block in self._blocks.values():
+            block.training.see = None
+
+    def profile(self, directory: Path, data: str) -> FiringProfile:
+        """Return what was counted, over all processes; all of them have to call this.
+
+        The weights moved while it was counted: keep the window to the last steps.
+
+        Args:
+            directory: Where the model was saved: the profile is of its files.
+            data: What to call the data.
+
+        Raises:
+            UserError: Nothing was counted, or activations were NaN.
+        """
+        counters = list(self._counters.values())
+        if not counters:
+            raise UserError("profile", "no step was counted", fix="Begin the window before the last steps.")
+        parts = [tensor for counter in counters for tensor in counter.counts.values()]
+        for tensor, whole in zip(parts, summed(parts), strict=True):
+            tensor.copy_(whole)
+        nan = summed([counter.nan.long() for counter in counters])
+        bad = [path for path, each in zip(self._counters, nan, strict=True) if each]
+        if bad:
+            raise UserError(f"layer {bad[0]}", "its activations were NaN in training")
+        blocks = {path: counter.profile() for path, counter in self._counters.items()}
+        (sequences,) = summed([torch.tensor(self._sequences, device=parts[0].device)])
+        tokens = min(block.tokens for block in blocks.values())
+        return FiringProfile(
+            ProfiledModel(
+                directory.name, "Hugging Face directory", fingerprint(directory), _OPTIONS.get(self._dtype, self._dtype)
+            ),
+            [DataSource(data, "training steps", int(sequences), tokens)],
+            datetime.now(UTC).isoformat(timespec="seconds"),
+            __version__,
+            ["counted in training, while the weights moved; `twellc profile` counts the finished model"],
+            blocks,
+        )

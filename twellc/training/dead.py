@@ -1,0 +1,66 @@
+"""Bring neurons back that no token reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from twellc.training.counts import Fired
+from twellc.training.penalty import blocks_of
+
+
+@torch.no_grad()
+def reinitialise_dead(
+    model: nn.Module, fired: Mapping[str, Fired], *, step: int, seed: int = 0, share: float = 0.1, std: float = 0.02
+) -> Tensor:
+    """Move the gate rows of neurons that did not fire towards random ones: W <- (1 - share) W + share N(0, std^2).
+
+    This is what «Sparser, Faster, Lighter Transformer Language Models» (arXiv 2603.23198, C.3) does after each step.
+    What is drawn depends on seed, step and block alone: it is the same in every process, also where FSDP2 shards the
+    weights, and in a run that goes on from a checkpoint. Nothing waits for a GPU.
+
+    Args:
+        model: A model that `twellc.optimize(model, training=True)` has returned.
+        fired: What `take_counts` has returned of the step.
+        step: The number of the step.
+        seed: Of what is drawn.
+        share: How far the rows move, 0 to 1.
+        std: The standard deviation of the random rows.
+
+    Returns:
+        How many neurons were dead, int64 [].
+    """
+    dead: list[Tensor] = []
+    for place, (path, block) in enumerate(blocks_of(model).items()):
+        weight = block.gate_parameter()
+        neurons = fired[path].dead.to(weight.device)
+        mask = torch.zeros(weight.shape[block.gate.transposed], dtype=torch.bool, device=weight.device)
+        mask[slice(*block.gate.rows) if block.gate.rows else slice(None)] = neurons
+        whole = (mask[None] if block.gate.transposed else mask[:, None]).expand(weight.shape)
+        noise = torch.empty(weight.shape, device=weight.device)
+        noise.normal_(0, std, generator=_generator(weight.device, seed, step, place))
+        _move(weight, whole, noise, share)
+        dead.append(neurons.sum())
+    return torch.stack([each.to(dead[0].device) for each in dead]).sum()
+
+
+def _generator(device: torch.device, *numbers: int) -> torch.Generator:
+    state = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
+    return torch.Generator(device).manual_seed(int(state[0] >> 1))
+
+
+def _move(weight: Tensor, where: Tensor, noise: Tensor, share: float) -> None:
+    if isinstance(weight, DTensor):
+        where, noise, weight = _own(where, weight), _own(noise, weight), weight.to_local()
+    weight.copy_(torch.where(where, torch.lerp(weight.float(), noise, share), weight.float()))
+
+
+def _own(whole: Tensor, sharded: DTensor) -> Tensor:
+    """Return what a process holds of a sharded tensor, of the whole that each has: nothing is sent."""
+    spread = distribute_tensor(whole.contiguous(), sharded.device_mesh, sharded.placements, src_data_rank=None)
+    local: Tensor = spread.to_local()
+    return local

@@ -1,0 +1,181 @@
+"""The log of a training run: what `twellc report --training` shows. docs/training.md documents the file.
+
+It has a JSON object in each line: first what is trained, then a record of each logging step. Importing this imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from twellc.base.errors import UserError
+from twellc.base.files import OutputFiles, why_no_file
+from twellc.base.records import OPTIONAL, Amount, Count, Range, Record, Share, of_json, parse_json
+from twellc.base.version import __version__
+from twellc.export.shapes import LARGEST_SIZE
+
+FORMAT, VERSION = "twellc training log", 1
+_EXPECTED = "a log that twellc.training.SparsityCallback wrote"
+
+
+@dataclass(frozen=True)
+class LoggedBlock(Record):
+    """A block: path of its module, and how many neurons it has."""
+
+    module: str
+    d_ff: Annotated[int, Range(1, LARGEST_SIZE)]
+
+
+@dataclass(frozen=True)
+class LoggedRun(Record):
+    """What is trained: the first line.
+
+    Attributes:
+        format: What the file is.
+        version: Of its form.
+        twellc: The version of twellc.
+        model: Name of the model that training began with.
+        sha256: That of its files; empty where it has none.
+        blocks: Its blocks in training, in the order of the model.
+    """
+
+    format: str
+    version: int
+    twellc: str
+    model: str
+    sha256: str
+    blocks: list[LoggedBlock]
+
+
+@dataclass(frozen=True)
+class LoggedStep(Record):
+    """What happened since the record before.
+
+    Attributes:
+        step: Steps of the optimizer so far.
+        loss: Mean of the loss, without the L1 term; null where it is not known.
+        l1: Mean over layers and tokens of the sum over neurons of |h|.
+        coefficient: What l1 was multiplied with in the last step.
+        tokens: Tokens that the blocks saw, padding included.
+        density: Of each block, the share of the activations that were not zero.
+        dead: Of each block, the share of the neurons that never fired.
+        relu: How far activations have come on their way to ReLU, 0 to 1.
+        reinitialised: Gate rows that were moved towards random ones, over all steps and blocks.
+        eval_loss: Loss on held-out data, where it was measured.
+    """
+
+    step: Count
+    loss: float
+    l1: Amount
+    coefficient: Amount
+    tokens: Count
+    density: list[Share]
+    dead: list[Share]
+    relu: Share
+    reinitialised: Count
+    eval_loss: float | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
+class TrainingLog:
+    """A log: what is trained, and what happened."""
+
+    run: LoggedRun
+    steps: list[LoggedStep]
+
+    @property
+    def model(self) -> str:
+        """Name of the model that training began with."""
+        return self.run.model
+
+    @classmethod
+    def read(cls, path: Path, where: str = "") -> TrainingLog:
+        """Read a log.
+
+        Args:
+            path: The file.
+            where: What to call it in a message.
+
+        Raises:
+            UserError: It is not a log, or damaged, or of another version.
+        """
+        where = where or str(path)
+        if not path.is_file():
+            raise UserError(where, why_no_file(path), expected=_EXPECTED)
+        try:
+            lines = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except ValueError as error:
+            raise UserError(where, f"cannot be read as lines of JSON ({error})", expected=_EXPECTED) from error
+        if not lines or not isinstance(lines[0], dict) or lines[0].get("format") != FORMAT:
+            raise UserError(where, "is not a log of training", expected=_EXPECTED)
+        if lines[0].get("version") != VERSION:
+            raise UserError(
+                where, "is of another version", got=repr(lines[0].get("version")), expected=str(VERSION),
+                fix="Use the twellc that wrote it.",
+            )  # fmt: skip
+        try:
+            run = of_json(LoggedRun, lines[0])
+            steps = [of_json(LoggedStep, line, f"line {number}") for number, line in enumerate(lines[1:], 2)]
+        except ValueError as error:
+            raise UserError(where, f"is damaged: {error}", expected=_EXPECTED) from error
+        for number, step in enumerate(steps, 2):
+            if not len(step.density) == len(step.dead) == len(run.blocks):
+                raise UserError(where, f"is damaged: line {number} has other blocks than the first one")
+        return cls(run, steps)
+
+
+class LogWriter:
+    """Writes a log, line by line: a run may be cut short."""
+
+    def __init__(self, path: Path, model: str, sha256: str, blocks: Sequence[LoggedBlock], step: int) -> None:
+        """Begin a log, or go on with one at a step.
+
+        Args:
+            path: The file.
+            model: Name of the model.
+            sha256: That of its files.
+            blocks: Its blocks.
+            step: The step that the run begins with. What is in the file from later steps is forgotten.
+
+        Raises:
+            UserError: The file is not a log, or is one of another model.
+        """
+        self._path = path
+        run = LoggedRun(FORMAT, VERSION, __version__, model, sha256, list(blocks))
+        kept: list[LoggedStep] = []
+        if step > 0 and path.exists():
+            log = TrainingLog.read(path)
+            refuse_other_run(log.run, run, str(path))
+            kept = [each for each in log.steps if each.step <= step]
+        with OutputFiles(overwrite=True) as outputs:
+            outputs.write(path, "".join(f"{json.dumps(each.to_json())}\n" for each in (run, *kept)))
+            outputs.commit()
+
+    def add(self, record: LoggedStep) -> None:
+        """Append a record."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(record.to_json())}\n")
+
+
+def refuse_other_run(found: LoggedRun, run: LoggedRun, where: str) -> None:
+    """Fail if a log is of another model.
+
+    Raises:
+        UserError: It is.
+    """
+    for what, read in _IDENTITY.items():
+        if read(found) != read(run):
+            raise UserError(
+                where, f"is the log of a run with another model: {what}", got=str(read(run)), expected=str(read(found)),
+                fix="Give the model that the run began with, or another output folder.",
+            )  # fmt: skip
+
+
+_IDENTITY: dict[str, Callable[[LoggedRun], Any]] = {
+    "the SHA-256 of its files differs": lambda run: run.sha256,
+    "its blocks differ": lambda run: [f"{each.module} with {each.d_ff}" for each in run.blocks],
+}

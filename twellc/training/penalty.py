@@ -1,0 +1,96 @@
+"""The L1 term, which makes a model sparse."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from twellc.base.errors import UserError
+from twellc.optimization import TrainedBlock, blocks_in_training
+
+_FIX = "Call twellc.optimize(model, training=True) first; twellc.training.sparsify makes ReLU blocks."
+
+
+class L1Penalty:
+    """What is added to the loss: a coefficient times the mean over layers of the sum over neurons of |h|.
+
+    h is what the down projection reads. The sum is the mean over the tokens that a block has seen since the last call,
+    padding included. The coefficient grows from 0 to its full value over the steps of the warm-up.
+
+    Attributes:
+        value: The mean over layers without the coefficient, as of the last call; on the device, without a gradient.
+    """
+
+    def __init__(self, model: nn.Module, coefficient: float, *, warm_up: int = 0) -> None:
+        """Let the blocks of a model note their terms from now on.
+
+        Args:
+            model: A model that `twellc.optimize(model, training=True)` has returned, before or after DDP or FSDP
+                wraps it.
+            coefficient: The full coefficient; a good one for a sum over 5632 neurons is 2e-5.
+            warm_up: Steps until then.
+
+        Raises:
+            UserError: The model has no such block, or a number is out of range.
+        """
+        if not 0 <= coefficient < float("inf"):
+            raise UserError("coefficient", "is out of range", got=repr(coefficient), expected="a number from 0 on")
+        if warm_up < 0:
+            raise UserError("warm_up", "is out of range", got=repr(warm_up), expected="a number of steps from 0 on")
+        self._coefficient, self._warm_up = coefficient, warm_up
+        self._blocks = blocks_of(model)
+        self.value: Tensor | None = None
+        for block in self._blocks.values():
+            block.training.terms, block.training.misses = [], 0
+
+    def coefficient(self, step: int) -> float:
+        """Return the coefficient of a step, from 0 on."""
+        return self._coefficient * min(1.0, (step + 1) / (self._warm_up + 1))
+
+    def __call__(self, step: int) -> Tensor:
+        """Return the term for a loss, and forget what was noted for it. Call it once after each forward.
+
+        Args:
+            step: The step of the optimizer, from 0 on.
+
+        Returns:
+            A float32 scalar.
+
+        Raises:
+            UserError: A block ran its original forward, or none has noted anything.
+        """
+        for path, block in self._blocks.items():
+            if block.training.misses:
+                raise UserError(
+                    f"layer {path}", "ran its original forward, which notes no L1 term",
+                    fix="Inside of the block there must be no dropout that is switched on, no hook, and nothing that "
+                    "was replaced since twellc.optimize, such as by an adapter.",
+                )  # fmt: skip
+        noted = [terms for block in self._blocks.values() if (terms := block.training.terms)]
+        if not noted:
+            raise UserError(
+                "L1 term", "no block has noted one since the last call",
+                fix="Run the model in training mode, with gradients, and checkpoint activations without use_reentrant: "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}.',
+            )  # fmt: skip
+        means = []
+        for terms in noted:
+            tokens = sum(term.tokens for term in terms)
+            means.append(torch.stack([term.l1 * (term.tokens / max(tokens, 1)) for term in terms]).sum())
+        mean = torch.stack([each.to(means[0].device) for each in means]).mean()
+        for block in self._blocks.values():
+            block.training.terms = []
+        self.value = mean.detach()
+        return self.coefficient(step) * mean
+
+
+def blocks_of(model: nn.Module) -> dict[str, TrainedBlock]:
+    """Return the blocks in training.
+
+    Raises:
+        UserError: There are none.
+    """
+    found = blocks_in_training(model)
+    if not found:
+        raise UserError(type(model).__name__, "has no feed-forward block in training", fix=_FIX)
+    return found

@@ -1,0 +1,171 @@
+"""Put a ReLU where SiLU or GELU was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules.dropout import _DropoutNd
+
+from twellc.base.errors import UserError, first_few
+from twellc.optimization import is_block
+from twellc.training_block import BlendedActivation
+
+# GELU in its approximations, QuickGELU too, is as near as that.
+_NEAR = 0.025
+_RELU = "relu"
+
+
+class Blend:
+    """Activations on their way to ReLU.
+
+    Attributes:
+        modules: Paths of the blocks that have got a ReLU.
+        steps: Over how many steps their activations become it; 0 where they are it at once.
+    """
+
+    def __init__(self, modules: Sequence[str], activations: Sequence[BlendedActivation], steps: int) -> None:
+        self.modules, self.steps = list(modules), steps
+        self._activations = list(activations)
+
+    def share(self, step: int) -> float:
+        """Return how far they have come at a step, 0 to 1."""
+        return 1.0 if self.steps == 0 else min(1.0, step / self.steps)
+
+    def set_step(self, step: int) -> None:
+        """Let the activations be what they are at a step, from 0 on; call this before it."""
+        for each in self._activations:
+            each.share = self.share(step)
+
+
+def sparsify(model: nn.Module, *, steps: int = 0) -> Blend:
+    """Put a ReLU into the feed-forward blocks of a model in which SiLU or GELU was, in place.
+
+    The model has to be trained on afterwards. A Hugging Face model's configuration says so, too: what is saved
+    loads with ReLU. Call this before `twellc.optimize(model, training=True)`.
+
+    Args:
+        model: The model. Its blocks are submodules of their own, with their activation as a submodule.
+        steps: Over how many steps the activation becomes a ReLU: (1 - t) act(z) + t relu(z), t from 0 to 1. Until
+            then blocks are computed densely. 0: at once.
+
+    Returns:
+        Which blocks have got one, and how far they are: `set_step` moves them on.
+
+    Raises:
+        UserError: There is no such block, or the model's configuration cannot say what it is now.
+    """
+    if steps < 0:
+        raise UserError("steps", "is out of range", got=repr(steps), expected="a number from 0 on")
+    replaced = list(_replace(model, steps > 0))
+    if not replaced:
+        raise UserError(
+            type(model).__name__, "has no feed-forward block with a SiLU or GELU to replace",
+            expected="submodules that are one block each, with their activation as a submodule",
+        )  # fmt: skip
+    if hasattr(model, "config"):
+        try:
+            _configure(model, replaced)
+        except UserError:
+            for path, original in replaced:
+                model.set_submodule(path, original)
+            raise
+    activations = [each for each in model.modules() if isinstance(each, BlendedActivation)]
+    return Blend([path.rpartition(".")[0] for path, _ in replaced], activations, steps)
+
+
+def _replace(model: nn.Module, blended: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Replace activations; yield the path of each, and what it was."""
+    for path, module in list(model.named_modules()):
+        candidates = [name for name, child in module.named_children() if _is_silu_or_gelu(child)]
+        if len(candidates) != 1:
+            continue
+        (name,) = candidates
+        original = getattr(module, name)
+        setattr(module, name, BlendedActivation(original) if blended else nn.ReLU())
+        if is_block(path, module):
+            yield f"{path}.{name}".lstrip("."), original
+        else:
+            setattr(module, name, original)
+
+
+def _is_silu_or_gelu(module: nn.Module) -> bool:
+    """Whether it computes one of them, or nearly."""
+    if next(module.parameters(), None) is not None or list(module.children()) or isinstance(module, _DropoutNd):
+        return False
+    z = torch.linspace(-6, 6, 97)
+    try:
+        with torch.no_grad():
+            y = module(z)
+    except Exception:  # it is no function of one tensor
+        return False
+    if not isinstance(y, torch.Tensor) or y.shape != z.shape:
+        return False
+    return any(bool((y - other).abs().max() < _NEAR) for other in (functional.silu(z), functional.gelu(z)))
+
+
+# ---- the configuration of a Hugging Face model ----
+
+
+def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> None:
+    """Let the configuration name ReLU, and see to it that the model it describes is this one.
+
+    Raises:
+        UserError: It is not: the configuration was left as it is.
+    """
+    from transformers.activations import ACT2FN
+
+    known = dict(_configurations(model))
+    before = {id(config): (config, copy.deepcopy(vars(config))) for config in known.values()}
+    for path, original in replaced:
+        for config in _above(path, known):
+            for name, value in list(vars(config).items()):
+                if name == "feed_forward_proj" and isinstance(value, str):  # of T5: gated-gelu
+                    setattr(config, name, f"{value.rpartition('-')[0]}-{_RELU}".lstrip("-"))
+                elif isinstance(value, str) and value in ACT2FN and type(ACT2FN[value]) is type(original):
+                    setattr(config, name, _RELU)
+    try:
+        with torch.device("meta"):
+            described = dict(type(model)(copy.deepcopy(model.config)).named_modules())
+    except Exception:
+        described = {}
+    wanted: dict[str, type[nn.Module]] = {
+        path: type(module)
+        for path, module in model.named_modules()
+        if next(module.parameters(), None) is None and not list(module.children())
+    }
+    for path, _ in replaced:
+        wanted.pop(f"{path}.original", None)
+        wanted[path] = nn.ReLU
+    other = [path for path, kind in wanted.items() if type(described.get(path)) is not kind]
+    if other:
+        for config, values in before.values():
+            vars(config).clear()
+            vars(config).update(values)
+        raise UserError(
+            type(model).__name__, "its configuration cannot say that these blocks alone have another activation",
+            got=f"another activation at {first_few(sorted(set(other)))}",
+            fix="Set the activation in its config.json, load the model, and leave sparsify out.",
+        )  # fmt: skip
+
+
+def _configurations(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the configurations of modules that have one, by path."""
+    for path, module in model.named_modules():
+        config = vars(module).get("config")
+        if config is not None and hasattr(config, "to_dict"):
+            yield path, config
+
+
+def _above(path: str, known: dict[str, Any]) -> list[Any]:
+    """Return the configurations of a module and those above it; of one and the same only once."""
+    found: dict[int, Any] = {}
+    while path:
+        path = path.rpartition(".")[0]
+        if path in known:
+            found[id(known[path])] = known[path]
+    return list(found.values())

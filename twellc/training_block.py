@@ -1,0 +1,168 @@
+"""What a block does in training besides computing: it notes its L1 term, and counts which neurons fire.
+
+Its activation may be on the way from another one to ReLU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from twellc.base.dtypes import kernel_dtypes
+from twellc.plugins.block import BlockOptions, Operands
+from twellc.plugins.gradients.ops import train_forward
+from twellc.plugins.meaning import activate
+from twellc.plugins.training import TrainingState, train_block
+
+_KERNEL_DTYPES = kernel_dtypes()
+
+
+class BlendedActivation(nn.Module):
+    """An activation that becomes a ReLU: (1 - share) * original(z) + share * relu(z).
+
+    Attributes:
+        original: The activation that it was.
+        share: 0 to 1: how far it has come.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.original = original
+        self.share = 0.0
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Activate z of any shape."""
+        relu = torch.relu(z)
+        if self.share >= 1:
+            return relu
+        blended: Tensor = torch.lerp(self.original(z), relu, self.share)
+        return blended
+
+
+def blended_of(module: nn.Module) -> BlendedActivation | None:
+    """Return the activation of a block that is on its way; None where it is what it shall be."""
+    found = (each for each in module.modules() if isinstance(each, BlendedActivation))
+    return next((each for each in found if each.share < 1), None)
+
+
+@contextmanager
+def as_relu(module: nn.Module) -> Iterator[None]:
+    """Let blended activations be what they become."""
+    shares = [(each, each.share) for each in module.modules() if isinstance(each, BlendedActivation)]
+    try:
+        for each, _ in shares:
+            each.share = 1.0
+        yield
+    finally:
+        for each, share in shares:
+            each.share = share
+
+
+@dataclass(frozen=True)
+class Term:
+    """The L1 term of one call: the sum over neurons of |h|, mean over its tokens."""
+
+    l1: Tensor
+    tokens: int
+
+
+class BlockInTraining:
+    """What a block notes and counts. A copy of it, by deepcopy or pickle, has noted and counted nothing.
+
+    Attributes:
+        options: How the block is computed.
+        terms: The L1 terms of calls since they were taken; None where nobody asks for them.
+        misses: Calls since then for which the original forward ran, which notes nothing.
+        see: Receives what the activation is applied to, z [..., d_ff], of each call; None where nobody asks for it.
+    """
+
+    def __init__(self, options: BlockOptions, d_ff: int) -> None:
+        self.options = options
+        self.terms: list[Term] | None = None
+        self.misses = 0
+        self.see: Callable[[Tensor], None] | None = None
+        self._d_ff = d_ff
+        self._state: TrainingState | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.options, self._d_ff)
+
+    def state(self, device: torch.device) -> TrainingState:
+        """Return what is counted, on the device where the block is now."""
+        if self._state is None or self._state.counts.device != device:
+            before, self._state = self._state, TrainingState(self._d_ff, device)
+            if before is not None:
+                self._state.counts += before.counts.to(device)
+                self._state.tokens += before.tokens.to(device)
+        return self._state
+
+    @property
+    def counted(self) -> TrainingState | None:
+        """What is counted, where it is now; None before the first call."""
+        return self._state
+
+    def missed(self) -> None:
+        """Note that the original forward runs."""
+        self.misses += 1
+
+    def run(self, operands: Operands[Tensor], blended: BlendedActivation | None) -> Tensor:
+        """Compute the block, note and count.
+
+        Where activation checkpointing computes again, nothing is noted and counted a second time, and what the kernels
+        keep has the form that it had.
+
+        Args:
+            operands: What it reads.
+            blended: An activation on its way to a ReLU, that is computed densely.
+        """
+        x, tokens = operands.x, operands.x.numel() // operands.x.shape[-1]
+        state, again = self.state(x.device), _is_backward()
+        if blended is not None or not _is_for_kernels(operands):
+            y, l1, counts = self._dense(operands, blended)
+            if not again:
+                with torch.no_grad():
+                    state.begin(tokens)
+                    state.count(counts, tokens)
+        elif again:
+            y, l1, _ = train_forward(operands, self.options, state.step)
+        else:
+            y, l1 = train_block(operands, self.options, state)
+        if not again:
+            if self.terms is not None and l1.requires_grad:
+                self.terms.append(Term(l1, tokens))
+            if self.see is not None:
+                with torch.no_grad():
+                    self.see(functional.linear(x, *operands.first))
+        return y
+
+    def _dense(self, operands: Operands[Tensor], blended: BlendedActivation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the block by torch's own operations."""
+        z = functional.linear(operands.x, *operands.first)
+        g = activate(z, self.options.activation, self.options.threshold) if blended is None else blended(z)
+        h = g
+        if operands.w_gate is not None:
+            u = functional.linear(operands.x, operands.w_up, operands.b_up)
+            h = g * (torch.relu(u) if self.options.activation == "drelu" else u)
+        y = functional.linear(h, operands.w_down.t(), operands.b_down)
+        l1 = h.abs().sum(dtype=torch.float32) / max(operands.x.numel() // operands.x.shape[-1], 1)
+        return y, l1, (g != 0).sum(tuple(range(g.dim() - 1)))
+
+
+def _is_backward() -> bool:
+    """Whether this runs within a backward: activation checkpointing computes a forward again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_for_kernels(operands: Operands[Tensor]) -> bool:
+    """Whether the ops take these tensors: of one type, which autocast makes them, and on a GPU the kernels' own."""
+    kind = operands.x.device.type
+    if torch.is_autocast_enabled(kind):
+        return kind == "cpu" or torch.get_autocast_dtype(kind) in _KERNEL_DTYPES
+    dtypes = {each.dtype for each in operands.named().values()}
+    return len(dtypes) == 1 and (kind == "cpu" or dtypes <= set(_KERNEL_DTYPES))
