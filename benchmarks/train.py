@@ -1,7 +1,13 @@
-"""Time training: a step of a whole model of 1.5 billion parameters, forward, backward and optimizer.
+"""Time training: a block, forward and backward, and a step of a whole model of 1.5 billion parameters with optimizer.
 
+python benchmarks/train.py block --json results.json
 python benchmarks/train.py step --json results.json
 python benchmarks/train.py step --smoke
+
+`block` takes blocks whose neurons fire equally often, and those of four trained layers (data/README.md). Which neurons
+are hot is chosen as in training, from how often each fired. Dense rivals are eager and compiled, with gate and up
+projection in one product; everything is a CUDA graph of one forward and backward, and contestants take turns.
+Gradients are compared first: where twell is further from dense than bfloat16 explains, nothing is timed.
 
 `step` trains a ReLU Llama by AdamW in bfloat16, on sequences of 2048 tokens, with the L1 term: densely, eager and
 compiled, and with its blocks by the kernels of `twellc.optimize(model, training=True)`. The micro-batch is the largest
@@ -28,7 +34,7 @@ import click
 import session
 import torch
 import transformers
-from draw import TRAINED_LAYERS, Neurons, offsets
+from draw import TRAINED_LAYERS, Neurons, make_inputs, offsets
 from model import CAUSAL, causal_attention, make_model
 from tables import head, row
 from torch import Tensor, nn
@@ -39,6 +45,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import twellc
 from twellc.base.errors import UserError
 from twellc.benchmarking.energy import EnergyMeter
+from twellc.plugins.block import BlockOptions, Operands
+from twellc.plugins.training import TrainingState, train_block
 from twellc.training import L1Penalty, take_counts
 
 DENSE, TWELL = "dense compiled", "twell compiled"
@@ -48,6 +56,7 @@ TARGETS = (1.25, 0.75)
 _WARM_UPS = 12  # by then which neurons are hot was chosen from enough tokens
 _LOSS, _NORM = 0.02, 0.1  # by how much twell may differ from dense, as a share
 _GIB = 1 << 30
+_GRADIENT = 0.02  # relative error of gradients against dense ones: two roundings of bfloat16 each
 
 
 @dataclass(frozen=True)
@@ -226,6 +235,176 @@ def result_row(result: dict[str, Any], dense: dict[str, Any]) -> str:
 @click.group(help=__doc__)
 def main() -> None:
     """Time training."""
+
+
+class DenseBlock(nn.Module):
+    """A dense block, with gate and up projection in one product, or plain."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        first = [weights[name] for name in ("w_gate", "w_up") if name in weights]
+        self.first, self.down = nn.Parameter(torch.cat(first)), nn.Parameter(weights["w_down"].t().contiguous())
+        self.gated = len(first) == 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute y [tokens, d_model]."""
+        z = functional.linear(x, self.first)
+        if not self.gated:
+            return functional.linear(functional.relu(z), self.down)
+        gate, up = z.chunk(2, -1)
+        return functional.linear(functional.relu(gate) * up, self.down)
+
+
+class TwellBlock(nn.Module):
+    """The same by the kernels."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterDict(weights)
+        self.state = TrainingState(len(weights["w_down"]), weights["w_down"].device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute y [tokens, d_model]."""
+        operands = Operands(x=x, **dict(self.weights.items()))
+        return train_block(operands, BlockOptions(activation="relu"), self.state)[0]
+
+
+def backward_of(block: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
+    """Return what runs a block forward and backward."""
+
+    def run() -> None:
+        x.grad = None
+        block.zero_grad(set_to_none=True)
+        torch.autograd.backward(block(x), dy)
+
+    return run
+
+
+def as_graph(run: Callable[[], None]) -> Callable[[], None]:
+    """Return what replays a call as one CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def microseconds(run: Callable[[], None], calls: int = 4) -> float:
+    """Return what a call takes."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / calls
+
+
+def compare(dense: DenseBlock, twell: TwellBlock, x_gradients: tuple[Tensor, Tensor]) -> None:
+    """Fail where gradients differ by more than bfloat16 explains.
+
+    Raises:
+        click.ClickException: They do.
+    """
+    assert dense.first.grad is not None and dense.down.grad is not None
+    parts = dense.first.grad.chunk(2 if dense.gated else 1)
+    names = ("w_gate", "w_up") if dense.gated else ("w_up",)
+    pairs = {name: (part, twell.weights[name].grad) for name, part in zip(names, parts, strict=True)}
+    pairs |= {"w_down": (dense.down.grad.t(), twell.weights["w_down"].grad), "x": x_gradients}
+    for name, (expected, found) in pairs.items():
+        error = (found.float() - expected.float()).norm() / expected.float().norm()
+        if not error <= _GRADIENT:
+            raise click.ClickException(f"the gradient of {name} is {float(error):.1e} from dense")
+
+
+def measure_block(tokens: int, neurons: Neurons, d_model: int, d_ff: int, variant: str, rounds: int) -> dict[str, Any]:
+    """Compare one block with its rivals, and time them in turns."""
+    x, sets = make_inputs(tokens, d_model, d_ff, torch.bfloat16, neurons, variant, session.DEVICE)
+    drawn = sets[0]
+    first = {"w_up": drawn.block.gate} if variant == "plain" else {"w_gate": drawn.block.gate, "w_up": drawn.block.up}
+    weights = {
+        name: value.clone() for name, value in {**first, "w_down": drawn.down_by_neuron}.items() if value is not None
+    }
+    del sets, drawn, first
+    x, dy = x.requires_grad_(), torch.randn_like(x)
+    dense, twell = DenseBlock(weights), TwellBlock(weights)
+    run = backward_of(twell, x, dy)
+    for _ in range(_WARM_UPS):  # by then it has been chosen how the block is computed
+        run()
+    found = x.grad
+    backward_of(dense, x, dy)()
+    compare(dense, twell, (x.grad, found))
+    compiled = torch.compile(dense, dynamic=False)
+    contestants = {
+        "dense eager": backward_of(dense, x, dy), "dense compiled": backward_of(compiled, x, dy), "twell": run
+    }  # fmt: skip
+    graphs = {name: as_graph(each) for name, each in contestants.items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for turn in range(rounds + 1):
+        for name, graph in graphs.items():
+            took = microseconds(graph)
+            if turn:
+                times[name].append(took)
+    step = twell.state.step
+    return {
+        "tokens": tokens, "neurons": neurons.distribution, "layer": neurons.layer, "variant": variant, "hot": step.hot,
+        "pairs": step.pairs, "density": float(twell.state.counts.sum() / (twell.state.tokens * d_ff)),
+        "microseconds": {name: statistics.median(each) for name, each in times.items()},
+    }  # fmt: skip
+
+
+def best_dense(result: dict[str, Any]) -> float:
+    """Return the time of the faster dense form."""
+    times = result["microseconds"]
+    return float(min(times["dense eager"], times["dense compiled"]))
+
+
+@main.command()
+@click.option("--tokens", "tokens_list", default="2048,16384,65536", show_default=True)
+@click.option("--d-model", default=2048, show_default=True)
+@click.option("--d-ff", default=5632, show_default=True)
+@click.option("--rounds", default=7, show_default=True)
+@click.option("--trained/--no-trained", default=True, show_default=True, help="Take the trained layers, too.")
+@session.json_option
+@session.smoke_option(tokens_list="2048", d_model=256, d_ff=1024, rounds=1, trained=False)
+def block(tokens_list: str, d_model: int, d_ff: int, rounds: int, trained: bool, json_path: Path | None) -> None:
+    """Time blocks forward and backward; print a Markdown table in microseconds."""
+    session.refuse_without_gpu()
+    report = session.new_report()
+    machine = report["machine"]
+    click.echo(f"{machine['gpu']}, torch {machine['torch']}, commit {machine['commit']}\n")
+    click.echo(
+        head(["tokens", "neurons", "active", "hot", "dense eager", "dense compiled", "twell", "over the faster"])
+    )
+    cases = [(Neurons("equal", 29 / 5632), "gated"), (Neurons("equal", 29 / 5632), "plain")]
+    cases += [(Neurons("equal", 1.0), "gated")]
+    cases += [(Neurons("trained", layer=layer), "gated") for layer in range(TRAINED_LAYERS if trained else 0)]
+    for tokens in map(int, tokens_list.split(",")):
+        layers = []
+        for neurons, variant in cases:
+            torch._dynamo.reset()
+            result = measure_block(tokens, neurons, d_model, d_ff, variant, rounds)
+            report["results"].append(result)
+            session.write_results(json_path, report)
+            name = f"trained layer {neurons.layer}" if neurons.distribution == "trained" else f"equal, {variant}"
+            layers += [result] if neurons.distribution == "trained" else []
+            times = result["microseconds"]
+            click.echo(
+                row([
+                    tokens, name, f"{100 * result['density']:.2f} %", result["hot"],
+                    *(f"{each:.0f}" for each in times.values()), f"{best_dense(result) / times['twell']:.2f}",
+                ])
+            )  # fmt: skip
+        if layers:
+            dense, twell = sum(map(best_dense, layers)), sum(each["microseconds"]["twell"] for each in layers)
+            click.echo(
+                row([tokens, "trained, together", "", "", "", f"{dense:.0f}", f"{twell:.0f}", f"{dense / twell:.2f}"])
+            )
 
 
 @main.command()

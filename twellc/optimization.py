@@ -187,7 +187,7 @@ class _Optimized(nn.Module):
         original = _original(self)
         if original is None:
             return super().__reduce_ex__(protocol)
-        return _remake, (type(self).__bases__[0], original), vars(self).copy()
+        return _remake, (original, type(self).__bases__[0]), vars(self).copy()
 
 
 class _InTraining(_Optimized):
@@ -265,7 +265,7 @@ def _original(module: nn.Module) -> type[nn.Module] | None:
     return bases[1] if bases[0] in (_Optimized, _InTraining) else None
 
 
-def _remake(mixed_in: type[_Optimized], original: type[nn.Module]) -> nn.Module:
+def _remake(original: type[nn.Module], mixed_in: type[_Optimized] = _Optimized) -> nn.Module:
     """Make an empty object for copy and pickle, which fill it with the state."""
     made: type[nn.Module] = _optimized(mixed_in, original)  # type: ignore[arg-type]
     return made.__new__(made)

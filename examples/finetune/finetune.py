@@ -52,7 +52,7 @@ class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
-def read_texts(files: Sequence[Path], model: Path, vocabulary: int, length: int, field: str) -> Sequences:
+def read_texts(option: str, files: Sequence[Path], model: Path, vocabulary: int, length: int, field: str) -> Sequences:
     """Read texts as one long row of tokens, documents one behind the other.
 
     Raises:
@@ -71,7 +71,7 @@ def read_texts(files: Sequence[Path], model: Path, vocabulary: int, length: int,
     tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
     if len(tokens) < length:
         raise UserError(
-            f"--text {first_few(files)}", "is less than one sequence", got=f"{len(tokens)} tokens",
+            f"{option} {first_few(files)}", "is less than one sequence", got=f"{len(tokens)} tokens",
             expected=f"--sequence {length} at least",
         )  # fmt: skip
     return Sequences(tokens, length)
@@ -173,6 +173,10 @@ def main(**options: Any) -> None:
     """Fine-tune a model."""
     try:
         run(**options)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            "GPU", f"its memory ran out ({first_line(error)})", fix="Use a smaller --batch, or --checkpointing."
+        ) from error
     except UserError:
         if os.environ.get("RANK", "0") != "0":
             sys.exit(2)  # the first process says it
@@ -201,8 +205,9 @@ def run(
     begin = checkpoint_to_resume(output, model) if resume else None
     network = load_model(model, options["checkpointing"])
     vocabulary, length = network.config.get_text_config().vocab_size, options["sequence"]
-    data = read_texts([*text, *texts], model, vocabulary, length, options["field"])
-    measured = read_texts(held_out, model, vocabulary, length, options["field"]) if held_out else None
+    sizes = (model, vocabulary, length, options["field"])
+    data = read_texts("--text", [*text, *texts], *sizes)
+    measured = read_texts("--held-out", held_out, *sizes) if held_out else None
     moving = prepare(network, options["blend"])
     output.mkdir(parents=True, exist_ok=True)
     sparsity = SparsityCallback(

@@ -121,6 +121,7 @@ def test_refuses(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("a")
     refused(finetune(model=dense, text=empty), "is less than one sequence", "2 tokens", "--sequence 16")
+    refused(finetune(model=dense, held_out=empty), "--held-out", "is less than one sequence")
     (tmp_path / "nothing.txt").write_text("")
     refused(finetune(model=dense, text=tmp_path / "nothing.txt"), "the file is empty")
     refused(finetune(model=tmp_path / "none"), "is not a Hugging Face folder")

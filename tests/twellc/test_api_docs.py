@@ -1,4 +1,4 @@
-"""The examples of docs/api.md, generate.md, profile.md and report.md run, in their order, each by itself."""
+"""The examples of pages in docs run, in their order, each by itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = [
     (page, example)
-    for page in ("api.md", "generate.md", "profile.md", "report.md")
+    for page in ("api.md", "generate.md", "profile.md", "report.md", "training.md")
     for example in re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
 ]
 

@@ -1,7 +1,9 @@
 """Training with sparse feed-forward blocks: where models come from that twellc compiles. See docs/training.md.
 
+    from twellc.training import L1Penalty
+
     twellc.optimize(model, training=True)      # blocks run by the kernels, forward and backward
-    penalty = twellc.training.L1Penalty(model, 2e-5, warm_up=1000)
+    penalty = L1Penalty(model, 2e-5, warm_up=1000)
     ...
     loss = loss + penalty(step)
 

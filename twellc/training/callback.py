@@ -24,6 +24,8 @@ from twellc.training.relu import Blend
 class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Logs loss, density and dead neurons of each block; see `SparseTrainer`, which adds the L1 term to the loss.
 
+    Another Trainer's loss has to have `penalty(step)` in it, unless `l1` is 0.
+
     Counts are summed over all processes. What is logged goes into the Trainer's own log, too, as means over blocks:
     `density`, `dead`, `l1`. The Trainer stops with a `UserError`, before it saves anything, where loss or weights are
     no longer finite.
@@ -101,8 +103,20 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self.window is None and state.global_step >= state.max_steps - self._profile_steps:
             self.window = FiringWindow(self._model)
 
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """See to it that somebody takes what the blocks note."""
+        if self.penalty.value is not None:
+            return
+        if self.penalty.coefficient(state.max_steps) > 0:
+            raise UserError(
+                "SparsityCallback", "the loss has no L1 term",
+                fix="Train by twellc.training.SparseTrainer, mix SparseTrainerMixin into the Trainer, or give l1=0.",
+            )  # fmt: skip
+        self.penalty.close()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Bring dead neurons back, and see to it that nothing that is saved is NaN."""
+        self.on_substep_end(args, state, control)
         reads = control.should_log or control.should_save or control.should_evaluate or control.should_training_stop
         if self._reinitialise or reads:
             fired = take_counts(self._model)

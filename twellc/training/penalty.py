@@ -43,6 +43,11 @@ class L1Penalty:
         for block in self._blocks.values():
             block.training.terms, block.training.misses = [], 0
 
+    def close(self) -> None:
+        """Let the blocks note their terms no longer."""
+        for block in self._blocks.values():
+            block.training.terms = None
+
     def coefficient(self, step: int) -> float:
         """Return the coefficient of a step, from 0 on."""
         return self._coefficient * min(1.0, (step + 1) / (self._warm_up + 1))

@@ -99,6 +99,20 @@ def test_parameters_stay_as_they_are(tmp_path: Path) -> None:
     assert [type(each) for each in model.modules()] == [type(each) for each in original.modules()]
 
 
+def test_restore_where_another_class_is_derived() -> None:
+    """As FSDP2 does."""
+    block = twellc.optimize(Gated().train(), training=True)
+    derived = type(block)
+    block.__class__ = type("Sharded", (derived,), {})
+    x = torch.randn(3, 16)
+    expected = block(x)
+    assert list(blocks_in_training(block)) == [""]
+    twellc.restore(block)
+    with Ops() as ops:
+        torch.testing.assert_close(block(x), expected)
+    assert not ops.counts and not twellc.optimized_blocks(block)
+
+
 def test_evaluation_runs_the_original() -> None:
     model = twellc.optimize(models.llama(), training=True).eval()
     with Ops() as ops, torch.no_grad():

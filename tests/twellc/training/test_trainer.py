@@ -1,0 +1,173 @@
+"""transformers' Trainer with the L1 term: what it adds, logs and refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import twellc
+from tests import models
+from twellc.base.errors import UserError
+from twellc.training import SparseTrainer, SparseTrainerMixin, SparsityCallback, TrainingLog
+
+pytest.importorskip("accelerate")
+
+
+class Ids(torch.utils.data.Dataset):
+    """The same sequences of 8 tokens in each epoch."""
+
+    def __init__(self, count: int = 32) -> None:
+        self.ids = torch.randint(3, 96, (count, 8), generator=torch.Generator().manual_seed(2))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def arguments(folder: Path, **changes: Any) -> Any:
+    import transformers
+
+    options = {
+        "output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 2,
+        "use_cpu": True, "report_to": [], "save_strategy": "no", "optim": "sgd", "learning_rate": 0.1,
+        "disable_tqdm": True, "lr_scheduler_type": "constant", **changes,
+    }  # fmt: skip
+    return transformers.TrainingArguments(**options)
+
+
+def model_in_training() -> Any:
+    return twellc.optimize(models.llama(use_cache=False), training=True)
+
+
+def trained(folder: Path, kind: Any = SparseTrainer, recipe: dict[str, Any] | None = None, **changes: Any) -> Any:
+    model = model_in_training()
+    sparsity = SparsityCallback(model, **(recipe or {"l1": 1e-2}))
+    trainer = kind(model=model, args=arguments(folder, **changes), train_dataset=Ids(), sparsity=sparsity)
+    trainer.train()
+    return trainer
+
+
+def test_the_loss_that_is_trained_on(tmp_path: Path) -> None:
+    """Steps of the Trainer are those of a loop with the term in its loss; accumulation changes nothing."""
+    whole = trained(tmp_path, max_grad_norm=1e9)
+    parts = trained(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_grad_norm=1e9)
+    for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    logged = [[each for each in trainer.state.log_history if "density" in each] for trainer in (whole, parts)]
+    for one, other in zip(*logged, strict=True):
+        for name in ("loss", "l1", "density", "dead"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3), name
+
+    model = models.llama(use_cache=False).train()
+    terms: list[Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: terms.append(args[0].abs().sum(-1).mean()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    order = [index for each in order_of(tmp_path) for index in each]
+    for step in range(4):
+        ids = Ids().ids[order[4 * step : 4 * step + 4]]
+        loss = model(input_ids=ids, labels=ids).loss
+        (loss + 1e-2 * torch.stack(terms).mean()).backward()
+        terms.clear()
+        optimizer.step()
+        optimizer.zero_grad()
+    for one, other in zip(whole.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def order_of(folder: Path) -> list[list[int]]:
+    """Return which sequences a Trainer puts into its batches."""
+    seen: list[list[int]] = []
+    data = Ids()
+
+    class Watched(SparseTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+            seen.append([int((data.ids == row).all(1).nonzero()[0]) for row in inputs["input_ids"]])
+            return super().compute_loss(model, inputs, *rest, **named)
+
+    trained(folder, Watched)
+    return seen
+
+
+def test_what_is_logged(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, recipe={"l1": 1e-2, "l1_warm_up": 1, "reinitialise": True, "log": tmp_path / "t.jsonl"})
+    log = TrainingLog.read(tmp_path / "t.jsonl")
+    assert [each.step for each in log.steps] == [2, 4]
+    assert (log.model, log.run.sha256) == ("LlamaForCausalLM", "")
+    assert [each.coefficient for each in log.steps] == [1e-2, 1e-2]
+    history = [each for each in trainer.state.log_history if "density" in each]
+    for record, each in zip(log.steps, history, strict=True):
+        assert each["density"] == pytest.approx(sum(record.density) / 2) and each["l1"] == pytest.approx(record.l1)
+        assert record.tokens == 2 * 4 * 8
+    # The Trainer's own loss has the term in it: of two steps with 1/2 and all of the coefficient in the first record.
+    assert history[1]["loss"] == pytest.approx(log.steps[1].loss + 1e-2 * log.steps[1].l1, rel=1e-3)
+    assert json.dumps(trainer.state.log_history)
+
+
+def test_other_trainers(tmp_path: Path) -> None:
+    import transformers
+
+    class Mine(SparseTrainerMixin, transformers.Trainer):
+        pass
+
+    assert [each for each in trained(tmp_path, Mine).state.log_history if "dead" in each]
+    model = model_in_training()
+    given = {"args": arguments(tmp_path), "train_dataset": Ids()}
+    trainer = transformers.Trainer(model=model, callbacks=[SparsityCallback(model, l1=1e-3)], **given)
+    with pytest.raises(UserError, match=r"the loss has no L1 term.*SparseTrainer"):
+        trainer.train()
+    model = model_in_training()
+    trainer = transformers.Trainer(
+        model=model, callbacks=[SparsityCallback(model, l1=0, log=tmp_path / "p.jsonl")], **given
+    )
+    trainer.train()
+    log = TrainingLog.read(tmp_path / "p.jsonl")
+    assert [each.l1 for each in log.steps] == [0, 0] and all(1 < each.loss < 10 for each in log.steps)
+    assert all(0 < share < 1 for each in log.steps for share in each.density)
+
+
+def test_evaluation_has_no_term(tmp_path: Path) -> None:
+    trainer = trained(tmp_path)
+    trainer.eval_dataset = Ids(4)
+    found = trainer.evaluate()["eval_loss"]
+    model = trainer.model.eval()
+    with torch.no_grad():
+        assert found == pytest.approx(float(model(input_ids=Ids(4).ids, labels=Ids(4).ids).loss), rel=1e-4)
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    class Breaks(SparseTrainer):
+        def training_step(self, *rest: Any, **named: Any) -> Any:
+            loss = super().training_step(*rest, **named)
+            if self.state.global_step == 3:
+                self.model.lm_head.weight.grad.fill_(math.inf)
+            return loss
+
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.0}
+    with pytest.raises(UserError, match="step 4: weights are NaN or infinite"):
+        trained(tmp_path, Breaks, **options)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_several_gpus_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    model = model_in_training()
+    given = arguments(tmp_path)
+    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", property(lambda self: 2))
+    with pytest.raises(UserError, match="several GPUs in one process; got 2 GPUs"):
+        SparseTrainer(model=model, args=given, train_dataset=Ids(), sparsity=SparsityCallback(model))
+
+
+def test_a_model_that_is_not_optimized() -> None:
+    with pytest.raises(UserError, match="has no feed-forward block in training"):
+        SparsityCallback(copy.deepcopy(models.llama()))
