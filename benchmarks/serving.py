@@ -4,9 +4,10 @@ python benchmarks/serving.py --json results.json
 python benchmarks/serving.py --smoke --device cpu
 
 The model is that of `model.py`: random weights, sparse gates. `dense` is vLLM's own class over transformers, the only
-one of its classes that takes a ReLU Llama. Each engine has a process of its own, so they take no turns; both compile
-the model and replay CUDA graphs. All requests are there at the start. Tokens a second of the prompts are from calls
-that generate one token; those of the answers from what longer calls take beyond that. Medians of several calls.
+one of its classes that takes a ReLU Llama. Each engine has a process of its own; they start at the same time and then
+take turns. Both compile the model and replay CUDA graphs. All requests are there at the start. Tokens a second of the
+prompts are from calls that generate one token; those of the answers from what longer calls take beyond that. Medians
+of several calls.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import random
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,76 +74,121 @@ def main(
         make_model(layers, d_model, d_ff, density, "equal").save_pretrained(folder)
         if device == "cuda":
             torch.cuda.empty_cache()
-    for name in only or CONTESTANTS:
-        # A process of its own, which leaves nothing behind on the GPU.
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(measure, folder, name, batches, prompt, tokens, repeats, device, session.is_smoke())
-            report["results"].append(found.result())
+    cache_bytes = 4 * layers * d_model * max(batches) * (prompt + tokens + 32)
+    setting = Setting(folder, batches, prompt, tokens, cache_bytes, device, session.is_smoke())
+    engines = {name: Engine(name, setting) for name in only or CONTESTANTS}
+    report["engines"] = {name: engine.read() for name, engine in engines.items()}
+    click.echo(f"{report['engines']}")
+    click.echo(f"| requests | {' | '.join(f'{name}: prompt, answer tokens/s' for name in engines)} |")
+    click.echo("| --- " * (1 + len(engines)) + "|")
+    for count in batches:
+        found = time_in_turns(engines, count, tokens, repeats)
+        report["results"].append({"requests": count, "times": found})
+        cells = []
+        for times in found.values():
+            times["prompt_tokens_per_s"] = count * prompt / times["one_token_s"]
+            times["answer_tokens_per_s"] = count * tokens / max(times["all_tokens_s"] - times["one_token_s"], 1e-9)
+            cells.append(f"{times['prompt_tokens_per_s']:.0f}, {times['answer_tokens_per_s']:.0f}")
+        click.echo(f"| {count} | {' | '.join(cells)} |")
         session.write_results(json_path, report)
-        click.echo(table(report["results"]))
+    for engine in engines.values():
+        engine.stop()
 
 
-def measure(
-    folder: Path, name: str, batches: list[int], prompt: int, tokens: int, repeats: int, device: str, smoke: bool
-) -> dict[str, Any]:
-    """Serve the model and time it for each number of requests."""
+@dataclass(frozen=True)
+class Setting:
+    """What every engine serves, and how."""
+
+    folder: Path
+    batches: list[int]
+    prompt: int
+    tokens: int
+    cache_bytes: int
+    device: str
+    smoke: bool
+
+
+class Engine:
+    """An engine in a process of its own."""
+
+    def __init__(self, name: str, setting: Setting) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=serve, args=(name, setting, other), daemon=True)
+        self._process.start()
+        other.close()
+
+    def read(self) -> Any:
+        """Return what the process sends next.
+
+        Raises:
+            click.ClickException: It has ended.
+        """
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise click.ClickException("an engine has ended") from None
+
+    def seconds(self, count: int, length: int) -> float:
+        """Return what a call takes that answers `count` requests with `length` tokens each."""
+        self._pipe.send((count, length))
+        return float(self.read())
+
+    def stop(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join()
+
+
+def serve(name: str, setting: Setting, pipe: Any) -> None:
+    """Make an engine, tell its figures, and answer what is asked until nobody asks any more."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if device == "cpu":
+    if setting.device == "cpu":
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     # Here, so that the environment is set, and in this process alone.
     from vllm import LLM, SamplingParams, __version__
 
     started = time.perf_counter()
+    # Memory for the cache is named, since engines that start at the same time would each take what is there.
     engine: Any = LLM(
-        str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=prompt + tokens + 8,
-        max_num_seqs=max(batches), enable_prefix_caching=False, enforce_eager=smoke, gpu_memory_utilization=0.6,
-        compilation_config={"cudagraph_capture_sizes": batches}, **CONTESTANTS[name],
+        str(setting.folder), skip_tokenizer_init=True, dtype="bfloat16", max_num_seqs=max(setting.batches),
+        max_model_len=setting.prompt + setting.tokens + 8, enable_prefix_caching=False, enforce_eager=setting.smoke,
+        kv_cache_memory_bytes=setting.cache_bytes, gpu_memory_utilization=0.3,
+        compilation_config={"cudagraph_capture_sizes": setting.batches}, **CONTESTANTS[name],
     )  # fmt: skip
     (blocks,) = engine.apply_model(count_blocks)
     if (blocks > 0) != (name == "twell"):
         raise click.ClickException(f"{name}: twellc runs {blocks} blocks")
-    result: dict[str, Any] = {
-        "contestant": name, "vllm": __version__, "blocks": blocks, "start_s": time.perf_counter() - started,
-        "requests": {},
-    }  # fmt: skip
+    pipe.send({"vllm": __version__, "blocks": blocks, "start_s": time.perf_counter() - started})
     vocabulary = int(engine.llm_engine.model_config.get_vocab_size())
-
-    def seconds(count: int, length: int) -> tuple[float, list[int]]:
+    while True:
+        try:
+            count, length = pipe.recv()
+        except EOFError:
+            return
         draw = random.Random(count)
-        prompts = [{"prompt_token_ids": draw.choices(range(vocabulary), k=prompt)} for _ in range(count)]
+        prompts = [{"prompt_token_ids": draw.choices(range(vocabulary), k=setting.prompt)} for _ in range(count)]
         sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
-        answers = engine.generate(prompts, sampling, use_tqdm=False)
-        return time.perf_counter() - begin, [answer.outputs[0].token_ids[0] for answer in answers]
+        engine.generate(prompts, sampling, use_tqdm=False)
+        pipe.send(time.perf_counter() - begin)
 
-    for count in batches:
-        seconds(count, 1 + tokens)
-        short = statistics.median(seconds(count, 1)[0] for _ in range(repeats))
-        long = statistics.median(seconds(count, 1 + tokens)[0] for _ in range(repeats))
-        result["requests"][str(count)] = {
-            "prompt_tokens_per_s": count * prompt / short,
-            "answer_tokens_per_s": count * tokens / max(long - short, 1e-9),
-            "call_s": long,
-            "first_tokens": seconds(count, 1)[1],
-        }
-    return result
+
+def time_in_turns(engines: dict[str, Engine], count: int, tokens: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Return the medians of short and long calls of each engine, in seconds."""
+    times: dict[str, dict[str, list[float]]] = {name: {"one_token_s": [], "all_tokens_s": []} for name in engines}
+    for engine in engines.values():
+        engine.seconds(count, 1 + tokens)
+    for _ in range(repeats):
+        for name, engine in engines.items():
+            times[name]["one_token_s"].append(engine.seconds(count, 1))
+            times[name]["all_tokens_s"].append(engine.seconds(count, 1 + tokens))
+    return {name: {kind: statistics.median(each) for kind, each in found.items()} for name, found in times.items()}
 
 
 def count_blocks(model: Any) -> int:
     """Return how many blocks of a model in vLLM the ops run."""
     return sum(type(module).__name__ == "TwellBlock" for module in model.modules())
-
-
-def table(results: list[dict[str, Any]]) -> str:
-    """Return what was measured as Markdown."""
-    names = [each["contestant"] for each in results]
-    lines = ["", "| requests | " + " | ".join(f"{name}: prompt, answer tokens/s" for name in names) + " |"]
-    lines.append("| --- " * (1 + len(names)) + "|")
-    for count in results[0]["requests"]:
-        rows = [each["requests"][count] for each in results]
-        cells = [f"{row['prompt_tokens_per_s']:.0f}, {row['answer_tokens_per_s']:.0f}" for row in rows]
-        lines.append(f"| {count} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

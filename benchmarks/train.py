@@ -396,7 +396,7 @@ def block(tokens_list: str, d_model: int, d_ff: int, rounds: int, trained: bool,
             times = result["microseconds"]
             click.echo(
                 row([
-                    tokens, name, f"{100 * result['density']:.2f} %", result["hot"],
+                    str(tokens), name, f"{100 * result['density']:.2f} %", str(result["hot"]),
                     *(f"{each:.0f}" for each in times.values()), f"{best_dense(result) / times['twell']:.2f}",
                 ])
             )  # fmt: skip

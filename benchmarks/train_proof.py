@@ -44,6 +44,7 @@ from twellc.training.counts import Fired
 PARTS = ("curves", "fine-tune", "dead")
 _TRIED_STEPS = 12  # to see how long one takes
 _FEWEST_STEPS = 20
+_CORPUS_BYTES = 120_000_000
 _SMOOTHED = 50  # steps
 _HELD_OUT_WINDOWS = 8
 _WARM_UP = 0.05  # of the learning rate, as a share of the steps
@@ -125,6 +126,9 @@ def train(model: Any, corpus: Corpus, run: Run, note: Callable[[int, str], None]
             min(1, (step + 1) / (_WARM_UP * run.steps + 1)) * (0.5 + 0.5 * math.cos(math.pi * step / run.steps))
         ),
     )
+    if on_gpu:
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
     model.train()
     losses, terms, seen, began = [], [], [], time.monotonic()
     window: dict[str, Fired] | None = None
@@ -162,6 +166,8 @@ def train(model: Any, corpus: Corpus, run: Run, note: Callable[[int, str], None]
                         note(step + 1, f"{float(losses[-1]) / math.log(2):.3f} bits a byte, {words(seen[-1])}")
     found = torch.stack(losses).tolist()  # waits
     seconds = time.monotonic() - began
+    for layer in model.model.layers:
+        layer._compiled_call_impl = None
     twellc.restore(model)
     dense_blocks(model, LlamaMLP)
     return {
@@ -191,7 +197,7 @@ def evaluate(model: Any, corpus: Corpus) -> dict[str, Any]:
     """Measure a model on held-out windows, the same for all: bits a byte, and which gates are active, densely."""
     counts = [torch.zeros(model.config.intermediate_size, device=corpus.train.device) for _ in model.model.layers]
     hooks = [
-        layer.mlp.act_fn.register_forward_hook(lambda _, __, g, at=at: at.add_((g != 0).sum((0, 1))))
+        layer.mlp.act_fn.register_forward_hook(functools.partial(_count_active, at))
         for layer, at in zip(model.model.layers, counts, strict=True)
     ]
     model.eval()
@@ -217,14 +223,17 @@ def evaluate(model: Any, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def steps_in(seconds: float, tries: Sequence[Callable[[int], object]]) -> int:
-    """Return how many steps all of some trainings can take in so many seconds together."""
+def _count_active(counts: Tensor, _module: nn.Module, _arguments: Any, g: Tensor) -> None:
+    """Count active gates in a forward hook, which returns nothing: what it returned would be the result."""
+    counts += (g != 0).sum((0, 1))
+
+
+def steps_in(seconds: float, tries: Sequence[Callable[[int], float]]) -> int:
+    """Return how many steps all of some trainings, which return their seconds, can take in so many together."""
     taken, tried = 0.0, 1 if session.is_smoke() else _TRIED_STEPS
     for attempt in tries:
         attempt(2)
-        began = time.monotonic()
-        attempt(tried)
-        taken += (time.monotonic() - began) / tried
+        taken += attempt(tried) / tried
     return max(4 if session.is_smoke() else _FEWEST_STEPS, int(seconds / taken))
 
 
@@ -248,8 +257,8 @@ def curves(seconds: float, device: str, _: Path | None, add: Callable[[dict[str,
     def run(name: str, steps: int, seed: int, twell: bool) -> Run:
         return Run(name, steps, seed, rate=3e-3, l1=1e-3, twell=twell)
 
-    def attempt(twell: bool, steps: int) -> None:
-        train(made(0), corpus, run("", steps, 0, twell))
+    def attempt(twell: bool, steps: int) -> float:
+        return float(train(made(0), corpus, run("", steps, 0, twell))["seconds"])
 
     steps = steps_in(seconds, [functools.partial(attempt, twell) for _, twell, _ in kinds])
     for name, twell, seed in kinds:
@@ -286,9 +295,9 @@ def dead(seconds: float, device: str, _: Path | None, add: Callable[[dict[str, A
         add({"part": "dead", **found, "held_out": evaluate(model, corpus)})
 
 
-def _trial(steps: int, *, device: str, corpus: Corpus, relu: bool, twell: bool) -> None:
+def _trial(steps: int, *, device: str, corpus: Corpus, relu: bool, twell: bool) -> float:
     model = (make_model if relu else _silu)(corpus.recipe).to(device)
-    train(model, corpus, Run("", steps, twell=twell))
+    return float(train(model, corpus, Run("", steps, twell=twell))["seconds"])
 
 
 def _silu(recipe: Recipe) -> Any:
@@ -300,7 +309,7 @@ def _silu(recipe: Recipe) -> Any:
 
 
 def _corpus(device: str) -> Corpus:
-    recipe = SMOKE if session.is_smoke() else Recipe()
+    recipe = SMOKE if session.is_smoke() else dataclasses.replace(Recipe(), corpus_bytes=_CORPUS_BYTES)
     train_bytes, held_out = (
         torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device) for part in load_corpus(recipe.corpus_bytes)
     )
@@ -427,6 +436,7 @@ def main(parts: tuple[str, ...], seconds: float, device: str, out: Path | None, 
     if device == "cuda":
         session.refuse_without_gpu()
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 64  # of a layer: each kind of block, and each model
     report = session.new_report()
     machine = report["machine"]
     click.echo(f"{machine['gpu']}, torch {machine['torch']}, commit {machine['commit']}\n")

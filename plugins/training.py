@@ -5,19 +5,18 @@
 
 Which neurons are computed densely follows from how often each was active in calls before. A block begins dense. Now
 and then a few small kernels choose anew on the device; the host reads what they chose `_DELAY` calls later, when it has
-long been there, so that nothing waits, and so that the same run chooses the same at the same step.
+long been there, so that nothing waits, and so that the same run chooses the same at the same step. Where a call finds
+more pairs than there is place for, which is slow, the block is dense for a while, longer each time.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from twellc.plugins.block import BlockOptions, Operands
-from twellc.plugins.gradients.call import Step
-from twellc.plugins.gradients.ops import train_forward
+from twellc.plugins.gradients.call import Call, Step
+from twellc.plugins.gradients.ops import TRAIN_FORWARD
 
 # What a step costs, in the time that the dense products of a training step take for a neuron and a token: measured on
 # an H100 (benchmarks/train.py), and much alike elsewhere, as products and gathers grow with the same widths.
@@ -29,44 +28,52 @@ _MOST_COST = 0.95
 # Hot neurons come in whole tiles of a product.
 _TILE = 128
 # Place for pairs, against what calls before have needed: a text may be denser than the one before.
-_SPARE_FACTOR, _SPARE_PAIRS = 2, 16
-# Calls at which to choose: these, then every _INTERVAL-th.
-_FIRST_CALLS = (1, 2, 4, 8)
+_SPARE_FACTOR, _SPARE_PAIRS = 3, 64
+# Calls at which to look at what was counted: these, then every _INTERVAL-th. The first look is for the second one.
+_FIRST_CALLS = (2, 4, 8)
 _INTERVAL = 16
 _DELAY = 2
+# Calls for which a block is dense after one that found too little place: so many, then twice as many, and so on.
+_REST, _MOST_REST = 32, 1024
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """A choice that is on its way to the host.
+class _Reading:
+    """Numbers that are on their way from the device to the host.
 
     Attributes:
-        call: The number of the call that made it.
-        order: int32 [d_ff], on the device.
-        numbers: int64 [2], on the host once the event has passed: hot neurons, and places for pairs a token.
-        event: What tells that; None where the device is the host.
+        call: The number of the call that sent them.
     """
 
-    call: int
-    order: Tensor
-    numbers: Tensor
-    event: torch.cuda.Event | None
+    def __init__(self, call: int, numbers: Tensor) -> None:
+        """Send int64 numbers."""
+        self.call, self._numbers, self._event = call, numbers, None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def take(self) -> list[int]:
+        """Return them; where calls after have begun, this does not wait."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[int] = self._numbers.tolist()
+        return found
 
 
-def choose(counts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def choose(rates: Tensor) -> tuple[Tensor, Tensor]:
     """Return all neurons, those first that are active most often, and how many of them are hot, with pairs a token.
 
     Args:
-        counts: int64 [d_ff]: for how many tokens each was active.
-        tokens: int64: of how many.
+        rates: float64 [d_ff]: for which share of the tokens each is active.
 
     Returns:
-        The order, int32 [d_ff], and int64 [2], both on the device of `counts`.
+        The order, int32 [d_ff], and int64 [2], both on the device of `rates`.
     """
-    d_ff = counts.shape[0]
-    rates, order = torch.sort(counts.double() / tokens.clamp(min=1), descending=True, stable=True)
+    d_ff = rates.shape[0]
+    rates, order = torch.sort(rates, descending=True, stable=True)
     pairs = torch.cat([rates.sum().view(1), rates.sum() - rates.cumsum(0)]).clamp(min=0)[:d_ff:_TILE]
-    hot = torch.arange(0, d_ff, _TILE, device=counts.device)
+    hot = torch.arange(0, d_ff, _TILE, device=rates.device)
     cost = hot + _GATE_COST * (d_ff - hot) + _PAIR_COST * pairs
     least, place = cost.min(0, keepdim=True)
     is_sparse = least <= _MOST_COST * d_ff
@@ -93,8 +100,11 @@ class TrainingState:
         self.step = self._chosen = self._dense = Step(hot=d_ff, pairs=0)
         self._recent = torch.zeros_like(self.counts)
         self._recent_tokens = torch.zeros_like(self.tokens)
+        self._rates: Tensor | None = None  # when it was last looked
         self._calls = 0
-        self._choice: _Choice | None = None
+        self._choice: tuple[_Reading, Tensor] | None = None
+        self._listed: list[tuple[_Reading, int]] = []
+        self._rest, self._rest_until = _REST, 0
 
     def reset(self) -> None:
         """Count from 0 again; how the block is computed stays."""
@@ -103,41 +113,51 @@ class TrainingState:
 
     def begin(self, tokens: int) -> Step:
         """Begin a call of so many tokens, and return how it computes the block."""
-        capturing = self.counts.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not capturing:
+        if not _is_captured(self.counts):
             self._calls += 1
-            if self._choice is not None and self._calls > self._choice.call + _DELAY:
-                self._take(self._choice)
-        self.step = self._dense if self.counts.is_cuda and tokens < _FEWEST_TOKENS else self._chosen
+            if self._choice is not None and self._is_due(self._choice[0]):
+                (hot, pairs), order = self._choice[0].take(), self._choice[1]
+                self._chosen, self._choice = Step(order=order, hot=hot, pairs=pairs), None
+            while self._listed and self._is_due(self._listed[0][0]):
+                reading, expected = self._listed.pop(0)
+                if reading.take()[0] < expected:
+                    self._rest_until, self._rest = self._calls + self._rest, min(2 * self._rest, _MOST_REST)
+                    self._listed.clear()
+        is_dense = self._calls < self._rest_until or (self.counts.is_cuda and tokens < _FEWEST_TOKENS)
+        self.step = self._dense if is_dense else self._chosen
         return self.step
 
-    def count(self, counts: Tensor, tokens: int) -> None:
-        """Count what the call has found, and now and then choose anew."""
+    def _is_due(self, reading: _Reading) -> bool:
+        return self._calls > reading.call + _DELAY
+
+    def count(self, counts: Tensor, tokens: int, row_begin: Tensor) -> None:
+        """Count what the call has found, and now and then choose anew.
+
+        Args:
+            counts: int32 [d_ff]: for how many tokens each neuron was active.
+            tokens: The tokens of the call.
+            row_begin: See `Kept`.
+        """
         for all_counts, all_tokens in ((self.counts, self.tokens), (self._recent, self._recent_tokens)):
             all_counts += counts
             all_tokens += tokens
-        capturing = counts.is_cuda and torch.cuda.is_current_stream_capturing()
-        due = self._calls in _FIRST_CALLS or self._calls % _INTERVAL == 0
-        if due and self._choice is None and not capturing:
-            self._choose()
+        if _is_captured(counts):
+            return
+        if row_begin.numel() and self.step.pairs:
+            self._listed.append((_Reading(self._calls, row_begin[-1:]), tokens))
+        if self._choice is None and (self._calls in _FIRST_CALLS or self._calls % _INTERVAL == 0):
+            rates = self._recent.double() / self._recent_tokens.clamp(min=1)
+            if self._rates is not None:
+                # Neurons that come and go are as active as they were when they were most.
+                order, numbers = choose(torch.maximum(rates, self._rates))
+                self._choice = _Reading(self._calls, numbers), order
+            self._rates = rates
+            self._recent.zero_()
+            self._recent_tokens.zero_()
 
-    def _choose(self) -> None:
-        order, numbers = choose(self._recent, self._recent_tokens)
-        event = None
-        if numbers.is_cuda:
-            on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            on_host.copy_(numbers, non_blocking=True)
-            numbers, event = on_host, torch.cuda.Event()
-            event.record()
-        self._choice = _Choice(self._calls, order, numbers, event)
-        self._recent.zero_()
-        self._recent_tokens.zero_()
 
-    def _take(self, choice: _Choice) -> None:
-        if choice.event is not None:
-            choice.event.synchronize()  # passed long ago, unless the host is calls ahead
-        hot, pairs = choice.numbers.tolist()
-        self._chosen, self._choice = Step(order=choice.order, hot=hot, pairs=pairs), None
+def _is_captured(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def train_block(operands: Operands[Tensor], options: BlockOptions, state: TrainingState) -> tuple[Tensor, Tensor]:
@@ -153,7 +173,8 @@ def train_block(operands: Operands[Tensor], options: BlockOptions, state: Traini
         differentiable.
     """
     tokens = operands.x.numel() // operands.x.shape[-1]
-    y, l1, counts = train_forward(operands, options, state.begin(tokens))
+    call = Call(operands=operands, options=options, step=state.begin(tokens))
+    y, l1, counts, row_begin, *_ = TRAIN_FORWARD(*call.arguments())
     with torch.no_grad():
-        state.count(counts, tokens)
+        state.count(counts, tokens, row_begin)
     return y, l1

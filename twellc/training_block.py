@@ -126,9 +126,8 @@ class BlockInTraining:
         if blended is not None or not _is_for_kernels(operands):
             y, l1, counts = self._dense(operands, blended)
             if not again:
-                with torch.no_grad():
-                    state.begin(tokens)
-                    state.count(counts, tokens)
+                state.counts += counts
+                state.tokens += tokens
         elif again:
             y, l1, _ = train_forward(operands, self.options, state.step)
         else:

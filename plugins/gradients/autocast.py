@@ -34,7 +34,7 @@ def _casting(
         }
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
             found = op(**cast)
-        if not is_wider:
+        if residual is None or not is_wider:
             return found
         return residual + found if isinstance(found, Tensor) else (residual + found[0], *found[1:])
 

@@ -37,25 +37,31 @@ def create(trt: Any, registry: Any, phase: str, given: list[list[Any]]) -> bool:
 
 
 def make_onnx(case: dict[str, Any]) -> bytes:
-    """Build an ONNX graph of one node; `case["inputs"]` are [name, dtype, extents] each, text for a dynamic one."""
+    """Build an ONNX graph of one node; `case["inputs"]` are [name, dtype, extents] each, text for a dynamic one.
+
+    It has as many outputs as `case["outputs"]` says, which are like the first inputs.
+    """
     from onnx import TensorProto, helper
 
     dtypes = {"bf16": 16, "fp16": 10, "fp32": 1, "int32": 6, "int64": 7}
     assert dtypes["bf16"] == TensorProto.BFLOAT16
     values = [helper.make_tensor_value_info(name, dtypes[kind], shape) for name, kind, shape in case["inputs"]]
+    results = [
+        helper.make_tensor_value_info(f"y{i}" if i else "y", dtypes[kind], shape)
+        for i, (_, kind, shape) in enumerate(case["inputs"][: case.get("outputs", 1)])
+    ]
     node = helper.make_node(
-        ATTENTION_NAME,
+        case.get("node", ATTENTION_NAME),
         [value.name for value in values],
-        ["y"],
+        [value.name for value in results],
         name="attention0",
         domain=PLUGIN_NAMESPACE,
         plugin_version=PLUGIN_VERSION,
         plugin_namespace=PLUGIN_NAMESPACE,
         **case["attributes"],
     )
-    y = helper.make_tensor_value_info("y", dtypes[case["inputs"][0][1]], case["inputs"][0][2])
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid(PLUGIN_NAMESPACE, 1)]
-    graph = helper.make_graph([node], "attention", values, [y])
+    graph = helper.make_graph([node], "attention", values, results)
     model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
     return model
 
@@ -68,6 +74,7 @@ def build(trt: Any, logger: Any, case: dict[str, Any]) -> dict[str, Any]:
     if not parser.parse(make_onnx(case)):
         return {"plan_bytes": 0}
     config = builder.create_builder_config()
+    config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     config.num_compute_capabilities = 1
     config.set_compute_capability(trt.ComputeCapability.SM80, 0)
     for scale in range(1, case.get("profiles", 1) + 1):
@@ -78,7 +85,7 @@ def build(trt: Any, logger: Any, case: dict[str, Any]) -> dict[str, Any]:
         config.add_optimization_profile(profile)
     plan = builder.build_serialized_network(network, config)
     output = network.get_output(0)
-    in_plan = plan is not None and ATTENTION_NAME.encode() in bytes(memoryview(plan))
+    in_plan = plan is not None and case.get("node", ATTENTION_NAME).encode() in bytes(memoryview(plan))
     return {
         "plan_bytes": 0 if plan is None else plan.nbytes,
         "in_plan": in_plan,

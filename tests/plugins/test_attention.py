@@ -443,7 +443,38 @@ def node(dtype: str = "bf16", lengths: bool = False, causal: bool = True, **chan
     return {"inputs": [[name, *each] for name, each in inputs.items()], "attributes": attributes, "profiles": profiles}
 
 
+def cached(dtype: str = "bf16", **changes: Any) -> dict[str, Any]:
+    """Return a build case of TwellCachedAttention; see `node`."""
+    inputs: dict[str, Any] = {
+        "q": [dtype, ["batch", "tokens", 4, 64]],
+        **{name: [dtype, ["batch", 2, 128, 64]] for name in ("keys", "values")},
+        **{name: ["int32", ["batch"]] for name in ("query_counts", "key_counts")},
+    }
+    attributes = {"scale": 0.125, **changes.pop("attributes", {})}
+    given = [[name, *each] for name, each in (inputs | changes).items() if each is not None]
+    return {"node": "TwellCachedAttention", "inputs": given, "attributes": attributes, "profiles": 2}
+
+
+def appending(dtype: str = "bf16", **changes: Any) -> dict[str, Any]:
+    """Return a build case of TwellAppendCaches; see `node`."""
+    inputs: dict[str, Any] = {
+        **{name: [dtype, ["batch", 2, 128, 64]] for name in ("keys", "values")},
+        **{name: [dtype, ["batch", "tokens", 2, 64]] for name in ("new_keys", "new_values")},
+        **{name: ["int32", ["batch"]] for name in ("starts", "counts")},
+    }
+    attributes = changes.pop("attributes", {})
+    given = [[name, *each] for name, each in (inputs | changes).items() if each is not None]
+    return {"node": "TwellAppendCaches", "inputs": given, "attributes": attributes, "profiles": 2, "outputs": 2}
+
+
 BUILT: dict[str, dict[str, Any]] = {
+    "cached": cached(),
+    "cached-fp16": cached("fp16"),
+    "append": appending(),
+    "append-fp16": appending("fp16"),
+    "append-two-widths": appending(
+        values=["bf16", ["batch", 2, 128, 32]], new_values=["bf16", ["batch", "tokens", 2, 32]]
+    ),
     "bf16": node(),
     "fp16": node("fp16"),
     "lengths": node(lengths=True),
@@ -495,7 +526,39 @@ NOT_BUILT: dict[str, tuple[dict[str, Any], str]] = {
         "input lengths has shape [?, 1]; expected [batch] = [?]",
     ),
     "causal": (node(attributes={"causal": 3}), "field 'causal': got 3; allowed: 0 or 1"),
-}
+    "cached-layout": (
+        cached(keys=["bf16", ["batch", 128, 2, 32]]),
+        "input keys has shape [?, 128, 2, 32]; expected [batch, kv_heads, length, width] = [?, ?, ?, 64]",
+    ),
+    "cached-values": (
+        cached(values=["bf16", ["batch", 2, 96, 64]]),
+        "input values has shape [?, 2, 96, 64]; expected [batch, kv_heads, length, width] = [?, 2, 128, 64]",
+    ),
+    "cached-int64": (cached(key_counts=["int64", ["batch"]]), "input key_counts is int64; expected int32"),
+    "cached-without-counts": (
+        cached(key_counts=None), "got 4 inputs; expected 5: q, keys, values, query_counts, key_counts",
+    ),
+    "cached-too-many-tokens": (
+        cached(**{n: ["bf16", ["batch", 2, 32, 64]] for n in ("keys", "values")}),
+        "there must not be more tokens than keys where these are cached",
+    ),
+    "append-layout": (
+        appending(new_keys=["bf16", ["batch", "tokens", 3, 64]]),
+        "input new_keys has shape [?, ?, 3, 64]; expected [batch, tokens, kv_heads, width] = [?, ?, 2, 64]",
+    ),
+    "append-lengths": (
+        appending(values=["bf16", ["batch", 2, 96, 64]]),
+        "input values has shape [?, 2, 96, 64]; expected [batch, kv_heads, length, width] = [?, 2, 128, ?]",
+    ),
+    "append-mixed": (
+        appending(new_values=["fp16", ["batch", "tokens", 2, 64]]),
+        "input new_values is fp16; expected bf16, or fp16, for all keys and values",
+    ),
+    "append-int64": (appending(starts=["int64", ["batch"]]), "input starts is int64; expected int32"),
+    "append-without-counts": (
+        appending(counts=None), "got 5 inputs; expected 6: keys, values, new_keys, new_values, starts, counts",
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -518,9 +581,10 @@ def test_engine_is_built(built: dict[str, Report], name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_BUILT)
 def test_bad_node_is_refused_with_a_reason(built: dict[str, Report], name: str) -> None:
-    result, text = built[name], NOT_BUILT[name][1]
+    result, (case, text) = built[name], NOT_BUILT[name]
+    plugin = case.get("node", "TwellAttention")
     assert result["plan_bytes"] == 0
-    assert any(message.startswith(f"TwellAttention 'attention0': {text}") for message in loud(result)), loud(result)
+    assert any(message.startswith(f"{plugin} 'attention0': {text}") for message in loud(result)), loud(result)
 
 
 def test_plan_through_the_compiler(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_nothing_waits_and_a_graph_replays() -> None:
         ((y * dy).sum() + l1).backward()
         return y
 
-    for _ in range(6):
+    for _ in range(8):
         step()
     assert state.step.order is not None and state.step.hot < 1024
     torch.cuda.synchronize()
@@ -254,10 +254,27 @@ def test_a_block_learns_what_is_hot() -> None:
     case.tensors["b_gate"][torch.randperm(2048)[:200]] = 0.5
     operands, state = operands_of(case), TrainingState(2048, torch.device("cuda"))
     steps = []
-    for _ in range(6):
+    for _ in range(8):
         train_block(operands, case.options, state)
         steps.append(state.step)
     assert steps[0].hot == 2048  # dense at first
     assert steps[-1].hot == 256 and steps[-1].order is not None
     assert set(steps[-1].order[:200].tolist()) == set((case.tensors["b_gate"] == 0.5).nonzero()[:, 0].tolist())
     assert_right(case, torch.bfloat16, steps[-1])
+
+
+def test_a_block_is_dense_for_a_while_where_there_is_too_little_place() -> None:
+    case = problem(tokens=2048, d_model=64, d_ff=1024, d_out=64, density=0.004)
+    operands, state = operands_of(case), TrainingState(1024, torch.device("cuda"))
+    for _ in range(8):
+        train_block(operands, case.options, state)
+    assert state.step.hot == 0
+    b_gate = operands.b_gate
+    assert b_gate is not None
+    with torch.no_grad():
+        b_gate += 2.5  # now about half of the neurons fire
+    steps = []
+    for _ in range(40):
+        train_block(operands, case.options, state)
+        steps.append(state.step.hot)
+    assert steps[:3] == [0] * 3 and steps[3:] == [1024] * 37  # the next look has found it, too

@@ -99,6 +99,18 @@ def test_modules(blocks: Any, kind: type[nn.Module], biases: str) -> None:
     assert down.weight.shape == (D_MODEL, D_FF) and down.weight.t().is_contiguous()
 
 
+def test_gate_and_up_in_one_layer(blocks: Any) -> None:
+    def packed(layer: Any, x: Tensor) -> Tensor:
+        up, gate = layer.gate_up(x).chunk(2, dim=-1)
+        y: Tensor = layer.down(torch.relu(gate) * up)
+        return y
+
+    block = Written(packed, gate_up=nn.Linear(D_MODEL, 2 * D_FF), down=nn.Linear(D_FF, D_MODEL))
+    scale_weights(block)
+    (found,) = same(blocks, Model(Residual(block)), torch.randn(1, 5, D_MODEL))
+    assert found.weights.w_gate.rows == (D_FF, 2 * D_FF, 1) and not found.refusal
+
+
 def test_a_module_in_two_places(blocks: Any) -> None:
     shared, alone = Gated(), Plain()
     model = Model(Residual(shared), Residual(shared), alone, alone)

@@ -25,6 +25,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "llama with biases": (models.llama, {"hidden_size": 64, "head_dim": 32, "mlp_bias": True}),
     "arcee": (models.arcee, {"hidden_size": 128}),
     "nemotron": (models.nemotron, {"hidden_size": 128, "head_dim": 32}),
+    "nemotron of 99 neurons": (models.nemotron, {"hidden_size": 128, "head_dim": 32, "intermediate_size": 99}),
     "opt": (models.opt, {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 320}),
 }
 SPARSELM = ["sparselm", "sparselm with bare weights"]
@@ -95,6 +96,15 @@ def test_two_ranks(made: Any, ask: Ask, family: str) -> None:
     answer = ask(model, ranks=2, **({} if family in SPARSELM else TWELL))
     assert answer.tokens == tokens
     assert answer.log.count(BLOCKS_RUN) == 2
+
+
+def test_neurons_that_ranks_cannot_share(made: Any, ask: Ask) -> None:
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    model, tokens = made("nemotron of 99 neurons")
+    answer = ask(model, ranks=2, **TWELL)
+    assert answer.tokens == tokens
+    assert refusal("its 99 neurons cannot be shared out evenly among 2 ranks") in answer.log
 
 
 def test_two_ranks_compiled(made: Any, ask: Ask) -> None:

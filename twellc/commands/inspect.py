@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from twellc.options.commands import (
 from twellc.plugins.library import GPUS
 
 if TYPE_CHECKING:
+    from twellc.base.caches import KeyValueCache
     from twellc.compiling.manifest import Manifest
     from twellc.inspection.kernels import KernelTable
 
@@ -71,6 +73,8 @@ def inspect(model: Path, as_json: bool, **options: Any) -> None:
     print_attention(description.attention or [])
     if description.manifest is not None:
         _print_libraries(description.manifest)
+        if description.manifest.cache is not None:
+            _print_cache(description.manifest.cache)
     if description.layers:
         _print_cost(found.cost)
     _print_kernels(found.kernels)
@@ -84,6 +88,28 @@ def _print_libraries(manifest: Manifest) -> None:
     """Name other people's plugin libraries that a plan needs."""
     for library in manifest.plugins.libraries or ():
         click.echo(plain(f"{library.file}: plugins {', '.join(library.names)}; sha256 {library.sha256}"))
+
+
+def _print_cache(cache: KeyValueCache) -> None:
+    """Say what a host has to know of a key-value cache."""
+    console = open_console()
+    ends = " and ".join(map(str, cache.end_tokens)) or "none"
+    megabytes = 2 * sum(math.prod(pair.shape[1:]) for pair in cache.pairs) / 1e6
+    facts = (
+        f"key-value cache: up to {cache.length} tokens of each of up to {cache.batch} sequences, fed at most "
+        f"{cache.prefill_chunk} tokens a call; {megabytes:,.4g} MB a sequence, {cache.dtype}",
+        f"{cache.layers} layers, {cache.kv_heads} heads of {cache.head_dim}; {_LOGITS[cache.logits]}, for "
+        f"{cache.vocabulary} tokens, of which {ends} end a text; files for text in {cache.text}",
+    )
+    for fact in facts:
+        console.print(fact, soft_wrap=True)
+    table = Table("input", "output, at the same address", "shape", title="caches")
+    for pair in cache.pairs:
+        table.add_row(pair.input, pair.output, "x".join("?" if size < 0 else str(size) for size in pair.shape))
+    console.print(table)
+
+
+_LOGITS = {"last": "logits behind the last token of a sequence", "all": "logits behind each token"}
 
 
 def _print_cost(cost: CostTable) -> None:

@@ -111,9 +111,8 @@ def compile_model(
         manifest.notes.extend([EMBEDDED_NOTE] if manifest.plugins.embedded else [])
         manifest.warnings.extend([TRITON_WARNING] if options.triton is not None and backend != "tensorrt" else [])
         text = json.dumps(manifest.to_json(), indent=2) + "\n"
-        if texts:
-            outputs.make_folder(texts[0][1].parent)
         for source, kept in texts:
+            outputs.make_folder(kept.parent)
             outputs.write(kept, read_file(source))
         if options.output is not None:
             outputs.write(manifest_path(options.output), text)

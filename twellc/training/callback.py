@@ -127,7 +127,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._fired = fired if before is None else {path: before[path].plus(each) for path, each in fired.items()}
         if reads:
             device = next(iter(fired.values())).counts.device
-            self._refuse_nan(state.global_step, control.should_save, device)
+            self._refuse_nan(state.global_step, control.should_save or control.should_training_stop, device)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Add the loss on held-out data to the record of the step."""
@@ -190,7 +190,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         )
 
     def _refuse_nan(self, step: int, saves: bool, device: torch.device) -> None:
-        """Fail, in all processes, if a loss or, where they are to be saved, a weight is NaN or infinite.
+        """Fail, in all processes, if a loss or, where they may be saved next, a weight is NaN or infinite.
 
         Raises:
             UserError: One is.

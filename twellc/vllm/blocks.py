@@ -52,14 +52,14 @@ class Found:
 
 def find(model: nn.Module) -> Iterator[Found]:
     """Yield the blocks of a model whose linear layers are torch's own."""
-    inside: list[str] = []
+    whole: list[str] = []
     for path, module, block, _ in find_modules(model, ranks=(3,)):
-        inside.append(path)
+        whole.append(path)
         weights = operands_of(module, block)
         reason = block.refusal or ("" if weights else "it computes its weights")
         yield Found(path, block, weights, refusal=reason or _foreign(module, weights))
     for path, module in model.named_modules():
-        if not any(each == path or each.startswith(f"{path}.") or not path for each in inside):
+        if not any(f"{path}.".startswith(f"{each}.") for each in whole):
             yield from _written_out(path, module)
 
 
@@ -82,10 +82,8 @@ def _written_out(path: str, module: nn.Module) -> Iterator[Found]:
     for found in trace_alone(path, module, rank=3):
         for block in found.blocks:
             weights = operands_of(module, block)
-            names = (
-                [block.down.weight.name] if weights is None else [".".join(w.path) for w in weights.named().values()]
-            )
-            if not {name.rpartition(".")[0] for name in names} <= linears:
+            read = [".".join(each.path) for each in weights.named().values()] if weights else [block.down.weight.name]
+            if not {name.rpartition(".")[0] for name in read} <= linears:
                 continue
             activation = "" if weights is None or block.gate else _activation_of(block, functions)
             reason = "" if activation else "it is written out in a larger module, without a module for its activation"

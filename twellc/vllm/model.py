@@ -86,7 +86,7 @@ def _replace_blocks(model: torch.nn.Module, found: list[blocks.Found], config: V
         if not reason and each.weights is not None:
             module = model.get_submodule(each.module)
             layers = blocks.parallel(module, each.weights, f"model.{each.module}", config.quant_config)
-            if not all(isinstance(each.quant_method, UnquantizedLinearMethod) for each in layers.values()):
+            if any(type(made.quant_method) is not UnquantizedLinearMethod for made in layers.values()):
                 reason = "its layers are quantised"
         if reason:
             refused.setdefault(reason, []).append(each.module)

@@ -61,7 +61,9 @@ class Notes:
         return term, density
 
 
-def trained(model: Any, data: list[Tensor], twell: bool, autocast: bool) -> tuple[list[float], list[float]]:
+def trained(
+    model: Any, data: list[Tensor], twell: bool, autocast: bool, rate: float = 1e-3
+) -> tuple[list[float], list[float]]:
     """Train a model; return the losses and densities of all steps."""
     device = data[0].device.type
     penalty = notes = None
@@ -69,7 +71,7 @@ def trained(model: Any, data: list[Tensor], twell: bool, autocast: bool) -> tupl
         penalty = L1Penalty(twellc.optimize(model, training=True), 1e-3)
     else:
         notes = Notes(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     losses, densities = [], []
     for step, ids in enumerate(data):
         with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
@@ -95,8 +97,8 @@ def test_on_a_cpu() -> None:
     """In float32 both are the same but for the order of sums."""
     dense, data = small_llama(32, 96, 2), batches(25, 4, 16, "cpu")
     model = copy.deepcopy(dense)
-    expected, dense_density = trained(dense, data, twell=False, autocast=False)
-    found, density = trained(model, data, twell=True, autocast=False)
+    expected, dense_density = trained(dense, data, twell=False, autocast=False, rate=3e-3)
+    found, density = trained(model, data, twell=True, autocast=False, rate=3e-3)
     assert expected[-1] < 0.8 * expected[0]
     assert found == pytest.approx(expected, rel=2e-3)
     assert density == pytest.approx(dense_density, abs=2e-3) and 0.005 < density[0] < 0.2
@@ -104,19 +106,29 @@ def test_on_a_cpu() -> None:
         assert (one - other).norm() <= 0.02 * other.norm() + 1e-3, name
 
 
+def apart(one: list[float], other: list[float], width: int = 10) -> float:
+    """Return how far two curves are from each other at most, each the means over so many steps."""
+    means = [[sum(each[at : at + width]) / width for at in range(0, len(each), width)] for each in (one, other)]
+    return max(abs(a - b) for a, b in zip(*means, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_on_a_gpu() -> None:
-    """In bfloat16 both go the same way, as near to each other as bfloat16 lets them, and learn equally much."""
+    """In bfloat16 both go the same way, and learn equally much.
+
+    Training multiplies differences by rounding. So the yardstick is a second dense run with the sequences of each batch
+    in reverse order, whose losses and gradients are the same but for the order of sums.
+    """
     dense, data = small_llama(512, 2048, 4).cuda(), batches(150, 32, 128, "cuda")
-    model = copy.deepcopy(dense)
+    model, turned = copy.deepcopy(dense), copy.deepcopy(dense)
     expected, dense_density = trained(dense, data, twell=False, autocast=True)
+    same, _ = trained(turned, [ids.flip(0) for ids in data], twell=False, autocast=True)
     found, density = trained(model, data, twell=True, autocast=True)
     assert 0.001 < density[0] < 0.1  # so the sparse kernels ran
     steps = [block.training.state(torch.device("cuda", 0)).step for block in blocks_in_training(model).values()]
     assert any(step.hot < 2048 for step in steps)
-    assert found[:10] == pytest.approx(expected[:10], rel=1e-2)
-    assert found == pytest.approx(expected, rel=0.1, abs=0.1)
-    assert sum(found[-20:]) == pytest.approx(sum(expected[-20:]), rel=0.05, abs=0.2)
-    assert expected[-1] < 0.5 * expected[0] and found[-1] < 0.5 * found[0]
+    assert found[:3] == pytest.approx(expected[:3], rel=1e-3)
+    assert apart(found, expected) <= 3 * apart(same, expected) + 0.02 * max(expected)
+    assert max(expected[-1], found[-1]) < 0.5 * expected[0]
     assert sum(density[-20:]) == pytest.approx(sum(dense_density[-20:]), rel=0.2)

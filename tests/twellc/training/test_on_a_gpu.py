@@ -117,7 +117,8 @@ def test_activation_checkpointing_while_what_is_hot_changes() -> None:
     other = twellc.optimize(copy.deepcopy(block), training=True)
     for _ in range(2 * STEPS):
         x = draw()
-        block.zero_grad(), other.zero_grad()
+        block.zero_grad()
+        other.zero_grad()
         checkpoint(block, x, use_reentrant=False).sum().backward()
         other(x).sum().backward()
         for (name, one), two in zip(block.named_parameters(), other.parameters(), strict=True):
@@ -153,7 +154,8 @@ def test_compiled() -> None:
     compiled: Any = torch.compile(copy.deepcopy(model), dynamic=False)
     for _ in range(STEPS):
         x = draw()
-        model.zero_grad(), compiled.zero_grad()
+        model.zero_grad()
+        compiled.zero_grad()
         (model(x).float().square().mean() + penalty(0)).backward()
         compiled(x).float().square().mean().backward()
     for (name, one), other in zip(model.named_parameters(), compiled.parameters(), strict=True):

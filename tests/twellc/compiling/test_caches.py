@@ -1,0 +1,236 @@
+"""`twellc compile --kv-cache`: what is written, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import twellc
+from tests import models
+from tests.caches import FAMILIES
+from tests.conftest import Cli
+from twellc.base.errors import UserError
+from twellc.compiling.manifest import Manifest, read_manifest
+from twellc.options.commands import compile_options
+from twellc.plugins.library import attention_library_path
+
+needs_library = pytest.mark.skipif(attention_library_path() is None, reason="the attention library was not built")
+SIZES = ["--kv-cache", 24, "--batch", 3, "--prefill-chunk", 8]
+
+
+def tokenizer_files(model: Path) -> None:
+    """Put files beside a model that are not all there."""
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+
+
+@pytest.fixture(scope="module")
+def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    shutil.copytree(llama, folder)
+    tokenizer_files(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plan(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of TensorRT-RTX, which needs no GPU to build one."""
+    if attention_library_path() is None:
+        pytest.skip("the attention library was not built")
+    path = tmp_path_factory.mktemp("plans") / "llm.plan"
+    twellc.compile(
+        model,
+        path,
+        kv_cache=24,
+        batch=3,
+        prefill_chunk=8,
+        layers="all",
+        backend="tensorrt-rtx",
+        onnx=path.with_suffix(".onnx"),
+    )
+    return path
+
+
+def test_manifest(plan: Path) -> None:
+    manifest = read_manifest(plan)
+    cache = manifest.cache
+    assert cache is not None
+    assert (cache.length, cache.batch, cache.prefill_chunk, cache.logits) == (24, 3, 8, "last")
+    assert manifest.plan is not None
+    inputs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.plan.inputs}
+    outputs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.plan.outputs}
+    assert inputs.pop("input_ids") == ("int64", [-1, -1])
+    assert inputs.pop("write_index") == inputs.pop("token_count") == ("int64", [-1])
+    assert outputs.pop("logits") == ("bf16", [-1, 96])
+    shapes = {("bf16", tuple(shape)) for _, shape in (*inputs.values(), *outputs.values())}
+    assert shapes == {("bf16", (-1, 2, 24, 8))}
+    assert [(pair.input, pair.output) for pair in cache.pairs] == list(zip(inputs, outputs, strict=True))
+    ranges = [
+        (profile["input_ids"].min, profile["input_ids"].opt, profile["input_ids"].max) for profile in manifest.profiles
+    ]
+    assert ranges == [((1, 1), (1, 8), (3, 8)), ((1, 1), (3, 1), (3, 1))]
+    assert manifest.plugins.names == ["TwellGatedMlp", "TwellAppendCaches"]
+    assert {(block.form, block.mask) for block in manifest.attention} == {("operator", "causal")}
+    assert manifest.plugins.register is not None
+    assert "libtwell_attention.so" in manifest.plugins.register["trtexec"]
+
+
+def test_files_for_text(plan: Path, model: Path) -> None:
+    cache = read_manifest(plan).cache
+    assert cache is not None
+    assert cache.text == "llm.plan.text"
+    folder = plan.with_name(cache.text)
+    kept = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
+    assert sorted(kept) == [
+        "additional_chat_templates/tool_use.jinja", "chat_template.jinja", "config.json", "generation_config.json",
+        "tokenizer_config.json",
+    ]  # fmt: skip
+    assert all(file.read_bytes() == (model / name).read_bytes() for name, file in kept.items())
+
+
+def test_inspect_shows_the_pairs(cli: Cli, plan: Path) -> None:
+    shown = cli("inspect", plan).output
+    assert "up to 24 tokens of each of up to 3 sequences" in shown
+    assert "past_key_values.1.value" in shown
+    assert "present.1.value" in shown
+    found = json.loads(cli("inspect", plan, "--json").stdout)
+    assert found["cache"]["pairs"][0] == {
+        "input": "past_key_values.0.key", "output": "present.0.key", "shape": [-1, 2, 24, 8],
+    }  # fmt: skip
+
+
+def test_report_says_why_attention_is_decomposed(cli: Cli, tmp_path: Path) -> None:
+    model = models.save(FAMILIES["gemma2"](), tmp_path / "gemma2")
+    done = cli("compile", model, "--backend", "none", "--onnx", tmp_path / "m.onnx", *SIZES, "--attention", "cudnn",
+               "--report", tmp_path / "report.json")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "as the model has them, since aten.tanh stands between its products" in done.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {block["form"] for block in report["attention"]} == {"as written"}
+    assert report["cache"]["text"] is None
+
+
+def test_windows_are_masks(tmp_path: Path) -> None:
+    model = models.save(FAMILIES["phi3-window"](), tmp_path / "phi3")
+    manifest = _onnx(model, tmp_path, attention="cudnn")
+    assert {(block.form, block.mask) for block in manifest.attention} == {("matmul", "tensor")}
+    assert "no mask that the model computes" in manifest.attention[0].reason
+    # A window that holds the whole cache is none.
+    manifest = _onnx(model, tmp_path, attention="cudnn", kv_cache=5)
+    assert {(block.form, block.mask) for block in manifest.attention} == {("cudnn", "causal")}
+
+
+def test_cudnn(llama: Path, tmp_path: Path) -> None:
+    manifest = _onnx(llama, tmp_path, attention="cudnn", layers="none")
+    assert manifest.plugins.names == ["TwellCachedAttention", "TwellAppendCaches"]
+
+
+def _onnx(model: Path, folder: Path, **options: Any) -> Manifest:
+    return twellc.compile(
+        model, backend="none", onnx=folder / "m.onnx", overwrite=True, **{"kv_cache": 24, "batch": 3, **options}
+    )
+
+
+def test_defaults(llama: Path, tmp_path: Path) -> None:
+    manifest = twellc.compile(llama, backend="none", onnx=tmp_path / "m.onnx", kv_cache=64)
+    cache = manifest.cache
+    assert cache is not None
+    assert (cache.batch, cache.prefill_chunk, cache.logits, manifest.settings.logits) == (1, 64, "last", "last")
+    options = compile_options(llama, tmp_path / "m.plan", kv_cache=4096)
+    assert options.cache is not None
+    assert options.cache.chunk == 2048
+
+
+def test_float32_is_compiled_in_bf16(opt: Path, tmp_path: Path) -> None:
+    manifest = _onnx(opt, tmp_path)
+    assert manifest.cache is not None
+    assert manifest.cache.dtype == "bf16"
+    assert "the model is in float32; compiled in bfloat16 (--dtype changes it)" in manifest.notes
+
+
+# ---- what is refused ----
+
+REFUSED = {
+    "another kind of model": ("archive", SIZES, "only a Hugging Face directory can be compiled with a cache"),
+    "no causal language model": ("t5", SIZES, "the model is not a causal language model"),
+    "longer than the model": ("llama", ["--kv-cache", 65], "is longer than what the model was made for; got"),
+    "one place": ("llama", ["--kv-cache", 1], "--kv-cache: is too short; got 1; expected 2 at least"),
+    "a chunk that does not fit": (
+        "llama",
+        [*SIZES, "--prefill-chunk", 25],
+        "--prefill-chunk 25: is longer than the cache",
+    ),
+    "a batch without a cache": ("llama", ["--batch", 2], "--batch: only a model with a key-value cache has one"),
+    "a chunk without a cache": (
+        "llama",
+        ["--prefill-chunk", 2],
+        "--prefill-chunk: only a model with a key-value cache",
+    ),
+    "profiles": ("llama", [*SIZES, "--profile", "input_ids:1x1:1x2:1x3"], "--profile: a model with a cache has its"),
+    "padding": ("llama", [*SIZES, "--padding", "mask"], "--padding: a model with a cache is told by token_count"),
+    "several GPUs": (
+        "llama",
+        [*SIZES, "--tensor-parallel", 2],
+        "--tensor-parallel: a model with a cache is not shared",
+    ),
+    "no tokens": ("llama", ["--kv-cache", 0], "Invalid value for '--kv-cache'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(request: pytest.FixtureRequest, cli: Cli, tmp_path: Path, name: str) -> None:
+    fixture, options, message = REFUSED[name]
+    model = request.getfixturevalue(fixture)
+    done = cli("compile", model, "-o", tmp_path / "m.plan", "--backend", "tensorrt-rtx", *options)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_triton_is_refused(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    done = cli("compile", llama, "--triton", tmp_path / "repository", *SIZES)
+    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
+    assert "--triton: Triton would copy the caches in every call" in done.output
+
+
+def test_an_onnx_file_is_refused(cli: Cli, plan: Path, tmp_path: Path) -> None:
+    done = cli("compile", plan.with_suffix(".onnx"), "-o", tmp_path / "m.plan", *SIZES)
+    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
+    assert "--kv-cache: only a Hugging Face directory can be compiled with a cache" in done.output
+
+
+def test_files_for_text_are_not_overwritten(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "m.plan.text"
+    folder.mkdir()
+    (folder / "mine.txt").write_text("mine")
+    done = cli("compile", llama, "-o", tmp_path / "m.plan", "--backend", "tensorrt-rtx", *SIZES)
+    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [folder])
+    assert "the folder is not empty" in done.output
+
+
+@needs_library
+def test_an_old_tensorrt_is_refused(monkeypatch: pytest.MonkeyPatch, cli: Cli, llama: Path, tmp_path: Path) -> None:
+    monkeypatch.setattr("twellc.export.plan._ALIASED", "NOT_THERE")
+    done = cli("compile", llama, "-o", tmp_path / "m.plan", "--backend", "tensorrt-rtx", *SIZES)
+    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
+    assert "--kv-cache: this TensorRT cannot write to a cache in place" in done.output
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch, cli: Cli, llama: Path, tmp_path: Path) -> None:
+    monkeypatch.setattr("twellc.export.plan.attention_library_path", lambda: None)
+    done = cli("compile", llama, "-o", tmp_path / "m.plan", "--backend", "tensorrt-rtx", *SIZES)
+    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
+    assert "--kv-cache: libtwell_attention.so is not there" in done.output
+
+
+def test_keywords() -> None:
+    with pytest.raises(UserError, match="--kv-cache: is not a count; got 0"):
+        twellc.compile("m", "m.plan", kv_cache=0)
+    with pytest.raises(UserError, match=r"--prefill-chunk: is not a count; got 2\.5"):
+        twellc.compile("m", "m.plan", kv_cache=8, prefill_chunk=2.5)  # type: ignore[arg-type]
