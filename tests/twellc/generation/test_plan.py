@@ -16,7 +16,7 @@ from twellc import LLM, SamplingParams, UserError
 from twellc.base.caches import KeyValueCache
 from twellc.generation import llm as llm_module
 from twellc.generation.model import CausalModel
-from twellc.generation.plan import PlanBackend
+from twellc.generation.plan import PlanBackend, _size
 from twellc.loaders.cached import load_with_cache
 from twellc.options.source import CacheOptions
 from twellc.passes.graph.execution import Runner
@@ -86,7 +86,14 @@ def test_chunks_of_prompts(backend: PlanBackend) -> None:
     """All tokens but the last in chunks, then a step for each new one."""
     ours = CausalModel(backend, PreTrainedConfig(), GenerationConfig())
     ours.generate(torch.randint(3, 99, (2, 13)), max_new_tokens=3)
-    assert backend._calls.calls == [(2, 5), (2, 5), (2, 2), (2, 1), (2, 1), (2, 1)]  # type: ignore[attr-defined]
+    assert backend._calls.calls == [(2, 5)] * 3 + [(2, 1)] * 3  # type: ignore[attr-defined]
+
+
+def test_few_sizes() -> None:
+    """Four an octave, and never less than there are tokens."""
+    sizes = [_size(tokens) for tokens in range(1, 2049)]
+    assert all(size >= tokens for tokens, size in enumerate(sizes, 1))
+    assert sorted(set(sizes))[:10] == [16, 20, 24, 28, 32, 40, 48, 56, 64, 80] and len(set(sizes)) == 29
 
 
 def test_limits(backend: PlanBackend) -> None:
