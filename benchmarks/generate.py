@@ -104,7 +104,7 @@ def make_contestants(model: Any, cache: int, labels: set[str], prefill: bool) ->
 
     def backend(changed: Callable[[], Any], label: str) -> Backend:
         compiled = label not in (EAGER, TWELL_EAGER)
-        return TorchBackend(changed(), label, cache, compiled and not prefill, compiled and prefill)
+        return TorchBackend(changed(), label, cache, compiled and not prefill, "static" if compiled and prefill else "")
 
     made: dict[str, Callable[[], Any]] = {
         EAGER: lambda: model,

@@ -72,7 +72,7 @@ def main() -> None:
     arguments.add_argument("--port", type=int, default=8000)
     arguments.add_argument("--device", default="auto", help="where a directory runs: auto, cpu, cuda or cuda:N")
     arguments.add_argument("--max-length", type=int, help="tokens of a prompt and its answer together")
-    arguments.add_argument("--compile", action="store_true", help="let torch.compile compile the step of a directory")
+    arguments.add_argument("--compile", action="store_true", help="let torch.compile compile a directory")
     options = arguments.parse_args()
     load = functools.partial(
         LLM, options.model, device=options.device, max_model_len=options.max_length, compiled=options.compile

@@ -79,7 +79,7 @@ _NUMBER = click.FloatRange(0, min_open=False)
     "--compile",
     "compiled",
     is_flag=True,
-    help="Let torch.compile compile the step of a directory: a minute, then faster.",
+    help="Let torch.compile compile a directory: it takes minutes, then it is faster.",
 )
 def generate(
     model: Path,
@@ -170,6 +170,8 @@ def _next_line() -> str:
         if sys.stdin.isatty():
             click.echo("> ", nl=False, err=True)
         line = sys.stdin.readline()
+        if not line and sys.stdin.isatty():
+            click.echo(err=True)
         if not line or line.strip():
             return line.strip()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from twellc.plugins.cache_op import attends_by_cudnn
 
 # A cache grows by so many places, so that calls of about one size share it.
 _STEP = 256
+# Numbers of rows that a step is compiled for; torch would go on without compiling after the eighth, and say little.
+_MOST_SIZES = 256
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -34,7 +37,7 @@ class TorchBackend:
     """
 
     def __init__(
-        self, model: Any, name: str, length: int | None = None, compiled: bool = False, compiled_fill: bool = False
+        self, model: Any, name: str, length: int | None = None, compiled: bool = False, compiled_fill: str = ""
     ) -> None:
         """Take a model.
 
@@ -42,13 +45,16 @@ class TorchBackend:
             model: The module, where it is to run.
             name: What computes, for people.
             length: How many places the cache of a row has; None makes them as they are needed.
-            compiled: Whether torch.compile compiles decoding.
-            compiled_fill: Whether it compiles the first tokens of rows, too, for each size anew.
+            compiled: Whether torch.compile compiles decoding, for each number of rows anew.
+            compiled_fill: Whether it compiles the first tokens of rows, too: `dynamic` for any number of them at once,
+                `static` for each size anew; empty: not.
 
         Raises:
             UserError: It is not a causal language model of attention layers, or has not so many positions.
         """
         self._cache_argument = _cache_argument(model)
+        if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
+            model.set_attn_implementation("eager")  # older releases take another, which leaves the cap out
         self.model, self.name, self.notes = model, name, list[str]()
         self.device = model.device
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -63,8 +69,10 @@ class TorchBackend:
         self.chunk = 1 << 20
         self._fixed = length is not None
         self._taken = inspect.signature(model.forward).parameters
-        self._decode = torch.compile(self._logits, dynamic=False) if compiled else self._logits
-        self._fill = torch.compile(self._logits, dynamic=False) if compiled_fill else self._logits
+        decode = torch.compile(self._logits, dynamic=False) if compiled else self._logits
+        self._decode: Callable[[Tensor, Tensor], Tensor] = decode
+        fill = torch.compile(self._logits, dynamic=compiled_fill == "dynamic") if compiled_fill else self._logits
+        self._fill: Callable[[Tensor, Tensor], Tensor] = fill
         # transformers' own word for models whose attention can be another function; those of others get masks.
         dispatches = (
             getattr(model, "_supports_attention_backend", False) and model.config._attn_implementation == "sdpa"
@@ -84,7 +92,7 @@ class TorchBackend:
         self._cache = RowCache(config.num_hidden_layers, batch, length, self.device, self.by_lengths)
         self._ones = torch.ones(batch, length, dtype=torch.int64, device=self.device)
         # The first tokens make the tensors of the cache.
-        with row_attention():
+        with row_attention(self._cache):
             self._logits(self._ones[:, :1], self._ones[:, :1] - 1)
         return True
 
@@ -94,7 +102,7 @@ class TorchBackend:
         assert cache is not None
         cache.fresh, cache.index = start == 0, torch.full_like(cache.index, start)
         places = torch.arange(start, start + input_ids.shape[1], device=self.device).expand(len(input_ids), -1)
-        with row_attention():
+        with row_attention(cache):
             return self._fill(input_ids, places)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
@@ -102,7 +110,7 @@ class TorchBackend:
         cache = self._cache
         assert cache is not None
         cache.fresh, cache.index = False, places
-        with row_attention():
+        with row_attention(cache), torch._dynamo.config.patch(recompile_limit=_MOST_SIZES):
             return self._decode(tokens[:, None], places[:, None])
 
     def _logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
@@ -130,7 +138,7 @@ def load_directory(
         device: `cpu`, `cuda` or `cuda:N`; `auto` is the GPU where torch sees one.
         dtype: `bf16`, `fp16` or `fp32`; None is that of the weights, on a GPU bf16 for float32.
         length: See `TorchBackend`.
-        compiled: Likewise.
+        compiled: Whether torch.compile compiles prompts and decoding.
         layers: Which blocks the `twell` ops compute, see `twellc.optimize`.
 
     Raises:
@@ -156,7 +164,7 @@ def load_directory(
     if not blocks and layers != "none":
         notes.append("no feed-forward block is one that twellc.optimize takes: the dense model runs")
     name = f"torch on {_named(chosen)}, {blocks} feed-forward blocks by the twell ops{', compiled' * compiled}"
-    backend = TorchBackend(model, name, length, compiled)
+    backend = TorchBackend(model, name, length, compiled, "dynamic" if compiled else "")
     backend.notes = notes
     return backend
 

@@ -50,7 +50,7 @@ class LLM:
             device: Where a directory runs: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` is the GPU where torch sees one.
             dtype: In which precision: `bf16`, `fp16` or `fp32`; None is that of the weights, on a GPU bf16 for float32.
             max_model_len: Tokens of a prompt and its answer together; None makes the cache as it is needed.
-            compiled: Whether torch.compile compiles the step of a directory: faster, after a minute or so.
+            compiled: Whether torch.compile compiles a directory: faster, after minutes.
             layers: Which feed-forward blocks of a directory the `twell` ops compute, see `twellc.optimize`.
 
         Raises:

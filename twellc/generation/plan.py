@@ -71,15 +71,26 @@ class PlanBackend:
 
     def fill(self, input_ids: Tensor, start: int) -> Tensor:
         """Compute the first tokens of rows; see `Backend`."""
-        return self._run(input_ids, start * self._ones, input_ids.shape[1] * self._ones)
+        tokens = input_ids.shape[1]
+        padding = min(_size(tokens), self.chunk, self.longest - start) - tokens
+        padded = torch.nn.functional.pad(input_ids, (0, padding))
+        return self._run(padded, start * self._ones, tokens)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Compute a token of each row; see `Backend`."""
-        return self._run(tokens[:, None], places, self._ones)
+        return self._run(tokens[:, None], places, 1)
 
-    def _run(self, input_ids: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+    def _run(self, input_ids: Tensor, starts: Tensor, real: int) -> Tensor:
+        """Run the plan for tokens of which so many are real in each row; return the logits behind the last of these."""
+        counts = self._ones if real == 1 else real * self._ones
         logits = self._calls.run({INPUT_IDS: input_ids, WRITE_INDEX: starts, TOKEN_COUNT: counts})
-        return logits if self._cache.logits == "last" else logits[:, -1]
+        return logits if self._cache.logits == "last" else logits[:, real - 1]
+
+
+def _size(tokens: int) -> int:
+    """Return the next of few sizes, four in an octave: for each new one TensorRT and cuDNN prepare themselves."""
+    step = max(4, 1 << max((tokens - 1).bit_length() - 3, 0))
+    return max(16, -(-tokens // step) * step)
 
 
 class TensorRTCalls:

@@ -5,14 +5,15 @@ other rows hold. A call writes `tokens` new keys and values of each row from its
 sees the places 0 to p of its row. So prompts of unequal lengths are padded on the right, nothing is masked for it, and
 what padding wrote is overwritten before a query sees it.
 
-transformers asks the cache for the offset of queries when it makes a mask, and dispatches masks and attention by name;
-so models need no change. On a GPU attention by lengths, `twell.cached_attention`, takes the place of one with a mask.
+transformers dispatches masks and attention by name, so models need no change, but for positions, which are given. On a
+GPU attention by lengths, `twell.cached_attention`, takes the place of one with a mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ class RowCache(Cache):
         index: Where the next call writes in each row: int64 [batch].
         fresh: Whether the next call writes from place 0 on in each row: its queries see no older keys.
         by_lengths: Whether causal attention to older keys goes by lengths, without a mask.
+        functions: What models call in place of transformers' own: where it is registered, under which name, and it.
     """
 
     def __init__(self, layers: int, batch: int, length: int, device: torch.device, by_lengths: bool) -> None:
@@ -56,6 +58,12 @@ class RowCache(Cache):
         self.length = length
         self.index = torch.zeros(batch, dtype=torch.int64, device=device)
         self.fresh, self.by_lengths = True, by_lengths
+        # Always the same objects: what torch.compile has compiled stays valid.
+        self.functions: tuple[tuple[Any, str, Any], ...] = (
+            (ALL_ATTENTION_FUNCTIONS, "sdpa", _attention),
+            (ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", partial(_mask, self)),
+            (ALL_MASK_ATTENTION_FUNCTIONS, "eager", partial(_additive_mask, self)),
+        )
 
 
 class _RowLayer(StaticLayer):
@@ -84,35 +92,22 @@ class _RowLayer(StaticLayer):
         self.values[rows, :, places] = value_states.transpose(1, 2)
         return self.keys, self.values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys queries may see, and the place of the first."""
-        return (query_length if self._cache.fresh else self.max_cache_len), 0
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Return how many keys queries may see, and the place of the first. Older releases give places of queries."""
+        tokens: int = len(query_length) if isinstance(query_length, Tensor) else query_length
+        return (tokens if self._cache.fresh else self.max_cache_len), 0
 
-    def get_seq_length(self) -> Tensor | int:  # type: ignore[override]
-        """Return the place of the first query: of each row, as [batch], or as [batch, 1, 1, 1] for a mask."""
-        if self._cache.fresh:
-            return 0
-        return self._cache.index if self._cache.by_lengths else self._cache.index[:, None, None, None]
-
-    def get_query_offset(self) -> Tensor | int:
-        """Return the same: transformers asks for it when it makes a mask."""
-        return self.get_seq_length()
+    def get_seq_length(self) -> int:
+        """Return 0: models are given the positions of tokens."""
+        return 0
 
 
 @contextmanager
-def row_attention() -> Iterator[None]:
-    """Let models of transformers attend to a `RowCache`, in this context."""
-    kept = [
-        (mapping, name, dict.get(mapping._local_mapping, name))
-        for mapping, name in (
-            (ALL_ATTENTION_FUNCTIONS, "sdpa"),
-            (ALL_MASK_ATTENTION_FUNCTIONS, "sdpa"),
-            (ALL_MASK_ATTENTION_FUNCTIONS, "eager"),
-        )
-    ]
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = _attention
-    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = _mask
-    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = _additive_mask
+def row_attention(cache: RowCache) -> Iterator[None]:
+    """Let models of transformers attend to a cache, in this context."""
+    kept = [(mapping, name, mapping._local_mapping.get(name)) for mapping, name, _ in cache.functions]
+    for mapping, name, function in cache.functions:
+        mapping[name] = function
     try:
         yield
     finally:
@@ -161,41 +156,41 @@ def _attention(
         query = query.view(batch, key.shape[1], heads // key.shape[1], width)
         grouped = False
     result = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None and tokens > 1, scale=scaling,
+        query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scaling,
         enable_gqa=grouped,
     )  # fmt: skip
     return result.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
 
 
-def _mask(**request: Any) -> Tensor | _Counts | None:
+def _mask(cache: RowCache, **request: Any) -> Tensor | _Counts | None:
     """Make a mask, True where a query sees a key; None where it is causal among the keys of one call.
 
-    Where attention goes by lengths, counts stand for a mask that is causal.
-
-    `request` is what transformers passes to `sdpa_mask`, which documents it; `q_offset` is that of a `_RowLayer`.
+    Where attention goes by lengths, counts stand for a mask that is causal. `request` is what transformers passes to
+    `sdpa_mask`, which documents it.
     """
-    seen, window, offset = request["mask_function"], request.get("local_size"), request["q_offset"]
-    tokens, keys, device = request["q_length"], request["kv_length"], request["device"]
+    seen, window, device = request["mask_function"], request.get("local_size"), cache.index.device
+    tokens = request["q_length"] if "q_length" in request else len(request["cache_position"])
     usual = request.get("allow_is_causal_skip", True)
-    if isinstance(offset, int):
+    if cache.fresh:
         if usual and (seen is causal_mask_function or (window is not None and tokens <= window)):
             return None
-    elif offset.dim() == 1:
-        if seen is causal_mask_function:
-            count = torch.full_like(offset, tokens, dtype=torch.int32)
-            return _Counts(count, offset.to(torch.int32) + count)
-        offset = offset[:, None, None, None]
-    batch = torch.arange(request["batch_size"], device=device)[:, None, None, None]
-    queries = torch.arange(tokens, device=device)[None, None, :, None] + offset
-    mask: Tensor = seen(batch, torch.zeros_like(batch), queries, torch.arange(keys, device=device)[None, None, None])
+        starts = torch.zeros_like(cache.index)
+    else:
+        starts = cache.index
+        if cache.by_lengths and seen is causal_mask_function:
+            count = torch.full_like(starts, tokens, dtype=torch.int32)
+            return _Counts(count, starts.to(torch.int32) + count)
+    rows = torch.arange(len(starts), device=device)[:, None, None, None]
+    queries = starts[:, None, None, None] + torch.arange(tokens, device=device)[:, None]
+    mask: Tensor = seen(rows, torch.zeros_like(rows), queries, torch.arange(request["kv_length"], device=device))
     return mask
 
 
-def _additive_mask(**request: Any) -> Tensor:
+def _additive_mask(cache: RowCache, **request: Any) -> Tensor:
     """Make a mask that is added to the logits: 0, or the lowest finite value. See `eager_mask` of transformers."""
-    mask = _mask(**{**request, "allow_is_causal_skip": False})
+    mask = _mask(cache, **{**request, "allow_is_causal_skip": False})
     assert isinstance(mask, Tensor)  # a model with attention of its own has no attention by lengths
     dtype = request["dtype"]
     added = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
     # Models with attention of their own may check the whole shape.
-    return added.expand(request["batch_size"], 1, request["q_length"], request["kv_length"])
+    return added.expand(request["batch_size"], 1, *mask.shape[2:])

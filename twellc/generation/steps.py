@@ -83,11 +83,12 @@ class Decoder:
     """
 
     def __init__(self, backend: Backend) -> None:
+        # None after a first step without a graph, False where there cannot be one. What is named first goes first: the
+        # graph of a plan must not outlive the plan.
+        self._graphs: dict[Any, torch.cuda.CUDAGraph | bool | None] = {}
         self.backend = backend
         self.stats = GenerationStats()
         self._generator = torch.Generator(backend.device)
-        # None after a first step without a graph, False where there cannot be one.
-        self._graphs: dict[Any, torch.cuda.CUDAGraph | bool | None] = {}
         self._tokens = self._places = self._logits = torch.empty(0, device=backend.device)
         self._last = torch.zeros((), dtype=torch.int64, device=backend.device)
         self._call = 0
@@ -168,6 +169,8 @@ class Decoder:
                 fix="Shorten it, or make the cache longer if the model allows it.",
             )  # fmt: skip
         self._call += 1
+        if batch != len(self._tokens):
+            self._graphs.clear()
         places = min(max(lengths) + most - 1, backend.longest)
         if backend.begin(batch, places) or len(self._tokens) != batch:
             self._graphs.clear()

@@ -1,13 +1,11 @@
-// Answers a prompt greedily with a plan that has a key-value cache (twellc compile --kv-cache), and links neither TensorRT
-// nor the plugins:
+// Answers a prompt greedily with a plan that has a key-value cache (twellc compile --kv-cache), and links neither
+// TensorRT nor the plugins:
 //
 //   generate libnvinfer.so.10 libtwell_plugins.so bytelm.plan 64 0 105 109 112 111 114 116 32
 //
-// The prompt is token ids behind the number of new ones; the last line are the ids of the answer. Each cache is an input
-// and an output of the plan: both are bound to one address, and the plan writes there in place. The prompt is fed in
-// pieces of what the profile for prompts takes, then one token a step through the profile for that.
-#include "host.h"
-
+// The prompt is token ids behind the number of new ones; the last line are the ids of the answer. Each cache is an
+// input and an output of the plan: both are bound to one address, and the plan writes there in place. The prompt is fed
+// in pieces of what the profile for prompts takes, then one token a step through the profile for that.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -15,6 +13,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+
+#include "host.h"
 
 namespace {
 
@@ -82,7 +82,8 @@ class Sequence {
         auto* const input_ids = static_cast<int64_t*>(inputs_.get());
         std::vector<int64_t> values(tokens);
         values.insert(values.end(), {place, count});
-        check(cudaMemcpyAsync(input_ids, values.data(), values.size() * sizeof(int64_t), cudaMemcpyHostToDevice, stream_));
+        check(cudaMemcpyAsync(input_ids, values.data(), values.size() * sizeof(int64_t), cudaMemcpyHostToDevice,
+                              stream_));
         context.setInputShape("input_ids", nvinfer1::Dims2(1, count));
         context.setTensorAddress("input_ids", input_ids);
         char const* const names[] = {"write_index", "token_count"};

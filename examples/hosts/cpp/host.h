@@ -1,4 +1,5 @@
-// What the programs here share: TensorRT and the plugins opened by the names of their libraries, and a plan opened in it.
+// What the programs here share: TensorRT and the plugins opened by the names of their libraries, and a plan opened in
+// it.
 #pragma once
 
 #include <NvInferRuntime.h>

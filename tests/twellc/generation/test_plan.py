@@ -16,7 +16,7 @@ from twellc import LLM, SamplingParams, UserError
 from twellc.base.caches import KeyValueCache
 from twellc.generation import llm as llm_module
 from twellc.generation.model import CausalModel
-from twellc.generation.plan import PlanBackend
+from twellc.generation.plan import PlanBackend, _size
 from twellc.loaders.cached import load_with_cache
 from twellc.options.source import CacheOptions
 from twellc.passes.graph.execution import Runner
@@ -86,7 +86,14 @@ def test_chunks_of_prompts(backend: PlanBackend) -> None:
     """All tokens but the last in chunks, then a step for each new one."""
     ours = CausalModel(backend, PreTrainedConfig(), GenerationConfig())
     ours.generate(torch.randint(3, 99, (2, 13)), max_new_tokens=3)
-    assert backend._calls.calls == [(2, 5), (2, 5), (2, 2), (2, 1), (2, 1), (2, 1)]  # type: ignore[attr-defined]
+    assert backend._calls.calls == [(2, 5)] * 3 + [(2, 1)] * 3  # type: ignore[attr-defined]
+
+
+def test_few_sizes() -> None:
+    """Four an octave, and never less than there are tokens."""
+    sizes = [_size(tokens) for tokens in range(1, 2049)]
+    assert all(size >= tokens for tokens, size in enumerate(sizes, 1))
+    assert sorted(set(sizes))[:10] == [16, 20, 24, 28, 32, 40, 48, 56, 64, 80] and len(set(sizes)) == 29
 
 
 def test_limits(backend: PlanBackend) -> None:
@@ -141,3 +148,19 @@ def test_plans_that_do_not_answer(archive: Path, tmp_path: Path) -> None:
         LLM(plan)
     with pytest.raises(UserError, match=r"other\.plan: has no manifest beside it"):
         LLM(tmp_path / "other.plan")
+
+
+def test_a_plan_that_cannot_run_here(bytelm: Path, tmp_path: Path) -> None:
+    """TensorRT-RTX builds without a GPU, and runs neither without one nor on Hopper."""
+    import twellc
+    from twellc.export.tensorrt_host import why_not_here
+
+    if not why_not_here("tensorrt-rtx"):
+        pytest.skip("TensorRT-RTX runs plans here")
+    plan = tmp_path / "m.plan"
+    manifest = twellc.compile(bytelm, plan, backend="tensorrt-rtx", kv_cache=64, batch=2, prefill_chunk=8)
+    assert manifest.cache is not None and manifest.cache.text == "m.plan.text"
+    widths = [profile["input_ids"].max[1] for profile in manifest.profiles]
+    assert widths == [8, 1]
+    with pytest.raises(UserError, match=r"m\.plan: the plan cannot run here: .*\. Give the model's directory"):
+        LLM(plan)

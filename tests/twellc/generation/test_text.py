@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models import VOCABULARY
-from twellc.generation.text import Answer, load_codec
+from twellc.generation.text import Answer, _PretrainedStream, load_codec
 
 
 class Spelled:
@@ -101,6 +101,26 @@ def test_a_space_at_the_seam(tmp_path: Path) -> None:
     assert codec.encode("the fox") == [0, 1]
     assert codec.stream([0], True).put(1) == " fox"
     assert codec.stream([], True).put(1) == "fox"
+
+
+class Slow:
+    """A tokenizer without an incremental decoder: tokens are bytes."""
+
+    is_fast = False
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+@given(st.text("aé€😀", max_size=8), st.integers(0, 3))
+@settings(deadline=None)
+def test_a_tokenizer_without_an_incremental_decoder(text: str, cut: int) -> None:
+    """Letters come when they are whole; one that is cut off comes at the end."""
+    stream, tokens = _PretrainedStream(Slow(), list(b"so: "), True), list(text.encode())
+    tokens = tokens[: len(tokens) - cut]
+    pieces = [stream.put(token) for token in tokens]
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+    assert "".join([*pieces, stream.end()]) == bytes(tokens).decode(errors="replace")
 
 
 def test_bytes(bytelm: Path) -> None:
