@@ -282,7 +282,7 @@ def backward_of(block: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
 
 def as_graph(run: Callable[[], None]) -> Callable[[], None]:
     """Return what replays a call as one CUDA graph."""
-    side = torch.cuda.Stream()
+    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run()
@@ -296,13 +296,14 @@ def as_graph(run: Callable[[], None]) -> Callable[[], None]:
 
 def microseconds(run: Callable[[], None], calls: int = 4) -> float:
     """Return what a call takes."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+    start, end = events
     start.record()
     for _ in range(calls):
         run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e3 / calls
+    return float(start.elapsed_time(end)) * 1e3 / calls
 
 
 def compare(dense: DenseBlock, twell: TwellBlock, x_gradients: tuple[Tensor, Tensor]) -> None:
@@ -338,8 +339,9 @@ def measure_block(tokens: int, neurons: Neurons, d_model: int, d_ff: int, varian
         run()
     found = x.grad
     backward_of(dense, x, dy)()
+    assert found is not None and x.grad is not None
     compare(dense, twell, (x.grad, found))
-    compiled = torch.compile(dense, dynamic=False)
+    compiled: Any = torch.compile(dense, dynamic=False)
     contestants = {
         "dense eager": backward_of(dense, x, dy), "dense compiled": backward_of(compiled, x, dy), "twell": run
     }  # fmt: skip
@@ -403,7 +405,18 @@ def block(tokens_list: str, d_model: int, d_ff: int, rounds: int, trained: bool,
         if layers:
             dense, twell = sum(map(best_dense, layers)), sum(each["microseconds"]["twell"] for each in layers)
             click.echo(
-                row([tokens, "trained, together", "", "", "", f"{dense:.0f}", f"{twell:.0f}", f"{dense / twell:.2f}"])
+                row(
+                    [
+                        str(tokens),
+                        "trained, together",
+                        "",
+                        "",
+                        "",
+                        f"{dense:.0f}",
+                        f"{twell:.0f}",
+                        f"{dense / twell:.2f}",
+                    ]
+                )
             )
 
 

@@ -173,7 +173,7 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 def _forward_with_gradients(*inputs: Any) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
-        found: tuple[Tensor, ...] = _TrainStep.apply(*inputs)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, ...] = _TrainStep.apply(*inputs)
     else:
         with torch._C._AutoDispatchBelowAutograd():
             found = TRAIN_FORWARD(*inputs)
