@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twellc.plugins.block import TENSORS, BlockOptions, Operands
+from twellc.plugins.block import OPTIONS, TENSORS, BlockOptions, Operands
 
 # Places for pairs, for each token on average, where nobody says otherwise: the width of the reference's format.
 DEFAULT_PAIRS = 128
@@ -88,32 +89,36 @@ class Call:
 
     def arguments(self) -> list[Any]:
         """Return the arguments of the op, of which `call_of` makes the same again."""
-        tensors = self.operands.named()
-        options = (self.options.activation, self.options.threshold, self.options.compression)
-        return [*(tensors.get(each.name) for each in TENSORS), *options, *self.step.arguments()]
+        tensors, options = self.operands.named(), self.options.named()
+        return [
+            *(tensors.get(each.name) for each in TENSORS),
+            *(options[each.name] for each in _OPTIONS),
+            *self.step.arguments(),
+        ]
+
+
+# How many neurons are hot is said by the step.
+_OPTIONS = tuple(each for each in OPTIONS if each.name not in {each.name for each in fields(Step)})
 
 
 def call_of(arguments: Sequence[Any]) -> Call:
     """Return the call of which these are the arguments."""
-    tensors = dict(zip((each.name for each in TENSORS), arguments[: len(TENSORS)], strict=True))
-    activation, threshold, compression, order, hot, pairs = arguments[len(TENSORS) :]
-    return Call(
-        operands=Operands(**tensors),
-        options=BlockOptions(activation=activation, threshold=threshold, compression=compression),
-        step=Step(order=order, hot=hot, pairs=pairs),
-    )
+    names = [[each.name for each in rows] for rows in (TENSORS, _OPTIONS, fields(Step))]
+    values = iter(arguments)
+    tensors, options, step = (dict(zip(each, itertools.islice(values, len(each)), strict=True)) for each in names)
+    return Call(operands=Operands(**tensors), options=BlockOptions(**options), step=Step(**step))
 
 
 def schemas() -> tuple[str, str]:
     """Return the schemas of both ops, as `torch.library` reads them."""
     optional = {each.name for each in TENSORS if each.flag} | {"w_gate"}
     tensors = [f"Tensor{'?' if each.name in optional else ''} {each.name}" for each in TENSORS]
-    options = ["str activation", "float threshold", "int compression", "Tensor? order", "int hot", "int pairs"]
-    given, kept = ", ".join([*tensors, *options]), ", ".join(f"Tensor {name}" for name in Kept._fields)
+    options = [f"{each.kind.__name__} {each.name}" for each in _OPTIONS]
+    given = ", ".join([*tensors, *options, "Tensor? order", "int hot", "int pairs"])
+    kept = ", ".join(f"Tensor kept_{name}" for name in Kept._fields)
     outputs = ", ".join(["Tensor"] * (3 + len(Kept._fields)))
     gradients = ", ".join(["Tensor"] * len(Gradients._fields))
     return (
         f"train_forward({given}) -> ({outputs})",
-        f"train_backward(Tensor dy, Tensor dl1, {kept.replace('Tensor ', 'Tensor kept_')}, bool for_x, "
-        f"bool for_weights, {given}) -> ({gradients})",
+        f"train_backward(Tensor dy, Tensor dl1, {kept}, bool for_x, bool for_weights, {given}) -> ({gradients})",
     )

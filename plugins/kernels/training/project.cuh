@@ -15,7 +15,12 @@ constexpr int kUnit = kWarpSize;
 constexpr int kSlabVectors = 8;  // of a token's row, a lane: those that are in registers
 constexpr int kSlabColumns = kSlabVectors * kWarpColumns;
 constexpr int kPairsAtOnce = 2;
-constexpr int kProjectBlocks = 3;  // a multiprocessor
+// CTAs of a multiprocessor at least: with three, other GPUs' compilers spill registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ / 100 == 9
+constexpr int kProjectBlocks = 3;
+#else
+constexpr int kProjectBlocks = 2;
+#endif
 
 struct ProjectParams : TrainingBlock {
     Pairs pairs;
