@@ -132,8 +132,8 @@ cudaError_t twell_train_hot(twell_problem const* problem, twell_train_hot_tensor
     }
     // Where rows begin at vectors, all of them must.
     bool const has_vectors = problem_copy.d_ff % twell::kVector == 0;
-    if (has_vectors && (copy.stride % twell::kVector != 0 ||
-                        !are_vectors({copy.z, copy.u, copy.h, copy.dh, copy.dz, copy.du}))) {
+    if (has_vectors &&
+        (copy.stride % twell::kVector != 0 || !are_vectors({copy.z, copy.u, copy.h, copy.dh, copy.dz, copy.du}))) {
         return cudaErrorMisalignedAddress;
     }
     Device device = {};

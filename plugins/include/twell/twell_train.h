@@ -67,19 +67,19 @@ typedef struct {
 
 // Of the hot neurons, d_ff of the problem. z is rounded and includes the bias.
 typedef struct {
-    uint32_t struct_bytes;  // sizeof(twell_train_hot_tensors)
-    uint32_t reserved;      // 0
-    int64_t stride;         // elements from a row to the next one of z and u, and of dz and du: d_ff or 2 d_ff
-    void const* z;          // [tokens, d_ff]
-    void const* u;          // [tokens, d_ff] in a gated block, else null
-    void* h;                // [tokens, d_ff], its rows one behind the other, as those of dh
-    int32_t const* neurons; // [d_ff] or null, as above: of counts
-    int32_t* counts;        // forward: as above
-    float* l1_parts;        // forward: [twell_train_hot_parts]: their sum is that of |h| of all tokens and neurons
-    void const* dh;         // backward: [tokens, d_ff]: dy . w_down
-    void* dz;               // backward: the gradients of z,
-    void* du;               // and of u
-    float const* dl1;       // backward: as above
+    uint32_t struct_bytes;   // sizeof(twell_train_hot_tensors)
+    uint32_t reserved;       // 0
+    int64_t stride;          // elements from a row to the next one of z and u, and of dz and du: d_ff or 2 d_ff
+    void const* z;           // [tokens, d_ff]
+    void const* u;           // [tokens, d_ff] in a gated block, else null
+    void* h;                 // [tokens, d_ff], its rows one behind the other, as those of dh
+    int32_t const* neurons;  // [d_ff] or null, as above: of counts
+    int32_t* counts;         // forward: as above
+    float* l1_parts;         // forward: [twell_train_hot_parts]: their sum is that of |h| of all tokens and neurons
+    void const* dh;          // backward: [tokens, d_ff]: dy . w_down
+    void* dz;                // backward: the gradients of z,
+    void* du;                // and of u
+    float const* dl1;        // backward: as above
 } twell_train_hot_tensors;
 
 // Bytes of device workspace.

@@ -23,13 +23,13 @@ enum class Factors {
 
 struct AddRowsParams : TrainingBlock {
     Pairs pairs;
-    void const* factors;           // float or float2 [capacity]
-    uint16_t const* first;         // [d_ff, width]: of the only factor, or of du
-    uint16_t const* second;        // of dz: w_gate
-    uint16_t const* bias;          // [width] or null
-    uint16_t const* addends[2];    // [tokens, width] or null
-    uint16_t* out;                 // [tokens, width]
-    float* row_l1;                 // [tokens] or null: the sum of the only factors' absolute values
+    void const* factors;         // float or float2 [capacity]
+    uint16_t const* first;       // [d_ff, width]: of the only factor, or of du
+    uint16_t const* second;      // of dz: w_gate
+    uint16_t const* bias;        // [width] or null
+    uint16_t const* addends[2];  // [tokens, width] or null
+    uint16_t* out;               // [tokens, width]
+    float* row_l1;               // [tokens] or null: the sum of the only factors' absolute values
     int width;
 };
 

@@ -23,7 +23,7 @@ struct HotParams {
     uint16_t* du;        // as u
     uint32_t* counts;    // of a forward: neuron j's at neurons[j], or j
     int32_t const* neurons;
-    float* l1_parts;     // [CTAs]
+    float* l1_parts;  // [CTAs]
     float const* dl1;
     int64_t tokens;
     int64_t column_tiles;

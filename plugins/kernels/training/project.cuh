@@ -24,11 +24,11 @@ constexpr int kProjectBlocks = 2;
 
 struct ProjectParams : TrainingBlock {
     Pairs pairs;
-    uint16_t const* dy;          // [tokens, d_out], of a backward
-    float const* dl1;            // its factor of the L1 term, or null
-    float* hidden;               // of a forward: [capacity], h
-    float2* factors;             // of a backward: [capacity], du and dz
-    float4* transposed;          // [capacity]: h, du, dz and the row's number, by neuron
+    uint16_t const* dy;                // [tokens, d_out], of a backward
+    float const* dl1;                  // its factor of the L1 term, or null
+    float* hidden;                     // of a forward: [capacity], h
+    float2* factors;                   // of a backward: [capacity], du and dz
+    float4* transposed;                // [capacity]: h, du, dz and the row's number, by neuron
     uint32_t const* transposed_place;  // [capacity]: where a pair is among these
 };
 
@@ -49,7 +49,8 @@ __device__ __forceinline__ float add_up_warp(float sum) {
 }
 
 template <class Element, bool kGated, bool kBackward>
-__global__ __launch_bounds__(kThreads, kProjectBlocks) void project_kernel(__grid_constant__ ProjectParams const params) {
+__global__ __launch_bounds__(kThreads,
+                             kProjectBlocks) void project_kernel(__grid_constant__ ProjectParams const params) {
     wait_for_previous_launch();
     int const lane = threadIdx.x % kWarpSize;
     int64_t const* const row_begin = params.pairs.row_begin;
@@ -110,11 +111,9 @@ __global__ __launch_bounds__(kThreads, kProjectBlocks) void project_kernel(__gri
     int64_t const pair = begin + lane;
     float const g = g_of<Element>(word);
     if constexpr (kBackward) {
-        float const l1_factor =
-            params.dl1 == nullptr ? 0.0f : *params.dl1 / static_cast<float>(params.pairs.tokens);
+        float const l1_factor = params.dl1 == nullptr ? 0.0f : *params.dl1 / static_cast<float>(params.pairs.tokens);
         float const u = kGated ? Element::to_float(params.pairs.ups[pair]) : 0.0f;
-        PairGradients const found =
-            differentiate<kGated>(g, u, own, l1_factor, params.act.square, params.relu_on_up);
+        PairGradients const found = differentiate<kGated>(g, u, own, l1_factor, params.act.square, params.relu_on_up);
         params.factors[pair] = make_float2(found.du, found.dz);
         if (params.transposed != nullptr) {
             params.transposed[params.transposed_place[pair]] =

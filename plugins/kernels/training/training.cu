@@ -1,5 +1,3 @@
-#include "training/training.h"
-
 #include <algorithm>
 
 #include "host/problem.h"
@@ -9,6 +7,7 @@
 #include "training/hot.cuh"
 #include "training/list.cuh"
 #include "training/project.cuh"
+#include "training/training.h"
 #include "training/transpose.cuh"
 #include "training/unlisted.cuh"
 
@@ -83,9 +82,9 @@ cudaError_t launch(char const* name, void (*kernel)(Params), Params const& param
 // For as many pairs as there is place for: the host does not know how many there are.
 cudaError_t launch_project(void (*kernel)(t::ProjectParams), t::ProjectParams const& params, int64_t capacity,
                            Call const& call) {
-    return capacity == 0 ? cudaSuccess
-                         : launch("project", kernel, params, dim3(blocks_of(capacity, t::kUnit * t::kWarps)),
-                                  t::kThreads, call);
+    return capacity == 0
+               ? cudaSuccess
+               : launch("project", kernel, params, dim3(blocks_of(capacity, t::kUnit * t::kWarps)), t::kThreads, call);
 }
 
 template <class Element, bool kGated>
@@ -181,8 +180,7 @@ cudaError_t backward(Call const& call, twell_train_backward_tensors const& given
         TWELL_TRY(launch("count_neurons", t::count_neurons_kernel, transpose, blocks, t::kCountThreads, call));
         TWELL_TRY(launch("add_up_neurons", t::add_up_neurons_kernel, transpose,
                          dim3(blocks_of(problem.d_ff, kWarpSize)), t::kAddUpWarps * kWarpSize, call));
-        TWELL_TRY(
-            launch("begin_neurons", t::begin_neurons_kernel, transpose, dim3(1), t::kBeginThreads, call));
+        TWELL_TRY(launch("begin_neurons", t::begin_neurons_kernel, transpose, dim3(1), t::kBeginThreads, call));
         TWELL_TRY(launch("place_pairs", t::place_pairs_kernel, transpose, blocks, kWarpSize, call));
     }
     t::ProjectParams project = {};
@@ -248,8 +246,8 @@ cudaError_t launch_hot(Call const& call, t::HotParams params) {
     bool const has_vectors = params.hot % kVector == 0;
     params.column_tiles = ceil_div(params.hot, kWarpSize * (has_vectors ? kVector : 1));
     dim3 const grid(static_cast<unsigned>(params.column_tiles * ceil_div(params.tokens, t::kHotRows)));
-    auto const kernel = has_vectors ? t::hot_kernel<Element, kGated, kBackward, kVector>
-                                    : t::hot_kernel<Element, kGated, kBackward, 1>;
+    auto const kernel =
+        has_vectors ? t::hot_kernel<Element, kGated, kBackward, kVector> : t::hot_kernel<Element, kGated, kBackward, 1>;
     return launch("hot", kernel, params, grid, t::kHotThreads, call);
 }
 
@@ -257,7 +255,8 @@ template <class Element>
 cudaError_t launch_hot(Call const& call, t::HotParams const& params) {
     bool const backward = params.dh != nullptr;
     if (call.problem.variant == TWELL_GATED) {
-        return backward ? launch_hot<Element, true, true>(call, params) : launch_hot<Element, true, false>(call, params);
+        return backward ? launch_hot<Element, true, true>(call, params)
+                        : launch_hot<Element, true, false>(call, params);
     }
     return backward ? launch_hot<Element, false, true>(call, params) : launch_hot<Element, false, false>(call, params);
 }
@@ -311,7 +310,7 @@ cudaError_t launch_train_hot(Call const& call, twell_train_hot_tensors const& gi
     params.relu_on_up = problem.activation == TWELL_DRELU;
     params.act = activation_of(problem);
     if (given.dh == nullptr) {
-        }
+    }
     return problem.dtype == TWELL_BF16 ? launch_hot<Bf16>(call, params) : launch_hot<Fp16>(call, params);
 }
 
@@ -319,8 +318,12 @@ cudaError_t launch_copy_rows(twell_train_copy const* copies, int count, Device c
     t::CopyRowsParams params = {};
     int most_rows = 0;
     for (int i = 0; i < count; ++i) {
-        params.copies[i] = {static_cast<uint16_t const*>(copies[i].from), static_cast<uint16_t*>(copies[i].to),
-                            copies[i].from_rows, copies[i].to_rows, copies[i].rows, copies[i].width};
+        params.copies[i] = {static_cast<uint16_t const*>(copies[i].from),
+                            static_cast<uint16_t*>(copies[i].to),
+                            copies[i].from_rows,
+                            copies[i].to_rows,
+                            copies[i].rows,
+                            copies[i].width};
         most_rows = std::max(most_rows, copies[i].rows);
     }
     if (most_rows == 0) {

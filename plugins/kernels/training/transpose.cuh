@@ -1,9 +1,9 @@
 // The pairs by neuron, each neuron's tokens in ascending order: where a pair goes there. A sort by counting, whose
 // result does not depend on the order in which anything runs.
 //
-// Rows are cut into blocks and neurons into ranges, as shared memory holds a range. count_neurons: how often a neuron is
-// in a block. add_up_neurons: in the blocks before. begin_neurons: where a neuron's pairs begin. place_pairs: one warp
-// takes a block's rows one after the other; the neurons of a row are all different.
+// Rows are cut into blocks and neurons into ranges, as shared memory holds a range. count_neurons: how often a neuron
+// is in a block. add_up_neurons: in the blocks before. begin_neurons: where a neuron's pairs begin. place_pairs: one
+// warp takes a block's rows one after the other; the neurons of a row are all different.
 #pragma once
 
 #include "device/dependent_launch.cuh"
@@ -11,7 +11,7 @@
 
 namespace twell::training {
 
-constexpr int kRange = 8192;        // neurons
+constexpr int kRange = 8192;  // neurons
 constexpr int kMostRowBlocks = 1024;
 constexpr int kFewestBlockRows = 32;
 constexpr int kCountThreads = 256;
@@ -132,8 +132,7 @@ static __global__ __launch_bounds__(kBeginThreads) void begin_neurons_kernel(
     }
 }
 
-static __global__ __launch_bounds__(kWarpSize) void place_pairs_kernel(
-    __grid_constant__ TransposeParams const params) {
+static __global__ __launch_bounds__(kWarpSize) void place_pairs_kernel(__grid_constant__ TransposeParams const params) {
     wait_for_previous_launch();
     __shared__ uint32_t next[kRange];
     int const lane = threadIdx.x;

@@ -57,8 +57,8 @@ __device__ __forceinline__ PairGradients compute_pair(UnlistedParams const& para
 
 // y, or dx.
 template <class Element, bool kGated, bool kBackward>
-__global__ __launch_bounds__(kUnlistedThreads, 2) void unlisted_rows_kernel(
-    __grid_constant__ UnlistedParams const params) {
+__global__ __launch_bounds__(kUnlistedThreads,
+                             2) void unlisted_rows_kernel(__grid_constant__ UnlistedParams const params) {
     wait_for_previous_launch();
     int const warp = threadIdx.x / kWarpSize;
     int const lane = threadIdx.x % kWarpSize;
@@ -66,8 +66,7 @@ __global__ __launch_bounds__(kUnlistedThreads, 2) void unlisted_rows_kernel(
     float2* const factors = params.factors + static_cast<int64_t>(blockIdx.x) * params.d_ff;
     for (int64_t row = params.pairs.listed_rows() + blockIdx.x; row < params.pairs.tokens; row += gridDim.x) {
         for (int j = warp; j < params.d_ff; j += kUnlistedWarps) {
-            PairGradients const found =
-                compute_pair<Element, kGated, kBackward>(params, row, static_cast<uint32_t>(j));
+            PairGradients const found = compute_pair<Element, kGated, kBackward>(params, row, static_cast<uint32_t>(j));
             if (lane == 0) {
                 factors[j] = kBackward ? make_float2(found.du, found.dz) : make_float2(found.h, 0.0f);
             }
@@ -79,7 +78,8 @@ __global__ __launch_bounds__(kUnlistedThreads, 2) void unlisted_rows_kernel(
                 float2 const factor = factors[j];
                 if (factor.x != 0.0f) {
                     int64_t const n = params.row_of(static_cast<uint32_t>(j));
-                    add_row<Element>(sums, factor.x, load_vector((kBackward ? params.w_up : params.w_down) + n * width + column));
+                    add_row<Element>(sums, factor.x,
+                                     load_vector((kBackward ? params.w_up : params.w_down) + n * width + column));
                 }
                 if (kBackward && factor.y != 0.0f) {
                     int64_t const n = params.gate_row_of(static_cast<uint32_t>(j));
@@ -115,8 +115,8 @@ __global__ __launch_bounds__(kUnlistedThreads, 2) void unlisted_rows_kernel(
 
 // Adds to the gradients of weights and biases, after add_columns_kernel.
 template <class Element, bool kGated>
-__global__ __launch_bounds__(kUnlistedThreads, 2) void unlisted_weights_kernel(
-    __grid_constant__ UnlistedParams const params) {
+__global__ __launch_bounds__(kUnlistedThreads,
+                             2) void unlisted_weights_kernel(__grid_constant__ UnlistedParams const params) {
     wait_for_previous_launch();
     __shared__ PairGradients found[kUnlistedRows];
     int64_t const listed = params.pairs.listed_rows();
@@ -165,7 +165,7 @@ __global__ __launch_bounds__(kUnlistedThreads, 2) void unlisted_weights_kernel(
             }
             __syncthreads();
         }
-        auto const add_to = [](uint16_t* vector, float (&sums)[kVector]) {
+        auto const add_to = [](uint16_t* vector, float(&sums)[kVector]) {
             add_vector<Element>(sums, vector);
             store_vector<Element>(vector, sums);
         };
