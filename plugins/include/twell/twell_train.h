@@ -2,7 +2,7 @@
 // conventions; docs/format.md says how the pairs are laid out, docs/training.md what the parts are for.
 //
 // A block's neurons are in two parts. The hot ones are computed densely: their products are the caller's, between them
-// twell_train_hot_forward and _backward run. The others are sparse: twell_train_forward and _backward compute all of
+// twell_train_hot runs. The others are sparse: twell_train_forward and _backward compute all of
 // them. `d_ff` of a problem is the number of neurons of the part; `neurons` says which rows of the weights they have.
 //
 // All results are bitwise repeatable. Nothing is dropped: rows whose pairs find no place are computed again, slowly.

@@ -47,11 +47,7 @@ __device__ __forceinline__ float dot_row(uint16_t const* x, uint16_t const* row,
     for (int column = begin + lane * kVector; column < d_model; column += kStep) {
         accumulate<Element>(sum, load_vector(x + column), load_vector(row + column));
     }
-#pragma unroll
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    }
-    return sum;
+    return sum_of_warp(sum);
 }
 
 // dot_products fetches kDotSteps 16-byte vectors a lane of both rows at once.

@@ -23,6 +23,15 @@ __device__ __forceinline__ uint32_t sum_up_to(uint32_t value) {
     return value;
 }
 
+// By one warp: the sum of all lanes' values, which every lane gets.
+__device__ __forceinline__ float sum_of_warp(float value) {
+#pragma unroll
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+        value += __shfl_xor_sync(0xffffffffu, value, distance);
+    }
+    return value;
+}
+
 // Volatile, so loads keep the order of the source: then the compiler neither delays them to their use nor keeps many
 // addresses. Only for what no kernel of the call has written: see dependent_launch.cuh.
 __device__ __forceinline__ uint4 load_vector(uint16_t const* pointer) {

@@ -103,10 +103,7 @@ __global__ __launch_bounds__(kThreads) void add_rows_kernel(__grid_constant__ Ad
         }
     }
     if (params.row_l1 != nullptr && blockIdx.y == 0) {
-#pragma unroll
-        for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-            l1 += __shfl_xor_sync(0xffffffffu, l1, distance);
-        }
+        l1 = sum_of_warp(l1);
         if (lane == 0) {
             params.row_l1[row] = l1;
         }
@@ -201,11 +198,8 @@ __global__ __launch_bounds__(kThreads) void add_columns_kernel(__grid_constant__
         }
     }
     if (blockIdx.y == 0) {
-#pragma unroll
-        for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-            bias_up += __shfl_xor_sync(0xffffffffu, bias_up, distance);
-            bias_gate += __shfl_xor_sync(0xffffffffu, bias_gate, distance);
-        }
+        bias_up = sum_of_warp(bias_up);
+        bias_gate = sum_of_warp(bias_gate);
         if (lane == 0 && gradients.b_gate != nullptr) {
             gradients.b_gate[gate_row] = Element::from_float(bias_gate);
         }

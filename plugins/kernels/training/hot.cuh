@@ -122,10 +122,7 @@ __global__ __launch_bounds__(kHotThreads) void hot_kernel(__grid_constant__ HotP
                 atomicAdd(counts + lane * kWidth + i, own_counts[i]);
             }
         }
-#pragma unroll
-        for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-            l1 += __shfl_xor_sync(0xffffffffu, l1, distance);
-        }
+        l1 = sum_of_warp(l1);
         if (lane == 0) {
             sums[warp] = l1;
         }

@@ -8,8 +8,6 @@
 
 namespace twell::training {
 
-constexpr int kScanThreads = 1024;
-
 // Of a chunk of rows, those from `first_row` on.
 struct ListParams {
     uint32_t const* packed;   // [rows, num_tiles * words_per_tile]
@@ -74,14 +72,7 @@ static __global__ __launch_bounds__(kScanThreads) void add_up_pairs_kernel(__gri
     for (int i = begin; i < end; ++i) {
         own += counts[i];
     }
-    sums[thread] = own;
-    for (int distance = 1; distance < kScanThreads; distance *= 2) {
-        __syncthreads();
-        uint32_t const below = thread >= distance ? sums[thread - distance] : 0;
-        __syncthreads();
-        sums[thread] += below;
-    }
-    uint32_t place = sums[thread] - own;
+    uint32_t place = sum_before(sums, own);
     int own_listed = 0;
     for (int i = begin; i < end; ++i) {
         place += counts[i];

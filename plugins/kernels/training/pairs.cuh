@@ -68,6 +68,21 @@ __device__ __forceinline__ PairGradients differentiate(float g, float u, float p
     return {h, du, dz};
 }
 
+constexpr int kScanThreads = 1024;
+
+// By a CTA of kScanThreads: the sum of the values of the threads before this one. `sums` is shared memory.
+__device__ __forceinline__ uint32_t sum_before(uint32_t (&sums)[kScanThreads], uint32_t own) {
+    int const thread = threadIdx.x;
+    sums[thread] = own;
+    for (int distance = 1; distance < kScanThreads; distance *= 2) {
+        __syncthreads();
+        uint32_t const below = thread >= distance ? sums[thread - distance] : 0;
+        __syncthreads();
+        sums[thread] += below;
+    }
+    return sums[thread] - own;
+}
+
 // By one warp: the last row that begins at `place` or before, of rows of which the first one does, and rows_end does
 // not.
 __device__ __forceinline__ int64_t find_row(int64_t const* row_begin, int64_t rows_end, int64_t place) {

@@ -40,14 +40,6 @@ __device__ __forceinline__ void load_slab(uint4 (&vectors)[kSlabVectors], uint16
     }
 }
 
-__device__ __forceinline__ float add_up_warp(float sum) {
-#pragma unroll
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    }
-    return sum;
-}
-
 template <class Element, bool kGated, bool kBackward>
 __global__ __launch_bounds__(kThreads,
                              kProjectBlocks) void project_kernel(__grid_constant__ ProjectParams const params) {
@@ -98,7 +90,7 @@ __global__ __launch_bounds__(kThreads,
                 }
 #pragma unroll
                 for (int p = 0; p < kPairsAtOnce; ++p) {
-                    float const sum = add_up_warp(sums[p]);
+                    float const sum = sum_of_warp(sums[p]);
                     own += lane == i + p && i + p < row_end ? sum : 0.0f;
                 }
             }

@@ -29,8 +29,10 @@ twell_problem with_tokens(twell_problem problem, int64_t tokens) {
     return problem;
 }
 
-int unlisted_ctas(Device const& device) { return device.num_multiprocessors; }
 constexpr int kMostUnlistedCtas = 256;
+unsigned unlisted_ctas(Device const& device) {
+    return static_cast<unsigned>(std::min(device.num_multiprocessors, kMostUnlistedCtas));
+}
 
 struct ForwardMemory {
     uint32_t* packed;
@@ -156,7 +158,7 @@ cudaError_t forward(Call const& call, twell_train_forward_tensors const& given, 
     rest.out = rest.y;
     rest.row_l1 = given.row_l1;
     return launch("unlisted_rows", t::unlisted_rows_kernel<Element, kGated, false>, rest,
-                  dim3(static_cast<unsigned>(std::min(unlisted_ctas(call.device), kMostUnlistedCtas))),
+                  dim3(unlisted_ctas(call.device)),
                   t::kUnlistedThreads, call);
 }
 
@@ -180,7 +182,7 @@ cudaError_t backward(Call const& call, twell_train_backward_tensors const& given
         TWELL_TRY(launch("count_neurons", t::count_neurons_kernel, transpose, blocks, t::kCountThreads, call));
         TWELL_TRY(launch("add_up_neurons", t::add_up_neurons_kernel, transpose,
                          dim3(blocks_of(problem.d_ff, kWarpSize)), t::kAddUpWarps * kWarpSize, call));
-        TWELL_TRY(launch("begin_neurons", t::begin_neurons_kernel, transpose, dim3(1), t::kBeginThreads, call));
+        TWELL_TRY(launch("begin_neurons", t::begin_neurons_kernel, transpose, dim3(1), t::kScanThreads, call));
         TWELL_TRY(launch("place_pairs", t::place_pairs_kernel, transpose, blocks, kWarpSize, call));
     }
     t::ProjectParams project = {};
@@ -220,7 +222,7 @@ cudaError_t backward(Call const& call, twell_train_backward_tensors const& given
                          dim3(blocks_of(problem.tokens, t::kWarps), blocks_of(problem.d_model, kWarpColumns)),
                          t::kThreads, call));
         TWELL_TRY(launch("unlisted_rows", t::unlisted_rows_kernel<Element, kGated, true>, rest,
-                         dim3(static_cast<unsigned>(std::min(unlisted_ctas(call.device), kMostUnlistedCtas))),
+                         dim3(unlisted_ctas(call.device)),
                          t::kUnlistedThreads, call));
     }
     if (!for_weights) {

@@ -15,7 +15,6 @@ constexpr int kRange = 8192;  // neurons
 constexpr int kMostRowBlocks = 1024;
 constexpr int kFewestBlockRows = 32;
 constexpr int kCountThreads = 256;
-constexpr int kBeginThreads = 1024;
 constexpr int kAddUpWarps = 16;
 
 struct TransposeParams {
@@ -102,27 +101,20 @@ static __global__ __launch_bounds__(kAddUpWarps* kWarpSize) void add_up_neurons_
     }
 }
 
-static __global__ __launch_bounds__(kBeginThreads) void begin_neurons_kernel(
+static __global__ __launch_bounds__(kScanThreads) void begin_neurons_kernel(
     __grid_constant__ TransposeParams const params) {
     wait_for_previous_launch();
-    __shared__ uint32_t sums[kBeginThreads];
+    __shared__ uint32_t sums[kScanThreads];
     int const thread = threadIdx.x;
     uint32_t* const ends = params.column_begin + 1;
-    int const each = (params.d_ff + kBeginThreads - 1) / kBeginThreads;
+    int const each = (params.d_ff + kScanThreads - 1) / kScanThreads;
     int const begin = min(thread * each, params.d_ff);
     int const end = min(begin + each, params.d_ff);
     uint32_t own = 0;
     for (int i = begin; i < end; ++i) {
         own += ends[i];
     }
-    sums[thread] = own;
-    for (int distance = 1; distance < kBeginThreads; distance *= 2) {
-        __syncthreads();
-        uint32_t const below = thread >= distance ? sums[thread - distance] : 0;
-        __syncthreads();
-        sums[thread] += below;
-    }
-    uint32_t place = sums[thread] - own;
+    uint32_t place = sum_before(sums, own);
     for (int i = begin; i < end; ++i) {
         place += ends[i];
         ends[i] = place;

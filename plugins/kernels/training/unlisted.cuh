@@ -101,10 +101,7 @@ __global__ __launch_bounds__(kUnlistedThreads,
             for (int j = lane; j < params.d_ff; j += kWarpSize) {
                 l1 += fabsf(factors[j].x);
             }
-#pragma unroll
-            for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-                l1 += __shfl_xor_sync(0xffffffffu, l1, distance);
-            }
+            l1 = sum_of_warp(l1);
             if (lane == 0) {
                 params.row_l1[row] = l1;
             }
