@@ -19,7 +19,7 @@ from twellc.plugins.gradients.call import Call, Step
 from twellc.plugins.gradients.ops import TRAIN_FORWARD
 
 # What a step costs, in the time that the dense products of a training step take for a neuron and a token: measured on
-# an H100 (benchmarks/train.py), and much alike elsewhere, as products and gathers grow with the same widths.
+# an H100 (benchmarks/LOG.md). Other GPUs are taken to be alike, as products and gathers grow with the same widths.
 _PAIR_COST = 77.0
 _GATE_COST = 0.11
 # A block is computed sparsely from so many tokens on, and if that takes at most this part of the dense time.
