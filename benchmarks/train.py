@@ -44,7 +44,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import twellc
 from twellc.base.errors import UserError
+from twellc.benchmarking.contest import time_rotated
 from twellc.benchmarking.energy import EnergyMeter
+from twellc.benchmarking.forms import combine
 from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.training import TrainingState, train_block
 from twellc.training import L1Penalty, take_counts
@@ -249,10 +251,8 @@ class DenseBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute y [tokens, d_model]."""
         z = functional.linear(x, self.first)
-        if not self.gated:
-            return functional.linear(functional.relu(z), self.down)
-        gate, up = z.chunk(2, -1)
-        return functional.linear(functional.relu(gate) * up, self.down)
+        gate, up = z.chunk(2, -1) if self.gated else (z, None)
+        return functional.linear(combine(gate, up, "relu", 0.0), self.down)
 
 
 class TwellBlock(nn.Module):
@@ -278,32 +278,6 @@ def backward_of(block: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
         torch.autograd.backward(block(x), dy)
 
     return run
-
-
-def as_graph(run: Callable[[], None]) -> Callable[[], None]:
-    """Return what replays a call as one CUDA graph."""
-    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def microseconds(run: Callable[[], None], calls: int = 4) -> float:
-    """Return what a call takes."""
-    events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-    start, end = events
-    start.record()
-    for _ in range(calls):
-        run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3 / calls
 
 
 def compare(dense: DenseBlock, twell: TwellBlock, x_gradients: tuple[Tensor, Tensor]) -> None:
@@ -345,18 +319,12 @@ def measure_block(tokens: int, neurons: Neurons, d_model: int, d_ff: int, varian
     contestants = {
         "dense eager": backward_of(dense, x, dy), "dense compiled": backward_of(compiled, x, dy), "twell": run
     }  # fmt: skip
-    graphs = {name: as_graph(each) for name, each in contestants.items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for turn in range(rounds + 1):
-        for name, graph in graphs.items():
-            took = microseconds(graph)
-            if turn:
-                times[name].append(took)
+    times = time_rotated({name: [call] for name, call in contestants.items()}, rounds)
     step = twell.state.step
     return {
         "tokens": tokens, "neurons": neurons.distribution, "layer": neurons.layer, "variant": variant, "hot": step.hot,
         "pairs": step.pairs, "density": float(twell.state.counts.sum() / (twell.state.tokens * d_ff)),
-        "microseconds": {name: statistics.median(each) for name, each in times.items()},
+        "microseconds": {name: each.median_us for name, each in times.items()},
     }  # fmt: skip
 
 

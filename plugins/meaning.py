@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
+from twellc.base.dtypes import dtype_name
+from twellc.plugins import library
 from twellc.plugins.block import TENSORS, BlockOptions, Operands
 
 
@@ -78,6 +82,42 @@ def output_of(h: Tensor, operands: Operands[Tensor]) -> Tensor:
     """Return y of h, rounded to the element type."""
     y = _project(h, operands.w_down.t(), operands.b_down)
     return (y if operands.residual is None else operands.residual.to(y.dtype) + y).to(operands.x.dtype)
+
+
+def check_on_gpu(operands: Operands[Tensor]) -> None:
+    """Fail if the kernels do not take these tensors.
+
+    Raises:
+        TypeError: They have another dtype.
+        ValueError: They are not all on one device.
+    """
+    dtype, device = dtype_name(operands.x.dtype), operands.x.device
+    if dtype not in library.DTYPES:
+        raise TypeError(f"twell: the CUDA kernels take {' or '.join(library.DTYPES)}, got {dtype}")
+    for name, tensor in operands.named().items():
+        if tensor.device != device:
+            raise ValueError(f"twell: {name} must be on {device}, got {tensor.device}")
+
+
+def check_problem(problem: library.Problem) -> None:
+    """Fail if the library refuses a problem.
+
+    Raises:
+        ValueError: It does.
+    """
+    fault = library.load().twell_validate(ctypes.byref(problem))
+    if fault:
+        raise ValueError(f"twell: {fault.decode()}")
+
+
+def check_status(status: int) -> None:
+    """Fail if a function of the C API has returned an error of CUDA.
+
+    Raises:
+        RuntimeError: It has.
+    """
+    if status:
+        raise RuntimeError(f"twell: the kernels failed with CUDA error {status}")
 
 
 def as_read(tensor: Tensor) -> Tensor:

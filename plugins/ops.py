@@ -41,7 +41,16 @@ from twellc.plugins.block import (
     tensors_of,
 )
 from twellc.plugins.gradients.ops import register_gradients
-from twellc.plugins.meaning import as_read, check_call, hidden_of, output_of, widths_of
+from twellc.plugins.meaning import (
+    as_read,
+    check_call,
+    check_on_gpu,
+    check_problem,
+    check_status,
+    hidden_of,
+    output_of,
+    widths_of,
+)
 
 
 def _compute(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
@@ -53,18 +62,12 @@ def _compute(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
 def _launch(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     """Run the block on the GPU through the C API, on the current stream."""
     check_call(operands, options)
-    x, widths, dtype = operands.x, widths_of(operands), dtype_name(operands.x.dtype)
-    if dtype not in library.DTYPES:
-        raise TypeError(f"twell: the CUDA kernels take {' or '.join(library.DTYPES)}, got {dtype}")
-    for name, tensor in operands.named().items():
-        if tensor.device != x.device:
-            raise ValueError(f"twell: {name} must be on {x.device}, got {tensor.device}")
+    check_on_gpu(operands)
+    x, widths = operands.x, widths_of(operands)
     tokens = x.numel() // widths["d_model"]
-    problem = problem_of(operands.variant, options, dtype, tokens=tokens, **widths)
+    problem = problem_of(operands.variant, options, dtype_name(x.dtype), tokens=tokens, **widths)
+    check_problem(problem)
     lib = library.load()
-    fault = lib.twell_validate(ctypes.byref(problem))
-    if fault:
-        raise ValueError(f"twell: {fault.decode()}")
     read = operands.map(as_read)  # kept until the kernels are launched
     y = x.new_empty((*x.shape[:-1], widths["d_out"]))
     tensors = tensors_of(read.map(Tensor.data_ptr), y.data_ptr())
@@ -74,8 +77,7 @@ def _launch(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
         status = lib.twell_mlp(
             ctypes.byref(problem), ctypes.byref(tensors), workspace.data_ptr(), workspace.numel(), stream
         )
-    if status:
-        raise RuntimeError(f"twell: the kernels failed with CUDA error {status}")
+    check_status(status)
     return y
 
 

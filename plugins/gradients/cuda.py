@@ -7,6 +7,7 @@ plugins/kernels/training. Nothing here waits for the GPU.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from twellc.base.dtypes import dtype_name
 from twellc.plugins import library
 from twellc.plugins.block import GATED, Operands, problem_of, tensors_of
 from twellc.plugins.gradients.call import KEPT_DTYPES, Call, Kept
-from twellc.plugins.meaning import as_read, widths_of
+from twellc.plugins.meaning import as_read, check_on_gpu, check_problem, check_status, widths_of
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,6 @@ class _Run:
     Attributes:
         operands: The tensors.
         widths: d_model, d_ff and d_out.
-        hot: How many neurons are computed densely.
-        cold: How many are not.
         hot_rows: int32 [hot]: which rows of the weights they have; None: the first ones.
         cold_rows: int32 [cold]; None: all rows.
     """
@@ -35,14 +34,22 @@ class _Run:
     call: Call
     operands: Operands[Tensor]
     widths: dict[str, int]
-    hot: int
-    cold: int
     hot_rows: Tensor | None
     cold_rows: Tensor | None
 
     @property
     def x(self) -> Tensor:
         return self.operands.x
+
+    @property
+    def hot(self) -> int:
+        """How many neurons are computed densely."""
+        return self.call.step.hot
+
+    @property
+    def cold(self) -> int:
+        """How many are not."""
+        return self.call.d_ff - self.hot
 
     @property
     def gated(self) -> bool:
@@ -119,17 +126,13 @@ def _copy(
 
 def _copy_rows(copies: list[library.TrainCopy]) -> None:
     array = (library.TrainCopy * len(copies))(*copies)
-    _check(library.load().twell_train_copy_rows(array, len(copies), _stream()))
+    check_status(library.load().twell_train_copy_rows(array, len(copies), _stream()))
 
 
 def _run_of(call: Call) -> _Run:
     operands, widths = call.operands, widths_of(call.operands)
-    dtype, named = dtype_name(operands.x.dtype), operands.named()
-    if dtype not in library.DTYPES:
-        raise TypeError(f"twell: the CUDA kernels take {' or '.join(library.DTYPES)}, got {dtype}")
-    for name, tensor in named.items():
-        if tensor.device != operands.x.device:
-            raise ValueError(f"twell: {name} must be on {operands.x.device}, got {tensor.device}")
+    check_on_gpu(operands)
+    named = operands.named()
     for name in ("d_model", "d_out"):
         if widths[name] > library.MAX_TRAIN_WIDTH:
             raise ValueError(f"twell: {name} must be at most {library.MAX_TRAIN_WIDTH} in training, got {widths[name]}")
@@ -144,10 +147,8 @@ def _run_of(call: Call) -> _Run:
     elif hot and cold:
         cold_rows = torch.arange(hot, call.d_ff, dtype=torch.int32, device=operands.x.device)
     read = Operands(**{name: as_read(each) for name, each in named.items()})
-    run = _Run(call, read, widths, hot, cold, hot_rows, cold_rows)
-    fault = library.load().twell_validate(ctypes.byref(run.problem(call.d_ff)))
-    if fault:
-        raise ValueError(f"twell: {fault.decode()}")
+    run = _Run(call, read, widths, hot_rows, cold_rows)
+    check_problem(run.problem(call.d_ff))
     return run
 
 
@@ -178,11 +179,6 @@ def _pairs(kept: Kept, capacity: int, gated: bool) -> library.TrainPairs:
         row_begin=kept.row_begin.data_ptr(), words=kept.pairs.data_ptr(),
         ups=kept.ups.data_ptr() if gated else None, capacity=capacity,
     )  # fmt: skip
-
-
-def _check(status: int) -> None:
-    if status:
-        raise RuntimeError(f"twell: the kernels failed with CUDA error {status}")
 
 
 def _stream() -> int:
@@ -234,7 +230,7 @@ def _forward_hot(run: _Run, kept: Tensor, parts: Tensor, counts: Tensor) -> Tens
         stride=z.stride(0), z=z.data_ptr(), u=_pointer(u), h=h.data_ptr(), neurons=_pointer(run.hot_rows),
         counts=counts.data_ptr(), l1_parts=parts.data_ptr(),
     )  # fmt: skip
-    _check(lib.twell_train_hot(ctypes.byref(problem), ctypes.byref(tensors), _stream()))
+    check_status(lib.twell_train_hot(ctypes.byref(problem), ctypes.byref(tensors), _stream()))
     return h @ down if run.cold or b_down is None else torch.addmm(b_down, h, down)
 
 
@@ -256,25 +252,24 @@ def _forward_cold(run: _Run, kept: Kept, hot_y: Tensor | None, y: Tensor, row_l1
     tensors = tensors_of(Operands(**named).map(Tensor.data_ptr), y.data_ptr())
     size = lib.twell_train_forward_bytes(ctypes.byref(problem), capacity)
     workspace = torch.empty(size, dtype=torch.uint8, device=run.x.device)
-    _check(
+    check_status(
         lib.twell_train_forward(
             ctypes.byref(problem), ctypes.byref(tensors), ctypes.byref(given), workspace.data_ptr(), size, _stream()
         )
     )
 
 
-def backward(dy: Tensor, dl1: Tensor, kept: Kept, call: Call, *, for_x: bool, for_weights: bool) -> dict[str, Tensor]:
-    """Return the gradients of x, and of weights and biases, as far as they are asked for."""
+def backward(dy: Tensor, dl1: Tensor, kept: Kept, call: Call, wanted: Sequence[str]) -> dict[str, Tensor]:
+    """Return the gradients of these names: of x, or of all weights and biases, or of both."""
     run = _run_of(call)
     with torch.cuda.device(run.x.device):
-        return _backward(run, as_read(dy.reshape(-1, dy.shape[-1])), dl1.float().contiguous(), kept, for_x, for_weights)
+        return _backward(run, as_read(dy.reshape(-1, dy.shape[-1])), dl1.float().contiguous(), kept, wanted)
 
 
-def _backward(run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, for_x: bool, for_weights: bool) -> dict[str, Tensor]:
+def _backward(run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, wanted: Sequence[str]) -> dict[str, Tensor]:
     named = run.operands.named()
-    names = [name for name in named if name != "residual" and (for_x if name == "x" else for_weights)]
     make = torch.zeros_like if run.call.tokens == 0 else torch.empty_like
-    found = {name: make(named[name]) for name in names}
+    found = {name: make(named[name]) for name in wanted}
     if run.call.tokens != 0:
         hot_dx = _backward_hot(run, dy, dl1, kept.hot, found) if run.hot else None
         if run.cold:
@@ -283,7 +278,7 @@ def _backward(run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, for_x: bool, for_w
             found["x"] = hot_dx
         if "b_down" in found:
             torch.sum(dy, 0, out=found["b_down"])
-    if for_x:
+    if "x" in found:
         found["x"] = found["x"].view(run.call.operands.x.shape)
     return found
 
@@ -300,7 +295,7 @@ def _backward_hot(run: _Run, dy: Tensor, dl1: Tensor, kept: Tensor, found: dict[
         stride=z.stride(0), z=z.data_ptr(), u=_pointer(up[0] if up else None), h=h.data_ptr(), dh=dh.data_ptr(),
         dz=dz.data_ptr(), du=_pointer(dup[0] if dup else None), dl1=dl1.data_ptr(),
     )  # fmt: skip
-    _check(lib.twell_train_hot(ctypes.byref(problem), ctypes.byref(tensors), _stream()))
+    check_status(lib.twell_train_hot(ctypes.byref(problem), ctypes.byref(tensors), _stream()))
     products = [dz, *dup] if run.apart else [gradients]
     if "w_down" in found:
         names = [f"w_{name}" for name in run.hot_projections]
@@ -343,7 +338,7 @@ def _backward_cold(
     tensors = tensors_of(run.operands.map(Tensor.data_ptr), 0)
     size = lib.twell_train_backward_bytes(ctypes.byref(problem), capacity)
     workspace = torch.empty(size, dtype=torch.uint8, device=run.x.device)
-    _check(
+    check_status(
         lib.twell_train_backward(
             ctypes.byref(problem), ctypes.byref(tensors), ctypes.byref(given), workspace.data_ptr(), size, _stream()
         )

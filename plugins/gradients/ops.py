@@ -80,8 +80,8 @@ def _infer_forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _wanted(call: Call, for_x: bool, for_weights: bool) -> list[str]:
     """Return the names of the gradients that are asked for."""
-    names = [name for name in call.operands.named() if name not in ("x", "residual")] if for_weights else []
-    return [*(["x"] if for_x else []), *names]
+    names = (name for name in call.operands.named() if name != "residual")
+    return [name for name in names if (for_x if name == "x" else for_weights)]
 
 
 def _split(arguments: Any) -> tuple[Tensor, Tensor, Kept, bool, bool, Call]:
@@ -92,21 +92,23 @@ def _split(arguments: Any) -> tuple[Tensor, Tensor, Kept, bool, bool, Call]:
 
 def _backward_on_cpu(*arguments: Any) -> Gradients:
     dy, dl1, _, for_x, for_weights, call = _split(arguments)
-    found, wanted = cpu.backward(dy, dl1, call), _wanted(call, for_x, for_weights)
-    return Gradients(*(found[name] if name in wanted else dy.new_empty(0) for name in Gradients._fields))
+    found = cpu.backward(dy, dl1, call)
+    return _gradients(dy, {name: found[name] for name in _wanted(call, for_x, for_weights)})
 
 
 def _backward_on_cuda(*arguments: Any) -> Gradients:
     dy, dl1, kept, for_x, for_weights, call = _split(arguments)
-    found = cuda.backward(dy, dl1, kept, call, for_x=for_x, for_weights=for_weights)
-    wanted = _wanted(call, for_x, for_weights)
-    return Gradients(*(found[name] if name in wanted else dy.new_empty(0) for name in Gradients._fields))
+    return _gradients(dy, cuda.backward(dy, dl1, kept, call, _wanted(call, for_x, for_weights)))
 
 
 def _infer_backward(*arguments: Any) -> Gradients:
     dy, _, _, for_x, for_weights, call = _split(arguments)
-    given, wanted = call.operands.named(), _wanted(call, for_x, for_weights)
-    return Gradients(*(dy.new_empty(given[name].shape if name in wanted else (0,)) for name in Gradients._fields))
+    given = call.operands.named()
+    return _gradients(dy, {name: dy.new_empty(given[name].shape) for name in _wanted(call, for_x, for_weights)})
+
+
+def _gradients(dy: Tensor, found: dict[str, Tensor]) -> Gradients:
+    return Gradients(*(found[name] if name in found else dy.new_empty(0) for name in Gradients._fields))
 
 
 for _schema, _on_cpu, _on_cuda, _infer in zip(

@@ -11,7 +11,6 @@ import torch
 
 from tests.tensorrt.plans import twellc
 from twellc import LLM, SamplingParams, UserError
-from twellc.export.tensorrt_host import Host
 
 pytestmark = [pytest.mark.tensorrt, pytest.mark.xdist_group("generate")]
 
@@ -21,16 +20,8 @@ NEAR = 0.15
 
 
 @pytest.fixture(scope="module")
-def plan(tensorrt: Host, bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("generate") / "bytelm.plan"
-    done = twellc("compile", bytelm, "-o", path, "--kv-cache", "256", "--prefill-chunk", "16", "--batch", "4")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return path
-
-
-@pytest.fixture(scope="module")
-def llm(plan: Path) -> LLM:
-    return LLM(plan)
+def llm(answering: Path) -> LLM:
+    return LLM(answering)
 
 
 def distance(bytelm: Path, outputs: list[Any]) -> float:
@@ -78,9 +69,9 @@ def test_draws_repeat(llm: LLM) -> None:
     assert first == again and first != other
 
 
-def test_two_threads(plan: Path) -> None:
+def test_two_threads(answering: Path) -> None:
     params = SamplingParams(max_tokens=64, ignore_eos=True)
-    models = [LLM(plan), LLM(plan)]
+    models = [LLM(answering), LLM(answering)]
     expected = [model.generate(text, params) for model, text in zip(models, TEXTS, strict=False)]
     found: dict[int, Any] = {}
 
@@ -96,8 +87,8 @@ def test_two_threads(plan: Path) -> None:
     assert all(found[number] == [expected[number]] * 4 for number in range(2))
 
 
-def test_the_command(plan: Path, llm: LLM) -> None:
-    done = twellc("generate", plan, "--prompt", TEXTS[0], "--max-new-tokens", "40", "--stats")
+def test_the_command(answering: Path, llm: LLM) -> None:
+    done = twellc("generate", answering, "--prompt", TEXTS[0], "--max-new-tokens", "40", "--stats")
     assert done.returncode == 0, done.stderr
     assert done.stdout == llm.generate(TEXTS[0], SamplingParams(max_tokens=40))[0].outputs[0].text + "\n"
     assert "each one CUDA graph" in done.stderr

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.processes import environment
-from tests.tensorrt.plans import compiled, twellc
+from tests.tensorrt.plans import compiled
 from twellc import LLM, SamplingParams
 from twellc.export.tensorrt_host import Host
 from twellc.plugins.library import library_path
@@ -75,15 +75,6 @@ def test_pycuda_host(plan: Path) -> None:
 
 
 # ---- a key-value cache ----
-
-
-@pytest.fixture(scope="module")
-def answering(tensorrt: Host, bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan of bytelm with a key-value cache, whose prompts go in pieces of 16 tokens."""
-    plan = tmp_path_factory.mktemp("hosts") / "bytelm.plan"
-    done = twellc("compile", bytelm, "-o", plan, "--kv-cache", "256", "--prefill-chunk", "16", "--batch", "4")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return plan
 
 
 def test_hosts_answer_as_llm_does(cpp_host: Path, answering: Path, tensorrt: Host) -> None:

@@ -72,6 +72,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def option_of(name: str) -> str:
+    """Return `bf16` for bfloat16, and so on; the name itself where no model can be compiled in it."""
+    return BY_NAME[name].option or name if name in BY_NAME else name
+
+
 def kernel_dtypes() -> tuple[torch.dtype, ...]:
     """Return the dtypes that the kernels take."""
     return tuple(BY_NAME[name].torch for name in CODES)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from twellc.base.errors import UserError
 from twellc.generation.rows import RowCache, row_attention
-from twellc.loaders.huggingface import open_directory
+from twellc.loaders.huggingface import cache_argument, open_directory
 from twellc.loaders.huggingface_inputs import longest_text
 from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.optimization import optimize, optimized_blocks
@@ -199,7 +199,7 @@ def _cache_argument(model: Any) -> str:
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or config.is_encoder_decoder:
         raise UserError(name, "is not a causal language model", expected="one such as LlamaForCausalLM")
     taken = inspect.signature(model.forward).parameters
-    argument = next((each for each in ("cache", "past_key_values") if each in taken), None)
+    argument = cache_argument(model)
     kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - _LAYER_TYPES
     if argument is None or "position_ids" not in taken or kinds:
         raise UserError(

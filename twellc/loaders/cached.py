@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
 from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, CachePair, KeyValueCache
-from twellc.base.dtypes import DTYPES, dtype_name, torch_dtype
+from twellc.base.dtypes import DTYPES, dtype_name, option_of, torch_dtype
 from twellc.base.errors import UserError, first_line
 from twellc.loaders.attention import CacheStep, cached_attention
-from twellc.loaders.huggingface import is_causal, open_directory
+from twellc.loaders.huggingface import cache_argument, is_causal, open_directory
 from twellc.loaders.huggingface_inputs import longest_text, text_config
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.nothing_fetched import nothing_fetched
@@ -78,7 +78,6 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
     ]
     inputs = [INPUT_IDS, WRITE_INDEX, TOKEN_COUNT, *(pair.input for pair in pairs)]
     placeholders = list(user_inputs(traced))
-    own = dtype_name(precision)
     batch, tokens = (str(size) for size in placeholders[0].meta["val"].shape)
     return LoadedModel(
         path=path,
@@ -101,7 +100,7 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
             layers=len(sizes),
             kv_heads=sizes[0].key[0],
             head_dim=sizes[0].key[1],
-            dtype=next((option for option, name in DTYPES.items() if name == own), own),
+            dtype=option_of(dtype_name(precision)),
             vocabulary=_vocabulary(traced),
             end_tokens=_end_tokens(path, model),
             position_limit=limit or None,
@@ -133,7 +132,7 @@ def _refuse_other_models(path: Path, model: Any) -> str:
             "--kv-cache", "the model is not a causal language model", got=f"{path}, a {name}",
             expected="a class of transformers that generates text, such as LlamaForCausalLM", fix="Leave it out.",
         )  # fmt: skip
-    cache = next((each for each in ("cache", "past_key_values") if each in taken), None)
+    cache = cache_argument(model)
     missing = [each for each in ("input_ids", "position_ids", "use_cache") if each not in taken]
     missing += [] if cache else ["past_key_values"]
     if missing:

@@ -155,6 +155,12 @@ def is_causal(model: Any) -> bool:
     return bool(getattr(config, "is_decoder", False)) or not may_be_an_encoder
 
 
+def cache_argument(model: Any) -> str | None:
+    """Return what a model's forward calls its cache of keys and values; None where it takes none."""
+    taken = inspect.signature(model.forward).parameters
+    return next((each for each in ("cache", "past_key_values") if each in taken), None)
+
+
 def _settings(path: Path, model: Any, padding: str | None, logits: str) -> dict[str, str]:
     """Return what a model is traced by, with defaults filled in.
 

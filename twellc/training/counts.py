@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from twellc.base.dtypes import DTYPES, dtype_name
+from twellc.base.dtypes import dtype_name, option_of
 from twellc.base.errors import UserError
 from twellc.base.version import __version__
 from twellc.firing.counter import FiringCounter, position_bins
@@ -18,8 +18,6 @@ from twellc.firing.profile import DataSource, FiringProfile, ProfiledModel
 from twellc.loaders.loaded import fingerprint
 from twellc.training.penalty import blocks_of
 from twellc.training.ranks import summed
-
-_OPTIONS = {name: option for option, name in DTYPES.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,9 +140,7 @@ class FiringWindow:
         (sequences,) = summed([torch.tensor(self._sequences, device=parts[0].device)])
         tokens = min(block.tokens for block in blocks.values())
         return FiringProfile(
-            ProfiledModel(
-                directory.name, "Hugging Face directory", fingerprint(directory), _OPTIONS.get(self._dtype, self._dtype)
-            ),
+            ProfiledModel(directory.name, "Hugging Face directory", fingerprint(directory), option_of(self._dtype)),
             [DataSource(data, "training steps", int(sequences), tokens)],
             datetime.now(UTC).isoformat(timespec="seconds"),
             __version__,
