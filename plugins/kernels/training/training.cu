@@ -158,8 +158,7 @@ cudaError_t forward(Call const& call, twell_train_forward_tensors const& given, 
     rest.out = rest.y;
     rest.row_l1 = given.row_l1;
     return launch("unlisted_rows", t::unlisted_rows_kernel<Element, kGated, false>, rest,
-                  dim3(unlisted_ctas(call.device)),
-                  t::kUnlistedThreads, call);
+                  dim3(unlisted_ctas(call.device)), t::kUnlistedThreads, call);
 }
 
 template <class Element, bool kGated>
@@ -222,8 +221,7 @@ cudaError_t backward(Call const& call, twell_train_backward_tensors const& given
                          dim3(blocks_of(problem.tokens, t::kWarps), blocks_of(problem.d_model, kWarpColumns)),
                          t::kThreads, call));
         TWELL_TRY(launch("unlisted_rows", t::unlisted_rows_kernel<Element, kGated, true>, rest,
-                         dim3(unlisted_ctas(call.device)),
-                         t::kUnlistedThreads, call));
+                         dim3(unlisted_ctas(call.device)), t::kUnlistedThreads, call));
     }
     if (!for_weights) {
         return cudaSuccess;
