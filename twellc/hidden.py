@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
+from twellc.module_blocks import between
 from twellc.passes.match.activations import packet
 from twellc.passes.match.find_ffn import FfnBlock
 
@@ -23,7 +24,9 @@ aten = torch.ops.aten
 
 # Each activation as what is computed one after the other.
 _STEPS = {"relu": ("relu",), "relu2": ("relu", "square")}
-_FUNCTIONS: dict[Any, str] = {functional.relu: "relu", torch.relu: "relu", torch.square: "square"}
+_FUNCTIONS: dict[Any, str] = {
+    functional.relu: "relu", torch.relu: "relu", torch.relu_: "relu", torch.square: "square",
+}  # fmt: skip
 
 
 class Hidden:
@@ -68,7 +71,7 @@ class Hidden:
             after = args[0]._after(func, args[1:], named)
             if after is not None:
                 return after
-        return func(*tree_map(_real, tuple(args)), **tree_map(_real, named))
+        return func(*real(tuple(args)), **real(named))
 
     def _after(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Hidden | None:
         """Return what stands for the result of a function; None where it has to be computed."""
@@ -80,10 +83,22 @@ class Hidden:
         done = (*self._done, _FUNCTIONS.get(func, ""))
         if done != _STEPS[self._activation][: len(done)]:
             return None
-        if args[0] if args else named.get("inplace", False):
+        if func is torch.relu_ or (args[0] if args else named.get("inplace", False)):
             self._done = done
             return self
         return Hidden(self._dense, self._compute, self._down, self._activation, done)
+
+    def relu(self) -> Any:
+        """Do what this method of a tensor does."""
+        return torch.relu(self)  # type: ignore[arg-type]
+
+    def relu_(self) -> Any:
+        """Do what this method of a tensor does."""
+        return torch.relu_(self)  # type: ignore[arg-type]
+
+    def square(self) -> Any:
+        """Do what this method of a tensor does."""
+        return torch.square(self)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.value(), name)
@@ -94,13 +109,14 @@ def _dropout(p: float = 0.5, training: bool = True, inplace: bool = False) -> tu
     return p, training, inplace
 
 
-def _real(value: Any) -> Any:
-    return value.value() if isinstance(value, Hidden) else value
+def real(values: Any) -> Any:
+    """Return arguments or results with tensors in the place of what stands for them."""
+    return tree_map(lambda each: each.value() if isinstance(each, Hidden) else each, values)
 
 
 def _operator(name: str) -> Callable[..., Any]:
     def call(self: Hidden, *others: Any) -> Any:
-        return getattr(self.value(), name)(*map(_real, others))
+        return getattr(self.value(), name)(*real(others))
 
     return call
 
@@ -119,10 +135,8 @@ def refusal_of(block: FfnBlock) -> str:
         return block.refusal
     if block.gate is not None:
         return "it is written out in a larger module, with a gate"
-    nodes = list(block.down.node.graph.nodes)
-    between = nodes[nodes.index(block.up.node) + 1 : nodes.index(block.down.node)]
     # Dropout in eval mode is a clone.
-    names = tuple(str(packet(node)).rpartition(".")[2] for node in between if packet(node) is not aten.clone)
+    names = tuple(str(packet(node)).rpartition(".")[2] for node in between(block) if packet(node) is not aten.clone)
     if names == _STEPS.get(block.activation):
         return ""
     found = ", ".join(names) or "nothing"

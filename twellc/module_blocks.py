@@ -129,19 +129,28 @@ def find_written_out(module: nn.Module, without: Collection[str], *, training: b
         if isinstance(submodule, Taken):
             outside.append(path)
             continue
-        if isinstance(submodule, torch.jit.ScriptModule) or "forward" in vars(submodule):
+        if isinstance(submodule, torch.jit.ScriptModule) or "forward" in vars(submodule) or _has_own_copy(submodule):
             continue
         linears = {name: child for name, child in submodule.named_children() if _is_linear(child)}
         if not _may_hold_block(submodule, linears.values()):
             continue
         traced = next(trace_alone(path, submodule, 3, training=training, alone=False), None)
-        names = iter((path,))
+        found: list[WrittenOut] = []
         for block in traced.blocks if traced else ():
             weights = operands_of(submodule, block)
             read = [".".join(each.path) for each in weights.named().values()] if weights else [block.down.weight.name]
-            if {name.rpartition(".")[0] for name in read} <= linears.keys():
-                name = next(names, f"{path}.{_first_layer(block)}".lstrip("."))
-                yield WrittenOut(path, submodule, replace(block, module=name), weights)
+            is_second_call = weights is not None and any(weights == each.weights for each in found)
+            if {name.rpartition(".")[0] for name in read} <= linears.keys() and not is_second_call:
+                name = f"{path}.{_first_layer(block)}".lstrip(".") if found else path
+                found.append(WrittenOut(path, submodule, replace(block, module=name), weights))
+        yield from found
+
+
+def between(block: FfnBlock) -> list[Node]:
+    """Return what is computed between the up and the down projection of a block: its activation, or other things."""
+    assert block.up is not None
+    nodes = list(block.down.node.graph.nodes)
+    return nodes[nodes.index(block.up.node) + 1 : nodes.index(block.down.node)]
 
 
 def functions_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -204,10 +213,15 @@ def _may_be_block(module: nn.Module) -> bool:
         and len({(parameter.dtype, parameter.device) for parameter in parameters}) == 1
         and not isinstance(module, torch.jit.ScriptModule)
         and "forward" not in vars(module)
-        and type(module).__reduce_ex__ is object.__reduce_ex__
-        and type(module).__reduce__ is object.__reduce__
+        and not _has_own_copy(module)
         and not any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
     )
+
+
+def _has_own_copy(module: nn.Module) -> bool:
+    """Whether its class says itself how it is copied and pickled."""
+    kind = type(module)
+    return kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__
 
 
 def _block_of(path: str, module: nn.Module, rank: int, training: bool) -> FfnBlock | None:

@@ -34,7 +34,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twellc.base.errors import UserError, first_few
-from twellc.hidden import Hidden, refusal_of
+from twellc.hidden import Hidden, real, refusal_of
 from twellc.module_blocks import Operand, Taken, find_modules, find_written_out, functions_of, operands_of
 from twellc.passes.decide import KERNEL_DTYPES, decide, options_of
 from twellc.passes.match.find_ffn import FfnBlock
@@ -82,7 +82,7 @@ class TrainedBlock:
         return parameter
 
 
-# Of a submodule: its class, and whether something has put another forward in the place of the class's.
+# Of a submodule: its class, without what is mixed in here, and whether it has a forward that is not its class's.
 _Form = tuple[type[nn.Module], bool]
 
 
@@ -130,7 +130,7 @@ def _inner_modules(module: nn.Module, parts: tuple[str, ...]) -> list[nn.Module]
 
 
 def _forms(inner: list[nn.Module]) -> tuple[_Form, ...]:
-    return tuple((type(each), "forward" in vars(each)) for each in inner)
+    return tuple((_original(each) or type(each), "forward" in vars(each)) for each in inner)
 
 
 # ---- what a forward is replaced by ----
@@ -195,9 +195,11 @@ class _Holder(_Mixed):
         before = _running()
         _RUNNING.holder = self if "_twellc" in vars(self) else None
         try:
-            return super().forward(*arguments, **named)
+            result = super().forward(*arguments, **named)
         finally:
             _RUNNING.holder = before
+        parts = result if type(result) in (tuple, list) else (result,)
+        return real(result) if any(isinstance(part, Hidden) for part in parts) else result
 
 
 class _Projection(_Mixed):

@@ -24,9 +24,9 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
-from twellc.module_blocks import Operand, find_modules, find_written_out, functions_of, operands_of
+from twellc.module_blocks import Operand, between, find_modules, find_written_out, functions_of, operands_of
 from twellc.passes.match.find_ffn import FfnBlock
-from twellc.passes.match.linear import strip
+from twellc.passes.match.linear import step, strip
 from twellc.plugins.block import BlockOptions, WeightOperands
 from twellc.plugins.ops import run_block
 
@@ -81,6 +81,8 @@ def _activation_of(block: FfnBlock, functions: Collection[str]) -> str:
     child = _child_of(result)
     if up is None or child not in functions or any(len(part.weight.node.users) > 1 for part in (up, block.down)):
         return ""
+    if any(_child_of(node) != child and step(node) is None for node in between(block)):
+        return ""  # what changes x in place, for example
     nodes = [node for node in result.graph.nodes if _child_of(node) == child]
     outer = {strip(each) for node in nodes for each in node.all_input_nodes if _child_of(each) != child}
     return child if outer == {strip(up.node)} and _readers(up.node) == {child} else ""
