@@ -359,10 +359,11 @@ def optimize(
     """Run the feed-forward blocks of a module by the `twell` ops, in place.
 
     A submodule is taken if torch.export can trace it alone, with one tensor [..., d_model], and what it computes is
-    exactly one block that `twellc compile` would rewrite. Blocks that are written out in a larger module, as in OPT,
-    are not seen; submodules with hooks are left as they are. The largest such submodules are taken. Parameters,
-    `state_dict()` and tied weights stay as they are, and `.to()`, `copy.deepcopy`, pickle, `torch.compile` and CUDA
-    graphs work as before. Optimize once the model is what it shall be. Of a model that transformers has sharded
+    exactly one block that `twellc compile` would rewrite; submodules with hooks are left as they are. The largest such
+    submodules are taken. Blocks without a gate, with ReLU or its square, are taken, too, where they are written out in
+    a larger module, as in OPT: there x has two or three dimensions, both projections are `torch.nn.Linear`, and the
+    module itself may have hooks. Parameters, `state_dict()` and tied weights stay as they are, and `.to()`,
+    `copy.deepcopy`, pickle, `torch.compile` and CUDA graphs work as before. Optimize once the model is what it shall be. Of a model that transformers has sharded
     (`tp_plan="auto"`) each rank runs the neurons that it has, and adds up what all of them give, as before.
 
     The original forward runs where the op cannot: in training mode, where autograd records, under autocast, for
