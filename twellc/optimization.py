@@ -363,8 +363,9 @@ def optimize(
     submodules are taken. Blocks without a gate, with ReLU or its square, are taken, too, where they are written out in
     a larger module, as in OPT: there x has two or three dimensions, both projections are `torch.nn.Linear`, and the
     module itself may have hooks. Parameters, `state_dict()` and tied weights stay as they are, and `.to()`,
-    `copy.deepcopy`, pickle, `torch.compile` and CUDA graphs work as before. Optimize once the model is what it shall be. Of a model that transformers has sharded
-    (`tp_plan="auto"`) each rank runs the neurons that it has, and adds up what all of them give, as before.
+    `copy.deepcopy`, pickle, `torch.compile` and CUDA graphs work as before. Optimize once the model is what it shall
+    be. Of a model that transformers has sharded (`tp_plan="auto"`) each rank runs the neurons that it has, and adds up
+    what all of them give, as before.
 
     The original forward runs where the op cannot: in training mode, where autograd records, under autocast, for
     other dtypes than bfloat16 and float16 on a GPU, on other devices than CPU and CUDA, and where a child of the

@@ -315,7 +315,8 @@ def test_threads() -> None:
 
 @pytest.mark.parametrize("name", ["fc1", "act", "fc2", "drop"])
 def test_hook_that_comes_later_is_called(name: str) -> None:
-    model, seen = twellc.optimize(layer(plain)), []
+    model = twellc.optimize(layer(plain))
+    seen: list[Any] = []
     hook = model.get_submodule(name).register_forward_hook(lambda _, given, y: seen.extend((*given, y)))
     check(model, X, 0)
     assert len(seen) == (0 if name == "drop" else 4) and all(type(each) is Tensor for each in seen)
