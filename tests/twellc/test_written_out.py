@@ -335,6 +335,26 @@ def test_hooks_of_the_layer_and_of_other_modules() -> None:
     torch.testing.assert_close(found.hidden_states, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_attention_that_is_not_traced() -> None:
+    """As flash attention and vLLM's; while blocks are found torch's stands for it."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    calls: list[int] = []
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Any:
+        calls.append(int(query.sum() > 0))
+        return sdpa_attention_forward(module, query, key, value, *args, **named)
+
+    AttentionInterface.register("of a test", attention)
+    model = models.opt()
+    model.config._attn_implementation = "of a test"
+    twellc.optimize(model)
+    assert not calls and model.config._attn_implementation == "of a test"
+    assert ops_of(model, tokens())[1] == {"mlp": 2}
+    assert len(calls) == 2
+
+
 def test_layers_with_hooks_on_a_projection_are_left() -> None:
     model = models.opt()
     model.model.decoder.layers[0].fc1.register_forward_hook(lambda *_: None)
