@@ -26,6 +26,9 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
         UserError: torch cannot trace the program again, as where its parts contradict each other, or where it only
             pretends to be quantised.
     """
+    ranges = size_ranges(program)
+    # Tracing the program again, torch adds assertions of its own, about strides.
+    stay = {each for each in size_assertions(program) if verdict(each, ranges) != Verdict.HOLDS}
     try:
         with quiet_torch():
             program = editable(program)
@@ -41,12 +44,14 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
         raise UserError("the model's graph", what, fix="Export the model again.") from error
     decomposed._guards_code = program._guards_code  # torch forgets those of an archive
     program = editable(decomposed)
-    ranges = size_ranges(program)
-    stay = {each for each in size_assertions(program) if verdict(each, ranges) != Verdict.HOLDS}
-    for target in (aten._assert_tensor_metadata.default, ASSERTION):
-        for node in program.graph.find_nodes(op="call_function", target=target):
-            if target != ASSERTION or condition_of(node) not in stay:
-                program.graph.erase_node(node)
+    for node in program.graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
+        program.graph.erase_node(node)
+    for node in program.graph.find_nodes(op="call_function", target=ASSERTION):
+        condition = condition_of(node)
+        if condition in stay:
+            stay.remove(condition)  # torch writes some twice
+        else:
+            program.graph.erase_node(node)
     return finish(program)
 
 

@@ -27,6 +27,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
+from twellc.base.errors import UserError
 from twellc.passes.graph.program import user_inputs
 
 ASSERTION = torch.ops.aten._assert_scalar.default
@@ -49,11 +50,12 @@ class Verdict(IntEnum):
 
 
 def size_assertions(program: ExportedProgram) -> list[sympy.Basic]:
-    """Return the conditions on sizes of inputs under which a program is right."""
+    """Return the conditions on sizes of inputs under which a program is right, but that none of them is 1."""
     sizes = _size_symbols(program)
     nodes = program.graph.find_nodes(op="call_function", target=ASSERTION)
-    conditions = [*map(condition_of, nodes), *_guards(program)]
-    return list(dict.fromkeys(each for each in conditions if {str(symbol) for symbol in each.free_symbols} <= sizes))
+    conditions = dict.fromkeys([*map(condition_of, nodes), *_guards(program)])
+    not_one = {sympy.Ne(symbol, 1) for condition in conditions for symbol in condition.free_symbols}
+    return [each for each in conditions if each not in not_one and {str(s) for s in each.free_symbols} <= sizes]
 
 
 def value_assertions(program: ExportedProgram) -> list[Node]:
@@ -96,16 +98,31 @@ def _reads_an_item(assertion: Node) -> bool:
 
 
 def _guards(program: ExportedProgram) -> list[sympy.Basic]:
-    """Return the guards of a program, which are texts such as `L['x'].size()[1] + L['y'].size()[1] > 20`."""
+    """Return the guards of a program, which are texts such as `L['x'].size()[1] + L['y'].size()[1] > 20`.
+
+    Raises:
+        UserError: One cannot be read.
+    """
     found, inputs = [], guarded_inputs(program) if program._guards_code else {}
     names = {node.name: node.meta["val"] for node in inputs.values()}
-    functions = {"torch": torch, "Min": torch.sym_min, "Max": torch.sym_max, "min": torch.sym_min, "max": torch.sym_max}
+    functions = {
+        "math": math,
+        "torch": torch,
+        "Min": torch.sym_min,
+        "Max": torch.sym_max,
+        "min": torch.sym_min,
+        "max": torch.sym_max,
+    }
     for text in program._guards_code:
         for path, node in inputs.items():
             text = text.replace(path, node.name)
         # NOTE: code, but as torch itself runs it; an archive's was compared with a grammar before it was loaded.
         tree = ast.fix_missing_locations(_Symbolic().visit(ast.parse(text.strip(), mode="eval")))
-        value = eval(compile(tree, "<guard>", "eval"), {**functions, **names})
+        try:
+            value = eval(compile(tree, "<guard>", "eval"), {**functions, **names})
+        except Exception as error:  # as where it names an input that the program does not have
+            what = f"what it asserts of sizes cannot be read ({text.strip()})"
+            raise UserError("the model's graph", what, fix="Export the model again.") from error
         found.append(value.node.expr if isinstance(value, torch.SymBool) else sympy.sympify(bool(value)))
     return found
 
@@ -142,10 +159,8 @@ def guarded_inputs(program: ExportedProgram) -> dict[str, Node]:
             continue
         node, (kind, first, *rest) = placeholders[spec.arg.name], path
         within = pytree.keystr(tuple(rest))
-        if kind.idx == 0:  # of args
-            name = [*(call.forward_arg_names or ()), *[node.name] * len(paths)][first.idx]
-        else:
-            name = first.key
+        positional = [*(call.forward_arg_names or ()), *[node.name] * len(paths)]
+        name = positional[first.idx] if kind.idx == 0 else first.key  # of args, or of kwargs
         several = re.fullmatch(r"(.+)_(\d+)", name)  # of *inputs
         if several:
             found[f"L['{several[1]}'][{several[2]}]{within}"] = node
@@ -156,10 +171,10 @@ def guarded_inputs(program: ExportedProgram) -> dict[str, Node]:
 # ---- for which sizes they hold ----
 
 
-def worst(program: ExportedProgram, ranges: SizeRanges | None = None) -> Verdict:
-    """Return whether all assertions of a program hold for sizes; by default for all that it was exported for."""
-    ranges = size_ranges(program) if ranges is None else ranges
-    return max((verdict(condition, ranges) for condition in size_assertions(program)), default=Verdict.HOLDS)
+def failing_assertions(program: ExportedProgram) -> list[sympy.Basic]:
+    """Return the conditions that are not true of all sizes that a program was exported for."""
+    ranges = size_ranges(program)
+    return [each for each in size_assertions(program) if verdict(each, ranges) == Verdict.FAILS]
 
 
 def verdict(condition: sympy.Basic, ranges: SizeRanges) -> Verdict:
@@ -201,7 +216,7 @@ def holds_at(condition: sympy.Basic, symbols: Sequence[Any], axes: Sequence[Sequ
 
 
 def _fits(condition: sympy.Basic, largest: Mapping[Any, int]) -> bool:
-    """Whether the numbers in a condition surely fit into 64 bits: none but powers are above the product of all terms."""
+    """Whether all numbers in a condition fit into 64 bits, since the product of its terms does; False for powers."""
     product = 1
     for part in sympy.preorder_traversal(condition):
         if part.is_Pow or isinstance(part, PowByNatural):

@@ -106,8 +106,8 @@ def _demands(conditions: Sequence[sympy.Basic], ranges: SizeRanges, places: Mapp
     for condition in conditions:
         held = {symbol: _held_by(condition, symbol, ranges) for symbol in condition.free_symbols}
         by_one = [(symbol, found) for symbol, found in held.items() if found is not None and not found.all()]
-        if by_one and len(places[str(by_one[0][0])].size.free_symbols) == 1:
-            symbol, found = by_one[0]
+        if len(by_one) == 1 and len(places[str(by_one[0][0])].size.free_symbols) == 1:
+            ((symbol, found),) = by_one
             alone[symbol] = alone.get(symbol, found) & found
         else:
             texts.append(_text(condition, places))

@@ -24,7 +24,7 @@ from twellc.base.errors import UserError
 from twellc.export.names import distinct_outputs
 from twellc.loaders.tracing_errors import untraceable
 from twellc.passes.graph.program import quiet_torch, user_inputs
-from twellc.passes.graph.size_assertions import Verdict, worst
+from twellc.passes.graph.size_assertions import failing_assertions
 
 _NUMBERS = (SymIntArgument, SymFloatArgument, SymBoolArgument)
 
@@ -55,7 +55,7 @@ def trace(
     try:
         with quiet_torch(), torch.no_grad():
             program = _export(module, args, kwargs, shapes)
-            if worst(program) == Verdict.FAILS:
+            if failing_assertions(program):
                 program = _without_strides(program, module, args, kwargs, shapes)
     except Exception as error:  # torch.export raises what the module's code raises
         raise untraceable(name, error, _named(module, args, kwargs), fix, fix_sizes) from error
@@ -72,17 +72,17 @@ def _export(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def _without_strides(
     program: ExportedProgram, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any
 ) -> ExportedProgram:
-    """Return a program traced again if that one holds for more sizes.
+    """Return a program traced again if fewer of its assertions fail.
 
-    torch also asserts what it found out for strides only, such as that a slice is not the whole. Traced so, it asks for
-    less; but of many models that are right for all sizes it then asserts that sizes are not 1.
+    torch also asserts what it finds out for strides only, such as that a slice is not the whole. Traced so, it asks for
+    less of them; but of many models that are right for all sizes it then asserts more.
     """
     try:
         with fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             other = _export(module, args, kwargs, shapes)
     except Exception:  # as not every model can be traced so
         return program
-    return program if worst(other) == Verdict.FAILS else other
+    return min(program, other, key=lambda each: len(failing_assertions(each)))
 
 
 def _named(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
