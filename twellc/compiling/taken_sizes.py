@@ -39,13 +39,18 @@ _LOOKED_AT, _OTHERS = 4096, 16
 def refuse_sizes(model: LoadedModel, profiles: list[ShapeProfile]) -> list[str]:
     """Fail where a model computes something else than its program for sizes within a profile.
 
+    Args:
+        model: The model.
+        profiles: The profiles, by names of the program's inputs.
+
     Returns:
         Warnings of conditions of which that cannot be said.
 
     Raises:
         UserError: What was true of the sizes that the model was traced with is not true of some in a profile.
     """
-    inputs, conditions = program_inputs(model.program, model.input_names), size_assertions(model.program)
+    inputs, conditions = program_inputs(model.program), size_assertions(model.program)
+    places = _places(program_inputs(model.program, model.input_names))
     warnings: dict[str, None] = {}
     for profile in profiles:
         ranges = _ranges(inputs, profile)
@@ -55,9 +60,9 @@ def refuse_sizes(model: LoadedModel, profiles: list[ShapeProfile]) -> list[str]:
             for wanted in (Verdict.FAILS, Verdict.UNKNOWN)
         )
         if failing:
-            demands = first_few(_demands(failing, ranges, _places(inputs)), "; ")
+            demands = first_few(_demands(failing, ranges, places), "; ")
             raise UserError(str(model.path), f"the model does not take every size: {demands}", fix=_FIX)
-        for demand in _demands(unknown, ranges, _places(inputs)):
+        for demand in _demands(unknown, ranges, places):
             warnings[f"that the model takes every size is not proven, only tried with some: {demand}"] = None
     return list(warnings)
 
