@@ -75,9 +75,9 @@ def condition_of(assertion: Node) -> sympy.Basic:
 
 def size_ranges(program: ExportedProgram) -> SizeRanges:
     """Return the sizes that a program was exported for."""
-    found = {}
+    found, symbols = {}, _size_symbols(program)
     for symbol, sizes in program.range_constraints.items():
-        if str(symbol) in _size_symbols(program):
+        if str(symbol) in symbols:
             found[str(symbol)] = (max(1, int(sizes.lower)), int(sizes.upper) if str(sizes.upper).isdigit() else None)
     return found
 
@@ -104,7 +104,7 @@ def _guards(program: ExportedProgram) -> list[sympy.Basic]:
         UserError: One cannot be read.
     """
     found, inputs = [], guarded_inputs(program) if program._guards_code else {}
-    names = {node.name: node.meta["val"] for node in inputs.values()}
+    names = {f"input_{node.name}": node.meta["val"] for node in inputs.values()}
     functions = {
         "math": math,
         "torch": torch,
@@ -115,10 +115,10 @@ def _guards(program: ExportedProgram) -> list[sympy.Basic]:
     }
     for text in program._guards_code:
         for path, node in inputs.items():
-            text = text.replace(path, node.name)
+            text = text.replace(path, f"input_{node.name}")
         # NOTE: code, but as torch itself runs it; an archive's was compared with a grammar before it was loaded.
-        tree = ast.fix_missing_locations(_Symbolic().visit(ast.parse(text.strip(), mode="eval")))
         try:
+            tree = ast.fix_missing_locations(_Symbolic().visit(ast.parse(text.strip(), mode="eval")))
             value = eval(compile(tree, "<guard>", "eval"), {**functions, **names})
         except Exception as error:  # as where it names an input that the program does not have
             what = f"what it asserts of sizes cannot be read ({text.strip()})"
