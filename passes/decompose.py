@@ -1,7 +1,8 @@
 """Functionalise the graph as traced, and drop what computes nothing.
 
 Before: aten ops as traced, in-place ones included, with assertions on dtypes after every cast and on dimensions.
-After:  the same ops without aliasing and without assertions; `aten.linear` and the rest stay whole.
+After:  the same ops without aliasing; `aten.linear` and the rest stay whole. Of the assertions, those on sizes stay
+        that may fail for inputs that the program was exported for.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ from torch.export.graph_signature import InputKind
 
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.passes.graph.program import drop_unused_constants, editable, finish, quiet_torch
+from twellc.passes.graph.size_assertions import ASSERTION, Verdict, condition_of, size_assertions, size_ranges, verdict
 
 aten = torch.ops.aten
 
 
 def decompose(program: ExportedProgram) -> ExportedProgram:
-    """Return the program functionalised, with no decomposition and without assertions.
+    """Return the program functionalised, with no decomposition, and without assertions but those that may fail.
 
     Raises:
         UserError: torch cannot trace the program again, as where its parts contradict each other, or where it only
             pretends to be quantised.
     """
+    ranges = size_ranges(program)
+    # Tracing the program again, torch adds assertions of its own, about strides.
+    stay = {each for each in size_assertions(program) if verdict(each, ranges) != Verdict.HOLDS}
     try:
         with quiet_torch():
             program = editable(program)
@@ -37,9 +42,15 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
             raise UserError("the model's graph", what, fix="Convert the model first, and export it then.") from error
         what = f"torch {torch.__version__} cannot run it on shapes ({first_line(error)})"
         raise UserError("the model's graph", what, fix="Export the model again.") from error
+    decomposed._guards_code = program._guards_code  # torch forgets those of an archive
     program = editable(decomposed)
-    for target in (aten._assert_tensor_metadata.default, aten._assert_scalar.default):
-        for node in program.graph.find_nodes(op="call_function", target=target):
+    for node in program.graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
+        program.graph.erase_node(node)
+    for node in program.graph.find_nodes(op="call_function", target=ASSERTION):
+        condition = condition_of(node)
+        if condition in stay:
+            stay.remove(condition)  # torch writes some twice
+        else:
             program.graph.erase_node(node)
     return finish(program)
 

@@ -24,7 +24,7 @@ def editable(program: ExportedProgram) -> ExportedProgram:
     for original, copied in zip(program.graph.nodes, graph.nodes, strict=True):
         # Copying renames what shadows a builtin, such as an argument called `input`; the signature has the old names.
         copied.name = original.name
-    return ExportedProgram(
+    edited = ExportedProgram(
         root=program.graph_module,
         graph=graph,
         graph_signature=copy.deepcopy(program.graph_signature),
@@ -35,6 +35,8 @@ def editable(program: ExportedProgram) -> ExportedProgram:
         constants=dict(program.constants),
         verifiers=program.verifiers,
     )
+    edited._guards_code = list(program._guards_code)
+    return edited
 
 
 def has_inner_graphs(node: Node) -> bool:

@@ -12,6 +12,7 @@ from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import first_few
 from twellc.compiling.result import Translation, annotate, check_matches
 from twellc.compiling.sizes import rows_of_blocks
+from twellc.compiling.taken_sizes import refuse_sizes, value_warnings
 from twellc.decisions.advise import Advisor, repeat
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.attention_forms import choose_forms
@@ -69,12 +70,12 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         attention=forms, dump=dump, advise=None if options.decided is None else repeat(options.decided),
         part=Part(0, ranks),
     )  # fmt: skip
-    wanted, advisor = _complete(wanted, model, dtype, options, options.requested_profiles, calibrated)
+    wanted, advisor, size_warnings = _complete(wanted, model, dtype, options, options.requested_profiles, calibrated)
     for rank, rewritten in enumerate(run_for_ranks(model.program, wanted)):
         if calibrated is not None:
             calibrated.refuse_other_blocks(rewritten.layers)
         warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
-        warnings += order_warnings(rewritten.program)
+        warnings += [*order_warnings(rewritten.program), *size_warnings, *value_warnings(model)]
         rewriting_notes = [*activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
         progress("exporting to ONNX" if ranks == 1 else f"exporting rank {rank} of {ranks} to ONNX")
         inputs = program_inputs(rewritten.program, model.input_names)
@@ -125,9 +126,9 @@ def rewrite(
         What the passes made, and who gives advice, with notes for the user.
 
     Raises:
-        UserError: See `run_passes`, `resolve_profiles`, `choose_target` and `LoadedCalibration`.
+        UserError: See `run_passes`, `resolve_profiles`, `refuse_sizes`, `choose_target` and `LoadedCalibration`.
     """
-    wanted, advisor = _complete(wanted, model, dtype, options, profiles, calibrated)
+    wanted, advisor, _ = _complete(wanted, model, dtype, options, profiles, calibrated)
     rewritten = run_passes(model.program, wanted)
     if calibrated is not None:
         calibrated.refuse_other_blocks(rewritten.layers)
@@ -141,10 +142,11 @@ def _complete(
     options: DecisionOptions,
     profiles: list[tuple[str, ShapeRange]],
     calibrated: LoadedCalibration | None,
-) -> tuple[PassOptions, Advisor]:
-    """Return what the passes are to do, as options and calibration have it, and who gives advice; see `rewrite`."""
+) -> tuple[PassOptions, Advisor, list[str]]:
+    """Return what the passes are to do, as options and calibration have it, who gives advice, and warnings of sizes."""
     given = program_inputs(model.program)
     resolved, _ = resolve_profiles(given, profiles, model.dimension_ranges)
+    size_warnings = refuse_sizes(model, resolved)
     calibration = None if calibrated is None else calibrated.calibration
     target = choose_target(options.target_gpu, gpu_at_hand())
     advisor = Advisor(target, rows_of_blocks(given, resolved), compression=options.compression)
@@ -152,7 +154,7 @@ def _complete(
         wanted, dtype=torch_dtype(dtype), layers=options.layers, compression=options.compression,
         calibration=calibration, advise=wanted.advise or advisor,
     )  # fmt: skip
-    return wanted, advisor
+    return wanted, advisor, size_warnings
 
 
 def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:

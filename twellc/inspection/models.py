@@ -10,6 +10,7 @@ from twellc.base.dtypes import dtype_name, torch_dtype
 from twellc.base.modules import import_modules
 from twellc.base.records import of_json, parse_json
 from twellc.compiling.result import METADATA_KEY
+from twellc.compiling.taken_sizes import value_warnings
 from twellc.compiling.translate_onnx import cast_notes
 from twellc.compiling.translate_torch import activation_notes
 from twellc.decisions.advise import Advisor
@@ -60,7 +61,7 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     layers = passed.layers
     if calibrated is not None:
         calibrated.refuse_other_blocks(layers)
-    notes = [*model.notes, *notes, *activation_notes(model, layers), *advisor.notes(layers)]
+    notes = [*model.notes, *notes, *activation_notes(model, layers), *advisor.notes(layers), *value_warnings(model)]
     if calibrated is not None:
         notes += [*calibrated.profile.warnings, *calibrated.notes(layers, chosen)]
     return Description(model.kind, layers, notes, dtype=chosen, attention=passed.attention)

@@ -30,6 +30,7 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.source import PADDINGS, NoChoiceError, refuse_choices
+from twellc.passes.graph.size_assertions import failing_assertions
 
 
 def load_directory(path: Path, padding: str | None = None, logits: str = "all", sizes: FixedSizes = ()) -> LoadedModel:
@@ -244,10 +245,12 @@ def _trace(
     _fix_arguments(model, settings)
     try:
         program = _trace_inputs(path, model, inputs)
+        fixed = at_sizes(inputs, sizes) if failing_assertions(program) else inputs
     except UserError:
         fixed = at_sizes(inputs, sizes)
         if fixed == inputs:
             raise
+    if fixed != inputs:
         inputs = fixed
         program = _trace_inputs(path, model, inputs)
         settings |= {"sizes": written_sizes(sizes)}

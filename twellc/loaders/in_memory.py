@@ -25,6 +25,7 @@ from twellc.optimization import optimized_blocks
 from twellc.options.source import TracingOptions
 from twellc.passes.graph.device import Moved, devices_of, on_device
 from twellc.passes.graph.program import editable, quiet_torch
+from twellc.passes.graph.size_assertions import guarded_inputs
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
 
@@ -107,6 +108,8 @@ def _in_plain_containers(program: ExportedProgram) -> ExportedProgram:
         for part in path[:-1]:
             where = where.setdefault(part, {})
         where.update(dict.fromkeys(path[-1:], 0))
+    for called, node in guarded_inputs(program).items():
+        program._guards_code = [text.replace(called, f"L['{node.name}']") for text in program._guards_code]
     specs = program.graph_signature.input_specs
     names = [spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT]
     signature = dataclasses.replace(

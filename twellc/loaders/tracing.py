@@ -17,12 +17,14 @@ from torch.export.graph_signature import (
     SymIntArgument,
     TensorArgument,
 )
+from torch.fx.experimental import _config as fx_config
 from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError
 from twellc.export.names import distinct_outputs
-from twellc.loaders.tracing_errors import refuse_assumptions, untraceable
+from twellc.loaders.tracing_errors import untraceable
 from twellc.passes.graph.program import quiet_torch, user_inputs
+from twellc.passes.graph.size_assertions import failing_assertions
 
 _NUMBERS = (SymIntArgument, SymFloatArgument, SymBoolArgument)
 
@@ -52,19 +54,35 @@ def trace(
     """
     try:
         with quiet_torch(), torch.no_grad():
-            # Comparisons of two lengths (masks in T5) become assertions instead of constraints on the lengths.
-            program = torch.export.export(
-                module,
-                args,
-                kwargs,
-                dynamic_shapes=shapes,
-                strict=False,
-                prefer_deferred_runtime_asserts_over_guards=True,
-            )
+            program = _export(module, args, kwargs, shapes)
+            if failing_assertions(program):
+                program = _without_strides(program, module, args, kwargs, shapes)
     except Exception as error:  # torch.export raises what the module's code raises
         raise untraceable(name, error, _named(module, args, kwargs), fix, fix_sizes) from error
-    refuse_assumptions(name, program, fix_sizes)
     return program
+
+
+def _export(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> ExportedProgram:
+    # Comparisons of sizes (masks in T5) become assertions, which may be true of all of them; guards would raise.
+    return torch.export.export(
+        module, args, kwargs, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True
+    )
+
+
+def _without_strides(
+    program: ExportedProgram, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any
+) -> ExportedProgram:
+    """Return a program traced again if fewer of its assertions fail.
+
+    torch also asserts what it finds out for strides only, such as that a slice is not the whole. Traced so, it asks for
+    less of them; but of many models that are right for all sizes it then asserts more.
+    """
+    try:
+        with fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+            other = _export(module, args, kwargs, shapes)
+    except Exception:  # as not every model can be traced so
+        return program
+    return min(program, other, key=lambda each: len(failing_assertions(each)))
 
 
 def _named(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,9 @@ from typing import Any
 
 import torch
 from torch._dynamo.exc import UserError as TorchUserError
-from torch.export import ExportedProgram
-from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from twellc.base.errors import UserError, first_line
-from twellc.passes.graph.program import user_inputs
 
 _SIZE = r"L\['(\w+)'\]\.size\(\)\[(\d+)\]"
 _EQUAL = re.compile(rf"The values of \w+ = {_SIZE} and \w+ = {_SIZE} must always be equal")
@@ -40,11 +37,6 @@ _ADVICE: tuple[tuple[type[Exception], re.Pattern[str], str], ...] = (
         "Its code mixes dtypes: save the model in float32, and compile with the --dtype that you want.",
     ),
 )  # fmt: skip
-# n % 8 == 0, and rows*n == 8*rows*(n//8) of a view.
-_ASSUMED = re.compile(
-    r"Eq\(Mod\((?P<rest>\w+), (?P<of>\d+)\), 0\)"
-    r"|Eq\((?:\w+\*)*(?P<view>\w+)(?:\*\w+)*, (?P<groups>\d+)\*(?:\w+\*)*\(\((?P=view)//(?P=groups)\)\)\)"
-)
 # torch's own fault, on the way to say that a size is the only one.
 _NO_RANGE = "Cannot create Dim with inconsistent"
 
@@ -61,38 +53,12 @@ def untraceable(name: str, error: Exception, inputs: Mapping[str, Any], fix: str
     """
     demands = _demands(str(error), inputs)
     if demands:
-        return _not_every_size(name, demands, fix_sizes)
+        return UserError(name, f"the model does not take every size: {'; '.join(demands)}", fix=fix_sizes)
     advice = [text for kind, words, text in _ADVICE if isinstance(error, kind) and words.search(str(error))][:1]
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
     # Which dimension it is, and why, stands in the second line.
     said = lines[1] if lines[1:] and lines[0].startswith("Constraints violated") else first_line(error)
     return UserError(name, f"torch.export cannot trace the model ({said})", fix=" ".join(advice or filter(None, [fix])))
-
-
-def refuse_assumptions(name: str, program: ExportedProgram, fix_sizes: str) -> None:
-    """Fail where a traced program holds for multiples of a number only; torch.export leaves it to an assertion.
-
-    Raises:
-        UserError: It does.
-    """
-    places = {
-        str(dim): _dimension(node.name, str(axis))
-        for node in user_inputs(program)
-        for axis, dim in enumerate(getattr(node.meta["val"], "shape", ()))
-    }
-    demands: dict[str, None] = {}
-    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
-        condition = node.args[0].meta["val"] if isinstance(node.args[0], Node) else node.args[0]
-        found = _ASSUMED.fullmatch(str(condition))
-        symbol = found and (found["rest"] or found["view"])
-        if found and symbol in places:
-            demands[f"{places[symbol]} must be a multiple of {found['of'] or found['groups']}"] = None
-    if demands:
-        raise _not_every_size(name, list(demands), fix_sizes)
-
-
-def _not_every_size(name: str, demands: list[str], fix_sizes: str) -> UserError:
-    return UserError(name, f"the model does not take every size: {'; '.join(demands)}", fix=fix_sizes)
 
 
 def _demands(message: str, inputs: Mapping[str, Any]) -> list[str]:

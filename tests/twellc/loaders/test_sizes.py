@@ -144,10 +144,6 @@ class Odd(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         match self.kind:
-            case "multiple":
-                return (x if x.shape[1] % 8 == 0 else -x).relu()
-            case "groups":
-                return x.view(x.shape[0], x.shape[1] // 8, 8).relu()
             case "most":
                 return (x if x.shape[1] <= 20 else -x).relu()
             case "least":
@@ -162,8 +158,6 @@ class Odd(torch.nn.Module):
 
 
 WORDS = {
-    "multiple": "the model does not take every size: dimension 1 of x must be a multiple of 8. Fix the sizes.",
-    "groups": "the model does not take every size: dimension 1 of x must be a multiple of 8. Fix the sizes.",
     "most": "the model does not take every size: dimension 1 of x must be 2 to 20. Fix the sizes.",
     "least": "the model does not take every size: dimension 1 of x must be 12 to 4096. Fix the sizes.",
     "equal": "the model does not take every size: dimension 1 of y must be that of dimension 1 of x. Fix the sizes.",
