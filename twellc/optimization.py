@@ -39,6 +39,7 @@ from twellc.passes.pipeline import Passed, PassOptions, Stage, run_until
 from twellc.passes.report import Layer
 from twellc.passes.rewrite_ffn import weights_of
 from twellc.plugins.block import DEFAULT_COMPRESSION, BlockOptions, TensorField, WeightOperands
+from twellc.plugins.gradients.transforms import is_forward_mode, is_transformed
 from twellc.plugins.library import COMPRESSIONS
 from twellc.plugins.ops import run_block
 from twellc.sharded import is_sharded, local_of, local_twin, sum_over_ranks
@@ -200,7 +201,7 @@ class _InTraining(_Optimized):
 
     def _compute(self, x: Tensor | None) -> Tensor | None:
         training = self._twellc.training
-        if not self.training or training is None:
+        if not self.training or training is None or torch.is_inference_mode_enabled():
             return None
         weights = {} if x is None else self._trained(x)
         if x is None or not weights:
@@ -211,9 +212,9 @@ class _InTraining(_Optimized):
     def _trained(self, x: Tensor) -> dict[str, Tensor]:
         """Return what a step reads besides x by name; nothing where this is not what was found, or x does not fit."""
         block, inner = self._twellc, list(self.modules())[1:]
-        if x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model:
+        if x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model or is_transformed():
             return {}
-        if tuple(map(type, inner)) != block.kinds or any(_has_hooks(each) or _drops(each) for each in inner):
+        if tuple(map(type, inner)) != block.kinds or any(_is_intercepted(each) or _drops(each) for each in inner):
             return {}
         tensors: dict[str, Tensor] = {}
         for name, operand in block.weights.named().items():
@@ -228,13 +229,15 @@ def _is_as_found(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     """Whether nothing was put in place of a submodule, and none has a hook, or dropout that is switched on."""
     inner = list(module.modules())[1:]
     return len(inner) == len(kinds) and all(
-        type(each) is kind and not each.training and not _has_hooks(each)
+        type(each) is kind and not each.training and not _is_intercepted(each)
         for each, kind in zip(inner, kinds, strict=True)
     )
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def _is_intercepted(module: nn.Module) -> bool:
+    """Whether something looks into its forward or backward, or stands in place of its forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(module)
 
 
 def _drops(module: nn.Module) -> bool:
@@ -250,6 +253,7 @@ def _is_taken(x: Tensor, block: _Block) -> bool:
         and x.shape[-1] == block.layer.d_model
         and (kind == "cpu" or (kind == "cuda" and x.dtype in KERNEL_DTYPES))
         and not torch.is_autocast_enabled(kind)
+        and not is_forward_mode()
     )
 
 
@@ -472,10 +476,9 @@ def _may_be_block(module: nn.Module) -> bool:
         and all(parameter.is_floating_point() for parameter in parameters)
         and len({(parameter.dtype, parameter.device) for parameter in parameters}) == 1
         and not isinstance(module, torch.jit.ScriptModule)
-        and "forward" not in vars(module)
         and type(module).__reduce_ex__ is object.__reduce_ex__
         and type(module).__reduce__ is object.__reduce__
-        and not any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
+        and not any(_is_intercepted(each) for each in module.modules())
     )
 
 

@@ -133,6 +133,14 @@ def test_forms_of_a_block(name: str, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(found, expected)
 
 
+def test_forward_mode_runs_the_original() -> None:
+    block, x = twellc.optimize(Gated().eval().requires_grad_(False)), torch.randn(3, 16)
+    _, tangent = torch.func.jvp(block, (x,), (torch.ones_like(x),))
+    _, expected = torch.func.jvp(twellc.restore(block), (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(tangent, expected)
+    assert tangent.any()
+
+
 NO_BLOCKS = {
     "a residual outside of the block": lambda: Written(lambda m, x: x + m.b(torch.relu(m.a(x))), a=nn.Linear(16, 40),
                                                        b=nn.Linear(40, 16)),
