@@ -200,6 +200,19 @@ def test_profile_of_training_is_that_of_twellc_profile(tmp_path: Path) -> None:
     assert FiringProfile.read(file).tokens == 32
 
 
+def test_profile_of_experts_that_no_token_reached_and_of_what_is_still_counted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    experts = twellc.optimize(nn.ModuleList([Gated(), Gated(), Gated()]).train(), training=True)
+    window = FiringWindow(experts)
+    experts[2](torch.randn(6, 16)), experts[0](torch.randn(2, 16))
+    first = window.profile(tmp_path, "data")
+    assert {path: block.tokens for path, block in first.blocks.items()} == {"0": 2, "2": 6}
+    experts[1](torch.randn(4, 16)), experts[0](torch.randn(3, 16))
+    assert {path: block.tokens for path, block in first.blocks.items()} == {"0": 2, "2": 6}
+    second = window.profile(tmp_path, "data")
+    assert {path: block.tokens for path, block in second.blocks.items()} == {"0": 5, "1": 4, "2": 6}
+
+
 def test_profile_of_nothing(tmp_path: Path) -> None:
     window = FiringWindow(twellc.optimize(models.llama(), training=True))
     with pytest.raises(UserError, match="no step was counted"):
