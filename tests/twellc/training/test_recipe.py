@@ -21,7 +21,7 @@ from twellc.firing.profile import FiringProfile
 from twellc.optimization import blocks_in_training
 from twellc.training import Blend, FiringWindow, L1Penalty, TrainingLog, reinitialise_dead, sparsify, take_counts
 from twellc.training.counts import Fired
-from twellc.training.log import LoggedBlock, LoggedStep, LogWriter
+from twellc.training.log import LoggedBlock, LoggedRun, LoggedStep, LogWriter
 from twellc.training_block import BlendedActivation
 
 
@@ -269,12 +269,28 @@ def test_log_round_trip_and_going_on(tmp_path: Path) -> None:
         ('{"format": "x"}', "is not a log"),
         ('{"format": "twellc training log", "version": 9}', "another version"),
         ('{"format": "twellc training log", "version": 1}', "damaged"),
+        (json.dumps(LoggedRun("twellc training log", 1, "", "", "", []).to_json()), "it has no blocks"),
     ],
 )
 def test_damaged_logs(lines: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text(lines)
     with pytest.raises(UserError, match=message):
+        TrainingLog.read(path)
+
+
+def test_a_line_that_was_cut_short(tmp_path: Path) -> None:
+    """The run was ended as it wrote it: it goes on without."""
+    path = tmp_path / "log.jsonl"
+    writer = LogWriter(path, "m", "ab", BLOCKS, 0)
+    writer.add(record(1)), writer.add(record(2))
+    whole = path.read_text()
+    path.write_text(whole[:-20])
+    assert [each.step for each in TrainingLog.read(path).steps] == [1]
+    LogWriter(path, "m", "ab", BLOCKS, 2).add(record(2))
+    assert path.read_text() == whole
+    path.write_text(whole.replace('"step": 1, ', '"step" 1, '))
+    with pytest.raises(UserError, match="lines of JSON"):
         TrainingLog.read(path)
 
 
