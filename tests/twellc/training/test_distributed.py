@@ -52,3 +52,10 @@ def test_two_processes(how: str, alone: dict[str, Any], tmp_path: Path) -> None:
     assert one["sequences"] == alone["sequences"] == 12
     for what in ("sums", "squares"):
         assert one[what] == {name: pytest.approx(value, rel=1e-4, abs=1e-4) for name, value in alone[what].items()}
+
+
+@pytest.mark.slow
+def test_processes_that_reach_other_experts(tmp_path: Path) -> None:
+    one, other = together("experts", 2, tmp_path)
+    assert one == other and one["tokens"] == [10, 3, 3, 0]
+    assert one["profile"] == {"0": 10, "1": 3, "2": 3} and all(one["firing"].values())
