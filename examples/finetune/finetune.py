@@ -29,6 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import twellc
 from twellc.base.errors import UserError, first_few, first_line
+from twellc.base.files import places
 from twellc.commands.options import FilePath
 from twellc.commands.terminal import Command
 from twellc.loaders.loaded import fingerprint
@@ -214,6 +215,8 @@ def run(
         raise UserError("--lr", "is not finite", got=str(options["lr"]), expected="a number above 0")
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output}", "is a file", expected="a folder")
+    if places(output) & places(model):
+        raise UserError(f"--output {output}", "is the folder of the model", fix="Write to another place.")
     begin = checkpoint_to_resume(output, model) if resume else None
     network = load_model(model, options["checkpointing"])
     vocabulary, length = network.config.get_text_config().vocab_size, options["sequence"]

@@ -101,16 +101,17 @@ def test_the_whole_way(finetune: Finetune, dense: Path, cli: Cli, tmp_path: Path
 
 
 def test_going_on_changes_nothing(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
-    """A run that is broken off and goes on gives the weights of one that is not, bit by bit."""
+    """A run that is broken off, here on the way to ReLU, and goes on gives the weights of one that is not."""
     for name, steps in (("whole", (6,)), ("broken", (3, 6))):
         for count in steps:
             given = ["--reinitialise", *(["--resume"] if count == 6 and name == "broken" else [])]
             # The learning rate depends on the number of steps: it is constant here from the first one on.
-            options: dict[str, object] = {"model": dense, "output": tmp_path / name, "steps": count}
+            options: dict[str, object] = {"model": dense, "output": tmp_path / name, "steps": count, "blend": 5}
             done = finetune(*given, "--constant", **options, warm_up=0, l1_warm_up=0)
             assert done.exit_code == 0, done.output
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "broken"))
     assert one == other
+    assert [each.relu for each in TrainingLog.read(tmp_path / "broken" / "training.jsonl").steps] == [0.2, 0.4, 0.6, 1]
 
 
 def test_token_ids_are_taken_as_they_are(script: Any, dense: Path, tmp_path: Path) -> None:
@@ -159,6 +160,8 @@ def test_refuses(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
     opt = models.save(models.opt(vocab_size=256), tmp_path / "opt", torch.float32)
     refused(finetune(model=opt), "OPTForCausalLM", "no feed-forward block")
     assert not (tmp_path / "out").exists()
+    (tmp_path / "link").symlink_to(dense)
+    refused(finetune("--overwrite", model=dense, output=tmp_path / "link"), "--output", "is the folder of the model")
     (tmp_path / "file").write_text("")
     refused(finetune(model=dense, output=tmp_path / "file"), "is a file")
 
