@@ -13,6 +13,7 @@ import click.testing
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,8 @@ def test_evaluation_is_that_of_the_model(proof: Any, benchmark_module: Callable[
 
 def held_out_of(model: Any, proof: Any, corpus: Any) -> dict[str, Any]:
     """Measure in float32, from logits and from what the down projections read, on the windows of the proof."""
-    bits, active = [], [[] for _ in model.model.layers]
+    bits: list[Tensor] = []
+    active: list[list[Tensor]] = [[] for _ in model.model.layers]
     hooks = [
         layer.mlp.down_proj.register_forward_pre_hook(
             lambda _, args, seen=seen: seen.append(args[0].flatten(0, 1) != 0)

@@ -6,7 +6,6 @@ torch.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -111,8 +110,11 @@ class TrainingLog:
             text = path.read_text(encoding="utf-8")
             whole, _, last = text.rpartition("\n")
             lines = [parse_json(line) for line in whole.splitlines() if line.strip()]
-            with contextlib.suppress(ValueError if lines else ()):
+            try:
                 lines += [parse_json(last)] if last.strip() else []
+            except ValueError:
+                if not lines:
+                    raise
         except ValueError as error:
             raise UserError(where, f"cannot be read as lines of JSON ({error})", expected=_EXPECTED) from error
         if not lines or not isinstance(lines[0], dict) or lines[0].get("format") != FORMAT:

@@ -283,7 +283,8 @@ def test_a_line_that_was_cut_short(tmp_path: Path) -> None:
     """The run was ended as it wrote it: it goes on without."""
     path = tmp_path / "log.jsonl"
     writer = LogWriter(path, "m", "ab", BLOCKS, 0)
-    writer.add(record(1)), writer.add(record(2))
+    for step in (1, 2):
+        writer.add(record(step))
     whole = path.read_text()
     path.write_text(whole[:-20])
     assert [each.step for each in TrainingLog.read(path).steps] == [1]
