@@ -15,6 +15,7 @@ import click.testing
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tests import models
@@ -157,8 +158,11 @@ def test_refuses(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
     weights = load_file(dense / "model.safetensors")
     save_file({name: weights[name] for name in weights if "up_proj" not in name}, cut, metadata={"format": "pt"})
     refused(finetune(model=cut.parent), "weights are missing; got model.layers.0.mlp.up_proj.weight")
-    opt = models.save(models.opt(vocab_size=256), tmp_path / "opt", torch.float32)
-    refused(finetune(model=opt), "OPTForCausalLM", "no feed-forward block")
+    config = transformers.BloomConfig(
+        vocab_size=256, hidden_size=32, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0
+    )
+    bloom = models.save(transformers.BloomForCausalLM(config), tmp_path / "bloom", torch.float32)
+    refused(finetune(model=bloom), "BloomForCausalLM", "no feed-forward block")
     assert not (tmp_path / "out").exists()
     (tmp_path / "link").symlink_to(dense)
     refused(finetune("--overwrite", model=dense, output=tmp_path / "link"), "--output", "is the folder of the model")
