@@ -240,7 +240,7 @@ def steps_in(seconds: float, tries: Sequence[Callable[[int], float]]) -> int:
 # ---- the parts ----
 
 
-def curves(seconds: float, device: str, _: Path | None, add: Callable[[dict[str, Any]], None]) -> None:
+def curves(seconds: float, device: str, _: Path | None, add: Callable[..., None]) -> None:
     """Train the model of examples/bytelm densely from two seeds, and by twell from the first of them."""
     bytelm = _bytelm()
     train_bytes, held_out, _record = bytelm.load_corpus(Path(sysconfig.get_path("stdlib")))
@@ -267,7 +267,7 @@ def curves(seconds: float, device: str, _: Path | None, add: Callable[[dict[str,
         add({"part": "curves", **found, "held_out": evaluate(model, corpus)})
 
 
-def fine_tune(seconds: float, device: str, out: Path | None, add: Callable[[dict[str, Any]], None]) -> None:
+def fine_tune(seconds: float, device: str, out: Path | None, add: Callable[..., None]) -> None:
     """Train a SiLU model, then make it sparse."""
     corpus = _corpus(device)
     torch.manual_seed(0)
@@ -275,16 +275,16 @@ def fine_tune(seconds: float, device: str, out: Path | None, add: Callable[[dict
     trial = functools.partial(_trial, device=device, corpus=corpus)
     steps = steps_in(seconds / 3, [lambda n: trial(n, relu=False, twell=False)])
     found = train(model, corpus, Run("SiLU, dense", steps, l1=0.0, twell=False), _note)
-    add({"part": "fine-tune", **found, "held_out": evaluate(model, corpus), **_timed(model, corpus)})
     _keep(model, out, "silu")
+    add({"part": "fine-tune", **found, "held_out": evaluate(model, corpus)}, functools.partial(_timed, model, corpus))
     steps = steps_in(seconds * 2 / 3, [lambda n: trial(n, relu=True, twell=True)])
     blend = sparsify(model, steps=steps // 10)
     found = train(model, corpus, Run("ReLU, twell", steps, rate=3e-4, l1=1e-4, blend=blend), _note)
-    add({"part": "fine-tune", **found, "held_out": evaluate(model, corpus), **_timed(model, corpus)})
     _keep(model, out, "relu")
+    add({"part": "fine-tune", **found, "held_out": evaluate(model, corpus)}, functools.partial(_timed, model, corpus))
 
 
-def dead(seconds: float, device: str, _: Path | None, add: Callable[[dict[str, Any]], None]) -> None:
+def dead(seconds: float, device: str, _: Path | None, add: Callable[..., None]) -> None:
     """Train a wide ReLU model with and without bringing dead neurons back."""
     corpus = _corpus(device)
     steps = steps_in(seconds / 2, [functools.partial(_trial, device=device, corpus=corpus, relu=True, twell=True)])
@@ -443,11 +443,13 @@ def main(parts: tuple[str, ...], seconds: float, device: str, out: Path | None, 
     columns = ["run", "steps", "s", "tokens/s", "bits a byte", "held out", "density", "never active", "forward"]
     click.echo(head(columns))
 
-    def add(result: dict[str, Any]) -> None:
+    def add(result: dict[str, Any], more: Callable[[], dict[str, Any]] = dict) -> None:
         report["results"].append(result)
         report["curves"] = verdict(report["results"])
-        click.echo(result_row(result))
         session.write_results(json_path, report)
+        result.update(more())  # takes long: what there is has been written
+        session.write_results(json_path, report)
+        click.echo(result_row(result))
 
     for part in parts:
         _PART[part](seconds, device, out, add)

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from twellc.base.files import ENDING_SIGNALS
+from twellc.base.files import end_commands_by
 from twellc.base.version import __version__
 from twellc.commands.bench import bench
 from twellc.commands.check import check
@@ -104,9 +104,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    for number in ENDING_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _interrupt)
+    end_commands_by(_interrupt)
 
 
 for each in (compile, inspect, check, plugins, profile, bench, report, generate):

@@ -173,8 +173,14 @@ def _may_hold_block(module: nn.Module, linears: Collection[nn.Linear]) -> bool:
     """Whether two linear layers may follow each other, perhaps with an activation between them, and none has a hook."""
     functions = functions_of(module).values()
     wide = any(up.out_features == down.in_features > up.in_features for up in linears for down in linears)
-    hooks = any(each._forward_hooks or each._forward_pre_hooks for each in (*linears, *functions))
-    return len(linears) > 1 and (wide or bool(functions)) and not hooks
+    return len(linears) > 1 and (wide or bool(functions)) and not any(map(has_hooks, (*linears, *functions)))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something looks into its forward or backward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def _first_layer(block: FfnBlock) -> str:
@@ -214,7 +220,7 @@ def _may_be_block(module: nn.Module) -> bool:
         and not isinstance(module, torch.jit.ScriptModule)
         and "forward" not in vars(module)
         and not _has_own_copy(module)
-        and not any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
+        and not any(map(has_hooks, module.modules()))
     )
 
 

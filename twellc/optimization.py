@@ -35,11 +35,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twellc.base.errors import UserError, first_few
 from twellc.hidden import Hidden, real, refusal_of
-from twellc.module_blocks import Operand, Taken, find_modules, find_written_out, functions_of, operands_of
+from twellc.module_blocks import Operand, Taken, find_modules, find_written_out, functions_of, has_hooks, operands_of
 from twellc.passes.decide import KERNEL_DTYPES, decide, options_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.report import Layer
 from twellc.plugins.block import DEFAULT_COMPRESSION, BlockOptions, WeightOperands
+from twellc.plugins.gradients.transforms import is_forward_mode, is_transformed
 from twellc.plugins.library import COMPRESSIONS
 from twellc.plugins.ops import run_block
 from twellc.sharded import is_sharded, local_of, sum_over_ranks
@@ -263,7 +264,7 @@ def _train(module: nn.Module, block: _Block, x: Tensor, weights: WeightOperands[
 
 def _miss(module: nn.Module, block: _Block) -> None:
     """Note that the original forward runs."""
-    if block.training is not None and module.training:
+    if block.training is not None and module.training and not torch.is_inference_mode_enabled():
         _note_miss(block.training)
 
 
@@ -277,7 +278,7 @@ def _weights(module: nn.Module, block: _Block, x: Tensor) -> WeightOperands[Tens
     if x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model:
         return None
     inner = block.inner_modules(module)
-    if _forms(inner) != block.forms or any(map(_has_hooks, inner)):
+    if _forms(inner) != block.forms or any(map(has_hooks, inner)):
         return None
     read = _of_inference if block.training is None else _of_training
     return read(module, block, x, inner)
@@ -307,6 +308,8 @@ def _of_training(module: nn.Module, block: _Block, x: Tensor, inner: list[nn.Mod
     # Where a block is written out, dropout may stand behind it; inside of it `Hidden` sees it.
     if not module.training or (not block.parts and any(map(_drops, inner))):
         return None
+    if torch.is_inference_mode_enabled() or (not torch.compiler.is_compiling() and is_transformed()):
+        return None
     tensors: dict[str, Tensor] = {}
     for name, operand in block.weights.named().items():
         parameter = operand.tensor(module)
@@ -314,10 +317,6 @@ def _of_training(module: nn.Module, block: _Block, x: Tensor, inner: list[nn.Mod
             return None
         tensors[name] = operand.view(parameter)
     return WeightOperands(**tensors)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _drops(module: nn.Module) -> bool:
@@ -329,7 +328,7 @@ def _is_taken(x: Tensor) -> bool:
     """Whether the op takes x as it is."""
     kind = x.device.type
     known = kind == "cpu" or (kind == "cuda" and x.dtype in KERNEL_DTYPES)
-    return known and not torch.is_autocast_enabled(kind)
+    return known and not torch.is_autocast_enabled(kind) and not is_forward_mode()
 
 
 @functools.cache

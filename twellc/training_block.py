@@ -96,7 +96,8 @@ class BlockInTraining:
     def state(self, device: torch.device) -> TrainingState:
         """Return what is counted, on the device where the block is now."""
         if self._state is None or self._state.counts.device != device:
-            before, self._state = self._state, TrainingState(self._d_ff, device)
+            with torch.inference_mode(False):  # a tensor of inference mode cannot be counted on later
+                before, self._state = self._state, TrainingState(self._d_ff, device)
             if before is not None:
                 self._state.counts += before.counts.to(device)
                 self._state.tokens += before.tokens.to(device)

@@ -10,7 +10,9 @@ fired in the last steps, and `training.jsonl`, which `twellc report --training` 
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import twellc
 from twellc.base.errors import UserError, first_few, first_line
+from twellc.base.files import places
 from twellc.commands.options import FilePath
 from twellc.commands.terminal import Command
 from twellc.loaders.loaded import fingerprint
@@ -61,13 +64,15 @@ def read_texts(option: str, files: Sequence[Path], model: Path, vocabulary: int,
     encode = load_tokenizer(model, vocabulary)
     parts: list[NDArray[np.int32]] = []
     for path in files:
-        for where, document in read_documents(path, field):
+        for where, document in read_documents(path, field, option):
             ids: list[int] = []
+            is_text = False
             for piece, _ in document:
-                ids += piece if isinstance(piece, list) else encode.encode(piece)
+                is_text = isinstance(piece, str)
+                ids += encode.encode(piece) if isinstance(piece, str) else piece
             if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
                 raise UserError(where, "has token ids that the model has not", expected=f"0 to {vocabulary - 1}")
-            parts.append(np.asarray([*encode.before, *ids, *encode.after] if ids else [], dtype=np.int32))
+            parts.append(np.asarray([*encode.before, *ids, *encode.after] if ids and is_text else ids, dtype=np.int32))
     tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
     if len(tokens) < length:
         raise UserError(
@@ -81,14 +86,20 @@ def load_model(path: Path, checkpointing: bool) -> Any:
     """Load a model in float32.
 
     Raises:
-        UserError: transformers cannot.
+        UserError: transformers cannot, or weights are missing, which it would draw.
     """
     if not (path / "config.json").is_file():
         raise UserError(f"--model {path}", "is not a Hugging Face folder", expected="a folder with config.json")
+    kind: Any = transformers.AutoModelForCausalLM
     try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        model, found = kind.from_pretrained(path, dtype=torch.float32, local_files_only=True, output_loading_info=True)
+    except Exception as error:  # transformers raises what it likes for a damaged file
         raise UserError(f"--model {path}", f"transformers cannot load it ({first_line(error)})") from error
+    if found["missing_keys"]:
+        raise UserError(
+            f"--model {path}", "weights are missing", got=first_few(sorted(found["missing_keys"])),
+            fix="Check that config.json and the weights belong together.",
+        )  # fmt: skip
     model.config.use_cache = False
     if checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -200,8 +211,12 @@ def run(
     """
     if not resume and not overwrite and output.is_dir() and any(output.iterdir()):
         raise UserError(f"--output {output}", "the folder is not empty", fix="Add --resume, or --overwrite.")
+    if not math.isfinite(options["lr"]):
+        raise UserError("--lr", "is not finite", got=str(options["lr"]), expected="a number above 0")
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output}", "is a file", expected="a folder")
+    if places(output) & places(model):
+        raise UserError(f"--output {output}", "is the folder of the model", fix="Write to another place.")
     begin = checkpoint_to_resume(output, model) if resume else None
     network = load_model(model, options["checkpointing"])
     vocabulary, length = network.config.get_text_config().vocab_size, options["sequence"]
@@ -228,6 +243,8 @@ def run(
     trainer: Any = SparseTrainer(
         model=network, args=arguments, train_dataset=data, eval_dataset=measured, sparsity=sparsity
     )
+    if begin is None and trainer.is_world_process_zero():  # --resume must not find those of a run before
+        shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)
     trainer.train(resume_from_checkpoint=begin)
     trainer.save_model(str(output))
     if trainer.is_world_process_zero():

@@ -51,8 +51,10 @@ def to_hybrid(kept: Kept, dtype: torch.dtype, d_ff: int, width: int = WIDTH) -> 
         width: Pairs that a token has outside of the tail.
 
     Raises:
-        ValueError: Tokens have found no place for their pairs, so that they are not kept.
+        ValueError: Nothing is kept as pairs, or tokens have found no place for theirs.
     """
+    if not kept.row_begin.numel():
+        raise ValueError("twell: no pairs were kept: all neurons are hot, or this is a CPU")
     tokens = kept.row_begin.numel() - 2
     listed = int(kept.row_begin[-1])
     if listed != tokens:
@@ -64,7 +66,7 @@ def to_hybrid(kept: Kept, dtype: torch.dtype, d_ff: int, width: int = WIDTH) -> 
     words = kept.pairs[:total]
     column = words.bitwise_and(0xFFFF)
     g = words.bitwise_right_shift(16).to(torch.int16).view(dtype)
-    u = kept.ups[:total].view(dtype) if kept.ups.numel() or total == 0 else None
+    u = kept.ups[:total].view(dtype) if kept.ups.numel() else None
     in_tail = counts > width
     tail_of_row = torch.where(in_tail, in_tail.cumsum(0) - 1, -1).int()
     row_of_tail = in_tail.nonzero()[:, 0].int()

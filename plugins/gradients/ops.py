@@ -34,6 +34,7 @@ from twellc.plugins.gradients.call import (
     call_of,
     schemas,
 )
+from twellc.plugins.gradients.transforms import NO_SECOND, refuse_forward_mode, refuse_torch_func
 from twellc.plugins.meaning import check_call, math_dtype, widths_of
 
 _LIBRARY = torch.library.Library("twell", "FRAGMENT")
@@ -167,14 +168,13 @@ _NAMES = ("x", *Gradients._fields[1:], "residual")
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
-    raise NotImplementedError(
-        "twell: the blocks have no second derivative. For one (create_graph=True, gradient penalties, "
-        "torch.func.hessian) run the model without them: twellc.restore(model)"
-    )
+    raise NotImplementedError(NO_SECOND)
 
 
 def _forward_with_gradients(*inputs: Any) -> tuple[Tensor, ...]:
+    refuse_forward_mode(inputs)
     if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
+        refuse_torch_func()
         found: tuple[Tensor, ...] = _TrainStep.apply(*inputs)
     else:
         with torch._C._AutoDispatchBelowAutograd():
@@ -192,6 +192,7 @@ def register_gradients(library: torch.library.Library, op: torch._ops.OpOverload
 
     def call(*arguments: Any, **named: Any) -> Tensor:
         operands, options = block_call_of(variant, arguments, named)
+        refuse_forward_mode(operands.named().values())
         if torch.is_grad_enabled() and any(each.requires_grad for each in operands.named().values()):
             hot = options.hot if options.hot == operands.w_up.shape[0] else options.hot // 8 * 8
             return train_forward(operands, options, Step(hot=hot))[0]

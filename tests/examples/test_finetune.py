@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click.testing
+import numpy as np
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from tests import models
 from tests.conftest import ROOT, Cli
@@ -75,12 +79,12 @@ def test_the_whole_way(finetune: Finetune, dense: Path, cli: Cli, tmp_path: Path
     assert f"twellc compile {out} -o MODEL.plan --calibration {out / 'firing.profile'}" in done.stdout
     assert json.loads((out / "config.json").read_text())["hidden_act"] == "relu"
     log = TrainingLog.read(out / "training.jsonl")
-    assert [each.step for each in log.steps] == [2, 4, 6] and log.model == "dense"
-    assert [each.relu for each in log.steps] == [0.5, 1.0, 1.0]
+    assert [each.step for each in log.steps] == [2, 3, 4, 6] and log.model == "dense"
+    assert [each.relu for each in log.steps] == [0.5, 1.0, 1.0, 1.0]
     assert log.steps[0].density == [1, 1] and all(0 < share < 0.9 for share in log.steps[-1].density)
-    assert [each.tokens for each in log.steps] == [2 * 2 * 4 * 16] * 3
+    assert [each.tokens for each in log.steps] == [steps * 2 * 4 * 16 for steps in (2, 1, 1, 2)]
     assert all(4 < each.loss < 8 and each.l1 > 1 for each in log.steps)
-    assert log.steps[-1].eval_loss is not None and 4 < log.steps[-1].eval_loss < 8
+    assert [each.step for each in log.steps if each.eval_loss is not None and 4 < each.eval_loss < 8] == [3, 6]
     profile = FiringProfile.read(out / "firing.profile")
     assert (profile.tokens, list(profile.blocks)) == (3 * 2 * 4 * 16, ["model.layers.0.mlp", "model.layers.1.mlp"])
     graph = tmp_path / "m.onnx"
@@ -92,22 +96,39 @@ def test_the_whole_way(finetune: Finetune, dense: Path, cli: Cli, tmp_path: Path
     weights = {each.name: each.read_bytes() for each in out.glob("*.safetensors")}
     more = finetune("--resume", "--reinitialise", "--checkpointing", accumulate=2, **options, steps=8)
     assert more.exit_code == 0, more.output
-    assert [each.step for each in TrainingLog.read(out / "training.jsonl").steps] == [2, 4, 6, 8]
+    assert [each.step for each in TrainingLog.read(out / "training.jsonl").steps] == [2, 3, 4, 6, 8]
     assert {each.name: each.read_bytes() for each in out.glob("*.safetensors")} != weights
     refused(finetune(**options), "the folder is not empty", "--resume")
 
 
 def test_going_on_changes_nothing(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
-    """A run that is broken off and goes on gives the weights of one that is not, bit by bit."""
+    """A run that is broken off, here on the way to ReLU, and goes on gives the weights of one that is not."""
     for name, steps in (("whole", (6,)), ("broken", (3, 6))):
         for count in steps:
             given = ["--reinitialise", *(["--resume"] if count == 6 and name == "broken" else [])]
             # The learning rate depends on the number of steps: it is constant here from the first one on.
-            options: dict[str, object] = {"model": dense, "output": tmp_path / name, "steps": count}
+            options: dict[str, object] = {"model": dense, "output": tmp_path / name, "steps": count, "blend": 5}
             done = finetune(*given, "--constant", **options, warm_up=0, l1_warm_up=0)
             assert done.exit_code == 0, done.output
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "broken"))
     assert one == other
+    assert [each.relu for each in TrainingLog.read(tmp_path / "broken" / "training.jsonl").steps] == [0.2, 0.4, 0.6, 1]
+
+
+def test_token_ids_are_taken_as_they_are(script: Any, dense: Path, tmp_path: Path) -> None:
+    """Of all kinds of file; a tokenizer's special tokens stand around texts only."""
+    np.save(tmp_path / "a.npy", np.arange(6).reshape(2, 3))
+    np.save(tmp_path / "b.npy", np.array([7, 8], np.uint16))
+    (tmp_path / "c.jsonl").write_text('{"input_ids": [9, 9]}\n{"text": "ab"}\n')
+    files = [tmp_path / name for name in ("a.npy", "b.npy", "c.jsonl")]
+    found = script.read_texts("--text", files, dense, 256, 4, "text")
+    assert found.tokens[:10].tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9, 9] and len(found.tokens) > 11
+
+
+def test_beginning_anew_leaves_no_checkpoint_to_go_on_from(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
+    assert finetune(model=dense).exit_code == 0
+    assert finetune("--overwrite", model=dense, steps=2, save_every=2).exit_code == 0
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["checkpoint-2"]
 
 
 def test_a_relu_model_stays_one(finetune: Finetune, bytelm: Path, tmp_path: Path) -> None:
@@ -123,11 +144,28 @@ def test_refuses(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
     refused(finetune(model=dense, text=empty), "is less than one sequence", "2 tokens", "--sequence 16")
     refused(finetune(model=dense, held_out=empty), "--held-out", "is less than one sequence")
     (tmp_path / "nothing.txt").write_text("")
-    refused(finetune(model=dense, text=tmp_path / "nothing.txt"), "the file is empty")
+    refused(finetune(model=dense, text=tmp_path / "nothing.txt"), "--text", "nothing.txt: the file is empty")
+    np.save(tmp_path / "ids.npy", np.array([[1, 256]]))
+    refused(finetune(model=dense, held_out=tmp_path / "ids.npy"), "--held-out", "token ids that the model has not")
+    np.savez(tmp_path / "ids.npz", a=np.zeros(4))
+    refused(finetune(model=dense, text=tmp_path / "ids.npz"), "holds arrays", "texts, or token ids in an .npy file")
+    for rate in ("nan", "inf"):
+        refused(finetune(model=dense, lr=rate), "--lr: is not finite")
     refused(finetune(model=tmp_path / "none"), "is not a Hugging Face folder")
-    opt = models.save(models.opt(vocab_size=256), tmp_path / "opt", torch.float32)
-    refused(finetune(model=opt), "OPTForCausalLM", "no feed-forward block")
+    cut = shutil.copytree(dense, tmp_path / "cut") / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:2000])
+    refused(finetune(model=cut.parent), "transformers cannot load it")
+    weights = load_file(dense / "model.safetensors")
+    save_file({name: weights[name] for name in weights if "up_proj" not in name}, cut, metadata={"format": "pt"})
+    refused(finetune(model=cut.parent), "weights are missing; got model.layers.0.mlp.up_proj.weight")
+    config = transformers.BloomConfig(
+        vocab_size=256, hidden_size=32, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0
+    )
+    bloom = models.save(transformers.BloomForCausalLM(config), tmp_path / "bloom", torch.float32)
+    refused(finetune(model=bloom), "BloomForCausalLM", "no feed-forward block")
     assert not (tmp_path / "out").exists()
+    (tmp_path / "link").symlink_to(dense)
+    refused(finetune("--overwrite", model=dense, output=tmp_path / "link"), "--output", "is the folder of the model")
     (tmp_path / "file").write_text("")
     refused(finetune(model=dense, output=tmp_path / "file"), "is a file")
 

@@ -25,7 +25,7 @@ def run(tool: str) -> bool:
         command += ["--padding", "64"]
     if tool != "initcheck":  # which has to see the writes of all kernels
         command += ["--kernel-name", "kns=twell"]
-    names = ("kernels", "gate_kernels", "guard", "direct", "chunks", "hot", "split")
+    names = ("kernels", "gate_kernels", "guard", "direct", "chunks", "hot", "split", "gradients_gpu")
     tests = [f"{Path(__file__).with_name(f'test_{name}.py')}::test_sanitize" for name in names]
     command += [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TWELLC_REQUIRE_GPU": "1"}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.plugins.training_blocks import KINDS, THRESHOLDS, problem
-from twellc.plugins.block import GATED, BlockOptions, Operands, Variant
+from twellc.plugins.block import GATED, PLAIN, BlockOptions, Operands, Variant
 from twellc.plugins.gradients.call import Call, Step
 from twellc.plugins.gradients.ops import TRAIN_FORWARD, train_forward
 from twellc.plugins.ops import OPS, run_block
@@ -81,6 +81,23 @@ def test_a_second_derivative_is_refused() -> None:
     )
     with pytest.raises(NotImplementedError, match=r"no second derivative.*twellc\.restore"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("variant", [GATED, PLAIN])
+def test_derivatives_that_there_are_not_are_refused(variant: Variant) -> None:
+    operands, options = leaves(variant), BlockOptions(activation="relu")
+
+    def y(x: Tensor) -> Tensor:
+        return run_block(Operands(**{**operands.named(), "x": x}), options)
+
+    x = operands.x.detach()
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"no derivative in forward mode.*twellc\.restore"):
+            torch.func.jvp(y, (x,), (x,))
+        for tensor in operands.named().values():
+            tensor.requires_grad_(False)  # then nothing is recorded, and a tangent must not be lost
+    with pytest.raises(NotImplementedError, match=r"not differentiable by torch\.func.*twellc\.restore"):
+        torch.func.grad(lambda x: y(x).sum())(x)
 
 
 class Block(nn.Module):

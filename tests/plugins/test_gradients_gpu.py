@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.plugins.training_blocks import KINDS, Problem, problem
-from twellc.plugins.block import GATED, BlockOptions, Operands, Variant
+from twellc.plugins.block import GATED, PLAIN, BlockOptions, Operands, Variant
 from twellc.plugins.gradients.call import KEPT_DTYPES, Call, Kept, Step
 from twellc.plugins.gradients.hybrid import from_hybrid, to_hybrid
 from twellc.plugins.gradients.ops import TRAIN_FORWARD, train_forward
@@ -37,12 +37,18 @@ TOLERANCES = {torch.bfloat16: 0.012, torch.float16: 0.003}
 
 
 def assert_right(case: Problem, dtype: torch.dtype, step: Step) -> None:
-    """Compare with float64, within four times the error of the meaning in low precision, and with a repeat."""
+    """Compare with float64 and with a repeat."""
+    found, again = case.run("cuda", dtype, step), case.run("cuda", dtype, step)
+    for name in found:
+        assert torch.equal(found[name], again[name]), f"{name} is not repeatable"
+    assert_near(found, case, dtype)
+
+
+def assert_near(found: dict[str, Tensor], case: Problem, dtype: torch.dtype) -> None:
+    """Compare with float64, within four times the error of the meaning in low precision."""
     truth = case.run("cpu", torch.float64, Step())
     plain = case.run("cpu", dtype, Step())
-    found, again = case.run("cuda", dtype, step), case.run("cuda", dtype, step)
     for name, expected in truth.items():
-        assert torch.equal(found[name], again[name]), f"{name} is not repeatable"
         value, size = found[name].double().cpu(), expected.double().norm().clamp(min=1e-30)
         if name == "counts":  # a z beside the threshold may be rounded to either side
             assert (value - expected).abs().max() <= max(2, 0.01 * len(case.dy))
@@ -278,3 +284,31 @@ def test_a_block_is_dense_for_a_while_where_there_is_too_little_place() -> None:
         train_block(operands, case.options, state)
         steps.append(state.step.hot)
     assert steps[:3] == [0] * 3 and steps[3:] == [1024] * 37  # the next look has found it, too
+
+
+# Activation, share of active neurons, how many are hot, places for pairs.
+SMALL = [
+    ("relu", 0.1, 0, 128),
+    ("relu", 0.1, 96, 128),
+    ("relu2", 0.3, 96, 8),  # less place than some tokens need
+    ("fatrelu", 0.3, 0, 0),  # none at all
+    ("relu", 0.5, 300, 0),  # all are hot
+    ("relu2", 0.0, 8, 3),
+    ("drelu", 0.3, 96, 8),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=("bf16", "fp16"))
+@pytest.mark.parametrize(
+    ("variant", "activation", "density", "hot", "pairs"),
+    [(variant, *each) for each in SMALL for variant in (GATED, PLAIN) if each[0] in variant.activations],
+)
+def test_sanitize(variant: Variant, activation: str, density: float, hot: int, pairs: int, dtype: torch.dtype) -> None:
+    """What sanitize.py runs."""
+    case = problem(
+        variant, activation, tokens=70, d_model=72, d_ff=300, d_out=136, density=density, extras=pairs > 3, dtype=dtype
+    )
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(1)).int().cuda() if hot == 96 else None
+    found = case.run("cuda", dtype, Step(hot=hot, pairs=pairs, order=order))
+    torch.cuda.synchronize()
+    assert_near(found, case, dtype)

@@ -53,6 +53,34 @@ def test_there_and_back_changes_no_bit(dtype: torch.dtype, gated: bool) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("counts", [(0, 0), (WIDTH,), (WIDTH + 1,), (D_FF, D_FF), (0, D_FF, 0), ()], ids=str)
+@pytest.mark.parametrize("gated", [True, False])
+def test_odd_rows(counts: tuple[int, ...], gated: bool) -> None:
+    g = torch.zeros(len(counts), D_FF, dtype=torch.bfloat16)
+    for token, count in enumerate(counts):
+        g[token, D_FF - count :] = 1 + torch.arange(count) % 7
+    capacity = sum(counts)
+    for places in (capacity, capacity + 5):
+        kept = kept_of(g, torch.randn(len(g), D_FF).bfloat16() if gated else None, places)
+        hybrid = to_hybrid(kept, torch.bfloat16, D_FF)
+        assert hybrid.counts.tolist() == list(counts)
+        assert hybrid.row_of_tail.tolist() == [token for token, count in enumerate(counts) if count > WIDTH]
+        for found, expected in zip(from_hybrid(hybrid, places), kept, strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_the_largest_column() -> None:
+    """16 bits, of which the first is no sign."""
+    g = torch.zeros(2, 65536, dtype=torch.float16)
+    g[0, [0, 32767, 32768, 65535]] = torch.tensor([1.0, 2.0, 3.0, 4.0]).half()
+    g[1, -WIDTH - 1 :] = 1
+    kept = kept_of(g, -g, 200)
+    hybrid = to_hybrid(kept, torch.float16, 65536)
+    assert hybrid.columns[0, :4].tolist() == [0, 32767, 32768, 65535]
+    for found, expected in zip(from_hybrid(hybrid, 200), kept, strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_what_is_not_kept_is_refused() -> None:
     g, u = draw(torch.bfloat16)
     kept = kept_of(g, u, 3000)
@@ -62,3 +90,5 @@ def test_what_is_not_kept_is_refused() -> None:
         to_hybrid(kept._replace(row_begin=row_begin), torch.bfloat16, D_FF)
     with pytest.raises(ValueError, match=r"pairs, more than 100"):
         from_hybrid(to_hybrid(kept, torch.bfloat16, D_FF), 100)
+    with pytest.raises(ValueError, match="no pairs were kept"):
+        to_hybrid(Kept(*(each[:0] for each in kept)), torch.bfloat16, D_FF)

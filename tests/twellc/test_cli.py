@@ -24,7 +24,7 @@ from tests.models import Gated, Residual, export
 from tests.onnx_graphs import gated, save_external
 from tests.processes import TWELLC, environment
 from twellc.base.errors import UserError
-from twellc.base.files import ENDING_SIGNALS, OutputFiles
+from twellc.base.files import ENDING_SIGNALS, OutputFiles, end_commands_by
 from twellc.loaders.onnx_file import external_files
 
 
@@ -561,21 +561,31 @@ def test_signal_behind_the_last_step(archive: Path, tmp_path: Path) -> None:
 
 
 def test_signal_while_outputs_are_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes too late: what is moved is complete."""
+    """For a command it comes too late, for another program behind the step. What is moved is complete."""
     replace = Path.replace
+    came: list[int] = []
 
     def interrupted(source: Path, destination: Path) -> Path:
         signal.raise_signal(signal.SIGTERM)
         return replace(source, destination)
 
+    def write(*names: str) -> None:
+        with OutputFiles(overwrite=False) as outputs:
+            for name in names:
+                outputs.write(tmp_path / name, name)
+            outputs.commit()
+            signal.raise_signal(signal.SIGINT)
+
     monkeypatch.setattr(Path, "replace", interrupted)
-    with OutputFiles(overwrite=False) as outputs:
-        for name in ("a", "b"):
-            outputs.write(tmp_path / name, name)
-        outputs.commit()
-        signal.raise_signal(signal.SIGINT)
-    assert files_in(tmp_path) == {"a": b"a", "b": b"b"}
-    assert len(list(tmp_path.iterdir())) == 2
+    for number in ENDING_SIGNALS:
+        signal.signal(number, lambda number, _: came.append(number))
+    write("a")
+    assert came == [signal.SIGTERM, signal.SIGINT]
+    end_commands_by(lambda number, _: came.append(number))
+    write("b", "c")
+    assert came == [signal.SIGTERM, signal.SIGINT]
+    assert files_in(tmp_path) == {"a": b"a", "b": b"b", "c": b"c"}
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_version_and_help() -> None:

@@ -126,6 +126,14 @@ def test_forms_of_a_block(name: str, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(found, expected)
 
 
+def test_forward_mode_runs_the_original() -> None:
+    block, x = twellc.optimize(Gated().eval().requires_grad_(False)), torch.randn(3, 16)
+    _, tangent = torch.func.jvp(block, (x,), (torch.ones_like(x),))
+    _, expected = torch.func.jvp(twellc.restore(block), (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(tangent, expected)
+    assert tangent.any()
+
+
 NO_BLOCKS = {
     "d_model of 12": lambda: Plain(d_model=12),
     "computed weights": lambda: Written(lambda m, x: torch.relu(x @ (m.up * 2)) @ m.down, up=torch.randn(16, 40),

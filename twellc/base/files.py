@@ -130,8 +130,8 @@ class OutputFiles:
     def commit(self) -> None:
         """Move every staged file that was written to its destination: all of them, or none where one cannot be moved.
 
-        Of two runs that write the same files one moves all of its own before the other starts to. What the command was
-        to do is done then: signals that would end the program come too late and are ignored.
+        Of two runs that write the same files one moves all of its own before the other starts to. What a command was
+        to do is done then: signals that would end it (`end_commands_by`) come too late and are ignored.
 
         Raises:
             UserError: A file cannot be moved, or another program has put one there since the check.
@@ -144,7 +144,8 @@ class OutputFiles:
                         undo.callback(self._keep(path))
                         temporary.replace(path)
             undo.pop_all()
-            handlers.update(dict.fromkeys(handlers, signal.SIG_IGN))
+            ours = (number for number, handler in handlers.items() if handler in _ENDS_OF_COMMANDS)
+            handlers.update(dict.fromkeys(ours, signal.SIG_IGN))
 
     def _keep(self, path: Path) -> Callable[[], object]:
         """Keep what is at `path` in the hidden folder, and return what puts it back."""
@@ -176,6 +177,17 @@ def _locked(folders: Iterable[Path]) -> Iterator[None]:
 def _leads_to_open_file(path: Path) -> bool:
     """Whether this is a link such as /dev/stdout. It must stay, even if it leads to a plain file now."""
     return path.is_symlink() and path.readlink().is_relative_to("/proc")
+
+
+def end_commands_by(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Let signals end the command that this process runs, until its outputs are there; one that is ignored stays so."""
+    _ENDS_OF_COMMANDS.add(handler)
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, handler)
+
+
+_ENDS_OF_COMMANDS: set[Any] = set()
 
 
 @contextmanager

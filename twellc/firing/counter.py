@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -50,10 +52,10 @@ class FiringCounter:
         """How many tokens were seen, int64 []."""
         return self.counts["rows"].sum()
 
-    def profile(self) -> BlockProfile:
-        """Return what was counted."""
-        counts = {name: to_numpy(tensor.cpu()) for name, tensor in self.counts.items()}
-        return BlockProfile(self._module, self._variant, self._activation, **counts)
+    def profile(self, counts: Mapping[str, Tensor] | None = None) -> BlockProfile:
+        """Return what was counted, or `counts` in its place, such as those of several counters together."""
+        arrays = {name: to_numpy(tensor).copy() for name, tensor in (counts or self.counts).items()}
+        return BlockProfile(self._module, self._variant, self._activation, **arrays)
 
 
 def position_bins(positions: Tensor) -> Tensor:

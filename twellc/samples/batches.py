@@ -11,14 +11,13 @@ import sympy
 import torch
 
 from twellc.base.arrays import Array, to_numpy
-from twellc.base.errors import UserError, first_line
+from twellc.base.errors import UserError
 from twellc.export.profiles import InputSpec
-from twellc.samples.documents import IDS, kind_of, read_documents
+from twellc.samples.documents import IDS, kind_of, read_documents, read_ids
 from twellc.samples.samples import Limits, Sample, as_sample, load_npz
 from twellc.samples.tokenizer import Tokenizer
 
 _DEFAULT_SEQUENCE = 1024
-_CHUNK = 1 << 16
 _MASK = "attention_mask"
 
 Arrays = Mapping[str, "torch.Tensor | Array"]
@@ -188,7 +187,7 @@ def _sequences(path: Path, where: str, intake: Intake, length: int) -> Iterator[
     A document is cut into sequences without overlap; where it is text, each gets the tokenizer's special tokens.
     """
     if kind_of(path) == "token ids":
-        for row, read in _ids_of_array(path, where, intake.pad):
+        for row, read in read_ids(path, where, intake.pad):
             for start in range(0, len(row), length):
                 yield [int(token) for token in row[start : start + length]], read, where
         return
@@ -221,28 +220,6 @@ def _tokenizer(where: str, intake: Intake) -> Tokenizer:
             "in FILE.jsonl.",
         )  # fmt: skip
     return intake.tokenizer()
-
-
-def _ids_of_array(path: Path, where: str, pad: int | None) -> Iterator[tuple[Array, int]]:
-    """Yield each row of a matrix of token ids, without padding at its ends, or a vector; it is not read as a whole."""
-    try:
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # numpy raises what it likes for a damaged file
-        raise UserError(where, f"cannot be read as an .npy file ({first_line(error)})") from error
-    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim not in (1, 2):
-        raise UserError(
-            where, "holds no token ids", got=f"{ids.dtype} {list(ids.shape)}",
-            expected="integers: a vector, or a matrix with a sequence in each row",
-        )  # fmt: skip
-    size = path.stat().st_size
-    if ids.ndim == 1:
-        for start in range(0, len(ids), _CHUNK):
-            yield np.asarray(ids[start : start + _CHUNK]), size * (start + 1) // len(ids)
-        return
-    for index, row in enumerate(ids):
-        kept = np.flatnonzero(row != pad) if pad is not None else np.arange(len(row))
-        if len(kept):
-            yield np.asarray(row[kept[0] : kept[-1] + 1]), size * (index + 1) // len(ids)
 
 
 # ---- arrays by the names of inputs ----

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import open_file, read_file, why_no_file
 
@@ -38,13 +41,17 @@ _REFUSED = {
 _MARKUP = (".xml", ".html", ".htm", ".ipynb")
 
 
-def kind_of(path: Path) -> str:
+def kind_of(path: Path, option: str = "--inputs") -> str:
     """Return `text`, `lines of JSON`, `JSON`, `table`, `arrays` or `token ids`: how a file is read, by its suffix.
+
+    Args:
+        path: The file.
+        option: The option that names it, for messages.
 
     Raises:
         UserError: There is no such file, it is empty, or of a kind that is not read.
     """
-    where, suffix = f"--inputs {path}", path.suffix.lower()
+    where, suffix = f"{option} {path}", path.suffix.lower()
     if not path.is_file():
         raise UserError(where, why_no_file(path), expected=_EXPECTED)
     if path.stat().st_size == 0:
@@ -75,18 +82,23 @@ def _seems_marked(path: Path) -> bool:
         return False
 
 
-def read_documents(path: Path, field: str) -> Iterator[tuple[str, Document]]:
-    """Yield the documents of a file that does not hold arrays, each with what to call its place.
+def read_documents(path: Path, field: str, option: str = "--inputs") -> Iterator[tuple[str, Document]]:
+    """Yield the documents of a file, each with what to call its place; of token ids in an array each row, or parts.
 
     Args:
         path: The file.
         field: The field of an object, or the column of a table, that holds the text.
+        option: The option that names the file, for messages.
 
     Raises:
         UserError: It cannot be read as what it is, or has no text there.
     """
-    where = f"--inputs {path}"
-    match kind_of(path):
+    where = f"{option} {path}"
+    match kind_of(path, option):
+        case "arrays":
+            raise UserError(where, "holds arrays", expected="texts, or token ids in an .npy file")
+        case "token ids":
+            return ((where, [(row.tolist(), read)]) for row, read in read_ids(path, where, None))
         case "lines of JSON":
             return _documents_of_lines(path, where, field)
         case "JSON":
@@ -95,6 +107,39 @@ def read_documents(path: Path, field: str) -> Iterator[tuple[str, Document]]:
             return _documents_of_table(path, where, field)
         case _:
             return iter([(where, _pieces(path, where))])
+
+
+def read_ids(path: Path, where: str, pad: int | None) -> Iterator[tuple[NDArray[Any], int]]:
+    """Yield token ids of an .npy file, and the bytes read so far: rows of a matrix, or a vector in parts.
+
+    The file is not read as a whole.
+
+    Args:
+        path: The file.
+        where: What to call it in a message.
+        pad: The token that rows begin and end with where they are padded; None where they are not.
+
+    Raises:
+        UserError: It is damaged, or holds no token ids.
+    """
+    try:
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # numpy raises what it likes for a damaged file
+        raise UserError(where, f"cannot be read as an .npy file ({first_line(error)})") from error
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim not in (1, 2):
+        raise UserError(
+            where, "holds no token ids", got=f"{ids.dtype} {list(ids.shape)}",
+            expected="integers: a vector, or a matrix with a sequence in each row",
+        )  # fmt: skip
+    size = path.stat().st_size
+    if ids.ndim == 1:
+        for start in range(0, len(ids), _CHUNK):
+            yield np.asarray(ids[start : start + _CHUNK]), size * (start + 1) // len(ids)
+        return
+    for index, row in enumerate(ids):
+        kept = np.flatnonzero(row != pad) if pad is not None else np.arange(len(row))
+        if len(kept):
+            yield np.asarray(row[kept[0] : kept[-1] + 1]), size * (index + 1) // len(ids)
 
 
 def _pieces(path: Path, where: str) -> Iterator[tuple[str, int]]:

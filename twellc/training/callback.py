@@ -88,6 +88,9 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin the log, or go on with it."""
+        take_counts(self._model)  # what was counted before belongs to no step
+        self.window = None
+        self._fired, self._moved, self._losses, self._l1 = None, None, [], []
         self._last = state.global_step
         if self._log is not None and is_first():
             sha256 = fingerprint(self._began_with) if self._began_with is not None else ""
@@ -117,17 +120,14 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Bring dead neurons back, and see to it that nothing that is saved is NaN."""
         self.on_substep_end(args, state, control)
-        reads = control.should_log or control.should_save or control.should_evaluate or control.should_training_stop
-        if self._reinitialise or reads:
-            fired = take_counts(self._model)
-            if self._reinitialise:
-                moved = reinitialise_dead(self._model, fired, step=state.global_step, seed=self._seed)
-                self._moved = moved if self._moved is None else self._moved + moved
-            before = self._fired
-            self._fired = fired if before is None else {path: before[path].plus(each) for path, each in fired.items()}
-        if reads:
-            device = next(iter(fired.values())).counts.device
-            self._refuse_nan(state.global_step, control.should_save or control.should_training_stop, device)
+        if self._reinitialise:
+            moved = reinitialise_dead(self._model, self._take(), step=state.global_step, seed=self._seed)
+            self._moved = moved if self._moved is None else self._moved + moved
+        self._look(state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """See to it that nothing that is saved is NaN: the Trainer may save after each epoch."""
+        self._look(state, control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Add the loss on held-out data to the record of the step."""
@@ -162,6 +162,21 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     # ----
 
+    def _take(self) -> dict[str, Fired]:
+        """Return how often neurons fired since the last call, and add it to what the next record is of."""
+        fired, before = take_counts(self._model), self._fired
+        self._fired = fired if before is None else {path: before[path].plus(each) for path, each in fired.items()}
+        return fired
+
+    def _look(self, state: Any, control: Any) -> None:
+        """Take the counts where something is logged, measured or saved next, and see to it that nothing is NaN."""
+        saves = control.should_save or control.should_evaluate or control.should_training_stop
+        if self._log is not None and (control.should_evaluate or control.should_training_stop):
+            control.should_log = True  # a record for the loss on held-out data, and for the last steps
+        if control.should_log or saves:
+            fired = self._take()
+            self._refuse_nan(state.global_step, saves, next(iter(fired.values())).counts.device)
+
     def _write(self) -> None:
         """Write the record that waits for the loss on held-out data of its step."""
         if self._pending is not None and self._writer is not None:
@@ -182,7 +197,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             loss=loss,
             l1=l1,
             coefficient=self.penalty.coefficient(step - 1),
-            tokens=int(fired[0].tokens),
+            tokens=max(int(each.tokens) for each in fired),
             density=values[::2],
             dead=values[1::2],
             relu=1.0 if self._blend is None else self._blend.share(step - 1),

@@ -91,15 +91,10 @@ class FiringWindow:
             block.training.see = self._seer(path)
 
     def _seer(self, path: str) -> Callable[[Tensor], None]:
-        layer = self._blocks[path].layer
-        threshold = self._blocks[path].training.options.threshold
         first = path == next(iter(self._blocks))
 
         def see(z: Tensor) -> None:
-            counter = self._counters.get(path)
-            if counter is None:
-                counter = FiringCounter(path, layer.variant, layer.activation, threshold, layer.d_ff, z.device)
-                self._counters[path] = counter
+            counter = self._counter(path, z.device)
             self._dtype = dtype_name(z.dtype)
             bins = None
             if z.dim() > 2:  # the sequence is the last axis but the features'
@@ -110,6 +105,12 @@ class FiringWindow:
 
         return see
 
+    def _counter(self, path: str, device: torch.device) -> FiringCounter:
+        if path not in self._counters:
+            layer, threshold = self._blocks[path].layer, self._blocks[path].training.options.threshold
+            self._counters[path] = FiringCounter(path, layer.variant, layer.activation, threshold, layer.d_ff, device)
+        return self._counters[path]
+
     def close(self) -> None:
         """Count no more."""
         for block in self._blocks.values():
@@ -118,7 +119,8 @@ class FiringWindow:
     def profile(self, directory: Path, data: str) -> FiringProfile:
         """Return what was counted, over all processes; all of them have to call this.
 
-        The weights moved while it was counted: keep the window to the last steps.
+        The weights moved while it was counted: keep the window to the last steps. A block that no token reached, as an
+        expert may be, is left out.
 
         Args:
             directory: Where the model was saved: the profile is of its files.
@@ -127,17 +129,18 @@ class FiringWindow:
         Raises:
             UserError: Nothing was counted, or activations were NaN.
         """
-        counters = list(self._counters.values())
-        if not counters:
-            raise UserError("profile", "no step was counted", fix="Begin the window before the last steps.")
+        # Of all blocks, in the same order in all processes: each may have reached other experts.
+        counters = [self._counter(path, block.gate_parameter().device) for path, block in self._blocks.items()]
         parts = [tensor for counter in counters for tensor in counter.counts.values()]
-        for tensor, whole in zip(parts, summed(parts), strict=True):
-            tensor.copy_(whole)
+        wholes = iter(summed(parts))
         nan = summed([counter.nan.long() for counter in counters])
-        bad = [path for path, each in zip(self._counters, nan, strict=True) if each]
+        bad = [path for path, each in zip(self._blocks, nan, strict=True) if each]
         if bad:
             raise UserError(f"layer {bad[0]}", "its activations were NaN in training")
-        blocks = {path: counter.profile() for path, counter in self._counters.items()}
+        profiles = [counter.profile({name: next(wholes) for name in counter.counts}) for counter in counters]
+        blocks = {each.module: each for each in profiles if each.tokens}
+        if not blocks:
+            raise UserError("profile", "no step was counted", fix="Begin the window before the last steps.")
         (sequences,) = summed([torch.tensor(self._sequences, device=parts[0].device)])
         tokens = min(block.tokens for block in blocks.values())
         return FiringProfile(

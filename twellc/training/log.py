@@ -94,7 +94,7 @@ class TrainingLog:
 
     @classmethod
     def read(cls, path: Path, where: str = "") -> TrainingLog:
-        """Read a log.
+        """Read a log; a last line that is not whole, of a run that was cut short as it wrote it, is left out.
 
         Args:
             path: The file.
@@ -107,7 +107,14 @@ class TrainingLog:
         if not path.is_file():
             raise UserError(where, why_no_file(path), expected=_EXPECTED)
         try:
-            lines = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            text = path.read_text(encoding="utf-8")
+            whole, _, last = text.rpartition("\n")
+            lines = [parse_json(line) for line in whole.splitlines() if line.strip()]
+            try:
+                lines += [parse_json(last)] if last.strip() else []
+            except ValueError:
+                if not lines:
+                    raise
         except ValueError as error:
             raise UserError(where, f"cannot be read as lines of JSON ({error})", expected=_EXPECTED) from error
         if not lines or not isinstance(lines[0], dict) or lines[0].get("format") != FORMAT:
@@ -122,6 +129,8 @@ class TrainingLog:
             steps = [of_json(LoggedStep, line, f"line {number}") for number, line in enumerate(lines[1:], 2)]
         except ValueError as error:
             raise UserError(where, f"is damaged: {error}", expected=_EXPECTED) from error
+        if not run.blocks:
+            raise UserError(where, "is damaged: it has no blocks", expected=_EXPECTED)
         for number, step in enumerate(steps, 2):
             if not len(step.density) == len(step.dead) == len(run.blocks):
                 raise UserError(where, f"is damaged: line {number} has other blocks than the first one")

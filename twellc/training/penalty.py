@@ -64,14 +64,16 @@ class L1Penalty:
         Raises:
             UserError: A block ran its original forward, or none has noted anything.
         """
-        for path, block in self._blocks.items():
-            if block.training.misses:
-                raise UserError(
-                    f"layer {path}", "ran its original forward, which notes no L1 term",
-                    fix="Inside of the block there must be no dropout that is switched on, no hook, and nothing that "
-                    "was replaced since twellc.optimize, such as by an adapter.",
-                )  # fmt: skip
+        missed = [path for path, block in self._blocks.items() if block.training.misses]
         noted = [terms for block in self._blocks.values() if (terms := block.training.terms)]
+        for block in self._blocks.values():
+            block.training.terms, block.training.misses = [], 0
+        if missed:
+            raise UserError(
+                f"layer {missed[0]}", "ran its original forward, which notes no L1 term",
+                fix="Inside of the block there must be no dropout that is switched on, no hook, and nothing that "
+                "was replaced since twellc.optimize, such as by an adapter.",
+            )  # fmt: skip
         if not noted:
             raise UserError(
                 "L1 term", "no block has noted one since the last call",
@@ -83,8 +85,6 @@ class L1Penalty:
             tokens = sum(term.tokens for term in terms)
             means.append(torch.stack([term.l1 * (term.tokens / max(tokens, 1)) for term in terms]).sum())
         mean = torch.stack([each.to(means[0].device) for each in means]).mean()
-        for block in self._blocks.values():
-            block.training.terms = []
         self.value = mean.detach()
         return self.coefficient(step) * mean
 

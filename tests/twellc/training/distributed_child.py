@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 import twellc
 from tests import models
@@ -67,11 +67,28 @@ def train(name: str, how: str, rank: int, ranks: int, folder: str) -> dict[str, 
     }
 
 
+def train_experts(rank: int, folder: str) -> dict[str, Any]:
+    """Let each process reach other experts, and one none of them; return what was counted."""
+    experts = twellc.optimize(nn.ModuleList([models.Gated() for _ in range(4)]).train(), training=True)
+    window = FiringWindow(experts)
+    for expert, tokens in ((0, 5), (rank + 1, 3)):  # experts 0 and 1, or 0 and 2
+        experts[expert](torch.randn(tokens, 16))
+    profile = window.profile(Path(folder), "data")
+    fired = take_counts(experts)
+    return {
+        "tokens": [int(each.tokens) for each in fired.values()],
+        "profile": {module: block.tokens for module, block in profile.blocks.items()},
+        "firing": {module: int(block.firing.sum()) == int(fired[module].counts.sum())
+                   for module, block in profile.blocks.items()},
+    }  # fmt: skip
+
+
 if __name__ == "__main__":
     name, how, rank, ranks, store, folder = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:]
     torch.set_num_threads(1)
     if ranks > 1:
         distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    sys.stdout.write(json.dumps(train(name, how, rank, ranks, folder)) + "\n")
+    found = train_experts(rank, folder) if name == "experts" else train(name, how, rank, ranks, folder)
+    sys.stdout.write(json.dumps(found) + "\n")
     if ranks > 1:
         distributed.destroy_process_group()

@@ -53,3 +53,10 @@ def test_two_processes(how: str, alone: tuple[str, dict[str, Any]], tmp_path: Pa
     assert one["sequences"] == whole["sequences"] == (12 if name == "llama" else 0)  # blocks of OPT read rows
     for what in ("sums", "squares"):
         assert one[what] == {path: pytest.approx(value, rel=1e-4, abs=1e-4) for path, value in whole[what].items()}
+
+
+@pytest.mark.slow
+def test_processes_that_reach_other_experts(tmp_path: Path) -> None:
+    one, other = together("experts", "each", 2, tmp_path)
+    assert one == other and one["tokens"] == [10, 3, 3, 0]
+    assert one["profile"] == {"0": 10, "1": 3, "2": 3} and all(one["firing"].values())

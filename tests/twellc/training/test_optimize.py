@@ -145,6 +145,9 @@ def test_dropout_switched_on_later_runs_the_original_and_the_penalty_says_so() -
     assert not ops.counts
     with pytest.raises(UserError, match="ran its original forward"):
         penalty(0)
+    dropout.p = 0.0
+    model(torch.randn(3, 16))
+    assert float(penalty(0)) > 0  # what was missed is forgotten
 
 
 def test_copies_have_counted_nothing() -> None:
@@ -156,6 +159,48 @@ def test_copies_have_counted_nothing() -> None:
     assert all(int(fired.tokens) == 10 for fired in take_counts(model).values())
     assert float(penalty(0)) > 0
     steps(made, tokens())
+
+
+TRANSFORMS = {
+    "grad": lambda block, x: torch.func.grad(lambda x: block(x).square().sum())(x),
+    "vmap": lambda block, x: torch.func.vmap(block)(x[:, None]),
+    "jvp": lambda block, x: torch.func.jvp(block, (x,), (torch.ones_like(x),))[1],
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_transforms_of_torch_run_the_original(name: str, frozen: bool) -> None:
+    dense = Gated().train().requires_grad_(not frozen)
+    model = twellc.optimize(copy.deepcopy(dense), training=True)
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(TRANSFORMS[name](model, x), TRANSFORMS[name](dense, x))
+
+
+def test_inference_mode_before_training() -> None:
+    """In inference mode the original runs; what is made in it can be counted on later."""
+    block = twellc.optimize(Gated().train(), training=True)
+    with torch.inference_mode():
+        take_counts(block), block(torch.randn(3, 16))
+    for _ in range(9):  # after the choice of hot neurons, too
+        block(torch.randn(5, 16)).sum().backward()
+    assert [int(fired.tokens) for fired in take_counts(block).values()] == [45]
+
+
+INTERCEPTIONS = {
+    "hook": lambda inner, note: inner.register_forward_hook(lambda *_: note()),
+    "backward hook": lambda inner, note: inner.register_full_backward_hook(lambda *_: note()),
+    "backward pre-hook": lambda inner, note: inner.register_full_backward_pre_hook(lambda *_: note()),
+    "another forward": lambda inner, note: setattr(inner, "forward", lambda x, old=inner.forward: (note(), old(x))[1]),
+}
+
+
+@pytest.mark.parametrize("name", INTERCEPTIONS)
+def test_what_looks_into_a_block_sees_it(name: str) -> None:
+    block, seen = twellc.optimize(Gated().train(), training=True), []
+    INTERCEPTIONS[name](block.down, lambda: seen.append(name))
+    block(torch.randn(3, 16)).sum().backward()
+    assert seen == [name]
 
 
 def hidden_of(model: Any, ids: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

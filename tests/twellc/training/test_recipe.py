@@ -21,7 +21,7 @@ from twellc.firing.profile import FiringProfile
 from twellc.optimization import blocks_in_training
 from twellc.training import Blend, FiringWindow, L1Penalty, TrainingLog, reinitialise_dead, sparsify, take_counts
 from twellc.training.counts import Fired
-from twellc.training.log import LoggedBlock, LoggedStep, LogWriter
+from twellc.training.log import LoggedBlock, LoggedRun, LoggedStep, LogWriter
 from twellc.training_block import BlendedActivation
 
 
@@ -200,6 +200,19 @@ def test_profile_of_training_is_that_of_twellc_profile(tmp_path: Path) -> None:
     assert FiringProfile.read(file).tokens == 32
 
 
+def test_profile_of_experts_that_no_token_reached_and_of_what_is_still_counted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    experts = twellc.optimize(nn.ModuleList([Gated(), Gated(), Gated()]).train(), training=True)
+    window = FiringWindow(experts)
+    experts[2](torch.randn(6, 16)), experts[0](torch.randn(2, 16))
+    first = window.profile(tmp_path, "data")
+    assert {path: block.tokens for path, block in first.blocks.items()} == {"0": 2, "2": 6}
+    experts[1](torch.randn(4, 16)), experts[0](torch.randn(3, 16))
+    assert {path: block.tokens for path, block in first.blocks.items()} == {"0": 2, "2": 6}
+    second = window.profile(tmp_path, "data")
+    assert {path: block.tokens for path, block in second.blocks.items()} == {"0": 5, "1": 4, "2": 6}
+
+
 def test_profile_of_nothing(tmp_path: Path) -> None:
     window = FiringWindow(twellc.optimize(models.llama(), training=True))
     with pytest.raises(UserError, match="no step was counted"):
@@ -256,12 +269,29 @@ def test_log_round_trip_and_going_on(tmp_path: Path) -> None:
         ('{"format": "x"}', "is not a log"),
         ('{"format": "twellc training log", "version": 9}', "another version"),
         ('{"format": "twellc training log", "version": 1}', "damaged"),
+        (json.dumps(LoggedRun("twellc training log", 1, "", "", "", []).to_json()), "it has no blocks"),
     ],
 )
 def test_damaged_logs(lines: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text(lines)
     with pytest.raises(UserError, match=message):
+        TrainingLog.read(path)
+
+
+def test_a_line_that_was_cut_short(tmp_path: Path) -> None:
+    """The run was ended as it wrote it: it goes on without."""
+    path = tmp_path / "log.jsonl"
+    writer = LogWriter(path, "m", "ab", BLOCKS, 0)
+    for step in (1, 2):
+        writer.add(record(step))
+    whole = path.read_text()
+    path.write_text(whole[:-20])
+    assert [each.step for each in TrainingLog.read(path).steps] == [1]
+    LogWriter(path, "m", "ab", BLOCKS, 2).add(record(2))
+    assert path.read_text() == whole
+    path.write_text(whole.replace('"step": 1, ', '"step" 1, '))
+    with pytest.raises(UserError, match="lines of JSON"):
         TrainingLog.read(path)
 
 

@@ -113,6 +113,46 @@ def test_what_is_logged(tmp_path: Path) -> None:
     assert json.dumps(trainer.state.log_history)
 
 
+def test_every_step_is_in_the_log_and_every_measured_loss(tmp_path: Path) -> None:
+    """Where the Trainer logs at other steps than it measures, and the last steps are fewer than it logs after."""
+    model, log = model_in_training(), tmp_path / "t.jsonl"
+    model(input_ids=Ids().ids)  # before training: of no step
+    options: dict[str, Any] = {"max_steps": 7, "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = SparseTrainer(
+        model=model, args=arguments(tmp_path, **options), train_dataset=Ids(), eval_dataset=Ids(4),
+        sparsity=SparsityCallback(model, l1=1e-2, log=log),
+    )  # fmt: skip
+    trainer.train()
+    records = TrainingLog.read(log).steps
+    assert [each.step for each in records] == [2, 3, 4, 6, 7]
+    assert [each.eval_loss is not None for each in records] == [True, False, True, True, True]
+    assert [each.tokens for each in records] == [32 * steps for steps in (2, 1, 1, 2, 1)]
+    model.eval()
+    with torch.no_grad():
+        expected = float(model(input_ids=Ids(4).ids, labels=Ids(4).ids).loss)
+    assert records[-1].eval_loss == pytest.approx(expected, rel=1e-4)
+    trainer.train()  # again, from the beginning of a log
+    assert [each.tokens for each in TrainingLog.read(log).steps] == [32 * steps for steps in (2, 1, 1, 2, 1)]
+
+
+def test_logging_by_epochs(tmp_path: Path) -> None:
+    by_epoch = dict.fromkeys(("logging_strategy", "save_strategy"), "epoch")
+    options: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, **by_epoch}
+    trained(tmp_path, recipe={"l1": 1e-2, "log": tmp_path / "t.jsonl"}, **options)
+    records = TrainingLog.read(tmp_path / "t.jsonl").steps
+    assert [(each.step, each.tokens) for each in records] == [(8, 256), (16, 256)]
+
+
+class Breaks(SparseTrainer):
+    """Has an infinite gradient in its fourth step."""
+
+    def training_step(self, *rest: Any, **named: Any) -> Any:
+        loss = super().training_step(*rest, **named)
+        if self.state.global_step == 3:
+            self.model.lm_head.weight.grad.fill_(math.inf)
+        return loss
+
+
 def test_other_trainers(tmp_path: Path) -> None:
     import transformers
 
@@ -144,16 +184,14 @@ def test_evaluation_has_no_term(tmp_path: Path) -> None:
         assert found == pytest.approx(float(model(input_ids=Ids(4).ids, labels=Ids(4).ids).loss), rel=1e-4)
 
 
-def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
-    class Breaks(SparseTrainer):
-        def training_step(self, *rest: Any, **named: Any) -> Any:
-            loss = super().training_step(*rest, **named)
-            if self.state.global_step == 3:
-                self.model.lm_head.weight.grad.fill_(math.inf)
-            return loss
-
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.0}
-    with pytest.raises(UserError, match="step 4: weights are NaN or infinite"):
+@pytest.mark.parametrize("how", ["steps", "epoch"])
+def test_weights_that_are_not_finite_are_not_saved(how: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_strategy": how, "max_grad_norm": 0.0}
+    if how == "steps":
+        options["save_steps"] = 2
+    else:
+        options |= {"per_device_train_batch_size": 16, "max_steps": -1, "num_train_epochs": 3, "logging_steps": 100}
+    with pytest.raises(UserError, match=r"step 4: (weights are|the loss is) NaN or infinite"):
         trained(tmp_path, Breaks, **options)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
