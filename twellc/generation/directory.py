@@ -91,9 +91,12 @@ class TorchBackend:
         self._cache = None  # and its memory, before there is another
         self._cache = RowCache(config.num_hidden_layers, batch, length, self.device, self.by_lengths)
         self._ones = torch.ones(batch, length, dtype=torch.int64, device=self.device)
-        # The first tokens make the tensors of the cache.
-        with row_attention(self._cache):
-            self._logits(self._ones[:, :1], self._ones[:, :1] - 1)
+        try:  # the first tokens make the tensors of the cache
+            with row_attention(self._cache):
+                self._logits(self._ones[:, :1], self._ones[:, :1] - 1)
+        except BaseException:
+            self._cache = None
+            raise
         return True
 
     def fill(self, input_ids: Tensor, start: int) -> Tensor:

@@ -114,11 +114,12 @@ class LLM:
         Raises:
             UserError: A prompt is empty or longer than the cache, or there are more than the model takes at once.
         """
-        return joined(
-            self.generate_stream(
-                prompts, sampling_params, logits_processor=logits_processor, stopping_criteria=stopping_criteria
+        with self.model.decoder.lock:
+            return joined(
+                self.generate_stream(
+                    prompts, sampling_params, logits_processor=logits_processor, stopping_criteria=stopping_criteria
+                )
             )
-        )
 
     def generate_stream(
         self,
@@ -152,11 +153,12 @@ class LLM:
         Raises:
             UserError: There is no chat template, or see `generate`.
         """
-        return joined(
-            self.chat_stream(
-                messages, sampling_params, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs
+        with self.model.decoder.lock:
+            return joined(
+                self.chat_stream(
+                    messages, sampling_params, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs
+                )
             )
-        )
 
     def chat_stream(
         self,

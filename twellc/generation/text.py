@@ -133,7 +133,7 @@ class _PretrainedStream:
 
     def _piece(self, whole: str) -> str:
         """Return what new tokens add to the text, where the first ones may end a letter of the prompt."""
-        piece = whole[len(os.path.commonprefix([self._before, whole])) :]
+        piece = whole[len(os.path.commonprefix([self._before, whole])) :]  # noqa: RUF071, these are no paths
         # Tokens without a text, such as special ones, would leave the next one without the space before it.
         if piece:
             self._given, self._new = self._new, []

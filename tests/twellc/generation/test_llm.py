@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import twellc
 from tests import models
 from tests.models import VOCABULARY
 from twellc import LLM, SamplingParams, UserError
+from twellc.generation.rows import RowCache, row_attention
 
 PROMPTS = ["the quick brown", "größer", "fox"]
 
@@ -157,6 +160,59 @@ def test_a_stream_that_was_given_up(llm: LLM) -> None:
     next(abandoned)
     abandoned.close()
     assert llm.generate("größer", params)[0].outputs == expected
+
+
+# ---- threads ----
+
+
+def test_threads_wait_for_one_another(llm: LLM) -> None:
+    """Another call comes in the middle of a step; it gets the cache behind the end of the first."""
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    params, later = SamplingParams(max_tokens=12), list[Any]()
+    expected = [llm.generate(prompt, params)[0].outputs for prompt in ("fox", "größer und")]
+    thread = threading.Thread(target=lambda: later.extend(llm.generate("größer und", params)))
+
+    class Meanwhile(LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if not thread.ident:
+                thread.start()
+                thread.join(1)
+            return scores
+
+    (first,) = llm.generate("fox", params, logits_processor=LogitsProcessorList([Meanwhile()]))
+    thread.join()
+    assert [first.outputs, later[0].outputs] == expected
+
+
+def test_models_in_threads() -> None:
+    """transformers has one register of attention functions for all models: a second one waits for the first."""
+    ours, theirs = (RowCache(1, 1, 4, torch.device("cpu"), False) for _ in range(2))
+    own, entered = ALL_ATTENTION_FUNCTIONS["sdpa"], threading.Event()
+
+    def other() -> None:
+        with row_attention(theirs):
+            entered.set()
+
+    thread = threading.Thread(target=other)
+    with row_attention(ours):
+        thread.start()
+        assert not entered.wait(0.3)
+    thread.join()
+    assert entered.is_set() and ALL_ATTENTION_FUNCTIONS["sdpa"] is own
+
+
+def test_a_call_behind_one_that_failed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made for the first call is not taken for a cache."""
+    backend: Any = llm.model.decoder.backend
+    expected = llm.generate(PROMPTS[:2], SamplingParams(max_tokens=4))
+    llm.generate("fox", SamplingParams(max_tokens=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_logits", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(PROMPTS[:2])
+    assert backend.begin(2, 4)
+    assert llm.generate(PROMPTS[:2], SamplingParams(max_tokens=4)) == expected
 
 
 # ---- bytes ----
