@@ -13,8 +13,7 @@ from torch import Tensor
 
 from twellc.base.errors import UserError
 from twellc.generation.rows import RowCache, row_attention
-from twellc.loaders.huggingface import cache_argument, open_directory
-from twellc.loaders.huggingface_inputs import longest_text
+from twellc.loaders.huggingface import cache_argument, cached_length, open_directory
 from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.optimization import optimize, optimized_blocks
 from twellc.plugins.cache_op import attends_by_cudnn
@@ -58,7 +57,7 @@ class TorchBackend:
         self.model, self.name, self.notes = model, name, list[str]()
         self.device = model.device
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        limit = longest_text(model)
+        limit = cached_length(model)
         if length is not None and not 1 <= length <= limit:
             raise UserError(
                 f"a cache of {length} places", "is not one that the model can have", got=str(length),

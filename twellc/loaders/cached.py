@@ -24,8 +24,8 @@ from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, CachePair, K
 from twellc.base.dtypes import DTYPES, dtype_name, option_of, torch_dtype
 from twellc.base.errors import UserError, first_line
 from twellc.loaders.attention import CacheStep, cached_attention
-from twellc.loaders.huggingface import cache_argument, is_causal, open_directory
-from twellc.loaders.huggingface_inputs import longest_text, text_config
+from twellc.loaders.huggingface import cache_argument, cached_length, is_causal, open_directory
+from twellc.loaders.huggingface_inputs import text_config
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.loaders.tracing import trace
@@ -62,7 +62,7 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
     with nothing_fetched():
         model, config, notes = open_directory(path)
         taken = _refuse_other_models(path, model)
-        limit = longest_text(model)
+        limit = cached_length(model)
         limit = limit if limit < _NO_LIMIT else 0
         _refuse_length(path, options, limit)
         notes = notes + _in_dtype(model, dtype)

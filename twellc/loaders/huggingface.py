@@ -161,6 +161,25 @@ def cache_argument(model: Any) -> str | None:
     return next((each for each in ("cache", "past_key_values") if each in taken), None)
 
 
+def cached_length(model: Any) -> int:
+    """Return how many tokens a cache of the model can hold, with rotary frequencies that stay as they are until there.
+
+    From now on the model does not ask how long a text is. Those of longrope change with its length, and so do all keys.
+    """
+    longest = longest_text(model)
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is None:
+            continue
+        several = isinstance(kinds, dict)  # one for each type of layers
+        for name, kind in kinds.items() if several else [("", kinds)]:
+            parameters = module.config.rope_parameters[name] if several else module.config.rope_parameters
+            if kind == "longrope":
+                longest = min(longest, parameters["original_max_position_embeddings"])
+        module.rope_type = dict.fromkeys(kinds, "default") if several else "default"
+    return longest
+
+
 def _settings(path: Path, model: Any, padding: str | None, logits: str) -> dict[str, str]:
     """Return what a model is traced by, with defaults filled in.
 

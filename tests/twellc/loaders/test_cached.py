@@ -61,6 +61,19 @@ def test_families(tmp_path: Path, family: str) -> None:
     check_steps(models.save(model, tmp_path / "model", torch.float32), model, tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rotary_frequencies_that_change(tmp_path: Path, kind: str) -> None:
+    """They stay as they are up to the length at which they would change."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": LENGTH}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model = models.llama(rope_parameters=rope)
+    folder = models.save(model, tmp_path / "model", torch.float32)
+    check_steps(folder, model, tmp_path)
+    if kind == "longrope":
+        with pytest.raises(UserError, match=f"--kv-cache {LENGTH + 1}: is longer than .*at most {LENGTH}"):
+            load_with_cache(folder, CacheOptions(LENGTH + 1), "last", None)
+
+
 def test_bytelm(bytelm: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
