@@ -13,7 +13,14 @@ from torch import Tensor
 
 from twellc.base.errors import UserError
 from twellc.generation.rows import RowCache, row_attention
-from twellc.loaders.huggingface import cache_argument, cached_length, open_directory
+from twellc.loaders.huggingface import (
+    TRIED_PLACES,
+    cache_argument,
+    cache_trial,
+    cached_length,
+    open_directory,
+    refuse_other_logits,
+)
 from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.optimization import optimize, optimized_blocks
 from twellc.plugins.cache_op import attends_by_cudnn
@@ -115,6 +122,24 @@ class TorchBackend:
         with row_attention(cache), torch._dynamo.config.patch(recompile_limit=_MOST_SIZES):
             return self._decode(tokens[:, None], places[:, None])
 
+    @torch.no_grad()
+    def refuse_other_logits(self, where: str) -> None:
+        """Fail if the model computes something else over the cache than without one; `where` names it in the message.
+
+        Raises:
+            UserError: It does.
+        """
+        ids, expected = cache_trial(self.model, self.longest)
+        self.begin(len(ids), min(self.longest, TRIED_PLACES))
+        cache = self._cache
+        assert cache is not None
+        with row_attention(cache):
+            for place in range(ids.shape[1]):
+                cache.fresh, cache.index = place == 0, torch.full_like(cache.index, place)
+                found = self._logits(ids[:, place : place + 1], cache.index[:, None])
+        self._cache = None
+        refuse_other_logits(where, self.model, expected, found)
+
     def _logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Return the logits behind the last token of each row, [batch, vocabulary]."""
         assert self._cache is not None
@@ -167,6 +192,7 @@ def load_directory(
         notes.append("no feed-forward block is one that twellc.optimize takes: the dense model runs")
     name = f"torch on {_named(chosen)}, {blocks} feed-forward blocks by the twell ops{', compiled' * compiled}"
     backend = TorchBackend(model, name, length, compiled, "dynamic" if compiled else "")
+    backend.refuse_other_logits(str(path))
     backend.notes = notes
     return backend
 

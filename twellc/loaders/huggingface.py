@@ -23,6 +23,7 @@ from twellc.loaders.huggingface_inputs import (
     at_sizes,
     inputs_of,
     longest_text,
+    text_config,
     vocabulary_of,
     written_sizes,
 )
@@ -159,6 +160,40 @@ def cache_argument(model: Any) -> str | None:
     """Return what a model's forward calls its cache of keys and values; None where it takes none."""
     taken = inspect.signature(model.forward).parameters
     return next((each for each in ("cache", "past_key_values") if each in taken), None)
+
+
+# Places of a cache to try a model with: enough to leave out what it sees through a window of its own.
+TRIED_PLACES = 1024
+
+
+def cache_trial(model: Any, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two short texts, [2, tokens], and the logits behind them that a model computes without a cache."""
+    tokens, vocabulary = min(3, longest), text_config(model).vocab_size
+    # Not the first ones, which are often special.
+    ids = (vocabulary // 2 + torch.arange(2 * tokens, device=model.device).view(2, tokens)) % vocabulary
+    with torch.no_grad():
+        return ids, model(input_ids=ids, use_cache=False).logits[:, -1]
+
+
+def refuse_other_logits(where: str, model: Any, expected: torch.Tensor, found: torch.Tensor) -> None:
+    """Fail if a model computes something else over a cache than without one, as it does with masks of its own.
+
+    Args:
+        where: What to name in the message.
+        model: The model.
+        expected: Logits without a cache, [rows, vocabulary]; see `cache_trial`.
+        found: Logits over a cache.
+
+    Raises:
+        UserError: Every row is off by more than rounding explains.
+    """
+    errors = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    if bool((errors > max(1e-3, 16 * torch.finfo(model.dtype).eps)).all()):
+        raise UserError(
+            where, "the model computes other logits over a cache than without one",
+            got=f"{type(model).__name__}, off by {errors.min():.1%}",
+            expected="masks and positions that transformers can be given for it",
+        )  # fmt: skip
 
 
 def cached_length(model: Any) -> int:

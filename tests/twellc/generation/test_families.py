@@ -13,6 +13,8 @@ from transformers import GenerationConfig
 from twellc.base.errors import UserError
 from twellc.generation.directory import load_directory
 from twellc.generation.model import CausalModel
+from twellc.loaders.cached import load_with_cache
+from twellc.options.source import CacheOptions
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"hidden_act": "relu"}),
@@ -111,7 +113,9 @@ def test_cache_filled_to_its_last_place(family: Callable[..., tuple[Path, Any]])
 
 
 @pytest.mark.parametrize(("name", "kind", "room"), [("Phi3", "longrope", 15), ("Llama", "dynamic", 55)])
-def test_rotary_frequencies_that_change(name: str, kind: str, room: int, family: Callable[..., tuple[Path, Any]]) -> None:
+def test_rotary_frequencies_that_change(
+    name: str, kind: str, room: int, family: Callable[..., tuple[Path, Any]]
+) -> None:
     """Up to the length where they do tokens are those of transformers; there a text ends."""
     rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, "short_factor": [1.0] * 4}
     rope |= {"long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 24}
@@ -123,6 +127,18 @@ def test_rotary_frequencies_that_change(name: str, kind: str, room: int, family:
     expected = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=room)
     # The last token stands behind the last place; transformers has all anew for it.
     assert torch.equal(tokens[:, :-1], expected[:, :-1])
+
+
+@pytest.mark.parametrize("name", ["GPTNeo", "Roberta"])
+def test_other_logits_over_a_cache(name: str, family: Callable[..., tuple[Path, Any]]) -> None:
+    """GPT-Neo has windows by masks of its own; RoBERTa's positions begin behind that of padding."""
+    windows = {"attention_types": [[["global", "local"], 1]], "window_size": 6, "num_layers": 2, "num_heads": 4}
+    folder, _ = family(name, **(windows if name == "GPTNeo" else {"is_decoder": True}))
+    message = r"computes other logits over a cache than without one; got \w+, off by"
+    with pytest.raises(UserError, match=f"the model {message}"):
+        load_directory(folder, "cpu")
+    with pytest.raises(UserError, match=f"--kv-cache: .* {message}"):
+        load_with_cache(folder, CacheOptions(32), "last", torch.float32)
 
 
 def test_one_cache_serves_calls_of_several_sizes(family: Callable[..., tuple[Path, Any]]) -> None:
