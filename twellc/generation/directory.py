@@ -19,6 +19,7 @@ from twellc.loaders.huggingface import (
     cache_trial,
     cached_length,
     open_directory,
+    other_layers,
     refuse_other_logits,
 )
 from twellc.loaders.nothing_fetched import nothing_fetched
@@ -30,7 +31,6 @@ _STEP = 256
 # Numbers of rows that a step is compiled for; torch would go on without compiling after the eighth, and say little.
 _MOST_SIZES = 256
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class TorchBackend:
@@ -228,10 +228,10 @@ def _cache_argument(model: Any) -> str:
         raise UserError(name, "is not a causal language model", expected="one such as LlamaForCausalLM")
     taken = inspect.signature(model.forward).parameters
     argument = cache_argument(model)
-    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - _LAYER_TYPES
-    if argument is None or "position_ids" not in taken or kinds:
+    others = other_layers(model)
+    if argument is None or "position_ids" not in taken or others:
         raise UserError(
             name, "its cache is not one of keys and values alone, at positions that can be given",
-            got=" and ".join(sorted(kinds)), expected="a decoder of attention layers, such as LlamaForCausalLM",
+            got=" and ".join(others), expected="a decoder of attention layers, such as LlamaForCausalLM",
         )  # fmt: skip
     return argument

@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 
 from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, CachePair, KeyValueCache
 from twellc.base.dtypes import DTYPES, dtype_name, option_of, torch_dtype
-from twellc.base.errors import UserError, first_line
+from twellc.base.errors import UserError, first_few, first_line
 from twellc.loaders.attention import CacheStep, cached_attention
 from twellc.loaders.huggingface import (
     TRIED_PLACES,
@@ -31,6 +31,8 @@ from twellc.loaders.huggingface import (
     cached_length,
     is_causal,
     open_directory,
+    other_layers,
+    refuse_experts,
     refuse_other_logits,
 )
 from twellc.loaders.huggingface_inputs import text_config
@@ -67,6 +69,8 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
     refuse_missing(path, _EXPECTED)
     if not path.is_dir():
         raise no_directory(path)
+    if options.batch > _LARGEST_BATCH:
+        raise UserError("--batch", "is too large", got=str(options.batch), expected=f"{_LARGEST_BATCH} at most")
     with nothing_fetched():
         model, config, notes = open_directory(path)
         taken = _refuse_other_models(path, model)
@@ -80,6 +84,7 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
         _take_caches(model, taken, logits)
         _refuse_other_logits(path, model, sizes, min(options.length, TRIED_PLACES), *trial)
         traced = _trace(path, model, sizes, options, precision)
+        refuse_experts(path, traced, "Its experts would stay dense.")
     names = [f"{layer}.{part}" for layer in range(len(sizes)) for part in ("key", "value")]
     shapes = [shape for each in sizes for shape in (each.key, each.value)]
     pairs = [
@@ -142,6 +147,9 @@ def _refuse_other_models(path: Path, model: Any) -> str:
             "--kv-cache", "the model is not a causal language model", got=f"{path}, a {name}",
             expected="a class of transformers that generates text, such as LlamaForCausalLM", fix="Leave it out.",
         )  # fmt: skip
+    others = other_layers(model)
+    if others:
+        raise _other_state(path, model, f"it has layers of {first_few(others)}")
     cache = cache_argument(model)
     missing = [each for each in ("input_ids", "position_ids", "use_cache") if each not in taken]
     missing += [] if cache else ["past_key_values"]

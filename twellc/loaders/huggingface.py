@@ -32,6 +32,8 @@ from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.source import PADDINGS, NoChoiceError, refuse_choices
 
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+
 
 def load_directory(path: Path, padding: str | None = None, logits: str = "all", sizes: FixedSizes = ()) -> LoadedModel:
     """Load and trace a model from config.json and safetensors, in the precision of its weights.
@@ -154,6 +156,24 @@ def is_causal(model: Any) -> bool:
     base = str(modeling_auto.MODEL_MAPPING_NAMES.get(kind))
     may_be_an_encoder = kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or base.endswith("Encoder")
     return bool(getattr(config, "is_decoder", False)) or not may_be_an_encoder
+
+
+def refuse_experts(path: Path, program: ExportedProgram, fix: str) -> None:
+    """Fail if a program computes experts in a way for which ONNX has no operator; `fix` says what to do.
+
+    Raises:
+        UserError: It does.
+    """
+    experts = next((node for node in program.graph.nodes if "grouped_mm" in str(node.target)), None)
+    if experts is not None:
+        what = "mixture-of-experts models cannot be compiled as they are"
+        raise UserError(str(path), what, got=f"the operation {experts.target}", fix=fix)
+
+
+def other_layers(model: Any) -> list[str]:
+    """Return the types of the layers of a decoder that are not attention, as its configuration has them."""
+    config = model.config.get_text_config(decoder=True)
+    return sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS)
 
 
 def cache_argument(model: Any) -> str | None:
@@ -305,14 +325,10 @@ def _trace(
         inputs = fixed
         program = _trace_inputs(path, model, inputs)
         settings |= {"sizes": written_sizes(sizes)}
-    experts = next((node for node in program.graph.nodes if "grouped_mm" in str(node.target)), None)
-    if experts is not None:
-        raise UserError(
-            str(path), "mixture-of-experts models cannot be compiled as they are",
-            got=f"the operation {experts.target}",
-            fix='Its experts would stay dense. Call model.set_experts_implementation("batched_mm"), for which ONNX has'
-            " operators, export the model with torch.export.save, and compile that archive.",
-        )  # fmt: skip
+    refuse_experts(
+        path, program, 'Its experts would stay dense. Call model.set_experts_implementation("batched_mm"), for which'
+        " ONNX has operators, export the model with torch.export.save, and compile that archive.",
+    )  # fmt: skip
     names: dict[str, str] = {}
     ranges = {}
     for node in program.graph.find_nodes(op="placeholder"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from tests import models
-from tests.caches import FAMILIES, calling, feed, steps, transformers_own
+from tests.caches import FAMILIES, WIDE, calling, feed, steps, transformers_own
 from tests.tolerance import assert_as_accurate, assert_same
 from tests.twellc.loaders.test_sparselm import sparselm
 from twellc.base.errors import UserError
@@ -161,6 +164,33 @@ def test_other_models(tmp_path: Path, make: object, message: str) -> None:
     folder = models.save(make(**changes), tmp_path / "model", torch.bfloat16)  # type: ignore[operator]
     with pytest.raises(UserError, match=message):
         load(folder, None)
+
+
+def mixture() -> Any:
+    options = {**WIDE, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    return models._seeded(transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig(**options))
+
+
+def hybrid() -> Any:
+    options = {**WIDE, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
+    return models._seeded(transformers.BambaForCausalLM, transformers.BambaConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (mixture, "mixture-of-experts models cannot be compiled as they are"),
+        (hybrid, "it has layers of linear_attention"),
+    ],
+)
+def test_layers_of_another_kind(tmp_path: Path, make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load(models.save(make(), tmp_path / "model", torch.bfloat16), None)
+
+
+def test_too_many_sequences(llama: Path) -> None:
+    with pytest.raises(UserError, match="--batch: is too large; got 65537; expected 65536 at most"):
+        load_with_cache(llama, CacheOptions(8, batch=65537), "last", None)
 
 
 def test_longer_than_the_model(llama: Path) -> None:
