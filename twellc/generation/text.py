@@ -70,6 +70,13 @@ def load_codec(path: Path, vocabulary: int) -> Codec:
     )  # fmt: skip
 
 
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError("a prompt", f"is not a text in UTF-8 ({error.reason} at {error.start})") from error
+
+
 class _Pretrained:
     """A tokenizer of transformers."""
 
@@ -81,7 +88,11 @@ class _Pretrained:
         self.has_template = bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, text: str) -> list[int]:
-        return [int(token) for token in self.tokenizer(text)["input_ids"]]
+        return self._tokens(text, special=True)
+
+    def _tokens(self, text: str, special: bool) -> list[int]:
+        _utf8(text)
+        return [int(token) for token in self.tokenizer(text, add_special_tokens=special)["input_ids"]]
 
     def conversation(self, messages: Messages, template: str | None, options: Mapping[str, Any]) -> list[int]:
         if template is None and not self.has_template:
@@ -97,7 +108,7 @@ class _Pretrained:
         except Exception as error:  # a template raises what it likes
             raise UserError("the chat template", f"cannot write the conversation ({first_line(error)})") from error
         # The template has written the special tokens.
-        return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return self._tokens(text, special=False)
 
     def stream(self, prompt: Sequence[int], skip_special_tokens: bool) -> TextStream:
         return _PretrainedStream(self.tokenizer, prompt, skip_special_tokens)
@@ -156,7 +167,7 @@ class _Bytes:
         self.note = "the model has 256 token ids and no tokenizer: text is bytes"
 
     def encode(self, text: str) -> list[int]:
-        return self._first + list(text.encode())
+        return self._first + list(_utf8(text))
 
     def conversation(self, messages: Messages, template: str | None, options: Mapping[str, Any]) -> list[int]:
         raise UserError(

@@ -65,6 +65,19 @@ def test_seeds(llm: LLM) -> None:
     assert text(None) != text(None)
 
 
+def test_padding_is_not_repeated(llm: LLM) -> None:
+    """Shorter prompts of a batch are padded with the end token, here the likeliest one that they do not hold."""
+    backend: Any = llm.model.decoder.backend
+    handle = backend.model.lm_head.register_forward_hook(
+        lambda module, given, logits: torch.ones_like(logits).index_fill(-1, torch.tensor([0]), 1.5)
+    )
+    try:
+        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=3, repetition_penalty=2.0))
+    finally:
+        handle.remove()
+    assert [output.outputs[0].token_ids for output in outputs] == [[0]] * 3
+
+
 def test_stop_texts(llm: LLM) -> None:
     greedy = llm.generate("fox", SamplingParams(max_tokens=30))[0].outputs[0].text
     stop = greedy[9:12]
@@ -272,6 +285,8 @@ def test_a_prompt_that_does_not_fit(llm: LLM, talker: Path) -> None:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
+        (None, "a prompt: is neither a text nor tokens; got NoneType"),
+        ("a\ud800", r"a prompt: is not a text in UTF-8 \(surrogates not allowed at 1\)"),
         ([], "prompts: there is none"),
         ("", "a prompt: is empty"),
         ([[3, VOCABULARY]], f"a prompt: has a token that the model does not have; got {VOCABULARY}"),
@@ -283,6 +298,55 @@ def test_a_prompt_that_does_not_fit(llm: LLM, talker: Path) -> None:
 def test_bad_prompts(llm: LLM, prompts: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         llm.generate(prompts)
+
+
+def test_bad_conversations(llm: LLM) -> None:
+    user = {"role": "user", "content": "a"}
+    several: list[Any] = [
+        "a",
+        user,
+        None,
+        [[]],
+        [[user], []],
+        [{"role": "user"}],
+        [{"content": "a"}],
+        [{**user, "role": 1}],
+    ]
+    for given in several:
+        with pytest.raises(UserError, match="a conversation: is not a list of messages; got "):
+            llm.chat(given)
+    with pytest.raises(UserError, match="a prompt: is not a text in UTF-8"):
+        llm.chat([{"role": "user", "content": "a\udcff"}])
+    with pytest.raises(UserError, match="prompts: there is none"):
+        llm.chat([])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"stop": 5}, {"stop": ["a", ""]}, {"stop": b"a"}, {"stop_token_ids": 5}, {"stop_token_ids": [-1]},
+        {"stop_token_ids": ["a"]}, {"ignore_eos": "no"}, {"skip_special_tokens": 1}, {"max_tokens": 0}, {"top_k": 2.0},
+    ],
+)  # fmt: skip
+def test_bad_parameters(values: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(values))}: is out of its range; got "):
+        SamplingParams(**values)
+
+
+def test_other_parameters(llm: LLM) -> None:
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+    with pytest.raises(UserError, match="sampling_params: is not one SamplingParams; got list"):
+        llm.generate("fox", [SamplingParams()])  # type: ignore[arg-type]
+    # So little that logits divided by it are infinite.
+    cold = SamplingParams(max_tokens=9, temperature=1e-40)
+    assert llm.generate("fox", cold) == llm.generate("fox", SamplingParams(max_tokens=9))
+
+
+def test_no_such_model() -> None:
+    with pytest.raises(
+        UserError, match=r"some/model: there is no such file or folder; expected a Hugging Face directory, "
+    ):
+        LLM("some/model", device="cpu")
 
 
 def test_not_a_causal_language_model(t5: Path, archive: Path, tmp_path: Path) -> None:
