@@ -124,7 +124,8 @@ def _operator(name: str) -> Callable[..., Any]:
 # Python looks for these in the class.
 for _name in (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg",
-    "abs", "iadd", "isub", "imul", "itruediv", "lt", "le", "gt", "ge", "getitem", "setitem", "len", "iter", "bool",
+    "abs", "iadd", "isub", "imul", "itruediv", "lt", "le", "gt", "ge", "eq", "ne", "getitem", "setitem", "len", "iter",
+    "bool",
 ):  # fmt: skip
     setattr(Hidden, f"__{_name}__", _operator(f"__{_name}__"))
 

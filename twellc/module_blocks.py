@@ -262,7 +262,7 @@ def trace_alone(
                 if each is not None:
                     shapes[each] = dict.fromkeys(range(rank - 1), Dim.DYNAMIC)
             try:
-                with quiet_torch(), torch.no_grad(), _in_mode(module, training), _without_hooks(module):
+                with quiet_torch(), torch.no_grad(), _in_mode(module, training), _traceable(module):
                     traced = torch.export.export(module, (x,), others, dynamic_shapes=shapes, strict=False)
                     found = run_until(traced, PassOptions(), Stage.FIND)
             except Exception as error:  # torch.export raises what the module's code raises
@@ -279,17 +279,26 @@ def _needed(module: nn.Module) -> list[str]:
 
 
 @contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Let no hook see what is computed to find blocks."""
+def _traceable(module: nn.Module) -> Iterator[None]:
+    """Let no hook see what is computed to find blocks, and let torch itself compute the attention of transformers."""
     names = ("_forward_hooks", "_forward_pre_hooks")
-    before = [(each, name, getattr(each, name)) for each in module.modules() for name in names]
+    before: list[tuple[Any, str, Any]] = [
+        (each, name, getattr(each, name)) for each in module.modules() for name in names
+    ]
+    after: list[Any] = [OrderedDict() for _ in before]
+    for each in module.modules():
+        config: Any = vars(each).get("config")
+        kind = getattr(config, "_attn_implementation", None)
+        if kind not in (None, "eager", "sdpa") and not getattr(config, "sub_configs", None):
+            before.append((config, "_attn_implementation", kind))
+            after.append("sdpa")
     try:
-        for each, name, _ in before:
-            setattr(each, name, OrderedDict())
+        for (owner, name, _), value in zip(before, after, strict=True):
+            setattr(owner, name, value)
         yield
     finally:
-        for each, name, hooks in before:
-            setattr(each, name, hooks)
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def _is_all(block: FfnBlock, x: Node, y: object) -> bool:

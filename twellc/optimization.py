@@ -335,7 +335,9 @@ def _is_taken(x: Tensor) -> bool:
 @functools.cache
 def _optimized(mixed_in: type[_Mixed], original: type[nn.Module]) -> type[nn.Module]:
     """Return the class that a submodule of class `original` gets."""
-    return type(f"Twell{original.__name__}", (mixed_in, original), {"__module__": original.__module__})
+    # Layers keep the name of their class, by which FSDP finds them.
+    name = original.__name__ if mixed_in is _Holder else f"Twell{original.__name__}"
+    return type(name, (mixed_in, original), {"__module__": original.__module__})
 
 
 def _original(module: nn.Module) -> type[nn.Module] | None:

@@ -256,7 +256,22 @@ def test_operators_on_a_hidden_tensor() -> None:
         h = m.fc1(x)
         if m.how == "":
             return x + m.fc2(m.act(h))
-        found = [h + 1, 1 - h, h * h, x.sum() * h, h / 2, 2 / h, h @ h.mT, -h, abs(h), h**2, h[0], h > 0, h <= x.sum()]
+        found = [
+            h + 1,
+            1 - h,
+            h * h,
+            x.sum() * h,
+            h / 2,
+            2 / h,
+            h @ h.mT,
+            -h,
+            abs(h),
+            h**2,
+            h[0],
+            h > 0,
+            h <= x.sum(),
+            h == 0,
+        ]
         return [
             *found,
             len(h),
@@ -333,6 +348,26 @@ def test_hooks_of_the_layer_and_of_other_modules() -> None:
     found, counts = ops_of(model, tokens(), output_hidden_states=True)
     assert counts == {"mlp": 2}
     torch.testing.assert_close(found.hidden_states, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_that_is_not_traced() -> None:
+    """As flash attention and vLLM's; while blocks are found torch's stands for it."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    calls: list[int] = []
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Any:
+        calls.append(int(query.sum() > 0))
+        return sdpa_attention_forward(module, query, key, value, *args, **named)
+
+    AttentionInterface.register("of a test", attention)
+    model = models.opt()
+    model.config._attn_implementation = "of a test"
+    twellc.optimize(model)
+    assert not calls and model.config._attn_implementation == "of a test"
+    assert ops_of(model, tokens())[1] == {"mlp": 2}
+    assert len(calls) == 2
 
 
 def test_layers_with_hooks_on_a_projection_are_left() -> None:
@@ -462,6 +497,7 @@ def test_restore() -> None:
 def test_optimizing_again_changes_nothing() -> None:
     model = twellc.optimize(models.opt())
     kinds = [type(each) for each in model.modules()]
+    assert type(model.model.decoder.layers[0]).__name__ == "OPTDecoderLayer"  # by which FSDP finds it
     twellc.optimize(model)
     assert [type(each) for each in model.modules()] == kinds
     assert ops_of(model, tokens())[1] == {"mlp": 2}

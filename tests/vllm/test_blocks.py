@@ -185,7 +185,7 @@ def test_a_value_in_a_written_out_block_with_another_reader(blocks: Any) -> None
 
 def test_opt(blocks: Any) -> None:
     model = opt().model
-    model.config._attn_implementation = "sdpa"
+    model.config._attn_implementation = "vllm"
     found = list(blocks.find(model.to("meta")))
     assert [(each.module, each.activation, each.refusal) for each in found] == [
         (f"decoder.layers.{index}", "activation_fn", "") for index in range(2)

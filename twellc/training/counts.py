@@ -73,7 +73,8 @@ def take_counts(model: nn.Module) -> dict[str, Fired]:
 class FiringWindow:
     """Counts all that a profile holds while a model trains, until `close`: tiles and tokens, too.
 
-    That takes one more product with the gate weight in each call. Padding counts.
+    That takes one more product with the gate weight in each call. Padding counts. Of blocks that read rows of tokens,
+    as OPT's, sequences and positions are not counted.
     """
 
     def __init__(self, model: nn.Module) -> None:

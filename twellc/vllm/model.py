@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -49,7 +48,7 @@ class TwellForCausalLM(TransformersForCausalLM):
         if unfit:
             LOG.warning("all feed-forward blocks stay dense: %s", unfit)
         else:
-            with torch.device("cpu"), _traced_attention(self.text_config):
+            with torch.device("cpu"):
                 found = list(blocks.find(self.model))
             _replace_blocks(self.model, found, config)
         super().recursive_replace()
@@ -60,17 +59,6 @@ class TwellForCausalLM(TransformersForCausalLM):
             weights = sparselm.as_linears(weights, self.config.hidden_size, self.config.intermediate_size)
         loaded: set[str] = super().load_weights(weights)
         return loaded
-
-
-@contextmanager
-def _traced_attention(config: Any) -> Iterator[None]:
-    """Let attention be computed by torch: vLLM's is not there yet."""
-    before = config._attn_implementation
-    config._attn_implementation = "sdpa"
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 def _replace_blocks(model: torch.nn.Module, found: list[blocks.Found], config: VllmConfig) -> None:

@@ -17,19 +17,26 @@ from twellc.training import FiringWindow, L1Penalty, reinitialise_dead, take_cou
 STEPS = 3
 
 
-def train(how: str, rank: int, ranks: int, folder: str) -> dict[str, Any]:
+def train(name: str, how: str, rank: int, ranks: int, folder: str) -> dict[str, Any]:
     """Train on this process's part of each batch; return what all processes must agree on."""
-    model = twellc.optimize(models.llama(), training=True).train()
-    with torch.no_grad():
-        model.model.layers[1].mlp.gate_proj.weight[:7] = 0  # dead from the beginning
+    model: Any = models.llama() if name == "llama" else models.opt(dropout=0.0)
+    layers = model.model.layers if name == "llama" else model.model.decoder.layers
+    twellc.optimize(model, training=True).train()
+    with torch.no_grad():  # dead from the beginning
+        if name == "llama":
+            layers[1].mlp.gate_proj.weight[:7] = 0
+        else:
+            layers[1].fc1.weight[:7] = 0
+            layers[1].fc1.bias[:7] = -1
     wrapped: Any = model
     if how == "ddp":
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
     elif how == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
-        for layer in model.model.layers:
-            fully_shard(layer.mlp)
+        for layer in layers:
+            if name == "llama":
+                fully_shard(layer.mlp)
             fully_shard(layer)
         fully_shard(model)
     penalty = L1Penalty(wrapped, 1e-2)
@@ -48,23 +55,23 @@ def train(how: str, rank: int, ranks: int, folder: str) -> dict[str, Any]:
     window.close()
     profile = window.profile(Path(folder), "data")
     weights = {}
-    for name, parameter in model.named_parameters():
+    for path, parameter in model.named_parameters():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        weights[name] = whole.detach().double()
+        weights[path] = whole.detach().double()
     return {
         "steps": found,
-        "sums": {name: float(weight.sum()) for name, weight in weights.items()},
-        "squares": {name: float(weight.square().sum()) for name, weight in weights.items()},
+        "sums": {path: float(weight.sum()) for path, weight in weights.items()},
+        "squares": {path: float(weight.square().sum()) for path, weight in weights.items()},
         "profile": [[block.tokens, block.nonzeros] for block in profile.blocks.values()],
         "sequences": profile.data[0].sequences,
     }
 
 
 if __name__ == "__main__":
-    how, rank, ranks, store, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+    name, how, rank, ranks, store, folder = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:]
     torch.set_num_threads(1)
     if ranks > 1:
         distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    sys.stdout.write(json.dumps(train(how, rank, ranks, folder)) + "\n")
+    sys.stdout.write(json.dumps(train(name, how, rank, ranks, folder)) + "\n")
     if ranks > 1:
         distributed.destroy_process_group()
