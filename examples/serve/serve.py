@@ -37,13 +37,10 @@ class Chat(litserve.LitAPI):  # type: ignore[misc]
         Raises:
             HTTPException: The request does not fit the model.
         """
-        messages = [{"role": each.role, "content": _text_of(each.content)} for each in request.messages]
         tokens, prompt = 0, 0
         try:
-            params = SamplingParams(
-                max_tokens=request.max_completion_tokens or request.max_tokens or SamplingParams().max_tokens,
-                temperature=request.temperature or 0.0, top_p=request.top_p or 1.0, stop=request.stop or (),
-            )  # fmt: skip
+            messages = [{"role": each.role, "content": _text_of(each.content)} for each in request.messages]
+            params = _params_of(request)
             if self.llm.has_chat_template:
                 pieces = self.llm.chat_stream(messages, params)
             else:
@@ -60,8 +57,25 @@ class Chat(litserve.LitAPI):  # type: ignore[misc]
 def _text_of(content: Any) -> str:
     """Return the text of a message, which may have parts."""
     if isinstance(content, list):
-        return "".join(part.text for part in content if part.type == "text")
+        others = [part.type for part in content if part.type != "text"]
+        if others:
+            raise UserError("a message", "has a part that is not text", got=others[0])
+        return "".join(part.text for part in content)
     return content or ""
+
+
+def _params_of(request: Any) -> SamplingParams:
+    """Return how to answer a request; what it leaves out is as `SamplingParams` has it.
+
+    Raises:
+        UserError: It asks for what is not there, or for values out of range.
+    """
+    for name in ("tools", "response_format", "presence_penalty", "frequency_penalty"):
+        if getattr(request, name):
+            raise UserError(name, "is not there", fix="Leave it out.")
+    limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    given = {"max_tokens": limit, "temperature": request.temperature, "top_p": request.top_p, "stop": request.stop}
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
 def main() -> None:

@@ -72,6 +72,28 @@ def test_a_stream(client: Any) -> None:
     assert chunks[-1].usage == whole.usage
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens: is out of its range; got 0"),
+        ({"top_p": 0}, "top_p: is out of its range; got 0.0"),
+        ({"response_format": {"type": "json_object"}}, "response_format: is not there"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty: is not there"),
+    ],
+)
+def test_what_is_not_there(client: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        ask(client, **options)
+    assert message in refusal.value.response.text
+
+
+def test_images(client: Any) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.chat.completions.create(model="talker", messages=[{"role": "user", "content": [image]}])
+    assert "a message: has a part that is not text; got image_url" in refusal.value.response.text
+
+
 def test_a_prompt_that_does_not_fit(client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
         client.chat.completions.create(model="talker", messages=[{"role": "user", "content": "größer " * 400}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,6 +141,9 @@ def _answer(llm: LLM, requests: list[Any], params: SamplingParams, writes: bool)
     """Answer texts and conversations."""
     if all(isinstance(each, str) for each in requests) and not writes:
         return llm.generate_stream(requests, params)
+    if not writes and llm.has_chat_template:
+        what = "there are conversations, which the template writes down"
+        raise UserError("--no-chat-template", what, fix="Leave it out, or give prompts.")
     return llm.chat_stream([_conversation(each) for each in requests], params)
 
 
@@ -169,7 +173,10 @@ def _next_line() -> str:
     while True:
         if sys.stdin.isatty():
             click.echo("> ", nl=False, err=True)
-        line = sys.stdin.readline()
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise UserError("standard input", f"is not a text in UTF-8 ({error})") from error
         if not line and sys.stdin.isatty():
             click.echo(err=True)
         if not line or line.strip():
@@ -179,14 +186,16 @@ def _next_line() -> str:
 def _read_prompts(path: Path) -> list[Any]:
     """Return the prompts of a file: texts, and conversations."""
     try:
-        lines = [line for line in read_file(path).decode().splitlines() if line.strip()]
+        text = read_file(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(str(path), f"is not a text in UTF-8 ({error})") from error
+    # Not splitlines: it also splits at characters that stand within a line, and within JSON.
+    lines = [(number, line) for number, line in enumerate(re.split("\r\n|\r|\n", text), 1) if line.strip()]
     if not lines:
         raise UserError(str(path), "there is no prompt in it")
-    if path.suffix not in (".jsonl", ".ndjson"):
-        return lines
-    return [_request(f"{path}, line {number}", line) for number, line in enumerate(lines, 1)]
+    if path.suffix.lower() not in (".jsonl", ".ndjson"):
+        return [line for _, line in lines]
+    return [_request(f"{path}, line {number}", line) for number, line in lines]
 
 
 def _request(where: str, line: str) -> Any:

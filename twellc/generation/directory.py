@@ -13,8 +13,15 @@ from torch import Tensor
 
 from twellc.base.errors import UserError
 from twellc.generation.rows import RowCache, row_attention
-from twellc.loaders.huggingface import cache_argument, open_directory
-from twellc.loaders.huggingface_inputs import longest_text
+from twellc.loaders.huggingface import (
+    TRIED_PLACES,
+    cache_argument,
+    cache_trial,
+    cached_length,
+    open_directory,
+    other_layers,
+    refuse_other_logits,
+)
 from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.optimization import optimize, optimized_blocks
 from twellc.plugins.cache_op import attends_by_cudnn
@@ -24,7 +31,6 @@ _STEP = 256
 # Numbers of rows that a step is compiled for; torch would go on without compiling after the eighth, and say little.
 _MOST_SIZES = 256
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class TorchBackend:
@@ -58,7 +64,7 @@ class TorchBackend:
         self.model, self.name, self.notes = model, name, list[str]()
         self.device = model.device
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        limit = longest_text(model)
+        limit = cached_length(model)
         if length is not None and not 1 <= length <= limit:
             raise UserError(
                 f"a cache of {length} places", "is not one that the model can have", got=str(length),
@@ -91,9 +97,12 @@ class TorchBackend:
         self._cache = None  # and its memory, before there is another
         self._cache = RowCache(config.num_hidden_layers, batch, length, self.device, self.by_lengths)
         self._ones = torch.ones(batch, length, dtype=torch.int64, device=self.device)
-        # The first tokens make the tensors of the cache.
-        with row_attention(self._cache):
-            self._logits(self._ones[:, :1], self._ones[:, :1] - 1)
+        try:  # the first tokens make the tensors of the cache
+            with row_attention(self._cache):
+                self._logits(self._ones[:, :1], self._ones[:, :1] - 1)
+        except BaseException:
+            self._cache = None
+            raise
         return True
 
     def fill(self, input_ids: Tensor, start: int) -> Tensor:
@@ -112,6 +121,24 @@ class TorchBackend:
         cache.fresh, cache.index = False, places
         with row_attention(cache), torch._dynamo.config.patch(recompile_limit=_MOST_SIZES):
             return self._decode(tokens[:, None], places[:, None])
+
+    @torch.no_grad()
+    def refuse_other_logits(self, where: str) -> None:
+        """Fail if the model computes something else over the cache than without one; `where` names it in the message.
+
+        Raises:
+            UserError: It does.
+        """
+        ids, expected = cache_trial(self.model, self.longest)
+        self.begin(len(ids), min(self.longest, TRIED_PLACES))
+        cache = self._cache
+        assert cache is not None
+        with row_attention(cache):
+            for place in range(ids.shape[1]):
+                cache.fresh, cache.index = place == 0, torch.full_like(cache.index, place)
+                found = self._logits(ids[:, place : place + 1], cache.index[:, None])
+        self._cache = None
+        refuse_other_logits(where, self.model, expected, found)
 
     def _logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Return the logits behind the last token of each row, [batch, vocabulary]."""
@@ -165,6 +192,7 @@ def load_directory(
         notes.append("no feed-forward block is one that twellc.optimize takes: the dense model runs")
     name = f"torch on {_named(chosen)}, {blocks} feed-forward blocks by the twell ops{', compiled' * compiled}"
     backend = TorchBackend(model, name, length, compiled, "dynamic" if compiled else "")
+    backend.refuse_other_logits(str(path))
     backend.notes = notes
     return backend
 
@@ -200,10 +228,10 @@ def _cache_argument(model: Any) -> str:
         raise UserError(name, "is not a causal language model", expected="one such as LlamaForCausalLM")
     taken = inspect.signature(model.forward).parameters
     argument = cache_argument(model)
-    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - _LAYER_TYPES
-    if argument is None or "position_ids" not in taken or kinds:
+    others = other_layers(model)
+    if argument is None or "position_ids" not in taken or others:
         raise UserError(
             name, "its cache is not one of keys and values alone, at positions that can be given",
-            got=" and ".join(sorted(kinds)), expected="a decoder of attention layers, such as LlamaForCausalLM",
+            got=" and ".join(others), expected="a decoder of attention layers, such as LlamaForCausalLM",
         )  # fmt: skip
     return argument

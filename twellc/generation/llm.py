@@ -18,6 +18,7 @@ from twellc.generation.plan import load_plan
 from twellc.generation.sampling import CompletionOutput, GenerationStats, RequestOutput, SamplingParams
 from twellc.generation.text import Answer, Messages, load_codec
 from twellc.loaders.checkpoint import read_generation_config
+from twellc.options.source import refuse_missing
 
 Stream = Generator[RequestOutput, None, None]
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -57,6 +58,7 @@ class LLM:
             UserError: There is no causal language model, no tokenizer, or no such device.
         """
         path = Path(model)
+        refuse_missing(path, "a Hugging Face directory, or a plan")
         backend: Backend
         if path.is_dir():
             loaded = load_directory(path, device, dtype, max_model_len, compiled, layers)
@@ -114,11 +116,12 @@ class LLM:
         Raises:
             UserError: A prompt is empty or longer than the cache, or there are more than the model takes at once.
         """
-        return joined(
-            self.generate_stream(
-                prompts, sampling_params, logits_processor=logits_processor, stopping_criteria=stopping_criteria
+        with self.model.decoder.lock:
+            return joined(
+                self.generate_stream(
+                    prompts, sampling_params, logits_processor=logits_processor, stopping_criteria=stopping_criteria
+                )
             )
-        )
 
     def generate_stream(
         self,
@@ -131,7 +134,7 @@ class LLM:
         """Answer prompts as `generate` does, and give each piece of an answer as it comes."""
         several: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         texts, tokens = zip(*map(self._tokens_of, several), strict=True) if several else ((), ())
-        return self._stream(texts, tokens, sampling_params or SamplingParams(), logits_processor, stopping_criteria)
+        return self._stream(texts, tokens, sampling_params, logits_processor, stopping_criteria)
 
     def chat(
         self,
@@ -152,11 +155,12 @@ class LLM:
         Raises:
             UserError: There is no chat template, or see `generate`.
         """
-        return joined(
-            self.chat_stream(
-                messages, sampling_params, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs
+        with self.model.decoder.lock:
+            return joined(
+                self.chat_stream(
+                    messages, sampling_params, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs
+                )
             )
-        )
 
     def chat_stream(
         self,
@@ -167,9 +171,11 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Stream:
         """Answer conversations as `chat` does, and give each piece of an answer as it comes."""
-        several: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        tokens = [self._codec.conversation(each, chat_template, chat_template_kwargs or {}) for each in several]
-        return self._stream([None] * len(tokens), tokens, sampling_params or SamplingParams(), None, None)
+        tokens = [
+            self._codec.conversation(each, chat_template, chat_template_kwargs or {})
+            for each in _conversations(messages)
+        ]
+        return self._stream([None] * len(tokens), tokens, sampling_params, None, None)
 
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         given: Any = prompt
@@ -185,11 +191,14 @@ class LLM:
         self,
         texts: Sequence[str | None],
         prompts: Sequence[list[int]],
-        params: SamplingParams,
+        sampling_params: SamplingParams | None,
         processors: LogitsProcessorList | None,
         criteria: StoppingCriteriaList | None,
     ) -> Stream:
         """Answer prompts of given tokens; yield of each that has news an output with these alone."""
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise UserError("sampling_params", "is not one SamplingParams", got=type(params).__name__)
         if not prompts:
             raise UserError("prompts", "there is none")
         vocabulary = self.model.decoder.backend.vocabulary
@@ -205,11 +214,11 @@ class LLM:
         pad = int(self.model.generation_config.pad_token_id)
         input_ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
         seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._ends)
+        ends = params.stop_tokens | (set() if params.ignore_eos else self._ends)
         answers = [Answer(self._codec.stream(prompt, params.skip_special_tokens), params.stops) for prompt in prompts]
         steps = self.model.steps(
-            input_ids, attention_mask=seen, logits_processor=processors, stopping_criteria=criteria, ignore_eos=True,
-            seed=params.seed, **_options(params),
+            input_ids, attention_mask=seen, logits_processor=processors, stopping_criteria=criteria, seed=params.seed,
+            ignore_eos=True, **_options(params),
         )  # fmt: skip
         going = set(range(len(prompts)))
         for step in steps:
@@ -221,7 +230,7 @@ class LLM:
                 if step.ended[row]:
                     going.remove(row)
                     output.text += answer.end()
-                    output.stop_reason = answer.stopped or (token if token in params.stop_token_ids else None)
+                    output.stop_reason = answer.stopped or (token if token in params.stop_tokens else None)
                     limited = step.limited[row] and token not in ends and not answer.stopped
                     output.finish_reason = "length" if limited else "stop"
                 yield RequestOutput(str(row), texts[row], prompts[row], [output], step.ended[row])
@@ -234,9 +243,35 @@ def _refuse_of_a_plan(**given: Any) -> None:
             raise UserError(name, "is of directories alone: a plan is what it was compiled to be", fix="Leave it out.")
 
 
+def _conversations(given: Any) -> list[Messages]:
+    """Return conversations, of which one may be given by itself.
+
+    Raises:
+        UserError: One is not a list of messages with role and content.
+    """
+    several = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    if several and isinstance(several[0], Mapping) and given is not several[0]:
+        several = [several]
+    for messages in several:
+        listed = isinstance(messages, Sequence) and not isinstance(messages, str)
+        if not listed or not messages or not all(map(_is_message, messages)):
+            raise UserError(
+                "a conversation", "is not a list of messages", got=repr(messages)[:80],
+                expected='[{"role": "user", "content": "…"}]',
+            )  # fmt: skip
+    return several
+
+
+def _is_message(given: Any) -> bool:
+    """Whether it is one, also of several parts, or of calls of tools alone."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        return False
+    return isinstance(given.get("content"), str | list) or "tool_calls" in given
+
+
 def _is_one(prompts: Any) -> bool:
     """Whether it is one prompt, and not several."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         return True
     return isinstance(prompts, Sequence) and bool(prompts) and type(prompts[0]) is int
 
@@ -251,10 +286,10 @@ def _end_tokens(path: Path, config: PreTrainedConfig) -> list[int]:
 
 def _options(params: SamplingParams) -> dict[str, Any]:
     """Return what transformers calls the same."""
-    options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "do_sample": params.temperature > 0}
+    options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "do_sample": params.draws}
     if params.repetition_penalty != 1:
         options["repetition_penalty"] = float(params.repetition_penalty)
-    if params.temperature > 0:
+    if params.draws:
         options |= {
             "temperature": float(params.temperature),
             "top_k": max(params.top_k, 0),

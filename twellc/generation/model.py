@@ -74,11 +74,12 @@ class CausalModel(GenerationMixin):
         sequences = inputs.cpu().repeat_interleave(options.get("num_return_sequences") or 1, dim=0)
         if streamer is not None:
             streamer.put(sequences)
-        for step in self.steps(inputs, **options):
-            tokens = torch.tensor(step.tokens)
-            sequences = torch.cat([sequences, tokens[:, None]], dim=-1)
-            if streamer is not None:
-                streamer.put(tokens)
+        with self.decoder.lock:
+            for step in self.steps(inputs, **options):
+                tokens = torch.tensor(step.tokens)
+                sequences = torch.cat([sequences, tokens[:, None]], dim=-1)
+                if streamer is not None:
+                    streamer.put(tokens)
         if streamer is not None:
             streamer.end()
         return sequences

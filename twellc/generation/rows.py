@@ -11,8 +11,7 @@ GPU attention by lengths, `twell.cached_attention`, takes the place of one with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import StaticLayer
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import causal_mask_function
 
 from twellc.base.errors import UserError
+from twellc.loaders.attention import dispatched
 from twellc.plugins.cache_op import CACHED_ATTENTION
 
 # What attention of some models has besides; theirs would be another one.
@@ -50,7 +49,7 @@ class RowCache(Cache):
         index: Where the next call writes in each row: int64 [batch].
         fresh: Whether the next call writes from place 0 on in each row: its queries see no older keys.
         by_lengths: Whether causal attention to older keys goes by lengths, without a mask.
-        functions: What models call in place of transformers' own: where it is registered, under which name, and it.
+        functions: What models call in place of transformers' own, see `dispatched`.
     """
 
     def __init__(self, layers: int, batch: int, length: int, device: torch.device, by_lengths: bool) -> None:
@@ -59,11 +58,7 @@ class RowCache(Cache):
         self.index = torch.zeros(batch, dtype=torch.int64, device=device)
         self.fresh, self.by_lengths = True, by_lengths
         # Always the same objects: what torch.compile has compiled stays valid.
-        self.functions: tuple[tuple[Any, str, Any], ...] = (
-            (ALL_ATTENTION_FUNCTIONS, "sdpa", _attention),
-            (ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", partial(_mask, self)),
-            (ALL_MASK_ATTENTION_FUNCTIONS, "eager", partial(_additive_mask, self)),
-        )
+        self.functions = (_attention, partial(_mask, self), partial(_additive_mask, self))
 
 
 class _RowLayer(StaticLayer):
@@ -102,20 +97,9 @@ class _RowLayer(StaticLayer):
         return 0
 
 
-@contextmanager
-def row_attention(cache: RowCache) -> Iterator[None]:
+def row_attention(cache: RowCache) -> AbstractContextManager[None]:
     """Let models of transformers attend to a cache, in this context."""
-    kept = [(mapping, name, mapping._local_mapping.get(name)) for mapping, name, _ in cache.functions]
-    for mapping, name, function in cache.functions:
-        mapping[name] = function
-    try:
-        yield
-    finally:
-        for mapping, name, before in kept:
-            if before is None:
-                mapping.pop(name)
-            else:
-                mapping[name] = before
+    return dispatched(*cache.functions)
 
 
 def _attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,15 +10,17 @@ from twellc.base.errors import UserError
 from twellc.base.records import Record
 
 DEFAULT_TOKENS = 128
+_LEAST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen, and when that ends. Greedy unless `temperature` is above 0.
+    """How tokens are chosen, and when that ends. Greedy unless `temperature` is 1e-5 or more.
 
     Attributes:
         max_tokens: New tokens of a prompt at most. The cache may end an answer earlier.
-        temperature: 0 takes the likeliest token; else logits are divided by it, and a token is drawn.
+        temperature: 0, or less than 1e-5, takes the likeliest token; else logits are divided by it, and a token is
+            drawn.
         top_k: Draw among the so many likeliest tokens; 0 or -1: among all.
         top_p: Draw among the likeliest tokens whose probabilities add up to so much.
         min_p: Draw among tokens that are at least so many times as likely as the likeliest.
@@ -37,8 +39,8 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
 
@@ -60,8 +62,14 @@ class SamplingParams:
                 "a number above 0",
             ),
             ("seed", self.seed is None or (_whole(self.seed) and 0 <= self.seed < 1 << 63), "an integer from 0 on"),
-            ("stop", all(isinstance(each, str) and each for each in self.stops), "texts that are not empty"),
-            ("stop_token_ids", all(_whole(each) and each >= 0 for each in self.stop_token_ids), "token ids"),
+            ("stop", _several(self.stop, str) and all(self.stops), "texts that are not empty"),
+            (
+                "stop_token_ids",
+                _several(self.stop_token_ids, int) and min(self.stop_tokens, default=0) >= 0,
+                "token ids",
+            ),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
+            ("skip_special_tokens", isinstance(self.skip_special_tokens, bool), "True or False"),
         ):
             if not holds:
                 raise UserError(name, "is out of its range", got=repr(getattr(self, name)), expected=expected)
@@ -69,7 +77,17 @@ class SamplingParams:
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts that end an answer."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """The tokens that end an answer, besides those of the model."""
+        return frozenset(self.stop_token_ids or ())
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn. Logits are not divided by so little that they would be infinite."""
+        return self.temperature >= _LEAST_TEMPERATURE
 
 
 def _whole(value: object) -> bool:
@@ -78,6 +96,13 @@ def _whole(value: object) -> bool:
 
 def _number(value: object) -> bool:
     return type(value) in (int, float)
+
+
+def _several(values: object, kind: type) -> bool:
+    """Whether these are several of a kind; a text is one of itself, and None is none."""
+    if values is None or (kind is str and isinstance(values, str)):
+        return True
+    return isinstance(values, Iterable) and all(type(each) is kind for each in values)
 
 
 @dataclass

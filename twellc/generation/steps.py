@@ -14,6 +14,7 @@ model alone.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -80,6 +81,7 @@ class Decoder:
     Attributes:
         backend: What computes.
         stats: Those of the last call.
+        lock: Held while a step is computed. Whoever holds it over a whole call keeps others from taking its cache.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -87,7 +89,7 @@ class Decoder:
         # graph of a plan must not outlive the plan.
         self._graphs: dict[Any, torch.cuda.CUDAGraph | bool | None] = {}
         self.backend = backend
-        self.stats = GenerationStats()
+        self.stats, self.lock = GenerationStats(), threading.RLock()
         self._generator = torch.Generator(backend.device)
         self._tokens = self._places = self._logits = torch.empty(0, device=backend.device)
         self._last = torch.zeros((), dtype=torch.int64, device=backend.device)
@@ -120,38 +122,35 @@ class Decoder:
                 has taken the cache meanwhile.
         """
         began = time.perf_counter()
-        self._begin(input_ids, lengths, most, seed)
-        call, known, ended, first = self._call, input_ids.cpu(), [False] * len(lengths), 0.0
+        with self.lock:
+            self._begin(input_ids, lengths, most, seed)
+            call, stats = self._call, self.stats
+        known, ended, first = input_ids.cpu(), [False] * len(lengths), 0.0
         rooms = [self.backend.longest - length + 1 for length in lengths]
         watch = Stopwatch(self.backend.device)
         try:
-            for number, tokens in enumerate(self._run(min(most, max(rooms)), choice, input_ids, watch), 1):
+            for number, tokens in enumerate(self._run(call, min(most, max(rooms)), choice, input_ids, watch), 1):
                 now = time.perf_counter()
                 first = first or now
-                self.stats.first_token_seconds, self.stats.decode_seconds = first - began, now - first
-                self.stats.new_tokens += ended.count(False)
+                stats.first_token_seconds, stats.decode_seconds = first - began, now - first
+                stats.new_tokens += ended.count(False)
                 shown = [pad if over else token for token, over in zip(tokens, ended, strict=True)]
                 known = torch.cat([known, torch.tensor(shown, dtype=known.dtype)[:, None]], dim=-1)
                 over = criteria(known, None).tolist()
                 limited = [number >= min(most, room) for room in rooms]
                 step = Step(shown, limited, [any(why) for why in zip(ended, over, limited, strict=True)])
                 yield step
-                if call != self._call:
-                    raise UserError(
-                        "the stream", "was given up by a later call, which took its cache",
-                        fix="Read a stream to its end first, or make an LLM for each.",
-                    )  # fmt: skip
                 ended = step.ended
                 if all(ended):
                     return
         finally:
-            if call == self._call:
-                self.stats.steps, self.stats.gap_us, self.stats.gap_share = watch.read()
+            stats.steps, stats.gap_us, stats.gap_share = watch.read()
 
     def logits(self, input_ids: Tensor, lengths: list[int]) -> Tensor:
         """Return the logits behind prompts, float32 [batch, vocabulary]; see `steps`."""
-        self._begin(input_ids, lengths, 1, None)
-        return self.backend.decode(self._tokens, self._places).float()
+        with self.lock:
+            self._begin(input_ids, lengths, 1, None)
+            return self.backend.decode(self._tokens, self._places).float()
 
     def _begin(self, input_ids: Tensor, lengths: list[int], most: int, seed: int | None) -> None:
         """Put prompts into the cache, but for their last tokens, which the first step computes."""
@@ -191,17 +190,23 @@ class Decoder:
         for start in range(0, width, backend.chunk):
             backend.fill(rows[:, start : start + backend.chunk], start)
 
-    def _run(self, count: int, choice: Choice, input_ids: Tensor, watch: Stopwatch) -> Iterator[list[int]]:
-        """Compute steps and yield their tokens; on a GPU, while the next step runs."""
+    def _run(self, call: int, count: int, choice: Choice, input_ids: Tensor, watch: Stopwatch) -> Iterator[list[int]]:
+        """Compute the steps of a call and yield their tokens; on a GPU, while the next step runs."""
         on_gpu = self.backend.device.type == "cuda"
-        slots = [torch.zeros(len(self._tokens), dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)]
+        slots = [torch.zeros(len(input_ids), dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)]
         running: deque[Callable[[], list[int]]] = deque()
         known = input_ids.to(self.backend.device)
         for number in range(count):
-            self._step(choice, known, watch)
-            if choice.key is None:
-                known = torch.cat([known, self._tokens[:, None]], dim=-1)
-            running.append(_start_reading(self._tokens, slots[number % 2]))
+            with self.lock:
+                if call != self._call:
+                    raise UserError(
+                        "the stream", "was given up by a later call, which took its cache",
+                        fix="Read a stream to its end first, or make an LLM for each.",
+                    )  # fmt: skip
+                self._step(choice, known, watch)
+                if choice.key is None:
+                    known = torch.cat([known, self._tokens[:, None]], dim=-1)
+                running.append(_start_reading(self._tokens, slots[number % 2]))
             if len(running) > on_gpu:
                 yield running.popleft()()
         while running:

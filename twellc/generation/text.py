@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import functools
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,8 +15,8 @@ from twellc.loaders.checkpoint import read_config
 from twellc.samples.tokenizer import BYTES, has_tokenizer, pretrained_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
-# A tokenizer may join a token with the ones before, so a stream begins with the last tokens of its prompt.
-_CONTEXT = 8
+# What tokenizers that fall back to bytes call these.
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class TextStream(Protocol):
@@ -67,6 +70,13 @@ def load_codec(path: Path, vocabulary: int) -> Codec:
     )  # fmt: skip
 
 
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError("a prompt", f"is not a text in UTF-8 ({error.reason} at {error.start})") from error
+
+
 class _Pretrained:
     """A tokenizer of transformers."""
 
@@ -78,7 +88,11 @@ class _Pretrained:
         self.has_template = bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, text: str) -> list[int]:
-        return [int(token) for token in self.tokenizer(text)["input_ids"]]
+        return self._tokens(text, special=True)
+
+    def _tokens(self, text: str, special: bool) -> list[int]:
+        _utf8(text)
+        return [int(token) for token in self.tokenizer(text, add_special_tokens=special)["input_ids"]]
 
     def conversation(self, messages: Messages, template: str | None, options: Mapping[str, Any]) -> list[int]:
         if template is None and not self.has_template:
@@ -94,51 +108,48 @@ class _Pretrained:
         except Exception as error:  # a template raises what it likes
             raise UserError("the chat template", f"cannot write the conversation ({first_line(error)})") from error
         # The template has written the special tokens.
-        return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return self._tokens(text, special=False)
 
     def stream(self, prompt: Sequence[int], skip_special_tokens: bool) -> TextStream:
         return _PretrainedStream(self.tokenizer, prompt, skip_special_tokens)
 
 
 class _PretrainedStream:
-    """The incremental decoder of the library tokenizers; of a tokenizer without one, texts of all tokens so far."""
+    """Text of a tokenizer of transformers, which may join a token with those before, also those of the prompt.
+
+    A piece is what new tokens add to the text of those of the piece before. The stream of the library tokenizers does
+    the same, but fails at bytes that are not a letter, where a tokenizer falls back to bytes.
+    """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool) -> None:
-        self._context = list(prompt[-_CONTEXT:])
-        self._tokens: list[int] = []
-        self._given = ""
-        self._decode: Callable[[list[int]], str] = lambda tokens: str(
-            tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
-        )
-        self._step: Callable[[int], str | None] = self._slow
         if tokenizer.is_fast:
-            from tokenizers.decoders import DecodeStream
-
-            backend = tokenizer.backend_tokenizer
-            stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-            self._step = lambda token: stream.step(backend, token)
-            for token in self._context:
-                self._step(token)
+            decode = tokenizer.backend_tokenizer.decode
+        else:
+            decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        self._decode: Callable[[list[int]], str] = functools.partial(decode, skip_special_tokens=skip_special_tokens)
+        self._name: Callable[[int], object] = tokenizer.convert_ids_to_tokens
+        self._given, self._new = list(prompt), list[int]()
+        self._before = self._decode(self._given)
 
     def put(self, token: int) -> str:
-        self._tokens.append(token)
-        piece = self._step(token) or ""
-        self._given += piece
-        return piece
+        self._new.append(token)
+        whole = self._decode(self._given + self._new)
+        # A later byte may make a letter of bytes, or show that they are none.
+        if whole.endswith("\N{REPLACEMENT CHARACTER}") or _BYTE.fullmatch(str(self._name(token))):
+            return ""
+        return self._piece(whole)
 
     def end(self) -> str:
-        rest = self._whole().removeprefix(self._given) if self._whole().startswith(self._given) else ""
-        self._given += rest
-        return rest
+        return self._piece(self._decode(self._given + self._new))
 
-    def _whole(self) -> str:
-        before = self._decode(self._context)
-        return self._decode(self._context + self._tokens).removeprefix(before.rstrip("\N{REPLACEMENT CHARACTER}"))
-
-    def _slow(self, _: int) -> str:
-        whole = self._whole()
-        certain = whole if not whole.endswith("\N{REPLACEMENT CHARACTER}") else self._given
-        return certain[len(self._given) :]
+    def _piece(self, whole: str) -> str:
+        """Return what new tokens add to the text, where the first ones may end a letter of the prompt."""
+        piece = whole[len(os.path.commonprefix([self._before, whole])) :]  # noqa: RUF071, these are no paths
+        # Tokens without a text, such as special ones, would leave the next one without the space before it.
+        if piece:
+            self._given, self._new = self._new, []
+            self._before = self._decode(self._given)
+        return piece
 
 
 class _Bytes:
@@ -156,7 +167,7 @@ class _Bytes:
         self.note = "the model has 256 token ids and no tokenizer: text is bytes"
 
     def encode(self, text: str) -> list[int]:
-        return self._first + list(text.encode())
+        return self._first + list(_utf8(text))
 
     def conversation(self, messages: Messages, template: str | None, options: Mapping[str, Any]) -> list[int]:
         raise UserError(

@@ -19,8 +19,9 @@ With a key-value cache (`cached.py`), whose keys stand at their positions, queri
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ from twellc.plugins.cache_op import CACHE_MASK
 # What makes a boolean mask, True where a query sees a key, of whether it may be left out where it would be causal and
 # of what transformers passes to `sdpa_mask`.
 _Comparisons = Callable[[bool, dict[str, Any]], Tensor | None]
+_REGISTERS = threading.RLock()
 
 
 @dataclass
@@ -72,19 +74,28 @@ def cached_attention(step: CacheStep) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(compare: _Comparisons) -> Iterator[None]:
+def dispatched(attention: Any, mask: Any, additive_mask: Any) -> Iterator[None]:
+    """Let models of transformers call other functions for attention and masks, in this context.
+
+    transformers has one register for all threads: the next one waits until this context ends.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = _attention
-    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = partial(_mask, compare)
-    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = partial(_additive_mask, compare)
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS.pop("sdpa")
-        ALL_MASK_ATTENTION_FUNCTIONS.pop("sdpa")
-        ALL_MASK_ATTENTION_FUNCTIONS.pop("eager")
+    with _REGISTERS:
+        attentions, masks = ALL_ATTENTION_FUNCTIONS._local_mapping, ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
+        kept = [(each, dict(each)) for each in (attentions, masks)]
+        attentions["sdpa"], masks["sdpa"], masks["eager"] = attention, mask, additive_mask
+        try:
+            yield
+        finally:
+            for each, before in kept:
+                each.clear()
+                each.update(before)
+
+
+def _replaced(compare: _Comparisons) -> AbstractContextManager[None]:
+    return dispatched(_attention, partial(_mask, compare), partial(_additive_mask, compare))
 
 
 def _attention(

@@ -22,10 +22,20 @@ from torch.export import ExportedProgram
 
 from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, CachePair, KeyValueCache
 from twellc.base.dtypes import DTYPES, dtype_name, option_of, torch_dtype
-from twellc.base.errors import UserError, first_line
+from twellc.base.errors import UserError, first_few, first_line
 from twellc.loaders.attention import CacheStep, cached_attention
-from twellc.loaders.huggingface import cache_argument, is_causal, open_directory
-from twellc.loaders.huggingface_inputs import longest_text, text_config
+from twellc.loaders.huggingface import (
+    TRIED_PLACES,
+    cache_argument,
+    cache_trial,
+    cached_length,
+    is_causal,
+    open_directory,
+    other_layers,
+    refuse_experts,
+    refuse_other_logits,
+)
+from twellc.loaders.huggingface_inputs import text_config
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.loaders.tracing import trace
@@ -59,17 +69,22 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
     refuse_missing(path, _EXPECTED)
     if not path.is_dir():
         raise no_directory(path)
+    if options.batch > _LARGEST_BATCH:
+        raise UserError("--batch", "is too large", got=str(options.batch), expected=f"{_LARGEST_BATCH} at most")
     with nothing_fetched():
         model, config, notes = open_directory(path)
         taken = _refuse_other_models(path, model)
-        limit = longest_text(model)
+        limit = cached_length(model)
         limit = limit if limit < _NO_LIMIT else 0
         _refuse_length(path, options, limit)
         notes = notes + _in_dtype(model, dtype)
         sizes = _probe(path, model, taken)
         precision: torch.dtype = model.dtype
-        _take_caches(model, taken, options.length, logits)
+        trial = cache_trial(model, options.length)
+        _take_caches(model, taken, logits)
+        _refuse_other_logits(path, model, sizes, min(options.length, TRIED_PLACES), *trial)
         traced = _trace(path, model, sizes, options, precision)
+        refuse_experts(path, traced, "Its experts would stay dense.")
     names = [f"{layer}.{part}" for layer in range(len(sizes)) for part in ("key", "value")]
     shapes = [shape for each in sizes for shape in (each.key, each.value)]
     pairs = [
@@ -132,6 +147,9 @@ def _refuse_other_models(path: Path, model: Any) -> str:
             "--kv-cache", "the model is not a causal language model", got=f"{path}, a {name}",
             expected="a class of transformers that generates text, such as LlamaForCausalLM", fix="Leave it out.",
         )  # fmt: skip
+    others = other_layers(model)
+    if others:
+        raise _other_state(path, model, f"it has layers of {first_few(others)}")
     cache = cache_argument(model)
     missing = [each for each in ("input_ids", "position_ids", "use_cache") if each not in taken]
     missing += [] if cache else ["past_key_values"]
@@ -179,7 +197,7 @@ def _in_dtype(model: Any, dtype: torch.dtype | str | None) -> list[str]:
 # ---- tracing ----
 
 
-def _take_caches(model: Any, cache_name: str, length: int, logits: str) -> None:
+def _take_caches(model: Any, cache_name: str, logits: str) -> None:
     """Let the model's forward take caches and return them, as the program is to do.
 
     It is replaced rather than wrapped: modules keep their paths, which profiles and reports name.
@@ -198,7 +216,7 @@ def _take_caches(model: Any, cache_name: str, length: int, logits: str) -> None:
         # Padding has the position of the last token: a table of positions holds that.
         places = torch.minimum(torch.arange(input_ids.shape[1], device=input_ids.device), last[0][:, None])
         positions = write_index[:, None] + places
-        cache = _cache_of(past_key_values, starts, counts)
+        cache, length = _cache_of(past_key_values, starts, counts), past_key_values[0].shape[2]
         with cached_attention(CacheStep(starts, counts, positions, length)):
             result = forward(
                 input_ids=input_ids, position_ids=positions, use_cache=True, return_dict=True, **{cache_name: cache}
@@ -208,6 +226,28 @@ def _take_caches(model: Any, cache_name: str, length: int, logits: str) -> None:
         return [kept, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))]
 
     model.forward = step
+
+
+def _refuse_other_logits(
+    path: Path, model: Any, sizes: list[_Sizes], length: int, ids: Tensor, expected: Tensor
+) -> None:
+    """Fail if the model, which takes caches by now, computes other logits than it did before."""
+    counts = torch.full((len(ids),), ids.shape[1])
+    caches = _empty_caches(sizes, len(ids), length, model.dtype)
+    try:
+        with torch.no_grad():
+            logits, *_ = model.forward(ids, 0 * counts, counts, caches)
+    except Exception as error:  # transformers raises what it likes for a cache that does not fit
+        raise _other_state(path, model, first_line(error)) from error
+    refuse_other_logits(f"--kv-cache: {path}", model, expected, logits if logits.dim() == 2 else logits[:, -1])
+
+
+def _empty_caches(sizes: list[_Sizes], batch: int, length: int, dtype: torch.dtype) -> list[Tensor]:
+    return [
+        torch.zeros(batch, heads, length, width, dtype=dtype)
+        for each in sizes
+        for heads, width in (each.key, each.value)
+    ]
 
 
 def _row_by_row(hidden: Tensor, places: Tensor) -> Tensor:
@@ -322,11 +362,7 @@ def _trace(path: Path, model: Any, sizes: list[_Sizes], options: CacheOptions, d
     batch = torch.export.Dim("batch", min=1, max=_LARGEST_BATCH)
     tokens = torch.export.Dim("tokens", min=1, max=options.length)
     example = min(_TRACED_TOKENS, options.length)
-    caches = [
-        torch.zeros(_TRACED_BATCH, heads, options.length, width, dtype=dtype)
-        for each in sizes
-        for heads, width in (each.key, each.value)
-    ]
+    caches = _empty_caches(sizes, _TRACED_BATCH, options.length, dtype)
     counts = torch.ones(_TRACED_BATCH, dtype=torch.int64)
     kwargs = {
         INPUT_IDS: torch.ones(_TRACED_BATCH, example, dtype=torch.int64),

@@ -23,6 +23,7 @@ from twellc.loaders.huggingface_inputs import (
     at_sizes,
     inputs_of,
     longest_text,
+    text_config,
     vocabulary_of,
     written_sizes,
 )
@@ -31,6 +32,8 @@ from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.source import PADDINGS, NoChoiceError, refuse_choices
 from twellc.passes.graph.size_assertions import failing_assertions
+
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
 def load_directory(path: Path, padding: str | None = None, logits: str = "all", sizes: FixedSizes = ()) -> LoadedModel:
@@ -156,10 +159,81 @@ def is_causal(model: Any) -> bool:
     return bool(getattr(config, "is_decoder", False)) or not may_be_an_encoder
 
 
+def refuse_experts(path: Path, program: ExportedProgram, fix: str) -> None:
+    """Fail if a program computes experts in a way for which ONNX has no operator; `fix` says what to do.
+
+    Raises:
+        UserError: It does.
+    """
+    experts = next((node for node in program.graph.nodes if "grouped_mm" in str(node.target)), None)
+    if experts is not None:
+        what = "mixture-of-experts models cannot be compiled as they are"
+        raise UserError(str(path), what, got=f"the operation {experts.target}", fix=fix)
+
+
+def other_layers(model: Any) -> list[str]:
+    """Return the types of the layers of a decoder that are not attention, as its configuration has them."""
+    config = model.config.get_text_config(decoder=True)
+    return sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS)
+
+
 def cache_argument(model: Any) -> str | None:
     """Return what a model's forward calls its cache of keys and values; None where it takes none."""
     taken = inspect.signature(model.forward).parameters
     return next((each for each in ("cache", "past_key_values") if each in taken), None)
+
+
+# Places of a cache to try a model with: enough to leave out what it sees through a window of its own.
+TRIED_PLACES = 1024
+
+
+def cache_trial(model: Any, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two short texts, [2, tokens], and the logits behind them that a model computes without a cache."""
+    tokens, vocabulary = min(3, longest), text_config(model).vocab_size
+    # Not the first ones, which are often special.
+    ids = (vocabulary // 2 + torch.arange(2 * tokens, device=model.device).view(2, tokens)) % vocabulary
+    with torch.no_grad():
+        return ids, model(input_ids=ids, use_cache=False).logits[:, -1]
+
+
+def refuse_other_logits(where: str, model: Any, expected: torch.Tensor, found: torch.Tensor) -> None:
+    """Fail if a model computes something else over a cache than without one, as it does with masks of its own.
+
+    Args:
+        where: What to name in the message.
+        model: The model.
+        expected: Logits without a cache, [rows, vocabulary]; see `cache_trial`.
+        found: Logits over a cache.
+
+    Raises:
+        UserError: Every row is off by more than rounding explains.
+    """
+    errors = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    if bool((errors > max(1e-3, 16 * torch.finfo(model.dtype).eps)).all()):
+        raise UserError(
+            where, "the model computes other logits over a cache than without one",
+            got=f"{type(model).__name__}, off by {errors.min():.1%}",
+            expected="masks and positions that transformers can be given for it",
+        )  # fmt: skip
+
+
+def cached_length(model: Any) -> int:
+    """Return how many tokens a cache of the model can hold, with rotary frequencies that stay as they are until there.
+
+    From now on the model does not ask how long a text is. Those of longrope change with its length, and so do all keys.
+    """
+    longest = longest_text(model)
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is None:
+            continue
+        several = isinstance(kinds, dict)  # one for each type of layers
+        for name, kind in kinds.items() if several else [("", kinds)]:
+            parameters = module.config.rope_parameters[name] if several else module.config.rope_parameters
+            if kind == "longrope":
+                longest = min(longest, parameters["original_max_position_embeddings"])
+        module.rope_type = dict.fromkeys(kinds, "default") if several else "default"
+    return longest
 
 
 def _settings(path: Path, model: Any, padding: str | None, logits: str) -> dict[str, str]:
@@ -254,14 +328,10 @@ def _trace(
         inputs = fixed
         program = _trace_inputs(path, model, inputs)
         settings |= {"sizes": written_sizes(sizes)}
-    experts = next((node for node in program.graph.nodes if "grouped_mm" in str(node.target)), None)
-    if experts is not None:
-        raise UserError(
-            str(path), "mixture-of-experts models cannot be compiled as they are",
-            got=f"the operation {experts.target}",
-            fix='Its experts would stay dense. Call model.set_experts_implementation("batched_mm"), for which ONNX has'
-            " operators, export the model with torch.export.save, and compile that archive.",
-        )  # fmt: skip
+    refuse_experts(
+        path, program, 'Its experts would stay dense. Call model.set_experts_implementation("batched_mm"), for which'
+        " ONNX has operators, export the model with torch.export.save, and compile that archive.",
+    )  # fmt: skip
     names: dict[str, str] = {}
     ranges = {}
     for node in program.graph.find_nodes(op="placeholder"):

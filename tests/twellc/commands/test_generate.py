@@ -77,6 +77,29 @@ def test_prompts_of_a_file(cli: Cli, talker: Path, tmp_path: Path) -> None:
     assert [each["outputs"][0]["text"] for each in answers] == [talked, talked] != [plain[0], plain[0]]
 
 
+def test_lines_of_a_file(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
+    """A line ends where editors end it, not at every character that may separate lines; a mark of order is no text."""
+    options = ("generate", bytelm, "--device", "cpu", "--max-new-tokens", 1, "--json", "--prompts-file")
+    (tmp_path / "p.txt").write_bytes("\ufeffa\x0cb\r\n\r\n c \u2028d\x85\re\n".encode())
+    (tmp_path / "p.JSONL").write_text('{"prompt": "a\u2028b"}\n\n{"prompt": "c"}', encoding="utf-8")
+    for name, prompts in (("p.txt", ["a\x0cb", " c \u2028d\x85", "e"]), ("p.JSONL", ["a\u2028b", "c"])):
+        answers = json.loads(cli(*options, tmp_path / name).stdout)["answers"]
+        assert [each["prompt"] for each in answers] == prompts
+
+
+def test_conversations_need_the_template(cli: Cli, talker: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    failed = cli("generate", talker, "--device", "cpu", "--prompts-file", tmp_path / "p.jsonl", "--no-chat-template")
+    assert failed.exit_code == 2 and failed.stdout == ""
+    assert "--no-chat-template: there are conversations, which the template writes down" in failed.stderr
+
+
+def test_standard_input_that_is_no_text(bytelm: Path) -> None:
+    arguments = ["generate", str(bytelm), "--device", "cpu", "--max-new-tokens", "1"]
+    failed = click.testing.CliRunner().invoke(main, arguments, input=b"a\xff\n")
+    assert failed.exit_code == 2 and "standard input: is not a text in UTF-8" in failed.stderr
+
+
 def test_lines_of_standard_input(bytelm: Path, talker: Path) -> None:
     llm = LLM(bytelm, device="cpu")
     expected = [each.outputs[0].text for each in llm.generate(["class A", "def"], GREEDY)]
@@ -122,6 +145,8 @@ def test_bad_options(cli: Cli, bytelm: Path, arguments: tuple[object, ...], mess
         ("p.txt", b"\xff\xff", "is not a text in UTF-8"),
         ("p.jsonl", b"{", "line 1: is not JSON"),
         ("p.jsonl", b'{"prompt": "a"}\n{"text": "a"}', "line 2: holds neither a prompt nor messages"),
+        ("p.jsonl", b'\n\n{"text": "a"}', "line 3: holds neither a prompt nor messages"),
+        ("p.jsonl", b'{"prompt": "a\\ud800"}', "a prompt: is not a text in UTF-8"),
         ("p.jsonl", b"[]", "line 1: holds neither a prompt nor messages"),
     ],
 )

@@ -13,6 +13,8 @@ from transformers import GenerationConfig
 from twellc.base.errors import UserError
 from twellc.generation.directory import load_directory
 from twellc.generation.model import CausalModel
+from twellc.loaders.cached import load_with_cache
+from twellc.options.source import CacheOptions
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"hidden_act": "relu"}),
@@ -108,6 +110,35 @@ def test_cache_filled_to_its_last_place(family: Callable[..., tuple[Path, Any]])
             alone = torch.cat([alone, torch.tensor([[token]])], dim=1)
     with pytest.raises(UserError, match="the prompt: is longer than the cache; got 65 tokens; expected 64 at most"):
         ours.generate(torch.ones(1, 65, dtype=torch.int64), max_new_tokens=1)
+
+
+@pytest.mark.parametrize(("name", "kind", "room"), [("Phi3", "longrope", 15), ("Llama", "dynamic", 55)])
+def test_rotary_frequencies_that_change(
+    name: str, kind: str, room: int, family: Callable[..., tuple[Path, Any]]
+) -> None:
+    """Up to the length where they do tokens are those of transformers; there a text ends."""
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, "short_factor": [1.0] * 4}
+    rope |= {"long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 24}
+    folder, model = family(name, rope_parameters=rope, original_max_position_embeddings=24)
+    ours, input_ids = made(folder, model, 1 << 20), torch.randint(3, 96, (1, 10))
+    tokens = ours.generate(input_ids, max_new_tokens=99, ignore_eos=True)
+    assert tokens.shape[1] == 10 + room
+    model.generation_config.eos_token_id = None
+    expected = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=room)
+    # The last token stands behind the last place; transformers has all anew for it.
+    assert torch.equal(tokens[:, :-1], expected[:, :-1])
+
+
+@pytest.mark.parametrize("name", ["GPTNeo", "Roberta"])
+def test_other_logits_over_a_cache(name: str, family: Callable[..., tuple[Path, Any]]) -> None:
+    """GPT-Neo has windows by masks of its own; RoBERTa's positions begin behind that of padding."""
+    windows = {"attention_types": [[["global", "local"], 1]], "window_size": 6, "num_layers": 2, "num_heads": 4}
+    folder, _ = family(name, **(windows if name == "GPTNeo" else {"is_decoder": True}))
+    message = r"computes other logits over a cache than without one; got \w+, off by"
+    with pytest.raises(UserError, match=f"the model {message}"):
+        load_directory(folder, "cpu")
+    with pytest.raises(UserError, match=f"--kv-cache: .* {message}"):
+        load_with_cache(folder, CacheOptions(32), "last", torch.float32)
 
 
 def test_one_cache_serves_calls_of_several_sizes(family: Callable[..., tuple[Path, Any]]) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, OPTForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import twellc
 from tests import models
 from tests.models import VOCABULARY
 from tests.twellc.test_optimize import Ops
 from twellc import LLM, SamplingParams, UserError
+from twellc.generation.rows import RowCache, row_attention
 
 PROMPTS = ["the quick brown", "größer", "fox"]
 
@@ -61,6 +64,19 @@ def test_seeds(llm: LLM) -> None:
 
     assert text(3) == text(3) != text(4)
     assert text(None) != text(None)
+
+
+def test_padding_is_not_repeated(llm: LLM) -> None:
+    """Shorter prompts of a batch are padded with the end token, here the likeliest one that they do not hold."""
+    backend: Any = llm.model.decoder.backend
+    handle = backend.model.lm_head.register_forward_hook(
+        lambda module, given, logits: torch.ones_like(logits).index_fill(-1, torch.tensor([0]), 1.5)
+    )
+    try:
+        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=3, repetition_penalty=2.0))
+    finally:
+        handle.remove()
+    assert [output.outputs[0].token_ids for output in outputs] == [[0]] * 3
 
 
 def test_stop_texts(llm: LLM) -> None:
@@ -160,6 +176,59 @@ def test_a_stream_that_was_given_up(llm: LLM) -> None:
     assert llm.generate("größer", params)[0].outputs == expected
 
 
+# ---- threads ----
+
+
+def test_threads_wait_for_one_another(llm: LLM) -> None:
+    """Another call comes in the middle of a step; it gets the cache behind the end of the first."""
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    params, later = SamplingParams(max_tokens=12), list[Any]()
+    expected = [llm.generate(prompt, params)[0].outputs for prompt in ("fox", "größer und")]
+    thread = threading.Thread(target=lambda: later.extend(llm.generate("größer und", params)))
+
+    class Meanwhile(LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if not thread.ident:
+                thread.start()
+                thread.join(1)
+            return scores
+
+    (first,) = llm.generate("fox", params, logits_processor=LogitsProcessorList([Meanwhile()]))
+    thread.join()
+    assert [first.outputs, later[0].outputs] == expected
+
+
+def test_models_in_threads() -> None:
+    """transformers has one register of attention functions for all models: a second one waits for the first."""
+    ours, theirs = (RowCache(1, 1, 4, torch.device("cpu"), False) for _ in range(2))
+    own, entered = ALL_ATTENTION_FUNCTIONS["sdpa"], threading.Event()
+
+    def other() -> None:
+        with row_attention(theirs):
+            entered.set()
+
+    thread = threading.Thread(target=other)
+    with row_attention(ours):
+        thread.start()
+        assert not entered.wait(0.3)
+    thread.join()
+    assert entered.is_set() and ALL_ATTENTION_FUNCTIONS["sdpa"] is own
+
+
+def test_a_call_behind_one_that_failed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made for the first call is not taken for a cache."""
+    backend: Any = llm.model.decoder.backend
+    expected = llm.generate(PROMPTS[:2], SamplingParams(max_tokens=4))
+    llm.generate("fox", SamplingParams(max_tokens=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_logits", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(PROMPTS[:2])
+    assert backend.begin(2, 4)
+    assert llm.generate(PROMPTS[:2], SamplingParams(max_tokens=4)) == expected
+
+
 # ---- bytes ----
 
 
@@ -237,6 +306,8 @@ def test_a_prompt_that_does_not_fit(llm: LLM, talker: Path) -> None:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
+        (None, "a prompt: is neither a text nor tokens; got NoneType"),
+        ("a\ud800", r"a prompt: is not a text in UTF-8 \(surrogates not allowed at 1\)"),
         ([], "prompts: there is none"),
         ("", "a prompt: is empty"),
         ([[3, VOCABULARY]], f"a prompt: has a token that the model does not have; got {VOCABULARY}"),
@@ -248,6 +319,55 @@ def test_a_prompt_that_does_not_fit(llm: LLM, talker: Path) -> None:
 def test_bad_prompts(llm: LLM, prompts: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         llm.generate(prompts)
+
+
+def test_bad_conversations(llm: LLM) -> None:
+    user = {"role": "user", "content": "a"}
+    several: list[Any] = [
+        "a",
+        user,
+        None,
+        [[]],
+        [[user], []],
+        [{"role": "user"}],
+        [{"content": "a"}],
+        [{**user, "role": 1}],
+    ]
+    for given in several:
+        with pytest.raises(UserError, match="a conversation: is not a list of messages; got "):
+            llm.chat(given)
+    with pytest.raises(UserError, match="a prompt: is not a text in UTF-8"):
+        llm.chat([{"role": "user", "content": "a\udcff"}])
+    with pytest.raises(UserError, match="prompts: there is none"):
+        llm.chat([])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"stop": 5}, {"stop": ["a", ""]}, {"stop": b"a"}, {"stop_token_ids": 5}, {"stop_token_ids": [-1]},
+        {"stop_token_ids": ["a"]}, {"ignore_eos": "no"}, {"skip_special_tokens": 1}, {"max_tokens": 0}, {"top_k": 2.0},
+    ],
+)  # fmt: skip
+def test_bad_parameters(values: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(values))}: is out of its range; got "):
+        SamplingParams(**values)
+
+
+def test_other_parameters(llm: LLM) -> None:
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+    with pytest.raises(UserError, match="sampling_params: is not one SamplingParams; got list"):
+        llm.generate("fox", [SamplingParams()])  # type: ignore[arg-type]
+    # So little that logits divided by it are infinite.
+    cold = SamplingParams(max_tokens=9, temperature=1e-40)
+    assert llm.generate("fox", cold) == llm.generate("fox", SamplingParams(max_tokens=9))
+
+
+def test_no_such_model() -> None:
+    with pytest.raises(
+        UserError, match=r"some/model: there is no such file or folder; expected a Hugging Face directory, "
+    ):
+        LLM("some/model", device="cpu")
 
 
 def test_not_a_causal_language_model(t5: Path, archive: Path, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_plans_that_do_not_answer(archive: Path, tmp_path: Path) -> None:
     twellc.compile(archive, plan, backend="tensorrt-rtx")
     with pytest.raises(UserError, match=r"m\.plan: has no key-value cache, so it can score a text and not answer"):
         LLM(plan)
-    with pytest.raises(UserError, match=r"other\.plan: has no manifest beside it"):
+    with pytest.raises(UserError, match=r"other\.plan: there is no such file or folder"):
         LLM(tmp_path / "other.plan")
 
 

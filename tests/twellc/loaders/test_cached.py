@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from tests import models
-from tests.caches import FAMILIES, calling, feed, steps, transformers_own
+from tests.caches import FAMILIES, WIDE, calling, feed, steps, transformers_own
 from tests.tolerance import assert_as_accurate, assert_same
 from tests.twellc.loaders.test_sparselm import sparselm
 from twellc.base.errors import UserError
@@ -59,6 +62,19 @@ def check_steps(folder: Path, own: object, tmp_path: Path, vocabulary: int = 96)
 def test_families(tmp_path: Path, family: str) -> None:
     model = FAMILIES[family]()
     check_steps(models.save(model, tmp_path / "model", torch.float32), model, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rotary_frequencies_that_change(tmp_path: Path, kind: str) -> None:
+    """They stay as they are up to the length at which they would change."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": LENGTH}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model = models.llama(rope_parameters=rope)
+    folder = models.save(model, tmp_path / "model", torch.float32)
+    check_steps(folder, model, tmp_path)
+    if kind == "longrope":
+        with pytest.raises(UserError, match=f"--kv-cache {LENGTH + 1}: is longer than .*at most {LENGTH}"):
+            load_with_cache(folder, CacheOptions(LENGTH + 1), "last", None)
 
 
 def test_bytelm(bytelm: Path, tmp_path: Path) -> None:
@@ -140,14 +156,41 @@ def test_modules_keep_their_paths(llama: Path) -> None:
     [
         (models.t5, r"--kv-cache: the model is not a causal language model; got .*T5ForConditionalGeneration"),
         (models.rwkv, r"--kv-cache: the model .*; got .*RwkvForCausalLM"),
-        (FAMILIES["falcon"], "cannot trace"),
+        (FAMILIES["falcon"], "does not run over a cache"),
     ],
 )
 def test_other_models(tmp_path: Path, make: object, message: str) -> None:
-    changes = {"alibi": True} if message == "cannot trace" else {}
+    changes = {"alibi": True} if make is FAMILIES["falcon"] else {}
     folder = models.save(make(**changes), tmp_path / "model", torch.bfloat16)  # type: ignore[operator]
     with pytest.raises(UserError, match=message):
         load(folder, None)
+
+
+def mixture() -> Any:
+    options = {**WIDE, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    return models._seeded(transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig(**options))
+
+
+def hybrid() -> Any:
+    options = {**WIDE, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
+    return models._seeded(transformers.BambaForCausalLM, transformers.BambaConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (mixture, "mixture-of-experts models cannot be compiled as they are"),
+        (hybrid, "it has layers of linear_attention"),
+    ],
+)
+def test_layers_of_another_kind(tmp_path: Path, make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load(models.save(make(), tmp_path / "model", torch.bfloat16), None)
+
+
+def test_too_many_sequences(llama: Path) -> None:
+    with pytest.raises(UserError, match="--batch: is too large; got 65537; expected 65536 at most"):
+        load_with_cache(llama, CacheOptions(8, batch=65537), "last", None)
 
 
 def test_longer_than_the_model(llama: Path) -> None:
