@@ -180,7 +180,7 @@ class _Step:
         if op in _VIEWS:
             return self._viewed(first, shared)
         if op is aten.unsqueeze:
-            return shared + (arguments(node)[1] % _rank(node) <= shared)
+            return shared + int(arguments(node)[1] % _rank(node) <= shared)
         if op in PERMUTATIONS:
             return permutation(node).index(shared)
         if op is aten.expand:
