@@ -2,6 +2,9 @@
 
 A submodule that is exactly one feed-forward block gets another class, derived from its own, whose forward calls the op.
 So everything else stays what it is: the object, its parameters and their names, its place in the model, its hooks.
+Where a plain block is written out in a larger module, as in OPT, that module gets such a class, and so do the block's
+two linear layers: while the module's forward runs, the first one puts the hidden tensor off (see `hidden.py`), and the
+second one calls the op.
 
 The op reads w_down [d_ff, d_out] neuron by neuron, while `torch.nn.Linear` has weight [d_out, d_ff]. Such a weight is
 stored anew with other strides, so that its transpose is contiguous: its shape and values stay, and there is no second
@@ -15,34 +18,32 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ShapesCollection
-from torch.fx import Node
+from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from twellc.base.errors import UserError, first_few, first_line
+from twellc.base.errors import UserError, first_few
+from twellc.hidden import Hidden, real, refusal_of
+from twellc.module_blocks import Operand, Taken, find_modules, find_written_out, functions_of, operands_of
 from twellc.passes.decide import KERNEL_DTYPES, decide, options_of
-from twellc.passes.graph.program import quiet_torch, user_inputs, written_tensors
 from twellc.passes.match.find_ffn import FfnBlock
-from twellc.passes.match.linear import Weight, strip
-from twellc.passes.pipeline import Passed, PassOptions, Stage, run_until
 from twellc.passes.report import Layer
-from twellc.passes.rewrite_ffn import weights_of
-from twellc.plugins.block import DEFAULT_COMPRESSION, BlockOptions, TensorField, WeightOperands
+from twellc.plugins.block import DEFAULT_COMPRESSION, BlockOptions, WeightOperands
 from twellc.plugins.library import COMPRESSIONS
 from twellc.plugins.ops import run_block
-from twellc.sharded import is_sharded, local_of, local_twin, sum_over_ranks
-from twellc.training_block import BlockInTraining, as_relu, blended_of
+from twellc.sharded import is_sharded, local_of, sum_over_ranks
+from twellc.training_block import BlockInTraining, blended_of
 
 _LOG = logging.getLogger("twellc")
 _PARAMETRIZED = (
@@ -52,38 +53,6 @@ _PARAMETRIZED = (
 _Module = TypeVar("_Module", bound=nn.Module)
 # What wrappers put into the paths of modules: DDP, FSDP, torch.compile, activation checkpointing.
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
-# Leading dimensions to trace with: sizes that differ, and from which torch.export keeps a dimension dynamic.
-_LEADING = (2, 3)
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A weight or bias: the path of its parameter, and which view of it the op reads."""
-
-    path: tuple[str, ...]
-    transposed: bool = False
-    rows: tuple[int, int, int] | None = None
-
-    def parameter(self, module: nn.Module) -> nn.Parameter | None:
-        """Return the parameter if `module` holds it itself, not through what was put in a submodule's place."""
-        for name in self.path[:-1]:
-            inner = module._modules.get(name)
-            if inner is None:
-                return None
-            module = inner
-        return module._parameters.get(self.path[-1])
-
-    def tensor(self, module: nn.Module) -> Tensor | None:
-        """Return the parameter, or the plain tensor that FSDP puts in its place for a forward; None for other kinds."""
-        for name in self.path[:-1]:
-            module = module.get_submodule(name)
-        held = getattr(module, self.path[-1], None)
-        return held if type(held) in (Tensor, nn.Parameter) else None
-
-    def view(self, parameter: Tensor) -> Tensor:
-        """Return the matrix that the op reads: [d_ff, d_model], or w_down [d_ff, d_out]; of a bias the vector."""
-        matrix = parameter.t() if self.transposed else parameter
-        return matrix if self.rows is None else matrix[slice(*self.rows)]
 
 
 @dataclass(frozen=True)
@@ -113,18 +82,25 @@ class TrainedBlock:
         return parameter
 
 
+# Of a submodule: its class, without what is mixed in here, and whether it has a forward that is not its class's.
+_Form = tuple[type[nn.Module], bool]
+
+
 @dataclass(frozen=True)
 class _Block:
-    """What the forward of a submodule is replaced by.
+    """A block that a submodule is, or that is written out in it.
 
     Attributes:
         layer: Its row in a report.
         weights: Its weights and biases.
         options: How it is computed.
         argument: Name of the parameter of its forward that x is; empty where it cannot be named.
-        ranks: Numbers of dimensions of x for which the forward was seen to be this block.
-        kinds: The classes of its submodules, in the order of `modules()`.
+        ranks: Numbers of dimensions of x for which the op runs: those for which the forward was seen to be this block.
+        forms: What its inner modules were.
         training: What it does in training; None where it is optimized for inference.
+        parts: Of a block that is written out the children that its inner modules are: the two projections, and what
+            has no parameters, such as the activation.
+        inner: Its path in the submodule, where that has several.
     """
 
     layer: Layer
@@ -132,62 +108,63 @@ class _Block:
     options: BlockOptions
     argument: str
     ranks: tuple[int, ...]
-    kinds: tuple[type[nn.Module], ...]
+    forms: tuple[_Form, ...]
     training: BlockInTraining | None = None
+    parts: tuple[str, ...] = ()
+    inner: str = ""
+
+    def path(self, module: str) -> str:
+        """Return its path, given that of its submodule."""
+        return ".".join(filter(None, (module, self.inner)))
+
+    def inner_modules(self, module: nn.Module) -> list[nn.Module]:
+        """Return the modules that it is made of."""
+        return _inner_modules(module, self.parts)
 
 
-class _Optimized(nn.Module):
-    """Mixed into the class of a submodule: its forward calls the op where that computes the same."""
+def _inner_modules(module: nn.Module, parts: tuple[str, ...]) -> list[nn.Module]:
+    if not parts:
+        return list(module.modules())[1:]
+    held = [module._modules.get(part) for part in parts]
+    return [each for each in held if each is not None]
 
-    _twellc: _Block
 
-    def forward(self, *arguments: Any, **named: Any) -> Any:
-        """Compute y [..., d_out] of x [..., d_model], the one argument."""
-        block: _Block | None = vars(self).get("_twellc")
-        if block is None:  # `restore` was called, and another class is derived from this one, as FSDP does
-            return super().forward(*arguments, **named)
-        x = named.get(block.argument) if not arguments and len(named) == 1 else None
-        if len(arguments) == 1 and not named:
-            x = arguments[0]
-        y = self._compute(x if isinstance(x, Tensor) else None)
-        return super().forward(*arguments, **named) if y is None else y
+def _forms(inner: list[nn.Module]) -> tuple[_Form, ...]:
+    return tuple((_original(each) or type(each), "forward" in vars(each)) for each in inner)
 
-    def _compute(self, x: Tensor | None) -> Tensor | None:
-        """Return y, or None where the original forward must run: for other arguments than one tensor, for one."""
-        block = self._twellc
-        weights = None if x is None else self._weights(x)
-        if x is None or weights is None:
-            return None
-        down = block.weights.w_down.parameter(self)
-        assert down is not None
-        if not is_sharded(down):
-            return run_block(weights.of(x), block.options)
-        y = sum_over_ranks(run_block(replace(weights, b_down=None).of(x), block.options), down)
-        return y if weights.b_down is None else y + weights.b_down
 
-    def _weights(self, x: Tensor) -> WeightOperands[Tensor] | None:
-        """Return what the op reads besides x, or None where the original forward must run."""
-        block = self._twellc
-        if self.training or not _is_as_found(self, block.kinds) or not _is_taken(x, block):
-            return None
-        records = torch.is_grad_enabled()
-        if records and x.requires_grad:
-            return None
-        tensors: dict[str, Tensor] = {}
-        for name, operand in block.weights.named().items():
-            parameter = operand.parameter(self)
-            if parameter is None or parameter.dtype != x.dtype or parameter.device != x.device:
-                return None
-            if records and parameter.requires_grad:
-                return None
-            tensors[name] = operand.view(local_of(parameter))
-        return WeightOperands(**tensors)
+# ---- what a forward is replaced by ----
+
+
+class _Mixed(Taken):
+    """Mixed into a class; copy and pickle know how to make it."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         original = _original(self)
         if original is None:
             return super().__reduce_ex__(protocol)
         return _remake, (original, type(self).__bases__[0]), vars(self).copy()
+
+
+class _Optimized(_Mixed):
+    """Mixed into the class of a submodule that is a block: its forward calls the op where that computes the same."""
+
+    _twellc: tuple[_Block]
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Compute y [..., d_out] of x [..., d_model], the one argument."""
+        if "_twellc" not in vars(self):  # `restore` was called, and another class is derived from this, as FSDP does
+            return super().forward(*arguments, **named)
+        (block,) = self._twellc
+        x = named.get(block.argument) if not arguments and len(named) == 1 else None
+        if len(arguments) == 1 and not named:
+            x = arguments[0]
+        if isinstance(x, Tensor):
+            weights = _weights(self, block, x)
+            if weights is not None:
+                return _compute(self, block, x, weights)
+        _miss(self, block)
+        return super().forward(*arguments, **named)
 
 
 class _InTraining(_Optimized):
@@ -198,39 +175,145 @@ class _InTraining(_Optimized):
         """Compute y [..., d_out] of x [..., d_model], the one argument; note and count."""
         return super().forward(*arguments, **named)
 
-    def _compute(self, x: Tensor | None) -> Tensor | None:
-        training = self._twellc.training
-        if not self.training or training is None:
+
+# The module whose forward runs in this thread, if blocks are written out in it.
+_RUNNING = threading.local()
+
+
+def _running() -> _Holder | None:
+    holder: _Holder | None = getattr(_RUNNING, "holder", None)
+    return holder
+
+
+class _Holder(_Mixed):
+    """Mixed into the class of a module in which blocks are written out."""
+
+    _twellc: tuple[_Block, ...]
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Compute what the module computes, its blocks by the op where that computes the same."""
+        before = _running()
+        _RUNNING.holder = self if "_twellc" in vars(self) else None
+        try:
+            result = super().forward(*arguments, **named)
+        finally:
+            _RUNNING.holder = before
+        parts = result if type(result) in (tuple, list) else (result,)
+        return real(result) if any(isinstance(part, Hidden) for part in parts) else result
+
+
+class _Projection(_Mixed):
+    """Mixed into the class of the projections of such blocks: outside of the module's forward it is what it was."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Compute x W^T + b; as up projection put that off, and as down projection compute the block."""
+        holder = _running()
+        if holder is not None:
+            given = arguments[0] if len(arguments) == 1 and not named else None
+            if isinstance(given, Hidden):
+                y = given.result(self)
+                if y is not None:
+                    return y
+            for block in holder._twellc:
+                up, down = (holder._modules.get(part) for part in block.parts[:2])
+                if up is self and down is not None and isinstance(given, Tensor):
+                    weights = _weights(holder, block, given)
+                    if weights is not None:
+                        return self._put_off(holder, block, given, weights, down)
+                elif down is self:
+                    _miss(holder, block)
+        return super().forward(*arguments, **named)
+
+    def _put_off(
+        self, holder: _Holder, block: _Block, x: Tensor, weights: WeightOperands[Tensor], down: nn.Module
+    ) -> Hidden:
+        def dense() -> Tensor:
+            return functional.linear(x, self.weight, self.bias)
+
+        def compute() -> Tensor:
+            return _compute(holder, block, x, weights)
+
+        return Hidden(dense, compute, down, block.options.activation)
+
+
+_MIXED = (_Optimized, _InTraining, _Holder, _Projection)
+
+
+def _compute(module: nn.Module, block: _Block, x: Tensor, weights: WeightOperands[Tensor]) -> Tensor:
+    """Compute y [..., d_out]."""
+    if block.training is not None:
+        trained: Tensor = _train(module, block, x, weights)
+        return trained
+    down = block.weights.w_down.parameter(module)
+    assert down is not None
+    if not is_sharded(down):
+        return run_block(weights.of(x), block.options)
+    y = sum_over_ranks(run_block(replace(weights, b_down=None).of(x), block.options), down)
+    return y if weights.b_down is None else y + weights.b_down
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _train(module: nn.Module, block: _Block, x: Tensor, weights: WeightOperands[Tensor]) -> Tensor:
+    assert block.training is not None
+    return block.training.run(weights.of(x), None if block.parts else blended_of(module))
+
+
+def _miss(module: nn.Module, block: _Block) -> None:
+    """Note that the original forward runs."""
+    if block.training is not None and module.training:
+        _note_miss(block.training)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _note_miss(training: BlockInTraining) -> None:
+    training.missed()
+
+
+def _weights(module: nn.Module, block: _Block, x: Tensor) -> WeightOperands[Tensor] | None:
+    """Return what the op reads besides x, or None where the original forward must run."""
+    if x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model:
+        return None
+    inner = block.inner_modules(module)
+    if _forms(inner) != block.forms or any(map(_has_hooks, inner)):
+        return None
+    read = _of_inference if block.training is None else _of_training
+    return read(module, block, x, inner)
+
+
+def _of_inference(module: nn.Module, block: _Block, x: Tensor, inner: list[nn.Module]) -> WeightOperands[Tensor] | None:
+    if module.training or any(each.training for each in inner) or not _is_taken(x):
+        return None
+    records = torch.is_grad_enabled()
+    if records and x.requires_grad:
+        return None
+    tensors: dict[str, Tensor] = {}
+    for name, operand in block.weights.named().items():
+        parameter = operand.parameter(module)
+        if parameter is None or parameter.dtype != x.dtype or parameter.device != x.device:
             return None
-        weights = {} if x is None else self._trained(x)
-        if x is None or not weights:
-            training.missed()
+        if (records and parameter.requires_grad) or (block.parts and is_sharded(parameter)):
             return None
-        return training.run(WeightOperands(**weights).of(x), blended_of(self))
-
-    def _trained(self, x: Tensor) -> dict[str, Tensor]:
-        """Return what a step reads besides x by name; nothing where this is not what was found, or x does not fit."""
-        block, inner = self._twellc, list(self.modules())[1:]
-        if x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model:
-            return {}
-        if tuple(map(type, inner)) != block.kinds or any(_has_hooks(each) or _drops(each) for each in inner):
-            return {}
-        tensors: dict[str, Tensor] = {}
-        for name, operand in block.weights.named().items():
-            parameter = operand.tensor(self)
-            if parameter is None or parameter.device != x.device:
-                return {}
-            tensors[name] = operand.view(parameter)
-        return tensors
+        held = local_of(parameter)
+        if is_traceable_wrapper_subclass(held):  # such as one that was quantized
+            return None
+        tensors[name] = operand.view(held)
+    return WeightOperands(**tensors)
 
 
-def _is_as_found(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Whether nothing was put in place of a submodule, and none has a hook, or dropout that is switched on."""
-    inner = list(module.modules())[1:]
-    return len(inner) == len(kinds) and all(
-        type(each) is kind and not each.training and not _has_hooks(each)
-        for each, kind in zip(inner, kinds, strict=True)
-    )
+def _of_training(module: nn.Module, block: _Block, x: Tensor, inner: list[nn.Module]) -> WeightOperands[Tensor] | None:
+    # Where a block is written out, dropout may stand behind it; inside of it `Hidden` sees it.
+    if not module.training or (not block.parts and any(map(_drops, inner))):
+        return None
+    tensors: dict[str, Tensor] = {}
+    for name, operand in block.weights.named().items():
+        parameter = operand.tensor(module)
+        if parameter is None or parameter.device != x.device:
+            return None
+        tensors[name] = operand.view(parameter)
+    return WeightOperands(**tensors)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -242,19 +325,15 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(module, _DropoutNd) and module.training and module.p > 0
 
 
-def _is_taken(x: Tensor, block: _Block) -> bool:
+def _is_taken(x: Tensor) -> bool:
     """Whether the op takes x as it is."""
     kind = x.device.type
-    return (
-        x.dim() in block.ranks
-        and x.shape[-1] == block.layer.d_model
-        and (kind == "cpu" or (kind == "cuda" and x.dtype in KERNEL_DTYPES))
-        and not torch.is_autocast_enabled(kind)
-    )
+    known = kind == "cpu" or (kind == "cuda" and x.dtype in KERNEL_DTYPES)
+    return known and not torch.is_autocast_enabled(kind)
 
 
 @functools.cache
-def _optimized(mixed_in: type[_Optimized], original: type[nn.Module]) -> type[nn.Module]:
+def _optimized(mixed_in: type[_Mixed], original: type[nn.Module]) -> type[nn.Module]:
     """Return the class that a submodule of class `original` gets."""
     return type(f"Twell{original.__name__}", (mixed_in, original), {"__module__": original.__module__})
 
@@ -262,13 +341,16 @@ def _optimized(mixed_in: type[_Optimized], original: type[nn.Module]) -> type[nn
 def _original(module: nn.Module) -> type[nn.Module] | None:
     """Return the class that an optimized submodule had; None where its class is derived from the one that it got."""
     bases = type(module).__bases__
-    return bases[1] if bases[0] in (_Optimized, _InTraining) else None
+    return bases[1] if bases[0] in _MIXED else None
 
 
-def _remake(original: type[nn.Module], mixed_in: type[_Optimized] = _Optimized) -> nn.Module:
+def _remake(original: type[nn.Module], mixed_in: type[_Mixed] = _Optimized) -> nn.Module:
     """Make an empty object for copy and pickle, which fill it with the state."""
     made: type[nn.Module] = _optimized(mixed_in, original)  # type: ignore[arg-type]
     return made.__new__(made)
+
+
+# ---- for users ----
 
 
 def optimize(
@@ -277,11 +359,13 @@ def optimize(
     """Run the feed-forward blocks of a module by the `twell` ops, in place.
 
     A submodule is taken if torch.export can trace it alone, with one tensor [..., d_model], and what it computes is
-    exactly one block that `twellc compile` would rewrite. Blocks that are written out in a larger module, as in OPT,
-    are not seen; submodules with hooks are left as they are. The largest such submodules are taken. Parameters,
-    `state_dict()` and tied weights stay as they are, and `.to()`, `copy.deepcopy`, pickle, `torch.compile` and CUDA
-    graphs work as before. Optimize once the model is what it shall be. Of a model that transformers has sharded
-    (`tp_plan="auto"`) each rank runs the neurons that it has, and adds up what all of them give, as before.
+    exactly one block that `twellc compile` would rewrite; submodules with hooks are left as they are. The largest such
+    submodules are taken. Blocks without a gate, with ReLU or its square, are taken, too, where they are written out in
+    a larger module, as in OPT: there x has two or three dimensions, both projections are `torch.nn.Linear`, and the
+    module itself may have hooks. Parameters, `state_dict()` and tied weights stay as they are, and `.to()`,
+    `copy.deepcopy`, pickle, `torch.compile` and CUDA graphs work as before. Optimize once the model is what it shall
+    be. Of a model that transformers has sharded (`tp_plan="auto"`) each rank runs the neurons that it has, and adds up
+    what all of them give, as before.
 
     The original forward runs where the op cannot: in training mode, where autograd records, under autocast, for
     other dtypes than bfloat16 and float16 on a GPU, on other devices than CPU and CUDA, and where a child of the
@@ -319,16 +403,12 @@ def optimize(
     parametrized = [path for path, submodule in module.named_modules() if _computes_weights(submodule)]
     for path in parametrized:
         _LOG.info("%s: %s", path, _PARAMETRIZED)
-    found = list(find_modules(module, training=training))
+    found = list(_find(module, training))
     # Which dtype it is in is asked in each call.
-    blocks = [replace(block, module=path, dtype=torch.bfloat16) for path, _, block, _ in found]
-    decisions = decide(blocks, layers)
-    for (_, submodule, block, ranks), layer in zip(found, decisions, strict=True):
-        weights = operands_of(submodule, block)
-        if layer.decision == "twell" and weights is not None:
-            options = options_of(block, layer, compression)
-            running = BlockInTraining(options, layer.d_ff) if training else None
-            _replace(submodule, layer, weights, options, ranks, running)
+    decisions = decide([replace(each.block, dtype=torch.bfloat16) for each in found], layers)
+    for each, layer in zip(found, decisions, strict=True):
+        if layer.decision == "twell" and each.weights is not None:
+            _replace(each, layer, options_of(each.block, layer, compression), training)
         else:
             _LOG.info("%s stays dense: %s", layer.module, layer.reason)
     if not optimized_blocks(module) and layers != "none":
@@ -340,6 +420,46 @@ def optimize(
             stacklevel=2,
         )
     return module
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A block of a module.
+
+    Attributes:
+        path: Of the submodule.
+        module: The submodule.
+        block: What the matcher found, with its path in the module.
+        weights: Where its weights are in the submodule.
+        ranks: See `_Block`; where it is written out, any that models have.
+        is_written_out: Whether the submodule computes other things, too.
+    """
+
+    path: str
+    module: nn.Module
+    block: FfnBlock
+    weights: WeightOperands[Operand] | None
+    ranks: tuple[int, ...] = (2, 3)
+    is_written_out: bool = True
+
+
+def _find(module: nn.Module, training: bool) -> Iterator[_Found]:
+    """Yield the blocks of a module; those that cannot be run say why."""
+    whole = []
+    for path, submodule, block, ranks in find_modules(module, training=training):
+        whole.append(path)
+        block = replace(block, module=path)
+        yield _Found(path, submodule, block, operands_of(submodule, block), ranks, is_written_out=False)
+    projections: dict[nn.Module, set[str]] = {}
+    for each in find_written_out(module, whole, training=training):
+        reason = refusal_of(each.block)
+        names = {operand.path[0] for operand in each.weights.named().values()} if each.weights else set()
+        used = projections.setdefault(each.module, set())
+        if not reason and names & used:
+            reason = "one of its projections is that of another block, too"
+        if not reason:
+            used |= names
+        yield _Found(each.path, each.module, replace(each.block, refusal=reason), each.weights)
 
 
 def _computes_weights(module: nn.Module) -> bool:
@@ -359,14 +479,16 @@ def restore(module: _Module) -> _Module:
             parameter = operand.parameter(submodule)
             if operand.transposed and parameter is not None and block.training is None:
                 local_of(parameter).data = local_of(parameter).data.contiguous()
-        del submodule._twellc
-        submodule.__class__ = _original(submodule) or type(submodule)  # type: ignore[assignment]
+    for submodule in module.modules():
+        if isinstance(submodule, _Mixed):
+            vars(submodule).pop("_twellc", None)
+            submodule.__class__ = _original(submodule) or type(submodule)  # type: ignore[assignment]
     return module
 
 
 def optimized_blocks(module: nn.Module) -> list[Layer]:
     """Return the blocks of a module that `optimize` has taken, as rows of a report, in the order of `named_modules`."""
-    return [replace(block.layer, module=path) for path, _, block in _optimized_modules(module)]
+    return [replace(block.layer, module=block.path(path)) for path, _, block in _optimized_modules(module)]
 
 
 def blocks_in_training(module: nn.Module) -> dict[str, TrainedBlock]:
@@ -377,171 +499,49 @@ def blocks_in_training(module: nn.Module) -> dict[str, TrainedBlock]:
     found = {}
     for path, submodule, block in _optimized_modules(module):
         if block.training is not None:
-            plain = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+            plain = ".".join(part for part in block.path(path).split(".") if part not in _WRAPPERS)
             gate, _ = block.weights.first
             found[plain] = TrainedBlock(replace(block.layer, module=plain), submodule, block.training, gate)
     return found
 
 
-def _optimized_modules(module: nn.Module) -> list[tuple[str, _Optimized, _Block]]:
+def _optimized_modules(module: nn.Module) -> list[tuple[str, nn.Module, _Block]]:
     return [
-        (path, submodule, vars(submodule)["_twellc"])
+        (path, submodule, block)
         for path, submodule in module.named_modules()
-        if isinstance(submodule, _Optimized) and "_twellc" in vars(submodule)
+        if isinstance(submodule, _Mixed)
+        for block in vars(submodule).get("_twellc", ())
     ]
 
 
-def _replace(
-    submodule: nn.Module,
-    layer: Layer,
-    weights: WeightOperands[Operand],
-    options: BlockOptions,
-    ranks: tuple[int, ...],
-    training: BlockInTraining | None,
-) -> None:
+def _replace(found: _Found, layer: Layer, options: BlockOptions, training: bool) -> None:
+    """Let a submodule compute a block by the op."""
+    submodule, weights = found.module, found.weights
+    assert weights is not None
     for operand in weights.named().values():
         parameter = operand.parameter(submodule)
-        if training is not None or not operand.transposed or parameter is None:
+        if training or not operand.transposed or parameter is None:
             continue
         if not local_of(parameter).t().is_contiguous():
             local_of(parameter).data = local_of(parameter).data.t().contiguous().t()
     argument = next(iter(inspect.signature(submodule.forward).parameters.values()))
     name = argument.name if argument.kind is argument.POSITIONAL_OR_KEYWORD else ""
-    kinds = tuple(type(each) for each in submodule.modules())[1:]
-    taken = _Block(layer, weights, options, name, ranks, kinds, training)
-    mixed_in = _Optimized if training is None else _InTraining
-    submodule.__class__ = _optimized(mixed_in, type(submodule))  # type: ignore[arg-type]
-    submodule._twellc = taken  # type: ignore[assignment]
+    parts: tuple[str, ...] = ()
+    mixed_in: type[_Mixed] = _InTraining if training else _Optimized
+    if found.is_written_out:
+        parts, mixed_in = (weights.w_up.path[0], weights.w_down.path[0], *functions_of(submodule)), _Holder
+        for part in parts[:2]:
+            _mix(submodule._modules[part], _Projection)
+    running = BlockInTraining(options, layer.d_ff) if training else None
+    forms = _forms(_inner_modules(submodule, parts))
+    inner = found.block.module.removeprefix(found.path).lstrip(".")
+    block = _Block(layer, weights, options, name, found.ranks, forms, running, parts, inner)
+    before = vars(submodule).get("_twellc", ())
+    _mix(submodule, mixed_in)
+    vars(submodule)["_twellc"] = (*before, block)
 
 
-def find_modules(
-    module: nn.Module, ranks: tuple[int, ...] = (3, 2), *, training: bool = False
-) -> Iterator[tuple[str, nn.Module, FfnBlock, tuple[int, ...]]]:
-    """Yield the largest submodules that are one block, refused ones too: their paths, and which `ranks` x may have.
-
-    Args:
-        module: Where to look.
-        ranks: Numbers of dimensions of x to try.
-        training: Whether in training mode.
-    """
-    taken: list[str] = []
-    for path, submodule in module.named_modules():
-        if any(outer == "" or path.startswith(f"{outer}.") for outer in taken):
-            continue
-        if isinstance(submodule, _Optimized):
-            taken.append(path)
-            continue
-        own = submodule if training else local_twin(submodule) or submodule
-        if not _may_be_block(own):
-            continue
-        found = {rank: block for rank in ranks if (block := _block_of(path, own, rank, training)) is not None}
-        if found:
-            taken.append(path)
-            first = next(iter(found.values()))
-            same = [rank for rank, block in found.items() if _meaning(block) == _meaning(first)]
-            yield path, submodule, first, tuple(same)
-
-
-def is_block(path: str, module: nn.Module) -> bool:
-    """Whether a module is one block, in eval mode, that the ops compute."""
-    if not _may_be_block(module):
-        return False
-    found = (_block_of(path, module, rank, training=False) for rank in (3, 2))
-    return any(block is not None and operands_of(module, block) is not None for block in found)
-
-
-def _meaning(block: FfnBlock) -> tuple[object, ...]:
-    parts = [
-        (weight.name, weight.in_out, weight.rows)
-        for linear in (block.gate, block.up, block.down)
-        if linear is not None
-        for weight in (linear.weight, linear.bias)
-        if weight is not None
-    ]
-    return block.variant, block.activation, block.threshold, block.refusal, *parts
-
-
-def _may_be_block(module: nn.Module) -> bool:
-    """Whether it has two or three matrices and otherwise only vectors, and nothing that looks into it."""
-    parameters = list(module.parameters())
-    matrices = [parameter for parameter in parameters if parameter.dim() == 2]
-    return (
-        len(matrices) in (2, 3)
-        and len(parameters) <= 6
-        and all(type(parameter) is nn.Parameter and parameter.dim() in (1, 2) for parameter in parameters)
-        and all(parameter.is_floating_point() for parameter in parameters)
-        and len({(parameter.dtype, parameter.device) for parameter in parameters}) == 1
-        and not isinstance(module, torch.jit.ScriptModule)
-        and "forward" not in vars(module)
-        and type(module).__reduce_ex__ is object.__reduce_ex__
-        and type(module).__reduce__ is object.__reduce__
-        and not any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
-    )
-
-
-def _block_of(path: str, module: nn.Module, rank: int, training: bool) -> FfnBlock | None:
-    """Return the block that a module is, with x of `rank` dimensions."""
-    for found in trace_alone(path, module, rank, training=training):
-        program, blocks = found.program, found.blocks
-        outputs = program.graph.output_node().args[0]
-        inputs = list(user_inputs(program))
-        if len(inputs) == len(outputs) == len(blocks) == 1 and not written_tensors(program):
-            return blocks[0] if _is_all(blocks[0], inputs[0], outputs[0]) else None
-    return None
-
-
-def trace_alone(path: str, module: nn.Module, rank: int, *, training: bool = False) -> Iterator[Passed]:
-    """Trace a module alone, with x of each of the widths of its weights; yield what it computes, with its blocks."""
-    parameters = list(module.parameters())
-    # The widths of Linear's inputs first.
-    widths = [p.shape[-1] for p in parameters if p.dim() == 2] + [p.shape[0] for p in parameters if p.dim() == 2]
-    for width in dict.fromkeys(widths):
-        x = torch.zeros(*_LEADING[: rank - 1], width, dtype=parameters[0].dtype, device=parameters[0].device)
-        shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
-        shapes[x] = dict.fromkeys(range(rank - 1), Dim.DYNAMIC)
-        try:
-            with quiet_torch(), torch.no_grad(), _in_mode(module, training):
-                traced = torch.export.export(module, (x,), dynamic_shapes=shapes, strict=False)
-                found = run_until(traced, PassOptions(), Stage.FIND)
-        except Exception as error:  # torch.export raises what the module's code raises
-            _LOG.debug("%s is not traced with x of width %d: %s", path, width, first_line(error))
-        else:
-            yield found
-
-
-def _is_all(block: FfnBlock, x: Node, y: object) -> bool:
-    """Whether a block reads the program's one input and gives its one output, both of the same leading dimensions."""
-    if not isinstance(y, Node) or strip(y) is not block.down.node or strip(block.x) is not x:
-        return False
-    shapes = (x.meta["val"].shape, y.meta["val"].shape)
-    return len(shapes[0]) == len(shapes[1]) and all(
-        str(a) == str(b) for a, b in zip(shapes[0][:-1], shapes[1][:-1], strict=True)
-    )
-
-
-@contextmanager
-def _in_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Put a module in training or eval mode; in training, a blended activation is what it becomes: a ReLU."""
-    modes = [(each, each.training) for each in module.modules()]
-    try:
-        module.train(training)
-        with as_relu(module):
-            yield
-    finally:
-        for each, before in modes:
-            each.training = before
-
-
-def operands_of(module: nn.Module, block: FfnBlock) -> WeightOperands[Operand] | None:
-    """Return how to read the op's weights from a module's parameters; None where the block computes them."""
-    if block.refusal or block.up is None:
-        return None
-
-    def place(weight: Weight, role: TensorField) -> Operand:
-        transposed = len(role.shape) == 2 and weight.in_out != role.in_out
-        return Operand(tuple(weight.name.split(".")), transposed, weight.rows)
-
-    weights = weights_of(block, place)
-    if any(operand.parameter(module) is None for operand in weights.named().values()):
-        return None
-    return weights
+def _mix(module: Any, mixed_in: type[_Mixed]) -> None:
+    """Mix a class into that of a module, unless that is done."""
+    if not isinstance(module, mixed_in):
+        module.__class__ = _optimized(mixed_in, type(module))  # type: ignore[arg-type]

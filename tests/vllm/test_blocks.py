@@ -158,9 +158,17 @@ def gated(layer: Any, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("code", [twice, squared, function, other_call, gated])
+def changed(layer: Any, x: Tensor) -> Tensor:
+    rows = layer.norm(x)
+    hidden = layer.fc1(rows)
+    rows.add_(1)
+    y: Tensor = rows + layer.fc2(layer.act(hidden))
+    return y
+
+
+@pytest.mark.parametrize("code", [twice, squared, function, other_call, gated, changed])
 def test_written_out_blocks_that_stay(blocks: Any, code: Callable[[Any, Tensor], Tensor]) -> None:
-    """No module alone computes their activation, or one of their projections is called for something else, too."""
+    """No module alone computes what is between their projections, or one of these is called for something else, too."""
     model = Model(written_out(code, fc3=nn.Linear(D_MODEL, D_FF)))
     (found,) = same(blocks, model, torch.randn(1, 5, D_MODEL))
     assert found.refusal == "it is written out in a larger module, without a module for its activation"

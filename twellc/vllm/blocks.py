@@ -11,7 +11,7 @@ So the bias of `down` on one rank, and the sum over ranks behind it, stay vLLM's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,9 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
-from twellc.optimization import Operand, find_modules, operands_of, trace_alone
+from twellc.module_blocks import Operand, between, find_modules, find_written_out, functions_of, operands_of
 from twellc.passes.match.find_ffn import FfnBlock
-from twellc.passes.match.linear import strip
+from twellc.passes.match.linear import step, strip
 from twellc.plugins.block import BlockOptions, WeightOperands
 from twellc.plugins.ops import run_block
 
@@ -58,9 +58,10 @@ def find(model: nn.Module) -> Iterator[Found]:
         weights = operands_of(module, block)
         reason = block.refusal or ("" if weights else "it computes its weights")
         yield Found(path, block, weights, refusal=reason or _foreign(module, weights))
-    for path, module in model.named_modules():
-        if not any(f"{path}.".startswith(f"{each}.") for each in whole):
-            yield from _written_out(path, module)
+    for each in find_written_out(model, whole):
+        activation = _activation_of(each.block, functions_of(each.module)) if each.weights else ""
+        reason = "" if activation else "it is written out in a larger module, without a module for its activation"
+        yield Found(each.path, each.block, each.weights, activation, each.block.refusal or reason)
 
 
 def _foreign(module: nn.Module, weights: WeightOperands[Operand] | None) -> str:
@@ -72,31 +73,16 @@ def _foreign(module: nn.Module, weights: WeightOperands[Operand] | None) -> str:
     return ""
 
 
-def _written_out(path: str, module: nn.Module) -> Iterator[Found]:
-    """Yield the plain blocks that a module computes besides other things, with linear layers that it holds itself."""
-    children = dict(module.named_children())
-    linears = {name for name, child in children.items() if type(child) is nn.Linear}
-    functions = {name for name, child in children.items() if not [*child.parameters(), *child.children()]}
-    if len(linears) < 2 or not functions:
-        return
-    for found in trace_alone(path, module, rank=3):
-        for block in found.blocks:
-            weights = operands_of(module, block)
-            read = [".".join(each.path) for each in weights.named().values()] if weights else [block.down.weight.name]
-            if not {name.rpartition(".")[0] for name in read} <= linears:
-                continue
-            activation = "" if weights is None or block.gate else _activation_of(block, functions)
-            reason = "" if activation else "it is written out in a larger module, without a module for its activation"
-            yield Found(path, block, weights, activation, block.refusal or reason)
-        return
-
-
-def _activation_of(block: FfnBlock, functions: Set[str]) -> str:
+def _activation_of(block: FfnBlock, functions: Collection[str]) -> str:
     """Return the one of `functions` that is all that stands between a plain block's projections; or an empty text."""
+    if block.gate is not None:
+        return ""
     up, result = block.up, strip(block.down.x)
     child = _child_of(result)
     if up is None or child not in functions or any(len(part.weight.node.users) > 1 for part in (up, block.down)):
         return ""
+    if any(_child_of(node) != child and step(node) is None for node in between(block)):
+        return ""  # what changes x in place, for example
     nodes = [node for node in result.graph.nodes if _child_of(node) == child]
     outer = {strip(each) for node in nodes for each in node.all_input_nodes if _child_of(each) != child}
     return child if outer == {strip(up.node)} and _readers(up.node) == {child} else ""

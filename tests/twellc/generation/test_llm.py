@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM, OPTForCausalLM
 
 import twellc
 from tests import models
 from tests.models import VOCABULARY
+from tests.twellc.test_optimize import Ops
 from twellc import LLM, SamplingParams, UserError
 
 PROMPTS = ["the quick brown", "größer", "fox"]
@@ -196,6 +197,26 @@ def test_sparselm(tmp_path: Path, bytelm: Path) -> None:
     assert LLM(tmp_path / "m", device="cpu").generate("def ", params) == LLM(bytelm, device="cpu").generate(
         "def ", params
     )
+
+
+@pytest.mark.parametrize("layers", ["auto", "none"])
+def test_opt(tmp_path: Path, layers: str) -> None:
+    """Its blocks are written out in its decoder layers."""
+    folder = models.save(models.opt(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=2), tmp_path, torch.float32)
+    models.make_tokenizer(folder)
+    llm = LLM(folder, device="cpu", layers=layers)
+    assert llm.notes == []
+    with Ops() as ops:
+        outputs = llm.generate([[5, 6, 7], [8]], SamplingParams(max_tokens=12, ignore_eos=True))
+    blocks = 2 if layers == "auto" else 0
+    assert f"{blocks} feed-forward blocks by the twell ops" in llm.model.decoder.backend.name
+    assert set(ops.counts) == ({"mlp"} if blocks else set()) and ops.counts["mlp"] >= 12 * blocks
+    model = OPTForCausalLM.from_pretrained(folder)
+    for output in outputs:
+        tokens = output.prompt_token_ids + output.outputs[0].token_ids
+        own = len(output.prompt_token_ids)
+        expected = model(torch.tensor([tokens])).logits[0, own - 1 : -1].argmax(-1)
+        assert tokens[own:] == expected.tolist() and len(tokens) == own + 12
 
 
 # ---- bad input ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,26 @@ def test_blocks_by_the_kernels(bytelm: Path, compiled: bool) -> None:
             chosen = logits.gather(1, tokens[0, len(prompt) :, None])[:, 0]
             assert float((logits.max(-1).values - chosen).max()) < 0.15
     assert llm.stats.graph
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_blocks_that_are_written_out(family: Callable[..., tuple[Path, Any]], compiled: bool) -> None:
+    """OPT in bfloat16 by the kernels, in CUDA graphs, against float64."""
+    folder, model = family("OPT", hidden_size=128, word_embed_proj_dim=128, ffn_dim=320)
+    backend = load_directory(folder, "cuda", "bf16", compiled=compiled)
+    assert "2 feed-forward blocks by the twell ops" in backend.name
+    ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0))
+    given = prompts(30, 12, 1)
+    tokens = ours.generate(**given, max_new_tokens=24)
+    assert ours.decoder.stats.graph
+    plain, wide = copy.deepcopy(model).bfloat16().cuda(), model.double().cuda()
+    for row, length in enumerate((30, 12, 1)):
+        own = tokens[row : row + 1, 30 - length :].cuda()
+        with torch.no_grad():
+            truth = wide(own).logits[0, length - 1 : -1]
+            error = float((plain(own).logits[0, length - 1 : -1].double() - truth).abs().max())
+        chosen = truth.gather(1, own[0, length:, None])[:, 0]
+        assert float((truth.max(-1).values - chosen).max()) <= 4 * error
 
 
 @pytest.mark.parametrize("by_lengths", [False, True])

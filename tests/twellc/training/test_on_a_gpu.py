@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import twellc
+from tests import models
 from tests.models import Gated
 from tests.tolerance import assert_as_accurate
 from tests.twellc.test_optimize import Ops
@@ -161,3 +162,29 @@ def test_compiled() -> None:
     for (name, one), other in zip(model.named_parameters(), compiled.parameters(), strict=True):
         assert (one.grad.float() - other.grad.float()).norm() <= 0.02 * one.grad.float().norm() + 1e-6, name
     assert is_sparse(model) and is_sparse(compiled)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_blocks_that_are_written_out(compiled: bool) -> None:
+    dense = models.opt(hidden_size=D_MODEL, word_embed_proj_dim=D_MODEL, ffn_dim=D_FF, dropout=0.0).train()
+    with torch.no_grad():
+        for layer in dense.model.decoder.layers:
+            layer.fc1.bias.fill_(-2.5)
+    dense.cuda().bfloat16()
+    model = twellc.optimize(copy.deepcopy(dense), training=True)
+    penalty = L1Penalty(model, 1e-3)
+    run: Any = torch.compile(model, dynamic=False) if compiled else model
+    ids = torch.randint(3, 96, (64, 64), device="cuda")
+    for _ in range(STEPS):
+        model.zero_grad()
+        (run(input_ids=ids, labels=ids, use_cache=False).loss + 0 * penalty(0)).backward()
+    assert is_sparse(model)
+    dense(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    wide = copy.deepcopy(dense).double()
+    wide.zero_grad()
+    wide(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for (name, one), other, truth in zip(model.named_parameters(), dense.parameters(), wide.parameters(), strict=True):
+        found, plain = ((each.grad.double() - truth.grad).norm() for each in (one, other))
+        if not name.endswith("k_proj.bias"):  # 0 but for rounding
+            assert found <= 2 * plain + 1e-3 * truth.grad.norm(), name
+    assert all(int(fired.tokens) == 64 * 64 * STEPS for fired in take_counts(model).values())

@@ -1,0 +1,531 @@
+"""`twellc.optimize` on blocks that are written out in a larger module, such as a decoder layer."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
+
+import twellc
+from tests import models
+from tests.models import D_FF, D_MODEL, Written, scale_weights
+from tests.tolerance import assert_as_accurate
+from tests.twellc.test_optimize import ops_of, tokens
+
+WIDTHS = {
+    "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 96, "activation_function": "relu",
+    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+
+
+def made(name: str, **options: Any) -> Any:
+    """Make a model of transformers: its class without `Config`, and what its configuration says."""
+    import transformers
+
+    head = "ForCausalLM" if hasattr(transformers, f"{name}ForCausalLM") else "ForConditionalGeneration"
+    if name in ("Bart", "MBart", "Pegasus", "Blenderbot", "PLBart", "Mvp", "Whisper"):
+        head = "ForConditionalGeneration"
+    head = "MTModel" if name == "Marian" else head
+    return models._seeded(getattr(transformers, name + head), getattr(transformers, f"{name}Config")(**options))
+
+
+def both(name: str, **changes: Any) -> Callable[[], tuple[Any, dict[str, Any], int]]:
+    """Return what makes a model with an encoder and a decoder, its inputs, and how many blocks it has."""
+
+    def make() -> tuple[Any, dict[str, Any], int]:
+        model = made(name, **{**WIDTHS, "max_position_embeddings": 64, **changes})
+        return model, {"input_ids": tokens(), "decoder_input_ids": tokens(length=4)}, 3
+
+    return make
+
+
+def alone(name: str, **options: Any) -> Callable[[], tuple[Any, dict[str, Any], int]]:
+    def make() -> tuple[Any, dict[str, Any], int]:
+        fixed = {"vocab_size": 96, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+        return made(name, **{**fixed, **options}), {"input_ids": tokens()}, 2
+
+    return make
+
+
+def of_speech(name: str, **changes: Any) -> Callable[[], tuple[Any, dict[str, Any], int]]:
+    def make() -> tuple[Any, dict[str, Any], int]:
+        model = made(name, **{**WIDTHS, **changes})
+        width = changes.get("num_mel_bins", 16)
+        sizes = (2, width, 64) if name == "Whisper" else (2, 64, width)
+        features = torch.randn(*sizes, generator=torch.Generator().manual_seed(2))
+        return model, {"input_features": features, "decoder_input_ids": tokens(length=4)}, 3
+
+    return make
+
+
+def fsmt() -> tuple[Any, dict[str, Any], int]:
+    widths = {name: value for name, value in WIDTHS.items() if name != "vocab_size"}
+    model = made("FSMT", langs=["en", "de"], src_vocab_size=96, tgt_vocab_size=96, **widths)
+    return model, {"input_ids": tokens(), "decoder_input_ids": tokens(length=4)}, 3
+
+
+def torch_decoder() -> tuple[Any, dict[str, Any], int]:
+    """Torch's own, whose activation is a function, with dropout behind it."""
+    model = nn.TransformerDecoder(nn.TransformerDecoderLayer(32, 4, 96), 2)
+    return model, {"tgt": torch.randn(5, 2, 32), "memory": torch.randn(4, 2, 32)}, 2
+
+
+FAMILIES = {
+    "opt": lambda: (models.opt(), {"input_ids": tokens()}, 2),
+    "opt with norms behind": lambda: (models.opt(do_layer_norm_before=False), {"input_ids": tokens()}, 2),
+    "opt, squared": lambda: (models.opt(activation_function="relu2"), {"input_ids": tokens()}, 2),
+    "xglm": alone("XGLM", d_model=32, ffn_dim=96, num_layers=2, attention_heads=4, activation_function="relu",
+                  max_position_embeddings=64),
+    "biogpt": alone("BioGpt", hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                    hidden_act="relu", max_position_embeddings=64),
+    "trocr": alone("TrOCR", d_model=32, decoder_ffn_dim=96, decoder_layers=2, decoder_attention_heads=4,
+                   activation_function="relu", max_position_embeddings=64, cross_attention_hidden_size=32),
+    "bart": both("Bart"),
+    "mbart": both("MBart"),
+    "marian": both("Marian"),
+    "pegasus": both("Pegasus"),
+    "m2m_100": both("M2M100"),
+    "blenderbot": both("Blenderbot"),
+    "plbart": both("PLBart"),
+    "mvp": both("Mvp"),
+    "fsmt": fsmt,
+    "speech_to_text": of_speech("Speech2Text", conv_channels=32, input_feat_per_channel=16, input_channels=1),
+    "whisper": of_speech("Whisper", num_mel_bins=16, max_source_positions=32, max_target_positions=32),
+    "torch": torch_decoder,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name: str) -> None:
+    model, inputs, count = FAMILIES[name]()
+    dtype = torch.float32 if name == "xglm" else torch.float64  # in float64 its attention fails
+    model.to(dtype).eval()
+    inputs = {key: each.to(dtype) if each.is_floating_point() else each for key, each in inputs.items()}
+    expected, _ = ops_of(copy.deepcopy(model), **inputs)
+    twellc.optimize(model)
+    assert len(twellc.optimized_blocks(model)) == count
+    found, counts = ops_of(model, **inputs)
+    assert counts == {"mlp": count}
+    one, other = (each if isinstance(each, Tensor) else each.logits for each in (found, expected))
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+# ---- layers that are written by hand ----
+
+
+class Flagged(nn.Module):
+    """A layer that computes other things where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.act = nn.Linear(D_MODEL, D_FF), nn.Linear(D_FF, D_MODEL), nn.ReLU()
+        scale_weights(self)
+
+    def forward(self, x: Tensor, how: str = "") -> Any:
+        hidden = self.fc1(x)
+        if how == "shift":
+            hidden = hidden - 1
+        if how == "mean":
+            x = x + hidden.mean(-1, keepdim=True)
+        if how == "in place":
+            hidden.mul_(2)
+        if how == "none":
+            return x + self.fc2(hidden)
+        hidden = self.act(hidden)
+        if how == "clamp":
+            hidden = torch.cat([hidden, hidden])[: len(x)].clamp(max=0.5)
+        if how == "hidden":
+            return x + self.fc2(hidden), hidden
+        if how == "hidden alone":
+            return hidden
+        if how == "twice":
+            return x + self.fc2(hidden) + self.fc2(self.act(self.fc1(x + 1)))
+        return x + self.fc2(hidden)
+
+
+def layer(function: Callable[[Any, Tensor], Any], **members: nn.Module) -> Any:
+    linears = {"fc1": nn.Linear(D_MODEL, D_FF), "fc2": nn.Linear(D_FF, D_MODEL), "act": nn.ReLU()}
+    made = Written(function, **{**linears, "drop": nn.Dropout(0.3), **members})
+    scale_weights(made)
+    return made.eval()
+
+
+def plain(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = x + m.fc2(m.act(m.fc1(x)))
+    return y
+
+
+def check(model: nn.Module, x: Tensor, count: int = 1, *arguments: Any) -> Any:
+    """Compare an optimized module with the original, exactly in float64, and say how often the op has to run."""
+    x = x.double()
+    original = twellc.restore(copy.deepcopy(model)).double()
+    model.double()
+    expected, _ = ops_of(original, x.clone(), *arguments)
+    found, counts = ops_of(model, x.clone(), *arguments)
+    assert sum(counts.values()) == count
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    return found
+
+
+X = torch.randn(2, 3, D_MODEL, generator=torch.Generator().manual_seed(3))
+
+TAKEN: dict[str, Callable[[], Any]] = {
+    "a module": lambda: layer(plain),
+    "in place": lambda: layer(plain, act=nn.ReLU(inplace=True)),
+    "a function": lambda: layer(lambda m, x: x + m.fc2(functional.relu(m.fc1(x)))),
+    "a function in place": lambda: layer(lambda m, x: x + m.fc2(torch.relu_(m.fc1(x)))),
+    "a method": lambda: layer(lambda m, x: x + m.fc2(m.fc1(x).relu())),
+    "in place without a result": lambda: layer(lambda m, x: [h := m.fc1(x), h.relu_(), x + m.fc2(h)][2]),
+    "squared": lambda: layer(lambda m, x: x + m.fc2(m.act(m.fc1(x)).square())),
+    "dropout": lambda: layer(lambda m, x: x + m.fc2(functional.dropout(m.drop(m.act(m.fc1(x))), 0.1, m.training))),
+    "rows": lambda: layer(lambda m, x: x + m.fc2(m.act(m.fc1(x.reshape(-1, D_MODEL)))).view(x.shape)),
+    "a norm before it": lambda: layer(lambda m, x: m.fc2(m.act(m.fc1(x / x.norm())))),
+    "two results": lambda: layer(lambda m, x: (m.fc2(m.act(m.fc1(x))), m.fc1(x))),
+    "its input changed": lambda: layer(lambda m, x: m.fc2(m.act(m.fc1(x.mul_(2))))),
+    "a result of other dimensions": lambda: layer(lambda m, x: m.fc2(m.act(m.fc1(x))).flatten(0, 1)),
+    "as wide as x": lambda: layer(plain, fc1=nn.Linear(D_MODEL, D_MODEL), fc2=nn.Linear(D_MODEL, D_MODEL)),
+    "its activation elsewhere, too": lambda: layer(lambda m, x: x + m.fc2(m.act(m.fc1(m.act(x))))),
+    "up elsewhere, too": lambda: layer(lambda m, x: x + m.fc2(m.act(m.fc1(x))) + m.fc1(x + 1).mean(-1, keepdim=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_is_taken(name: str) -> None:
+    model = TAKEN[name]()
+    twellc.optimize(model)
+    assert [each.module for each in twellc.optimized_blocks(model)] == [""]
+    for x in (X, X[:, :0], X[0] if name != "rows" else X):
+        check(model, x)
+
+
+def changed(m: Any, x: Tensor) -> Tensor:
+    hidden = m.fc1(x)
+    x.add_(1)
+    y: Tensor = x + m.fc2(m.act(hidden))
+    return y
+
+
+LEFT: dict[str, tuple[Callable[[], Any], str]] = {
+    "gated": (lambda: layer(lambda m, x: x + m.fc2(m.act(m.fc1(x)) * m.fc3(x)), fc3=nn.Linear(D_MODEL, D_FF)),
+              "with a gate"),
+    "threshold": (lambda: layer(plain, act=nn.Threshold(0.2, 0.0)), "with threshold between its projections"),
+    "clamp": (lambda: layer(lambda m, x: x + m.fc2(m.fc1(x).clamp(min=0))), "with clamp between its projections"),
+    "x changed in place": (lambda: layer(changed), "with add, relu between its projections"),
+    "another activation": (lambda: layer(plain, act=nn.GELU()), "activation is gelu"),
+    "another reader": (lambda: layer(lambda m, x: [h := m.act(m.fc1(x)), m.fc2(h) + h.sum()][1]), "is also read by"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, reason = LEFT[name]
+    model = make()
+    kinds = [type(each) for each in model.modules()]
+    with caplog.at_level(logging.INFO, "twellc"), pytest.warns(UserWarning, match=reason):
+        twellc.optimize(model)
+    assert any("stays dense" in record.message and reason in record.message for record in caplog.records)
+    assert [type(each) for each in model.modules()] == kinds
+    check(model, X, 0)
+
+
+@pytest.mark.parametrize(
+    ("how", "count"),
+    [("", 1), ("shift", 0), ("mean", 0), ("in place", 0), ("none", 0), ("clamp", 0), ("hidden", 1),
+     ("hidden alone", 0), ("twice", 2)],
+)  # fmt: skip
+def test_other_ways_through_a_forward(how: str, count: int) -> None:
+    """What was not seen when the block was found gives the same results, too."""
+    model = twellc.optimize(Flagged().eval())
+    found = check(model, X, count, how)
+    assert all(type(each) is Tensor for each in (found if isinstance(found, tuple) else (found,)))
+
+
+def test_operators_on_a_hidden_tensor() -> None:
+    def compute(m: Any, x: Tensor) -> Any:
+        h = m.fc1(x)
+        if m.how == "":
+            return x + m.fc2(m.act(h))
+        found = [h + 1, 1 - h, h * h, x.sum() * h, h / 2, 2 / h, h @ h.mT, -h, abs(h), h**2, h[0], h > 0, h <= x.sum()]
+        return [
+            *found,
+            len(h),
+            [*h],
+            h.shape,
+            torch.stack([h, h]),
+            torch.isfinite(h).all(),
+            m.act(h) + 1,
+            m.act(m.act(h)),
+        ]
+
+    model = layer(compute)
+    model.how = ""
+    twellc.optimize(model)
+    model.how = "all"
+    check(model, X, 0)
+
+
+def test_projections_alone_are_what_they_were() -> None:
+    model = twellc.optimize(layer(plain))
+    with torch.no_grad():
+        hidden = model.fc1(X)
+        assert type(hidden) is Tensor
+        assert torch.equal(hidden, functional.linear(X, model.fc1.weight, model.fc1.bias))
+        torch.testing.assert_close(
+            model.fc2(model.act(hidden)),
+            functional.linear(hidden.relu(), model.fc2.weight, model.fc2.bias),
+        )
+        assert torch.equal(model.fc1(input=X), hidden)
+
+
+def test_threads() -> None:
+    """One runs the layer, another one calls its projection."""
+    inside, done = threading.Event(), threading.Event()
+
+    def slow(m: Any, x: Tensor) -> Tensor:
+        inside.set()
+        done.wait(60)
+        return plain(m, x)
+
+    model = layer(plain)
+    twellc.optimize(model)
+    model.function = slow
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(ops_of(model, X)))
+    thread.start()
+    assert inside.wait(60)
+    hidden = model.fc1(X)
+    done.set()
+    thread.join()
+    assert type(hidden) is Tensor and hidden.shape[-1] == D_FF
+    (found, counts), expected = results[0], plain(model, X)
+    assert counts == {"mlp": 1}
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["fc1", "act", "fc2", "drop"])
+def test_hook_that_comes_later_is_called(name: str) -> None:
+    model = twellc.optimize(layer(plain))
+    seen: list[Any] = []
+    hook = model.get_submodule(name).register_forward_hook(lambda _, given, y: seen.extend((*given, y)))
+    check(model, X, 0)
+    assert len(seen) == (0 if name == "drop" else 4) and all(type(each) is Tensor for each in seen)
+    hook.remove()
+    check(model, X)
+
+
+def test_hooks_of_the_layer_and_of_other_modules() -> None:
+    """As transformers installs them, on its first call that is asked for hidden states."""
+    model = models.opt()
+    expected = model(tokens(), output_hidden_states=True).hidden_states
+    assert model.model.decoder.layers[0]._forward_hooks
+    twellc.optimize(model)
+    found, counts = ops_of(model, tokens(), output_hidden_states=True)
+    assert counts == {"mlp": 2}
+    torch.testing.assert_close(found.hidden_states, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_with_hooks_on_a_projection_are_left() -> None:
+    model = models.opt()
+    model.model.decoder.layers[0].fc1.register_forward_hook(lambda *_: None)
+    assert [each.module for each in twellc.optimized_blocks(twellc.optimize(model))] == ["model.decoder.layers.1"]
+
+
+def adapter(model: Any) -> None:
+    model.fc1 = Written(lambda m, x: m.base(x) + m.low(x), base=model.fc1, low=nn.Linear(D_MODEL, D_FF)).eval()
+
+
+def activation(model: Any) -> None:
+    model.act = nn.GELU()
+
+
+def parametrization(model: Any) -> None:
+    nn.utils.parametrize.register_parametrization(model.fc2, "weight", nn.Tanh())
+
+
+def forward(model: Any) -> None:
+    before = model.fc1.forward
+    model.fc1.forward = lambda x: before(x) + 1
+
+
+@pytest.mark.parametrize("change", [adapter, activation, parametrization, forward])
+def test_children_that_are_changed_are_used(change: Callable[[Any], None]) -> None:
+    model, original = layer(plain).double(), layer(plain).double()
+    original.load_state_dict(model.state_dict())
+    twellc.optimize(model)
+    torch.manual_seed(0)
+    change(model)
+    torch.manual_seed(0)
+    change(original)
+    model.eval(), original.double().eval()
+    found, counts = ops_of(model.double(), X.double())
+    assert counts == {}
+    torch.testing.assert_close(found, ops_of(original, X.double())[0])
+    assert not torch.allclose(found, ops_of(layer(plain).double(), X.double())[0])
+
+
+def test_weights_of_another_kind() -> None:
+    """As those are that torchao has quantized."""
+    for model in (twellc.optimize(layer(plain)), twellc.optimize(models.Plain(biases="u").eval())):
+        first = model.fc1 if hasattr(model, "fc1") else model.up
+        weight = first.weight.detach()
+        expected, counts = ops_of(model, X)
+        assert counts == {"mlp": 1}
+        first.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+        found, counts = ops_of(model, X)
+        assert counts == {}
+        torch.testing.assert_close(found.a, expected)
+
+
+def test_an_activation_that_layers_share() -> None:
+    act = nn.ReLU()
+    model = nn.Sequential(layer(plain, act=act), act, layer(plain, act=act)).eval()
+    twellc.optimize(model)
+    assert [each.module for each in twellc.optimized_blocks(model)] == ["0", "2"]
+    assert type(act) is nn.ReLU
+    check(model, X, 2)
+
+
+def test_projections_that_layers_share() -> None:
+    first = layer(plain)
+    model = nn.Sequential(first, layer(plain, fc1=first.fc1), first)
+    twellc.optimize(model)
+    assert model[0].fc1 is model[1].fc1
+    check(model, X, 3)
+
+
+def test_two_blocks_in_a_layer() -> None:
+    def two(m: Any, x: Tensor) -> Tensor:
+        x = plain(m, x)
+        y: Tensor = x + m.fc4(m.act(m.fc3(x)))
+        return y
+
+    model = nn.Sequential(layer(two, fc3=nn.Linear(D_MODEL, 24), fc4=nn.Linear(24, D_MODEL)))
+    twellc.optimize(model)
+    assert [each.module for each in twellc.optimized_blocks(model)] == ["0", "0.fc3"]
+    check(model, X, 2)
+    twellc.restore(model)
+    twellc.optimize(model, layers="fc3")
+    assert [each.module for each in twellc.optimized_blocks(model)] == ["0.fc3"]
+    check(model, X)
+
+
+def test_a_projection_of_two_blocks() -> None:
+    model = nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 16)).eval()
+    twellc.optimize(model)
+    assert len(twellc.optimized_blocks(model)) == 1
+    check(model, X)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "to"])
+def test_copies_keep_the_op(how: str) -> None:
+    model = twellc.optimize(models.opt())
+    expected, _ = ops_of(model, tokens())
+    if how == "deepcopy":
+        made = copy.deepcopy(model)
+        with torch.no_grad():
+            model.model.decoder.layers[0].fc1.weight.zero_()
+    elif how == "pickle":
+        stream = io.BytesIO()
+        torch.save(model, stream)
+        made = torch.load(io.BytesIO(stream.getvalue()), weights_only=False)
+    else:
+        made = model.double().float()
+    found, counts = ops_of(made, tokens())
+    assert counts == {"mlp": 2}
+    assert made.model.decoder.layers[0].fc2.weight.t().is_contiguous()
+    assert torch.equal(found.logits, expected.logits)
+
+
+def test_restore() -> None:
+    model, original = models.opt(), models.opt()
+    assert list(twellc.optimize(model).state_dict()) == list(original.state_dict())
+    assert twellc.restore(model) is model
+    for one, other in zip(model.modules(), original.modules(), strict=True):
+        assert type(one) is type(other)
+        assert set(vars(one)) == set(vars(other))
+    for one, other in zip(model.parameters(), original.parameters(), strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()
+    assert ops_of(model, tokens())[1] == {}
+
+
+def test_optimizing_again_changes_nothing() -> None:
+    model = twellc.optimize(models.opt())
+    kinds = [type(each) for each in model.modules()]
+    twellc.optimize(model)
+    assert [type(each) for each in model.modules()] == kinds
+    assert ops_of(model, tokens())[1] == {"mlp": 2}
+
+
+def test_the_original_runs_where_the_op_cannot() -> None:
+    model = twellc.optimize(layer(plain))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops_of(model, X)[1] == {}
+    x = X.clone().requires_grad_()
+    model(x).sum().backward()
+    assert x.grad is not None and model.fc1.weight.grad is not None
+    assert ops_of(model.train(), X)[1] == {}
+    assert ops_of(model.eval(), X[None])[1] == {}
+    assert ops_of(model, X)[1] == {"mlp": 1}
+
+
+def test_torch_compile() -> None:
+    model = twellc.optimize(models.opt())
+    expected, _ = ops_of(model, tokens())
+    targets: list[str] = []
+
+    def recording(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(model, backend=recording, fullgraph=True)(tokens(), use_cache=False)
+    assert sum("twell.mlp" in target for target in targets) == 2
+    assert torch.equal(found.logits, expected.logits)
+
+
+def test_exported() -> None:
+    model = twellc.optimize(layer(plain))
+    with torch.no_grad():
+        program = torch.export.export(model, (X,))
+    assert sum("twell.mlp" in str(node.target) for node in program.graph.nodes) == 1
+    torch.testing.assert_close(program.module()(X), ops_of(model, X)[0])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    """In bfloat16: eager, in a CUDA graph, and compiled; as accurate as the dense model."""
+    model = models.opt(hidden_size=128, word_embed_proj_dim=128, ffn_dim=320).cuda()
+    ids = tokens(3, 7).cuda()
+    wide, model = copy.deepcopy(model).double(), model.bfloat16()
+    truth, _ = ops_of(wide, ids)
+    dense, _ = ops_of(model, ids)
+    twellc.optimize(model)
+    found, counts = ops_of(model, ids)
+    assert counts == {"mlp": 2}
+    assert_as_accurate(found.logits, dense.logits, truth.logits)
+    decoder_layer, x = model.model.decoder.layers[0], torch.randn(2, 5, 128, device="cuda").bfloat16()
+    expected, _ = ops_of(decoder_layer, x)
+    with torch.no_grad():
+        graph, kept = torch.cuda.CUDAGraph(), x.clone()
+        with torch.cuda.graph(graph):
+            y = decoder_layer(kept)
+        kept.zero_()
+        graph.replay()
+        kept.copy_(x)
+        graph.replay()
+        assert torch.equal(y, expected)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True)(ids, use_cache=False)
+    assert_as_accurate(compiled.logits, dense.logits, truth.logits)

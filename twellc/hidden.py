@@ -1,0 +1,143 @@
+"""A hidden tensor that is put off: what stands for it between the two projections of a block that is written out.
+
+    x ─ up ─ Hidden(x) ─ relu ─ Hidden(x) ─ down ─ y        down calls the op with x and the weights of both
+
+So what the layer computes between them need not be known beforehand: whatever else reads the hidden tensor, gets it,
+computed as ever, and then `down` does not call the op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from twellc.module_blocks import between
+from twellc.passes.match.activations import packet
+from twellc.passes.match.find_ffn import FfnBlock
+
+aten = torch.ops.aten
+
+# Each activation as what is computed one after the other.
+_STEPS = {"relu": ("relu",), "relu2": ("relu", "square")}
+_FUNCTIONS: dict[Any, str] = {
+    functional.relu: "relu", torch.relu: "relu", torch.relu_: "relu", torch.square: "square",
+}  # fmt: skip
+
+
+class Hidden:
+    """Stands for what an up projection gives, and for its activation."""
+
+    def __init__(
+        self, dense: Callable[[], Tensor], compute: Callable[[], Tensor], down: nn.Module, activation: str,
+        done: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        """Put it off.
+
+        Args:
+            dense: Computes the up projection.
+            compute: Computes the block.
+            down: The down projection of the block.
+            activation: The activation of the block.
+            done: What was applied to the up projection.
+        """
+        self._dense, self._compute, self._down, self._activation, self._done = dense, compute, down, activation, done
+        self._value: Tensor | None = None
+
+    def result(self, down: nn.Module) -> Tensor | None:
+        """Return what the block gives, if `down` is its down projection and this is what that shall read."""
+        whole = self._done == _STEPS[self._activation]
+        return self._compute() if whole and down is self._down and self._value is None else None
+
+    def value(self) -> Tensor:
+        """Return the tensor itself: [..., d_ff]."""
+        if self._value is None:
+            value = self._dense()
+            for step in self._done:
+                value = torch.relu(value) if step == "relu" else torch.square(value)
+            self._value = value
+        return self._value
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if args and isinstance(args[0], Hidden):
+            after = args[0]._after(func, args[1:], named)
+            if after is not None:
+                return after
+        return func(*real(tuple(args)), **real(named))
+
+    def _after(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Hidden | None:
+        """Return what stands for the result of a function; None where it has to be computed."""
+        if self._value is not None:
+            return None
+        if func is functional.dropout:
+            p, training, _ = _dropout(*args, **named)
+            return None if training and p > 0 else self
+        done = (*self._done, _FUNCTIONS.get(func, ""))
+        if done != _STEPS[self._activation][: len(done)]:
+            return None
+        if func is torch.relu_ or (args[0] if args else named.get("inplace", False)):
+            self._done = done
+            return self
+        return Hidden(self._dense, self._compute, self._down, self._activation, done)
+
+    def relu(self) -> Any:
+        """Do what this method of a tensor does."""
+        return torch.relu(self)  # type: ignore[arg-type]
+
+    def relu_(self) -> Any:
+        """Do what this method of a tensor does."""
+        return torch.relu_(self)  # type: ignore[arg-type]
+
+    def square(self) -> Any:
+        """Do what this method of a tensor does."""
+        return torch.square(self)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.value(), name)
+
+
+def _dropout(p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[float, bool, bool]:
+    """Take the arguments of `torch.nn.functional.dropout`."""
+    return p, training, inplace
+
+
+def real(values: Any) -> Any:
+    """Return arguments or results with tensors in the place of what stands for them."""
+    return tree_map(lambda each: each.value() if isinstance(each, Hidden) else each, values)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def call(self: Hidden, *others: Any) -> Any:
+        return getattr(self.value(), name)(*real(others))
+
+    return call
+
+
+# Python looks for these in the class.
+for _name in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg",
+    "abs", "iadd", "isub", "imul", "itruediv", "lt", "le", "gt", "ge", "getitem", "setitem", "len", "iter", "bool",
+):  # fmt: skip
+    setattr(Hidden, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def refusal_of(block: FfnBlock) -> str:
+    """Say why the op cannot run a block that is written out in a larger module; empty where it can."""
+    if block.refusal or block.up is None:
+        return block.refusal
+    if block.gate is not None:
+        return "it is written out in a larger module, with a gate"
+    # Dropout in eval mode is a clone.
+    names = tuple(str(packet(node)).rpartition(".")[2] for node in between(block) if packet(node) is not aten.clone)
+    if names == _STEPS.get(block.activation):
+        return ""
+    found = ", ".join(names) or "nothing"
+    return f"it is written out in a larger module, with {found} between its projections, not relu or its square alone"

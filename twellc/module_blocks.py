@@ -1,0 +1,330 @@
+"""Find the feed-forward blocks of an eager module, by tracing parts of it alone.
+
+A block is a submodule of its own, which computes nothing else, or it is *written out* in a larger one: a module that
+holds the linear layers of a plain block as its children, and calls them in its forward besides attention and norms, as
+in OPT and BART.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ShapesCollection
+from torch.fx import Node
+
+from twellc.base.errors import first_line
+from twellc.passes.graph.program import quiet_torch, user_inputs, written_tensors
+from twellc.passes.match.find_ffn import FfnBlock
+from twellc.passes.match.linear import Weight, strip
+from twellc.passes.pipeline import Passed, PassOptions, Stage, run_until
+from twellc.passes.rewrite_ffn import weights_of
+from twellc.plugins.block import TensorField, WeightOperands
+from twellc.sharded import local_twin
+from twellc.training_block import as_relu
+
+_LOG = logging.getLogger("twellc")
+# Leading dimensions to trace with: sizes that differ, and from which torch.export keeps a dimension dynamic.
+_LEADING = (2, 3)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A weight or bias: the path of its parameter, and which view of it the op reads."""
+
+    path: tuple[str, ...]
+    transposed: bool = False
+    rows: tuple[int, int, int] | None = None
+
+    def parameter(self, module: nn.Module) -> nn.Parameter | None:
+        """Return the parameter if `module` holds it itself, not through what was put in a submodule's place."""
+        for name in self.path[:-1]:
+            inner = module._modules.get(name)
+            if inner is None:
+                return None
+            module = inner
+        return module._parameters.get(self.path[-1])
+
+    def tensor(self, module: nn.Module) -> Tensor | None:
+        """Return the parameter, or the plain tensor that FSDP puts in its place for a forward; None for other kinds."""
+        for name in self.path[:-1]:
+            module = module.get_submodule(name)
+        held = getattr(module, self.path[-1], None)
+        return held if type(held) in (Tensor, nn.Parameter) else None
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """Return the matrix that the op reads: [d_ff, d_model], or w_down [d_ff, d_out]; of a bias the vector."""
+        matrix = parameter.t() if self.transposed else parameter
+        return matrix if self.rows is None else matrix[slice(*self.rows)]
+
+
+class Taken(nn.Module):
+    """Mixed into the classes of modules that `twellc.optimize` has taken."""
+
+
+@dataclass(frozen=True)
+class WrittenOut:
+    """A block that a module computes besides other things.
+
+    Attributes:
+        path: Of the module.
+        module: The module.
+        block: What the matcher found; its `module` is the path, of a module's second block that of its first layer.
+        weights: Where its weights are in the module: in linear layers that are its children; None where it is refused.
+    """
+
+    path: str
+    module: nn.Module
+    block: FfnBlock
+    weights: WeightOperands[Operand] | None
+
+
+def find_modules(
+    module: nn.Module, ranks: tuple[int, ...] = (3, 2), *, training: bool = False
+) -> Iterator[tuple[str, nn.Module, FfnBlock, tuple[int, ...]]]:
+    """Yield the largest submodules that are one block, refused ones too: their paths, and which `ranks` x may have.
+
+    Args:
+        module: Where to look.
+        ranks: Numbers of dimensions of x to try.
+        training: Whether in training mode.
+    """
+    taken: list[str] = []
+    for path, submodule in module.named_modules():
+        if any(outer == "" or path.startswith(f"{outer}.") for outer in taken):
+            continue
+        if isinstance(submodule, Taken):
+            taken.append(path)
+            continue
+        own = submodule if training else local_twin(submodule) or submodule
+        if not _may_be_block(own):
+            continue
+        found = {rank: block for rank in ranks if (block := _block_of(path, own, rank, training)) is not None}
+        if found:
+            taken.append(path)
+            first = next(iter(found.values()))
+            same = [rank for rank, block in found.items() if _meaning(block) == _meaning(first)]
+            yield path, submodule, first, tuple(same)
+
+
+def find_written_out(module: nn.Module, without: Collection[str], *, training: bool = False) -> Iterator[WrittenOut]:
+    """Yield the blocks that modules compute besides other things, refused ones too.
+
+    Args:
+        module: Where to look.
+        without: Paths of submodules not to look into.
+        training: Whether in training mode.
+    """
+    outside = [*without]
+    for path, submodule in module.named_modules():
+        if any(outer in ("", path) or path.startswith(f"{outer}.") for outer in outside):
+            continue
+        if isinstance(submodule, Taken):
+            outside.append(path)
+            continue
+        if isinstance(submodule, torch.jit.ScriptModule) or "forward" in vars(submodule) or _has_own_copy(submodule):
+            continue
+        linears = {name: child for name, child in submodule.named_children() if _is_linear(child)}
+        if not _may_hold_block(submodule, linears.values()):
+            continue
+        traced = next(trace_alone(path, submodule, 3, training=training, alone=False), None)
+        found: list[WrittenOut] = []
+        for block in traced.blocks if traced else ():
+            weights = operands_of(submodule, block)
+            read = [".".join(each.path) for each in weights.named().values()] if weights else [block.down.weight.name]
+            is_second_call = weights is not None and any(weights == each.weights for each in found)
+            if {name.rpartition(".")[0] for name in read} <= linears.keys() and not is_second_call:
+                name = f"{path}.{_first_layer(block)}".lstrip(".") if found else path
+                found.append(WrittenOut(path, submodule, replace(block, module=name), weights))
+        yield from found
+
+
+def between(block: FfnBlock) -> list[Node]:
+    """Return what is computed between the up and the down projection of a block: its activation, or other things."""
+    assert block.up is not None
+    nodes = list(block.down.node.graph.nodes)
+    return nodes[nodes.index(block.up.node) + 1 : nodes.index(block.down.node)]
+
+
+def functions_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the children of a module that have no parameters, such as activations and dropout, by name."""
+    children = module.named_children()
+    return {name: child for name, child in children if not [*child.parameters(), *child.children()]}
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it is torch's own linear layer, whose weight and forward are not what something else has put there."""
+    return (
+        type(module) is nn.Linear
+        and all(type(each) is nn.Parameter and each.is_floating_point() for each in module.parameters())
+        and "weight" in module._parameters
+        and "forward" not in vars(module)
+    )
+
+
+def _may_hold_block(module: nn.Module, linears: Collection[nn.Linear]) -> bool:
+    """Whether two linear layers may follow each other, perhaps with an activation between them, and none has a hook."""
+    functions = functions_of(module).values()
+    wide = any(up.out_features == down.in_features > up.in_features for up in linears for down in linears)
+    hooks = any(each._forward_hooks or each._forward_pre_hooks for each in (*linears, *functions))
+    return len(linears) > 1 and (wide or bool(functions)) and not hooks
+
+
+def _first_layer(block: FfnBlock) -> str:
+    first = block.gate or block.up or block.down
+    return first.weight.name.rpartition(".")[0]
+
+
+def is_block(path: str, module: nn.Module) -> bool:
+    """Whether a module is one block, in eval mode, that the ops compute."""
+    if not _may_be_block(module):
+        return False
+    found = (_block_of(path, module, rank, training=False) for rank in (3, 2))
+    return any(block is not None and operands_of(module, block) is not None for block in found)
+
+
+def _meaning(block: FfnBlock) -> tuple[object, ...]:
+    parts = [
+        (weight.name, weight.in_out, weight.rows)
+        for linear in (block.gate, block.up, block.down)
+        if linear is not None
+        for weight in (linear.weight, linear.bias)
+        if weight is not None
+    ]
+    return block.variant, block.activation, block.threshold, block.refusal, *parts
+
+
+def _may_be_block(module: nn.Module) -> bool:
+    """Whether it has two or three matrices and otherwise only vectors, and nothing that looks into it."""
+    parameters = list(module.parameters())
+    matrices = [parameter for parameter in parameters if parameter.dim() == 2]
+    return (
+        len(matrices) in (2, 3)
+        and len(parameters) <= 6
+        and all(type(parameter) is nn.Parameter and parameter.dim() in (1, 2) for parameter in parameters)
+        and all(parameter.is_floating_point() for parameter in parameters)
+        and len({(parameter.dtype, parameter.device) for parameter in parameters}) == 1
+        and not isinstance(module, torch.jit.ScriptModule)
+        and "forward" not in vars(module)
+        and not _has_own_copy(module)
+        and not any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
+    )
+
+
+def _has_own_copy(module: nn.Module) -> bool:
+    """Whether its class says itself how it is copied and pickled."""
+    kind = type(module)
+    return kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__
+
+
+def _block_of(path: str, module: nn.Module, rank: int, training: bool) -> FfnBlock | None:
+    """Return the block that a module is, with x of `rank` dimensions."""
+    for found in trace_alone(path, module, rank, training=training):
+        program, blocks = found.program, found.blocks
+        outputs = program.graph.output_node().args[0]
+        inputs = list(user_inputs(program))
+        if len(inputs) == len(outputs) == len(blocks) == 1 and not written_tensors(program):
+            return blocks[0] if _is_all(blocks[0], inputs[0], outputs[0]) else None
+    return None
+
+
+def trace_alone(
+    path: str, module: nn.Module, rank: int, *, training: bool = False, alone: bool = True
+) -> Iterator[Passed]:
+    """Trace a module alone, with x of each of the widths of its weights; yield what it computes, with its blocks.
+
+    Args:
+        path: Its path, for the log.
+        module: The module.
+        rank: The number of dimensions of x.
+        training: Whether in training mode.
+        alone: Whether x is all that its forward takes. Else other arguments that it needs are None, or as x is.
+    """
+    parameters = list(module.parameters())
+    # The widths of Linear's inputs first.
+    widths = [p.shape[-1] for p in parameters if p.dim() == 2] + [p.shape[0] for p in parameters if p.dim() == 2]
+    needed = [] if alone else _needed(module)
+    for width in dict.fromkeys(widths):
+        sizes = (*_LEADING[: rank - 1], width)
+        x = torch.zeros(sizes, dtype=parameters[0].dtype, device=parameters[0].device)
+        choices: list[dict[str, Any]] = [dict.fromkeys(needed)]
+        choices += [{name: torch.zeros_like(x) for name in needed}] * bool(needed)
+        for others in choices:
+            shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
+            for each in (x, *others.values()):
+                if each is not None:
+                    shapes[each] = dict.fromkeys(range(rank - 1), Dim.DYNAMIC)
+            try:
+                with quiet_torch(), torch.no_grad(), _in_mode(module, training), _without_hooks(module):
+                    traced = torch.export.export(module, (x,), others, dynamic_shapes=shapes, strict=False)
+                    found = run_until(traced, PassOptions(), Stage.FIND)
+            except Exception as error:  # torch.export raises what the module's code raises
+                _LOG.debug("%s is not traced with x of width %d: %s", path, width, first_line(error))
+            else:
+                yield found
+
+
+def _needed(module: nn.Module) -> list[str]:
+    """Return which arguments besides the first a module's forward cannot do without."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    taken = list(inspect.signature(module.forward).parameters.values())[1:]
+    return [each.name for each in taken if each.default is each.empty and each.kind in kinds]
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Let no hook see what is computed to find blocks."""
+    names = ("_forward_hooks", "_forward_pre_hooks")
+    before = [(each, name, getattr(each, name)) for each in module.modules() for name in names]
+    try:
+        for each, name, _ in before:
+            setattr(each, name, OrderedDict())
+        yield
+    finally:
+        for each, name, hooks in before:
+            setattr(each, name, hooks)
+
+
+def _is_all(block: FfnBlock, x: Node, y: object) -> bool:
+    """Whether a block reads the program's one input and gives its one output, both of the same leading dimensions."""
+    if not isinstance(y, Node) or strip(y) is not block.down.node or strip(block.x) is not x:
+        return False
+    shapes = (x.meta["val"].shape, y.meta["val"].shape)
+    return len(shapes[0]) == len(shapes[1]) and all(
+        str(a) == str(b) for a, b in zip(shapes[0][:-1], shapes[1][:-1], strict=True)
+    )
+
+
+@contextmanager
+def _in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Put a module in training or eval mode; in training, a blended activation is what it becomes: a ReLU."""
+    modes = [(each, each.training) for each in module.modules()]
+    try:
+        module.train(training)
+        with as_relu(module):
+            yield
+    finally:
+        for each, before in modes:
+            each.training = before
+
+
+def operands_of(module: nn.Module, block: FfnBlock) -> WeightOperands[Operand] | None:
+    """Return how to read the op's weights from a module's parameters; None where the block computes them."""
+    if block.refusal or block.up is None:
+        return None
+
+    def place(weight: Weight, role: TensorField) -> Operand:
+        transposed = len(role.shape) == 2 and weight.in_out != role.in_out
+        return Operand(tuple(weight.name.split(".")), transposed, weight.rows)
+
+    weights = weights_of(block, place)
+    if any(operand.parameter(module) is None for operand in weights.named().values()):
+        return None
+    return weights
