@@ -267,6 +267,34 @@ def falcon(**changes: Any) -> Any:
     return _seeded(transformers.FalconForCausalLM, transformers.FalconConfig(**{"num_kv_heads": 2, **options}))
 
 
+def phi3(**changes: Any) -> Any:
+    """Gate and up projection are one product, as are Q, K and V."""
+    import transformers
+
+    options: dict[str, Any] = {
+        **SMALL,
+        "intermediate_size": 96,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    options |= {"hidden_act": "relu", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changes}
+    return _seeded(transformers.Phi3ForCausalLM, transformers.Phi3Config(**options))
+
+
+def mixtral(**changes: Any) -> Any:
+    """A mixture of two experts."""
+    import transformers
+
+    options: dict[str, Any] = {
+        **SMALL,
+        "intermediate_size": 96,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    options |= {"hidden_act": "relu", "num_local_experts": 2, **changes}
+    return _seeded(transformers.MixtralForCausalLM, transformers.MixtralConfig(**options))
+
+
 def rwkv(**changes: Any) -> Any:
     """Squared ReLU without a gate; the result is multiplied with a sigmoid outside of the block."""
     import transformers
