@@ -116,6 +116,7 @@ def _print_manifest(manifest: Manifest, written: Path) -> None:
         result += f", {len(manifest.plan.plugin_layers)} plugin layers"
         result += f", in {len(plans)} plans, one a GPU" if len(plans) > 1 else ""
     else:
+        assert manifest.onnx.file is not None  # all that was made
         written = written.with_name(manifest.onnx.file)  # of several ranks, the first one's
         ranks = f", in {len(manifest.ranks)} graphs, one a GPU" if manifest.ranks else ""
         result = f"ONNX, {dtype}{ranks}; no plan was built"
