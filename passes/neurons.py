@@ -145,7 +145,12 @@ def share(
 
 
 def of_a_rank(known: Staying, ranks: int) -> Staying:
-    """Return what is known of the neurons of the rank that has the fewest; others have much the same."""
+    """Return what is known of the neurons of the rank that has the fewest; others have much the same.
+
+    Where there are fewer neurons than ranks, which `share` refuses, it is what is known of all.
+    """
+    if len(known.kept) < ranks:
+        return known
     rates = np.zeros(len(known.kept)) if known.rates is None else known.rates
     dealt = _dealt(rates, ranks)
     own = np.flatnonzero(dealt == np.bincount(dealt, minlength=ranks).argmin())

@@ -35,13 +35,14 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError
 from twellc.passes.attention import find_attention
 from twellc.passes.graph.program import add_parameter, constants_of, editable, finish, replace_node, tensor_of
 from twellc.passes.match.activations import arguments, packet
 from twellc.passes.match.find_ffn import FfnBlock
-from twellc.passes.match.linear import Linear, LinearReader, Weight, same_sizes, width
+from twellc.passes.match.linear import Linear, LinearReader, Weight, same_sizes, step, width
 from twellc.passes.match.shared_axis import SIZED, NotSharedError, Part, Region, follow
 from twellc.passes.rewrite_ffn import arranged_view
 from twellc.plugins.all_reduce_op import ALL_REDUCE
@@ -122,14 +123,10 @@ def _share_attention(writer: _Writer) -> list[str]:
         try:
             if each.block is None:
                 raise NotSharedError(each.reason)
-            starts: dict[Node, int] = {}
-            for node in (each.block.q, each.block.k, each.block.v):
-                for start in writer.products_behind(node):
-                    if starts.setdefault(start, _heads(node)) != _heads(node):
-                        raise NotSharedError("queries and keys of different numbers of heads are one product")
-            region = follow(writer.program.graph, writer.reader, starts)
-            axes = [region.axes.get(node) for node in (each.block.q, each.block.k, each.block.v)]
-            if any(axis is None or axis.axis != 1 for axis in axes):
+            heads_of = (each.block.q, each.block.k, each.block.v)
+            starts = {start for node in heads_of for start in writer.products_behind(node)}
+            region = follow(writer.program.graph, writer.reader, starts, ranks)
+            if any(region.axes.get(node) != 1 for node in heads_of):
                 raise NotSharedError("its projections do not make its heads one after the other")
             writer.share(region)
         except NotSharedError as reason:
@@ -149,8 +146,8 @@ def _share_dense(writer: _Writer, blocks: Sequence[FfnBlock]) -> list[str]:
             if block.d_ff % writer.part.ranks:
                 raise NotSharedError(f"its {block.d_ff} neurons are not a multiple of {writer.part.ranks}")
             parts = [nodes.get(each.node.name) for each in (block.gate, block.up) if each is not None]
-            starts = {node: block.d_ff for node in parts if node is not None and writer.reader.linear(node) is not None}
-            writer.share(follow(writer.program.graph, writer.reader, starts))
+            starts = {node for node in parts if node is not None and writer.reader.linear(node) is not None}
+            writer.share(follow(writer.program.graph, writer.reader, starts, writer.part.ranks))
         except NotSharedError as reason:
             notes.append(f"block {block.module} stays whole on every rank: {reason}")
     return notes
@@ -183,7 +180,7 @@ class _Writer:
     def share(self, region: Region) -> None:
         """Let this rank compute its part of a region."""
         starts = {linear.node: linear for linear in region.starts}
-        for node, shared in region.axes.items():
+        for node, axis in region.axes.items():
             if node in starts:
                 self._begin(starts[node])
                 continue
@@ -192,8 +189,8 @@ class _Writer:
                     self._cut(node, cut.operand, cut.axis)
             if packet(node) in SIZED:
                 sizes = list(arguments(node)[1])
-                if sizes[shared.axis] != -1:
-                    sizes[shared.axis] //= self.part.ranks
+                if sizes[axis] != -1:
+                    sizes[axis] //= self.part.ranks
                 node.args = (node.args[0], sizes, *node.args[2:])
             self._infer(node)
         for linear in region.ends:
@@ -230,20 +227,17 @@ class _Writer:
 
     def _joined(self, node: Node, residual: Node) -> Node | None:
         """Return what to add to where attention beside the block is reduced for what the block adds to alone."""
-        if len(residual.users) > 1:
-            return None
-        if residual.target is ALL_REDUCE:
-            own: Node = arguments(residual)[0]
+        own = _reduced_for(residual)
+        if own is not None:
             self._own.add(own)
             return own
-        if residual.target is not aten.add.Tensor or residual.kwargs:
+        if residual.target is not aten.add.Tensor or residual.kwargs or len(residual.users) > 1:
             return None
         for reduced, other in (arguments(residual), arguments(residual)[::-1]):
-            if not isinstance(reduced, Node) or reduced.target is not ALL_REDUCE or len(reduced.users) > 1:
+            own = _reduced_for(reduced) if isinstance(reduced, Node) else None
+            if own is None or not same_sizes(own.meta["val"].shape, residual.meta["val"].shape):
                 continue
-            own = arguments(reduced)[0]
-            same = same_sizes(own.meta["val"].shape, residual.meta["val"].shape)
-            if same and isinstance(other, Node) and self._is_read(other, besides=residual):
+            if isinstance(other, Node) and self._is_read(other, besides=residual):
                 with self.program.graph.inserting_before(node):
                     total = self._call(aten.add.Tensor, other, own, like=residual)
                 self._sums[total] = own
@@ -306,8 +300,20 @@ class _Writer:
             node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
+def _reduced_for(value: Node) -> Node | None:
+    """Return what is reduced for a value of which there is one reader, and for nothing else; None if it is not that."""
+    place: Node | None = value
+    while place is not None and len(place.users) == 1:
+        if place.target is ALL_REDUCE:
+            own: Node = arguments(place)[0]
+            before, after = own.meta["val"], value.meta["val"]
+            return own if before.dtype == after.dtype and same_sizes(before.shape, after.shape) else None
+        place = step(place)
+    return None
+
+
 def _fake_mode(node: Node) -> Any:
-    values = (operand.meta["val"] for operand in node.all_input_nodes)
+    values = pytree.tree_leaves([operand.meta["val"] for operand in node.all_input_nodes])  # parts are one value
     return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
 
 

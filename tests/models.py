@@ -242,6 +242,59 @@ def persimmon(**changes: Any) -> Any:
     return _seeded(transformers.PersimmonForCausalLM, transformers.PersimmonConfig(**options))
 
 
+def gpt_neox(**changes: Any) -> Any:
+    """Attention and block read the same x; Q, K and V of a head are one after the other in one product."""
+    import transformers
+
+    options = {**SMALL, "intermediate_size": 96, "hidden_act": "relu", "max_position_embeddings": 64, **changes}
+    return _seeded(transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig(**options))
+
+
+def gptj(**changes: Any) -> Any:
+    """Attention and block read the same; positions turn neighbouring features."""
+    import transformers
+
+    options = {"vocab_size": 96, "n_embd": 32, "n_inner": 96, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    options |= {"rotary_dim": 4, "bos_token_id": 1, "eos_token_id": 2, **changes}
+    return _seeded(transformers.GPTJForCausalLM, transformers.GPTJConfig(activation_function="relu", **options))
+
+
+def falcon(**changes: Any) -> Any:
+    """A group's queries, its key and its value are one after the other in one product."""
+    import transformers
+
+    options = {**SMALL, "ffn_hidden_size": 96, "activation": "relu", "new_decoder_architecture": True, **changes}
+    return _seeded(transformers.FalconForCausalLM, transformers.FalconConfig(**{"num_kv_heads": 2, **options}))
+
+
+def phi3(**changes: Any) -> Any:
+    """Gate and up projection are one product, as are Q, K and V."""
+    import transformers
+
+    options: dict[str, Any] = {
+        **SMALL,
+        "intermediate_size": 96,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    options |= {"hidden_act": "relu", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changes}
+    return _seeded(transformers.Phi3ForCausalLM, transformers.Phi3Config(**options))
+
+
+def mixtral(**changes: Any) -> Any:
+    """A mixture of two experts."""
+    import transformers
+
+    options: dict[str, Any] = {
+        **SMALL,
+        "intermediate_size": 96,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    options |= {"hidden_act": "relu", "num_local_experts": 2, **changes}
+    return _seeded(transformers.MixtralForCausalLM, transformers.MixtralConfig(**options))
+
+
 def rwkv(**changes: Any) -> Any:
     """Squared ReLU without a gate; the result is multiplied with a sigmoid outside of the block."""
     import transformers

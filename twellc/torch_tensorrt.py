@@ -13,13 +13,11 @@ An engine with the plugins needs them where it is loaded, too: call `register` t
 from __future__ import annotations
 
 import ctypes
-import importlib
 import logging
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from twellc.base.errors import UserError
+from twellc.base.modules import Extra
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -27,8 +25,7 @@ if TYPE_CHECKING:
 
     from twellc.plugins.block import BlockOptions, Operands
 
-# Releases of Torch-TensorRT in which a draft of these converters ran, by their first two numbers.
-TESTED = ((2, 11),)
+TORCH_TENSORRT = Extra("twellc.torch_tensorrt", "torch_tensorrt", "Torch-TensorRT", "torch-tensorrt", tested=((2, 11),))
 _LOG = logging.getLogger("twellc")
 
 
@@ -41,7 +38,8 @@ def register() -> None:
     Raises:
         UserError: Torch-TensorRT is not installed, or its TensorRT does not take the plugins.
     """
-    converters = _converters()
+    converters = TORCH_TENSORRT.load("dynamo.conversion._ConverterRegistry")
+    TORCH_TENSORRT.warn_of_untried(_LOG)
     import tensorrt
 
     from twellc.plugins.ops import GATED_MLP, MLP
@@ -52,27 +50,6 @@ def register() -> None:
         known = converters.DYNAMO_ATEN_CONVERTERS.get(op, ())
         if not any(each.converter_implementation is convert for each in known):
             converters.dynamo_tensorrt_converter(op, capability_validator=takes, supports_dynamic_shapes=True)(convert)
-
-
-def _converters() -> Any:
-    """Import Torch-TensorRT and return the module of its converters.
-
-    Raises:
-        UserError: It is not installed, or cannot be imported.
-    """
-    fix = "Install it: pip install 'twellc[torch-tensorrt]'."
-    try:
-        package = importlib.import_module("torch_tensorrt")
-        converters = importlib.import_module("torch_tensorrt.dynamo.conversion._ConverterRegistry")
-    except ModuleNotFoundError as error:
-        raise UserError("twellc.torch_tensorrt", f"the module {error.name} is not installed", fix=fix) from error
-    except (ImportError, OSError, RuntimeError) as error:
-        raise UserError("twellc.torch_tensorrt", f"Torch-TensorRT cannot be imported ({error})", fix=fix) from error
-    version = str(package.__version__)
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) not in TESTED:
-        tested = ", ".join(f"{major}.{minor}" for major, minor in TESTED)
-        _LOG.warning("Torch-TensorRT %s was not tried with twellc; tried: %s", version, tested)
-    return converters
 
 
 def takes(node: Node, _settings: object = None) -> bool:

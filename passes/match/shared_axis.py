@@ -3,21 +3,21 @@
     x ─ linear(W [heads * width, d_model]) ─ view ─ transpose ─ attention ─ … ─ linear(W [d_model, heads * width]) ─ y
         a start: rows of W are shared            [batch, heads, tokens, width]       an end: columns of W are shared
 
-Heads of attention or neurons of a feed-forward block are the units of the axis. Each rank has as many, one after
-the other: rank r of R has the places r / R to (r + 1) / R of the axis, at the start, wherever it goes and at the end.
-What an end computes is a part of a sum; the sum over the ranks is y.
+The axis is of heads of attention, or of neurons of a feed-forward block. Rank r of R has the places r / R to
+(r + 1) / R of it, at the start, wherever it goes and at the end. What an end computes is a part of a sum; the sum over
+the ranks is y.
 
-The operations between may do anything along other axes: views that keep units together, transpositions, what works
-element by element, normalisations, attention. What they read besides and has the axis whole, such as a bias for each
-head, is cut. Refused, with a reason, is what mixes units, such as a norm over all heads, or an axis that goes elsewhere
-than into a product with a constant weight.
+The operations between may do anything along other axes: views that keep a rank's part together, transpositions, what
+works element by element, normalisations, attention. What they read besides and has the axis whole, such as a bias for
+each head, is cut. Refused, with a reason, is what mixes the parts, such as a norm over all heads, or an axis that goes
+elsewhere than into a product with a constant weight.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from twellc.passes.match.linear import (
     permutation,
     same_sizes,
     source_with_sizes,
+    width,
 )
 
 aten = torch.ops.aten
@@ -68,14 +69,6 @@ WHOLE = Part()
 
 
 @dataclass(frozen=True)
-class SharedAxis:
-    """An axis of a tensor that consists of so many units, or of so many times as many elements."""
-
-    axis: int
-    units: int
-
-
-@dataclass(frozen=True)
 class Cut:
     """An operand of a node that has the shared axis whole: of which axis of it a rank needs a part."""
 
@@ -89,33 +82,37 @@ class Region:
     """What lies between the starts and the ends of a shared axis.
 
     Attributes:
+        ranks: How many share it.
         starts: The products that make it.
-        axes: Where it is, in the result of each start and of each node behind it.
+        axes: Which axis it is, of the result of each start and of each node behind it.
         cuts: What has it whole, besides.
         ends: The products that sum over it.
     """
 
-    starts: list[Linear]
-    axes: dict[Node, SharedAxis] = field(default_factory=dict)
+    ranks: int
+    starts: list[Linear] = field(default_factory=list)
+    axes: dict[Node, int] = field(default_factory=dict)
     cuts: list[Cut] = field(default_factory=list)
     ends: list[Linear] = field(default_factory=list)
 
 
-def follow(graph: Graph, reader: LinearReader, starts: Mapping[Node, int]) -> Region:
+def follow(graph: Graph, reader: LinearReader, starts: Collection[Node], ranks: int) -> Region:
     """Follow the axis of features of some products.
 
     Args:
         graph: The graph.
         reader: Reads its products.
-        starts: How many units each of them makes, by node.
+        starts: The products.
+        ranks: How many share it.
 
     Raises:
         NotSharedError: It cannot be shared.
     """
-    region = Region([_start(reader, node) for node in starts])
+    region = Region(ranks)
     for node in graph.nodes:
         if node in starts:
-            region.axes[node] = SharedAxis(_rank(node) - 1, starts[node])
+            region.starts.append(_start(reader, node, ranks))
+            region.axes[node] = _rank(node) - 1
         elif any(operand in region.axes for operand in node.all_input_nodes):
             end = _end(reader, node, region)
             if end is not None:
@@ -129,9 +126,11 @@ def follow(graph: Graph, reader: LinearReader, starts: Mapping[Node, int]) -> Re
     return region
 
 
-def _start(reader: LinearReader, node: Node) -> Linear:
+def _start(reader: LinearReader, node: Node, ranks: int) -> Linear:
     linear = reader.linear(node)
     assert linear is not None
+    if width(node) % ranks:
+        raise NotSharedError(f"the {width(node)} features of the product {node.name} are not a multiple of {ranks}")
     x = source_with_sizes(linear.x, (*node.meta["val"].shape[:-1], linear.x.meta["val"].shape[-1]))
     if x is None:
         raise NotSharedError(f"the product {node.name} changes the leading dimensions")
@@ -142,7 +141,7 @@ def _end(reader: LinearReader, node: Node, region: Region) -> Linear | None:
     """Read a node as a product that sums over the axis."""
     linear = reader.linear(node)
     shared = None if linear is None else region.axes.get(linear.x)
-    if linear is None or shared is None or shared.axis != _rank(linear.x) - 1:
+    if linear is None or shared != _rank(linear.x) - 1:
         return None
     if linear.weight.rows is not None:
         raise NotSharedError(f"the product {node.name} is a part of a larger one")
@@ -162,11 +161,11 @@ class _Step:
     def __init__(self, node: Node, region: Region) -> None:
         self._node, self._region, self._op = node, region, packet(node)
 
-    def result(self) -> SharedAxis | None:
-        """Return where the axis is in the result; None where that has not got it.
+    def result(self) -> int | None:
+        """Return which axis of the result it is; None where that has not got it.
 
         Raises:
-            NotSharedError: The operation is not one that keeps its units apart.
+            NotSharedError: The operation is not one that keeps the parts of ranks apart.
         """
         node, op = self._node, self._op
         if node.op == "output":
@@ -181,15 +180,17 @@ class _Step:
         if op in _VIEWS:
             return self._viewed(first, shared)
         if op is aten.unsqueeze:
-            return SharedAxis(shared.axis + (arguments(node)[1] % _rank(node) <= shared.axis), shared.units)
+            return shared + int(arguments(node)[1] % _rank(node) <= shared)
         if op in PERMUTATIONS:
-            return SharedAxis(permutation(node).index(shared.axis), shared.units)
+            return permutation(node).index(shared)
         if op is aten.expand:
             return self._expanded(first, shared)
-        if op is aten.cat:
+        if op in (aten.cat, aten.stack):
             return self._joined(shared)
         if op in _PARTS or op in (aten.select, aten.unbind):
             return self._part(first, shared)
+        if op is aten.index:
+            return self._indexed(first, shared)
         if op in _ALONG_ONE or op in _OVER_SEVERAL or op in _OVER_LAST:
             return self._reduced(first, shared)
         if op in _PRODUCTS:
@@ -200,57 +201,70 @@ class _Step:
             return self._element_by_element()
         raise NotSharedError(f"{op} stands between its projections")
 
-    def _keep_away(self, shared: SharedAxis, dims: Sequence[int], rank: int) -> None:
+    def _keep_away(self, shared: int, dims: Sequence[int], rank: int) -> None:
         """Fail if the operation works along the shared axis."""
-        if shared.axis in {dim % rank for dim in dims}:
+        if shared in {dim % rank for dim in dims}:
             raise NotSharedError(f"{self._op} works across what ranks would share")
 
-    def _check_size(self, axis: int, units: int) -> SharedAxis:
-        """Return an axis of the result, if it consists of whole units, and its size is not computed."""
-        size = self._node.meta["val"].shape[axis]
-        if not isinstance(size, int) or size % units:
-            raise NotSharedError(f"{self._op} takes its units apart")
+    def _check_size(self, axis: int) -> int:
+        """Return an axis of the result, if ranks can have equal parts of it, and its size is not computed."""
+        if not self._divides(self._node.meta["val"].shape[axis]):
+            raise NotSharedError(f"{self._op} mixes the parts of ranks")
         if self._op in SIZED:
             sizes: Any = arguments(self._node)[1]
             if not isinstance(sizes, list | tuple) or isinstance(sizes[axis], Node):  # of another type, or computed
-                raise NotSharedError(f"{self._op} takes its units apart, or computes their number")
-        return SharedAxis(axis, units)
+                raise NotSharedError(f"{self._op} mixes the parts of ranks, or computes their size")
+        return axis
 
-    def _viewed(self, source: Node, shared: SharedAxis) -> SharedAxis:
+    def _divides(self, size: int | torch.SymInt) -> bool:
+        return isinstance(size, int) and size % self._region.ranks == 0
+
+    def _viewed(self, source: Node, shared: int) -> int:
         before, after = source.meta["val"].shape, self._node.meta["val"].shape
         # Behind the same dimensions there are the same elements: a part of the first dimension is one of them.
-        axis, units = shared.axis, shared.units
-        same = len(after) > axis and same_sizes(before[:axis], after[:axis])
-        if same and isinstance(after[axis], int) and after[axis] % units == 0:
-            return self._check_size(axis, units)
-        inner = _product_of(before[axis:])
+        same = len(after) > shared and same_sizes(before[:shared], after[:shared])
+        if same and self._divides(after[shared]):
+            return self._check_size(shared)
+        inner = _product_of(before[shared:])
         for place in range(len(after) if inner is not None else 0):
-            if _product_of(after[place:]) == inner and after[place] % units == 0:
-                return self._check_size(place, units)
-        raise NotSharedError(f"{self._op} takes its units apart")
+            if _product_of(after[place:]) == inner and self._divides(after[place]):
+                return self._check_size(place)
+        raise NotSharedError(f"{self._op} mixes the parts of ranks")
 
-    def _expanded(self, source: Node, shared: SharedAxis) -> SharedAxis:
-        return self._check_size(shared.axis + _rank(self._node) - _rank(source), shared.units)
+    def _expanded(self, source: Node, shared: int) -> int:
+        return self._check_size(shared + _rank(self._node) - _rank(source))
 
-    def _joined(self, shared: SharedAxis) -> SharedAxis:
+    def _joined(self, shared: int) -> int:
         tensors, *given = arguments(self._node)
         dim: Any = given[0] if given else self._node.kwargs.get("dim", 0)
-        self._keep_away(shared, [dim], _rank(self._node))
+        axis = shared
+        if self._op is aten.stack:
+            axis += dim % _rank(self._node) <= shared
+        else:
+            self._keep_away(shared, [dim], _rank(self._node))
         for operand in tensors:
             if operand in self._region.axes:
-                self._same_axis(operand, shared.axis, shared.units)
-            self._cut(operand, shared.axis)
-        return shared
+                self._same_axis(operand, shared)
+            self._cut(operand, shared, axis)
+        return axis
 
-    def _part(self, source: Node, shared: SharedAxis) -> SharedAxis:
+    def _part(self, source: Node, shared: int) -> int:
         given: tuple[Any, ...] = arguments(self._node)
         place = 2 if self._op not in (aten.slice, aten.select, aten.unbind) else 1
         dim: Any = given[place] if len(given) > place else self._node.kwargs.get("dim", 0)
         self._keep_away(shared, [dim], _rank(source))
-        drops = self._op in (aten.select, aten.unbind) and dim % _rank(source) < shared.axis
-        return SharedAxis(shared.axis - drops, shared.units)
+        drops = self._op in (aten.select, aten.unbind) and dim % _rank(source) < shared
+        return shared - drops
 
-    def _reduced(self, source: Node, shared: SharedAxis) -> SharedAxis:
+    def _indexed(self, source: Node, shared: int) -> int:
+        """Return the axis of some places along one other axis."""
+        dims = [dim for dim, index in enumerate(arguments(self._node)[1]) if index is not None]
+        if source is not arguments(self._node)[0] or len(dims) > 1 or _rank(self._node) != _rank(source):
+            raise NotSharedError(f"{self._op} takes more than places along one axis")
+        self._keep_away(shared, dims, _rank(source))
+        return shared
+
+    def _reduced(self, source: Node, shared: int) -> int:
         given: tuple[Any, ...] = arguments(self._node)
         rank = _rank(source)
         if len(given) < 2 or given[1] is None:
@@ -260,61 +274,60 @@ class _Step:
         else:
             dims = [given[1]] if isinstance(given[1], int) else [*given[1]]
         self._keep_away(shared, dims, rank)
-        gone = 0 if _rank(self._node) == rank else sum(dim % rank < shared.axis for dim in dims)
-        return SharedAxis(shared.axis - gone, shared.units)
+        gone = 0 if _rank(self._node) == rank else sum(dim % rank < shared for dim in dims)
+        return shared - gone
 
-    def _product(self, shared: SharedAxis) -> SharedAxis:
+    def _product(self, shared: int) -> int:
         """Return the axis of a product of two tensors, which is one of its leading dimensions."""
         for operand in self._node.all_input_nodes:
             if _rank(operand) != _rank(self._node):
                 raise NotSharedError(f"{self._op} reads tensors of different numbers of dimensions")
         self._keep_away(shared, [-1, -2], _rank(self._node))
         for operand in self._node.all_input_nodes:
-            self._same_axis(operand, shared.axis, None)
-        return self._check_size(shared.axis, shared.units)
+            self._same_axis(operand, shared)
+        return self._check_size(shared)
 
-    def _attention(self) -> SharedAxis:
+    def _attention(self) -> int:
         query, key, value, *rest = arguments(self._node)
-        axes = [self._region.axes.get(each) for each in (query, key, value)]
-        if any(axis is None or axis.axis != 1 for axis in axes):
+        if any(self._region.axes.get(each) != 1 for each in (query, key, value)):
             raise NotSharedError("not all of its queries, keys and values have the heads that ranks would share")
         mask = rest[0] if rest else self._node.kwargs.get("attn_mask")
-        assert axes[0] is not None
         if isinstance(mask, Node) and mask in self._region.axes:
             raise NotSharedError("its mask is computed from its heads")
         if isinstance(mask, Node):
-            self._cut(mask, 1)
-        return axes[0]
+            self._cut(mask, 1 - _rank(self._node) + _rank(mask), 1)
+        return 1
 
-    def _element_by_element(self) -> SharedAxis:
-        rank = _rank(self._node)
+    def _element_by_element(self) -> int:
         operands = [each for each in self._node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
-        found = {
-            (shared.axis + rank - _rank(each), shared.units)
-            for each in operands
-            if (shared := self._region.axes.get(each)) is not None
-        }
+        missing = {each: _rank(self._node) - _rank(each) for each in operands}
+        found = {self._region.axes[each] + missing[each] for each in operands if each in self._region.axes}
         if len(found) > 1:
             raise NotSharedError(f"{self._op} joins what is shared in different ways")
-        ((axis, units),) = found
+        (axis,) = found
         for operand in operands:
-            self._cut(operand, axis)
-        return self._check_size(axis, units)
+            self._cut(operand, axis - missing[operand], axis)
+        return self._check_size(axis)
 
-    def _cut(self, operand: Node, axis: int) -> None:
-        """Note that a rank needs a part of an operand that has the axis whole; `axis` counts in the result."""
+    def _cut(self, operand: Node, place: int, axis: int) -> None:
+        """Note that a rank needs a part of an operand that has the axis whole, as its dimension `place`.
+
+        Args:
+            operand: The operand; nothing is noted of one that ranks share.
+            place: The dimension; it may be below 0, or of size 1: then all ranks read the same.
+            axis: Which dimension of the result it is.
+        """
         if operand in self._region.axes:
             return
-        place = axis - (_rank(self._node) - _rank(operand))
-        if place < 0 or same_sizes(operand.meta["val"].shape[place : place + 1], [1]):
-            return  # one for all units
-        if not same_sizes(operand.meta["val"].shape[place : place + 1], self._node.meta["val"].shape[axis : axis + 1]):
+        size = operand.meta["val"].shape[max(place, 0) : place + 1]
+        if not size or same_sizes(size, [1]):
+            return
+        if not same_sizes(size, self._node.meta["val"].shape[axis : axis + 1]):
             raise NotSharedError(f"{self._op} reads a tensor whose size is not known")
         self._region.cuts.append(Cut(self._node, operand, place))
 
-    def _same_axis(self, operand: Node, axis: int, units: int | None) -> None:
-        shared = self._region.axes.get(operand)
-        if shared is None or shared.axis != axis or units not in (None, shared.units):
+    def _same_axis(self, operand: Node, axis: int) -> None:
+        if self._region.axes.get(operand) != axis:
             raise NotSharedError(f"{self._op} joins what is shared with what is not")
 
 

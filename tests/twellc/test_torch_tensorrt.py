@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import twellc
 import twellc.torch_tensorrt
 from tests.models import Gated, Plain, export
+from twellc.plugins.block import BlockOptions
 from twellc.plugins.ops import GATED_MLP, MLP
 
 rtx = pytest.importorskip("tensorrt_rtx_bindings", reason="TensorRT-RTX is not installed")
@@ -122,6 +123,34 @@ def test_each_call_becomes_a_layer(
     assert plugin is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [
+    BlockOptions(activation="relu"), BlockOptions(activation="relu2", compression=2),
+    BlockOptions(activation="fatrelu", threshold=0.25), BlockOptions(activation="drelu", hot=16, compression=4),
+], ids=lambda options: options.activation)  # fmt: skip
+def test_the_plugin_gets_every_option(
+    converters: dict[Any, list[Support]], monkeypatch: pytest.MonkeyPatch, options: BlockOptions, dtype: torch.dtype
+) -> None:
+    twellc.torch_tensorrt.register()
+    fields: dict[str, Any] = {}
+
+    class Kept(rtx.PluginField):  # type: ignore[misc, name-defined]
+        def __init__(self, name: str, data: Any, kind: Any) -> None:
+            super().__init__(name, data, kind)
+            fields[name] = data.tobytes().decode() if kind == rtx.PluginFieldType.CHAR else data.item()
+
+    monkeypatch.setattr(rtx, "PluginField", Kept)
+    (node,) = twell_calls(
+        rewritten(Gated(biases="d", d_model=64, d_ff=320, d_out=64).to(dtype), torch.randn(4, 64, dtype=dtype))
+    )
+    node.args = (*node.args[: -len(options.arguments())], *options.arguments())
+    assert converters[GATED_MLP][0].capability_validator(node, None)
+    convert = converters[GATED_MLP][0].converter_implementation
+    convert(SimpleNamespace(net=Network()), node.target, node.args, node.kwargs, "block")
+    flags = {"gate_bias": 0, "up_bias": 0, "down_bias": 1, "residual": 0}
+    assert fields == {**options.named(), **flags}
+
+
 def test_what_the_plugins_do_not_take_is_left_to_torch(
     converters: dict[Any, list[Support]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,6 +177,25 @@ def test_an_untried_release_is_named(
     with caplog.at_level(logging.WARNING, "twellc"):
         twellc.torch_tensorrt.register()
     assert "Torch-TensorRT 2.99.1+cu130 was not tried with twellc; tried: 2.11" in caplog.text
+
+
+def test_a_release_that_fits_no_other_package(
+    converters: dict[Any, list[Support]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With TensorRT 10.6 its import ends with this."""
+
+    class Broken:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "torch_tensorrt.dynamo.conversion._ConverterRegistry":
+                raise AttributeError("module 'tensorrt' has no attribute 'TilingOptimizationLevel'")
+
+    monkeypatch.delitem(sys.modules, "torch_tensorrt.dynamo.conversion._ConverterRegistry")
+    monkeypatch.setattr(sys.modules["torch_tensorrt.dynamo.conversion"], "__path__", [], raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(
+        twellc.UserError, match=r"Torch-TensorRT cannot be imported \(module 'tensorrt' has no attribute"
+    ):
+        twellc.torch_tensorrt.register()
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

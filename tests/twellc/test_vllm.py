@@ -71,7 +71,7 @@ def test_an_untried_release_is_named(
 ) -> None:
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.99.1+cu130")
     twellc.vllm.register()
-    tried = ", ".join(f"{major}.{minor}" for major, minor in twellc.vllm.TESTED)
+    tried = ", ".join(f"{major}.{minor}" for major, minor in twellc.vllm.VLLM.tested)
     assert caplog.messages == [f"vLLM 0.99.1+cu130 was not tried with twellc; tried: {tried}"]
     assert caplog.records[0].levelno == logging.WARNING
 

@@ -26,10 +26,12 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "arcee": (models.arcee, {"hidden_size": 128}),
     "nemotron": (models.nemotron, {"hidden_size": 128, "head_dim": 32}),
     "nemotron of 99 neurons": (models.nemotron, {"hidden_size": 128, "head_dim": 32, "intermediate_size": 99}),
+    "gpt-neox": (models.gpt_neox, {"hidden_size": 128, "intermediate_size": 400}),
+    "phi3": (models.phi3, {"hidden_size": 128, "intermediate_size": 336}),
     "opt": (models.opt, {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 320}),
 }
 SPARSELM = ["sparselm", "sparselm with bare weights"]
-GATED = {"llama", "llama with biases", *SPARSELM}
+GATED = {"llama", "llama with biases", "phi3", *SPARSELM}
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +182,12 @@ def test_quantised_layers_stay_as_they_are(made: Any, ask: Ask, tmp_path: Path) 
     assert answer.calls == {"twell::gated_mlp": TOKENS}
     assert "1 of 2 feed-forward blocks stay dense (layers.0.mlp): its layers are quantised" in answer.log
     assert "1 of 2 feed-forward blocks are run by twellc" in answer.log
+
+
+def test_a_mixture_of_experts_is_refused(ask: Ask, tmp_path: Path) -> None:
+    model = models.save(models.mixtral(hidden_size=128), tmp_path / "mixtral")
+    with pytest.raises(RuntimeError, match="a mixture of experts has no blocks that twellc runs; got mixtral"):
+        ask(model, **TWELL)
 
 
 def test_switched_off(made: Any, ask: Ask) -> None:

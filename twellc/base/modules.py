@@ -1,9 +1,13 @@
-"""Import modules that the user names, such as those that register operators."""
+"""Import modules that the user names, such as those that register operators, and packages of twellc's extras."""
 
 from __future__ import annotations
 
 import importlib
+import logging
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import uninterrupted
@@ -25,3 +29,44 @@ def import_modules(names: Iterable[str]) -> None:
                 expected="the name of a module, such as torchvision",
                 fix="Name the folder that it stands in by PYTHONPATH." if isinstance(error, ImportError) else "",
             ) from error  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A package that an extra of twellc installs.
+
+    Attributes:
+        user: The module of twellc that needs it.
+        package: Its name in Python.
+        title: Its name.
+        extra: The extra.
+        tested: The releases in which that module ran, by their first two numbers.
+    """
+
+    user: str
+    package: str
+    title: str
+    extra: str
+    tested: tuple[tuple[int, int], ...]
+
+    def load(self, module: str) -> Any:
+        """Import a module of it.
+
+        Raises:
+            UserError: It is not installed, or cannot be imported.
+        """
+        try:
+            importlib.import_module(self.package)
+            return importlib.import_module(f"{self.package}.{module}")
+        except Exception as error:  # beside a release of another package that it was not made for it raises anything
+            what = f"{self.title} cannot be imported ({first_line(error)})"
+            if isinstance(error, ModuleNotFoundError):
+                what = f"the module {error.name} is not installed"
+            raise UserError(self.user, what, fix=f"Install it: pip install 'twellc[{self.extra}]'.") from error
+
+    def warn_of_untried(self, log: logging.Logger) -> None:
+        """Warn if the release that is there is not among the tested ones."""
+        version = str(importlib.import_module(self.package).__version__)
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) not in self.tested:
+            tried = ", ".join(f"{major}.{minor}" for major, minor in self.tested)
+            log.warning("%s %s was not tried with twellc; tried: %s", self.title, version, tried)

@@ -116,5 +116,8 @@ def _print_manifest(manifest: Manifest, written: Path) -> None:
         result += f", {len(manifest.plan.plugin_layers)} plugin layers"
         result += f", in {len(plans)} plans, one a GPU" if len(plans) > 1 else ""
     else:
-        result = f"ONNX, {dtype}; no plan was built"
+        assert manifest.onnx.file is not None  # all that was made
+        written = written.with_name(manifest.onnx.file)  # of several ranks, the first one's
+        ranks = f", in {len(manifest.ranks)} graphs, one a GPU" if manifest.ranks else ""
+        result = f"ONNX, {dtype}{ranks}; no plan was built"
     open_console().print(f"{written}: {result}", soft_wrap=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import vllm.envs
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -17,13 +19,13 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.platforms import current_platform
 
 from twellc.base.dtypes import dtype_name
-from twellc.base.errors import first_few
+from twellc.base.errors import UserError, first_few
 from twellc.base.version import __version__
 from twellc.loaders import sparselm
 from twellc.passes.decide import decide, options_of
 from twellc.plugins import library
 from twellc.plugins.block import BlockOptions, problem_of
-from twellc.vllm import LOG, blocks
+from twellc.vllm import ARCHITECTURE, LOG, blocks
 from twellc.vllm.sparselm import register_model
 
 # Of the GPU's compute capability, that the kernels need.
@@ -39,7 +41,16 @@ class TwellForCausalLM(TransformersForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         register_model()
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        config = vllm_config.model_config.hf_config
+        if vllm_config.model_config.is_moe:
+            raise UserError(
+                ARCHITECTURE, "a mixture of experts has no blocks that twellc runs", got=config.model_type,
+                fix="Serve it without --hf-overrides.",
+            )  # fmt: skip
+        # By transformers' own name vLLM finds how checkpoints name their weights.
+        own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        with _changed(config, architectures=[own] if own else config.architectures):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def recursive_replace(self) -> None:
         """Put the ops in their places, before vLLM replaces all other layers."""
@@ -59,6 +70,19 @@ class TwellForCausalLM(TransformersForCausalLM):
             weights = sparselm.as_linears(weights, self.config.hidden_size, self.config.intermediate_size)
         loaded: set[str] = super().load_weights(weights)
         return loaded
+
+
+@contextmanager
+def _changed(config: Any, **values: Any) -> Iterator[None]:
+    """Let some of a configuration's values be others meanwhile."""
+    before = {name: getattr(config, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 def _replace_blocks(model: torch.nn.Module, found: list[blocks.Found], config: VllmConfig) -> None:

@@ -66,8 +66,11 @@ def test_nothing_is_overwritten_unasked(cli: Cli, llama: Path, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["m.rank1.onnx"]
 
 
-def test_graphs_alone(llama: Path, tmp_path: Path) -> None:
-    made = twellc.compile(llama, backend="none", onnx=tmp_path / "m.onnx", tensor_parallel=2)
+def test_graphs_alone(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    done = cli("compile", llama, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--tensor-parallel", 2)
+    assert done.exit_code == 0, done.output
+    assert f"{tmp_path}/m.rank0.onnx: ONNX, bf16, in 2 graphs, one a GPU; no plan was built" in done.stdout
+    made = twellc.compile(llama, backend="none", onnx=tmp_path / "m.onnx", tensor_parallel=2, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.rank0.onnx", "m.rank1.onnx"]
     assert made.ranks is not None and [each.onnx.file for each in made.ranks] == ["m.rank0.onnx", "m.rank1.onnx"]
     assert made.plan is None and made.warnings == []
@@ -145,6 +148,10 @@ def test_calibrated_ranks_have_equal_activity(llama: Path, tmp_path: Path) -> No
         (
             {"tensor_parallel": 4},
             "has 4 heads of queries and 2 of keys and values; expected a number that divides both",
+        ),
+        (
+            {"tensor_parallel": 1000},
+            "the block model.layers.0.mlp has 320 neurons; expected one for each rank at least",
         ),
         ({"tensor_parallel": 0}, "--tensor-parallel: is not a count; got 0; expected an integer from 1 on."),
         ({"tensor_parallel": True}, "--tensor-parallel: is not a count; got True"),
