@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from twellc.benchmarking.result import BenchResult
     from twellc.checks.checking import CheckResult
     from twellc.compiling.manifest import Manifest
+    from twellc.eager.optimization import optimize, optimized_blocks, restore
     from twellc.firing.profile import FiringProfile
     from twellc.generation.llm import LLM
     from twellc.generation.sampling import CompletionOutput, GenerationStats, RequestOutput, SamplingParams
     from twellc.inspection.description import Inspection
-    from twellc.optimization import optimize, optimized_blocks, restore
     from twellc.options.commands import BenchOptions, CheckOptions, CompileOptions, InspectOptions, ProfileOptions
     from twellc.passes.block_profile import BlockProfile
     from twellc.passes.pipeline import Rewritten

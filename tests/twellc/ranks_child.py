@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, distributed
 
 import twellc
-from tests.twellc.test_optimize import ops_of, tokens
+from tests.twellc.eager.test_optimize import ops_of, tokens
 
 LENGTHS = (5, 9)
 

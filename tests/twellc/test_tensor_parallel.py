@@ -15,8 +15,8 @@ from tests.conftest import ROOT
 from tests.processes import environment
 from tests.runtimes import install
 from tests.tolerance import assert_as_accurate
+from tests.twellc.eager.test_optimize import tokens
 from tests.twellc.ranks_child import LENGTHS
-from tests.twellc.test_optimize import tokens
 
 pytestmark = pytest.mark.slow
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from twellc.base.errors import UserError
+from twellc.eager.optimization import optimize, optimized_blocks
 from twellc.generation.rows import RowCache, row_attention
 from twellc.loaders.huggingface import (
     TRIED_PLACES,
@@ -23,7 +24,6 @@ from twellc.loaders.huggingface import (
     refuse_other_logits,
 )
 from twellc.loaders.nothing_fetched import nothing_fetched
-from twellc.optimization import optimize, optimized_blocks
 from twellc.plugins.cache_op import attends_by_cudnn
 
 # A cache grows by so many places, so that calls of about one size share it.

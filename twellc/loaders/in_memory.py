@@ -16,12 +16,12 @@ from torch.utils import _pytree as pytree
 
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError, first_line
+from twellc.eager.optimization import optimized_blocks
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.precision import choose_dtype
 from twellc.loaders.tracing import paths_of, trace
-from twellc.optimization import optimized_blocks
 from twellc.options.source import TracingOptions
 from twellc.passes.graph.device import Moved, devices_of, on_device
 from twellc.passes.graph.program import editable, quiet_torch

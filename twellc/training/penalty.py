@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from twellc.base.errors import UserError
-from twellc.optimization import TrainedBlock, blocks_in_training
+from twellc.eager.optimization import TrainedBlock, blocks_in_training
 
 _FIX = "Call twellc.optimize(model, training=True) first; twellc.training.sparsify makes ReLU blocks."
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 
 from twellc.base.errors import UserError, first_few
-from twellc.module_blocks import is_block
-from twellc.training_block import BlendedActivation
+from twellc.eager.module_blocks import is_block
+from twellc.eager.training_block import BlendedActivation
 
 # GELU in its approximations, QuickGELU too, is as near as that.
 _NEAR = 0.025

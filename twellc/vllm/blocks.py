@@ -24,7 +24,7 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
-from twellc.module_blocks import Operand, between, find_modules, find_written_out, functions_of, operands_of
+from twellc.eager.module_blocks import Operand, between, find_modules, find_written_out, functions_of, operands_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import step, strip
 from twellc.plugins.block import BlockOptions, WeightOperands

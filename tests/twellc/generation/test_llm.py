@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import twellc
 from tests import models
 from tests.models import VOCABULARY
-from tests.twellc.test_optimize import Ops
+from tests.twellc.eager.test_optimize import Ops
 from twellc import LLM, SamplingParams, UserError
 from twellc.generation.rows import RowCache, row_attention
 

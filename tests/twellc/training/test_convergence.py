@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import twellc
-from twellc.optimization import blocks_in_training
+from twellc.eager.optimization import blocks_in_training
 from twellc.training import L1Penalty, take_counts
 
 

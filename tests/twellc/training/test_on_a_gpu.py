@@ -14,8 +14,8 @@ import twellc
 from tests import models
 from tests.models import Gated
 from tests.tolerance import assert_as_accurate
-from tests.twellc.test_optimize import Ops
-from twellc.optimization import blocks_in_training
+from tests.twellc.eager.test_optimize import Ops
+from twellc.eager.optimization import blocks_in_training
 from twellc.training import L1Penalty, reinitialise_dead, take_counts
 
 pytestmark = pytest.mark.gpu

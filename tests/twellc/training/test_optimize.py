@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import twellc
 from tests import models
 from tests.models import Gated, Plain, Written
-from tests.twellc.test_optimize import HUGGING_FACE, Ops, packed, tokens
+from tests.twellc.eager.test_optimize import HUGGING_FACE, Ops, packed, tokens
 from twellc.base.errors import UserError
-from twellc.optimization import blocks_in_training
+from twellc.eager.optimization import blocks_in_training
 from twellc.training import L1Penalty, take_counts
 
 

@@ -15,14 +15,14 @@ from torch.nn import functional
 import twellc
 from tests import models
 from tests.models import Gated, Plain, Written
-from tests.twellc.test_optimize import neox, packed, tokens
+from tests.twellc.eager.test_optimize import neox, packed, tokens
 from twellc.base.errors import UserError
+from twellc.eager.optimization import blocks_in_training
+from twellc.eager.training_block import BlendedActivation
 from twellc.firing.profile import FiringProfile
-from twellc.optimization import blocks_in_training
 from twellc.training import Blend, FiringWindow, L1Penalty, TrainingLog, reinitialise_dead, sparsify, take_counts
 from twellc.training.counts import Fired
 from twellc.training.log import LoggedBlock, LoggedRun, LoggedStep, LogWriter
-from twellc.training_block import BlendedActivation
 
 
 def gemma(**changes: Any) -> Any:

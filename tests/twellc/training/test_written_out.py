@@ -11,11 +11,11 @@ from torch import Tensor
 
 import twellc
 from tests import models
-from tests.twellc.test_optimize import Ops, tokens
-from tests.twellc.test_written_out import FAMILIES
+from tests.twellc.eager.test_optimize import Ops, tokens
+from tests.twellc.eager.test_written_out import FAMILIES
 from tests.twellc.training.test_optimize import assert_same_gradients, gradients, steps
 from twellc.base.errors import UserError
-from twellc.optimization import blocks_in_training
+from twellc.eager.optimization import blocks_in_training
 from twellc.training import L1Penalty, take_counts
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from twellc.module_blocks import between
+from twellc.eager.module_blocks import between
 from twellc.passes.match.activations import packet
 from twellc.passes.match.find_ffn import FfnBlock
 

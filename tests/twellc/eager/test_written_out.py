@@ -19,7 +19,7 @@ import twellc
 from tests import models
 from tests.models import D_FF, D_MODEL, Written, scale_weights
 from tests.tolerance import assert_as_accurate
-from tests.twellc.test_optimize import ops_of, tokens
+from tests.twellc.eager.test_optimize import ops_of, tokens
 
 WIDTHS = {
     "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,

@@ -34,8 +34,18 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twellc.base.errors import UserError, first_few
-from twellc.hidden import Hidden, real, refusal_of
-from twellc.module_blocks import Operand, Taken, find_modules, find_written_out, functions_of, has_hooks, operands_of
+from twellc.eager.hidden import Hidden, real, refusal_of
+from twellc.eager.module_blocks import (
+    Operand,
+    Taken,
+    find_modules,
+    find_written_out,
+    functions_of,
+    has_hooks,
+    operands_of,
+)
+from twellc.eager.sharded import is_sharded, local_of, sum_over_ranks
+from twellc.eager.training_block import BlockInTraining, blended_of
 from twellc.passes.decide import KERNEL_DTYPES, decide, options_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.report import Layer
@@ -43,8 +53,6 @@ from twellc.plugins.block import DEFAULT_COMPRESSION, BlockOptions, WeightOperan
 from twellc.plugins.gradients.transforms import is_forward_mode, is_transformed
 from twellc.plugins.library import COMPRESSIONS
 from twellc.plugins.ops import run_block
-from twellc.sharded import is_sharded, local_of, sum_over_ranks
-from twellc.training_block import BlockInTraining, blended_of
 
 _LOG = logging.getLogger("twellc")
 _PARAMETRIZED = (

@@ -21,14 +21,14 @@ from torch.export import Dim, ShapesCollection
 from torch.fx import Node
 
 from twellc.base.errors import first_line
+from twellc.eager.sharded import local_twin
+from twellc.eager.training_block import as_relu
 from twellc.passes.graph.program import quiet_torch, user_inputs, written_tensors
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight, strip
 from twellc.passes.pipeline import Passed, PassOptions, Stage, run_until
 from twellc.passes.rewrite_ffn import weights_of
 from twellc.plugins.block import TensorField, WeightOperands
-from twellc.sharded import local_twin
-from twellc.training_block import as_relu
 
 _LOG = logging.getLogger("twellc")
 # Leading dimensions to trace with: sizes that differ, and from which torch.export keeps a dimension dynamic.

@@ -1,0 +1,1 @@
+"""`twellc.optimize`: blocks of an eager module, found by tracing its parts, run by the `twell` ops where they stand."""
