@@ -383,7 +383,7 @@ assert written(run_passes(low, PassOptions(torch.bfloat16, "all")).program)[1].o
 module = nn.Sequential(Block()).eval().requires_grad_(False)
 expected = module(x)
 twellc.optimize(module)
-assert len(twellc.optimized_blocks(module)) == 1 and module._twellc.options.spare == 0, "optimize"
+assert len(twellc.optimized_blocks(module)) == 1 and module._twellc[0].options.spare == 0, "optimize"
 torch.testing.assert_close(module(x), expected)
 assert problem_of(GATED, BlockOptions(activation="relu", spare=5), "bfloat16", tokens=1, d_model=8, d_ff=8,
                   d_out=8).spare == 5, "C API"
