@@ -71,7 +71,7 @@ _HOMES = {
     "generation.sampling": ("CompletionOutput", "GenerationStats", "RequestOutput", "SamplingParams"),
     "inspection.description": ("Inspection",),
     "compiling.manifest": ("Manifest",),
-    "optimization": ("optimize", "optimized_blocks", "restore"),
+    "eager.optimization": ("optimize", "optimized_blocks", "restore"),
     "passes.block_profile": ("BlockProfile",),
     "passes.pipeline": ("Rewritten",),
     "passes.report": ("Layer",),
