@@ -18,6 +18,7 @@ from twellc.generation.model import CausalModel
 from twellc.generation.sampling import SamplingParams
 
 pytestmark = pytest.mark.gpu
+LENGTHS = (30, 12, 1)
 DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.01}
 
 
@@ -35,6 +36,24 @@ def prompts(*lengths: int) -> dict[str, torch.Tensor]:
     width = max(lengths)
     seen = torch.tensor([[0] * (width - length) + [1] * length for length in lengths])
     return {"inputs": (torch.randint(3, 96, seen.shape) * seen).cuda(), "attention_mask": seen.cuda()}
+
+
+def assert_likeliest(tokens: torch.Tensor, plain: Any, model: Any) -> None:
+    """Check greedy answers to `prompts(*LENGTHS)`: each token is the likeliest in float64, as far as bfloat16 tells.
+
+    Args:
+        tokens: Prompts and answers.
+        plain: The model in bfloat16: how far it is off, without any cache.
+        model: The model; it becomes one in float64.
+    """
+    wide = model.double().cuda()
+    for row, length in enumerate(LENGTHS):
+        own = tokens[row : row + 1, max(LENGTHS) - length :].cuda()
+        with torch.no_grad():
+            truth = wide(own).logits[0, length - 1 : -1]
+            error = float((plain(own).logits[0, length - 1 : -1].double() - truth).abs().max())
+        chosen = truth.gather(1, own[0, length:, None])[:, 0]
+        assert float((truth.max(-1).values - chosen).max()) <= 4 * error
 
 
 @pytest.mark.parametrize("batch", [(9,), (7, 12, 1)])
@@ -117,17 +136,9 @@ def test_blocks_that_are_written_out(family: Callable[..., tuple[Path, Any]], co
     backend = load_directory(folder, "cuda", "bf16", compiled=compiled)
     assert "2 feed-forward blocks by the twell ops" in backend.name
     ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0))
-    given = prompts(30, 12, 1)
-    tokens = ours.generate(**given, max_new_tokens=24)
+    tokens = ours.generate(**prompts(*LENGTHS), max_new_tokens=24)
     assert ours.decoder.stats.graph
-    plain, wide = copy.deepcopy(model).bfloat16().cuda(), model.double().cuda()
-    for row, length in enumerate((30, 12, 1)):
-        own = tokens[row : row + 1, 30 - length :].cuda()
-        with torch.no_grad():
-            truth = wide(own).logits[0, length - 1 : -1]
-            error = float((plain(own).logits[0, length - 1 : -1].double() - truth).abs().max())
-        chosen = truth.gather(1, own[0, length:, None])[:, 0]
-        assert float((truth.max(-1).values - chosen).max()) <= 4 * error
+    assert_likeliest(tokens, copy.deepcopy(model).bfloat16().cuda(), model)
 
 
 @pytest.mark.parametrize("by_lengths", [False, True])
@@ -139,18 +150,7 @@ def test_attention_of_groups(family: Callable[..., tuple[Path, Any]], by_lengths
         pytest.skip("cuDNN is not at hand")
     backend.by_lengths = by_lengths
     ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0))
-    given = prompts(30, 12, 1)
-    tokens = ours.generate(**given, max_new_tokens=24)
-    wide = model.double().cuda()
-    plain = backend.model
-    for row, length in enumerate((30, 12, 1)):
-        own = tokens[row : row + 1, 30 - length :].cuda()
-        with torch.no_grad():
-            truth = wide(own).logits[0, length - 1 : -1]
-            # How far plain bfloat16 is off, without any cache.
-            error = float((plain(own).logits[0, length - 1 : -1].double() - truth).abs().max())
-        chosen = truth.gather(1, own[0, length:, None])[:, 0]
-        assert float((truth.max(-1).values - chosen).max()) <= 4 * error
+    assert_likeliest(ours.generate(**prompts(*LENGTHS), max_new_tokens=24), backend.model, model)
 
 
 def test_a_model_in_float32_runs_in_bfloat16(talker: Path) -> None:

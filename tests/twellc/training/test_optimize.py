@@ -38,6 +38,18 @@ def assert_same_gradients(found: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(one[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda text, at=name: f"{at}: {text}")
 
 
+def steps_under_autocast(model: Any, dense: Any) -> None:
+    """Run a forward and a backward of a model of two blocks, and of the same without the ops, in bfloat16."""
+    losses = []
+    for each in (model, dense):
+        with torch.autocast("cpu", dtype=torch.bfloat16), Ops() as ops:
+            loss = each(input_ids=tokens(), labels=tokens()).loss
+        losses.append(float(loss.detach()))
+        loss.backward()
+        assert ops.counts["train_forward"] == (2 if each is model else 0)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+
+
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_gradients_of_hugging_face_models(name: str) -> None:
     make, _, count = HUGGING_FACE[name]
@@ -271,14 +283,7 @@ def test_autocast() -> None:
     dense = models.llama().train()
     model = twellc.optimize(copy.deepcopy(dense), training=True)
     penalty = L1Penalty(model, 1e-3)
-    losses = []
-    for each in (model, dense):
-        with torch.autocast("cpu", dtype=torch.bfloat16), Ops() as ops:
-            loss = each(input_ids=tokens(), labels=tokens()).loss
-        losses.append(float(loss.detach()))
-        loss.backward()
-        assert ops.counts["train_forward"] == (2 if each is model else 0)
-    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+    steps_under_autocast(model, dense)
     assert penalty(0).dtype == torch.float32
     for name, gradient in gradients(dense).items():
         found = gradients(model)[name]

@@ -13,7 +13,7 @@ import twellc
 from tests import models
 from tests.twellc.eager.test_optimize import Ops, tokens
 from tests.twellc.eager.test_written_out import FAMILIES
-from tests.twellc.training.test_optimize import assert_same_gradients, gradients, steps
+from tests.twellc.training.test_optimize import assert_same_gradients, gradients, steps, steps_under_autocast
 from twellc.base.errors import UserError
 from twellc.eager.optimization import blocks_in_training
 from twellc.training import L1Penalty, take_counts
@@ -55,14 +55,7 @@ def test_penalty_counts_and_gradients(checkpointed: bool) -> None:
 
 def test_autocast() -> None:
     model, dense = pair()
-    losses = []
-    for each in (model, dense):
-        with torch.autocast("cpu", dtype=torch.bfloat16), Ops() as ops:
-            loss = each(input_ids=tokens(), labels=tokens()).loss
-        losses.append(float(loss.detach()))
-        loss.backward()
-        assert ops.counts["train_forward"] == (2 if each is model else 0)
-    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+    steps_under_autocast(model, dense)
     for name, gradient in gradients(dense).items():
         if name.endswith("k_proj.bias"):
             continue  # 0 but for rounding
