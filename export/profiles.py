@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 
 from twellc.base.errors import UserError
 from twellc.export.shapes import ShapeProfile, ShapeRange
-from twellc.passes.graph.program import user_inputs
+from twellc.passes.graph.program import largest_size, user_inputs
 
 _UNBOUNDED = 2048
 
@@ -224,8 +224,9 @@ def symbol_sizes(inputs: ModelInputs, profile: ShapeProfile) -> tuple[dict[str, 
 def _assume(inputs: ModelInputs, name: str, symbol: str, notes: list[str]) -> tuple[int, int, int]:
     low, high = inputs.bounds.get(symbol, (1, sympy.oo))
     low = max(low, 1)
-    largest = int(str(high)) if str(high).isdigit() else max(_UNBOUNDED, low)
-    if not str(high).isdigit():
+    largest = largest_size(high)
+    if largest is None:
+        largest = max(_UNBOUNDED, low)
         notes.append(
             f"a dimension of {name} has no upper bound; the plan takes {low} to {largest} (--profile changes it)"
         )

@@ -39,6 +39,11 @@ def editable(program: ExportedProgram) -> ExportedProgram:
     return edited
 
 
+def largest_size(bound: object) -> int | None:
+    """Return the largest size that an upper bound of torch allows, such as one of `range_constraints`; None for any."""
+    return int(str(bound)) if str(bound).isdigit() else None
+
+
 def has_inner_graphs(node: Node) -> bool:
     """Whether an operation runs graphs of its own, as torch.cond and while_loop do; tensors are placeholders here."""
     return any(operand.op == "get_attr" for operand in node.all_input_nodes)

@@ -28,9 +28,10 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from twellc.base.errors import UserError
-from twellc.passes.graph.program import user_inputs
+from twellc.passes.graph.program import largest_size, user_inputs
 
 ASSERTION = torch.ops.aten._assert_scalar.default
+_OF_TENSORS = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
 # Least and largest size by symbol; None is no bound.
 SizeRanges = Mapping[str, tuple[int, int | None]]
 Held = NDArray[np.bool_]
@@ -59,12 +60,12 @@ def size_assertions(program: ExportedProgram) -> list[sympy.Basic]:
 
 
 def value_assertions(program: ExportedProgram) -> list[Node]:
-    """Return the assertions on values that a model takes out of tensors, such as torch._check of an item().
+    """Return the assertions on values that a model reads, such as torch._assert_async, and torch._check of an item().
 
     What torch asserts of sizes that depend on values, such as how many elements are not zero, is always true.
     """
-    nodes = program.graph.find_nodes(op="call_function", target=ASSERTION)
-    return [node for node in nodes if _reads_an_item(node)]
+    nodes = program.graph.nodes
+    return [node for node in nodes if node.target in _OF_TENSORS or (node.target is ASSERTION and _reads_an_item(node))]
 
 
 def condition_of(assertion: Node) -> sympy.Basic:
@@ -78,7 +79,7 @@ def size_ranges(program: ExportedProgram) -> SizeRanges:
     found, symbols = {}, _size_symbols(program)
     for symbol, sizes in program.range_constraints.items():
         if str(symbol) in symbols:
-            found[str(symbol)] = (max(1, int(sizes.lower)), int(sizes.upper) if str(sizes.upper).isdigit() else None)
+            found[str(symbol)] = (max(1, int(sizes.lower)), largest_size(sizes.upper))
     return found
 
 

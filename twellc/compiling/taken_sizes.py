@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import sympy
-import torch
 
 from twellc.base.errors import UserError, first_few
 from twellc.export.profiles import ModelInputs, program_inputs, symbol_sizes
 from twellc.export.shapes import ShapeProfile
 from twellc.loaders.loaded import LoadedModel
+from twellc.passes.graph.program import largest_size
 from twellc.passes.graph.size_assertions import (
     Held,
     SizeRanges,
@@ -26,7 +26,6 @@ from twellc.passes.graph.size_assertions import (
 )
 
 _FIX = "Compile it for such sizes by --profile. For others export the model at one of them, and compile that archive."
-_ASSERT_ASYNC = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
 _RELATIONS = {
     ">": "must be more than", ">=": "must be at least", "<": "must be less than", "<=": "must be at most",
     "==": "must be", "!=": "must not be",
@@ -69,13 +68,13 @@ def refuse_sizes(model: LoadedModel, profiles: list[ShapeProfile]) -> list[str]:
 
 def value_warnings(model: LoadedModel) -> list[str]:
     """Point out that a model checks values as it runs."""
-    checks = [*value_assertions(model.program), *(n for n in model.program.graph.nodes if n.target in _ASSERT_ASYNC)]
+    checks = value_assertions(model.program)
     return ["the model checks values as it runs; the plan does not, and computes with any"] if checks else []
 
 
 def _ranges(inputs: ModelInputs, profile: ShapeProfile) -> SizeRanges:
     bounds = inputs.bounds.items()
-    ranges = {symbol: (low, int(str(high)) if str(high).isdigit() else None) for symbol, (low, high) in bounds}
+    ranges = {symbol: (low, largest_size(high)) for symbol, (low, high) in bounds}
     least, _, largest = symbol_sizes(inputs, profile)
     return {**ranges, **{symbol: (least[symbol], largest[symbol]) for symbol in least}}
 

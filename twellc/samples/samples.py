@@ -17,6 +17,7 @@ from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import read_file, why_no_file
 from twellc.export.profiles import InputSpec, ModelInputs, form_of, symbol_value
+from twellc.passes.graph.program import largest_size
 from twellc.samples.tokenizer import FIX, load_tokenizer
 
 Sample = dict[str, torch.Tensor]
@@ -47,7 +48,8 @@ class Limits:
     def symbol_values(self, spec: InputSpec, axis: int, symbol: sympy.Expr) -> tuple[int, int]:
         """Return the least and the largest value of a symbol, as far as this dimension, which it occurs in, says."""
         least, largest = self.inputs.bounds.get(str(symbol), (1, None))
-        low, high = max(1, least), int(str(largest)) if str(largest).isdigit() else _UNBOUNDED
+        low, bound = max(1, least), largest_size(largest)
+        high = _UNBOUNDED if bound is None else bound
         if self.profile is not None:
             dim, shapes = spec.shape[axis], self.profile[spec.name]
             low = max(low, symbol_value(dim, shapes["min"][axis]) or 1)
