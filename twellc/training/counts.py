@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -116,7 +117,7 @@ class FiringWindow:
         for block in self._blocks.values():
             block.training.see = None
 
-    def profile(self, directory: Path, data: str) -> FiringProfile:
+    def profile(self, directory: str | os.PathLike[str], data: str) -> FiringProfile:
         """Return what was counted, over all processes; all of them have to call this.
 
         The weights moved while it was counted: keep the window to the last steps. A block that no token reached, as an
@@ -129,6 +130,7 @@ class FiringWindow:
         Raises:
             UserError: Nothing was counted, or activations were NaN.
         """
+        folder = Path(directory)
         # Of all blocks, in the same order in all processes: each may have reached other experts.
         counters = [self._counter(path, block.gate_parameter().device) for path, block in self._blocks.items()]
         parts = [tensor for counter in counters for tensor in counter.counts.values()]
@@ -144,7 +146,7 @@ class FiringWindow:
         (sequences,) = summed([torch.tensor(self._sequences, device=parts[0].device)])
         tokens = min(block.tokens for block in blocks.values())
         return FiringProfile(
-            ProfiledModel(directory.name, "Hugging Face directory", fingerprint(directory), option_of(self._dtype)),
+            ProfiledModel(folder.name, "Hugging Face directory", fingerprint(folder), option_of(self._dtype)),
             [DataSource(data, "training steps", int(sequences), tokens)],
             datetime.now(UTC).isoformat(timespec="seconds"),
             __version__,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,16 @@ from twellc.base.errors import UserError
 from twellc.eager.optimization import blocks_in_training
 from twellc.eager.training_block import BlendedActivation
 from twellc.firing.profile import FiringProfile
-from twellc.training import Blend, FiringWindow, L1Penalty, TrainingLog, reinitialise_dead, sparsify, take_counts
+from twellc.training import (
+    Blend,
+    FiringWindow,
+    L1Penalty,
+    SparsityCallback,
+    TrainingLog,
+    reinitialise_dead,
+    sparsify,
+    take_counts,
+)
 from twellc.training.counts import Fired
 from twellc.training.log import LoggedBlock, LoggedRun, LoggedStep, LogWriter
 
@@ -152,6 +162,14 @@ def test_reinitialise_dead(how: str) -> None:
         assert torch.equal(weight, drawn) == same
 
 
+def test_numbers_out_of_range() -> None:
+    block = twellc.optimize(Gated().train(), training=True)
+    with pytest.raises(UserError, match=r"share: is out of range; got 1\.5"):
+        reinitialise_dead(block, take_counts(block), step=0, share=1.5)
+    with pytest.raises(UserError, match="profile_steps: is out of range; got -1"):
+        SparsityCallback(block, profile_steps=-1)
+
+
 def test_without_tokens_nothing_is_dead() -> None:
     block = twellc.optimize(Gated().train(), training=True)
     before = block.gate.weight.detach().clone()
@@ -239,6 +257,18 @@ def record(step: int, **changes: Any) -> LoggedStep:
         "dead": [0.0, 0.125], "relu": 1.0, "reinitialised": 0,
     }  # fmt: skip
     return LoggedStep(**{**values, **changes})
+
+
+def test_paths_may_be_texts(tmp_path: Path) -> None:
+    """As everywhere else in the API."""
+    folder, log = models.save(models.llama(), tmp_path / "model"), tmp_path / "log.jsonl"
+    model = twellc.optimize(models.llama().train(), training=True)
+    callback = SparsityCallback(model, log=str(log), began_with=str(folder))
+    window = FiringWindow(model)
+    callback.on_train_begin(None, SimpleNamespace(global_step=0), None)
+    model(input_ids=torch.randint(3, 96, (2, 8)))
+    assert TrainingLog.read(str(log)) == TrainingLog.read(log)
+    assert TrainingLog.read(log).run.sha256 == window.profile(str(folder), "ids").model.sha256
 
 
 def test_log_round_trip_and_going_on(tmp_path: Path) -> None:
