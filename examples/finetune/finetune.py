@@ -1,11 +1,8 @@
 """Fine-tune a language model so that its feed-forward blocks become sparse, into a folder that `twellc compile` takes.
 
-python examples/finetune/finetune.py --model DIR --text FILES... --output DIR
-torchrun --nproc-per-node 8 examples/finetune/finetune.py --model DIR --text FILES... --output DIR --resume
-
 A model with SiLU or GELU blocks gets ReLU, at once or over --blend steps. To the loss of the language model the L1 term
 of twellc.training is added. The output is a Hugging Face folder; beside the model stand `firing.profile`, which neurons
-fired in the last steps, and `training.jsonl`, which `twellc report --training` shows.
+fired in the last steps, and `training.jsonl`, which `twellc report --training` shows. On several GPUs start it by `torchrun --nproc-per-node N`.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ from transformers.trainer_utils import get_last_checkpoint
 import twellc
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import places
+from twellc.base.modules import Extra
 from twellc.commands.options import FilePath
 from twellc.commands.terminal import Command
 from twellc.loaders.loaded import fingerprint
@@ -37,6 +35,7 @@ from twellc.samples.documents import read_documents
 from twellc.samples.tokenizer import load_tokenizer
 from twellc.training import SparseTrainer, SparsityCallback, TrainingLog, sparsify
 
+ACCELERATE = Extra("examples/finetune", "accelerate", "accelerate", "train", tested=((1, 15),))
 CHECKPOINTS, PROFILE, LOG = "checkpoints", "firing.profile", "training.jsonl"
 
 
@@ -209,6 +208,7 @@ def run(
     Raises:
         UserError: Something that was given does not work, or the loss becomes NaN.
     """
+    ACCELERATE.load("utils")  # transformers' Trainer needs it
     if not resume and not overwrite and output.is_dir() and any(output.iterdir()):
         raise UserError(f"--output {output}", "the folder is not empty", fix="Add --resume, or --overwrite.")
     if not math.isfinite(options["lr"]):

@@ -23,7 +23,6 @@ from tests.conftest import ROOT, Cli
 from twellc.firing.profile import FiringProfile
 from twellc.training.log import TrainingLog
 
-pytest.importorskip("accelerate")
 Finetune = Callable[..., click.testing.Result]
 
 
@@ -39,6 +38,7 @@ def script() -> Any:
 @pytest.fixture
 def finetune(script: Any, tmp_path: Path) -> Finetune:
     """Return a function that runs the script on a text, for a few steps on a CPU."""
+    pytest.importorskip("accelerate")
     text = tmp_path / "text.txt"
     text.write_text("def add(a, b):\n    return a + b\n" * 120)
 
@@ -201,3 +201,12 @@ def test_a_loss_that_becomes_nan(
     monkeypatch.undo()
     assert finetune("--resume", model=dense).exit_code == 0
     assert [each.step for each in TrainingLog.read(tmp_path / "out" / "training.jsonl").steps] == [2, 4, 6]
+
+
+def test_without_accelerate(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    given = ["--model", str(tmp_path), "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "out")]
+    result = click.testing.CliRunner().invoke(script.main, given)
+    assert result.exit_code == 2
+    assert "accelerate is not installed. Install it: pip install 'twellc[train]'." in result.stderr
+    assert list(tmp_path.iterdir()) == []
