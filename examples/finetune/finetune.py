@@ -2,7 +2,8 @@
 
 A model with SiLU or GELU blocks gets ReLU, at once or over --blend steps. To the loss of the language model the L1 term
 of twellc.training is added. The output is a Hugging Face folder; beside the model stand `firing.profile`, which neurons
-fired in the last steps, and `training.jsonl`, which `twellc report --training` shows. On several GPUs start it by `torchrun --nproc-per-node N`.
+fired in the last steps, and `training.jsonl`, which `twellc report --training` shows. For N GPUs start it by
+`torchrun --nproc-per-node N`.
 """
 
 from __future__ import annotations
