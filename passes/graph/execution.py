@@ -78,7 +78,8 @@ def _own_names(program: ExportedProgram, module: GraphModule) -> dict[Node, str]
 
     The module has another for an input that is called as a function of Python is, such as `input`.
     """
-    mine, own = ([node for node in graph.nodes if node.op == "call_function"] for graph in (module.graph, program.graph))
+    graphs = (module.graph, program.graph)
+    mine, own = ([node for node in graph.nodes if node.op == "call_function"] for graph in graphs)
     # Behind them the module writes what it has changed to buffers and inputs.
     names = {node: known.name for node, known in zip(mine, own, strict=False)}
     return names | {node: str(node.target) for node in module.graph.find_nodes(op="placeholder")}

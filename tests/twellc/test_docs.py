@@ -26,10 +26,12 @@ READMES = [str(page.relative_to(ROOT)) for pattern in ("benchmarks/*.md", "examp
 FOLDERS = ("twellc", "passes", "export", "plugins", "tests", "examples", "benchmarks", "docs")
 # What a build makes.
 BUILT = ("plugins/lib",)
-# Options of other programs that pages show: pip, cmake, pytest, pre-commit, hf, trtexec, tritonserver, vllm, accelerate.
-FOREIGN = """all-files backend-config build dist dumpLayerInfo dumpProfile dynamicPlugins fsdp_version hf-overrides
-    loadEngine local-dir model-repository n nproc-per-node saveEngine shapes staticPlugins tensor-parallel-size tokenizer
-    use_fsdp versionCompatible""".split()
+# Options of other programs that pages show.
+FOREIGN = (
+    "all-files", "backend-config", "build", "dist", "dumpLayerInfo", "dumpProfile", "dynamicPlugins", "fsdp_version",
+    "hf-overrides", "loadEngine", "local-dir", "model-repository", "nproc-per-node", "saveEngine", "shapes",
+    "staticPlugins", "tensor-parallel-size", "tokenizer", "use_fsdp", "versionCompatible",
+)  # fmt: skip
 
 
 def text_of(page: str) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from tests.conftest import Cli
 from tests.models import Plain
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
@@ -45,7 +46,8 @@ def test_the_table_is_what_the_command_prints(cli: Cli, tmp_path: Path) -> None:
 def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (block,) = re.findall(r"^    import twellc\n((?:    .*\n|\n)+)", README, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
-    space: dict[str, Any] = {"model": torch.nn.Sequential(Plain()).bfloat16().eval(), "x": torch.randn(4, 16).bfloat16()}
+    model = torch.nn.Sequential(Plain()).bfloat16().eval()
+    space: dict[str, Any] = {"model": model, "x": torch.randn(4, 16).bfloat16()}
     exec(compile("import twellc\n" + re.sub("^    ", "", block, flags=re.MULTILINE), "README.md", "exec"), space)
-    assert space["manifest"].plan.plugin_layers == 1
-    assert len(space["twellc"].optimized_blocks(space["model"])) == 1
+    assert len(space["manifest"].plan.plugin_layers) == 1
+    assert len(space["twellc"].optimized_blocks(model)) == 1
