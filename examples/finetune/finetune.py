@@ -100,7 +100,6 @@ def load_model(path: Path, checkpointing: bool) -> Any:
             f"--model {path}", "weights are missing", got=first_few(sorted(found["missing_keys"])),
             fix="Check that config.json and the weights belong together.",
         )  # fmt: skip
-    model.config.use_cache = False
     if checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
@@ -231,6 +230,7 @@ def run(
         reinitialise=options["reinitialise"], profile_steps=options["profile_steps"], seed=options["seed"],
     )  # fmt: skip
     on_gpu = torch.cuda.is_available() and options["device"] != "cpu"
+    uses_cache = getattr(network.config, "use_cache", True)  # which the Trainer switches off
     arguments = transformers.TrainingArguments(
         output_dir=str(output / CHECKPOINTS), max_steps=options["steps"], seed=options["seed"], use_cpu=not on_gpu,
         per_device_train_batch_size=options["batch"], per_device_eval_batch_size=options["batch"], bf16=on_gpu,
@@ -247,6 +247,7 @@ def run(
     if begin is None and trainer.is_world_process_zero():  # --resume must not find those of a run before
         shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)
     trainer.train(resume_from_checkpoint=begin)
+    network.config.use_cache = uses_cache
     trainer.save_model(str(output))
     if trainer.is_world_process_zero():
         copy_tokenizer(model, output)

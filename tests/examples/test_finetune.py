@@ -77,7 +77,8 @@ def test_the_whole_way(finetune: Finetune, dense: Path, cli: Cli, tmp_path: Path
     done = finetune("--reinitialise", "--checkpointing", accumulate=2, **options)
     assert done.exit_code == 0, done.output
     assert f"twellc compile {out} -o MODEL.plan --calibration {out / 'firing.profile'}" in done.stdout
-    assert json.loads((out / "config.json").read_text())["hidden_act"] == "relu"
+    configuration = json.loads((out / "config.json").read_text())
+    assert configuration["hidden_act"] == "relu" and configuration["use_cache"] is True
     log = TrainingLog.read(out / "training.jsonl")
     assert [each.step for each in log.steps] == [2, 3, 4, 6] and log.model == "dense"
     assert [each.relu for each in log.steps] == [0.5, 1.0, 1.0, 1.0]

@@ -176,8 +176,8 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def _look(self, state: Any, control: Any) -> None:
         """Take the counts where something is logged, measured or saved next, and see to it that nothing is NaN."""
         saves = control.should_save or control.should_evaluate or control.should_training_stop
-        if self._log is not None and (control.should_evaluate or control.should_training_stop):
-            control.should_log = True  # a record for the loss on held-out data, and for the last steps
+        if self._log is not None and saves:
+            control.should_log = True  # a record for the loss on held-out data, for a resume, and for the last steps
         if control.should_log or saves:
             fired = self._take()
             self._refuse_nan(state.global_step, saves, next(iter(fired.values())).counts.device)

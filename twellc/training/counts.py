@@ -63,7 +63,7 @@ def take_counts(model: nn.Module) -> dict[str, Fired]:
         UserError: It has no such block.
     """
     blocks = blocks_of(model)
-    states = [each.training.counted or each.training.state(each.gate_parameter().device) for each in blocks.values()]
+    states = [each.training.state(each.device) for each in blocks.values()]
     taken = summed([each for state in states for each in (state.counts, state.tokens)])
     found = {path: Fired(taken[2 * i].clone(), taken[2 * i + 1].clone()) for i, path in enumerate(blocks)}
     for state in states:
@@ -101,7 +101,7 @@ class FiringWindow:
             if z.dim() > 2:  # the sequence is the last axis but the features'
                 positions = torch.arange(z.shape[-2], device=z.device)
                 bins = position_bins(positions).expand(z.shape[:-1]).flatten()
-                self._sequences += z[..., 0, 0].numel() if first else 0
+                self._sequences += z.shape[:-2].numel() if first else 0
             counter.add(z.reshape(-1, z.shape[-1]), bins)
 
         return see
@@ -132,7 +132,7 @@ class FiringWindow:
         """
         folder = Path(directory)
         # Of all blocks, in the same order in all processes: each may have reached other experts.
-        counters = [self._counter(path, block.gate_parameter().device) for path, block in self._blocks.items()]
+        counters = [self._counter(path, block.device) for path, block in self._blocks.items()]
         parts = [tensor for counter in counters for tensor in counter.counts.values()]
         wholes = iter(summed(parts))
         nan = summed([counter.nan.long() for counter in counters])

@@ -36,7 +36,7 @@ def reinitialise_dead(
         How many neurons were dead, int64 [].
 
     Raises:
-        UserError: The model has no such block, or `share` is out of range.
+        UserError: The model has no such block, a gate weight is not where it was, or `share` is out of range.
     """
     if not 0 <= share <= 1:
         raise UserError("share", "is out of range", got=repr(share), expected="a number from 0 to 1")

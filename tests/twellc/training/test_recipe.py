@@ -123,7 +123,8 @@ def test_steps_of_a_blend() -> None:
     with pytest.raises(UserError, match="steps"):
         sparsify(models.llama("silu"), steps=-1)
     assert [Blend([], [], 4).share(step) for step in (0, 2, 4, 8)] == [0, 0.5, 1, 1]
-    assert BlendedActivation(nn.SiLU()).share == 0
+    infinite = torch.tensor([float("inf")])
+    assert BlendedActivation(nn.SiLU())(infinite) == infinite
 
 
 # ---- dead neurons ----
@@ -168,6 +169,18 @@ def test_numbers_out_of_range() -> None:
         reinitialise_dead(block, take_counts(block), step=0, share=1.5)
     with pytest.raises(UserError, match="profile_steps: is out of range; got -1"):
         SparsityCallback(block, profile_steps=-1)
+
+
+@pytest.mark.parametrize("weight", [None, nn.Parameter(torch.randn(40))])
+def test_a_gate_that_is_not_where_it_was(weight: Any) -> None:
+    """As where FullyShardedDataParallel has put a flat part in its place: its numbers are none of the neurons'."""
+    block = twellc.optimize(Gated().train(), training=True)
+    block(torch.randn(3, 16))
+    fired = take_counts(block)
+    block.gate.weight = weight
+    with pytest.raises(UserError, match=r"its gate weight is not where it was.*fully_shard"):
+        reinitialise_dead(block, fired, step=0)
+    assert int(take_counts(block)[""].tokens) == 0
 
 
 def test_without_tokens_nothing_is_dead() -> None:
@@ -229,6 +242,16 @@ def test_profile_of_experts_that_no_token_reached_and_of_what_is_still_counted(t
     assert {path: block.tokens for path, block in first.blocks.items()} == {"0": 2, "2": 6}
     second = window.profile(tmp_path, "data")
     assert {path: block.tokens for path, block in second.blocks.items()} == {"0": 5, "1": 4, "2": 6}
+
+
+def test_profile_of_empty_sequences(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    block = twellc.optimize(Gated().train(), training=True)
+    window = FiringWindow(block)
+    for shape in ((2, 0, 16), (0, 3, 16), (2, 3, 16)):
+        block(torch.randn(shape))
+    profile = window.profile(tmp_path, "data")
+    assert (profile.tokens, profile.data[0].sequences) == (6, 4)
 
 
 def test_profile_of_nothing(tmp_path: Path) -> None:
