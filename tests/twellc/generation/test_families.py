@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from tests import models
 from twellc.base.errors import UserError
 from twellc.generation.directory import load_directory
 from twellc.generation.model import CausalModel
@@ -139,6 +140,20 @@ def test_other_logits_over_a_cache(name: str, family: Callable[..., tuple[Path, 
         load_directory(folder, "cpu")
     with pytest.raises(UserError, match=f"--kv-cache: .* {message}"):
         load_with_cache(folder, CacheOptions(32), "last", torch.float32)
+
+
+def test_models_that_compute_nothing(family: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
+    folder, model = family("Llama", hidden_act="relu")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3] = torch.nan
+    models.save(model, tmp_path, torch.float32)
+    with pytest.raises(UserError, match=r"the model computes logits that are NaN; got LlamaForCausalLM in float32"):
+        load_directory(tmp_path, "cpu")
+    with pytest.raises(UserError, match=f"--kv-cache: {tmp_path}: the model computes logits that are NaN; .* bfloat16"):
+        load_with_cache(tmp_path, CacheOptions(32), "last", torch.bfloat16)
+    folder, _ = family("Llama", num_key_value_heads=3)  # of 4 heads
+    with pytest.raises(UserError, match=r"the model cannot be run \(.*\); got LlamaForCausalLM\. Check that"):
+        load_directory(folder, "cpu")
 
 
 def test_one_cache_serves_calls_of_several_sizes(family: Callable[..., tuple[Path, Any]]) -> None:
