@@ -113,6 +113,17 @@ def damaged_json(draw: Draw, text: bytes) -> bytes:
 
 
 @st.composite
+def damaged_lines(draw: Draw, content: bytes) -> bytes:
+    """Damage the values of a line of JSON, or the bytes."""
+    if draw(st.integers(0, 3)) == 0:
+        return draw(damaged_bytes(content))
+    lines = content.splitlines()
+    index = draw(st.integers(0, len(lines) - 1))
+    lines[index] = draw(damaged_json(lines[index]))
+    return b"\n".join(lines)
+
+
+@st.composite
 def damaged_safetensors(draw: Draw, content: bytes) -> bytes:
     """Damage the header's values, or the bytes."""
     if draw(st.booleans()):

@@ -254,7 +254,7 @@ def _modules(model: onnx.ModelProto) -> dict[str, str]:
 
 def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with large initializers as inputs: what checks and shape inference need, without the weights."""
-    graph = onnx.GraphProto(name=model.graph.name or "graph")
+    graph = onnx.GraphProto(name=model.graph.name)
     graph.node.extend(model.graph.node)
     graph.input.extend(model.graph.input)
     graph.output.extend(model.graph.output)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -21,8 +22,9 @@ from torch import nn
 
 from tests import models, onnx_graphs
 from tests.fork_server import ForkServer, Run
-from tests.mutations import damaged_json, damaged_onnx, damaged_safetensors, damaged_zip
+from tests.mutations import damaged_json, damaged_lines, damaged_onnx, damaged_safetensors, damaged_zip
 from tests.processes import environment
+from tests.twellc.reporting.test_training import write_log
 
 LONGER = os.environ.get("TWELLC_FUZZ_EXAMPLES")
 
@@ -40,15 +42,20 @@ def examples(count: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def samples(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def samples(archive: Path, talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a sound file of every kind."""
     folder = tmp_path_factory.mktemp("samples")
     shutil.copy(archive, folder / "model.pt2")
     models.save(models.llama(num_hidden_layers=1), folder / "llama")
+    shutil.copytree(talker, folder / "talker")
     module = nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 24))
     torch.save(module, folder / "module.pt")
     onnx.save(onnx_graphs.gated(biases=True), folder / "plain.onnx")
     (folder / "text.txt").write_text("hello")
+    (folder / "prompts.jsonl").write_text('{"prompt": "a b"}\n{"messages": [{"role": "user", "content": "c"}]}\n')
+    (folder / "data.jsonl").write_text('{"text": "hello"}\n{"text": "world, again"}\n{"input_ids": [1, 2, 3]}\n')
+    np.savez(folder / "x.npz", x=np.ones((2, models.SEQUENCE, models.D_MODEL), np.float32))
+    write_log(folder / "training.jsonl", ["model.layers.0.mlp"], [64])
     (folder / "empty").touch()
     return folder
 
@@ -62,8 +69,14 @@ def server(samples: Path) -> Iterator[ForkServer]:
         ["compile", str(samples / "model.pt2"), "--backend", "none", "--onnx", str(samples / "warm.onnx")],
     ]
     with ForkServer(environment(), warm_up) as running:
-        made = running.run("compile", samples / "model.pt2", *outputs, folder=samples)
-        assert made.status == 0, made.stderr
+        cache = ("--kv-cache", "16", "--batch", "2")
+        for arguments in (
+            ("compile", "model.pt2", *outputs),
+            ("compile", "talker", "-o", "cached.plan", "--onnx", "cached.onnx", *cache),
+            ("profile", "talker", "data.jsonl", "-o", "talker.profile"),
+        ):
+            made = running.run(*arguments, folder=samples)
+            assert made.status == 0, made.stderr
         (samples / "warm.onnx").unlink()
         yield running
 
@@ -160,6 +173,9 @@ def test_command_lines(server: ForkServer, samples: Path, arguments: list[str]) 
 
 # ---- damaged files ----
 
+SHORT = ("--max-new-tokens", "3")
+ANSWER = ("generate", "talker", "--prompt", "hello", *SHORT)
+PAGE = ("-o", "new.html")
 DAMAGE: dict[str, tuple[str, Callable[[bytes], Any], tuple[str, ...]]] = {
     "archive": ("model.pt2", damaged_zip, ("inspect", "model.pt2")),
     "trusted archive": ("model.pt2", damaged_zip, ("inspect", "model.pt2", "--trust-model")),
@@ -174,6 +190,19 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], Any], tuple[str, ...]]] = {
     "checked ONNX": ("rewritten.onnx", damaged_onnx, ("check", "model.pt2", "rewritten.onnx")),
     "manifest": ("m.plan.json", damaged_json, ("inspect", "m.plan")),
     "checked manifest": ("m.plan.json", damaged_json, ("check", "model.pt2", "m.plan")),
+    "checked arrays": ("x.npz", damaged_zip, ("check", "model.pt2", "rewritten.onnx", "--inputs", "x.npz")),
+    "checked ONNX with a cache": ("cached.onnx", damaged_onnx, ("check", "talker", "cached.onnx")),
+    "checked manifest with a cache": ("cached.plan.json", damaged_json, ("check", "talker", "cached.plan")),
+    "answering configuration": ("talker/config.json", damaged_json, ANSWER),
+    "answering weights": ("talker/model.safetensors", damaged_safetensors, ANSWER),
+    "tokenizer": ("talker/tokenizer.json", damaged_json, ANSWER),
+    "settings of a tokenizer": ("talker/tokenizer_config.json", damaged_json, ANSWER),
+    "prompts": ("prompts.jsonl", damaged_lines, ("generate", "talker", "--prompts-file", "prompts.jsonl", *SHORT)),
+    "texts": ("data.jsonl", damaged_lines, ("profile", "talker", "data.jsonl", "-o", "new.profile")),
+    "profile": ("talker.profile", damaged_safetensors, ("inspect", "talker", "--calibration", "talker.profile")),
+    "reported profile": ("talker.profile", damaged_safetensors, ("report", "talker.profile", "-o", "new.html")),
+    "reported training": ("training.jsonl", damaged_lines, ("report", "--training", "training.jsonl", *PAGE)),
+    "reported manifest": ("m.plan.json", damaged_json, ("report", "--decisions", "m.plan", *PAGE)),
 }
 
 

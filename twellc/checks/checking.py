@@ -387,8 +387,8 @@ def _open_onnx(path: Path) -> _Candidate:
     executed = "the ONNX graph, in onnx's reference evaluator"
     if runs_kernels():
         executed += f", its plugin nodes by the CUDA kernels on {torch.cuda.get_device_name()}"
-    return _Candidate(evaluator.run, evaluator.inputs, settings, executed, (path, model), is_graph=True,
-                      steps=graph_steps(evaluator.run, model))  # fmt: skip
+    steps = graph_steps(path, evaluator.run, model) if "cache" in settings else None
+    return _Candidate(evaluator.run, evaluator.inputs, settings, executed, (path, model), is_graph=True, steps=steps)
 
 
 def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], None]) -> _Candidate:

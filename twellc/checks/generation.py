@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import onnx
 import torch
@@ -188,27 +189,44 @@ def generate(steps: Steps, prompts: list[list[int]], cache: CacheSettings) -> Ge
     return Generated(ids, counts, torch.stack(chosen))
 
 
-def graph_steps(run: Callable[[dict[str, Tensor]], Outputs], model: onnx.ModelProto) -> Steps:
-    """Return what runs an ONNX graph, whose caches go out of one call and into the next."""
-    inputs = {value.name: value.type.tensor_type for value in model.graph.input}
+def graph_steps(path: Path, run: Callable[[dict[str, Tensor]], Outputs], model: onnx.ModelProto) -> Steps:
+    """Return what runs an ONNX graph, whose caches go out of one call and into the next.
+
+    Args:
+        path: The graph's file, for messages.
+        run: Runs the graph.
+        model: The graph.
+
+    Raises:
+        UserError: The graph is not one that computes logits and caches of tokens and caches.
+    """
     fed = (INPUT_IDS, WRITE_INDEX, TOKEN_COUNT)
-    shapes = {
-        name: ([dim.dim_value for dim in kind.shape.dim][1:], BY_ONNX[kind.elem_type].torch)
-        for name, kind in inputs.items()
-        if name not in fed
-    }
+    inputs = {value.name: value.type.tensor_type for value in model.graph.input}
+    outputs = [value.type.tensor_type.shape.dim for value in model.graph.output]
+    sizes = {name: [dim.dim_value for dim in kind.shape.dim][1:] for name, kind in inputs.items() if name not in fed}
+    sound = tuple(inputs)[: len(fed)] == fed and len(outputs) == 1 + len(sizes) and outputs[0]
+    if not sound or any(inputs[name].elem_type not in BY_ONNX or 0 in each for name, each in sizes.items()):
+        raise UserError(str(path), "is damaged: it says that it has a cache, and has not its inputs and outputs")
+    vocabulary = outputs[0][-1].dim_value
 
     def start(rows: int) -> Call:
-        caches = {name: torch.zeros(rows, *shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        caches = {
+            name: torch.zeros(rows, *each, dtype=BY_ONNX[inputs[name].elem_type].torch) for name, each in sizes.items()
+        }
 
         def call(*given: Tensor) -> Tensor:
             logits, *after = run({**dict(zip(fed, given, strict=True)), **caches})
+            if tuple(logits.shape) not in ((rows, vocabulary), (*given[0].shape, vocabulary)):
+                raise UserError(
+                    str(path), "is damaged: its logits are not of the shape that it says",
+                    got=str(tuple(logits.shape)), expected=f"{vocabulary} for each row or token",
+                )  # fmt: skip
             caches.update(zip(caches, after, strict=True))
             return logits
 
         return call
 
-    return Steps(model.graph.output[0].type.tensor_type.shape.dim[-1].dim_value, start)
+    return Steps(vocabulary, start)
 
 
 def plan_steps(plan: OpenPlan, manifest: Manifest) -> Steps:

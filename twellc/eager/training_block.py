@@ -44,6 +44,9 @@ class BlendedActivation(nn.Module):
         if isinstance(z, Hidden):
             put_off: Tensor = z.blended(self)
             return put_off
+        if self.share <= 0:  # of infinite z the sum below is NaN
+            original: Tensor = self.original(z)
+            return original
         blended: Tensor = torch.lerp(self.original(z), torch.relu(z), self.share)
         return blended
 
@@ -133,11 +136,11 @@ class BlockInTraining:
                 state.counts += counts
                 state.tokens += tokens
         elif again:
-            y, l1, _ = train_forward(operands, self.options, state.step)
+            y, l1, _ = train_forward(operands, self.options, state.step_of(tokens))
         else:
             y, l1 = train_block(operands, self.options, state)
         if not again:
-            if self.terms is not None and l1.requires_grad:
+            if self.terms is not None and torch.is_grad_enabled():
                 self.terms.append(Term(l1, tokens))
             if self.see is not None:
                 with torch.no_grad():

@@ -53,15 +53,14 @@ def _sniff(path: Path) -> str:
         return "it is a device or a pipe"
     if path.stat().st_size == 0:
         return "the file is empty"
-    if not zipfile.is_zipfile(path):
-        with open_file(path) as stream:
-            head = stream.read(2)
-        if head.startswith(b"\x80"):
-            return "pickle"
-        if head.startswith(b"PK"):
-            return "a truncated or damaged zip archive"
-        return "neither an archive nor a directory"
+    with open_file(path) as stream:
+        head = stream.read(2)
     try:
+        if not zipfile.is_zipfile(path):
+            if head.startswith(b"\x80"):
+                return "pickle"
+            zip_file = head == b"PK"
+            return "a truncated or damaged zip archive" if zip_file else "neither an archive nor a directory"
         with zipfile.ZipFile(path) as archive:
             names = {name.partition("/")[2] for name in archive.namelist()}
     except Exception as error:  # zipfile raises what it likes where the directory of the archive is damaged

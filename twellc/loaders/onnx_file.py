@@ -49,6 +49,9 @@ def load_onnx(path: Path) -> onnx.ModelProto:
         inputs = [value for value in model.graph.input if value.name not in weights]
         del model.graph.input[:]
         model.graph.input.extend(inputs)
+        if not model.graph.output:
+            raise ValueError("it has no outputs")
+        model.graph.name = model.graph.name or "graph"  # some tools write none, and the checker asks for one
         onnx.checker.check_model(skeleton(model))
         for tensor in _tensors(model):
             _check_size(tensor)

@@ -111,6 +111,32 @@ def test_wrong_block(llama: Path, graph: Path, tmp_path: Path) -> None:
     assert result.first_divergence == "model.layers.1.mlp"
 
 
+def logits_of(model: onnx.ModelProto) -> onnx.TensorShapeProto:
+    return model.graph.output[0].type.tensor_type.shape
+
+
+def hidden_of(model: onnx.ModelProto) -> onnx.ValueInfoProto:
+    """Return an output that says it is logits, and is a cache."""
+    cache = model.graph.output[1].name
+    return onnx.helper.make_tensor_value_info(cache, TensorProto.FLOAT, ["batch", 96])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: logits_of(model).ClearField("dim"), "has not its inputs and outputs"),
+        (lambda model: model.graph.output.pop(), "has not its inputs and outputs"),
+        (lambda model: setattr(logits_of(model).dim[-1], "dim_value", 95), "vocabularies differ; got 95; expected 96"),
+        (lambda model: model.graph.output[0].CopyFrom(hidden_of(model)), "its logits are not of the shape"),
+    ],
+)
+def test_damaged_graph(
+    llama: Path, graph: Path, tmp_path: Path, change: Callable[[onnx.ModelProto], None], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        run_check(llama, changed(graph, tmp_path / "m.onnx", change))
+
+
 def test_where_a_candidate_goes_another_way() -> None:
     """Row 1 chooses another token in step 2; the plain model in step 1."""
     truth = torch.eye(8, dtype=torch.float64)[torch.tensor([[0, 1], [2, 3], [4, 5]])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -39,12 +40,20 @@ def any_zip() -> bytes:
     return buffer.getvalue()
 
 
+def zip_of_several_disks() -> bytes:
+    """What Python's own `is_zipfile` raises at."""
+    end = any_zip()[-22:]
+    locator = b"PK\x06\x07" + struct.pack("<LQL", 1, 0, 2)
+    return any_zip()[:-22] + locator + end
+
+
 FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty": (lambda: b"", "the file is empty"),
     "one byte": (lambda: b"P", "neither an archive nor a directory"),
     "text": (lambda: b"import torch\n" * 10, "neither an archive nor a directory"),
     "truncated zip": (lambda: any_zip()[:40], "a truncated or damaged zip archive"),
     "truncated archive": (lambda: saved({})[:200], "a truncated or damaged zip archive"),
+    "zip of several disks": (zip_of_several_disks, "a damaged zip archive: zipfiles that span multiple disks"),
     "zip": (any_zip, "a zip archive without a torch.export program"),
     "TorchScript": (torchscript, "a TorchScript archive; export the module with torch.export instead"),
     "pickle": (lambda: pickle.dumps({"a": 1}), "is a pickle, and loading a pickle executes code"),

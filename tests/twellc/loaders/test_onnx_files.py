@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 
+from tests.conftest import Cli
 from tests.onnx_graphs import D_MODEL, gated, save_external
 from twellc.base.errors import UserError
 from twellc.checks.evaluator import OnnxEvaluator
@@ -158,6 +159,22 @@ def test_other_files_are_none(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     assert not looks_like_onnx(path)
     assert not looks_like_onnx(tmp_path)
+
+
+def test_a_graph_without_a_name(cli: Cli, tmp_path: Path) -> None:
+    model = gated()
+    model.graph.ClearField("name")
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    done = cli("compile", tmp_path / "model.onnx", "--backend", "none", "--onnx", tmp_path / "rewritten.onnx")
+    assert done.exit_code == 0, done.output
+    assert load_onnx(tmp_path / "rewritten.onnx").graph.name
+
+
+def test_a_model_without_outputs(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(onnx.ModelProto(ir_version=8, graph=onnx.GraphProto()).SerializeToString())
+    with pytest.raises(UserError, match="no valid ONNX model \\(it has no outputs\\)"):
+        load_onnx(path)
 
 
 def test_invalid_graphs_are_refused(tmp_path: Path) -> None:
