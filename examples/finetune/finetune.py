@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,26 +113,20 @@ def prepare(model: Any, blend: int) -> Any:
     Raises:
         UserError: There is no block for them.
     """
-    moving = None
+    moving, refusal = None, None
     try:
         moving = sparsify(model, steps=blend)
-    except UserError:
-        if _blocks(model) == 0:
-            raise
-    if _blocks(model) == 0:
-        raise UserError(
+    except UserError as error:  # no matter where there are blocks with ReLU
+        refusal = error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        twellc.optimize(model, training=True)
+    if not twellc.optimized_blocks(model):
+        raise refusal or UserError(
             type(model).__name__, "none of its blocks can be trained by the kernels",
             fix="Set dropout inside of its feed-forward blocks to 0 in config.json.",
         )  # fmt: skip
     return moving
-
-
-def _blocks(model: Any) -> int:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return len(twellc.optimized_blocks(twellc.optimize(model, training=True)))
 
 
 def checkpoint_to_resume(output: Path, model: Path) -> str | None:
