@@ -90,11 +90,9 @@ class TrainingState:
     """What a block in training has counted, and how it is computed.
 
     Attributes:
-        counts: int64 [d_ff], on the device: for how many tokens each neuron was active since `reset`. Where a forward
-            runs twice, as with activation checkpointing, its tokens count twice.
+        counts: int64 [d_ff], on the device: for how many tokens each neuron was active since `reset`.
         tokens: int64, on the device: the tokens since `reset`.
-        step: How the last call has computed the block: what is computed again, as for activation checkpointing, must
-            be computed likewise.
+        step: How the last call has computed the block.
     """
 
     def __init__(self, d_ff: int, device: torch.device) -> None:

@@ -199,13 +199,20 @@ class _InTraining(_Optimized):
         return super().forward(*arguments, **named)
 
 
-# The module whose forward runs in this thread, if blocks are written out in it.
+# The module whose forward runs in this thread, if blocks are written out in it, and how tensors were saved as it began.
 _RUNNING = threading.local()
 
 
-def _running() -> _Holder | None:
-    holder: _Holder | None = getattr(_RUNNING, "holder", None)
-    return holder
+def _running() -> tuple[_Holder | None, object]:
+    running: tuple[_Holder | None, object] = getattr(_RUNNING, "holder", (None, None))
+    return running
+
+
+def _saving() -> object:
+    """Return how autograd saves tensors now: what checkpoints a part of a forward changes it."""
+    if torch.compiler.is_compiling():
+        return None
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 class _Holder(_Mixed):
@@ -221,7 +228,7 @@ class _Holder(_Mixed):
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Compute what the module computes, its blocks by the op where that computes the same."""
         before = _running()
-        _RUNNING.holder = self if "_twellc" in vars(self) else None
+        _RUNNING.holder = (self if "_twellc" in vars(self) else None), _saving()
         try:
             result = super().forward(*arguments, **named)
         finally:
@@ -238,7 +245,7 @@ class _Projection(_Mixed):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Compute x W^T + b; as up projection put that off, and as down projection compute the block."""
-        holder = _running()
+        holder, saving = _running()
         if holder is not None:
             given = arguments[0] if len(arguments) == 1 and not named else None
             if isinstance(given, Hidden):
@@ -248,7 +255,9 @@ class _Projection(_Mixed):
             for block in holder._twellc:
                 up, down = (holder._modules.get(part) for part in block.parts[:2])
                 if up is self and down is not None and isinstance(given, Tensor):
-                    weights = _weights(holder, block, given)
+                    # In training a part that is checkpointed is computed again outside of the module's forward.
+                    whole = block.training is None or saving == _saving()
+                    weights = _weights(holder, block, given) if whole else None
                     if weights is not None:
                         return self._put_off(holder, block, given, weights, down)
                 elif down is self:

@@ -72,8 +72,8 @@ class L1Penalty:
         if missed:
             raise UserError(
                 f"layer {missed[0]}", "ran its original forward, which notes no L1 term",
-                fix="Inside of the block there must be no dropout that is switched on, no hook, and nothing that "
-                "was replaced since twellc.optimize, such as by an adapter.",
+                fix="Inside of the block there must be no dropout that is switched on, no hook, and nothing that was "
+                "replaced since twellc.optimize, such as by an adapter. Checkpoint activations of whole layers.",
             )  # fmt: skip
         if not noted:
             raise UserError(

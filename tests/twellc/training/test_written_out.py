@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import twellc
 from tests import models
@@ -108,4 +109,34 @@ def test_dropout_inside_of_the_block() -> None:
         model(**inputs)
     assert ops.counts["train_forward"] == 2
     with pytest.raises(UserError, match=r"model\.encoder\.layers\.0.*ran its original forward"):
+        penalty(0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_that_checkpoints_its_block_alone(reentrant: bool) -> None:
+    """What is computed again is outside of the layer's forward, where its projections are what they were."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.fc1, self.fc2 = nn.Linear(16, 16), nn.Linear(16, 40), nn.Linear(40, 16)
+
+        def block(self, x: Tensor) -> Tensor:
+            y: Tensor = self.fc2(torch.relu(self.fc1(x)))
+            return y
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.before(x)
+            checkpoints = self.training and not torch.compiler.is_compiling()
+            y: Tensor = checkpoint(self.block, x, use_reentrant=reentrant) if checkpoints else self.block(x)
+            return x + y
+
+    dense = Layer().train()
+    layer = twellc.optimize(copy.deepcopy(dense), training=True)
+    assert len(twellc.optimized_blocks(layer)) == 1
+    penalty, x = L1Penalty(layer, 1.0), torch.randn(2, 3, 16)
+    for each in (layer, dense):
+        each(x).square().sum().backward()
+    assert_same_gradients(layer, dense)
+    with pytest.raises(UserError, match="ran its original forward"):
         penalty(0)
