@@ -201,7 +201,7 @@ def test_a_loss_that_becomes_nan(
     assert saved == ["checkpoint-3"]
     monkeypatch.undo()
     assert finetune("--resume", model=dense).exit_code == 0
-    assert [each.step for each in TrainingLog.read(tmp_path / "out" / "training.jsonl").steps] == [2, 4, 6]
+    assert [each.step for each in TrainingLog.read(tmp_path / "out" / "training.jsonl").steps] == [2, 3, 4, 6]
 
 
 def test_without_accelerate(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
