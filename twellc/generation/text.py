@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from twellc.base.errors import UserError, first_line
 from twellc.loaders.checkpoint import read_config
-from twellc.samples.tokenizer import BYTES, has_tokenizer, pretrained_tokenizer
+from twellc.samples.tokenizer import BYTES, has_tokenizer, pretrained_tokenizer, token_ids
 
 Messages = Sequence[Mapping[str, Any]]
 # What tokenizers that fall back to bytes call these.
@@ -92,7 +92,7 @@ class _Pretrained:
 
     def _tokens(self, text: str, special: bool) -> list[int]:
         _utf8(text)
-        return [int(token) for token in self.tokenizer(text, add_special_tokens=special)["input_ids"]]
+        return token_ids(self._path, self.tokenizer, text, special=special)
 
     def conversation(self, messages: Messages, template: str | None, options: Mapping[str, Any]) -> list[int]:
         if template is None and not self.has_template:

@@ -69,14 +69,12 @@ def load_tokenizer(model: Path, vocabulary: int) -> Tokenizer:
         note += f", behind the token {first}" if before else ""
         return Tokenizer(lambda text: list(text.encode()), before, notes=[note])
 
-    def encode(text: str, special: bool = False) -> list[int]:
-        try:
-            return [int(token) for token in tokenizer(text, add_special_tokens=special)["input_ids"]]
-        except Exception as error:
-            raise _broken(model, error) from error
-
     tokenizer = pretrained_tokenizer(model)
-    plain, special = encode("a"), encode("a", special=True)
+
+    def encode(text: str) -> list[int]:
+        return token_ids(model, tokenizer, text)
+
+    plain, special = encode("a"), token_ids(model, tokenizer, "a", special=True)
     start = next((i for i in range(len(special)) if special[i : i + len(plain)] == plain), None) if plain else None
     if start is None:
         return Tokenizer(encode)
@@ -109,6 +107,24 @@ def pretrained_tokenizer(model: Path) -> Any:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises what it likes for a damaged folder
             raise _broken(model, error).about(str(folder), str(model)) from error
+
+
+def token_ids(model: Path, tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
+    """Return the token ids of a text by the tokenizer of transformers of a model.
+
+    Args:
+        model: The model's directory, for messages.
+        tokenizer: The tokenizer.
+        text: The text.
+        special: Whether special tokens are added.
+
+    Raises:
+        UserError: The tokenizer is damaged: some damage shows no sooner.
+    """
+    try:
+        return [int(token) for token in tokenizer(text, add_special_tokens=special)["input_ids"]]
+    except Exception as error:  # transformers raises what it likes
+        raise _broken(model, error) from error
 
 
 def _broken(model: Path, error: Exception) -> UserError:

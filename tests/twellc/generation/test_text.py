@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models import VOCABULARY
+from twellc.base.errors import UserError
 from twellc.generation.text import Answer, _PretrainedStream, load_codec
 
 
@@ -172,3 +175,11 @@ def test_bytes(bytelm: Path) -> None:
     assert [stream.put(each) for each in (0xC3, 0xA9, 0, 0x41, 0xE2)] == ["", "é", "", "A", ""]
     assert stream.end() == "\N{REPLACEMENT CHARACTER}"
     assert codec.stream([0], False).put(0) == "\0"
+
+
+def test_damage_that_shows_when_a_text_is_read(talker: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(talker, tmp_path / "m")
+    written = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**written, "model_max_length": [None]}))
+    with pytest.raises(UserError, match="/m: transformers cannot load the tokenizer"):
+        load_codec(folder, VOCABULARY).encode("a")
