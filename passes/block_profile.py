@@ -80,7 +80,7 @@ class BlockProfile:
         return int(np.flatnonzero(self.rows)[-1])
 
     def percentile(self, share: float) -> int:
-        """Return the number of neurons that at most so many fired for, in this share (0 to 1) of the tokens."""
+        """Return how many neurons fire at most for a token, in this share (0 to 1) of the tokens."""
         return int(np.searchsorted(np.cumsum(self.rows), share * self.tokens))
 
     def tiles_over(self, slots: int) -> float:

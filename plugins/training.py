@@ -6,10 +6,14 @@
 Which neurons are computed densely follows from how often each was active in calls before. A block begins dense. Now
 and then a few small kernels choose anew on the device; the host reads what they chose `_DELAY` calls later, when it has
 long been there, so that nothing waits, and so that the same run chooses the same at the same step. Where a call finds
-more pairs than there is place for, which is slow, the block is dense for a while, longer each time.
+more pairs than there is place for, which is slow, the block is dense for a while, longer each time. What calls keep for
+their backward changes only where none of them waits for it.
 """
 
 from __future__ import annotations
+
+import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +108,8 @@ class TrainingState:
         self._calls = 0
         self._choice: tuple[_Reading, Tensor] | None = None
         self._listed: list[tuple[_Reading, int]] = []
-        self._rest, self._rest_until = _REST, 0
+        self._rest, self._rest_until, self._is_resting = _REST, 0, False
+        self._unfinished: list[weakref.ref[Any]] = []
 
     def reset(self) -> None:
         """Count from 0 again; how the block is computed stays."""
@@ -115,17 +120,38 @@ class TrainingState:
         """Begin a call of so many tokens, and return how it computes the block."""
         if not _is_captured(self.counts):
             self._calls += 1
-            if self._choice is not None and self._is_due(self._choice[0]):
-                (hot, pairs), order = self._choice[0].take(), self._choice[1]
-                self._chosen, self._choice = Step(order=order, hot=hot, pairs=pairs), None
-            while self._listed and self._is_due(self._listed[0][0]):
-                reading, expected = self._listed.pop(0)
-                if reading.take()[0] < expected:
-                    self._rest_until, self._rest = self._calls + self._rest, min(2 * self._rest, _MOST_REST)
-                    self._listed.clear()
-        is_dense = self._calls < self._rest_until or (self.counts.is_cuda and tokens < _FEWEST_TOKENS)
-        self.step = self._dense if is_dense else self._chosen
+            self._read()
+            self._unfinished = [each for each in self._unfinished if _awaits_backward(each())]
+            # Activation checkpointing computes calls a second time, which has to keep what the first one kept.
+            if not self._unfinished:
+                self._change()
+        self.step = self.step_of(tokens)
         return self.step
+
+    def step_of(self, tokens: int) -> Step:
+        """Return how a call of so many tokens computes the block: the same until the backward of all calls has run."""
+        is_dense = self._is_resting or (self.counts.is_cuda and tokens < _FEWEST_TOKENS)
+        return self._dense if is_dense else self._chosen
+
+    def began(self, node: Any) -> None:
+        """Note the node of autograd that has kept what the backward of a call needs; None where there is none."""
+        if node is not None:
+            self._unfinished.append(weakref.ref(node))
+
+    def _read(self) -> None:
+        """Read whether calls found place for all pairs: be dense for a while from the next change on if not."""
+        while self._listed and self._is_due(self._listed[0][0]):
+            reading, expected = self._listed.pop(0)
+            if reading.take()[0] < expected:
+                self._rest_until, self._rest = self._calls + self._rest, min(2 * self._rest, _MOST_REST)
+                self._listed.clear()
+
+    def _change(self) -> None:
+        """Do as was chosen."""
+        if self._choice is not None and self._is_due(self._choice[0]):
+            (hot, pairs), order = self._choice[0].take(), self._choice[1]
+            self._chosen, self._choice = Step(order=order, hot=hot, pairs=pairs), None
+        self._is_resting = self._calls < self._rest_until
 
     def _is_due(self, reading: _Reading) -> bool:
         return self._calls > reading.call + _DELAY
@@ -156,6 +182,10 @@ class TrainingState:
             self._recent_tokens.zero_()
 
 
+def _awaits_backward(node: Any) -> bool:
+    return node is not None and not node.is_done
+
+
 def _is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -175,6 +205,7 @@ def train_block(operands: Operands[Tensor], options: BlockOptions, state: Traini
     tokens = operands.x.numel() // operands.x.shape[-1]
     call = Call(operands=operands, options=options, step=state.begin(tokens))
     y, l1, counts, row_begin, *_ = TRAIN_FORWARD(*call.arguments())
+    state.began(l1.grad_fn)
     with torch.no_grad():
         state.count(counts, tokens, row_begin)
     return y, l1

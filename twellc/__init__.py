@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from twellc.base.version import __version__
 
 if TYPE_CHECKING:
+    from twellc import plugins, torch_tensorrt, training, vllm
     from twellc.api import bench, check, compile, inspect, merge_profiles, profile, report, rewrite
     from twellc.base.errors import UserError
     from twellc.benchmarking.result import BenchResult
@@ -54,10 +55,14 @@ __all__ = [
     "merge_profiles",
     "optimize",
     "optimized_blocks",
+    "plugins",
     "profile",
     "report",
     "restore",
     "rewrite",
+    "torch_tensorrt",
+    "training",
+    "vllm",
 ]
 
 _HOMES = {
@@ -77,9 +82,12 @@ _HOMES = {
     "passes.report": ("Layer",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
+_MODULES = ("plugins", "torch_tensorrt", "training", "vllm")
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f"twellc.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'twellc' has no attribute {name!r}")
     return getattr(importlib.import_module(f"twellc.{_HOME[name]}"), name)

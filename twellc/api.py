@@ -390,7 +390,7 @@ def _parsed(kind: type[Any], options: Mapping[str, Any], in_memory: str) -> dict
     names = {field.name for field in fields(kind)}
     unknown = set(options) - names
     if unknown:
-        raise TypeError(f"there is no option {min(unknown)!r}; twellc.{kind.__name__} lists them")
+        raise TypeError(f"there is no option {min(unknown)!r}; {kind.__module__}.{kind.__name__} lists them")
     for name, value in options.items():
         refuse_choice(name, value)
     parsed = dict(options)

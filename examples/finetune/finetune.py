@@ -1,11 +1,9 @@
 """Fine-tune a language model so that its feed-forward blocks become sparse, into a folder that `twellc compile` takes.
 
-python examples/finetune/finetune.py --model DIR --text FILES... --output DIR
-torchrun --nproc-per-node 8 examples/finetune/finetune.py --model DIR --text FILES... --output DIR --resume
-
 A model with SiLU or GELU blocks gets ReLU, at once or over --blend steps. To the loss of the language model the L1 term
 of twellc.training is added. The output is a Hugging Face folder; beside the model stand `firing.profile`, which neurons
-fired in the last steps, and `training.jsonl`, which `twellc report --training` shows.
+fired in the last steps, and `training.jsonl`, which `twellc report --training` shows. For N GPUs start it by
+`torchrun --nproc-per-node N`.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ from transformers.trainer_utils import get_last_checkpoint
 import twellc
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import places
+from twellc.base.modules import Extra
 from twellc.commands.options import FilePath
 from twellc.commands.terminal import Command
 from twellc.loaders.loaded import fingerprint
@@ -37,6 +36,7 @@ from twellc.samples.documents import read_documents
 from twellc.samples.tokenizer import load_tokenizer
 from twellc.training import SparseTrainer, SparsityCallback, TrainingLog, sparsify
 
+ACCELERATE = Extra("examples/finetune", "accelerate", "accelerate", "train", tested=((1, 15),))
 CHECKPOINTS, PROFILE, LOG = "checkpoints", "firing.profile", "training.jsonl"
 
 
@@ -100,7 +100,6 @@ def load_model(path: Path, checkpointing: bool) -> Any:
             f"--model {path}", "weights are missing", got=first_few(sorted(found["missing_keys"])),
             fix="Check that config.json and the weights belong together.",
         )  # fmt: skip
-    model.config.use_cache = False
     if checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
@@ -209,6 +208,7 @@ def run(
     Raises:
         UserError: Something that was given does not work, or the loss becomes NaN.
     """
+    ACCELERATE.load("utils")  # transformers' Trainer needs it
     if not resume and not overwrite and output.is_dir() and any(output.iterdir()):
         raise UserError(f"--output {output}", "the folder is not empty", fix="Add --resume, or --overwrite.")
     if not math.isfinite(options["lr"]):
@@ -230,6 +230,7 @@ def run(
         reinitialise=options["reinitialise"], profile_steps=options["profile_steps"], seed=options["seed"],
     )  # fmt: skip
     on_gpu = torch.cuda.is_available() and options["device"] != "cpu"
+    uses_cache = getattr(network.config, "use_cache", True)  # which the Trainer switches off
     arguments = transformers.TrainingArguments(
         output_dir=str(output / CHECKPOINTS), max_steps=options["steps"], seed=options["seed"], use_cpu=not on_gpu,
         per_device_train_batch_size=options["batch"], per_device_eval_batch_size=options["batch"], bf16=on_gpu,
@@ -246,6 +247,7 @@ def run(
     if begin is None and trainer.is_world_process_zero():  # --resume must not find those of a run before
         shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)
     trainer.train(resume_from_checkpoint=begin)
+    network.config.use_cache = uses_cache
     trainer.save_model(str(output))
     if trainer.is_world_process_zero():
         copy_tokenizer(model, output)

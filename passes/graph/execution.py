@@ -65,19 +65,32 @@ class Runner:
                     result = self._module(*args, **kwargs)
                 else:
                     assert isinstance(self._module, GraphModule)
-                    result = _Visited(self._module, visit).run(*values, enable_io_processing=False)
+                    names = _own_names(program, self._module)
+                    result = _Visited(self._module, names, visit).run(*values, enable_io_processing=False)
             finally:
                 for tensor, value in state.items():
                     tensor.copy_(value)
         return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
-class _Visited(Interpreter):
-    """Runs a graph node by node and shows each value to a visitor."""
+def _own_names(program: ExportedProgram, module: GraphModule) -> dict[Node, str]:
+    """Return the names that nodes of a program's module have in the program.
 
-    def __init__(self, module: GraphModule, visit: Visit) -> None:
+    The module has another for an input that is called as a function of Python is, such as `input`.
+    """
+    graphs = (module.graph, program.graph)
+    mine, own = ([node for node in graph.nodes if node.op == "call_function"] for graph in graphs)
+    # Behind them the module writes what it has changed to buffers and inputs.
+    names = {node: known.name for node, known in zip(mine, own, strict=False)}
+    return names | {node: str(node.target) for node in module.graph.find_nodes(op="placeholder")}
+
+
+class _Visited(Interpreter):
+    """Runs a graph node by node and shows each value, by the name in `names`, to a visitor."""
+
+    def __init__(self, module: GraphModule, names: dict[Node, str], visit: Visit) -> None:
         super().__init__(module)
-        self._visit = visit
+        self._names, self._visit = names, visit
 
     def run_node(self, node: Node) -> Any:
-        return self._visit(node.name, super().run_node(node))
+        return self._visit(self._names.get(node, node.name), super().run_node(node))

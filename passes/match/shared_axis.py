@@ -267,7 +267,7 @@ class _Step:
     def _reduced(self, source: Node, shared: int) -> int:
         given: tuple[Any, ...] = arguments(self._node)
         rank = _rank(source)
-        if len(given) < 2 or given[1] is None:
+        if len(given) < 2 or given[1] is None or given[1] == [] or isinstance(given[1], bool):  # over all dimensions
             raise NotSharedError(f"{self._op} works across what ranks would share")
         if self._op in _OVER_LAST:
             dims = list(range(rank - len(given[1]), rank))
@@ -317,10 +317,10 @@ class _Step:
             place: The dimension; it may be below 0, or of size 1: then all ranks read the same.
             axis: Which dimension of the result it is.
         """
-        if operand in self._region.axes:
+        if operand in self._region.axes or place < 0:
             return
-        size = operand.meta["val"].shape[max(place, 0) : place + 1]
-        if not size or same_sizes(size, [1]):
+        size = operand.meta["val"].shape[place : place + 1]
+        if same_sizes(size, [1]):
             return
         if not same_sizes(size, self._node.meta["val"].shape[axis : axis + 1]):
             raise NotSharedError(f"{self._op} reads a tensor whose size is not known")

@@ -141,12 +141,14 @@ class _TrainStep(torch.autograd.Function):
             y, l1, *others = TRAIN_FORWARD(*inputs)
         ctx.save_for_backward(*others[1:], *(each if isinstance(each, Tensor) else None for each in inputs))
         ctx.arguments = [None if isinstance(each, Tensor) else each for each in inputs]
+        ctx.is_done = False  # for `TrainingState`
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*others)
         return y, l1, *others
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.is_done = True
         saved, needed = ctx.saved_tensors, dict(zip(_NAMES, ctx.needs_input_grad, strict=False))
         kept, tensors = saved[:_NUM_KEPT], saved[_NUM_KEPT:]
         arguments = [other if tensor is None else tensor for tensor, other in zip(tensors, ctx.arguments, strict=True)]

@@ -23,7 +23,6 @@ from tests.conftest import ROOT, Cli
 from twellc.firing.profile import FiringProfile
 from twellc.training.log import TrainingLog
 
-pytest.importorskip("accelerate")
 Finetune = Callable[..., click.testing.Result]
 
 
@@ -39,6 +38,7 @@ def script() -> Any:
 @pytest.fixture
 def finetune(script: Any, tmp_path: Path) -> Finetune:
     """Return a function that runs the script on a text, for a few steps on a CPU."""
+    pytest.importorskip("accelerate")
     text = tmp_path / "text.txt"
     text.write_text("def add(a, b):\n    return a + b\n" * 120)
 
@@ -77,7 +77,8 @@ def test_the_whole_way(finetune: Finetune, dense: Path, cli: Cli, tmp_path: Path
     done = finetune("--reinitialise", "--checkpointing", accumulate=2, **options)
     assert done.exit_code == 0, done.output
     assert f"twellc compile {out} -o MODEL.plan --calibration {out / 'firing.profile'}" in done.stdout
-    assert json.loads((out / "config.json").read_text())["hidden_act"] == "relu"
+    configuration = json.loads((out / "config.json").read_text())
+    assert configuration["hidden_act"] == "relu" and configuration["use_cache"] is True
     log = TrainingLog.read(out / "training.jsonl")
     assert [each.step for each in log.steps] == [2, 3, 4, 6] and log.model == "dense"
     assert [each.relu for each in log.steps] == [0.5, 1.0, 1.0, 1.0]
@@ -201,3 +202,12 @@ def test_a_loss_that_becomes_nan(
     monkeypatch.undo()
     assert finetune("--resume", model=dense).exit_code == 0
     assert [each.step for each in TrainingLog.read(tmp_path / "out" / "training.jsonl").steps] == [2, 4, 6]
+
+
+def test_without_accelerate(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    given = ["--model", str(tmp_path), "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "out")]
+    result = click.testing.CliRunner().invoke(script.main, given)
+    assert result.exit_code == 2
+    assert "accelerate is not installed. Install it: pip install 'twellc[train]'." in result.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,9 @@ from tests.ranks import run_ranks
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.base.errors import UserError
 from twellc.passes.block_profile import BlockProfile, Calibration
-from twellc.passes.match.shared_axis import Part
+from twellc.passes.graph.program import constants_of, editable
+from twellc.passes.match.linear import LinearReader
+from twellc.passes.match.shared_axis import Part, follow
 from twellc.passes.pipeline import PassOptions, Rewritten, run_for_ranks, run_passes
 from twellc.passes.tensor_parallel import is_in_order
 from twellc.plugins.all_reduce_op import ALL_REDUCE
@@ -400,6 +402,32 @@ def test_a_norm_in_a_dense_block_keeps_it_whole() -> None:
     (note,) = found[0].notes
     assert note.startswith("block 0 stays whole on every rank: ")
     assert reductions(found) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "mean",
+    [lambda h: h.mean(dim=(), keepdim=True), lambda h: h.amax(dim=(), keepdim=True), lambda h: h.mean(None, True)],
+)
+def test_a_sum_over_all_dimensions_keeps_a_block_whole(mean: Callable[[Tensor], Tensor]) -> None:
+    module = nn.Sequential(Gated(d_ff=320, between=lambda h: h * mean(h)), Gated(d_ff=320)).bfloat16().eval()
+    _, found = split(module, torch.randn(2, 5, models.D_MODEL).bfloat16())
+    (note,) = found[0].notes
+    assert note.startswith("block 0 stays whole on every rank: ")
+    assert reductions(found) == [1, 1]
+
+
+def test_what_has_none_of_a_shared_axis_is_not_cut() -> None:
+    """Heads stand before the dimensions of what is added, whose rows are as many."""
+
+    def add(h: Tensor) -> Tensor:
+        heads = h.unflatten(-1, (4, -1)).permute(2, 0, 1, 3)
+        return (heads + torch.ones(4, 1)).permute(1, 2, 0, 3).flatten(2)
+
+    program = editable(export(Plain(add), torch.randn(2, 4, models.D_MODEL)).run_decompositions({}))
+    reader = LinearReader(constants_of(program))
+    start = next(node for node in program.graph.nodes if reader.linear(node) is not None)
+    region = follow(program.graph, reader, [start], 2)
+    assert len(region.ends) == 1 and region.cuts == []
 
 
 def test_one_rank_is_the_program_itself() -> None:

@@ -206,9 +206,22 @@ def test_a_block_in_training_counts_and_chooses_later() -> None:
         y, l1 = train_block(operands, options, state)
         steps.append(state.step)
         expected += train_forward(operands, options, Step())[2]
-        assert y.requires_grad and l1.requires_grad
+        (y.sum() + l1).backward()
     assert state.counts.tolist() == expected.tolist() and state.tokens == 8 * 5
     # The fourth call compares with what the second has seen, and the seventh is the first that may do as it has chosen.
     assert [step.order is None for step in steps] == [True] * 6 + [False] * 2
     state.reset()
     assert state.counts.sum() == 0 and state.tokens == 0 and state.step is steps[-1]
+
+
+def test_nothing_changes_while_calls_wait_for_their_backward() -> None:
+    operands, options = leaves(GATED, torch.float32), BlockOptions(activation="relu")
+    state = TrainingState(24, torch.device("cpu"))
+    waiting = [train_block(operands, options, state)[0] for _ in range(12)]
+    assert state.step.order is None  # the seventh might have changed
+    waiting.pop(0).sum().backward()
+    train_block(operands, options, state)
+    assert state.step.order is None
+    waiting.clear()
+    train_block(operands, options, state)
+    assert state.step.order is not None

@@ -22,7 +22,8 @@ def test_python_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = {"examples/bytelm": str(ROOT / "examples" / "bytelm"), "bytelm.plan": str(tmp_path / "bytelm.plan")}
     done = twellc(*(paths.get(word, word) for word in command.split()))
     assert done.returncode == 0, done.stdout + done.stderr
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    recipe = PAGE.split("\n## Python\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"^```python\n(.*?)^```$", recipe, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3
     space: dict[str, Any] = {"__name__": "recipe"}
     for number, block in enumerate(blocks, 1):

@@ -56,10 +56,22 @@ def test_inspecting_a_plan_imports_nothing_large(compiled: Any, options: list[st
 
 def test_every_public_name_is_there() -> None:
     for name in set(twellc.__all__) - {"__version__"}:
-        assert getattr(twellc, name).__name__ == name
+        assert getattr(twellc, name).__name__.removeprefix("twellc.") == name
     assert twellc.__version__
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = twellc.nothing
+
+
+def test_modules_need_no_import_of_their_own() -> None:
+    """`import twellc` is enough for what the pages call twellc.plugins.register() and the like."""
+    used = "twellc.plugins.register, twellc.torch_tensorrt.register, twellc.training.L1Penalty, twellc.vllm.register"
+    assert imported_by("import twellc; twellc.plugins.register, twellc.torch_tensorrt, twellc.vllm") == set()
+    subprocess.run([sys.executable, "-P", "-c", f"import twellc; {used}"], env=environment(), check=True)
+
+
+def test_an_unknown_option_names_the_class_that_lists_them() -> None:
+    with pytest.raises(TypeError, match=r"no option 'precision'; twellc.options.source.TracingOptions lists them"):
+        twellc.rewrite(module(), args=example(), precision="bf16")  # type: ignore[call-arg]
 
 
 def test_compile_a_module(compiled: Any) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
+import click
 import pytest
 
 import twellc
+from tests.twellc.reporting import pages
+from twellc.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [str(page.relative_to(ROOT)) for folder in ("", "docs/") for page in sorted(ROOT.glob(f"{folder}*.md"))]
@@ -19,6 +26,12 @@ READMES = [str(page.relative_to(ROOT)) for pattern in ("benchmarks/*.md", "examp
 FOLDERS = ("twellc", "passes", "export", "plugins", "tests", "examples", "benchmarks", "docs")
 # What a build makes.
 BUILT = ("plugins/lib",)
+# Options of other programs that pages show.
+FOREIGN = (
+    "all-files", "backend-config", "build", "dist", "dumpLayerInfo", "dumpProfile", "dynamicPlugins", "fsdp_version",
+    "hf-overrides", "loadEngine", "local-dir", "model-repository", "nproc-per-node", "saveEngine", "shapes",
+    "staticPlugins", "tensor-parallel-size", "tokenizer", "use_fsdp", "versionCompatible",
+)  # fmt: skip
 
 
 def text_of(page: str) -> str:
@@ -30,6 +43,83 @@ def test_paths_exist(page: str) -> None:
     paths = re.findall(rf"(?<![\w/.-])((?:{'|'.join(FOLDERS)})/[\w./-]*[\w/])", text_of(page))
     missing = [path for path in paths if not (ROOT / path).exists() and not path.startswith(BUILT)]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES])
+def test_named_sources_exist(page: str) -> None:
+    """A file of code that a page names without its folder, such as `routes.cu`."""
+    named = re.findall(r"`([\w./-]+\.(?:py|cuh?|cpp|h))`", text_of(page))
+    known = {file.name for folder in FOLDERS for file in (ROOT / folder).rglob("*.*")}
+    assert [name for name in named if Path(name).name not in known] == []
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES, *READMES} - {"CHANGELOG.md"}))
+def test_named_parts_of_the_package_exist(page: str) -> None:
+    """Such as twellc.training.L1Penalty, or twellc.plugins.library.limits()."""
+    named = set(re.findall(r"(?<![\w./-])twellc(?:\.[A-Za-z_]\w*)+", text_of(page)))
+    assert [name for name in sorted(named) if not is_there(name)] == []
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name is that of a module, or of something in one."""
+    parts, found = name.split("."), importlib.import_module(name.partition(".")[0])
+    for end, part in enumerate(parts[1:], 2):
+        try:
+            found = getattr(found, part, None) or importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            return False
+    return True
+
+
+# ---- options ----
+
+
+def options_of(command: click.Command) -> set[str]:
+    """Return the options that a command shows in its help."""
+    shown = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
+    return {name for each in shown for name in (*each.opts, *each.secondary_opts)} | {"--help"}
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES, *READMES} - {"CHANGELOG.md", "benchmarks/LOG.md"}))
+def test_named_options_exist(page: str) -> None:
+    """Those of a command of twellc where a page shows the command; others of any command or script of the tree."""
+    scripts = [file for folder in ("benchmarks", "examples", "tests") for file in (ROOT / folder).rglob("*.py")]
+    of_scripts = set(re.findall(r'["/](--[a-z][\w-]*)', " ".join(file.read_text() for file in scripts)))
+    known = of_scripts.union({f"--{name}" for name in FOREIGN}, *map(options_of, [main, *main.commands.values()]))
+    known -= {"--calibrate"}  # the old name of --measure-gpu
+    assert sorted(set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", text_of(page))) - known) == []
+    for line in re.findall(r"^    (twellc .*)$|`(twellc [^`\n]*)`", text_of(page), re.MULTILINE):
+        for command, rest in re.findall(r"twellc (\w+)([^|;&#]*)", "".join(line)):
+            if command in main.commands:
+                given = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", rest))
+                assert sorted(given - options_of(main.commands[command])) == [], line
+
+
+def test_the_api_page_tells_options_with_other_names_in_python() -> None:
+    table = text_of("docs/api.md").partition("| command line | Python |")[2].partition("\n\n")[0]
+    other = {
+        field.name
+        for name in ("Compile", "Inspect", "Check", "Profile", "Bench")
+        for field in fields(getattr(twellc, f"{name}Options"))
+        if f"--{field.name.replace('_', '-')}" not in options_of(main.commands[name.lower()])
+    }
+    # Those that users do not give, and what is an argument of the command.
+    other -= {"attention_forms", "decided", "in_memory", "model", "candidate"}
+    assert sorted(name for name in other if not re.search(rf"`{name}[`=]", table)) == []
+    assert {"arrays", "profiles"} <= other
+
+
+def test_the_profile_page_tells_what_its_json_has() -> None:
+    def keys(found: Any) -> Iterator[str]:
+        for key, value in found.items():
+            yield key
+            for each in value if isinstance(value, list) else [value]:
+                yield from keys(each) if isinstance(each, dict) and key != "data" and key != "model" else ()
+
+    section = text_of("docs/profile.md").partition("## What is counted")[2].partition("\n## ")[0]
+    found = {key for key in keys(pages.profile().to_json()) if not key.isdigit()}
+    assert len(found) > 20
+    assert sorted(key for key in found if f"`{key}`" not in section) == []
 
 
 @pytest.mark.parametrize("page", READMES)

@@ -60,8 +60,9 @@ _PARAMETRIZED = (
     "torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm or remove_spectral_norm"
 )
 _Module = TypeVar("_Module", bound=nn.Module)
-# What wrappers put into the paths of modules: DDP, FSDP, torch.compile, activation checkpointing.
-_WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+# What wrappers put into the paths of modules: FSDP, torch.compile, activation checkpointing; DDP and its kind.
+_WRAPPED = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,24 @@ class TrainedBlock:
     training: BlockInTraining
     gate: Operand
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        counted = self.training.counted
+        return self.gate_parameter().device if counted is None else counted.counts.device
+
     def gate_parameter(self) -> nn.Parameter:
-        """Return the parameter that holds the gate weight, as the module has it now: a DTensor where FSDP shards it."""
+        """Return the parameter that holds the gate weight, as the module has it now: a DTensor where FSDP2 shards it.
+
+        Raises:
+            UserError: It is not there, or is a part without a form, as FSDP's first version makes of it.
+        """
         parameter = self.gate.parameter(self.module)
-        if parameter is None:
+        if parameter is None or parameter.dim() != 2:
             raise UserError(
-                f"layer {self.layer.module}", "its gate projection was replaced after twellc.optimize",
-                fix="Call twellc.optimize(model, training=True) once the model is what it shall be.",
+                f"layer {self.layer.module}", "its gate weight is not where it was in twellc.optimize",
+                fix="Call twellc.optimize(model, training=True) once the model is what it shall be, and shard it by "
+                "FSDP2 (torch.distributed.fsdp.fully_shard), not by FullyShardedDataParallel.",
             )  # fmt: skip
         return parameter
 
@@ -283,7 +295,7 @@ def _note_miss(training: BlockInTraining) -> None:
 
 def _weights(module: nn.Module, block: _Block, x: Tensor) -> WeightOperands[Tensor] | None:
     """Return what the op reads besides x, or None where the original forward must run."""
-    if x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model:
+    if not _is_plain(x) or x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model:
         return None
     inner = block.inner_modules(module)
     if _forms(inner) != block.forms or any(map(has_hooks, inner)):
@@ -332,10 +344,16 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(module, _DropoutNd) and module.training and module.p > 0
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Whether x is one array on a device that the ops know: not nested, sparse or spread over ranks."""
+    is_array = not x.is_nested and x.layout == torch.strided and not is_traceable_wrapper_subclass(x)
+    return is_array and x.device.type in ("cpu", "cuda")
+
+
 def _is_taken(x: Tensor) -> bool:
     """Whether the op takes x as it is."""
     kind = x.device.type
-    known = kind == "cpu" or (kind == "cuda" and x.dtype in KERNEL_DTYPES)
+    known = kind == "cpu" or x.dtype in KERNEL_DTYPES
     return known and not torch.is_autocast_enabled(kind) and not is_forward_mode()
 
 
@@ -508,10 +526,20 @@ def blocks_in_training(module: nn.Module) -> dict[str, TrainedBlock]:
     found = {}
     for path, submodule, block in _optimized_modules(module):
         if block.training is not None:
-            plain = ".".join(part for part in block.path(path).split(".") if part not in _WRAPPERS)
+            plain = block.path(_without_wrappers(module, path))
             gate, _ = block.weights.first
             found[plain] = TrainedBlock(replace(block.layer, module=plain), submodule, block.training, gate)
     return found
+
+
+def _without_wrappers(module: nn.Module, path: str) -> str:
+    """Return the path that a submodule has in the model that is wrapped."""
+    parts: list[str] = []
+    for part in filter(None, path.split(".")):
+        if part not in _WRAPPED and not (part == "module" and isinstance(module, _WRAPPERS)):
+            parts.append(part)
+        module = module.get_submodule(part)
+    return ".".join(parts)
 
 
 def _optimized_modules(module: nn.Module) -> list[tuple[str, nn.Module, _Block]]:

@@ -38,11 +38,11 @@ class BlendedActivation(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """Activate z of any shape."""
+        if self.share <= 0:  # of infinite z the sum below is NaN
+            original: Tensor = self.original(z)
+            return original
         relu = torch.relu(z)
-        if self.share >= 1:
-            return relu
-        blended: Tensor = torch.lerp(self.original(z), relu, self.share)
-        return blended
+        return relu if self.share >= 1 else torch.lerp(self.original(z), relu, self.share)
 
 
 def blended_of(module: nn.Module) -> BlendedActivation | None:
@@ -130,11 +130,11 @@ class BlockInTraining:
                 state.counts += counts
                 state.tokens += tokens
         elif again:
-            y, l1, _ = train_forward(operands, self.options, state.step)
+            y, l1, _ = train_forward(operands, self.options, state.step_of(tokens))
         else:
             y, l1 = train_block(operands, self.options, state)
         if not again:
-            if self.terms is not None and l1.requires_grad:
+            if self.terms is not None and torch.is_grad_enabled():
                 self.terms.append(Term(l1, tokens))
             if self.see is not None:
                 with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,8 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         blend: Blend | None = None,
         reinitialise: bool = False,
         profile_steps: int = 0,
-        log: Path | None = None,
-        began_with: Path | None = None,
+        log: str | os.PathLike[str] | None = None,
+        began_with: str | os.PathLike[str] | None = None,
         seed: int = 0,
     ) -> None:
         """Prepare a model that `twellc.optimize(model, training=True)` has returned.
@@ -64,12 +65,16 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         Raises:
             UserError: The model has no block in training, or a number is out of range.
         """
+        if profile_steps < 0:
+            raise UserError("profile_steps", "is out of range", got=repr(profile_steps), expected="a number from 0 on")
         self.penalty = L1Penalty(model, l1, warm_up=l1_warm_up)
         self.window: FiringWindow | None = None
         self._model = model
         self._blocks = blocks_of(model)
         self._blend, self._reinitialise, self._seed = blend, reinitialise, seed
-        self._profile_steps, self._log, self._began_with = profile_steps, log, began_with
+        self._profile_steps = profile_steps
+        self._log = None if log is None else Path(log)
+        self._began_with = None if began_with is None else Path(began_with)
         self._writer: LogWriter | None = None
         self._fired: dict[str, Fired] | None = None
         self._moved: Tensor | None = None
@@ -171,8 +176,8 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def _look(self, state: Any, control: Any) -> None:
         """Take the counts where something is logged, measured or saved next, and see to it that nothing is NaN."""
         saves = control.should_save or control.should_evaluate or control.should_training_stop
-        if self._log is not None and (control.should_evaluate or control.should_training_stop):
-            control.should_log = True  # a record for the loss on held-out data, and for the last steps
+        if self._log is not None and saves:
+            control.should_log = True  # a record for the loss on held-out data, for a resume, and for the last steps
         if control.should_log or saves:
             fired = self._take()
             self._refuse_nan(state.global_step, saves, next(iter(fired.values())).counts.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -62,7 +63,7 @@ def take_counts(model: nn.Module) -> dict[str, Fired]:
         UserError: It has no such block.
     """
     blocks = blocks_of(model)
-    states = [each.training.counted or each.training.state(each.gate_parameter().device) for each in blocks.values()]
+    states = [each.training.state(each.device) for each in blocks.values()]
     taken = summed([each for state in states for each in (state.counts, state.tokens)])
     found = {path: Fired(taken[2 * i].clone(), taken[2 * i + 1].clone()) for i, path in enumerate(blocks)}
     for state in states:
@@ -100,7 +101,7 @@ class FiringWindow:
             if z.dim() > 2:  # the sequence is the last axis but the features'
                 positions = torch.arange(z.shape[-2], device=z.device)
                 bins = position_bins(positions).expand(z.shape[:-1]).flatten()
-                self._sequences += z[..., 0, 0].numel() if first else 0
+                self._sequences += z.shape[:-2].numel() if first else 0
             counter.add(z.reshape(-1, z.shape[-1]), bins)
 
         return see
@@ -116,7 +117,7 @@ class FiringWindow:
         for block in self._blocks.values():
             block.training.see = None
 
-    def profile(self, directory: Path, data: str) -> FiringProfile:
+    def profile(self, directory: str | os.PathLike[str], data: str) -> FiringProfile:
         """Return what was counted, over all processes; all of them have to call this.
 
         The weights moved while it was counted: keep the window to the last steps. A block that no token reached, as an
@@ -129,8 +130,9 @@ class FiringWindow:
         Raises:
             UserError: Nothing was counted, or activations were NaN.
         """
+        folder = Path(directory)
         # Of all blocks, in the same order in all processes: each may have reached other experts.
-        counters = [self._counter(path, block.gate_parameter().device) for path, block in self._blocks.items()]
+        counters = [self._counter(path, block.device) for path, block in self._blocks.items()]
         parts = [tensor for counter in counters for tensor in counter.counts.values()]
         wholes = iter(summed(parts))
         nan = summed([counter.nan.long() for counter in counters])
@@ -144,7 +146,7 @@ class FiringWindow:
         (sequences,) = summed([torch.tensor(self._sequences, device=parts[0].device)])
         tokens = min(block.tokens for block in blocks.values())
         return FiringProfile(
-            ProfiledModel(directory.name, "Hugging Face directory", fingerprint(directory), option_of(self._dtype)),
+            ProfiledModel(folder.name, "Hugging Face directory", fingerprint(folder), option_of(self._dtype)),
             [DataSource(data, "training steps", int(sequences), tokens)],
             datetime.now(UTC).isoformat(timespec="seconds"),
             __version__,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from twellc.base.errors import UserError
 from twellc.training.counts import Fired
 from twellc.training.penalty import blocks_of
 
@@ -33,7 +34,12 @@ def reinitialise_dead(
 
     Returns:
         How many neurons were dead, int64 [].
+
+    Raises:
+        UserError: The model has no such block, a gate weight is not where it was, or `share` is out of range.
     """
+    if not 0 <= share <= 1:
+        raise UserError("share", "is out of range", got=repr(share), expected="a number from 0 to 1")
     dead: list[Tensor] = []
     for place, (path, block) in enumerate(blocks_of(model).items()):
         weight = block.gate_parameter()

@@ -7,6 +7,7 @@ torch.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,7 @@ class TrainingLog:
         return self.run.model
 
     @classmethod
-    def read(cls, path: Path, where: str = "") -> TrainingLog:
+    def read(cls, path: str | os.PathLike[str], where: str = "") -> TrainingLog:
         """Read a log; a last line that is not whole, of a run that was cut short as it wrote it, is left out.
 
         Args:
@@ -103,7 +104,7 @@ class TrainingLog:
         Raises:
             UserError: It is not a log, or damaged, or of another version.
         """
-        where = where or str(path)
+        where, path = where or str(path), Path(path)
         if not path.is_file():
             raise UserError(where, why_no_file(path), expected=_EXPECTED)
         try:

@@ -15,7 +15,8 @@ class L1Penalty:
     """What is added to the loss: a coefficient times the mean over layers of the sum over neurons of |h|.
 
     h is what the down projection reads. The sum is the mean over the tokens that a block has seen since the last call,
-    padding included. The coefficient grows from 0 to its full value over the steps of the warm-up.
+    padding included; blocks that have seen none, as experts may, are left out. The coefficient grows from 0 to its full
+    value over the steps of the warm-up.
 
     Attributes:
         value: The mean over layers without the coefficient, as of the last call; on the device, without a gradient.
@@ -80,8 +81,9 @@ class L1Penalty:
                 fix="Run the model in training mode, with gradients, and checkpoint activations without use_reentrant: "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}.',
             )  # fmt: skip
+        reached = [terms for terms in noted if any(term.tokens for term in terms)]
         means = []
-        for terms in noted:
+        for terms in reached or noted:
             tokens = sum(term.tokens for term in terms)
             means.append(torch.stack([term.l1 * (term.tokens / max(tokens, 1)) for term in terms]).sum())
         mean = torch.stack([each.to(means[0].device) for each in means]).mean()

@@ -203,6 +203,20 @@ def test_a_visitor_sees_and_replaces_values() -> None:
     assert [each.tolist() for each in Runner(program)(inputs)] == [[1, 1, 3, 5], [-1, 0, 1, 2]]
 
 
+def test_a_visitor_sees_the_names_of_the_program() -> None:
+    """Copying a graph renames what is called as a function of Python is."""
+
+    class Sum(nn.Module):
+        def forward(self, input: Tensor, sum: Tensor) -> Tensor:
+            return torch.relu(input) + sum
+
+    program = export(Sum(), torch.randn(4), torch.randn(4))
+    seen: dict[str, Any] = {}
+    Runner(program)({"input": torch.ones(4), "sum": torch.zeros(4)}, lambda name, value: seen.setdefault(name, value))
+    assert [node.name for node in program.graph.nodes] == list(seen) == ["input", "sum", "relu", "add", "output"]
+    assert seen["input"].tolist() == [1] * 4 and seen["sum"].tolist() == [0] * 4
+
+
 def test_canonicalize_functionalises() -> None:
     class InPlace(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -299,6 +299,15 @@ def test_seed_decides_the_inputs(archive: Path, archive_graph: Path) -> None:
 # ---- outputs of other forms ----
 
 
+def test_a_block_that_reads_an_input_with_the_name_of_a_function(tmp_path: Path) -> None:
+    """As what nn.Sequential is given: `input`."""
+    model = tmp_path / "m.pt2"
+    torch.export.save(export(nn.Sequential(Plain()).bfloat16(), torch.randn(4, 16).bfloat16()), model)
+    result = run_check(model, graph_of(model, tmp_path / "m.onnx"))
+    assert result.within and [block.module for block in result.blocks] == ["0"]
+    assert result.blocks[0].accuracy.compared == result.blocks[0].accuracy.elements > 0
+
+
 class Channels(nn.Module):
     """A plain block over channels, as convolutions: the last dimension is the time."""
 

@@ -6,6 +6,7 @@ import copy
 import io
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -132,6 +133,33 @@ def test_forward_mode_runs_the_original() -> None:
     _, expected = torch.func.jvp(twellc.restore(block), (x,), (torch.ones_like(x),))
     torch.testing.assert_close(tangent, expected)
     assert tangent.any()
+
+
+# What F.linear takes, too.
+OTHER_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "jagged": lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
+    "nested": lambda x: torch.nested.nested_tensor([x, x[:2]]),
+    "sparse": Tensor.to_sparse,
+    "meta": lambda x: x.to("meta"),
+}
+
+
+def assert_same_tensors(found: Tensor, expected: Tensor) -> None:
+    assert type(found) is type(expected) and found.is_nested == expected.is_nested
+    parts = zip(found.unbind(), expected.unbind(), strict=True)
+    for one, other in parts:
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_tensors_that_are_no_arrays_run_the_original(name: str) -> None:
+    dense = Gated(biases="gud").eval()
+    block = twellc.optimize(copy.deepcopy(dense))
+    if name == "meta":
+        dense, block = dense.to("meta"), block.to("meta")
+    x = OTHER_TENSORS[name](torch.randn(3, 16))
+    with torch.no_grad():
+        assert_same_tensors(block(x), dense(x))
 
 
 NO_BLOCKS = {

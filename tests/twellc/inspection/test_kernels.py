@@ -91,5 +91,13 @@ def test_target_that_is_not_known(cli: Cli, archive: Path, tmp_path: Path) -> No
     times = (Path(targets.__file__).with_name("data") / "h200.json").read_text()
     (tmp_path / "times.json").write_text(times.replace('"NVIDIA H200"', '"NVIDIA B200"'))
     result = cli("inspect", archive, "--target-gpu", tmp_path / "times.json")
-    assert "kernels on H200" in result.output
-    assert "the kernels are those of an H200, since NVIDIA B200 is not known (--gpu changes it)" in result.output
+    assert "kernels on H100" in result.output
+    assert "the kernels are those of an H100, since NVIDIA B200 is not known (--gpu changes it)" in result.output
+
+
+def test_a_rewritten_graph_is_described_for_the_gpu_that_models_are(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    """Nothing is expected of it, so no GPU is named; it took another one than the model itself."""
+    graph = tmp_path / "m.onnx"
+    assert cli("compile", archive, "--backend", "none", "--onnx", graph).exit_code == 0
+    outputs = [cli("inspect", each).output for each in (archive, graph)]
+    assert all("kernels on H100, 2048 tokens" in output for output in outputs)

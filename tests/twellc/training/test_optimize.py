@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import twellc
 from tests import models
 from tests.models import Gated, Plain, Written
-from tests.twellc.eager.test_optimize import HUGGING_FACE, Ops, packed, tokens
+from tests.twellc.eager.test_optimize import HUGGING_FACE, OTHER_TENSORS, Ops, assert_same_tensors, packed, tokens
 from twellc.base.errors import UserError
 from twellc.eager.optimization import blocks_in_training
 from twellc.training import L1Penalty, take_counts
@@ -189,6 +191,16 @@ def test_transforms_of_torch_run_the_original(name: str, frozen: bool) -> None:
     torch.testing.assert_close(TRANSFORMS[name](model, x), TRANSFORMS[name](dense, x))
 
 
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_tensors_that_are_no_arrays_run_the_original(name: str) -> None:
+    dense = Gated().train()
+    model = twellc.optimize(copy.deepcopy(dense), training=True)
+    if name == "meta":
+        dense, model = dense.to("meta"), model.to("meta")
+    x = OTHER_TENSORS[name](torch.randn(3, 16))
+    assert_same_tensors(model(x), dense(x))
+
+
 def test_inference_mode_before_training() -> None:
     """In inference mode the original runs; what is made in it can be counted on later."""
     block = twellc.optimize(Gated().train(), training=True)
@@ -279,6 +291,30 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     assert_same_gradients(model, dense)
 
 
+def test_activation_checkpointing_of_calls_whose_backward_comes_later() -> None:
+    """As layers that share a block: what a call keeps when it is computed again has the form that it had."""
+
+    class Hot(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.name() == "twell::train_forward":
+                seen.append(args[-2])
+            return func(*args, **(kwargs or {}))
+
+    block = twellc.optimize(Plain(d_ff=512, biases="u").train(), training=True)
+    with torch.no_grad():
+        block.up.bias.fill_(-50)
+    seen: list[int] = []
+    for _ in range(4):
+        seen.clear()
+        with Hot():
+            x = torch.randn(2, 16)
+            for _ in range(4):
+                x = checkpoint(block, x, use_reentrant=False)
+            x.sum().backward()
+        assert len(seen) == 8 and seen[:4] == seen[4:]
+    assert seen == [0] * 8  # it has changed, between two steps
+
+
 def test_autocast() -> None:
     dense = models.llama().train()
     model = twellc.optimize(copy.deepcopy(dense), training=True)
@@ -330,6 +366,29 @@ def test_no_block_in_training() -> None:
     for bad in (-1.0, float("inf"), float("nan")):
         with pytest.raises(UserError, match="coefficient"):
             L1Penalty(twellc.optimize(models.llama(), training=True), bad)
+
+
+def test_penalty_is_a_mean_over_blocks_that_saw_tokens_frozen_ones_too() -> None:
+    blocks = twellc.optimize(nn.Sequential(Gated(), Gated(), Gated()).train(), training=True)
+    penalty, x = L1Penalty(blocks, 1.0), torch.randn(6, 16)
+    each = []
+    for block in blocks:
+        block(x)
+        each.append(float(penalty(0)))
+    blocks[0](x), blocks[1](x), blocks[2](x[:0])
+    assert float(penalty(0)) == pytest.approx((each[0] + each[1]) / 2)
+    blocks[2](x[:0])
+    assert float(penalty(0)) == 0
+    blocks[0].requires_grad_(False)
+    blocks[0](x), blocks[1](x)
+    assert float(penalty(0)) == pytest.approx((each[0] + each[1]) / 2)
+
+
+def test_modules_that_are_named_as_wrappers_name_theirs() -> None:
+    """Only a wrapper's part of a path is left out: two blocks must not have one name."""
+    inner = nn.ModuleDict({"module": nn.ModuleDict({"mlp": Gated()}), "mlp": Gated()})
+    model = nn.ModuleDict({"part": nn.DataParallel(twellc.optimize(inner.train(), training=True))})
+    assert list(take_counts(model)) == ["part.module.mlp", "part.mlp"]
 
 
 def test_penalty_without_a_forward() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,16 @@ from twellc.base.errors import UserError
 from twellc.eager.optimization import blocks_in_training
 from twellc.eager.training_block import BlendedActivation
 from twellc.firing.profile import FiringProfile
-from twellc.training import Blend, FiringWindow, L1Penalty, TrainingLog, reinitialise_dead, sparsify, take_counts
+from twellc.training import (
+    Blend,
+    FiringWindow,
+    L1Penalty,
+    SparsityCallback,
+    TrainingLog,
+    reinitialise_dead,
+    sparsify,
+    take_counts,
+)
 from twellc.training.counts import Fired
 from twellc.training.log import LoggedBlock, LoggedRun, LoggedStep, LogWriter
 
@@ -113,7 +123,8 @@ def test_steps_of_a_blend() -> None:
     with pytest.raises(UserError, match="steps"):
         sparsify(models.llama("silu"), steps=-1)
     assert [Blend([], [], 4).share(step) for step in (0, 2, 4, 8)] == [0, 0.5, 1, 1]
-    assert BlendedActivation(nn.SiLU()).share == 0
+    infinite = torch.tensor([float("inf")])
+    assert BlendedActivation(nn.SiLU())(infinite) == infinite
 
 
 # ---- dead neurons ----
@@ -150,6 +161,26 @@ def test_reinitialise_dead(how: str) -> None:
             weight.copy_(before)
         reinitialise_dead(block, fired, step=step, seed=seed)
         assert torch.equal(weight, drawn) == same
+
+
+def test_numbers_out_of_range() -> None:
+    block = twellc.optimize(Gated().train(), training=True)
+    with pytest.raises(UserError, match=r"share: is out of range; got 1\.5"):
+        reinitialise_dead(block, take_counts(block), step=0, share=1.5)
+    with pytest.raises(UserError, match="profile_steps: is out of range; got -1"):
+        SparsityCallback(block, profile_steps=-1)
+
+
+@pytest.mark.parametrize("weight", [None, nn.Parameter(torch.randn(40))])
+def test_a_gate_that_is_not_where_it_was(weight: Any) -> None:
+    """As where FullyShardedDataParallel has put a flat part in its place: its numbers are none of the neurons'."""
+    block = twellc.optimize(Gated().train(), training=True)
+    block(torch.randn(3, 16))
+    fired = take_counts(block)
+    block.gate.weight = weight
+    with pytest.raises(UserError, match=r"its gate weight is not where it was.*fully_shard"):
+        reinitialise_dead(block, fired, step=0)
+    assert int(take_counts(block)[""].tokens) == 0
 
 
 def test_without_tokens_nothing_is_dead() -> None:
@@ -213,6 +244,16 @@ def test_profile_of_experts_that_no_token_reached_and_of_what_is_still_counted(t
     assert {path: block.tokens for path, block in second.blocks.items()} == {"0": 5, "1": 4, "2": 6}
 
 
+def test_profile_of_empty_sequences(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    block = twellc.optimize(Gated().train(), training=True)
+    window = FiringWindow(block)
+    for shape in ((2, 0, 16), (0, 3, 16), (2, 3, 16)):
+        block(torch.randn(shape))
+    profile = window.profile(tmp_path, "data")
+    assert (profile.tokens, profile.data[0].sequences) == (6, 4)
+
+
 def test_profile_of_nothing(tmp_path: Path) -> None:
     window = FiringWindow(twellc.optimize(models.llama(), training=True))
     with pytest.raises(UserError, match="no step was counted"):
@@ -239,6 +280,18 @@ def record(step: int, **changes: Any) -> LoggedStep:
         "dead": [0.0, 0.125], "relu": 1.0, "reinitialised": 0,
     }  # fmt: skip
     return LoggedStep(**{**values, **changes})
+
+
+def test_paths_may_be_texts(tmp_path: Path) -> None:
+    """As everywhere else in the API."""
+    folder, log = models.save(models.llama(), tmp_path / "model"), tmp_path / "log.jsonl"
+    model = twellc.optimize(models.llama().train(), training=True)
+    callback = SparsityCallback(model, log=str(log), began_with=str(folder))
+    window = FiringWindow(model)
+    callback.on_train_begin(None, SimpleNamespace(global_step=0), None)
+    model(input_ids=torch.randint(3, 96, (2, 8)))
+    assert TrainingLog.read(str(log)) == TrainingLog.read(log)
+    assert TrainingLog.read(log).run.sha256 == window.profile(str(folder), "ids").model.sha256
 
 
 def test_log_round_trip_and_going_on(tmp_path: Path) -> None:

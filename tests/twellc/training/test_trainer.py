@@ -135,6 +135,32 @@ def test_every_step_is_in_the_log_and_every_measured_loss(tmp_path: Path) -> Non
     assert [each.tokens for each in TrainingLog.read(log).steps] == [32 * steps for steps in (2, 1, 1, 2, 1)]
 
 
+def test_the_log_of_a_run_that_was_cut_short(tmp_path: Path) -> None:
+    """It has each token once, also where the checkpoint is of another step than those that the Trainer logs."""
+    import transformers
+
+    class CutShort(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 5:
+                raise KeyboardInterrupt
+
+    def run(name: str, *callbacks: Any, resume: bool = False) -> list[Any]:
+        model, log = model_in_training(), tmp_path / f"{name}.jsonl"
+        options: dict[str, Any] = {"max_steps": 6, "logging_steps": 2, "save_strategy": "steps", "save_steps": 3}
+        trainer = SparseTrainer(
+            model=model, args=arguments(tmp_path / name, **options), train_dataset=Ids(), callbacks=list(callbacks),
+            sparsity=SparsityCallback(model, l1=1e-2, log=log),
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return TrainingLog.read(log).steps
+
+    whole = run("whole")
+    assert [(each.step, each.tokens) for each in whole] == [(2, 64), (3, 32), (4, 32), (6, 64)]
+    with pytest.raises(KeyboardInterrupt):
+        run("cut", CutShort())
+    assert run("cut", resume=True) == whole
+
+
 def test_logging_by_epochs(tmp_path: Path) -> None:
     by_epoch = dict.fromkeys(("logging_strategy", "save_strategy"), "epoch")
     options: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, **by_epoch}
