@@ -16,49 +16,50 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from twellc.eager.module_blocks import between
-from twellc.passes.match.activations import packet
-from twellc.passes.match.find_ffn import FfnBlock
-
-aten = torch.ops.aten
-
 # Each activation as what is computed one after the other.
-_STEPS = {"relu": ("relu",), "relu2": ("relu", "square")}
+STEPS = {"relu": ("relu",), "relu2": ("relu", "square")}
 _FUNCTIONS: dict[Any, str] = {
     functional.relu: "relu", torch.relu: "relu", torch.relu_: "relu", torch.square: "square",
 }  # fmt: skip
+
+
+# An activation on its way to ReLU.
+Blended = Callable[[Tensor], Tensor]
 
 
 class Hidden:
     """Stands for what an up projection gives, and for its activation."""
 
     def __init__(
-        self, dense: Callable[[], Tensor], compute: Callable[[], Tensor], down: nn.Module, activation: str,
-        done: tuple[str, ...] = (),
+        self, dense: Callable[[], Tensor], compute: Callable[[Blended | None], Tensor], down: nn.Module,
+        activation: str, blends: bool, done: tuple[str, ...] = (), blended: Blended | None = None,
     ) -> None:  # fmt: skip
         """Put it off.
 
         Args:
             dense: Computes the up projection.
-            compute: Computes the block.
+            compute: Computes the block, with an activation that is on its way to ReLU, or None.
             down: The down projection of the block.
             activation: The activation of the block.
+            blends: Whether `compute` takes an activation that is on its way.
             done: What was applied to the up projection.
+            blended: What was applied in the place of ReLU.
         """
         self._dense, self._compute, self._down, self._activation, self._done = dense, compute, down, activation, done
+        self._blends, self._blended = blends, blended
         self._value: Tensor | None = None
 
     def result(self, down: nn.Module) -> Tensor | None:
         """Return what the block gives, if `down` is its down projection and this is what that shall read."""
-        whole = self._done == _STEPS[self._activation]
-        return self._compute() if whole and down is self._down and self._value is None else None
+        whole = self._done == STEPS[self._activation]
+        return self._compute(self._blended) if whole and down is self._down and self._value is None else None
 
     def value(self) -> Tensor:
         """Return the tensor itself: [..., d_ff]."""
         if self._value is None:
             value = self._dense()
             for step in self._done:
-                value = torch.relu(value) if step == "relu" else torch.square(value)
+                value = (self._blended or torch.relu)(value) if step == "relu" else torch.square(value)
             self._value = value
         return self._value
 
@@ -81,12 +82,21 @@ class Hidden:
             p, training, _ = _dropout(*args, **named)
             return None if training and p > 0 else self
         done = (*self._done, _FUNCTIONS.get(func, ""))
-        if done != _STEPS[self._activation][: len(done)]:
+        if done != STEPS[self._activation][: len(done)]:
             return None
         if func is torch.relu_ or (args[0] if args else named.get("inplace", False)):
             self._done = done
             return self
-        return Hidden(self._dense, self._compute, self._down, self._activation, done)
+        return self._with(done, self._blended)
+
+    def _with(self, done: tuple[str, ...], blended: Blended | None) -> Hidden:
+        return Hidden(self._dense, self._compute, self._down, self._activation, self._blends, done, blended)
+
+    def blended(self, activation: Blended) -> Any:
+        """Do what an activation on its way to ReLU does."""
+        if self._value is None and not self._done and self._blends and STEPS[self._activation] == ("relu",):
+            return self._with(("relu",), activation)
+        return activation(self.value())
 
     def relu(self) -> Any:
         """Do what this method of a tensor does."""
@@ -128,17 +138,3 @@ for _name in (
     "bool",
 ):  # fmt: skip
     setattr(Hidden, f"__{_name}__", _operator(f"__{_name}__"))
-
-
-def refusal_of(block: FfnBlock) -> str:
-    """Say why the op cannot run a block that is written out in a larger module; empty where it can."""
-    if block.refusal or block.up is None:
-        return block.refusal
-    if block.gate is not None:
-        return "it is written out in a larger module, with a gate"
-    # Dropout in eval mode is a clone.
-    names = tuple(str(packet(node)).rpartition(".")[2] for node in between(block) if packet(node) is not aten.clone)
-    if names == _STEPS.get(block.activation):
-        return ""
-    found = ", ".join(names) or "nothing"
-    return f"it is written out in a larger module, with {found} between its projections, not relu or its square alone"

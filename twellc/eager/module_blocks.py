@@ -21,9 +21,11 @@ from torch.export import Dim, ShapesCollection
 from torch.fx import Node
 
 from twellc.base.errors import first_line
+from twellc.eager.hidden import STEPS
 from twellc.eager.sharded import local_twin
-from twellc.eager.training_block import as_relu
+from twellc.eager.training_block import BlendedActivation, as_relu
 from twellc.passes.graph.program import quiet_torch, user_inputs, written_tensors
+from twellc.passes.match.activations import packet
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight, strip
 from twellc.passes.pipeline import Passed, PassOptions, Stage, run_until
@@ -33,6 +35,8 @@ from twellc.plugins.block import TensorField, WeightOperands
 _LOG = logging.getLogger("twellc")
 # Leading dimensions to trace with: sizes that differ, and from which torch.export keeps a dimension dynamic.
 _LEADING = (2, 3)
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -129,21 +133,41 @@ def find_written_out(module: nn.Module, without: Collection[str], *, training: b
         if isinstance(submodule, Taken):
             outside.append(path)
             continue
-        if isinstance(submodule, torch.jit.ScriptModule) or "forward" in vars(submodule) or _has_own_copy(submodule):
-            continue
-        linears = {name: child for name, child in submodule.named_children() if _is_linear(child)}
-        if not _may_hold_block(submodule, linears.values()):
-            continue
-        traced = next(trace_alone(path, submodule, 3, training=training, alone=False), None)
-        found: list[WrittenOut] = []
-        for block in traced.blocks if traced else ():
-            weights = operands_of(submodule, block)
-            read = [".".join(each.path) for each in weights.named().values()] if weights else [block.down.weight.name]
-            is_second_call = weights is not None and any(weights == each.weights for each in found)
-            if {name.rpartition(".")[0] for name in read} <= linears.keys() and not is_second_call:
-                name = f"{path}.{_first_layer(block)}".lstrip(".") if found else path
-                found.append(WrittenOut(path, submodule, replace(block, module=name), weights))
-        yield from found
+        yield from _written_out_in(path, submodule, training=training)
+
+
+def _written_out_in(path: str, module: nn.Module, *, training: bool) -> list[WrittenOut]:
+    """Return the blocks that a module computes besides other things, by linear layers that are its children."""
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module) or _has_own_copy(module):
+        return []
+    linears: dict[str, Any] = {name: child for name, child in module.named_children() if _is_linear(child)}
+    if not _may_hold_block(module, linears.values()):
+        return []
+    traced = next(trace_alone(path, module, 3, training=training, alone=False), None)
+    found: list[WrittenOut] = []
+    for block in traced.blocks if traced else ():
+        weights = operands_of(module, block)
+        read = [".".join(each.path) for each in weights.named().values()] if weights else [block.down.weight.name]
+        is_second_call = weights is not None and any(weights == each.weights for each in found)
+        if {name.rpartition(".")[0] for name in read} <= linears.keys() and not is_second_call:
+            name = f"{path}.{_first_layer(block)}".lstrip(".") if found else path
+            block = replace(block, module=name)
+            found.append(WrittenOut(path, module, block, weights))
+    return found
+
+
+def refusal_of(block: FfnBlock) -> str:
+    """Say why the op cannot run a block that is written out in a larger module; empty where it can."""
+    if block.refusal or block.up is None:
+        return block.refusal
+    if block.gate is not None:
+        return "it is written out in a larger module, with a gate"
+    # Dropout in eval mode is a clone.
+    names = tuple(str(packet(node)).rpartition(".")[2] for node in between(block) if packet(node) is not aten.clone)
+    if names == STEPS.get(block.activation):
+        return ""
+    found = ", ".join(names) or "nothing"
+    return f"it is written out in a larger module, with {found} between its projections, not relu or its square alone"
 
 
 def between(block: FfnBlock) -> list[Node]:
@@ -156,7 +180,11 @@ def between(block: FfnBlock) -> list[Node]:
 def functions_of(module: nn.Module) -> dict[str, nn.Module]:
     """Return the children of a module that have no parameters, such as activations and dropout, by name."""
     children = module.named_children()
-    return {name: child for name, child in children if not [*child.parameters(), *child.children()]}
+    return {
+        name: child
+        for name, child in children
+        if isinstance(child, BlendedActivation) or not [*child.parameters(), *child.children()]
+    }
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -188,12 +216,17 @@ def _first_layer(block: FfnBlock) -> str:
     return first.weight.name.rpartition(".")[0]
 
 
-def is_block(path: str, module: nn.Module) -> bool:
-    """Whether a module is one block, in eval mode, that the ops compute."""
-    if not _may_be_block(module):
-        return False
-    found = (_block_of(path, module, rank, training=False) for rank in (3, 2))
-    return any(block is not None and operands_of(module, block) is not None for block in found)
+def blocks_at(path: str, module: nn.Module) -> list[FfnBlock]:
+    """Return the blocks that the ops compute, in eval mode: the one that a module is, or those written out in it."""
+    found = [_block_of(path, module, rank, training=False) for rank in (3, 2)] if _may_be_block(module) else []
+    whole = [block for block in found if block is not None and operands_of(module, block) is not None]
+    if whole:
+        return whole[:1]
+    return [
+        each.block
+        for each in _written_out_in(path, module, training=False)
+        if not refusal_of(each.block) and each.weights is not None
+    ]
 
 
 def _meaning(block: FfnBlock) -> tuple[object, ...]:

@@ -34,7 +34,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twellc.base.errors import UserError, first_few
-from twellc.eager.hidden import Hidden, real, refusal_of
+from twellc.eager.hidden import Blended, Hidden, real
 from twellc.eager.module_blocks import (
     Operand,
     Taken,
@@ -43,13 +43,14 @@ from twellc.eager.module_blocks import (
     functions_of,
     has_hooks,
     operands_of,
+    refusal_of,
 )
 from twellc.eager.sharded import is_sharded, local_of, sum_over_ranks
 from twellc.eager.training_block import BlockInTraining, blended_of
 from twellc.passes.decide import KERNEL_DTYPES, decide, options_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.report import Layer
-from twellc.plugins.block import DEFAULT_COMPRESSION, BlockOptions, WeightOperands
+from twellc.plugins.block import DEFAULT_COMPRESSION, BlockOptions, Operands, WeightOperands
 from twellc.plugins.gradients.transforms import is_forward_mode, is_transformed
 from twellc.plugins.library import COMPRESSIONS
 from twellc.plugins.ops import run_block
@@ -183,7 +184,8 @@ class _Optimized(_Mixed):
         if isinstance(x, Tensor):
             weights = _weights(self, block, x)
             if weights is not None:
-                return _compute(self, block, x, weights)
+                blended = None if block.training is None else blended_of(self.modules())
+                return _compute(self, block, x, weights, blended)
         _miss(self, block)
         return super().forward(*arguments, **named)
 
@@ -210,6 +212,11 @@ class _Holder(_Mixed):
     """Mixed into the class of a module in which blocks are written out."""
 
     _twellc: tuple[_Block, ...]
+
+    @property
+    def activation_relu_or_gelu(self) -> int:
+        """Let torch's encoder layers compute themselves part by part, and not by one kernel of their own."""
+        return 0
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Compute what the module computes, its blocks by the op where that computes the same."""
@@ -254,19 +261,21 @@ class _Projection(_Mixed):
         def dense() -> Tensor:
             return functional.linear(x, self.weight, self.bias)
 
-        def compute() -> Tensor:
-            return _compute(holder, block, x, weights)
+        def compute(blended: Blended | None) -> Tensor:
+            return _compute(holder, block, x, weights, blended)
 
-        return Hidden(dense, compute, down, block.options.activation)
+        return Hidden(dense, compute, down, block.options.activation, block.training is not None)
 
 
 _MIXED = (_Optimized, _InTraining, _Holder, _Projection)
 
 
-def _compute(module: nn.Module, block: _Block, x: Tensor, weights: WeightOperands[Tensor]) -> Tensor:
-    """Compute y [..., d_out]."""
+def _compute(
+    module: nn.Module, block: _Block, x: Tensor, weights: WeightOperands[Tensor], blended: Blended | None
+) -> Tensor:
+    """Compute y [..., d_out]; in training perhaps with an activation that is on its way to ReLU."""
     if block.training is not None:
-        trained: Tensor = _train(module, block, x, weights)
+        trained: Tensor = _train(block.training, weights.of(x), blended)
         return trained
     down = block.weights.w_down.parameter(module)
     assert down is not None
@@ -277,9 +286,8 @@ def _compute(module: nn.Module, block: _Block, x: Tensor, weights: WeightOperand
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _train(module: nn.Module, block: _Block, x: Tensor, weights: WeightOperands[Tensor]) -> Tensor:
-    assert block.training is not None
-    return block.training.run(weights.of(x), None if block.parts else blended_of(module))
+def _train(training: BlockInTraining, operands: Operands[Tensor], blended: Blended | None) -> Tensor:
+    return training.run(operands, blended)
 
 
 def _miss(module: nn.Module, block: _Block) -> None:
@@ -305,7 +313,7 @@ def _weights(module: nn.Module, block: _Block, x: Tensor) -> WeightOperands[Tens
 
 
 def _of_inference(module: nn.Module, block: _Block, x: Tensor, inner: list[nn.Module]) -> WeightOperands[Tensor] | None:
-    if module.training or any(each.training for each in inner) or not _is_taken(x):
+    if module.training or any(each.training for each in inner) or not _is_taken(x) or blended_of(inner) is not None:
         return None
     records = torch.is_grad_enabled()
     if records and x.requires_grad:

@@ -5,7 +5,7 @@ Its activation may be on the way from another one to ReLU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from twellc.base.dtypes import kernel_dtypes
+from twellc.eager.hidden import Blended, Hidden
 from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.gradients.ops import train_forward
 from twellc.plugins.meaning import activate
@@ -38,16 +39,21 @@ class BlendedActivation(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """Activate z of any shape."""
+        if self.share >= 1:
+            return torch.relu(z)
+        if isinstance(z, Hidden):
+            put_off: Tensor = z.blended(self)
+            return put_off
         if self.share <= 0:  # of infinite z the sum below is NaN
             original: Tensor = self.original(z)
             return original
-        relu = torch.relu(z)
-        return relu if self.share >= 1 else torch.lerp(self.original(z), relu, self.share)
+        blended: Tensor = torch.lerp(self.original(z), torch.relu(z), self.share)
+        return blended
 
 
-def blended_of(module: nn.Module) -> BlendedActivation | None:
-    """Return the activation of a block that is on its way; None where it is what it shall be."""
-    found = (each for each in module.modules() if isinstance(each, BlendedActivation))
+def blended_of(modules: Iterable[nn.Module]) -> BlendedActivation | None:
+    """Return the activation among the modules of a block that is on its way; None where it is what it shall be."""
+    found = (each for each in modules if isinstance(each, BlendedActivation))
     return next((each for each in found if each.share < 1), None)
 
 
@@ -112,7 +118,7 @@ class BlockInTraining:
         """Note that the original forward runs."""
         self.misses += 1
 
-    def run(self, operands: Operands[Tensor], blended: BlendedActivation | None) -> Tensor:
+    def run(self, operands: Operands[Tensor], blended: Blended | None) -> Tensor:
         """Compute the block, note and count.
 
         Where activation checkpointing computes again, nothing is noted and counted a second time, and what the kernels
@@ -141,7 +147,7 @@ class BlockInTraining:
                     self.see(functional.linear(x, *operands.first))
         return y
 
-    def _dense(self, operands: Operands[Tensor], blended: BlendedActivation | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _dense(self, operands: Operands[Tensor], blended: Blended | None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the block by torch's own operations."""
         z = functional.linear(operands.x, *operands.first)
         g = activate(z, self.options.activation, self.options.threshold) if blended is None else blended(z)

@@ -127,9 +127,9 @@ class TorchBackend:
         """Fail if the model computes something else over the cache than without one; `where` names it in the message.
 
         Raises:
-            UserError: It does.
+            UserError: It does, or it cannot be run.
         """
-        ids, expected = cache_trial(self.model, self.longest)
+        ids, expected = cache_trial(where, self.model, self.longest)
         self.begin(len(ids), min(self.longest, TRIED_PLACES))
         cache = self._cache
         assert cache is not None

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.stopping_criteria import EosTokenCriteria, StopStringCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from twellc.base.errors import UserError
@@ -29,6 +31,7 @@ class CausalModel(GenerationMixin):
     """
 
     main_input_name = "input_ids"
+    _is_stateful = False  # transformers asks for it
 
     def __init__(self, backend: Backend, config: PreTrainedConfig, generation_config: GenerationConfig) -> None:
         self.decoder, self.config, self.generation_config = Decoder(backend), config, generation_config
@@ -54,16 +57,33 @@ class CausalModel(GenerationMixin):
             input_ids: Prompts [batch, tokens], padded on the left.
             options: What `generate` takes, `seed`, and `ignore_eos`, after which end tokens do not end a row.
         """
-        steps: Iterator[Step] = super().generate(
-            input_ids.to(self.device), custom_generate=_decode, use_cache=False, **options
-        )
+        for name in ("assistant_model", "inputs_embeds"):
+            if options.pop(name, None) is not None:
+                raise _not_there(name)
+        tokenizer = options.pop("tokenizer", None)
+        if tokenizer is not None and options.get("stop_strings"):
+            # transformers passes no tokenizer on to a `custom_generate`.
+            stop = StopStringCriteria(tokenizer, options.pop("stop_strings"))
+            options["stopping_criteria"] = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), stop])
+        options |= {"custom_generate": _decode, "use_cache": False}
+        steps: Iterator[Step] = super().generate(input_ids.to(self.device), **options)
         return steps
 
-    def generate(self, inputs: Tensor, *, streamer: Any = None, **options: Any) -> Tensor:
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        streamer: Any = None,
+        **options: Any,
+    ) -> Tensor:
         """Return prompts with the answers behind them, int64 [batch, tokens], as transformers' `generate` does.
 
         Args:
             inputs: Prompts [batch, tokens], padded on the left.
+            generation_config: What to do, as far as `options` do not say so.
+            input_ids: Another name of `inputs`, which tokenizers give them.
             streamer: One of transformers; gets the prompt and each new token.
             options: What transformers' `generate` takes, and `seed`.
 
@@ -71,11 +91,17 @@ class CausalModel(GenerationMixin):
             UserError: The cache does not hold a prompt, there are more prompts than the backend takes, or `options` ask
                 for what is not there.
         """
-        sequences = inputs.cpu().repeat_interleave(options.get("num_return_sequences") or 1, dim=0)
+        if (inputs is None) == (input_ids is None):
+            raise UserError("generate", "takes either inputs or input_ids", fix="Give prompts, [batch, tokens].")
+        given = inputs if inputs is not None else input_ids
+        assert given is not None
+        config = generation_config if generation_config is not None else self.generation_config
+        answers = options.get("num_return_sequences") or config.num_return_sequences or 1
+        sequences = given.cpu().repeat_interleave(answers, dim=0)
         if streamer is not None:
             streamer.put(sequences)
         with self.decoder.lock:
-            for step in self.steps(inputs, **options):
+            for step in self.steps(given, generation_config=generation_config, **options):
                 tokens = torch.tensor(step.tokens)
                 sequences = torch.cat([sequences, tokens[:, None]], dim=-1)
                 if streamer is not None:
@@ -114,16 +140,24 @@ def _decode(
     if ignore_eos:
         kept = (each for each in stopping_criteria if not isinstance(each, EosTokenCriteria))
         stopping_criteria = StoppingCriteriaList(kept)
-    if (generation_config.num_beams or 1) > 1 or generation_config.return_dict_in_generate:
-        raise UserError(
-            "generate",
-            "neither searches over beams nor returns scores",
-            fix="Leave num_beams and return_dict_in_generate out.",
-        )
+    mode = generation_config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise _not_there(mode.value)
+    if generation_config.return_dict_in_generate:
+        raise _not_there("return_dict_in_generate")
+    if any(isinstance(each, UnbatchedClassifierFreeGuidanceLogitsProcessor) for each in logits_processor):
+        raise _not_there("guidance_scale")
     pad = generation_config._pad_token_tensor
     return model.decoder.steps(
         input_ids, _lengths(input_ids, given.get("attention_mask")),
         generation_config.max_length - input_ids.shape[1],
         Choice(logits_processor, bool(generation_config.do_sample)),
         stopping_criteria, 0 if pad is None else int(pad), seed,
+    )  # fmt: skip
+
+
+def _not_there(got: str) -> UserError:
+    return UserError(
+        "generate", "neither searches over beams, nor takes embeddings or other models, nor returns scores", got=got,
+        expected="greedy tokens, or tokens that are drawn", fix="Leave it out.",
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -102,7 +102,7 @@ def _several(values: object, kind: type) -> bool:
     """Whether these are several of a kind; a text is one of itself, and None is none."""
     if values is None or (kind is str and isinstance(values, str)):
         return True
-    return isinstance(values, Iterable) and all(type(each) is kind for each in values)
+    return isinstance(values, Collection) and all(type(each) is kind for each in values)
 
 
 @dataclass

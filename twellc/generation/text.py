@@ -118,20 +118,26 @@ class _PretrainedStream:
     """Text of a tokenizer of transformers, which may join a token with those before, also those of the prompt.
 
     A piece is what new tokens add to the text of those of the piece before. The stream of the library tokenizers does
-    the same, but fails at bytes that are not a letter, where a tokenizer falls back to bytes.
+    the same, but fails at bytes that are not a letter, where a tokenizer falls back to bytes. A token that only the
+    model has is no text.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool) -> None:
+        self._known: Callable[[int], bool]
         if tokenizer.is_fast:
-            decode = tokenizer.backend_tokenizer.decode
-        else:
+            decode, self._known = tokenizer.backend_tokenizer.decode, lambda token: True
+        else:  # in Python, which fails at what it does not know
             decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+            size, added = len(tokenizer), tokenizer.added_tokens_decoder
+            self._known = lambda token: token < size or token in added
         self._decode: Callable[[list[int]], str] = functools.partial(decode, skip_special_tokens=skip_special_tokens)
         self._name: Callable[[int], object] = tokenizer.convert_ids_to_tokens
-        self._given, self._new = list(prompt), list[int]()
+        self._given, self._new = list(filter(self._known, prompt)), list[int]()
         self._before = self._decode(self._given)
 
     def put(self, token: int) -> str:
+        if not self._known(token):
+            return ""
         self._new.append(token)
         whole = self._decode(self._given + self._new)
         # A later byte may make a letter of bytes, or show that they are none.

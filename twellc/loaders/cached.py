@@ -80,7 +80,7 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
         notes = notes + _in_dtype(model, dtype)
         sizes = _probe(path, model, taken)
         precision: torch.dtype = model.dtype
-        trial = cache_trial(model, options.length)
+        trial = cache_trial(f"--kv-cache: {path}", model, options.length)
         _take_caches(model, taken, logits)
         _refuse_other_logits(path, model, sizes, min(options.length, TRIED_PLACES), *trial)
         traced = _trace(path, model, sizes, options, precision)

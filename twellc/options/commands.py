@@ -290,6 +290,7 @@ def _refuse_cache(options: CompileOptions) -> None:
         "--profile": (options.profiles, "a model with a cache has its profiles of --batch and --prefill-chunk"),
         "--tensor-parallel": (options.tensor_parallel > 1, "a model with a cache is not shared among GPUs yet"),
         "--padding": (options.padding, "a model with a cache is told by token_count what is padding"),
+        "--input": (options.inputs, "a model with a cache has inputs of its own"),
         "--triton": (options.triton, "Triton would copy the caches in every call, see docs/kv-cache.md"),
     }
     for option, (other, reason) in why.items():

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 
 from twellc.base.errors import UserError, first_few
-from twellc.eager.module_blocks import is_block
+from twellc.eager.module_blocks import blocks_at
 from twellc.eager.training_block import BlendedActivation
 
 # GELU in its approximations, QuickGELU too, is as near as that.
@@ -49,7 +49,8 @@ def sparsify(model: nn.Module, *, steps: int = 0) -> Blend:
     loads with ReLU. Call this before `twellc.optimize(model, training=True)`.
 
     Args:
-        model: The model. Its blocks are submodules of their own, with their activation as a submodule.
+        model: The model. Its blocks are submodules of their own, or written out in a larger module without a gate;
+            their activation is a submodule.
         steps: Over how many steps the activation becomes a ReLU: (1 - t) act(z) + t relu(z), t from 0 to 1. Until
             then blocks are computed densely. 0: at once.
 
@@ -65,7 +66,7 @@ def sparsify(model: nn.Module, *, steps: int = 0) -> Blend:
     if not replaced:
         raise UserError(
             type(model).__name__, "has no feed-forward block with a SiLU or GELU to replace",
-            expected="submodules that are one block each, with their activation as a submodule",
+            expected="blocks that twellc.optimize would take with a ReLU, with their activation as a submodule",
         )  # fmt: skip
     if hasattr(model, "config"):
         try:
@@ -82,15 +83,19 @@ def _replace(model: nn.Module, blended: bool) -> Iterator[tuple[str, nn.Module]]
     """Replace activations; yield the path of each, and what it was."""
     for path, module in list(model.named_modules()):
         candidates = [name for name, child in module.named_children() if _is_silu_or_gelu(child)]
-        if len(candidates) != 1:
+        # In eval mode torch's encoder layer goes by what its activation was when the layer was made.
+        if len(candidates) != 1 or isinstance(module, nn.TransformerEncoderLayer):
             continue
         (name,) = candidates
         original = getattr(module, name)
-        setattr(module, name, BlendedActivation(original) if blended else nn.ReLU())
-        if is_block(path, module):
+        setattr(module, name, (BlendedActivation(original) if blended else nn.ReLU()).train(original.training))
+        found = blocks_at(path, module)
+        # In training an activation on its way is that of the gate alone, and nothing is squared behind it.
+        taken = bool(found) and (not blended or all(block.activation == "relu" for block in found))
+        replacement, module._modules[name] = module._modules[name], original
+        if taken and len(blocks_at(path, module)) < len(found):
+            module._modules[name] = replacement
             yield f"{path}.{name}".lstrip("."), original
-        else:
-            setattr(module, name, original)
 
 
 def _is_silu_or_gelu(module: nn.Module) -> bool:

@@ -179,6 +179,11 @@ REFUSED = {
         [*SIZES, "--tensor-parallel", 2],
         "--tensor-parallel: a model with a cache is not shared",
     ),
+    "inputs": (
+        "llama",
+        [*SIZES, "--input", "x:float32[1]"],
+        "--input: a model with a cache has inputs of its own",
+    ),
     "no tokens": ("llama", ["--kv-cache", 0], "Invalid value for '--kv-cache'"),
 }
 

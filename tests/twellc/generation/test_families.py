@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from tests import models
 from twellc.base.errors import UserError
 from twellc.generation.directory import load_directory
 from twellc.generation.model import CausalModel
@@ -167,6 +168,20 @@ def test_other_logits_over_a_cache(name: str, family: Callable[..., tuple[Path, 
         load_with_cache(folder, CacheOptions(32), "last", torch.float32)
 
 
+def test_models_that_compute_nothing(family: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
+    folder, model = family("Llama", hidden_act="relu")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3] = torch.nan
+    models.save(model, tmp_path, torch.float32)
+    with pytest.raises(UserError, match=r"the model computes logits that are NaN; got LlamaForCausalLM in float32"):
+        load_directory(tmp_path, "cpu")
+    with pytest.raises(UserError, match=f"--kv-cache: {tmp_path}: the model computes logits that are NaN; .* bfloat16"):
+        load_with_cache(tmp_path, CacheOptions(32), "last", torch.bfloat16)
+    folder, _ = family("Llama", num_key_value_heads=3)  # of 4 heads
+    with pytest.raises(UserError, match=r"the model cannot be run \(.*\); got LlamaForCausalLM\. Check that"):
+        load_directory(folder, "cpu")
+
+
 def test_one_cache_serves_calls_of_several_sizes(family: Callable[..., tuple[Path, Any]]) -> None:
     folder, model = family("Llama", hidden_act="relu")
     ours = made(folder, model, 1 << 20)
@@ -207,10 +222,55 @@ def test_criteria_and_streamers_of_transformers(family: Callable[..., tuple[Path
     assert torch.equal(torch.stack(kept.seen[1:-1], dim=1), tokens[:, 12:])
 
 
-def test_what_is_not_there(family: Callable[..., tuple[Path, Any]]) -> None:
+def test_arguments_of_transformers(family: Callable[..., tuple[Path, Any]]) -> None:
+    """As people write them: a tokenizer's result, a configuration, and several answers of a prompt."""
+    folder, model = family("Llama", hidden_act="relu")
+    ours, (input_ids, seen) = made(folder, model, 1 << 20), prompts()
+    given = {"input_ids": input_ids, "attention_mask": seen}
+    expected = model.generate(**given, max_new_tokens=7)
+    assert torch.equal(ours.generate(**given, max_new_tokens=7, use_cache=True), expected)
+    config = GenerationConfig(max_new_tokens=7, do_sample=True, num_return_sequences=2)
+    torch.manual_seed(5)
+    expected = model.generate(input_ids, config, attention_mask=seen)
+    assert expected.shape == (6, 19)
+    assert torch.equal(ours.generate(input_ids, config, attention_mask=seen, seed=5), expected)
+    for arguments in ((), (input_ids,)):
+        with pytest.raises(UserError, match="generate: takes either inputs or input_ids"):
+            ours.generate(*arguments, **({"input_ids": input_ids} if arguments else {}))
+
+
+def test_stop_strings(talker: Path) -> None:
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    model, tokenizer = LlamaForCausalLM.from_pretrained(talker), AutoTokenizer.from_pretrained(talker)
+    ours, given = made(talker, model, 1 << 20), tokenizer("fox", return_tensors="pt")
+    whole = model.generate(**given, max_new_tokens=20)
+    stop = tokenizer.decode(whole[0, given["input_ids"].shape[1] :][:2])
+    expected = model.generate(**given, max_new_tokens=20, stop_strings=[stop], tokenizer=tokenizer)
+    assert expected.shape[1] < whole.shape[1]
+    assert torch.equal(ours.generate(**given, max_new_tokens=20, stop_strings=[stop], tokenizer=tokenizer), expected)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"num_beams": 2}, "beam_search"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+        ({"assistant_model": object()}, "assistant_model"),
+        ({"guidance_scale": 2.0}, "guidance_scale"),
+        ({"inputs_embeds": torch.zeros(3, 12, 32)}, "inputs_embeds"),
+    ],
+)
+def test_what_is_not_there(asked: dict[str, Any], named: str, family: Callable[..., tuple[Path, Any]]) -> None:
     folder, model = family("Llama", hidden_act="relu")
     ours, (input_ids, _) = made(folder, model, 1 << 20), prompts()
-    with pytest.raises(UserError, match="neither searches over beams nor returns scores"):
-        ours.generate(input_ids, num_beams=2, max_new_tokens=2)
+    with pytest.raises(UserError, match=f"neither searches over beams, nor .*; got {named};"):
+        ours.generate(input_ids, max_new_tokens=2, **asked)
+
+
+def test_padding_on_the_right(family: Callable[..., tuple[Path, Any]]) -> None:
+    folder, model = family("Llama", hidden_act="relu")
+    ours, (input_ids, _) = made(folder, model, 1 << 20), prompts()
     with pytest.raises(UserError, match="attention_mask: does not say that prompts are padded on the left"):
         ours.generate(input_ids, attention_mask=torch.tensor([[1] * 11 + [0]] * 3), max_new_tokens=2)

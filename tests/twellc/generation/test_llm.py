@@ -347,6 +347,7 @@ def test_bad_conversations(llm: LLM) -> None:
     [
         {"stop": 5}, {"stop": ["a", ""]}, {"stop": b"a"}, {"stop_token_ids": 5}, {"stop_token_ids": [-1]},
         {"stop_token_ids": ["a"]}, {"ignore_eos": "no"}, {"skip_special_tokens": 1}, {"max_tokens": 0}, {"top_k": 2.0},
+        {"stop": iter("ab")}, {"stop_token_ids": iter([3])},
     ],
 )  # fmt: skip
 def test_bad_parameters(values: dict[str, Any]) -> None:

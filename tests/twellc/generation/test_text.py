@@ -149,6 +149,10 @@ class Slow:
     """A tokenizer without an incremental decoder: tokens are bytes."""
 
     is_fast = False
+    added_tokens_decoder: dict[int, str] = {}  # noqa: RUF012, nobody changes it
+
+    def __len__(self) -> int:
+        return 256
 
     def decode(self, tokens: list[int], **_: Any) -> str:
         return bytes(tokens).decode(errors="replace")
@@ -166,6 +170,19 @@ def test_a_tokenizer_without_an_incremental_decoder(text: str, cut: int) -> None
     pieces = [stream.put(token) for token in tokens]
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
     assert "".join([*pieces, stream.end()]) == bytes(tokens).decode(errors="replace")
+
+
+def test_tokens_that_only_the_model_has(tmp_path: Path, talker: Path) -> None:
+    """Models have more token ids than their tokenizers: these are no text."""
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer(extra_ids=2).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    letters = [3 + byte for byte in "é".encode()]
+    for codec, unknown in ((load_codec(tmp_path, 400), 399), (load_codec(talker, 400), 399)):
+        assert codec.stream([unknown, unknown], True).end() == ""
+    stream = load_codec(tmp_path, 400).stream([399, *letters], True)
+    assert [*map(stream.put, (letters[0], 399, letters[1])), stream.end()] == ["", "", "é", ""]
 
 
 def test_bytes(bytelm: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,9 @@ from torch.nn import functional
 import twellc
 from tests import models
 from tests.models import Gated, Plain, Written
-from tests.twellc.eager.test_optimize import neox, packed, tokens
+from tests.twellc.eager.test_optimize import Ops, neox, packed, tokens
+from tests.twellc.eager.test_written_out import WIDTHS, made
+from tests.twellc.training.test_optimize import assert_same_gradients
 from twellc.base.errors import UserError
 from twellc.eager.optimization import blocks_in_training
 from twellc.eager.training_block import BlendedActivation
@@ -42,11 +45,17 @@ def gemma(**changes: Any) -> Any:
     return models._seeded(transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**options))
 
 
+def written_out(name: str, **changes: Any) -> Any:
+    return made(name, **{**WIDTHS, "max_position_embeddings": 64, **changes})
+
+
 DENSE = {
     "llama": (lambda: models.llama("silu"), "hidden_act", 2),
     "neox": (lambda: neox(hidden_act="gelu"), "hidden_act", 2),
     "gemma": (gemma, "hidden_activation", 2),
     "t5": (lambda: models.t5(feed_forward_proj="gated-gelu"), "dense_act_fn", 2),
+    "opt": (lambda: models.opt(activation_function="gelu"), "activation_function", 2),
+    "bart": (lambda: written_out("Bart", activation_function="gelu"), "activation_function", 3),
 }
 
 
@@ -54,7 +63,7 @@ DENSE = {
 def test_sparsify_makes_what_is_saved_load_with_relu(name: str, tmp_path: Path) -> None:
     make, field, count = DENSE[name]
     model = make().eval()
-    inputs = {"input_ids": tokens()} | ({"decoder_input_ids": tokens()} if name == "t5" else {})
+    inputs = {"input_ids": tokens()} | ({"decoder_input_ids": tokens()} if name in ("t5", "bart") else {})
     with torch.no_grad():
         before = model(**inputs).logits
     blend = sparsify(model)
@@ -85,6 +94,112 @@ def test_blend_moves_from_the_one_to_the_other() -> None:
         torch.testing.assert_close(penalty.value, h.abs().sum(-1).mean().detach())
         (fired,) = take_counts(model).values()
         assert (float(fired.density) == 1) == (share < 1) and int(fired.tokens) == 5
+
+
+def shares(model: nn.Module, share: float) -> None:
+    for each in model.modules():
+        if isinstance(each, BlendedActivation):
+            each.share = share
+
+
+@pytest.mark.parametrize("name", ["opt", "bart"])
+def test_blend_of_blocks_that_are_written_out(name: str, tmp_path: Path) -> None:
+    """In training, in eval mode, saved, and restored, a model is what it would be without the ops."""
+    changes = {"activation_function": "gelu", "dropout": 0.0}
+    model = models.opt(**changes) if name == "opt" else written_out("Bart", **changes)
+    dense, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    blends = [sparsify(each, steps=4) for each in (model, dense)]
+    twellc.optimize(model, training=True)
+    penalty = L1Penalty(model, 1.0)
+    assert list(blocks_in_training(model)) == blends[0].modules and len(blends[0].modules) == DENSE[name][2]
+    inputs = {"input_ids": tokens(), "labels": tokens()}
+    for step, share in ((0, 0.0), (1, 0.25), (4, 1.0)):
+        for blend, each in zip(blends, (model, dense), strict=True):
+            blend.set_step(step)
+            each.train().zero_grad()
+        sums: list[torch.Tensor] = []
+
+        def note(*args: Any, sums: list[torch.Tensor] = sums) -> None:
+            sums.append(args[2].abs().sum(-1).mean())
+
+        activations = [each for each in dense.modules() if isinstance(each, BlendedActivation)]
+        handles = [each.register_forward_hook(note) for each in activations]
+        with Ops() as ops:
+            (model(**inputs).loss + penalty(0)).backward()
+        (dense(**inputs).loss + torch.stack(sums).mean()).backward()
+        for handle in handles:
+            handle.remove()
+        assert set(ops.counts) == (set() if share < 1 else {"train_forward", "train_backward"})
+        torch.testing.assert_close(penalty.value, torch.stack(sums).mean().detach())
+        assert_same_gradients(model, dense)
+        assert all((float(fired.density) == 1) == (share < 1) for fired in take_counts(model).values())
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval()(**inputs).logits, dense.eval()(**inputs).logits)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    twellc.restore(model)
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).logits, dense(**inputs).logits)
+        assert torch.equal(model(**inputs).logits, dense(**inputs).logits)
+    assert not twellc.optimized_blocks(model)
+
+
+@pytest.mark.parametrize("make", [lambda: models.llama("silu"), lambda: models.opt(activation_function="gelu")])
+def test_inference_on_the_way(make: Any) -> None:
+    """The ops compute ReLU: they wait for it."""
+    model = make().eval()
+    sparsify(model, steps=4)
+    dense = copy.deepcopy(model)
+    twellc.optimize(model)
+    for share in (0.5, 1.0, 0.5):
+        for each in (model, dense):
+            shares(each, share)
+        with torch.no_grad(), Ops() as ops:
+            found = model(tokens()).logits
+        assert sum(ops.counts.values()) == (2 if share == 1 else 0)
+        with torch.no_grad():
+            torch.testing.assert_close(found, dense(tokens()).logits)
+
+
+def both_activated(m: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = m.down(m.act(m.gate(x)) * m.act(m.up(x)))
+    return result
+
+
+def squared(m: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = m.down(m.act(m.up(x)).square())
+    return result
+
+
+def elsewhere(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Its block has a ReLU; what is SiLU stands before it."""
+    result: torch.Tensor = m.down(torch.relu(m.up(m.act(x))))
+    return result
+
+
+@pytest.mark.parametrize(("function", "at_once"), [(both_activated, True), (squared, True), (elsewhere, False)])
+def test_what_has_no_way_to_relu(function: Any, at_once: bool) -> None:
+    layers = {"gate": nn.Linear(16, 40), "up": nn.Linear(16, 40), "down": nn.Linear(40, 16)}
+    if function is not both_activated:
+        del layers["gate"]
+    model = models.Residual(Written(function, **layers, act=nn.SiLU()))
+    with pytest.raises(UserError, match="no feed-forward block with a SiLU or GELU to replace"):
+        sparsify(model, steps=4)
+    if at_once:
+        assert sparsify(model).modules == ["ffn"]
+    else:
+        with pytest.raises(UserError, match="no feed-forward block with a SiLU or GELU to replace"):
+            sparsify(model)
+    assert type(model.ffn.act) is (nn.ReLU if at_once else nn.SiLU)
+
+
+def test_layers_of_torch() -> None:
+    """An encoder layer goes in eval mode by what its activation was when it was made."""
+    decoder = nn.TransformerDecoderLayer(16, 2, 40, activation=nn.GELU())
+    assert sparsify(decoder).modules == [""] and type(decoder.activation) is nn.ReLU
+    with pytest.raises(UserError, match="no feed-forward block with a SiLU or GELU to replace"):
+        sparsify(nn.TransformerEncoderLayer(16, 2, 40, activation=nn.GELU()))
 
 
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU("tanh"), nn.SiLU()], ids=["gelu", "tanh", "silu"])
