@@ -90,12 +90,13 @@ class _Product:
 
 @dataclass
 class _Chain:
-    """How a tensor is computed from `core`: core * scale + shift, both float64 with one number, or one a neuron.
+    """How a tensor is computed from `core`: core * scale + shift.
 
     Attributes:
         core: What it is computed from.
         axis: The dimension of the neurons in `core`.
         top: The tensor.
+        scale, shift: float64, with one number, or one a neuron.
         nodes: All nodes from `top` to `core`, without that.
         folded: Those that scale or shift, or cast, each with its source.
         casts: The dtypes that are cast to.

@@ -25,6 +25,7 @@ class _Run:
     """A call with its tensors as the kernels read them, x and what is like it [tokens, width].
 
     Attributes:
+        call: The call.
         operands: The tensors.
         widths: d_model, d_ff and d_out.
         hot_rows: int32 [hot]: which rows of the weights they have; None: the first ones.

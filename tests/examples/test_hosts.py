@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.processes import environment
-from twellc.plugins.library import library_path
+from twellc.plugins.library import attention_library_path, library_path
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ROOT / "examples" / "hosts"
@@ -84,6 +84,19 @@ def test_cpp_host_registers_and_says_why_it_stops(
         assert done.stderr.startswith("no usable GPU: ")
     else:
         assert done.stderr.endswith(f"{plan}: TensorRT refuses the plan\n")
+
+
+def test_cpp_host_registers_all_libraries_that_a_plan_needs(cpp_host: Path, tmp_path: Path) -> None:
+    """A plan with a key-value cache needs two; whatever a library is, it is asked."""
+    core = Path(pytest.importorskip("tensorrt_rtx_libs").__file__).with_name("libtensorrt_rtx.so.1")
+    attention = attention_library_path()
+    if attention is None:
+        pytest.skip("no libtwell_attention.so was built")
+    for libraries in (f"{library_path()}:{attention}", f"{attention}"):
+        done = run(cpp_host.with_name("generate"), core, libraries, tmp_path / "x.plan", *PROGRAMS["generate"])
+        assert done.stdout == f"TwELL plugins: registered in {core}, version 1.7.1\n"
+    done = run(cpp_host, core, f"{library_path()}:{tmp_path / 'libnothing.so'}", tmp_path / "x.plan")
+    assert done.returncode == 1 and "libnothing.so: cannot open shared object file" in done.stderr
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -15,7 +15,7 @@ from tests.processes import environment
 from tests.tensorrt.plans import compiled
 from twellc import LLM, SamplingParams
 from twellc.export.tensorrt_host import Host
-from twellc.plugins.library import library_path
+from twellc.plugins.library import attention_library_path, library_path
 
 pytestmark = pytest.mark.tensorrt
 
@@ -87,8 +87,9 @@ def test_hosts_answer_as_llm_does(cpp_host: Path, answering: Path, tensorrt: Hos
     by_python = run(sys.executable, "-P", HOSTS / "python" / "generate.py", answering, *numbers, "--new", "64")
     assert by_python.returncode == 0, by_python.stderr
     assert list(map(int, by_python.stdout.split())) == expected
-    by_cpp = run(cpp_host.with_name("generate"), core_library(), library_path(), answering, "64", *numbers)
+    libraries = f"{library_path()}:{attention_library_path()}"
+    by_cpp = run(cpp_host.with_name("generate"), core_library(), libraries, answering, "64", *numbers)
     assert by_cpp.returncode == 0, by_cpp.stderr
     assert list(map(int, by_cpp.stdout.splitlines()[-1].split())) == expected
-    full = run(cpp_host.with_name("generate"), core_library(), library_path(), answering, "230", *numbers)
+    full = run(cpp_host.with_name("generate"), core_library(), libraries, answering, "230", *numbers)
     assert full.returncode == 1 and "do not fit into a cache of 256" in full.stderr

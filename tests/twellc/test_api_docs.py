@@ -1,4 +1,4 @@
-"""The examples of pages in docs run, in their order, each by itself."""
+"""The examples of pages run, in their order, each by itself."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+BYTELM = "examples/bytelm/README.md"
 EXAMPLES = [
     (page, example)
-    for page in ("api.md", "generate.md", "profile.md", "report.md", "training.md")
-    for example in re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+    for page in (*(f"docs/{name}.md" for name in ("api", "generate", "profile", "report", "training")), BYTELM)
+    for example in re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 ]
 
 
@@ -25,4 +26,4 @@ def test_example(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     space: dict[str, Any] = {"__name__": "example"}
     page, example = EXAMPLES[number]
-    exec(compile(example, f"docs/{page}, example {number + 1}", "exec"), space)
+    exec(compile(example, f"{page}, example {number + 1}", "exec"), space)

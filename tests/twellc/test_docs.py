@@ -17,6 +17,7 @@ import pytest
 import twellc
 from tests.twellc.reporting import pages
 from twellc.cli import main
+from twellc.training.log import LoggedRun, LoggedStep
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [str(page.relative_to(ROOT)) for folder in ("", "docs/") for page in sorted(ROOT.glob(f"{folder}*.md"))]
@@ -120,6 +121,23 @@ def test_the_profile_page_tells_what_its_json_has() -> None:
     found = {key for key in keys(pages.profile().to_json()) if not key.isdigit()}
     assert len(found) > 20
     assert sorted(key for key in found if f"`{key}`" not in section) == []
+
+
+def rows_of(page: str, heading: str) -> list[str]:
+    """Return the first cells of the tables of a section."""
+    section = text_of(page).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
+
+
+def test_the_bench_page_tells_keys_that_its_json_has() -> None:
+    named = {name for row in rows_of("docs/bench.md", "What comes out") for name in re.findall(r"\w+", row)}
+    known = set(re.findall(r'"(\w+)": ', text_of("docs/schema/bench.json")))
+    assert len(named) > 15 and sorted(named - known) == []
+
+
+def test_the_training_page_tells_the_fields_of_a_log() -> None:
+    named = {name for row in rows_of("docs/training.md", "The log") for name in re.findall(r"\w+", row)}
+    assert named == {field.name for record in (LoggedRun, LoggedStep) for field in fields(record)}
 
 
 @pytest.mark.parametrize("page", READMES)

@@ -51,3 +51,14 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     exec(compile("import twellc\n" + re.sub("^    ", "", block, flags=re.MULTILINE), "README.md", "exec"), space)
     assert len(space["manifest"].plan.plugin_layers) == 1
     assert len(space["twellc"].optimized_blocks(model)) == 1
+
+
+def test_every_page_can_be_reached() -> None:
+    found, new = set(), {ROOT / "README.md"}
+    while new:
+        found |= new
+        links = {(page.parent / link).resolve() for page in new
+                 for link in re.findall(r"\]\((?!https?:)([^)#]+\.md)", page.read_text())}  # fmt: skip
+        new = links - found
+    pages = {page for folder in ("docs", "examples", "plugins") for page in (ROOT / folder).rglob("*.md")}
+    assert sorted(map(str, pages - found)) == []

@@ -49,6 +49,7 @@ def load_onnx(path: Path) -> onnx.ModelProto:
         inputs = [value for value in model.graph.input if value.name not in weights]
         del model.graph.input[:]
         model.graph.input.extend(inputs)
+        model.ir_version = max(model.ir_version, onnx.IR_VERSION_2019_1_22)  # the first in which they are no inputs
         if not model.graph.output:
             raise ValueError("it has no outputs")
         model.graph.name = model.graph.name or "graph"  # some tools write none, and the checker asks for one

@@ -1,7 +1,7 @@
 // Answers a prompt greedily with a plan that has a key-value cache (twellc compile --kv-cache), and links neither
 // TensorRT nor the plugins:
 //
-//   generate libnvinfer.so.10 libtwell_plugins.so bytelm.plan 64 0 105 109 112 111 114 116 32
+//   generate libnvinfer.so.10 libtwell_plugins.so:libtwell_attention.so bytelm.plan 64 0 105 109 112 111 114 116 32
 //
 // The prompt is token ids behind the number of new ones; the last line are the ids of the answer. Each cache is an
 // input and an output of the plan: both are bound to one address, and the plan writes there in place. The prompt is fed
@@ -162,7 +162,8 @@ void run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
     if (argc < 6) {
-        std::fprintf(stderr, "usage: %s TENSORRT_LIBRARY PLUGIN_LIBRARY PLAN NEW_TOKENS TOKEN...\n", argv[0]);
+        std::fprintf(stderr, "usage: %s TENSORRT_LIBRARY PLUGIN_LIBRARY[:ANOTHER] PLAN NEW_TOKENS TOKEN...\n",
+                     argv[0]);
         return 2;
     }
     try {

@@ -11,6 +11,7 @@
 #include <fstream>
 #include <iterator>
 #include <memory>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -39,6 +40,15 @@ Function* find(void* library, char const* name) {
         throw std::runtime_error(dlerror());
     }
     return reinterpret_cast<Function*>(symbol);
+}
+
+// Opens libtwell_plugins.so or libtwell_attention.so, and returns whether a TensorRT has its plugins. This asks, and does
+// nothing where opening was enough; with TensorRT opened after the plugins, it registers them.
+inline bool open_plugins(char const* path) {
+    void* library = open_library(path);
+    bool const of_attention = dlsym(library, "initLibTwellAttention") != nullptr;
+    char const* name = of_attention ? "initLibTwellAttention" : "initLibTwellPlugins";
+    return find<bool(void*, char const*)>(library, name)(nullptr, "");
 }
 
 inline void check(cudaError_t status) {
@@ -88,14 +98,16 @@ struct Plan {
     std::unique_ptr<nvinfer1::IRuntime> runtime;
     std::unique_ptr<nvinfer1::ICudaEngine> engine;
 
-    Plan(char const* tensorrt_path, char const* plugins_path, char const* plan_path) {
+    // The plugin libraries that the plan needs, with colons between them.
+    Plan(char const* tensorrt_path, char const* plugin_paths, char const* plan_path) {
         // ---- register ----
         void* tensorrt = open_library(tensorrt_path);
-        void* plugins = open_library(plugins_path);
         int32_t const version = find<int32_t()>(tensorrt, "getInferLibVersion")();
-        // Asks, and does nothing where opening was enough. With TensorRT opened after the plugins, it registers them.
-        if (!find<bool(void*, char const*)>(plugins, "initLibTwellPlugins")(nullptr, "")) {
-            throw std::runtime_error(std::string(tensorrt_path) + ": does not take the TwELL plugins");
+        std::istringstream paths(plugin_paths);
+        for (std::string path; std::getline(paths, path, ':');) {
+            if (!open_plugins(path.c_str())) {
+                throw std::runtime_error(std::string(tensorrt_path) + ": does not take the TwELL plugins");
+            }
         }
         std::printf("TwELL plugins: registered in %s, version %d.%d.%d\n", tensorrt_path, version / 10000,
                     version / 100 % 100, version % 100);

@@ -43,7 +43,7 @@ void run(char const* tensorrt_path, char const* plugins_path, char const* plan_p
 
 int main(int argc, char** argv) {
     if (argc != 4) {
-        std::fprintf(stderr, "usage: %s TENSORRT_LIBRARY PLUGIN_LIBRARY PLAN\n", argv[0]);
+        std::fprintf(stderr, "usage: %s TENSORRT_LIBRARY PLUGIN_LIBRARY[:ANOTHER] PLAN\n", argv[0]);
         return 2;
     }
     try {

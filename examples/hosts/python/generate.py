@@ -1,6 +1,6 @@
 """Answer a prompt greedily with a plan that has a key-value cache (`twellc compile --kv-cache`).
 
-    python generate.py bytelm.plan --new 64 0 105 109 112 111 114 116 32 [--module tensorrt_rtx]
+    python generate.py bytelm.plan --new 64 0 105 109 112 111 114 116 32 [--module tensorrt-rtx]
 
 The prompt is token ids; what is printed are the ids of the answer. Each cache is an input and an output of the plan:
 both are bound to one address, and the plan writes there in place. The prompt is fed in pieces of what the profile for

@@ -170,6 +170,21 @@ def test_a_graph_without_a_name(cli: Cli, tmp_path: Path) -> None:
     assert load_onnx(tmp_path / "rewritten.onnx").graph.name
 
 
+@pytest.mark.parametrize("layers", ["all", "none"])
+def test_weights_as_inputs(cli: Cli, tmp_path: Path, layers: str) -> None:
+    """As in files from before 2019."""
+    model = gated()
+    model.ir_version = 3
+    weights = model.graph.initializer
+    model.graph.input.extend(onnx.helper.make_tensor_value_info(w.name, w.data_type, w.dims) for w in weights)
+    onnx.checker.check_model(model)
+    onnx.save(model, tmp_path / "model.onnx")
+    options = ("--backend", "none", "--layers", layers, "--onnx", tmp_path / "rewritten.onnx")
+    done = cli("compile", tmp_path / "model.onnx", *options)
+    assert done.exit_code == 0, done.output
+    assert [value.name for value in load_onnx(tmp_path / "rewritten.onnx").graph.input] == ["x"]
+
+
 def test_a_model_without_outputs(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(onnx.ModelProto(ir_version=8, graph=onnx.GraphProto()).SerializeToString())
