@@ -27,7 +27,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +183,8 @@ def whole_answer(backend: Backend, ids: Tensor) -> dict[str, Any]:
 
 def measure(
     name: str, model: Any, contestants: dict[str, Callable[[], Backend]], ids: Tensor, prefill: bool, repeats: int
-) -> dict[str, Any]:
-    """Check and time all contestants in one setting."""
+) -> Iterator[dict[str, Any]]:
+    """Check and time all contestants in one setting; yield the result, and the same one again with whole answers."""
     contest = Contest(truth_of(model, ids), lambda logits: logits[:_CHECKED_ROWS].clone(), language_model=True)
     gc.collect()
     torch.cuda.empty_cache()
@@ -205,12 +205,15 @@ def measure(
         if label in contest and not prefill and "twell" in label:
             answers[label] = functools.partial(whole_answer, backend, ids)
     times = {label: each.to_json() for label, each in contest.time(repeats).items()}
-    # Behind the others: it overwrites the caches.
-    stats = {label: answer() for label, answer in answers.items()}
-    return {
+    result: dict[str, Any] = {
         "setting": name, "tokens": ids.numel() if prefill else len(ids), "errors": contest.errors, "times": times,
-        "answers": stats, "failed": contest.failed,
+        "answers": {}, "failed": contest.failed,
     }  # fmt: skip
+    yield result
+    # Behind the others: it overwrites the caches.
+    for label, answer in answers.items():
+        result["answers"][label] = answer()
+    yield result
 
 
 def _prefill(backend: Backend, ids: Tensor) -> Callable[[], Tensor]:
@@ -339,11 +342,13 @@ def main(
         backends = make_contestants(model, parts[part][1], labels, part == "prefill")
         for label, path in built.get(part.partition("-")[0], {}).items():
             backends[label] = functools.partial(_open_plan, path)
-        report["results"].append(measure(part, model, backends, ids, part == "prefill", repeats))
+        before = report["results"]
+        for result in measure(part, model, backends, ids, part == "prefill", repeats):
+            report["results"] = [*before, result]
+            session.write_results(json_path, report, page_of(report))
         del backends
         gc.collect()
         torch.cuda.empty_cache()
-        session.write_results(json_path, report, page_of(report))
     click.echo(page_of(report))
     if report.get("failed") or any(result["failed"] for result in report["results"]):
         raise click.ClickException("some contestants failed, see above")

@@ -194,18 +194,26 @@ def _fix_symbols(
                 "--profile", f"dimension {axis} of {spec.name} has impossible sizes", got=str(wanted),
                 expected=form_of(dim),
             )  # fmt: skip
-        wanted = (sizes[0], sizes[1], sizes[2])
         low, high = bounds.get(symbol, (1, sympy.oo))
-        if wanted[0] < low or sympy.Integer(wanted[2]) > high:
+        largest = largest_size(high)
+        if sizes[0] < low or (largest is not None and sizes[2] > largest):
+            least = _at(dim, low)
             raise UserError(
                 "--profile", f"dimension {axis} of {spec.name} leaves the range that the model was exported with",
-                got=f"{wanted[0]} to {wanted[2]}", expected=f"{low} to {high}",
+                got=f"{wanted[0]} to {wanted[2]}",
+                expected=f"{least} at least" if largest is None else f"{least} to {_at(dim, largest)}",
             )  # fmt: skip
-        if values.setdefault(symbol, wanted) != wanted:
+        found = values.setdefault(symbol, (sizes[0], sizes[1], sizes[2]))
+        if found != (sizes[0], sizes[1], sizes[2]):
             raise UserError(
                 "--profile", f"dimension {axis} of {spec.name} is shared with another input",
-                got=str(wanted), expected=str(values[symbol]),
+                got=str(wanted), expected=str(tuple(_at(dim, size) for size in found)),
             )  # fmt: skip
+
+
+def _at(dim: sympy.Expr, size: int) -> int:
+    """Return a dimension of one symbol where that is a size."""
+    return int(dim.xreplace(dict.fromkeys(dim.free_symbols, sympy.Integer(size))))
 
 
 def symbol_sizes(inputs: ModelInputs, profile: ShapeProfile) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:

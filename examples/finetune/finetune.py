@@ -243,6 +243,9 @@ def run(
         shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)
     trainer.train(resume_from_checkpoint=begin)
     network.config.use_cache = uses_cache
+    shards = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if shards is not None:  # else transformers saves no model
+        shards.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(str(output))
     if trainer.is_world_process_zero():
         copy_tokenizer(model, output)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import models
 from tests.conftest import ROOT, Cli
+from tests.processes import environment
 from twellc.firing.profile import FiringProfile
 from twellc.training.log import TrainingLog
 
@@ -132,6 +134,47 @@ def test_beginning_anew_leaves_no_checkpoint_to_go_on_from(finetune: Finetune, d
     assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["checkpoint-2"]
 
 
+# accelerate shards on GPUs alone: this lets it do so on a CPU.
+SHARDED = """
+import runpy, sys
+from accelerate.state import DistributedType, PartialState
+begin = PartialState.__init__
+def begin_sharded(state, *arguments, **named):
+    begin(state, *arguments, **named)
+    if state.distributed_type == DistributedType.MULTI_CPU:
+        state.distributed_type = DistributedType.MULTI_GPU
+PartialState.__init__ = begin_sharded
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_processes_that_share_the_weights(dense: Path, tmp_path: Path) -> None:
+    """With FSDP2, as `accelerate launch` begins it, they save the whole model, which is that of one process."""
+    pytest.importorskip("accelerate")
+    child, text = tmp_path / "child.py", tmp_path / "text.txt"
+    child.write_text(SHARDED)
+    text.write_text("def add(a, b):\n    return a + b\n" * 120)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    script = ROOT / "examples" / "finetune" / "finetune.py"
+    options = ["--model", dense, "--text", text, "--steps", "3", "--sequence", "16", "--device", "cpu", "--lr", "1e-3"]
+    found = []
+    for number, batch, before in ((1, 4, ()), (2, 2, (child,))):
+        out = tmp_path / f"by-{number}"
+        given = [*launcher, str(number), *before, script, *options, "--batch", str(batch), "--output", out]
+        sharded = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if before else {}
+        done = subprocess.run(
+            list(map(str, given)), capture_output=True, text=True, check=False, timeout=300,
+            env={**environment(), "OMP_NUM_THREADS": "1", **sharded},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found.append(load_file(out / "model.safetensors"))
+    alone, shared = found
+    assert alone.keys() == shared.keys()
+    for name, weight in alone.items():
+        torch.testing.assert_close(shared[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_a_relu_model_stays_one(finetune: Finetune, bytelm: Path, tmp_path: Path) -> None:
     done = finetune(model=bytelm, steps=2, save_every=2)
     assert done.exit_code == 0, done.output
@@ -201,6 +244,7 @@ def test_a_loss_that_becomes_nan(
     assert saved == ["checkpoint-3"]
     monkeypatch.undo()
     assert finetune("--resume", model=dense).exit_code == 0
+    # Of the checkpoint, too, so that a resume has what was before it.
     assert [each.step for each in TrainingLog.read(tmp_path / "out" / "training.jsonl").steps] == [2, 3, 4, 6]
 
 

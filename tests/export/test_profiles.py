@@ -164,5 +164,8 @@ def test_multiple_of_a_dimension() -> None:
     assert resolve(program, "x:4x16:8x16:10x16")[0] == [{"x": ((4, 16), (8, 16), (10, 16))}]
     with pytest.raises(UserError, match=r"dimension 0 of x has impossible sizes; got \(3, 8, 10\); expected 2\*n"):
         resolve(program, "x:3x16:8x16:10x16")
-    with pytest.raises(UserError, match="leaves the range"):
+    with pytest.raises(UserError, match=r"leaves the range .*; got 4 to 66; expected 4 to 64"):
         resolve(program, "x:4x16:8x16:66x16")
+    unbounded = canonical(Paired(), torch.randn(6, 16), dynamic=({0: 2 * Dim("half", min=3)},))
+    with pytest.raises(UserError, match=r"leaves the range .*; got 4 to 8; expected 6 at least"):
+        resolve(unbounded, "x:4x16:8x16:8x16")

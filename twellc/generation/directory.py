@@ -90,7 +90,7 @@ class TorchBackend:
     def begin(self, batch: int, places: int) -> bool:
         """Make room; see `Backend`."""
         cache = self._cache
-        if cache is not None and len(cache.index) == batch and cache.length >= places:
+        if cache is not None and len(cache.call.index) == batch and cache.length >= places:
             return False
         length = self.longest if self._fixed else min(self.longest, -(-places // _STEP) * _STEP)
         config = self.model.config.get_text_config(decoder=True)
@@ -109,7 +109,7 @@ class TorchBackend:
         """Compute the first tokens of rows; see `Backend`."""
         cache = self._cache
         assert cache is not None
-        cache.fresh, cache.index = start == 0, torch.full_like(cache.index, start)
+        cache.call.fresh, cache.call.index = start == 0, torch.full_like(cache.call.index, start)
         places = torch.arange(start, start + input_ids.shape[1], device=self.device).expand(len(input_ids), -1)
         with row_attention(cache):
             return self._fill(input_ids, places)
@@ -118,7 +118,7 @@ class TorchBackend:
         """Compute a token of each row; see `Backend`."""
         cache = self._cache
         assert cache is not None
-        cache.fresh, cache.index = False, places
+        cache.call.fresh, cache.call.index = False, places
         with row_attention(cache), torch._dynamo.config.patch(recompile_limit=_MOST_SIZES):
             return self._decode(tokens[:, None], places[:, None])
 
@@ -135,8 +135,8 @@ class TorchBackend:
         assert cache is not None
         with row_attention(cache):
             for place in range(ids.shape[1]):
-                cache.fresh, cache.index = place == 0, torch.full_like(cache.index, place)
-                found = self._logits(ids[:, place : place + 1], cache.index[:, None])
+                cache.call.fresh, cache.call.index = place == 0, torch.full_like(cache.call.index, place)
+                found = self._logits(ids[:, place : place + 1], cache.call.index[:, None])
         self._cache = None
         refuse_other_logits(where, self.model, expected, found)
 

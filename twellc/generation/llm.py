@@ -211,8 +211,8 @@ class LLM:
                     expected=f"0 to {vocabulary - 1}",
                 )  # fmt: skip
         width = max(map(len, prompts))
-        pad = int(self.model.generation_config.pad_token_id)
-        input_ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
+        # Padded by a token of their own: processors of older releases of transformers do not look at the mask.
+        input_ids = torch.tensor([prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts])
         seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         ends = params.stop_tokens | (set() if params.ignore_eos else self._ends)
         answers = [Answer(self._codec.stream(prompt, params.skip_special_tokens), params.stops) for prompt in prompts]

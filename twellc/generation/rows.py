@@ -12,6 +12,7 @@ GPU attention by lengths, `twell.cached_attention`, takes the place of one with 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from transformers.masking_utils import causal_mask_function
 
 from twellc.base.errors import UserError
 from twellc.loaders.attention import dispatched
-from twellc.plugins.cache_op import CACHED_ATTENTION
+from twellc.plugins.cache_op import CACHE_MASK, CACHED_ATTENTION
 
 # What attention of some models has besides; theirs would be another one.
 _OTHER_ATTENTION = ("softcap", "s_aux", "position_bias")
@@ -41,24 +42,38 @@ class _Counts(NamedTuple):
     keys: Tensor
 
 
+@dataclass(eq=False)
+class NextCall:
+    """The next call of a model, as the layers of a cache and the masks see it.
+
+    Attributes:
+        index: Where it writes in each row: int64 [batch].
+        fresh: Whether it writes from place 0 on in each row: its queries see no older keys.
+        by_lengths: Whether causal attention to older keys goes by lengths, without a mask.
+    """
+
+    index: Tensor
+    fresh: bool
+    by_lengths: bool
+
+
 class RowCache(Cache):
     """Keys and values of `batch` rows of at most `length` tokens.
 
+    Nothing that it holds refers to it, so that its memory is free as soon as nobody else does.
+
     Attributes:
         length: The places of a row.
-        index: Where the next call writes in each row: int64 [batch].
-        fresh: Whether the next call writes from place 0 on in each row: its queries see no older keys.
-        by_lengths: Whether causal attention to older keys goes by lengths, without a mask.
+        call: The next call.
         functions: What models call in place of transformers' own, see `dispatched`.
     """
 
     def __init__(self, layers: int, batch: int, length: int, device: torch.device, by_lengths: bool) -> None:
-        super().__init__(layers=[_RowLayer(self, length) for _ in range(layers)])
-        self.length = length
-        self.index = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.fresh, self.by_lengths = True, by_lengths
+        call = NextCall(torch.zeros(batch, dtype=torch.int64, device=device), True, by_lengths)
+        super().__init__(layers=[_RowLayer(call, length) for _ in range(layers)])
+        self.length, self.call = length, call
         # Always the same objects: what torch.compile has compiled stays valid.
-        self.functions = (_attention, partial(_mask, self), partial(_additive_mask, self))
+        self.functions = (_attention, partial(_mask, call), partial(_additive_mask, call))
 
 
 class _RowLayer(StaticLayer):
@@ -67,20 +82,20 @@ class _RowLayer(StaticLayer):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, cache: RowCache, length: int) -> None:
+    def __init__(self, call: NextCall, length: int) -> None:
         super().__init__(length)
-        self._cache = cache
+        self._call = call
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write keys and values [batch, kv_heads, tokens, head_dim]; return those that queries may see."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         tokens = key_states.shape[2]
-        if self._cache.fresh:
+        if self._call.fresh:
             self.keys[:, :, :tokens] = key_states
             self.values[:, :, :tokens] = value_states
             return key_states, value_states
-        places = self._cache.index[:, None] + torch.arange(tokens, device=key_states.device)
+        places = self._call.index[:, None] + torch.arange(tokens, device=key_states.device)
         rows = torch.arange(len(places), device=places.device)[:, None]
         # Advanced indices on both sides of a slice: the result's axes are [batch, tokens, kv_heads, head_dim].
         self.keys[rows, :, places] = key_states.transpose(1, 2)
@@ -90,7 +105,7 @@ class _RowLayer(StaticLayer):
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return how many keys queries may see, and the place of the first. Older releases give places of queries."""
         tokens: int = len(query_length) if isinstance(query_length, Tensor) else query_length
-        return (tokens if self._cache.fresh else self.max_cache_len), 0
+        return (tokens if self._call.fresh else self.max_cache_len), 0
 
     def get_seq_length(self) -> int:
         """Return 0: models are given the positions of tokens."""
@@ -132,8 +147,12 @@ def _attention(
             raise UserError(type(module).__name__, f"has attention with {name}, which is not computed with this cache")
     batch, heads, tokens, width = query.shape
     if isinstance(attention_mask, _Counts):
-        scale = width**-0.5 if scaling is None else scaling
-        return CACHED_ATTENTION(query.transpose(1, 2), key, value, *attention_mask, scale), None
+        queries, keys = attention_mask
+        if value.shape[-1] == width:
+            scale = width**-0.5 if scaling is None else scaling
+            return CACHED_ATTENTION(query.transpose(1, 2), key, value, queries, keys, scale), None
+        mask: Tensor = CACHE_MASK(keys - queries, queries, tokens, key.shape[2])
+        attention_mask = mask
     grouped = heads != key.shape[1]
     if grouped and attention_mask is not None and tokens == 1:
         # The queries of a group as queries of one head: with a mask, groups would take the slowest kernel on a GPU.
@@ -146,22 +165,22 @@ def _attention(
     return result.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
 
 
-def _mask(cache: RowCache, **request: Any) -> Tensor | _Counts | None:
+def _mask(call: NextCall, **request: Any) -> Tensor | _Counts | None:
     """Make a mask, True where a query sees a key; None where it is causal among the keys of one call.
 
     Where attention goes by lengths, counts stand for a mask that is causal. `request` is what transformers passes to
     `sdpa_mask`, which documents it.
     """
-    seen, window, device = request["mask_function"], request.get("local_size"), cache.index.device
+    seen, window, device = request["mask_function"], request.get("local_size"), call.index.device
     tokens = request["q_length"] if "q_length" in request else len(request["cache_position"])
     usual = request.get("allow_is_causal_skip", True)
-    if cache.fresh:
+    if call.fresh:
         if usual and (seen is causal_mask_function or (window is not None and tokens <= window)):
             return None
-        starts = torch.zeros_like(cache.index)
+        starts = torch.zeros_like(call.index)
     else:
-        starts = cache.index
-        if cache.by_lengths and seen is causal_mask_function:
+        starts = call.index
+        if call.by_lengths and seen is causal_mask_function:
             count = torch.full_like(starts, tokens, dtype=torch.int32)
             return _Counts(count, starts.to(torch.int32) + count)
     rows = torch.arange(len(starts), device=device)[:, None, None, None]
@@ -170,9 +189,9 @@ def _mask(cache: RowCache, **request: Any) -> Tensor | _Counts | None:
     return mask
 
 
-def _additive_mask(cache: RowCache, **request: Any) -> Tensor:
+def _additive_mask(call: NextCall, **request: Any) -> Tensor:
     """Make a mask that is added to the logits: 0, or the lowest finite value. See `eager_mask` of transformers."""
-    mask = _mask(cache, **{**request, "allow_is_causal_skip": False})
+    mask = _mask(call, **{**request, "allow_is_causal_skip": False})
     assert isinstance(mask, Tensor)  # a model with attention of its own has no attention by lengths
     dtype = request["dtype"]
     added = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)

@@ -38,6 +38,8 @@ from twellc.generation.sampling import GenerationStats
 _LOG = logging.getLogger("twellc")
 # These look at the scores alone, and wait for nothing.
 _IN_GRAPH = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+# Held while a graph is recorded: torch has one stream for that.
+_RECORDING = threading.Lock()
 
 
 @dataclass
@@ -245,7 +247,8 @@ class Decoder:
             graph = torch.cuda.CUDAGraph()
             graph.register_generator_state(self._generator)
             try:
-                with torch.cuda.graph(graph):
+                # Other threads may allocate and wait meanwhile, as those do that read the tokens of a step.
+                with _RECORDING, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     body()
                 self._graphs[key] = graph
             except RuntimeError as error:  # such as of a model that asks for a value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("Falcon", {"alibi": False}),
     "falcon with alibi": ("Falcon", {"alibi": True}),
     "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 6}),
+    "deepseek v2": (  # values are narrower than keys
+        "DeepseekV2",
+        {"first_k_dense_replace": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+         "qk_nope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4},
+    ),
 }  # fmt: skip
 LENGTHS = (7, 12, 1)
 
@@ -61,7 +68,7 @@ def test_tokens_are_those_of_transformers(name: str, chunk: int, family: Callabl
     compare(made(folder, model, chunk), model)
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "qwen3 with windows", "phi3 with windows"])
+@pytest.mark.parametrize("name", ["llama", "opt", "qwen3 with windows", "phi3 with windows", "deepseek v2"])
 def test_attention_by_lengths(name: str, family: Callable[..., tuple[Path, Any]]) -> None:
     """As on a GPU, by the op's meaning on a CPU; windows have masks all the same."""
     folder, model = family(FAMILIES[name][0], **FAMILIES[name][1])
@@ -83,6 +90,25 @@ def compare(ours: CausalModel, model: Any) -> None:
         torch.manual_seed(5)
         expected = model.generate(input_ids, **given, do_sample=True, **drawn)
         assert torch.equal(ours.generate(input_ids, **given, do_sample=True, seed=5, **drawn), expected)
+
+
+def test_a_cache_is_gone_when_there_is_a_larger_one(family: Callable[..., tuple[Path, Any]]) -> None:
+    """Its memory is free at once: what refers to itself waits for Python's garbage collector."""
+    folder, _ = family("Llama", hidden_act="relu")
+    gc.collect()
+    gc.disable()
+    try:
+        backend = load_directory(folder, "cpu")
+        backend.begin(2, 10)
+        cache = backend._cache
+        assert cache is not None
+        keys = weakref.ref(cache.layers[0].keys)
+        del cache
+        assert keys() is not None
+        backend.begin(3, 10)
+        assert keys() is None
+    finally:
+        gc.enable()
 
 
 def test_logits(family: Callable[..., tuple[Path, Any]]) -> None:

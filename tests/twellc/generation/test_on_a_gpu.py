@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,32 @@ def test_a_row_that_ended_harms_nobody(pair: tuple[CausalModel, Any]) -> None:
     assert len(steps) == 65 - 2 and [step.ended[0] for step in steps].index(True) == 4
     alone = list(ours.steps(**_ids(prompts(2)), max_new_tokens=100, ignore_eos=True))
     assert len(alone) == 63
+
+
+def test_models_in_threads(family: Callable[..., tuple[Path, Any]]) -> None:
+    """Each records graphs while the other one computes, and records."""
+    folder, _ = family("Llama", hidden_act="relu")
+    settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
+    backends = [load_directory(folder, "cuda", "fp32", layers="none") for _ in range(2)]
+    several = [CausalModel(backend, backend.model.config, settings) for backend in backends]
+    batches = [{**prompts(*[7] * rows), "max_new_tokens": 24} for rows in (1, 2, 3, 4)]
+    expected = [several[0].generate(**given) for given in batches]
+    found: list[list[tuple[torch.Tensor, bool]]] = [[], []]
+
+    def answer(number: int) -> None:
+        ours = several[number]
+        for given in 3 * batches:  # another number of rows, other graphs
+            found[number].append((ours.generate(**given), ours.decoder.stats.graph))
+
+    threads = [threading.Thread(target=answer, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for each in found:
+        assert len(each) == 3 * len(batches)
+        for (tokens, graph), tokens_alone in zip(each, 3 * expected, strict=True):
+            assert graph and torch.equal(tokens, tokens_alone)
 
 
 def _ids(given: dict[str, Any]) -> dict[str, Any]:
