@@ -162,8 +162,7 @@ void run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
     if (argc < 6) {
-        std::fprintf(stderr, "usage: %s TENSORRT_LIBRARY PLUGIN_LIBRARY[:ANOTHER] PLAN NEW_TOKENS TOKEN...\n",
-                     argv[0]);
+        std::fprintf(stderr, "usage: %s TENSORRT_LIBRARY PLUGIN_LIBRARY[:ANOTHER] PLAN NEW_TOKENS TOKEN...\n", argv[0]);
         return 2;
     }
     try {

@@ -42,8 +42,8 @@ Function* find(void* library, char const* name) {
     return reinterpret_cast<Function*>(symbol);
 }
 
-// Opens libtwell_plugins.so or libtwell_attention.so, and returns whether a TensorRT has its plugins. This asks, and does
-// nothing where opening was enough; with TensorRT opened after the plugins, it registers them.
+// Opens libtwell_plugins.so or libtwell_attention.so, and returns whether a TensorRT has its plugins. This asks, and
+// does nothing where opening was enough; with TensorRT opened after the plugins, it registers them.
 inline bool open_plugins(char const* path) {
     void* library = open_library(path);
     bool const of_attention = dlsym(library, "initLibTwellAttention") != nullptr;
