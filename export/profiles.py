@@ -161,6 +161,11 @@ def symbol_value(dim: sympy.Expr, size: int) -> int | None:
     return None
 
 
+def size_at(dim: sympy.Expr, value: int) -> int:
+    """Return the size of a dimension of one symbol for a value of that: the inverse of `symbol_value`."""
+    return int(dim.xreplace(dict.fromkeys(dim.free_symbols, sympy.Integer(value))))
+
+
 def form_of(dim: sympy.Expr) -> str:
     """Return a dimension of one symbol for a message, such as `2*n`: torch's own names of symbols say nothing."""
     return str(dim.xreplace(dict.fromkeys(dim.free_symbols, sympy.Symbol("n"))))
@@ -196,24 +201,20 @@ def _fix_symbols(
             )  # fmt: skip
         low, high = bounds.get(symbol, (1, sympy.oo))
         largest = largest_size(high)
-        if sizes[0] < low or (largest is not None and sizes[2] > largest):
-            least = _at(dim, low)
+        given = (sizes[0], sizes[1], sizes[2])
+        if given[0] < low or (largest is not None and given[2] > largest):
+            least = size_at(dim, low)
             raise UserError(
                 "--profile", f"dimension {axis} of {spec.name} leaves the range that the model was exported with",
                 got=f"{wanted[0]} to {wanted[2]}",
-                expected=f"{least} at least" if largest is None else f"{least} to {_at(dim, largest)}",
+                expected=f"{least} at least" if largest is None else f"{least} to {size_at(dim, largest)}",
             )  # fmt: skip
-        found = values.setdefault(symbol, (sizes[0], sizes[1], sizes[2]))
-        if found != (sizes[0], sizes[1], sizes[2]):
+        found = values.setdefault(symbol, given)
+        if found != given:
             raise UserError(
                 "--profile", f"dimension {axis} of {spec.name} is shared with another input",
-                got=str(wanted), expected=str(tuple(_at(dim, size) for size in found)),
+                got=str(wanted), expected=str(tuple(size_at(dim, value) for value in found)),
             )  # fmt: skip
-
-
-def _at(dim: sympy.Expr, size: int) -> int:
-    """Return a dimension of one symbol where that is a size."""
-    return int(dim.xreplace(dict.fromkeys(dim.free_symbols, sympy.Integer(size))))
 
 
 def symbol_sizes(inputs: ModelInputs, profile: ShapeProfile) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:

@@ -10,7 +10,7 @@ import numpy as np
 import sympy
 
 from twellc.base.errors import UserError, first_few
-from twellc.export.profiles import ModelInputs, program_inputs, symbol_sizes
+from twellc.export.profiles import ModelInputs, program_inputs, size_at, symbol_sizes
 from twellc.export.shapes import ShapeProfile
 from twellc.loaders.loaded import LoadedModel
 from twellc.passes.graph.program import largest_size
@@ -89,9 +89,6 @@ class _Place:
     name: str
     size: sympy.Expr
 
-    def at(self, value: int) -> int:
-        return int(self.size.xreplace(dict.fromkeys(self.size.free_symbols, sympy.Integer(value))))
-
 
 def _places(inputs: ModelInputs) -> dict[str, _Place]:
     """Return where each symbol stands, of several places one where it does so by itself."""
@@ -117,8 +114,8 @@ def _demands(conditions: Sequence[sympy.Basic], ranges: SizeRanges, places: Mapp
             texts.append(_text(condition, places))
     for symbol, held_by in alone.items():
         place, sizes = places[str(symbol)], _looked_at(symbol, ranges, _LOOKED_AT)
-        taken = [place.at(size) for size, holds in zip(sizes, held_by, strict=True) if holds]
-        demand = _of_one(taken, place.at(sizes[0]), place.at(sizes[-1]))
+        taken = [size_at(place.size, size) for size, holds in zip(sizes, held_by, strict=True) if holds]
+        demand = _of_one(taken, size_at(place.size, sizes[0]), size_at(place.size, sizes[-1]))
         texts.insert(0, f"{place.name} {demand}")
     return list(dict.fromkeys(texts))
 
