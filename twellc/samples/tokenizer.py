@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -69,12 +70,8 @@ def load_tokenizer(model: Path, vocabulary: int) -> Tokenizer:
         note += f", behind the token {first}" if before else ""
         return Tokenizer(lambda text: list(text.encode()), before, notes=[note])
 
-    tokenizer = pretrained_tokenizer(model)
-
-    def encode(text: str) -> list[int]:
-        return token_ids(model, tokenizer, text)
-
-    plain, special = encode("a"), token_ids(model, tokenizer, "a", special=True)
+    encode = functools.partial(token_ids, model, pretrained_tokenizer(model))
+    plain, special = encode("a"), encode("a", special=True)
     start = next((i for i in range(len(special)) if special[i : i + len(plain)] == plain), None) if plain else None
     if start is None:
         return Tokenizer(encode)
