@@ -56,7 +56,7 @@ class Contest:
         Args:
             label: The contestant's name.
             call: Returns a result.
-            kept: What must live as long as the recording does.
+            kept: What must live as long as the recording does, beside the call and its result.
             lossy: Whether it may be as wrong as it is.
         """
         results: list[Any] = []
@@ -74,7 +74,7 @@ class Contest:
             self.failed[label] = wrong
             return
         self._replays[label] = replay
-        self._kept += [results, *kept]
+        self._kept += [call, results, *kept]
 
     def _compare(self, label: str, result: Tensor, lossy: bool) -> str:
         """Note the error of a result, and say what is wrong with it; nothing where it is within tolerance."""

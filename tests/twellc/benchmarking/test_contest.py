@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +49,19 @@ def test_who_is_kept() -> None:
     assert found.errors["wrong, and may be"] == pytest.approx(0.1, abs=0.01)
     assert found.failed["fails"] == "RuntimeError: no room"
     assert "its result is off" in found.failed["wrong"]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_what_a_call_reads_lives_as_long_as_its_recording() -> None:
+    """A CUDA graph holds nothing: what only the call refers to would be memory of somebody else."""
+    read = rounded(torch.bfloat16)
+    alive = weakref.ref(read)
+    found = Contest(TRUTH, lambda result: result, language_model=False)
+    found.add("yardstick", read)
+    found._replays.clear()  # the stand-in for a graph, which refers to the call
+    del read
+    gc.collect()
+    assert alive() is not None
 
 
 @pytest.mark.usefixtures("on_cpu")
