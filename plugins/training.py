@@ -26,8 +26,9 @@ from twellc.plugins.gradients.ops import TRAIN_FORWARD
 # an H100 (benchmarks/LOG.md). Other GPUs are taken to be alike, as products and gathers grow with the same widths.
 _PAIR_COST = 77.0
 _GATE_COST = 0.11
-# A block is computed sparsely from so many tokens on, and if that takes at most this part of the dense time.
-_FEWEST_TOKENS = 2048
+# What a call costs beside that: as much as the dense products take for so many tokens.
+_CALL_TOKENS = 700
+# A call is computed sparsely if that takes at most this part of the dense time.
 _MOST_COST = 0.95
 # Hot neurons come in whole tiles of a product.
 _TILE = 128
@@ -66,13 +67,14 @@ class _Reading:
 
 
 def choose(rates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all neurons, those first that are active most often, and how many of them are hot, with pairs a token.
+    """Return all neurons, those first that are active most often, and how many of them are hot.
 
     Args:
         rates: float64 [d_ff]: for which share of the tokens each is active.
 
     Returns:
-        The order, int32 [d_ff], and int64 [2], both on the device of `rates`.
+        The order, int32 [d_ff], and int64 [3], both on the device of `rates`: the hot neurons, the pairs, and what that
+        costs for each token, in thousandths of the dense cost.
     """
     d_ff = rates.shape[0]
     rates, order = torch.sort(rates, descending=True, stable=True)
@@ -83,7 +85,7 @@ def choose(rates: Tensor) -> tuple[Tensor, Tensor]:
     is_sparse = least <= _MOST_COST * d_ff
     spare = (_SPARE_FACTOR * pairs.gather(0, place) + _SPARE_PAIRS).ceil().long()
     numbers = (torch.where(is_sparse, hot.gather(0, place), d_ff), torch.where(is_sparse, spare, 0))
-    return order.int(), torch.cat(numbers)
+    return order.int(), torch.cat([*numbers, (1000 / d_ff * least).ceil().long()])
 
 
 class TrainingState:
@@ -100,6 +102,7 @@ class TrainingState:
         self.counts = torch.zeros(d_ff, dtype=torch.int64, device=device)
         self.tokens = torch.zeros((), dtype=torch.int64, device=device)
         self.step = self._chosen = self._dense = Step(hot=d_ff, pairs=0)
+        self._cost = 1.0  # of what is chosen, for each token
         self._recent = torch.zeros_like(self.counts)
         self._recent_tokens = torch.zeros_like(self.tokens)
         self._rates: Tensor | None = None  # when it was last looked
@@ -128,8 +131,8 @@ class TrainingState:
 
     def step_of(self, tokens: int) -> Step:
         """Return how a call of so many tokens computes the block: the same until the backward of all calls has run."""
-        is_dense = self._is_resting or (self.counts.is_cuda and tokens < _FEWEST_TOKENS)
-        return self._dense if is_dense else self._chosen
+        pays = (_MOST_COST - self._cost) * tokens >= _CALL_TOKENS or not self.counts.is_cuda
+        return self._chosen if pays and not self._is_resting else self._dense
 
     def began(self, node: Any) -> None:
         """Note the node of autograd that has kept what the backward of a call needs; None where there is none."""
@@ -147,8 +150,8 @@ class TrainingState:
     def _change(self) -> None:
         """Do as was chosen."""
         if self._choice is not None and self._is_due(self._choice[0]):
-            (hot, pairs), order = self._choice[0].take(), self._choice[1]
-            self._chosen, self._choice = Step(order=order, hot=hot, pairs=pairs), None
+            (hot, pairs, cost), order = self._choice[0].take(), self._choice[1]
+            self._chosen, self._cost, self._choice = Step(order=order, hot=hot, pairs=pairs), cost / 1000, None
         self._is_resting = self._calls < self._rest_until
 
     def _is_due(self, reading: _Reading) -> bool:
