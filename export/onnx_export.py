@@ -255,6 +255,13 @@ def _all_reduce(x: Any, ranks: int) -> Any:
     return _DIST_COLLECTIVE(x, collective_operation="all_reduce", reduce_op="sum", root=-1, group_size=0, nb_rank=ranks)
 
 
+def _tanh(x: Any) -> Any:
+    # TensorRT 10.6 computes it in bfloat16 with an absolute error of 1e-3, which a softcap multiplies: 5 % of a logit.
+    if x.dtype not in (onnx_ir.DataType.BFLOAT16, onnx_ir.DataType.FLOAT16):
+        return opset20.Tanh(x)
+    return opset20.Cast(opset20.Tanh(opset20.Cast(x, to=onnx.TensorProto.FLOAT)), to=int(x.dtype))
+
+
 _COLLECTIVE_ATTRIBUTES = {"collective_operation": str, "reduce_op": str, "root": int, "group_size": int, "nb_rank": int}
 _DIST_COLLECTIVE = values.Op(
     values.Opset(TENSORRT_DOMAIN, 1), COLLECTIVE, _schema(COLLECTIVE, _COLLECTIVE_ATTRIBUTES, TENSORRT_DOMAIN)
@@ -265,4 +272,5 @@ _TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     CACHED_ATTENTION: _cached_attention,
     APPEND: _append,
     ALL_REDUCE: _all_reduce,
+    torch.ops.aten.tanh.default: _tanh,
 }

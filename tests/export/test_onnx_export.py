@@ -140,6 +140,24 @@ def test_scale_of_attention(tmp_path: Path, dtype: torch.dtype, width: int, scal
     assert (ours.double() - truth).norm() <= 2.5 * plain
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_tanh_is_computed_in_float32_at_least(tmp_path: Path, dtype: torch.dtype) -> None:
+    """TensorRT is far off in the dtypes of 16 bits: the logits of a softcap are small ones, times 30."""
+
+    class Softcap(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 30 * torch.tanh(x / 30)
+
+    x = torch.randn(3, 5).to(dtype)
+    model = written(canonical(Softcap(), x), tmp_path / "m.onnx")
+    wide = [] if dtype in (torch.float32, torch.float64) else ["Cast"]
+    assert [node.op_type for node in model.graph.node] == ["Div", *wide, "Tanh", *wide, "Mul"]
+    if wide:
+        assert [attributes(node)["to"] for node in model.graph.node if node.op_type == "Cast"][0] == 1
+    (ours,) = OnnxEvaluator(tmp_path / "m.onnx", model).run({"x": x})
+    torch.testing.assert_close(ours, Softcap()(x))
+
+
 def test_names_and_dimensions(tmp_path: Path) -> None:
     module = Residual(Gated())
     program = canonical(module, torch.randn(4, 6, 16), dynamic=({0: Dim("a"), 1: Dim("b")},))
