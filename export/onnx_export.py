@@ -259,7 +259,9 @@ def _tanh(x: Any) -> Any:
     # TensorRT 10.6 computes it in bfloat16 with an absolute error of 1e-3, which a softcap multiplies: 5 % of a logit.
     if x.dtype not in (onnx_ir.DataType.BFLOAT16, onnx_ir.DataType.FLOAT16):
         return opset20.Tanh(x)
-    return opset20.Cast(opset20.Tanh(opset20.Cast(x, to=onnx.TensorProto.FLOAT)), to=int(x.dtype))
+    wide: Any = opset20.Cast(x, to=onnx.TensorProto.FLOAT)
+    y: Any = opset20.Tanh(wide)
+    return opset20.Cast(y, to=int(x.dtype))
 
 
 _COLLECTIVE_ATTRIBUTES = {"collective_operation": str, "reduce_op": str, "root": int, "group_size": int, "nb_rank": int}

@@ -77,19 +77,29 @@ def test_pycuda_host(plan: Path) -> None:
 # ---- a key-value cache ----
 
 
-def test_hosts_answer_as_llm_does(cpp_host: Path, answering: Path, tensorrt: Host) -> None:
-    prompt = [0, *b"import os\n\n\ndef read_text(path):\n"]
-    params = SamplingParams(max_tokens=64, ignore_eos=True)
+PROMPT = [0, *b"import os\n\n\ndef read_text(path):\n"]
+
+
+@pytest.fixture(scope="module")
+def answer(answering: Path, tensorrt: Host) -> list[int]:
+    """What `LLM` answers to the prompt, in 64 tokens."""
     llm = LLM(answering)
-    expected = llm.generate([prompt], params)[0].outputs[0].token_ids
+    found = llm.generate([PROMPT], SamplingParams(max_tokens=64, ignore_eos=True))[0].outputs[0].token_ids
     assert llm.stats.graph
-    numbers = list(map(str, prompt))
-    by_python = run(sys.executable, "-P", HOSTS / "python" / "generate.py", answering, *numbers, "--new", "64")
-    assert by_python.returncode == 0, by_python.stderr
-    assert list(map(int, by_python.stdout.split())) == expected
-    libraries = f"{library_path()}:{attention_library_path()}"
-    by_cpp = run(cpp_host.with_name("generate"), core_library(), libraries, answering, "64", *numbers)
-    assert by_cpp.returncode == 0, by_cpp.stderr
-    assert list(map(int, by_cpp.stdout.splitlines()[-1].split())) == expected
+    return list(found)
+
+
+def test_python_host_answers_as_llm_does(answering: Path, answer: list[int]) -> None:
+    program, numbers = HOSTS / "python" / "generate.py", list(map(str, PROMPT))
+    done = run(sys.executable, "-P", program, answering, *numbers, "--new", "64")
+    assert done.returncode == 0, done.stderr
+    assert list(map(int, done.stdout.split())) == answer
+
+
+def test_cpp_host_answers_as_llm_does(cpp_host: Path, answering: Path, answer: list[int]) -> None:
+    libraries, numbers = f"{library_path()}:{attention_library_path()}", list(map(str, PROMPT))
+    done = run(cpp_host.with_name("generate"), core_library(), libraries, answering, "64", *numbers)
+    assert done.returncode == 0, done.stderr
+    assert list(map(int, done.stdout.splitlines()[-1].split())) == answer
     full = run(cpp_host.with_name("generate"), core_library(), libraries, answering, "230", *numbers)
     assert full.returncode == 1 and "do not fit into a cache of 256" in full.stderr
