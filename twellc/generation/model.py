@@ -95,6 +95,11 @@ class CausalModel(GenerationMixin):
             raise UserError("generate", "takes either inputs or input_ids", fix="Give prompts, [batch, tokens].")
         given = inputs if inputs is not None else input_ids
         assert given is not None
+        if given.dim() != 2 or not given.numel():
+            raise UserError(
+                "generate", "has nothing to go on from", got=f"a tensor of {list(given.shape)}",
+                expected="at least one prompt of at least one token, [batch, tokens]",
+            )  # fmt: skip
         config = generation_config if generation_config is not None else self.generation_config
         answers = options.get("num_return_sequences") or config.num_return_sequences or 1
         sequences = given.cpu().repeat_interleave(answers, dim=0)

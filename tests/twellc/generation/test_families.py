@@ -237,6 +237,9 @@ def test_arguments_of_transformers(family: Callable[..., tuple[Path, Any]]) -> N
     for arguments in ((), (input_ids,)):
         with pytest.raises(UserError, match="generate: takes either inputs or input_ids"):
             ours.generate(*arguments, **({"input_ids": input_ids} if arguments else {}))
+    for nothing in (input_ids[:, :0], input_ids[:0], input_ids[0]):
+        with pytest.raises(UserError, match="generate: has nothing to go on from"):
+            ours.generate(nothing)
 
 
 def test_stop_strings(talker: Path) -> None:
