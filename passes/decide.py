@@ -47,7 +47,7 @@ def decide(
                 "--layers", f"not a regular expression ({error})", got=repr(layers), expected="auto, all, none or REGEX"
             ) from error
         if blocks and not any(pattern.search(block.module) for block in blocks):
-            modules = first_few([block.module for block in blocks])
+            modules = first_few([block.module or "'', the model itself" for block in blocks])
             raise UserError("--layers", "matches no feed-forward block", got=repr(layers), expected=f"one of {modules}")
     result: list[Layer] = []
     taken: dict[Node, str] = {}  # projections of the blocks that TwELL runs

@@ -345,6 +345,8 @@ def test_layers_choose() -> None:
     assert not twellc.optimized_blocks(twellc.optimize(models.llama(), layers="none"))
     with pytest.raises(UserError, match="matches no feed-forward block"):
         twellc.optimize(models.llama(), layers="decoder")
+    with pytest.raises(UserError, match="one of '', the model itself"):
+        twellc.optimize(models.Gated(), layers="decoder")
     with pytest.raises(UserError, match="not a regular expression"):
         twellc.optimize(models.llama(), layers="(")
     with pytest.raises(UserError, match="no such compression; got 3"):
