@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ _COLUMNS, _ROWS = "ColwiseParallel", "RowwiseParallel"
 
 def is_sharded(parameter: Tensor) -> bool:
     """Whether a parameter is spread over ranks."""
-    return torch.distributed.is_available() and isinstance(parameter, torch.distributed.tensor.DTensor)
+    module = sys.modules.get("torch.distributed.tensor")  # which whoever has sharded it has loaded
+    return module is not None and isinstance(parameter, module.DTensor)
 
 
 def local_of(parameter: Tensor) -> Tensor:
