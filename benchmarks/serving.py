@@ -43,7 +43,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 @click.option("--requests", default="1,8,32,128", show_default=True, help="How many at once, with commas.")
 @click.option("--prompt", default=128, show_default=True, help="Tokens of each prompt.")
 @click.option("--tokens", default=128, show_default=True, help="Tokens of each answer.")
-@click.option("--repeats", default=3, show_default=True)
+@click.option("--repeats", default=7, show_default=True)
 @click.option("--only", type=click.Choice(sorted(CONTESTANTS)), multiple=True, help="Measure these alone.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Keep the model here, or take it.")
