@@ -85,13 +85,14 @@ class BlockInTraining:
         options: How the block is computed.
         terms: The L1 terms of calls since they were taken; None where nobody asks for them.
         misses: Calls since then for which the original forward ran, which notes nothing.
+        without_gradients: Calls since then without gradients, as activation checkpointing with reentry makes them.
         see: Receives what the activation is applied to, z [..., d_ff], of each call; None where nobody asks for it.
     """
 
     def __init__(self, options: BlockOptions, d_ff: int) -> None:
         self.options = options
         self.terms: list[Term] | None = None
-        self.misses = 0
+        self.misses = self.without_gradients = 0
         self.see: Callable[[Tensor], None] | None = None
         self._d_ff = d_ff
         self._state: TrainingState | None = None
@@ -113,6 +114,10 @@ class BlockInTraining:
     def counted(self) -> TrainingState | None:
         """What is counted, where it is now; None before the first call."""
         return self._state
+
+    def listen(self, asked: bool = True) -> None:
+        """Forget what was noted since it was taken, and note the L1 terms of calls from now on; or no longer."""
+        self.terms, self.misses, self.without_gradients = [] if asked else None, 0, 0
 
     def missed(self) -> None:
         """Note that the original forward runs."""
@@ -140,7 +145,9 @@ class BlockInTraining:
         else:
             y, l1 = train_block(operands, self.options, state)
         if not again:
-            if self.terms is not None and torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
+                self.without_gradients += 1
+            elif self.terms is not None:
                 self.terms.append(Term(l1, tokens))
             if self.see is not None:
                 with torch.no_grad():

@@ -8,6 +8,10 @@ from torch import Tensor, nn
 from twellc.base.errors import UserError
 from twellc.eager.optimization import TrainedBlock, blocks_in_training
 
+_REENTRY = (
+    "Run the model in training mode, with gradients, and checkpoint activations without use_reentrant: "
+    'gradient_checkpointing_kwargs={"use_reentrant": False}.'
+)
 _FIX = "Call twellc.optimize(model, training=True) first; twellc.training.sparsify makes ReLU blocks."
 
 
@@ -42,12 +46,12 @@ class L1Penalty:
         self._blocks = blocks_of(model)
         self.value: Tensor | None = None
         for block in self._blocks.values():
-            block.training.terms, block.training.misses = [], 0
+            block.training.listen()
 
     def close(self) -> None:
         """Let the blocks note their terms no longer."""
         for block in self._blocks.values():
-            block.training.terms = None
+            block.training.listen(asked=False)
 
     def coefficient(self, step: int) -> float:
         """Return the coefficient of a step, from 0 on."""
@@ -63,12 +67,16 @@ class L1Penalty:
             A float32 scalar.
 
         Raises:
-            UserError: A block ran its original forward, or none has noted anything.
+            UserError: A block ran its original forward, or without gradients alone, or none has noted anything.
         """
         missed = [path for path, block in self._blocks.items() if block.training.misses]
         noted = [terms for block in self._blocks.values() if (terms := block.training.terms)]
+        silent = [
+            path for path, block in self._blocks.items()
+            if block.training.without_gradients and not block.training.terms
+        ]  # fmt: skip
         for block in self._blocks.values():
-            block.training.terms, block.training.misses = [], 0
+            block.training.listen()
         if missed:
             raise UserError(
                 f"layer {missed[0]}", "ran its original forward, which notes no L1 term",
@@ -76,11 +84,9 @@ class L1Penalty:
                 "replaced since twellc.optimize, such as by an adapter. Checkpoint activations of whole layers.",
             )  # fmt: skip
         if not noted:
-            raise UserError(
-                "L1 term", "no block has noted one since the last call",
-                fix="Run the model in training mode, with gradients, and checkpoint activations without use_reentrant: "
-                'gradient_checkpointing_kwargs={"use_reentrant": False}.',
-            )  # fmt: skip
+            raise UserError("L1 term", "no block has noted one since the last call", fix=_REENTRY)
+        if silent:
+            raise UserError(f"layer {silent[0]}", "ran without gradients, and has noted no L1 term", fix=_REENTRY)
         reached = [terms for terms in noted if any(term.tokens for term in terms)]
         means = []
         for terms in reached or noted:

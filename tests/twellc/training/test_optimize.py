@@ -291,6 +291,23 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     assert_same_gradients(model, dense)
 
 
+def test_reentry_of_a_part_is_refused() -> None:
+    """Else the L1 term would be that of the other layers."""
+    model = nn.ModuleList([Plain(), Plain()]).train()
+    twellc.optimize(model, training=True)
+    penalty = L1Penalty(model, 1.0)
+    x = torch.randn(3, 16, requires_grad=True)
+    for _ in range(2):
+        y = model[1](checkpoint(model[0], x, use_reentrant=True))
+        with pytest.raises(UserError, match=r"layer 0: ran without gradients.*use_reentrant"):
+            penalty(0)
+        y.sum().backward()
+    with torch.no_grad():
+        model[0](x)  # as to measure in between
+    model[1](model[0](x))
+    assert penalty(0) > 0
+
+
 def test_activation_checkpointing_of_calls_whose_backward_comes_later() -> None:
     """As layers that share a block: what a call keeps when it is computed again has the form that it had."""
 
