@@ -142,7 +142,7 @@ def test_scale_of_attention(tmp_path: Path, dtype: torch.dtype, width: int, scal
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_tanh_is_computed_in_float32_at_least(tmp_path: Path, dtype: torch.dtype) -> None:
-    """TensorRT is far off in the dtypes of 16 bits: the logits of a softcap are small ones, times 30."""
+    """A plan in bfloat16 was far off: the logits of a softcap are small values of tanh, times 30."""
 
     class Softcap(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
