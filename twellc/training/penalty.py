@@ -10,7 +10,7 @@ from twellc.eager.optimization import TrainedBlock, blocks_in_training
 
 _REENTRY = (
     "Run the model in training mode, with gradients, and checkpoint activations without use_reentrant: "
-    'gradient_checkpointing_kwargs={"use_reentrant": False}.'
+    'gradient_checkpointing_kwargs={"use_reentrant": False}. Put what is not trained into eval mode.'
 )
 _FIX = "Call twellc.optimize(model, training=True) first; twellc.training.sparsify makes ReLU blocks."
 
