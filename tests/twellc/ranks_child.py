@@ -1,13 +1,14 @@
-"""One of several ranks, which torchrun starts: torchrun … ranks_child.py program|optimize MODEL FOLDER.
+"""One of several ranks, which torchrun starts: torchrun … ranks_child.py program|optimize MODEL FOLDER [cpu|cuda].
 
-program     runs the rank's program of the Hugging Face model in MODEL
-optimize    runs the model as transformers shards it, before and after `twellc.optimize`
+program     runs the rank's program of the Hugging Face model in MODEL, on a CPU
+optimize    runs the model as transformers shards it, before and after `twellc.optimize`, on the device that is named
 
 Rank 0 writes what it found into FOLDER/found.pt.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,10 @@ def logits(run: Any, ids: Tensor) -> Tensor:
     with torch.no_grad():
         found = run(ids)
     result: Tensor = found.logits if hasattr(found, "logits") else found[0] if isinstance(found, tuple) else found
-    return result
+    return result.cpu()
 
 
-def program(model: Path, rank: int, ranks: int) -> dict[str, Any]:
+def program(model: Path, rank: int, ranks: int, _: str) -> dict[str, Any]:
     made = twellc.rewrite(model, layers="all", tensor_parallel=ranks, rank=rank)
     run, dense = (each.module(check_guards=False) for each in (made.program, made.dense))
     ids = [tokens(2, length) for length in LENGTHS]
@@ -42,22 +43,25 @@ def program(model: Path, rank: int, ranks: int) -> dict[str, Any]:
     }
 
 
-def optimize(model: Path, rank: int, ranks: int) -> dict[str, Any]:
+def optimize(model: Path, rank: int, ranks: int, device: str) -> dict[str, Any]:
     sharded = transformers.AutoModelForCausalLM.from_pretrained(model, tp_plan="auto", dtype=torch.bfloat16).eval()
-    before = [logits(sharded, tokens(2, length)) for length in LENGTHS]
+    ids = [tokens(2, length).to(device) for length in LENGTHS]
+    before = [logits(sharded, each) for each in ids]
     twellc.optimize(sharded)
-    after = [logits(sharded, tokens(2, length)) for length in LENGTHS]
-    _, counts = ops_of(sharded, tokens())
+    after = [logits(sharded, each) for each in ids]
+    _, counts = ops_of(sharded, ids[0])
     blocks = [(each.module, each.d_ff) for each in twellc.optimized_blocks(sharded)]
     twellc.restore(sharded)
-    restored = [logits(sharded, tokens(2, length)) for length in LENGTHS]
+    restored = [logits(sharded, each) for each in ids]
     return {"before": before, "after": after, "restored": restored, "counts": counts, "blocks": blocks}
 
 
-def main(what: str, model: str, folder: str) -> None:
-    distributed.init_process_group("gloo")
+def main(what: str, model: str, folder: str, device: str = "cpu") -> None:
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    found = {"program": program, "optimize": optimize}[what](Path(model), rank, ranks)
+    found = {"program": program, "optimize": optimize}[what](Path(model), rank, ranks, device)
     if rank == 0:
         torch.save(found, Path(folder) / "found.pt")
     distributed.barrier()

@@ -21,10 +21,10 @@ from tests.twellc.ranks_child import LENGTHS
 pytestmark = pytest.mark.slow
 
 
-def torchrun(what: str, model: Path, folder: Path, *modules: Path) -> dict[str, Any]:
+def torchrun(what: str, model: Path, folder: Path, *modules: Path, device: str = "cpu") -> dict[str, Any]:
     """Run two ranks, and return what the first has found."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "tests" / "twellc" / "ranks_child.py"), what, str(model), str(folder)]
+    command += [str(ROOT / "tests" / "twellc" / "ranks_child.py"), what, str(model), str(folder), device]
     variables = environment(ROOT, *modules, OMP_NUM_THREADS="1")
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -54,7 +54,21 @@ def test_optimize_a_sharded_model(request: pytest.FixtureRequest, tmp_path: Path
     """A bias of the down projection counts once."""
     accelerate = install(request, "accelerate-1.15.0", "accelerate==1.15.0")
     model = models.save(models.llama(mlp_bias=biases), tmp_path / "llama")
-    found = torchrun("optimize", model, tmp_path, accelerate)
+    assert_optimized(torchrun("optimize", model, tmp_path, accelerate), biases)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("biases", [False, True])
+def test_optimize_a_sharded_model_on_gpus(tmp_path: Path, biases: bool) -> None:
+    pytest.importorskip("accelerate")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    model = models.save(models.llama(mlp_bias=biases), tmp_path / "llama")
+    assert_optimized(torchrun("optimize", model, tmp_path, device="cuda"), biases)
+
+
+def assert_optimized(found: dict[str, Any], biases: bool) -> None:
+    """Check what a rank found of the sharded model before `twellc.optimize`, behind it, and restored."""
     assert found["counts"] == {"gated_mlp": 2}
     assert found["blocks"] == [(f"model.layers.{layer}.mlp", 160) for layer in range(2)]
     for before, after, restored, exact in zip(
