@@ -35,7 +35,7 @@ import click
 import session
 import torch
 import transformers
-from model import CAUSAL, causal_attention, make_model
+from model import CAUSAL, Logits, causal_attention, gate_density, make_model
 from tables import table
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -55,6 +55,7 @@ TWELL_EAGER, TWELL_COMPILED = "twell eager", "twell compiled"
 LABELS = (EAGER, COMPILED, PACKED, FP8, TWELL_EAGER, TWELL_COMPILED, PLAN_DENSE, PLAN_TWELL)
 _PLANS = {PLAN_DENSE: "none", PLAN_TWELL: "all"}  # values of --layers
 _CHECKED_ROWS = 2
+_COUNTED = (4, 512)  # sequences and tokens in which active neurons are counted
 _PROMPT, _ANSWER = 64, 96
 
 
@@ -244,7 +245,10 @@ def page_of(report: dict[str, Any]) -> str:
     results = {result["setting"]: result for result in report["results"]}
     labels = list(dict.fromkeys(label for result in results.values() for label in result["times"]))
     rows = [[label, *(_milliseconds(each["times"].get(label)) for each in results.values())] for label in labels]
-    blocks = [f"{report['machine']}\n\n{report['parameters'] / 1e9:.2f} billion parameters, {report['arguments']}"]
+    blocks = [
+        f"{report['machine']}\n\n{report['parameters'] / 1e9:.2f} billion parameters; gates: {report['density']}; "
+        f"{report['arguments']}"
+    ]
     blocks.append("Milliseconds, median:\n\n" + table(["", *results], rows))
     rivals = {"the fastest dense form in bf16": BASELINES, "dense FP8": (FP8,), "the dense plan": (PLAN_DENSE,)}
     rows = []
@@ -286,7 +290,7 @@ def _speed_up(times: dict[str, Any], ours: str, theirs: tuple[str, ...]) -> str:
 @click.option("--layers", default=28, show_default=True)
 @click.option("--d-model", default=2048, show_default=True)
 @click.option("--d-ff", default=5632, show_default=True)
-@click.option("--density", default=0.0066, show_default=True, help="Share of non-zero gate activations.")
+@click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations, at layer 0.")
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @session.json_option
@@ -326,6 +330,8 @@ def main(
     report = session.new_report()
     report["machine"]["transformers"] = transformers.__version__
     report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    drawn = torch.randint(0, model.config.vocab_size, _COUNTED, device=session.DEVICE)
+    report["density"] = gate_density(Logits(model), (drawn,))
     labels = set(contestants.split(","))
     built: dict[str, dict[str, Path]] = {}
     if plans is not None:

@@ -12,6 +12,7 @@ of several calls.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -25,7 +26,7 @@ import click
 import session
 import torch
 import transformers
-from model import CAUSAL, causal_attention, make_model
+from model import CAUSAL, Logits, causal_attention, gate_density, make_model
 
 from twellc.vllm import ARCHITECTURE
 
@@ -39,7 +40,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 @click.option("--layers", default=28, show_default=True)
 @click.option("--d-model", default=2048, show_default=True, help="Multiple of 128.")
 @click.option("--d-ff", default=5632, show_default=True)
-@click.option("--density", default=0.01, show_default=True, help="Mean share of gate activations that are not zero.")
+@click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations, at layer 0.")
 @click.option("--requests", default="1,8,32,128", show_default=True, help="How many at once, with commas.")
 @click.option("--prompt", default=128, show_default=True, help="Tokens of each prompt.")
 @click.option("--tokens", default=128, show_default=True, help="Tokens of each answer.")
@@ -69,11 +70,8 @@ def main(
         session.refuse_without_gpu()
     report, batches = session.new_report(), [int(each) for each in requests.split(",")]
     folder = folder or Path(session.scratch_folder())
-    if not (folder / "config.json").exists():
-        transformers.AttentionInterface.register(CAUSAL, causal_attention)  # what the model is made with
-        make_model(layers, d_model, d_ff, density, "equal").save_pretrained(folder)
-        if device == "cuda":
-            torch.cuda.empty_cache()
+    report["density"] = make_folder(folder, layers, d_model, d_ff, density, (max(batches), prompt))
+    click.echo(f"gates: {report['density']}")
     cache_bytes = 4 * layers * d_model * max(batches) * (prompt + tokens + 32)
     setting = Setting(folder, batches, prompt, tokens, cache_bytes, device, session.is_smoke())
     engines = {name: Engine(name, setting) for name in only or CONTESTANTS}
@@ -93,6 +91,24 @@ def main(
         session.write_results(json_path, report)
     for engine in engines.values():
         engine.stop()
+
+
+@torch.no_grad()
+def make_folder(
+    folder: Path, layers: int, d_model: int, d_ff: int, density: float, counted: tuple[int, int]
+) -> dict[str, float]:
+    """Make the model, unless it is in the folder; count what is active in that many prompts of that many tokens."""
+    transformers.AttentionInterface.register(CAUSAL, causal_attention)  # what the model is made with
+    if not (folder / "config.json").exists():
+        make_model(layers, d_model, d_ff, density, "equal").save_pretrained(folder)
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=CAUSAL)
+    model.to(session.DEVICE)
+    found = gate_density(Logits(model), (torch.randint(0, model.config.vocab_size, counted, device=session.DEVICE),))
+    del model
+    if session.DEVICE == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()  # for the engines
+    return found
 
 
 @dataclass(frozen=True)
