@@ -74,7 +74,8 @@ _NUMBER = click.FloatRange(0, min_open=False)
 )  # fmt: skip
 @click.option(
     "--max-length", "max_model_len", type=click.IntRange(1), metavar="N",
-    help="Tokens of a prompt and its answer together. Default: as many as are needed, or the cache of a plan.",
+    help="Tokens of a prompt and its answer together, but for the answer's last. Default: as many as are needed, or "
+    "the cache of a plan.",
 )  # fmt: skip
 @click.option(
     "--compile",

@@ -174,16 +174,22 @@ def load_directory(
     if dtype is not None and dtype not in _DTYPES:
         raise UserError("dtype", "no such choice", got=repr(dtype), expected=" or ".join(_DTYPES))
     chosen = _device(device)
+    found: list[torch.dtype] = []
+
+    def in_dtype(own: torch.dtype) -> torch.dtype:
+        found.append(own)
+        wide = chosen.type == "cuda" and own == torch.float32
+        return _DTYPES[dtype] if dtype else torch.bfloat16 if wide else own
+
     with nothing_fetched():
-        model, _, notes = open_directory(path)
+        model, _, notes = open_directory(path, in_dtype)
     try:
         _cache_argument(model)
     except UserError as error:
         raise error.about(type(model).__name__, f"{path}, a {type(model).__name__}") from error
-    wide = chosen.type == "cuda" and model.dtype == torch.float32
-    if wide and dtype is None:
+    if dtype is None and found != [model.dtype]:
         notes.append("the model is in float32; on the GPU it runs in bfloat16")
-    model.to(chosen, _DTYPES[dtype] if dtype else torch.bfloat16 if wide else model.dtype)
+    model.to(chosen)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimize(model, layers=layers)

@@ -17,7 +17,7 @@ from twellc.generation.model import CausalModel
 from twellc.generation.plan import load_plan
 from twellc.generation.sampling import CompletionOutput, GenerationStats, RequestOutput, SamplingParams
 from twellc.generation.text import Answer, Messages, load_codec
-from twellc.loaders.checkpoint import read_generation_config
+from twellc.loaders.checkpoint import end_tokens, pad_token
 from twellc.options.source import refuse_missing
 
 Stream = Generator[RequestOutput, None, None]
@@ -50,7 +50,8 @@ class LLM:
             tokenizer: A directory with its tokenizer; None is the model's own.
             device: Where a directory runs: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` is the GPU where torch sees one.
             dtype: In which precision: `bf16`, `fp16` or `fp32`; None is that of the weights, on a GPU bf16 for float32.
-            max_model_len: Tokens of a prompt and its answer together; None makes the cache as it is needed.
+            max_model_len: Tokens of a prompt and its answer together, but for the answer's last, which takes no place
+                in the cache; None makes the cache as it is needed.
             compiled: Whether torch.compile compiles a directory: faster, after minutes.
             layers: Which feed-forward blocks of a directory the `twell` ops compute, see `twellc.optimize`.
 
@@ -64,7 +65,7 @@ class LLM:
             loaded = load_directory(path, device, dtype, max_model_len, compiled, layers)
             backend, config, notes, folder = loaded, loaded.model.config, loaded.notes, path
             # Its own: how the model's makers would draw is not how it answers unless told otherwise.
-            ends = _end_tokens(path, config)
+            ends = end_tokens(path, config)
         else:
             backend, cache = load_plan(path)
             config, notes, ends = PreTrainedConfig(), [], cache.end_tokens
@@ -76,10 +77,12 @@ class LLM:
                     fix="Leave it out, or compile the model with another --kv-cache.",
                 )  # fmt: skip
         settings: Any = GenerationConfig
-        self.model = CausalModel(
-            backend, config, settings(eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0)
-        )
+        pad = pad_token(folder)
+        pad = pad if pad is not None else ends[0] if ends else 0
+        self.model = CausalModel(backend, config, settings(eos_token_id=ends or None, pad_token_id=pad))
         self._ends = set(ends)
+        if tokenizer is not None and not Path(tokenizer).is_dir():
+            raise UserError(f"tokenizer {tokenizer}", "there is no such folder", expected="a folder with a tokenizer")
         self._codec = load_codec(Path(tokenizer) if tokenizer is not None else folder, backend.vocabulary)
         self.notes = [*notes, *([self._codec.note] if self._codec.note else [])]
 
@@ -274,14 +277,6 @@ def _is_one(prompts: Any) -> bool:
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         return True
     return isinstance(prompts, Sequence) and bool(prompts) and type(prompts[0]) is int
-
-
-def _end_tokens(path: Path, config: PreTrainedConfig) -> list[int]:
-    """Return the tokens that end an answer, as generation_config.json says, else config.json."""
-    settings = read_generation_config(path)
-    ends = settings.get("eos_token_id", config.get_text_config(decoder=True).eos_token_id)
-    several = ends if isinstance(ends, list) else [ends]
-    return [token for token in several if type(token) is int]
 
 
 def _options(params: SamplingParams) -> dict[str, Any]:

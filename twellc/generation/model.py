@@ -57,7 +57,7 @@ class CausalModel(GenerationMixin):
             input_ids: Prompts [batch, tokens], padded on the left.
             options: What `generate` takes, `seed`, and `ignore_eos`, after which end tokens do not end a row.
         """
-        for name in ("assistant_model", "inputs_embeds"):
+        for name in ("assistant_model", "inputs_embeds", "position_ids", "past_key_values"):
             if options.pop(name, None) is not None:
                 raise _not_there(name)
         tokenizer = options.pop("tokenizer", None)
@@ -103,6 +103,13 @@ class CausalModel(GenerationMixin):
         config = generation_config if generation_config is not None else self.generation_config
         answers = options.get("num_return_sequences") or config.num_return_sequences or 1
         sequences = given.cpu().repeat_interleave(answers, dim=0)
+        vocabulary = self.decoder.backend.vocabulary
+        least, most = int(sequences.min()), int(sequences.max())
+        if least < 0 or most >= vocabulary:
+            raise UserError(
+                "generate", "a token is none of the vocabulary", got=str(least if least < 0 else most),
+                expected=f"0 to {vocabulary - 1}",
+            )  # fmt: skip
         if streamer is not None:
             streamer.put(sequences)
         with self.decoder.lock:
@@ -163,6 +170,7 @@ def _decode(
 
 def _not_there(got: str) -> UserError:
     return UserError(
-        "generate", "neither searches over beams, nor takes embeddings or other models, nor returns scores", got=got,
-        expected="greedy tokens, or tokens that are drawn", fix="Leave it out.",
+        "generate",
+        "neither searches over beams, nor takes embeddings, positions, caches or other models, nor returns scores",
+        got=got, expected="greedy tokens, or tokens that are drawn", fix="Leave it out.",
     )  # fmt: skip

@@ -24,6 +24,7 @@ from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, CachePair, K
 from twellc.base.dtypes import DTYPES, dtype_name, option_of, torch_dtype
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.loaders.attention import CacheStep, cached_attention
+from twellc.loaders.checkpoint import end_tokens
 from twellc.loaders.huggingface import (
     TRIED_PLACES,
     cache_argument,
@@ -117,7 +118,7 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
             head_dim=sizes[0].key[1],
             dtype=option_of(dtype_name(precision)),
             vocabulary=_vocabulary(traced),
-            end_tokens=_end_tokens(path, model),
+            end_tokens=end_tokens(path, model.config),
             position_limit=limit or None,
         ),
     )
@@ -380,22 +381,3 @@ def _trace(path: Path, model: Any, sizes: list[_Sizes], options: CacheOptions, d
 
 def _vocabulary(program: ExportedProgram) -> int:
     return int(program.graph.output_node().args[0][0].meta["val"].shape[-1])
-
-
-def _end_tokens(path: Path, model: Any) -> list[int]:
-    """Return the tokens that end a text, as the generation configuration has them, else the model's own."""
-    from transformers import GenerationConfig
-
-    configs = [text_config(model), model.config]
-    if (path / "generation_config.json").is_file():
-        try:
-            configs.insert(0, GenerationConfig.from_pretrained(path, local_files_only=True))
-        except Exception as error:  # transformers raises what it likes for values that it does not take
-            raise UserError(
-                str(path / "generation_config.json"), f"transformers cannot read it ({first_line(error)})"
-            ) from error
-    for config in configs:
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            return [found] if isinstance(found, int) else [int(each) for each in found]
-    return []

@@ -114,6 +114,45 @@ def read_generation_config(path: Path) -> dict[str, Any]:
     return _read_json(file) if file.is_file() else {}
 
 
+def end_tokens(path: Path, config: Any) -> list[int]:
+    """Return the tokens that end a text, as generation_config.json has them, else the model's configuration.
+
+    Args:
+        path: The model's directory.
+        config: Its configuration, of transformers.
+
+    Raises:
+        UserError: Neither an integer nor a list of integers stands there.
+    """
+    settings = read_generation_config(path)
+    source = "generation_config.json" if "eos_token_id" in settings else "config.json"
+    found = settings.get("eos_token_id", config.get_text_config(decoder=True).eos_token_id)
+    several = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(token) is not int for token in several):
+        raise UserError(
+            str(path / source), "eos_token_id is not a token", got=repr(found),
+            expected="an integer, a list of integers, or null",
+        )  # fmt: skip
+    return several
+
+
+def pad_token(path: Path) -> int | None:
+    """Return the token that pads texts, as generation_config.json of a directory has it, else its config.json.
+
+    Raises:
+        UserError: One of these is damaged, or no integer stands there.
+    """
+    for name in ("generation_config.json", "config.json"):
+        found = _read_json(path / name).get("pad_token_id") if (path / name).is_file() else None
+        if found is not None and type(found) is not int:
+            raise UserError(
+                str(path / name), "pad_token_id is not a token", got=repr(found), expected="an integer, or null"
+            )
+        if found is not None:
+            return int(found)
+    return None
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_file(file))

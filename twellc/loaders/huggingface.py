@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,17 @@ def load_directory(path: Path, padding: str | None = None, logits: str = "all", 
         return _trace(path, model, config, notes, padding, logits, sizes)
 
 
-def open_directory(path: Path) -> tuple[Any, dict[str, Any], list[str]]:
+def open_directory(
+    path: Path, in_dtype: Callable[[torch.dtype], torch.dtype] | None = None
+) -> tuple[Any, dict[str, Any], list[str]]:
     """Return the model of a directory, in eval mode, what its config.json says, and notes for the user.
 
     To be called where nothing is fetched, see `nothing_fetched`.
+
+    Args:
+        path: The directory.
+        in_dtype: Returns the dtype to make the model in, given that of its weights; None keeps it. Transformers keeps
+            what must not be rounded in float32 whatever that is, such as rotary frequencies: `model.to` would not.
 
     Raises:
         UserError: The directory is incomplete, needs remote code, or holds a model that transformers cannot make.
@@ -74,11 +82,11 @@ def open_directory(path: Path) -> tuple[Any, dict[str, Any], list[str]]:
     transformers.logging.disable_progress_bar()
     if checkpoint.config.get("model_type") == sparselm.MODEL_TYPE:
         llama, tensors = sparselm.as_llama(path, checkpoint.config, checkpoint.tensors)
-        model, notes = _make_model(path, transformers.LlamaForCausalLM, llama, tensors)
+        model, notes = _make_model(path, transformers.LlamaForCausalLM, llama, tensors, in_dtype)
     else:
         model_class = _class_of(path, checkpoint.config)
         config = _as_configuration(path, model_class, checkpoint.config)
-        model, notes = _make_model(path, model_class, config, checkpoint.tensors)
+        model, notes = _make_model(path, model_class, config, checkpoint.tensors, in_dtype)
     return model, checkpoint.config, checkpoint.notes + notes
 
 
@@ -108,13 +116,20 @@ def _as_configuration(path: Path, model_class: Any, config: dict[str, Any]) -> A
         raise UserError(where, f"transformers cannot read the configuration ({first_line(error)})") from error
 
 
-def _make_model(path: Path, model_class: Any, config: Any, tensors: dict[str, torch.Tensor]) -> tuple[Any, list[str]]:
+def _make_model(
+    path: Path, model_class: Any, config: Any, tensors: dict[str, torch.Tensor],
+    in_dtype: Callable[[torch.dtype], torch.dtype] | None,
+) -> tuple[Any, list[str]]:  # fmt: skip
     """Make a model of its configuration and its tensors; and say which of these were left out."""
+    # As transformers finds the dtype "auto".
+    stored = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else stored
+    dtype = in_dtype(own) if in_dtype else "auto"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, info = model_class.from_pretrained(
-                None, config=config, state_dict=tensors, dtype="auto", ignore_mismatched_sizes=True,
+                None, config=config, state_dict=tensors, dtype=dtype, ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )  # fmt: skip
     except Exception as error:  # transformers raises what it likes for a configuration that does not fit

@@ -91,15 +91,16 @@ def pretrained_tokenizer(model: Path) -> Any:
     Raises:
         UserError: It is damaged.
     """
-    config = read_config(model)
+    config = read_config(model) if (model / "config.json").is_file() else None
     with nothing_fetched(), temporary_folder() as folder:
         from transformers import AutoTokenizer
 
         for file in model.iterdir():
             if file.is_file() and file.suffix not in _WEIGHTS:
                 (folder / file.name).symlink_to(file.resolve())
-        (folder / "config.json").unlink()
-        (folder / "config.json").write_text(json.dumps(config))
+        if config is not None:
+            (folder / "config.json").unlink()
+            (folder / "config.json").write_text(json.dumps(config))
         try:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises what it likes for a damaged folder
@@ -125,4 +126,8 @@ def token_ids(model: Path, tokenizer: Any, text: str, *, special: bool = False) 
 
 
 def _broken(model: Path, error: Exception) -> UserError:
-    return UserError(str(model), f"transformers cannot load the tokenizer ({first_line(error)})", fix=FIX)
+    return UserError(
+        str(model), f"transformers cannot load the tokenizer ({first_line(error)})",
+        fix="Mend its files, or turn the text into token ids yourself: check and bench take --inputs FILE.npz, and LLM "
+        "takes lists of ids.",
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 from tests import models
 from twellc.base.errors import UserError
@@ -263,6 +263,8 @@ def test_stop_strings(talker: Path) -> None:
         ({"assistant_model": object()}, "assistant_model"),
         ({"guidance_scale": 2.0}, "guidance_scale"),
         ({"inputs_embeds": torch.zeros(3, 12, 32)}, "inputs_embeds"),
+        ({"position_ids": torch.arange(12)[None]}, "position_ids"),
+        ({"past_key_values": DynamicCache()}, "past_key_values"),
     ],
 )
 def test_what_is_not_there(asked: dict[str, Any], named: str, family: Callable[..., tuple[Path, Any]]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM, OPTForCausalLM
+import transformers
+from transformers import AutoTokenizer, LlamaForCausalLM, OPTForCausalLM, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import twellc
@@ -19,6 +20,7 @@ from tests.models import VOCABULARY
 from tests.twellc.eager.test_optimize import Ops
 from twellc import LLM, SamplingParams, UserError
 from twellc.generation.rows import RowCache, row_attention
+from twellc.loaders.checkpoint import end_tokens
 
 PROMPTS = ["the quick brown", "größer", "fox"]
 
@@ -106,6 +108,72 @@ def test_end_tokens(talker: Path, tmp_path: Path) -> None:
     asked = SamplingParams(max_tokens=8, ignore_eos=True, stop_token_ids=[third])
     stopped = llm.generate("fox", asked)[0].outputs[0]
     assert (stopped.token_ids, stopped.stop_reason) == (tokens[: place + 1], third)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("value", ["</s>", 1.0, [[1]], True])
+def test_damaged_end_tokens(name: str, value: Any, talker: Path, tmp_path: Path) -> None:
+    """The same message where a plan is compiled."""
+    shutil.copytree(talker, tmp_path / "m")
+    file = tmp_path / "m" / name
+    known = json.loads(file.read_text()) if name == "config.json" else {}
+    file.write_text(json.dumps({**known, "eos_token_id": value}))
+    if name == "config.json":
+        (tmp_path / "m" / "generation_config.json").unlink(missing_ok=True)
+    for call in (
+        lambda: LLM(tmp_path / "m", device="cpu"),
+        lambda: twellc.compile(tmp_path / "m", onnx=tmp_path / "m.onnx", backend="none", kv_cache=32),
+    ):
+        with pytest.raises(UserError, match=r"config\.json"):
+            call()
+    assert not (tmp_path / "m.onnx").exists()
+
+
+def test_no_end_tokens(talker: Path, tmp_path: Path) -> None:
+    """`null` in generation_config.json is not that of config.json."""
+    shutil.copytree(talker, tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    assert LLM(tmp_path / "m", device="cpu").model.generation_config.eos_token_id is None
+    config = PreTrainedConfig.from_dict(json.loads((talker / "config.json").read_text()))
+    assert end_tokens(tmp_path / "m", config) == []
+
+
+def test_padding_is_that_of_the_model(talker: Path, tmp_path: Path) -> None:
+    """Prompts that are padded with it need no mask, as in transformers."""
+    shutil.copytree(talker, tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 2}))
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
+    ids = torch.tensor([[2, 2, 7, 8], [9, 10, 11, 12]])
+    with torch.no_grad():
+        expected = model.generate(ids, max_new_tokens=6)
+    assert torch.equal(LLM(tmp_path / "m", device="cpu").model.generate(ids, max_new_tokens=6), expected)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", None])
+def test_what_transformers_keeps_in_float32(dtype: str | None, talker: Path) -> None:
+    """Such as frequencies of rotary positions: rounded, they are off the more the longer the text is."""
+    model: Any = LLM(talker, device="cpu", dtype=dtype).model.decoder.backend
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype or "", torch.float32)
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(talker, dtype=wanted)
+    for ours, expected in ((model.model.named_parameters(), theirs.named_parameters()),
+                           (model.model.named_buffers(), theirs.named_buffers())):  # fmt: skip
+        assert {name: each.dtype for name, each in ours} == {name: each.dtype for name, each in expected}
+
+
+def test_a_folder_with_a_tokenizer_alone(bytelm: Path) -> None:
+    answers = [
+        LLM(bytelm, tokenizer=tokenizer, device="cpu").generate("def ", SamplingParams(max_tokens=4))[0].outputs[0]
+        for tokenizer in (bytelm / "tokenizer", None)
+    ]
+    assert answers[0].token_ids == answers[1].token_ids
+    with pytest.raises(UserError, match="/nope: there is no such folder"):
+        LLM(bytelm, tokenizer="/nope", device="cpu")
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 20])
+def test_tokens_that_the_vocabulary_lacks(token: int, llm: LLM) -> None:
+    with pytest.raises(UserError, match=f"generate: a token is none of the vocabulary; got {token}"):
+        llm.model.generate(torch.tensor([[1, token]]), max_new_tokens=2)
 
 
 def test_chat(llm: LLM, talker: Path) -> None:
