@@ -23,6 +23,8 @@ _FUNCTIONS: dict[Any, str] = {
 }  # fmt: skip
 
 
+_OWN = {"_dense", "_compute", "_down", "_activation", "_done", "_blends", "_blended", "_value"}
+
 # An activation on its way to ReLU.
 Blended = Callable[[Tensor], Tensor]
 
@@ -31,14 +33,15 @@ class Hidden:
     """Stands for what an up projection gives, and for its activation."""
 
     def __init__(
-        self, dense: Callable[[], Tensor], compute: Callable[[Blended | None], Tensor], down: nn.Module,
+        self, dense: Callable[[], Tensor], compute: Callable[[Blended | None], Tensor | None], down: nn.Module,
         activation: str, blends: bool, done: tuple[str, ...] = (), blended: Blended | None = None,
     ) -> None:  # fmt: skip
         """Put it off.
 
         Args:
             dense: Computes the up projection.
-            compute: Computes the block, with an activation that is on its way to ReLU, or None.
+            compute: Computes the block, with an activation that is on its way to ReLU, or None; returns None where
+                that is not what the projections compute now.
             down: The down projection of the block.
             activation: The activation of the block.
             blends: Whether `compute` takes an activation that is on its way.
@@ -111,7 +114,19 @@ class Hidden:
         return torch.square(self)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OWN:  # before there is any, as in a copy
+            raise AttributeError(name)
         return getattr(self.value(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.value(), name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let copies be of the tensor itself."""
+        return self.value().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _dropout(p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[float, bool, bool]:
@@ -124,6 +139,13 @@ def real(values: Any) -> Any:
     return tree_map(lambda each: each.value() if isinstance(each, Hidden) else each, values)
 
 
+def holds_hidden(result: Any) -> bool:
+    """Whether a hidden tensor is, or is somewhere in, what a forward returns."""
+    if isinstance(result, (tuple, list)):
+        return any(map(holds_hidden, result))
+    return any(map(holds_hidden, result.values())) if isinstance(result, dict) else isinstance(result, Hidden)
+
+
 def _operator(name: str) -> Callable[..., Any]:
     def call(self: Hidden, *others: Any) -> Any:
         return getattr(self.value(), name)(*real(others))
@@ -133,8 +155,8 @@ def _operator(name: str) -> Callable[..., Any]:
 
 # Python looks for these in the class.
 for _name in (
-    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg",
-    "abs", "iadd", "isub", "imul", "itruediv", "lt", "le", "gt", "ge", "eq", "ne", "getitem", "setitem", "len", "iter",
-    "bool",
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow",
+    "rpow", "matmul", "rmatmul", "neg", "abs", "iadd", "isub", "imul", "itruediv", "lt", "le", "gt", "ge", "eq", "ne",
+    "getitem", "setitem", "len", "iter", "bool",
 ):  # fmt: skip
     setattr(Hidden, f"__{_name}__", _operator(f"__{_name}__"))

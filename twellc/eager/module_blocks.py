@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ShapesCollection
 from torch.fx import Node
+from torch.nn.modules.module import _has_any_global_hook
 
 from twellc.base.errors import first_line
 from twellc.eager.hidden import STEPS
@@ -209,6 +210,11 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def has_global_hooks() -> bool:
+    """Whether something looks into the forward or backward of all modules."""
+    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def _first_layer(block: FfnBlock) -> str:

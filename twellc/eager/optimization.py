@@ -21,6 +21,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -33,14 +34,15 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from twellc.base.errors import UserError, first_few
-from twellc.eager.hidden import Blended, Hidden, real
+from twellc.base.errors import UserError, first_few, first_line
+from twellc.eager.hidden import Blended, Hidden, holds_hidden, real
 from twellc.eager.module_blocks import (
     Operand,
     Taken,
     find_modules,
     find_written_out,
     functions_of,
+    has_global_hooks,
     has_hooks,
     operands_of,
     refusal_of,
@@ -87,6 +89,11 @@ class TrainedBlock:
         """Where it is."""
         counted = self.training.counted
         return self.gate_parameter().device if counted is None else counted.counts.device
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model computes it still as `optimize` has left it."""
+        return any(block.training is self.training for block in vars(self.module).get("_twellc", ()))
 
     def gate_parameter(self) -> nn.Parameter:
         """Return the parameter that holds the gate weight, as the module has it now: a DTensor where FSDP2 shards it.
@@ -165,7 +172,7 @@ class _Mixed(Taken):
         original = _original(self)
         if original is None:
             return super().__reduce_ex__(protocol)
-        return _remake, (original, type(self).__bases__[0]), vars(self).copy()
+        return _remake, (original, type(self).__bases__[0]), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
 class _Optimized(_Mixed):
@@ -233,8 +240,7 @@ class _Holder(_Mixed):
             result = super().forward(*arguments, **named)
         finally:
             _RUNNING.holder = before
-        parts = result if type(result) in (tuple, list) else (result,)
-        return real(result) if any(isinstance(part, Hidden) for part in parts) else result
+        return real(result) if holds_hidden(result) else result
 
 
 class _Projection(_Mixed):
@@ -267,13 +273,66 @@ class _Projection(_Mixed):
     def _put_off(
         self, holder: _Holder, block: _Block, x: Tensor, weights: WeightOperands[Tensor], down: nn.Module
     ) -> Hidden:
-        def dense() -> Tensor:
-            return functional.linear(x, self.weight, self.bias)
+        put_off = _PutOff(holder, block, x)
 
-        def compute(blended: Blended | None) -> Tensor:
-            return _compute(holder, block, x, weights, blended)
+        def dense() -> Tensor:
+            with put_off.as_it_was():
+                return functional.linear(x, self.weight, self.bias)
+
+        def compute(blended: Blended | None) -> Tensor | None:
+            return _compute(holder, block, x, weights, blended) if put_off.is_as_it_was() else None
 
         return Hidden(dense, compute, down, block.options.activation, block.training is not None)
+
+
+class _PutOff:
+    """What an up projection that was put off would have read, and how."""
+
+    def __init__(self, holder: _Holder, block: _Block, x: Tensor) -> None:
+        self._x, self._block, self._layer = x, block, block.layer.module or type(holder).__name__
+        self._is_eager = not torch.compiler.is_compiling()
+        if self._is_eager:
+            self._version = None if x.is_inference() else x._version
+            self._autocast, self._saving = self._autocast_now(), _saving()
+
+    def _autocast_now(self) -> tuple[bool, torch.dtype]:
+        kind = self._x.device.type
+        return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def is_as_it_was(self) -> bool:
+        """Whether the block computes now what the projections one after the other would have computed.
+
+        Raises:
+            UserError: That cannot be computed any more.
+        """
+        if not self._is_eager:
+            return True
+        if self._block.training is not None and self._saving != _saving():
+            raise UserError(
+                f"layer {self._layer}", "its down projection runs in a checkpoint, and its up projection outside of it",
+                fix="Checkpoint activations of whole layers, or of whole blocks.",
+            )  # fmt: skip
+        self._refuse_another_x()
+        return self._autocast == self._autocast_now()
+
+    def as_it_was(self) -> AbstractContextManager[Any]:
+        """Return a context in which the up projection computes what it would have computed.
+
+        Raises:
+            UserError: That cannot be computed any more.
+        """
+        if not self._is_eager:
+            return nullcontext()
+        self._refuse_another_x()
+        enabled, dtype = self._autocast
+        return torch.autocast(self._x.device.type, dtype, enabled)
+
+    def _refuse_another_x(self) -> None:
+        if self._version is not None and self._version != self._x._version:
+            raise UserError(
+                f"layer {self._layer}", "what its up projection reads was changed in place before its down projection",
+                fix="Run it without twellc.optimize, or leave this layer out by layers=REGEX.",
+            )  # fmt: skip
 
 
 _MIXED = (_Optimized, _InTraining, _Holder, _Projection)
@@ -315,7 +374,7 @@ def _weights(module: nn.Module, block: _Block, x: Tensor) -> WeightOperands[Tens
     if not _is_plain(x) or x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model:
         return None
     inner = block.inner_modules(module)
-    if _forms(inner) != block.forms or any(map(has_hooks, inner)):
+    if _forms(inner) != block.forms or any(map(has_hooks, inner)) or has_global_hooks():
         return None
     read = _of_inference if block.training is None else _of_training
     return read(module, block, x, inner)
@@ -377,9 +436,15 @@ def _is_taken(x: Tensor) -> bool:
 @functools.cache
 def _optimized(mixed_in: type[_Mixed], original: type[nn.Module]) -> type[nn.Module]:
     """Return the class that a submodule of class `original` gets."""
+
+    # Whoever looks at its parameters, as torch.export and transformers' Trainer do, sees those that it had.
+    @functools.wraps(original.forward, updated=())
+    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+        return mixed_in.forward(self, *arguments, **named)
+
     # Layers keep the name of their class, by which FSDP finds them.
     name = original.__name__ if mixed_in is _Holder else f"Twell{original.__name__}"
-    return type(name, (mixed_in, original), {"__module__": original.__module__})
+    return type(name, (mixed_in, original), {"__module__": original.__module__, "forward": forward})
 
 
 def _original(module: nn.Module) -> type[nn.Module] | None:
@@ -439,7 +504,10 @@ def optimize(
     Warns:
         UserWarning: There is no block to optimize.
     """
-    if compression not in COMPRESSIONS:
+    _refuse_other_than_modules("twellc.optimize", module)
+    if not isinstance(layers, str):
+        raise UserError("layers", "is no text", got=repr(layers), expected="auto, all, none or a regular expression")
+    if type(compression) is not int or compression not in COMPRESSIONS:
         expected = ", ".join(map(str, COMPRESSIONS))
         raise UserError("twellc.optimize", "no such compression", got=repr(compression), expected=expected)
     if any((block.training is not None) != training for _, _, block in _optimized_modules(module)):
@@ -454,9 +522,10 @@ def optimize(
         if layer.decision == "twell" and each.weights is not None:
             _replace(each, layer, options_of(each.block, layer, compression), training)
         else:
-            _LOG.info("%s stays dense: %s", layer.module, layer.reason)
+            _LOG.info("%s stays dense: %s", layer.module or "the model itself", layer.reason)
     if not optimized_blocks(module) and layers != "none":
-        reasons = [f"{layer.module}: {layer.reason}" for layer in decisions if layer.decision != "twell"]
+        left = [layer for layer in decisions if layer.decision != "twell"]
+        reasons = [f"{layer.module or 'the model itself'}: {layer.reason}" for layer in left]
         reasons += [f"{path}: {_PARAMETRIZED}" for path in parametrized]
         warnings.warn(
             "twellc.optimize: no submodule is a feed-forward block that the twell ops compute"
@@ -464,6 +533,11 @@ def optimize(
             stacklevel=2,
         )
     return module
+
+
+def _refuse_other_than_modules(where: str, module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise UserError(where, "takes a torch.nn.Module", got=repr(module), fix="Load the model first.")
 
 
 @dataclass(frozen=True)
@@ -492,11 +566,12 @@ def _find(module: nn.Module, training: bool) -> Iterator[_Found]:
     whole = []
     for path, submodule, block, ranks in find_modules(module, training=training):
         whole.append(path)
-        block = replace(block, module=path)
+        reason = block.refusal or _no_class_of(submodule, _InTraining if training else _Optimized)
+        block = replace(block, module=path, refusal=reason)
         yield _Found(path, submodule, block, operands_of(submodule, block), ranks, is_written_out=False)
     projections: dict[nn.Module, set[str]] = {}
     for each in find_written_out(module, whole, training=training):
-        reason = refusal_of(each.block)
+        reason = refusal_of(each.block) or _no_class_of(each.module, _Holder)
         names = {operand.path[0] for operand in each.weights.named().values()} if each.weights else set()
         used = projections.setdefault(each.module, set())
         if not reason and names & used:
@@ -504,6 +579,15 @@ def _find(module: nn.Module, training: bool) -> Iterator[_Found]:
         if not reason:
             used |= names
         yield _Found(each.path, each.module, replace(each.block, refusal=reason), each.weights)
+
+
+def _no_class_of(module: nn.Module, mixed_in: type[_Mixed]) -> str:
+    """Say why no class can be derived from that of a module; empty where one can."""
+    try:
+        _optimized(mixed_in, type(module))  # type: ignore[arg-type]
+    except Exception as error:  # of its __init_subclass__ or its metaclass
+        return f"no class can be derived from {type(module).__name__} ({first_line(error)})"
+    return ""
 
 
 def _computes_weights(module: nn.Module) -> bool:
@@ -518,6 +602,7 @@ def restore(module: _Module) -> _Module:
     Returns:
         The same module.
     """
+    _refuse_other_than_modules("twellc.restore", module)
     for _, submodule, block in _optimized_modules(module):
         for operand in block.weights.named().values():
             parameter = operand.parameter(submodule)
@@ -532,6 +617,7 @@ def restore(module: _Module) -> _Module:
 
 def optimized_blocks(module: nn.Module) -> list[Layer]:
     """Return the blocks of a module that `optimize` has taken, as rows of a report, in the order of `named_modules`."""
+    _refuse_other_than_modules("twellc.optimized_blocks", module)
     return [replace(block.layer, module=block.path(path)) for path, _, block in _optimized_modules(module)]
 
 

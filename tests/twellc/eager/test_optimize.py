@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
+import pickle
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -308,6 +311,89 @@ def test_hook_that_comes_later_is_called() -> None:
     assert len(seen) == 1
     hook.remove()
     assert ops_of(block, x)[1] == {"gated_mlp": 1}
+
+
+def test_hooks_on_all_modules_are_called() -> None:
+    block = twellc.optimize(Gated().eval())
+    x, seen = torch.randn(3, 16), []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, _, __: seen.append(type(module)))
+    try:
+        assert ops_of(block, x)[1] == {}
+    finally:
+        hook.remove()
+    assert seen.count(nn.Linear) == 3
+    assert ops_of(block, x)[1] == {"gated_mlp": 1}
+
+
+@pytest.mark.parametrize("make", [lambda: Gated().eval(), lambda: models.opt().model.decoder.layers[0].eval()])
+@pytest.mark.parametrize("training", [False, True])
+def test_parameters_of_the_forward_stay(make: Any, training: bool) -> None:
+    """torch.export and transformers' Trainer look at them."""
+    block = make()
+    before = inspect.signature(block.forward)
+    twellc.optimize(block, training=training)
+    assert len(twellc.optimized_blocks(block)) == 1
+    assert inspect.signature(block.forward) == before
+    assert inspect.signature(type(block).forward) == inspect.signature(twellc.restore(block).__class__.forward)
+
+
+def test_exported_by_the_name_of_its_argument() -> None:
+    block, x = twellc.optimize(Gated().eval()), torch.randn(3, 16)
+    program = torch.export.export(block, (x,), dynamic_shapes={"x": {0: torch.export.Dim("rows")}})
+    torch.testing.assert_close(program.module()(x[:2]), block(x[:2]))
+
+
+class Locked(nn.Sequential):
+    """What of it cannot be copied is left out."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 16))
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+
+def test_state_of_a_class_that_says_it_itself() -> None:
+    model, x = twellc.optimize(Locked().eval()), torch.randn(3, 16)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert len(twellc.optimized_blocks(copied)) == 1
+        assert not hasattr(copied, "lock")
+        assert torch.equal(ops_of(copied, x)[0], ops_of(model, x)[0])
+
+
+def test_a_class_from_which_none_can_be_derived() -> None:
+    class Registered(nn.Sequential):
+        def __init_subclass__(cls, *, kind: str) -> None:
+            super().__init_subclass__()
+
+    class Kind(Registered, kind="a"):
+        pass
+
+    def sequential(kind: Any) -> Any:
+        return kind(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 16))
+
+    model = nn.Sequential(sequential(nn.Sequential), sequential(Kind)).eval()
+    twellc.optimize(model)
+    assert [each.module for each in twellc.optimized_blocks(model)] == ["0"]
+    with pytest.warns(UserWarning, match="the model itself: no class can be derived from Kind"):
+        twellc.optimize(sequential(Kind).eval())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: twellc.optimize("model"), "twellc.optimize: takes a torch.nn.Module; got 'model'"),  # type: ignore[type-var]
+        (lambda: twellc.restore(None), "twellc.restore: takes a torch.nn.Module; got None"),  # type: ignore[type-var]
+        (lambda: twellc.optimized_blocks(3), "twellc.optimized_blocks: takes a torch.nn.Module"),  # type: ignore[arg-type]
+        (lambda: twellc.optimize(Gated(), layers=["a"]), r"layers: is no text; got \['a'\]"),  # type: ignore[arg-type]
+        (lambda: twellc.optimize(Gated(), compression=8.0), r"no such compression; got 8\.0"),  # type: ignore[arg-type]
+        (lambda: twellc.optimize(Gated(), compression=True), "no such compression; got True"),
+    ],
+)
+def test_what_is_given_in_the_wrong_place(call: Any, message: str) -> None:
+    with pytest.raises(twellc.UserError, match=message):
+        call()
 
 
 def test_hooks_of_the_block_itself_are_called() -> None:

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_leaves
 
 import twellc
 from tests import models
 from tests.models import D_FF, D_MODEL, Written, scale_weights
 from tests.tolerance import assert_as_accurate
 from tests.twellc.eager.test_optimize import ops_of, tokens
+from twellc.base.errors import UserError
 
 WIDTHS = {
     "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
@@ -156,6 +158,16 @@ class Flagged(nn.Module):
             return x + self.fc2(hidden), hidden
         if how == "hidden alone":
             return hidden
+        if how == "hidden in a dictionary":
+            return {"parts": [x + self.fc2(hidden), (hidden,)]}
+        if how == "data":
+            hidden.data = hidden.data * 2
+        if how == "copy":
+            hidden = copy.copy(hidden)
+        if how == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                y: Tensor = x + self.fc2(hidden)
+            return y
         if how == "twice":
             return x + self.fc2(hidden) + self.fc2(self.act(self.fc1(x + 1)))
         return x + self.fc2(hidden)
@@ -249,13 +261,32 @@ def test_what_is_left(name: str, caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("how", "count"),
     [("", 1), ("shift", 0), ("mean", 0), ("in place", 0), ("none", 0), ("clamp", 0), ("hidden", 1),
-     ("hidden alone", 0), ("twice", 2)],
+     ("hidden alone", 0), ("hidden in a dictionary", 1), ("data", 0), ("copy", 0), ("autocast", 0), ("twice", 2)],
 )  # fmt: skip
 def test_other_ways_through_a_forward(how: str, count: int) -> None:
     """What was not seen when the block was found gives the same results, too."""
     model = twellc.optimize(Flagged().eval())
     found = check(model, X, count, how)
-    assert all(type(each) is Tensor for each in (found if isinstance(found, tuple) else (found,)))
+    assert all(type(each) is Tensor for each in tree_leaves(found))
+
+
+def test_x_that_changes_behind_the_up_projection() -> None:
+    """On a way through the forward that was not seen when the block was found."""
+
+    def compute(m: Any, x: Tensor) -> Any:
+        z = x * 2
+        hidden = m.fc1(z)
+        if m.changes:
+            z.mul_(0.5)
+        return z + m.fc2(m.act(hidden))
+
+    model = layer(compute)
+    model.changes = False
+    twellc.optimize(model)
+    check(model, X)
+    model.changes = True
+    with torch.no_grad(), pytest.raises(UserError, match="what its up projection reads was changed in place"):
+        model(X.double())
 
 
 def test_operators_on_a_hidden_tensor() -> None:
@@ -270,6 +301,9 @@ def test_operators_on_a_hidden_tensor() -> None:
             x.sum() * h,
             h / 2,
             2 / h,
+            h // 0.5,
+            1 // h,
+            h % 0.3,
             h @ h.mT,
             -h,
             abs(h),

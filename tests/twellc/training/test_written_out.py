@@ -140,3 +140,26 @@ def test_a_layer_that_checkpoints_its_block_alone(reentrant: bool) -> None:
     assert_same_gradients(layer, dense)
     with pytest.raises(UserError, match="ran its original forward"):
         penalty(0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_between_the_projections(reentrant: bool) -> None:
+    """Its gradients could not be right."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(16, 40), nn.Linear(40, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.fc1(x)
+            if not self.training or torch.compiler.is_compiling():
+                y: Tensor = x + self.fc2(torch.relu(hidden))
+                return y
+            down: Tensor = checkpoint(lambda h: self.fc2(torch.relu(h)), hidden, use_reentrant=reentrant)
+            return x + down
+
+    layer = twellc.optimize(Layer().train(), training=True)
+    assert len(twellc.optimized_blocks(layer)) == 1
+    with pytest.raises(UserError, match="its down projection runs in a checkpoint, and its up projection outside"):
+        layer(torch.randn(2, 3, 16, requires_grad=True))
