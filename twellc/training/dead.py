@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from twellc.base.errors import UserError
 from twellc.training.counts import Fired
-from twellc.training.penalty import blocks_of
+from twellc.training.penalty import blocks_of, refuse_other_counts
 
 
 @torch.no_grad()
@@ -36,12 +36,21 @@ def reinitialise_dead(
         How many neurons were dead, int64 [].
 
     Raises:
-        UserError: The model has no such block, a gate weight is not where it was, or `share` is out of range.
+        UserError: The model has no such block, a gate weight is not where it was, `fired` is of another model, or a
+            number is out of range.
     """
-    if not 0 <= share <= 1:
+    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise UserError("share", "is out of range", got=repr(share), expected="a number from 0 to 1")
+    if not isinstance(std, (int, float)) or not 0 <= std < float("inf"):
+        raise UserError("std", "is out of range", got=repr(std), expected="a number from 0 on")
+    refuse_other_counts(step=step, seed=seed)
+    blocks = blocks_of(model)
+    if not isinstance(fired, Mapping) or not blocks.keys() <= fired.keys():
+        raise UserError(
+            "fired", "is not of this model", got=type(fired).__name__, expected="what take_counts(model) has returned"
+        )
     dead: list[Tensor] = []
-    for place, (path, block) in enumerate(blocks_of(model).items()):
+    for place, (path, block) in enumerate(blocks.items()):
         weight = block.gate_parameter()
         neurons = fired[path].dead.to(weight.device)
         mask = torch.zeros(weight.shape[block.gate.transposed], dtype=torch.bool, device=weight.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,23 +39,29 @@ class L1Penalty:
         Raises:
             UserError: The model has no such block, or a number is out of range.
         """
-        if not 0 <= coefficient < float("inf"):
+        if not isinstance(coefficient, (int, float)) or not 0 <= coefficient < float("inf"):
             raise UserError("coefficient", "is out of range", got=repr(coefficient), expected="a number from 0 on")
-        if warm_up < 0:
-            raise UserError("warm_up", "is out of range", got=repr(warm_up), expected="a number of steps from 0 on")
+        refuse_other_counts(warm_up=warm_up)
         self._coefficient, self._warm_up = coefficient, warm_up
         self._blocks = blocks_of(model)
         self.value: Tensor | None = None
+        self._is_closed = False
         for block in self._blocks.values():
             block.training.listen()
 
     def close(self) -> None:
         """Let the blocks note their terms no longer."""
+        self._is_closed = True
         for block in self._blocks.values():
             block.training.listen(asked=False)
 
     def coefficient(self, step: int) -> float:
-        """Return the coefficient of a step, from 0 on."""
+        """Return the coefficient of a step, from 0 on.
+
+        Raises:
+            UserError: There is no such step.
+        """
+        refuse_other_counts(step=step)
         return self._coefficient * min(1.0, (step + 1) / (self._warm_up + 1))
 
     def __call__(self, step: int) -> Tensor:
@@ -64,11 +71,19 @@ class L1Penalty:
             step: The step of the optimizer, from 0 on.
 
         Returns:
-            A float32 scalar.
+            A float32 scalar; of blocks in float64 a float64 one.
 
         Raises:
             UserError: A block ran its original forward, or without gradients alone, or none has noted anything.
         """
+        coefficient = self.coefficient(step)
+        if self._is_closed:
+            raise UserError("L1 term", "was closed", fix="Make a new L1Penalty.")
+        if not any(block.is_current for block in self._blocks.values()):
+            raise UserError(
+                "L1 term", "its blocks are no longer those of the model: it was restored, or optimized again",
+                fix="Make a new L1Penalty after twellc.optimize(model, training=True).",
+            )  # fmt: skip
         missed = [path for path, block in self._blocks.items() if block.training.misses]
         noted = [terms for block in self._blocks.values() if (terms := block.training.terms)]
         silent = [
@@ -94,7 +109,18 @@ class L1Penalty:
             means.append(torch.stack([term.l1 * (term.tokens / max(tokens, 1)) for term in terms]).sum())
         mean = torch.stack([each.to(means[0].device) for each in means]).mean()
         self.value = mean.detach()
-        return self.coefficient(step) * mean
+        return coefficient * mean
+
+
+def refuse_other_counts(**counts: object) -> None:
+    """Fail for what is no number of steps.
+
+    Raises:
+        UserError: One is no integer from 0 on.
+    """
+    for name, count in counts.items():
+        if not isinstance(count, (int, np.integer)) or isinstance(count, bool) or count < 0:
+            raise UserError(name, "is out of range", got=repr(count), expected="an integer from 0 on")
 
 
 def blocks_of(model: nn.Module) -> dict[str, TrainedBlock]:
@@ -103,6 +129,8 @@ def blocks_of(model: nn.Module) -> dict[str, TrainedBlock]:
     Raises:
         UserError: There are none.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError("twellc.training", "takes a torch.nn.Module", got=repr(model), fix="Load the model first.")
     found = blocks_in_training(model)
     if not found:
         raise UserError(type(model).__name__, "has no feed-forward block in training", fix=_FIX)

@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from twellc.base.errors import UserError, first_few
 from twellc.eager.module_blocks import blocks_at
 from twellc.eager.training_block import BlendedActivation
+from twellc.training.penalty import refuse_other_counts
 
 # GELU in its approximations, QuickGELU too, is as near as that.
 _NEAR = 0.025
@@ -37,7 +38,12 @@ class Blend:
         return 1.0 if self.steps == 0 else min(1.0, step / self.steps)
 
     def set_step(self, step: int) -> None:
-        """Let the activations be what they are at a step, from 0 on; call this before it."""
+        """Let the activations be what they are at a step, from 0 on; call this before it.
+
+        Raises:
+            UserError: There is no such step.
+        """
+        refuse_other_counts(step=step)
         for each in self._activations:
             each.share = self.share(step)
 
@@ -60,8 +66,9 @@ def sparsify(model: nn.Module, *, steps: int = 0) -> Blend:
     Raises:
         UserError: There is no such block, or the model's configuration cannot say what it is now.
     """
-    if steps < 0:
-        raise UserError("steps", "is out of range", got=repr(steps), expected="a number from 0 on")
+    if not isinstance(model, nn.Module):
+        raise UserError("twellc.training", "takes a torch.nn.Module", got=repr(model), fix="Load the model first.")
+    refuse_other_counts(steps=steps)
     replaced = list(_replace(model, steps > 0))
     if not replaced:
         raise UserError(

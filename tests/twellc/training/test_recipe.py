@@ -284,6 +284,39 @@ def test_numbers_out_of_range() -> None:
         reinitialise_dead(block, take_counts(block), step=0, share=1.5)
     with pytest.raises(UserError, match="profile_steps: is out of range; got -1"):
         SparsityCallback(block, profile_steps=-1)
+    fired = take_counts(block)
+    for given, message in (
+        ({"std": -1.0}, "std: is out of range"),
+        ({"std": float("nan")}, "std: is out of range"),
+        ({"step": -1}, "step: is out of range"),
+        ({"step": 1.5}, "step: is out of range"),
+        ({"seed": None}, "seed: is out of range"),
+        ({"fired": {}}, "fired: is not of this model"),
+    ):
+        with pytest.raises(UserError, match=message):
+            reinitialise_dead(block, **{"fired": fired, "step": 0, **given})  # type: ignore[arg-type]
+    for other, message in (
+        ({"coefficient": "a"}, "coefficient: is out of range; got 'a'"),
+        ({"warm_up": float("nan")}, "warm_up: is out of range; got nan"),
+        ({"model": "a path"}, "takes a torch.nn.Module; got 'a path'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            L1Penalty(**{"model": block, "coefficient": 1.0, **other})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="step: is out of range; got -5; expected an integer from 0 on"):
+        L1Penalty(block, 1.0)(-5)
+    with pytest.raises(UserError, match="steps: is out of range; got '3'"):
+        sparsify(block, steps="3")  # type: ignore[arg-type]
+
+
+def test_a_penalty_whose_blocks_are_gone() -> None:
+    block = twellc.optimize(Gated().train(), training=True)
+    penalty = L1Penalty(block, 1.0)
+    twellc.optimize(twellc.restore(block), training=True)(torch.randn(3, 16))
+    with pytest.raises(UserError, match=r"its blocks are no longer those of the model.*Make a new L1Penalty"):
+        penalty(0)
+    penalty.close()
+    with pytest.raises(UserError, match="L1 term: was closed"):
+        penalty(0)
 
 
 @pytest.mark.parametrize("weight", [None, nn.Parameter(torch.randn(40))])
