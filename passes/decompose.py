@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.passes.graph.program import drop_unused_constants, editable, finish, quiet_torch
 from twellc.passes.graph.size_assertions import ASSERTION, Verdict, condition_of, size_assertions, size_ranges, verdict
@@ -24,7 +25,7 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
 
     Raises:
         UserError: torch cannot trace the program again, as where its parts contradict each other, or where it only
-            pretends to be quantised.
+            pretends to be quantised; or a product mixes dtypes.
     """
     ranges = size_ranges(program)
     # Tracing the program again, torch adds assertions of its own, about strides.
@@ -52,7 +53,30 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
             stay.remove(condition)  # torch writes some twice
         else:
             program.graph.erase_node(node)
+    _refuse_mixed_products(program)
     return finish(program)
+
+
+_PRODUCTS = (aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.addmm.default)
+
+
+def _refuse_mixed_products(program: ExportedProgram) -> None:
+    """Fail for products of tensors of several dtypes, which torch exports, and refuses to compute.
+
+    Raises:
+        UserError: There is one.
+    """
+    for node in program.graph.nodes:
+        if node.op != "call_function" or node.target not in _PRODUCTS:
+            continue
+        values = [each.meta.get("val") for each in node.all_input_nodes]
+        dtypes = [dtype_name(value.dtype) for value in values if isinstance(value, torch.Tensor)]
+        if len(set(dtypes)) > 1:
+            raise UserError(
+                "the model's graph", f"the product {node.name} has operands of several dtypes",
+                got=" and ".join(dtypes), expected="one dtype",
+                fix="Export the model with inputs in the dtype of its weights, or cast them in it.",
+            )  # fmt: skip
 
 
 def _register_written_constants(program: ExportedProgram) -> None:

@@ -157,3 +157,17 @@ def test_a_run_goes_on_where_another_has_stopped() -> None:
     left_out = run_until(program, options, Stage.FIND, without=(Stage.ARRANGING,))
     assert "conv1d" in left_out.program.graph_module.code
     assert "conv1d" in run_until(left_out, options, Stage.ATTENTION).program.graph_module.code
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_products_of_several_dtypes(low: torch.dtype, tmp_path: Path, cli: Cli) -> None:
+    """torch exports a bfloat16 module with a float32 input, and cannot compute it."""
+    module = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)).to(low).eval()
+    torch.export.save(torch.export.export(module, (torch.randn(4, 16),)), tmp_path / "m.pt2")
+    done = cli("compile", tmp_path / "m.pt2", "--backend", "none", "--onnx", tmp_path / "m.onnx")
+    assert done.exit_code == 2
+    message = " ".join(done.stderr.split())
+    name = str(low).removeprefix("torch.")
+    assert f"has operands of several dtypes; got float32 and {name}" in message
+    assert "Export the model with inputs in the dtype of its weights" in message
+    assert not (tmp_path / "m.onnx").exists()
