@@ -136,16 +136,22 @@ def _serve(sender: Connection, call: bytes, quiet: bool) -> None:
     def progress(name: str) -> None:
         nonlocal step
         step = name
-        sender.send(("step", step))
+        send("step", step)
+
+    def send(kind: str, content: object) -> None:
+        try:
+            sender.send((kind, content))
+        except BrokenPipeError:  # the process that asked has been killed
+            os._exit(1)
 
     try:
         function, arguments = pickle.loads(call)
         result = function(*arguments, progress)
     except (UserError, OSError) as error:
-        sender.send(("error", error))
+        send("error", error)
     except MemoryError:
-        sender.send(("error", UserError(step, "memory ran out", fix="Use a machine with more memory.")))
+        send("error", UserError(step, "memory ran out", fix="Use a machine with more memory."))
     except Exception:
-        sender.send(("fault", traceback.format_exc()))
+        send("fault", traceback.format_exc())
     else:
-        sender.send(("result", result))
+        send("result", result)

@@ -60,13 +60,20 @@ class Extra:
             return importlib.import_module(f"{self.package}.{module}")
         except Exception as error:  # beside a release of another package that it was not made for it raises anything
             what = f"{self.title} cannot be imported ({first_line(error)})"
-            if isinstance(error, ModuleNotFoundError):
+            if isinstance(error, ModuleNotFoundError) and error.name in (self.package, None):
                 what = f"the module {error.name} is not installed"
             raise UserError(self.user, what, fix=f"Install it: pip install 'twellc[{self.extra}]'.") from error
 
+    def version(self) -> str:
+        """Return its version, as it says itself."""
+        return str(getattr(importlib.import_module(self.package), "__version__", "an unknown release"))
+
+    def tried(self) -> str:
+        """Return the releases in which twellc's module ran, for people."""
+        return ", ".join(f"{major}.{minor}" for major, minor in self.tested)
+
     def warn_of_untried(self, log: logging.Logger) -> None:
         """Warn if the release that is there is not among the tested ones."""
-        version = str(importlib.import_module(self.package).__version__)
+        version = self.version()
         if tuple(map(int, re.findall(r"\d+", version)[:2])) not in self.tested:
-            tried = ", ".join(f"{major}.{minor}" for major, minor in self.tested)
-            log.warning("%s %s was not tried with twellc; tried: %s", self.title, version, tried)
+            log.warning("%s %s was not tried with twellc; tried: %s", self.title, version, self.tried())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -296,6 +297,12 @@ def read_manifest(plan: Path) -> Manifest:
     """
     path = manifest_path(plan)
     if not has_manifest(plan):
+        whole = plan.with_name(re.sub(r"\.rank\d+$", "", plan.name))
+        if whole != plan and has_manifest(whole):
+            raise UserError(
+                str(plan), "is the plan of one of several ranks, whose manifest is for all of them",
+                got=manifest_path(whole).name, fix=f"Give {whole}.",
+            )  # fmt: skip
         raise UserError(
             str(plan), "has no manifest beside it, as a plan must", expected=path.name,
             fix="Keep both files of `twellc compile` together.",

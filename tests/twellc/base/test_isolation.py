@@ -7,11 +7,16 @@ import multiprocessing
 import operator
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT
+from tests.processes import environment
 from twellc.base.errors import UserError
 from twellc.base.files import ENDING_SIGNALS
 from twellc.base.isolation import _receive, run_isolated
@@ -78,3 +83,26 @@ def test_fault_in_another_process() -> None:
 
 def test_result_of_another_process() -> None:
     assert run_isolated(operator.contains, ["a result"], progress=lambda step: None) is False
+
+
+def test_a_process_that_asked_and_was_killed() -> None:
+    """What it has started says nothing on its terminal."""
+    script = (
+        "import os, signal, time\n"
+        "from twellc.base.isolation import run_isolated\n"
+        "from tests.twellc.base.test_isolation import slowly\n"
+        "def ready(step):\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "run_isolated(slowly, progress=ready)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment(ROOT), timeout=100
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert done.stderr == ""
+
+
+def slowly(progress: Callable[[str], None]) -> None:
+    progress("one")
+    time.sleep(2)
+    progress("two")

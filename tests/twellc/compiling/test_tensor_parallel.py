@@ -53,6 +53,11 @@ def test_a_plan_for_each_rank(cli: Cli, tmp_path: Path, ranks: int) -> None:
     # Again over what is there, and what it is to `inspect` and `check`.
     assert cli("compile", model, "-o", plan, "--tensor-parallel", ranks, "--overwrite").exit_code == 0
     assert cli("inspect", plan).exit_code == 0
+    alone = cli("inspect", plans[1])
+    assert alone.exit_code == 2
+    assert f"is the plan of one of several ranks, whose manifest is for all of them; got {plan.name}.json" in " ".join(
+        alone.stderr.split()
+    )
     for candidate in (plan, graphs[0]):
         refused = cli("check", model, candidate)
         assert refused.exit_code == 2
