@@ -504,7 +504,7 @@ def optimize(
     Warns:
         UserWarning: There is no block to optimize.
     """
-    _refuse_other_than_modules("twellc.optimize", module)
+    refuse_other_than_modules("twellc.optimize", module)
     if not isinstance(layers, str):
         raise UserError("layers", "is no text", got=repr(layers), expected="auto, all, none or a regular expression")
     if type(compression) is not int or compression not in COMPRESSIONS:
@@ -535,7 +535,12 @@ def optimize(
     return module
 
 
-def _refuse_other_than_modules(where: str, module: object) -> None:
+def refuse_other_than_modules(where: str, module: object) -> None:
+    """Fail for what is no module; `where` names what it was given to.
+
+    Raises:
+        UserError: It is none.
+    """
     if not isinstance(module, nn.Module):
         raise UserError(where, "takes a torch.nn.Module", got=repr(module), fix="Load the model first.")
 
@@ -602,7 +607,7 @@ def restore(module: _Module) -> _Module:
     Returns:
         The same module.
     """
-    _refuse_other_than_modules("twellc.restore", module)
+    refuse_other_than_modules("twellc.restore", module)
     for _, submodule, block in _optimized_modules(module):
         for operand in block.weights.named().values():
             parameter = operand.parameter(submodule)
@@ -617,7 +622,7 @@ def restore(module: _Module) -> _Module:
 
 def optimized_blocks(module: nn.Module) -> list[Layer]:
     """Return the blocks of a module that `optimize` has taken, as rows of a report, in the order of `named_modules`."""
-    _refuse_other_than_modules("twellc.optimized_blocks", module)
+    refuse_other_than_modules("twellc.optimized_blocks", module)
     return [replace(block.layer, module=block.path(path)) for path, _, block in _optimized_modules(module)]
 
 

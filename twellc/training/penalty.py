@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from twellc.base.errors import UserError
-from twellc.eager.optimization import TrainedBlock, blocks_in_training
+from twellc.eager.optimization import TrainedBlock, blocks_in_training, refuse_other_than_modules
 
 _REENTRY = (
     "Run the model in training mode, with gradients, and checkpoint activations without use_reentrant: "
@@ -129,8 +129,7 @@ def blocks_of(model: nn.Module) -> dict[str, TrainedBlock]:
     Raises:
         UserError: There are none.
     """
-    if not isinstance(model, nn.Module):
-        raise UserError("twellc.training", "takes a torch.nn.Module", got=repr(model), fix="Load the model first.")
+    refuse_other_than_modules("training", model)
     found = blocks_in_training(model)
     if not found:
         raise UserError(type(model).__name__, "has no feed-forward block in training", fix=_FIX)

@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from twellc.base.errors import UserError, first_few
 from twellc.eager.module_blocks import blocks_at
+from twellc.eager.optimization import refuse_other_than_modules
 from twellc.eager.training_block import BlendedActivation
 from twellc.training.penalty import refuse_other_counts
 
@@ -66,8 +67,7 @@ def sparsify(model: nn.Module, *, steps: int = 0) -> Blend:
     Raises:
         UserError: There is no such block, or the model's configuration cannot say what it is now.
     """
-    if not isinstance(model, nn.Module):
-        raise UserError("twellc.training", "takes a torch.nn.Module", got=repr(model), fix="Load the model first.")
+    refuse_other_than_modules("sparsify", model)
     refuse_other_counts(steps=steps)
     replaced = list(_replace(model, steps > 0))
     if not replaced:
