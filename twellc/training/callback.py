@@ -17,7 +17,7 @@ from twellc.loaders.loaded import fingerprint
 from twellc.training.counts import Fired, FiringWindow, take_counts
 from twellc.training.dead import reinitialise_dead
 from twellc.training.log import LoggedBlock, LoggedStep, LogWriter
-from twellc.training.penalty import L1Penalty, blocks_of
+from twellc.training.penalty import L1Penalty, blocks_of, refuse_other_counts
 from twellc.training.ranks import is_first, number_of_ranks, summed
 from twellc.training.relu import Blend
 
@@ -65,8 +65,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         Raises:
             UserError: The model has no block in training, or a number is out of range.
         """
-        if profile_steps < 0:
-            raise UserError("profile_steps", "is out of range", got=repr(profile_steps), expected="a number from 0 on")
+        refuse_other_counts(profile_steps=profile_steps)
         self.penalty = L1Penalty(model, l1, warm_up=l1_warm_up)
         self.window: FiringWindow | None = None
         self._model = model
