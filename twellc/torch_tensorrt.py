@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from twellc.base.errors import UserError, first_line
 from twellc.base.modules import Extra
 
 if TYPE_CHECKING:
@@ -40,16 +41,24 @@ def register() -> None:
     """
     converters = TORCH_TENSORRT.load("dynamo.conversion._ConverterRegistry")
     TORCH_TENSORRT.warn_of_untried(_LOG)
-    import tensorrt
-
     from twellc.plugins.ops import GATED_MLP, MLP
     from twellc.plugins.registration import register as register_plugins
 
-    register_plugins(tensorrt)
-    for op in (GATED_MLP, MLP):
-        known = converters.DYNAMO_ATEN_CONVERTERS.get(op, ())
-        if not any(each.converter_implementation is convert for each in known):
-            converters.dynamo_tensorrt_converter(op, capability_validator=takes, supports_dynamic_shapes=True)(convert)
+    try:
+        import tensorrt
+
+        register_plugins(tensorrt)
+        for op in (GATED_MLP, MLP):
+            known = converters.DYNAMO_ATEN_CONVERTERS.get(op, ())
+            if not any(each.converter_implementation is convert for each in known):
+                put = converters.dynamo_tensorrt_converter(op, capability_validator=takes, supports_dynamic_shapes=True)
+                put(convert)
+    except (ImportError, AttributeError, TypeError) as error:  # another release
+        raise UserError(
+            TORCH_TENSORRT.user, f"{TORCH_TENSORRT.title} does not take converters of twellc ({first_line(error)})",
+            got=TORCH_TENSORRT.version(), expected=TORCH_TENSORRT.tried(),
+            fix=f"Install it: pip install 'twellc[{TORCH_TENSORRT.extra}]'.",
+        ) from error  # fmt: skip
 
 
 def takes(node: Node, _settings: object = None) -> bool:

@@ -198,6 +198,28 @@ def test_a_release_that_fits_no_other_package(
         twellc.torch_tensorrt.register()
 
 
+@pytest.mark.usefixtures("converters")
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("DYNAMO_ATEN_CONVERTERS", None),
+        ("dynamo_tensorrt_converter", lambda key, *, capability_validator: lambda converter: converter),
+    ],
+)
+def test_another_release(name: str, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message, also where the release does not say which it is."""
+    module = sys.modules["torch_tensorrt.dynamo.conversion._ConverterRegistry"]
+    if other is None:
+        monkeypatch.delattr(module, name)
+    else:
+        monkeypatch.setattr(module, name, other)
+    monkeypatch.delattr(sys.modules["torch_tensorrt"], "__version__")
+    with pytest.raises(
+        twellc.UserError, match=r"does not take converters of twellc .*; got an unknown release; expected 2\.11\."
+    ):
+        twellc.torch_tensorrt.register()
+
+
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)  # which Python takes for a module that is not there
     with pytest.raises(twellc.UserError, match=r"torch_tensorrt is not installed.*pip install 'twellc\[torch-tensorrt"):

@@ -64,9 +64,16 @@ class Extra:
                 what = f"the module {error.name} is not installed"
             raise UserError(self.user, what, fix=f"Install it: pip install 'twellc[{self.extra}]'.") from error
 
+    def version(self) -> str:
+        """Return the release that is there, as it names itself."""
+        return str(getattr(importlib.import_module(self.package), "__version__", "an unknown release"))
+
+    def tried(self) -> str:
+        """Return the tested releases in words."""
+        return ", ".join(f"{major}.{minor}" for major, minor in self.tested)
+
     def warn_of_untried(self, log: logging.Logger) -> None:
         """Warn if the release that is there is not among the tested ones."""
-        version = str(getattr(importlib.import_module(self.package), "__version__", "of an unknown version"))
+        version = self.version()
         if tuple(map(int, re.findall(r"\d+", version)[:2])) not in self.tested:
-            tried = ", ".join(f"{major}.{minor}" for major, minor in self.tested)
-            log.warning("%s %s was not tried with twellc; tried: %s", self.title, version, tried)
+            log.warning("%s %s was not tried with twellc; tried: %s", self.title, version, self.tried())
