@@ -34,7 +34,8 @@ class Session:
         self.caches = [torch.zeros(batch, *pair.shape[1:], dtype=dtype, device="cuda") for pair in cache.pairs]
         self.after = self.caches if in_place else [torch.full_like(each, 7) for each in self.caches]
         self.contexts = [plan.engine.create_execution_context() for _ in range(2)]
-        for profile, context in enumerate(self.contexts):
+        assert plan.engine.num_optimization_profiles == 3
+        for profile, context in zip((0, 2 if batch == 1 else 1), self.contexts, strict=True):
             assert context.set_optimization_profile_async(profile, torch.cuda.current_stream().cuda_stream)
         self.logits = torch.empty(batch, cache.vocabulary, dtype=dtype, device="cuda")
 
@@ -84,7 +85,12 @@ def test_steps(tensorrt: Host, tmp_path: Path, family: str, attention: str) -> N
     opened = open_plan(tensorrt, plan, tensorrt.version)
     ours = feed(Session(opened, cache, len(PROMPTS)), tokens, taken)
     plain = transformers_own(model, tokens, taken)
-    assert_as_accurate(ours, plain, transformers_own(model.double(), tokens, taken))
+    wide = transformers_own(model.double(), tokens, taken)
+    assert_as_accurate(ours, plain, wide)
+    alone = feed(Session(opened, cache, 1), tokens[:1], steps(PROMPTS[:1], LENGTH, CHUNK))
+    rows = [row for step in taken for row, count in enumerate(step.counts) if count]
+    first = torch.tensor(rows) == 0
+    assert_as_accurate(alone, plain[first], wide[first])
     # Bound to two addresses the caches are copied, which costs time, and they are the same.
     assert torch.equal(feed(Session(opened, cache, len(PROMPTS), in_place=False), tokens, taken), ours)
 

@@ -99,9 +99,7 @@ class TensorRTCalls:
     def __init__(self, plan: OpenPlan, manifest: Manifest) -> None:
         self.device = torch.device("cuda")
         self._plan = plan
-        widths = [profile[INPUT_IDS].max[1] for profile in manifest.profiles]
-        narrowest, widest = min(widths), max(widths)
-        self._profiles = {True: widths.index(narrowest), False: widths.index(widest)}
+        self._largest = [profile[INPUT_IDS].max for profile in manifest.profiles]
         self._executions: dict[bool, Execution] = {}
         self._caches: dict[str, Tensor] = {}
 
@@ -112,10 +110,12 @@ class TensorRTCalls:
 
     def run(self, inputs: dict[str, Tensor]) -> Tensor:
         """Run the plan; see `PlanCalls`."""
-        decodes = inputs[INPUT_IDS].shape[1] == 1
+        rows, tokens = inputs[INPUT_IDS].shape
+        decodes = tokens == 1
         execution = self._executions.get(decodes)
         if execution is None:
-            execution = prepare(self._plan, {**inputs, **self._caches}, self._profiles[decodes], self._caches)
+            profile = profile_for(rows, tokens, self._largest)
+            execution = prepare(self._plan, {**inputs, **self._caches}, profile, self._caches)
             self._executions[decodes] = execution
         elif any(not _same(execution.tensors[name], tensor) for name, tensor in inputs.items()):
             logits = execution.tensors[_LOGITS]
@@ -123,6 +123,12 @@ class TensorRTCalls:
             execution.bind({**inputs, **self._caches}, {**self._caches, **({_LOGITS: logits} if fits else {})})
         execution.enqueue()
         return execution.tensors[_LOGITS]
+
+
+def profile_for(rows: int, tokens: int, largest: list[tuple[int, ...]]) -> int:
+    """Return the narrowest optimization profile that takes such a call, by the largest shapes that each takes."""
+    fitting = [(most, index) for index, most in enumerate(largest) if rows <= most[0] and tokens <= most[1]]
+    return min(fitting, key=lambda each: (each[0][1], each[0][0]))[1]
 
 
 def _same(bound: Tensor, tensor: Tensor) -> bool:

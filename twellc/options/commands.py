@@ -83,13 +83,17 @@ class CompileOptions(TracingOptions, DecisionOptions):
 
     @property
     def requested_profiles(self) -> list[tuple[str, ShapeRange]]:
-        """The shape ranges of inputs: of a model with a cache one for prompts, and one for a token of each sequence."""
+        """The shape ranges of inputs.
+
+        Of a model with a cache: one for prompts, one for a token of each sequence, and one for a token of one sequence,
+        which TensorRT makes faster where it knows that there are no others.
+        """
         cache = self.cache
         if cache is None:
             return list(self.profiles)
         prefill = ShapeRange((1, 1), (1, cache.chunk), (cache.batch, cache.chunk))
-        decode = ShapeRange((1, 1), (cache.batch, 1), (cache.batch, 1))
-        return [(INPUT_IDS, prefill), (INPUT_IDS, decode)]
+        decode = [ShapeRange((1, 1), (batch, 1), (batch, 1)) for batch in dict.fromkeys((cache.batch, 1))]
+        return [(INPUT_IDS, each) for each in (prefill, *decode)]
 
     @property
     def plans(self) -> list[Path]:

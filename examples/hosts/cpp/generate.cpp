@@ -5,7 +5,7 @@
 //
 // The prompt is token ids behind the number of new ones; the last line are the ids of the answer. Each cache is an
 // input and an output of the plan: both are bound to one address, and the plan writes there in place. The prompt is fed
-// in pieces of what the profile for prompts takes, then one token a step through the profile for that.
+// in pieces of what the profile for prompts takes, then one token a step through that for one token of one sequence.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -34,7 +34,7 @@ float element(std::vector<char> const& logits, DataType type, size_t i) {
                                    : __bfloat162float(reinterpret_cast<__nv_bfloat16 const*>(logits.data())[i]);
 }
 
-// One sequence: the caches, and a context for each of the two profiles.
+// One sequence: the caches, and a context for prompts and one for single tokens.
 class Sequence {
   public:
     explicit Sequence(nvinfer1::ICudaEngine& engine) : engine_(engine) {
@@ -64,6 +64,7 @@ class Sequence {
                 }
                 context->setTensorAddress(name.c_str(), cache.address);
             }
+            // Of two profiles for as many tokens the later is for the fewest sequences, and the fastest with one.
             contexts_[most.d[1]] = std::move(context);
         }
         inputs_ = allocate((chunk() + 2) * sizeof(int64_t));

@@ -4,7 +4,7 @@
 
 The prompt is token ids; what is printed are the ids of the answer. Each cache is an input and an output of the plan:
 both are bound to one address, and the plan writes there in place. The prompt is fed in pieces of what the profile for
-prompts takes, then one token a step through the profile for that. `twellc generate` does more of the same.
+prompts takes, then one token a step through that for one token of one sequence. `twellc generate` does more of the same.
 
 Needs the TensorRT that built the plan, twellc for the plugins and torch for memory on the GPU.
 """
@@ -27,7 +27,7 @@ DTYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16}
 
 
 class Sequence:
-    """One sequence: the caches, and a context for each of the two profiles."""
+    """One sequence: the caches, and a context for prompts and one for single tokens."""
 
     def __init__(self, trt: Any, engine: Any) -> None:
         self.engine = engine
@@ -51,6 +51,7 @@ class Sequence:
                 if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT:
                     context.set_input_shape(name, tuple(memory.shape))
                 context.set_tensor_address(name, memory.data_ptr())
+            # Of two profiles for as many tokens the later is for the fewest sequences, and the fastest with one.
             self.contexts[most] = context
         self.chunk = max(self.contexts)
 

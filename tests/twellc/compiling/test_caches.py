@@ -74,7 +74,7 @@ def test_manifest(plan: Path) -> None:
     ranges = [
         (profile["input_ids"].min, profile["input_ids"].opt, profile["input_ids"].max) for profile in manifest.profiles
     ]
-    assert ranges == [((1, 1), (1, 8), (3, 8)), ((1, 1), (3, 1), (3, 1))]
+    assert ranges == [((1, 1), (1, 8), (3, 8)), ((1, 1), (3, 1), (3, 1)), ((1, 1), (1, 1), (1, 1))]
     assert manifest.plugins.names == ["TwellGatedMlp", "TwellAppendCaches"]
     assert {(block.form, block.mask) for block in manifest.attention} == {("operator", "causal")}
     assert manifest.plugins.register is not None

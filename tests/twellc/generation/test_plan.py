@@ -16,7 +16,7 @@ from twellc import LLM, SamplingParams, UserError
 from twellc.base.caches import KeyValueCache
 from twellc.generation import llm as llm_module
 from twellc.generation.model import CausalModel
-from twellc.generation.plan import PlanBackend, _size
+from twellc.generation.plan import PlanBackend, _size, profile_for
 from twellc.loaders.cached import load_with_cache
 from twellc.options.source import CacheOptions
 from twellc.passes.graph.execution import Runner
@@ -160,7 +160,8 @@ def test_a_plan_that_cannot_run_here(bytelm: Path, tmp_path: Path) -> None:
     plan = tmp_path / "m.plan"
     manifest = twellc.compile(bytelm, plan, backend="tensorrt-rtx", kv_cache=64, batch=2, prefill_chunk=8)
     assert manifest.cache is not None and manifest.cache.text == "m.plan.text"
-    widths = [profile["input_ids"].max[1] for profile in manifest.profiles]
-    assert widths == [8, 1]
+    largest = [profile["input_ids"].max for profile in manifest.profiles]
+    assert largest == [(2, 8), (2, 1), (1, 1)]
+    assert [profile_for(*call, largest) for call in ((2, 8), (1, 2), (2, 1), (1, 1))] == [0, 0, 1, 2]
     with pytest.raises(UserError, match=r"m\.plan: the plan cannot run here: .*\. Give the model's directory"):
         LLM(plan)
