@@ -155,14 +155,14 @@ class TorchBackend:
 
 
 def load_directory(
-    path: Path, device: str = "auto", dtype: str | None = None, length: int | None = None, compiled: bool = False,
-    layers: str = "auto",
+    path: Path, device: str | torch.device | None = "auto", dtype: str | None = None, length: int | None = None,
+    compiled: bool = False, layers: str = "auto",
 ) -> TorchBackend:  # fmt: skip
     """Load a Hugging Face directory, its feed-forward blocks by the `twell` ops.
 
     Args:
         path: The directory.
-        device: `cpu`, `cuda` or `cuda:N`; `auto` is the GPU where torch sees one.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` and None are the GPU where torch sees one.
         dtype: `bf16`, `fp16` or `fp32`; None is that of the weights, on a GPU bf16 for float32.
         length: See `TorchBackend`.
         compiled: Whether torch.compile compiles prompts and decoding.
@@ -171,7 +171,7 @@ def load_directory(
     Raises:
         UserError: There is no causal language model, no such device, or see `TorchBackend`.
     """
-    if dtype is not None and dtype not in _DTYPES:
+    if dtype is not None and dtype not in tuple(_DTYPES):
         raise UserError("dtype", "no such choice", got=repr(dtype), expected=" or ".join(_DTYPES))
     chosen = _device(device)
     found: list[torch.dtype] = []
@@ -203,12 +203,12 @@ def load_directory(
     return backend
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
+def _device(name: str | torch.device | None) -> torch.device:
+    if name in (None, "auto"):
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise UserError(f"--device {name}", "is not a device", expected="auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"--device {name}", "is not a device of twellc", expected="auto, cpu, cuda or cuda:N")

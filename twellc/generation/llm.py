@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ class LLM:
         model: str | os.PathLike[str],
         *,
         tokenizer: str | os.PathLike[str] | None = None,
-        device: str = "auto",
+        device: str | torch.device | None = "auto",
         dtype: str | None = None,
         max_model_len: int | None = None,
         compiled: bool = False,
@@ -48,7 +49,8 @@ class LLM:
         Args:
             model: A Hugging Face directory, or a plan of `twellc compile --kv-cache`.
             tokenizer: A directory with its tokenizer; None is the model's own.
-            device: Where a directory runs: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` is the GPU where torch sees one.
+            device: Where a directory runs: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` and None are the GPU where torch
+                sees one.
             dtype: In which precision: `bf16`, `fp16` or `fp32`; None is that of the weights, on a GPU bf16 for float32.
             max_model_len: Tokens of a prompt and its answer together, but for the answer's last, which takes no place
                 in the cache; None makes the cache as it is needed.
@@ -56,8 +58,10 @@ class LLM:
             layers: Which feed-forward blocks of a directory the `twell` ops compute, see `twellc.optimize`.
 
         Raises:
-            UserError: There is no causal language model, no tokenizer, or no such device.
+            UserError: There is no causal language model, no tokenizer, or no such device; or an argument is of another
+                kind.
         """
+        _refuse_other_kinds(model, tokenizer, max_model_len, compiled)
         path = Path(model)
         refuse_missing(path, "a Hugging Face directory, or a plan")
         backend: Backend
@@ -70,7 +74,9 @@ class LLM:
             backend, cache = load_plan(path)
             config, notes, ends = PreTrainedConfig(), [], cache.end_tokens
             folder = path.with_name(cache.text or path.name)
-            _refuse_of_a_plan(device=device != "auto", dtype=dtype, compiled=compiled, layers=layers != "auto")
+            _refuse_of_a_plan(
+                device=device not in (None, "auto"), dtype=dtype, compiled=compiled, layers=layers != "auto"
+            )
             if max_model_len is not None and max_model_len != backend.longest:
                 raise UserError(
                     "max_model_len", "is not that of the plan", got=str(max_model_len), expected=str(backend.longest),
@@ -237,6 +243,23 @@ class LLM:
                     limited = step.limited[row] and token not in ends and not answer.stopped
                     output.finish_reason = "length" if limited else "stop"
                 yield RequestOutput(str(row), texts[row], prompts[row], [output], step.ended[row])
+
+
+def _refuse_other_kinds(model: object, tokenizer: object, max_model_len: object, compiled: object) -> None:
+    """Fail for arguments that are of another kind than `LLM` takes.
+
+    Raises:
+        UserError: One is.
+    """
+    is_whole = isinstance(max_model_len, numbers.Integral) and not isinstance(max_model_len, bool)
+    for name, value, holds, expected in (
+        ("model", model, isinstance(model, str | os.PathLike), "a path"),
+        ("tokenizer", tokenizer, tokenizer is None or isinstance(tokenizer, str | os.PathLike), "a path"),
+        ("max_model_len", max_model_len, max_model_len is None or is_whole, "an integer"),
+        ("compiled", compiled, isinstance(compiled, bool), "True or False"),
+    ):
+        if not holds:
+            raise UserError(name, "is not what twellc.LLM takes", got=repr(value)[:80], expected=expected)
 
 
 def _refuse_of_a_plan(**given: Any) -> None:

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from twellc.base.errors import UserError
 from twellc.generation.backend import Backend
+from twellc.generation.sampling import SEEDS, is_seed
 from twellc.generation.steps import Choice, Decoder, Step
 
 
@@ -149,6 +150,8 @@ def _decode(
     **given: Any,
 ) -> Iterator[Step]:
     """Decode with what transformers has made of the arguments of `generate`, and `seed` and `ignore_eos` besides."""
+    if not is_seed(seed):
+        raise UserError("seed", "is out of its range", got=repr(seed), expected=SEEDS)
     if ignore_eos:
         kept = (each for each in stopping_criteria if not isinstance(each, EosTokenCriteria))
         stopping_criteria = StoppingCriteriaList(kept)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import numbers
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from twellc.base.errors import UserError
 from twellc.base.records import Record
+from twellc.options.samples import LARGEST_SEED
 
 DEFAULT_TOKENS = 128
 _LEAST_TEMPERATURE = 1e-5
+_LARGEST = sys.float_info.max
+SEEDS = "an integer from 0 to 2^63 - 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +57,16 @@ class SamplingParams:
         """
         for name, holds, expected in (
             ("max_tokens", _whole(self.max_tokens) and self.max_tokens >= 1, "an integer from 1 on"),
-            ("temperature", _number(self.temperature) and 0 <= self.temperature < float("inf"), "a number from 0 on"),
+            ("temperature", _number(self.temperature) and 0 <= self.temperature <= _LARGEST, "a number from 0 on"),
             ("top_k", _whole(self.top_k) and self.top_k >= -1, "an integer from 1 on; 0 or -1 for all tokens"),
             ("top_p", _number(self.top_p) and 0 < self.top_p <= 1, "a number above 0, and 1 at most"),
             ("min_p", _number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1"),
             (
                 "repetition_penalty",
-                _number(self.repetition_penalty) and 0 < self.repetition_penalty < float("inf"),
+                _number(self.repetition_penalty) and 0 < self.repetition_penalty <= _LARGEST,
                 "a number above 0",
             ),
-            ("seed", self.seed is None or (_whole(self.seed) and 0 <= self.seed < 1 << 63), "an integer from 0 on"),
+            ("seed", is_seed(self.seed), SEEDS),
             ("stop", _several(self.stop, str) and all(self.stops), "texts that are not empty"),
             (
                 "stop_token_ids",
@@ -88,6 +93,13 @@ class SamplingParams:
     def draws(self) -> bool:
         """Whether tokens are drawn. Logits are not divided by so little that they would be infinite."""
         return self.temperature >= _LEAST_TEMPERATURE
+
+
+def is_seed(value: object) -> bool:
+    """Whether it is a seed of what is drawn, or None."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        return value is None
+    return 0 <= int(value) <= LARGEST_SEED
 
 
 def _whole(value: object) -> bool:

@@ -415,12 +415,42 @@ def test_bad_conversations(llm: LLM) -> None:
     [
         {"stop": 5}, {"stop": ["a", ""]}, {"stop": b"a"}, {"stop_token_ids": 5}, {"stop_token_ids": [-1]},
         {"stop_token_ids": ["a"]}, {"ignore_eos": "no"}, {"skip_special_tokens": 1}, {"max_tokens": 0}, {"top_k": 2.0},
-        {"stop": iter("ab")}, {"stop_token_ids": iter([3])},
+        {"stop": iter("ab")}, {"stop_token_ids": iter([3])}, {"seed": 1 << 63}, {"seed": "1"}, {"seed": True},
+        {"temperature": 10**400}, {"repetition_penalty": 10**400},
     ],
 )  # fmt: skip
 def test_bad_parameters(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"{next(iter(values))}: is out of its range; got "):
         SamplingParams(**values)
+
+
+@pytest.mark.parametrize("seed", [1 << 70, -1, "a", 1.5])
+def test_seeds_that_torch_does_not_take(llm: LLM, seed: Any) -> None:
+    with pytest.raises(UserError, match=r"seed: is out of its range; got .*; expected an integer from 0 to 2\^63 - 1"):
+        llm.model.generate(torch.tensor([[5]]), do_sample=True, seed=seed, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("max_model_len", "8", "got '8'; expected an integer"),
+        ("max_model_len", 8.0, "got 8.0; expected an integer"),
+        ("max_model_len", True, "got True; expected an integer"),
+        ("dtype", ["fp32"], r"got \['fp32'\]; expected bf16 or fp16 or fp32"),
+        ("compiled", "yes", "got 'yes'; expected True or False"),
+        ("tokenizer", 5, "got 5; expected a path"),
+        ("model", None, "got None; expected a path"),
+    ],
+)
+def test_arguments_of_other_kinds(talker: Path, name: str, value: Any, message: str) -> None:
+    given: dict[str, Any] = {"model": talker, "device": "cpu", name: value}
+    with pytest.raises(UserError, match=f"^{name}: .*; {message}"):
+        LLM(**given)
+
+
+def test_no_device_is_auto(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert LLM(talker, device=None).model.device == torch.device("cpu")
 
 
 def test_other_parameters(llm: LLM) -> None:
